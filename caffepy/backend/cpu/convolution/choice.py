@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from caffepy.backend.cpu.convolution.depthwise.lines import LinesConvolution, is_lines
 from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.narrow import NarrowConvolution, is_narrow
 from caffepy.backend.cpu.convolution.plain import PlainConvolution
 from caffepy.backend.cpu.convolution.product import (
     PixelConvolution,
     ProductConvolution,
-    ThinConvolution,
     is_pixels,
     is_product,
-    is_thin,
 )
 from caffepy.backend.cpu.convolution.winograd.passes import WinogradConvolution, is_winograd
 from caffepy.backend.cpu.workspace import Workspace
@@ -25,13 +22,9 @@ def plan_convolution(
     threads: int, workspace: Workspace, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry
 ) -> Convolution:
     """A planned convolution over any number of spatial axes."""
-    if is_lines(x_shape, weights_shape, geometry):
-        return LinesConvolution(threads, workspace, x_shape, weights_shape, geometry)
     kind = TileConvolution
     if is_narrow(weights_shape, geometry):
         kind = NarrowConvolution
-    elif is_thin(weights_shape, geometry):
-        kind = ThinConvolution
     elif is_product(x_shape, weights_shape, geometry):
         kind = ProductConvolution
     elif is_pixels(geometry):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,7 +16,6 @@ from caffepy.backend.cpu.gemm.packing import Panels, WeightPacking, extended, pa
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.threads import GRAIN
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, table_at
-from caffepy.backend.cpu.workspace import Workspace
 
 TOGETHER = 512
 """Pixels, about, of small images that are taken together, so that the last tile of an image is not left half empty."""
@@ -363,16 +361,3 @@ class Correlation:
                 y if addend is None else addend, int(addend is not None), int(relu),
             )  # fmt: skip
             done += together * times
-
-
-def pack_all(
-    phases: Sequence[Correlation], threads: int, workspace: Workspace, weights: Any, group_step: int
-) -> list[Any]:
-    """The weights in the order of each of several correlations."""
-    packed = workspace.take("weights", sum(phase.packed_size for phase in phases))
-    parts, start = [], 0
-    for phase in phases:
-        parts.append(packed[start : start + phase.packed_size])
-        phase.pack(threads, weights, group_step, parts[-1])
-        start += phase.packed_size
-    return parts

@@ -4,8 +4,7 @@ With channels last, the elements of one kernel row that meet an output pixel lie
 output pixels by output channels is a sum over kernel rows of small matrix products that read the image in place: no
 columns are written (im2col), which would cost as much memory traffic as the products themselves. The gradient of the
 image is the same sum over the gradient of the output. Images are read without padding (`unpadded/windows.py`) in
-groups, for the gradient with a stride, and wherever pixels whose windows meet the same taps fill tiles; the gradient of
-an image of a few channels goes another way (`few_channels.py`).
+groups, for the gradient with a stride, and wherever pixels whose windows meet the same taps fill tiles.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.convolution.correlation import Correlation, Ending, Filters, Padding, Pixels, Taps
-from caffepy.backend.cpu.convolution.few_channels import FewChannelsGradient, has_few_channels
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged_axes, reach
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.convolution.unpadded.weights import GroupWeightGradient
@@ -66,7 +64,6 @@ class TileConvolution:
         self._kept_at = 0
         self._forward: Correlation | WindowCorrelation | None = None
         self._backward: Correlation | WindowCorrelation | None = None
-        self._few: FewChannelsGradient | None = None
         self._gradient: WeightGradient | None = None
         self._group_gradient: GroupWeightGradient | None = None
 
@@ -143,11 +140,6 @@ class TileConvolution:
     # -- gradient of the image ----------------------------------------------------------------------
 
     def backward_data(self, dy: Any, weights: Any, dx: Any) -> None:
-        if has_few_channels(self.shape):
-            if self._few is None:
-                self._few = FewChannelsGradient(self.shape, self.threads, self.workspace)
-            self._few.run(dy, weights, self.zeros, dx)
-            return
         if self._backward is None:
             self._backward = self._unpadded(back=True) or _plan_backward(self.shape)
         plan, packed = self._backward, self.workspace.take("weights", self._backward.packed_size)

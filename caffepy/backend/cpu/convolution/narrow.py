@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.depthwise.flat import FlatPass, is_flat
-from caffepy.backend.cpu.convolution.depthwise.panels import PanelPass, is_panels
 from caffepy.backend.cpu.convolution.depthwise.phased import ZEROS, PhasedGradient, is_phased
 from caffepy.backend.cpu.convolution.depthwise.planes import PlanesPass
 from caffepy.backend.cpu.convolution.depthwise.spread import SpreadGradient, is_spread, one_window
@@ -258,10 +256,8 @@ class NarrowConvolution(TileConvolution):
     ) -> None:  # fmt: skip
         super().__init__(threads, workspace, x_shape, weights_shape, geometry)
         self._lanes, self._back_lanes = _lanes(weights_shape, geometry.group)
-        self._forward_pass: tuple[_Pass | FlatPass | PanelPass, ConstantTable, int] | None = None
-        self._back_passes: (
-            tuple[list[_Pass] | list[FlatPass] | list[PhasedGradient] | list[PanelPass], ConstantTable, int] | None
-        ) = None
+        self._forward_pass: tuple[_Pass, ConstantTable, int] | None = None
+        self._back_passes: tuple[list[_Pass] | list[PhasedGradient], ConstantTable, int] | None = None
         self._weights_pass: _WeightsPass | None = None
         self._runs = one_window(self.shape)
         self._spread: SpreadGradient | None = None
@@ -294,13 +290,7 @@ class NarrowConvolution(TileConvolution):
             if relu:
                 np.maximum(y, 0, out=y)
 
-    def _planned_pass(self) -> tuple[_Pass | FlatPass | PanelPass, ConstantTable, int]:
-        if self._forward_pass is None and is_flat(self.shape):
-            flat = FlatPass(self.shape, False, self.workspace)
-            self._forward_pass = flat, flat.order, flat.order.array.size
-        if self._forward_pass is None and is_panels(self.shape, self._axes(), self.shape.sizes):
-            panels = PanelPass(self.shape, self._axes(), (self.shape.sizes, self.shape.out), self.workspace)
-            self._forward_pass = panels, table_of(panels.order), panels.order.size
+    def _planned_pass(self) -> tuple[_Pass, ConstantTable, int]:
         if self._forward_pass is None:
             shape, geometry = self.shape, self.shape.geometry
             order = _forward_order(self._lanes, shape)
@@ -353,12 +343,7 @@ class NarrowConvolution(TileConvolution):
                     self.shape.channels,
                 )
 
-    def _plan_back(
-        self,
-    ) -> tuple[list[_Pass] | list[FlatPass] | list[PhasedGradient] | list[PanelPass], ConstantTable, int]:
-        if is_flat(self.shape):
-            flat = FlatPass(self.shape, True, self.workspace)
-            return [flat], flat.order, flat.order.array.size
+    def _plan_back(self) -> tuple[list[_Pass] | list[PhasedGradient], ConstantTable, int]:
         if self._phased:
             phased = PhasedGradient(self.shape)
             return [phased], table_of(phased.order), phased.order.size
@@ -369,9 +354,6 @@ class NarrowConvolution(TileConvolution):
         plans = [
             _Pass(lanes, groups, axes, (shape.out, shape.sizes), geometry.kernel) for axes in itertools.product(*phases)
         ]
-        if len(plans) == 1 and is_panels(shape, [axis for [axis] in phases], shape.out):
-            panels = PanelPass(shape, [axis for [axis] in phases], (shape.out, shape.sizes), self.workspace)
-            return [panels], table_of(panels.order), panels.order.size
         order = _forward_order(lanes, shape) if _folds(self._back_lanes) else _backward_order(lanes, shape)
         return plans, table_of(order), order.size
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from caffepy.backend import Geometry, create_backend
 from caffepy.backend.cpu.convolution import narrow
 from caffepy.backend.cpu.convolution.depthwise import phased
-from caffepy.backend.cpu.convolution.depthwise.panels import is_panels
 from caffepy.backend.cpu.convolution.depthwise.spread import is_spread, one_window
 from caffepy.backend.cpu.convolution.narrow import NarrowConvolution
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
@@ -183,9 +182,6 @@ def test_wide_windows_whose_pixels_lie_a_power_of_two_apart(
     dilation: tuple[int, int],
 ) -> None:  # fmt: skip
     geometry = Geometry(kernel, stride, pad, dilation, 512)
-    plan = planned((2, 512, *size), 512, geometry)
-    assert is_panels(plan.shape, plan._axes(), size)
-    assert not is_panels(plan.shape, plan._axes(), (64, 64))
     checks.check_convolution(BACKEND, (2, 512, *size), 512, geometry)
 
 

@@ -13,10 +13,7 @@ from hypothesis import strategies as st
 
 from caffepy.backend import Geometry, create_backend
 from caffepy.backend.cpu.convolution import plain
-from caffepy.backend.cpu.convolution.depthwise import flat
-from caffepy.backend.cpu.convolution.depthwise.flat import is_flat
 from caffepy.backend.cpu.convolution.direct import TileConvolution
-from caffepy.backend.cpu.convolution.few_channels import has_few_channels
 from caffepy.backend.cpu.convolution.lanes import Lanes, Row
 from caffepy.backend.cpu.convolution.lanes_kernels import pixel_kernel, row_kernel, row_tap_kernel, tap_kernel
 from caffepy.backend.cpu.convolution.lanes_tables import new_rows, next_rows, row_tables, row_tiles, tile_height
@@ -104,18 +101,15 @@ def test_depthwise_of_few_channels(
     channels: int, height: int, extra: int, images: int, kernel: tuple[int, int], pad: tuple[int, int],
     dilation: tuple[int, int],
 ) -> None:  # fmt: skip
-    """Rows are passed over as if their elements were pixels; padding at both sides, and tiles that overlap."""
     reach = tuple(d * (k - 1) for k, d in zip(kernel, dilation, strict=True))
     pad = (min(pad[0] - 1, reach[0]), min(pad[1] - 1, reach[1]))
     size = max(1, reach[0] + height - 2 * pad[0]), WIDTH + reach[1] + extra
     geometry = Geometry(kernel, (1, 1), pad, dilation, channels)
-    assert is_flat(planned((images, channels, *size), channels, geometry).shape)
     checks.check_convolution(BACKEND, (images, channels, *size), channels, geometry)
 
 
-def test_depthwise_of_few_channels_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN and infinity reach the pixels whose windows have them, and no other row or image, in parts of the batch."""
-    monkeypatch.setattr(flat, "CACHED", 1)
+def test_depthwise_of_few_channels_not_finite() -> None:
+    """NaN and infinity reach the pixels whose windows have them, and no other row or image."""
     x_shape, geometry = (3, 3, 4, 40), Geometry((3, 3), (1, 1), (1, 1), (1, 1), 3)
     x, y, weights = BACKEND.zeros(x_shape), BACKEND.zeros(x_shape), BACKEND.zeros((3, 1, 3, 3))
     weights[...] = 1
@@ -295,6 +289,18 @@ def test_images_of_few_channels(
     dilation: tuple[int, ...],
 ) -> None:  # fmt: skip
     geometry = Geometry(kernel, stride, pad, dilation)
-    if len(x_shape) == 4:
-        assert has_few_channels(planned(x_shape, outputs, geometry).shape)
     checks.check_convolution(BACKEND, x_shape, outputs, geometry)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    images=st.integers(1, 3), channels=st.integers(1, 20), many=st.integers(1, 3), out=st.integers(1, 50),
+    kernel=st.integers(1, 9), stride=st.integers(1, 3), pad=st.integers(0, 5), dilation=st.integers(1, 4),
+)  # fmt: skip
+def test_depthwise_over_one_axis(
+    images: int, channels: int, many: int, out: int, kernel: int, stride: int, pad: int, dilation: int
+) -> None:
+    """Padding may be wider than the kernel."""
+    width = max(stride, (out - 1) * stride + dilation * (kernel - 1) + 1 - 2 * pad)
+    geometry = Geometry((kernel,), (stride,), (pad,), (dilation,), channels)
+    checks.check_convolution(BACKEND, (images, channels, width), channels * many, geometry)
