@@ -11,7 +11,7 @@ import pytest
 from convolution_checks import Arrays, check_candidate, check_same_bits, spoil
 from stored_numbers import STORAGES
 
-OWN = ("depthwise line", "short sums", "large windows", "lines", "small", "flipped", "repeated", "products",
+OWN = ("short sums", "large windows", "small", "flipped", "repeated", "products",
        "large depthwise", "few channels")  # fmt: skip
 """Families of candidates."""
 
@@ -32,10 +32,6 @@ EXPECTED = {
     "a channel multiplier": ("repeated",),
     "a channel multiplier / 2": ("repeated",),
     "1x1, three groups": ("products",),
-    "one axis, two groups": ("lines",),
-    "one axis, depthwise": ("depthwise line",),
-    "one axis, depthwise / 2": ("depthwise line",),
-    "one axis": ("lines",),
 }
 """For each case the families that must have been tried, in float32 or in halves."""
 

@@ -36,8 +36,6 @@ from caffepy.backend.cuda.convolution.own_kernels.few_channels import FewChannel
 from caffepy.backend.cuda.convolution.own_kernels.large_depthwise import large_depthwise_candidates
 from caffepy.backend.cuda.convolution.own_kernels.large_depthwise_tiling import suits_large_depthwise
 from caffepy.backend.cuda.convolution.own_kernels.large_windows import LargeWindows, suits_large_windows
-from caffepy.backend.cuda.convolution.own_kernels.line_depthwise import LineDepthwise, suits_line_depthwise
-from caffepy.backend.cuda.convolution.own_kernels.line_weights import LineWeights, suits_line_weights
 from caffepy.backend.cuda.convolution.own_kernels.repeated_channels import RepeatedChannels, suits_repeating
 from caffepy.backend.cuda.convolution.own_kernels.short_sums import short_sums_candidates, suits_short_sums
 from caffepy.backend.cuda.convolution.problem import Direction, Task, is_pointwise, is_product
@@ -187,8 +185,6 @@ def _own_kernels(task: Task, resources: Resources) -> list[AlgorithmFamily]:
         found.append(family("depthwise", lambda: depthwise_candidates(task, resources)))
     if suits_large_depthwise(task):
         found.append(family("large depthwise", lambda: large_depthwise_candidates(task, resources)))
-    if suits_line_depthwise(task):
-        found.append(family(LineDepthwise.name, lambda: [LineDepthwise(task)]))
     if suits_small_kernels(task, resources):
         found.append(family("small", lambda: small_candidates(task, resources)))
     if suits_short_sums(task):
@@ -197,8 +193,6 @@ def _own_kernels(task: Task, resources: Resources) -> list[AlgorithmFamily]:
         found.append(family(LargeWindows.name, lambda: [LargeWindows(task, resources)]))
     if suits_few_channels(task):
         found.append(family(FewChannels.name, lambda: [FewChannels(task, resources)]))
-    if suits_line_weights(task, resources):
-        found.append(family(LineWeights.name, lambda: [LineWeights(task, resources)]))
     return found
 
 

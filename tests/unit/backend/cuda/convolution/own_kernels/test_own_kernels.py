@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.types import Geometry
 
-NAMES = ("short_sums", "large_windows", "line_weights", "line_depthwise", "repeated_channels")
+NAMES = ("short_sums", "large_windows", "repeated_channels")
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +27,7 @@ def modules(cupy_or_mock: None) -> Iterator[Any]:
     prefix = "caffepy.backend.cuda.convolution.own_kernels"
     found = {name: importlib.import_module(f"{prefix}.{name}") for name in NAMES}
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("short_sums", "line_weights"):
-            patch.setattr(found[name], "has_tensor_cores", lambda: True)
+        patch.setattr(found["short_sums"], "has_tensor_cores", lambda: True)
         yield SimpleNamespace(**found)
 
 
@@ -111,71 +110,6 @@ def test_outputs_are_parts_where_images_are_few(modules: Any) -> None:
         for n in (4, 64)
     )
     assert (few._parts, many._parts) == (8, 1)
-
-
-@pytest.mark.parametrize(
-    ("given_task", "tf32", "suited"),
-    [
-        (task((64, 64, 1000), 128, (5,), "float32", group=4, pad=2, stride=2), True, True),
-        (task((64, 64, 1000), 128, (5,), "float16", group=4, pad=2, stride=2), False, True),
-        (task((64, 64, 1000), 128, (5,), "float32", group=4, pad=2, stride=2), False, False),
-        (task((64, 64, 1000), 64, (5,), group=64), True, False),
-        (task((64, 64, 1000), 65, (5,)), True, False),
-        (task((64, 64, 1000), 64, (9,)), True, False),
-        (task((64, 16, 4000), 16, (5,), stride=16), True, False),
-        (task((64, 64, 10, 10), 128, (3, 3), group=4), True, False),
-        (task((64, 64, 1000), 128, (5,), direction=Direction.DATA, group=4), True, False),
-    ],
-)
-def test_lines_are_for_groups_that_fit(modules: Any, given_task: Task, tf32: bool, suited: bool) -> None:
-    assert modules.line_weights.suits_line_weights(given_task, SimpleNamespace(tf32=tf32)) is suited
-
-
-@given(outputs=st.integers(1, 64), channels=st.integers(2, 64), kernel=st.integers(1, 9), group=st.integers(1, 5))
-def test_tiles_of_lines_fit_registers_and_cover_the_windows(
-    modules: Any, outputs: int, channels: int, kernel: int, group: int
-) -> None:
-    module = modules.line_weights
-    given_task = task((3, channels * group, 500), outputs * group, (kernel,), group=group)
-    rows, columns = module.tiles_of(given_task.problem)
-    candidate = module.LineWeights(given_task, MagicMock())
-    assert rows * columns <= module.MAX_TILES
-    assert rows * 16 >= outputs
-    assert candidate._grid[2] * columns * 8 >= channels * kernel
-    assert (candidate._grid[2] - 1) * columns * 8 < channels * kernel
-    assert module.words_of(given_task.problem) >= rows * columns * 128
-
-
-@pytest.mark.parametrize(
-    ("given_task", "suited"),
-    [
-        (task((16, 128, 1000), 128, (7,), direction=Direction.FORWARD, group=128, pad=3), True),
-        (task((16, 128, 1000), 128, (7,), direction=Direction.FORWARD, group=128, stride=2), True),
-        (task((16, 128, 1000), 128, (7,), direction=Direction.DATA, group=128, pad=3), True),
-        (task((16, 128, 1000), 128, (7,), direction=Direction.DATA, group=128, stride=2), False),
-        (task((16, 128, 1000), 128, (7,), group=128), False),
-        (task((16, 128, 1000), 256, (7,), direction=Direction.FORWARD, group=128), False),
-        (task((16, 128, 1000), 128, (33,), direction=Direction.FORWARD, group=128), False),
-        (task((16, 128, 19000), 128, (7,), direction=Direction.FORWARD, group=128, stride=13), False),
-        (task((16, 128, 10, 10), 128, (3, 3), direction=Direction.FORWARD, group=128), False),
-    ],
-)
-def test_depthwise_lines_are_of_one_axis(modules: Any, given_task: Task, suited: bool) -> None:
-    assert modules.line_depthwise.suits_line_depthwise(given_task) is suited
-
-
-@given(length=st.integers(1, 5000), pad=st.integers(0, 6))
-def test_blocks_of_depthwise_lines_cover_all_results(modules: Any, length: int, pad: int) -> None:
-    module = modules.line_depthwise
-    for direction in (Direction.FORWARD, Direction.DATA):
-        given_task = task((2, 3, length + 6), 3, (7,), direction=direction, group=3, pad=pad)
-        candidate = module.LineDepthwise(given_task)
-        (channels, source, result, chunks), chunk = candidate._sizes, module._chunk(given_task)
-        assert chunk % module.THREADS == 0
-        assert candidate._grid == (2 * channels * chunks,)
-        assert (chunks - 1) * chunk < result <= chunks * chunk
-        padding = module.padding(given_task.problem, direction)
-        assert result == source + 2 * padding - 6
 
 
 @pytest.mark.parametrize(
