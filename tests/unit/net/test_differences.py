@@ -229,3 +229,28 @@ def test_axpy_whose_factor_needs_no_gradient() -> None:
     net.forward()
     net.backward()
     np.testing.assert_allclose(parameter_diff(net, "p"), np.repeat(2 * given["s"], 4).reshape(2, 3, 4), rtol=1e-6)
+
+
+# -- solvers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["RNN", "LSTM"])
+def test_clipping_counts_the_gradients_that_are_applied(kind: str) -> None:
+    """Caffe's norm includes those of RNN's and LSTM's parameters that are not learned."""
+    net = f"""
+    layer {{ name: "data" type: "DummyData" top: "x" top: "target" dummy_data_param {{
+      shape {{ dim: 3 dim: 2 dim: 4 }} shape {{ dim: 3 dim: 2 dim: 5 }}
+      data_filler {{ type: "gaussian" std: 1 }} data_filler {{ type: "gaussian" std: 1 }} }} }}
+    layer {{ name: "cont" type: "DummyData" top: "cont" dummy_data_param {{
+      shape {{ dim: 3 dim: 2 }} data_filler {{ value: 1 }} }} }}
+    layer {{ name: "r" type: "{kind}" bottom: "x" bottom: "cont" top: "y" param {{ lr_mult: 0 }} recurrent_param {{
+      num_output: 5 weight_filler {{ type: "uniform" min: -0.5 max: 0.5 }} bias_filler {{ value: 0.1 }} }} }}
+    layer {{ name: "loss" type: "EuclideanLoss" bottom: "y" bottom: "target" top: "loss" }}
+    """
+    with build_solver('base_lr: 1 lr_policy: "fixed" clip_gradients: 0.01 random_seed: 1', net) as solver:
+        before = weights_of(solver.net)
+        solver.step(1)
+        after = weights_of(solver.net)
+    changes = {name: after[name].astype(np.float64) - before[name] for name in before}
+    assert not changes["r_0"].any()
+    assert np.sqrt(sum((change**2).sum() for change in changes.values())) == pytest.approx(0.01, rel=1e-4)
