@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from caffepy.drawing import layered
@@ -34,7 +34,6 @@ def spans(layout: Layout, sizes: list[float], edges: list[tuple[int, int]]) -> d
     return {rank: sorted(held) for rank, held in found.items()}
 
 
-@settings(deadline=None)
 @given(graphs())
 def test_nothing_overlaps_and_every_edge_goes_forward(graph: tuple[list[float], list[tuple[int, int]]]):
     sizes, edges = graph

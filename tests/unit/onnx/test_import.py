@@ -175,7 +175,7 @@ def test_an_operator_gives_its_numbers(operator, operands, attributes, types, tm
 POOL = st.tuples(*[st.integers(0, 2)] * 4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     operator=st.sampled_from(["MaxPool", "AveragePool"]), size=st.tuples(*[st.integers(2, 9)] * 2),
     kernel=st.tuples(*[st.integers(1, 4)] * 2), stride=st.tuples(*[st.integers(1, 3)] * 2), pads=POOL,

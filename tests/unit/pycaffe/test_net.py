@@ -187,7 +187,7 @@ def test_all_rows_are_run_in_batches(net: caffe.Net, rows: int) -> None:
         net.forward_all(data=data[:0], label=label[:0])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 6))
 def test_reshape(tmp_path_factory, count: int, height: int, width: int) -> None:
     path = tmp_path_factory.mktemp("net") / "conv.prototxt"

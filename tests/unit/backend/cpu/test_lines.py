@@ -15,7 +15,7 @@ from caffepy.backend.cpu.jit.vector import WIDTH
 BACKEND = create_backend(None, 2)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(
     images=st.integers(1, 3), channels=st.integers(1, 20), many=st.integers(1, 3),
     out=st.integers(MIN_LINE, 3 * MIN_LINE),

@@ -89,7 +89,7 @@ def assert_equal(found, expected):
             np.testing.assert_array_equal(a, b)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     shape=st.sampled_from(SHAPES), crop=st.sampled_from([0, 1, 3, 4]), mirror=st.booleans(),
     scale=st.sampled_from([1, 0.00390625, 0.1]), mean=st.sampled_from(["", "one", "each", "file"]),

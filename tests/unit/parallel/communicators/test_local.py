@@ -44,7 +44,7 @@ worlds = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(world=worlds, count=st.integers(0, 70), average=st.booleans(), seed=st.integers(0, 1000))
 def test_all_reduce_is_numpys_sum_or_mean(world: Any, count: int, average: bool, seed: int) -> None:
     make, arguments, size = world
@@ -57,7 +57,7 @@ def test_all_reduce_is_numpys_sum_or_mean(world: Any, count: int, average: bool,
     assert (arrays == arrays[0]).all(), "devices differ in the last bits"
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(world=worlds, count=st.integers(0, 20), data=st.data())
 def test_broadcast_gives_everybody_the_roots_array(world: Any, count: int, data: st.DataObject) -> None:
     make, arguments, size = world
@@ -69,7 +69,7 @@ def test_broadcast_gives_everybody_the_roots_array(world: Any, count: int, data:
     np.testing.assert_array_equal(arrays, np.broadcast_to(inputs[root], arrays.shape))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(world=worlds, count=st.integers(0, 20))
 def test_sum_of_scores(world: Any, count: int) -> None:
     make, arguments, size = world

@@ -35,7 +35,7 @@ def _add_neighbour(begin: Int, end: Int, x: Floats, y: Floats, size: Int) -> Non
         y[i] += x[size - 1 - i]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(sizes=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 5)), min_size=1, max_size=6))
 def test_a_program_computes_each_item_of_each_call_once(sizes: list[tuple[int, int]]) -> None:
     arrays = [np.zeros(size, np.float32) for size, _ in sizes]

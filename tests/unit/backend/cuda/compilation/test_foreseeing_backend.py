@@ -69,7 +69,7 @@ def same(array: Any, expected: Any, begin: int, base: Any) -> None:
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(shape=SHAPES, data=st.data())
 def test_views_lie_as_those_of_numpy(flat: Any, shape: list[int], data: st.DataObject) -> None:
     base, array = np.zeros(math.prod(shape), np.float16), flat(math.prod(shape), "float16")
