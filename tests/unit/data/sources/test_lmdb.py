@@ -98,7 +98,7 @@ def test_several_threads_share_one_index(folders):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(300)
     assert sum(found, []) == [b"value %d" % n for n in range(2800)]
     sources[0].close()
     sources[0].close()

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not shared_memory._FOLDER.is_dir(), reason="only
 
 def maker(size: int) -> Callable[[int], SharedSums]:
     """Makes the sums of each of `size` ranks."""
-    groups = [LocalGroup(size, 20) for _ in range(3)]
+    groups = [LocalGroup(size, 300) for _ in range(3)]
     return lambda rank: SharedSums(*(LocalCommunicator(group, rank) for group in groups))
 
 
@@ -110,8 +110,8 @@ def test_where_there_is_no_such_memory_all_do_without(
 @pytest.mark.parametrize("threads", [1, 2])
 def test_ranks_times_threads_average_in_shared_memory(threads: int) -> None:
     make, size, count = maker(2), 2 * threads, 1000
-    ranks = LocalGroup(2, 20)
-    locals_ = [LocalGroup(threads, 20) for _ in range(2)]
+    ranks = LocalGroup(2, 300)
+    locals_ = [LocalGroup(threads, 300) for _ in range(2)]
     sums = [None, None]
 
     def work(number: int) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -115,12 +114,11 @@ def test_programs_of_several_python_threads_run_at_the_same_time() -> None:
             program.launch()
 
     threads = [threading.Thread(target=repeat, args=(program,), daemon=True) for program in programs]
-    start = time.monotonic()
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
-    assert time.monotonic() - start < 60
+        thread.join(300)
+    assert not any(thread.is_alive() for thread in threads)
     assert all((array == 201).all() for array in arrays)
 
 
