@@ -12,12 +12,13 @@ from caffepy.version import __version__
 
 if TYPE_CHECKING:
     from caffepy.backend import Backend, create_backend
-    from caffepy.config.load import read_net, read_solver, read_weights
+    from caffepy.config.load import read_net, read_solver
     from caffepy.config.paths import PathResolver
     from caffepy.errors import CaffepyError, RunError, UserError
     from caffepy.inference.loading import load
     from caffepy.inference.model import Model
     from caffepy.net import Net
+    from caffepy.snapshot.files import read_weights
     from caffepy.solvers import Solver, create_solver
     from caffepy.training.callback import Callback
     from caffepy.training.train import train
@@ -39,7 +40,7 @@ _LAZY = {
     "load": "caffepy.inference.loading",
     "read_net": "caffepy.config.load",
     "read_solver": "caffepy.config.load",
-    "read_weights": "caffepy.config.load",
+    "read_weights": "caffepy.snapshot.files",
     "train": "caffepy.training.train",
 }
 

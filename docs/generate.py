@@ -53,8 +53,9 @@ Take a net with its weights to ONNX, or bring an ONNX model to Caffe. Both need 
     caffepy import detector.onnx --output models/detector --shape 1,3,320,320 --fold
 
 Both commands run the net and the file (by onnxruntime) on the same random input and print the largest difference of
-each output. A difference above 1e-4 of the output's largest value is an error, and nothing is written. `--no-check`
-leaves the comparison out. Without onnxruntime `export` refuses, and `import` says that nothing was compared.
+each output. `import` runs the net that the two written files load as. A difference above 1e-4 of the output's largest
+value is an error, and nothing is written. `--no-check` leaves the comparison out. Without onnxruntime `export` refuses,
+and `import` says that nothing was compared.
 
 ## Export
 
@@ -83,8 +84,9 @@ BatchNormalization becomes BatchNorm and Scale, which `--fold` merges into the c
 becomes zeros in the kernel, rounding down `round_mode: FLOOR` where it matters. All nodes that Caffe's layers cannot
 say are listed with their names in one error. Tensors in other files are read from the model's folder only.
 
-ArgMax gives the last of equal elements, where ONNX gives the first. HardSwish, Interp, ShuffleChannel, Swish and ELU's
-`lambda` are not in every Caffe ([layers.md](layers.md)).
+ArgMax gives the last of equal elements, where ONNX gives the first. HardSwish, Interp, ShuffleChannel and Swish are not
+in every Caffe ([layers.md](layers.md)). No field is written that only NVIDIA Caffe has, because such a field chooses
+NVIDIA's dialect for the whole net ([differences.md](differences.md)).
 """
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 from processes import default_interrupts
+
+# How long an example takes depends on the machine; pytest's limit ends what hangs.
+settings.register_profile("caffepy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("caffepy")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -103,7 +103,16 @@ class Expression:
 
     def with_copies(self, count: int) -> Expression:
         """The same formula, its first value returned so many times more, behind the others."""
-        return self if count == 0 else _with_copies(self, count)
+        return self if count == 0 else _returning(self, f"{count}_copies", (ast.unparse(self._returned()[0]),) * count)
+
+    def returning(self, what: str, value: str) -> Expression:
+        """The same formula that returns one value more, behind the others.
+
+        Args:
+            what: the value's name, for the formula's.
+            value: in the formula's language, of its arguments and variables.
+        """
+        return _returning(self, what, (value,))
 
     @cached_property
     def _statements(self) -> list[ast.stmt]:
@@ -196,22 +205,21 @@ class Expression:
         raise AssertionError(f"{self.name}: a formula may not use {ast.unparse(node)}")
 
 
-class _Copying(Expression):
-    """A formula whose first value is returned again."""
+class _Returning(Expression):
+    """A formula that returns more values than another one."""
 
-    def __init__(self, original: Expression, count: int) -> None:
+    def __init__(self, original: Expression, what: str, values: tuple[str, ...]) -> None:
         super().__init__(original.function)
-        self.name = f"{original.name}_{count}_copies"
-        self._count = count
+        self.name = f"{original.name}_{what}"
+        self._original, self._values = original, values
 
     def _returned(self) -> list[ast.expr]:
-        values = super()._returned()
-        return values + values[:1] * self._count
+        return self._original._returned() + [_parse(value) for value in self._values]
 
 
 @cache
-def _with_copies(original: Expression, count: int) -> Expression:
-    return _Copying(original, count)
+def _returning(original: Expression, what: str, values: tuple[str, ...]) -> Expression:
+    return _Returning(original, what, values)
 
 
 def _value(constant: ast.Constant) -> float:

@@ -171,7 +171,7 @@ def _sample_shapes(subject: Subject, given: tuple[int, ...] | None) -> dict[str,
             continue
         try:
             single = caffe_pb2.NetParameter(layer=[layer])
-            shapes |= read_sample_shapes(single, subject.context, subject.state)
+            shapes |= read_sample_shapes(single, replace(subject.context, dialect=dialect), subject.state)
         except DataError as error:
             shapes[layer.name] = [_cropped(layer, error, nvidia), *labels]
     return shapes

@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 
 VARIABLE = "CAFFEPY_DIALECT"
 
+LEAST_EPSILON = 1e-5
+"""BatchNorm's eps is at least this in NVIDIA's dialect, as cuDNN demands (`batch_norm_layer.cpp` of NVIDIA Caffe)."""
+
 
 class Dialect(Enum):
     """The Caffe whose numbers are computed where the two differ; the values are what --dialect takes."""

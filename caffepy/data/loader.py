@@ -333,17 +333,17 @@ class ImageFileLoader(ImageLoader):
     ) -> None:
         super().__init__(source, *others, **more)
         self._labels = source.labels
+        self._files = source.files
         self._color = color
         self._size = size
         self._short_side = short_side
         self._cache = cache
 
     def parse(self, number: int) -> tuple[Image, float]:
-        image = None if self._cache is None else self._cache.get(number)
-        if image is None:
+        if self._cache is None:
             image = self._decoded(number)
-            if self._cache is not None:
-                self._cache.put(number, image)
+        else:
+            image = self._cache.image(self._files[number], lambda: self._decoded(number))
         return image, self._labels[number]
 
     def _decoded(self, number: int) -> NDArray[np.uint8]:
@@ -359,7 +359,8 @@ class ImageFileLoader(ImageLoader):
         cache = self._cache
         if cache is not None:
             self._workers.run(self._keep, range(len(self._source)))
-            logger.info("%s: %d of %d images are decoded", self._where, len(cache), len(self._source))
+            count = sum(file in cache for file in self._files)
+            logger.info("%s: %d of %d images are decoded", self._where, count, len(self._files))
 
     def _keep(self, number: int) -> None:
         if self._cache is not None and not self._cache.full:

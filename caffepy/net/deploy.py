@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from caffepy.config.dialect import Dialect, choose_dialect
+import numpy as np
+
+from caffepy.config.dialect import LEAST_EPSILON, Dialect, choose_dialect
 from caffepy.config.filter import filter_net, net_state
 from caffepy.errors import ConfigError
 from caffepy.net.record_shape import told_shape
@@ -51,13 +53,21 @@ class Deploy:
 
 
 def deploy_net(train: caffe_pb2.NetParameter, deploy: Deploy) -> caffe_pb2.NetParameter:
-    """The deploy net of a train net: the layers of its test phase between the inputs and the outputs."""
+    """The deploy net of a train net: the layers of its test phase between the inputs and the outputs.
+
+    It computes the same in either dialect, because what chose the train net's (a field of the net, of its data layers
+    or of a solver) may be no part of it.
+    """
     net = caffe_pb2.NetParameter(name=train.name)
     for name, shape in deploy.inputs.items():
         net.layer.add(name=name, type="Input", top=[name], input_param={"shape": [{"dim": shape}]})
     kept = _leading_to(deploy.wanted, set(deploy.inputs), _test_layers(train))
     shared = Counter(param.name for layer in kept for param in layer.param if param.name)
     net.layer.extend(_without_training(layer, shared) for layer in kept)
+    if _is_nvidia(train):
+        for layer in net.layer:
+            if layer.type == "BatchNorm" and layer.batch_norm_param.eps < np.float32(LEAST_EPSILON):
+                layer.batch_norm_param.eps = LEAST_EPSILON
     if deploy.softmax:
         axis = {} if deploy.axis == 1 else {"softmax_param": {"axis": deploy.axis}}
         net.layer.add(name="prob", type="Softmax", bottom=[deploy.softmax], top=["prob"], **axis)
@@ -80,19 +90,32 @@ def _leading_to(wanted: set[str], inputs: set[str], layers: Layers) -> list[caff
 
 
 def _without_training(layer: caffe_pb2.LayerParameter, shared: Mapping[str, int]) -> caffe_pb2.LayerParameter:
-    """A copy without rates, phases and fillers; names of parameters stay where layers share them."""
+    """A copy without rates, phases and fillers; names and share modes of parameters stay where layers share them."""
     plain = caffe_pb2.LayerParameter()
     plain.CopyFrom(layer)
     for name in ("param", "phase", "include", "exclude"):
         plain.ClearField(name)
     if any(shared.get(param.name, 0) > 1 for param in layer.param):
-        plain.param.extend(caffe_pb2.ParamSpec(name=param.name) for param in layer.param)
+        plain.param.extend(_sharing(param) for param in layer.param)
     for name in PARAMETERS:
         if plain.HasField(name):
             parameter = getattr(plain, name)
             for filler in set(FILLERS) & set(parameter.DESCRIPTOR.fields_by_name):
                 parameter.ClearField(filler)
     return plain
+
+
+def _sharing(param: caffe_pb2.ParamSpec) -> caffe_pb2.ParamSpec:
+    """The fields that say what a parameter is shared with."""
+    kept = caffe_pb2.ParamSpec()
+    for name in ("name", "share_mode"):
+        if param.HasField(name):
+            setattr(kept, name, getattr(param, name))
+    return kept
+
+
+def _is_nvidia(net: caffe_pb2.NetParameter) -> bool:
+    return choose_dialect([net], lambda *line: None) is Dialect.NVIDIA
 
 
 # -- what a train net's deploy net takes and gives ----------------------------------------------------------
@@ -124,7 +147,7 @@ def plan_deploy(
     heads: list[caffe_pb2.LayerParameter] = []
     if not outputs:
         outputs = _predictions(layers)
-        heads = _make_heads([*layers, *_test_layers(train, caffe_pb2.TRAIN)], outputs)
+        heads = _make_heads([*layers, *_test_layers(train, caffe_pb2.TRAIN)], outputs, _is_nvidia(train))
     made = {top for layer in layers for top in layer.top}
     if missing := [name for name in outputs if name not in made]:
         raise ConfigError(f"the net has no blob '{missing[0]}' in its test phase; name another output")
@@ -146,7 +169,7 @@ def _inputs(
     made = {top for layer in kept for top in layer.top}
     sources = [layer for layer in kept if not layer.bottom and layer.type not in _CONSTANTS]
     sources += [layer for layer in train.layer if not layer.bottom and (read - made) & set(layer.top)]
-    nvidia = choose_dialect([train], lambda *line: None) is Dialect.NVIDIA
+    nvidia = _is_nvidia(train)
     inputs: dict[str, Shape] = {}
     for layer in sources:
         told = told_shape(layer, nvidia)
@@ -200,15 +223,19 @@ def _weight(layer: caffe_pb2.LayerParameter) -> float:
     return layer.loss_weight[0] if layer.loss_weight else 1.0
 
 
-def _make_heads(layers: Layers, outputs: Iterable[str]) -> list[caffe_pb2.LayerParameter]:
-    """Softmax and Sigmoid of the outputs whose losses begin with them, unless the net has them already."""
+def _make_heads(layers: Layers, outputs: Iterable[str], nvidia: bool) -> list[caffe_pb2.LayerParameter]:
+    """Softmax and Sigmoid of the outputs whose losses begin with them, unless the net has them already.
+
+    NVIDIA Caffe's InfogainLoss begins with none: it takes probabilities (`infogain_loss_layer.cpp`).
+    """
+    types = {loss: head for loss, head in _HEADS.items() if not (nvidia and loss == "InfogainLoss")}
     heads: list[caffe_pb2.LayerParameter] = []
     for output in outputs:
         readers = [layer for layer in layers if output in layer.bottom[:1]]
-        kinds = [_HEADS[layer.type] for layer in readers if layer.type in _HEADS]
+        kinds = [types[layer.type] for layer in readers if layer.type in types]
         if not kinds or any(layer.type == kinds[0] for layer in readers):
             continue
-        loss = next(layer for layer in readers if layer.type in _HEADS)
+        loss = next(layer for layer in readers if layer.type in types)
         name = f"{output}_prob" if heads else "prob"
         head = caffe_pb2.LayerParameter(name=name, type=kinds[0], bottom=[output], top=[name])
         if kinds[0] == "Softmax" and loss.softmax_param.axis != 1:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.layers.normalization.batch_norm import MIN_EPSILON
+from caffepy.config.dialect import LEAST_EPSILON
 from caffepy.net import Net
 from caffepy.net.weights import from_blob_proto, to_blob_proto
 from caffepy.proto import caffe_pb2
@@ -125,7 +125,7 @@ def _as_scale(layer: caffe_pb2.LayerParameter, nvidia: bool) -> None:
     param = layer.batch_norm_param
     mean, variance, count = (_values(layer, index) for index in range(3))
     factor = 1.0 if nvidia else (1 / count[0] if count[0] else 0.0)
-    epsilon = max(param.eps, MIN_EPSILON) if nvidia else param.eps
+    epsilon = max(param.eps, LEAST_EPSILON) if nvidia else param.eps
     scale = 1 / np.sqrt(variance * factor + np.float64(np.float32(epsilon)))
     term = -mean * factor * scale
     if len(layer.blobs) > 3:

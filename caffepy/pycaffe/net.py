@@ -14,6 +14,7 @@ import numpy as np
 from caffepy.config.filter import net_state
 from caffepy.config.load import read_net
 from caffepy.config.paths import PathResolver
+from caffepy.errors import ShapeError
 from caffepy.files import atomic_write
 from caffepy.inference.runners import ShapeRunners
 from caffepy.layers.core.base import LayerContext
@@ -24,7 +25,7 @@ from caffepy.proto import caffe_pb2
 from caffepy.pycaffe.blob import Blob
 from caffepy.pycaffe.core.batches import AllBatches, Arrays
 from caffepy.pycaffe.core.device import Device, HostArray
-from caffepy.pycaffe.core.errors import ArgumentError, UnknownLayerError, as_users_raise, check_file
+from caffepy.pycaffe.core.errors import ArgumentError, UnknownBlobError, UnknownLayerError, as_users_raise, check_file
 from caffepy.pycaffe.core.inference_path import InferencePath, can_be_folded
 from caffepy.pycaffe.core.structure import NetStructure
 from caffepy.pycaffe.mode import mode
@@ -128,7 +129,8 @@ class Net(NetStructure, AllBatches):
             Arrays by blob name, which the next call changes.
 
         Raises:
-            UnknownLayerError: there is no such layer or blob.
+            UnknownLayerError: there is no such layer; it is a ValueError, as in pycaffe.
+            UnknownBlobError: there is no such blob; it is a KeyError, as in pycaffe.
             ArgumentError: the keywords are not the inputs, or have another number of rows.
             Exception: what a Python layer raised, as it raised it.
         """
@@ -161,7 +163,7 @@ class Net(NetStructure, AllBatches):
             Arrays by blob name, which the next call changes.
 
         Raises:
-            UnknownLayerError, ArgumentError, Exception: as `forward` does.
+            UnknownLayerError, UnknownBlobError, ArgumentError, Exception: as `forward` does.
         """
         first = self._index(start) if start is not None else len(self._nodes) - 1
         last = self._index(end) if end is not None else 0
@@ -220,7 +222,7 @@ class Net(NetStructure, AllBatches):
 
     def _blob(self, name: str) -> Blob:
         if name not in self.blobs:
-            raise UnknownLayerError(f"the net has no blob '{name}'; {suggest(name, list(self.blobs))}")
+            raise UnknownBlobError(f"the net has no blob '{name}'; {suggest(name, list(self.blobs))}")
         return self.blobs[name]
 
     def _fill(self, arrays: dict[str, Any], part: str, names: list[str]) -> None:
@@ -271,7 +273,8 @@ class Net(NetStructure, AllBatches):
             labels: float32, n of them.
 
         Raises:
-            ArgumentError: the first layer is another one, or the arrays are not as it needs them.
+            ArgumentError: the first layer is another one, or the arrays have other sizes or types than it needs; it is
+                a RuntimeError, as in `_caffe.cpp` (Net_SetInputArrays).
         """
         layer: Any = self._nodes[0].layer
         if layer.type != "MemoryData":
@@ -281,7 +284,10 @@ class Net(NetStructure, AllBatches):
                 raise ArgumentError(
                     f"{name} array must be C contiguous, 4-d and float32; it is {array.dtype} of shape {array.shape}"
                 )
-        layer.reset_arrays(data, labels)
+        try:
+            layer.reset_arrays(data, labels)
+        except ShapeError as error:
+            raise ArgumentError(str(error)) from error
 
     _set_input_arrays = set_input_arrays
 

@@ -97,12 +97,16 @@ def write_state(path: Path, state: SolverState, history: Iterable[np.ndarray]) -
 # -- reading -------------------------------------------------------------------------------------------
 
 
-def read_weights(path: Path) -> NetParameter:
-    """The layers in a .caffemodel of either format, with `crc32c` and `blob_count` if it is one of ours.
+def read_weights(path: Path | str) -> NetParameter:
+    """The net in a .caffemodel of either format, of either Caffe and any age, upgraded to the current schema.
+
+    A binary file holds the whole net with the layers' settings, an HDF5 file names and parameters of its layers.
+    Files that caffepy wrote have `crc32c` and `blob_count`. Formats: Caffe's `net.cpp`, ToProto and ToHDF5.
 
     Raises:
         SnapshotError: it is absent, damaged or something else.
     """
+    path = Path(path)
     if not is_hdf5(path):
         return load.read_weights(path)
     from caffepy.snapshot.hdf5 import read_weights_hdf5

@@ -182,7 +182,17 @@ class Solver(SolverFace, ABC):
             net=self.net,
             tests=[ForwardRunner(net, eager, lazily=alone) for net in self.test_nets],
             history=self.history,
-            update=Update(self.net, self.update_rule(), self.history, clip, guard, max_skipped, self.make_larc(), void),
+            update=Update(
+                self.net,
+                self.update_rule(),
+                self.history,
+                clip,
+                guard,
+                max_skipped,
+                self.make_larc(),
+                void,
+                store_change=self.param.snapshot_diff,
+            ),
             statistics=KeptStatistics(self.net, void),
         )
 

@@ -126,7 +126,9 @@ SIZES = st.tuples(*map(st.sampled_from, ([1, 3], [5, 600, 3000], [2, 40], [1, 9,
 
 
 @given(SETTINGS, st.integers(0, 10_000), SIZES)
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_the_devices_loss_is_the_hosts(
     backend: Backend, chosen: dict[str, object], seed: int, sizes: tuple[int, int, int, int]
 ) -> None:

@@ -86,7 +86,7 @@ def test_two_backends_in_two_threads() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=100)
+        thread.join(timeout=300)
     assert not wrong and not any(thread.is_alive() for thread in threads)
 
 

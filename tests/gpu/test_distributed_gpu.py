@@ -15,7 +15,7 @@ SCRIPT = """
 import sys, os, cupy
 from collectives import Checker
 from caffepy import distributed
-with distributed.init_process_group("nccl", timeout=30) as group:
+with distributed.init_process_group("nccl", timeout=300) as group:
     if sys.argv[1] == "check":
         print(Checker(group, cupy.asarray, cupy.asnumpy).everything(), flush=True)
     elif group.rank == 1:
@@ -39,7 +39,7 @@ def run(folder: Path, ranks: int, action: str) -> list[subprocess.CompletedProce
     try:
         return [
             subprocess.CompletedProcess(process.args, process.returncode, *output)
-            for process, output in [(process, process.communicate(timeout=90)) for process in started]
+            for process, output in [(process, process.communicate(timeout=300)) for process in started]
         ]
     finally:
         for process in started:

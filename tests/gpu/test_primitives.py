@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from caffepy.backend import Backend, Geometry
 
-often = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+often = settings(max_examples=60, suppress_health_check=list(HealthCheck), derandomize=True)
 TOLERANCE = 2e-5
 
 

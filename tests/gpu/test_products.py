@@ -99,12 +99,12 @@ def test_cublas_is_loaded_ahead_and_keeps_no_memory(make: Callable[..., Any], ca
     from caffepy.backend.cuda.gemm.cublas import load_ahead
 
     backend = make()
-    load_ahead(backend.device).join(30)
+    load_ahead(backend.device).join(300)
     load_ahead.cache_clear()
     with backend.activate(), caplog.at_level("DEBUG", "caffepy"):
         held = cupy.get_default_memory_pool().total_bytes()
         thread = load_ahead(backend.device)
-        thread.join(30)
+        thread.join(300)
         assert not thread.is_alive()
         assert cupy.get_default_memory_pool().total_bytes() <= held
     assert "not loaded ahead" not in caplog.text

@@ -166,6 +166,22 @@ def test_plateau_is_the_cpus(backend: Backend, rule: str, more: str, eager: bool
 
 
 @EAGER
+@pytest.mark.parametrize("rule", ["SGD", "Nesterov", "Adam"])
+def test_snapshot_diff_leaves_the_update_in_the_diffs(backend: Backend, rule: str, eager: bool) -> None:
+    text = f'type: "{rule}" base_lr: 0.01 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.01 snapshot_diff: true'
+    found = []
+    for device in (CPU, backend):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(training, "CPU", device)
+            with build_solver(text, NET % LOSS, engine=ExecutionOptions(eager=eager)) as solver:
+                for _ in range(ITERATIONS):
+                    solver.step(1)
+                found.append({p.name: np.array(p.blob.host_diff()) for p in solver.net.parameters.parameters})
+    assert all(values.any() for values in found[0].values())
+    check_alike(found[1], found[0])
+
+
+@EAGER
 def test_python_layers_train_as_on_the_cpu(
     backend: Backend, eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,7 @@ def test_a_run_is_made_again_from_its_log(laboratory: Laboratory) -> None:
     model.unlink()
     command = [sys.executable, str(PROGRAM), "train", "--cpu", "--from-log", str(laboratory.log(first.prefix))]
     again = subprocess.run(
-        command, cwd=laboratory.folder, env=program_environment({}), capture_output=True, text=True, timeout=100
+        command, cwd=laboratory.folder, env=program_environment({}), capture_output=True, text=True, timeout=300
     )
     assert again.returncode == 0 and model.exists(), again.stderr
     assert {name: values.tobytes() for name, values in first.weights(8).items()} == {

@@ -97,7 +97,7 @@ def assert_both_have(folder: Path, name: str, whole: list[np.ndarray]) -> None:
 
 
 def test_spawned_solvers_train_as_one(folder: Path, whole: list[np.ndarray]) -> None:
-    spawn(spawned.train, 2, (str(folder), 4), timeout=60)
+    spawn(spawned.train, 2, (str(folder), 4), timeout=300)
     assert_both_have(folder, "rank", whole)
 
 
@@ -105,7 +105,7 @@ def test_a_script_with_nccl_trains_as_one_process(folder: Path, whole: list[np.n
     (folder / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "caffepy.as_caffe", "train.py", str(folder / "solver4.prototxt")]
     ended = subprocess.run(
-        command, cwd=folder, env=program_environment({}), timeout=100, capture_output=True, text=True
+        command, cwd=folder, env=program_environment({}), timeout=300, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr
     assert_both_have(folder, "nccl", whole)
@@ -122,8 +122,8 @@ def test_a_script_with_nccl_trains_as_one_process(folder: Path, whole: list[np.n
 def test_a_process_that_fails_ends_all(how: str, text: str) -> None:
     start = time.monotonic()
     with pytest.raises(RunError, match=text) as caught:
-        spawn(spawned.fail, 2, (how,), timeout=40)
-    assert time.monotonic() - start < 40
+        spawn(spawned.fail, 2, (how,), timeout=300)
+    assert time.monotonic() - start < 300
     assert not multiprocessing.active_children()
     if how == "raise":
         assert "in fail" in str(caught.value.__cause__)

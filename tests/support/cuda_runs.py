@@ -113,10 +113,10 @@ def run_training(backend: Any) -> None:
     from caffepy.solvers import create_solver
     from caffepy.solvers.execution_options import ExecutionOptions
 
-    text = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.1 clip_gradients: 1'
-    for kind in BLOB_DTYPES:
+    text = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.1 clip_gradients: 1 snapshot_diff: '
+    for kind, diff in [*((kind, "false") for kind in BLOB_DTYPES), ("FLOAT16", "true")]:
         types = f"default_forward_type: {kind} default_backward_type: {kind}\n"
-        solver = create_solver(solver_param(text, types + NET), backend, engine=ExecutionOptions(eager=True))
+        solver = create_solver(solver_param(text + diff, types + NET), backend, engine=ExecutionOptions(eager=True))
         solver.step(2)
         solver.close()
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from caffepy.backend import Backend
 from caffepy.backend.types import DTYPES
 
-some = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+some = settings(max_examples=15, suppress_health_check=list(HealthCheck), derandomize=True)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 STEP = {"float32": 2e-5, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 """Allowed distance relative to the largest value: a rounding of the result, wherever in its binade it is."""

@@ -93,7 +93,7 @@ def record() -> list[RecordedKernel]:
         out = Path(folder) / "kernels.json"
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": folder}
         command = [sys.executable, str(TESTS / "cuda_runs.py"), str(out)]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
         if result.returncode != 0:
             raise AssertionError(result.stdout + result.stderr)
         recorded = json.loads(out.read_text())

@@ -31,7 +31,7 @@ from caffepy.config.text import parse_text
 
 TESTS = Path(__file__).resolve().parents[1]
 PACKAGE = str(TESTS.parent / "caffepy") + os.sep
-SECONDS = 120
+SECONDS = 300
 VERDICTS = {
     int(pytest.ExitCode.OK): "SURVIVES",
     int(pytest.ExitCode.TESTS_FAILED): "seen",

@@ -29,7 +29,7 @@ def run_threads(count: int, action: Callable[[int], Any]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive(), "a rank hangs"
     return results
 
@@ -40,7 +40,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def run_tcp(size: int, action: Callable[[ProcessGroup], Any], timeout: float = 20.0) -> list[Any]:
+def run_tcp(size: int, action: Callable[[ProcessGroup], Any], timeout: float = 300.0) -> list[Any]:
     """What `action` returns on each rank of a group over TCP."""
     method = f"tcp://127.0.0.1:{free_port()}"
 
@@ -51,7 +51,7 @@ def run_tcp(size: int, action: Callable[[ProcessGroup], Any], timeout: float = 2
     return run_threads(size, work)
 
 
-def run_local(size: int, action: Callable[[ProcessGroup], Any], timeout: float = 20.0) -> list[Any]:
+def run_local(size: int, action: Callable[[ProcessGroup], Any], timeout: float = 300.0) -> list[Any]:
     """The same over the local communicator, with no server between."""
     shared = LocalGroup(size)
     members = [Member("host", "machine", 100 + rank) for rank in range(size)]

@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "LABORATORY_RUN"
 """The environment's variable by which a run's processes are known, whatever became of those that started them."""
 
-PATIENCE = 100.0
+PATIENCE = 400.0
 """Seconds after which a run is taken to hang: the first one of a checkout compiles all kernels."""
 _SCRATCH = tempfile.TemporaryDirectory(prefix="caffepy-tests-")
 WHOLE_LINES = {"PYTHONUNBUFFERED": ""}

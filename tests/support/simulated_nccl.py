@@ -104,7 +104,7 @@ class NcclCommunicator:
         operator = None if op is None else OPERATORS[op]
         bfloat16 = received is not None and received.dtype == np.uint16
         work = self.local.start(Collective(Op(name), sent, received, operator, peer, compact=bfloat16))
-        assert work.wait(30.0), name
+        assert work.wait(300.0), name
 
     def allReduce(self, source: int, target: int, count: int, kind: int, op: int, stream: int) -> None:
         log().append(f"all-reduce of {count} {np.dtype(TYPES[kind])} on stream {stream}")
@@ -244,6 +244,6 @@ def run_simulated(code: str) -> list[str]:
     environment = program_environment({})
     environment["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).parent), environment["PYTHONPATH"]))
     script = [sys.executable, "-c", code]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -38,4 +38,4 @@ def fail(how: str) -> None:
         distributed.barrier()
     finally:
         if how == "raise":
-            time.sleep(60)  # spawn ends who goes on
+            time.sleep(600)  # spawn ends who goes on

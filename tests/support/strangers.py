@@ -34,15 +34,15 @@ GARBAGE = {
 
 def connect(port: int) -> socket.socket:
     """A connection to a port of this machine."""
-    return socket.create_connection(("127.0.0.1", port), timeout=10.0)
+    return socket.create_connection(("127.0.0.1", port), timeout=300.0)
 
 
 def introduction(greeting: bytes, secret: str, rank: int = 1, size: int = 2, role: str = CONTROL) -> bytes:
     """What a client that knows `secret` answers to a server's greeting."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.settimeout(10.0)
-        theirs.settimeout(10.0)
+        ours.settimeout(300.0)
+        theirs.settimeout(300.0)
 
         def introduce_and_be_left() -> None:
             with suppress(OSError):

@@ -131,7 +131,7 @@ def test_leftovers_of_killed_processes_alone_are_removed(tmp_path: Path) -> None
         assert remove_leftovers(tmp_path, lambda name: True) == [], "younger than this process"
         os.utime(left, (0, 0))
         assert remove_leftovers(tmp_path, lambda name: True) == [], "still being written"
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     assert process.returncode == 9
     assert remove_leftovers(tmp_path, lambda name: name == "y") == []
     os.utime(left, (time.time() + 100,) * 2)

@@ -45,9 +45,9 @@ def test_it_never_runs_backward_nor_faster_than_the_systems(steps: list[tuple[fl
 
 
 def test_a_process_that_is_not_suspended_has_the_systems_seconds() -> None:
-    first, begin = awake_seconds(), time.monotonic()
+    begin, first = time.monotonic(), awake_seconds()
     time.sleep(0.7)  # longer than between two looks of the thread
-    assert abs((awake_seconds() - first) - (time.monotonic() - begin)) < 0.2
+    assert 0.5 <= awake_seconds() - first <= time.monotonic() - begin
     assert any(thread.name == "clock" for thread in threading.enumerate())
 
 

@@ -303,7 +303,7 @@ def test_optional_libraries_are_imported_in_their_places_only():
 
 def python(code: str, *arguments: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=100, cwd=ROOT.parent
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300, cwd=ROOT.parent
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -366,7 +366,7 @@ def test_type_checkers_see_the_public_names(tmp_path: Path):
     ]
     program.write_text("\n".join([*lines, "reveal_type(create_solver)", "from caffepy import Nett"]))
     command = [sys.executable, "-m", "mypy", "--no-warn-unused-configs", str(program)]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=290, cwd=ROOT.parent).stdout.splitlines()
+    said = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT.parent).stdout.splitlines()
     assert "-> caffepy.solvers.base.Solver" in said[0], said
     assert [line for line in said if "error:" in line] == [said[1]], said
     assert 'Module "caffepy" has no attribute "Nett"' in said[1]

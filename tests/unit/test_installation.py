@@ -53,7 +53,7 @@ def done(clone: Path, *, demo: float = 0, test: float = 0, digits: float = 0) ->
 
 def plan(clone: Path, target: str = "demo") -> list[str]:
     """What make would do, in order."""
-    result = subprocess.run(["make", "-n", target], cwd=clone, capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run(["make", "-n", target], cwd=clone, capture_output=True, text=True, timeout=300, check=True)
     steps = [step for line in result.stdout.splitlines() for step in (PLAIN, EDITABLE, DIGITS, TRAIN) if step in line]
     return list(dict.fromkeys(steps))
 
@@ -97,7 +97,7 @@ def test_a_file_that_git_pull_removed_is_removed_from_the_installation(clone: Pa
 def test_after_make_test_the_demonstration_uses_the_editable_installation(clone: Path):
     done(clone, demo=5, test=5, digits=4)
     set_age([clone / "caffepy" / "net" / "net.py"], 1)
-    guarded = subprocess.run(["make", "-n", "demo"], cwd=clone, capture_output=True, text=True, timeout=60, check=True)
+    guarded = subprocess.run(["make", "-n", "demo"], cwd=clone, capture_output=True, text=True, timeout=300, check=True)
     assert "if [ ! -e .venv/test.stamp ]; then" in guarded.stdout
     set_age([clone / "setup.cfg"], 1)
     assert plan(clone)[0] == EDITABLE

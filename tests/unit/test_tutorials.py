@@ -13,7 +13,7 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
 TUTORIALS = sorted((Path(__file__).parents[2] / "docs" / "tutorials").glob("*.ipynb"))
-SECONDS = 100
+SECONDS = 300
 
 
 class _ThisPython(KernelSpecManager):

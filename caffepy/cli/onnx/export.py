@@ -90,7 +90,7 @@ def _model(args: argparse.Namespace) -> tuple[Net, ModelProto]:
     source = net
     if args.fold:
         param = fold_batch_norms(with_parameters(param, net), net.context.nvidia)
-        source = build(param, net.backend, args.model)
+        source = build(param, net.backend, args.model, net.context.dialect)
         source.copy_trained_layers_from(param, "the folded net")
     return net, to_model(source, args.opset, varying_axes(param, args.model) if dynamic else None)
 

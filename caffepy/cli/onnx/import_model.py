@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from caffepy.cli.options import Parser, positive
 from caffepy.errors import ConfigError
 
+if TYPE_CHECKING:
+    from caffepy.net import Net
+
 _DESCRIPTION = """\
-Write an ONNX file as NAME.prototxt and NAME.caffemodel. Both are run on the same random input (the file by onnxruntime,
-where it is installed), and the largest difference is printed; above 1e-4 of the output's largest value nothing is
-written. Nodes that Caffe's layers cannot say are listed together.
+Write an ONNX file as NAME.prototxt and NAME.caffemodel. These are loaded and run on the same random input as the file
+(by onnxruntime, where it is installed), and the largest difference is printed; above 1e-4 of the output's largest value
+nothing is written. Nodes that Caffe's layers cannot say are listed together.
 
   caffepy import resnet18.onnx
   caffepy import detector.onnx --output models/detector --shape 1,3,320,320 --fold"""
@@ -59,13 +63,15 @@ def run(args: argparse.Namespace) -> int:
     if base.is_dir():
         raise ConfigError(f"{base} is a folder; give --output a path without ending, e.g. {base / args.model.stem}")
     param, net = build_imported(args.model, base.name, args.batch, dict(args.shape), args.fold)
+
+    def check(loaded: Net) -> None:
+        for one in check_imported(args.model, loaded):
+            print(one)
+
     if args.no_check:
         print("not compared, because of --no-check")
     elif not has_runtime():
         print("not compared: onnxruntime is not installed (pip install 'caffepy[onnx]')")
-    else:
-        for one in check_imported(args.model, net):
-            print(one)
-    paths = write_imported(base, param, net)
+    paths = write_imported(base, param, net, check if not args.no_check and has_runtime() else None)
     print(f"{paths[0]}: {len(param.layer)} layers; {paths[1]}: {sum(len(layer.blobs) for layer in net.layers)} blobs")
     return 0

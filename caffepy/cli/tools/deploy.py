@@ -86,12 +86,14 @@ def _named_shape(text: str) -> tuple[str, tuple[int, ...]]:
 def _shapes_of_data(train: caffe_pb2.NetParameter, path: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of one record, by blob, of those data layers whose data are there."""
     from caffepy.backend.meta.backend import MetaBackend
+    from caffepy.config.dialect import choose_dialect
     from caffepy.config.paths import PathResolver
     from caffepy.layers import LayerContext
     from caffepy.net.memory.plan import read_sample_shapes
     from caffepy.proto import caffe_pb2
 
-    context = LayerContext(MetaBackend(), phase=caffe_pb2.TEST, resolve=PathResolver(path))
+    dialect = choose_dialect([train], lambda *line: None)
+    context = LayerContext(MetaBackend(), phase=caffe_pb2.TEST, resolve=PathResolver(path), dialect=dialect)
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in train.layer:
         try:
@@ -113,10 +115,10 @@ def _check(net: caffe_pb2.NetParameter, weights: Path | None) -> int:
     """
     from caffepy.backend import create_backend
     from caffepy.backend.meta.backend import MetaBackend
-    from caffepy.config.load import read_trained_layers
     from caffepy.layers import LayerContext
     from caffepy.net import Net
     from caffepy.proto import caffe_pb2
+    from caffepy.snapshot.files import read_trained_layers
 
     backend = MetaBackend() if weights is None else create_backend(None)
     built = Net(net, LayerContext(backend, phase=caffe_pb2.TEST))

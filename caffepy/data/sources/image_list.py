@@ -65,19 +65,19 @@ class ImageListSource:
     def __init__(self, path: Path, root_folder: str = "") -> None:
         self.description = f"image list '{path}'"
         self.labels: list[int] = []
-        self._files: list[str] = []
+        self.files: list[str] = []
         for _, name, label in labelled_lines(path):
             self.labels.append(label)
-            self._files.append(root_folder + name)
-        if not self._files:
+            self.files.append(root_folder + name)
+        if not self.files:
             raise DataError(f"{self.description} names no images; each line must be a path, a space and a label")
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self.files)
 
     def read(self, number: int) -> bytes:
         try:
-            return read_regular(self._files[number], MAX_IMAGE_BYTES)
+            return read_regular(self.files[number], MAX_IMAGE_BYTES)
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror}; see root_folder in image_data_param") from error
 
@@ -85,7 +85,7 @@ class ImageListSource:
         return True
 
     def record_name(self, number: int) -> str:
-        return f"record {number} ('{self._files[number]}')"
+        return f"record {number} ('{self.files[number]}')"
 
     def fingerprint(self) -> dict[str, str]:
         labels = ",".join(map(str, self.labels))

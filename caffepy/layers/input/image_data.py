@@ -41,12 +41,11 @@ class ImageDataLayer(ImagesLayer):
         return self._list, [shape, ()]
 
     def _open_cache(self) -> ImageCache | None:
-        """The memory for decoded images, which all layers of the process with this list and size share."""
+        """The memory for decoded images, which all layers of the process that decode them alike share."""
         param = self.param.image_data_param
         if not (param.cache or param.precache):
             return None
-        size = (param.new_height, param.new_width, param.short_side, param.is_color)
-        return shared_cache((self._list.description, param.root_folder, size, self.context.nvidia))
+        return shared_cache((param.new_height, param.new_width, param.short_side, param.is_color, self.context.nvidia))
 
     def _fill_cache(self) -> None:
         loader = self.image_loader(0, 0)

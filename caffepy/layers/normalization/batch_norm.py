@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from caffepy.backend import Array, Channel, Each, Scalar, expression
 from caffepy.backend.composite import scaled, squared_distance
 from caffepy.backend.types import BatchNormState
+from caffepy.config.dialect import LEAST_EPSILON
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.proto import caffe_pb2
@@ -16,9 +17,6 @@ STATISTICS = 3
 WITH_SCALE_AND_BIAS = 5
 """Blobs of a layer with NVIDIA Caffe's own scale and bias."""
 
-
-MIN_EPSILON = 1e-5
-"""In NVIDIA's dialect, as cuDNN wants it."""
 COPIED_PASSES = 2
 """How many training passes copy the statistics in NVIDIA's dialect."""
 
@@ -74,7 +72,7 @@ class BatchNormLayer(Layer):
             self._use_stored = param.use_global_stats
         self._scale_bias = param.scale_bias or param.HasField("scale_filler") or param.HasField("bias_filler")
         self._nvidia = self.context.nvidia
-        self._epsilon = max(param.eps, MIN_EPSILON) if self._nvidia else param.eps
+        self._epsilon = max(param.eps, LEAST_EPSILON) if self._nvidia else param.eps
         zero, one = caffe_pb2.FillerParameter(value=0), caffe_pb2.FillerParameter(value=1)
         for shape, filler in (((channels,), zero), ((channels,), zero), ((1,), one if self._nvidia else zero)):
             self.add_parameter(shape, filler)

@@ -9,6 +9,7 @@ from pathlib import Path
 from caffepy.backend import create_backend
 from caffepy.backend.interface import Backend
 from caffepy.backend.meta.backend import MetaBackend
+from caffepy.config.dialect import Dialect, choose_dialect
 from caffepy.config.filter import filter_net, net_state
 from caffepy.config.load import read_net
 from caffepy.config.paths import PathResolver
@@ -46,17 +47,26 @@ def open_for_export(model: Path, weights: Sequence[Path], settings: Settings) ->
     Raises:
         CaffepyError: whatever is wrong with the files.
     """
-    param = inference_net(read_net(model), settings)
-    net = build(param, create_backend(), model)
+    whole = read_net(model)
+    param = inference_net(whole, settings)
+    net = build(param, create_backend(), model, choose_dialect([whole]))
     for path in weights:
         net.copy_trained_layers_from(read_trained_layers(path), str(path))
     return net, param
 
 
-def build(param: caffe_pb2.NetParameter, backend: Backend, model: Path = Path()) -> Net:
-    """A net for inference."""
+def build(param: caffe_pb2.NetParameter, backend: Backend, model: Path = Path(), dialect: Dialect | None = None) -> Net:
+    """A net for inference.
+
+    Args:
+        param: its layers.
+        backend: where it computes.
+        model: its file, for the paths in it.
+        dialect: that of the net that `param` is a part of; None: the fields of `param` choose it.
+    """
     with backend.activate():
-        return Net(param, LayerContext(backend, phase=caffe_pb2.TEST, resolve=PathResolver(model)), param.state)
+        context = LayerContext(backend, phase=caffe_pb2.TEST, resolve=PathResolver(model), dialect=dialect)
+        return Net(param, context, param.state)
 
 
 def varying_axes(param: caffe_pb2.NetParameter, model: Path = Path()) -> dict[str, list[bool]]:

@@ -51,12 +51,17 @@ def prelu(view: NodeView) -> Tensor:
     return view.add("PReLU", [x], [slopes.reshape(-1)])
 
 
-@imports("Elu", "Selu", form="ELU, for Selu with NVIDIA's lambda")
+@imports("Elu", form="ELU")
 def elu(view: NodeView) -> Tensor:
-    if view.node.op_type == "Elu":
-        return view.add("ELU", [view.blob()], elu_param={"alpha": view.real("alpha", 1.0)})
+    return view.add("ELU", [view.blob()], elu_param={"alpha": view.real("alpha", 1.0)})
+
+
+@imports("Selu", form="ELU, Power")
+def selu(view: NodeView) -> Tensor:
+    """gamma * ELU(x). ELU's `lambda` would do, but that field chooses NVIDIA's dialect for the whole net."""
     alpha, gamma = view.real("alpha", 1.6732632), view.real("gamma", 1.050701)
-    return view.add("ELU", [view.blob()], elu_param={"alpha": alpha, "lambda": gamma})
+    y = view.net.add("ELU", [view.blob()], f"{view.name}/elu", elu_param={"alpha": alpha})
+    return view.net.linear(y, view.name, gamma)
 
 
 @imports("HardSigmoid", form="Power, Clip")

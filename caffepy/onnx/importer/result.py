@@ -1,16 +1,19 @@
-"""The imported net: built, compared with the ONNX file, and written in Caffe's formats."""
+"""The imported net: built, written in Caffe's formats, loaded from these files and compared with the ONNX file."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from google.protobuf import text_format
 
 from caffepy.backend import create_backend
-from caffepy.config.dialect import Dialect
+from caffepy.config.load import read_net
 from caffepy.errors import ConfigError, RunError
-from caffepy.files import atomic_write
+from caffepy.files import atomic_write, check_writable
 from caffepy.layers import LayerContext
 from caffepy.net import Net
 from caffepy.onnx.check import Difference, compare, random_inputs, refuse_large, run_net
@@ -20,6 +23,7 @@ from caffepy.onnx.importer.read import Shapes, input_types, read_onnx
 from caffepy.onnx.libraries import run_model
 from caffepy.proto import caffe_pb2
 from caffepy.snapshot.binary import write_weights_binary
+from caffepy.snapshot.files import read_trained_layers
 
 
 def build_imported(
@@ -41,8 +45,7 @@ def build_imported(
     whole = fold_batch_norms(whole) if fold else merge_scales(whole)
     backend = create_backend()
     with backend.activate():
-        context = LayerContext(backend, phase=caffe_pb2.TEST, dialect=Dialect.BVLC)
-        net = Net(whole, context)
+        net = Net(whole, LayerContext(backend, phase=caffe_pb2.TEST))
         net.copy_trained_layers_from(whole, str(path))
     param = caffe_pb2.NetParameter()
     param.CopyFrom(whole)
@@ -67,8 +70,16 @@ def check_imported(path: Path, net: Net) -> list[Difference]:
     return differences
 
 
-def write_imported(base: Path, param: caffe_pb2.NetParameter, net: Net) -> tuple[Path, Path]:
+def write_imported(
+    base: Path, param: caffe_pb2.NetParameter, net: Net, check: Callable[[Net], None] | None = None
+) -> tuple[Path, Path]:
     """Write the prototxt and the .caffemodel; returns their paths.
+
+    Args:
+        base: the paths without their endings.
+        param: the net without its parameters.
+        net: the net with its parameters.
+        check: called with the net that the two files load as; if it raises, neither file is there.
 
     Raises:
         RunError: a file cannot be written.
@@ -80,7 +91,24 @@ def write_imported(base: Path, param: caffe_pb2.NetParameter, net: Net) -> tuple
     prototxt, weights = (base.with_name(f"{base.name}.{ending}") for ending in ("prototxt", "caffemodel"))
     if len(text) > MAX_BYTES:
         raise RunError(f"{prototxt}: would be larger than protobuf can read")
-    write_weights_binary(weights, net, write_diff=False)
-    with atomic_write(prototxt) as file:
-        file.write(text)
+    for path in (prototxt, weights):
+        check_writable(path)
+    with tempfile.TemporaryDirectory(prefix=".caffepy-import-", dir=base.parent) as folder:
+        written = Path(folder, prototxt.name), Path(folder, weights.name)
+        with atomic_write(written[0]) as file:
+            file.write(text)
+        write_weights_binary(written[1], net, write_diff=False)
+        if check is not None:
+            check(_load(*written))
+        for path in (weights, prototxt):
+            os.replace(Path(folder, path.name), path)
     return prototxt, weights
+
+
+def _load(prototxt: Path, weights: Path) -> Net:
+    """The net of two files, in the dialect that the prototxt's fields choose."""
+    backend = create_backend()
+    with backend.activate():
+        net = Net(read_net(prototxt), LayerContext(backend, phase=caffe_pb2.TEST))
+        net.copy_trained_layers_from(read_trained_layers(weights), str(weights))
+    return net

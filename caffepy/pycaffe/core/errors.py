@@ -21,7 +21,13 @@ class ArgumentError(ConfigError, RuntimeError):
 
 
 class UnknownLayerError(ConfigError, ValueError):
-    """A net has no layer or blob of that name."""
+    """A net has no layer of that name."""
+
+
+class UnknownBlobError(ConfigError, KeyError):
+    """A net has no blob of that name."""
+
+    __str__ = Exception.__str__  # KeyError's puts the message in quotes
 
 
 def whole_number(function: str, value: float, least: float = -math.inf) -> int:

@@ -16,9 +16,10 @@ def adadelta_update(
     sign = 1.0 if data > 0 else (-1.0 if data < 0 else 0.0)
     gradient = scale * diff + decay_mult * (l2 * data + l1 * sign)
     mean = decay * gradients + (1 - decay) * gradient * gradient
-    change = gradient * sqrt((steps + delta) / (mean + delta))
-    new = data - rate * lr_mult * change
-    next_steps = decay * steps + (1 - decay) * change * change
+    step = gradient * sqrt((steps + delta) / (mean + delta))
+    change = rate * lr_mult * step
+    new = data - change
+    next_steps = decay * steps + (1 - decay) * step * step
     return data if found_inf > 0 else new, gradients if found_inf > 0 else mean, steps if found_inf > 0 else next_steps
 
 

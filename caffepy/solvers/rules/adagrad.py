@@ -16,8 +16,8 @@ def adagrad_update(
     sign = 1.0 if data > 0 else (-1.0 if data < 0 else 0.0)
     gradient = scale * diff + decay_mult * (l2 * data + l1 * sign)
     squares = history + gradient * gradient
-    new = data - rate * lr_mult * gradient / (sqrt(squares) + delta)
-    return data if found_inf > 0 else new, history if found_inf > 0 else squares
+    change = rate * lr_mult * gradient / (sqrt(squares) + delta)
+    return data if found_inf > 0 else data - change, history if found_inf > 0 else squares
 
 
 @SOLVERS.register("AdaGrad")

@@ -19,8 +19,8 @@ def adam_update(
     gradient = scale * diff + decay_mult * (l2 * data + l1 * sign)
     m = beta1 * first + (1 - beta1) * gradient
     v = beta2 * second + (1 - beta2) * gradient * gradient
-    new = data - rate * lr_mult * m / (sqrt(v) + delta)
-    return data if found_inf > 0 else new, first if found_inf > 0 else m, second if found_inf > 0 else v
+    change = rate * lr_mult * m / (sqrt(v) + delta)
+    return data if found_inf > 0 else data - change, first if found_inf > 0 else m, second if found_inf > 0 else v
 
 
 @SOLVERS.register("Adam")

@@ -14,8 +14,8 @@ def nesterov_update(
     sign = 1.0 if data > 0 else (-1.0 if data < 0 else 0.0)
     gradient = scale * diff + decay_mult * (l2 * data + l1 * sign)
     new = rate * lr_mult * gradient + momentum * history
-    changed = data - ((1 + momentum) * new - momentum * history)
-    return data if found_inf > 0 else changed, history if found_inf > 0 else new
+    change = (1 + momentum) * new - momentum * history
+    return data if found_inf > 0 else data - change, history if found_inf > 0 else new
 
 
 @SOLVERS.register("Nesterov")

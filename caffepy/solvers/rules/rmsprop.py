@@ -16,8 +16,8 @@ def rmsprop_update(
     sign = 1.0 if data > 0 else (-1.0 if data < 0 else 0.0)
     gradient = scale * diff + decay_mult * (l2 * data + l1 * sign)
     mean = decay * history + (1 - decay) * gradient * gradient
-    new = data - rate * lr_mult * gradient / (sqrt(mean) + delta)
-    return data if found_inf > 0 else new, history if found_inf > 0 else mean
+    change = rate * lr_mult * gradient / (sqrt(mean) + delta)
+    return data if found_inf > 0 else data - change, history if found_inf > 0 else mean
 
 
 @SOLVERS.register("RMSProp")

@@ -16,7 +16,8 @@ def sag_update(
     sign = 1.0 if data > 0 else (-1.0 if data < 0 else 0.0)
     gradient = scale * diff + decay_mult * (l2 * data + l1 * sign)
     mean = momentum * history + (1 - momentum) * gradient
-    return data if found_inf > 0 else data - rate * lr_mult * mean, history if found_inf > 0 else mean
+    change = rate * lr_mult * mean
+    return data if found_inf > 0 else data - change, history if found_inf > 0 else mean
 
 
 @expression
@@ -25,8 +26,8 @@ def sag_decoupled_update(
     scale: Scalar, l2: Scalar, l1: Scalar, found_inf: Scalar, rate: Scalar, momentum: Scalar,
 ) -> tuple[Each, Each]:  # fmt: skip
     mean = momentum * history + (1 - momentum) * scale * diff
-    changed = data - rate * lr_mult * (mean + decay_mult * l2 * data)
-    return data if found_inf > 0 else changed, history if found_inf > 0 else mean
+    change = rate * lr_mult * (mean + decay_mult * l2 * data)
+    return data if found_inf > 0 else data - change, history if found_inf > 0 else mean
 
 
 @SOLVERS.register("SAG")

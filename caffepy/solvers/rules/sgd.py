@@ -26,9 +26,9 @@ def sgd_decoupled_update(
     data: Each, diff: Each, history: Each, lr_mult: Channel, decay_mult: Channel,
     scale: Scalar, l2: Scalar, l1: Scalar, found_inf: Scalar, rate: Scalar, momentum: Scalar,
 ) -> tuple[Each, Each]:  # fmt: skip
-    change = rate * lr_mult * scale * diff + momentum * history
-    changed = data - change - rate * lr_mult * decay_mult * l2 * data
-    return data if found_inf > 0 else changed, history if found_inf > 0 else change
+    step = rate * lr_mult * scale * diff + momentum * history
+    change = step + rate * lr_mult * decay_mult * l2 * data
+    return data if found_inf > 0 else data - change, history if found_inf > 0 else step
 
 
 @SOLVERS.register("SGD")

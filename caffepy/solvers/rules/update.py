@@ -58,13 +58,16 @@ class Update:
     Args:
         net: holds the parameters.
         rule: the formula: (data, diff, histories..., lr_mult, decay_mult, scale, l2, l1, found_inf, the rule's
-            hyperparameters) to (data, histories...), both as they were where found_inf is not 0.
+            hyperparameters) to (data, histories...), both as they were where found_inf is not 0. Its variable `change`
+            is what it subtracts from data.
         history: the rule's memory.
         clip: L2 norm to which gradients are scaled down; negative: never.
         guard: whether to skip updates with gradients that are not finite, also without clipping or a loss scale.
         max_skipped: updates skipped in a row after which `check_skipped` raises.
         larc: gives a rate to each parameter; None: lr_mult holds.
         void: gives what is not 0 where all has to stay as it is, shape (), on the device; None: never.
+        store_change: leave what is subtracted from the parameters in `diff`, as Caffe does (`sgd_solver.cpp`,
+            ComputeUpdateValue), in place of the gradients; these stay where the update is skipped.
     """
 
     def __init__(
@@ -77,12 +80,14 @@ class Update:
         max_skipped: int,
         larc: Larc | None = None,
         void: Callable[[], Array] | None = None,
+        store_change: bool = False,
     ) -> None:
         self.larc = larc
         self._void = void
         self._net = net
         self._backend = net.backend
-        self._rule = rule
+        self._rule = rule.returning("change", "diff if found_inf > 0 else change") if store_change else rule
+        self._store_change = store_change
         self._history = history
         self._clip = clip
         self._adaptive = net.param.global_grad_scale_adaptive
@@ -131,8 +136,8 @@ class Update:
         arrays = [parameters.blocks(flat) for flat in (parameters.data, parameters.diff, *self._history)]
         copies = [parameters.blocks(flat) for flat in parameters.copies.values()]
         inputs = (*arrays, lr_mult, self._decay_mult, scale, l2, l1, found_inf, *hyperparameters)
-        rule = self._rule.with_copies(len(copies))
-        self._backend.apply(rule, inputs, (arrays[0], *arrays[2:], *copies), axis=0)
+        changed = (arrays[0], *arrays[2:], *([arrays[1]] if self._store_change else []))
+        self._backend.apply(self._rule.with_copies(len(copies)), inputs, (*changed, *copies), axis=0)
 
     def _control(self, scale: Array | float, void: Array | float) -> tuple[Array, Array]:
         """What to multiply the gradients with, and whether to skip the update (1) or not (0); both on the device."""

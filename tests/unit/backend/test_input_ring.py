@@ -32,7 +32,7 @@ def compiled():
 
 
 @pytest.mark.usefixtures("compiled")
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     shape=st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 3, 7]), st.integers(1, 9), st.integers(1, 33)),
     more=st.tuples(st.integers(0, 3), st.integers(0, 3)), whole_mean=st.booleans(), mirror=st.booleans(),

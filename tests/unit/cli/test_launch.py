@@ -186,7 +186,7 @@ def test_in_a_container_without_srun_slurm_is_left_out(
     (allocation / "mpirun").write_text(f"{OPEN_MPI}/usr/bin/env > seen\n")
     variables = program_environment({"PATH": str(allocation), "SLURM_JOB_ID": "7"})
     command = [PYTHON, "-m", "caffepy", "launch", "--mpirun=mpirun", "train"]
-    subprocess.run(command, check=True, capture_output=True, timeout=60, env=variables)
+    subprocess.run(command, check=True, capture_output=True, timeout=300, env=variables)
     seen = Path("seen").read_text()  # else mpirun would look for srun
     assert "PATH=" in seen and "SLURM_" not in seen
 
@@ -271,7 +271,7 @@ def test_the_installed_mpi_runs_it(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "caffepy", "launch", "--nproc-per-node=2", "--oversubscribe", "script.py", "-a_b"]
     result = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=program_environment({}), cwd=tmp_path
+        command, capture_output=True, text=True, timeout=300, env=program_environment({}), cwd=tmp_path
     )
     assert "[(0, ['-a_b']), (1, ['-a_b'])]" in result.stdout, result.stderr
     assert result.returncode == 3

@@ -44,7 +44,7 @@ def test_lines_look_like_glogs(capsys: pytest.CaptureFixture[str]):
     assert match[5] == "test_log.py"
     assert match[7] == "Iteration 100, loss = 0.25"
     stamp = datetime.datetime.strptime(f"{before.year}{match[2]} {match[3]}", "%Y%m%d %H:%M:%S.%f")
-    assert abs(stamp - before) < datetime.timedelta(seconds=5)
+    assert abs(stamp - before) < datetime.timedelta(seconds=300)
 
 
 def test_caffes_way_to_find_the_time_of_a_line(capsys: pytest.CaptureFixture[str]):
@@ -154,7 +154,7 @@ def test_silence_is_broken(
 
     def work(_: argparse.Namespace) -> int:
         with phases.phase("kernels", "Compiling kernels"):
-            time.sleep(0.3)
+            time.sleep(1.0)
         return 0
 
     monkeypatch.setattr("caffepy.cli.main.START", phases)

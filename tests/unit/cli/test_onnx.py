@@ -8,10 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from google.protobuf import text_format
+from onnx import TensorProto, helper, numpy_helper, save_model
 from onnx_nets import layer_text, net_of
 
+import caffepy
 from caffepy.cli.main import main
 from caffepy.config.load import read_net, read_weights
+from caffepy.onnx.libraries import run_model
 from caffepy.snapshot.binary import write_weights_binary
 
 NET = layer_text('name: "conv" type: "Convolution" convolution_param { num_output: 4 kernel_size: 3 }', (2, 3, 6, 6))
@@ -103,3 +106,63 @@ def test_the_prototxt_is_text_that_both_caffes_read(files, tmp_path: Path):
     text = (tmp_path / "back.prototxt").read_text()
     assert text_format.MessageToString(read_net(tmp_path / "back.prototxt")) == text
     assert "blobs" not in text
+
+
+SMALL_EPS = 1e-7
+
+
+def statistics(channels: int) -> list[np.ndarray]:
+    """Scale, bias, mean and a variance beside which an eps of 1e-5 counts."""
+    rng = np.random.default_rng(4)
+    return [*rng.standard_normal((3, channels)).astype(np.float32), rng.uniform(1e-6, 4e-6, channels).astype("f")]
+
+
+def test_import_writes_files_that_load_as_the_model(tmp_path: Path):
+    """NVIDIA's dialect, which a field of NVIDIA Caffe's alone would choose, has an eps of at least 1e-5."""
+    nodes = [
+        helper.make_node("BatchNormalization", ["x", *"sbmv"], ["a"], epsilon=SMALL_EPS),
+        helper.make_node("Selu", ["a"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes, "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 3, 4, 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [numpy_helper.from_array(values, name) for name, values in zip("sbmv", statistics(3), strict=True)],
+    )  # fmt: skip
+    path = tmp_path / "net.onnx"
+    save_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
+    assert main(["import", str(path)]) == 0
+    x = np.random.default_rng(5).standard_normal((2, 3, 4, 4)).astype(np.float32)
+    found = caffepy.load(tmp_path / "net.prototxt", tmp_path / "net.caffemodel")(x)["y"]
+    wanted = run_model(str(path), {"x": x})["y"]
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["net.caffemodel", "net.onnx", "net.prototxt"]
+
+
+def test_import_checks_the_files_that_it_writes(
+    files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """In NVIDIA's dialect, which the variable chooses, eps is at least 1e-5."""
+    Path(files[0]).write_text(NET.replace('top: "bn" }', f'top: "bn" batch_norm_param {{ eps: {SMALL_EPS} }} }}'))
+    net = net_of(Path(files[0]).read_text())
+    net.backend.from_host(np.full(4, 1e-6, np.float32), net.layers[2].blobs[1].data)
+    write_weights_binary(Path(files[1]), net, write_diff=False)
+    assert main(["export", *files]) == 0
+    monkeypatch.setenv("CAFFEPY_DIALECT", "nvidia")
+    assert main(["import", files[2], "--output", str(tmp_path / "back")]) == 1
+    assert "above the limit of 0.0001; the file is not written" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*back*"))
+    assert main(["import", files[2], "--output", str(tmp_path / "back"), "--fold"]) == 0
+
+
+@pytest.mark.parametrize("fold", [[], ["--fold"]])
+def test_export_keeps_the_dialect_that_a_field_of_the_whole_net_chooses(files, fold: list[str]):
+    text = "reduce_buckets: 2 " + NET.replace('top: "bn" }', f'top: "bn" batch_norm_param {{ eps: {SMALL_EPS} }} }}')
+    Path(files[0]).write_text(text)
+    net = net_of(text)
+    net.backend.from_host(statistics(4)[3], net.layers[2].blobs[1].data)
+    write_weights_binary(Path(files[1]), net, write_diff=False)
+    assert main(["export", *files, *fold]) == 0
+    x = np.random.default_rng(5).standard_normal((2, 3, 6, 6)).astype(np.float32)
+    wanted, found = caffepy.load(*files[:2])(x)["z"], run_model(files[2], {"x0": x})["z"]
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())

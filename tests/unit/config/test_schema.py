@@ -137,6 +137,6 @@ print(first.DESCRIPTOR.full_name, second.DESCRIPTOR.full_name)
 @pytest.mark.parametrize("first, second", [("foreign", "ours"), ("ours", "foreign")])
 def test_another_caffe_schema_can_be_loaded_in_the_same_process(first: str, second: str):
     code = _TWO_SCHEMAS.format(first=first, second=second)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     names = {"foreign": "caffe.LayerParameter", "ours": "caffepy.LayerParameter"}
     assert result.stdout.split() == [names[first], names[second]], result.stderr

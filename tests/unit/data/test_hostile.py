@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import struct
+import time
 import zlib
 from pathlib import Path
 
@@ -139,14 +140,14 @@ class Mute:
 
 
 def test_a_reader_that_cannot_say_what_it_read_is_noticed_at_once() -> None:
-    subject = Prefetcher(Mute(), lambda number: number, 1, 1, where="layer 'd'", timeout=30)  # type: ignore[arg-type]
+    subject = Prefetcher(Mute(), lambda number: number, 1, 1, where="layer 'd'", timeout=300)  # type: ignore[arg-type]
     with pytest.raises(RunError, match="layer 'd': reading failed: KeyboardInterrupt"):
         subject.get(0)
 
 
 def test_a_reader_that_ends_without_a_word_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Prefetcher, "_fail", lambda self, error: None)
-    subject = Prefetcher(Mute(), lambda number: number, 1, 1, where="layer 'd'", timeout=30)  # type: ignore[arg-type]
+    subject = Prefetcher(Mute(), lambda number: number, 1, 1, where="layer 'd'", timeout=300)  # type: ignore[arg-type]
     with pytest.raises(RunError, match="layer 'd': the thread that reads its data has ended"):
         subject.get(0)
 
@@ -155,7 +156,8 @@ def test_workers_go_on_without_a_helper_that_was_killed() -> None:
     workers, done = Workers(3), list[int]()
     workers.run(done.append, range(50))
     workers._jobs.put(None)  # one of the helpers ends
-    next(thread for thread in workers._started if not thread.join(0.2) and not thread.is_alive())
+    while all(thread.is_alive() for thread in workers._started):
+        time.sleep(0.01)
     workers.run(done.append, range(50))
     assert sorted(done) == sorted([*range(50)] * 2)
     workers.close()

@@ -36,7 +36,7 @@ def load(subject, first, count, tops=2):
     return batch.arrays
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     count=st.integers(1, 12), first=st.integers(0, 30), labels=st.booleans(),
     text=st.sampled_from(["", "scale: 0.5", "mirror: true", "mean_value: 3 mirror: true", "crop_size: 3"]),

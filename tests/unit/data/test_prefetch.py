@@ -1,4 +1,5 @@
 import logging
+import re
 import threading
 import time
 from unittest.mock import ANY
@@ -27,7 +28,7 @@ class Numbers:
     def load(self, first, count, batch):
         self.reading = f"record {first} of the numbers"
         if self.gate is not None:
-            self.gate.wait(20)
+            self.gate.wait(300)
         if first == self.fail_at:
             raise self.error
         batch.array(0, (count,))[...] = np.arange(first, first + count)
@@ -74,7 +75,7 @@ def test_it_reads_ahead_as_far_as_the_depth():
     loader = Numbers()
     subject = prefetcher(loader, depth=3)
     subject.get(0)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while loader.loaded < 4 and time.monotonic() < deadline:
         time.sleep(0.005)
     time.sleep(0.05)
@@ -119,7 +120,7 @@ def test_a_stall_is_reported_and_then_ends_the_wait(caplog):
         RunError, match=r"layer 'd': no data for \d+ s while reading record 20 of the numbers; is the disk"
     ):  # fmt: skip
         subject.get(2)
-    assert "layer 'd': waiting for data for 0 s, reading record 20 of the numbers" in caplog.text
+    assert re.search(r"layer 'd': waiting for data for \d+ s, reading record 20 of the numbers", caplog.text)
     assert not subject.close(timeout=0.05)
     assert "the reading thread does not end; busy with record 20 of the numbers" in caplog.text
     gate.set()
@@ -131,13 +132,13 @@ def test_others_see_what_a_thread_waits_for():
     subject = prefetcher(Numbers(gate=gate), first_pass=2)
     waiter = threading.Thread(target=subject.get, args=(2,))
     waiter.start()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 300
     while awaited_data(waiter.ident) != ("record 20 of the numbers", ANY) and time.monotonic() < end:
         time.sleep(0.01)
     text, since = awaited_data(waiter.ident)
     assert text == "record 20 of the numbers" and since <= time.monotonic()
     gate.set()
-    waiter.join(10)
+    waiter.join(300)
     assert awaited_data(waiter.ident) is None
     assert subject.close()
 
@@ -157,7 +158,7 @@ def test_closing_releases_who_waits():
     waiter.start()
     time.sleep(0.05)
     subject.close(timeout=0.01)
-    waiter.join(10)
+    waiter.join(300)
     assert raised == ["layer 'd': closed while waiting for data"]
     gate.set()
     assert subject.close()

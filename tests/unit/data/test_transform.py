@@ -39,7 +39,7 @@ def run(subject, images, first=0, seed=0, stream=0):
     return out
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     channels=st.integers(1, 5),
     height=st.integers(1, 6),

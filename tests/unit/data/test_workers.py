@@ -18,7 +18,7 @@ def test_every_item_is_done_once(threads):
 def test_items_are_shared():
     """Two items that wait for each other need two threads."""
     workers, meeting = Workers(2), threading.Barrier(2)
-    workers.run(lambda _: meeting.wait(20), range(2))
+    workers.run(lambda _: meeting.wait(300), range(2))
     workers.close()
 
 

@@ -95,7 +95,7 @@ def run_script(rank: int, port: int, code: str) -> subprocess.Popen[str]:
     }  # fmt: skip
     environment = program_environment(variables)
     environment["PYTHONPATH"] = os.pathsep.join((str(REPOSITORY), environment["PYTHONPATH"]))
-    begin = "import numpy as np\nfrom caffepy import distributed as d\nd.init_process_group(timeout=20)\n"
+    begin = "import numpy as np\nfrom caffepy import distributed as d\nd.init_process_group(timeout=300)\n"
     command = [sys.executable, "-c", begin + code]
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
@@ -105,7 +105,7 @@ def run_scripts(first: str, second: str) -> list[tuple[int, str]]:
     port = free_port()
     scripts = [run_script(rank, port, code) for rank, code in enumerate((first, second))]
     try:
-        outputs = [script.communicate(timeout=30)[0] for script in scripts]
+        outputs = [script.communicate(timeout=300)[0] for script in scripts]
     finally:
         for script in scripts:
             script.kill()

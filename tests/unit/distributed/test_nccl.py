@@ -15,7 +15,7 @@ from process_groups import run_threads, free_port
 from caffepy.distributed.default import connect
 method = f"tcp://127.0.0.1:{free_port()}"
 def group(rank, size, device=None):
-    return connect("nccl", method, rank=rank, world_size=size, timeout=20, device=device)
+    return connect("nccl", method, rank=rank, world_size=size, timeout=300, device=device)
 """
 
 

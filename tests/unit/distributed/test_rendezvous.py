@@ -18,7 +18,7 @@ from caffepy.parallel.store.store import MemoryStore, RankStore
 NOTHING: dict[str, str] = {}
 
 
-def meet(size: int, method: Any, timeout: float = 10.0) -> list[Any]:
+def meet(size: int, method: Any, timeout: float = 300.0) -> list[Any]:
     """What each of `size` ranks finds; method(rank) gives the arguments of `join`."""
 
     def work(rank: int) -> tuple[int, int, int, list[int]]:

@@ -238,7 +238,7 @@ def test_threads_that_ask_at_the_same_time_get_one_array() -> None:
     barrier = threading.Barrier(4)
 
     def ask(_: int) -> Any:
-        barrier.wait(10)
+        barrier.wait(300)
         return blob(model, "c").data
 
     with ThreadPoolExecutor(4) as threads:

@@ -148,7 +148,7 @@ def test_a_log_that_is_not_there(tmp_path: Path):
         read_log(tmp_path / "none.log")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text(max_size=60), st.integers(0, len(BVLC)), st.integers(0, len(BVLC)))
 def test_a_damaged_log_is_read_or_refused(tmp_path_factory, junk: str, begin: int, end: int):
     path = tmp_path_factory.mktemp("log") / "damaged.log"

@@ -8,15 +8,18 @@ import generate
 import pytest
 from google.protobuf import text_format
 
+import caffepy
 from caffepy.backend import create_backend
 from caffepy.cli.main import main
 from caffepy.config.load import read_net
+from caffepy.data.sources.lmdb_write import write_datums
 from caffepy.errors import ConfigError
 from caffepy.layers import LayerContext
 from caffepy.net import Net
 from caffepy.net.deploy import deploy_net, plan_deploy
 from caffepy.net.record_shape import told_shape
 from caffepy.proto import caffe_pb2
+from caffepy.snapshot.files import write_weights
 
 MODELS = Path(generate.__file__).parent
 NO_SOFTMAX = "fcn8s/deploy"
@@ -62,6 +65,43 @@ def test_a_siamese_net_keeps_both_halves_and_what_they_share():
         "conv1_w", "conv1_b",
     ]  # fmt: skip
     assert not any(param.HasField("lr_mult") for layer in found.layer for param in layer.param)
+
+
+SHARED = """
+    layer { name: "data" type: "MemoryData" top: "data" top: "label"
+            memory_data_param { batch_size: 4 channels: 6 height: 1 width: 1 } }
+    layer { name: "a" type: "InnerProduct" bottom: "data" top: "a" param { name: "w" lr_mult: 2 } param { lr_mult: 3 }
+            inner_product_param { num_output: 4 } }
+    layer { name: "b" type: "InnerProduct" bottom: "a" top: "b" inner_product_param { num_output: 6 }
+            param { name: "w" share_mode: PERMISSIVE } param { lr_mult: 3 } }
+    layer { name: "loss" type: "SoftmaxWithLoss" bottom: "b" bottom: "label" }
+"""
+
+
+def test_parameters_of_other_shapes_stay_shared():
+    found = inferred(net_of(SHARED), shapes={"data": (6, 1, 1)})
+    b = next(layer for layer in found.layer if layer.name == "b")
+    assert text_format.MessageToString(b.param[0]).split() == ["name:", '"w"', "share_mode:", "PERMISSIVE"]
+    net = Net(found, LayerContext(create_backend(None, 1), phase=caffe_pb2.TEST))
+    assert net.owns(net.layers[1], 0) and not net.owns(net.layers[2], 0)
+
+
+def test_a_net_of_nvidias_dialect_computes_the_same_without_the_field_that_chose_it():
+    text = """reduce_buckets: 2
+    layer { name: "data" type: "MemoryData" top: "data" top: "label"
+            memory_data_param { batch_size: 4 channels: 3 height: 2 width: 2 } }
+    layer { name: "fc" type: "InnerProduct" bottom: "data" top: "fc" inner_product_param { num_output: 3 } }
+    layer { name: "bn" type: "BatchNorm" bottom: "fc" top: "bn" batch_norm_param { eps: 1e-7 } }
+    layer { name: "same" type: "BatchNorm" bottom: "bn" top: "same" }
+    layer { name: "loss" type: "InfogainLoss" bottom: "same" bottom: "label" infogain_loss_param { source: "h" } }
+    """
+    found = inferred(net_of(text), shapes={"data": (3, 2, 2)})
+    assert [layer.type for layer in found.layer] == ["Input", "InnerProduct", "BatchNorm", "BatchNorm"]
+    assert [layer.batch_norm_param.eps for layer in found.layer[2:]] == pytest.approx([1e-5, 1e-5], rel=1e-6)
+    assert not found.layer[3].HasField("batch_norm_param")
+    found = inferred(net_of(text.replace("reduce_buckets: 2", "")), shapes={"data": (3, 2, 2)})
+    assert [layer.type for layer in found.layer] == ["Input", "InnerProduct", "BatchNorm", "BatchNorm", "Softmax"]
+    assert found.layer[2].batch_norm_param.eps == pytest.approx(1e-7)
 
 
 TASKS = """
@@ -169,6 +209,36 @@ def test_the_command_writes_and_checks(tmp_path: Path, weights: Path, capsys: py
     assert "# 'data': multiply by 0.00390625" in output.read_text()
     assert main([*arguments[:2], "--input", "data=1,32,32", *arguments[4:]]) == 2
     assert "layer 'ip1', parameter 0: shape is" in capsys.readouterr().err
+
+
+def test_weights_in_hdf5(tmp_path: Path, weights: Path, capsys: pytest.CaptureFixture[str]):
+    net = Net(read_net(MODELS / "lenet/deploy.prototxt"), LayerContext(create_backend(None, 1), phase=caffe_pb2.TEST))
+    stored = tmp_path / "lenet.caffemodel.h5"
+    write_weights(stored, net)
+    output = tmp_path / "deploy.prototxt"
+    arguments = ["deploy", str(MODELS / "lenet/train_test.prototxt"), str(output), "--input", "data=1,28,28"]
+    assert main([*arguments, "--weights", str(stored)]) == 0
+    assert "9 layers; 4 layers take their weights from" in capsys.readouterr().out
+    found = caffepy.read_weights(str(stored))
+    assert {layer.name: len(layer.blobs) for layer in found.layer} == {"conv1": 2, "conv2": 2, "ip1": 2, "ip2": 2}
+    assert len(caffepy.read_weights(str(weights)).layer) == 9
+
+
+def test_the_shape_of_records_in_nvidias_dialect(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """There `resize_param` is SSD's layers' alone; the field that chooses the dialect is the net's."""
+    write_datums(tmp_path / "records", [(b"0", caffe_pb2.Datum(channels=3, height=4, width=5, data=bytes(60)))])
+    net = tmp_path / "net.prototxt"
+    for chosen, shape in (("", [1, 3, 8, 9]), ("reduce_buckets: 2", [1, 3, 4, 5])):
+        net.write_text(f"""{chosen}
+        layer {{ name: "data" type: "Data" top: "data" top: "label" data_param {{ batch_size: 1 backend: LMDB
+                source: "{tmp_path}/records" }} transform_param {{ resize_param {{ height: 8 width: 9 }} }} }}
+        layer {{ name: "fc" type: "InnerProduct" bottom: "data" top: "fc" inner_product_param {{ num_output: 3 }} }}
+        layer {{ name: "loss" type: "SoftmaxWithLoss" bottom: "fc" bottom: "label" }}
+        """)
+        assert main(["deploy", str(net)]) == 0
+        assert net_of(capsys.readouterr().out).layer[0].input_param.shape[0].dim == shape
+        assert main(["net", "--model", str(net)]) == 0
+        assert "x".join(map(str, shape)) in capsys.readouterr().out
 
 
 def test_the_command_prints(capsys: pytest.CaptureFixture[str]):

@@ -13,6 +13,7 @@ from caffepy.config.text import parse_text
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.proto import caffe_pb2
+from caffepy.solvers.loss import LossWindow
 
 Floats = NDArray[np.float32]
 FUSED = pytest.mark.parametrize("fuse", [False, True])
@@ -229,3 +230,120 @@ def test_axpy_whose_factor_needs_no_gradient() -> None:
     net.forward()
     net.backward()
     np.testing.assert_allclose(parameter_diff(net, "p"), np.repeat(2 * given["s"], 4).reshape(2, 3, 4), rtol=1e-6)
+
+
+# -- layers whose blobs share memory in Caffe -----------------------------------------------------------------
+
+
+def parameter_net(between: str) -> str:
+    """A Parameter layer times x, of which the sum is the loss; its gradient is x."""
+    return f"""
+    {inputs(("x", (2, 6)))}
+    layer {{ name: "p" type: "Parameter" top: "p" parameter_param {{ shape {{ {between} }} }} }}
+    layer {{ name: "rows" type: "{"Flatten" if between.count("dim") > 2 else "Split"}" bottom: "p" top: "rows" }}
+    layer {{ name: "product" type: "Eltwise" bottom: "x" bottom: "rows" top: "y" eltwise_param {{ operation: PROD }} }}
+    layer {{ name: "sum" type: "Reduction" bottom: "y" top: "loss" loss_weight: 1 }}
+    """
+
+
+@pytest.mark.parametrize("shape", ["dim: 2 dim: 6", "dim: 2 dim: 2 dim: 3"], ids=["plain", "before Flatten"])
+def test_a_parameter_layers_gradient_adds_up_over_passes(shape: str) -> None:
+    """Caffe lets the top have the parameter's diff, which each pass overwrites; a Flatten takes it away."""
+    net = net_of(parameter_net(shape))
+    wanted = sum(feed_and_run(net, seed) for seed in range(3))
+    np.testing.assert_allclose(parameter_diff(net, "p").reshape(2, 6), wanted, rtol=1e-5)
+
+
+def feed_and_run(net: Net, seed: int) -> Floats:
+    x = feed(net, seed)["x"]
+    run(net)
+    return x
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("kind", ["RNN", "LSTM"])
+@pytest.mark.parametrize("layer", ['"ReLU"', '"Power" power_param { scale: 2 }'])
+def test_a_layer_in_place_on_a_recurrent_layers_top(kind: str, layer: str, steps: int) -> None:
+    """With one step Caffe's unrolled net has the same memory, and takes what the layer wrote for its own output."""
+    found = []
+    for top in ("y", "z"):
+        net = net_of(f"""
+        {inputs(("x", (steps, 2, 4)), ("cont", (steps, 2)), ("target", (steps, 2, 5)))}
+        layer {{ name: "r" type: "{kind}" bottom: "x" bottom: "cont" top: "y" recurrent_param {{ num_output: 5
+          weight_filler {{ type: "uniform" min: -0.5 max: 0.5 }} }} }}
+        layer {{ name: "behind" type: {layer} bottom: "y" top: "{top}" }}
+        layer {{ name: "loss" type: "EuclideanLoss" bottom: "{top}" bottom: "target" top: "loss" }}
+        """)
+        feed(net)
+        CPU.fill(net.blobs["cont"].data, 1)
+        run(net)
+        run(net)
+        found.append([blob.host_diff().copy() for layer in net.layers if layer.name == "r" for blob in layer.blobs])
+    for in_place, apart in zip(*found, strict=True):
+        assert apart.any()
+        np.testing.assert_array_equal(in_place, apart)
+
+
+# -- what ends the program in Caffe ---------------------------------------------------------------------------
+
+
+def test_softmax_with_loss_takes_a_weight_for_each_top() -> None:
+    """Caffe's inner Softmax layer gets both weights and has one top."""
+    net = net_of(f"""
+    {inputs(("x", (2, 3)), ("label", (2,)))}
+    layer {{ name: "loss" type: "SoftmaxWithLoss" bottom: "x" bottom: "label" top: "loss" top: "p"
+      loss_weight: 2 loss_weight: 0 }}
+    """)
+    x = feed(net)["x"]
+    CPU.fill(net.blobs["label"].data, 1)
+    net.forward()
+    p = np.exp(x) / np.exp(x).sum(1, keepdims=True)
+    np.testing.assert_allclose(net.blobs["p"].host_data(), p, rtol=1e-5)
+    assert net.loss() == pytest.approx(-2 * np.log(p[:, 1]).mean(), rel=1e-5)
+
+
+def test_a_batch_of_0_has_a_loss_of_0() -> None:
+    net = net_of(f"""
+    {inputs(("x", (0, 3)), ("label", (0,)))}
+    layer {{ name: "ip" type: "InnerProduct" bottom: "x" top: "y" inner_product_param {{ num_output: 3 }} }}
+    layer {{ name: "loss" type: "SoftmaxWithLoss" bottom: "y" bottom: "label" top: "loss" }}
+    """)
+    run(net)
+    assert net.loss() == 0
+    assert not parameter_diff(net, "ip").any()
+
+
+# -- solvers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["RNN", "LSTM"])
+def test_clipping_counts_the_gradients_that_are_applied(kind: str) -> None:
+    """Caffe's norm includes those of RNN's and LSTM's parameters that are not learned."""
+    net = f"""
+    layer {{ name: "data" type: "DummyData" top: "x" top: "target" dummy_data_param {{
+      shape {{ dim: 3 dim: 2 dim: 4 }} shape {{ dim: 3 dim: 2 dim: 5 }}
+      data_filler {{ type: "gaussian" std: 1 }} data_filler {{ type: "gaussian" std: 1 }} }} }}
+    layer {{ name: "cont" type: "DummyData" top: "cont" dummy_data_param {{
+      shape {{ dim: 3 dim: 2 }} data_filler {{ value: 1 }} }} }}
+    layer {{ name: "r" type: "{kind}" bottom: "x" bottom: "cont" top: "y" param {{ lr_mult: 0 }} recurrent_param {{
+      num_output: 5 weight_filler {{ type: "uniform" min: -0.5 max: 0.5 }} bias_filler {{ value: 0.1 }} }} }}
+    layer {{ name: "loss" type: "EuclideanLoss" bottom: "y" bottom: "target" top: "loss" }}
+    """
+    with build_solver('base_lr: 1 lr_policy: "fixed" clip_gradients: 0.01 random_seed: 1', net) as solver:
+        before = weights_of(solver.net)
+        solver.step(1)
+        after = weights_of(solver.net)
+    changes = {name: after[name].astype(np.float64) - before[name] for name in before}
+    assert not changes["r_0"].any()
+    assert np.sqrt(sum((change**2).sum() for change in changes.values())) == pytest.approx(0.01, rel=1e-4)
+
+
+def test_a_loss_that_was_not_finite_leaves_the_smoothed_loss() -> None:
+    """Caffe adds the difference to the loss that leaves, which stays NaN."""
+    window = LossWindow(2)
+    found = []
+    for loss in (1.0, float("nan"), 2.0, 4.0):
+        window.add(loss)
+        found.append(window.mean())
+    assert np.isnan(found[1:3]).all()
+    assert found[3] == 3

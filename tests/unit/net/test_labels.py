@@ -82,7 +82,7 @@ def label_path(net: Net) -> list[str]:
     reader=st.sampled_from(sorted(READERS)),
     image_too=st.booleans(),
 )
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 def test_labels_are_float32_all_the_way(source: str, steps: list[str], reader: str, image_too: bool) -> None:
     text, name = source, "l"
     for number, step in enumerate(steps):

@@ -150,7 +150,7 @@ def test_every_type_is_tried():
 POOL = 'type: "Pooling" pooling_param {{ pool: {} {} stride_h: {} stride_w: {} pad_h: {} pad_w: {} round_mode: {} }}'
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     pool=st.sampled_from(["MAX", "AVE"]), size=st.tuples(*[st.integers(1, 9)] * 2),
     kernel=st.tuples(*[st.integers(1, 5)] * 2), stride=st.tuples(*[st.integers(1, 4)] * 2),

@@ -44,7 +44,7 @@ def test_the_wait_ends_when_a_peer_failed_and_what_comes_later_is_aborted() -> N
     made.abort.side_effect = aborted.set
 
     def connect() -> MagicMock:
-        assert peer.wait(20)
+        assert peer.wait(300)
         return made
 
     ahead = ConnectAhead(connect)
@@ -53,7 +53,7 @@ def test_the_wait_ends_when_a_peer_failed_and_what_comes_later_is_aborted() -> N
     with pytest.raises(AbortedError, match="training was stopped"):
         ahead()
     peer.set()
-    assert aborted.wait(20)
+    assert aborted.wait(300)
 
 
 def test_what_was_made_and_is_given_up_is_aborted() -> None:

@@ -50,7 +50,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_threads_of_one_process_share_a_group() -> None:
-    connect = DeviceCommunicators(FakeWorld(), 2, on_gpus=False, timeout=20).connect
+    connect = DeviceCommunicators(FakeWorld(), 2, on_gpus=False, timeout=300).connect
     first, second = connect(0), connect(1)
     assert isinstance(first, LocalCommunicator) and isinstance(second, LocalCommunicator)
     assert (first.rank, second.rank, first.size) == (0, 1, 2)
@@ -62,7 +62,7 @@ def test_threads_of_one_process_share_a_group() -> None:
 )
 def test_ranks_of_one_host_share_memory_unless_they_compress(hosts: int, compression: str, made: int) -> None:
     world = ConnectedWorld(2, rank=1, hosts=hosts)
-    communicator = DeviceCommunicators(world, 3, on_gpus=False, timeout=20, compress=compression).connect(2)
+    communicator = DeviceCommunicators(world, 3, on_gpus=False, timeout=300, compress=compression).connect(2)
     assert isinstance(communicator, HierarchicalCommunicator)
     assert (communicator.rank, communicator.size) == (5, 6)
     assert world.made == made
@@ -72,7 +72,7 @@ def test_ranks_of_one_host_share_memory_unless_they_compress(hosts: int, compres
 @pytest.mark.parametrize(("size", "count"), [(1, 2), (2, 1)])
 def test_gpus_are_connected_by_nccl_over_the_host(nccl: ModuleType, size: int, count: int) -> None:
     world = FakeWorld() if size == 1 else ConnectedWorld(size)
-    communicator: Any = DeviceCommunicators(world, count, on_gpus=True, timeout=20, compress="fp16").connect(count - 1)
+    communicator: Any = DeviceCommunicators(world, count, on_gpus=True, timeout=300, compress="fp16").connect(count - 1)
     assert isinstance(communicator, Nccl)
     assert (communicator.size, communicator.rank, communicator.unique_id) == (2, count - 1, "the id")
     assert isinstance(communicator.host, LocalCommunicator if size == 1 else HierarchicalCommunicator)
@@ -80,7 +80,7 @@ def test_gpus_are_connected_by_nccl_over_the_host(nccl: ModuleType, size: int, c
 
 
 def test_a_single_gpu_needs_no_nccl(nccl: ModuleType) -> None:
-    assert isinstance(DeviceCommunicators(FakeWorld(), 1, on_gpus=True, timeout=20).connect(0), LocalCommunicator)
+    assert isinstance(DeviceCommunicators(FakeWorld(), 1, on_gpus=True, timeout=300).connect(0), LocalCommunicator)
 
 
 def test_only_the_root_makes_the_unique_id(nccl: ModuleType) -> None:
@@ -88,7 +88,7 @@ def test_only_the_root_makes_the_unique_id(nccl: ModuleType) -> None:
     world = ConnectedWorld(2, rank=1)
     answers = iter([None, "the root's"])  # it has no error, and hands out its id
     world.answer = lambda rank, value: next(answers)
-    communicator: Any = DeviceCommunicators(world, 1, on_gpus=True, timeout=20).connect(0)
+    communicator: Any = DeviceCommunicators(world, 1, on_gpus=True, timeout=300).connect(0)
     assert communicator.unique_id == "the root's"
 
 
@@ -98,7 +98,7 @@ def test_a_missing_nccl_is_said_before_any_thread_connects(nccl: ModuleType) -> 
 
     nccl.__dict__["check_nccl"] = refuse
     with pytest.raises(MissingExtraError, match="CuPy"):
-        DeviceCommunicators(FakeWorld(), 2, on_gpus=True, timeout=20)
+        DeviceCommunicators(FakeWorld(), 2, on_gpus=True, timeout=300)
 
 
 @pytest.mark.parametrize(("size", "count", "says"), [(1, 1, True), (1, 2, True), (2, 1, False)])

@@ -61,7 +61,7 @@ def test_threads_of_one_process_need_no_ranks(caplog: pytest.LogCaptureFixture) 
 def test_ranks_of_one_machine_share_memory_unless_gradients_are_compressed(
     local_size: int, compress: str, in_memory: bool, overlaps: bool
 ) -> None:
-    groups = [LocalGroup(2, 20) for _ in range(3)]
+    groups = [LocalGroup(2, 300) for _ in range(3)]
 
     def work(rank: int) -> list[Any]:
         communicator = DeviceCommunicators(Ranks(rank, groups, local_size), 1, False, compress).connect(0)

@@ -161,7 +161,7 @@ def test_what_the_watchdog_found_is_printed_once_and_ends_the_process(
     assert len(watchdog.told) == (0 if reported else 1) and threads.aborts == 1
     with pytest.raises(PeerError, match="^rank 1 on h1 is gone$"):
         failures.raise_first()
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 300.0
     while not world.ended and time.monotonic() < deadline:  # the last resort, if the main thread is stuck
         time.sleep(0.01)
     assert world.ended == [3]
@@ -191,7 +191,7 @@ def test_a_second_interrupt_ends_the_world_at_once(caplog: pytest.LogCaptureFixt
 def test_a_watchdog_that_hangs_does_not_hold_up_a_second_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_TELL_SECONDS", 0.05)
     failures, world, _ = make(2)
-    failures.watch(Watchdog(lambda: time.sleep(3.0)))
+    failures.watch(Watchdog(lambda: time.sleep(600.0)))
     begin = time.monotonic()
     failures.interrupted_again()
-    assert world.ended == [130] and time.monotonic() - begin < 2.0
+    assert world.ended == [130] and time.monotonic() - begin < 300.0

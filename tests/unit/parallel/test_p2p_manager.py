@@ -32,7 +32,7 @@ SOLVER = 'base_lr: 0.1 lr_policy: "fixed" random_seed: 3 snapshot_after_train: f
 
 
 def run(solvers: int) -> None:
-    P2PManager(TrainOptions(solver_param(SOLVER, NET), cpu_solvers=solvers, threads=1, timeout=20)).run()
+    P2PManager(TrainOptions(solver_param(SOLVER, NET), cpu_solvers=solvers, threads=1, timeout=300)).run()
 
 
 @pytest.mark.parametrize("solvers", [1, 2])
@@ -188,7 +188,7 @@ class Played:
 
     def run(self, world: FakeWorld | None = None, solvers: int = 1, **options: Any) -> None:
         self.world = world or self.world
-        P2PManager(TrainOptions(solver_param(SOLVER, NET), cpu_solvers=solvers, timeout=20, **options)).run()
+        P2PManager(TrainOptions(solver_param(SOLVER, NET), cpu_solvers=solvers, timeout=300, **options)).run()
 
 
 @pytest.fixture
@@ -245,7 +245,7 @@ def test_a_run_goes_from_the_start_of_the_threads_to_the_report(
 
 
 def test_the_iteration_is_that_of_the_first_device(played: Played) -> None:
-    manager = P2PManager(TrainOptions(solver_param(SOLVER, NET), timeout=20))
+    manager = P2PManager(TrainOptions(solver_param(SOLVER, NET), timeout=300))
     assert manager.iteration == 0
     manager.run()
     assert manager.iteration == 7

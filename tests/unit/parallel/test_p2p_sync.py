@@ -95,8 +95,8 @@ def train(
     monkeypatch.setattr(p2p_sync, "create_backend", lambda *arguments: Counting())
     monkeypatch.setattr(Reducer, "finish", noted)
     param = solver_param(SOLVER + solver + f"max_iter: {iterations}", net + text)
-    options = TrainOptions(param, timeout=30, sync_bn=sync_bn, engine=engine or ExecutionOptions())
-    group = LocalGroup(devices, 30)
+    options = TrainOptions(param, timeout=300, sync_bn=sync_bn, engine=engine or ExecutionOptions())
+    group = LocalGroup(devices, 300)
     syncs: list[P2PSync] = []
     backends: dict[int, Any] = {}
     group.backends = backends  # type: ignore[attr-defined]
@@ -118,11 +118,11 @@ def train(
     for sync in syncs:
         sync.start()
     for sync in syncs:
-        assert sync.ready.wait(30)
+        assert sync.ready.wait(300)
     for sync in syncs:
         sync.go()
     for sync in syncs:
-        assert sync.join(60)
+        assert sync.join(300)
     for sync in syncs:
         assert sync.error is None, sync.error
     return syncs
@@ -137,13 +137,13 @@ def test_the_backend_is_made_as_the_options_say(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(p2p_sync, "create_backend", refuse)
     engine = ExecutionOptions(autotune=False, deterministic=False)
-    options = TrainOptions(solver_param(SOLVER, NET), timeout=30, math="tf32", engine=engine)
+    options = TrainOptions(solver_param(SOLVER, NET), timeout=300, math="tf32", engine=engine)
     spec = DeviceSpec(0, None, "CPU 0", 3, Shard(0, 1, 1))
-    group = LocalGroup(1, 30)
+    group = LocalGroup(1, 300)
     connector = Connector(lambda: LocalCommunicator(group, 0))
     sync = P2PSync(spec, options, connector, lambda: Action.NONE, lambda sync: None)
     sync.start()
-    assert sync.join(30)
+    assert sync.join(300)
     assert isinstance(sync.error, DeviceError)
     assert asked == [(None, 3, "tf32", False, False)]
 
@@ -184,13 +184,13 @@ def test_the_log_says_into_how_many_parts_gradients_were_really_cut(
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_negative_number_of_parts_is_refused_when_the_net_is_built(devices: int) -> None:
-    options = TrainOptions(solver_param(SOLVER, "reduce_buckets: -1 " + NET), timeout=30)
-    group = LocalGroup(1, 30)
+    options = TrainOptions(solver_param(SOLVER, "reduce_buckets: -1 " + NET), timeout=300)
+    group = LocalGroup(1, 300)
     spec = DeviceSpec(0, None, "CPU 0", 1, Shard(0, devices, devices))
     connector = Connector(lambda: LocalCommunicator(group, 0))
     sync = P2PSync(spec, options, connector, lambda: Action.NONE, lambda sync: None)
     sync.start()
-    assert sync.join(30)
+    assert sync.join(300)
     assert isinstance(sync.error, ConfigError) and "reduce_buckets is -1" in str(sync.error)
 
 

@@ -32,4 +32,4 @@ def test_each_name_is_a_class_of_its_module(name: str) -> None:
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
     code = "import sys, caffepy.parallel; sys.exit(any(name in sys.modules for name in ('numpy', 'numba', 'cupy')))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0

@@ -36,7 +36,7 @@ layer { name: "ip" type: "InnerProduct" bottom: "bn" top: "ip" inner_product_par
 
 def compare(change: Callable[[int, Net], None], size: int = 3, text: str = BATCH_NORM) -> list[Any]:
     """What each device meets after `change` was called with its number and net."""
-    group = LocalGroup(size, 20)
+    group = LocalGroup(size, 300)
 
     def gather(device: int, values: Sequence[int]) -> Any:
         rows = np.zeros((size, len(values)))
@@ -107,7 +107,7 @@ def train(
 ) -> list[P2PSync]:
     """Two devices' threads after training; the second one's weights are changed before iteration `changed`."""
     monkeypatch.setattr(p2p_sync, "create_backend", lambda *arguments: Replaying())
-    group = LocalGroup(2, 30)
+    group = LocalGroup(2, 300)
     iterate = Solver._iterate
 
     def change(solver: Solver) -> None:
@@ -130,14 +130,14 @@ def train(
     for sync in syncs:
         sync.start()
     for sync in syncs:
-        assert sync.ready.wait(30)
+        assert sync.ready.wait(300)
         assert sync.error is None, sync.error
     root = syncs[0].solver
     assert root is not None
     for sync in syncs:
         sync.go(root.restored)
     for sync in syncs:
-        assert sync.join(60)
+        assert sync.join(300)
     return syncs
 
 
@@ -146,7 +146,7 @@ def test_replicas_are_compared_between_replayed_iterations(
     monkeypatch: pytest.MonkeyPatch, kind: type[LocalCommunicator]
 ) -> None:
     param = solver_param(SOLVER + "max_iter: 20", NET)
-    syncs = train(monkeypatch, kind, TrainOptions(param, timeout=30, check_replicas=4), changed=9)
+    syncs = train(monkeypatch, kind, TrainOptions(param, timeout=300, check_replicas=4), changed=9)
     # Whoever says it first may let the other go before that could.
     said = [str(sync.error) for sync in syncs if type(sync.error) is RunError]
     wanted = "device 1 no longer has the parameters of device 0: parameter 0 of layer 'last'"
@@ -161,14 +161,14 @@ def test_replicas_are_compared_at_snapshots_and_nothing_is_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     param = solver_param(SOLVER + f'max_iter: 20 snapshot: 5 snapshot_prefix: "{tmp_path}/x"', NET)
-    syncs = train(monkeypatch, Streams, TrainOptions(param, timeout=30), changed=7)
+    syncs = train(monkeypatch, Streams, TrainOptions(param, timeout=300), changed=7)
     assert any(type(sync.error) is RunError for sync in syncs)
     assert {path.name for path in tmp_path.iterdir()} == {"x_iter_5.caffemodel", "x_iter_5.solverstate"}
 
 
 def test_comparing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     param = solver_param(SOLVER + "max_iter: 9", NET)
-    results = [train(monkeypatch, Streams, TrainOptions(param, timeout=30, check_replicas=n)) for n in (0, 1)]
+    results = [train(monkeypatch, Streams, TrainOptions(param, timeout=300, check_replicas=n)) for n in (0, 1)]
     for plain, checked in zip(*results, strict=True):
         for name, values in plain.weights.items():  # type: ignore[attr-defined]
             np.testing.assert_array_equal(checked.weights[name], values)  # type: ignore[attr-defined]
@@ -182,7 +182,7 @@ def test_an_interval_is_not_negative() -> None:
 def test_the_root_alone_reads_what_training_starts_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A snapshot read by one device goes on as if both had read it, positions and loss window included."""
     text = SOLVER + f'snapshot: 4 snapshot_prefix: "{tmp_path}/x" max_iter: '
-    whole = train(monkeypatch, Streams, TrainOptions(solver_param(text + "8", NET), timeout=30))
+    whole = train(monkeypatch, Streams, TrainOptions(solver_param(text + "8", NET), timeout=300))
     reads: list[int] = []
     restore = Solver.restore
 
@@ -191,7 +191,7 @@ def test_the_root_alone_reads_what_training_starts_from(monkeypatch: pytest.Monk
         restore(solver, path)
 
     monkeypatch.setattr(Solver, "restore", noted)
-    options = TrainOptions(solver_param(text + "8", NET), timeout=30, snapshot=tmp_path / "x_iter_4.solverstate")
+    options = TrainOptions(solver_param(text + "8", NET), timeout=300, snapshot=tmp_path / "x_iter_4.solverstate")
     resumed = train(monkeypatch, Streams, options)
     assert reads == [0]
     for sync, before in zip(resumed, whole, strict=True):

@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(iterations: int, rule: str = "SGD") -> None:
     param = solver_param(f'{SOLVER} max_iter: {iterations} type: "{rule}"', NET)
-    P2PManager(TrainOptions(param, cpu_solvers=2, threads=1, timeout=20, resume_newest=True)).run()
+    P2PManager(TrainOptions(param, cpu_solvers=2, threads=1, timeout=300, resume_newest=True)).run()
 
 
 def as_caffe_would_have_cut_it(path: Path) -> None:

@@ -42,7 +42,7 @@ layer {{ name: "ip2" type: "InnerProduct" bottom: "bn" top: "ip2"
   inner_product_param {{ num_output: 3 weight_filler {{ type: "xavier" }} }} }}
 layer {{ name: "loss" type: "SoftmaxWithLoss" bottom: "ip2" bottom: "label" top: "loss" }}
 """
-SECONDS = 40.0
+SECONDS = 600.0
 """How long a reader stalls that nobody waits for."""
 
 
@@ -96,8 +96,8 @@ def train(
     """Two devices' threads after training."""
     monkeypatch.setattr(p2p_sync, "create_backend", lambda *_: Replaying() if captured else CpuBackend(1))
     param = solver_param(f"{texts[0]} max_iter: {iterations}", texts[1])
-    options = TrainOptions(param, timeout=30, engine=ExecutionOptions(), snapshot=snapshot)
-    group = LocalGroup(2, 30)
+    options = TrainOptions(param, timeout=300, engine=ExecutionOptions(), snapshot=snapshot)
+    group = LocalGroup(2, 300)
     kind = Streams if captured else LocalCommunicator
     connect = lambda index: kind(group, index)  # noqa: E731
     syncs: list[P2PSync] = []
@@ -111,17 +111,17 @@ def train(
     for sync in syncs:
         sync.start()
     for sync in syncs:
-        assert sync.ready.wait(30)
+        assert sync.ready.wait(300)
     root = syncs[0].solver
     assert root is not None
     for sync in syncs:
         sync.go(root.restored)
     if reader is not None:
-        assert reader.waited.wait(30), [one.error for one in syncs]
+        assert reader.waited.wait(300), [one.error for one in syncs]
         time.sleep(0.3)
     started = time.monotonic()
     for sync in syncs:
-        assert sync.join(60)
+        assert sync.join(300)
         assert sync.error is None, [one.error for one in syncs]
     if reader is not None:
         assert time.monotonic() - started < SECONDS / 2

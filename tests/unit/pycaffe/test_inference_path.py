@@ -411,6 +411,6 @@ def test_the_environment_switches_it_off() -> None:
     for value, expected in (("1", "True"), ("0", "False"), ("", "False")):
         done = subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, "CAFFEPY_LAYER_BY_LAYER": value},
-            capture_output=True, text=True, check=True, timeout=60,
+            capture_output=True, text=True, check=True, timeout=300,
         )  # fmt: skip
         assert done.stdout.strip() == expected

@@ -10,7 +10,7 @@ import pytest
 import scipy.ndimage
 import skimage.io
 import skimage.transform
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from caffepy.errors import DataError, MissingExtraError, UserError
@@ -25,7 +25,6 @@ def random_image(shape, low=0.0, high=1.0, seed=0):
 # -- records ----------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=0, max_size=5), st.booleans())
 def test_blobprotos_keep_shape_data_and_diff(shape, diff):
     array = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
@@ -126,7 +125,6 @@ def test_images_that_cannot_be_loaded(tmp_path):
 SIZES = st.tuples(st.integers(1, 12), st.integers(1, 12))
 
 
-@settings(deadline=None)
 @given(SIZES, SIZES, st.sampled_from([1, 3]))
 def test_linear_resizing_is_scikit_images(old, new, channels):
     image = random_image((*old, channels), -30, 200)
@@ -140,7 +138,6 @@ def test_linear_resizing_is_scikit_images(old, new, channels):
         np.testing.assert_allclose(found, unit * (high - low) + low, atol=1e-6 * (high - low), rtol=0)
 
 
-@settings(deadline=None)
 @given(SIZES, SIZES, st.sampled_from([2, 4, 5]))
 def test_linear_resizing_of_other_channels_is_scipys(old, new, channels):
     image = random_image((*old, channels))

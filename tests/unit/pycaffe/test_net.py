@@ -187,7 +187,7 @@ def test_all_rows_are_run_in_batches(net: caffe.Net, rows: int) -> None:
         net.forward_all(data=data[:0], label=label[:0])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 6))
 def test_reshape(tmp_path_factory, count: int, height: int, width: int) -> None:
     path = tmp_path_factory.mktemp("net") / "conv.prototxt"
@@ -305,6 +305,22 @@ def test_memory_data(write) -> None:
         net.set_input_arrays(rows.astype(float), np.zeros(4, np.float32))
     with pytest.raises(ConfigError, match="labels array must be C contiguous"):
         net.set_input_arrays(rows, np.zeros((4, 1), np.float32))
+    for wrong, count, message in (
+        (rows.reshape(4, 1, 3, 1), 4, "data of shape"),
+        (rows, 3, "4 rows of data and 3 labels"),
+        (rows[:3], 3, "a multiple of the batch size 2"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            net.set_input_arrays(wrong, np.zeros(count, np.float32))
+
+
+def test_unknown_names_are_pythons_errors(net: caffe.Net) -> None:
+    for call in (lambda: net.forward(blobs=["nope"]), lambda: net.backward(diffs=["nope"])):
+        with pytest.raises(KeyError, match="^the net has no blob 'nope'"):
+            call()
+    for call in (lambda: net.forward(start="nope"), lambda: net.backward(end="nope")):
+        with pytest.raises(ValueError, match="^the net has no layer 'nope'"):
+            call()
 
 
 def test_only_a_memory_data_layer_takes_arrays(net: caffe.Net) -> None:

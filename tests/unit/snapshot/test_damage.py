@@ -57,7 +57,7 @@ def test_what_is_whole_says_so(written: dict[str, bytes], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_changed_byte_is_an_error_or_changes_nothing(
     written: dict[str, bytes], name: str, data: st.DataObject
@@ -98,7 +98,7 @@ def test_a_zeroed_block_is_an_error_or_changes_nothing(written: dict[str, bytes]
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_cut_file_is_an_error(written: dict[str, bytes], name: str, data: st.DataObject) -> None:
     path = Path(name)

@@ -147,7 +147,7 @@ layer_names = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(names=st.lists(layer_names, min_size=1, max_size=6, unique=True))
 def test_any_layer_names_survive_hdf5(names: list[str]) -> None:
     param = named_layers(names)

@@ -47,7 +47,7 @@ def histories(draw: st.DrawFn) -> tuple[int, int, list[list[list[int]]], list[bo
     return devices, draw(st.sampled_from([0, 2])), signals, drained
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(histories())
 def test_every_device_acts_on_the_same_requests_in_the_same_iteration_and_none_is_lost(
     history: tuple[int, int, list[list[list[int]]], list[bool]],

@@ -53,7 +53,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 def wait_for(*devices: int) -> None:
     for thread in (early_cuda.begin_driver(), *map(early_cuda.begin_context, devices)):
-        thread.join(10)
+        thread.join(300)
         assert not thread.is_alive()
 
 

@@ -89,7 +89,7 @@ def train(folder: Path, cache: str, start: str) -> tuple[list[str], list[str]]:
     root = str(Path(caffepy.__file__).parents[1])
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder / cache), "PYTHONPATH": root}
     command = [sys.executable, "-c", start + TRAIN + IMPORT + TELL, "train", "--solver", "solver.prototxt", "--cpu"]
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return re.findall(r"Train net output .*", result.stderr), result.stdout.split()
 

@@ -15,7 +15,7 @@ from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.errors import DeviceError
 
 BACKEND = CpuBackend(2)
-often = settings(max_examples=40, deadline=None)
+often = settings(max_examples=40)
 LARGE = [(64, 20, 12, 12), (3, 7, 41, 33), (200, 500), (100000,), (5, 3, 9, 9, 9)]
 
 
@@ -189,7 +189,7 @@ def test_softmax_loss(case: tuple[tuple[int, ...], int], ignore_label: int | Non
     checks.check_softmax_loss(BACKEND, *case, ignore_label, divide_by_valid)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.lists(SIZES, min_size=1, max_size=4), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1),
     st.integers(0, 2**32 - 1), st.integers(0, 2**40),

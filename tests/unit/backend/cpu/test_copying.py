@@ -33,7 +33,7 @@ def stored(shape: tuple[int, ...], order: str, values: Any = None) -> Any:
     return array
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     shape=st.lists(st.integers(1, 6), min_size=4, max_size=5).map(tuple),
     source=st.sampled_from(ORDERS),
@@ -89,7 +89,7 @@ def recorded_copy(source: Any, target: Any) -> bool:
     return calls != [work]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=6).map(tuple),
     axes=st.tuples(st.integers(0, 5), st.integers(0, 5)),

@@ -29,7 +29,7 @@ def test_two_threads_have_as_much_to_do(pixels: int, columns: int, depth: int) -
     assert share < 1.15 * alone / 2
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     pixels=st.integers(1, 2000), columns=st.integers(1, 600), threads=st.integers(1, 9), images=st.integers(1, 40)
 )  # fmt: skip
@@ -43,7 +43,7 @@ def test_a_division_covers_all_pixels_and_begins_with_whole_tiles(
     assert 1 <= parts <= panels.count
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15, derandomize=True)
 @given(
     size=st.integers(3, 30), channels=st.integers(1, 40), outputs=st.integers(1, 130), kernel=st.sampled_from([1, 3]),
     stride=st.integers(1, 2),
@@ -85,7 +85,7 @@ def _layout(values: Any, kind: str) -> Any:
 KINDS = st.sampled_from(["planes", "pixels", "part", "columns", "mirrored"])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(shape=st.tuples(*[st.integers(0, 3), *[st.integers(1, 20)] * 3]), source=KINDS, target=KINDS)
 def test_images_are_copied_whatever_their_order_in_memory(
     shape: tuple[int, int, int, int], source: str, target: str

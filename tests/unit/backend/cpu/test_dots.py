@@ -10,7 +10,7 @@ from caffepy.backend import create_backend
 from caffepy.backend.cpu.gemm import product
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     vectors=st.integers(1, 5), rows=st.integers(1, 23), depth=st.integers(1, 133), accumulate=st.booleans(),
     turned=st.booleans(), threads=st.sampled_from([1, 2]),

@@ -46,7 +46,7 @@ class Case:
         return y
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(
     images=st.integers(1, 3), read=COUNT, made=COUNT, group=st.sampled_from([1, 1, 1, 2, 9]), size=st.integers(3, 16),
     kernel=st.integers(1, 3), stride=st.integers(1, 2), pad=st.integers(0, 1), axes=st.sampled_from([2, 2, 2, 1, 3]),

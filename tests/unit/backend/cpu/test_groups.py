@@ -30,7 +30,7 @@ def planned(x_shape: tuple[int, ...], outputs: int, geometry: Geometry) -> Any:
 
 
 @pytest.mark.parametrize(("read", "made"), [(18, 18), (4, 33), (33, 4)])
-@settings(max_examples=3, deadline=None, derandomize=True)
+@settings(max_examples=3, derandomize=True)
 @given(groups=st.integers(2, 4), images=st.integers(1, 2), extra=PAIR, stride=PAIR, pad=PAIR, dilation=PAIR)
 def test_groups_that_lie_apart(
     read: int, made: int, groups: int, images: int, extra: tuple[int, int], stride: tuple[int, int],
@@ -185,7 +185,7 @@ def test_wide_windows_whose_pixels_lie_a_power_of_two_apart(
     checks.check_convolution(BACKEND, (2, 512, *size), 512, geometry)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(
     channels=st.integers(WIDTH, 3 * WIDTH), stride=st.integers(2, 4), kernel=PAIR, dilation=st.integers(1, 3),
     pad=st.integers(0, 3), extra=st.integers(0, 5), down=st.integers(1, 3),

@@ -34,7 +34,7 @@ def planned(x_shape: tuple[int, ...], outputs: int, geometry: Geometry) -> Any:
 
 
 @pytest.mark.parametrize(("made", "read"), WIDTHS)
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=6, derandomize=True)
 @given(
     groups=st.integers(2, 19), images=st.integers(1, 3), extra=PAIR, kernel=PAIR, stride=PAIR, pad=PAIR, dilation=PAIR
 )
@@ -55,7 +55,7 @@ def test_rows_of_all_lengths(width: int) -> None:
     checks.check_convolution(BACKEND, (2, 18, 4, width), 18, Geometry((3, 3), (1, 1), (1, 1), (1, 1), 18))
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(
     channels=st.sampled_from([WIDTH, 2 * WIDTH + 3, 5 * WIDTH]),
     height=st.integers(1, 9),
@@ -93,7 +93,7 @@ def test_rows_that_are_fetched(stride: int, dilation: int, pad: int, distances: 
 
 
 @pytest.mark.parametrize("channels", [2, 3, 4])
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(
     height=st.integers(1, 6), extra=st.integers(0, 150), images=st.integers(1, 3), kernel=PAIR, pad=PAIR, dilation=PAIR
 )

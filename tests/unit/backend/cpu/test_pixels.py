@@ -66,7 +66,7 @@ class Case:
         return y
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     rows=st.one_of(st.integers(1, 70), st.integers(100, 420)), depth=st.integers(1, 140),
     columns=st.integers(1, 9 * WIDTH), adds=st.booleans(), relu=st.booleans(),

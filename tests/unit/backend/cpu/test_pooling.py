@@ -73,7 +73,7 @@ def check_averages(shape: tuple[int, ...], out: tuple[int, ...], geometry: Geome
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4, 7, 16, 20, 33, 85, 150, 520])
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(case=checks.poolings())
 def test_averages_of_windows(channels: int, case: tuple[tuple[int, ...], tuple[int, int], Geometry]) -> None:
     (images, _, *size), out, geometry = case

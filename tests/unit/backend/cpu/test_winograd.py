@@ -66,7 +66,7 @@ CASES = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(case=CASES)
 def test_all_passes_are_what_float64_gives(case: Case) -> None:
     assert max(case.errors(case.plan())) < ERROR
@@ -85,7 +85,7 @@ def test_the_error_of_the_layers_of_a_resnet_is_that_of_direct_sums(images: int,
     assert all(error < 2.5 * other for error, other in zip(errors, direct, strict=True)), (errors, direct)
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=10, derandomize=True)
 @given(case=CASES)
 def test_bits_do_not_depend_on_the_threads(case: Case) -> None:
     alone = case.passes(case.plan())
@@ -102,7 +102,7 @@ def test_the_sum_over_many_tiles_is_made_in_parts_whatever_the_threads() -> None
     assert max(case.errors(case.plan(2))) < ERROR
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=10, derandomize=True)
 @given(case=CASES, relu=st.booleans(), kept=st.booleans())
 def test_bias_residual_and_relu_are_added_on_the_way_to_memory(case: Case, relu: bool, kept: bool) -> None:
     plan, y = case.plan(2), dirty(BACKEND, case.y_shape)

@@ -41,7 +41,7 @@ def outcome(folder: Path, cudnn: str, before: str = "") -> list[str]:
         (folder / name / "__init__.py").write_text(text)
     environment = {"PYTHONPATH": f"{folder}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-c", PROGRAM.format(before=before)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 

@@ -20,7 +20,7 @@ def in_memory_order(array: np.ndarray) -> np.ndarray:
     return array.transpose(memory_axes(array.ndim)).reshape(-1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(case=shapes_and_axes())
 def test_a_period_finds_the_element_that_broadcasting_finds(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, axis, axes = case
@@ -50,7 +50,7 @@ def test_channels_before_places_have_none_in_channels_last_memory() -> None:
     assert find_period((8, 3, 5, 7), (8, 3), 0) is None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(case=shapes_and_axes(), order=st.randoms(use_true_random=False))
 def test_collapsed_axes_walk_along_both_arrays(case: tuple[tuple[int, ...], int, int], order: random.Random) -> None:
     shape = case[0]

@@ -223,7 +223,7 @@ def test_every_tool_is_a_program_too():
 
 def test_a_program_runs():
     command = [sys.executable, PROGRAMS / "convert_imageset.py", "-encoded", "img/", "list.txt", "db"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, "db: 4 images\n"), done.stderr
     assert [one.data for one in datums("db")] == [Path(f"img/{n}.png").read_bytes() for n in range(4)]
 

@@ -27,7 +27,7 @@ def test_large_data_are_not_copied():
     assert isinstance(parse_datum(record)[1], memoryview)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.binary(max_size=50), st.integers(0, 2))
 def test_any_bytes_give_a_datum_or_an_error(content, padding):
     for record in (content, content + b"\0" * padding * module.LARGE, b"\x08" * padding * module.LARGE + content):

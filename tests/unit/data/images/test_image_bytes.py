@@ -66,7 +66,7 @@ def datum(number=0, shape=(3, 4, 5), **more):
     return Datum(**dict(zip(("channels", "height", "width"), shape, strict=True)), data=pixels.tobytes(), **more)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     channels=st.sampled_from([1, 2, 3, 7]), sizes=st.lists(st.tuples(*[st.integers(3, 9)] * 2), min_size=4, max_size=4),
     crop=st.sampled_from([0, 1, 3]), mirror=st.booleans(), phase=st.sampled_from([TRAIN, TEST]),
@@ -140,7 +140,7 @@ def test_fields_may_come_in_any_order_with_others_among_them(other):
     assert pixels[0].tobytes() == datum(3).data
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_nothing_is_taken_that_protobuf_would_not_take(data):
     """Damaged records are either left over or mean the same to protobuf."""

@@ -38,7 +38,7 @@ def load(loader, first, count):
     return label.tolist()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(sizes=st.lists(st.integers(1, 7), min_size=1, max_size=4), first=st.integers(0, 40), count=st.integers(1, 25))
 def test_rows_come_file_by_file_and_start_again(tmp_path_factory, sizes, first, count):
     rows = source(tmp_path_factory.mktemp("h5"), sizes)
@@ -46,7 +46,7 @@ def test_rows_come_file_by_file_and_start_again(tmp_path_factory, sizes, first, 
     assert load(Hdf5Loader(rows), first, count) == [(first + i) % total for i in range(count)]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4), cut=st.integers(1, 30), seed=st.integers(0, 99))
 def test_shuffled_rows_do_not_depend_on_how_they_are_asked_for(tmp_path_factory, sizes, cut, seed):
     rows = source(tmp_path_factory.mktemp("h5"), sizes)

@@ -98,7 +98,7 @@ def test_several_threads_share_one_index(folders):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(300)
     assert sum(found, []) == [b"value %d" % n for n in range(2800)]
     sources[0].close()
     sources[0].close()
@@ -164,7 +164,7 @@ def test_cut_while_it_is_read(tmp_path):
     source.close()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(cut=st.floats(0, 0.9999))
 def test_cut_anywhere(tmp_path_factory, cut):
     path = make(tmp_path_factory.mktemp("cut") / "db", numbered(500))
@@ -173,7 +173,7 @@ def test_cut_anywhere(tmp_path_factory, cut):
         LmdbSource(path)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32))
 def test_whole_files_are_never_called_truncated(tmp_path_factory, seed):
     """However it was written: records put, replaced and deleted in several transactions."""

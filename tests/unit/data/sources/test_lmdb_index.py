@@ -35,7 +35,7 @@ def values_of(path):
         return [bytes(value) for _, value in transaction.cursor()]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32))
 def test_records_are_found_in_the_order_of_their_keys(tmp_path_factory, seed):
     """However they were written, small and large, in any steps."""
@@ -209,7 +209,7 @@ def _offset(file, number):
     return int(index.offsets[number])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_damaged_trees_end_the_walk_within_the_file(tmp_path_factory, data):
     """Any bytes of the tree may be wrong: the walk ends, and what it calls found lies within the file."""

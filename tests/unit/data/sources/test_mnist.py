@@ -161,7 +161,7 @@ def mirror():
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}", pages
     server.shutdown()
-    thread.join(10)
+    thread.join(300)
     server.server_close()
 
 
@@ -173,15 +173,15 @@ def test_the_first_mirror_that_has_the_file_unharmed_is_taken(mirror):
     pages["/cut/digits.gz"] = gzip.compress(content)[:-30]
     pages["/good/digits.gz"] = gzip.compress(content)
     folders = [f"{address}/{name}/" for name in ("absent", "harmed", "cut", "good")]
-    assert mnist.fetch_file(file, tuple(folders), timeout=10) == content
+    assert mnist.fetch_file(file, tuple(folders), timeout=300) == content
     with pytest.raises(
         RunError, match=r"cannot fetch digits \(.*absent.*404.*harmed.*SHA-256 .*; .*cut.*; get the four files"
     ):
-        mnist.fetch_file(file, tuple(folders[:3]), timeout=10)
+        mnist.fetch_file(file, tuple(folders[:3]), timeout=300)
 
 
 def test_a_file_that_unpacks_to_more_than_it_should_is_not_unpacked(mirror):
     address, pages = mirror
     pages["/digits.gz"] = gzip.compress(bytes(10_000_000))
     with pytest.raises(RunError, match="SHA-256 of the unpacked file is"):
-        mnist.fetch_file(mnist.IdxFile("digits", 100, ""), (f"{address}/",), timeout=10)
+        mnist.fetch_file(mnist.IdxFile("digits", 100, ""), (f"{address}/",), timeout=300)

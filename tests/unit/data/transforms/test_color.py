@@ -64,7 +64,7 @@ DISTORTION = (
 CHANCES = st.lists(st.sampled_from([0.02, 0.3, 0.45, 0.52, 0.58, 0.65, 0.8, 0.97]), min_size=12, max_size=12)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(parts=CHANCES)
 def test_all_changes_against_a_plain_computation(parts):
     param = text_format.Parse(DISTORTION, DistortionParameter())

@@ -93,7 +93,7 @@ CHOICES = (
 
 
 @given(st.lists(st.floats(0.01, 0.99), min_size=12, max_size=12))
-@settings(deadline=None, max_examples=150, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 def test_choices_against_a_plain_computation(parts):
     param = text_format.Parse(CHOICES, DetectNetAugmentationParameter())
     hue, saturation, flip, scale, rotation, crop = plain_choice(param, SIZE, (70, 100), parts)

@@ -31,7 +31,6 @@ def sizes(text, height, width, least=(0, 0), count=400):
 # -- the random resize -----------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(
     height=st.integers(4, 200), width=st.integers(4, 200), lower=st.integers(1, 300), more=st.integers(0, 50),
     up=st.booleans(), crop=st.integers(0, 8),
@@ -83,7 +82,7 @@ RANGES = [
 PART = st.floats(0, 0.999)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     chosen=st.sets(st.sampled_from(RANGES), min_size=1), up=st.booleans(), parts=st.lists(PART, min_size=6, max_size=6),
     height=st.integers(20, 60), width=st.integers(20, 60), crop=st.sampled_from([(0, 0), (31, 31), (24, 37)]),

@@ -63,7 +63,7 @@ SAMPLERS = [
 
 
 @given(st.sampled_from(SAMPLERS), st.tuples(PART, PART, PART, PART))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_patches_against_a_plain_computation(text, parts):
     param = text_format.Parse(text, Sampler())
     wanted = plain_patch(param, *parts)
@@ -71,7 +71,7 @@ def test_patches_against_a_plain_computation(text, parts):
 
 
 @given(st.lists(PART, min_size=97, max_size=97))
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 def test_what_samplers_find_against_a_plain_computation(parts):
     """The first gives all of its patches, the second none at all, the third its first two with an object's half."""
     third = "min_scale: 0.2 max_scale: 0.9 min_aspect_ratio: 0.7 max_aspect_ratio: 1.4"

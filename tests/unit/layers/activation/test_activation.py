@@ -98,7 +98,7 @@ def test_extreme_values_stay_finite(backend):
         assert np.isfinite(result.bottom_diffs[0]).all(), text
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(shape=st.lists(st.integers(1, 5), min_size=2, max_size=5).map(tuple), shared=st.booleans())
 def test_prelu(shape, shared):
     slopes = np.float32(0.3) if shared else np.linspace(-0.5, 0.5, shape[1]).astype(np.float32)

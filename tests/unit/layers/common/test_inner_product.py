@@ -11,7 +11,7 @@ from layer_harness import Runner, check_layer, gaussian
 from caffepy.errors import ConfigError, ShapeError
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     shape=st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple),
     outputs=st.integers(1, 5), transpose=st.booleans(), bias=st.booleans(), data=st.data(),

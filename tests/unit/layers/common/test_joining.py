@@ -13,7 +13,7 @@ from caffepy.errors import ConfigError, ShapeError
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(shape=shapes, count=st.integers(2, 4), coefficients=st.booleans())
 def test_sum(shape, count, coefficients):
     factors = [0.5 * i - 1 for i in range(count)] if coefficients else [1.0] * count
@@ -22,7 +22,7 @@ def test_sum(shape, count, coefficients):
     check_layer(text, inputs, lambda *xs: sum(f * x for f, x in zip(factors, xs, strict=True)), in_place=True)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(shape=shapes, count=st.integers(2, 4), stable=st.booleans())
 def test_product(shape, count, stable):
     text = f"type: 'Eltwise' eltwise_param {{ operation: PROD stable_prod_grad: {str(stable).lower()} }}"
@@ -36,7 +36,7 @@ def test_stable_product_gradient_survives_zeros():
     assert result.bottom_diffs[0].tolist() == [[4, 4]]
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(shape=shapes, count=st.integers(2, 4))
 def test_maximum(shape, count):
     parts = spread((count, *shape))
@@ -90,7 +90,7 @@ def test_eltwise_refusals():
         Runner("type: 'Eltwise' eltwise_param { operation: PROD coeff: 1 coeff: 1 }", [x, x])
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(shape=shapes, sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4), data=st.data())
 def test_concat_and_slice_are_inverse(shape, sizes, data):
     axis = data.draw(st.integers(-len(shape), len(shape) - 1))
@@ -138,7 +138,7 @@ def test_concat_refusals():
         Runner("type: 'Concat' concat_param { axis: 1 concat_dim: 1 }", [gaussian((2, 3))])
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(shape=shapes, count=st.integers(1, 4))
 def test_split(shape, count):
     check_layer("type: 'Split'", [gaussian(shape)], lambda x: (x,) * count, tops=count)

@@ -13,7 +13,7 @@ from layer_harness import BACKENDS, Runner, check_layer, gaussian
 from caffepy.errors import ConfigError, ShapeError
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.integers(1, 5).flatmap(lambda n: st.tuples(
     st.lists(st.integers(1, 4), min_size=n, max_size=n), st.permutations(range(n)), st.integers(0, n))))  # fmt: skip
 def test_permute(case):

@@ -14,7 +14,7 @@ from caffepy.layers.core.order import Reordered
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(shape=shapes, data=st.data())
 def test_flatten(shape, data):
     axis = data.draw(st.integers(0, len(shape) - 1))
@@ -77,7 +77,7 @@ def test_flatten_refusals():
         Runner("type: 'Flatten'", [gaussian((2, 3))], in_place=True)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(shape=shapes, other=st.sampled_from(["row", "4-D"]))
 def test_reordered_there_and_back(shape, other):
     backend = backend_named("cpu")

@@ -92,7 +92,7 @@ def plain_rows(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(st.booleans(), st.sampled_from([0.3, 0.6]), st.sampled_from([0, 1]), st.integers(0, 10_000))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 def test_against_a_plain_computation(
     backend: str, difficult: bool, threshold: float, background: int, seed: int
 ) -> None:

@@ -100,7 +100,7 @@ SETTINGS = st.tuples(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(SETTINGS, st.integers(0, 10_000))
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 def test_all_settings_against_a_plain_computation(backend: str, chosen: Any, seed: int) -> None:
     code, share, in_target, *more = chosen
     text = f"num_classes: {CLASSES} code_type: {code} share_location: {str(share).lower()} "

@@ -96,7 +96,7 @@ def _text(chosen: dict[str, Any], nms: str) -> str:
 
 
 @given(SETTINGS, NMS, st.integers(0, 10_000))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 def test_all_settings_against_a_plain_computation(chosen: dict[str, Any], nms: str, seed: int) -> None:
     chosen["share_location"] |= chosen["mining_type"] != "NONE"
     classes = 2 if chosen["map_object_to_agnostic"] else CLASSES

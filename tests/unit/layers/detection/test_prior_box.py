@@ -67,7 +67,7 @@ MORE = st.sampled_from(["", "flip: false", "clip: true", "offset: 0.25", "varian
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(SIZES, BOXES, RATIOS, MORE)
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 def test_boxes_against_a_plain_computation(backend: str, sizes: str, boxes: str, ratios: str, more: str) -> None:
     text = " ".join([sizes, boxes, ratios, more])
     param = text_format.Parse(text, caffe_pb2.PriorBoxParameter())

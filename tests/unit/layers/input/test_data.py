@@ -109,7 +109,7 @@ def test_hdf5_files_and_their_rows_are_shuffled_anew_in_each_epoch(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(
     world=st.sampled_from([1, 2, 3]), batch=st.sampled_from([1, 4, 7]), shuffle=st.booleans(), seed=st.integers(0, 9)
 )

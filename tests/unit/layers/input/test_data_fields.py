@@ -207,6 +207,42 @@ def test_cached_images_are_read_once(folder, tmp_path, more):
         net.close()
 
 
+def cached_net(tmp_path):
+    text = f"layer {{ name: 'd' top: 'a' top: 'b' type: 'ImageData' image_data_param {{ source: '{tmp_path}/list.txt' "
+    return Net(
+        text_format.Parse(f"{text} batch_size: 2 cache: true }} }}", NetParameter()),
+        LayerContext(create_backend(), TRAIN),
+    )
+
+
+@pytest.mark.parametrize("change", ["the list", "an image", "an image's name"])
+def test_another_net_gets_what_list_and_images_are_now(tmp_path, change):
+    for n in range(3):
+        (tmp_path / f"{n}.png").write_bytes(png(image(n)))
+    (tmp_path / "list.txt").write_text(f"{tmp_path}/0.png 0\n{tmp_path}/1.png 1\n")
+    first = cached_net(tmp_path)
+    second = None
+    try:
+        for _ in range(2):
+            first.forward()
+        if change == "the list":
+            (tmp_path / "list.txt").write_text(f"{tmp_path}/2.png 2\n{tmp_path}/0.png 0\n")
+        elif change == "an image":
+            (tmp_path / "0.png").write_bytes(png(image(2)) + b" ")
+        else:
+            (tmp_path / "2.png").replace(tmp_path / "0.png")
+        second = cached_net(tmp_path)
+        second.forward()
+        images, labels = ((2, 0), [2, 0]) if change == "the list" else ((2, 1), [0, 1])
+        wanted = np.stack([image(n).transpose(2, 0, 1) for n in images])
+        np.testing.assert_array_equal(second.blobs["a"].host_data(), wanted)
+        assert second.blobs["b"].host_data().ravel().tolist() == labels
+    finally:
+        first.close()
+        if second is not None:
+            second.close()
+
+
 @pytest.mark.parametrize(("phase", "shuffle", "used"), [(TRAIN, False, 4), (TRAIN, True, 4), (TEST, False, RECORDS)])
 def test_dataset_share_per_node(folder, phase, shuffle, used):
     more = f"batch_size: 4 dataset_share_per_node: 3 shuffle: {str(shuffle).lower()}"

@@ -89,7 +89,7 @@ def assert_equal(found, expected):
             np.testing.assert_array_equal(a, b)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     shape=st.sampled_from(SHAPES), crop=st.sampled_from([0, 1, 3, 4]), mirror=st.booleans(),
     scale=st.sampled_from([1, 0.00390625, 0.1]), mean=st.sampled_from(["", "one", "each", "file"]),
@@ -233,7 +233,7 @@ def test_nobody_waits_for_a_device_after_the_end(folder, monkeypatch):
     feeder.start()
     time.sleep(0.05)
     layer.close()
-    feeder.join(20)
+    feeder.join(300)
     assert raised == ["layer 'd' (Data): closed while waiting for the device"]
 
 
@@ -242,7 +242,7 @@ def test_a_device_that_takes_nothing_is_given_up(folder, monkeypatch):
     layer.prefetch_to_device(0)
     monkeypatch.setattr(layer._transfer.ring, "ready", lambda: False)
     layer.context.timeout = 0.05
-    with pytest.raises(RunError, match=r"layer 'd' \(Data\): cpu has taken no input for 0 s"):
+    with pytest.raises(RunError, match=r"layer 'd' \(Data\): cpu has taken no input for \d+ s"):
         layer.prefetch_to_device(1)
     layer.close()
 

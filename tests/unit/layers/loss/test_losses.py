@@ -28,7 +28,7 @@ def class_scores(draw):
     return shape, draw(st.integers(1, len(shape) - 1))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(class_scores())
 def test_softmax(case):
     shape, axis = case
@@ -48,7 +48,7 @@ def softmax_loss(x, labels, axis, ignored, normalization):
     return losses.sum() / max(divisors[normalization], 1)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     case=class_scores(),
     ignored=st.sampled_from([None, 0, 255]),
@@ -96,7 +96,7 @@ def test_a_loss_that_other_layers_read_takes_its_gradient_from_them(kind, backen
             assert_near(second, first, 1e-6, kind)
 
 
-@settings(deadline=None, max_examples=12, derandomize=True)
+@settings(max_examples=12, derandomize=True)
 @given(
     case=class_scores(), smoothing=st.sampled_from([0.1, 0.5, 1.0]),
     mode=st.sampled_from(["", "normalization: NONE", "ignore_label: 0", "ignore_label: 0 normalization: FULL"]),
@@ -134,7 +134,7 @@ def cross_entropy(x, t):
     return np.maximum(x, 0) - x * t + np.log1p(np.exp(-np.abs(x)))
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     shape=st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple),
     normalization=st.sampled_from(["", "FULL", "VALID", "BATCH_SIZE", "NONE"]), ignored=st.booleans(),
@@ -158,7 +158,7 @@ def counted(labels, ignored):
     return np.float32((labels.astype(int) != ignored).sum())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(["SoftmaxWithLoss", "SigmoidCrossEntropyLoss"]),
     normalization=st.sampled_from(["", "FULL", "VALID", "BATCH_SIZE", "NONE"]),
@@ -248,7 +248,7 @@ def test_shapes_that_do_not_fit(kind, shapes, message):
         Runner(f"type: '{name}' {rest}", [np.zeros(shape, np.float32) for shape in shapes])
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(case=class_scores(), top_k=st.integers(1, 3), ignored=st.sampled_from([None, 0, 255]), ties=st.booleans())
 def test_accuracy(case, top_k, ignored, ties):
     shape, axis = case

@@ -24,7 +24,7 @@ def batch_norm(x, *stored):
     return (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + 1e-5)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(batch=st.integers(2, 5), channels=st.integers(1, 5), spatial=st.lists(st.integers(1, 4), max_size=3).map(tuple))
 def test_training_uses_the_batch(batch, channels, spatial):
     x = gaussian((batch + 2, channels, *spatial)) * 2 + 3

@@ -29,7 +29,7 @@ def fit(operand, x, axis):
     )
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(operands(), st.booleans())
 def test_learned_scale(case, bias):
     shape, axis, small = case
@@ -45,7 +45,7 @@ def test_learned_scale(case, bias):
     check_layer(text, [gaussian(shape)], reference, params=params, in_place=True)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(operands())
 def test_scale_by_a_bottom(case):
     shape, axis, small = case
@@ -62,7 +62,7 @@ def test_scale_by_a_bottom_with_learned_bias():
     check_layer(text, [gaussian((2, 3, 4)), gaussian((2, 3), 1)], reference, params=[gaussian((2, 3), 2)])
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(operands(), st.booleans())
 def test_bias(case, learned):
     shape, axis, small = case

@@ -264,5 +264,5 @@ def test_devices_share_one_object_and_take_turns() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(300)
     assert objects[0].met == 1

@@ -41,7 +41,7 @@ def reference(kind: str, size: int, static: bool) -> Any:
     return compute
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(
     kind=st.sampled_from(["LSTM", "RNN"]), steps=st.integers(1, 5), streams=st.integers(1, 3), size=st.integers(1, 4),
     inner=st.sampled_from([(3,), (), (2, 3), (2, 2, 2)]), static=st.booleans(),

@@ -122,7 +122,7 @@ def test_without_spatial_axes_it_is_an_inner_product_in_groups(type_name, kernel
     check_any_axis(type_name, (3, 6), 1, kernel, 4, stride=2, pad=1, group=2)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(st.data())
 def test_channels_at_any_axis(data):
     draw = data.draw
@@ -143,7 +143,7 @@ def test_the_axes_before_the_channels_are_the_batch(shape, axis):
     check_any_axis("Convolution", shape, axis, 2, 3)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(st.data())
 def test_a_kernel_that_reaches_past_the_padded_image_finds_zeros_there(data):
     """One window, as long as it reaches past it by less than the stride."""
@@ -195,7 +195,7 @@ def check(formula, type_name, shape, outputs, kernel, stride=1, pad=0, dilation=
     check_layer(text, [gaussian(shape)], reference, params=params)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.data())
 def test_convolution(data):
     draw = data.draw
@@ -222,7 +222,7 @@ def test_convolution(data):
     )
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.data())
 def test_deconvolution(data):
     draw = data.draw

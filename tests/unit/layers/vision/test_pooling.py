@@ -31,7 +31,7 @@ def pool(x, kernel, stride, pad, average, rounding=math.ceil):
     return y
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.data())
 def test_pooling(data):
     draw = data.draw
@@ -48,7 +48,7 @@ def test_pooling(data):
     check_layer(text, [spread(shape)], lambda x: pool(x, kernel, stride, pad, average, rounding))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.data())
 def test_a_kernel_larger_than_the_padded_image_has_one_window(data):
     """As long as it reaches past it by less than the stride: Caffe's ceil of a negative number above -1 is 0."""
@@ -155,7 +155,7 @@ def lrn_across(x, size, alpha, beta, k):
     return x * (k + alpha / size * sums) ** -beta
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     size=st.sampled_from([1, 3, 5]), channels=st.integers(1, 8), side=st.integers(1, 4), k=st.sampled_from([1.0, 2.0])
 )

@@ -174,7 +174,7 @@ def check_alike(text: str, **how: Any) -> Net:
     return folded
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(case=CASES, nvidia=st.booleans(), share=st.booleans())
 def test_a_chain_is_one_layer_and_gives_the_same(case: Case, nvidia: bool, share: bool) -> None:
     if any((case.kernel - 1) * case.dilation + 1 > size + 2 * case.pad + case.stride - 1 for size in case.size):

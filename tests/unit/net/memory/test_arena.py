@@ -18,7 +18,7 @@ LIVES = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(LIVES)
 def test_offsets_keep_apart_what_meets(lives: list[Lifetime]):
     offsets, size = assign_offsets(lives)
@@ -31,7 +31,7 @@ def test_offsets_keep_apart_what_meets(lives: list[Lifetime]):
         assert 0 <= offset <= offset + life.size <= size
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(LIVES, st.integers(0, 3000))
 @example([Lifetime(1024, 0, 0), Lifetime(0, 0, 0)], 3000)
 def test_gaps_are_free_and_none_is_wider(lives: list[Lifetime], behind: int):

@@ -167,6 +167,6 @@ def test_two_ranks_average_compressed_numbers(kind: str) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     for array in arrays:
         np.testing.assert_array_equal(array, [2.0, -1.0, 25.0])

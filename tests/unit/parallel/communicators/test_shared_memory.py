@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not shared_memory._FOLDER.is_dir(), reason="only
 
 def maker(size: int) -> Callable[[int], SharedSums]:
     """Makes the sums of each of `size` ranks."""
-    groups = [LocalGroup(size, 20) for _ in range(3)]
+    groups = [LocalGroup(size, 300) for _ in range(3)]
     return lambda rank: SharedSums(*(LocalCommunicator(group, rank) for group in groups))
 
 
@@ -34,7 +34,7 @@ def numbers(rank: int, count: int, turn: int) -> Any:
     return np.random.default_rng([rank, turn]).standard_normal(count, np.float32)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(2, 4), st.integers(1, 100_000), st.integers(1, 5), st.integers(0, 9))
 def test_every_rank_gets_the_same_sums_whoever_is_late(size: int, count: int, parts: int, seed: int) -> None:
     make, turns = maker(size), 3
@@ -110,8 +110,8 @@ def test_where_there_is_no_such_memory_all_do_without(
 @pytest.mark.parametrize("threads", [1, 2])
 def test_ranks_times_threads_average_in_shared_memory(threads: int) -> None:
     make, size, count = maker(2), 2 * threads, 1000
-    ranks = LocalGroup(2, 20)
-    locals_ = [LocalGroup(threads, 20) for _ in range(2)]
+    ranks = LocalGroup(2, 300)
+    locals_ = [LocalGroup(threads, 300) for _ in range(2)]
     sums = [None, None]
 
     def work(number: int) -> Any:

@@ -76,7 +76,7 @@ def in_thread(system: Path) -> tuple[tuple[int, ...], set[int]]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(10)
+    thread.join(300)
     return found[0], found[1]
 
 

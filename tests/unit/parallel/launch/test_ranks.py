@@ -40,21 +40,21 @@ def start(mark: str, rank: int | None) -> subprocess.Popen[bytes]:
 def test_who_gets_a_signal() -> None:
     mark = f"test {os.getpid()}"
     launcher, *ranks = processes = [start(mark, rank) for rank in (None, 1, 0)]
-    end = time.monotonic() + 20
+    end = time.monotonic() + 300
     while len(find_processes(mark, "RANK")) < len(processes):  # before its exec a process has our environment
         assert time.monotonic() < end
         time.sleep(0.01)
     try:
         assert send(signal.SIGTERM, mark, "RANK", "one") == 1
-        assert ranks[1].wait(10) == -signal.SIGTERM and ranks[0].poll() is None
+        assert ranks[1].wait(300) == -signal.SIGTERM and ranks[0].poll() is None
         assert send(signal.SIGINT, mark, "RANK", "all") == 1
-        assert ranks[0].wait(10) == -signal.SIGINT and launcher.poll() is None
+        assert ranks[0].wait(300) == -signal.SIGINT and launcher.poll() is None
         assert send(signal.SIGTERM, mark, "RANK", "all") == 0
         line = sending_command(signal.SIGTERM, mark, "RANK", "all")
         assert line[1:4] == ["-m", "caffepy.parallel.launch.ranks", "15"]
-        assert subprocess.run(line, timeout=60).returncode == 1  # nobody got it
+        assert subprocess.run(line, timeout=300).returncode == 1  # nobody got it
         assert main(sending_command(signal.SIGKILL, mark, "RANK", "every")[3:]) == 0
-        assert launcher.wait(10) == -signal.SIGKILL
+        assert launcher.wait(300) == -signal.SIGKILL
     finally:
         for process in processes:
             process.kill()

@@ -43,6 +43,17 @@ class Ranks:
         return True
 
 
+def flagging(flag: Path, count: int = 1, **settings: int) -> Ranks:
+    """Ranks that make a file when they have got so many signals."""
+    ranks = Ranks(act=lambda number: flag.touch() if len(ranks.got) >= count else None, **settings)
+    return ranks
+
+
+def until(flag: Path) -> str:
+    """What a shell does until the file is there."""
+    return f"while [ ! -e '{flag}' ]; do sleep 0.02; done"
+
+
 def signals_after(*moments: tuple[float, int]) -> threading.Thread:
     """Send this process signals, each so many seconds after the one before."""
 
@@ -86,27 +97,28 @@ def test_how_a_process_ended(text: str, ending: Ending, capfd: pytest.CaptureFix
         assert ending.error in capfd.readouterr().err  # handed on
 
 
-def test_signals_reach_the_ranks_and_not_the_launcher() -> None:
+def test_signals_reach_the_ranks_and_not_the_launcher(tmp_path: Path) -> None:
     """The launcher ends when its ranks have: by itself, because it has heard of no signal."""
     marker = signal.SIGTERM
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(supervisor, "_RETRY_SECONDS", 0.05)
-        ranks = Ranks(ready_after=2)
-        ending = run(ranks, shell("trap 'exit 9' INT TERM HUP; sleep 0.6 & wait; exit 0"), signals=((0.1, marker),))
+        ranks = flagging(tmp_path / "got", ready_after=2)
+        text = f"trap 'exit 9' INT TERM HUP; {until(tmp_path / 'got')}; exit 0"
+        ending = run(ranks, shell(text), signals=((0.1, marker),))
     assert ending == Ending(0, stopped=True)
     assert ranks.got == [marker] and ranks.asked == 3  # two attempts came before there were ranks
 
 
-def test_sighup_asks_for_a_snapshot_and_stops_nothing() -> None:
-    ranks = Ranks()
-    assert run(ranks, shell("sleep 0.4"), signals=((0.1, signal.SIGHUP),)) == Ending(0)
+def test_sighup_asks_for_a_snapshot_and_stops_nothing(tmp_path: Path) -> None:
+    ranks = flagging(tmp_path / "got")
+    assert run(ranks, shell(until(tmp_path / "got")), signals=((0.1, signal.SIGHUP),)) == Ending(0)
     assert ranks.got == [signal.SIGHUP]
 
 
-def test_where_ctrl_c_asks_for_a_snapshot_it_may_come_often() -> None:
-    ranks = Ranks()
+def test_where_ctrl_c_asks_for_a_snapshot_it_may_come_often(tmp_path: Path) -> None:
+    ranks = flagging(tmp_path / "got", 2)
     twice = ((0.1, signal.SIGINT), (0.2, signal.SIGINT))
-    assert run(ranks, shell("sleep 0.6"), signals=twice, interrupt_stops=False) == Ending(0)
+    assert run(ranks, shell(until(tmp_path / "got")), signals=twice, interrupt_stops=False) == Ending(0)
     assert ranks.got == [signal.SIGINT] * 2
 
 
@@ -116,24 +128,24 @@ def test_a_second_ctrl_c_ends_all_at_once(monkeypatch: pytest.MonkeyPatch) -> No
     begin = time.monotonic()
     ranks = Ranks()
     twice = ((0.1, signal.SIGINT), (0.2, signal.SIGINT))
-    ending = run(ranks, shell("trap '' INT TERM; sleep 60 & wait; sleep 60"), signals=twice)
+    ending = run(ranks, shell("trap '' INT TERM; sleep 600 & wait; sleep 600"), signals=twice)
     assert ending.status == 130 and ending.stopped
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 300
     assert ranks.got == [signal.SIGINT] * 2
 
 
 def test_a_launcher_whose_ranks_never_come_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_START_SECONDS", 0.2)
     monkeypatch.setattr(supervisor, "_RETRY_SECONDS", 0.05)
-    ending = run(Ranks(ready_after=1000), shell("exec sleep 60"), signals=((0.1, signal.SIGTERM),))
+    ending = run(Ranks(ready_after=1000), shell("exec sleep 600"), signals=((0.1, signal.SIGTERM),))
     assert ending == Ending(143, stopped=True)
 
 
 def test_where_one_process_fails_the_others_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "END_SECONDS", 0.2)
     begin = time.monotonic()
-    assert run(Ranks(), shell("exec sleep 60"), shell("exit 5")).status == 5
-    assert time.monotonic() - begin < 5
+    assert run(Ranks(), shell("exec sleep 600"), shell("exit 5")).status == 5
+    assert time.monotonic() - begin < 300
 
 
 def test_what_is_left_of_a_failed_job_is_cleared() -> None:
@@ -155,9 +167,9 @@ def test_a_pause_ends_with_a_signal() -> None:
     with parent.signals():
         sender = signals_after((0.1, signal.SIGTERM))
         begin = time.monotonic()
-        parent.pause(30)
+        parent.pause(600)
         sender.join()
-    assert parent.stopping and time.monotonic() - begin < 5
+    assert parent.stopping and time.monotonic() - begin < 300
 
 
 @pytest.mark.parametrize("last_signal", [signal.SIGTERM, signal.SIGKILL])
@@ -166,7 +178,7 @@ def test_nobody_outlives_the_parent(tmp_path: Path, last_signal: int) -> None:
         import os
         from caffepy.parallel.launch.child import Command
         from caffepy.parallel.launch.supervisor import Supervisor
-        line = ["/bin/sh", "-c", "echo $$ > pid.new; mv pid.new pid; exec sleep 60"]
+        line = ["/bin/sh", "-c", "echo $$ > pid.new; mv pid.new pid; exec sleep 600"]
         Supervisor(lambda number: True).run([Command(line, dict(os.environ), {int(last_signal)})])
     """
     parent = subprocess.Popen(
@@ -181,7 +193,7 @@ def test_nobody_outlives_the_parent(tmp_path: Path, last_signal: int) -> None:
     wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
 
-def wait_until(come: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_until(come: Callable[[], bool], seconds: float = 300.0) -> None:
     end = time.monotonic() + seconds
     while not come():
         assert time.monotonic() < end

@@ -29,9 +29,9 @@ class ThreadWorld(SingleProcess):
 
     def all_gather(self, value: T) -> list[T]:
         self._table[self.rank] = value
-        self._barrier.wait(10)
+        self._barrier.wait(300)
         gathered = list(self._table)
-        self._barrier.wait(10)
+        self._barrier.wait(300)
         return gathered
 
 
@@ -51,7 +51,7 @@ def on_all(machines: list[str], action: Callable[[ThreadWorld], Any]) -> list[An
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(300)
     return results
 
 

@@ -79,7 +79,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_world, "_NEWS_SECONDS", 0.1)
 
 
-def run_worlds(size: int, action: Callable[[StoreWorld], Any], timeout: float = 20.0, late: float = 0.0) -> list[Any]:
+def run_worlds(size: int, action: Callable[[StoreWorld], Any], timeout: float = 300.0, late: float = 0.0) -> list[Any]:
     """What `action` gives on each rank, or its error."""
     meeting = Meeting(size, "127.0.0.1", free_port(), True)
 

@@ -221,9 +221,9 @@ class FakeMpi:
         def exchange(name: str, value: object) -> list[object]:
             self.calls.append(name)
             self._rows[rank] = value
-            self._barrier.wait(10)
+            self._barrier.wait(300)
             rows = list(self._rows)
-            self._barrier.wait(10)
+            self._barrier.wait(300)
             return rows
 
         def bcast(value: object) -> object:

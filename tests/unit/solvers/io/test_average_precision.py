@@ -53,7 +53,7 @@ def caffes(hits: Sequence[bool], objects: int, version: str) -> float:  # noqa: 
 @given(
     st.lists(st.booleans(), max_size=40), st.integers(0, 12), st.sampled_from(["11point", "MaxIntegral", "Integral"])
 )
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 def test_agrees_with_caffes_loops(hits: list[bool], more: int, version: str) -> None:
     objects = sum(hits) + more
     scores = np.linspace(1, 0, len(hits))

@@ -89,7 +89,7 @@ class _Shared(SingleDevice):
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._barrier = Barrier(world_size, timeout=30)
+        self._barrier = Barrier(world_size, timeout=300)
         self._given: list[Any] = []
 
     def sum_over_devices(self, values: Any) -> Any:

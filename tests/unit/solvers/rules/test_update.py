@@ -12,6 +12,7 @@ from training import CLASSIFIER, build_solver, weights_of
 
 from caffepy.errors import NonFiniteError
 from caffepy.net.wiring import Node
+from caffepy.snapshot.files import read_weights
 from caffepy.solvers import Solver
 
 SOLVER = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.01 '
@@ -286,3 +287,51 @@ def test_the_guard_of_compressed_gradients_changes_no_bits() -> None:
             solver.step(5)
             found.append(weights_of(solver.net))
     assert all(np.array_equal(values, found[1][name]) for name, values in found[0].items())
+
+
+TWO_LAYERS = """
+layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {
+  shape { dim: 6 dim: 5 } shape { dim: 6 dim: 3 }
+  data_filler { type: "gaussian" std: 1 } data_filler { type: "gaussian" std: 1 } } }
+layer { name: "first" type: "InnerProduct" bottom: "data" top: "first" param { lr_mult: 0 } param { lr_mult: 2 }
+  inner_product_param { num_output: 4 weight_filler { type: "xavier" } bias_filler { value: 0.2 } } }
+layer { name: "last" type: "InnerProduct" bottom: "first" top: "last"
+  inner_product_param { num_output: 3 weight_filler { type: "xavier" } bias_filler { value: 0.2 } } }
+layer { name: "loss" type: "EuclideanLoss" bottom: "last" bottom: "label" top: "loss" }
+"""
+
+
+@pytest.mark.parametrize("more", ["", "clip_gradients: 0.1 iter_size: 2", 'regularization_type: "WD"'])
+@pytest.mark.parametrize("rule", [*RULES, "SAG"])
+def test_snapshot_diff_saves_what_the_last_update_subtracted(rule: str, more: str, tmp_path: Path) -> None:
+    """As Caffe, whose ComputeUpdateValue writes it over the gradient (`sgd_solver.cpp`)."""
+    if "WD" in more and rule not in ("SGD", "SAG"):
+        pytest.skip("decoupled weight decay is SGD's and SAG's")
+    momentum = "" if rule in ("RMSProp", "AdaGrad") else "momentum: 0.9"
+    text = (
+        f'type: "{rule}" base_lr: 0.01 lr_policy: "fixed" weight_decay: 0.01 {momentum} {more} random_seed: 3 '
+        f'snapshot_diff: true snapshot_prefix: "{tmp_path}/x"'
+    )
+    with build_solver(text, TWO_LAYERS) as solver:
+        solver.step(3)
+        before = solver.backend.to_host(solver.net.parameters.data)
+        solver.step(1)
+        solver.snapshot()
+        saved = read_weights(tmp_path / "x_iter_4.caffemodel")
+        after, history = solver.backend.to_host(solver.net.parameters.data), solver.backend.to_host(solver.history[0])
+        stored = {layer.name: [np.array(blob.diff, np.float32) for blob in layer.blobs] for layer in saved.layer}
+        for parameter in solver.net.parameters.parameters:
+            part, found = slice(parameter.start, parameter.stop), stored[parameter.layer][parameter.index]
+            rounding = 2**-22 * np.abs(before[part]).max()
+            np.testing.assert_allclose(found, before[part] - after[part], atol=rounding, rtol=0)
+            assert found.any() == (parameter.lr_mult != 0)
+            if rule == "SGD" and "WD" not in more:
+                np.testing.assert_array_equal(found, history[part])
+
+
+def test_a_skipped_update_leaves_the_gradients_in_snapshot_diff() -> None:
+    with build_solver('base_lr: 0.1 lr_policy: "fixed" clip_gradients: 1 snapshot_diff: true', TWO_LAYERS) as solver:
+        overflow(solver, 1, lambda iteration: iteration == 1)
+        for finite in (True, False):
+            solver.step(1)
+            assert np.isfinite(solver.backend.to_host(solver.net.parameters.gradients)).all() == finite

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from training import build_solver
 
@@ -166,7 +166,7 @@ def solvers(draw: st.DrawFn) -> dict[str, Any]:
     return {"type": kind, **{name: draw(st.sampled_from(values)) for name, values in choices.items()}}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(solvers())
 @example({"type": "SGD", **PLAIN, "clip": 0.5, "larc": "clip"})
 @example({"type": "SAG", **PLAIN, "clip": 0.5, "larc": "scale"})

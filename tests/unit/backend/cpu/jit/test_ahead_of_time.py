@@ -150,7 +150,7 @@ print(len(os.listdir("/proc/self/task")))
 def shared(folder: Path, dying: str = "") -> set[str]:
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SHARED, str(folder), dying]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "1"
     return {path.name.partition(".")[0] for path in folder.iterdir() if path.name != "done"}

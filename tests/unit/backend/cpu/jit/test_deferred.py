@@ -85,6 +85,6 @@ def test_a_short_look_into_an_lmdb_needs_no_numba(tmp_path: Path) -> None:
         for i in range(5):
             transaction.put(b"%d" % i, b"x" * (10 + i))
     command = [sys.executable, "-c", LMDB, str(tmp_path / "db")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["13", "False"]

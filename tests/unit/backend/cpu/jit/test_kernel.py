@@ -90,7 +90,7 @@ with backend.activate():
 
 def run_python(code: str, **environment: str) -> str:
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=110,
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
@@ -162,7 +162,7 @@ def test_backends_of_one_process_do_not_disturb_each_other() -> None:
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(timeout=100)
+        worker.join(timeout=300)
     assert not errors
 
 

@@ -21,7 +21,7 @@ mapped = MappedFile(file.fileno(), 5 * mmap.PAGESIZE)
 
 def run(path: Path, text: str, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *options, "-c", BEGIN + text, str(path)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize("options", [(), ("-X", "faulthandler")])

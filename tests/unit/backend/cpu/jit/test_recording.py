@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ def _add_neighbour(begin: Int, end: Int, x: Floats, y: Floats, size: Int) -> Non
         y[i] += x[size - 1 - i]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(sizes=st.lists(st.tuples(st.integers(1, 70), st.integers(1, 5)), min_size=1, max_size=6))
 def test_a_program_computes_each_item_of_each_call_once(sizes: list[tuple[int, int]]) -> None:
     arrays = [np.zeros(size, np.float32) for size, _ in sizes]
@@ -115,12 +114,11 @@ def test_programs_of_several_python_threads_run_at_the_same_time() -> None:
             program.launch()
 
     threads = [threading.Thread(target=repeat, args=(program,), daemon=True) for program in programs]
-    start = time.monotonic()
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
-    assert time.monotonic() - start < 60
+        thread.join(300)
+    assert not any(thread.is_alive() for thread in threads)
     assert all((array == 201).all() for array in arrays)
 
 

@@ -50,5 +50,5 @@ def test_other_vector_widths(features: dict[str, bool], width: int, tmp_path: Pa
         "PYTHONPATH": os.pathsep.join([str(tests / "support"), str(tests.parent), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, "-c", PROGRAM.format(features=features, width=width)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert result.stdout == "held\n", result.stderr[-3000:]

@@ -49,7 +49,7 @@ def test_a_process_makes_the_same(cubins: Any, target: Any, monkeypatch: pytest.
     cubins.find_cubin(TEXT, target).unlink()
     cubins.foresee(TEXT, target)
     job = next(iter(cubins._pools[target.library]._jobs.values()))
-    assert job.done.wait(60.0)
+    assert job.done.wait(300.0)
     monkeypatch.setattr(cubins, "_compile", lambda *_: pytest.fail("it is there already"))
     assert cubins.make_cubin(TEXT, target).read_bytes() == here
 
@@ -98,7 +98,7 @@ def test_a_text_that_does_not_compile(cubins: Any, target: Any) -> None:
         cubins.make_cubin('extern "C" __global__ void g() { undefined(); }', target)
     cubins.foresee('extern "C" __global__ void g() { undefined(); }', target)
     job = next(iter(cubins._pools[target.library]._jobs.values()))
-    assert job.done.wait(60.0)
+    assert job.done.wait(300.0)
     assert job.made == ""
 
 

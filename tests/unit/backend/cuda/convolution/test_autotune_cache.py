@@ -154,7 +154,7 @@ def test_ranks_of_a_machine_decide_alike_at_their_first_run(path: Path, wait: fl
         rank.stdin.write("\n")
         rank.stdin.flush()
     for rank in ranks:
-        said.append(rank.communicate(timeout=60)[0].splitlines())
+        said.append(rank.communicate(timeout=300)[0].splitlines())
         assert rank.returncode == 0
     used = [[line for line in lines if line.startswith("uses")] for lines in said]
     assert used[0] == used[1] == used[2] and len(used[0]) == 6

@@ -33,7 +33,7 @@ def problems(draw: st.DrawFn) -> Problem:
     return Problem((n, channels, *size), (outputs, channels, *kernel), geometry)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=problems())
 def test_the_gradient_is_a_forward_convolution_of_the_turned_weights(module: Any, problem: Problem) -> None:
     rng = np.random.default_rng(1)

@@ -26,7 +26,7 @@ def cublas(cupy_or_mock: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Modu
 
 
 def wait_for(thread: Any) -> None:
-    thread.join(10)
+    thread.join(300)
     assert not thread.is_alive()
 
 

@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 import convolution_reference as reference
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from caffepy.backend.cuda.convolution.own_kernels.correlation import Axis, axis_of, phases_text
@@ -104,7 +104,6 @@ def test_large_depthwise_is_for_large_windows_or_strides(modules: Any, given_tas
     assert modules.large_depthwise_tiling.suits_large_depthwise(given_task) is suited
 
 
-@settings(deadline=None)  # some tasks have thousands of tilings
 @given(
     x=st.tuples(st.integers(1, 70), st.integers(1, 70), st.integers(1, 90), st.integers(1, 90)),
     kernel=st.tuples(st.integers(1, 63), st.integers(1, 63)), stride=st.integers(1, 16), dilation=st.integers(1, 3),
