@@ -358,7 +358,7 @@ def test_solver_threads_capture_at_the_same_time(backend: Backend, caplog: pytes
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(90)
+        thread.join(600)
         assert not thread.is_alive()
     assert all(results[i, "captured"] for i in range(3)), caplog.text
     check_same_bits(results[0], results[1])
