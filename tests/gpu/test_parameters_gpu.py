@@ -198,6 +198,50 @@ def test_a_net_that_is_scored_as_caffepy_test_scores_it(gpu: Backend, kind: str)
         np.testing.assert_array_equal(found, results[0])
 
 
+def keep_busy(gpu: Any, seconds: float = 0.2) -> None:
+    """Give the backend's stream something to do, so that what follows there comes late."""
+    from caffepy.backend.cuda.compiler import launch_blocks, library_kernel
+
+    with gpu.activate():
+        launch_blocks(library_kernel("tuning", "idle"), (1,), (1,), (int(1e9 * seconds),))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_net_that_is_built_outside_of_activate_on_a_busy_gpu(gpu: Backend, kind: str) -> None:
+    """BatchNorm's factors of 1 must not be overtaken by the zeros of their memory: the scores were the bias alone."""
+    param = text_format.Parse(NET, caffe_pb2.NetParameter())
+    param.default_forward_type = param.default_backward_type = caffe_pb2.Type.Value(kind)
+    results = []
+    for seconds in (0.0, 0.2):
+        keep_busy(gpu, seconds)
+        net = Net(param, LayerContext(gpu, caffe_pb2.TEST, seed=5), fuse=True)
+        with gpu.activate():
+            gpu.from_host(images(), net.blobs["data"].data)
+            net.forward()
+            results.append(net.blobs["i"].host_data())
+        net.close()
+    assert np.ptp(results[0]) > 0
+    np.testing.assert_array_equal(*results)
+
+
+def test_memory_that_another_stream_still_writes_to_is_not_taken(gpu: Backend) -> None:
+    import cupy
+
+    with cupy.cuda.Stream(non_blocking=True) as other:
+        keep_busy(gpu, 0.0)  # loads the kernel
+        block = cupy.empty(1000, "float32")
+        from caffepy.backend.cuda.compiler import launch_blocks, library_kernel
+
+        launch_blocks(library_kernel("tuning", "idle"), (1,), (1,), (200_000_000,))
+        block.data.memset_async(0, block.nbytes, other)
+        del block
+        array = gpu.zeros((1000,))
+        gpu.fill(array, 1)
+        gpu.synchronize()
+        other.synchronize()
+        np.testing.assert_array_equal(gpu.to_host(array), np.ones(1000, np.float32))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_programs_of_pycaffe(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes, a snapshot, weights that are looked at and written, another net that shares them."""

@@ -1,13 +1,15 @@
 """The CUDA backend: `Backend`'s primitives on one GPU, with CuPy's memory, own kernels, cuBLAS and cuDNN.
 
 Owns one device's stream and library handles. Everything is ordered on the stream; nothing waits for the device but
-`to_host`, `synchronize` and `all_finite`. Import this module only when a GPU is asked for: it imports CuPy.
+`to_host`, `synchronize` and `all_finite`. Primitives that compute run on the thread's current stream, which `activate`
+makes the backend's. Those that allocate, fill, copy or move memory always run on the backend's stream: nets are also
+built outside of `activate`. Import this module only when a GPU is asked for: it imports CuPy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from caffepy.backend import layout
@@ -127,6 +129,15 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
         with self._device, self.stream:
             yield
 
+    def _on_stream(self) -> AbstractContextManager[None]:
+        """Make the backend's stream current within a `with` block; nothing where it is current already.
+
+        Work on two streams has no order: a fill on the caller's stream could run before the zeros of the same array on
+        the backend's. CuPy also keeps freed memory by stream: memory taken on the caller's could still be written to by
+        work that another stream has not finished.
+        """
+        return nullcontext() if cupy.cuda.get_current_stream() is self.stream else self.activate()
+
     def synchronize(self) -> None:
         self.stream.synchronize()
 
@@ -147,7 +158,8 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
     def capture(self, work: Callable[[], None]) -> Graph:
         self.capturing = True
         try:
-            return CudaGraph(self.stream, work)
+            with self._on_stream():
+                return CudaGraph(self.stream, work)
         finally:
             self.capturing = False
 
@@ -156,7 +168,8 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
         cupy.get_default_memory_pool().free_all_blocks()
 
     def device_scalars(self, values: int, counters: int) -> DeviceScalars:
-        return CudaScalars(self.stream, values, counters)
+        with self._on_stream():
+            return CudaScalars(self.stream, values, counters)
 
     def record_event(self) -> Event:
         return CudaEvent(self.stream)
@@ -165,7 +178,8 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
         return CudaTimedEvent(cupy.cuda.get_current_stream())
 
     def device_timer(self, count: int) -> DeviceTimer:
-        return CudaTimer(count, self.stream)
+        with self._on_stream():
+            return CudaTimer(count, self.stream)
 
     def copy_to_host_async(self, array: Array) -> AsyncCopy:
         return CudaAsyncCopy(self.stream, array)
@@ -193,8 +207,9 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
             self._scratch.lease(None)
 
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
-        array = cuda_memory.allocate(shape, dtype)
-        array.data.memset_async(0, array.nbytes, self.stream)
+        with self._on_stream():
+            array = cuda_memory.allocate(shape, dtype)
+            array.data.memset_async(0, array.nbytes, self.stream)
         return array
 
     def view(self, flat: Array, shape: tuple[int, ...]) -> Array:
@@ -204,31 +219,39 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
         return cuda_memory.flat(array)
 
     def reshaped(self, array: Array, shape: tuple[int, ...]) -> Array:
-        return cuda_copy.reshaped(array, shape)
+        with self._on_stream():
+            return cuda_copy.reshaped(array, shape)
 
     def fill(self, array: Array, value: float) -> None:
-        cuda_memory.fill(array, value)
+        with self._on_stream():
+            cuda_memory.fill(array, value)
 
     def copy(self, source: Array, destination: Array) -> None:
-        cuda_copy.copy(source, destination)
+        with self._on_stream():
+            cuda_copy.copy(source, destination)
 
     def add(self, source: Array, destination: Array) -> None:
-        cuda_copy.add(source, destination)
+        with self._on_stream():
+            cuda_copy.add(source, destination)
 
     def from_host(self, host: Any, destination: Array) -> None:
-        cuda_copy.upload(host, destination, self._scratch)
+        with self._on_stream():
+            cuda_copy.upload(host, destination, self._scratch)
 
     def upload(self, host: Any, destination: Array) -> None:
-        self._staging.upload(host, destination)
+        with self._on_stream():
+            self._staging.upload(host, destination)
 
     def download(self, arrays: Sequence[Array]) -> list[Any]:
-        return self._staging.download(arrays)
+        with self._on_stream():
+            return self._staging.download(arrays)
 
     def adopt(self, array: Any) -> Array | None:
         return cuda_memory.adopt(array, self.device)
 
     def to_host(self, array: Array) -> Any:
-        return cuda_memory.download(array, self.stream)
+        with self._on_stream():
+            return cuda_memory.download(array, self.stream)
 
     # -- elementwise and reductions -----------------------------------------------------------------
 
@@ -353,7 +376,8 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
     # -- detection ----------------------------------------------------------------------------------
 
     def box_loss(self, settings: BoxLossSettings, images: int, priors: int) -> BoxLoss:
-        return CudaBoxLoss(settings, images, priors, self._scratch)
+        with self._on_stream():
+            return CudaBoxLoss(settings, images, priors, self._scratch)
 
     # -- softmax ------------------------------------------------------------------------------------
 
@@ -410,4 +434,5 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
     # -- health -------------------------------------------------------------------------------------
 
     def all_finite(self, array: Array) -> bool:
-        return cuda_reduce.is_finite(array, self._scratch)
+        with self._on_stream():
+            return cuda_reduce.is_finite(array, self._scratch)

@@ -5,8 +5,11 @@ Owns pinned memory and events. Capture is thread-local: several solver threads o
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,43 @@ IN_FLIGHT = 4
 """Messages to the device that may be on their way; a later one waits for the oldest to have arrived."""
 
 
+CAPTURE_ERRORS = range(900, 909)
+"""CUDA's error codes (of runtime and driver alike) that say that a capture was disturbed, from
+cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread."""
+
+
+class _GarbageCollection:
+    """Suspends Python's garbage collection while any thread captures.
+
+    A collection runs in whichever thread allocates. In a thread that captures, destructors of cuDNN's plans or of
+    graphs that earlier nets left would unload modules and free memory, which ends the capture with an error.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._captures = 0
+        self._was_enabled = False
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """No collection begins within a `with` block."""
+        with self._lock:
+            if self._captures == 0:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._captures += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._captures -= 1
+                if self._captures == 0 and self._was_enabled:
+                    gc.enable()
+
+
+_garbage_collection = _GarbageCollection()
+
+
 class CudaGraph:
     """What `work` puts on a stream, to be replayed.
 
@@ -28,13 +68,19 @@ class CudaGraph:
         work: puts kernels on it. It may allocate nothing: what it needs is there after an eager run.
 
     Raises:
-        RunError: something in `work` cannot be captured.
+        RunError: something in `work` cannot be captured, or CUDA says that the capture was disturbed; another attempt
+            may succeed.
     """
 
     def __init__(self, stream: Any, work: Callable[[], None]) -> None:
         self._stream = stream
-        with phase("graph capture", "Capturing CUDA graphs"):
-            self._graph = self._captured(work)
+        with phase("graph capture", "Capturing CUDA graphs"), _garbage_collection.suspended():
+            try:
+                self._graph = self._captured(work)
+            except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
+                if error.status not in CAPTURE_ERRORS:
+                    raise
+                raise RunError(f"CUDA ended the capture of a graph: {error}") from error
 
     def _captured(self, work: Callable[[], None]) -> Any:
         stream = self._stream

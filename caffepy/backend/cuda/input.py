@@ -135,7 +135,8 @@ class CudaInput(InputPrimitives):
                 ) from error
 
     def input_ring(self, slot_size: int, block: int, blocks: int) -> InputRing:
-        return CudaRing(self.stream, slot_size, block, blocks)
+        with self._device, self.stream:
+            return CudaRing(self.stream, slot_size, block, blocks)
 
     def take_images(
         self, ring: InputRing, counter: Counter, slot: ImageSlot, mean: Array, scale: float, images: Array,

@@ -62,6 +62,12 @@ class Pooling(NamedTuple):
 
 
 def _pool(name: str, arrays: tuple[Array, ...], image: Array, pooled: Array, mask: Array | None, g: Geometry) -> None:
+    if _is_too_large(tuple(image.shape), tuple(pooled.shape), g):
+        half = image.shape[0] // 2
+        for part in (slice(0, half), slice(half, None)):
+            halves = tuple(array[part] for array in arrays)
+            _pool(name, halves, image[part], pooled[part], None if mask is None else mask[part], g)
+        return
     every = arrays if mask is None else (*arrays, mask)
     assert arrays[0].dtype == arrays[1].dtype, "pooling keeps the dtype"
     kind = "" if mask is None else c_type(mask)
@@ -76,6 +82,14 @@ def _pool(name: str, arrays: tuple[Array, ...], image: Array, pooled: Array, mas
         if mask is not None and name.endswith("backward"):
             every = (first, raw(mask), last)
         plan.kernel(plan.grid, plan.block, (*every, *plan.arguments))
+
+
+def _is_too_large(image: tuple[int, ...], pooled: tuple[int, ...], g: Geometry) -> bool:
+    """Whether a kernel might have more threads than 32-bit numbers count: those over the padding come to the pixels."""
+    if image[0] == 1:
+        return False
+    padded = math.prod(n + pad + stride for n, pad, stride in zip(image[2:], g.pad, g.stride, strict=True))
+    return math.prod(image[:2]) * max(padded, math.prod(pooled[2:])) > MAX_INDEX
 
 
 @lru_cache(maxsize=1024)

@@ -17,7 +17,6 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +211,16 @@ def cache_file(environment: Mapping[str, str] = os.environ) -> Path | None:
     return None if folder is None else folder / f"autotune-{VERSION}.json"
 
 
-@cache
+_decisions: dict[Path | None, Decisions] = {}
+_making = threading.Lock()
+
+
 def decisions(path: Path | None) -> Decisions:
-    """The decisions of a file, the same for all threads."""
-    return Decisions(path)
+    """The decisions of a file, the same for all threads.
+
+    Threads with objects of their own would not wait for each other, and decide differently: file locks are a process's.
+    """
+    with _making:  # functools.cache calls the function once in each thread that comes before the first has returned
+        if path not in _decisions:
+            _decisions[path] = Decisions(path)
+        return _decisions[path]

@@ -62,7 +62,7 @@ class Plan(NamedTuple):
 
     Args:
         launch: its kernel.
-        partial: how many partial sums its blocks leave behind.
+        partial: how many partial sums its blocks leave behind, 0 where each result is one block's.
     """
 
     launch: Launch
@@ -91,7 +91,8 @@ def reduce(
         _reduce_general(formula, inputs, outputs, axis, accumulate, scratch)
         return
     partial = scratch.get("partial sums", plan.partial, "float64")
-    plan.launch.run(inputs, outputs, partial, scratch.tickets(plan.launch.grid[0]), np.int32(accumulate))
+    tickets = scratch.tickets(plan.launch.grid[0] if plan.partial else 1)
+    plan.launch.run(inputs, outputs, partial, tickets, np.int32(accumulate))
 
 
 def _each_shape(formula: Expression, inputs: Sequence[Any]) -> tuple[int, ...]:
@@ -143,7 +144,8 @@ def _plan_columns(call: Call, variant: Variant, target: Period, more: tuple[tupl
     splits = -(-rows // each)
     kernel = compiled(_text(reduce_columns_text(call.expression, variant, across)), "reduce_")
     head = (np.uint32(rows), np.uint32(packs), np.uint32(each))
-    return Plan(Launch(kernel, (grid, splits), (THREADS,), head, more), len(call.outputs) * splits * target.size)
+    launch = Launch(kernel, (grid, splits), (THREADS,), head, more)
+    return Plan(launch, len(call.outputs) * splits * target.size if splits > 1 else 0)
 
 
 def _plan_segments(call: Call, variant: Variant, target: Period, more: tuple[tuple[Any, ...], ...]) -> Plan:
@@ -159,7 +161,7 @@ def _plan_segments(call: Call, variant: Variant, target: Period, more: tuple[tup
         count_argument(each, index),
     )  # fmt: skip
     launch = Launch(kernel, (target.size, splits), (threads,), head, more)
-    return Plan(launch, len(call.outputs) * splits * target.size)
+    return Plan(launch, len(call.outputs) * splits * target.size if splits > 1 else 0)
 
 
 def _reduce_general(

@@ -6,17 +6,17 @@
 
 struct Line {
     size_t start;
-    int step, from, stride, classes;
+    unsigned int step, from, stride, classes;  // a number of a class plus a step exceeds 2^31 - 1 where there are that many
 };
 
 // The classes of one position, dealt out to the lanes of a warp.
 __device__ __forceinline__ Line row_line(unsigned int place, int classes) {
-    return {(size_t)place * classes, 32, (int)(threadIdx.x % 32), 1, classes};
+    return {(size_t)place * classes, 32, threadIdx.x % 32, 1, (unsigned int)classes};
 }
 
 // The classes of one position, all for one thread.
 __device__ __forceinline__ Line column_line(unsigned int place, int classes, int inner) {
-    return {(size_t)(place / inner) * classes * inner + place % inner, 1, 0, inner, classes};
+    return {(size_t)(place / inner) * classes * inner + place % inner, 1, 0, (unsigned int)inner, (unsigned int)classes};
 }
 
 template <bool WARP>
@@ -35,15 +35,18 @@ struct Softmax {
 template <bool WARP>
 __device__ __forceinline__ Softmax measure(const float *x, Line l) {
     float top = LOWEST, sum = 0.0f;
-    for (int c = l.from; c < l.classes; c += l.step) top = fmaxf(top, x[l.start + (size_t)c * l.stride]);
+    for (unsigned int c = l.from; c < l.classes; c += l.step) top = fmaxf(top, x[l.start + (size_t)c * l.stride]);
     if (WARP) top = warp_max(top);
-    for (int c = l.from; c < l.classes; c += l.step) sum += expf(x[l.start + (size_t)c * l.stride] - top);
+    for (unsigned int c = l.from; c < l.classes; c += l.step) sum += expf(x[l.start + (size_t)c * l.stride] - top);
     return {top, 1.0f / total<WARP>(sum)};
 }
 
 // y may be x.
 __device__ __forceinline__ void write(const float *x, float *y, Line l, Softmax s) {
-    for (int c = l.from; c < l.classes; c += l.step) y[l.start + (size_t)c * l.stride] = s(x[l.start + (size_t)c * l.stride]);
+    for (unsigned int c = l.from; c < l.classes; c += l.step) {
+        const size_t i = l.start + (size_t)c * l.stride;
+        y[i] = s(x[i]);
+    }
 }
 
 // One row as the lanes of a warp hold it.
@@ -89,19 +92,19 @@ struct Row {
 template <bool WARP>
 __device__ void softmax_gradient(const float *y, const float *dy, float *dx, Line l) {
     float dot = 0.0f;
-    for (int c = l.from; c < l.classes; c += l.step) {
+    for (unsigned int c = l.from; c < l.classes; c += l.step) {
         const size_t i = l.start + (size_t)c * l.stride;
         dot += y[i] * dy[i];
     }
     dot = total<WARP>(dot);
-    for (int c = l.from; c < l.classes; c += l.step) {
+    for (unsigned int c = l.from; c < l.classes; c += l.step) {
         const size_t i = l.start + (size_t)c * l.stride;
         dx[i] = y[i] * (dy[i] - dot);
     }
 }
 
 // The class that a label means, or -1 where it is outside the classes.
-__device__ __forceinline__ int class_of(float label, int classes) {
+__device__ __forceinline__ int class_of(float label, unsigned int classes) {
     return label > -1.0f && label < (float)classes ? (int)label : -1;
 }
 
@@ -111,10 +114,11 @@ __device__ void rank(const float *x, const float *labels, float *ranks, int *bad
     const int label = class_of(labels[place], l.classes);
     float better = 0.0f;
     if (label >= 0) {
+        const unsigned int own_class = label;
         const float own = x[l.start + (size_t)label * l.stride];
-        for (int c = l.from; c < l.classes; c += l.step) {
+        for (unsigned int c = l.from; c < l.classes; c += l.step) {
             const float value = x[l.start + (size_t)c * l.stride];
-            better += value > own || (value == own && (c > label || (c < label && !higher_wins))) ? 1.0f : 0.0f;
+            better += value > own || (value == own && (c > own_class || (c < own_class && !higher_wins))) ? 1.0f : 0.0f;
         }
         better = total<WARP>(better);
     }
@@ -297,7 +301,7 @@ __device__ float smoothed(const float *probabilities, float written, Ignored ign
     const int label = class_of(written, l.classes);
     if (label < 0 || ignored(written)) return 0.0f;
     float sum = 0.0f;
-    for (int c = l.from; c < l.classes; c += l.step) sum += loss_of(probabilities[l.start + (size_t)c * l.stride]);
+    for (unsigned int c = l.from; c < l.classes; c += l.step) sum += loss_of(probabilities[l.start + (size_t)c * l.stride]);
     sum = total<WARP>(sum);
     return smoothing * (sum / l.classes - loss_of(probabilities[l.start + (size_t)label * l.stride]));
 }

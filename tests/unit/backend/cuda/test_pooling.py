@@ -1,8 +1,9 @@
-"""How many channels a thread of a pooling takes."""
+"""How many channels a thread of a pooling takes, and how many images a launch."""
 
 from __future__ import annotations
 
 import importlib
+import math
 import re
 from typing import Any
 
@@ -31,3 +32,32 @@ def test_large_windows_have_more_threads_with_fewer_channels_each(
     geometry = Geometry((side, side), (1, 1), (pad, pad), (1, 1))
     pooling._plan.__wrapped__(pooling.Pooling(name, image, (*image[:2], *out), geometry, "float16", "", 8, 0))
     assert re.findall(r"#define WIDTH (\d+)", texts[0]) == [str(width)]
+
+
+@pytest.mark.parametrize("name", ["max_forward", "max_backward", "average_forward", "average_backward"])
+def test_what_has_too_many_threads_for_32_bits_is_done_in_parts(
+    cupy_or_mock: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Gradients have a thread for each tile of the padded plane, of which there are more than pixels."""
+    pooling, foreseen, layout = (
+        importlib.import_module(f"caffepy.backend.{n}")
+        for n in ("cuda.pooling", "cuda.compilation.foreseen_array", "layout")
+    )
+    cases: list[Any] = []
+    monkeypatch.setattr(pooling, "_plan", cases.append)
+    monkeypatch.setattr(pooling, "device_number", lambda: 0)
+    shape = (3011, 7, 319, 319)
+    assert 2**31 - 2**22 < math.prod(shape) < 2**31
+
+    def array(dtype: str) -> Any:
+        return layout.view(foreseen.ForeseenArray.flat(math.prod(shape), dtype), shape)
+
+    x, y, mask = array("float32"), array("float32"), array("uint8")
+    if name.startswith("average"):
+        getattr(pooling, name)(x, y, Geometry((3, 3), (1, 1), (1, 1), (1, 1)))
+    elif name == "max_forward":
+        pooling.max_forward(x, y, mask, Geometry((3, 3), (1, 1), (1, 1), (1, 1)))
+    else:
+        pooling.max_backward(y, mask, x, Geometry((3, 3), (1, 1), (1, 1), (1, 1)))
+    assert [case.image[0] for case in cases] == [1505, 1506]
+    assert all(math.prod(case.image[:2]) * 321 * 321 < 2**31 for case in cases)

@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from caffepy.backend.cuda.convolution.autotune_cache import Decision, Decisions, cache_file
+from caffepy.backend.cuda.convolution.autotune_cache import Decision, Decisions, cache_file, decisions
 
 
 @pytest.fixture
@@ -25,6 +27,23 @@ def test_what_was_decided_outlives_the_process(path: Path) -> None:
     assert Decisions(path).get("other") is None
     left = sorted(p.name for p in path.parent.iterdir())
     assert left == [path.name, f"{path.name}.lock"], "no temporary file is left"
+
+
+def test_threads_that_come_at_the_same_time_share_one_object(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects of their own would not keep them from looking into one task at once, and deciding differently."""
+    began = threading.Barrier(4)
+
+    def read(_: Decisions) -> dict[str, Decision]:
+        time.sleep(0.2)
+        return {}
+
+    def get(_: int) -> Decisions:
+        began.wait(300)
+        return decisions(path)
+
+    monkeypatch.setattr(Decisions, "_read", read)
+    with ThreadPoolExecutor(4) as threads:
+        assert len(set(map(id, threads.map(get, range(4))))) == 1
 
 
 def test_what_other_processes_wrote_is_kept(path: Path) -> None:

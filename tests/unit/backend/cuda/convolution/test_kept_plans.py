@@ -105,7 +105,7 @@ class Process:
                 for n in ("autotune", "autotune_cache", "registry", "problem")
             }
         )
-        modules.autotune_cache.decisions.cache_clear()
+        modules.autotune_cache._decisions.clear()
         self.frontend = frontend
         self._modules = modules
         scratch = MagicMock()

@@ -1,0 +1,123 @@
+"""Runs some tests of each kind of own kernel for compute-sanitizer, without CuPy's memory pool.
+
+    compute-sanitizer --tool memcheck --target-processes application-only --report-api-errors no --leak-check no \\
+        --error-exitcode 9 python3 tests/gpu/sanitize.py --each 4 --seconds 90
+    compute-sanitizer --tool racecheck --target-processes application-only --report-api-errors no \\
+        --error-exitcode 9 python3 tests/gpu/sanitize.py --each 2 --seconds 120
+
+With the pool an access behind an array is one inside of the pool's block. Kinds take turns, so that all have their part
+where the time does not suffice. No test of pytest's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import sys
+import time
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+
+KINDS = {
+    "reductions": ("test_primitives.py::test_reduce", "test_primitives.py::test_apply_and_reduce_over_many_blocks"),
+    "softmax": ("test_primitives.py::test_softmax", "test_primitives.py::test_softmax_loss"),
+    "labels": ("test_primitives.py::test_labels",),
+    "finite": ("test_primitives.py::test_all_finite",),
+    "normalisation": ("test_normalise.py::test_forward", "test_normalise.py::test_measure"),
+    "its gradients": ("test_normalise.py::test_backward_combinations", "test_normalise.py::test_backward"),
+    "activations": ("test_normalise.py::test_activation_backward",),
+    "own convolutions": ("test_own_kernels.py::test_results_are_right_and_the_same_bits",),
+    "depthwise": ("test_convolution.py::test_a_forward_pass_behind_a_normalisation",),
+    "depthwise gradients": ("test_convolution.py::test_both_gradients_behind_a_normalisation",),
+    "boxes": ("test_detection_gpu.py::test_the_devices_loss_is_the_hosts",),
+    "mined boxes": ("test_detection_gpu.py::test_equal_losses_are_mined_from_the_first_prior_on",),
+    "rows": ("test_rows.py::test_rows", "test_rows.py::test_largest"),
+    "regions": ("test_rows.py::test_regions", "test_rows.py::test_stochastic_pooling", "test_rows.py::test_unpool"),
+    "sparse maps": ("test_rows.py::test_spatial_product",),
+    "products": ("test_products.py::test_products",),
+    "pooling": ("test_dtype_windows.py::test_pool_max", "test_dtype_windows.py::test_pool_average"),
+    "LRN": ("test_dtype_windows.py::test_lrn",),
+    "copies": ("test_dtype.py::test_channels_last_to_c_order_and_back", "test_dtype.py::test_slices"),
+    "input": ("test_input.py::test_images_are_the_cpus",),
+    "random numbers": ("test_primitives.py::test_random_uniform", "test_dtype.py::test_dropout"),
+    "recurrent": ("test_recurrent_gpu.py::test_a_step_is_the_cpus",),
+    "formulas": ("test_dtype_formulas.py::test_apply",),
+}
+"""Tests of each kind, without their parameters."""
+
+EXAMPLES = 4
+"""Of tests that try many made-up inputs."""
+
+
+class Selection:
+    """A plugin that runs some tests of each kind, in turn, until the time is up.
+
+    Args:
+        each: how many of a kind.
+        end: of `time.monotonic`.
+    """
+
+    def __init__(self, each: int, end: float) -> None:
+        self._each = each
+        self._end = end
+        self.chosen = self.run = self.failed = 0
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Choose tests that lie far apart in the list of each kind."""
+        own = []
+        for names in KINDS.values():
+            found = [item for item in items if item.nodeid.split("/")[-1].split("[")[0] in names]
+            assert found, f"no test is called {names}"
+            step = max(1, len(found) // self._each)
+            own.append(found[:: step + (step % 2 == 0 and step > 2)][: self._each])
+        items[:] = [item for turn in zip_longest(*own) for item in turn if item is not None]
+        self.chosen = len(items)
+
+    def pytest_runtest_setup(self, item: Any) -> None:
+        """Leave out what there is no time for; fewer made-up inputs."""
+        if time.monotonic() > self._end:
+            pytest.skip("the time is up")
+        settings = getattr(item.obj, "_hypothesis_internal_use_settings", None)
+        if settings is not None:
+            item.obj._hypothesis_internal_use_settings = type(settings)(settings, max_examples=EXAMPLES)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count."""
+        self.failed += report.failed
+        if report.when == "call" and not report.skipped:
+            self.run += 1
+            print(f"{report.duration:6.1f} s  {report.outcome}  {report.nodeid.split('/')[-1]}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--each", type=int, default=4, help="tests of each kind")
+    parser.add_argument("--seconds", type=float, default=90, help="no test begins later")
+    parser.add_argument("--list", action="store_true", help="name the tests, run none")
+    arguments = parser.parse_args()
+    faulthandler.dump_traceback_later(arguments.seconds + 120, exit=True)
+    if not arguments.list:
+        import cupy
+
+        cupy.cuda.set_allocator(None)
+    begin = time.monotonic()
+    selection = Selection(arguments.each, begin + arguments.seconds)
+    files = sorted({name.split("::")[0] for names in KINDS.values() for name in names})
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", "--timeout=600"]
+    listing = ["--collect-only"] if arguments.list else []
+    status = pytest.main([*options, *listing, *(str(HERE / file) for file in files)], plugins=[selection])
+    print(
+        f"SUMMARY sanitize: {selection.run} of {selection.chosen} tests of {len(KINDS)} kinds ran, {selection.failed} "
+        f"failed, {time.monotonic() - begin:.0f} s"
+    )
+    return int(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
