@@ -5,8 +5,9 @@ Owns the memory of parameters, gradients and solver history. Sharing rules: Caff
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from caffepy.backend.interface import Backend
 from caffepy.backend.layout import is_plain
 from caffepy.backend.types import Array
 from caffepy.blob import Blob, format_shape
-from caffepy.errors import ConfigError
+from caffepy.errors import ConfigError, OutOfMemoryError
 from caffepy.layers.core.base import Layer
 from caffepy.proto import caffe_pb2
 
@@ -59,7 +60,6 @@ class Parameter:
         decay_mult: factor of the weight decay.
         start: first element in the flat buffers.
         stop: one past the last element.
-        sharers: blobs of another shape that share it (share_mode PERMISSIVE).
     """
 
     name: str
@@ -70,7 +70,6 @@ class Parameter:
     decay_mult: float
     start: int = 0
     stop: int = 0
-    sharers: list[Blob] = field(default_factory=list)
 
 
 class SharedBlob(Blob):
@@ -79,6 +78,12 @@ class SharedBlob(Blob):
     def __init__(self, owner: Blob, shape: tuple[int, ...], name: str) -> None:
         self._owner = owner
         super().__init__(owner.backend, shape, name)
+        self.follow(owner)
+
+    @property
+    def diff(self) -> Array:
+        """The owner's derivatives, in this blob's shape."""
+        return self.in_own_shape(self._owner.diff)
 
     @property
     def gradient_owner(self) -> Blob:
@@ -142,9 +147,7 @@ class ParameterTable:
             layer.blobs[index] = owner.blob
             return
         self._check_permissive(layer, index, spec, owner)
-        blob = SharedBlob(owner.blob, shape, f"{layer.name}[{index}]")
-        owner.sharers.append(blob)
-        layer.blobs[index] = blob
+        layer.blobs[index] = SharedBlob(owner.blob, shape, f"{layer.name}[{index}]")
 
     def _merge_multiplier(self, layer: Layer, spec: caffe_pb2.ParamSpec, owner: Parameter, multiplier: str) -> None:
         """Where both say it they must agree; where one says it, it holds for both."""
@@ -177,17 +180,21 @@ class ParameterTable:
 
 
 class ParameterBuffer:
-    """All parameters of a net in one flat array, their gradients in another.
+    """The memory of a net's parameters and gradients; where the parameters are is decided here and does not change.
 
-    Laid out in the order in which the backward pass finishes the gradients: the last layer's first. What the blobs
-    hold when the buffer is made is kept. Parameters that are not learned (lr_mult 0) come behind all others: they
-    too are broadcast and saved, but no update touches them. Between the two, the gradients' buffer has `FLAGS` elements
-    for flags.
+    The parameters of a net that trains are in one flat array, so that an update, a broadcast and a snapshot are one
+    call each. Those of a net that only predicts have memory of their own (`apart`), so that each can leave the device.
+    Gradients are in one flat array in both cases.
+
+    Flat arrays are laid out in the order in which the backward pass finishes the gradients: the last layer's first.
+    What the blobs hold when the buffer is made is kept. Parameters that are not learned (lr_mult 0) come behind all
+    others: they too are broadcast and saved, but no update touches them. Between the two, the gradients' buffer has
+    `FLAGS` elements for flags.
 
     Args:
         backend: where the memory is.
         parameters: in Caffe's order, the first layer's first.
-        apart: each parameter keeps memory of its own, until `data` is used.
+        apart: each parameter keeps memory of its own; `data` cannot be used then.
     """
 
     FLAGS = 64
@@ -197,7 +204,7 @@ class ParameterBuffer:
         self.backend = backend
         self.parameters = parameters
         self.size = self._lay_out()
-        self._data: Array | None = None
+        self._lock = threading.Lock()
         self._diff: Array | None = None
         self.copies: dict[str, Array] = {}
         """`data` in other dtypes, for layers that want them so; see `refresh`."""
@@ -205,26 +212,34 @@ class ParameterBuffer:
         """Parameters with copies of their own; see `refresh_single`."""
         self._left = False
         """Whether parameters have left the device once."""
+        self._filled = False
+        self._data: Array | None = None
         if not apart:
-            self.gather()
+            self._data = self._allocate()
+            for parameter in self.parameters:
+                parameter.blob.move(self.view(self._data, parameter))
+
+    def _allocate(self) -> Array:
+        try:
+            return self.backend.zeros((self.size,))
+        except OutOfMemoryError as error:
+            largest = max(self.parameters, key=lambda parameter: parameter.blob.count)
+            raise error.within(f"the net's parameters, the largest of which has layer '{largest.layer}'") from error
 
     @property
     def data(self) -> Array:
-        """All parameters, flat."""
-        return self.gather()
+        """All parameters, flat, with their first values; not where they are apart."""
+        assert self._data is not None, "each parameter has memory of its own"
+        if not self._filled:
+            for parameter in self.parameters:
+                parameter.blob.fill()
+            self._filled = True
+        return self._data
 
     @property
     def apart(self) -> bool:
         """Whether each parameter has memory of its own."""
         return self._data is None
-
-    def gather(self) -> Array:
-        """`data`; the parameters move there, unless they have before."""
-        if self._data is None:
-            self._data = self.backend.zeros((self.size,))
-            for parameter in self.parameters:
-                self._move(parameter)
-        return self._data
 
     def may_leave(self, blobs: Iterable[Blob]) -> list[Blob]:
         """Which of some parameters, which passes do not read, may leave the device after the next folding.
@@ -260,12 +275,6 @@ class ParameterBuffer:
             self.backend.from_host(host, tables[-1])
         return tables[0], tables[1]
 
-    def _move(self, parameter: Parameter) -> None:
-        view = self.view(self.data, parameter)
-        parameter.blob.move(view)
-        for blob in parameter.sharers:
-            blob.bind(data=self.backend.view(self.data[parameter.start : parameter.stop], blob.shape))
-
     def refresh(self, dtypes: Iterable[str]) -> None:
         """Copy the parameters to their copies in these dtypes, allocated on first use."""
         for dtype in dtypes:
@@ -273,9 +282,6 @@ class ParameterBuffer:
                 self.copies[dtype] = self.backend.zeros(tuple(self.data.shape), dtype)
                 for parameter in self.parameters:
                     parameter.blob.copies.setdefault(dtype, self.view(self.copies[dtype], parameter))
-                    for blob in parameter.sharers:
-                        flat = self.copies[dtype][parameter.start : parameter.stop]
-                        blob.copies.setdefault(dtype, self.backend.view(flat, blob.shape))
             self.backend.copy(self.data, self.copies[dtype])
         for blob, dtype in self._single_copies:
             self.backend.copy(blob.data, blob.copies[dtype])
@@ -296,7 +302,10 @@ class ParameterBuffer:
     def diff(self) -> Array:
         """Flat gradients and the flags; allocated on first use, since testing needs none."""
         if self._diff is None:
-            return self.bind_gradients(self.backend.zeros((self.size,)))
+            with self._lock:
+                if self._diff is None:
+                    self.bind_gradients(self.backend.zeros((self.size,)))
+        assert self._diff is not None
         return self._diff
 
     def bind_gradients(self, memory: Array) -> Array:
@@ -305,11 +314,9 @@ class ParameterBuffer:
         Args:
             memory: float32 zeros, (size,), on the backend's device.
         """
-        self._diff = memory
         for parameter in self.parameters:
             parameter.blob.bind(diff=self.view(memory, parameter))
-            for blob in parameter.sharers:
-                blob.bind(diff=self.backend.view(memory[parameter.start : parameter.stop], blob.shape))
+        self._diff = memory  # last: another thread that sees it uses the blobs' views
         return memory
 
     @property
@@ -334,8 +341,8 @@ class ParameterBuffer:
 
     def slices(self, blobs: Iterable[Blob]) -> list[slice]:
         """The ranges of parameters in a flat array; adjacent ones are merged."""
-        wanted = set(blobs)
-        chosen = [p for p in self.parameters if not wanted.isdisjoint([p.blob, *p.sharers])]
+        wanted = {blob.gradient_owner for blob in blobs}
+        chosen = [parameter for parameter in self.parameters if parameter.blob in wanted]
         slices: list[slice] = []
         for one in sorted(chosen, key=lambda parameter: parameter.start):
             if slices and one.start == -(-slices[-1].stop // ALIGNMENT) * ALIGNMENT:
