@@ -38,7 +38,9 @@ _REPEATED = re.compile(r'Message type "caffepy\.([\w.]+)" should not have multip
 _QUOTED_LINE = re.compile(r"^'.*?': (?=[A-Z])", re.DOTALL)
 _NO_NUMBER = re.compile(r"Couldn't parse (float|integer|number): (.+)")
 _NO_STRING = re.compile(r"[Ee]xpected string but found: ('.*')")
-_TOKEN = re.compile(r"""#[^\n]*|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|[{}]|\w+""")
+_TOKEN = re.compile(r"""#[^\n]*|"(?:[^"\\\n]+|\\.)*"?|'(?:[^'\\\n]+|\\.)*'?|[{}]|\w+""")
+"""A text without its closing quote ends with its line: each character is looked at once."""
+_WORD_BACKWARDS = re.compile(r"\s*(\w*)")
 _POSITION = re.compile(r"^\d+:\d+ : ")
 
 
@@ -111,6 +113,8 @@ def _explain(message: str, root: str) -> str:
     repeated = _REPEATED.search(message)
     if repeated:
         return f"field '{repeated[2]}' of {repeated[1]} is given twice; keep one"
+    if "digits) for integer string conversion" in message:
+        return "a number is outside the range of its field; write a smaller one"
     no_number = _NO_NUMBER.search(message)
     if no_number:
         kind = "whole number" if no_number[1] == "integer" else "number"
@@ -169,12 +173,24 @@ def _position(text: str, line: int, column: int) -> int:
 
 def _block_for_a_value(message: str, text: str, position: int) -> str:
     """What to say of braces behind a field that is a number, a word or a text."""
-    name = re.search(r"(\w+)\s*$", text[:position])
-    if 'Expected ":"' not in message or name is None or text[position : position + 1] != "{":
+    if 'Expected ":"' not in message or text[position : position + 1] != "{":
         return ""
-    if name[1] == "param":
+    name = _word_before(text, position)
+    if not name:
+        return ""
+    if name == "param":
         return "in layers { }, the old format, param is a name; write blobs_lr and weight_decay, or make it layer { }"
-    return f"braces are found where '{name[1]}' takes a value; write {name[1]}: and the value"
+    return f"braces are found where '{name}' takes a value; write {name}: and the value"
+
+
+def _word_before(text: str, position: int) -> str:
+    """The word that ends before a position, or before the white space there; empty if there is none.
+
+    Searched from behind: an expression that ends with `$` is tried at each letter of each word before it.
+    """
+    backwards = _WORD_BACKWARDS.match(text[:position][::-1])
+    assert backwards is not None
+    return backwards[1][::-1]
 
 
 def _field_of_a_fork(message: str, text: str, position: int) -> str:

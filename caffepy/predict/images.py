@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import os
+import tokenize
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,16 +98,49 @@ def read_images(path: Path, channels: int = 3, ending: str = "jpg") -> list[tupl
 def read_array(path: Path) -> Floats:
     """The numbers of an .npy file.
 
+    `np.load` also opens zip files and pickles, and takes the memory that a header asks for; this reads arrays alone.
+
     Raises:
         DataError: it cannot be read, or holds something else.
     """
     try:
         with open_regular(path) as file:
-            return np.asarray(np.load(file, allow_pickle=False), np.float32)
+            shape, by_columns, dtype = _npy_header(file)
+            count = math.prod(shape)
+            stored = os.fstat(file.fileno()).st_size - file.tell()
+            if dtype.kind not in "biuf":
+                raise ValueError(f"it holds {dtype}")
+            if count * dtype.itemsize > stored:
+                raise ValueError(f"it is too short for its shape {shape}; is it whole?")
+            flat = np.frombuffer(file.read(count * dtype.itemsize), dtype, count)
+            with np.errstate(over="ignore"):
+                array = np.asarray(flat.reshape(shape[::-1]).T if by_columns else flat.reshape(shape), np.float32)
+            return array if array.flags.writeable else array.copy()
     except OSError as error:
         raise DataError(f"'{path}' cannot be read: {error.strerror or error}") from error
-    except (ValueError, EOFError, TypeError, MemoryError) as error:
+    except (ValueError, TypeError, MemoryError) as error:
         raise DataError(f"'{path}' is no .npy file of numbers: {error}") from error
+
+
+def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, whether the first axis varies fastest, and type, from the beginning of an .npy file.
+
+    Raises:
+        ValueError, TypeError, MemoryError: it is none.
+    """
+    version = np.lib.format.read_magic(file)
+    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+    if read is None:
+        raise ValueError(f"its version is {version[0]}.{version[1]}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Python's parser, about what is in the header
+            shape, by_columns, dtype = read(file)
+    except (ArithmeticError, LookupError, RecursionError, SyntaxError, tokenize.TokenError) as error:
+        raise ValueError("its header is damaged") from error
+    if min(shape, default=0) < 0:
+        raise ValueError(f"its shape is {shape}")
+    return shape, by_columns, dtype
 
 
 def read_any_mean(text: str) -> Floats | None:

@@ -25,6 +25,8 @@ from caffepy.predict.transformer import Transformer
 EDGES = ("ymin", "xmin", "ymax", "xmax")
 """A window's numbers, in their order; the last row and column are not in it."""
 _MAX_BYTES = 1 << 28
+_FARTHEST = 2**31 - 1
+"""Pixels from the corner of an image."""
 _BATCH = 16
 """Windows that go through the net together."""
 
@@ -72,6 +74,8 @@ def _window(row: dict[str, str | None], where: str) -> Window:
     try:
         numbers = [float(row[name] or "") for name in EDGES]
         edges = tuple(int(number) for number in numbers)
+        if max(map(abs, edges)) > _FARTHEST:
+            raise ValueError("no image is so large")
     except (ValueError, OverflowError):
         texts = ",".join(str(row[name]) for name in EDGES)
         raise DataError(f"{where}: {','.join(EDGES)} = {texts} are not four numbers; mend the line") from None

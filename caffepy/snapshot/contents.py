@@ -6,13 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import h5py
 import numpy as np
 
 from caffepy.config.checksum import extend_checksum
-from caffepy.hdf5 import check_dataset, find_object
+from caffepy.hdf5 import Dataset, Group, check_dataset, find_object
 
 _MAX_LEVELS = 100
 """Groups within each other."""
@@ -72,13 +70,13 @@ class Contents:
     """All datasets of a file, to be iterated once.
 
     Args:
-        file: open for reading.
+        file: its root group.
 
     Raises, while it is iterated:
-        ValueError, TypeError, KeyError, OSError, RuntimeError: the file is damaged or refused.
+        ValueError, TypeError, OSError: the file is damaged or refused.
     """
 
-    def __init__(self, file: h5py.File) -> None:
+    def __init__(self, file: Group) -> None:
         self._file = file
         self.checksum = 0
         """Of what was read so far."""
@@ -86,7 +84,7 @@ class Contents:
         """Datasets read so far, by the first name of their path."""
 
     def __iter__(self) -> Iterator[Content]:
-        size, length = 0, self._file.id.get_filesize()
+        size, length = 0, self._file.file.length
         for path, dataset, attributes in _datasets(self._file):
             size = check_dataset(dataset, size)
             if size > _SMALL + length * _MAX_PACKED:
@@ -102,15 +100,15 @@ class Contents:
         Raises:
             ValueError: the attribute is something else.
         """
-        if name not in self._file.attrs:
+        if name not in self._file.attributes:
             return None
-        attribute = self._file.attrs.get_id(name)
-        if attribute.shape != () or attribute.dtype.kind not in "iu":
+        value = self._file.attributes[name]
+        if value is None:
             raise ValueError(f"the attribute '{name}' is no whole number")
-        return int(self._file.attrs[name])
+        return value
 
 
-def content_checksum(file: h5py.File) -> tuple[int, list[tuple[str, ...]]]:
+def content_checksum(file: Group) -> tuple[int, list[tuple[str, ...]]]:
     """The CRC-32C of all datasets with their paths, types and shapes, and these paths; of a file of our own."""
     checksum, paths = 0, []
     for path, dataset, _ in _datasets(file):
@@ -124,33 +122,36 @@ def _extend(checksum: int, path: tuple[str, ...], array: np.ndarray) -> int:
     return extend_checksum(extend_checksum(checksum, title.encode()), array.tobytes())
 
 
-def _read(dataset: h5py.Dataset) -> np.ndarray:
+def _read(dataset: Dataset) -> np.ndarray:
     """The values, of numbers or of fixed or variable strings.
 
     Raises:
         TypeError: they are of another type.
     """
     kind = dataset.dtype
-    if kind.str[1:] in (*_FLOATS, *_INTEGERS) or kind.kind == "S":
-        return np.asarray(dataset[()], kind)
-    if dataset.shape == () and h5py.check_string_dtype(kind) is not None:
-        return np.array(bytes(dataset[()]))
-    raise TypeError(f"'{dataset.name}' is of type {kind}, which no snapshot holds")
+    if kind is not None and (kind.str[1:] in (*_FLOATS, *_INTEGERS) or kind.kind == "S"):
+        return dataset.read()
+    if dataset.is_text and dataset.shape == ():
+        return np.array(dataset.text())
+    raise TypeError(f"'{dataset.name}' is of type {dataset.kind}, which no snapshot holds")
 
 
-def _datasets(file: h5py.File) -> Iterator[tuple[tuple[str, ...], h5py.Dataset, frozenset[str]]]:
+def _datasets(file: Group) -> Iterator[tuple[tuple[str, ...], Dataset, frozenset[str]]]:
     """Path, dataset and the names of its group's attributes; those of a group before those of the groups in it."""
     seen = set()
-    waiting: list[tuple[tuple[str, ...], Any]] = [((), file)]
+    waiting: list[tuple[tuple[str, ...], Group]] = [((), file)]
     while waiting:
         path, group = waiting.pop()
-        address = h5py.h5o.get_info(group.id).addr
-        if address in seen or len(path) > _MAX_LEVELS:
+        if group.address in seen or len(path) > _MAX_LEVELS:
             raise ValueError(f"the group '{'/'.join(path)[:200]}' is there twice, in itself or too deep in others")
-        seen.add(address)
-        attributes = frozenset(group.attrs) if path else frozenset()
-        items = [
-            ((*path, name), find_object(group, name)) for name in sorted(group, key=lambda name: (len(name), name))
-        ]
-        yield from ((name, item, attributes) for name, item in items if isinstance(item, h5py.Dataset))
-        waiting += reversed([pair for pair in items if isinstance(pair[1], h5py.Group)])
+        seen.add(group.address)
+        attributes = frozenset(group.attributes) if path else frozenset()
+        inner = []
+        for name in sorted(group.links, key=lambda name: (len(name), name)):
+            group.file.charge(sum(map(len, path)))  # long paths of many datasets take time as well
+            item = find_object(group, name)
+            if isinstance(item, Dataset):
+                yield (*path, name), item, attributes
+            elif isinstance(item, Group):
+                inner.append(((*path, name), item))
+        waiting += reversed(inner)

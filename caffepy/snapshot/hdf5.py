@@ -1,4 +1,4 @@
-"""The HDF5 form of snapshots, as Caffe lays it out; the only user of h5py for snapshots.
+"""The HDF5 form of snapshots, as Caffe lays it out. h5py writes, `caffepy.hdf5` reads.
 
 Weights: `/data/<layer>/<index>` (and `/diff`), each parameter under its owner (Caffe's `net.cpp`, ToHDF5). A layer's
 name is its path, so that the group of `conv1/bn` lies in that of `conv1`. State: `/iter`, `/learned_net`,
@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import quote, unquote
 
-import h5py
 import numpy as np
 from google.protobuf.message import DecodeError
 
 from caffepy.config.checksum import wrong_checksum
 from caffepy.errors import RunError, SnapshotError
-from caffepy.hdf5 import find_object, open_hdf5
+from caffepy.hdf5 import Dataset, Group, find_object, open_hdf5, read_hdf5
 from caffepy.net.weights import to_blob_proto
 from caffepy.proto.caffe_pb2 import BlobProto, NetParameter, SolverState
 from caffepy.snapshot.contents import Content, Contents, content_checksum
@@ -48,10 +47,13 @@ def _create(target: BinaryIO, blobs: str) -> Iterator[Any]:
         target: the file.
         blobs: the group whose datasets are its blobs.
     """
+    import h5py
+
     buffer = io.BytesIO()
     with h5py.File(buffer, "w") as file:
         yield file
-        checksum, paths = content_checksum(file)
+        file.flush()
+        checksum, paths = content_checksum(read_hdf5(buffer))
         file.attrs[_CHECKSUM] = np.uint32(checksum)
         file.attrs[_BLOBS] = np.uint32(sum(path[0] == blobs for path in paths))
     target.write(buffer.getbuffer())
@@ -130,8 +132,8 @@ def read_weights_hdf5(path: Path) -> NetParameter:
     result = NetParameter()
     layers: dict[str, dict[int, BlobProto]] = {}
     with open_hdf5(path, SnapshotError, "snapshot") as file:
-        if not isinstance(find_object(file, "data"), h5py.Group):
-            what = "a .solverstate.h5; resume from it with --snapshot" if "iter" in file else "something else"
+        if not isinstance(find_object(file, "data"), Group):
+            what = "a .solverstate.h5; resume from it with --snapshot" if "iter" in file.links else "something else"
             raise SnapshotError(f"{path}: is no .caffemodel.h5 but {what}")
         contents = Contents(file)
         for content in contents:
@@ -195,6 +197,8 @@ def _write_string(file: Any, name: str, value: str) -> None:
 
     Caffe reads as many bytes as the type has and looks for the NUL in them (`util/hdf5.cpp`, hdf5_load_string).
     """
+    import h5py
+
     content = value.encode()
     kind = h5py.h5t.C_S1.copy()
     kind.set_size(len(content) + 1)
@@ -213,8 +217,8 @@ def read_state_hdf5(path: Path) -> SolverState:
     state = SolverState()
     history: dict[str, BlobProto] = {}
     with open_hdf5(path, SnapshotError, "snapshot") as file:
-        if not isinstance(find_object(file, "iter"), h5py.Dataset) or "history" not in file:
-            what = "a .caffemodel.h5; load it with --weights" if "data" in file else "something else"
+        if not isinstance(find_object(file, "iter"), Dataset) or "history" not in file.links:
+            what = "a .caffemodel.h5; load it with --weights" if "data" in file.links else "something else"
             raise SnapshotError(f"{path}: is no .solverstate.h5 but {what}")
         fields: dict[str, Content] = {}
         contents = Contents(file)

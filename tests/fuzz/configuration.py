@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fuzz import seeds
-from fuzz.mutate import Random, damage_message
+from fuzz.mutate import LONG, Random, damage_message
 from fuzz.target import TextTarget, copied
 from google.protobuf import text_format
 
@@ -75,6 +75,44 @@ class NetText(TextTarget):
             plan_memory(param, context, fuse=phase == caffe_pb2.TRAIN)
 
 
+class GeneratedText(TextTarget):
+    """Texts made of what a reader of prototxt knows, each repeated up to so often that the text has 300 kB."""
+
+    name = "generated prototxt"
+    file = "made.prototxt"
+    share = 4
+
+    def prepare(self) -> None:
+        self.texts = seeds.nets()[:3]
+
+    def make(self, random: Random) -> bytes:
+        parts = [random.choice(self.texts)] if random.random() < 0.3 else []
+        for _ in range(random.choice((1, 2, 3, 8))):
+            piece = random.choice(_PIECES) if random.random() < 0.8 else random.choice(LONG)
+            parts.append(piece * int(10 ** random.uniform(0, 5) / len(piece) + 1))
+        if random.random() < 0.5:
+            random.shuffle(parts)
+        text = random.choice(("", " ", "\n")).join(parts) + random.choice(("", "}", "} }", '"', " x: 1", " top { }"))
+        return text.encode()[:300_000]
+
+    def read(self) -> None:
+        for read in (read_net, read_solver):
+            with contextlib.suppress(UserError):
+                read(self.path)
+
+
+_PIECES = (
+    "a", "_9", " ", "\n", "#", "# a\n", '"', "'", "\\", '\\"', '"a" ', '"\\x41"', "{", "}", "[", "]", "<", ">", ":",
+    ",", ";", ".", "-", "+", "1", "9", "1 ", "1,", "0x", "1.", "1e9 ", "ä", "layer {", "layer { ", "layers { layer {",
+    "}\n{", "name: ", 'name: "', "name: '", 'top: "a" ', "include { } ", "param { } ", "zzz_param { ", 'type: "ReLU" ',
+    "type: RELU ", "input_dim: [", "input_dim: 1 ", "stepvalue: 1\n", "loss_weight: ", "state { phase: ",
+    'layer { name: "a" type: "ReLU" bottom: "a" top: "a" }\n', "shape { dim: 1 } ", "[a.b] { ", "any: ", "x { x ",
+    'layers { name: "a" type: RELU bottom: "a" top: "a" blobs_lr: 1 }\n', 'Message type "caffepy.',
+    "has no value named ", "Couldn't parse integer: ", "Expected string but found: '",
+)  # fmt: skip
+"""Tokens, beginnings of fields, and parts of protobuf's messages, in which its errors are searched for."""
+
+
 class V1Text(NetText):
     name = "V1 prototxt"
     share = 3
@@ -95,6 +133,7 @@ class NetRun(TextTarget):
     """A net that is built on the CPU and runs one iteration."""
 
     name = "net, run on the CPU"
+    seconds = 8.0  # kernels may be compiled
     file = "run.prototxt"
     share = 1
     kind = caffe_pb2.NetParameter
@@ -172,4 +211,4 @@ class DetectionFiles(TextTarget):
                 reader(self.layer, str(self.path))
 
 
-TARGETS = (SolverText, NetText, V1Text, V0Text, NetRun, RunLog, DetectionFiles)
+TARGETS = (SolverText, NetText, GeneratedText, V1Text, V0Text, NetRun, RunLog, DetectionFiles)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 from fuzz import seeds
-from fuzz.mutate import Random
-from fuzz.mutate_hdf5 import damage_hdf5
+from fuzz.mutate import Random, damage_text
+from fuzz.mutate_hdf5 import damage_hdf5, damage_structure, structured_files
 from fuzz.target import BinaryTarget, TextTarget
 
 from caffepy.proto import caffe_pb2
@@ -111,17 +111,21 @@ def _data_error() -> type[Exception]:
 class Hdf5Data(BinaryTarget):
     name = "HDF5 data"
     file = "data.h5"
-    share = 3
+    share = 6
 
     def prepare(self) -> None:
-        self.blobs = seeds.golden("data.h5")
+        self.blobs = [*seeds.golden("data.h5"), *structured_files()]
         self.list = self.folder / "list.txt"
         self.list.write_text(str(self.path))
 
     def make(self, random: Random) -> bytes:
-        if random.random() < 0.5:
+        chance = random.random()
+        if chance < 0.2:
             return super().make(random)
-        return damage_hdf5(self.blobs[0], random)
+        data = random.choice(self.blobs)
+        if chance < 0.5:
+            data = damage_hdf5(self.blobs[0], random)
+        return damage_structure(data, random) if chance > 0.4 else data
 
     def read(self) -> None:
         from caffepy.data.sources.hdf5 import Hdf5Source
@@ -149,6 +153,85 @@ class ImageList(TextTarget):
         for number in range(min(len(source), 20)):
             with contextlib.suppress(_data_error()):
                 source.read(number)
+
+
+class WindowFile(TextTarget):
+    name = "window file"
+    file = "windows.txt"
+
+    def prepare(self) -> None:
+        self.texts = ["# 0 a.png 3 40 60 2\n1 0.9 1 2 30 40\n0 0.1 3 4 5 6\n# 1 b.png 3 9 9 1\n2 1.0 0 0 8 8\n"]
+
+    def read(self) -> None:
+        from caffepy.data.sources.windows import WindowSource
+
+        WindowSource(self.path, f"{self.folder}/", (0.5, 0.5), False).fingerprint()
+
+
+class WindowTable(TextTarget):
+    name = "windows as CSV"
+    file = "windows.csv"
+
+    def prepare(self) -> None:
+        self.texts = ["filename,ymin,xmin,ymax,xmax\na.png,1,2,30,40\nb.png,0.5,1e1,9,9\n"]
+
+    def read(self) -> None:
+        from caffepy.predict import read_windows
+
+        read_windows(self.path)
+
+
+class Annotation(TextTarget):
+    """Boxes in XML, JSON and text."""
+
+    name = "annotation"
+    file = "boxes"
+
+    def prepare(self) -> None:
+        box = "<bndbox><xmin>1</xmin><ymin>2</ymin><xmax>30</xmax><ymax>40</ymax></bndbox>"
+        size = "<size><width>60</width><height>40</height></size>"
+        self.texts = [
+            f"<annotation>{size}<object><name>cat</name><difficult>1</difficult>{box}</object></annotation>",
+            '{"image": {"height": 40, "width": 60}, "annotation": [{"category_id": 1, "bbox": [1, 2.5, 3, 4]}]}',
+            "1 1 2 30 40\n2 0 0 5.5 6\n",
+        ]
+
+    def read(self) -> None:
+        from caffepy.data.conversion.annotation_files import READERS, read_boxes
+
+        for kind in READERS:
+            with contextlib.suppress(_data_error()):
+                read_boxes(str(self.path), kind, (40, 60), {"cat": 1, "1": 2}, caffe_pb2.AnnotatedDatum())
+
+
+class Npy(BinaryTarget):
+    """Arrays of numbers; half of the damaged ones have another text as their header."""
+
+    name = ".npy"
+    file = "mean.npy"
+    share = 2
+
+    def prepare(self) -> None:
+        self.blobs = []
+        for values in (np.ones((3, 4, 5), "f4"), np.ones((2, 3), ">f8", order="F"), np.ones(3, "i2"), np.ones((), "?")):
+            np.save(self.path, values)
+            self.blobs.append(self.path.read_bytes())
+        np.savez(self.folder / "a.npz", a=values)
+        self.blobs.append((self.folder / "a.npz").read_bytes())
+        self.headers = [blob[10:].split(b"\n")[0].decode("latin-1") for blob in self.blobs[:-1]]
+
+    def make(self, random: Random) -> bytes:
+        if random.random() < 0.5:
+            return super().make(random)
+        header = damage_text(random.choice(self.headers), self.headers, random)[:60000]
+        return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(random.choice((0, 48, 300)))
+
+    def read(self) -> None:
+        from caffepy.predict.images import read_any_mean, read_images
+
+        with contextlib.suppress(_data_error()):
+            read_any_mean(str(self.path))
+        read_images(self.path)
 
 
 class Image(BinaryTarget):
@@ -225,4 +308,6 @@ class Idx(BinaryTarget):
                 parse(data, "file")
 
 
-TARGETS = (Lmdb, ChangingLmdb, Hdf5Data, ImageList, Image, Datum, Mean, Blob, Idx)
+TARGETS = (
+    Lmdb, ChangingLmdb, Hdf5Data, ImageList, WindowFile, WindowTable, Annotation, Npy, Image, Datum, Mean, Blob, Idx
+)  # fmt: skip

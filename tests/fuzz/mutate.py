@@ -32,6 +32,8 @@ TEXTS = (
     "-x",
     "%s{}",
 )
+LONG = ("9" * 5000, "-" + "7" * 70_000, "0x" + "f" * 5000, "9" * 400 + ".5", "1e" + "9" * 5000, "0" * 5000 + "8")
+"""Numbers that no machine holds; Python turns no text of more than 4300 digits into one."""
 WORDS = ("0", "-1", "1e6", "1000000", "4294967295", "99999999999999999999", "inf", "-inf", "nan", "1e39", "true", "''")
 MAX_BYTES = 1 << 20
 """Longest input; what grows beyond it is cut."""
@@ -114,7 +116,9 @@ def _change_tokens(tokens: list[str], others: Sequence[str], random: Random) -> 
     what = random.randrange(8)
     if what < 3:
         numbers = [i for i, token in enumerate(tokens) if token[0] in string.digits + "-+."]
-        tokens[random.choice(numbers) if numbers else at] = random.choice((*WORDS, str(random.choice(INTEGERS))))
+        tokens[random.choice(numbers) if numbers else at] = random.choice(
+            (*WORDS, str(random.choice(INTEGERS)), random.choice(LONG))
+        )
     elif what == 3:
         tokens[at] = tokens[random.randrange(len(tokens))]
     elif what == 4:

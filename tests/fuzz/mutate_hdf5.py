@@ -1,4 +1,4 @@
-"""Damages HDF5 files as somebody would who means harm: objects that read other files, sizes, types, links."""
+"""Damages HDF5 files on purpose: objects that read other files, sizes, types, links; addresses in their structure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import h5py
 import numpy as np
-from fuzz.mutate import Random
+from fuzz.mutate import INTEGERS, Random
 
 _SIZES = (0, 1, 3, 7, 2**16, 2**31 - 1, 2**31, 2**40, 2**62)
 _KINDS: tuple[Any, ...] = (
@@ -23,13 +23,13 @@ _REFUSALS = (KeyError, OSError, RuntimeError, TypeError, ValueError)
 _OTHER = "/proc/self/environ"
 
 
-def damage_hdf5(data: bytes, random: Random, seal: Callable[[h5py.File], None] | None = None) -> bytes:
+def damage_hdf5(data: bytes, random: Random, seal: Callable[[h5py.File, io.BytesIO], None] | None = None) -> bytes:
     """One to three changes to the objects of a whole file.
 
     Args:
         data: the file.
         random: decides what is changed.
-        seal: called at the end, to bring checksums up to date.
+        seal: called with the open file and its bytes at the end, to bring checksums up to date.
     """
     buffer = io.BytesIO(data)
     with h5py.File(buffer, "r+") as file:
@@ -40,8 +40,71 @@ def damage_hdf5(data: bytes, random: Random, seal: Callable[[h5py.File], None] |
                     change(file, name, random)
         if seal is not None:
             with contextlib.suppress(*_REFUSALS):  # what is there now may have no checksum
-                seal(file)
+                seal(file, buffer)
     return buffer.getvalue()
+
+
+_SIGNATURES = (
+    b"TREE", b"SNOD", b"HEAP", b"GCOL", b"FRHP", b"FHDB", b"FHIB", b"BTHD", b"BTLF", b"BTIN", b"OHDR", b"OCHK",
+    b"FAHD", b"FADB", b"EAHD", b"EAIB", b"EASB", b"EADB", b"\x89HDF",
+)  # fmt: skip
+"""Of superblocks, object headers, groups, heaps and indexes of chunks."""
+
+
+def damage_structure(data: bytes, random: Random) -> bytes:
+    """One to four words of a file's structure changed: counts, sizes, and addresses, which then form loops."""
+    places, addresses = _structure(data)
+    changed = bytearray(data)
+    for _ in range(random.choice((1, 1, 2, 4))):
+        if random.random() < 0.5:  # an address: to another structure, often one that it is part of
+            at, size, value = random.choice(addresses or places), 8, random.choice(places)
+        else:
+            at = random.choice(places) + random.randrange(random.choice((8, 32, 96)))
+            size = random.choice((1, 2, 4, 8))
+            value = random.choice((*INTEGERS, len(data), len(data) - 1, random.choice(places)))
+        if at + size <= len(changed):
+            changed[at : at + size] = (value & (1 << 8 * size) - 1).to_bytes(size, "little")
+    return bytes(changed)
+
+
+@cache
+def _structure(data: bytes) -> tuple[list[int], list[int]]:
+    """Where structures begin, and where their addresses are stored."""
+    places = sorted(at for signature in _SIGNATURES for at in _all(data, signature))
+    words = [at for at in range(len(data) - 8) if 48 <= int.from_bytes(data[at : at + 8], "little") < len(data)]
+    pointed = {int.from_bytes(data[at : at + 8], "little") for at in words}
+    headers = [
+        at for at in sorted(pointed) if data[at : at + 2] == b"\x01\x00" and data[at + 4 : at + 8] == b"\x01\0\0\0"
+    ]
+    places += headers
+    return places, [at for at in words if int.from_bytes(data[at : at + 8], "little") in set(places)]
+
+
+def _all(data: bytes, signature: bytes) -> list[int]:
+    found, at = [], data.find(signature)
+    while at >= 0:
+        found.append(at)
+        at = data.find(signature, at + 1)
+    return found
+
+
+def structured_files() -> list[bytes]:
+    """Files with `data` and `label` in every form of groups, attributes and indexes of chunks."""
+    found = []
+    packed: dict[str, Any] = {"compression": "gzip", "shuffle": True, "fletcher32": True}
+    for version in ("earliest", "v108", "latest"):
+        for limit, more in (((None, 2), {}), ((None, None), packed), ((300, 2), packed), ((300, 2), {})):
+            buffer = io.BytesIO()
+            with h5py.File(buffer, "w", libver=(version, "latest")) as file:
+                values = np.arange(600, dtype=np.float32).reshape(300, 2)
+                file.create_dataset("data", data=values, chunks=(2, 1), maxshape=limit, **more)
+                file["label"] = np.arange(300)
+                for number in range(12):
+                    file.create_group(f"group {number}").attrs["x"] = number
+                    file.attrs[f"attribute {number}"] = number
+                file["text"], file["soft"] = "a string", h5py.SoftLink("/data")
+            found.append(buffer.getvalue())
+    return found
 
 
 @cache

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import math
+import io
 from pathlib import Path
 
 import h5py
 import numpy as np
 from fuzz import seeds
 from fuzz.mutate import Random, damage_message
-from fuzz.mutate_hdf5 import damage_hdf5, reads_others
+from fuzz.mutate_hdf5 import damage_hdf5, damage_structure
 from fuzz.target import BinaryTarget, FileTarget
 
 from caffepy.config.checksum import checksummed, stored_blobs
@@ -24,29 +24,23 @@ def resealed(message: caffe_pb2.NetParameter | caffe_pb2.SolverState) -> bytes:
     return b"".join(checksummed(type(message), len(stored_blobs(message)), [message.SerializePartialToString()]))
 
 
-def reseal_hdf5(file: h5py.File) -> None:
-    """Bring the attributes up to date; the group that holds the blobs is `data` or `history`."""
+def reseal_hdf5(file: h5py.File, buffer: io.BytesIO) -> None:
+    """Bring the attributes up to date; the group that holds the blobs is `data` or `history`.
+
+    Args:
+        file: a file that is open for writing.
+        buffer: its bytes.
+
+    Raises:
+        TypeError, ValueError: it cannot be read as a snapshot.
+    """
+    from caffepy.hdf5 import read_hdf5
     from caffepy.snapshot.contents import content_checksum
 
-    if not _can_be_read(file):
-        return
-    checksum, paths = content_checksum(file)
+    file.flush()
+    checksum, paths = content_checksum(read_hdf5(buffer))
     file.attrs["caffepy_crc32c"] = np.uint32(checksum)
     file.attrs["caffepy_blobs"] = np.uint32(sum(path[0] in ("data", "history") for path in paths))
-
-
-def _can_be_read(file: h5py.File) -> bool:
-    """Whether reading all takes little memory and no other file, which ends the process where files are buffers."""
-
-    def refuse(_: str, item: h5py.Group | h5py.Dataset) -> bool | None:
-        if not isinstance(item, h5py.Dataset):
-            return None
-        if reads_others(item):
-            return True
-        bytes_ = math.prod(item.shape or ()) * item.id.get_type().get_size()
-        return True if bytes_ > 1 << 20 or (item.chunks and math.prod(item.chunks) * 16 < bytes_) else None
-
-    return file.visititems(refuse) is None
 
 
 class SnapshotTarget(BinaryTarget):
@@ -64,11 +58,14 @@ class SnapshotTarget(BinaryTarget):
 
 
 class Hdf5Target(BinaryTarget):
-    """An HDF5 snapshot; half of the damaged ones have other objects and, most of these, a valid checksum."""
+    """An HDF5 snapshot: bytes, structure, or other objects, of which most have a valid checksum."""
 
     def make(self, random: Random) -> bytes:
-        if random.random() < 0.5:
+        chance = random.random()
+        if chance < 0.25:
             return super().make(random)
+        if chance < 0.5:
+            return damage_structure(random.choice(self.blobs), random)
         seal = reseal_hdf5 if random.random() < 0.7 else None
         return damage_hdf5(random.choice(self.blobs), random, seal)
 

@@ -23,6 +23,8 @@ class Target(ABC):
     file = "input"
     share = 1
     """How many of the inputs, compared with the other targets."""
+    seconds = 2.0
+    """Of the processor, that the smallest input may take; each byte adds `worker.SECONDS_PER_BYTE`."""
     allowed: tuple[type[Exception], ...] = ()
     """Exceptions of its own that callers know about, beside CaffepyError."""
 

@@ -15,6 +15,7 @@ import resource
 import signal
 import struct
 import sys
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -25,6 +26,8 @@ from typing import Any
 HANG_SECONDS = 10
 GROWTH = 2**30
 """Bytes that memory may grow by in one input."""
+SECONDS_PER_BYTE = 20e-6
+"""A text of 1 MB is read in about a second; what takes 20 times as long takes no time in proportion to its size."""
 ADDRESS_SPACE = 6 * 2**30
 """RLIMIT_AS: beyond it an allocation fails, instead of the machine."""
 STATE = struct.Struct("<qq")
@@ -90,7 +93,7 @@ class Worker:
 
     def _try(self, target: Any, number: int) -> dict[str, str] | None:
         data = target.make(case_random(self._seed, target.name, number))
-        before = peak_bytes()
+        before, start = peak_bytes(), time.process_time()
         signal.alarm(HANG_SECONDS)
         try:
             target.use(data)
@@ -101,8 +104,12 @@ class Worker:
                 return {"kind": "escape", "what": describe(error), "where": traceback.format_exc()}
         finally:
             signal.alarm(0)
-        grown = peak_bytes() - before
-        return {"kind": "growth", "what": f"{grown / 2**30:.1f} GiB", "where": ""} if grown > GROWTH else None
+        seconds, grown = time.process_time() - start, peak_bytes() - before
+        if grown > GROWTH:
+            return {"kind": "growth", "what": f"{grown / 2**30:.1f} GiB", "where": f"{len(data)} bytes"}
+        if seconds > target.seconds + len(data) * SECONDS_PER_BYTE:
+            return {"kind": "growth", "what": "time", "where": f"{seconds:.1f} s for {len(data)} bytes"}
+        return None
 
 
 def describe(error: Exception) -> str:

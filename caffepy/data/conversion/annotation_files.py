@@ -21,6 +21,8 @@ from caffepy.registry import suggest
 logger = logging.getLogger(__name__)
 
 _MAX_BYTES = 1 << 24
+_MAX_SIDE = 2**31 - 1
+"""Of an image; Caffe's sizes are int32."""
 
 Size = tuple[int, int]
 """Height and width."""
@@ -48,14 +50,14 @@ class BoxWriter:
         """Boxes count in what the annotation says the image's size is; in the image's own if it says nothing.
 
         Raises:
-            DataError: the size is not positive.
+            DataError: the size is not positive, or larger than an image's.
         """
         if stated is None:
             logger.warning("'%s' does not say the image's size; the image's own is taken", self.path)
         elif stated != image:
             logger.warning("'%s': says %d x %d, but the image is %d x %d", self.path, *stated, *image)
         self.size = stated or image
-        if min(self.size) <= 0:
+        if not 0 < min(self.size) <= max(self.size) <= _MAX_SIDE:
             raise DataError(f"'{self.path}': the image's size is {self.size[0]} x {self.size[1]}; correct it")
 
     def label(self, name: str) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +16,7 @@ from caffepy.data.random import permutation
 from caffepy.data.sources.source import hash_of
 from caffepy.errors import DataError
 from caffepy.files import read_list, working_folder
-from caffepy.hdf5 import check_dataset, find_object, open_hdf5
-
-if TYPE_CHECKING:
-    import h5py
+from caffepy.hdf5 import Dataset, Group, check_dataset, find_object, open_hdf5
 
 _MAX_LIST_BYTES = 1 << 26
 _MAX_NAMES = 20
@@ -64,7 +60,7 @@ class Hdf5Source:
         if not os.path.lexists(path):
             raise DataError(f"HDF5 file '{path}' does not exist (looked from {working_folder()})")
         with open_hdf5(path, DataError) as file:
-            shapes = [dataset.shape for dataset in self._find(file, path)]
+            shapes = [shape for _, shape in self._find(file, path)]
         rows = {name: shape[0] for name, shape in zip(self._datasets, shapes, strict=True)}
         if len(set(rows.values())) > 1:
             found = ", ".join(f"'{name}' has {count}" for name, count in rows.items())
@@ -91,24 +87,24 @@ class Hdf5Source:
 
     def _read(self, path: Path) -> list[NDArray[np.float32]]:
         with open_hdf5(path, DataError) as file:
-            arrays = [dataset.astype(np.float32)[...] for dataset in self._find(file, path)]
+            arrays = [dataset.read(np.float32) for dataset, _ in self._find(file, path)]
         shapes = [(self.rows[self.files.index(path)], *shape) for shape in self.row_shapes]
         if [array.shape for array in arrays] != shapes:
             raise DataError(f"HDF5 file '{path}' was changed while it was read; start again, and write to a copy of it")
         return arrays
 
-    def _find(self, file: h5py.File, path: Path) -> list[h5py.Dataset]:
-        """The datasets of the tops, none of which reads other files or takes more memory than the file justifies."""
-        datasets, size = [_dataset(file, name, path) for name in self._datasets], 0
-        for dataset in datasets:
+    def _find(self, file: Group, path: Path) -> list[tuple[Dataset, tuple[int, ...]]]:
+        """The datasets of the tops and their shapes; none takes more memory than the file justifies."""
+        found, size = [], 0
+        for dataset in [_dataset(file, name, path) for name in self._datasets]:
             size = check_dataset(dataset, size)
-            _check_values(dataset, path)
-        return datasets
+            found.append((dataset, _check_values(dataset, path)))
+        return found
 
     def fingerprint(self) -> dict[str, str]:
         """`RecordSource.fingerprint`, of the rows of each file and the first file's first row."""
         with open_hdf5(self.files[0], DataError) as file:
-            rows = [dataset.astype(np.float32)[0] for dataset in self._find(file, self.files[0])]
+            rows = [dataset.read(np.float32, rows=1)[0] for dataset, _ in self._find(file, self.files[0])]
         return {
             "the number of rows of each file": ", ".join(map(str, self.rows)),
             "the hash of the first row": hash_of(*(np.asarray(row).tobytes() for row in rows)),
@@ -201,24 +197,22 @@ def _beside(list_path: Path, name: str, resolve: Callable[[str], Path]) -> Path:
     return beside if not os.path.exists(found) and os.path.exists(beside) else found
 
 
-def _dataset(file: h5py.File, name: str, path: Path) -> h5py.Dataset:
+def _dataset(file: Group, name: str, path: Path) -> Dataset:
     """The dataset of a top."""
-    import h5py
-
     dataset = find_object(file, name)
-    if not isinstance(dataset, h5py.Dataset):
-        names = sorted(file)
+    if not isinstance(dataset, Dataset):
+        names = sorted(file.links)
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         there = ", ".join(names[:_MAX_NAMES]) or "none"
         raise DataError(f"HDF5 file '{path}' has no dataset '{name}'; it has: {there}{more}")
     return dataset
 
 
-def _check_values(dataset: h5py.Dataset, path: Path) -> None:
-    """Refuse a dataset that no top can take."""
+def _check_values(dataset: Dataset, path: Path) -> tuple[int, ...]:
+    """The shape of a dataset; one that no top can take is refused."""
     name = dataset.name.removeprefix("/")
-    if dataset.dtype.kind not in "fiu":
-        raise DataError(f"HDF5 file '{path}': dataset '{name}' holds {dataset.dtype}; a top takes numbers")
+    if dataset.dtype is None or dataset.dtype.kind not in "fiu":
+        raise DataError(f"HDF5 file '{path}': dataset '{name}' holds {dataset.kind}; a top takes numbers")
     if not dataset.shape or dataset.size == 0:
         raise DataError(f"HDF5 file '{path}': dataset '{name}' is empty or has no axis of rows")
     if dataset.size > MAX_ELEMENTS:
@@ -227,3 +221,4 @@ def _check_values(dataset: h5py.Dataset, path: Path) -> None:
             "may be; divide it over several files"
         )
     check_shape(dataset.shape, f"HDF5 file '{path}': dataset '{name}'")
+    return dataset.shape

@@ -88,13 +88,16 @@ class WindowSource:
                 self.channels, _, _, count = (int(next(words)) for _ in range(4))
                 for _ in range(count):
                     label, overlap = int(next(words)), float(next(words))
-                    rows.append((image, label, *(int(next(words)) for _ in range(4))))
+                    corners = [int(next(words)) for _ in range(4)]
+                    if any(abs(value) > _FARTHEST for value in (label, *corners)):
+                        raise DataError(f"{self.description}: image {image} has a path or a window that cannot be one")
+                    rows.append((image, label, *corners))
                     overlaps.append(overlap)
             except (ValueError, StopIteration, RuntimeError) as error:
                 raise DataError(f"{self.description}: image {image} is not whole; {_FORMAT}") from error
             if number != image:
                 raise DataError(f"{self.description}: '# {number}' where '# {image}' was expected")
-            if "\0" in name or any(abs(value) > _FARTHEST for row in rows[-1:] for value in row):
+            if "\0" in name:
                 raise DataError(f"{self.description}: image {image} has a path or a window that cannot be one")
             self.files.append(root + name)
 

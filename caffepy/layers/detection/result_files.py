@@ -18,6 +18,8 @@ from caffepy.proto import caffe_pb2
 FORMATS = ("VOC", "COCO", "ILSVRC")
 _MAX_BYTES = 1 << 24
 """Of a label map file."""
+_MAX_DIGITS = 300
+"""Of a number; a longer one has no value as a double."""
 _Found = tuple[ImageSize, int, float, list[float]]
 """Image, label, score, and the box as left edge, top edge, width and height."""
 
@@ -45,7 +47,9 @@ def read_label_map(layer: Layer, name: str) -> dict[int, str]:
 
 
 def _number(word: str) -> int | float | str:
-    """The number that a word is, for JSON; else the word."""
+    """The number that a word is, for JSON; else, and where no double has its value, the word."""
+    if len(word) > _MAX_DIGITS:
+        return word
     if word.lstrip("-").isdecimal() and word.count("-") <= word.startswith("-"):
         return int(word)
     whole, dot, part = word.partition(".")

@@ -137,7 +137,13 @@ class PrefetchingLayer(Layer):
         training = self.context.phase == caffe_pb2.TRAIN
         self._count = self.context.shard.device_batch(size) if training else size
         self._warn_if_rounded(size)
-        for index, (blob, shape) in enumerate(zip(top, self._sample_shapes(), strict=True)):
+        shapes = self._sample_shapes()
+        if len(shapes) != len(top):
+            raise self.error(
+                f"has {len(top)} tops, but the samples of its source have {len(shapes)} parts; give it one top for "
+                "each, and data layers different names"
+            )
+        for index, (blob, shape) in enumerate(zip(top, shapes, strict=True)):
             blob.reshape(self.batch_shape(index, shape))
         if self._root:
             logger.info("output data size: %s", ",".join(map(str, top[0].shape)))

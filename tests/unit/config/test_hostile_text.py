@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,30 @@ def test_weights_with_a_path_in_another_encoding(tmp_path: Path, net: NetParamet
     (tmp_path / "w").write_bytes(net.SerializeToString().replace(b"path", b"\xd6\xd0\xce\xc4"))
     (layer,) = read_weights(tmp_path / "w").layer
     assert layer.data_param.source + layer.transform_param.mean_file == r"\xd6\xd0\xce\xc4"
+
+
+LONG = "a" * 10_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f'name: "{LONG}" x: 1', "unknown field 'x'"),
+        (f'layer {{ name: "{LONG}" top {{ }} }}', "braces are found where 'top' takes a value"),
+        ('layer { name: "x" top' + " " * 2_000_000 + "{ } }", "braces are found where 'top' takes a value"),
+        ('layer { type: "X" zzz_param { } "' + '\\"' * 2_000_000, "unknown field 'zzz_param' of LayerParameter"),
+        ('layer { type: "X" zzz_param { } ' + "'\\" * 2_000_000, "unknown field 'zzz_param' of LayerParameter"),
+        ("layer { " + "type: 'X' name: 'x' " * 1000 + "}", "field 'type' of LayerParameter is given twice"),
+        ("input_dim: 0x" + "9" * 1_000_000, "a number is outside the range of its field"),
+        ("input_dim: " + "9" * 1_000_000, "a whole number is expected"),
+        ("layer { " * 100_000, "unknown field 'layer' of LayerParameter"),
+    ],
+    ids=range(9),
+)
+def test_long_texts_are_refused_in_time_that_is_linear_in_them(tmp_path: Path, text: str, message: str) -> None:
+    """Each took minutes at a hundredth of its length where a regular expression tried each place in it."""
+    (tmp_path / "n.prototxt").write_text(text)
+    start = time.thread_time()
+    with pytest.raises(ConfigError, match=message):
+        read_net(tmp_path / "n.prototxt")
+    assert time.thread_time() - start < 30

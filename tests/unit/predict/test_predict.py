@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import cv2
 import h5py
@@ -14,7 +15,7 @@ import pytest
 from caffepy.cli.main import main
 from caffepy.errors import ConfigError, DataError
 from caffepy.predict import Model, Preparation, classify, image_files, read_images, read_windows
-from caffepy.predict.images import read_any_mean
+from caffepy.predict.images import read_any_mean, read_array
 from caffepy.proto import caffe_pb2
 from caffepy.pycaffe import Detector
 
@@ -116,6 +117,39 @@ def test_folders_and_arrays(net: list[str], red: Path, tmp_path: Path, capsys):
     assert image_files(tmp_path, "png") == [red]
     with pytest.raises(DataError, match=r"has no files that end in \.gif; name another ending with --ext"):
         image_files(tmp_path, "gif")
+
+
+def npy(header: str, values: bytes = b"") -> bytes:
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + values
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is no .npy file of numbers"),
+        (b"PK\x03\x04 a zip", "is no .npy file of numbers"),
+        (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1, }"), "its header is damaged"),
+        (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1,"), "is no .npy file of numbers"),
+        (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (" + "9" * 5000 + ",)}"), "is no .npy file of numbers"),
+        (npy("(" * 9000), "is no .npy file of numbers"),
+        (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (2147483648,)}"), "it is too short for its shape"),
+        (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (-1,)}"), "its shape is"),
+        (npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,)}", bytes(8)), "it holds object"),
+        (b"\x93NUMPY\x03\x00" + bytes(100), "its version is 3.0"),
+    ],
+)
+def test_damaged_arrays(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.npy").write_bytes(content)
+    with pytest.raises(DataError, match=rf"'.*a\.npy' .*{message}"):
+        read_array(tmp_path / "a.npy")
+
+
+@pytest.mark.parametrize("kind", ["f4", ">f8", "i2", "?"])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_arrays_are_read_as_numpy_reads_them(tmp_path: Path, kind: str, order: Any) -> None:
+    values = np.array(np.arange(24).reshape(2, 3, 4) % 7, kind, order=order)
+    np.save(tmp_path / "a.npy", values)
+    np.testing.assert_array_equal(read_array(tmp_path / "a.npy"), values.astype(np.float32), strict=True)
 
 
 def test_input_that_is_none(tmp_path: Path, net: list[str], red: Path, capsys):

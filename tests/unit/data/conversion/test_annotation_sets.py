@@ -169,6 +169,8 @@ BOMB = '<!DOCTYPE x [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;">]><annotatio
         ("xml", BOMB, "'1.anno' has a DOCTYPE, which annotations do not need; remove it"),
         ("xml", "<a/>", "its outermost element is <a>, not VOC's <annotation>"),
         ("xml", XML.format(height=0, width=1, objects=""), "'1.anno': the image's size is 0 x 1; correct it"),
+        ("xml", XML.format(height=1, width="9" * 400, objects=OBJECT.format(name="dog", difficult=0, box=(0, 0, 1, 1))),
+         "'1.anno': the image's size is 1 x 9+; correct it"),
         ("xml", XML.format(height=1, width=1, objects="<object><name>dog</name></object>"), "object 1 has no <bndbox>"),
         ("xml", XML.format(height=1, width=1, objects=OBJECT.format(name="dog", difficult=0, box="x123")),
          "'1.anno': object 1: xmin is 'x', not a number"),

@@ -119,6 +119,8 @@ def test_thresholds_say_which_windows_a_batch_takes(folder, thresholds, foregrou
         ("# 1 a.png 3 40 60 0", "'# 1' where '# 0' was expected"),
         ("# 0 a.png 3 40 60 1 0 0.9 1 2 3 4", "has a foreground window of class 0 or less"),
         ("# 0 a.png 3 40 60 1 1 0.9 1 2 3 99999999999999999999", "has a path or a window that cannot be one"),
+        ("# 0 a.png 3 40 60 2 1 0.9 1 2 3 99999999999999999999 1 1 1 2 3 4", "a window that cannot be one"),
+        ("# 0 a.png 3 40 60 2 -9999999999999999999999 0.9 1 2 3 4 1 1 1 2 3 4", "a window that cannot be one"),
     ],
 )
 def test_damaged_files(folder, text, message):

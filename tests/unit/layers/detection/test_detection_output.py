@@ -18,6 +18,7 @@ from caffepy.backend.meta.backend import MetaBackend
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, DataError, ShapeError
 from caffepy.layers import LayerContext
+from caffepy.layers.detection.result_files import _number
 from caffepy.net.net import Net
 from caffepy.proto import caffe_pb2
 
@@ -189,6 +190,13 @@ def test_coco_file(files: Path) -> None:
     found = json.loads((files / "out/det_.json").read_text())
     assert found[0] == {"image_id": 123, "category_id": "cat", "bbox": [20, 20, 80, 55], "score": pytest.approx(0.9)}
     assert found[3] == {"image_id": "b", "category_id": 7, "bbox": [0, 25, 18, 25], "score": pytest.approx(0.65)}
+
+
+def test_names_that_are_long_numbers_stay_texts() -> None:
+    """Python reads no number of more than 4300 digits, and JSON has no infinity."""
+    for name in ("9" * 5000, "9" * 400 + ".5"):
+        assert _number(name) == name
+    assert _number("12") == 12 and _number("-1.5") == -1.5
 
 
 @pytest.mark.parametrize(("kind", "name", "whole"), [("ILSVRC", "det_.txt", 4), ("VOC", "det_cat.txt", 2)])

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.backend import create_backend
+from caffepy.backend.meta.backend import MetaBackend
 from caffepy.blob import Blob
 from caffepy.data.schedule import Shard
 from caffepy.data.sources.lmdb_write import record_key, write_datums
@@ -354,3 +355,14 @@ def test_random_tops_change_with_the_pass_and_not_with_the_devices():
 def test_dummy_settings_that_are_refused(param, error, message):
     with pytest.raises(error, match=message):
         dummy(param)
+
+
+def test_shapes_of_a_layer_with_another_number_of_tops_are_refused(folder):
+    """Sample shapes are passed on by a layer's name, which two layers may share."""
+    param = LayerParameter(name="d", type="Data", top=["x"])
+    param.data_param.source, param.data_param.batch_size = f"{folder}/db", 2
+    layer = layer_class("Data")(param, LayerContext(MetaBackend(), sample_shapes={"d": [(3, 6, 8), ()]}))
+    with pytest.raises(
+        ConfigError, match=r"layer 'd' \(Data\): has 1 tops, but the samples of its source have 2 parts"
+    ):
+        layer.setup([], [Blob(layer.backend)])
