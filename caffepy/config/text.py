@@ -146,6 +146,11 @@ def _descriptor(name: str) -> Descriptor:
 
 
 def _unknown_field(message: Descriptor, name: str, root: str) -> str:
+    if name[:1].isdigit():  # protobuf takes a comma for the end of a field
+        return (
+            f"'{name}' is found behind a number where a field's name is expected; a comma is no decimal point: write "
+            "0.01 for 0,01, 10000 for 10,000, and a field of several values once for each of them"
+        )
     other = _other_kind_of_file(message, name, root)
     if other:
         return other

@@ -85,6 +85,14 @@ def test_an_error_says_what_where_and_what_to_do(text: str, message: str) -> Non
         _net(text)
 
 
+@pytest.mark.parametrize("text", ["base_lr: 0,01", "momentum: -0,9e1 max_iter: 1", "max_iter: 10,000", "display: 1, 2"])
+def test_a_comma_is_no_decimal_point(text: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^s\.prototxt:1:\d+: '\d+e?1?' is found .* comma is no decimal point: write 0\.01 for"
+    ):
+        parse_text(text, SolverParameter(), "s.prototxt")
+
+
 def test_a_net_given_as_a_solver_is_recognized() -> None:
     with pytest.raises(ConfigError, match=r"s:1:1: 'layer' is a field of a net, and a solver was expected"):
         parse_text('layer { name: "a" }', SolverParameter(), "s")
