@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
+from collections.abc import Iterator
 from typing import TypeVar
 
 from google.protobuf import text_format
@@ -247,3 +248,30 @@ def _unknown_value(enum_name: str, written: str) -> str:
 def _enum(name: str) -> EnumDescriptor:
     holder, _, short = name.rpartition(".")
     return (_descriptor(holder) if holder else caffe_pb2.DESCRIPTOR).enum_types_by_name[short]
+
+
+_LAYER_TOKEN = re.compile(r"""#[^\n]*|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|[{}<>]|[\w.]+""")
+
+
+def layer_blocks(text: str) -> Iterator[tuple[int, str]]:
+    """The line and text of each ``layer { }`` and ``layers { }`` of a net, also of one within a solver; linear in time.
+
+    Args:
+        text: a prototxt that `parse_text` has read, so that braces match.
+    """
+    line, counted = 1, 0
+    depth, begin, word = 0, 0, re.match("", text)
+    for token in _LAYER_TOKEN.finditer(text):
+        if token[0] in "{<":
+            if depth:
+                depth += 1
+            elif word is not None and word[0] in ("layer", "layers"):
+                begin, depth = word.start(), 1
+        elif token[0] in "}>" and depth:
+            depth -= 1
+            if not depth:
+                line += text.count("\n", counted, begin)
+                counted = begin
+                yield line, text[begin : token.end()]
+        if token[0][0] != "#":
+            word = token

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from caffepy.proto import caffe_pb2
@@ -85,7 +84,7 @@ def assign_proto(proto: Message, name: str, val: Any) -> None:
         try:
             _put(proto, name, value)
         except (AttributeError, TypeError, ValueError) as error:
-            raise type(error)(_refusal(proto.DESCRIPTOR, name, value)) from error
+            raise type(error)(_refusal(proto, name, value)) from error
 
 
 def _put(proto: Message, name: str, value: Any) -> None:
@@ -99,8 +98,9 @@ def _put(proto: Message, name: str, value: Any) -> None:
         setattr(proto, name, value)
 
 
-def _refusal(message: Descriptor, name: str, value: Any) -> str:
+def _refusal(proto: Message, name: str, value: Any) -> str:
     """What to say of a value that a field cannot hold."""
+    message = proto.DESCRIPTOR
     field = message.fields_by_name[name]
     if field.message_type is not None:
         wanted = f"a dict with fields of {field.message_type.name}"
