@@ -464,8 +464,8 @@ def test_layers_of_one_name_are_all_named(run: Run) -> None:
 
 def test_layers_of_old_formats_have_their_lines(run: Run) -> None:
     Path("net.prototxt").write_text(
-        'input: "data" input_shape { dim: 2 dim: 3 }\n\nlayers { name: "ip" type: INNER_PRODUCT bottom: "data" top: "ip"\n'
-        "inner_product_param { num_output: 0 } }"
+        'input: "data" input_shape { dim: 2 dim: 3 }\n\nlayers { name: "ip" type: INNER_PRODUCT bottom: "data" '
+        "top: 'ip' inner_product_param { num_output: 0 } }"
     )
     status, error = run("time", "--model", "net.prototxt", "--cpu")
     assert status == 2 and error.startswith("net.prototxt:3: layer 'ip' (InnerProduct): "), error
