@@ -119,7 +119,14 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for line in lines:
         logger.info("%s", line)
+    start = replace(start, typed=shlex.join(["caffepy", *_before_program(args)]))
     return LaunchedJob(start, args.restarts, args.min_nodes).run()
+
+
+def _before_program(args: argparse.Namespace) -> list[str]:
+    """The command line up to what is started, with ``--``."""
+    before = args.arguments[: len(args.arguments) - len(args.program)]
+    return [*before, "--"] if before[-1] != "--" else before
 
 
 def make_start(args: argparse.Namespace) -> Start:

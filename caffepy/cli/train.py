@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import platform
 import shlex
 from collections.abc import Sequence
@@ -303,6 +304,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 def _say_how_to_resume(args: argparse.Namespace, param: SolverParameter, iteration: int) -> None:
     from caffepy.config.paths import PathResolver
+    from caffepy.parallel.launch.run import LINE
     from caffepy.parallel.processes.launcher import find_launcher
     from caffepy.proto import caffe_pb2
     from caffepy.snapshot.files import snapshot_names
@@ -316,10 +318,10 @@ def _say_how_to_resume(args: argparse.Namespace, param: SolverParameter, iterati
         return
     if not state.exists():
         return
+    command = shlex.join(resuming(args.arguments, state))
     launcher = find_launcher()
-    ranks = f"{launcher.again} " if launcher and launcher.again else ""
-    command = ["caffepy", *resuming(args.arguments, state)]
-    logger.info("To go on from here: %s%s", ranks, shlex.join(command))
+    start = f"{launcher.again} caffepy" if launcher and launcher.again else "caffepy"
+    logger.info("To go on from here: %s %s", os.environ.get(LINE) or start, command)
 
 
 def resuming(arguments: Sequence[str], state: Path) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from caffepy.errors import ConfigError
-from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, NetState, NetStateRule, Phase
+from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, NetState, NetStateRule, Phase, V1LayerParameter
 
 
 def net_state(phase: int, *overrides: NetState) -> NetState:
@@ -42,7 +42,7 @@ def filter_net(param: NetParameter, state: NetState) -> NetParameter:
     return filtered
 
 
-def is_included(layer: LayerParameter, state: NetState) -> bool:
+def is_included(layer: LayerParameter | V1LayerParameter, state: NetState) -> bool:
     """Whether the rules of `layer` let it into a net in `state`.
 
     Raises:

@@ -35,6 +35,7 @@ class PathResolver:
     """
 
     def __init__(self, prototxt: Path | None) -> None:
+        self.prototxt = prototxt
         self.folder = Path(prototxt).parent if prototxt is not None else None
         self._reported: set[str] = set()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
+from collections.abc import Iterator
 from typing import TypeVar
 
 from google.protobuf import text_format
@@ -150,6 +151,11 @@ def _descriptor(name: str) -> Descriptor:
 
 
 def _unknown_field(message: Descriptor, name: str, root: str) -> str:
+    if name[:1].isdigit():  # protobuf takes a comma for the end of a field
+        return (
+            f"'{name}' is found behind a number where a field's name is expected; a comma is no decimal point: write "
+            "0.01 for 0,01, 10000 for 10,000, and a field of several values once for each of them"
+        )
     other = _other_kind_of_file(message, name, root)
     if other:
         return other
@@ -258,3 +264,30 @@ def _unknown_value(enum_name: str, written: str) -> str:
 def _enum(name: str) -> EnumDescriptor:
     holder, _, short = name.rpartition(".")
     return (_descriptor(holder) if holder else caffe_pb2.DESCRIPTOR).enum_types_by_name[short]
+
+
+_LAYER_TOKEN = re.compile(r"""#[^\n]*|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|[{}<>]|[\w.]+""")
+
+
+def layer_blocks(text: str) -> Iterator[tuple[int, str]]:
+    """The line and text of each ``layer { }`` and ``layers { }`` of a net, also of one within a solver; linear in time.
+
+    Args:
+        text: a prototxt that `parse_text` has read, so that braces match.
+    """
+    line, counted = 1, 0
+    depth, begin, word = 0, 0, re.match("", text)
+    for token in _LAYER_TOKEN.finditer(text):
+        if token[0] in "{<":
+            if depth:
+                depth += 1
+            elif word is not None and word[0] in ("layer", "layers"):
+                begin, depth = word.start(), 1
+        elif token[0] in "}>" and depth:
+            depth -= 1
+            if not depth:
+                line += text.count("\n", counted, begin)
+                counted = begin
+                yield line, text[begin : token.end()]
+        if token[0][0] != "#":
+            word = token

@@ -69,6 +69,8 @@ class ImageLoader(ABC):
         self._record = 0
         self._workers = Workers(threads, f"read for {where}")
         self._knows_the_mean = False
+        self._channels = 0
+        """Of the first record's image, once a batch was read."""
         self._said: set[str] = set()
 
     @abstractmethod
@@ -133,6 +135,29 @@ class ImageLoader(ABC):
         """
         return True
 
+    def _learn_channels(self) -> None:
+        self._channels = self._channels or self._first_image()[0].shape[0]
+
+    def _check_channels(self, image: Image) -> None:
+        """Compare an image's channels with the first record's.
+
+        A net's weights fit one number of channels alone: Caffe's `base_conv_layer.cpp` ends with CHECK_EQ.
+
+        Raises:
+            DataError: they differ.
+        """
+        channels = image.shape[0]
+        if channels == self._channels:
+            return
+        found = "is gray (1 channel)" if channels == 1 else f"has {channels} channels"
+        others = "is gray (1 channel)" if self._channels == 1 else f"has {self._channels}"
+        advice = "set transform_param { force_color: true }, which makes all images 3 channels, or force_gray: true"
+        if not self.decodes():
+            advice = (
+                "build the set again with images of one kind (convert_imageset makes all color, with --gray all gray)"
+            )
+        raise DataError(f"{found}, but record 0 {others}: {advice}")
+
     def _choose_mean(self) -> None:
         """Let the transformer cut mean_file as NVIDIA Caffe does for such records."""
         transformer = self._transformer
@@ -160,7 +185,7 @@ class ImageLoader(ABC):
         Raises:
             DataError: naming the record.
         """
-        self._choose_mean()
+        self._learn_channels()
         choices = self._transformer.choose(self._seed, self._stream, np.arange(first, first + count, dtype=np.int64))
         labels = np.empty(count, np.float32)
         out: NDArray[np.float32] = np.empty(0, np.float32)
@@ -168,6 +193,7 @@ class ImageLoader(ABC):
             self._record = number
             try:
                 image, labels[index] = self._prepared(number, first + index)
+                self._check_channels(image)
                 result = self._transformer.output_shape(_shape_of(image))
                 if index == 0:
                     check_shape((count, *result), self._where)

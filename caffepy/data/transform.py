@@ -151,8 +151,7 @@ class Transformer:
         """What an image (C, H, W) becomes: (C, crop, crop), or its own shape without a crop.
 
         Raises:
-            DataError: the image is smaller than the crop, or the mean does not fit it.
-            ConfigError: there are neither one nor C mean values.
+            DataError: the image is smaller than the crop, or the mean does not fit it; continues a record's name.
         """
         last, output = self._last
         if shape == last:
@@ -235,8 +234,7 @@ class Transformer:
         With `centers_mean` the shape is what is cut out of images, and so is the mean.
 
         Raises:
-            DataError: the file's mean has another shape.
-            ConfigError: there are neither one nor C mean values.
+            DataError: the file's mean has another shape, or there are neither one nor C mean values.
         """
         channels, height, width = shape
         if self._mean_file is not None:
@@ -249,9 +247,11 @@ class Transformer:
                 )
             return self._mean_file
         if self._mean_values.size not in (0, 1, channels):
-            raise ConfigError(
-                f"{self._where}: transform_param has {self._mean_values.size} mean_value; "
-                f"give 1, or one for each of the {channels} channels"
+            gray = channels == 1 and self._mean_values.size == 3
+            advice = ", or set transform_param { force_color: true }, which makes encoded images 3 channels"
+            raise DataError(
+                f"{'is gray (1 channel)' if channels == 1 else f'has {channels} channels'}, but transform_param has "
+                f"{self._mean_values.size} mean_value; give 1, or one for each channel{advice if gray else ''}"
             )
         values = self._mean_values if self._mean_values.size else np.zeros(1, np.float32)
         return np.broadcast_to(values, channels).reshape(channels, 1, 1)

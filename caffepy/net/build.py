@@ -6,14 +6,22 @@ The order of steps is that of `Net::Init` in Caffe's `net.cpp`.
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from caffepy.blob import Blob, format_shape
 from caffepy.config.dialect import choose_dialect
 from caffepy.config.fields import refuse_fields
-from caffepy.config.filter import filter_net, net_state
+from caffepy.config.filter import filter_net, is_included, net_state
+from caffepy.config.load import MAX_TEXT_BYTES
+from caffepy.config.paths import PathResolver
+from caffepy.config.text import decode_text, layer_blocks, parse_text
+from caffepy.errors import CaffepyError, DeviceError, UserError
+from caffepy.files import read_regular
 from caffepy.layers.core.base import LayerContext, layer_class
 from caffepy.net.parameters import ParameterTable
 from caffepy.net.precision import Precision, find_label_tops
@@ -33,6 +41,9 @@ from caffepy.net.wiring import (
 from caffepy.proto import caffe_pb2
 
 log = logging.getLogger(__name__)
+
+_OF_LAYER = re.compile(r"layer '(.*?)'[ :]", re.DOTALL)
+"""How messages about a layer begin."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,13 @@ def build_net(
     """Make a net's layers and blobs and reshape every layer once; arguments and errors are those of `Net`."""
     if context.dialect is None:
         context.dialect = choose_dialect([param], lambda *line: log.log(context.log_level, *line))
-    filtered = filter_net(param, state or net_state(context.phase, param.state, net_state(context.phase)))
+    state = state or net_state(context.phase, param.state, net_state(context.phase))
+    with _placed_errors(context, state):
+        return _build(param, context, state)
+
+
+def _build(param: caffe_pb2.NetParameter, context: LayerContext, state: caffe_pb2.NetState) -> BuiltNet:
+    filtered = filter_net(param, state)
     check_loss_weights(filtered)
     param = insert_splits(filtered)
     wiring, table = Wiring(context.backend), ParameterTable()
@@ -76,6 +93,36 @@ def build_net(
     built = BuiltNet(param, nodes, wiring.blobs, wiring.outputs(), table)
     _log_outputs(context.log_level, built)
     return built
+
+
+@contextmanager
+def _placed_errors(context: LayerContext, state: caffe_pb2.NetState) -> Iterator[None]:
+    """Begin a user's error about a layer with file and line of the layer, where the net is of a prototxt."""
+    try:
+        yield
+    except UserError as error:
+        found, resolve = _OF_LAYER.match(str(error)), context.resolve
+        if found and not isinstance(error, DeviceError) and isinstance(resolve, PathResolver) and resolve.prototxt:
+            lines = _lines_of_layer(resolve.prototxt, found[1], state)
+            if lines:
+                error.args = (f"{resolve.prototxt}:{' or '.join(map(str, lines))}: {error}",)
+        raise
+
+
+def _lines_of_layer(prototxt: Path, name: str, state: caffe_pb2.NetState) -> list[int]:
+    """The lines of the layers in a prototxt that have a name and are in the net; none where it cannot be told.
+
+    protobuf's reader keeps no lines, so that the text is looked at once more, in this case alone.
+    """
+    lines = []
+    with suppress(CaffepyError, OSError, RecursionError):
+        for line, block in layer_blocks(decode_text(read_regular(prototxt, MAX_TEXT_BYTES), str(prototxt))):
+            net = parse_text(block, caffe_pb2.NetParameter(), str(prototxt))
+            layer = net.layer[0] if net.layer else net.layers[0]
+            own = layer.layer if isinstance(layer, caffe_pb2.V1LayerParameter) and layer.HasField("layer") else layer
+            if own.name == name and ((layer.include and layer.exclude) or is_included(layer, state)):
+                lines.append(line)
+    return lines
 
 
 def _connect_layers(param: caffe_pb2.NetParameter, context: LayerContext, wiring: Wiring) -> Iterator[Node]:

@@ -153,10 +153,10 @@ class P2PManager:
         self._watchdog.timeout = timeout
 
     def _tell_of_stops(self, signals: SignalRequests) -> None:
-        """Have a stop request end the waits for data of all processes' devices."""
+        """Have a stop request end waits for data, and for ranks that are suspended, in all processes."""
         assert self._watchdog is not None
         news = StopNews(lambda: signals.stop, self._watchdog.channel)
-        self._watchdog.on_heartbeat = news.tell
+        self._watchdog.stop_news = news
         for sync in self._syncs:
             sync.stop_wanted = news.wanted
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,8 @@ from numpy.typing import NDArray
 from caffepy.errors import ConfigError
 from caffepy.inference.loading import load
 
+logger = logging.getLogger(__name__)
+
 Floats = NDArray[np.float32]
 
 
@@ -20,7 +23,7 @@ class Model:
 
     Args:
         net: the deploy net's prototxt.
-        weights: .caffemodel files, the later ones over the earlier; none: as the fillers make them.
+        weights: .caffemodel files, the later ones over the earlier; none: as the fillers make them, with a warning.
         device: number of a GPU, or None for the CPU.
         threads: CPU threads; None: all.
         engine: "own" (None) or "onnxruntime".
@@ -37,6 +40,10 @@ class Model:
     ) -> None:  # fmt: skip
         self._model = load(net, weights, device, threads=threads, math="fp32", engine=engine)
         self.net = self._model.net
+        if not weights and self.net.parameters.parameters:
+            logger.warning(
+                "%s: no weights are given, so that those of its fillers, mostly random, are used; give --weights", net
+            )
         inputs = self._model.inputs
         shapes = list(inputs.values())
         if len(shapes) != 1 or len(shapes[0]) != 4:

@@ -63,28 +63,60 @@ def assign_proto(proto: Message, name: str, val: Any) -> None:
         AttributeError: the message has no such field.
         TypeError, ValueError: the field cannot hold the value.
     """
+    descriptor = proto.DESCRIPTOR
+    if name not in descriptor.fields_by_name:
+        raise AttributeError(
+            f"{descriptor.name} has no field '{name}'; {suggest(name, list(descriptor.fields_by_name))}"
+        )
     field = getattr(proto, name)
     if isinstance(val, np.ndarray):
         val = val.tolist()
-    if hasattr(field, "extend"):
-        _extend(field, list(val) if isinstance(val, (list, tuple)) else [val])
-    elif isinstance(val, Mapping):
+    if isinstance(val, Mapping) and not hasattr(field, "extend"):
         for key, item in val.items():
             assign_proto(field, key, item)
-    elif isinstance(val, Message):
-        field.CopyFrom(val)
-    else:
-        setattr(proto, name, val)
-
-
-def _extend(field: Any, values: list[Any]) -> None:
-    for value in values:
+        return
+    for value in val if isinstance(val, (list, tuple)) and hasattr(field, "extend") else [val]:
         if isinstance(value, Mapping):
             item = field.add()
             for key, part in value.items():
                 assign_proto(item, key, part)
-        else:
-            field.append(value)
+            continue
+        try:
+            _put(proto, name, value)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise type(error)(_refusal(proto, name, value)) from error
+
+
+def _put(proto: Message, name: str, value: Any) -> None:
+    """Set a field, or append to a repeated one."""
+    field = getattr(proto, name)
+    if hasattr(field, "extend"):
+        field.append(value)
+    elif isinstance(value, Message):
+        field.CopyFrom(value)
+    else:
+        setattr(proto, name, value)
+
+
+def _refusal(proto: Message, name: str, value: Any) -> str:
+    """What to say of a value that a field cannot hold."""
+    message = proto.DESCRIPTOR
+    field = message.fields_by_name[name]
+    if field.message_type is not None:
+        wanted = f"a dict with fields of {field.message_type.name}"
+    elif field.enum_type is not None:
+        wanted = f"one of {', '.join(field.enum_type.values_by_name)}"
+    elif field.cpp_type == field.CPPTYPE_BOOL:
+        wanted = "True or False"
+    elif field.cpp_type == field.CPPTYPE_STRING:
+        wanted = "a text"
+    elif field.cpp_type in (field.CPPTYPE_FLOAT, field.CPPTYPE_DOUBLE):
+        wanted = "a number"
+    else:
+        sign = " of 0 or more" if field.cpp_type in (field.CPPTYPE_UINT32, field.CPPTYPE_UINT64) else ""
+        wanted = f"a whole number{sign}"
+    whole = "; write int(…), or divide by //" if isinstance(value, float) and "whole" in wanted else ""
+    return f"{name} of {message.name} is {value!r} and takes {wanted}{whole}"
 
 
 class Top:
@@ -193,7 +225,10 @@ class Function:
                 f"layer type {self.type_name} has no parameter '{key}': neither "
                 f"{self.type_name}Parameter nor LayerParameter has a field of this name; {self._advice(key, layer)}"
             )
-        assign_proto(target, key, value)
+        try:
+            assign_proto(target, key, value)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise type(error)(f"layer '{layer.name}' ({self.type_name}): {error}") from error
 
     def _advice(self, key: str, layer: LayerParameter) -> str:
         own = f"{_FIELDS.get(self.type_name, '')}_param"

@@ -218,7 +218,8 @@ class Laboratory:
         command = [sys.executable, str(PROGRAM), "train", "--solver", solver, *devices, *self._threads, *options]
         if launch is not None:
             parent = [sys.executable, "-m", "caffepy", "launch", "--oversubscribe", "--nproc-per-node", str(ranks or 1)]
-            command = [*parent, "--mpirun", find_mpirun(), *launch, "--", *command[1:]]
+            way = ["--mpirun", find_mpirun()] if mpi else ["--nnodes", "1"]
+            command = [*parent, *way, *launch, "--", *command[1:]]
         elif ranks:
             launcher = [find_mpirun(), "-np"] if mpi else [sys.executable, str(RANKS)]
             command = [*launcher, str(ranks), *command]

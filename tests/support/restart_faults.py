@@ -7,6 +7,7 @@ command goes on later. Either way what was trained is compared byte for byte wit
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import threading
@@ -136,7 +137,10 @@ def parent_signalled(number_of_signal: int, place: Place, laboratory: Laboratory
     started = slow(place, laboratory)
     fault = time.time()
     os.kill(started[0].pid, number_of_signal)
-    return stops_and_goes_on(place, laboratory, laboratory.finish(started, fault=fault))
+    outcome = laboratory.finish(started, fault=fault)
+    (advice,) = outcome.logged("To go on from here")
+    assert re.search(rf": caffepy launch .*--nproc-per-node {place.ranks} .*-- train .*--snapshot run", advice), advice
+    return stops_and_goes_on(place, laboratory, outcome)
 
 
 def rank_signalled(name: str, place: Place, laboratory: Laboratory, number: int) -> float:

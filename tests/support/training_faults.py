@@ -18,6 +18,8 @@ from fault_case import FaultCase
 from laboratory import LIMIT, LONG, NET, Laboratory, Outcome
 from processes import ranks_of
 
+from caffepy.parallel.launch.supervisor import END_SECONDS
+
 Started = tuple[subprocess.Popen[str], str]
 _EVERY = 5
 """Iterations between snapshots."""
@@ -170,6 +172,21 @@ def stopped(place: Place, laboratory: Laboratory, number: int) -> float:
     return check_end(outcome, _TIMEOUT + LIMIT)
 
 
+def stopped_and_signalled(place: Place, laboratory: Laboratory, number: int, **settings: Any) -> float:
+    """SIGTERM to another rank, or to `caffepy launch`: the stop does not wait for a suspended rank."""
+    started = place.start(laboratory, STOP_SECONDS=f"{_TIMEOUT:g}", **settings)
+    wait_for_fault(laboratory, started, number)
+    fault = time.time()
+    ranks = ranks_of(laboratory.mark(started[1]))
+    ranks[place.rank].suspend()
+    time.sleep(0.5)  # the others wait for it
+    os.kill(started[0].pid if settings else ranks[1 - place.rank].pid, signal.SIGTERM)
+    outcome = laboratory.finish(started, fault=fault)
+    check_message(outcome, rf"^a stop was requested, and rank {place.rank} on .* has sent nothing for \d+ s", None)
+    # its connection to rank 0 may have to end, and the launcher's patience with those that do not end
+    return check_end(outcome, _TIMEOUT + 10.0 + END_SECONDS + LIMIT)
+
+
 def stalls(place: Place, laboratory: Laboratory, number: int) -> float:
     net = NET.replace("batch_size: %(batch)d", "batch_size: %(batch)d prefetch: 1")
     outcome = place.strike(laboratory, "stall", number, "--timeout", f"{_TIMEOUT:g}", net_text=net)
@@ -286,6 +303,12 @@ _KINDS: dict[str, tuple[Callable[[Place, Laboratory, int], float], list[Place], 
     "kill at the start": (killed_at_start, [Place(1, 2)], [Place(1, 2, mpi=False)]),
     "sleep": (sleeps, [Place(1, 0, 2), Place(3, 2, 2)], [Place(1, 2), Place(2, 3), Place(1, 2, mpi=False)]),
     "stop": (stopped, [Place(0, 2)], [Place(1, 2)]),
+    "stop SIGTERM": (stopped_and_signalled, [Place(0, 2), Place(1, 2)], []),
+    "stop parent SIGTERM": (
+        partial(stopped_and_signalled, launch=()),
+        [Place(0, 2), Place(1, 2, mpi=False)],
+        [Place(1, 2)],
+    ),
     "stall": (stalls, [Place(0), Place(1, 2)], [Place(1, 0, 2), Place(2, 2, 2), Place(1, 2, mpi=False)]),
     "stall SIGTERM": (
         stalls_and_is_stopped,

@@ -111,6 +111,7 @@ class AnnotatedLoader(DatumLoader):
     # -- batches -------------------------------------------------------------------------------------
 
     def load(self, first: int, count: int, batch: Batch) -> None:
+        self._learn_channels()
         samples = np.arange(first, first + count, dtype=np.int64)
         choices = self._transformer.choose(self._seed, self._stream, samples)
         records = self._order.records_of(samples)
@@ -180,6 +181,7 @@ class AnnotatedLoader(DatumLoader):
     def _varied(self, number: int, draws: Draws) -> Sample:
         """The record in other colors, on a larger canvas, or a patch of it."""
         sample = self._sample_of(number)
+        self._check_channels(sample.image)
         transform = self._settings.transform
         if transform.HasField("distort_param"):
             sample = self._distorted(sample, draws)

@@ -23,6 +23,8 @@ class AnnotatedDataLayer(DataLayer):
     number that seldom changes.
     """
 
+    made_by = "`caffepy convert_annoset` makes LMDBs of images with boxes"
+
     def open(self) -> tuple[Source, list[tuple[int, ...]]]:
         check_samplers(self.param.annotated_data_param.batch_sampler, self.where)
         resize = self.param.transform_param.resize_param

@@ -30,6 +30,8 @@ class DataLayer(ImagesLayer):
     """
 
     tops = (1, 2)
+    made_by = "`caffepy data mnist` and `caffepy convert_imageset` make such databases"
+    """What makes such a database, for messages."""
 
     def batch_size(self) -> int:
         return self.param.data_param.batch_size
@@ -60,16 +62,16 @@ class DataLayer(ImagesLayer):
     def _open_records(self, path: Path) -> RecordSource:
         """The default of `backend` is LevelDB, so an LMDB is taken as one whatever the prototxt says."""
         leveldb = self.param.data_param.backend == caffe_pb2.DataParameter.LEVELDB
+        if not os.path.lexists(path):
+            kind = "database" if leveldb else "LMDB"  # the default of `backend` is LevelDB
+            raise DataError(
+                f"{self.where}: {kind} '{path}' does not exist (looked from {working_folder()}); {self.made_by}"
+            )
         if os.path.exists(path / "data.mdb") or not (leveldb or is_leveldb(path)):
             try:
                 return LmdbSource(path)
             except DataError as error:
                 raise DataError(f"{self.where}: {error}") from error
-        if not os.path.lexists(path):
-            raise DataError(
-                f"{self.where}: '{path}' does not exist (looked from {working_folder()}); `caffepy data mnist` and "
-                "`caffepy convert_imageset` make databases"
-            )
         return LevelDbSource(path)
 
     def record_order(self, seed: int, stream: int) -> RecordOrder:

@@ -1,12 +1,14 @@
-"""Stop requests of any process, for devices that wait for their data.
+"""Stop requests of any process, sent over the control channel beside the gradients.
 
-Requests travel with the gradients, but a device that waits for data keeps the others from exchanging any.
+Requests travel with the gradients. A device that waits for data, or a process that is suspended, keeps the others from
+exchanging any: the first asks here whether it is to stop, and the watchdog whom it may no longer wait for.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
+from contextlib import suppress
 
 from caffepy.awake import awake_seconds
 from caffepy.errors import PeerError
@@ -22,7 +24,7 @@ class StopNews:
     """What a signal that stops training asks for, in this process or another.
 
     Args:
-        own: what those of this process ask for; nothing before there was one.
+        own: what signals of this process ask for; empty before there was one.
         channel: to the other processes.
     """
 
@@ -30,20 +32,36 @@ class StopNews:
         self._own = own
         self._channel = channel
         self._heard: tuple[Action, ...] = ()
-        self._told = False
+        self._since: float | None = None
+        self._answered = 0.0
         self._lock = threading.Lock()
         self._asked = -_ASK_SECONDS
 
     def tell(self) -> None:
-        """Tell the other processes what this one was asked for; called again and again by the watchdog."""
+        """Tell the other processes what this one was asked for; called again and again by the watchdog.
+
+        It is told every time, because the store's answer shows that rank 0 is alive.
+        """
         own = self._own()
-        if not own or self._told:
+        if not own:
             return
-        try:
+        if self._since is None:
+            self._since = self._answered = awake_seconds()
+        with suppress(PeerError):  # the monitor hears of the failure, or `unanswered` grows
             self._channel.put(_KEY, ",".join(action.name for action in own).encode())
-            self._told = True
-        except PeerError:  # the monitor hears of the failure
-            return
+            self._answered = awake_seconds()
+
+    @property
+    def unanswered(self) -> float:
+        """Seconds for which rank 0 has not answered `tell`; 0.0 where this process has nothing to tell."""
+        return 0.0 if self._since is None else awake_seconds() - self._answered
+
+    @property
+    def age(self) -> float:
+        """Seconds since this process has known that some process was asked to stop; 0.0 before."""
+        if self._since is None and self.wanted():
+            self._since = self._answered = awake_seconds()
+        return 0.0 if self._since is None else awake_seconds() - self._since
 
     def wanted(self) -> Collection[Action]:
         """What is asked for; asks the store at most twice a second. Callable from any thread."""

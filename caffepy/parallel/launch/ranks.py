@@ -27,11 +27,13 @@ class Process:
         pid: its number.
         parent: its parent's.
         rank: what the launcher has told it; None: it is none that a launcher numbers, such as the launcher itself.
+        stopped: SIGSTOP or a debugger holds it, so that it handles no signal.
     """
 
     pid: int
     parent: int
     rank: int | None
+    stopped: bool = False
 
 
 def find_processes(mark: str, variable: str, system: Path = Path("/proc")) -> list[Process]:
@@ -48,12 +50,13 @@ def find_processes(mark: str, variable: str, system: Path = Path("/proc")) -> li
             continue
         try:
             environment = _environment((folder / "environ").read_bytes())
-            parent = int((folder / "stat").read_bytes().rpartition(b")")[2].split()[1])
-        except (OSError, IndexError, ValueError):  # another user's, or it has just ended
+            state, parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[:2]
+        except (OSError, ValueError):  # another user's, or it has just ended
             continue
         if environment.get(MARK) == mark:
             rank = environment.get(variable, "")
-            found.append(Process(int(folder.name), parent, int(rank) if rank.isdigit() else None))
+            own = int(rank) if rank.isdigit() else None
+            found.append(Process(int(folder.name), int(parent), own, state in (b"T", b"t")))
     return found
 
 
@@ -76,13 +79,15 @@ def send(number: int, mark: str, variable: str, whom: str) -> int:
         number: the signal's.
         mark: as in `find_processes`.
         variable: as in `find_processes`.
-        whom: ``one``: the lowest rank here, which is enough where ranks share what is asked of them; ``all`` ranks;
-            ``every`` process of the job.
+        whom: ``one``: the lowest rank here that is not stopped, which is enough where ranks share what is asked of
+            them; ``all`` ranks; ``every`` process of the job.
     """
     processes = find_processes(mark, variable)
     chosen = processes if whom == "every" else ranks_among(processes)
+    if whom == "one":
+        chosen = [process for process in chosen if not process.stopped][:1]
     sent = 0
-    for process in chosen[:1] if whom == "one" else chosen:
+    for process in chosen:
         try:
             os.kill(process.pid, number)
             sent += 1

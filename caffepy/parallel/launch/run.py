@@ -29,6 +29,8 @@ SINCE = "CAFFEPY_RESTART_SINCE"
 whole snapshot that was written since."""
 BATCH_RANKS = "CAFFEPY_BATCH_RANKS"
 """The number of ranks that batch_size and iter_size were written for, where there are fewer now."""
+LINE = "CAFFEPY_LAUNCH_LINE"
+"""The command line of `caffepy launch` up to what it starts: what starts as many processes again."""
 _SENDING_SECONDS = 30.0
 """How long the launcher may take to send a signal on another machine, or to find out whether it is there."""
 
@@ -47,6 +49,7 @@ class Start:
         terminate_stops: whether SIGTERM does.
         passes: iter_size of what is trained; 0: there is no batch to keep.
         last_signal: what processes get when this one ends before them.
+        typed: the command line up to what is started.
     """
 
     job: Job
@@ -58,6 +61,7 @@ class Start:
     terminate_stops: bool = True
     passes: int = 0
     last_signal: int = signal.SIGTERM
+    typed: str = ""
 
 
 @dataclass
@@ -130,6 +134,8 @@ class LaunchedJob:
 
     def _own_variables(self) -> dict[str, str]:
         own = {MARK: self.mark, COUNT: str(self._counter.made)}
+        if self.start.typed:
+            own[LINE] = self.start.typed
         if self._counter.made:
             own[SINCE] = repr(self._since)
         if self._job.size != self.start.job.size:
@@ -223,5 +229,5 @@ def is_here(host: str) -> bool:
 
 def environment_of(variables: Mapping[str, str], base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of a job's processes, without what an older launch has left in it."""
-    kept = {name: value for name, value in base.items() if name not in (MARK, COUNT, SINCE, BATCH_RANKS)}
+    kept = {name: value for name, value in base.items() if name not in (MARK, COUNT, SINCE, BATCH_RANKS, LINE)}
     return {**kept, **variables}

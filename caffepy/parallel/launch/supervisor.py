@@ -149,7 +149,9 @@ class Supervisor:
                 self._waiting.popleft()
                 continue
             self._next_try = now + _RETRY_SECONDS
-            if now - came > _START_SECONDS and self._stops.get(signal.Signals(number), False):
+            if now - came > _START_SECONDS and self._stops.get(signal.Signals(number), False) and self._end_at > now:
+                name = signal.Signals(number).name
+                logger.error("no rank has taken %s for %g s (are all suspended?): ending", name, now - came)
                 self._end_at = now
 
     # -- processes ----------------------------------------------------------------------------------

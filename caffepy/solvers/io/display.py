@@ -47,7 +47,7 @@ class Display:
         state.log("Iteration %d, loss = %.6g", state.iteration, values[0] / state.callback.world_size)
 
     def show_update(self, due: bool = True) -> None:
-        """``Iteration 100, lr = 0.01, m = 0.9, …`` and skipped updates where the display is `due`.
+        """``Iteration 100, lr = 0.01`` and skipped updates where the display is `due`.
 
         What clipping did is always shown.
         """
@@ -65,8 +65,16 @@ class Display:
             self.show_skipped()
 
     def _show_rate(self) -> None:
-        """Rate, momentum, the rate that both amount to, weight decay and loss scale, as NVIDIA Caffe's PrintRate."""
+        """The learning rate, in the words of the net's dialect, so that the dialect's log parsers read it.
+
+        BVLC's `sgd_solver.cpp` prints the rate alone: its parse_log.sh takes the line's ninth word, where a comma would
+        be part of the number. NVIDIA's PrintRate adds the momentum, the rate that both amount to, the weight decay and
+        the loss scale.
+        """
         state, values = self._state, self._hyperparameters
+        if not state.net.context.nvidia:
+            state.log("Iteration %d, lr = %.6g", state.iteration, values.rate)
+            return
         amounts_to = values.rate / (1 - values.momentum) if values.momentum < 1 else np.inf
         scale = float(state.backend.to_host(state.update.loss_scale))
         state.log(

@@ -147,7 +147,10 @@ def test_a_binary_file_as_prototxt(run: Run):
 
 def test_an_unknown_layer_type_offers_the_nearest(run: Run):
     write_layer('name: "c" type: "Convolutoin" bottom: "ip" top: "c"')
-    assert train(run) == (2, "layer 'c': unknown layer type 'Convolutoin'; did you mean 'Convolution'?")
+    assert train(run) == (
+        2,
+        "net.prototxt:15: layer 'c': unknown layer type 'Convolutoin'; did you mean 'Convolution'?",
+    )
 
 
 def test_an_undefined_bottom(run: Run):
@@ -408,3 +411,61 @@ def test_ctrl_c_outside_of_training(run: Run, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(caffepy.config.load, "read_net", interrupt)
     assert run("time", "--model", "net.prototxt") == (130, "interrupted")
+
+
+TWO_DATA = """
+# layer { name: "ip" }
+layer {
+  name: "data" type: "DummyData" top: "data" top: "label" include { phase: TRAIN }
+  dummy_data_param { shape { dim: 4 dim: 3 } shape { dim: 4 } }
+}
+layer {
+  name: "data" type: "DummyData" top: "data" top: "label" include { phase: TEST }
+  dummy_data_param { shape { dim: 4 dim: 3 } shape { dim: 4 } %s }
+}
+layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip" inner_product_param { num_output: 2 %s } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" %s }
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "place", "message"),
+    [
+        (("", "axis: 7", ""), "net.prototxt:11", r"layer 'ip' \(InnerProduct\): "),
+        (("", "", 'bottom: "nothing"'), "net.prototxt:12", r"layer 'loss' \(SoftmaxWithLoss\): unknown bottom"),
+        (("", "", "} layer { name: 'x' type: 'Nothing'"), "net.prototxt:12", "layer 'x': unknown layer type 'Nothing'"),
+        (("shape { dim: 0 }", "", ""), "net.prototxt:7", r"layer 'data' \(DummyData\): "),
+        (("", "", "include { phase: TEST } exclude { }"), "net.prototxt:12", "layer 'loss' has both include and"),
+    ],
+    ids=range(5),
+)
+def test_an_error_of_a_layer_begins_with_its_place(
+    run: Run, settings: tuple[str, str, str], place: str, message: str
+) -> None:
+    """Of two layers with a name it is the one of the net's phase."""
+    Path("net.prototxt").write_text(TWO_DATA % settings)
+    Path("w.caffemodel").write_bytes(b"")
+    with_test = SOLVER + "test_iter: 1 test_interval: 1"
+    Path("solver.prototxt").write_text(with_test)
+    status, error = run("train", "--solver", "solver.prototxt", "--cpu")
+    assert status == 2 and re.match(rf"{place}: {message}", error), error
+    inline = with_test.replace('net: "net.prototxt"', "")
+    Path("solver.prototxt").write_text(f"{inline} net_param {{ {TWO_DATA % settings} }}")
+    status, error = run("train", "--solver", "solver.prototxt", "--cpu")
+    moved = re.sub(r"net\.prototxt:(\d+)", lambda found: f"solver.prototxt:{int(found[1]) + 3}", place)
+    assert status == 2 and re.match(rf"{moved}: {message}", error), error
+
+
+def test_layers_of_one_name_are_all_named(run: Run) -> None:
+    Path("net.prototxt").write_text(TWO_DATA.replace("include { phase: TEST }", "") % ("", "", ""))
+    status, error = run("train", "--solver", "solver.prototxt", "--cpu")
+    assert status == 2 and error.startswith("net.prototxt:3 or 7: layer 'data' (DummyData): "), error
+
+
+def test_layers_of_old_formats_have_their_lines(run: Run) -> None:
+    Path("net.prototxt").write_text(
+        'input: "data" input_shape { dim: 2 dim: 3 }\n\nlayers { name: "ip" type: INNER_PRODUCT bottom: "data" '
+        "top: 'ip' inner_product_param { num_output: 0 } }"
+    )
+    status, error = run("time", "--model", "net.prototxt", "--cpu")
+    assert status == 2 and error.startswith("net.prototxt:3: layer 'ip' (InnerProduct): "), error

@@ -68,6 +68,18 @@ def test_it_begins_with_the_launcher(said: pytest.LogCaptureFixture, monkeypatch
     assert said.messages == [f"To go on from here: {command}"]
 
 
+def test_under_caffepy_launch_it_is_the_launchs_line(
+    said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("CAFFEPY_LAUNCH_LINE", "caffepy launch --nproc-per-node 2 --")
+    Path("x_iter_7.solverstate").touch()
+    say(7)
+    command = "caffepy launch --nproc-per-node 2 -- train --solver s.prototxt --sync-bn --snapshot x_iter_7.solverstate"
+    assert said.messages == [f"To go on from here: {command}"]
+
+
 def test_at_max_iter_training_is_finished(said: pytest.LogCaptureFixture) -> None:
     say(10)
     for name in ("x_iter_10.solverstate.h5", "x_iter_10.caffemodel.h5"):

@@ -5,7 +5,7 @@ from google.protobuf import text_format
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caffepy.config.text import decode_text, parse_text
+from caffepy.config.text import decode_text, layer_blocks, parse_text
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, SolverParameter
 
@@ -85,6 +85,14 @@ def test_an_error_says_what_where_and_what_to_do(text: str, message: str) -> Non
         _net(text)
 
 
+@pytest.mark.parametrize("text", ["base_lr: 0,01", "momentum: -0,9e1 max_iter: 1", "max_iter: 10,000", "display: 1, 2"])
+def test_a_comma_is_no_decimal_point(text: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^s\.prototxt:1:\d+: '\d+e?1?' is found .* comma is no decimal point: write 0\.01 for"
+    ):
+        parse_text(text, SolverParameter(), "s.prototxt")
+
+
 def test_a_net_given_as_a_solver_is_recognized() -> None:
     with pytest.raises(ConfigError, match=r"s:1:1: 'layer' is a field of a net, and a solver was expected"):
         parse_text('layer { name: "a" }', SolverParameter(), "s")
@@ -148,3 +156,31 @@ def test_any_bytes_are_either_text_or_refused_with_a_config_error(data: bytes) -
         assert isinstance(decode_text(data, "f"), str)
     except ConfigError as error:
         assert str(error).startswith("f:")
+
+
+def test_blocks_of_layers_have_their_lines() -> None:
+    text = """name: "a layer {" # layer { name: "no" }
+layer { name: "one" param { name: "}" } # }
+  type: 'x{'
+}
+
+layer: < name: "two" include { phase: TEST } >
+layers {
+  name: "three" }  layer { name: "four" }
+"""
+    assert [(line, block.split('"')[1]) for line, block in layer_blocks(text)] == [
+        (2, "one"),
+        (6, "two"),
+        (7, "three"),
+        (8, "four"),
+    ]
+    assert all(parse_text(block, NetParameter(), "x") for _, block in layer_blocks(text))
+    nested = 'net_param {\n layer { name: "one" }\n layer { name: "two" layer: 3 } }'
+    assert [line for line, _ in layer_blocks(nested)] == [2, 3]
+
+
+def test_blocks_of_layers_are_found_in_time_that_grows_with_the_text() -> None:
+    """Ten megabytes; a quadratic search takes hours."""
+    assert sum(1 for _ in layer_blocks('layer { name: "x" }\n' * 500_000)) == 500_000
+    assert not list(layer_blocks("layer " * 1_700_000))
+    assert not list(layer_blocks("layer { a { " * 900_000))

@@ -123,6 +123,40 @@ def test_encoded_images_are_made_color_or_gray(text, mode, channels):
     np.testing.assert_array_equal(found[0], wanted)
 
 
+def png(number, channels):
+    return Datum(data=encode(image_datum(number, channels)), encoded=True, label=number)
+
+
+@pytest.mark.parametrize("text", ["", "crop_size: 3", "mean_value: 1 mean_value: 2 mean_value: 3"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_gray_image_in_a_color_set_is_named(text, count):
+    subject = loader([png(0, 3), png(1, 3), png(2, 1)], text)
+    wanted = (
+        r"^layer 'd' \(Data\): list 'x': record 2 \(key 'k2'\) is gray \(1 channel\), but record 0 has 3: set "
+        r"transform_param \{ force_color: true \}"
+    )
+    with pytest.raises(DataError, match=wanted):
+        load(subject, 3 - count, count)
+    force = loader([png(0, 3), png(1, 3), png(2, 1)], f"{text} force_color: true")
+    assert load(force, 0, 3)[0].shape[:2] == (3, 3)
+
+
+def test_a_color_image_in_a_gray_set_is_named():
+    with pytest.raises(DataError, match=r"record 1 \(key 'k1'\) has 3 channels, but record 0 is gray .* force_gray: t"):
+        load(loader([png(0, 1), png(1, 3)]), 0, 2)
+
+
+def test_a_first_image_that_is_gray_does_not_fit_three_means():
+    wanted = r"record 0 \(key 'k0'\) is gray \(1 channel\), but transform_param has 3 mean_value; .* force_color: true"
+    with pytest.raises(DataError, match=wanted):
+        loader([png(0, 1), png(1, 3)], "mean_value: 1 mean_value: 2 mean_value: 3").sample_shape()
+
+
+def test_raw_images_of_other_channels_are_named():
+    with pytest.raises(DataError, match=r"record 1 \(key 'k1'\) is gray .*, but record 0 has 3: build the set again"):
+        load(loader([image_datum(0, 3), image_datum(1, 1)]), 0, 2)
+
+
 def test_samples_are_described():
     subject = loader([image_datum(n) for n in range(4)], shuffle=True, seed=1)
     labels = load(subject, 8, 4)[1]

@@ -150,7 +150,7 @@ def test_fields_that_change_nothing_are_accepted():
     ("text", "error", "message"),
     [
         ("crop_size: 6", DataError, "is 5 x 7, smaller than crop_size 6"),
-        ("mean_value: 1 mean_value: 2", ConfigError, "has 2 mean_value; give 1, or one for each of the 3 channels"),
+        ("mean_value: 1 mean_value: 2", DataError, "has 3 channels, .* has 2 mean_value; give 1, or one for each chan"),
     ],
 )
 def test_images_that_do_not_fit(text, error, message):

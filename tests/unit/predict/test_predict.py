@@ -64,6 +64,17 @@ def red(tmp_path: Path) -> Path:
     return path
 
 
+def test_random_weights_are_a_warning(net: list[str], windows: Path, red: Path, capsys):
+    without = [*net[:2], net[-1]]
+    of_windows = ["detect", str(windows), "--crop-mode", "list", "--context-pad", "0"]
+    for command in (["classify", str(red), "--images-dim=4,4"], of_windows):
+        assert main([*command, *without]) == 0
+        said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("W")]
+        assert len(said) == 1 and "net.prototxt: no weights are given" in said[0] and "give --weights" in said[0]
+        assert main([*command, *net]) == 0
+        assert "no weights are given" not in capsys.readouterr().err
+
+
 def test_the_table_has_the_likeliest_first(net: list[str], red: Path, tmp_path: Path, capsys):
     (tmp_path / "words.txt").write_text("n01 blue\nn02 green\nn03 red\x1b[2J\n")
     assert main(["classify", str(red), *net, "--labels", str(tmp_path / "words.txt"), "--images-dim", "4,4"]) == 0

@@ -135,6 +135,50 @@ def test_assign_proto():
         assign_proto(layer, "name", 1)
 
 
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (
+            {"num_output": 64 / 2},
+            TypeError,
+            r"num_output of ConvolutionParameter is 32\.0 and takes a whole number of 0 or more; write int",
+        ),
+        (
+            {"kernel_size": [3, 2.0]},
+            TypeError,
+            r"kernel_size of ConvolutionParameter is 2\.0 and takes a whole",
+        ),
+        (
+            {"num_output": -1},
+            ValueError,
+            "num_output of ConvolutionParameter is -1 and takes a whole number of 0",
+        ),
+        ({"weight_filler": {"std": "a"}}, TypeError, "std of FillerParameter is 'a' and takes a number$"),
+        (
+            {"weight_filler": "xavier"},
+            AttributeError,
+            "weight_filler of .* is 'xavier' and takes a dict with fields of FillerParameter",
+        ),
+        ({"param": [{"lr_mult": "x"}]}, TypeError, "lr_mult of ParamSpec is 'x' and takes a number"),
+        ({"param": 3}, TypeError, "param of LayerParameter is 3 and takes a dict with fields of ParamSpec"),
+        (
+            {"engine": "FOO"},
+            ValueError,
+            "engine of ConvolutionParameter is 'FOO' and takes one of DEFAULT, CAFFE, CUDNN",
+        ),
+        ({"bias_term": "no"}, TypeError, "bias_term of ConvolutionParameter is 'no' and takes True or False"),
+        ({"weight_filler": {"tpe": "x"}}, AttributeError, "FillerParameter has no field 'tpe'; did you mean 'type'"),
+        ({"weight_filler": {"type": 3}}, TypeError, "type of FillerParameter is 3 and takes a text"),
+    ],
+)
+def test_a_value_that_a_field_cannot_hold_names_layer_and_field(given, error, message):
+    n = NetSpec()
+    n.data = layers.Input(shape={"dim": [1, 3, 8, 8]})
+    n.conv1 = layers.Convolution(n.data, **given)
+    with pytest.raises(error, match=rf"^layer 'conv1' \(Convolution\): {message}"):
+        n.to_proto()
+
+
 def test_each_type_knows_its_field():
     names = param_name_dict()
     assert names["InnerProduct"] == "inner_product"

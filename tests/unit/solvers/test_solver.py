@@ -35,8 +35,12 @@ def test_a_net_that_learns_nothing_is_a_warning(
     assert said == ["WARNING"] * warned
 
 
-def test_the_log_is_caffes(lines: Any) -> None:
-    with build_solver(TESTED + "display: 2 momentum: 0.9", TINY) as solver:
+@pytest.mark.parametrize("nvidia", [False, True])
+def test_the_log_is_caffes(lines: Any, nvidia: bool) -> None:
+    """In BVLC's dialect the rate is a line's last word, which parse_log.sh takes for a number."""
+    more = "min_lr: 0 " if nvidia else ""
+    rate = "lr = 0.1, m = 0.9, lrm = 1, wd = 0, gs = 1" if nvidia else "lr = 0.1"
+    with build_solver(TESTED + more + "display: 2 momentum: 0.9", TINY) as solver:
         lines()
         solver.solve()
     number = r"[-+.\de]+"
@@ -55,11 +59,11 @@ def test_the_log_is_caffes(lines: Any) -> None:
         *lines_of_test(0),
         rf"Iteration 0 ({number} iter/s, {number}s/2 iters), loss = {number}",
         rf"    Train net output #0: loss = {number} (* 1 = {number} loss)",
-        "Iteration 0, lr = 0.1, m = 0.9, lrm = 1, wd = 0, gs = 1",
+        f"Iteration 0, {rate}",
         *lines_of_test(2),
         rf"Iteration 2 ({number} iter/s, {number}s/2 iters), loss = {number}",
         rf"    Train net output #0: loss = {number} (* 1 = {number} loss)",
-        "Iteration 2, lr = 0.1, m = 0.9, lrm = 1, wd = 0, gs = 1",
+        f"Iteration 2, {rate}",
         rf"Iteration 4, loss = {number}",
         *lines_of_test(4),
         "Optimization Done.",

@@ -311,6 +311,10 @@ HOSTILE = [
     ),
     (record(0, np.tile(BOX, (66000, 1))), "has 66000 boxes; more than 65536 are refused"),
     (AnnotatedDatum(datum=Datum(channels=3, height=2, width=2, data=b"x"), type=0), "is a Datum of 1 bytes"),
+    (
+        AnnotatedDatum(datum=Datum(channels=1, height=20, width=30, data=bytes(600)), type=0),
+        r"is gray \(1 channel\), but record 0 has 3",
+    ),
     (record(1, BOX, 9, 9), "makes 3 x 9 x 9, but others of its batch make 3 x 20 x 30; set resize_param"),
 ]
 

@@ -248,7 +248,7 @@ def test_no_threads_are_left(folder):
         (
             "type: 'Data' data_param { source: 'x' batch_size: 1 }",
             DataError,
-            r"layer 'd' \(Data\): 'x' does not exist \(looked from .*\); `caffepy data mnist` and",
+            r"layer 'd' \(Data\): database 'x' does not exist \(looked from .*\); `caffepy data mnist` and",
         ),
         (
             "type: 'Data' data_param { source: 'x' batch_size: 1 backend: LMDB }",
@@ -366,3 +366,13 @@ def test_shapes_of_a_layer_with_another_number_of_tops_are_refused(folder):
         ConfigError, match=r"layer 'd' \(Data\): has 1 tops, but the samples of its source have 2 parts"
     ):
         layer.setup([], [Blob(layer.backend)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "tool"), [("Data", "caffepy convert_imageset"), ("AnnotatedData", "caffepy convert_annoset")]
+)
+@pytest.mark.parametrize("backend", ["", " backend: LMDB", " backend: LEVELDB"])
+def test_a_database_that_is_not_there_names_what_makes_one(kind, tool, backend):
+    """`resolve` may hand a path on that leads nowhere."""
+    with pytest.raises(DataError, match=rf"layer 'd' \({kind}\): .*'nowhere' does not exist .*`{tool}`"):
+        Runner(f"type: '{kind}' data_param {{ source: 'nowhere' batch_size: 2{backend} }}")

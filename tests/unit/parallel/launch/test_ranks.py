@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from caffepy.parallel.launch.ranks import MARK, Process, find_processes, main, ranks_among, send, sending_command
@@ -37,13 +38,17 @@ def start(mark: str, rank: int | None) -> subprocess.Popen[bytes]:
     return subprocess.Popen(["sleep", "60"], env=environment)
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_who_gets_a_signal() -> None:
     mark = f"test {os.getpid()}"
     launcher, *ranks = processes = [start(mark, rank) for rank in (None, 1, 0)]
-    end = time.monotonic() + 300
-    while len(find_processes(mark, "RANK")) < len(processes):  # before its exec a process has our environment
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: len(find_processes(mark, "RANK")) == 3)  # before its exec a process has our environment
     try:
         assert send(signal.SIGTERM, mark, "RANK", "one") == 1
         assert ranks[1].wait(300) == -signal.SIGTERM and ranks[0].poll() is None
@@ -57,5 +62,23 @@ def test_who_gets_a_signal() -> None:
         assert launcher.wait(300) == -signal.SIGKILL
     finally:
         for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_one_who_is_stopped_gets_no_signal_for_all() -> None:
+    mark = f"stopped {os.getpid()}"
+    ranks = [start(mark, rank) for rank in (0, 1)]
+    try:
+        ranks[0].send_signal(signal.SIGSTOP)
+        wait_until(lambda: [each.stopped for each in ranks_among(find_processes(mark, "RANK"))] == [True, False])
+        assert send(signal.SIGTERM, mark, "RANK", "one") == 1
+        assert ranks[1].wait(60) == -signal.SIGTERM
+        assert send(signal.SIGTERM, mark, "RANK", "one") == 0  # it is tried again until one goes on
+        ranks[0].send_signal(signal.SIGCONT)
+        wait_until(lambda: send(signal.SIGTERM, mark, "RANK", "one") == 1)
+        assert ranks[0].wait(60) == -signal.SIGTERM
+    finally:
+        for process in ranks:
             process.kill()
             process.wait()
