@@ -125,7 +125,7 @@ def adopt_state(state: TrainState, saved: SolverState) -> None:
 
 
 def _global_batch(state: TrainState) -> int:
-    return state.net.batch_size() * state.shard.world_size
+    return state.net.batch_size() * state.net.context.shard.world_size
 
 
 def _check_rule(state: TrainState, saved: SolverState, path: Path) -> None:
