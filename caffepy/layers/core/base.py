@@ -115,8 +115,8 @@ class LayerContext:
     """Global number of the device's first sample in a pass, set by the net's first data layer."""
     describe_sample: Callable[[int, int], str] | None = None
     """Names a record for messages, given the pass and the index in the device's batch; set by the first data layer."""
-    sample_shapes: Mapping[str, Sequence[tuple[int, ...]]] = field(default_factory=dict)
-    """Shapes of one sample of each top, by layer name; such data layers do not open their data (memory plans)."""
+    sample_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shape of one sample, by top; data layers whose tops are all there do not open their data (memory plans)."""
     all_reduce_mean: Callable[[Array], None] | None = None
     """All-reduce for sync-BN layers, in place; None: BatchNorm takes the statistics of each device alone."""
     all_reduce_sum: Callable[[Array], None] | None = None

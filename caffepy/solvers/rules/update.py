@@ -178,7 +178,7 @@ class Update:
         if isfinite(float(backend.to_host(self._squares))):
             return "gradients were not finite; now they are again, so that the layer is not known"
         learned = sorted((p for p in parameters.parameters if p.lr_mult != 0), key=lambda parameter: parameter.start)
-        diffs = [(parameter.layer, parameters.diff[parameter.start : parameter.stop]) for parameter in learned]
+        diffs = [(parameter.layer.name, parameters.diff[parameter.start : parameter.stop]) for parameter in learned]
         for layer, diff in diffs:
             if not backend.all_finite(diff):
                 return f"gradients are not finite; in the backward pass that begins in {self._layer(layer)}"

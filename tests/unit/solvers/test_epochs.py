@@ -61,10 +61,10 @@ def test_tests_and_snapshots_at_the_ends_of_the_last_epochs(
     ]
 
 
-def test_an_epoch_is_shorter_where_processes_divide_the_records(net: str) -> None:
+def test_an_epoch_is_shorter_where_processes_divide_the_records(net: str, tmp_path: Path) -> None:
     def work(group: ProcessGroup) -> list[int]:
         tested: list[int] = []
-        with build_solver(SOLVER + "snapshot_after_train: false test_iter: 2", net) as solver:
+        with build_solver(SOLVER + f'snapshot_prefix: "{tmp_path}/x"', net) as solver:
             solver.add_callback(Noting(tested))
             DataParallel(solver, group)
             solver.solve()
