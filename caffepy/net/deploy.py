@@ -86,7 +86,10 @@ def _without_training(layer: caffe_pb2.LayerParameter, shared: Mapping[str, int]
     for name in ("param", "phase", "include", "exclude"):
         plain.ClearField(name)
     if any(shared.get(param.name, 0) > 1 for param in layer.param):
-        plain.param.extend(caffe_pb2.ParamSpec(name=param.name) for param in layer.param)
+        plain.param.extend(layer.param)
+        for param in plain.param:
+            param.ClearField("lr_mult")
+            param.ClearField("decay_mult")
     for name in PARAMETERS:
         if plain.HasField(name):
             parameter = getattr(plain, name)
