@@ -154,8 +154,8 @@ def _read_solver(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
     return Subject(param, context, state, solver_class(solver.type).histories)
 
 
-def _sample_shapes(subject: Subject, given: tuple[int, ...] | None) -> dict[str, Sequence[tuple[int, ...]]]:
-    """The shape of one record of each data layer: from --shape, from the data, or from the size of its crops."""
+def _sample_shapes(subject: Subject, given: tuple[int, ...] | None) -> dict[str, tuple[int, ...]]:
+    """The shape of one record, by top of a data layer: from --shape, from the data, or from the size of its crops."""
     from caffepy.config.dialect import Dialect, choose_dialect
     from caffepy.config.filter import filter_net
     from caffepy.net.memory.plan import read_sample_shapes
@@ -163,17 +163,19 @@ def _sample_shapes(subject: Subject, given: tuple[int, ...] | None) -> dict[str,
 
     dialect = subject.context.dialect or choose_dialect([subject.param], lambda *line: None)
     nvidia = dialect is Dialect.NVIDIA
-    shapes: dict[str, Sequence[tuple[int, ...]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for layer in filter_net(subject.param, subject.state).layer:
+        if layer.bottom:
+            continue
         labels = [_LABELS.get(layer.type, ())] * (len(layer.top) - 1)
         if given is not None:
-            shapes[layer.name] = [given, *labels]
+            shapes |= zip(layer.top, [given, *labels], strict=False)
             continue
         try:
             single = caffe_pb2.NetParameter(layer=[layer])
             shapes |= read_sample_shapes(single, replace(subject.context, dialect=dialect), subject.state)
         except DataError as error:
-            shapes[layer.name] = [_cropped(layer, error, nvidia), *labels]
+            shapes |= zip(layer.top, [_cropped(layer, error, nvidia), *labels], strict=False)
     return shapes
 
 

@@ -42,9 +42,10 @@ def _shapes_in(param: caffe_pb2.NetParameter, phase: int) -> dict[str, tuple[int
         return {}
     nvidia = choose_dialect([param], lambda *line: None) is Dialect.NVIDIA
     samples = {
-        layer.name: [told[0], *[()] * (len(layer.top) - 1)]
+        top: told[0] if index == 0 else ()
         for layer in layers
-        if (told := told_shape(layer, nvidia)) is not None
+        if not layer.bottom and (told := told_shape(layer, nvidia)) is not None
+        for index, top in enumerate(layer.top)
     }
     net = Net(param, LayerContext(MetaBackend(), phase=phase, sample_shapes=samples), state)
     try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from caffepy.layers.core.base import Layer
 from caffepy.net.wiring import Node
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def log_forward(node: Node) -> None:
     for top in node.tops:
         log.info("%s, top blob %s data: %.6g", prefix, top.name, mean_magnitude(top.host_data()))
     for index, blob in enumerate(node.layer.blobs):
-        name = display_name(node, index)
+        name = display_name(node.layer, index)
         log.info("%s, param blob %s data: %.6g", prefix, name, mean_magnitude(blob.host_data()))
 
 
@@ -59,16 +60,16 @@ def log_update(parameters: ParameterBuffer, before: np.ndarray) -> None:
         elements = slice(parameter.start, parameter.stop)
         log.info(
             "    [Update] Layer %s, param %s data: %.6g; diff: %.6g",
-            parameter.layer,
-            parameter.index if parameter.name == f"{parameter.layer}[{parameter.index}]" else parameter.name,
+            parameter.layer.name,
+            display_name(parameter.layer, parameter.index),
             mean_magnitude(before[elements]),
             mean_magnitude(before[elements] - after[elements]),
         )
 
 
-def display_name(node: Node, index: int) -> str:
+def display_name(layer: Layer, index: int) -> str:
     """What Caffe calls a parameter in its log: the name in its ParamSpec, else its index."""
-    specs = node.layer.param.param
+    specs = layer.param.param
     return (specs[index].name if index < len(specs) else "") or str(index)
 
 

@@ -435,4 +435,4 @@ class Net:
 
     def owns(self, layer: Layer, index: int) -> bool:
         """Whether a parameter is the layer's own, not one shared from an earlier layer."""
-        return (layer.name, index) not in self._table.shared
+        return (layer, index) not in self._table.shared

@@ -52,8 +52,7 @@ class Parameter:
     """One parameter, under its owner; layers that share it do not appear again.
 
     Args:
-        name: the name in its ParamSpec, else ``layer[index]``.
-        layer: the owner's name.
+        layer: the owner.
         index: which of the owner's blobs it is.
         blob: values and gradient, views of the flat buffers.
         lr_mult: factor of the learning rate.
@@ -62,8 +61,7 @@ class Parameter:
         stop: one past the last element.
     """
 
-    name: str
-    layer: str
+    layer: Layer
     index: int
     blob: Blob
     lr_mult: float
@@ -104,7 +102,7 @@ class ParameterTable:
 
     def __init__(self) -> None:
         self.parameters: list[Parameter] = []
-        self.shared: set[tuple[str, int]] = set()
+        self.shared: set[tuple[Layer, int]] = set()
         """(layer, index) of the parameters that an earlier layer owns."""
         self._named: dict[str, Parameter] = {}
         self._written: dict[str, caffe_pb2.ParamSpec] = {}
@@ -124,14 +122,13 @@ class ParameterTable:
             spec = layer.param.param[index] if given else caffe_pb2.ParamSpec()
             layer.propagate_to_params[index] = spec.lr_mult != 0
             if spec.name and spec.name in self._named:
-                self.shared.add((layer.name, index))
+                self.shared.add((layer, index))
                 self._share(layer, index, spec)
             else:
                 self._own(layer, index, spec)
 
     def _own(self, layer: Layer, index: int, spec: caffe_pb2.ParamSpec) -> None:
-        name = spec.name or f"{layer.name}[{index}]"
-        parameter = Parameter(name, layer.name, index, layer.blobs[index], spec.lr_mult, spec.decay_mult)
+        parameter = Parameter(layer, index, layer.blobs[index], spec.lr_mult, spec.decay_mult)
         self.parameters.append(parameter)
         if spec.name:
             self._named[spec.name] = parameter
@@ -158,7 +155,7 @@ class ParameterTable:
         if written.HasField(multiplier) and getattr(written, multiplier) != value:
             raise layer.error(
                 f"shared param '{spec.name}' has {multiplier} {value:g} here and "
-                f"{getattr(written, multiplier):g} in layer '{owner.layer}'; write the same, or one of them only"
+                f"{getattr(written, multiplier):g} in layer '{owner.layer.name}'; write the same, or one of them only"
             )
         setattr(written, multiplier, value)
         setattr(owner, multiplier, value)
@@ -167,7 +164,7 @@ class ParameterTable:
     def _check_permissive(layer: Layer, index: int, spec: caffe_pb2.ParamSpec, owner: Parameter) -> None:
         shape = layer.blobs[index].shape
         shapes = f"the owner's shape is {format_shape(owner.blob.shape)}, the sharing layer's is {format_shape(shape)}"
-        message = f"cannot share param '{spec.name}' owned by layer '{owner.layer}'"
+        message = f"cannot share param '{spec.name}' owned by layer '{owner.layer.name}'"
         if spec.share_mode != caffe_pb2.ParamSpec.PERMISSIVE:
             raise layer.error(f"{message}; shape mismatch: {shapes} (share_mode: PERMISSIVE compares counts only)")
         if layer.blobs[index].count != owner.blob.count:
@@ -370,7 +367,7 @@ def _assign_offsets(parameters: list[Parameter], start: int) -> int:
 
 def _backward_order(parameters: list[Parameter]) -> list[Parameter]:
     """The last layer's parameters first, those of one layer in their own order."""
-    layers: dict[str, list[Parameter]] = {}
+    layers: dict[Layer, list[Parameter]] = {}
     for parameter in parameters:
         layers.setdefault(parameter.layer, []).append(parameter)
     return [parameter for layer in reversed(layers.values()) for parameter in layer]

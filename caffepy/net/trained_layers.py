@@ -1,7 +1,8 @@
 """Parameters of whole layers between nets and snapshots, matched by the layers' names (Caffe's `net.cpp`).
 
 Caffe lets layers have the same name and takes the last one's parameters for the first; here the first of a name gets
-the first one's, the second the second one's.
+the first one's, the second the second one's. If the two sides have different numbers of them, nothing says which belong
+together, and it is an error.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from caffepy.blob import format_shape
 from caffepy.config.messages import Part, delimited
 from caffepy.config.stored_arrays import TrainedLayers
-from caffepy.errors import SnapshotError
+from caffepy.errors import ConfigError, SnapshotError
 from caffepy.layers.core.base import Layer
 from caffepy.net.weights import (
     blob_parts,
@@ -39,7 +40,7 @@ def copy_trained_layers(
     layers: Sequence[Layer],
     weights: caffe_pb2.NetParameter | TrainedLayers,
     origin: str,
-    shared: Container[tuple[str, int]],
+    shared: Container[tuple[Layer, int]],
     log_level: int = logging.INFO,
 ) -> list[str]:
     """Copy stored parameters into the layers that have the same name; returns the names of those copied.
@@ -54,10 +55,13 @@ def copy_trained_layers(
         log_level: for stored layers that the net does not have.
 
     Raises:
-        SnapshotError: a layer has another number of parameters or other shapes.
+        SnapshotError: a layer has another number of parameters or other shapes, or the stored layers of a name are not
+            as many as the net's.
     """
     stored = weights if isinstance(weights, TrainedLayers) else TrainedLayers(weights)
     pairs = []
+    if problem := _ambiguous(stored.param.layer, layers):
+        raise SnapshotError(f"{origin}: {problem}")
     targets = dict(_numbered(layers))
     for key, source in _numbered(stored.param.layer):
         target = targets.get(key)
@@ -92,6 +96,18 @@ def _numbered(layers: Iterable[Named]) -> Iterator[tuple[tuple[str, int], Named]
             numbers[layer.name] += 1
 
 
+def _ambiguous(sources: Sequence[Named], targets: Sequence[Layer]) -> str:
+    """The problem where both sides have learned layers of one name, but not as many; empty where there is none."""
+    there, here = (Counter(layer.name for layer in layers if layer.blobs) for layers in (sources, targets))
+    for name, count in here.items():
+        if there[name] and there[name] != count:
+            return (
+                f"layers of the name '{name}' that have parameters: {there[name]} there, {count} in the net, so that "
+                "nothing says which belong together; give each layer a name of its own, and train and save it anew"
+            )
+    return ""
+
+
 def _stored(source: caffe_pb2.LayerParameter, target: Layer) -> dict[int, caffe_pb2.BlobProto]:
     """A stored layer's parameters by the net's index, without those that another layer holds."""
     order = target.stored_order([math.prod(proto_shape(blob)) for blob in source.blobs])
@@ -103,7 +119,7 @@ def _where(origin: str, target: Layer, index: int) -> str:
 
 
 def _check_layer(
-    source: caffe_pb2.LayerParameter, target: Layer, origin: str, shared: Container[tuple[str, int]]
+    source: caffe_pb2.LayerParameter, target: Layer, origin: str, shared: Container[tuple[Layer, int]]
 ) -> None:
     """Refuse a stored layer that has not the parameters of the net's.
 
@@ -111,7 +127,7 @@ def _check_layer(
         SnapshotError: other parameters or shapes, or values that are not whole.
     """
     stored = _stored(source, target)
-    missing = [i for i in range(len(target.blobs)) if i not in stored and (target.name, i) not in shared]
+    missing = [i for i in range(len(target.blobs)) if i not in stored and (target, i) not in shared]
     if len(source.blobs) > len(target.blobs) or missing:
         lacking = f" (not there: {', '.join(map(str, missing))})" if len(stored) < len(source.blobs) else ""
         raise SnapshotError(
@@ -138,8 +154,10 @@ def share_trained_layers(layers: Sequence[Layer], others: Sequence[Layer], follo
         follow: also the arrays that `others` have later.
 
     Raises:
-        ConfigError: numbers or shapes of parameters differ.
+        ConfigError: numbers or shapes of parameters differ, or numbers of layers of one name.
     """
+    if problem := _ambiguous(others, layers):
+        raise ConfigError(f"cannot share the parameters of another net: {problem}")
     targets = dict(_numbered(layers))
     for key, source in _numbered(others):
         target = targets.get(key)

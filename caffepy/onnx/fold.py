@@ -21,14 +21,14 @@ _CONVOLUTIONS = ("Convolution", "DepthwiseConvolution", "ConvolutionDepthwise", 
 
 
 def with_parameters(param: caffe_pb2.NetParameter, net: Net) -> caffe_pb2.NetParameter:
-    """A copy of a net's message with the parameters of the net that was built of it."""
+    """A copy of a net's message, filtered for the net's phase, with the parameters of the net that was built of it."""
     result = caffe_pb2.NetParameter()
     result.CopyFrom(param)
-    layers = {layer.name: layer for layer in net.layers}
+    built = iter(net.layers)  # the message's layers in their order, with Split and Cast layers between them
     for layer in result.layer:
-        if layer.name in layers:
-            del layer.blobs[:]
-            layer.blobs.extend(to_blob_proto(np.asarray(blob.host_data())) for blob in layers[layer.name].blobs)
+        made = next(one for one in built if (one.name, one.type) == (layer.name, layer.type))
+        del layer.blobs[:]
+        layer.blobs.extend(to_blob_proto(np.asarray(blob.host_data())) for blob in made.blobs)
     return result
 
 

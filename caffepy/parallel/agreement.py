@@ -20,11 +20,12 @@ from google.protobuf.message import Message
 from caffepy import version
 from caffepy.config.dialect import VARIABLE as DIALECT
 from caffepy.errors import ConfigError
+from caffepy.layers.core.base import Layer
 from caffepy.layers.input.prefetching import PrefetchingLayer
 from caffepy.net import Net
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.processes.world import World
-from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
+from caffepy.proto.caffe_pb2 import LayerParameter, SolverParameter, SolverState
 from caffepy.solvers import Solver
 
 Description: TypeAlias = "dict[str, str]"
@@ -167,23 +168,30 @@ def describe_nets(solver: Solver) -> Description:
 
 def _describe_net(name: str, net: Net) -> Description:
     described = {f"{field} of {name}": value for field, value in _flatten(net.param, skipped={"layer", "layers"})}
-    seen: set[str] = set()
-    for index, layer in enumerate(net.param.layer):
+    titles = _titles(net.param.layer)
+    for index, (layer, title) in enumerate(zip(net.param.layer, titles, strict=True)):
         described[f"layer {index} of {name}"] = f"'{layer.name}' ({layer.type})"
-        number = f" (layer {index})" if layer.name in seen else ""
-        seen.add(layer.name)
         for field, value in _flatten(layer, skipped={"name", "type"}):
-            described[f"{field} of layer '{layer.name}'{number} of {name}"] = value
+            described[f"{field} of {title} of {name}"] = value
     return described
 
 
 def _describe_data(name: str, net: Net) -> Description:
     return {
-        f"{field} of layer '{layer.name}' of {name}": value
-        for layer in net.layers
+        f"{field} of {title} of {name}": value
+        for layer, title in zip(net.layers, _titles(net.layers), strict=True)
         if isinstance(layer, PrefetchingLayer)
         for field, value in layer.fingerprint().items()
     }
+
+
+def _titles(layers: Iterable[LayerParameter | Layer]) -> list[str]:
+    """What layers are called, with their numbers where one before them has the same name."""
+    seen, titles = set[str](), []
+    for index, layer in enumerate(layers):
+        titles.append(f"layer '{layer.name}'" + (f" (layer {index})" if layer.name in seen else ""))
+        seen.add(layer.name)
+    return titles
 
 
 # -- messages as fields and values -----------------------------------------------------------------------

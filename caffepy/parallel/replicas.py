@@ -46,8 +46,7 @@ def check_replicas(net: Net, names: Sequence[str], gather: Gather) -> None:
 
 def _replicated(net: Net) -> list[Parameter]:
     """Parameters that are equal on all devices."""
-    statistics = {layer.name for layer in net.layers if layer.type == "BatchNorm"}
-    return [p for p in net.parameters.parameters if p.layer not in statistics or p.index >= STATISTICS]
+    return [p for p in net.parameters.parameters if p.layer.type != "BatchNorm" or p.index >= STATISTICS]
 
 
 def _hash(values: NDArray[Any]) -> int:
@@ -71,6 +70,6 @@ def _describe(parameters: Sequence[Parameter], hashes: NDArray[np.float64], name
     listed = ", ".join(others[:_MAX_NAMES]) + (f" and {len(others) - _MAX_NAMES} more" * (len(others) > _MAX_NAMES))
     return (
         f"{listed} no longer {'has' if len(others) == 1 else 'have'} the parameters of {names[0]}: parameter "
-        f"{first.index} of layer '{first.layer}' is the first of {int(differs.any(axis=0).sum())} that differ; go on "
-        "from a snapshot before this iteration, and look at the memory of these machines if it happens again"
+        f"{first.index} of layer '{first.layer.name}' is the first of {int(differs.any(axis=0).sum())} that differ; go "
+        "on from a snapshot before this iteration, and look at the memory of these machines if it happens again"
     )

@@ -242,7 +242,7 @@ def gradients_of(net: Net) -> tuple[Gradient, ...]:
     """The gradients of a net in the order of its flat buffer."""
     learned = sorted((p for p in net.parameters.parameters if p.lr_mult != 0), key=lambda p: p.start)
     node_index = {
-        layer.name: index
+        layer: index
         for index, node in enumerate(net.schedule)
         for layer in getattr(node.layer, "members", [node.layer])
     }

@@ -107,7 +107,7 @@ class Solver:
         if param.random_seed < 0 and mode.seed is not None:
             param.random_seed = mode.next_seed()
         if not self._callbacks.is_root:
-            param.test_interval = 0  # the root tests, and alone
+            param.test_interval = param.test_and_snapshot_last_epochs = 0  # the root tests, and alone
         solver = create_solver(
             param,
             self.device.backend,

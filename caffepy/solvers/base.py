@@ -127,7 +127,6 @@ class Solver(SolverFace, ABC):
         self.restored: SolverState | None = None
         """What `restore` read, without history."""
         self._snapshot_at = -1
-        self._last_epochs: frozenset[int] = frozenset()
         options = engine or ExecutionOptions()
         log_ignored(self.param)
         if self.param.random_seed < 0:
@@ -141,7 +140,7 @@ class Solver(SolverFace, ABC):
             self._build_nets(trace, guard)
             self.state = self._new_state(trace, guard, max_skipped, options.eager)
             self._build_parts(options.eager, keep_going)
-            self._last_epochs = ends_of_last_epochs(self.param, self.net, self.shard)
+            ends_of_last_epochs(self.param, self.net)  # raises before training where no layer counts records
         self._keeper = SnapshotKeeper(self.state, keep or Keep())
         writes = self.param.snapshot or (self.param.snapshot_after_train and self.param.snapshot_prefix)
         if self.callback.is_root and writes:
@@ -322,10 +321,14 @@ class Solver(SolverFace, ABC):
             self._display.show_update()
 
     def _test_is_due(self) -> bool:
-        return self._due(self.param.test_interval) or self.iteration in self._last_epochs
+        return self._due(self.param.test_interval) or self._ends_epoch()
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.iteration % interval == 0
+
+    def _ends_epoch(self) -> bool:
+        """Whether one of the `test_and_snapshot_last_epochs` ends here; counted anew, as the solver may join others."""
+        return self.iteration in ends_of_last_epochs(self.param, self.net)
 
     def _needs_loss(self) -> bool:
         """Whether the loss is read though it is not shown: always where reading it does not wait for the device."""
@@ -333,7 +336,7 @@ class Solver(SolverFace, ABC):
         return not self.backend.asynchronous or follows_loss or self._due(CHECK_INTERVAL)
 
     def _snapshot_is_due(self) -> bool:
-        return self._due(self.param.snapshot) or self.iteration in self._last_epochs
+        return self._due(self.param.snapshot) or self._ends_epoch()
 
     def _act_on_requests(self) -> None:
         if self.requests or self._snapshot_is_due():

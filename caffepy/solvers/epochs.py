@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 
-from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import SolverParameter
 
 
-def epochs_per_iteration(param: SolverParameter, net: Net, shard: Shard) -> float | None:
-    """The part of an epoch that all devices together take in one iteration; None without records to count."""
+def epochs_per_iteration(param: SolverParameter, net: Net) -> float | None:
+    """The part of an epoch that all devices together take in one iteration; None without records to count.
+
+    The number of devices is that of the net's shard, which is set again where a solver joins other processes.
+    """
     sizes = [size for layer in net.layers if (size := layer.epoch_size()) is not None]
-    return net.batch_size() * shard.world_size * param.iter_size / sizes[0] if sizes else None
+    return net.batch_size() * net.context.shard.world_size * param.iter_size / sizes[0] if sizes else None
 
 
-def ends_of_last_epochs(param: SolverParameter, net: Net, shard: Shard) -> frozenset[int]:
+def ends_of_last_epochs(param: SolverParameter, net: Net) -> frozenset[int]:
     """The iterations after which `test_and_snapshot_last_epochs` asks for a test and a snapshot.
 
     Epochs are counted back from max_iter, which ends the last one (NVIDIA Caffe's `Solver::Step`).
@@ -27,7 +29,7 @@ def ends_of_last_epochs(param: SolverParameter, net: Net, shard: Shard) -> froze
     count = param.test_and_snapshot_last_epochs
     if count <= 0:
         return frozenset()
-    part = epochs_per_iteration(param, net, shard)
+    part = epochs_per_iteration(param, net)
     if part is None:
         raise ConfigError(
             "solver: test_and_snapshot_last_epochs needs a data layer that knows how many records an epoch has; "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import replace
 
 from fuzz import seeds
@@ -24,7 +23,7 @@ from caffepy.net.memory.plan import plan_memory
 from caffepy.proto import caffe_pb2
 from caffepy.solvers.nets.factory import NetFactory
 
-LENET_SHAPES: dict[str, Sequence[tuple[int, ...]]] = {"mnist": [(1, 28, 28), ()]}
+LENET_SHAPES: dict[str, tuple[int, ...]] = {"data": (1, 28, 28), "label": ()}
 
 LARGEST_BLOB = 1 << 20
 """Elements of a blob of nets that are run."""

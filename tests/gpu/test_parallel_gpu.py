@@ -173,7 +173,7 @@ def test_bfloat16_on_a_gpu_has_the_bits_of_the_hosts() -> None:
 
 
 def test_skipped_updates_are_counted_in_graphs_and_too_many_name_the_layer(laboratory: Laboratory) -> None:
-    net = "global_grad_scale: 1e38 " + NET
+    net = "global_grad_scale: 1e38 " + NET.replace('top: "loss" }', 'top: "loss" loss_weight: 1e4 }')
     outcome = laboratory.train("--max-skipped", "12", devices=("--gpus", "0", *EXACT), iterations=100, net_text=net)
     assert outcome.status == 1, outcome.log
     assert [line.split(" since")[0] for line in outcome.logged("skipped since")] == [

@@ -111,7 +111,7 @@ def change_a_weight(device: int, iteration: int) -> None:
 
     def changing(solver: Solver) -> None:
         if solver.shard.rank == device and solver.iteration == iteration:
-            changed = next(p for p in solver.net.parameters.parameters if p.layer == "ip1")
+            changed = next(p for p in solver.net.parameters.parameters if p.layer.name == "ip1")
             solver.backend.fill(changed.blob.data[:1], 0.125)
         iterate(solver)
 

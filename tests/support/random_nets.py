@@ -1,4 +1,7 @@
-"""What the generators of random nets share: `fusible_nets` (chains and branches) and `wide_nets` (every layer type)."""
+"""What the generators of random nets share.
+
+`fusible_nets` makes chains and branches, `wide_nets` every layer type, `named_nets` layers whose names say nothing.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +38,21 @@ class Stem:
     kind: str = ""
 
 
+NAMINGS = ("own", "none", "equal", "few", "types", "some")
+"""How layers are named: each otherwise, not at all, all alike, by three names, by their types, or half of them."""
+
+
 class RandomNet:
     """A prototxt that a seed stands for, written layer by layer.
 
     Args:
         seed: of everything, the parameters' values not counted.
+        naming: one of `NAMINGS`. Blobs have names of their own in any case.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, naming: str = "own") -> None:
         self._random = Random(seed)
+        self.naming = naming
         self._layers: list[str] = []
         self._names: Counter[str] = Counter()
 
@@ -59,7 +68,7 @@ class RandomNet:
         return param
 
     def _layer(self, kind: str, bottoms: Iterable[str], tops: Iterable[str], settings: str = "") -> None:
-        """Add a layer of a new name.
+        """Add a layer, named as `naming` says.
 
         Args:
             kind: its type.
@@ -68,7 +77,16 @@ class RandomNet:
             settings: its other fields.
         """
         names = "".join(f' bottom: "{b}"' for b in bottoms) + "".join(f' top: "{t}"' for t in tops)
-        self._layers.append(f'layer {{ name: "{self._new(f"{kind}_")}" type: "{kind}"{names} {settings} }}')
+        self._layers.append(f'layer {{ {self._layer_name(kind)} type: "{kind}"{names} {settings} }}')
+
+    def _layer_name(self, kind: str) -> str:
+        """The field that names a layer of a type, or nothing."""
+        if self.naming == "none" or (self.naming == "some" and self._chance(0.5)):
+            return ""
+        name = {"equal": "same", "types": kind}.get(self.naming) or (
+            self._random.choice("abc") if self.naming == "few" else self._new(f"{kind}_")
+        )
+        return f'name: "{name}"'
 
     def _new(self, stem: str) -> str:
         """A name that no layer and no blob has."""

@@ -267,10 +267,11 @@ class CpuBackend(CpuInput, CpuRecurrent, CpuRows, Synchronous, CpuNormalisation)
                     sums = reduce_channels(self.threads, expression, inputs, extents, samples)
             if kept == ():
                 sums = [s.sum() for s in sums]
-        for total, output in zip(sums, outputs, strict=True):
-            if accumulate:
-                total = total + self.flat(output).reshape(np.shape(total))
-            self.flat(output)[...] = total
+        with np.errstate(over="ignore"):  # a sum beyond float32 is infinite there, as on a GPU
+            for total, output in zip(sums, outputs, strict=True):
+                if accumulate:
+                    total = total + self.flat(output).reshape(np.shape(total))
+                self.flat(output)[...] = total
 
     def _reduce_general(
         self, expression: Expression, inputs: Sequence[Any], shape: tuple[int, ...], axis: int, kept: tuple[int, ...]

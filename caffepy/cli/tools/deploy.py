@@ -98,11 +98,9 @@ def _shapes_of_data(train: caffe_pb2.NetParameter, path: Path) -> dict[str, tupl
     for layer in train.layer:
         try:
             single = caffe_pb2.NetParameter(layer=[layer])
-            found = read_sample_shapes(single, context) if not layer.bottom else {}
+            shapes |= read_sample_shapes(single, context) if not layer.bottom else {}
         except DataError:
             continue
-        for tops in found.values():
-            shapes |= {top: tuple(shape) for top, shape in zip(layer.top, tops, strict=False)}
     return shapes
 
 

@@ -21,7 +21,7 @@ from caffepy.backend.types import Array, Counter, RandomStream
 from caffepy.blob import Blob, format_shape
 from caffepy.config.dialect import Dialect
 from caffepy.data.prefetch import wait_on
-from caffepy.data.schedule import Shard
+from caffepy.data.schedule import Shard, TestSchedule
 from caffepy.errors import ConfigError, DataError, OutOfMemoryError, ShapeError
 from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.layers.core.known_types import describe_missing
@@ -115,8 +115,8 @@ class LayerContext:
     """Global number of the device's first sample in a pass, set by the net's first data layer."""
     describe_sample: Callable[[int, int], str] | None = None
     """Names a record for messages, given the pass and the index in the device's batch; set by the first data layer."""
-    sample_shapes: Mapping[str, Sequence[tuple[int, ...]]] = field(default_factory=dict)
-    """Shapes of one sample of each top, by layer name; such data layers do not open their data (memory plans)."""
+    sample_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shape of one sample, by top; data layers whose tops are all there do not open their data (memory plans)."""
     all_reduce_mean: Callable[[Array], None] | None = None
     """All-reduce for sync-BN layers, in place; None: BatchNorm takes the statistics of each device alone."""
     all_reduce_sum: Callable[[Array], None] | None = None
@@ -137,6 +137,20 @@ class LayerContext:
         """What the net is logged at: INFO on rank 0, DEBUG elsewhere and for a net made beside one that was logged."""
         shown = self.shard.rank == 0 and self.backend.holds_values and self.fills
         return logging.INFO if shown else logging.DEBUG
+
+    def number_samples(self, batch: int) -> None:
+        """Set `first_sample` for a layer that makes so many samples itself, unless a data layer before it has done so.
+
+        Each sample of a test has a number of its own, on however many devices it is run.
+        """
+
+        def first(number: int) -> int:  # asks for the shard, which changes where the solver joins others later
+            if self.phase == caffe_pb2.TEST:
+                return TestSchedule(self.shard, batch, self.test_iter).first_sample(number)
+            return (number * self.shard.world_size + self.shard.rank) * batch
+
+        if self.first_sample is None:
+            self.first_sample = first
 
 
 class Layer:

@@ -44,10 +44,7 @@ class DummyDataLayer(Layer):
         for blob, shape in zip(top, self._shapes(len(top)), strict=True):
             check_shape(shape, f"layer '{self.name}' ({self.type})")
             blob.reshape(shape)
-        batch = top[0].shape[0] if top[0].shape else 1
-        if self.context.first_sample is None:
-            context = self.context  # its shard changes where the solver joins others after it was made
-            context.first_sample = lambda number: (number * context.shard.world_size + context.shard.rank) * batch
+        self.context.number_samples(top[0].shape[0] if top[0].shape else 1)
 
     def _shapes(self, tops: int) -> list[tuple[int, ...]]:
         param = self.param.dummy_data_param

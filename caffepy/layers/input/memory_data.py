@@ -35,9 +35,7 @@ class MemoryDataLayer(Layer):
         self._shape = (param.batch_size, param.channels, param.height, param.width)
         if min(self._shape) < 1:
             raise self.error("memory_data_param needs batch_size, channels, height and width, all at least 1")
-        if self.context.first_sample is None:
-            context, batch = self.context, self._shape[0]  # its shard changes where the solver joins others later
-            context.first_sample = lambda number: (number * context.shard.world_size + context.shard.rank) * batch
+        self.context.number_samples(self._shape[0])
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         top[0].reshape(self._shape)

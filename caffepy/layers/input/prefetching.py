@@ -156,9 +156,10 @@ class PrefetchingLayer(Layer):
         return (self._count, *sample_shape)
 
     def _sample_shapes(self) -> Sequence[tuple[int, ...]]:
-        shapes = self.context.sample_shapes.get(self.name)
-        if shapes is None:
-            self._source, shapes = self.open()
+        known = self.context.sample_shapes
+        if all(name in known for name in self.param.top):
+            return [known[name] for name in self.param.top]
+        self._source, shapes = self.open()
         return shapes
 
     def _warn_if_rounded(self, size: int) -> None:

@@ -77,7 +77,7 @@ class PythonLayer(Layer):
         if not param.module or not param.layer:
             raise self.error("python_param needs module and layer")
         found = find_class(param.module, param.layer, self.context.resolve, self._where)
-        key = (found, self.name, param.param_str, self.context.phase, self.backend.holds_values)
+        key = (found, self.random_name, param.param_str, self.context.phase, self.backend.holds_values)
         self._object = make_object(found, key if param.share_in_parallel else None, self._where)
         self._blobs: dict[Blob, HostBlob] = {}
         self._parameters = ParameterBlobs(self._make_parameter)

@@ -188,30 +188,29 @@ def plan_memory(
     )
 
 
-def sample_shapes(net: Net) -> dict[str, list[tuple[int, ...]]]:
+def sample_shapes(net: Net) -> dict[str, tuple[int, ...]]:
     """`LayerContext.sample_shapes` from a net that has opened its data, for another net with the same layers."""
     return {
-        node.layer.name: [top.shape[1:] for top in node.tops]
-        for node in net.nodes
-        if isinstance(node.layer, PrefetchingLayer)
+        top.name: top.shape[1:] for node in net.nodes if isinstance(node.layer, PrefetchingLayer) for top in node.tops
     }
 
 
 def read_sample_shapes(
     param: caffe_pb2.NetParameter, context: LayerContext, state: caffe_pb2.NetState | None = None
-) -> dict[str, list[tuple[int, ...]]]:
+) -> dict[str, tuple[int, ...]]:
     """`LayerContext.sample_shapes` of a net that is not built; opens each data source once.
 
     Raises:
         DataError: a source cannot be opened.
     """
     filtered = filter_net(param, state or net_state(context.phase, param.state, net_state(context.phase)))
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for layer_param in filtered.layer:
         kind = layer_class(layer_param.type, f"layer '{layer_param.name}'")
-        if issubclass(kind, PrefetchingLayer) and layer_param.name not in context.sample_shapes:
-            source, shapes[layer_param.name] = kind(layer_param, context).open()
+        if issubclass(kind, PrefetchingLayer) and not set(layer_param.top) <= set(context.sample_shapes):
+            source, found = kind(layer_param, context).open()
             source.close()
+            shapes |= {top: tuple(shape) for top, shape in zip(layer_param.top, found, strict=False)}
     return shapes
 
 

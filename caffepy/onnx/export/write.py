@@ -114,7 +114,7 @@ class _Writer:
             self.values[top] = self._named(node, top, value, first) if value in made else value
         self.resized |= self._resized(node)
         if node.layer.type in COMPOSITES:
-            self._describe(node, inputs)
+            self._describe(node, inputs, first)
 
     def _add_inputs(self, node: Node) -> None:
         read = {bottom for other in self.net.nodes for bottom in other.bottoms}
@@ -134,15 +134,15 @@ class _Writer:
         changes = node.layer.changes_shapes or any(bottom in self.resized for bottom in node.bottoms)
         return set(node.tops) if changes else set()
 
-    def _describe(self, node: Node, inputs: list[str]) -> None:
-        """Note what a layer was that became several nodes, so that it can be read back."""
+    def _describe(self, node: Node, inputs: list[str], first: int) -> None:
+        """Note what a layer was that became the nodes from number `first` on, so that it can be read back."""
         param = caffe_pb2.LayerParameter()
         param.CopyFrom(node.layer.param)
         for name in ("blobs", "bottom", "top", "phase", "include", "exclude", "loss_weight", "propagate_down"):
             param.ClearField(name)
-        read = _read_by(self.graph, node.layer.name)
+        read = {name for one in self.graph.nodes[first:] for name in one.input}
         stored = sorted((name for name in self.graph.constants if name in read), key=_parameter_order)
-        self.metadata[f"{COMPOSITE_KEY}{node.layer.name}"] = json.dumps(
+        self.metadata[self.graph.new_name(f"{COMPOSITE_KEY}{node.layer.name}")] = json.dumps(
             {
                 "param": text_format.MessageToString(param, as_one_line=True),
                 "inputs": inputs,
@@ -191,8 +191,3 @@ def _parameter_order(name: str) -> int:
     """Which parameter of its layer a constant is, -1: none."""
     last = name.rpartition("/")[2].partition("_")[0]
     return PARAMETER_NAMES.index(last) if last in PARAMETER_NAMES else -1
-
-
-def _read_by(graph: Graph, layer: str) -> set[str]:
-    """What nodes of a layer read."""
-    return {name for node in graph.nodes if node.name.startswith(f"{layer}/") for name in node.input}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from caffepy.layers.core.base import Layer
 from caffepy.net import Net
 from caffepy.net.fusion.fused import FusedLayer
 from caffepy.net.parameters import Parameter, ParameterBuffer
@@ -39,7 +40,7 @@ def cut_buckets(net: Net, count: int) -> list[Bucket]:
     """
     buffer = net.parameters
     learned = sorted((p for p in buffer.parameters if p.lr_mult != 0), key=lambda p: p.start)
-    indices = _layer_indices(net.schedule)
+    indices = _schedule_indices(net.schedule)
     groups: list[list[Parameter]] = [[]]
     for parameter in learned:
         if groups[-1] and (not count or (parameter.start - groups[-1][0].start) * count >= buffer.learned):
@@ -57,10 +58,10 @@ def cut_buckets(net: Net, count: int) -> list[Bucket]:
     return buckets
 
 
-def _layer_indices(schedule: Sequence[Node]) -> dict[str, int]:
+def _schedule_indices(schedule: Sequence[Node]) -> dict[Layer, int]:
     """The index in the schedule of each layer, by itself or as a member of a group."""
     indices = {}
     for index, node in enumerate(schedule):
         for layer in node.layer.members if isinstance(node.layer, FusedLayer) else [node.layer]:
-            indices[layer.name] = index
+            indices[layer] = index
     return indices

@@ -146,7 +146,8 @@ class NetStructure:
         return [self._blob_names.index(name) for name in self.outputs]
 
     def _top_ids(self, layer: int) -> list[int]:
-        return [self._blob_names.index(name) for name in self.top_names[self._layer_names[layer]]]
+        return [self._blob_names.index(top.name) for top in self._nodes[layer].tops]
 
     def _bottom_ids(self, layer: int) -> list[int]:
-        return [self._blob_names.index(name) for name in self.bottom_names[self._layer_names[layer]]]
+        node = self._nodes[layer]
+        return [self._blob_names.index(name) for name in node.layer.param.bottom[: len(node.bottoms)]]

@@ -125,7 +125,7 @@ def adopt_state(state: TrainState, saved: SolverState) -> None:
 
 
 def _global_batch(state: TrainState) -> int:
-    return state.net.batch_size() * state.shard.world_size
+    return state.net.batch_size() * state.net.context.shard.world_size
 
 
 def _check_rule(state: TrainState, saved: SolverState, path: Path) -> None:
@@ -149,7 +149,7 @@ def _check_history(state: TrainState, saved: SolverState, path: Path) -> None:
         parameter = parameters[i % len(parameters)]
         if not same_shape(blob, parameter.blob.shape):
             raise SnapshotError(
-                f"{path}: the history of parameter {parameter.index} of layer '{parameter.layer}' has shape "
+                f"{path}: the history of parameter {parameter.index} of layer '{parameter.layer.name}' has shape "
                 f"{format_shape(proto_shape(blob))}, the net's parameter {format_shape(parameter.blob.shape)}; "
                 "it is of another net"
             )
@@ -159,8 +159,9 @@ def _restore_weights(state: TrainState, path: Path) -> None:
     weights = read_trained_layers(path)
     stored = {layer.name for layer in weights.param.layer}
     for parameter in state.net.parameters.parameters:
-        if parameter.layer not in stored:
-            raise SnapshotError(f"{path}: has no layer '{parameter.layer}', which the net has; it is of another net")
+        name = parameter.layer.name
+        if name not in stored:
+            raise SnapshotError(f"{path}: has no layer '{name}', which the net has; it is of another net")
     state.net.copy_trained_layers_from(weights, str(path))
 
 

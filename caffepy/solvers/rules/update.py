@@ -10,8 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from math import isfinite, sqrt
 
-import numpy as np
-
 from caffepy.backend import Each, Expression, Scalar, expression
 from caffepy.backend.types import Array
 from caffepy.errors import NonFiniteError
@@ -23,20 +21,29 @@ FIRST_LOSS_SCALE = 4096.0
 GROWTH_INTERVAL = 1000.0
 """Good steps in a row after which an adaptive loss scale is doubled."""
 LARGEST_LOSS_SCALE = 2.0**24
+UNIT = 2.0**80
+"""What values are divided by in the second sum of squares: 2^31 of the largest float32 have a finite sum there."""
+OFFSET = 2.0**20
+"""Added to values before that, so that no square is subnormal, which would be slow. Norms that need the second sum are
+above 2^64: what it adds to them is below float32's precision."""
 
 
 @expression
-def square(x: Each) -> Each:
-    return x * x
+def square(x: Each) -> tuple[Each, Each]:
+    part = (x + OFFSET) * (1 / UNIT)
+    return x * x, part * part
 
 
 @expression
 def control(
-    squares: Each, loss_scale: Each, good: Each, skipped: Each, bad: Each,
+    small_squares: Each, large_squares: Each, loss_scale: Each, good: Each, skipped: Each, bad: Each,
     scale: Scalar, limit: Scalar, adaptive: Scalar, most: Scalar, void: Scalar,
 ) -> tuple[Each, Each, Each, Each, Each, Each, Each]:  # fmt: skip
-    norm = sqrt(squares) / loss_scale
-    clipped = limit / norm if limit >= 0 and norm > limit else 1.0
+    squares = small_squares if isfinite(small_squares) else large_squares
+    unit = 1.0 if isfinite(small_squares) else UNIT
+    root = sqrt(squares) / loss_scale
+    norm = root * unit
+    clipped = limit / root / unit if limit >= 0 and norm > limit else 1.0
     grown = min(loss_scale * 2, LARGEST_LOSS_SCALE) if good + 1 >= GROWTH_INTERVAL else loss_scale
     changed = grown if isfinite(squares) else max(loss_scale * 0.5, 1.0)
     run = good + 1 if good + 1 < GROWTH_INTERVAL and isfinite(squares) else 0.0
@@ -96,7 +103,9 @@ class Update:
         self._max_skipped = max_skipped
         self._shown = 0
         self._lr_mult, self._decay_mult = net.parameters.multipliers()
-        self._squares, self._good, self._scale, self._found_inf = (self._backend.zeros(()) for _ in range(4))
+        self._squares = [self._backend.zeros(()) for _ in range(2)]
+        """The sums that `square` makes of the gradients. Both are not finite where a gradient is not."""
+        self._good, self._scale, self._found_inf = (self._backend.zeros(()) for _ in range(3))
         self.loss_scale, self._norm, self._skipped, self._bad = (self._backend.zeros(()) for _ in range(4))
         self.restore_loss_scale(0.0, 0)
         if scaled:
@@ -142,11 +151,11 @@ class Update:
     def _control(self, scale: Array | float, void: Array | float) -> tuple[Array, Array]:
         """What to multiply the gradients with, and whether to skip the update (1) or not (0); both on the device."""
         gradients = self._net.parameters.gradients
-        self._backend.reduce(square, (gradients,), (self._squares,))
+        self._backend.reduce(square, (gradients,), self._squares)
         state = (self.loss_scale, self._good, self._skipped, self._bad)
         settings = (scale, self._clip, float(self._adaptive), float(self._max_skipped), void)
         outputs = (self._scale, self._found_inf, self._norm, *state)
-        self._backend.apply(control, (self._squares, *state, *settings), outputs)
+        self._backend.apply(control, (*self._squares, *state, *settings), outputs)
         return self._scale, self._found_inf
 
     def clipped(self) -> float | None:
@@ -180,19 +189,12 @@ class Update:
     def _where_overflow(self) -> str:
         """What of the present gradients is not finite; `diff` has them in the order of the backward pass."""
         parameters, backend = self._net.parameters, self._backend
-        if isfinite(float(backend.to_host(self._squares))):
-            return "gradients were not finite; now they are again, so that the layer is not known"
         learned = sorted((p for p in parameters.parameters if p.lr_mult != 0), key=lambda parameter: parameter.start)
-        diffs = [(parameter.layer, parameters.diff[parameter.start : parameter.stop]) for parameter in learned]
-        for layer, diff in diffs:
-            if not backend.all_finite(diff):
-                return f"gradients are not finite; in the backward pass that begins in {self._layer(layer)}"
-        norms = [(float(np.linalg.norm(backend.to_host(diff).astype(np.float64))), layer) for layer, diff in diffs]
-        largest = self._layer(max(norms)[1])
-        return f"the sum of their gradients' squares is not finite; the largest are those of {largest}"
-
-    def _layer(self, name: str) -> str:
-        return next(f"layer '{name}' ({layer.type})" for layer in self._net.layers if layer.name == name)
+        broken = (p.layer for p in learned if not backend.all_finite(parameters.diff[p.start : p.stop]))
+        layer = next(broken, None)
+        if layer is None:
+            return "gradients were not finite; now they are again, so that the layer is not known"
+        return f"gradients are not finite; in the backward pass that begins in layer '{layer.name}' ({layer.type})"
 
     def _advice(self) -> str:
         if self._net.param.global_grad_scale != 1 and not self._adaptive:

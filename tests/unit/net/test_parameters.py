@@ -31,10 +31,10 @@ def test_the_last_layer_comes_first_and_starts_are_aligned() -> None:
     net = build_net(DATA + inner("a", "data") + inner("b", "a") + LOSS)
     before = weights_of(net)
     buffer = net.parameters
-    places = {(p.layer, p.index): (p.start, p.stop) for p in buffer.parameters}
+    places = {(p.layer.name, p.index): (p.start, p.stop) for p in buffer.parameters}
     assert places == {("b", 0): (0, 9), ("b", 1): (64, 67), ("a", 0): (128, 137), ("a", 1): (192, 195)}
     assert all(p.start % ALIGNMENT == 0 for p in buffer.parameters)
-    assert [p.name for p in buffer.parameters] == ["a[0]", "a[1]", "b[0]", "b[1]"]
+    assert [(p.layer.name, p.index) for p in buffer.parameters] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     assert (buffer.learned, buffer.size) == (256, 256 + ParameterBuffer.FLAGS)
     assert buffer.diff.shape == (buffer.size,)
     for name, values in weights_of(net).items():
@@ -110,7 +110,7 @@ def test_shared_parameters_are_one_and_add_up_their_gradients() -> None:
     net = build_net(text)
     a, b = net.layers[1], net.layers[2]
     assert a.blobs[0] is b.blobs[0]
-    assert [p.name for p in net.parameters.parameters] == ["w", "c"]
+    assert [p.blob for p in net.parameters.parameters] == a.blobs
     separate = build_net(DATA + inner("a", "data") + inner("b", "a") + LOSS)
     for layer in separate.layers[1:3]:
         for mine, theirs in zip(layer.blobs, a.blobs, strict=True):

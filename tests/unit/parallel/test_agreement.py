@@ -287,6 +287,18 @@ def test_data_are_compared_by_what_they_hold(tmp_path: Path) -> None:
         assert found.field == f"the hash of the {name} record{where}"
 
 
+def test_data_of_layers_of_one_name_are_compared_each(tmp_path: Path) -> None:
+    def data(*paths: str) -> dict[str, str]:
+        settings = 'name: "same" type: "Data" data_param { source: "%s" batch_size: 2 backend: LMDB }'
+        layers = [f'layer {{ {settings % path} top: "data{i}" }}' for i, path in enumerate(paths)]
+        return described(" ".join(layers))
+
+    one, other = write_lmdb(tmp_path / "one", 6), write_lmdb(tmp_path / "other", 7)
+    where = "the number of records of layer 'same'%s of the train net"
+    assert first_difference(data(one, one), data(other, one)) == Difference(where % "", "6", "7")
+    assert first_difference(data(one, one), data(one, other)) == Difference(where % " (layer 1)", "6", "7")
+
+
 def test_ranks_that_agree_go_on() -> None:
     assert meet([{"a": "1"}] * 3) == [None, None, None]
 

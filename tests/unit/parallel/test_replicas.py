@@ -91,6 +91,18 @@ def test_the_smallest_difference_names_layer_and_rank_on_all_devices(layer: str,
     }
 
 
+def test_a_layer_with_the_name_of_a_batch_norm_is_compared() -> None:
+    errors = compare(changing(1, "ip", 0), text=BATCH_NORM.replace('name: "bn"', 'name: "ip"'))
+    assert errors == [None] * 3  # the first of the name is the BatchNorm, whose statistics are each device's own
+
+    def change(number: int, net: Net) -> None:
+        if number == 1:
+            net.layers[-1].blobs[0].data.reshape(-1)[0] += 1
+
+    errors = compare(change, text=BATCH_NORM.replace('name: "bn"', 'name: "ip"'))
+    assert all("parameter 0 of layer 'ip' is the first of 1 that differ" in str(error) for error in errors)
+
+
 def test_a_root_that_differs_from_all_others_is_compared_with_all() -> None:
     (message,) = {str(error) for error in compare(changing(0, "ip", 0))}
     assert message.startswith("rank 1 on b, rank 2 on c no longer have the parameters of rank 0 on a: parameter 0 of")

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+from process_groups import raise_first, run_tcp
 from training import build_solver
 
+from caffepy.distributed import DataParallel, ProcessGroup
 from caffepy.errors import ConfigError
+from caffepy.pycaffe.mode import mode
+from caffepy.pycaffe.solver import SGDSolver
+from caffepy.solvers import Solver
 from caffepy.solvers.epochs import duration
 
 RECORDS = 40
@@ -21,6 +27,16 @@ layer { name: "data" type: "HDF5Data" top: "data" top: "label"
 layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip" inner_product_param { num_output: 3 } }
 layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
 """
+
+
+class Noting:
+    """A callback of a solver that notes after which iterations it tests."""
+
+    def __init__(self, tested: list[int]) -> None:
+        self._tested = tested
+
+    def after_test(self, solver: Solver, scores: Any) -> None:
+        self._tested.append(solver.iteration)
 
 
 @pytest.fixture
@@ -43,6 +59,36 @@ def test_tests_and_snapshots_at_the_ends_of_the_last_epochs(
     assert sorted(path.name for path in tmp_path.glob("*.solverstate")) == [
         f"x_iter_{i}.solverstate" for i in (15, 25, 5)
     ]
+
+
+def test_an_epoch_is_shorter_where_processes_divide_the_records(net: str, tmp_path: Path) -> None:
+    def work(group: ProcessGroup) -> list[int]:
+        tested: list[int] = []
+        with build_solver(SOLVER + f'snapshot_prefix: "{tmp_path}/x"', net) as solver:
+            solver.add_callback(Noting(tested))
+            DataParallel(solver, group)
+            solver.solve()
+        return tested
+
+    assert raise_first(run_tcp(2, work, timeout=300)) == [[15, 20, 25]] * 2  # 5 iterations an epoch
+
+
+@pytest.mark.parametrize(("rank", "wanted"), [(0, [15, 20, 25]), (1, [])])
+def test_processes_of_pycaffe_count_the_records_of_all(
+    net: str, rank: int, wanted: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("solver_count", 2), ("solver_rank", rank), ("multiprocess", True)):
+        monkeypatch.setattr(mode, name, value)
+    (tmp_path / "net.prototxt").write_text(net)
+    path = tmp_path / "solver.prototxt"
+    path.write_text(
+        SOLVER + f'snapshot_after_train: false snapshot_prefix: "{tmp_path}/x" net: "{tmp_path}/net.prototxt"'
+    )
+    solver, tested = SGDSolver(path), list[int]()
+    solver.solver.add_callback(Noting(tested))
+    solver.solve()
+    assert tested == wanted
+    assert len(list(tmp_path.glob("*.solverstate"))) == len(wanted)
 
 
 def test_a_net_without_records_has_no_epochs() -> None:

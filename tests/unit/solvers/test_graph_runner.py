@@ -115,7 +115,7 @@ def test_a_loss_that_is_not_finite_is_noticed_in_time() -> None:
 
 
 def test_skipped_updates_are_counted_in_replays_and_too_many_end_training(caplog: pytest.LogCaptureFixture) -> None:
-    net = "global_grad_scale: 1e38 " + NET
+    net = "global_grad_scale: 1e38 " + NET.replace('top: "loss" }', 'top: "loss" loss_weight: 1e4 }')
     with replaying(SOLVER + "display: 10", net, max_skipped=35) as solver, caplog.at_level(logging.INFO):
         with pytest.raises(NonFiniteError, match=r"iteration 40: 35 updates in a row .* layer '(ip|last)'"):
             solver.step(100)

@@ -334,6 +334,17 @@ def test_random_tops_change_with_the_pass_and_not_with_the_devices():
                 np.testing.assert_array_equal(found, whole[step][top][2 * rank : 2 * rank + 2])
 
 
+def test_random_tops_of_whole_tests_are_those_of_one_device():
+    """Of three batches of a test the first device takes two."""
+    param = "shape { dim: 2 dim: 3 } data_filler { type: 'gaussian' }"
+    alone = dummy(param, seed=5, phase=TEST, test_iter=3)
+    whole = [alone.forward()[0].copy() for _ in range(6)]
+    for rank, batches in ((0, (0, 2, 3, 5)), (1, (1, 4))):
+        one = dummy(param, seed=5, phase=TEST, test_iter=3, shard=Shard(rank, 2))
+        for batch in batches:
+            np.testing.assert_array_equal(one.forward()[0], whole[batch])
+
+
 @pytest.mark.parametrize(
     ("param", "error", "message"),
     [

@@ -255,6 +255,13 @@ def test_an_error_in_a_pass_names_file_and_line() -> None:
         runner.forward()
 
 
+def test_layers_of_one_name_share_no_object() -> None:
+    layer = 'layer { name: "same" bottom: "x" top: "%s" ' + text("Alone", "share_in_parallel: true") + " }"
+    data = 'layer { name: "x" type: "Input" top: "x" input_param { shape { dim: 2 dim: 3 } } }'
+    first, second = build_net(data + layer % "a" + layer % "b").layers[-2:]
+    assert first.instance is not second.instance  # type: ignore[attr-defined]
+
+
 def test_devices_share_one_object_and_take_turns() -> None:
     runners = [Runner(text("Alone", "share_in_parallel: true"), [gaussian((2, 3))], tops=1) for _ in range(2)]
     alone = Runner(text("Alone"), [gaussian((2, 3))], tops=1)

@@ -374,11 +374,11 @@ def test_data_are_not_opened_where_their_shape_is_known():
     param = read_net(MODELS / "lenet/train_test.prototxt")
     with pytest.raises(DataError, match="does not exist"):
         plan_memory(param, context())
-    known = replace(context(), sample_shapes={"mnist": [(1, 28, 28), ()]})
+    known = replace(context(), sample_shapes={"data": (1, 28, 28), "label": ()})
     plan = plan_memory(param, known)
     assert "data data" in {slot.title for slot in plan.slots}  # a layer that reads ahead writes it in every pass
     shadow = Net(param, replace(known, backend=MetaBackend()))
-    assert sample_shapes(shadow) == {"mnist": [(1, 28, 28), ()]}
+    assert sample_shapes(shadow) == {"data": (1, 28, 28), "label": ()}
     assert known.first_sample is None
     slot = ImageSlot(64, 1, 28, 28)
     block = passes_per_block(slot)

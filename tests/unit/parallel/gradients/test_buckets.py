@@ -43,6 +43,19 @@ def test_a_bucket_is_complete_with_its_first_layer() -> None:
     assert [names[bucket.node] for bucket in cut_buckets(net, 4)] == ["d", "c", "b", "a"]
 
 
+@pytest.mark.parametrize("name", ["", "same"])
+def test_layers_of_one_name_complete_their_own_buckets(name: str) -> None:
+    """Their gradients lie in the order of the backward pass, and no bucket ends before its layers have run."""
+    text = CHAIN
+    for layer in "abcd":
+        text = text.replace(f'name: "{layer}"', f'name: "{name}"')
+    net = build_net(text)
+    assert [bucket.node for bucket in cut_buckets(net, 4)] == [4, 3, 2, 1]
+    assert [bucket.node for bucket in cut_buckets(net, 2)] == [3, 1]
+    starts = [parameter.start for parameter in net.parameters.parameters]
+    assert starts == sorted(starts, reverse=True)
+
+
 def test_a_shared_parameter_is_complete_with_the_first_layer_that_has_it() -> None:
     shared = 'param { name: "w" }'
     text = DATA + inner("a", "data", shared) + inner("b", "a") + inner("c", "b", shared) + LOSS % "c"

@@ -232,7 +232,8 @@ def test_skipped_updates_are_counted_at_each_display(net: str, caplog: pytest.Lo
 
 def test_updates_skipped_since_the_last_display_are_counted_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     text = SOLVER + "max_iter: 40 snapshot_after_train: false"
-    with build_solver(text, "global_grad_scale: 1e38 " + CLASSIFIER) as solver, caplog.at_level("INFO"):
+    with build_solver(text, "global_grad_scale: 2 " + CLASSIFIER) as solver, caplog.at_level("INFO"):
+        overflow(solver, 0, lambda iteration: True)
         before = weights_of(solver.net)
         solver.solve()
         assert all(np.array_equal(values, before[name]) for name, values in weights_of(solver.net).items())
@@ -251,14 +252,41 @@ def test_too_many_skipped_updates_in_a_row_end_training_and_name_the_layer(param
             solver.step(20)
 
 
-def test_gradients_whose_squares_overflow_name_the_layer_of_the_largest() -> None:
-    with build_solver(SOLVER, "global_grad_scale: 1e37 " + DEEP, max_skipped=3) as solver:
-        message = (
-            r"because the sum of their gradients' squares is not finite; the largest are those of layer '(ip|last)' "
-            r"\(InnerProduct\); lower"
-        )
-        with pytest.raises(NonFiniteError, match=message):
-            solver.step(20)
+@pytest.mark.parametrize("scale", ["1e25", "1e37"])
+@pytest.mark.parametrize("settings", ["", "clip_gradients: 0.2 ", "clip_gradients: 1e9 "])
+def test_gradients_whose_squares_overflow_train_as_others(settings: str, scale: str) -> None:
+    found = []
+    for factor in (1.0, float(scale)):
+        with build_solver(SOLVER + settings, f"global_grad_scale: {factor} " + DEEP, max_skipped=1) as solver:
+            solver.step(6)
+            found.append(weights_of(solver.net))
+    for name, values in found[0].items():
+        np.testing.assert_allclose(found[1][name], values, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("large", [1e-3, 2.0**40, 2e12, 1e19, 3e19, 1e30, 3e38])
+def test_clipping_scales_gradients_of_any_norm(large: float) -> None:
+    """Also the sum of the largest numbers that there are, whose norm float32 does not hold."""
+    with build_solver(SOLVER + "clip_gradients: 1e-4", CLASSIFIER, guard=True) as solver:
+        gradients = solver.net.parameters.gradients
+        gradients[...] = 0
+        gradients[:8] = np.linspace(0.5, 1, 8) * large
+        scale, found_inf = solver.update._control(1.0, 0.0)
+        assert float(found_inf) == 0
+        clipped = np.linalg.norm(gradients.astype(np.float64) * float(scale))
+        assert clipped == pytest.approx(1e-4, rel=1e-3 if large < 1e38 else 0.5)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("others", [0.0, 1.0, 1e30, 3e38])
+def test_what_is_not_finite_is_found_beside_gradients_of_any_size(value: float, others: float) -> None:
+    with build_solver(SOLVER, CLASSIFIER, guard=True) as solver:
+        gradients = solver.net.parameters.gradients
+        for index in (0, 17, len(gradients) - 1):
+            gradients[...] = others
+            assert float(solver.update._control(1.0, 0.0)[1]) == 0
+            gradients[index] = value
+            assert float(solver.update._control(1.0, 0.0)[1]) == 1
 
 
 def test_too_many_skipped_updates_that_are_over_are_an_error_too() -> None:
