@@ -32,7 +32,7 @@ def forward(net):
     return net.forward(data=x)["out"].ravel().tolist()
 
 def train(solver):
-    solver.step(5)
+    solver.step(100)  # more batches than the parent has read ahead
     return float(solver.net.blobs["loss"].data)
 
 def results():
@@ -55,7 +55,7 @@ context = multiprocessing.get_context("fork")
 found = []
 for _ in range(2):
     ours, theirs = context.Pipe()
-    process = context.Process(target=child, args=(theirs,))
+    process = context.Process(target=child, args=(theirs,), daemon=True)
     process.start()
     theirs.close()
     assert ours.poll(200), "the child waits for ever"
@@ -106,7 +106,7 @@ def test_nets_and_solvers_work_in_forked_processes(tmp_path: Path) -> None:
     (tmp_path / "net.prototxt").write_text(NET)
     (tmp_path / "train.prototxt").write_text(TRAIN % tmp_path)
     (tmp_path / "solver.prototxt").write_text(
-        f"net: '{tmp_path}/train.prototxt' base_lr: 0.0001 lr_policy: 'fixed' random_seed: 5 max_iter: 100"
+        f"net: '{tmp_path}/train.prototxt' base_lr: 0.0001 lr_policy: 'fixed' random_seed: 5 max_iter: 1000"
     )
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=590, cwd=tmp_path
