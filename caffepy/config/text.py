@@ -19,6 +19,8 @@ from caffepy.registry import suggest
 
 M = TypeVar("M", bound=Message)
 
+MAX_BACKSLASHES = 1000
+"""Exclusive upper bound of backslashes in a row."""
 LONG_LIST = 15
 """Above this many fields a message's names are not listed in an error; the schema is named instead."""
 
@@ -57,6 +59,10 @@ def parse_text(text: str, message: M, origin: str) -> M:
         ConfigError: the text cannot be parsed or lacks a required field;
             ``origin:line:column: what was found; what to do``.
     """
+    run = text.find("\\" * MAX_BACKSLASHES)
+    if run >= 0:  # protobuf takes a time that is quadratic in them
+        line = text.count("\n", 0, run) + 1
+        raise ConfigError(f"{origin}:{line}: {MAX_BACKSLASHES} backslashes follow each other; leave them out")
     try:
         text_format.Parse(text, message)
     except text_format.ParseError as error:

@@ -134,12 +134,13 @@ LONG = "a" * 10_000_000
         ('layer { name: "x" top' + " " * 2_000_000 + "{ } }", "braces are found where 'top' takes a value"),
         ('layer { type: "X" zzz_param { } "' + '\\"' * 2_000_000, "unknown field 'zzz_param' of LayerParameter"),
         ('layer { type: "X" zzz_param { } ' + "'\\" * 2_000_000, "unknown field 'zzz_param' of LayerParameter"),
+        ('name: "a"\nlayer { name: "' + "\\" * 200_000 + '" }', "prototxt:2: 1000 backslashes follow each other"),
         ("layer { " + "type: 'X' name: 'x' " * 1000 + "}", "field 'type' of LayerParameter is given twice"),
         ("input_dim: 0x" + "9" * 1_000_000, "a number is outside the range of its field"),
         ("input_dim: " + "9" * 1_000_000, "a whole number is expected"),
         ("layer { " * 100_000, "unknown field 'layer' of LayerParameter"),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_long_texts_are_refused_in_time_that_is_linear_in_them(tmp_path: Path, text: str, message: str) -> None:
     """Each took minutes at a hundredth of its length where a regular expression tried each place in it."""
