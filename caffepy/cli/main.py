@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from caffepy import as_caffe, version
 from caffepy.cli.log import log_to_stderr, rank_prefix
@@ -129,8 +129,11 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _run(arguments: list[str], verbose: bool) -> int:
-    parser = build_parser(arguments)
-    args = parser.parse_strictly(arguments)
+    try:
+        parser = build_parser(arguments)
+        args = parser.parse_strictly(arguments)
+    except ConfigError as error:
+        _refuse(error, arguments)
     if args.command is None:
         parser.print_help(sys.stderr)
         return ConfigError.exit_status
@@ -142,6 +145,15 @@ def _run(arguments: list[str], verbose: bool) -> int:
         status: int = _module(args.command).run(args)
     sys.stdout.flush()
     return status
+
+
+def _refuse(error: ConfigError, arguments: Sequence[str]) -> NoReturn:
+    """Raise a mistake in the command line; where ranks are to train, or no command is known, once for all of them."""
+    if _command_word(arguments) not in (set(COMMANDS) - {"train"}):
+        from caffepy.parallel.processes.create import refuse_together
+
+        refuse_together(error)
+    raise error
 
 
 @contextmanager
@@ -209,8 +221,12 @@ def _module(command: str) -> ModuleType:
     return importlib.import_module(f"caffepy.cli.{MODULES.get(command, command)}")
 
 
+def _command_word(arguments: Sequence[str]) -> str | None:
+    return next((a for a in arguments if not a.startswith("-")), None)
+
+
 def _commands(arguments: Sequence[str]) -> tuple[str, ...]:
-    word = next((a for a in arguments if not a.startswith("-")), None)
+    word = _command_word(arguments)
     if word is None:
         return COMMANDS
     if word not in COMMANDS:

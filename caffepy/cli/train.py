@@ -181,7 +181,12 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: options that do not go together.
         CaffepyError: whatever is wrong with the files, the data or the devices.
     """
-    _check_options(args)
+    try:
+        _check_options(args)
+    except ConfigError as error:
+        from caffepy.parallel.processes.create import refuse_together
+
+        refuse_together(error)
     if args.cpu:
         early_kernels.begin()
     _begin_cuda(args)
