@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 from caffepy import as_caffe, version
-from caffepy.cli.log import log_to_stderr, rank_prefix
+from caffepy.cli.log import log_to_stderr, raise_once, rank_prefix
 from caffepy.cli.options import Commands, Parser, normalise
 from caffepy.cli.tools.aliases import ALIASES, expand
 from caffepy.errors import (
@@ -133,7 +133,9 @@ def _run(arguments: list[str], verbose: bool) -> int:
         parser = build_parser(arguments)
         args = parser.parse_strictly(arguments)
     except ConfigError as error:
-        _refuse(error, arguments)
+        if _command_word(arguments) in (set(COMMANDS) - {"train"}):
+            raise  # of the other commands each rank is a program of its own
+        raise_once(error)
     if args.command is None:
         parser.print_help(sys.stderr)
         return ConfigError.exit_status
@@ -145,15 +147,6 @@ def _run(arguments: list[str], verbose: bool) -> int:
         status: int = _module(args.command).run(args)
     sys.stdout.flush()
     return status
-
-
-def _refuse(error: ConfigError, arguments: Sequence[str]) -> NoReturn:
-    """Raise a mistake in the command line; where ranks are to train, or no command is known, once for all of them."""
-    if _command_word(arguments) not in (set(COMMANDS) - {"train"}):
-        from caffepy.parallel.processes.create import refuse_together
-
-        refuse_together(error)
-    raise error
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caffepy import version
+from caffepy.cli.log import raise_once
 from caffepy.cli.options import (
     Parser,
     add_convolution_options,
@@ -184,9 +185,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         _check_options(args)
     except ConfigError as error:
-        from caffepy.parallel.processes.create import refuse_together
-
-        refuse_together(error)
+        raise_once(error)
     if args.cpu:
         early_kernels.begin()
     _begin_cuda(args)

@@ -27,17 +27,14 @@ def create_world() -> World:
     return create_mpi_world()
 
 
-def refuse_together(error: CaffepyError) -> NoReturn:
-    """Raise an error that this process has met before it joined the others, so that one of them prints it.
+def raise_together(error: CaffepyError) -> NoReturn:
+    """Raise an error that this rank has met before it joined the others, so that one of them prints it.
 
-    Ranks that have met none hear of it where they first agree (`World.run_on_all` in `P2PManager`).
+    Ranks that have met none hear of it where they first agree, in `P2PManager`.
 
     Raises:
-        CaffepyError: the error, where this process is the root or alone; else SystemExit, as `World.raise_on_all`.
+        CaffepyError: the error, on the root, with the rank that has met it; else SystemExit, as `World.raise_on_all`.
     """
-    launcher = find_launcher()
-    if launcher is None or launcher.size == 1:
-        raise error
     try:
         world = create_world()
     except CaffepyError:  # there is no MPI to agree by
