@@ -111,7 +111,10 @@ class InternalError(RunError):
 
 
 class NonFiniteError(RunError):
-    """The loss became NaN or infinite."""
+    """The loss became NaN or infinite, or too many updates in a row were skipped.
+
+    The message begins with the iteration.
+    """
 
 
 class PeerError(RunError):

@@ -2,7 +2,8 @@
 
     I1121 11:29:00.123456 12345 solver.py:123] Iteration 100, loss = 0.25
 
-Level letter, month and day, time, thread, source line.
+Level letter, month and day, time, thread, source line. The error that ends the command is ``caffepy: error: message``,
+as `caffepy.cli.main` prints it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 
+ENDS = {"ends": True}
+"""`extra` of the record of an error that ends the command, where no exception comes to `caffepy.cli.main`."""
 _LETTERS = {logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "F"}
 
 
@@ -28,7 +31,10 @@ class GlogFormatter(logging.Formatter):
         self._prefix = prefix
 
     def format(self, record: logging.LogRecord) -> str:
-        """`I1121 11:29:00.123456 12345 solver.py:123] message`, a traceback below it."""
+        """`I1121 11:29:00.123456 12345 solver.py:123] message`, a traceback below it; above it where it is the end."""
+        if getattr(record, "ends", False):
+            trace = f"{self.formatException(record.exc_info)}\n" if record.exc_info else ""
+            return f"{trace}caffepy: error: {record.getMessage()}"
         letter = _LETTERS.get(record.levelno, "I")
         stamp = time.strftime("%m%d %H:%M:%S", time.localtime(record.created))
         microseconds = int(record.created % 1 * 1e6)

@@ -10,7 +10,9 @@ import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
+from caffepy.errors import CaffepyError
 from caffepy.glog import GlogFormatter, StderrHandler
 from caffepy.parallel.processes.launcher import find_launcher
 
@@ -19,6 +21,16 @@ def rank_prefix() -> str:
     """`rank 1 on host7: ` in a process that a launcher started beside the root, else nothing; MPI is not needed."""
     launcher = find_launcher()
     return f"rank {launcher.rank} on {socket.gethostname()}: " if launcher and launcher.rank else ""
+
+
+def raise_once(error: CaffepyError) -> NoReturn:
+    """Raise an error of a training that has not joined other ranks; where there are some, one of them prints it."""
+    launcher = find_launcher()
+    if launcher is None or launcher.size == 1:
+        raise error
+    from caffepy.parallel.processes.create import raise_together
+
+    raise_together(error)
 
 
 @contextmanager

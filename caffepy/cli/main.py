@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TextIO
 
 from caffepy import as_caffe, version
-from caffepy.cli.log import log_to_stderr, rank_prefix
+from caffepy.cli.log import log_to_stderr, raise_once, rank_prefix
 from caffepy.cli.options import Commands, Parser, normalise
 from caffepy.cli.tools.aliases import ALIASES, expand
 from caffepy.errors import (
@@ -129,8 +129,13 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _run(arguments: list[str], verbose: bool) -> int:
-    parser = build_parser(arguments)
-    args = parser.parse_strictly(arguments)
+    try:
+        parser = build_parser(arguments)
+        args = parser.parse_strictly(arguments)
+    except ConfigError as error:
+        if _command_word(arguments) in (set(COMMANDS) - {"train"}):
+            raise  # of the other commands each rank is a program of its own
+        raise_once(error)
     if args.command is None:
         parser.print_help(sys.stderr)
         return ConfigError.exit_status
@@ -209,8 +214,12 @@ def _module(command: str) -> ModuleType:
     return importlib.import_module(f"caffepy.cli.{MODULES.get(command, command)}")
 
 
+def _command_word(arguments: Sequence[str]) -> str | None:
+    return next((a for a in arguments if not a.startswith("-")), None)
+
+
 def _commands(arguments: Sequence[str]) -> tuple[str, ...]:
-    word = next((a for a in arguments if not a.startswith("-")), None)
+    word = _command_word(arguments)
     if word is None:
         return COMMANDS
     if word not in COMMANDS:

@@ -21,6 +21,8 @@ LARGEST = 2**31 - 1
 """Largest whole number of an option."""
 LONGEST_SECONDS = 1e8
 """Three years; threads cannot wait much longer."""
+_NAMES = re.compile(r"(?<=argument )--?\w[\w-]*(?:/--?\w[\w-]*)+")
+"""The names of an option, as argparse puts them into messages."""
 _OPTION = re.compile(r"-{1,2}([A-Za-z][\w-]+)(=.*)?", re.DOTALL)
 
 
@@ -53,9 +55,15 @@ class Parser(argparse.ArgumentParser):
         """Parse; anything left over is a mistake.
 
         Raises:
-            ConfigError: an unknown option or argument, or a value that does not fit.
+            ConfigError: an unknown option or argument, or a value that does not fit. An option of several names has
+                the one that was given.
         """
-        namespace, rest = self.parse_known_args(arguments)
+        try:
+            namespace, rest = self.parse_known_args(arguments)
+        except ConfigError as error:
+            given = {argument.split("=")[0] for argument in arguments}
+            names = lambda found: next(filter(given.__contains__, found[0].split("/")), found[0])  # noqa: E731
+            raise ConfigError(_NAMES.sub(names, str(error))) from None
         parser: Parser = getattr(namespace, "parser", self)
         if len(rest) == 1 and not rest[0].startswith("-") and parser.take_late(namespace, rest[0]):
             return namespace

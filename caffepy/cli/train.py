@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caffepy import version
+from caffepy.cli.log import raise_once
 from caffepy.cli.options import (
     Parser,
     add_convolution_options,
@@ -181,7 +182,10 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: options that do not go together.
         CaffepyError: whatever is wrong with the files, the data or the devices.
     """
-    _check_options(args)
+    try:
+        _check_options(args)
+    except ConfigError as error:
+        raise_once(error)
     if args.cpu:
         early_kernels.begin()
     _begin_cuda(args)

@@ -7,7 +7,8 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-from caffepy.errors import AbortedError, CaffepyError, PeerError, RunError, exit_status
+from caffepy.errors import AbortedError, CaffepyError, NonFiniteError, PeerError, RunError, exit_status
+from caffepy.glog import ENDS
 from caffepy.parallel.control.describe_error import describe_error
 from caffepy.parallel.control.watchdog import Watchdog
 from caffepy.parallel.device_threads import DeviceThreads
@@ -68,7 +69,7 @@ class Failures:
 
         Args:
             error: what the device's thread raised.
-            location: device and iteration; empty where training has one device.
+            location: device and iteration, of a NonFiniteError the device alone; empty where training has one device.
         """
         text = describe_error(error)
         if isinstance(error, AbortedError):
@@ -123,7 +124,7 @@ class Failures:
     def interrupted_again(self) -> None:
         """End all processes at once: the second SIGINT."""
         message = "interrupted again: ending at once"
-        logger.error(message)
+        logger.error(message, extra=ENDS)
         if self._watchdog is not None:
             # In a thread: this handler may have interrupted the main thread where that holds the channel's lock.
             failure = Failure(message, _INTERRUPTED, reported=True)
@@ -135,7 +136,8 @@ class Failures:
     def _own_failure(self, text: str, error: BaseException, location: str = "") -> Failure:
         rank = self._world.name(self._world.rank) if self._world.size > 1 else ""
         where = ", ".join(filter(None, (rank, location)))
-        return Failure(f"{where}: {text}" if where else text, exit_status(error), error=error)
+        joint = ", " if location and isinstance(error, NonFiniteError) else ": "  # its text begins with an iteration
+        return Failure(f"{where}{joint}{text}" if where else text, exit_status(error), error=error)
 
     def _record(self, failure: Failure) -> Failure:
         """Keep the first failure, and return it."""
@@ -163,7 +165,7 @@ class Failures:
                 self._first = replace(failure, reported=True)
             if self._heard.is_set() or (through_root and self._root_reports(failure)):
                 return
-            logger.error("%s", failure.message, exc_info=failure.error if self.verbose else None)
+            logger.error("%s", failure.message, exc_info=failure.error if self.verbose else None, extra=ENDS)
             if self._watchdog is not None:
                 self._watchdog.tell_failure(replace(failure, reported=True))
 

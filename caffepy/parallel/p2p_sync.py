@@ -12,7 +12,7 @@ import numpy as np
 
 from caffepy.awake import awake_seconds
 from caffepy.backend import Backend, create_backend
-from caffepy.errors import AbortedError, PeerError
+from caffepy.errors import AbortedError, NonFiniteError, PeerError
 from caffepy.parallel.communicators.local import PATIENCE
 from caffepy.parallel.connect_ahead import Connector
 from caffepy.parallel.control.heartbeat import Heartbeat
@@ -115,9 +115,14 @@ class P2PSync(SolverExchange, DeviceThread):
 
     @property
     def location(self) -> str:
-        """``device CPU 0, iteration 2``, for messages; empty where there is one device."""
+        """``device CPU 0, iteration 2``, for messages; empty where there is one device.
+
+        A NonFiniteError names its iteration itself.
+        """
         if self.world_size == 1:
             return ""
+        if isinstance(self.error, NonFiniteError):
+            return f"device {self.spec.label}"
         return f"device {self.spec.label}, iteration {self.heartbeat.iteration()}"
 
     # -- the thread ---------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from functools import partial
 
 import pytest
 from fault_case import FaultCase, Trials, parameters
-from laboratory import Laboratory
+from laboratory import NET, Laboratory
 from processes import processes_of
-from training_faults import TRAINING_FAULTS
+from training_faults import TRAINING_FAULTS, check_message
 
 
 @pytest.mark.parametrize("case", parameters(TRAINING_FAULTS))
@@ -62,6 +62,30 @@ def test_a_mistake_that_all_ranks_find_is_reported_once(laboratory: Laboratory) 
     assert outcome.status == 2
     (message,) = outcome.errors()
     assert "nowhere.solverstate" in message and "ended unexpectedly" not in outcome.log
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpus", "x"], r"^argument --gpus: 'x' is neither"),
+        (["--cpu", "--bogus"], r"^unknown option '--bogus'"),
+        (["--cpu", "--trace-iterations", "1:3"], r"^--trace-iterations says what --trace FILE shows"),
+        (["{--cpu|--gpus=x}"], r"^rank 1 on \S+: argument --gpus: 'x' is neither"),
+    ],
+    ids=["value", "unknown", "together", "one rank"],
+)
+def test_a_mistake_in_the_options_is_reported_once(laboratory: Laboratory, options: list[str], message: str) -> None:
+    outcome = laboratory.train(*options, devices=(), ranks=2, batch=32)
+    check_message(outcome, message, 2)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("solvers", [1, 2])
+def test_a_loss_that_is_not_finite_names_rank_device_and_iteration_once(laboratory: Laboratory, solvers: int) -> None:
+    net = NET.replace("scale: 0.00390625", "scale: 1e38")
+    outcome = laboratory.train("--cpu-solvers", str(solvers), ranks=2, batch=32, net_text=net)
+    check_message(outcome, r"^rank \d on \S+, device CPU( \d)?, iteration 0: the loss is (nan|inf)", 1)
 
 
 def test_ranks_with_different_devices_are_refused(laboratory: Laboratory) -> None:

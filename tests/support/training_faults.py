@@ -117,6 +117,7 @@ def check_message(outcome: Outcome, pattern: str, status: int | None = 1) -> Non
     assert right, f"status {outcome.status}:\n{outcome.log}"
     errors = outcome.errors()
     assert len(errors) == 1 and re.search(pattern, errors[0]), f"wanted '{pattern}', found {errors}:\n{outcome.log}"
+    assert f"caffepy: error: {errors[0]}" in outcome.log, outcome.log
     assert "Traceback" not in outcome.log, outcome.log
 
 

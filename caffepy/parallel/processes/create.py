@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
+from caffepy.errors import CaffepyError
 from caffepy.parallel.processes.launcher import find_launcher, find_mpi_launcher
 from caffepy.parallel.processes.world import SingleProcess, World
 from caffepy.phases import phase
@@ -22,6 +25,25 @@ def create_world() -> World:
         with phase("ranks meet", "Waiting for the other ranks"):
             return StoreWorld(launcher.rank, launcher.meeting)
     return create_mpi_world()
+
+
+def raise_together(error: CaffepyError) -> NoReturn:
+    """Raise an error that this rank has met before it joined the others, so that one of them prints it.
+
+    Ranks that have met none hear of it where they first agree, in `P2PManager`.
+
+    Raises:
+        CaffepyError: the error, on the root, with the rank that has met it; else SystemExit, as `World.raise_on_all`.
+    """
+    try:
+        world = create_world()
+    except CaffepyError:  # there is no MPI to agree by
+        raise error from None
+    try:
+        world.raise_on_all(error)
+    finally:
+        world.close()
+    raise error
 
 
 def create_mpi_world() -> World:

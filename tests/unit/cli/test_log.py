@@ -15,7 +15,7 @@ import pytest
 
 from caffepy.cli.log import log_to_stderr, rank_prefix
 from caffepy.cli.main import main
-from caffepy.glog import GlogFormatter
+from caffepy.glog import ENDS, GlogFormatter
 from caffepy.phases import Phases
 from caffepy.progress import ProgressBar, progress_bar
 
@@ -45,6 +45,16 @@ def test_lines_look_like_glogs(capsys: pytest.CaptureFixture[str]):
     assert match[7] == "Iteration 100, loss = 0.25"
     stamp = datetime.datetime.strptime(f"{before.year}{match[2]} {match[3]}", "%Y%m%d %H:%M:%S.%f")
     assert abs(stamp - before) < datetime.timedelta(seconds=300)
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_the_error_that_ends_the_command_is_no_line_of_the_log(capsys: pytest.CaptureFixture[str], verbose: bool):
+    error = ValueError("injected") if verbose else None
+    with log_to_stderr(verbose):
+        logger.error("%s: it broke", "rank 1 on b, device 0, iteration 5", extra=ENDS, exc_info=error)
+    *trace, last = capsys.readouterr().err.splitlines()
+    assert last == "caffepy: error: rank 1 on b, device 0, iteration 5: it broke"
+    assert trace == (["ValueError: injected"] if verbose else [])
 
 
 def test_caffes_way_to_find_the_time_of_a_line(capsys: pytest.CaptureFixture[str]):

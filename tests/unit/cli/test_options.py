@@ -165,3 +165,15 @@ def test_a_wrong_effect_lists_the_right_ones():
 def test_the_whole_parser_knows_every_command():
     help_text = build_parser().format_help()
     assert all(command in help_text for command in COMMANDS)
+
+
+@pytest.mark.parametrize("given", ["--gpus", "--gpu", "-gpus"])
+def test_an_error_has_the_options_name_that_was_given(given: str):
+    name = f"--{given.lstrip('-')}"
+    for words in ([given, "x"], [f"{given}=x"]):
+        with pytest.raises(ConfigError, match=f"^argument {name}: 'x' is neither 'all' nor GPU numbers"):
+            parse("train", *words)
+    with pytest.raises(ConfigError, match=f"^argument {name}: not allowed with argument --cpu"):
+        parse("train", "--cpu", given, "0")
+    with pytest.raises(ConfigError, match=f"^argument --cpu: not allowed with argument {name};"):
+        parse("train", given, "0", "--cpu")

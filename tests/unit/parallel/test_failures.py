@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fake_world import FakeWatchdog, FakeWorld
 
-from caffepy.errors import AbortedError, ConfigError, PeerError, RunError
+from caffepy.errors import AbortedError, ConfigError, NonFiniteError, PeerError, RunError
 from caffepy.parallel import failures as module
 from caffepy.parallel.device_threads import DeviceThreads
 from caffepy.parallel.failures import Failures
@@ -74,6 +74,7 @@ def test_the_first_failure_is_kept_and_releases_the_threads_once() -> None:
         (1, 2, ConfigError("wrong"), ConfigError, "^here: wrong$"),
         (1, 2, ValueError("wrong"), RunError, "^here: ValueError: wrong$"),
         (2, 1, ConfigError("wrong"), PeerError, "^rank 0 on h0, here: wrong$"),
+        (2, 1, NonFiniteError("iteration 5: the loss is nan"), PeerError, "^rank 0 on h0, here, iteration 5: the loss"),
         (
             1,
             1,
