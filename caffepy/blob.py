@@ -107,6 +107,8 @@ class Blob:
         """The values while they are in host memory alone: a NumPy array in the backend's memory order."""
         self._source: Blob | None = None
         """Whose values these are; see `follow`."""
+        self.borrowed = False
+        """Whether the values are in the memory of another net; see `share_data`."""
         self.gradient_started = False
         """Whether `diff` already holds a part of this iteration's parameter gradient."""
         self.reshape(shape)
@@ -139,7 +141,7 @@ class Blob:
         """The values, zero until written where `fill_with` has not said what they are."""
         data = self._data
         if data is None:
-            data = self._allocate() if self._source is None else self._source.data
+            data = self._allocate() if self._source is None else self.in_own_shape(self._source.data)
         if self._initial is not None:
             self.fill()
         return data
@@ -216,17 +218,38 @@ class Blob:
     def drop_data(self) -> None:
         """Give up the values; they are zero, and allocated anew, when they are used next."""
         self._data = self._initial = self._away = self._source = None
+        self.borrowed = False
 
     def follow(self, other: Blob) -> None:
-        """Have the values of another blob of the same shape, wherever they are."""
-        assert other.shape == self._shape, (other.shape, self._shape)
+        """Have the values of another blob with as many elements, in the memory that it has at each moment.
+
+        Shapes may differ where the memory order of both is the logical order.
+        """
+        assert other.count == self.count, (other.shape, self._shape)
         self.drop_data()
         self._source, self.copies = other.source, other.copies
+
+    def share_data(self, other: Blob) -> None:
+        """Use the present memory of another net's blob of the same shape (Caffe's `Blob::ShareData`)."""
+        if other is not self:
+            self.bind(data=other.data)
+            self.borrowed = True
+
+    def share_data_and_copies(self, other: Blob) -> None:
+        """`share_data`, and the copies in other dtypes that the other blob's net refreshes."""
+        self.share_data(other)
+        self.copies = other.copies
+
+    def in_own_shape(self, array: Array) -> Array:
+        """A view of an array of another blob with as many elements, in this blob's shape."""
+        if tuple(array.shape) == self._shape:
+            return array
+        return self.backend.view(self.backend.flat(array), self._shape)
 
     @property
     def source(self) -> Blob:
         """The blob that has the values: this one, or the one that it follows."""
-        return self if self._source is None else self._source
+        return self if self._source is None else self._source.source
 
     @property
     def is_away(self) -> bool:
@@ -257,11 +280,14 @@ class Blob:
     def allocated(self, part: str) -> Array | None:
         """`data` or `diff` by name; None before its first use, and of data that are in host memory."""
         self.fill()
-        return self.source._data if part == "data" else self._diff
+        if part == "diff":
+            return self._diff
+        data = self.source._data
+        return None if data is None else self.in_own_shape(data)
 
     def values_as(self, dtype: str) -> Array:
         """A parameter's values in `dtype`, as of the last refresh of the copies."""
-        return self.data if dtype == self.dtype else self.copies[dtype]
+        return self.data if dtype == self.dtype else self.in_own_shape(self.source.copies[dtype])
 
     def axis(self, index: int, where: str = "") -> int:
         """An axis number from 0, given one that may count from the end, as prototxts do.
@@ -283,7 +309,7 @@ class Blob:
     def host_data(self) -> Any:
         """The values as a C-contiguous NumPy array in logical order (a copy)."""
         away = self.source._away
-        return self.backend.to_host(self.data) if away is None else away.copy(order="C")
+        return self.backend.to_host(self.data) if away is None else away.reshape(self._shape).copy(order="C")
 
     def host_diff(self) -> Any:
         """The derivatives as a C-contiguous NumPy array in logical order (a copy)."""

@@ -64,6 +64,8 @@ class Net:
         self.after_forward: list[Callable[[Node], None]] = []
         self.before_backward: list[Callable[[Node], None]] = []
         """Called with each node before it runs backward, and where it does not need to."""
+        self.parameters_moved: list[Callable[[], None]] = []
+        """Called after `share_data_with` gave the parameters other memory, which graphs do not know."""
         self._trace = trace
         self.keeps_copies = True
         """Whether `forward` refreshes the half-precision copies of parameters; solvers do so after an update."""
@@ -383,6 +385,8 @@ class Net:
             for layer in self.layers
             for index in (layer.local_statistics() if local_only else layer.running_statistics())
         ]
+        if self.parameters.borrows:
+            return [self.backend.flat(blob.data) for blob in blobs]
         return [self.parameters.data[part] for part in self.parameters.slices(blobs)]
 
     def state(self) -> list[Array]:
@@ -418,12 +422,13 @@ class Net:
         Raises:
             SnapshotError: a layer has another number of parameters or other shapes.
         """
-        return copy_trained_layers(self.layers, weights, origin, self._table.shared, self.context.log_level)
+        return copy_trained_layers(self.layers, weights, origin, self.context.log_level)
 
     def share_trained_layers_with(self, other: Net, follow: bool = False) -> None:
-        """Let layers of the same name use the parameter arrays of `other`, as test nets do.
+        """Let layers of the same name use the parameters of `other` and their copies in other dtypes, as test nets do.
 
-        These stay where they are then; with `follow` the arrays that `other` has later are used as well.
+        For a net that runs forward only: its `parameters` are those of `other` from then on. They stay where they are
+        then; with `follow` the memory that `other` has for them later is used as well.
 
         Raises:
             ConfigError: numbers or shapes of parameters differ.
@@ -431,11 +436,31 @@ class Net:
         self._buffer = other.parameters
         if not follow:
             self._buffer.gather()
-        share_trained_layers(self.layers, other.layers, follow)
+        share_trained_layers(self.layers, other.layers, Blob.follow if follow else Blob.share_data_and_copies)
+
+    def share_data_with(self, other: Net) -> None:
+        """Let layers of the same name use the present memory of the parameters of `other`.
+
+        Caffe's `Net::ShareTrainedLayersWith`: gradients stay the net's own, and an update of this net changes the
+        shared values.
+
+        Raises:
+            ConfigError: numbers or shapes of parameters differ.
+        """
+        if self._buffer is not None and self._buffer.parameters is not self._table.parameters:
+            self._buffer = None  # that of another net, whose copies in other dtypes this net has used
+            for blob in (blob for layer in self.layers for blob in layer.blobs):
+                blob.copies = {}
+        other.parameters.gather()
+        share_trained_layers(self.layers, other.layers, Blob.share_data)
+        if self._buffer is not None:
+            self._buffer.note_borrowed()
+        for callback in self.parameters_moved:
+            callback()
 
     def keep_parameters_apart(self) -> None:
         """Let each parameter have memory of its own, where none is bound to that of others yet."""
-        if self._buffer is None and not any(parameter.sharers for parameter in self._table.parameters):
+        if self._buffer is None:
             self._buffer = ParameterBuffer(self.backend, self._table.parameters, apart=True)
 
     def to_proto(self, write_diff: bool = False) -> caffe_pb2.NetParameter:
@@ -444,4 +469,4 @@ class Net:
 
     def owns(self, layer: Layer, index: int) -> bool:
         """Whether a parameter is the layer's own, not one shared from an earlier layer."""
-        return (layer.name, index) not in self._table.shared
+        return layer.blobs[index].gradient_owner is layer.blobs[index]

@@ -6,12 +6,13 @@ Owns the memory of parameters, gradients and solver history. Sharing rules: Caff
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
+from caffepy.backend.elementwise import Each, expression
 from caffepy.backend.interface import Backend
-from caffepy.backend.layout import is_plain
+from caffepy.backend.layout import address, is_plain
 from caffepy.backend.types import Array
 from caffepy.blob import Blob, format_shape
 from caffepy.errors import ConfigError
@@ -59,7 +60,6 @@ class Parameter:
         decay_mult: factor of the weight decay.
         start: first element in the flat buffers.
         stop: one past the last element.
-        sharers: blobs of another shape that share it (share_mode PERMISSIVE).
     """
 
     name: str
@@ -70,15 +70,29 @@ class Parameter:
     decay_mult: float
     start: int = 0
     stop: int = 0
-    sharers: list[Blob] = field(default_factory=list)
 
 
 class SharedBlob(Blob):
-    """A blob of another shape over the elements of a parameter that another layer owns."""
+    """The blob of a layer that shares a parameter of an earlier layer by its name (Caffe's `Net::ShareWeights`).
+
+    Its values are the owner's, in its own shape, until another net shares its values with this layer. Its gradient
+    is always the owner's.
+
+    Args:
+        owner: the earlier layer's blob.
+        shape: as many elements as the owner has.
+        name: for messages.
+    """
 
     def __init__(self, owner: Blob, shape: tuple[int, ...], name: str) -> None:
         self._owner = owner
         super().__init__(owner.backend, shape, name)
+        self.follow(owner)
+
+    @property
+    def diff(self) -> Array:
+        """The owner's derivatives, in this blob's shape."""
+        return self.in_own_shape(self._owner.diff)
 
     @property
     def gradient_owner(self) -> Blob:
@@ -99,13 +113,11 @@ class ParameterTable:
 
     def __init__(self) -> None:
         self.parameters: list[Parameter] = []
-        self.shared: set[tuple[str, int]] = set()
-        """(layer, index) of the parameters that an earlier layer owns."""
         self._named: dict[str, Parameter] = {}
         self._written: dict[str, caffe_pb2.ParamSpec] = {}
 
     def add(self, layer: Layer) -> None:
-        """Enter a layer's parameters; those that it shares are replaced by their owner's.
+        """Enter a layer's parameters; those that it shares with an earlier layer are replaced by `SharedBlob`s.
 
         Raises:
             ConfigError: more ParamSpecs than parameters, or sharing between what does not fit.
@@ -119,7 +131,6 @@ class ParameterTable:
             spec = layer.param.param[index] if given else caffe_pb2.ParamSpec()
             layer.propagate_to_params[index] = spec.lr_mult != 0
             if spec.name and spec.name in self._named:
-                self.shared.add((layer.name, index))
                 self._share(layer, index, spec)
             else:
                 self._own(layer, index, spec)
@@ -138,13 +149,9 @@ class ParameterTable:
         self._merge_multiplier(layer, spec, owner, "lr_mult")
         self._merge_multiplier(layer, spec, owner, "decay_mult")
         shape = layer.blobs[index].shape
-        if shape == owner.blob.shape:
-            layer.blobs[index] = owner.blob
-            return
-        self._check_permissive(layer, index, spec, owner)
-        blob = SharedBlob(owner.blob, shape, f"{layer.name}[{index}]")
-        owner.sharers.append(blob)
-        layer.blobs[index] = blob
+        if shape != owner.blob.shape:
+            self._check_permissive(layer, index, spec, owner)
+        layer.blobs[index] = SharedBlob(owner.blob, shape, f"{layer.name}[{index}]")
 
     def _merge_multiplier(self, layer: Layer, spec: caffe_pb2.ParamSpec, owner: Parameter, multiplier: str) -> None:
         """Where both say it they must agree; where one says it, it holds for both."""
@@ -176,6 +183,26 @@ class ParameterTable:
             )
 
 
+@expression
+def add_change(data: Each, after: Each, before: Each) -> Each:
+    return data + (after - before)
+
+
+@dataclass(frozen=True)
+class _Borrowed:
+    """A parameter in the memory of another net.
+
+    Args:
+        parameter: which.
+        view: its part of the flat buffer.
+        before: holds its values before a change, where an earlier parameter is in the same memory: changes add up.
+    """
+
+    parameter: Parameter
+    view: Array
+    before: Array | None
+
+
 class ParameterBuffer:
     """All parameters of a net in one flat array, their gradients in another.
 
@@ -205,13 +232,47 @@ class ParameterBuffer:
         """Parameters with copies of their own; see `refresh_single`."""
         self._left = False
         """Whether parameters have left the device once."""
+        self._borrowed: list[_Borrowed] = []
         if not apart:
             self.gather()
 
     @property
     def data(self) -> Array:
-        """All parameters, flat."""
-        return self.gather()
+        """All parameters, flat; those in the memory of another net are copied to it. Call `written` after a change."""
+        flat = self.gather()
+        for borrowed in self._borrowed:
+            self.backend.copy(borrowed.parameter.blob.data, borrowed.view)
+            if borrowed.before is not None:
+                self.backend.copy(borrowed.view, borrowed.before)
+        return flat
+
+    def written(self) -> None:
+        """Copy the parameters that are in the memory of another net from `data` to there."""
+        for borrowed in self._borrowed:
+            memory = borrowed.parameter.blob.data
+            if borrowed.before is None:
+                self.backend.copy(borrowed.view, memory)
+            else:
+                self.backend.apply(add_change, (memory, borrowed.view, borrowed.before), (memory,))
+
+    def note_borrowed(self) -> None:
+        """Note which parameters are in the memory of another net by now; see `Blob.share_data`."""
+        if self._data is None or not any(parameter.blob.borrowed for parameter in self.parameters):
+            return
+        views = {parameter.blob: self.view(self._data, parameter) for parameter in self.parameters}
+        borrowed = [p for p in self.parameters if address(p.blob.data) != address(views[p.blob])]
+        known = {address(p.blob.data) for p in self.parameters if p not in borrowed}
+        self._borrowed = []
+        for parameter in borrowed:
+            memory = address(parameter.blob.data)
+            before = self.backend.zeros(parameter.blob.shape) if memory in known else None
+            self._borrowed.append(_Borrowed(parameter, views[parameter.blob], before))
+            known.add(memory)
+
+    @property
+    def borrows(self) -> bool:
+        """Whether some parameters are in the memory of another net."""
+        return bool(self._borrowed)
 
     @property
     def apart(self) -> bool:
@@ -223,7 +284,9 @@ class ParameterBuffer:
         if self._data is None:
             self._data = self.backend.zeros((self.size,))
             for parameter in self.parameters:
-                self._move(parameter)
+                if not parameter.blob.borrowed:
+                    parameter.blob.move(self.view(self._data, parameter))
+            self.note_borrowed()
         return self._data
 
     def may_leave(self, blobs: Iterable[Blob]) -> list[Blob]:
@@ -260,12 +323,6 @@ class ParameterBuffer:
             self.backend.from_host(host, tables[-1])
         return tables[0], tables[1]
 
-    def _move(self, parameter: Parameter) -> None:
-        view = self.view(self.data, parameter)
-        parameter.blob.move(view)
-        for blob in parameter.sharers:
-            blob.bind(data=self.backend.view(self.data[parameter.start : parameter.stop], blob.shape))
-
     def refresh(self, dtypes: Iterable[str]) -> None:
         """Copy the parameters to their copies in these dtypes, allocated on first use."""
         for dtype in dtypes:
@@ -273,9 +330,6 @@ class ParameterBuffer:
                 self.copies[dtype] = self.backend.zeros(tuple(self.data.shape), dtype)
                 for parameter in self.parameters:
                     parameter.blob.copies.setdefault(dtype, self.view(self.copies[dtype], parameter))
-                    for blob in parameter.sharers:
-                        flat = self.copies[dtype][parameter.start : parameter.stop]
-                        blob.copies.setdefault(dtype, self.backend.view(flat, blob.shape))
             self.backend.copy(self.data, self.copies[dtype])
         for blob, dtype in self._single_copies:
             self.backend.copy(blob.data, blob.copies[dtype])
@@ -308,8 +362,6 @@ class ParameterBuffer:
         self._diff = memory
         for parameter in self.parameters:
             parameter.blob.bind(diff=self.view(memory, parameter))
-            for blob in parameter.sharers:
-                blob.bind(diff=self.backend.view(memory[parameter.start : parameter.stop], blob.shape))
         return memory
 
     @property
@@ -334,8 +386,8 @@ class ParameterBuffer:
 
     def slices(self, blobs: Iterable[Blob]) -> list[slice]:
         """The ranges of parameters in a flat array; adjacent ones are merged."""
-        wanted = set(blobs)
-        chosen = [p for p in self.parameters if not wanted.isdisjoint([p.blob, *p.sharers])]
+        wanted = {blob.gradient_owner for blob in blobs}
+        chosen = [parameter for parameter in self.parameters if parameter.blob in wanted]
         slices: list[slice] = []
         for one in sorted(chosen, key=lambda parameter: parameter.start):
             if slices and one.start == -(-slices[-1].stop // ALIGNMENT) * ALIGNMENT:

@@ -133,6 +133,7 @@ class Update:
         inputs = (*arrays, lr_mult, self._decay_mult, scale, l2, l1, found_inf, *hyperparameters)
         rule = self._rule.with_copies(len(copies))
         self._backend.apply(rule, inputs, (arrays[0], *arrays[2:], *copies), axis=0)
+        parameters.written()
 
     def _control(self, scale: Array | float, void: Array | float) -> tuple[Array, Array]:
         """What to multiply the gradients with, and whether to skip the update (1) or not (0); both on the device."""
