@@ -109,6 +109,8 @@ class LayerContext:
     check_wait: Callable[[], None] = wait_on
     dialect: Dialect | None = None
     fills: bool = True
+    net_number: int = 0
+    """Which of its solver's nets this is; with `shard.training` the same for the nets of all devices of a process."""
     forward_only: bool = False
     """Whether no backward pass follows the present forward pass, so that layers keep nothing for one."""
     first_sample: Callable[[int], int] | None = None
