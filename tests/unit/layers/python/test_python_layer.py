@@ -299,8 +299,7 @@ def test_nets_that_do_not_train_together_have_objects_of_their_own() -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_devices_of_a_training_share_one_object_for_each_layer_of_each_net(shared: bool, module: Path) -> None:
     (module / "counted.py").write_text(
-        "from user_layers import Affine\nmade = []\n"
-        "class Counted(Affine):\n    def __init__(self): made.append(self)\n"
+        "from user_layers import Affine\nmade = []\nclass Counted(Affine):\n    def __init__(self): made.append(self)\n"
     )
     kind = text("Counted", f"param_str: '3' share_in_parallel: {str(shared).lower()}").replace("user_layers", "counted")
     settings = "base_lr: 0.1 lr_policy: 'fixed' max_iter: 2 test_iter: 1 test_iter: 1 test_interval: 2"
