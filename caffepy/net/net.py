@@ -64,8 +64,8 @@ class Net:
         self.after_forward: list[Callable[[Node], None]] = []
         self.before_backward: list[Callable[[Node], None]] = []
         """Called with each node before it runs backward, and where it does not need to."""
-        self.parameters_moved: list[Callable[[], None]] = []
-        """Called after `share_data_with` gave the parameters other memory, which graphs do not know."""
+        self.graphs_outdated: list[Callable[[], None]] = []
+        """Called when graphs of passes hold no longer: parameters have other memory, or a loss takes a written diff."""
         self._trace = trace
         self.keeps_copies = True
         """Whether `forward` refreshes the half-precision copies of parameters; solvers do so after an update."""
@@ -447,16 +447,39 @@ class Net:
         Raises:
             ConfigError: numbers or shapes of parameters differ.
         """
-        if self._buffer is not None and self._buffer.parameters is not self._table.parameters:
-            self._buffer = None  # that of another net, whose copies in other dtypes this net has used
+        owns = self._buffer is not None and self._buffer.parameters is self._table.parameters
+        if self._dtypes and not owns:
+            self._buffer = None  # it may be that of another net, whose copies in other dtypes this net has used
             for blob in (blob for layer in self.layers for blob in layer.blobs):
                 blob.copies = {}
         other.parameters.gather()
         share_trained_layers(self.layers, other.layers, Blob.share_data)
-        if self._buffer is not None:
+        if self._buffer is not None and owns:
             self._buffer.note_borrowed()
-        for callback in self.parameters_moved:
+        self._drop_graphs()
+
+    def _drop_graphs(self) -> None:
+        for callback in self.graphs_outdated:
             callback()
+
+    def let_program_write_diff(self, top: Blob) -> None:
+        """Let the losses that make `top` take its diff as a program has written it, instead of the loss weight."""
+        losses = [node.layer for node in self.nodes if node.layer.is_loss and node.tops[0] is top]
+        if not all(layer.program_writes_diff for layer in losses):
+            for layer in losses:
+                layer.program_writes_diff = True
+            self._drop_graphs()
+
+    def unreached_parameters(self) -> list[Blob]:
+        """The parameters whose gradients no backward pass computes."""
+        reached = {
+            blob.gradient_owner
+            for node in self.nodes
+            if node.need_backward
+            for blob, learned in zip(node.layer.blobs, node.layer.propagate_to_params, strict=True)
+            if learned
+        }
+        return [parameter.blob for parameter in self._table.parameters if parameter.blob not in reached]
 
     def keep_parameters_apart(self) -> None:
         """Let each parameter have memory of its own, where none is bound to that of others yet."""

@@ -188,21 +188,6 @@ def add_change(data: Each, after: Each, before: Each) -> Each:
     return data + (after - before)
 
 
-@dataclass(frozen=True)
-class _Borrowed:
-    """A parameter in the memory of another net.
-
-    Args:
-        parameter: which.
-        view: its part of the flat buffer.
-        before: holds its values before a change, where an earlier parameter is in the same memory: changes add up.
-    """
-
-    parameter: Parameter
-    view: Array
-    before: Array | None
-
-
 class ParameterBuffer:
     """All parameters of a net in one flat array, their gradients in another.
 
@@ -232,42 +217,56 @@ class ParameterBuffer:
         """Parameters with copies of their own; see `refresh_single`."""
         self._left = False
         """Whether parameters have left the device once."""
-        self._borrowed: list[_Borrowed] = []
+        self._borrowed: list[Parameter] = []
+        """Those in the memory of another net."""
+        self._before: dict[Blob, Array] = {}
+        """Their values before a change, of those whose memory an earlier parameter has too: changes add up."""
+        self._staging: Array | None = None
+        """All parameters, flat, where some are in the memory of another net."""
         if not apart:
             self.gather()
 
     @property
     def data(self) -> Array:
-        """All parameters, flat; those in the memory of another net are copied to it. Call `written` after a change."""
+        """All parameters, flat. Where some are in the memory of another net it is a copy: call `written` after changes.
+
+        The memory that these had before may be another net's by now, so that it is left alone.
+        """
         flat = self.gather()
-        for borrowed in self._borrowed:
-            self.backend.copy(borrowed.parameter.blob.data, borrowed.view)
-            if borrowed.before is not None:
-                self.backend.copy(borrowed.view, borrowed.before)
-        return flat
+        if self._staging is None:
+            return flat
+        self.backend.copy(flat, self._staging)
+        for parameter in self._borrowed:
+            self.backend.copy(parameter.blob.data, self.view(self._staging, parameter))
+        for blob, before in self._before.items():
+            self.backend.copy(blob.data, before)
+        return self._staging
 
     def written(self) -> None:
-        """Copy the parameters that are in the memory of another net from `data` to there."""
-        for borrowed in self._borrowed:
-            memory = borrowed.parameter.blob.data
-            if borrowed.before is None:
-                self.backend.copy(borrowed.view, memory)
+        """Copy `data` to where the parameters are, if it is a copy of them."""
+        if self._staging is None:
+            return
+        for parameter in sorted(self.parameters, key=lambda parameter: parameter.blob in self._before):
+            after, memory = self.view(self._staging, parameter), parameter.blob.data
+            if parameter.blob in self._before:
+                self.backend.apply(add_change, (memory, after, self._before[parameter.blob]), (memory,))
             else:
-                self.backend.apply(add_change, (memory, borrowed.view, borrowed.before), (memory,))
+                self.backend.copy(after, memory)
 
     def note_borrowed(self) -> None:
         """Note which parameters are in the memory of another net by now; see `Blob.share_data`."""
         if self._data is None or not any(parameter.blob.borrowed for parameter in self.parameters):
             return
-        views = {parameter.blob: self.view(self._data, parameter) for parameter in self.parameters}
-        borrowed = [p for p in self.parameters if address(p.blob.data) != address(views[p.blob])]
-        known = {address(p.blob.data) for p in self.parameters if p not in borrowed}
-        self._borrowed = []
-        for parameter in borrowed:
+        own = [p for p in self.parameters if address(p.blob.data) == address(self.view(self._data, p))]
+        self._borrowed = [parameter for parameter in self.parameters if parameter not in own]
+        self._before = {}
+        known = {address(parameter.blob.data) for parameter in own}
+        for parameter in self._borrowed:
             memory = address(parameter.blob.data)
-            before = self.backend.zeros(parameter.blob.shape) if memory in known else None
-            self._borrowed.append(_Borrowed(parameter, views[parameter.blob], before))
+            if memory in known:
+                self._before[parameter.blob] = self.backend.zeros(parameter.blob.shape)
             known.add(memory)
+        self._staging = self.backend.zeros((self.size,)) if self._borrowed else None
 
     @property
     def borrows(self) -> bool:

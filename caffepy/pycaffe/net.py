@@ -401,8 +401,5 @@ def _build(path: Path, state: caffe_pb2.NetState, device: Device) -> tuple[CoreN
     )
     state = net_state(state.phase, param.state, state)
     net = CoreNet(param, context, state)
-    for node in net.nodes:
-        if node.layer.is_loss:
-            node.layer.reader_propagates = True  # the program may write the diff of the loss, as in Caffe
     folded = net.inputs and can_be_folded(net) and not mode.layer_by_layer
     return net, ShapeRunners(net, param, state) if folded else None

@@ -13,7 +13,7 @@ import pytest
 from replaying import Replaying
 
 from caffepy import pycaffe as caffe
-from caffepy.config.load import read_solver
+from caffepy.config.load import read_net, read_solver
 from caffepy.errors import ConfigError
 from caffepy.solvers import create_solver
 
@@ -275,6 +275,76 @@ def test_what_is_shared_now_is_shared_though_the_other_net_shares_with_a_third(n
     gc.collect()
     second.params["ip"][1].data[...] = 8
     assert [net.params["ip"][1].data[0] for net in (first, second)] == [1, 8]
+
+
+def test_memory_that_a_solver_has_left_is_not_written_by_it(solver: caffe.SGDSolver, net_file: Path) -> None:
+    """Another net and an array that the program holds stay with the values of before."""
+    first, second = caffe.Net(net_file, caffe.TEST), caffe.Net(net_file, caffe.TEST)
+    first.share_with(solver.net)
+    held = solver.net.params["ip"][0].data
+    before = held.copy()
+    solver.net.share_with(second)
+    solver.step(2)
+    np.testing.assert_array_equal(held, before)
+    np.testing.assert_array_equal(first.params["ip"][0].data, before)
+    assert (second.params["ip"][0].data == solver.net.params["ip"][0].data).all()
+
+
+def test_a_step_clears_diffs_that_no_backward_pass_reaches(tmp_path: Path) -> None:
+    """As Caffe's ClearParamDiffs: what a program has written there must not become an update."""
+    (tmp_path / "net.prototxt").write_text(
+        "layer { name: 'x' type: 'Input' top: 'x' input_param { shape { dim: 2 dim: 3 } } } "
+        "layer { name: 'side' type: 'InnerProduct' bottom: 'x' top: 's' inner_product_param { num_output: 2 } } "
+        "layer { name: 'ip' type: 'InnerProduct' bottom: 'x' top: 'y' inner_product_param { num_output: 2 } } "
+        "layer { name: 'loss' type: 'Reduction' bottom: 'y' top: 'l' loss_weight: 1 }"
+    )
+    settings = tmp_path / "solver.prototxt"
+    settings.write_text("train_net: 'net.prototxt' base_lr: 1 lr_policy: 'fixed' snapshot_after_train: false")
+    solver = caffe.get_solver(settings)
+    for blobs in solver.net.params.values():
+        blobs[0].diff[...] = 1
+    solver.step(1)
+    assert not solver.net.params["side"][0].data.any() and not solver.net.params["side"][0].diff.any()
+
+
+def test_a_written_diff_of_the_loss_is_used_in_steps(solver: caffe.SGDSolver, solver_file: Path) -> None:
+    """Caffe writes the loss weight there once, when the net is made."""
+    twin = caffe.SGDSolver(solver_file)
+    fill(twin.net)
+    twin.step(1)
+    solver.net.reshape()
+    solver.net.blobs["loss"].diff[...] *= 0.5
+    solver.net.reshape()
+    solver.step(1)
+    assert float(solver.net.blobs["loss"].diff) == 0.5
+    for name, blobs in solver.net.params.items():
+        for mine, theirs in zip(blobs, twin.net.params[name], strict=True):
+            np.testing.assert_allclose(mine.diff, 0.5 * theirs.diff, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["", "global_grad_scale: 64"])
+def test_graphs_are_made_anew_where_the_diff_of_the_loss_is_written(scale: str, solver_file: Path) -> None:
+    param = read_solver(solver_file)
+    param.net = ""
+    param.ClearField("net")
+    param.net_param.CopyFrom(read_net(solver_file.parent / "net.prototxt"))
+    if scale:
+        param.net_param.global_grad_scale = 64
+    solvers = [create_solver(param, Replaying()) for _ in range(2)]
+    updates = []
+    for factor, each in zip((1, 0.5), solvers, strict=True):
+        each.net.blobs["data"].data[...] = 0.5
+        each.param.momentum = 0
+        each.step(2)
+        top = each.net.blobs["loss"]
+        if factor != 1:
+            each.net.let_program_write_diff(top)
+            assert not each.graph_runner.captured
+            top.diff[...] = factor
+        before = each.net.parameters.data.copy()
+        each.step(1)
+        updates.append(each.net.parameters.data - before)
+    np.testing.assert_allclose(updates[1], 0.5 * updates[0], rtol=1e-3, atol=1e-6)
 
 
 def test_parameters_that_another_net_has_as_one_get_the_updates_of_both(tmp_path: Path) -> None:
