@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 MAX_ELEMENTS = 2**31 - 1
 """Caffe's limit on the elements of one blob."""
 
-_moving = threading.Lock()
-"""Held while values leave a device or come back to it."""
-
 
 def check_shape(shape: tuple[int, ...], where: str) -> None:
     """Refuse shapes that no blob may have, before anything is allocated.
@@ -85,6 +82,10 @@ class Blob:
     first use. A reshape to the same shape keeps them; any other reshape drops them. Values that
     `leave_device` moved to host memory come back with the next use of `data`.
 
+    An array that `data` or `diff` returned stays the blob's memory until the shape changes or `bind`, `drop_data` or
+    `follow` is called. Several threads may use `data` and `diff` for the first time, and `load` values; all other
+    methods are for one thread.
+
     Args:
         backend: where the arrays live.
         shape: the dimensions; `()` is a scalar.
@@ -101,8 +102,10 @@ class Blob:
         self._shape: tuple[int, ...] = ()
         self._data: Array | None = None
         self._diff: Array | None = None
+        self._lock = threading.RLock()
+        """Held while memory is allocated, filled, moved to the host or brought back."""
         self._initial: Callable[[], Any] | None = None
-        """Gives the values that the blob has when they are first used."""
+        """Gives the values that the blob has when they are first used; None once they are in `_data`."""
         self._away: Any = None
         """The values while they are in host memory alone: a NumPy array in the backend's memory order."""
         self._source: Blob | None = None
@@ -139,71 +142,71 @@ class Blob:
     @property
     def data(self) -> Array:
         """The values, zero until written where `fill_with` has not said what they are."""
+        if self._initial is not None:
+            self.fill()
         data = self._data
         if data is None:
             data = self._allocate() if self._source is None else self.in_own_shape(self._source.data)
-        if self._initial is not None:
-            self.fill()
         return data
 
     def _allocate(self) -> Array:
         """Memory for the values: zeros, or those that were in host memory."""
-        with _moving:
-            if self._data is None and self._away is None:
-                self._data = self.backend.zeros(self._shape, self.dtype)
-            elif self._data is None:
-                self._data, self._away = self._brought_back(self._away), None
+        with self._lock:
+            if self._data is None:
+                array = self.backend.zeros(self._shape, self.dtype)
+                if self._away is not None:
+                    self._upload(self._away, array)
+                self._data, self._away = array, None
             return self._data
 
-    def _brought_back(self, host: Any) -> Array:
-        with self.backend.activate():
-            array = self.backend.zeros(self._shape, self.dtype)
+    def _upload(self, host: Any, array: Array) -> None:
+        with self.backend.activate():  # the stream that `zeros` uses, whatever the caller's
             self.backend.from_host(host, array)
-            self.backend.synchronize()  # whoever asks may use another stream
-        return array
+            self.backend.synchronize()  # the caller may read on another stream
 
     @property
     def diff(self) -> Array:
         """The derivatives of the loss by the values, zero until written."""
-        if self._diff is None:
-            self._diff = self.backend.zeros(self._shape, self.dtype)
-        return self._diff
+        diff = self._diff
+        if diff is None:
+            with self._lock:
+                if self._diff is None:
+                    self._diff = self.backend.zeros(self._shape, self.dtype)
+                diff = self._diff
+        return diff
 
     def fill_with(self, values: Callable[[], Any]) -> None:
-        """Take the values from a function when they are first used: an array of the blob's shape in host memory.
-
-        Memory for them is allocated now.
-        """
+        """Take the values from a function when they are first used: an array of the blob's shape in host memory."""
         self.drop_data()
-        _ = self.data
         self._initial = values
 
     def move(self, memory: Array) -> None:
-        """Bind the values to `memory`, which they are copied to, or written to if they were not used yet."""
-        if self._initial is not None:
+        """Use `memory` for the values, which are copied there if they were used before.
+
+        Arrays that `data` returned before are the blob's no longer: call it before any is handed out.
+        """
+        with self._lock:
+            if self._data is not None:
+                self.backend.copy(self.data, memory)
             self._data = memory
-            self.fill()
-        else:
-            self.backend.copy(self.data, memory)
-            self.bind(data=memory)
 
     def load(self, values: Any) -> None:
         """Take all values from an array of the blob's shape in host memory; what `fill_with` named is not made."""
-        if self._initial is None:
-            self.backend.from_host(values, self.data)
-        else:
-            self._initial = lambda: values
-            self.fill()
+        if self._source is not None:
+            self._source.load(values.reshape(self._source.shape))
+            return
+        with self._lock:
+            self._upload(values, self._allocate())
+            self._initial = None
 
     def fill(self) -> None:
         """Take the values that `fill_with` named now."""
         if self._source is not None:
             self._source.fill()
         elif self._initial is not None:
-            values, self._initial = self._initial, None
-            with self.backend.activate():  # behind the zeros of `_allocate`, whatever the caller's stream
-                self.backend.from_host(values(), self._data)
-                self.backend.synchronize()  # whoever asks may use another stream
+            with self._lock:
+                if self._initial is not None:
+                    self.load(self._initial())
 
     def bind(self, data: Array | None = None, diff: Array | None = None) -> None:
         """Use `data` or `diff` from another owner: views of a flat buffer, or another blob's arrays."""
@@ -262,7 +265,7 @@ class Blob:
         They stay where anybody else holds an array of this memory, who may write there, or where the memory is part of
         a larger one.
         """
-        with _moving:
+        with self._lock:
             array = self._data
             if array is None or self._initial is not None or not self.backend.holds_values:
                 return

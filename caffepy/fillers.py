@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from caffepy.errors import ConfigError
+from caffepy.forks import free_after_fork
 from caffepy.proto import caffe_pb2
 from caffepy.registry import Registry
 
@@ -81,20 +82,20 @@ def ahead(values: Callable[[], Values], size: int) -> Callable[[], Values]:
         size: their bytes.
 
     Returns:
-        What waits for them, or draws them where that was not begun; to be called once.
+        What waits for them, or draws them where that was not begun, or was begun by the parent of a forked process.
     """
     if size < FEW_BYTES or not _WAITING.add(size):
         return values
-    future = _threads().submit(values)
+    future, process = _threads().submit(values), os.getpid()
     weakref.finalize(future, _WAITING.remove, size).atexit = False
-    return future.result
+    return lambda: future.result() if os.getpid() == process else values()
 
 
 class _Waiting:
     """Bytes of values that are drawn and not used yet."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a garbage collection may call `remove` in the middle of `add`
+        self._lock = free_after_fork(threading.RLock())  # a garbage collection may call `remove` in the middle of `add`
         self.size = 0
 
     def add(self, size: int) -> bool:
@@ -115,6 +116,9 @@ _WAITING = _Waiting()
 @cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), "filler")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)
 
 
 @FILLERS.register("constant")

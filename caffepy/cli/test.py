@@ -90,8 +90,6 @@ def _runner(net: Net, args: argparse.Namespace, by_runtime: bool) -> Runner:
         return RuntimeRunner(net, *net_and_state(args, net.phase))
     from caffepy.net.forward_runner import ForwardRunner
 
-    if net.backend.captures:
-        net.keep_parameters_apart()
     runner = ForwardRunner(net, args.eager)
     if net.backend.captures:
         runner.leave_device()

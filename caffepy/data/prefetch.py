@@ -20,6 +20,7 @@ from caffepy.awake import awake_seconds
 from caffepy.backend.input_ring import ImageSlot
 from caffepy.backend.layout import view
 from caffepy.errors import AbortedError, CaffepyError, RunError
+from caffepy.forks import tell_after_fork
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,6 @@ class Prefetcher:
         first_sample: the global number of the first sample that this device takes in a pass.
         count: samples in a batch.
         tops: arrays in a batch.
-        first_pass: the pass of the first `get`.
         depth: batches that are filled in advance.
         where: the layer, for messages.
         slot: the layout of a pass of uint8 images; None: batches are float32. From the first record on that does not
@@ -140,7 +140,6 @@ class Prefetcher:
         first_sample: Callable[[int], int],
         count: int,
         tops: int,
-        first_pass: int = 0,
         depth: int = 4,
         where: str = "data layer",
         slot: ImageSlot | None = None,
@@ -154,7 +153,8 @@ class Prefetcher:
         self._first_sample = first_sample
         self._count = count
         self._tops = tops
-        self._next = first_pass
+        self._next = 0
+        """The first pass of the batch that the thread fills next: in the beginning that of the first `get`."""
         self._depth = max(depth, 1)
         self._where = where
         self._slot = slot
@@ -174,6 +174,14 @@ class Prefetcher:
         self._closed = False
         self._ended = False
         self._thread: threading.Thread | None = None
+        tell_after_fork(self)
+
+    def forked(self) -> None:
+        """Begin anew in a child: with the batch of the next `get`, in a thread of the child's."""
+        self._changed = threading.Condition()
+        self._ready.clear()
+        self._free.clear()
+        self._error, self._ended, self._thread = None, False, None
 
     def get(self, number: int) -> Batch:
         """The batch that begins with pass `number`; call with consecutive batches.
@@ -186,6 +194,7 @@ class Prefetcher:
         """
         with self._changed:
             if self._thread is None and not self._closed:
+                self._next = number
                 self._thread = threading.Thread(target=self._run, name=f"prefetch {self._where}", daemon=True)
                 self._thread.start()
             self._wait_for_batch()

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from caffepy.errors import RunError
+from caffepy.forks import tell_after_fork
 
 _POLL_SECONDS = 1.0
 """Interval at which the caller looks whether the threads that it waits for are still alive."""
@@ -68,6 +69,12 @@ class Workers:
         self._name = name
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._started: list[threading.Thread] = []
+        tell_after_fork(self)
+
+    def forked(self) -> None:
+        """Start threads of the child's with the next work."""
+        self._jobs = queue.SimpleQueue()
+        self._started.clear()
 
     def run(self, function: Callable[[int], None], items: Iterable[int]) -> None:
         """Call `function` with each item, in any order. The first error stops the work and is raised."""

@@ -41,8 +41,6 @@ class ShapeRunners:
         self._last: ForwardRunner | None = None
         self._leaves = net.backend.captures
         """Whether weights that passes do not read may lie in host memory."""
-        if self._leaves:
-            net.keep_parameters_apart()
 
     def runner(self, shapes: Shapes) -> ForwardRunner:
         """The runner for these shapes of the inputs, in the net's order.
@@ -50,8 +48,6 @@ class ShapeRunners:
         Raises:
             ShapeError: the net has no parameters for them, or layers cannot take them.
         """
-        if self._leaves and not self._net.parameters.apart:
-            self._forget_addresses()
         runner = self.kept.get(shapes)
         if runner is None:
             runner = self._make(shapes)
@@ -64,13 +60,6 @@ class ShapeRunners:
                 _hand_on_states(self._last.net, runner.net)
             self._last = runner
         return runner
-
-    def _forget_addresses(self) -> None:
-        """Let graphs be made anew: somebody used the parameters' flat array, to which they moved."""
-        self._leaves = False
-        for runner in self.kept.values():
-            runner.drop()
-            runner.parameters_changed()
 
     def parameters_changed(self) -> None:
         """Let all runners take the parameters' present values in their next passes."""

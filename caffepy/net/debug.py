@@ -44,7 +44,8 @@ def log_backward(node: Node) -> None:
 
 def log_norms(parameters: ParameterBuffer) -> None:
     """L1 and L2 norms of all parameters and of all gradients."""
-    norms = [_norms(parameters.backend.to_host(flat)) for flat in (parameters.data, parameters.gradients)]
+    values = [parameter.blob.host_data().ravel() for parameter in parameters.parameters]
+    norms = [_norms(np.concatenate([np.empty(0), *values])), _norms(parameters.backend.to_host(parameters.gradients))]
     log.info(
         "    [Backward] All net params (data, diff): L1 norm = (%.6g, %.6g); L2 norm = (%.6g, %.6g)",
         norms[0][0], norms[1][0], norms[0][1], norms[1][1],

@@ -69,22 +69,25 @@ class Net:
         self._trace = trace
         self.keeps_copies = True
         """Whether `forward` refreshes the half-precision copies of parameters; solvers do so after an update."""
-        built = build_net(param, context, state)
-        self.param = built.param
-        self.nodes = built.nodes
-        """The prototxt's layers, unfused, with Split and Cast layers."""
-        self.blobs = built.blobs
-        self.outputs = built.outputs
-        self._table = built.table
-        self._buffer: ParameterBuffer | None = None
-        self._filled = False
-        rewrite = fold_nodes if self.phase == caffe_pb2.TEST else fuse_nodes
-        self.schedule = rewrite(self.nodes) if fuse else self.nodes
-        """The nodes in the order of `forward`, fused if asked for; `backward` runs them in reverse."""
-        self.folds_parameters = True
-        """Whether `forward` folds the parameters anew; whoever sets it to False calls `fold_parameters` in time."""
-        if fuse:
-            self.reshape()
+        with self.backend.activate():  # what is written here is read by passes, which run on the backend's stream
+            built = build_net(param, context, state)
+            self.param = built.param
+            self.nodes = built.nodes
+            """The prototxt's layers, unfused, with Split and Cast layers."""
+            self.blobs = built.blobs
+            self.outputs = built.outputs
+            self._table = built.table
+            apart = self.phase == caffe_pb2.TEST
+            self.parameters = ParameterBuffer(self.backend, built.table.parameters, apart)
+            """Those of another net after `share_trained_layers_with`."""
+            self._filled = False
+            rewrite = fold_nodes if self.phase == caffe_pb2.TEST else fuse_nodes
+            self.schedule = rewrite(self.nodes) if fuse else self.nodes
+            """The nodes in the order of `forward`, fused if asked for; `backward` runs them in reverse."""
+            self.folds_parameters = True
+            """Whether `forward` folds the parameters anew; who sets it to False calls `fold_parameters` in time."""
+            if fuse:
+                self.reshape()
 
     def __repr__(self) -> str:
         return describe_net(self.name, self.phase, self.nodes, self.backend.device_description())
@@ -116,13 +119,6 @@ class Net:
     def inputs(self) -> list[str]:
         """The tops of Input layers."""
         return [top.name for node in self.nodes if node.layer.type == "Input" for top in node.tops]
-
-    @property
-    def parameters(self) -> ParameterBuffer:
-        """The flat buffers, allocated on first use; a test net has those of the train net that it shares with."""
-        if self._buffer is None:
-            self._buffer = ParameterBuffer(self.backend, self._table.parameters)
-        return self._buffer
 
     def loss_weight(self, blob: Blob) -> float:
         """The weight of a top in the loss, 0 if it has none."""
@@ -195,9 +191,7 @@ class Net:
         self.context.passes.number += 1
 
     def prepare(self) -> None:
-        """Allocate the flat buffers, fill parameters, refresh their half-precision copies. Called before a pass."""
-        if self._buffer is None and (self.phase == caffe_pb2.TRAIN or self._dtypes):
-            self._buffer = self.parameters
+        """Fill parameters, refresh their half-precision copies. Called before a pass."""
         if not self._filled:
             self._fill_parameters()
         if self._dtypes and self.keeps_copies:
@@ -215,8 +209,10 @@ class Net:
 
     def _fill_parameters(self) -> None:
         """Fill the parameters that nothing has used yet: in a pass that is captured it would be too late."""
-        for blob in (blob for layer in self.layers for blob in layer.blobs):
-            blob.fill()
+        for node in self.nodes:
+            with node.named_errors():
+                for blob in node.layer.blobs:
+                    blob.fill()
         self._filled = True
 
     def fold_parameters(self) -> None:
@@ -385,7 +381,7 @@ class Net:
             for layer in self.layers
             for index in (layer.local_statistics() if local_only else layer.running_statistics())
         ]
-        if self.parameters.borrows:
+        if self.parameters.apart or self.parameters.borrows:
             return [self.backend.flat(blob.data) for blob in blobs]
         return [self.parameters.data[part] for part in self.parameters.slices(blobs)]
 
@@ -427,15 +423,13 @@ class Net:
     def share_trained_layers_with(self, other: Net, follow: bool = False) -> None:
         """Let layers of the same name use the parameters of `other` and their copies in other dtypes, as test nets do.
 
-        For a net that runs forward only: its `parameters` are those of `other` from then on. They stay where they are
-        then; with `follow` the memory that `other` has for them later is used as well.
+        For a net that runs forward only: its `parameters` are those of `other` from then on. They stay on the device
+        then; with `follow` they may leave it, and this net finds them where they are.
 
         Raises:
             ConfigError: numbers or shapes of parameters differ.
         """
-        self._buffer = other.parameters
-        if not follow:
-            self._buffer.gather()
+        self.parameters = other.parameters
         share_trained_layers(self.layers, other.layers, Blob.follow if follow else Blob.share_data_and_copies)
 
     def share_data_with(self, other: Net) -> None:
@@ -447,15 +441,14 @@ class Net:
         Raises:
             ConfigError: numbers or shapes of parameters differ.
         """
-        owns = self._buffer is not None and self._buffer.parameters is self._table.parameters
-        if self._dtypes and not owns:
-            self._buffer = None  # it may be that of another net, whose copies in other dtypes this net has used
+        owns = self.parameters.parameters is self._table.parameters
+        if self._dtypes and not owns:  # those of another net, whose copies in other dtypes this net has used
             for blob in (blob for layer in self.layers for blob in layer.blobs):
                 blob.copies = {}
-        other.parameters.gather()
+            self.parameters, owns = ParameterBuffer(self.backend, self._table.parameters, apart=True), True
         share_trained_layers(self.layers, other.layers, Blob.share_data)
-        if self._buffer is not None and owns:
-            self._buffer.note_borrowed()
+        if owns:
+            self.parameters.note_borrowed()
         self._drop_graphs()
 
     def _drop_graphs(self) -> None:
@@ -480,11 +473,6 @@ class Net:
             if learned
         }
         return [parameter.blob for parameter in self._table.parameters if parameter.blob not in reached]
-
-    def keep_parameters_apart(self) -> None:
-        """Let each parameter have memory of its own, where none is bound to that of others yet."""
-        if self._buffer is None:
-            self._buffer = ParameterBuffer(self.backend, self._table.parameters, apart=True)
 
     def to_proto(self, write_diff: bool = False) -> caffe_pb2.NetParameter:
         """The net with its parameters (and gradients), as Caffe's snapshots hold it: every layer saves all it uses."""

@@ -5,6 +5,7 @@ Owns the memory of parameters, gradients and solver history. Sharing rules: Caff
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from caffepy.backend.interface import Backend
 from caffepy.backend.layout import address, is_plain
 from caffepy.backend.types import Array
 from caffepy.blob import Blob, format_shape
-from caffepy.errors import ConfigError
+from caffepy.errors import ConfigError, OutOfMemoryError
 from caffepy.layers.core.base import Layer
 from caffepy.proto import caffe_pb2
 
@@ -189,17 +190,21 @@ def add_change(data: Each, after: Each, before: Each) -> Each:
 
 
 class ParameterBuffer:
-    """All parameters of a net in one flat array, their gradients in another.
+    """The memory of a net's parameters and gradients; where the parameters are is decided here and does not change.
 
-    Laid out in the order in which the backward pass finishes the gradients: the last layer's first. What the blobs
-    hold when the buffer is made is kept. Parameters that are not learned (lr_mult 0) come behind all others: they
-    too are broadcast and saved, but no update touches them. Between the two, the gradients' buffer has `FLAGS` elements
-    for flags.
+    The parameters of a net that trains are in one flat array, so that an update, a broadcast and a snapshot are one
+    call each. Those of a net that only predicts have memory of their own (`apart`), so that each can leave the device.
+    Gradients are in one flat array in both cases.
+
+    Flat arrays are laid out in the order in which the backward pass finishes the gradients: the last layer's first.
+    What the blobs hold when the buffer is made is kept. Parameters that are not learned (lr_mult 0) come behind all
+    others: they too are broadcast and saved, but no update touches them. Between the two, the gradients' buffer has
+    `FLAGS` elements for flags.
 
     Args:
         backend: where the memory is.
         parameters: in Caffe's order, the first layer's first.
-        apart: each parameter keeps memory of its own, until `data` is used.
+        apart: each parameter keeps memory of its own; `data` cannot be used then.
     """
 
     FLAGS = 64
@@ -209,7 +214,7 @@ class ParameterBuffer:
         self.backend = backend
         self.parameters = parameters
         self.size = self._lay_out()
-        self._data: Array | None = None
+        self._lock = threading.Lock()
         self._diff: Array | None = None
         self.copies: dict[str, Array] = {}
         """`data` in other dtypes, for layers that want them so; see `refresh`."""
@@ -217,6 +222,8 @@ class ParameterBuffer:
         """Parameters with copies of their own; see `refresh_single`."""
         self._left = False
         """Whether parameters have left the device once."""
+        self._filled = False
+        self._data: Array | None = None
         self._borrowed: list[Parameter] = []
         """Those in the memory of another net."""
         self._before: dict[Blob, Array] = {}
@@ -224,18 +231,32 @@ class ParameterBuffer:
         self._staging: Array | None = None
         """All parameters, flat, where some are in the memory of another net."""
         if not apart:
-            self.gather()
+            self._data = self._allocate()
+            for parameter in self.parameters:
+                parameter.blob.move(self.view(self._data, parameter))
+
+    def _allocate(self) -> Array:
+        try:
+            return self.backend.zeros((self.size,))
+        except OutOfMemoryError as error:
+            largest = max(self.parameters, key=lambda parameter: parameter.blob.count)
+            raise error.within(f"the net's parameters, the largest of which has layer '{largest.layer}'") from error
 
     @property
     def data(self) -> Array:
-        """All parameters, flat. Where some are in the memory of another net it is a copy: call `written` after changes.
+        """All parameters, flat, with their first values; not where they are apart.
 
-        The memory that these had before may be another net's by now, so that it is left alone.
+        Where some are in the memory of another net it is a copy: call `written` after changes. The memory that these
+        had before may be another net's by now, so that it is left alone.
         """
-        flat = self.gather()
+        assert self._data is not None, "each parameter has memory of its own"
+        if not self._filled:
+            for parameter in self.parameters:
+                parameter.blob.fill()
+            self._filled = True
         if self._staging is None:
-            return flat
-        self.backend.copy(flat, self._staging)
+            return self._data
+        self.backend.copy(self._data, self._staging)
         for parameter in self._borrowed:
             self.backend.copy(parameter.blob.data, self.view(self._staging, parameter))
         for blob, before in self._before.items():
@@ -277,16 +298,6 @@ class ParameterBuffer:
     def apart(self) -> bool:
         """Whether each parameter has memory of its own."""
         return self._data is None
-
-    def gather(self) -> Array:
-        """`data`; the parameters move there, unless they have before."""
-        if self._data is None:
-            self._data = self.backend.zeros((self.size,))
-            for parameter in self.parameters:
-                if not parameter.blob.borrowed:
-                    parameter.blob.move(self.view(self._data, parameter))
-            self.note_borrowed()
-        return self._data
 
     def may_leave(self, blobs: Iterable[Blob]) -> list[Blob]:
         """Which of some parameters, which passes do not read, may leave the device after the next folding.
@@ -349,7 +360,10 @@ class ParameterBuffer:
     def diff(self) -> Array:
         """Flat gradients and the flags; allocated on first use, since testing needs none."""
         if self._diff is None:
-            return self.bind_gradients(self.backend.zeros((self.size,)))
+            with self._lock:
+                if self._diff is None:
+                    self.bind_gradients(self.backend.zeros((self.size,)))
+        assert self._diff is not None
         return self._diff
 
     def bind_gradients(self, memory: Array) -> Array:
@@ -358,9 +372,9 @@ class ParameterBuffer:
         Args:
             memory: float32 zeros, (size,), on the backend's device.
         """
-        self._diff = memory
         for parameter in self.parameters:
             parameter.blob.bind(diff=self.view(memory, parameter))
+        self._diff = memory  # last: another thread that sees it uses the blobs' views
         return memory
 
     @property

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
+from caffepy.forks import tell_after_fork
+
 logger = logging.getLogger(__name__)
 
 WAIT = 60.0
@@ -40,6 +42,13 @@ class KernelProcesses:
         self._submitted = self._ended = self._at_once = False
         self._names: frozenset[str] | None = None
         self._done: set[str] = set()
+        tell_after_fork(self)
+
+    def forked(self) -> None:
+        """The program is the parent's: this process compiles its kernels itself."""
+        self._changed = threading.Condition()
+        self._process, self._ended = None, True
+        atexit.unregister(self.close)
 
     def allow(self, command: Sequence[str]) -> None:
         """Let the program be started when a kernel is wanted that the cache does not have."""

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from caffepy.forks import free_after_fork
+
 logger = logging.getLogger(__name__)
 
 SILENCE = 1.0
@@ -66,7 +68,7 @@ class Phases:
         """Whether the first iteration was made; later work is not counted."""
         self.level = logging.DEBUG
         """Of the table in the log."""
-        self._lock = threading.Lock()
+        self._lock = free_after_fork(threading.Lock())
         self._phases: dict[str, Phase] = {}
         self._latest: Phase | None = None
 

@@ -44,6 +44,9 @@ class Net(NetStructure, AllBatches):
     All numbers can be seen. A program that looks at none but inputs and outputs of a TEST net has its passes computed
     as `caffepy.load` computes them, from the second one on (`caffepy.pycaffe.core.inference_path`).
 
+    Several threads may use one net. Their passes follow one another; each overwrites the blobs, and so the arrays that
+    an earlier one returned. Other threads may meanwhile look at parameters, write them, save and load.
+
     Args:
         network_file: the prototxt.
         phase: `caffe.TRAIN` or `caffe.TEST`; in the old form, `Net(network_file, weights, phase)`, the weights.
@@ -100,8 +103,6 @@ class Net(NetStructure, AllBatches):
         self.has_callbacks = False
         """Whether `before_forward` or its like was called."""
         self._position = {id(node): index for index, node in enumerate(net.schedule)}
-        if net.phase == caffe_pb2.TRAIN:
-            _ = net.parameters.diff  # arrays of parameters that are handed out stay the parameters' own
         for blob in self._parameter_blobs():
             blob.gradient_started = True  # `backward` adds to the parameters' diffs
         weakref.finalize(self, net.close)
@@ -135,12 +136,13 @@ class Net(NetStructure, AllBatches):
         first = self._index(start) if start is not None else 0
         last = self._index(end) if end is not None else len(self._nodes) - 1
         wanted = [*(self.top_names[end] if end is not None else self.outputs), *(blobs or [])]
-        self._fill(kwargs, "data", self.inputs)
-        if start is not None or end is not None:
-            self._inference.stop()
-        if not self._inference.forward():
-            self._run_forward(first, last)
-        return {name: self._blob(name).data for name in wanted}
+        with self.device.turn:
+            self._fill(kwargs, "data", self.inputs)
+            if start is not None or end is not None:
+                self._inference.stop()
+            if not self._inference.forward():
+                self._run_forward(first, last)
+            return {name: self._blob(name).data for name in wanted}
 
     def backward(
         self,
@@ -166,9 +168,10 @@ class Net(NetStructure, AllBatches):
         first = self._index(start) if start is not None else len(self._nodes) - 1
         last = self._index(end) if end is not None else 0
         wanted = [*(self.bottom_names[end] if end is not None else self.inputs), *(diffs or [])]
-        self._fill(kwargs, "diff", self.outputs)
-        self._backward(first, last)
-        return {name: self._blob(name).diff for name in wanted}
+        with self.device.turn:
+            self._fill(kwargs, "diff", self.outputs)
+            self._backward(first, last)
+            return {name: self._blob(name).diff for name in wanted}
 
     def _forward(self, start: int, end: int) -> float:
         """Run layers by number; returns their part of the loss."""

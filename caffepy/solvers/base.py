@@ -137,7 +137,7 @@ class Solver(SolverFace, ABC):
         fuse, share = options.fuse and hidden, options.share and hidden
         self._factory = NetFactory(self.param, self.backend, self.shard, self.resolve, fuse, share, timeout)
         self._factory.check_wait = self.requests.check_wait
-        with naming_largest_batch(self._factory, self.histories):
+        with naming_largest_batch(self._factory, self.histories), self.backend.activate():
             self._build_nets(trace, guard)
             self.state = self._new_state(trace, guard, max_skipped, options.eager)
             self._build_parts(options.eager, keep_going)

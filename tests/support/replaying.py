@@ -1,9 +1,10 @@
-"""A CPU that plays a capturing device: a graph runs its steps when it is launched."""
+"""CPUs that play other devices: one captures graphs, which run their steps, one has a stream of its own."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,37 @@ class Replaying(CpuBackend):
                 backend.capturing = False
 
         return Graph()
+
+
+class OwnStream(CpuBackend):
+    """A CPU that plays a device with a stream of its own, on which `zeros` clears memory.
+
+    Outside of `activate` other work goes to another stream, and is done before the memory is cleared.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self._active = 0
+        self._uncleared: list[Any] = []
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        """What waits on the stream is done before what follows."""
+        while self._uncleared:
+            self._uncleared.pop()[...] = 0
+        self._active += 1
+        try:
+            with super().activate():
+                yield
+        finally:
+            self._active -= 1
+
+    def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Any:
+        """An array that is cleared now, or when the stream is used next."""
+        array = super().zeros(shape, dtype)
+        if not self._active:
+            self._uncleared.append(array)
+        return array
 
 
 class Leaving(Replaying):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -75,8 +76,8 @@ def test_a_test_net_draws_what_it_does_not_share(drawn: list[str]) -> None:
 
 def test_values_that_wait_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those beyond are drawn when they are used; room comes back with their use."""
-    monkeypatch.setattr(fillers, "MAX_BYTES", 2 * 4 * 10000)
     waiting = fillers._WAITING.size
+    monkeypatch.setattr(fillers, "MAX_BYTES", waiting + 2 * 4 * 10000)
     values = filling(caffe_pb2.FillerParameter(type="uniform"), (10000,), RandomStream(1, 2), "here")
     first, second, third = (ahead(values, 4 * 10000) for _ in range(3))
     assert (first is values, second is values, third is values) == (False, False, True)
@@ -154,3 +155,61 @@ def test_loaded_values_are_those_of_the_blob_that_is_followed() -> None:
     blob.follow(owner)
     blob.load(np.full((2, 3), 7, np.float32))
     assert owner.host_data().tolist() == blob.host_data().tolist() == [[7, 7, 7], [7, 7, 7]]
+
+
+@pytest.mark.parametrize("how", ["data", "fill and data", "host_data", "load"])
+def test_a_thread_that_uses_a_blob_while_another_fills_it_waits(how: str) -> None:
+    """It never sees the zeros that the memory has before the values exist."""
+    blob, filling, ready = Blob(CpuBackend(1), (2, 3), "b"), threading.Event(), threading.Event()
+
+    def values() -> Any:
+        filling.set()
+        assert ready.wait(300)
+        return np.full((2, 3), 7, np.float32)
+
+    def use() -> Any:
+        if how == "load":
+            blob.load(np.full((2, 3), 8, np.float32))
+        elif how == "fill and data":
+            blob.fill()
+        return blob.host_data() if how == "host_data" else blob.data.copy()
+
+    blob.fill_with(values)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(lambda: blob.data)
+        assert filling.wait(300)
+        second = threads.submit(use)
+        assert not wait([second], 0.2).done  # without the lock it is done at once
+        ready.set()
+        assert (second.result(300) == (8 if how == "load" else 7)).all()
+        assert first.result(300) is blob.data
+    assert (blob.data == (8 if how == "load" else 7)).all()
+
+
+def test_threads_that_ask_for_derivatives_at_the_same_time_get_one_array() -> None:
+    for _ in range(20):
+        net, barrier = new_net(caffe_pb2.TEST), threading.Barrier(4)
+
+        def ask(_: int, net: Net = net, barrier: threading.Barrier = barrier) -> Any:
+            barrier.wait(300)
+            return net.parameters.diff
+
+        with ThreadPoolExecutor(4) as threads:
+            arrays = list(threads.map(ask, range(4)))
+        assert all(array is arrays[0] for array in arrays)
+
+
+def test_a_filler_that_fails_is_asked_again() -> None:
+    answers: list[Any] = [MemoryError("none"), np.ones((2, 3), np.float32)]
+    blob = Blob(CpuBackend(1), (2, 3), "b")
+
+    def values() -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    blob.fill_with(values)
+    with pytest.raises(MemoryError, match="none"):
+        _ = blob.data
+    assert (blob.data == 1).all()

@@ -23,6 +23,7 @@ MODULES = import_graph.module_paths()
 LEVELS = {
     "defaults": 0,
     "errors": 0,
+    "forks": 0,
     "proto": 0,
     "version": 0,
     "registry": 1,

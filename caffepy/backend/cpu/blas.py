@@ -13,12 +13,14 @@ from typing import Any
 
 import threadpoolctl
 
+from caffepy.forks import free_after_fork
+
 
 class Blas:
     """The BLAS of this process. Its number of threads is the process's, so several backends share one setting."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = free_after_fork(threading.Lock())
         self._users = 0
         self._before: Any = None
 

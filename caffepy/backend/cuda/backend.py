@@ -193,8 +193,9 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
             self._scratch.lease(None)
 
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
-        array = cuda_memory.allocate(shape, dtype)
-        array.data.memset_async(0, array.nbytes, self.stream)
+        with self.activate():  # CuPy's pool hands freed memory out again in the order of the stream it was taken on
+            array = cuda_memory.allocate(shape, dtype)
+            array.data.memset_async(0, array.nbytes, self.stream)
         return array
 
     def view(self, flat: Array, shape: tuple[int, ...]) -> Array:

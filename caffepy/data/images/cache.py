@@ -10,8 +10,10 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.forks import free_after_fork
+
 _shared: WeakValueDictionary[Hashable, ImageCache] = WeakValueDictionary()
-_lock = Lock()
+_lock = free_after_fork(Lock())
 
 
 class ImageCache:

@@ -11,6 +11,7 @@ from typing import Any
 
 from caffepy.data.sources.source import hash_of
 from caffepy.errors import DataError, MissingExtraError
+from caffepy.forks import free_after_fork
 
 _COPIED = ("CURRENT", "MANIFEST-", "LOG")
 """Files that LevelDB rewrites or that name others; its tables (.ldb, .sst) are never changed once they are written."""
@@ -40,8 +41,9 @@ class LevelDbSource:
 
     def __init__(self, path: Path) -> None:
         self.description = f"LevelDB '{path}'"
-        self._lock = Lock()
+        self._lock = free_after_fork(Lock())
         self._folder: Path | None = None
+        self._process = os.getpid()
         if not is_leveldb(path):
             raise DataError(f"'{path}' is neither a LevelDB nor an LMDB: there is no CURRENT and no data.mdb in it")
         self._plyvel = _plyvel()
@@ -90,7 +92,7 @@ class LevelDbSource:
             folder, self._folder = self._folder, None
         if database is not None:
             database.close()
-        if folder is not None:
+        if folder is not None and os.getpid() == self._process:  # not of the parent of a forked process
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -21,6 +21,7 @@ from caffepy.backend.cpu.jit.deferred import Bytes, Int, Words, deferred_kernel,
 from caffepy.data.sources.lmdb_file import Header, read_header, truncated
 from caffepy.errors import DataError
 from caffepy.files import open_regular
+from caffepy.forks import free_after_fork
 
 if TYPE_CHECKING:
     from caffepy.backend.cpu.jit.mapped_file import MappedFile
@@ -252,7 +253,7 @@ class LmdbIndex:
         self.page_size = header.page_size
         self._header = header
         self._status = _status(self.descriptor)
-        self._lock = threading.Lock()
+        self._lock = free_after_fork(threading.Lock())
         self._mapped: MappedFile | None = None
         self._mappable = True
         self._file_pages = min(self._status[0] // header.page_size, header.last_page + 1)
@@ -385,7 +386,7 @@ def _status(descriptor: int) -> tuple[int, int]:
 
 
 _open: weakref.WeakValueDictionary[tuple[int, ...], LmdbIndex] = weakref.WeakValueDictionary()
-_open_lock = threading.Lock()
+_open_lock = free_after_fork(threading.Lock())
 
 
 def open_index(path: Path) -> LmdbIndex:

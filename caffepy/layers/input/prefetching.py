@@ -304,7 +304,6 @@ class PrefetchingLayer(Layer):
                 self.schedule.first_sample,
                 self._count,
                 tops=len(self.param.top),
-                first_pass=self.context.passes.number,
                 depth=self.prefetch_depth(),
                 where=f"layer '{self.name}' ({self.type})",
                 slot=slot,

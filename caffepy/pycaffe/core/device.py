@@ -142,7 +142,8 @@ class Device:
     def __init__(self, backend: Backend, arrays: HostArrays | None = None) -> None:
         self.backend = backend
         self.arrays = arrays or HostArrays(backend)
-        self._turn = threading.RLock()
+        self.turn = threading.RLock()
+        """Held by the thread that computes, for all of a pass: passes of several threads follow one another."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -153,7 +154,7 @@ class Device:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """A block that computes on the device: it sees what the program has written, the program then its results."""
-        with self._turn, self.backend.activate():
+        with self.turn, self.backend.activate():
             self.arrays.upload()
             try:
                 yield

@@ -132,33 +132,41 @@ class InferencePath:
 
     def look_at_values(self) -> None:
         """Called before the program is given the numbers of a hidden blob: it may do so after each pass."""
-        if self._begun:
+        if self.active and self._begun:
             self.stop()
 
     def look_at_parameters(self) -> None:
         """Called before the program is given the numbers of a parameter, which it may change."""
-        if self._last is not None:
-            self.stop()
-        self.parameters_change()
+        if self.active:
+            with self._device.turn:
+                if self._last is not None:
+                    self.stop()
+                self.parameters_change()
 
     def look_at_shape(self) -> None:
         """Called before the program is told the shape of a hidden blob."""
-        if self._last is None or self._reshaped:
+        if not self.active:
             return
-        varying = any(node.layer.changes_shapes for node in self._net.nodes)
-        if varying or self._own_shapes != _input_shapes(self._last.net):
-            self.catch_up()
+        with self._device.turn:
+            if self._last is None or self._reshaped:
+                return
+            varying = any(node.layer.changes_shapes for node in self._net.nodes)
+            if varying or self._own_shapes != _input_shapes(self._last.net):
+                self.catch_up()
 
     def hold(self, array: HostArray) -> None:
         """Called with each array of a hidden blob or a parameter that the program is given."""
-        if self._runners is not None:
-            self._held.append(weakref.ref(array.base))
+        if self.active:
+            with self._device.turn:
+                self._held.append(weakref.ref(array.base))
 
     def parameters_change(self) -> None:
         """Called before parameters get other values."""
-        self.catch_up()
-        if self._runners is not None:
-            self._runners.parameters_changed()
+        if self.active:
+            with self._device.turn:
+                self.catch_up()
+                if self._runners is not None:
+                    self._runners.parameters_changed()
 
     def reshaped(self) -> None:
         """Called when the net was reshaped."""
@@ -166,8 +174,10 @@ class InferencePath:
 
     def stop(self) -> None:
         """Run layer by layer from now on."""
-        self.catch_up()
-        self.close()
+        if self.active:
+            with self._device.turn:  # another thread may be in the middle of a pass
+                self.catch_up()
+                self.close()
 
     def close(self) -> None:
         """Free the memory of the folded form. Takes no lock: the garbage collector may call it at any moment."""

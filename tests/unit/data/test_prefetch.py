@@ -51,7 +51,7 @@ def prefetcher(loader, **settings):
 
 
 def test_batches_come_in_order_from_the_pass_asked_for():
-    subject = prefetcher(Numbers(), first_pass=3)
+    subject = prefetcher(Numbers())
     for number in range(3, 30):
         batch = subject.get(number)
         assert batch.arrays[0].tolist() == [10 * number + i for i in range(4)]
@@ -114,7 +114,7 @@ def test_any_other_error_names_what_was_read():
 
 def test_a_stall_is_reported_and_then_ends_the_wait(caplog):
     gate = threading.Event()
-    subject = prefetcher(Numbers(gate=gate), first_pass=2, warn_after=0.05, timeout=0.3)
+    subject = prefetcher(Numbers(gate=gate), warn_after=0.05, timeout=0.3)
     with caplog.at_level(logging.WARNING), pytest.raises(
         RunError, match=r"layer 'd': no data for \d+ s while reading record 20 of the numbers; is the disk"
     ):  # fmt: skip
@@ -128,7 +128,7 @@ def test_a_stall_is_reported_and_then_ends_the_wait(caplog):
 
 def test_others_see_what_a_thread_waits_for():
     gate = threading.Event()
-    subject = prefetcher(Numbers(gate=gate), first_pass=2)
+    subject = prefetcher(Numbers(gate=gate))
     waiter = threading.Thread(target=subject.get, args=(2,))
     waiter.start()
     end = time.monotonic() + 10
@@ -165,7 +165,7 @@ def test_closing_releases_who_waits():
 
 def test_bytes_come_in_blocks_that_end_at_multiples():
     """The first ones are short, so that the first pass does not wait for a whole block."""
-    subject = prefetcher(Numbers(), first_pass=3, slot=SLOT, block=16)
+    subject = prefetcher(Numbers(), slot=SLOT, block=16)
     number = 3
     for passes in (1, 8, 4):
         batch = subject.get(number)

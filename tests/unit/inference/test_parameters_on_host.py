@@ -148,23 +148,6 @@ def test_another_shape_is_folded_and_the_weights_leave_again() -> None:
     assert away(model) == ["c"]
 
 
-def test_the_flat_array_can_be_used_and_graphs_are_made_anew() -> None:
-    model, data = make(), images()
-    for _ in range(3):
-        check(model, data)
-    addresses = [blob(model, "i").data.ctypes.data]
-    flat = model.net.parameters.data
-    assert not away(model) and np.shares_memory(blob(model, "i").data, flat)
-    assert blob(model, "i").data.ctypes.data not in addresses
-    graphs = [runner for runner in model._runners.values() if runner.captured]
-    flat *= 0.5
-    check(model, data)
-    assert graphs and not any(runner.captured for runner in graphs)
-    check(model, data)
-    check(model, images(3))
-    assert not away(model)
-
-
 def test_weights_that_two_layers_share_stay_where_one_reads_them() -> None:
     shared = 'param { name: "w" } convolution_param { num_output: 4 kernel_size: 3 pad: 1'
     text = NET.replace("convolution_param { num_output: 4 kernel_size: 3 pad: 1", shared) + (
@@ -177,7 +160,7 @@ def test_weights_that_two_layers_share_stay_where_one_reads_them() -> None:
     np.testing.assert_allclose(found["f"], make(CpuBackend(1), text)(data)["f"], rtol=1e-5, atol=1e-3)
 
 
-def test_parameters_shared_across_shapes_leave_together() -> None:
+def test_parameters_shared_across_shapes() -> None:
     text = """
     layer { name: "x" type: "Input" top: "x" input_param { shape { dim: 2 dim: 6 } } }
     layer { name: "a" type: "InnerProduct" bottom: "x" top: "a" param { name: "w" }
@@ -192,7 +175,10 @@ def test_parameters_shared_across_shapes_leave_together() -> None:
     for _ in range(3):
         np.testing.assert_allclose(model(x)["b"], expected, rtol=1e-5, atol=1e-3)
         assert np.array_equal(blob(model, "b").host_data(), weights.reshape(6, 4))
-        assert np.array_equal(blob(model, "a").host_data(), weights)
+    blob(model, "b").load(-blob(model, "b").host_data())
+    model.parameters_changed()
+    np.testing.assert_allclose(model(x)["b"], expected, rtol=1e-5, atol=1e-3)
+    np.testing.assert_array_equal(blob(model, "a").host_data(), -weights)
 
 
 def test_a_net_that_shares_the_weights_keeps_them() -> None:

@@ -6,8 +6,10 @@ import logging
 
 import numpy as np
 import pytest
+from replaying import OwnStream
 from training import CPU, build_net, weights_of
 
+from caffepy.config.text import parse_text
 from caffepy.errors import ConfigError, RunError, SnapshotError
 from caffepy.layers.core.base import Layer, LayerContext
 from caffepy.net import Net
@@ -226,3 +228,38 @@ def test_the_first_layer_that_is_not_finite() -> None:
     found = net.first_non_finite()
     assert found is not None
     assert found.layer.name == "ip"
+
+
+STREAM_NET = """
+layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 2 dim: 3 dim: 6 dim: 6 } } }
+layer { name: "c" type: "Convolution" bottom: "data" top: "c"
+  convolution_param { num_output: 4 kernel_size: 3 weight_filler { type: "xavier" } } }
+layer { name: "n" type: "BatchNorm" bottom: "c" top: "c" batch_norm_param { use_global_stats: true } }
+layer { name: "s" type: "Scale" bottom: "c" top: "c" scale_param { bias_term: true } }
+layer { name: "m" type: "BatchNorm" bottom: "c" top: "m" batch_norm_param { use_global_stats: true } }
+layer { name: "i" type: "InnerProduct" bottom: "m" top: "i"
+  inner_product_param { num_output: 5 weight_filler { type: "xavier" } } }
+layer { name: "sum" type: "DummyData" top: "label" dummy_data_param { shape { dim: 2 } } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "i" bottom: "label" top: "loss" }
+"""
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("phase", [caffe_pb2.TRAIN, caffe_pb2.TEST])
+def test_a_net_is_made_on_the_stream_of_its_device(phase: int, fuse: bool) -> None:
+    """Also where the program has another stream: what layers write when they are made must not be cleared later."""
+    found = []
+    for backend in (CPU, OwnStream()):
+        param = parse_text(STREAM_NET, caffe_pb2.NetParameter(), "net")
+        net = Net(param, LayerContext(backend, phase, seed=3), fuse=fuse)
+        data = net.blobs["data"].data
+        with backend.activate():
+            backend.from_host(np.random.default_rng(3).standard_normal((2, 3, 6, 6)).astype(np.float32), data)
+            net.forward()
+            if phase == caffe_pb2.TRAIN:
+                net.backward()
+                found.append(net.layers[1].blobs[0].host_diff())
+            found.append(net.blobs["loss"].host_data())
+    assert all(found[0].ravel()) or phase == caffe_pb2.TEST
+    for one, other in zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)

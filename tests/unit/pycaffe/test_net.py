@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -323,3 +325,52 @@ def test_the_seed_decides_the_weights(net_file: Path) -> None:
     first, second = weights(), weights()
     caffe.set_random_seed(5)
     assert (first == weights()).all() and (second == weights()).all() and (first != second).any()
+
+
+def look_at_diff(net: caffe.Net) -> None:
+    _ = net.params["conv"][0].diff
+
+
+PHASES = {"TRAIN": caffe.TRAIN, "TEST": caffe.TEST}
+BETWEEN: dict[str, Callable[[caffe.Net], Any]] = {
+    "nothing": lambda net: None,
+    "clear_param_diffs": lambda net: net.clear_param_diffs(),
+    "a look at a diff": look_at_diff,
+    "backward": lambda net: net.backward(),
+    "reshape": lambda net: net.reshape(),
+    "a look at the net": lambda net: net.net,
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("param", ["", "param { name: 'b' share_mode: PERMISSIVE } "])
+def test_an_array_of_a_parameter_stays_the_parameter(write, phase: str, between: str, param: str) -> None:
+    """Before the first pass and after it, whatever the program does with the net."""
+    text = f"""
+    force_backward: true
+    layer {{ name: 'x' type: 'Input' top: 'x' input_param {{ shape {{ dim: 1 dim: 4 }} }} }}
+    layer {{ name: 'conv' type: 'Scale' bottom: 'x' top: 'y' }}
+    layer {{ name: 'ip' type: 'InnerProduct' bottom: 'y' top: 'ip' param {{ }} {param}
+      inner_product_param {{ num_output: 4 }} }}
+    layer {{ name: 'bias' type: 'Parameter' top: 'bias' {param} parameter_param {{ shape {{ dim: 2 dim: 2 }} }} }}
+    """
+    net = caffe.Net(write("net.prototxt", text), PHASES[phase])
+    held = net.params["ip"][1].data
+    for i in range(1, 5):
+        held[...] = i
+        assert (net.forward()["ip"] == i).all()
+        BETWEEN[between](net)
+        assert (held == i).all() and (net.params["ip"][1].data == i).all()
+        held[...] = -i
+        assert (net.forward()["ip"] == -i).all()
+
+
+def test_an_array_of_a_diff_stays_the_parameters(net: caffe.Net) -> None:
+    held = net.params["ip"][0].diff
+    for _ in range(2):
+        net.forward()
+        net.backward()
+        assert held.any() and (held == net.params["ip"][0].diff).all()
+        net.clear_param_diffs()
+        assert not held.any()

@@ -37,6 +37,7 @@ from caffepy.backend.cpu.jit.intrinsics import as_double, doubles, floats, ints,
 from caffepy.backend.cpu.jit.pipeline import NotKeptError, PartDispatcher
 from caffepy.backend.cpu.jit.recording import CURRENT
 from caffepy.backend.cpu.jit.threads import KERNEL_SIGNATURE, THREADS
+from caffepy.forks import free_after_fork
 from caffepy.phases import phase
 
 Int = Any
@@ -100,7 +101,7 @@ class Entry:
         self._source = f"def {self.name}(_a, _begin, _end):\n{body}\n"
         self._pack = struct.Struct("=" + fmt).pack
         self._block = ctypes.c_int64 * len(fmt)
-        self._lock = threading.Lock()
+        self._lock = free_after_fork(threading.Lock())
 
     @cached_property
     def _compiled(self) -> Any:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from caffepy.backend.cpu.jit.cache import compile_c_function
 from caffepy.backend.cpu.jit.intrinsics import kept_word, map_zeros, set_handler, words
+from caffepy.forks import free_after_fork
 
 _MAX_FILES = 1024
 _COLUMNS = 3
@@ -36,7 +37,7 @@ _table: NDArray[np.int64] = np.zeros((_MAX_FILES + 1, _COLUMNS), np.int64)
 """A row for each file; the last row has the addresses of the action that follows ours, and of the system's."""
 _others = ctypes.create_string_buffer(2 * _ACTION_BYTES)
 """The action of SIGBUS before ours, and behind it the system's own, which ends the process."""
-_lock = threading.Lock()
+_lock = free_after_fork(threading.Lock())
 
 
 def _handle(number, information, context):  # type: ignore[no-untyped-def]
