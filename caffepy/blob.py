@@ -110,6 +110,8 @@ class Blob:
         """The values while they are in host memory alone: a NumPy array in the backend's memory order."""
         self._source: Blob | None = None
         """Whose values these are; see `follow`."""
+        self.borrowed = False
+        """Whether the values are in the memory of another net; see `share_data`."""
         self.gradient_started = False
         """Whether `diff` already holds a part of this iteration's parameter gradient."""
         self.reshape(shape)
@@ -219,6 +221,7 @@ class Blob:
     def drop_data(self) -> None:
         """Give up the values; they are zero, and allocated anew, when they are used next."""
         self._data = self._initial = self._away = self._source = None
+        self.borrowed = False
 
     def follow(self, other: Blob) -> None:
         """Have the values of another blob with as many elements, in the memory that it has at each moment.
@@ -228,6 +231,17 @@ class Blob:
         assert other.count == self.count, (other.shape, self._shape)
         self.drop_data()
         self._source, self.copies = other.source, other.copies
+
+    def share_data(self, other: Blob) -> None:
+        """Use the present memory of another net's blob of the same shape (Caffe's `Blob::ShareData`)."""
+        if other is not self:
+            self.bind(data=other.data)
+            self.borrowed = True
+
+    def share_data_and_copies(self, other: Blob) -> None:
+        """`share_data`, and the copies in other dtypes that the other blob's net refreshes."""
+        self.share_data(other)
+        self.copies = other.copies
 
     def in_own_shape(self, array: Array) -> Array:
         """A view of an array of another blob with as many elements, in this blob's shape."""

@@ -37,6 +37,12 @@ def aligned_bytes(size: int) -> int:
     return round_up(size, ARENA_ALIGNMENT)
 
 
+def address(array: Array) -> int:
+    """The address of an array's first element in the device's memory."""
+    interface = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
+    return int(interface["data"][0])
+
+
 def memory_axes(ndim: int) -> tuple[int, ...]:
     """Logical axes in the order in which they lie in memory, outermost first."""
     return CHANNELS_LAST.get(ndim) or tuple(range(ndim))

@@ -12,7 +12,7 @@ each sample is scored once and the mean over batches does not depend on D.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,15 @@ class Shard:
         world_size: how many devices there are in all.
         devices_per_rank: how many of them belong to one MPI rank.
         per_device_batch: `batch_size` in a prototxt is per device (BVLC's meaning) instead of per MPI rank.
+        training: number of the training within this process, the same for all of its devices; 0: one that has no
+            other devices in this process.
     """
 
     rank: int = 0
     world_size: int = 1
     devices_per_rank: int = 1
     per_device_batch: bool = False
+    training: int = field(default=0, compare=False)
 
     def device_batch(self, batch_size: int) -> int:
         """The samples of one device's training batch, given the prototxt's `batch_size`.

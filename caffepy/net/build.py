@@ -55,7 +55,7 @@ class BuiltNet:
         nodes: its layers in order, with Split and Cast layers.
         blobs: its blobs by name.
         outputs: the blobs that no layer reads.
-        table: its parameters, and which of them are shared.
+        table: its parameters.
     """
 
     param: caffe_pb2.NetParameter

@@ -64,6 +64,8 @@ class Net:
         self.after_forward: list[Callable[[Node], None]] = []
         self.before_backward: list[Callable[[Node], None]] = []
         """Called with each node before it runs backward, and where it does not need to."""
+        self.graphs_outdated: list[Callable[[], None]] = []
+        """Called when graphs of passes hold no longer: parameters have other memory, or a loss takes a written diff."""
         self._trace = trace
         self.keeps_copies = True
         """Whether `forward` refreshes the half-precision copies of parameters; solvers do so after an update."""
@@ -379,7 +381,7 @@ class Net:
             for layer in self.layers
             for index in (layer.local_statistics() if local_only else layer.running_statistics())
         ]
-        if self.parameters.apart:
+        if self.parameters.apart or self.parameters.borrows:
             return [self.backend.flat(blob.data) for blob in blobs]
         return [self.parameters.data[part] for part in self.parameters.slices(blobs)]
 
@@ -416,18 +418,61 @@ class Net:
         Raises:
             SnapshotError: a layer has another number of parameters or other shapes.
         """
-        return copy_trained_layers(self.layers, weights, origin, self._table.shared, self.context.log_level)
+        return copy_trained_layers(self.layers, weights, origin, self.context.log_level)
 
     def share_trained_layers_with(self, other: Net, follow: bool = False) -> None:
-        """Let layers of the same name use the parameter arrays of `other`, as test nets do.
+        """Let layers of the same name use the parameters of `other` and their copies in other dtypes, as test nets do.
 
-        These stay on the device then; with `follow` they may leave it, and this net finds them where they are.
+        For a net that runs forward only: its `parameters` are those of `other` from then on. They stay on the device
+        then; with `follow` they may leave it, and this net finds them where they are.
 
         Raises:
             ConfigError: numbers or shapes of parameters differ.
         """
         self.parameters = other.parameters
-        share_trained_layers(self.layers, other.layers, follow)
+        share_trained_layers(self.layers, other.layers, Blob.follow if follow else Blob.share_data_and_copies)
+
+    def share_data_with(self, other: Net) -> None:
+        """Let layers of the same name use the present memory of the parameters of `other`.
+
+        Caffe's `Net::ShareTrainedLayersWith`: gradients stay the net's own, and an update of this net changes the
+        shared values.
+
+        Raises:
+            ConfigError: numbers or shapes of parameters differ.
+        """
+        owns = self.parameters.parameters is self._table.parameters
+        if self._dtypes and not owns:  # those of another net, whose copies in other dtypes this net has used
+            for blob in (blob for layer in self.layers for blob in layer.blobs):
+                blob.copies = {}
+            self.parameters, owns = ParameterBuffer(self.backend, self._table.parameters, apart=True), True
+        share_trained_layers(self.layers, other.layers, Blob.share_data)
+        if owns:
+            self.parameters.note_borrowed()
+        self._drop_graphs()
+
+    def _drop_graphs(self) -> None:
+        for callback in self.graphs_outdated:
+            callback()
+
+    def let_program_write_diff(self, top: Blob) -> None:
+        """Let the losses that make `top` take its diff as a program has written it, instead of the loss weight."""
+        losses = [node.layer for node in self.nodes if node.layer.is_loss and node.tops[0] is top]
+        if not all(layer.program_writes_diff for layer in losses):
+            for layer in losses:
+                layer.program_writes_diff = True
+            self._drop_graphs()
+
+    def unreached_parameters(self) -> list[Blob]:
+        """The parameters whose gradients no backward pass computes."""
+        reached = {
+            blob.gradient_owner
+            for node in self.nodes
+            if node.need_backward
+            for blob, learned in zip(node.layer.blobs, node.layer.propagate_to_params, strict=True)
+            if learned
+        }
+        return [parameter.blob for parameter in self._table.parameters if parameter.blob not in reached]
 
     def to_proto(self, write_diff: bool = False) -> caffe_pb2.NetParameter:
         """The net with its parameters (and gradients), as Caffe's snapshots hold it: every layer saves all it uses."""
@@ -435,4 +480,4 @@ class Net:
 
     def owns(self, layer: Layer, index: int) -> bool:
         """Whether a parameter is the layer's own, not one shared from an earlier layer."""
-        return (layer, index) not in self._table.shared
+        return layer.blobs[index].gradient_owner is layer.blobs[index]

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from caffepy.backend.elementwise import Each, expression
 from caffepy.backend.interface import Backend
-from caffepy.backend.layout import is_plain
+from caffepy.backend.layout import address, is_plain
 from caffepy.backend.types import Array
 from caffepy.blob import Blob, format_shape
 from caffepy.errors import ConfigError, OutOfMemoryError
@@ -71,7 +72,16 @@ class Parameter:
 
 
 class SharedBlob(Blob):
-    """A blob of another shape over the elements of a parameter that another layer owns."""
+    """The blob of a layer that shares a parameter of an earlier layer by its name (Caffe's `Net::ShareWeights`).
+
+    Its values are the owner's, in its own shape, until another net shares its values with this layer. Its gradient
+    is always the owner's.
+
+    Args:
+        owner: the earlier layer's blob.
+        shape: as many elements as the owner has.
+        name: for messages.
+    """
 
     def __init__(self, owner: Blob, shape: tuple[int, ...], name: str) -> None:
         self._owner = owner
@@ -102,13 +112,11 @@ class ParameterTable:
 
     def __init__(self) -> None:
         self.parameters: list[Parameter] = []
-        self.shared: set[tuple[Layer, int]] = set()
-        """(layer, index) of the parameters that an earlier layer owns."""
         self._named: dict[str, Parameter] = {}
         self._written: dict[str, caffe_pb2.ParamSpec] = {}
 
     def add(self, layer: Layer) -> None:
-        """Enter a layer's parameters; those that it shares are replaced by their owner's.
+        """Enter a layer's parameters; those that it shares with an earlier layer are replaced by `SharedBlob`s.
 
         Raises:
             ConfigError: more ParamSpecs than parameters, or sharing between what does not fit.
@@ -122,7 +130,6 @@ class ParameterTable:
             spec = layer.param.param[index] if given else caffe_pb2.ParamSpec()
             layer.propagate_to_params[index] = spec.lr_mult != 0
             if spec.name and spec.name in self._named:
-                self.shared.add((layer, index))
                 self._share(layer, index, spec)
             else:
                 self._own(layer, index, spec)
@@ -140,10 +147,8 @@ class ParameterTable:
         self._merge_multiplier(layer, spec, owner, "lr_mult")
         self._merge_multiplier(layer, spec, owner, "decay_mult")
         shape = layer.blobs[index].shape
-        if shape == owner.blob.shape:
-            layer.blobs[index] = owner.blob
-            return
-        self._check_permissive(layer, index, spec, owner)
+        if shape != owner.blob.shape:
+            self._check_permissive(layer, index, spec, owner)
         layer.blobs[index] = SharedBlob(owner.blob, shape, f"{layer.name}[{index}]")
 
     def _merge_multiplier(self, layer: Layer, spec: caffe_pb2.ParamSpec, owner: Parameter, multiplier: str) -> None:
@@ -174,6 +179,11 @@ class ParameterTable:
                 f"{message}: {shapes}; sharing across shapes is possible only where memory order is the logical order, "
                 "not for convolution weights"
             )
+
+
+@expression
+def add_change(data: Each, after: Each, before: Each) -> Each:
+    return data + (after - before)
 
 
 class ParameterBuffer:
@@ -211,6 +221,12 @@ class ParameterBuffer:
         """Whether parameters have left the device once."""
         self._filled = False
         self._data: Array | None = None
+        self._borrowed: list[Parameter] = []
+        """Those in the memory of another net."""
+        self._before: dict[Blob, Array] = {}
+        """Their values before a change, of those whose memory an earlier parameter has too: changes add up."""
+        self._staging: Array | None = None
+        """All parameters, flat, where some are in the memory of another net."""
         if not apart:
             self._data = self._allocate()
             for parameter in self.parameters:
@@ -225,13 +241,55 @@ class ParameterBuffer:
 
     @property
     def data(self) -> Array:
-        """All parameters, flat, with their first values; not where they are apart."""
+        """All parameters, flat, with their first values; not where they are apart.
+
+        Where some are in the memory of another net it is a copy: call `written` after changes. The memory that these
+        had before may be another net's by now, so that it is left alone.
+        """
         assert self._data is not None, "each parameter has memory of its own"
         if not self._filled:
             for parameter in self.parameters:
                 parameter.blob.fill()
             self._filled = True
-        return self._data
+        if self._staging is None:
+            return self._data
+        self.backend.copy(self._data, self._staging)
+        for parameter in self._borrowed:
+            self.backend.copy(parameter.blob.data, self.view(self._staging, parameter))
+        for blob, before in self._before.items():
+            self.backend.copy(blob.data, before)
+        return self._staging
+
+    def written(self) -> None:
+        """Copy `data` to where the parameters are, if it is a copy of them."""
+        if self._staging is None:
+            return
+        for parameter in sorted(self.parameters, key=lambda parameter: parameter.blob in self._before):
+            after, memory = self.view(self._staging, parameter), parameter.blob.data
+            if parameter.blob in self._before:
+                self.backend.apply(add_change, (memory, after, self._before[parameter.blob]), (memory,))
+            else:
+                self.backend.copy(after, memory)
+
+    def note_borrowed(self) -> None:
+        """Note which parameters are in the memory of another net by now; see `Blob.share_data`."""
+        if self._data is None or not any(parameter.blob.borrowed for parameter in self.parameters):
+            return
+        own = [p for p in self.parameters if address(p.blob.data) == address(self.view(self._data, p))]
+        self._borrowed = [parameter for parameter in self.parameters if parameter not in own]
+        self._before = {}
+        known = {address(parameter.blob.data) for parameter in own}
+        for parameter in self._borrowed:
+            memory = address(parameter.blob.data)
+            if memory in known:
+                self._before[parameter.blob] = self.backend.zeros(parameter.blob.shape)
+            known.add(memory)
+        self._staging = self.backend.zeros((self.size,)) if self._borrowed else None
+
+    @property
+    def borrows(self) -> bool:
+        """Whether some parameters are in the memory of another net."""
+        return bool(self._borrowed)
 
     @property
     def apart(self) -> bool:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
 
-from caffepy.blob import format_shape
+from caffepy.blob import Blob, format_shape
 from caffepy.config.messages import Part, delimited
 from caffepy.config.stored_arrays import TrainedLayers
 from caffepy.errors import ConfigError, SnapshotError
@@ -40,7 +40,6 @@ def copy_trained_layers(
     layers: Sequence[Layer],
     weights: caffe_pb2.NetParameter | TrainedLayers,
     origin: str,
-    shared: Container[tuple[Layer, int]],
     log_level: int = logging.INFO,
 ) -> list[str]:
     """Copy stored parameters into the layers that have the same name; returns the names of those copied.
@@ -51,7 +50,6 @@ def copy_trained_layers(
         layers: the net's.
         weights: layers with their blobs.
         origin: the file, for messages.
-        shared: (layer, index) of the parameters that an earlier layer owns; they need not be stored.
         log_level: for stored layers that the net does not have.
 
     Raises:
@@ -68,7 +66,7 @@ def copy_trained_layers(
         if target is None:
             log.log(log_level, "Ignoring source layer %s", source.name)
             continue
-        _check_layer(source, target, origin, shared)
+        _check_layer(source, target, origin)
         pairs.append((source, target))
     for source, target in pairs:
         for index, blob in _stored(source, target).items():
@@ -118,16 +116,14 @@ def _where(origin: str, target: Layer, index: int) -> str:
     return f"{origin}: layer '{target.name}', parameter {index}"
 
 
-def _check_layer(
-    source: caffe_pb2.LayerParameter, target: Layer, origin: str, shared: Container[tuple[Layer, int]]
-) -> None:
-    """Refuse a stored layer that has not the parameters of the net's.
+def _check_layer(source: caffe_pb2.LayerParameter, target: Layer, origin: str) -> None:
+    """Refuse a stored layer that has not the parameters of the net's; those of an earlier layer need not be stored.
 
     Raises:
         SnapshotError: other parameters or shapes, or values that are not whole.
     """
     stored = _stored(source, target)
-    missing = [i for i in range(len(target.blobs)) if i not in stored and (target, i) not in shared]
+    missing = [i for i, blob in enumerate(target.blobs) if i not in stored and blob.gradient_owner is blob]
     if len(source.blobs) > len(target.blobs) or missing:
         lacking = f" (not there: {', '.join(map(str, missing))})" if len(stored) < len(source.blobs) else ""
         raise SnapshotError(
@@ -145,36 +141,34 @@ def _check_layer(
         check_values(blob, where)
 
 
-def share_trained_layers(layers: Sequence[Layer], others: Sequence[Layer], follow: bool = False) -> None:
-    """Let `layers` use the parameter arrays of those of `others` that have the same name.
+def share_trained_layers(layers: Sequence[Layer], others: Sequence[Layer], share: Callable[[Blob, Blob], None]) -> None:
+    """Let the parameters of `layers` share with those of the layers of `others` that have the same name.
 
     Args:
-        layers: that get them.
-        others: whose they are.
-        follow: also the arrays that `others` have later.
+        layers: that share.
+        others: with which they share.
+        share: called with a parameter of `layers` and that of `others`.
 
     Raises:
-        ConfigError: numbers or shapes of parameters differ, or numbers of layers of one name.
+        ConfigError: numbers or shapes of parameters differ, or numbers of layers of one name; nothing is shared.
     """
     if problem := _ambiguous(others, layers):
         raise ConfigError(f"cannot share the parameters of another net: {problem}")
     targets = dict(_numbered(layers))
+    pairs: list[tuple[Blob, Blob]] = []
     for key, source in _numbered(others):
         target = targets.get(key)
         if target is None:
             continue
         if [b.shape for b in source.blobs] != [b.shape for b in target.blobs]:
             raise target.error(
-                "cannot share its parameters with the train net's layer of the same name; shapes are "
+                "cannot share its parameters with the other net's layer of the same name; shapes are "
                 f"{', '.join(format_shape(b.shape) for b in target.blobs) or 'none'} here and "
                 f"{', '.join(format_shape(b.shape) for b in source.blobs) or 'none'} there"
             )
-        for mine, theirs in zip(target.blobs, source.blobs, strict=True):
-            if follow:
-                mine.follow(theirs)
-            else:
-                mine.bind(data=theirs.data)
-                mine.copies = theirs.copies
+        pairs += zip(target.blobs, source.blobs, strict=True)
+    for mine, theirs in pairs:
+        share(mine, theirs)
 
 
 def trained_layer_protos(layers: Sequence[Layer], write_diff: bool) -> Iterator[caffe_pb2.LayerParameter]:

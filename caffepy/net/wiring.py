@@ -61,16 +61,19 @@ class Node:
     forward_workspace: Array | None = None
     backward_workspace: Array | None = None
     defers_device_errors: bool = False
+    _weighted: Array | None = None
+    """The diff that has got the loss weight; a program may write another number into it, which stays, as in Caffe."""
 
     def reshape(self) -> None:
-        """Reshape the layer to its bottoms' present shapes; a loss gets its weight into its top's diff."""
+        """Reshape the layer to its bottoms' present shapes; a loss writes its weight to a new diff of its top."""
         layer = self.layer
         with self.named_errors():
             layer.reshape(self.bottoms, self.tops)
             self._check_memory()
         self.shapes = [bottom.shape for bottom in self.bottoms]
-        if layer.is_loss and layer.loss_weights[0]:
-            layer.backend.fill(self.tops[0].diff, layer.loss_weights[0])
+        if layer.is_loss and layer.loss_weights[0] and self._weighted is not self.tops[0].diff:
+            self._weighted = self.tops[0].diff
+            layer.backend.fill(self._weighted, layer.loss_weights[0])
 
     def _check_memory(self) -> None:
         """Refuse tops for which there is no memory before anything is computed.

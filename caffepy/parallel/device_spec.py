@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from caffepy.parallel.hardware.affinity import Cores, current_cores, take_cores
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.processes.launcher import find_launcher
 from caffepy.parallel.processes.world import World
+
+_TRAININGS = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,14 @@ def device_specs(world: World, options: TrainOptions, cores: Cores) -> list[Devi
     devices = options.local_devices
     count = len(devices)
     threads = options.threads or max(1, cores.count // count)
+    training = next(_TRAININGS)
     return [
         DeviceSpec(
             index,
             device,
             _label(index, device, count),
             threads if device is None else None,
-            Shard(world.rank * count + index, world.size * count, count, options.per_device_batch),
+            Shard(world.rank * count + index, world.size * count, count, options.per_device_batch, training),
         )
         for index, device in enumerate(devices)
     ]

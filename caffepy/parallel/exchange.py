@@ -53,6 +53,7 @@ class SolverExchange:
             for array in (self.solver.net.parameters.data, *self.solver.history):
                 self._connected.broadcast(array, root=0)
             self._drain()
+            self.solver.net.parameters.written()
 
     def on_clock_start(self) -> None:
         assert self._reducer is not None

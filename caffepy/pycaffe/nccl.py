@@ -80,6 +80,7 @@ class NCCL:
         with self._device.computing(), self._group.bounded("the root's weights"):
             self._communicator.broadcast(self._parameters.data, root=0)
             self._communicator.wait_on_device()
+            self._parameters.written()
 
     def on_gradients_ready(self) -> None:
         """Make the gradients the average over all processes; for `solver.add_callback(nccl)`.

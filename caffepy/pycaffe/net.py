@@ -342,7 +342,10 @@ class Net(NetStructure, AllBatches):
             self._core.copy_trained_layers_from(read_trained_layers(Path(trained_file)), str(trained_file))
 
     def share_with(self, other: Net) -> None:
-        """Let layers of the same name use the parameters of `other`; arrays handed out before are not theirs any more.
+        """Let layers of the same name use the values of the parameters of `other` (Caffe's ShareTrainedLayersWith).
+
+        Diffs stay each net's own; an update by this net's solver changes the shared values. Arrays of values that were
+        handed out before are not this net's parameters any more.
 
         Raises:
             ConfigError: numbers or shapes of parameters differ.
@@ -350,7 +353,7 @@ class Net(NetStructure, AllBatches):
         self._inference.stop()
         theirs = other.net
         with self.device.computing():
-            self._core.share_trained_layers_with(theirs)
+            self._core.share_data_with(theirs)
 
     def save(self, filename: str | os.PathLike[str]) -> None:
         """Write the net with its parameters as a .caffemodel.
@@ -407,8 +410,5 @@ def _build(path: Path, state: caffe_pb2.NetState, device: Device) -> tuple[CoreN
     )
     state = net_state(state.phase, param.state, state)
     net = CoreNet(param, context, state)
-    for node in net.nodes:
-        if node.layer.is_loss:
-            node.layer.reader_propagates = True  # the program may write the diff of the loss, as in Caffe
     folded = net.inputs and can_be_folded(net) and not mode.layer_by_layer
     return net, ShapeRunners(net, param, state) if folded else None

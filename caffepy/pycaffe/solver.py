@@ -174,6 +174,8 @@ class Solver:
         with self.device.computing(), as_users_raise():
             if any(net.has_callbacks for net in (self.net, *self.test_nets)):
                 self.solver.graph_runner.stop_capturing()
+            for blob in self.solver.net.unreached_parameters():
+                self.device.backend.fill(blob.diff, 0.0)  # no backward pass overwrites what the program has written
             yield
 
     def snapshot(self) -> None:

@@ -40,6 +40,7 @@ class CudaGraphRunner:
         """Iterations after which all devices know a request; the same number on all of them."""
         self._known_passes = range(0)
         """The passes in which no device's data change their shape or dtype."""
+        state.net.graphs_outdated.append(self.drop)
 
     @property
     def captured(self) -> bool:

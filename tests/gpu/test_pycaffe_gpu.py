@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from random_programs import run_program
 
 from caffepy import pycaffe as caffe
 from caffepy.pycaffe.mode import mode
@@ -322,3 +323,36 @@ def test_hidden_blobs_give_their_memory_back(tmp_path: Path) -> None:
     for seed in range(3):
         net.forward(data=images(seed))
     assert [net._core.blobs[name].allocated("data") for name in ("c", "bn", "pool", "ip")] == [None] * 4
+
+
+def test_a_captured_solver_shares_another_nets_values(net_file: Path, tmp_path: Path) -> None:
+    """Graphs that know the old memory are dropped; training goes on as if the values had been copied."""
+    settings = tmp_path / "shared.prototxt"
+    settings.write_text(SOLVER.format(net_file, tmp_path / "s"))
+    solver, twin, other = caffe.SGDSolver(settings), caffe.SGDSolver(settings), caffe.Net(net_file, caffe.TRAIN)
+    random = np.random.default_rng(0)
+    values = {name: random.integers(0, 10, blob.shape) for name, blob in other.blobs.items() if name in other.inputs}
+    for net in (solver.net, twin.net, other):
+        for name, numbers in values.items():
+            net.blobs[name].data[...] = numbers / (1 if name == "label" else 10)
+    for each in (solver, twin):
+        each.step(4)
+    other.forward()
+    other.backward()
+    solver.net.share_with(other)
+    for name, blobs in twin.net.params.items():
+        for mine, theirs in zip(blobs, other.params[name], strict=True):
+            mine.data[...] = theirs.data
+    for _ in range(2):
+        for each in (solver, twin):
+            each.step(3)
+        for name, blobs in twin.net.params.items():
+            for mine, theirs, shared in zip(blobs, solver.net.params[name], other.params[name], strict=True):
+                np.testing.assert_array_equal(theirs.data, shared.data)
+                np.testing.assert_allclose(theirs.data, mine.data, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", range(1900, 1940, 10))
+def test_random_programs_do_what_caffe_does(first: int) -> None:
+    for seed in range(first, first + 10):
+        run_program(seed, steps=30)

@@ -109,6 +109,8 @@ class LayerContext:
     check_wait: Callable[[], None] = wait_on
     dialect: Dialect | None = None
     fills: bool = True
+    net_number: int = 0
+    """Which of its solver's nets this is; with `shard.training` the same for the nets of all devices of a process."""
     forward_only: bool = False
     """Whether no backward pass follows the present forward pass, so that layers keep nothing for one."""
     first_sample: Callable[[int], int] | None = None
@@ -232,6 +234,8 @@ class Layer:
         """The layer's part of the loss, shape (), where a later layer overwrites the top with it; set by the net."""
         self.reader_propagates = False
         """Whether a later layer gives the first top a gradient, set by the net where that top has a loss weight."""
+        self.program_writes_diff = False
+        """Whether a program may write the diff of a loss's first top, in place of the loss weight."""
 
     def top_dtype(self, index: int) -> str:
         """The dtype of a top; labels stay float32, since float16 has only even integers beyond 2,048."""

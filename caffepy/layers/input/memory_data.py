@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 class MemoryDataLayer(Layer):
     """Tops (batch_size, channels, height, width) and (batch_size,): the next batch of the arrays of `reset_arrays`.
 
-    After the last batch the first follows (Caffe's `memory_data_layer.cpp`). Arrays are not transformed, as in Caffe.
+    The second top has the shape (batch_size, 1, 1, 1) from the first pass on (Caffe's `memory_data_layer.cpp`). After
+    the last batch the first follows. Arrays are not transformed, as in Caffe.
     They are those of one device, and so is `batch_size`.
     """
 
@@ -36,10 +37,11 @@ class MemoryDataLayer(Layer):
         if min(self._shape) < 1:
             raise self.error("memory_data_param needs batch_size, channels, height and width, all at least 1")
         self.context.number_samples(self._shape[0])
-
-    def reshape(self, bottom: Blobs, top: Blobs) -> None:
         top[0].reshape(self._shape)
         top[1].reshape(self._shape[:1])
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Leave the tops as the last pass has shaped them."""
 
     def reset_arrays(self, data: NDArray[np.float32], labels: NDArray[np.float32]) -> None:
         """Take batches from these arrays, from their first row on; they are not copied.
@@ -75,8 +77,10 @@ class MemoryDataLayer(Layer):
         self._position = rows.stop % len(self._arrays[0])
 
     def _copy(self, data: NDArray[np.float32], labels: NDArray[np.float32], top: Blobs) -> None:
+        top[0].reshape(self._shape)
+        top[1].reshape((self._shape[0], 1, 1, 1))
         self.backend.from_host(data, top[0].data)
-        self.backend.from_host(labels, top[1].data)
+        self.backend.from_host(labels.reshape(top[1].shape), top[1].data)
 
     def capture_blocker(self) -> str | None:
         return "its numbers come from the host in every pass"

@@ -43,12 +43,17 @@ class LossLayer(Layer):
         top[0].reshape(())
 
     @property
-    def _knows_weight(self) -> bool:
-        """Whether the first top's gradient is its loss weight: not where a layer above writes that gradient.
+    def _is_weighted(self) -> bool:
+        """Whether the first top's gradient begins as its loss weight: not where a layer above writes that gradient.
 
         Then the unwritten weight 1 counts in the loss that is reported, but not in the gradient, as in Caffe.
         """
         return bool(self.loss_weights and self.loss_weights[0]) and not self.reader_propagates
+
+    @property
+    def _knows_weight(self) -> bool:
+        """Whether the first top's gradient is its loss weight, and no program has written another one."""
+        return self._is_weighted and not self.program_writes_diff
 
     def weight(self) -> float:
         """The gradient of the loss by the first top, if it is known beforehand; else 1 (see `finish`)."""
@@ -57,11 +62,11 @@ class LossLayer(Layer):
     def finish(self, top: Blobs, dx: Array) -> None:
         """Multiply a bottom's diff by the first top's, where that is not a loss weight but comes from layers above.
 
-        Where it is one, the loss scale comes in instead.
+        The loss scale comes in as well where no layer above has brought it.
         """
         if not self._knows_weight:
             self.backend.apply(product_with_channel, (dx, top[0].diff), (dx,), 0)
-        elif self.context.loss_scale is not None:
+        if self._is_weighted and self.context.loss_scale is not None:
             self.backend.apply(scaled, (dx, self.context.loss_scale), (dx,))
 
     def normalization(self, default: int) -> int:

@@ -53,8 +53,8 @@ class PythonLayer(Layer):
 
     Data of bottoms and parameters are fetched from the device when the object reads them; tops' data, and after
     `backward` the diffs of bottoms and parameters, are copied back. What the object writes to a bottom's diff in
-    `forward` is still there in `backward`. Every device has an object of its own, with `share_in_parallel` the devices
-    of a process take turns with one, whose `setup` each of them calls.
+    `forward` is still there in `backward`. Every device has an object of its own. With `share_in_parallel` the devices
+    of a process that train together take turns with one, whose `setup` each of them calls.
     """
 
     bottoms = (0, None)
@@ -77,13 +77,18 @@ class PythonLayer(Layer):
         if not param.module or not param.layer:
             raise self.error("python_param needs module and layer")
         found = find_class(param.module, param.layer, self.context.resolve, self._where)
-        key = (found, self.random_name, param.param_str, self.context.phase, self.backend.holds_values)
-        self._object = make_object(found, key if param.share_in_parallel else None, self._where)
+        shared = param.share_in_parallel and self.context.shard.training
+        self._object = make_object(found, self._key(found) if shared else None, self._where)
         self._blobs: dict[Blob, HostBlob] = {}
         self._parameters = ParameterBlobs(self._make_parameter)
         self._call("setup", self._hosts(bottom), self._hosts(top))
         for blob in self._parameters:
             blob.put("data")
+
+    def _key(self, found: Any) -> tuple[Any, ...]:
+        """The same for this layer of this net on all devices that train together in this process, and for no other."""
+        training, number = self.context.shard.training, self.context.net_number
+        return (found, training, number, self.random_name, self.param.python_param.param_str, self.backend.holds_values)
 
     @property
     def _where(self) -> str:
@@ -103,6 +108,8 @@ class PythonLayer(Layer):
         with self._object.lock, user_errors(method, self._object.instance, self._where):
             instance = self._object.instance
             instance.param_str, instance.phase = self.param.python_param.param_str, int(self.context.phase)
+            for host, blob in zip(self._parameters, self.blobs, strict=True):
+                host.blob = blob  # that of an earlier layer, where the net shares it by name after `setup`
             instance.blobs = self._parameters
             instance.rank, instance.world_size = self.context.shard.rank, self.context.shard.world_size
             try:

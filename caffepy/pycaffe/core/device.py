@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend import Array, Backend, create_backend
+from caffepy.backend.layout import address
 
 HostArray = NDArray[np.float32]
 _Key = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -71,12 +72,6 @@ def _bits(array: HostArray) -> NDArray[np.uint32]:
     return array.reshape(-1).view(np.uint32)
 
 
-def pointer(array: Array) -> int:
-    """The address of the first element in the device's memory."""
-    interface = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
-    return int(interface["data"][0])
-
-
 class HostArrays:
     """The host arrays of one device's blobs.
 
@@ -100,7 +95,7 @@ class HostArrays:
             owner = np.asarray(memoryview(memory))  # views have it, not the blob's array, as their base
             view: HostArray = owner.view()
             return view
-        key = (pointer(array), tuple(array.shape), tuple(array.strides))
+        key = (address(array), tuple(array.shape), tuple(array.strides))
         with self._lock:
             found = self._copies.get(key)
             if found is None or found.host() is None:
@@ -114,9 +109,9 @@ class HostArrays:
 
         Spares copying the device's numbers to a new host array first.
         """
-        address = pointer(array)
+        place = address(array)
         with self._lock:
-            held = any(key[0] == address and copy.host() is not None for key, copy in self._copies.items())
+            held = any(key[0] == place and copy.host() is not None for key, copy in self._copies.items())
         if numbers.dtype.kind not in "biuf" or held:
             return False
         self._backend.upload(numbers, array)

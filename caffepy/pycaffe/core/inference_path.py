@@ -11,13 +11,14 @@ import logging
 import weakref
 from typing import Any
 
+from caffepy.backend.layout import address
 from caffepy.blob import Blob
 from caffepy.errors import RunError, UserError
 from caffepy.inference.runners import ShapeRunners, Shapes
 from caffepy.net import Net
 from caffepy.net.forward_runner import ForwardRunner
 from caffepy.proto import caffe_pb2
-from caffepy.pycaffe.core.device import Device, HostArray, pointer
+from caffepy.pycaffe.core.device import Device, HostArray
 
 logger = logging.getLogger("caffepy.pycaffe")
 
@@ -113,10 +114,10 @@ class InferencePath:
     def _free_hidden(self) -> None:
         """Give up the memory of hidden blobs, which the folded form does not need; the next own pass reshapes all."""
         visible = [self._net.blobs[name].data for name in {*self._net.inputs, *self._net.outputs}]
-        kept = set(map(pointer, visible))  # an output may be the memory of a hidden blob in another shape
+        kept = set(map(address, visible))  # an output may be the memory of a hidden blob in another shape
         for blob in self.hidden:
             data = blob.allocated("data")
-            if data is not None and pointer(data) not in kept:
+            if data is not None and address(data) not in kept:
                 blob.drop_data()
         for node in self._net.nodes:
             node.shapes = []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from functools import cached_property
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 from caffepy import blob as core
@@ -47,8 +48,13 @@ class NetStructure:
             reshaped=self._reshape_before_forward,
         )  # fmt: skip
         return OrderedDict(
-            (name, Blob(top, self.device, unseen if top in hidden else seen)) for name, top in self._tops.items()
+            (name, Blob(top, self.device, replace(unseen if top in hidden else seen, before_diff=self._diff_use(top))))
+            for name, top in self._tops.items()
         )
+
+    def _diff_use(self, top: core.Blob) -> Callable[[], None]:
+        """What is called before the program uses the diff of a top: it may write that of a loss, as in Caffe."""
+        return partial(self._core.let_program_write_diff, top)
 
     @cached_property
     def _tops(self) -> OrderedDict[str, core.Blob]:

@@ -34,5 +34,6 @@ def restore_from_memory(state: TrainState, saved: SavedSolver) -> None:
     """Take over the state of a solver of the same prototxt."""
     for array, values in zip((state.net.parameters.data, *state.history), saved.arrays, strict=True):
         state.backend.from_host(values, array)
+    state.net.parameters.written()
     adopt_state(state, saved.message)
     state.net.parameters.refresh(state.net.parameters.copies)

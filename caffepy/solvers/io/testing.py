@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 
+from caffepy.backend.layout import address
 from caffepy.data.schedule import TestSchedule
 from caffepy.errors import ConfigError, StopRequestedError
 from caffepy.net import Net
@@ -67,7 +68,7 @@ def run_test(state: TrainState, index: int, interrupted: Callable[[], bool]) -> 
     schedule = TestSchedule(state.shard, 1, state.param.test_iter[index])
     state.log("Iteration %d, Testing net (#%d)", state.iteration, index)
     scores = _detection_scores(state, runner.net) if detects else MeanScores(state, runner.net)
-    runner.parameters_changed()
+    _share_parameters(state, runner)
     _capture_together(state, runner)
     loss = _score_own_batches(state, runner, schedule, interrupted, scores.take)
     if not all_finished(state) or loss is None:
@@ -76,6 +77,22 @@ def run_test(state: TrainState, index: int, interrupted: Callable[[], bool]) -> 
         mean = state.callback.sum_over_devices(np.array([loss]))[0] / state.param.test_iter[index]
         state.log("Test loss: %.6g", mean)
     return scores.means()
+
+
+def _share_parameters(state: TrainState, runner: ForwardRunner) -> None:
+    """Let the test net use the train net's present parameters: a program may have let either share with other nets."""
+    net = runner.net
+    before = _addresses(net)
+    net.share_trained_layers_with(state.net)
+    if _addresses(net) != before:
+        runner.drop()
+    runner.parameters_changed()
+
+
+def _addresses(net: Net) -> list[int]:
+    """Where the parameters and their copies in other dtypes are."""
+    blobs = [blob for layer in net.layers for blob in layer.blobs]
+    return [address(array) for blob in blobs for array in (blob.data, *blob.copies.values())]
 
 
 def _capture_together(state: TrainState, runner: ForwardRunner) -> None:

@@ -222,4 +222,5 @@ class NetFactory:
             timeout=self.timeout,
             check_wait=self.check_wait,
             dialect=self._dialect,
+            net_number=len(self._made),
         )

@@ -114,9 +114,10 @@ class Larc:
         """
         backend, buffers = self._backend, self._net.parameters
         scale, l2, l1 = scales if self._decay_in_gradient else (scales[0], 0.0, 0.0)
+        flats = (buffers.data, buffers.diff, self._history)
         for index, parameter in enumerate(self._learned):
             elements = slice(parameter.start, parameter.stop)
-            arrays = [flat[elements] for flat in (buffers.data, buffers.diff, self._history)]
+            arrays = [flat[elements] for flat in flats]
             sums = [term[index : index + 1].reshape(()) for term in self._terms]
             backend.reduce(norm_terms, (*arrays, parameter.decay_mult, scale, l2, l1), sums)
         inputs = (*self._terms, self.correlation, self._lr_mult, *values, self._eta, self._clip, found_inf)

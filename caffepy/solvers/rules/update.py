@@ -147,6 +147,7 @@ class Update:
         inputs = (*arrays, lr_mult, self._decay_mult, scale, l2, l1, found_inf, *hyperparameters)
         changed = (arrays[0], *arrays[2:], *([arrays[1]] if self._store_change else []))
         self._backend.apply(self._rule.with_copies(len(copies)), inputs, (*changed, *copies), axis=0)
+        parameters.written()
 
     def _control(self, scale: Array | float, void: Array | float) -> tuple[Array, Array]:
         """What to multiply the gradients with, and whether to skip the update (1) or not (0); both on the device."""

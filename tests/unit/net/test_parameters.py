@@ -10,7 +10,7 @@ from training import CPU, build_net, weights_of
 from caffepy.errors import ConfigError
 from caffepy.net import ParameterBuffer
 from caffepy.net.parameters import ALIGNMENT, bucket_count
-from caffepy.proto.caffe_pb2 import NetParameter
+from caffepy.proto.caffe_pb2 import BlobShape, NetParameter, Phase
 
 DATA = """
 layer { name: "data" type: "DummyData" top: "data" top: "label"
@@ -109,7 +109,8 @@ def test_shared_parameters_are_one_and_add_up_their_gradients() -> None:
     text = DATA + inner("a", "data", SHARED) + inner("b", "a", SHARED) + LOSS
     net = build_net(text)
     a, b = net.layers[1], net.layers[2]
-    assert a.blobs[0] is b.blobs[0]
+    CPU.fill(a.blobs[0].data, 0.5)
+    assert (b.blobs[0].host_data() == 0.5).all()
     assert [p.blob for p in net.parameters.parameters] == a.blobs
     separate = build_net(DATA + inner("a", "data") + inner("b", "a") + LOSS)
     for layer in separate.layers[1:3]:
@@ -138,6 +139,64 @@ def test_permissive_sharing_across_shapes() -> None:
     through = np.ones((4, 3)) @ wide.blobs[0].host_data()
     wanted = (through.T @ x).ravel() + (np.ones((3, 4)) @ hidden).ravel()
     np.testing.assert_allclose(a.blobs[0].host_diff().ravel(), wanted, rtol=1e-4, atol=1e-5)
+
+
+PERMISSIVE = 'param { name: "w" share_mode: PERMISSIVE }'
+
+
+@pytest.mark.parametrize("phase", ["TRAIN", "TEST"])
+@pytest.mark.parametrize("types", ["", "default_forward_type: FLOAT16 default_backward_type: FLOAT16 "])
+@pytest.mark.parametrize("used", [False, True])
+def test_weights_that_a_file_has_for_the_sharing_layer_alone_are_the_owners(phase: str, types: str, used: bool) -> None:
+    text = types + DATA + inner("a", "data", PERMISSIVE, 2) + inner("b", "a", PERMISSIVE) + LOSS
+    net = build_net(text, Phase.Value(phase))
+    if used:
+        net.forward()
+    weights = NetParameter()
+    layer = weights.layer.add(name="b")
+    for shape in ((3, 2), (3,)):
+        layer.blobs.add(shape=BlobShape(dim=shape), data=np.arange(np.prod(shape)) + 1)
+    net.copy_trained_layers_from(weights, "w.caffemodel")
+    a, b = (next(layer for layer in net.layers if layer.name == name) for name in "ab")
+    net.forward()
+    np.testing.assert_array_equal(a.blobs[0].host_data(), np.arange(1, 7).reshape(2, 3))
+    np.testing.assert_array_equal(b.blobs[0].host_data(), np.arange(1, 7).reshape(3, 2))
+    hidden = net.blobs["data"].host_data() @ np.arange(1, 7).reshape(2, 3).T + 1
+    wanted = hidden @ np.arange(1, 7).reshape(3, 2).T + np.arange(1, 4)
+    np.testing.assert_allclose(net.blobs["b"].host_data(), wanted, rtol=1e-5 if not types else 1e-2)
+
+
+@pytest.mark.parametrize("types", ["", "default_forward_type: FLOAT16 default_backward_type: FLOAT16 "])
+def test_a_test_net_that_shares_takes_each_layers_parameters_from_a_train_net_that_does_not(types: str) -> None:
+    """Caffe's ShareTrainedLayersWith goes by layers; the names of parameters hold within a net."""
+    train = build_net(types + DATA + inner("a", "data") + inner("b", "a") + LOSS)
+    text = types + DATA + inner("a", "data", SHARED) + inner("b", "a", SHARED) + LOSS
+    test = build_net(text, Phase.Value("TEST"), seed=9)
+    test.share_trained_layers_with(train)
+    for _ in range(2):
+        train.forward()
+        test.forward()
+        for name, values in weights_of(train).items():
+            np.testing.assert_array_equal(weights_of(test)[name], values)
+        x, (a, b) = test.blobs["data"].host_data(), [layer for layer in train.layers if layer.blobs]
+        hidden = x @ a.blobs[0].host_data().T + a.blobs[1].host_data()
+        wanted = hidden @ b.blobs[0].host_data().T + b.blobs[1].host_data()
+        error = 1e-2 if types else 1e-5
+        np.testing.assert_allclose(test.blobs["b"].host_data(), wanted, rtol=error, atol=error)
+        CPU.fill(train.parameters.data, 0.25)
+
+
+def test_a_net_that_shares_across_layers_adds_up_gradients_though_values_are_another_nets() -> None:
+    """Values are shared by layers, the gradient stays that of the parameter's name."""
+    other = build_net(DATA + inner("a", "data") + inner("b", "a") + LOSS)
+    net = build_net(DATA + inner("a", "data", SHARED) + inner("b", "a", SHARED) + LOSS)
+    net.share_data_with(other)
+    for each in (net, other):
+        each.forward()
+        each.backward()
+    for mine, first, second in zip(net.layers[1].blobs, other.layers[1].blobs, other.layers[2].blobs, strict=True):
+        total = first.host_diff() + second.host_diff()
+        np.testing.assert_allclose(mine.host_diff(), total, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

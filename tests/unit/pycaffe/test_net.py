@@ -301,7 +301,10 @@ def test_memory_data(write) -> None:
     net = caffe.Net(path, caffe.TEST)
     rows = np.arange(12, dtype=np.float32).reshape(4, 1, 1, 3)
     net.set_input_arrays(rows, np.arange(4, dtype=np.float32))
-    assert [net.forward()["label"].tolist() for _ in range(3)] == [[0, 1], [2, 3], [0, 1]]
+    assert net.blobs["label"].shape == (2,)
+    assert [net.forward()["label"].ravel().tolist() for _ in range(3)] == [[0, 1], [2, 3], [0, 1]]
+    net.reshape()
+    assert net.blobs["label"].data.shape == (2, 1, 1, 1)
     assert (net.blobs["data"].data == rows[:2]).all()
     with pytest.raises(RuntimeError, match="data array must be C contiguous, 4-d and float32; it is float64"):
         net.set_input_arrays(rows.astype(float), np.zeros(4, np.float32))

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from replaying import Replaying
 
 from caffepy import pycaffe as caffe
-from caffepy.config.load import read_solver
+from caffepy.config.load import read_net, read_solver
 from caffepy.errors import ConfigError
 from caffepy.solvers import create_solver
 
@@ -201,6 +202,192 @@ def test_share_weights(solver: caffe.SGDSolver, net_file: Path) -> None:
     solver.step(1)
     for one, other in zip(weights(net), weights(solver.net), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def trained_beside_a_copy(solver: caffe.Solver, twin: caffe.Solver, steps: int) -> None:
+    """Train both; their parameters stay equal."""
+    for _ in range(steps):
+        solver.step(1)
+        twin.step(1)
+        for one, other in zip(weights(solver.net), weights(twin.net), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("stepped", [0, 2])
+@pytest.mark.parametrize("phase", [caffe.TRAIN, caffe.TEST])
+def test_a_solvers_net_shares_another_nets_values_and_keeps_its_diffs(
+    stepped: int, phase: int, solver_file: Path, net_file: Path
+) -> None:
+    """It trains as if the values had been copied; the other net and the tests have them after each step."""
+    solver, twin = caffe.SGDSolver(solver_file), caffe.SGDSolver(solver_file)
+    other = caffe.Net(net_file, phase)
+    for net in (*(net for each in (solver, twin) for net in (each.net, *each.test_nets)), other):
+        fill(net)
+    for each in (solver, twin):
+        each.step(stepped)
+    other.forward()
+    other.backward()  # gradients that are not the solver's
+    diffs = [blob.diff.copy() for blobs in other.params.values() for blob in blobs]
+    solver.net.share_with(other)
+    for name, blobs in twin.net.params.items():
+        for mine, theirs in zip(blobs, other.params[name], strict=True):
+            mine.data[...] = theirs.data
+    trained_beside_a_copy(solver, twin, 3)
+    for one, theirs in zip(weights(other), weights(twin.net), strict=True):
+        np.testing.assert_array_equal(one, theirs)
+    for diff, blob in zip(diffs, (blob for blobs in other.params.values() for blob in blobs), strict=True):
+        np.testing.assert_array_equal(diff, blob.diff)
+    scores = [each.solver.test_all()[0]["loss"] for each in (solver, twin)]
+    np.testing.assert_array_equal(*scores)
+    other.params["ip"][0].data[...] *= 0.5
+    twin.net.params["ip"][0].data[...] *= 0.5
+    trained_beside_a_copy(solver, twin, 2)
+
+
+def test_two_solvers_train_the_same_values(solver: caffe.SGDSolver, solver_file: Path) -> None:
+    other, twin = caffe.SGDSolver(solver_file), caffe.SGDSolver(solver_file)
+    for net in (other.net, twin.net):
+        fill(net)
+    solver.net.share_with(other.net)
+    for _ in range(3):
+        for each in (solver, other):
+            before = weights(solver.net)
+            for name, blobs in twin.net.params.items():
+                for index, blob in enumerate(blobs):
+                    blob.data[...] = other.net.params[name][index].data
+            each.step(1)
+            assert all((one != new).any() for one, new in zip(before, weights(other.net), strict=True))
+        for one, theirs in zip(weights(solver.net), weights(other.net), strict=True):
+            np.testing.assert_array_equal(one, theirs)
+
+
+def test_what_is_shared_now_is_shared_though_the_other_net_shares_with_a_third(net_file: Path) -> None:
+    first, second, third = (caffe.Net(net_file, caffe.TEST) for _ in range(3))
+    for number, net in enumerate((first, second, third)):
+        net.params["ip"][1].data[...] = number
+    first.share_with(second)
+    second.share_with(third)
+    assert [net.params["ip"][1].data[0] for net in (first, second, third)] == [1, 2, 2]
+    first.clear_param_diffs()
+    third.params["ip"][1].data[...] = 7
+    assert [net.params["ip"][1].data[0] for net in (first, second, third)] == [1, 7, 7]
+    del third
+    gc.collect()
+    second.params["ip"][1].data[...] = 8
+    assert [net.params["ip"][1].data[0] for net in (first, second)] == [1, 8]
+
+
+def test_memory_that_a_solver_has_left_is_not_written_by_it(solver: caffe.SGDSolver, net_file: Path) -> None:
+    """Another net and an array that the program holds stay with the values of before."""
+    first, second = caffe.Net(net_file, caffe.TEST), caffe.Net(net_file, caffe.TEST)
+    first.share_with(solver.net)
+    held = solver.net.params["ip"][0].data
+    before = held.copy()
+    solver.net.share_with(second)
+    solver.step(2)
+    np.testing.assert_array_equal(held, before)
+    np.testing.assert_array_equal(first.params["ip"][0].data, before)
+    assert (second.params["ip"][0].data == solver.net.params["ip"][0].data).all()
+
+
+def test_a_step_clears_diffs_that_no_backward_pass_reaches(tmp_path: Path) -> None:
+    """As Caffe's ClearParamDiffs: what a program has written there must not become an update."""
+    (tmp_path / "net.prototxt").write_text(
+        "layer { name: 'x' type: 'Input' top: 'x' input_param { shape { dim: 2 dim: 3 } } } "
+        "layer { name: 'side' type: 'InnerProduct' bottom: 'x' top: 's' inner_product_param { num_output: 2 } } "
+        "layer { name: 'ip' type: 'InnerProduct' bottom: 'x' top: 'y' inner_product_param { num_output: 2 } } "
+        "layer { name: 'loss' type: 'Reduction' bottom: 'y' top: 'l' loss_weight: 1 }"
+    )
+    settings = tmp_path / "solver.prototxt"
+    settings.write_text("train_net: 'net.prototxt' base_lr: 1 lr_policy: 'fixed' snapshot_after_train: false")
+    solver = caffe.get_solver(settings)
+    for blobs in solver.net.params.values():
+        blobs[0].diff[...] = 1
+    solver.step(1)
+    assert not solver.net.params["side"][0].data.any() and not solver.net.params["side"][0].diff.any()
+
+
+def test_a_written_diff_of_the_loss_is_used_in_steps(solver: caffe.SGDSolver, solver_file: Path) -> None:
+    """Caffe writes the loss weight there once, when the net is made."""
+    twin = caffe.SGDSolver(solver_file)
+    fill(twin.net)
+    twin.step(1)
+    solver.net.reshape()
+    solver.net.blobs["loss"].diff[...] *= 0.5
+    solver.net.reshape()
+    solver.step(1)
+    assert float(solver.net.blobs["loss"].diff) == 0.5
+    for name, blobs in solver.net.params.items():
+        for mine, theirs in zip(blobs, twin.net.params[name], strict=True):
+            np.testing.assert_allclose(mine.diff, 0.5 * theirs.diff, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["", "global_grad_scale: 64"])
+def test_graphs_are_made_anew_where_the_diff_of_the_loss_is_written(scale: str, solver_file: Path) -> None:
+    param = read_solver(solver_file)
+    param.net = ""
+    param.ClearField("net")
+    param.net_param.CopyFrom(read_net(solver_file.parent / "net.prototxt"))
+    if scale:
+        param.net_param.global_grad_scale = 64
+    solvers = [create_solver(param, Replaying()) for _ in range(2)]
+    updates = []
+    for factor, each in zip((1, 0.5), solvers, strict=True):
+        each.net.blobs["data"].data[...] = 0.5
+        each.param.momentum = 0
+        each.step(2)
+        top = each.net.blobs["loss"]
+        if factor != 1:
+            each.net.let_program_write_diff(top)
+            assert not each.graph_runner.captured
+            top.diff[...] = factor
+        before = each.net.parameters.data.copy()
+        each.step(1)
+        updates.append(each.net.parameters.data - before)
+    np.testing.assert_allclose(updates[1], 0.5 * updates[0], rtol=1e-3, atol=1e-6)
+
+
+def test_parameters_that_another_net_has_as_one_get_the_updates_of_both(tmp_path: Path) -> None:
+    """As in Caffe, whose update of the one is added to that of the other."""
+    inner = """layer { name: '%s' type: 'InnerProduct' bottom: '%s' top: '%s' %s
+      inner_product_param { num_output: 3 bias_term: false weight_filler { type: 'gaussian' std: 0.5 } } } """
+    texts = []
+    for spec in ("", "param { name: 'w' }"):
+        text = "layer { name: 'x' type: 'Input' top: 'x' input_param { shape { dim: 2 dim: 3 } } } "
+        text += inner % ("a", "x", "a", spec) + inner % ("b", "a", "b", spec)
+        texts.append(text + "layer { name: 'sum' type: 'Reduction' bottom: 'b' top: 'sum' loss_weight: 1 }")
+    own, joint, settings = (tmp_path / name for name in ("own.prototxt", "joint.prototxt", "solver.prototxt"))
+    for path, text in zip((own, joint), texts, strict=True):
+        path.write_text(text)
+    settings.write_text(f"train_net: '{own}' base_lr: 0.1 lr_policy: 'fixed' max_iter: 9 snapshot_after_train: false")
+    solver, other = caffe.get_solver(settings), caffe.Net(joint, caffe.TRAIN)
+    x = solver.net.blobs["x"].data
+    x[...] = np.arange(6).reshape(2, 3)
+    solver.net.share_with(other)
+    for _ in range(2):
+        before = other.params["a"][0].data.copy()
+        solver.step(1)
+        gradients = solver.net.params["a"][0].diff + solver.net.params["b"][0].diff
+        np.testing.assert_allclose(other.params["b"][0].data, before - 0.1 * gradients, rtol=1e-5, atol=1e-6)
+
+
+def test_graphs_are_made_anew_where_the_net_shares(solver_file: Path) -> None:
+    param = read_solver(solver_file)
+    solver, other = (create_solver(param, Replaying()) for _ in range(2))
+    for each in (solver, other):
+        for net in (each.net, *each.test_nets):
+            net.blobs["data"].data[...] = 0.5
+    solver.step(2)
+    solver.test_all()
+    solver.test_all()
+    assert solver.graph_runner.captured and solver.state.tests[0].captured
+    solver.net.share_data_with(other.net)
+    assert not solver.graph_runner.captured
+    first = solver.test_all()
+    np.testing.assert_array_equal(first[0]["loss"], other.test_all()[0]["loss"])
+    solver.step(2)
+    assert solver.graph_runner.captured
+    np.testing.assert_array_equal(solver.test_all()[0]["loss"], other.test_all()[0]["loss"])
 
 
 def test_nets_survive_the_solver(solver_file: Path) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 from layer_harness import BACKENDS, Runner, backend_named, gaussian
+from training import build_solver
 
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, RunError, ShapeError
@@ -14,6 +15,7 @@ from caffepy.layers import LayerContext
 from caffepy.layers.input.memory_data import MemoryDataLayer
 from caffepy.net.net import Net
 from caffepy.proto import caffe_pb2
+from caffepy.solvers.execution_options import ExecutionOptions
 
 MEMORY = "type: 'MemoryData' memory_data_param { batch_size: 2 channels: 3 height: 4 width: 5 }"
 
@@ -26,7 +28,9 @@ def test_batches_follow_on_each_other_and_begin_again(backend):
     runner.layer.reset_arrays(data, labels)
     for first in (0, 2, 4, 0, 2):
         found = runner.forward()
-        assert np.array_equal(found[0], data[first : first + 2]) and np.array_equal(found[1], labels[first : first + 2])
+        assert [blob.shape for blob in runner.top] == [(2, 3, 4, 5), (2, 1, 1, 1)]
+        assert np.array_equal(found[0], data[first : first + 2])
+        assert np.array_equal(found[1].ravel(), labels[first : first + 2])
     runner.layer.reset_arrays(data[2:4], labels[2:4].reshape(2, 1, 1, 1))
     assert np.array_equal(runner.forward()[0], data[2:4])
     assert "from the host" in str(runner.layer.capture_blocker())
@@ -86,3 +90,24 @@ def test_hdf5_output_refuses(tmp_path):
         Runner(text, [gaussian((2, 3)), gaussian((3,))])
     with pytest.raises(RunError, match="cannot be written"):
         Runner(text, [gaussian((2, 3)), gaussian((2,))]).forward()
+
+
+@pytest.mark.parametrize("plan", [False, True])
+@pytest.mark.parametrize("kind", ["", "default_forward_type: FLOAT16 default_backward_type: FLOAT16"])
+def test_labels_of_memory_data_in_losses(kind, plan):
+    """Losses and Accuracy take the labels in the shape before and after the first pass."""
+    text = f"""{kind} layer {{ name: "d" {MEMORY} top: "x" top: "label" }}
+      layer {{ name: "i" type: "InnerProduct" bottom: "x" top: "i"
+        inner_product_param {{ num_output: 3 weight_filler {{ type: "xavier" }} }} }}
+      layer {{ name: "l" type: "SoftmaxWithLoss" bottom: "i" bottom: "label" top: "l" }}
+      layer {{ name: "h" type: "HingeLoss" bottom: "i" bottom: "label" top: "h" }}
+      layer {{ name: "a" type: "Accuracy" bottom: "i" bottom: "label" top: "a" propagate_down: false
+        propagate_down: false }}"""
+    settings = "base_lr: 0.1 lr_policy: 'fixed' max_iter: 3 snapshot_after_train: false"
+    with build_solver(settings, text, engine=ExecutionOptions(share=plan, fuse=plan)) as solver:
+        solver.net.layers[0].reset_arrays(gaussian((2, 3, 4, 5)), np.array([2, 1], np.float32))
+        losses = []
+        for _ in range(3):
+            solver.step(1)
+            losses.append(float(solver.net.blobs["l"].host_data()))
+    assert losses[2] < losses[0]

@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from layer_harness import BACKENDS, Runner, assert_near, gaussian
-from training import build_net, build_solver
+from training import CPU, build_net, build_solver, solver_param
 
 from caffepy.backend.meta.backend import MetaBackend
 from caffepy.config.paths import PathResolver
+from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, RunError
+from caffepy.parallel.options import TrainOptions
+from caffepy.parallel.p2p_manager import P2PManager
 
 MODULE = '''
 import numpy as np
@@ -263,7 +266,8 @@ def test_layers_of_one_name_share_no_object() -> None:
 
 
 def test_devices_share_one_object_and_take_turns() -> None:
-    runners = [Runner(text("Alone", "share_in_parallel: true"), [gaussian((2, 3))], tops=1) for _ in range(2)]
+    kind, shard = text("Alone", "share_in_parallel: true"), Shard(world_size=2, devices_per_rank=2, training=1)
+    runners = [Runner(kind, [gaussian((2, 3))], tops=1, shard=shard) for _ in range(2)]
     alone = Runner(text("Alone"), [gaussian((2, 3))], tops=1)
     objects = [runner.layer._object.instance for runner in (*runners, alone)]
     assert objects[0] is objects[1] and objects[2] is not objects[0]
@@ -273,3 +277,53 @@ def test_devices_share_one_object_and_take_turns() -> None:
     for thread in threads:
         thread.join(300)
     assert objects[0].met == 1
+
+
+SHARING = """
+layer { name: 'x' type: 'DummyData' top: 'x' top: 'y' dummy_data_param {
+  shape { dim: 2 dim: 3 } data_filler { type: 'constant' value: 1 } } }
+layer { name: 'p' bottom: 'x' top: 'p' param { name: 'w' } %s }
+layer { name: 'q' bottom: 'p' top: 'q' param { name: 'w' } %s }
+layer { name: 'loss' type: 'EuclideanLoss' bottom: 'q' bottom: 'y' top: 'loss' }
+"""
+
+
+def test_nets_that_do_not_train_together_have_objects_of_their_own() -> None:
+    """A process with several nets or solvers: each counts its own passes."""
+    kind = text("Affine", "param_str: '3' share_in_parallel: true")
+    nets = [build_net(SHARING % (kind, kind)) for _ in range(2)]
+    objects = [layer._object.instance for net in nets for layer in net.layers if layer.type == "Python"]
+    assert len(set(map(id, objects))) == 4
+    shards = [Shard(world_size=2, devices_per_rank=2, training=number) for number in (1, 2)]
+    first, second = (Runner(kind, [gaussian((2, 3))], tops=1, shard=shard) for shard in shards)
+    assert first.layer._object is not second.layer._object
+    for net in nets:
+        net.forward()
+        net.backward()
+    np.testing.assert_array_equal(*(net.layers[1].blobs[0].host_diff() for net in nets))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_devices_of_a_training_share_one_object_for_each_layer_of_each_net(shared: bool, module: Path) -> None:
+    (module / "counted.py").write_text(
+        "from user_layers import Affine\nmade = []\nclass Counted(Affine):\n    def __init__(self): made.append(self)\n"
+    )
+    kind = text("Counted", f"param_str: '3' share_in_parallel: {str(shared).lower()}").replace("user_layers", "counted")
+    settings = "base_lr: 0.1 lr_policy: 'fixed' max_iter: 2 test_iter: 1 test_iter: 1 test_interval: 2"
+    param = solver_param(settings + " snapshot_after_train: false", SHARING % (kind, kind))
+    P2PManager(TrainOptions(param, cpu_solvers=2, threads=1)).run()
+    made = sys.modules.pop("counted").made
+    assert len(made) == (6 if shared else 12)
+
+
+def test_layers_share_a_parameter_by_name() -> None:
+    """What is loaded for one layer is the other's, and the gradient is the sum."""
+    kind = text("Affine", "param_str: '3'")
+    net = build_net(SHARING % (kind, kind))
+    p, q = (layer for layer in net.layers if layer.type == "Python")
+    CPU.fill(p.blobs[0].data, 2)
+    net.forward()
+    assert (net.blobs["q"].host_data() == 4).all()
+    net.backward()
+    dq = (net.blobs["q"].host_data() - net.blobs["y"].host_data()) / 2
+    assert q.blobs[0].host_diff() == pytest.approx((dq * net.blobs["p"].host_data() + 2 * dq).sum())
