@@ -42,7 +42,7 @@ Train the net that a solver prototxt names.
 
   caffepy train --solver models/lenet/solver.prototxt --cpu
   caffepy train --solver solver.prototxt --gpus 0,1
-  mpirun -np 2 caffepy train --solver solver.prototxt --gpus 0,1,2,3
+  mpirun -np 2 caffepy train --solver solver.prototxt --gpus 0,1,2,3   # ranks of one host divide the list
   caffepy train --solver solver.prototxt --snapshot auto"""
 
 
@@ -78,7 +78,7 @@ def _add_start_options(parser: Parser) -> None:
 
 def _add_device_options(parser: Parser) -> None:
     devices = parser.add_argument_group("devices")
-    add_device_options(devices, "default: what the solver's solver_mode says")
+    add_device_options(devices, "which ranks of one host divide; default: what the solver's solver_mode says")
     devices.add_argument(
         "--cpu-solvers", type=positive, default=1, metavar="N", help="solver threads of a CPU process (1)"
     )

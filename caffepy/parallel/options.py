@@ -23,8 +23,8 @@ class TrainOptions:
     Args:
         solver: the solver's prototxt.
         resolve: finds the files that prototxts name.
-        devices: numbers of this rank's GPUs; None trains on the CPU.
-        share_gpus: `devices` are all that this process sees, to be divided among the ranks of its machine.
+        devices: numbers of this rank's GPUs, which ranks of one host with the same GPUs divide; None trains on the CPU.
+        share_gpus: `devices` are all GPUs that this process sees; some may stay idle where ranks divide them.
         cpu_solvers: solver threads of this rank, on the CPU.
         snapshot: the .solverstate to resume from; rank 0 reads it.
         resume_newest: resume from the newest whole snapshot with the solver's prefix, if rank 0 finds one.
