@@ -170,17 +170,23 @@ def trained_layer_protos(layers: Sequence[Layer], write_diff: bool) -> Iterator[
         yield saved
 
 
-def trained_layer_parts(layers: Sequence[Layer], write_diff: bool) -> Iterator[Part]:
+def trained_layer_parts(layers: Sequence[Layer], write_diff: bool, with_values: bool = True) -> Iterator[Part]:
     """The bytes of a NetParameter with the layers of `trained_layer_protos`, in parts, without copies of arrays.
 
     They are in the order in which protobuf writes fields.
+
+    Args:
+        layers: the net's.
+        write_diff: with gradients.
+        with_values: False: zeros stand for the values, for a program that counts bytes.
     """
+    stored = _arrays if with_values else _zeros
     for layer in _saved_layers(layers):
         before, behind = _settings(layer), _settings(layer)
         for field in caffe_pb2.LayerParameter.DESCRIPTOR.fields:
             (behind if field.number < _BLOBS else before).ClearField(field.name)
         parts: list[Part] = [before.SerializeToString()]
-        for arrays in _arrays(layer, write_diff):
+        for arrays in stored(layer, write_diff):
             parts += delimited(_BLOBS, blob_parts(*arrays))
         parts.append(behind.SerializeToString())
         yield from delimited(_LAYER, parts)
@@ -203,3 +209,10 @@ def _settings(layer: Layer) -> caffe_pb2.LayerParameter:
 def _arrays(layer: Layer, write_diff: bool) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
     """A layer's parameters and gradients in host memory, one at a time."""
     return ((blob.host_data(), blob.host_diff() if write_diff else None) for blob in layer.blobs)
+
+
+def _zeros(layer: Layer, write_diff: bool) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+    """Arrays as large as those of `_arrays`; the system gives them memory only where they are read."""
+    for blob in layer.blobs:
+        zeros = np.zeros(blob.shape, np.float32)
+        yield zeros, zeros if write_diff else None

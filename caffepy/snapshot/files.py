@@ -20,8 +20,8 @@ import numpy as np
 from caffepy.config import load
 from caffepy.config.checksum import stored_blobs
 from caffepy.config.stored_arrays import StoredState, TrainedLayers
-from caffepy.errors import ConfigError, SnapshotError
-from caffepy.files import atomic_write, open_regular, remove_leftovers
+from caffepy.errors import ConfigError, RunError, SnapshotError
+from caffepy.files import atomic_write, check_writable, open_regular, remove_leftovers
 from caffepy.proto.caffe_pb2 import NetParameter, SolverState
 from caffepy.snapshot.binary import OLDER_FILES, write_state_binary, write_weights_binary
 
@@ -43,13 +43,17 @@ def check_snapshot(path: Path, net: Net) -> None:
     """Fail before training, not at its first snapshot, if `net` cannot be written to `path`.
 
     Raises:
-        ConfigError: its folder is not there or may not be written.
+        ConfigError: its folder is not there, or no file can be made there.
         RunError: the file is HDF5, and two layers that have parameters have one name.
     """
-    folder = path.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        state = "may not be written; let it be" if folder.is_dir() else "does not exist; make it"
-        raise ConfigError(f"snapshot_prefix: the folder {folder} {state}, or set snapshot_prefix to another one")
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"snapshot_prefix: the folder {path.parent} does not exist; make it, or set snapshot_prefix to another one"
+        )
+    try:
+        check_writable(path)
+    except RunError as error:
+        raise ConfigError(f"snapshot_prefix: {error}; or set snapshot_prefix to another one") from error
     if path.suffix == ".h5":
         from caffepy.snapshot.hdf5 import layer_paths
 

@@ -33,6 +33,7 @@ from caffepy.progress import interactive, progress_bar
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.registry import Registry
 from caffepy.report import Performance
+from caffepy.snapshot.binary import check_sizes_binary
 from caffepy.snapshot.files import check_snapshot, read_trained_layers, remove_unfinished
 from caffepy.solvers.callbacks import Action, SingleDevice, SolverCallback
 from caffepy.solvers.capacity import naming_largest_batch
@@ -145,8 +146,16 @@ class Solver(SolverFace, ABC):
         self._keeper = SnapshotKeeper(self.state, keep or Keep())
         writes = self.param.snapshot or (self.param.snapshot_after_train and self.param.snapshot_prefix)
         if self.callback.is_root and writes:
-            check_snapshot(snapshot_paths(self.state)[0], self.net)
+            check_snapshot(snapshot_paths(self.state, self.param.max_iter)[1], self.net)
             remove_unfinished(self.resolve.output(self.param.snapshot_prefix))
+        if self.param.snapshot:
+            self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """Fail before training, not at its first snapshot, if that would be too large for its format."""
+        weights, state = snapshot_paths(self.state, self.param.max_iter)
+        if self.callback.is_root and state.suffix != ".h5":
+            check_sizes_binary(weights, state, self.net, self.histories, self.param.snapshot_diff)
 
     def _build_nets(self, trace: Tracer, guard: bool) -> None:
         factory, several = self._factory, self.callback.world_size > 1
@@ -222,9 +231,12 @@ class Solver(SolverFace, ABC):
         Raises:
             NonFiniteError: the loss is not finite any more.
             SnapshotError: `resume_from` cannot be read or does not fit.
+            ConfigError: the last snapshot would be too large for its format.
         """
         self.log("Solving %s", self.net.name)
         self.log("Learning Rate Policy: %s", self.param.lr_policy)
+        if self.param.snapshot_after_train:
+            self._check_sizes()
         if resume_from is not None:
             self.restore(resume_from)
         self.step(max(self.param.max_iter - self.iteration, 0), progress=False)
