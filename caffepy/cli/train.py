@@ -116,6 +116,9 @@ def _add_keep_options(parser: Parser) -> None:
         metavar="SCORE",
         help="besides these (K is 1 where not given) the one with the best SCORE, an output of a test net or 'loss'",
     )
+    keeping.add_argument(
+        "--overwrite", action="store_true", help="replace earlier snapshots with this prefix, also of another net"
+    )
 
 
 def _add_trace_options(parser: Parser) -> None:
@@ -249,6 +252,7 @@ def _options(args: argparse.Namespace) -> TrainOptions:
         check_replicas=args.check_replicas,
         keep_last=args.keep_last,
         keep_best=args.keep_best,
+        overwrite=args.overwrite,
         timeout=args.timeout,
         verbose=args.verbose,
         sigint_effect=args.sigint_effect,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -76,6 +76,42 @@ def copy_trained_layers(
         log.warning("%s: nothing is copied: the net's layers (%s) are not in it; is it of another net?", origin,
                     ", ".join(own[:3]) + ", ..." * (len(own) > 3))  # fmt: skip
     return copied
+
+
+def first_difference(
+    layers: Sequence[Layer], owns: Callable[[Layer, int], bool], stored: Iterable[caffe_pb2.LayerParameter]
+) -> str:
+    """The first difference in name or shape between learned layers and stored ones, as a clause; empty: there is none.
+
+    Args:
+        layers: the net's.
+        owns: whether a parameter is the layer's own; a shared one need not be stored.
+        stored: layers with the shapes of their blobs; their values are not looked at.
+    """
+    sources = dict(_numbered(layer for layer in stored if layer.blobs))
+    for key, layer in _numbered(layer for layer in layers if layer.blobs):
+        own = [index for index in range(len(layer.blobs)) if owns(layer, index)]
+        source = sources.pop(key, None)
+        if source is None and own:
+            return f"the layer '{layer.name}' is not in it"
+        if source is not None and (difference := _different_shape(layer, own, source)):
+            return difference
+    return next((f"the layer '{name}' in it is not in the net" for name, _ in sources), "")
+
+
+def _different_shape(layer: Layer, own: Sequence[int], source: caffe_pb2.LayerParameter) -> str:
+    order = layer.stored_order([math.prod(proto_shape(blob)) for blob in source.blobs])
+    if len(source.blobs) > len(layer.blobs) or len(order) <= max(own, default=-1):
+        return f"the layer '{layer.name}' has {len(source.blobs)} parameters there and {len(layer.blobs)} in the net"
+    for index in own:
+        blob, mine = source.blobs[order[index]], layer.blobs[index]
+        fits = layer.stored_by_count and math.prod(proto_shape(blob)) == mine.count
+        if not fits and not same_shape(blob, mine.shape):
+            return (
+                f"parameter {index} of the layer '{layer.name}' has shape {format_shape(proto_shape(blob))} there and "
+                f"{format_shape(mine.shape)} in the net"
+            )
+    return ""
 
 
 def _numbered(layers: Iterable[Named]) -> Iterator[tuple[tuple[str, int], Named]]:

@@ -49,6 +49,7 @@ class TrainOptions:
         keep_best: the score by which the best snapshot stays too, an output of a test net; empty: none, see `Keep`.
         resume_since: the job was started first at this time, in seconds since 1970, and is started again: resume from
             the newest whole snapshot that was written since, or where there is none begin as at first; None: it is not.
+        overwrite: replace snapshots of another net that have the solver's prefix, and do not warn of earlier ones.
         callbacks: for the first device's solver of rank 0, see `Solver.add_callback`.
         keeps_trained: leave the trained solver's state in `P2PManager.trained`.
         check_replicas: compare the parameters of all devices every so many iterations; 0: at snapshots alone.
@@ -82,6 +83,7 @@ class TrainOptions:
     check_replicas: int = 0
     keep_last: int = 0
     keep_best: str = ""
+    overwrite: bool = False
     callbacks: Sequence[Any] = ()
     keeps_trained: bool = False
 

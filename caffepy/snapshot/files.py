@@ -126,6 +126,20 @@ def read_trained_layers(path: Path) -> TrainedLayers:
     return TrainedLayers(read_weights(path)) if is_hdf5(path) else load.read_trained_layers(path)
 
 
+def read_layer_shapes(path: Path) -> NetParameter:
+    """The layers in a .caffemodel of either format with names and shapes of blobs alone; arrays are not read.
+
+    Raises:
+        SnapshotError: it is absent, damaged or something else.
+    """
+    if not is_hdf5(path):
+        return load.read_layer_shapes(path)
+    from caffepy.snapshot.hdf5 import read_layer_shapes_hdf5
+
+    with load.refusing_damage(str(path)):
+        return read_layer_shapes_hdf5(path)
+
+
 def read_state(path: Path) -> SolverState:
     """The state in a .solverstate of either format, with `crc32c` and `blob_count` if it is one of ours.
 
@@ -214,9 +228,19 @@ def snapshots(prefix: Path | str) -> list[Path]:
     The last written comes first, not the highest iteration: an older training with the same prefix may have gone
     further. Files of the same second (a copied folder) count by iteration.
     """
+    return _find(prefix, "solverstate")
+
+
+def stored_weights(prefix: Path | str) -> list[Path]:
+    """All .caffemodels with a prefix, the newest first; they are not read."""
+    return _find(prefix, "caffemodel")
+
+
+def _find(prefix: Path | str, kind: str) -> list[Path]:
+    """All files of one kind with a prefix, the newest first."""
     candidates = []
-    pattern = _pattern(str(prefix), "solverstate")
-    for name in glob.glob(glob.escape(str(prefix)) + "_iter_*.solverstate*"):
+    pattern = _pattern(str(prefix), kind)
+    for name in glob.glob(glob.escape(str(prefix)) + f"_iter_*.{kind}*"):
         match = pattern.fullmatch(os.path.basename(name))
         with suppress(OSError):  # removed meanwhile
             if match and stat.S_ISREG(os.stat(name).st_mode):
@@ -225,7 +249,7 @@ def snapshots(prefix: Path | str) -> list[Path]:
 
 
 def iteration_of(path: Path) -> int:
-    """The iteration of a .solverstate, by its name, which `snapshots` has found."""
+    """The iteration of a file, by its name, which `snapshots` or `stored_weights` has found."""
     return int(path.name.rpartition("_iter_")[2].partition(".")[0])
 
 

@@ -127,6 +127,8 @@ class Solver(SolverFace, ABC):
         self.stopped_early = False
         self.restored: SolverState | None = None
         """What `restore` read, without history."""
+        self._resumed: Path | None = None
+        """The .solverstate that `restore` read."""
         self._snapshot_at = -1
         self._last_epochs: frozenset[int] = frozenset()
         options = engine or ExecutionOptions()
@@ -144,8 +146,11 @@ class Solver(SolverFace, ABC):
             self._build_parts(options.eager, keep_going)
             self._last_epochs = ends_of_last_epochs(self.param, self.net, self.shard)
         self._keeper = SnapshotKeeper(self.state, keep or Keep())
-        writes = self.param.snapshot or (self.param.snapshot_after_train and self.param.snapshot_prefix)
-        if self.callback.is_root and writes:
+        self._writes = bool(
+            self.param.snapshot_prefix and (self.param.snapshot or self.param.snapshot_after_train or self._last_epochs)
+        )
+        """Whether training writes snapshots without a request."""
+        if self.callback.is_root and self._writes:
             check_snapshot(snapshot_paths(self.state, self.param.max_iter)[1], self.net)
             remove_unfinished(self.resolve.output(self.param.snapshot_prefix))
         if self.param.snapshot:
@@ -445,9 +450,25 @@ class Solver(SolverFace, ABC):
             SnapshotError: it cannot be read, or is of another solver or net.
         """
         self.log("Restoring previous solver status from %s", path)
-        self.restored = restore_state(self.state, Path(path))
+        self.restored, self._resumed = restore_state(self.state, Path(path)), Path(path)
         self._refresh_copies()
         self._snapshot_at = self.iteration
+
+    def check_earlier_snapshots(self) -> None:
+        """Warn, before training and behind `restore`, of earlier snapshots with the solver's prefix.
+
+        Raises:
+            ConfigError: training would replace or remove one of another net.
+        """
+        param, last = self.param, self.param.max_iter
+
+        def writes(iteration: int) -> bool:
+            due = param.snapshot > 0 and iteration % param.snapshot == 0
+            due = due or iteration in self._last_epochs or (param.snapshot_after_train and iteration == last)
+            return due and self.iteration < iteration <= last
+
+        if self._writes and self.iteration < last:
+            self._keeper.check_earlier(writes, self._resumed)
 
     def adopt(self, state: SolverState) -> None:
         """Resume from what another device's solver has `restored`; its weights and history come in `on_start`."""

@@ -243,6 +243,27 @@ def test_automatic_snapshots_start_anew_where_there_is_none(run: Run):
     assert Path("tiny_iter_2.solverstate").exists()
 
 
+def test_a_snapshot_of_another_net(run: Run):
+    """Before the first iteration; without it two solvers with one prefix lost the first one's weights in silence."""
+    assert train(run) == (0, "")
+    before = Path("tiny_iter_2.caffemodel").read_bytes()
+    write_net(outputs=7)
+    status, error = train(run)
+    assert status == 2
+    assert error.startswith("snapshot_prefix: tiny_iter_2.caffemodel is of another net (parameter 0 of the layer 'ip'")
+    assert "set snapshot_prefix to another one, or give --overwrite" in error
+    assert Path("tiny_iter_2.caffemodel").read_bytes() == before
+    assert train(run, "--overwrite") == (0, "")
+    assert Path("tiny_iter_2.caffemodel").read_bytes() != before
+
+
+def test_a_prefix_that_cannot_be_written(run: Run):
+    Path("solver.prototxt").write_text(SOLVER.replace('"tiny"', '"/proc/x"'))
+    status, error = train(run)
+    assert status == 2
+    assert error.startswith("snapshot_prefix: /proc/x_iter_2.solverstate: cannot be written")
+
+
 # -- data ------------------------------------------------------------------------------------------------
 
 DATA_LAYER = """
