@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 
 from caffepy.config.checksum import wrong_checksum
 from caffepy.errors import RunError, SnapshotError
-from caffepy.hdf5 import find_object, open_hdf5
+from caffepy.hdf5 import check_dataset, find_object, open_hdf5
 from caffepy.net.weights import to_blob_proto
 from caffepy.proto.caffe_pb2 import BlobProto, BlobShape, NetParameter, SolverState
 from caffepy.snapshot.contents import Content, Contents, content_checksum, datasets
@@ -154,6 +154,7 @@ def read_layer_shapes_hdf5(path: Path) -> NetParameter:
     with open_hdf5(path, SnapshotError, "snapshot") as file:
         for place, dataset, attributes in datasets(file):
             if place[0] == "data" and len(place) > 2:
+                check_dataset(dataset)  # before its shape is asked for: that may open other files
                 content = Content(place, np.empty(0), attributes)
                 name = _layer_name(content)
                 shape = BlobShape(dim=dataset.shape or ())
