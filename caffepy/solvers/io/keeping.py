@@ -91,7 +91,7 @@ class SnapshotKeeper:
         if earlier and (resumed is None or resumed.resolve() not in [path.resolve() for path in earlier]):
             log.warning(
                 "%s is the newest of the snapshots that have the prefix %s already; this training does not go on from "
-                "it, as --snapshot auto does, and replaces those of the same iterations",
+                "it (--snapshot auto takes the newest whole one) and replaces those of the same iterations",
                 earlier[0], prefix,
             )  # fmt: skip
         removed = [weights_beside(path) for path in earlier] if self._keep.last or self._keep.best else []
