@@ -31,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("operation", choices=("allreduce",), help="what to time")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--gpu", "--gpus", dest="gpus", type=gpu_list, metavar="LIST", help="GPUs of each rank (default: all, shared)"
+        "--gpu", "--gpus", dest="gpus", type=gpu_list, metavar="LIST", help="GPUs; ranks of one host divide them (all)"
     )
     where.add_argument("--cpu", action="store_true", help="arrays in host memory")
     parser.add_argument(
@@ -115,16 +115,14 @@ def _options(args: argparse.Namespace, world: World) -> BenchmarkOptions:
 
 
 def _gpus(requested: list[int] | str | None, world: World) -> list[int]:
-    """The GPUs that were named, or this rank's part of all."""
-    from caffepy.parallel.processes.gpu_assignment import share_gpus
+    """This rank's part of the GPUs that were named, or of all."""
+    from caffepy.parallel.processes.gpu_assignment import assign_gpus
     from caffepy.training.devices import check_gpus
 
     available = world.run_on_all(lambda: check_gpus(requested or "all"))
-    if requested is not None:
-        return available
-    from caffepy.parallel.communicators.nccl import gpu_identity
-
-    return share_gpus(world, world.run_on_all(lambda: [(gpu, gpu_identity(gpu)) for gpu in available]))
+    devices = assign_gpus(world, available, named=requested is not None)
+    assert devices is not None
+    return devices
 
 
 def _head(options: BenchmarkOptions, ranks: int) -> str:

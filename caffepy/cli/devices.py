@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def shares_gpus(args: argparse.Namespace, gpu_mode: bool) -> bool:
-    """Whether ranks of one machine divide its GPUs among themselves: nobody has said who takes which.
+    """Whether the ranks of a host divide all GPUs that they see: none are named.
 
     Args:
         args: the command line: `gpus` and `cpu`.
@@ -24,7 +24,7 @@ def shares_gpus(args: argparse.Namespace, gpu_mode: bool) -> bool:
 
 
 def train_devices(args: argparse.Namespace, gpu_mode: bool, device_id: int, origin: str) -> list[int] | None:
-    """GPUs to train on, or None for the CPU; where ranks share GPUs, all that this process sees.
+    """GPUs to train on, which the ranks of a host then divide, or None for the CPU.
 
     Args:
         args: the command line: `gpus` and `cpu`.
@@ -44,7 +44,7 @@ def train_devices(args: argparse.Namespace, gpu_mode: bool, device_id: int, orig
         return check_gpus("all" if shares_gpus(args, gpu_mode) else [device_id])
     except (DeviceError, MissingExtraError) as error:
         raise DeviceError(
-            f"{origin} is for a GPU (solver_mode: GPU, also the default): {error}; --cpu trains on the CPU instead"
+            f"{origin} is for a GPU (solver_mode: GPU, also the default; --cpu trains on the CPU instead): {error}"
         ) from error
 
 

@@ -44,7 +44,7 @@ Train the net that a solver prototxt names.
 
   caffepy train --solver models/lenet/solver.prototxt --cpu
   caffepy train --solver solver.prototxt --gpus 0,1
-  mpirun -np 2 caffepy train --solver solver.prototxt --gpus 0,1,2,3
+  mpirun -np 2 caffepy train --solver solver.prototxt --gpus 0,1,2,3   # ranks of one host divide the list
   caffepy train --solver solver.prototxt --snapshot auto"""
 
 
@@ -80,7 +80,7 @@ def _add_start_options(parser: Parser) -> None:
 
 def _add_device_options(parser: Parser) -> None:
     devices = parser.add_argument_group("devices")
-    add_device_options(devices, "default: what the solver's solver_mode says")
+    add_device_options(devices, "which ranks of one host divide; default: what the solver's solver_mode says")
     devices.add_argument(
         "--cpu-solvers", type=positive, default=1, metavar="N", help="solver threads of a CPU process (1)"
     )
@@ -117,6 +117,9 @@ def _add_keep_options(parser: Parser) -> None:
         default="",
         metavar="SCORE",
         help="besides these (K is 1 where not given) the one with the best SCORE, an output of a test net or 'loss'",
+    )
+    keeping.add_argument(
+        "--overwrite", action="store_true", help="replace earlier snapshots with this prefix, also of another net"
     )
 
 
@@ -254,6 +257,7 @@ def _options(args: argparse.Namespace) -> TrainOptions:
         check_replicas=args.check_replicas,
         keep_last=args.keep_last,
         keep_best=args.keep_best,
+        overwrite=args.overwrite,
         timeout=args.timeout,
         verbose=args.verbose,
         sigint_effect=args.sigint_effect,

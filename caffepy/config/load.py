@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -14,14 +15,14 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from caffepy.config.checksum import check_whole
-from caffepy.config.messages import walk_fields
+from caffepy.config.messages import WireError, walk_fields
 from caffepy.config.nvidia_wire import adopt_nvidia_fields
 from caffepy.config.paths import is_folder
-from caffepy.config.stored_arrays import Apart, StoredState, TrainedLayers, set_apart
+from caffepy.config.stored_arrays import Apart, StoredState, TrainedLayers, read_outline, set_apart
 from caffepy.config.text import decode_text, parse_text
 from caffepy.config.upgrade import upgrade_net, upgrade_solver
 from caffepy.errors import CaffepyError, ConfigError, SnapshotError
-from caffepy.files import read_regular, working_folder
+from caffepy.files import open_regular, read_regular, working_folder
 from caffepy.proto.caffe_pb2 import (
     DOUBLE,
     FLOAT,
@@ -128,6 +129,23 @@ def read_trained_layers(path: Path | str) -> TrainedLayers:
         SnapshotError: as `read_weights`.
     """
     return _read_layers(path, whole=False)
+
+
+def read_layer_shapes(path: Path | str) -> NetParameter:
+    """The layers in a binary .caffemodel with names and shapes of blobs alone; arrays are neither read nor checked.
+
+    Raises:
+        SnapshotError: the file is absent, truncated or not a .caffemodel.
+    """
+    origin = str(path)
+    with refusing_damage(origin), open_regular(path) as file:
+        try:
+            param = read_outline(file, os.fstat(file.fileno()).st_size)
+        except WireError:
+            param = NetParameter()
+        if not param.layer:
+            raise SnapshotError(f"{origin}: is truncated or not a .caffemodel")
+    return param
 
 
 def _read_layers(path: Path | str, whole: bool) -> TrainedLayers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from google.protobuf.message import Message
 
@@ -12,6 +12,12 @@ Part = bytes | memoryview
 VARINT, EIGHT_BYTES, DELIMITED, FOUR_BYTES = 0, 1, 2, 5
 """Wire types; the two of groups are in no file of Caffe's."""
 _FIXED = {EIGHT_BYTES: 8, FOUR_BYTES: 4}
+
+
+class Indexed(Protocol):
+    """Bytes that are read one by one: a memoryview, or a file that is not in memory."""
+
+    def __getitem__(self, at: int, /) -> int: ...
 
 
 class WireError(Exception):
@@ -77,7 +83,7 @@ def delimited(number: int, content: Sequence[Part]) -> list[Part]:
     return [field_head(field_head(b"", number << 3 | DELIMITED), sum(map(len, content))), *content]
 
 
-def wire_fields(view: memoryview, begin: int, end: int) -> Iterator[WireField]:
+def wire_fields(view: Indexed, begin: int, end: int) -> Iterator[WireField]:
     """The fields of the message that lies in these bytes.
 
     Raises:
@@ -102,7 +108,7 @@ def wire_fields(view: memoryview, begin: int, end: int) -> Iterator[WireField]:
         yield WireField(tag >> 3, kind, start, content, at)
 
 
-def _varint(view: memoryview, at: int, end: int) -> tuple[int, int]:
+def _varint(view: Indexed, at: int, end: int) -> tuple[int, int]:
     """A number, and where it ends."""
     number = 0
     for shift in range(0, 64, 7):

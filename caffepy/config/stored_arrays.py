@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
 from caffepy.config.messages import DELIMITED, Part, WireError, WireField, delimited, wire_fields
 from caffepy.errors import SnapshotError
@@ -32,6 +32,26 @@ _WITHIN: dict[type[NetParameter | SolverState], Within] = {
     },
     SolverState: {SolverState.HISTORY_FIELD_NUMBER: _BLOB},
 }
+
+
+MAX_OUTLINE_BYTES = 1 << 24
+"""Of all names and shapes of a .caffemodel."""
+_SHAPE: Within = {
+    field.number: {}
+    for name, field in BlobProto.DESCRIPTOR.fields_by_name.items()
+    if name in ("shape", "num", "channels", "height", "width")
+}
+_OUTLINE: Within = {
+    NetParameter.LAYER_FIELD_NUMBER: {
+        LayerParameter.NAME_FIELD_NUMBER: {},
+        LayerParameter.BLOBS_FIELD_NUMBER: _SHAPE,
+    },
+    NetParameter.LAYERS_FIELD_NUMBER: {
+        V1LayerParameter.NAME_FIELD_NUMBER: {},
+        V1LayerParameter.BLOBS_FIELD_NUMBER: _SHAPE,
+    },
+}
+"""Fields that say of which net a .caffemodel is."""
 
 
 @dataclass(frozen=True)
@@ -146,3 +166,59 @@ def _where(view: memoryview, array: WireField, arrays: set[tuple[int, int]]) -> 
         raise WireError
     arrays.add((array.begin, array.end))
     return BlobProto(data_begin=array.begin, data_end=array.end).SerializeToString()
+
+
+# -- outlines ------------------------------------------------------------------------------------------
+
+
+def read_outline(file: BinaryIO, size: int) -> NetParameter:
+    """The layers in a .caffemodel with names and shapes of blobs alone. Arrays are passed over, not read.
+
+    Args:
+        file: open for reading.
+        size: its bytes.
+
+    Raises:
+        WireError: these are no fields, or more names and shapes than any net has.
+        IndexError, google.protobuf.message.DecodeError: the file is damaged.
+    """
+    parts = _outline(_FileBytes(file), 0, size, _OUTLINE, itertools.count())
+    param = NetParameter.FromString(b"".join(parts))
+    param.layer.extend(LayerParameter(name=layer.name, blobs=layer.blobs) for layer in param.layers)
+    return param
+
+
+class _FileBytes:
+    """A file's bytes, read one by one through its buffer, and `MAX_OUTLINE_BYTES` of them at once."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._taken = 0
+
+    def __getitem__(self, at: int, /) -> int:
+        self._file.seek(at)
+        return self._file.read(1)[0]
+
+    def part(self, begin: int, end: int) -> bytes:
+        """Some of them at once."""
+        self._taken += end - begin
+        if self._taken > MAX_OUTLINE_BYTES:
+            raise WireError
+        self._file.seek(begin)
+        return self._file.read(end - begin)
+
+
+def _outline(view: _FileBytes, begin: int, end: int, within: Within, count: Iterator[int]) -> Iterator[Part]:
+    """The bytes of a message with the fields of `within` alone; those that enter no further are taken whole."""
+    for each in wire_fields(view, begin, end):
+        if next(count) >= MAX_FIELDS:
+            raise WireError
+        entered = within.get(each.number)
+        if entered is None:
+            continue
+        if not entered:
+            yield view.part(each.start, each.end)
+        elif each.kind != DELIMITED:
+            raise WireError
+        else:
+            yield from delimited(each.number, list(_outline(view, each.begin, each.end, entered, count)))

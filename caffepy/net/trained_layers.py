@@ -80,6 +80,42 @@ def copy_trained_layers(
     return copied
 
 
+def first_difference(
+    layers: Sequence[Layer], owns: Callable[[Layer, int], bool], stored: Iterable[caffe_pb2.LayerParameter]
+) -> str:
+    """The first difference in name or shape between learned layers and stored ones, as a clause; empty: there is none.
+
+    Args:
+        layers: the net's.
+        owns: whether a parameter is the layer's own; a shared one need not be stored.
+        stored: layers with the shapes of their blobs; their values are not looked at.
+    """
+    sources = dict(_numbered(layer for layer in stored if layer.blobs))
+    for key, layer in _numbered(layer for layer in layers if layer.blobs):
+        own = [index for index in range(len(layer.blobs)) if owns(layer, index)]
+        source = sources.pop(key, None)
+        if source is None and own:
+            return f"the layer '{layer.name}' is not in it"
+        if source is not None and (difference := _different_shape(layer, own, source)):
+            return difference
+    return next((f"the layer '{name}' in it is not in the net" for name, _ in sources), "")
+
+
+def _different_shape(layer: Layer, own: Sequence[int], source: caffe_pb2.LayerParameter) -> str:
+    order = layer.stored_order([math.prod(proto_shape(blob)) for blob in source.blobs])
+    if len(source.blobs) > len(layer.blobs) or len(order) <= max(own, default=-1):
+        return f"the layer '{layer.name}' has {len(source.blobs)} parameters there and {len(layer.blobs)} in the net"
+    for index in own:
+        blob, mine = source.blobs[order[index]], layer.blobs[index]
+        fits = layer.stored_by_count and math.prod(proto_shape(blob)) == mine.count
+        if not fits and not same_shape(blob, mine.shape):
+            return (
+                f"parameter {index} of the layer '{layer.name}' has shape {format_shape(proto_shape(blob))} there and "
+                f"{format_shape(mine.shape)} in the net"
+            )
+    return ""
+
+
 def _numbered(layers: Iterable[Named]) -> Iterator[tuple[tuple[str, int], Named]]:
     """The layers by name and number among those of the same name.
 
@@ -182,17 +218,23 @@ def trained_layer_protos(layers: Sequence[Layer], write_diff: bool) -> Iterator[
         yield saved
 
 
-def trained_layer_parts(layers: Sequence[Layer], write_diff: bool) -> Iterator[Part]:
+def trained_layer_parts(layers: Sequence[Layer], write_diff: bool, with_values: bool = True) -> Iterator[Part]:
     """The bytes of a NetParameter with the layers of `trained_layer_protos`, in parts, without copies of arrays.
 
     They are in the order in which protobuf writes fields.
+
+    Args:
+        layers: the net's.
+        write_diff: with gradients.
+        with_values: False: zeros stand for the values, for a program that counts bytes.
     """
+    stored = _arrays if with_values else _zeros
     for layer in _saved_layers(layers):
         before, behind = _settings(layer), _settings(layer)
         for field in caffe_pb2.LayerParameter.DESCRIPTOR.fields:
             (behind if field.number < _BLOBS else before).ClearField(field.name)
         parts: list[Part] = [before.SerializeToString()]
-        for arrays in _arrays(layer, write_diff):
+        for arrays in stored(layer, write_diff):
             parts += delimited(_BLOBS, blob_parts(*arrays))
         parts.append(behind.SerializeToString())
         yield from delimited(_LAYER, parts)
@@ -215,3 +257,10 @@ def _settings(layer: Layer) -> caffe_pb2.LayerParameter:
 def _arrays(layer: Layer, write_diff: bool) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
     """A layer's parameters and gradients in host memory, one at a time."""
     return ((blob.host_data(), blob.host_diff() if write_diff else None) for blob in layer.blobs)
+
+
+def _zeros(layer: Layer, write_diff: bool) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+    """Arrays as large as those of `_arrays`; the system gives them memory only where they are read."""
+    for blob in layer.blobs:
+        zeros = np.zeros(blob.shape, np.float32)
+        yield zeros, zeros if write_diff else None

@@ -11,7 +11,7 @@ from caffepy.config.paths import PathResolver
 from caffepy.errors import ConfigError
 from caffepy.parallel.agreement import check_alike, describe_run
 from caffepy.parallel.options import TrainOptions
-from caffepy.parallel.processes.gpu_assignment import refuse_shared, share_gpus
+from caffepy.parallel.processes.gpu_assignment import assign_gpus
 from caffepy.parallel.processes.world import World
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.snapshot.files import newest_snapshot
@@ -23,15 +23,13 @@ def agree_on_options(world: World, options: TrainOptions) -> TrainOptions:
     """Compare the ranks' options; called by the main thread of all ranks.
 
     Returns:
-        This rank's options with its share of the GPUs, and with random seed, snapshot and weights of the root.
+        This rank's options with its part of the GPUs, and with random seed, snapshot and weights of the root.
 
     Raises:
         ConfigError: the ranks' options do not go together; on the root, see `World.raise_on_all`.
     """
-    options = _assign_gpus(world, options)
+    options = replace(options, devices=assign_gpus(world, options.devices, named=not options.share_gpus))
     _compare_device_counts(world, options)
-    if options.devices is not None:
-        refuse_common_gpus(world, options.devices)
     if world.size > 1:
         check_alike(world, world.run_on_all(lambda: describe_run(options)))
     solver = SolverParameter()
@@ -41,34 +39,6 @@ def agree_on_options(world: World, options: TrainOptions) -> TrainOptions:
     solver.random_seed = world.broadcast(solver.random_seed)
     snapshot = world.run_on_all(lambda: _start_snapshot(options) if world.rank == 0 else None)
     return replace(options, solver=solver, snapshot=world.broadcast(snapshot), weights=world.broadcast(options.weights))
-
-
-def refuse_common_gpus(world: World, devices: list[int]) -> None:
-    """Refuse two ranks of one host that name the same GPU; NCCL would say no more than 'invalid usage'.
-
-    Raises:
-        ConfigError: with both ranks; on the root, see `World.raise_on_all`.
-    """
-    if world.size == 1:
-        return
-    from caffepy.parallel.communicators.nccl import gpu_identity
-
-    refuse_shared(world, world.run_on_all(lambda: [gpu_identity(device) for device in devices]))
-
-
-def _assign_gpus(world: World, options: TrainOptions) -> TrainOptions:
-    """Where the options do not say which GPUs a rank takes: its share of its host's."""
-    shares = world.all_gather(options.share_gpus)
-    if not all(shares):
-        if any(shares):
-            error = ConfigError("some ranks name their devices and others do not: give all of them --gpus")
-            world.raise_on_all(error)
-        return options
-    from caffepy.parallel.communicators.nccl import gpu_identity
-
-    visible = options.devices or []
-    identities = world.run_on_all(lambda: [(device, gpu_identity(device)) for device in visible])
-    return replace(options, devices=share_gpus(world, identities))
 
 
 def _compare_device_counts(world: World, options: TrainOptions) -> None:

@@ -19,7 +19,6 @@ from caffepy.awake import awake_seconds
 from caffepy.backend import Backend, create_backend
 from caffepy.defaults import TIMEOUT
 from caffepy.errors import ConfigError, PeerError
-from caffepy.parallel.agreed_options import refuse_common_gpus
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.connect_ahead import Connector
 from caffepy.parallel.control.connect import connect_training
@@ -207,7 +206,7 @@ class AllReduceBenchmark:
 
     Args:
         world: the processes.
-        options: what to measure, checked, the same on all ranks but for the GPUs.
+        options: what to measure, checked; the same on all ranks except for the GPUs, which `assign_gpus` gave out.
         on_timing: called with each result, in a thread, on every rank.
     """
 
@@ -224,14 +223,11 @@ class AllReduceBenchmark:
         """Measure.
 
         Raises:
-            ConfigError: two ranks name the same GPU.
-            PeerError: an operation has lasted longer than the timeout; the message says who is late.
-        CaffepyError: whatever failed, if this is the only process; several end with the first that fails.
+            PeerError: an operation has lasted longer than the timeout; the message says which device is late.
+            CaffepyError: the first failure, if this is the only process; several processes end with it.
         """
         world, options = self._world, self._options
         bind_rank(world, gpus=options.devices is not None)
-        if options.devices is not None:
-            refuse_common_gpus(world, options.devices)
         self._make_threads()
         channel = world.channel or connect_training(world)
         self._failures.watch(Watchdog(world, channel, self._heartbeats, options.timeout, self._failures.peer_failed))

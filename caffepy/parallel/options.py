@@ -23,8 +23,8 @@ class TrainOptions:
     Args:
         solver: the solver's prototxt.
         resolve: finds the files that prototxts name.
-        devices: numbers of this rank's GPUs; None trains on the CPU.
-        share_gpus: `devices` are all that this process sees, to be divided among the ranks of its machine.
+        devices: numbers of this rank's GPUs, which ranks of one host with the same GPUs divide; None trains on the CPU.
+        share_gpus: `devices` are all GPUs that this process sees; some may stay idle where ranks divide them.
         cpu_solvers: solver threads of this rank, on the CPU.
         snapshot: the .solverstate to resume from; rank 0 reads it.
         resume_newest: resume from the newest whole snapshot with the solver's prefix, if rank 0 finds one.
@@ -49,6 +49,7 @@ class TrainOptions:
         keep_best: the score by which the best snapshot stays too, an output of a test net; empty: none, see `Keep`.
         resume_since: the job was started first at this time, in seconds since 1970, and is started again: resume from
             the newest whole snapshot that was written since, or where there is none begin as at first; None: it is not.
+        overwrite: replace snapshots of another net that have the solver's prefix, and do not warn of earlier ones.
         callbacks: for the first device's solver of rank 0, see `Solver.add_callback`.
         keeps_trained: leave the trained solver's state in `P2PManager.trained`.
         check_replicas: compare the parameters of all devices every so many iterations; 0: at snapshots alone.
@@ -82,6 +83,7 @@ class TrainOptions:
     check_replicas: int = 0
     keep_last: int = 0
     keep_best: str = ""
+    overwrite: bool = False
     callbacks: Sequence[Any] = ()
     keeps_trained: bool = False
 

@@ -208,7 +208,12 @@ class P2PSync(SolverExchange, DeviceThread):
         return solver
 
     def _read_start(self, solver: Solver) -> None:
-        """Restore or load weights; only on the root, since the others may have no such files."""
+        """Restore or load weights, and look at older snapshots; on the root, since the others may have no such files.
+
+        Raises:
+            SnapshotError: what is to be read does not fit.
+            ConfigError: snapshots of another net would be replaced.
+        """
         newest = self._options.snapshot
         if newest is None:
             solver.load_weights(self._options.weights)
@@ -218,6 +223,8 @@ class P2PSync(SolverExchange, DeviceThread):
             known = snapshots(solver.resolve.output(solver.param.snapshot_prefix))
             older = known[known.index(newest) + 1 :] if newest in known else []
             restore_first([newest, *older], solver.restore)
+        if not self._options.overwrite:
+            solver.check_earlier_snapshots()
 
     def _release(self) -> None:
         """Close the solver: its graphs have captured the communicator's calls."""

@@ -85,7 +85,7 @@ class Contents:
 
     def __iter__(self) -> Iterator[Content]:
         size, length = 0, self._file.file.length
-        for path, dataset, attributes in _datasets(self._file):
+        for path, dataset, attributes in datasets(self._file):
             size = check_dataset(dataset, size)
             if size > _SMALL + length * _MAX_PACKED:
                 raise ValueError(f"'{dataset.name}' would bring what is read of {length} bytes to {size}; is it whole?")
@@ -111,7 +111,7 @@ class Contents:
 def content_checksum(file: Group) -> tuple[int, list[tuple[str, ...]]]:
     """The CRC-32C of all datasets with their paths, types and shapes, and these paths; of a file of our own."""
     checksum, paths = 0, []
-    for path, dataset, _ in _datasets(file):
+    for path, dataset, _ in datasets(file):
         checksum = _extend(checksum, path, _read(dataset))
         paths.append(path)
     return checksum, paths
@@ -136,7 +136,7 @@ def _read(dataset: Dataset) -> np.ndarray:
     raise TypeError(f"'{dataset.name}' is of type {dataset.kind}, which no snapshot holds")
 
 
-def _datasets(file: Group) -> Iterator[tuple[tuple[str, ...], Dataset, frozenset[str]]]:
+def datasets(file: Group) -> Iterator[tuple[tuple[str, ...], Dataset, frozenset[str]]]:
     """Path, dataset and the names of its group's attributes; those of a group before those of the groups in it."""
     seen = set()
     waiting: list[tuple[tuple[str, ...], Group]] = [((), file)]

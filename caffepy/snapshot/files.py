@@ -20,8 +20,8 @@ import numpy as np
 from caffepy.config import load
 from caffepy.config.checksum import stored_blobs
 from caffepy.config.stored_arrays import StoredState, TrainedLayers
-from caffepy.errors import ConfigError, SnapshotError
-from caffepy.files import atomic_write, open_regular, remove_leftovers
+from caffepy.errors import ConfigError, RunError, SnapshotError
+from caffepy.files import atomic_write, check_writable, open_regular, remove_leftovers
 from caffepy.proto.caffe_pb2 import NetParameter, SolverState
 from caffepy.snapshot.binary import OLDER_FILES, write_state_binary, write_weights_binary
 
@@ -43,13 +43,17 @@ def check_snapshot(path: Path, net: Net) -> None:
     """Fail before training, not at its first snapshot, if `net` cannot be written to `path`.
 
     Raises:
-        ConfigError: its folder is not there or may not be written.
+        ConfigError: its folder is not there, or no file can be made there.
         RunError: the file is HDF5, and two layers that have parameters have one name.
     """
-    folder = path.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        state = "may not be written; let it be" if folder.is_dir() else "does not exist; make it"
-        raise ConfigError(f"snapshot_prefix: the folder {folder} {state}, or set snapshot_prefix to another one")
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"snapshot_prefix: the folder {path.parent} does not exist; make it, or set snapshot_prefix to another one"
+        )
+    try:
+        check_writable(path)
+    except RunError as error:
+        raise ConfigError(f"snapshot_prefix: {error}; or set snapshot_prefix to another one") from error
     if path.suffix == ".h5":
         from caffepy.snapshot.hdf5 import layer_paths
 
@@ -124,6 +128,20 @@ def read_trained_layers(path: Path) -> TrainedLayers:
         SnapshotError: it is absent, damaged or something else.
     """
     return TrainedLayers(read_weights(path)) if is_hdf5(path) else load.read_trained_layers(path)
+
+
+def read_layer_shapes(path: Path) -> NetParameter:
+    """The layers in a .caffemodel of either format with names and shapes of blobs alone; arrays are not read.
+
+    Raises:
+        SnapshotError: it is absent, damaged or something else.
+    """
+    if not is_hdf5(path):
+        return load.read_layer_shapes(path)
+    from caffepy.snapshot.hdf5 import read_layer_shapes_hdf5
+
+    with load.refusing_damage(str(path)):
+        return read_layer_shapes_hdf5(path)
 
 
 def read_state(path: Path) -> SolverState:
@@ -214,9 +232,19 @@ def snapshots(prefix: Path | str) -> list[Path]:
     The last written comes first, not the highest iteration: an older training with the same prefix may have gone
     further. Files of the same second (a copied folder) count by iteration.
     """
+    return _find(prefix, "solverstate")
+
+
+def stored_weights(prefix: Path | str) -> list[Path]:
+    """All .caffemodels with a prefix, the newest first; they are not read."""
+    return _find(prefix, "caffemodel")
+
+
+def _find(prefix: Path | str, kind: str) -> list[Path]:
+    """All files of one kind with a prefix, the newest first."""
     candidates = []
-    pattern = _pattern(str(prefix), "solverstate")
-    for name in glob.glob(glob.escape(str(prefix)) + "_iter_*.solverstate*"):
+    pattern = _pattern(str(prefix), kind)
+    for name in glob.glob(glob.escape(str(prefix)) + f"_iter_*.{kind}*"):
         match = pattern.fullmatch(os.path.basename(name))
         with suppress(OSError):  # removed meanwhile
             if match and stat.S_ISREG(os.stat(name).st_mode):
@@ -225,7 +253,7 @@ def snapshots(prefix: Path | str) -> list[Path]:
 
 
 def iteration_of(path: Path) -> int:
-    """The iteration of a .solverstate, by its name, which `snapshots` has found."""
+    """The iteration of a file, by its name, which `snapshots` or `stored_weights` has found."""
     return int(path.name.rpartition("_iter_")[2].partition(".")[0])
 
 

@@ -22,8 +22,8 @@ from caffepy.config.checksum import wrong_checksum
 from caffepy.errors import RunError, SnapshotError
 from caffepy.hdf5 import Dataset, Group, find_object, open_hdf5, read_hdf5
 from caffepy.net.weights import to_blob_proto
-from caffepy.proto.caffe_pb2 import BlobProto, NetParameter, SolverState
-from caffepy.snapshot.contents import Content, Contents, content_checksum
+from caffepy.proto.caffe_pb2 import BlobProto, BlobShape, NetParameter, SolverState
+from caffepy.snapshot.contents import Content, Contents, content_checksum, datasets
 
 if TYPE_CHECKING:
     from caffepy.net import Net
@@ -141,10 +141,34 @@ def read_weights_hdf5(path: Path) -> NetParameter:
                 name = _layer_name(content)
                 layers.setdefault(name, {})[_index(path, name, content)] = to_blob_proto(content.floats())
         _check_whole(path, result, contents, "data")
-    for name, blobs in layers.items():
-        layer = result.layer.add(name=name)
-        layer.blobs.extend(blobs.get(index, BlobProto()) for index in range(max(blobs) + 1))
+    _add_layers(result, layers)
     return result
+
+
+def read_layer_shapes_hdf5(path: Path) -> NetParameter:
+    """The layers in a .caffemodel.h5 with names and shapes of blobs alone; arrays are neither read nor checked.
+
+    Raises:
+        SnapshotError: it is damaged or something else.
+    """
+    result = NetParameter()
+    layers: dict[str, dict[int, BlobProto]] = {}
+    with open_hdf5(path, SnapshotError, "snapshot") as file:
+        for place, dataset, attributes in datasets(file):
+            if place[0] == "data" and len(place) > 2:
+                content = Content(place, np.empty(0), attributes)
+                name = _layer_name(content)
+                shape = BlobShape(dim=dataset.shape or ())
+                layers.setdefault(name, {})[_index(path, name, content)] = BlobProto(shape=shape)
+    _add_layers(result, layers)
+    return result
+
+
+def _add_layers(param: NetParameter, layers: dict[str, dict[int, BlobProto]]) -> None:
+    """Add layers of these names and blobs, by number; a blob that is not stored is an empty one."""
+    for name, blobs in layers.items():
+        layer = param.layer.add(name=name)
+        layer.blobs.extend(blobs.get(index, BlobProto()) for index in range(max(blobs) + 1))
 
 
 def _layer_name(content: Content) -> str:

@@ -33,6 +33,7 @@ from caffepy.progress import interactive, progress_bar
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.registry import Registry
 from caffepy.report import Performance
+from caffepy.snapshot.binary import check_sizes_binary
 from caffepy.snapshot.files import check_snapshot, read_trained_layers, remove_unfinished
 from caffepy.solvers.callbacks import Action, SingleDevice, SolverCallback
 from caffepy.solvers.capacity import naming_largest_batch
@@ -126,6 +127,8 @@ class Solver(SolverFace, ABC):
         self.stopped_early = False
         self.restored: SolverState | None = None
         """What `restore` read, without history."""
+        self._resumed: Path | None = None
+        """The .solverstate that `restore` read."""
         self._snapshot_at = -1
         options = engine or ExecutionOptions()
         log_ignored(self.param)
@@ -142,10 +145,22 @@ class Solver(SolverFace, ABC):
             self._build_parts(options.eager, keep_going)
             ends_of_last_epochs(self.param, self.net)  # raises before training where no layer counts records
         self._keeper = SnapshotKeeper(self.state, keep or Keep())
-        writes = self.param.snapshot or (self.param.snapshot_after_train and self.param.snapshot_prefix)
-        if self.callback.is_root and writes:
-            check_snapshot(snapshot_paths(self.state)[0], self.net)
+        self._writes = bool(
+            self.param.snapshot_prefix
+            and (self.param.snapshot or self.param.snapshot_after_train or self.param.test_and_snapshot_last_epochs)
+        )
+        """Whether training writes snapshots without a request."""
+        if self.callback.is_root and self._writes:
+            check_snapshot(snapshot_paths(self.state, self.param.max_iter)[1], self.net)
             remove_unfinished(self.resolve.output(self.param.snapshot_prefix))
+        if self.param.snapshot:
+            self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """Fail before training, not at its first snapshot, if that would be too large for its format."""
+        weights, state = snapshot_paths(self.state, self.param.max_iter)
+        if self.callback.is_root and state.suffix != ".h5":
+            check_sizes_binary(weights, state, self.net, self.histories, self.param.snapshot_diff)
 
     def _build_nets(self, trace: Tracer, guard: bool) -> None:
         factory, several = self._factory, self.callback.world_size > 1
@@ -231,9 +246,12 @@ class Solver(SolverFace, ABC):
         Raises:
             NonFiniteError: the loss is not finite any more.
             SnapshotError: `resume_from` cannot be read or does not fit.
+            ConfigError: the last snapshot would be too large for its format.
         """
         self.log("Solving %s", self.net.name)
         self.log("Learning Rate Policy: %s", self.param.lr_policy)
+        if self.param.snapshot_after_train:
+            self._check_sizes()
         if resume_from is not None:
             self.restore(resume_from)
         self.step(max(self.param.max_iter - self.iteration, 0), progress=False)
@@ -446,9 +464,26 @@ class Solver(SolverFace, ABC):
             SnapshotError: it cannot be read, or is of another solver or net.
         """
         self.log("Restoring previous solver status from %s", path)
-        self.restored = restore_state(self.state, Path(path))
+        self.restored, self._resumed = restore_state(self.state, Path(path)), Path(path)
         self._refresh_copies()
         self._snapshot_at = self.iteration
+
+    def check_earlier_snapshots(self) -> None:
+        """Warn, before training and behind `restore`, of earlier snapshots with the solver's prefix.
+
+        Raises:
+            ConfigError: training would replace or remove one of another net.
+        """
+        param, last = self.param, self.param.max_iter
+        epochs = ends_of_last_epochs(param, self.net)
+
+        def writes(iteration: int) -> bool:
+            due = param.snapshot > 0 and iteration % param.snapshot == 0
+            due = due or iteration in epochs or (param.snapshot_after_train and iteration == last)
+            return due and self.iteration < iteration <= last
+
+        if self._writes and self.iteration < last:
+            self._keeper.check_earlier(writes, self._resumed)
 
     def adopt(self, state: SolverState) -> None:
         """Resume from what another device's solver has `restored`; its weights and history come in `on_start`."""

@@ -10,7 +10,7 @@ def check_gpus(requested: list[int] | str) -> list[int]:
 
     Raises:
         MissingExtraError: CuPy is not installed.
-        DeviceError: there is no such GPU, or none at all.
+        DeviceError: there is no such GPU, none at all, or no NVIDIA driver.
     """
     with phase("CUDA import", "Loading CUDA's libraries"):
         from caffepy.backend.cuda.device import check_device, device_count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+from contextlib import suppress
 from pathlib import Path
 
 import h5py
@@ -83,9 +84,13 @@ class Weights(SnapshotTarget):
 
     def read(self) -> None:
         from caffepy.config import stored_arrays
-        from caffepy.snapshot.files import read_trained_layers
+        from caffepy.errors import SnapshotError
+        from caffepy.net.trained_layers import first_difference
+        from caffepy.snapshot.files import read_layer_shapes, read_trained_layers
 
         stored_arrays.MIN_BYTES = 64  # arrays of such small nets stay in the file's bytes as well
+        with suppress(SnapshotError):
+            first_difference(self.net.layers, self.net.owns, read_layer_shapes(self.path).layer)
         self.net.copy_trained_layers_from(read_trained_layers(self.path), str(self.path))
 
 

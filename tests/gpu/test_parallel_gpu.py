@@ -84,13 +84,20 @@ def test_one_rank_of_mpirun_is_a_single_process(laboratory: Laboratory, alone: O
     assert_same_weights(outcome, alone, ITERATIONS, TOLERANCE)
 
 
-def test_two_ranks_that_name_the_same_gpu_are_refused(laboratory: Laboratory) -> None:
+def test_two_ranks_for_one_gpu_are_refused(laboratory: Laboratory) -> None:
     outcome = laboratory.train(devices=("--gpus", "0", *EXACT), ranks=2, batch=32)
     assert outcome.status == 2
     (message,) = outcome.errors()
-    assert re.match(
-        r"rank 0 on \S+ and rank 1 on \S+ both train on the GPU at \S+: give each rank GPUs of its own", message
-    )
+    assert re.match(r"\S+ has 2 ranks \(0,1\) for 1 GPU \(0\): 1 rank fits", message)
+
+
+def test_two_ranks_divide_the_list_that_both_name(laboratory: Laboratory) -> None:
+    need_gpus(2)
+    threads = laboratory.train(devices=("--gpus", "0,1", *EXACT), iterations=ITERATIONS)
+    ranks = laboratory.train(devices=("--gpus", "0,1", *EXACT), ranks=2, batch=32, iterations=ITERATIONS)
+    assert ranks.status == 0, ranks.log
+    assert ranks.logged("rank 0 takes 0; rank 1 takes 1")
+    assert_same_weights(ranks, threads, ITERATIONS, TOLERANCE)
 
 
 def test_nccl_alone_leaves_the_numbers_as_they_are() -> None:

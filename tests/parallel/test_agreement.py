@@ -213,3 +213,19 @@ def test_replicas_that_agree_are_left_alone(laboratory: Laboratory) -> None:
     assert plain.status == checked.status == 0, checked.log
     for name, values in plain.weights(12).items():
         np.testing.assert_array_equal(checked.weights(12)[name], values)
+
+
+@pytest.mark.mpi
+def test_rank_0_finds_snapshots_of_another_net(laboratory: Laboratory) -> None:
+    """Before training; the other rank ends with it. Rank 0 alone has the files."""
+    first = laboratory.train(iterations=2)
+    other = NET.replace("num_output: 32", "num_output: 33")
+    assert other != NET
+    outcome = laboratory.train(ranks=2, batch=32, iterations=2, prefix=first.prefix, net_text=other)
+    assert outcome.status == 2
+    (message,) = outcome.errors()
+    assert f"{first.prefix}_iter_2.caffemodel is of another net" in message and "--overwrite" in message
+    assert "Iteration 0" not in outcome.log
+    again = laboratory.train("--overwrite", ranks=2, batch=32, iterations=2, prefix=first.prefix, net_text=other)
+    assert again.status == 0, again.log
+    assert "is the newest of the snapshots" not in again.log

@@ -212,7 +212,9 @@ def elementwise(inputs: str, outputs: str, code: str, name: str) -> Any:
 
 
 def install(gpus: int) -> None:
-    """Take the place of CuPy in this process."""
+    """Take the place of CuPy in this process, on a machine of so many GPUs; CUDA_VISIBLE_DEVICES hides some."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = list(range(gpus)) if shown is None else list(map(int, shown.split(",")))
     cupy: Any = ModuleType("cupy")
     cuda: Any = ModuleType("cupy.cuda")
     nccl: Any = ModuleType("cupy.cuda.nccl")
@@ -226,8 +228,8 @@ def install(gpus: int) -> None:
     nccl.get_unique_id = lambda: bytes(range(128))
     nccl.get_version = lambda: 22803
     runtime.CUDARuntimeError = RuntimeError
-    runtime.deviceGetPCIBusId = lambda device: f"0000:{device:02X}:00.0"
-    runtime.getDeviceCount = lambda: gpus
+    runtime.deviceGetPCIBusId = lambda device: f"0000:{visible[device]:02X}:00.0"
+    runtime.getDeviceCount = lambda: len(visible)
     cuda.nccl, cuda.runtime, cuda.Event, cuda.Device = nccl, runtime, Event, Device
     cuda.get_current_stream, cuda.Stream = current_stream, Stream
     cuda.alloc_pinned_memory, runtime.memcpyAsync, runtime.memcpyDeviceToHost = ConstantTable, copy_to_pinned, 2

@@ -36,11 +36,27 @@ __all__ = [
 
 EXTRA = "cuda13"
 PURPOSE = "to train on a GPU"
+_NO_DRIVER = "this machine has no NVIDIA driver"
+
+
+def _has_driver() -> bool:
+    """Whether the NVIDIA driver's library is there."""
+    try:
+        load_library("libcuda.so.1")
+    except (OSError, AttributeError):
+        return False
+    return True
+
 
 try:
     import cupy
 except ImportError as error:
-    raise MissingExtraError("CuPy", EXTRA, PURPOSE) from error
+    if _has_driver():
+        raise MissingExtraError("CuPy", EXTRA, PURPOSE) from error
+    raise DeviceError(
+        f"{_NO_DRIVER}: train on the CPU with --cpu, or install the driver, and CuPy, which is not there either: "
+        f"pip install 'caffepy[{EXTRA}]'"
+    ) from error
 
 GIBIBYTE = 2**30
 
@@ -146,10 +162,9 @@ def check_device(number: int) -> None:
     if 0 <= number < count:
         return
     if count == 0:
-        raise DeviceError(
-            f"GPU {number} was asked for, and CUDA finds none on this machine ({_no_device_reason()}): "
-            "install the NVIDIA driver, or train on the CPU with --cpu"
-        )
+        absent = f"CUDA finds none here ({_no_device_reason()})" if _has_driver() else _NO_DRIVER
+        advice = "train on the CPU with --cpu, or install the driver"
+        raise DeviceError(f"GPU {number} was asked for, and {absent}: {advice}")
     known = ", ".join(map(str, range(count)))
     raise DeviceError(f"GPU {number} was asked for, this machine has {count} ({known}): name one of them with --gpu")
 

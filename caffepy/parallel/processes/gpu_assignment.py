@@ -1,9 +1,10 @@
-"""Which rank takes which GPUs of a machine, where the command line does not say."""
+"""Which rank takes which GPUs of its host."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from caffepy.errors import ConfigError
 from caffepy.parallel.processes.machine import kernel_of
@@ -12,91 +13,119 @@ from caffepy.parallel.processes.world import World
 logger = logging.getLogger(__name__)
 
 
-def share_gpus(world: World, seen: Sequence[tuple[int, str]]) -> list[int]:
-    """This rank's part of the GPUs of its machine; called by all ranks.
+@dataclass(frozen=True)
+class Claim:
+    """The GPUs that a rank names, or sees where it names none.
+
+    Args:
+        rank: the rank.
+        host: the name of its host.
+        gpus: the rank's number for each GPU, by the GPU's identity, in the rank's order. Numbers depend on
+            `CUDA_VISIBLE_DEVICES`, which may differ from rank to rank.
+        named: the command line or the program names these GPUs.
+    """
+
+    rank: int
+    host: str
+    gpus: dict[str, int]
+    named: bool
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (GPUs {_listed(self.gpus.values())})"
+
+
+def assign_gpus(world: World, devices: list[int] | None, named: bool) -> list[int] | None:
+    """The GPUs that this rank takes of those that it names or sees, by number; called by all ranks.
 
     Args:
         world: the processes.
-        seen: index and identity of each GPU that is visible to this process.
+        devices: numbers of the GPUs; None: the rank computes on the CPU.
+        named: whether the command line or the program names them; else those that cannot be divided equally stay idle.
 
     Raises:
-        ConfigError: there are fewer GPUs than ranks, or the ranks see different ones that overlap; on the root, see
-            `World.raise_on_all`.
+        ConfigError: as `own_part`; on the root, see `World.raise_on_all`.
     """
-    views_of_all = world.all_gather([identity for _, identity in seen])
+    if world.size == 1 or None in world.all_gather(devices):
+        return devices
+    numbers = devices or []
+
+    def identities() -> list[tuple[int, str]]:
+        from caffepy.parallel.communicators.nccl import gpu_identity
+
+        return [(number, gpu_identity(number)) for number in numbers]
+
+    return share_gpus(world, world.run_on_all(identities), named)
+
+
+def share_gpus(world: World, seen: Sequence[tuple[int, str]], named: bool = False) -> list[int]:
+    """As `assign_gpus`, given number and identity of each GPU that this rank names or sees."""
+    gpus = {identity: number for number, identity in seen}
+    claims = world.all_gather(Claim(world.rank, world.host, gpus, named))
     kernels = [kernel_of(machine) for machine in world.machines]
-    neighbours = [rank for rank in range(world.size) if kernels[rank] == kernels[world.rank]]
-    views = [views_of_all[rank] for rank in neighbours]
-    own = neighbours.index(world.rank)
-    part = world.run_on_all(lambda: own_part(views, own, [world.name(rank) for rank in neighbours]))
-    numbers = {identity: number for number, identity in seen}
-    devices = [numbers[identity] for identity in part]
-    _log(world, devices, len(seen))
+    neighbours = [claim for claim in claims if kernels[claim.rank] == kernels[world.rank]]
+    part = world.run_on_all(lambda: own_part(neighbours, neighbours.index(claims[world.rank])))
+    devices = [gpus[identity] for identity in part]
+    _log(world, kernels, devices)
+    idle = len(gpus) - len(devices) * sum(claim.gpus.keys() == gpus.keys() for claim in neighbours)
+    if idle > 0:
+        logger.warning("%d of the %d GPUs of %s stay idle: ranks get equal parts", idle, len(gpus), world.host)
     return devices
 
 
-def own_part(views: Sequence[Sequence[str]], index: int, names: Sequence[str]) -> list[str]:
-    """The identities of the GPUs that one of a machine's ranks takes.
+def own_part(claims: Sequence[Claim], index: int) -> list[str]:
+    """The identities of the GPUs that one of a host's ranks takes.
 
-    Where all ranks see the same GPUs each takes an even part of them; where no two see the same one, as when a batch
-    system or a script has dealt them out, each takes what it sees.
-
-    Args:
-        views: the identities of the GPUs that each rank sees.
-        index: which of the ranks.
-        names: what messages call the ranks.
-
-    Raises:
-        ConfigError: fewer GPUs than ranks, or views that overlap.
-    """
-    if all(set(view) == set(views[0]) for view in views):
-        each = len(views[0]) // len(views)
-        if each == 0:
-            raise ConfigError(
-                f"{', '.join(names)} are {len(views)} ranks for {len(views[0])} GPUs: start fewer on that host, or "
-                "train on the CPU with --cpu"
-            )
-        return list(views[0][index * each : (index + 1) * each])
-    for other, view in enumerate(views):
-        if common := sorted(set(view) & set(views[index])) if other != index else []:
-            raise ConfigError(
-                f"{names[min(index, other)]} and {names[max(index, other)]} both see the GPU at {common[0]}, but do "
-                "not see the same GPUs: give every rank its own with --gpus, or let all see all"
-            )
-    return list(views[index])
-
-
-def refuse_shared(world: World, own: Sequence[str]) -> None:
-    """Refuse two ranks of one machine that train on the same GPU; called by all ranks.
+    Ranks with the same GPUs divide them in the order of the ranks, equal parts; a rank with GPUs of its own, as a batch
+    system or a script deals them out, takes these.
 
     Args:
-        world: the processes.
-        own: the identities of this rank's GPUs.
+        claims: of the host's ranks.
+        index: which of them.
 
     Raises:
-        ConfigError: with both ranks; on the root, see `World.raise_on_all`.
+        ConfigError: two ranks have some GPUs in common but not all; there are fewer GPUs than ranks; GPUs that are
+            named cannot be divided equally.
     """
-    owners: dict[tuple[str, str], int] = {}
-    for rank, (machine, gpus) in enumerate(zip(world.machines, world.all_gather(list(own)), strict=True)):
-        for gpu in gpus:
-            owner = owners.setdefault((kernel_of(machine), gpu), rank)
-            if owner != rank:
-                error = ConfigError(
-                    f"{world.name(owner)} and {world.name(rank)} both train on the GPU at {gpu}: "
-                    f"give each rank GPUs of its own with --gpu"
-                )
-                world.raise_on_all(error)
+    own = claims[index]
+    sharing = [claim for claim in claims if claim.gpus.keys() == own.gpus.keys()]
+    for other in claims:
+        common = [identity for identity in own.gpus if identity in other.gpus]
+        if common and other not in sharing:
+            first, second = sorted((own, other), key=lambda claim: claim.rank)
+            raise ConfigError(
+                f"{first} and {second} have the GPU at {common[0]} in common, but not all: give the ranks of a host "
+                "the same --gpus list, which they divide among themselves, or lists without a common GPU"
+            )
+    count, ranks = len(own.gpus), len(sharing)
+    if count < ranks or (count % ranks and any(claim.named for claim in sharing)):
+        first = sharing[0]
+        numbers = _listed(claim.rank for claim in sharing)
+        raise ConfigError(
+            f"{first.host} has {ranks} ranks ({numbers}) for {count} GPU{'s' * (count != 1)} "
+            f"({_listed(first.gpus.values())}): {_fitting(count)}; start as many on that host, name other GPUs with "
+            "--gpus, or train on the CPU with --cpu"
+        )
+    each, place = count // ranks, sharing.index(own)
+    return list(sharing[0].gpus)[place * each : (place + 1) * each]
 
 
-def _log(world: World, devices: list[int], seen: int) -> None:
-    """Log which rank has which GPUs, one line for each machine."""
+def _fitting(count: int) -> str:
+    """How many ranks can divide so many GPUs equally, as a clause."""
+    *fewer, most = (ranks for ranks in range(1, count + 1) if count % ranks == 0)
+    return f"{', '.join(map(str, fewer))} or {most} ranks fit" if fewer else f"{most} rank fits"
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def _log(world: World, kernels: Sequence[str], devices: list[int]) -> None:
+    """Log which rank has which GPUs, one line for each host of several ranks."""
     devices_of_all = world.all_gather(devices)
-    machines: dict[str, list[int]] = {}
-    for rank, machine in enumerate(world.machines):
-        machines.setdefault(machine, []).append(rank)
-    for ranks in machines.values():
-        parts = (f"rank {rank} takes {','.join(map(str, devices_of_all[rank]))}" for rank in ranks)
-        logger.info("GPUs of %s: %s", world.hosts[ranks[0]], "; ".join(parts))
-    idle = seen - len(devices) * world.local_size
-    if idle > 0:
-        logger.warning("%d of the %d GPUs of %s stay idle: ranks get equal parts", idle, seen, world.host)
+    hosts: dict[str, list[int]] = {}
+    for rank, kernel in enumerate(kernels):
+        hosts.setdefault(kernel, []).append(rank)
+    for ranks in hosts.values():
+        if len(ranks) > 1:
+            parts = (f"rank {rank} takes {_listed(devices_of_all[rank])}" for rank in ranks)
+            logger.info("GPUs of %s: %s", world.hosts[ranks[0]], "; ".join(parts))

@@ -1,18 +1,31 @@
-"""Removes older snapshots, as `caffepy train --keep-last` and `--keep-best` want it."""
+"""Older snapshots with the solver's prefix: removed, as `caffepy train --keep-last` and `--keep-best` want it, and not
+replaced by those of another net.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from caffepy.errors import ConfigError, SnapshotError
 from caffepy.net import Net
+from caffepy.net.trained_layers import first_difference
 from caffepy.registry import suggest
-from caffepy.snapshot.files import describe_snapshot, iteration_of, remove_snapshot, snapshots, weights_beside
+from caffepy.snapshot.files import (
+    describe_snapshot,
+    iteration_of,
+    read_layer_shapes,
+    remove_snapshot,
+    snapshots,
+    stored_weights,
+    weights_beside,
+)
 from caffepy.solvers.execution_options import Keep
+from caffepy.solvers.io.state import snapshot_paths
 from caffepy.solvers.train_state import TrainState
 
 log = logging.getLogger(__name__)
@@ -58,6 +71,45 @@ class SnapshotKeeper:
         self._index = (having or losing)[0]
         smaller = not having or name in _weighted(nets[self._index])
         self._sign = -1.0 if smaller else 1.0
+
+    def check_earlier(self, writes: Callable[[int], bool], resumed: Path | None) -> None:
+        """Look, before training, at the snapshots with the solver's prefix that are there already.
+
+        A warning names the newest one, unless training goes on from one of them. Weights that would be replaced or
+        removed must be of the same net; those that cannot be read are not looked at any further.
+
+        Args:
+            writes: whether training will write a snapshot of an iteration.
+            resumed: the .solverstate from which training goes on; None: it begins anew.
+
+        Raises:
+            ConfigError: a file of another net would be replaced or removed.
+        """
+        state, net = self._state, self._state.net
+        prefix = state.resolve.output(state.param.snapshot_prefix)
+        earlier = snapshots(prefix)
+        if earlier and (resumed is None or resumed.resolve() not in [path.resolve() for path in earlier]):
+            log.warning(
+                "%s is the newest of the snapshots that have the prefix %s already; this training does not go on from "
+                "it (--snapshot auto takes the newest whole one) and replaces those of the same iterations",
+                earlier[0], prefix,
+            )  # fmt: skip
+        removed = [weights_beside(path) for path in earlier] if self._keep.last or self._keep.best else []
+        for path in stored_weights(prefix):
+            iteration = iteration_of(path)
+            replaced = writes(iteration) and path == snapshot_paths(state, iteration)[0]
+            if not replaced and path not in removed:
+                continue
+            try:
+                difference = first_difference(net.layers, net.owns, read_layer_shapes(path).layer)
+            except SnapshotError as error:
+                log.warning("%s; training will replace it", error)
+                continue
+            if difference:
+                raise ConfigError(
+                    f"snapshot_prefix: {path} is of another net ({difference}) and would be "
+                    f"{'replaced' if replaced else 'removed'}: set snapshot_prefix to another one, or give --overwrite"
+                )
 
     def note_scores(self, scores: list[dict[str, np.ndarray]]) -> None:
         """Remember the score of the snapshot of this iteration, which was written before its test."""

@@ -31,10 +31,10 @@ TRAIN_NET = -1
 """What `DataPosition.test_net` says of the train net."""
 
 
-def snapshot_paths(state: TrainState) -> tuple[Path, Path]:
-    """The files of a snapshot of this iteration: .caffemodel and .solverstate, or their HDF5 forms."""
+def snapshot_paths(state: TrainState, iteration: int) -> tuple[Path, Path]:
+    """The files of an iteration's snapshot: .caffemodel and .solverstate, or their HDF5 forms."""
     hdf5 = state.param.snapshot_format == SolverParameter.HDF5
-    weights, solver_state = snapshot_names(state.param.snapshot_prefix, state.iteration, hdf5)
+    weights, solver_state = snapshot_names(state.param.snapshot_prefix, iteration, hdf5)
     return state.resolve.output(weights), state.resolve.output(solver_state)
 
 
@@ -45,7 +45,7 @@ def write_snapshot(state: TrainState) -> Path:
         RunError: it could not be written; the older snapshots are as they were.
     """
     saved = save_state(state)
-    weights, path = snapshot_paths(state)
+    weights, path = snapshot_paths(state, state.iteration)
     saved.learned_net = str(weights)
     saved.blob_count = len(state.history) * len(state.net.parameters.parameters)
     if state.callback.is_root:

@@ -246,6 +246,27 @@ def test_automatic_snapshots_start_anew_where_there_is_none(run: Run):
     assert Path("tiny_iter_2.solverstate").exists()
 
 
+def test_a_snapshot_of_another_net(run: Run):
+    """Before the first iteration; without it two solvers with one prefix lost the first one's weights in silence."""
+    assert train(run) == (0, "")
+    before = Path("tiny_iter_2.caffemodel").read_bytes()
+    write_net(outputs=7)
+    status, error = train(run)
+    assert status == 2
+    assert error.startswith("snapshot_prefix: tiny_iter_2.caffemodel is of another net (parameter 0 of the layer 'ip'")
+    assert "set snapshot_prefix to another one, or give --overwrite" in error
+    assert Path("tiny_iter_2.caffemodel").read_bytes() == before
+    assert train(run, "--overwrite") == (0, "")
+    assert Path("tiny_iter_2.caffemodel").read_bytes() != before
+
+
+def test_a_prefix_that_cannot_be_written(run: Run):
+    Path("solver.prototxt").write_text(SOLVER.replace('"tiny"', '"/proc/x"'))
+    status, error = train(run)
+    assert status == 2
+    assert error.startswith("snapshot_prefix: /proc/x_iter_2.solverstate: cannot be written")
+
+
 # -- data ------------------------------------------------------------------------------------------------
 
 DATA_LAYER = """
@@ -298,19 +319,32 @@ def test_a_truncated_lmdb(run: Run):
 # -- devices ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["driver", "no driver"])
+def without_cupy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether there is a driver; CuPy is not."""
+    has_driver: bool = request.param == "driver"
+
+    def load_library(path: str) -> None:
+        if not has_driver:
+            raise OSError(f"{path}: cannot open shared object file")
+
     for name in [name for name in sys.modules if name.startswith("caffepy.backend.cuda")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr("caffepy.files.load_library", load_library)
+    return has_driver
 
 
-@pytest.mark.usefixtures("without_cupy")
 @pytest.mark.parametrize("gpus", ["0", "all"])
-def test_a_gpu_without_cupy(run: Run, gpus: str):
+def test_a_gpu_without_cupy(run: Run, gpus: str, without_cupy: bool):
+    """Where there is no driver either that is said first: CuPy alone would not help."""
     status, error = train(run, "--gpu", gpus)
     assert status == 2
-    assert error.startswith("CuPy is not installed and is needed to train on a GPU: pip install 'caffepy[cuda")
+    if without_cupy:
+        assert error.startswith("CuPy is not installed and is needed to train on a GPU: pip install 'caffepy[cuda")
+    else:
+        assert error.startswith("this machine has no NVIDIA driver: train on the CPU with --cpu, or install the driver")
+        assert "CuPy" in error
 
 
 @pytest.mark.usefixtures("without_cupy")
@@ -319,8 +353,7 @@ def test_gpu_mode_without_a_gpu_offers_the_cpu(run: Run, mode: str):
     Path("solver.prototxt").write_text(SOLVER.replace("solver_mode: CPU", mode))
     status, error = train(run)
     assert status == 2
-    assert error.startswith("solver.prototxt is for a GPU (solver_mode: GPU")
-    assert error.endswith("--cpu trains on the CPU instead")
+    assert error.startswith("solver.prototxt is for a GPU (solver_mode: GPU, also the default; --cpu trains on the CPU")
     assert train(run, "--cpu") == (0, "")
 
 
@@ -342,11 +375,10 @@ def test_the_solver_names_its_gpu(
     assert f"GPUs {asked} are asked for" in error
 
 
-@pytest.mark.usefixtures("without_cupy")
-def test_device_query_works_without_cuda(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_device_query_works_without_cuda(here: Path, capsys: pytest.CaptureFixture[str], without_cupy: bool):
     assert main(["device_query"]) == 0
     report = capsys.readouterr().out
-    assert "GPU:\n  none: CuPy is not installed" in report
+    assert f"GPU:\n  none: {'CuPy is not installed' if without_cupy else 'this machine has no NVIDIA driver'}" in report
     assert re.search(r"CPU:\n  .*usable by this process", report)
     assert "NumPy:" in report
 
@@ -355,7 +387,7 @@ def test_device_query_works_without_cuda(here: Path, capsys: pytest.CaptureFixtu
 def test_device_query_of_a_gpu_that_is_not_there(run: Run):
     status, error = run("device_query", "-gpu=0")
     assert status == 2
-    assert "CuPy is not installed" in error
+    assert "CuPy" in error
 
 
 def test_cpu_solvers_with_gpus(run: Run):

@@ -61,12 +61,6 @@ def test_gpus_and_cpu_solvers_do_not_go_together() -> None:
         agree_on_options(world, OPTIONS)
 
 
-def test_all_ranks_or_none_name_their_gpus() -> None:
-    world = FakeWorld(2, answer=lambda rank, value: True if value is False else value)
-    with pytest.raises(ConfigError, match="some ranks name their devices and others do not: give all of them --gpus"):
-        agree_on_options(world, OPTIONS)
-
-
 def test_the_newest_snapshot_is_looked_for_on_the_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

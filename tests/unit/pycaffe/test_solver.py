@@ -473,3 +473,13 @@ def test_settings_that_caffe_refuses_are_errors(solver_file: Path, more: str, me
     solver_file.write_text(f"{text} {more}")
     with pytest.raises(ConfigError, match=message):
         caffe.get_solver(str(solver_file))
+
+
+def test_snapshots_of_another_net_are_replaced_as_in_caffe(solver: caffe.SGDSolver, solver_file: Path) -> None:
+    path = Path(solver.solver.snapshot())
+    size = path.with_suffix(".caffemodel").stat().st_size
+    net = Path(read_solver(solver_file).net)
+    net.write_text(net.read_text().replace("num_output: 11", "num_output: 30"))
+    other = caffe.SGDSolver(str(solver_file))
+    other.snapshot()
+    assert path.with_suffix(".caffemodel").stat().st_size > size

@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from snapshot_runs import FORMATS, NET, SOLVER
+from snapshot_runs import FORMATS, NET, SOLVER, train
 from training import build_solver
 
 from caffepy import files
 from caffepy.config.checksum import check_whole, extend_checksum
 from caffepy.config.messages import Part
-from caffepy.errors import RunError
+from caffepy.errors import ConfigError, RunError
 from caffepy.net.weights import blob_parts, to_blob_proto
 from caffepy.proto.caffe_pb2 import NetParameter, SolverState
-from caffepy.snapshot.binary import write_state_binary
+from caffepy.snapshot.binary import check_sizes_binary, write_state_binary
 from caffepy.snapshot.files import newest_snapshot, write_weights
 
 
@@ -97,12 +97,41 @@ def test_the_systems_own_limit_on_files(folder: Path, form: str) -> None:
 
 
 def test_a_binary_snapshot_too_large_for_protobuf_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("caffepy.config.load.MAX_BYTES", 700)
-    with (
-        build_solver(SOLVER, NET) as solver,
-        pytest.raises(RunError, match="larger than the 700 bytes .* set snapshot_format: HDF5"),
-    ):
-        solver.snapshot()
+    with build_solver(SOLVER, NET) as solver:
+        monkeypatch.setattr("caffepy.config.load.MAX_BYTES", 700)
+        with pytest.raises(RunError, match="larger than the 700 bytes .* set snapshot_format: HDF5"):
+            solver.snapshot()
+
+
+WIDE = NET.replace("num_output: 2 weight_filler", "num_output: 3000 weight_filler")
+"""Its weights take 230 kB, and so does a history of one value for each."""
+
+
+@pytest.mark.parametrize("write_diff", [False, True])
+def test_the_size_of_the_weights_is_known_to_the_byte(monkeypatch: pytest.MonkeyPatch, write_diff: bool) -> None:
+    with build_solver(SOLVER, WIDE) as solver:
+        write_weights(Path("x.caffemodel"), solver.net, write_diff)
+        size = Path("x.caffemodel").stat().st_size
+        monkeypatch.setattr("caffepy.config.load.MAX_BYTES", size)
+        check_sizes_binary(Path("w"), Path("s"), solver.net, 0, write_diff)
+        monkeypatch.setattr("caffepy.config.load.MAX_BYTES", size - 1)
+        with pytest.raises(ConfigError, match=rf"^w: would be larger than the {size - 1} bytes .*HDF5"):
+            check_sizes_binary(Path("w"), Path("s"), solver.net, 0, write_diff)
+
+
+@pytest.mark.parametrize("settings", ["snapshot: 5", "snapshot: 0"], ids=["while training", "at the end"])
+def test_a_state_that_would_be_too_large_is_found_before_training(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, settings: str
+) -> None:
+    """Adam has two values of history for each parameter."""
+    monkeypatch.setattr("caffepy.config.load.MAX_BYTES", 400_000)
+    adam = f'type: "Adam" momentum2: 0.999 {settings} '
+    with pytest.raises(ConfigError, match=r"x_iter_1\.solverstate: would be larger than .*snapshot_format: HDF5"):
+        train(1, adam, net=WIDE)
+    assert list(folder.iterdir()) == []
+    train(1, adam + "snapshot_format: HDF5 ", net=WIDE)
+    train(1, settings, net=WIDE)
+    assert newest_snapshot("x") is not None
 
 
 @pytest.mark.parametrize("write_diff", [False, True])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from damage import damaged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshot_runs import FORMATS, NET, SOLVER, train
@@ -15,10 +17,11 @@ from training import build_net, build_solver, weights_of
 
 from caffepy.cli.main import main
 from caffepy.errors import SnapshotError
+from caffepy.net.trained_layers import first_difference
 from caffepy.net.weights import from_blob_proto, to_blob_proto
 from caffepy.proto import caffe_pb2
 from caffepy.proto.caffe_pb2 import BlobProto, BlobShape, LayerParameter, NetParameter, SolverState, V1LayerParameter
-from caffepy.snapshot.files import describe_snapshot, find_learned_net, read_state, read_weights
+from caffepy.snapshot.files import describe_snapshot, find_learned_net, read_layer_shapes, read_state, read_weights
 
 BLOB = BlobProto(shape=BlobShape(dim=[2]), data=[1, 2])
 
@@ -105,6 +108,21 @@ def test_a_cut_file_is_an_error(written: dict[str, bytes], name: str, data: st.D
     path.write_bytes(written[name][: data.draw(st.integers(0, len(written[name]) - 1))])
     with pytest.raises(SnapshotError, match=name):
         (read_state if "solverstate" in name else read_weights)(path)
+
+
+@pytest.mark.parametrize("name", KINDS[:2])
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 1 << 32))
+def test_the_shapes_of_a_damaged_file_are_some_or_an_error(written: dict[str, bytes], name: str, seed: int) -> None:
+    path = Path(name)
+    path.write_bytes(damaged(written[name], random.Random(seed), block=256))
+    net = build_net(NET)
+    try:
+        difference = first_difference(net.layers, net.owns, read_layer_shapes(path).layer)
+    except SnapshotError as error:
+        assert name in str(error)
+    else:
+        assert isinstance(difference, str)
 
 
 def test_a_state_cut_between_two_blobs(written: dict[str, bytes]) -> None:

@@ -1,9 +1,10 @@
-"""Which snapshots stay with --keep-last and --keep-best, and what is never removed."""
+"""Which snapshots stay with --keep-last and --keep-best, what is never removed, and what is not replaced."""
 
 from __future__ import annotations
 
 import logging
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 from snapshot_runs import FORMATS, NET, SOLVER, train
 from training import build_solver
 
+from caffepy.config.load import blob_shape
+from caffepy.config.messages import field_head
 from caffepy.errors import ConfigError
-from caffepy.snapshot.files import read_state
+from caffepy.proto.caffe_pb2 import BlobProto, BlobShape, LayerParameter, NetParameter
+from caffepy.snapshot.files import read_layer_shapes, read_state
 from caffepy.solvers import Solver
 from caffepy.solvers.execution_options import Keep
 
@@ -189,3 +193,132 @@ def test_what_a_killed_run_has_left_is_removed_at_the_start(folder: Path, caplog
     with caplog.at_level(logging.INFO), build_solver(SOLVER, NET):
         assert sorted(p.name.split(".0")[0] for p in folder.iterdir()) == [".trace.json", ".xy_iter_2.caffemodel"]
     assert "removed .x_iter_2.caffemodel." in caplog.text and "which a process that was killed has left" in caplog.text
+
+
+# -- snapshots of an earlier training ------------------------------------------------------------------
+
+WIDER = NET.replace("num_output: 2 weight_filler", "num_output: 3 weight_filler")
+RENAMED = NET.replace("group/ip", "group/other")
+SHARED = NET.replace(
+    'layer { name: "loss"',
+    'layer { name: "again" type: "InnerProduct" bottom: "conv" top: "again" param { name: "w" } param { name: "b" }\n'
+    "  inner_product_param { num_output: 2 } }\n"
+    'layer { name: "silent" type: "Silence" bottom: "again" }\nlayer { name: "loss"',
+).replace('bottom: "conv" top: "ip"', 'bottom: "conv" top: "ip" param { name: "w" } param { name: "b" }')
+UNLIKE = {
+    WIDER: r"parameter 0 of the layer 'group/ip' has shape 2 18 \(36\) there and 3 18 \(54\) in the net",
+    RENAMED: "the layer 'group/other' is not in it",
+    NET.replace("weight_filler", "bias_term: false weight_filler"): "the layer 'conv' has 2 parameters there and 1 in",
+    NET.replace('layer { name: "norm"', 'layer { name: "extra" type: "PReLU" bottom: "conv" top: "conv" }\nlayer {'
+                ' name: "norm"'): "the layer 'extra' is not in it",
+    SHARED: "the layer 'again' in it is not in the net",
+}  # fmt: skip
+
+
+def check(text: str, net: str = NET, resume: str = "", **keywords: Any) -> None:
+    """Look at earlier snapshots as a training does before its first iteration."""
+    with build_solver(SOLVER + text, net, **keywords) as solver:
+        if resume:
+            solver.restore(Path(resume))
+        solver.check_earlier_snapshots()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("net", UNLIKE, ids=range(len(UNLIKE)))
+def test_a_file_of_another_net_is_not_replaced(folder: Path, form: str, net: str) -> None:
+    """Nor is it looked at where the training writes no such file."""
+    written, own = (SHARED, NET) if net is SHARED else (NET, net)
+    train(4, form + "snapshot: 2", net=written)
+    if not (net is SHARED and form):  # HDF5 holds a shared parameter once
+        file = r"x_iter_2\.caffemodel(\.h5)?|x_iter_4\.caffemodel(\.h5)?"
+        with pytest.raises(ConfigError, match=rf"({file}) is of another net \({UNLIKE[net]}.*replaced.*--overwrite"):
+            check(form + "max_iter: 9 snapshot: 2", own)
+        with pytest.raises(ConfigError, match=r"x_iter_4\.caffemodel.* is of another net .* would be replaced"):
+            check(form + "max_iter: 4 snapshot: 3", own)
+        with pytest.raises(ConfigError, match=r"caffemodel.* is of another net .* would be removed"):
+            check(form + "max_iter: 9 snapshot: 3", own, keep=Keep(last=1))
+    check(form + "max_iter: 9 snapshot: 3", own)
+    check(form + "max_iter: 4 snapshot: 0 snapshot_after_train: false", own)
+    other = next(other for other in FORMATS if other != form)
+    check(other + "max_iter: 4 snapshot: 2", own)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("net", [NET, SHARED], ids=["plain", "shared"])
+def test_files_of_the_same_net_are_replaced_with_a_warning(
+    folder: Path, caplog: pytest.LogCaptureFixture, form: str, net: str
+) -> None:
+    check(form + "max_iter: 4 snapshot: 2", net)
+    assert "snapshots" not in caplog.text
+    train(4, form + "snapshot: 2", net=net)
+    for path in folder.glob("x_iter_2.*"):
+        os.utime(path, (0, 0))
+    check(form + "max_iter: 4 snapshot: 2", net, keep=Keep(last=1))
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert warning.startswith("x_iter_4.solverstate") and "--snapshot auto" in warning
+
+
+@pytest.mark.parametrize("prefix", ["x", "./x", "{folder}/x"])
+def test_a_run_that_goes_on_gives_no_warning(folder: Path, caplog: pytest.LogCaptureFixture, prefix: str) -> None:
+    train(4, "snapshot: 2")
+    caplog.clear()
+    check("max_iter: 8 snapshot: 2", resume=prefix.format(folder=folder) + "_iter_2.solverstate")
+    assert caplog.records == []
+    (folder / "elsewhere").mkdir()
+    for path in folder.glob("x_iter_2.*"):
+        (folder / "elsewhere" / path.name).write_bytes(path.read_bytes())
+    check("max_iter: 8 snapshot: 2", resume="elsewhere/x_iter_2.solverstate")
+    assert "x_iter_4.solverstate is the newest of the snapshots" in caplog.text
+
+
+def test_older_files_of_another_net_stay_behind_a_run_that_goes_on(folder: Path) -> None:
+    train(2, "snapshot: 2", net=WIDER)
+    train(4, "snapshot: 4")
+    check("max_iter: 8 snapshot: 2", resume="x_iter_4.solverstate")
+    with pytest.raises(ConfigError, match="x_iter_2.caffemodel is of another net .* would be removed"):
+        check("max_iter: 8 snapshot: 2", resume="x_iter_4.solverstate", keep=Keep(last=3))
+
+
+@pytest.mark.parametrize("content", [b"", b"no weights", b"\x89HDF\r\n\x1a\n damaged", None])
+def test_a_damaged_file_does_not_stop_training(
+    folder: Path, caplog: pytest.LogCaptureFixture, content: bytes | None
+) -> None:
+    train(4, "snapshot: 2")
+    whole = (folder / "x_iter_4.caffemodel").read_bytes()
+    (folder / "x_iter_4.caffemodel").write_bytes(whole[: len(whole) // 2] if content is None else content)
+    check("max_iter: 4 snapshot: 2")
+    assert "x_iter_4.caffemodel" in caplog.text and "training will replace it" in caplog.text
+
+
+def test_shapes_are_read_without_arrays(folder: Path) -> None:
+    """Of a file of 2 GB that takes no room on the disk."""
+    elements = 500_000_000
+    blob = field_head(bytes([BlobProto.DATA_FIELD_NUMBER << 3 | 2]), 4 * elements)
+    shape = BlobProto(shape=BlobShape(dim=[1000, elements // 1000])).SerializeToString()
+    head = LayerParameter(name="ip", type="InnerProduct").SerializeToString()
+    inner = field_head(bytes([LayerParameter.BLOBS_FIELD_NUMBER << 3 | 2]), len(blob) + 4 * elements + len(shape))
+    length = len(head) + len(inner) + len(blob) + 4 * elements + len(shape)
+    layer = field_head(field_head(b"", NetParameter.LAYER_FIELD_NUMBER << 3 | 2), length)
+    with (folder / "x.caffemodel").open("wb") as file:
+        file.write(b"".join((layer, head, inner, blob)))
+        file.seek(4 * elements, os.SEEK_CUR)
+        file.write(shape)
+    tracemalloc.start()
+    (read,) = read_layer_shapes(folder / "x.caffemodel").layer
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (read.name, list(read.blobs[0].shape.dim)) == ("ip", [1000, elements // 1000])
+    assert peak < 1 << 20
+
+
+def test_shapes_of_files_of_older_caffes(folder: Path) -> None:
+    """Layers under their old field, shapes as four numbers, and gradients beside the values."""
+    net = NetParameter(name="old")
+    layer = net.layers.add(name="conv")
+    layer.blobs.add(num=2, channels=3, height=3, width=3, data=[0.5] * 54, diff=[0.5] * 54)
+    layer.blobs.add(num=1, channels=1, height=1, width=2, double_data=[0.5] * 2)
+    (folder / "x.caffemodel").write_bytes(net.SerializeToString())
+    (read,) = read_layer_shapes(folder / "x.caffemodel").layer
+    assert read.name == "conv"
+    assert [blob_shape(blob) for blob in read.blobs] == [(2, 3, 3, 3), (1, 1, 1, 2)]
+    assert not any(blob.data or blob.diff or blob.double_data for blob in read.blobs)

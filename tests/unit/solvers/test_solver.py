@@ -279,6 +279,10 @@ def test_a_negative_seed_is_drawn() -> None:
             "the folder /nowhere does not exist; make it, or set snap",
         ),
         (
+            PLAIN + 'snapshot: 5 snapshot_prefix: "/proc/x"',
+            "snapshot_prefix: /proc/x_iter_4.solverstate: cannot be written",
+        ),
+        (
             PLAIN + "test_iter: 1 test_interval: 1 test_state { } test_state { }",
             "2 test_state are given for 1 test nets",
         ),

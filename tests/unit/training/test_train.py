@@ -214,7 +214,7 @@ def test_mistakes_are_said_in_one_line(arguments: dict[str, Any], text: str) -> 
 
 
 def test_a_missing_gpu_is_said() -> None:
-    with pytest.raises((DeviceError, MissingExtraError), match="GPU 99|cupy is not installed|GPU|CUDA"):
+    with pytest.raises((DeviceError, MissingExtraError), match="GPU 99|CuPy is not installed|no NVIDIA driver"):
         caffepy.train(message(), devices=[99])
 
 
@@ -226,3 +226,19 @@ def test_the_result_describes_itself() -> None:
         assert "InnerProduct" in html
     with pytest.raises(RunError, match="cannot be written: No such file"):
         trained.save("/nowhere/at/all.caffemodel")
+
+
+def test_a_snapshot_of_another_net_is_not_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fields = {**FIELDS, "snapshot_prefix": str(tmp_path / "x"), "snapshot": 6}
+    net = message().net_param
+    caffepy.train(fields, net=net, threads=1).close()
+    assert "--snapshot auto" not in caplog.text
+    caffepy.train(fields, net=net, threads=1).close()
+    assert f"{tmp_path}/x_iter_6.solverstate is the newest of the snapshots" in caplog.text
+    caplog.clear()
+    caffepy.train({**fields, "max_iter": 12}, net=net, threads=1, snapshot="auto").close()
+    assert "is the newest of the snapshots" not in caplog.text
+    net.layer[1].name = "other"
+    with pytest.raises(ConfigError, match=r"x_iter_6\.caffemodel is of another net .* would be replaced"):
+        caffepy.train(fields, net=net, threads=1)
+    caffepy.train(fields, net=net, threads=1, overwrite=True).close()

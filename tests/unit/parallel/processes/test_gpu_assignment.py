@@ -3,16 +3,16 @@ from __future__ import annotations
 import argparse
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.cli import devices
 from caffepy.errors import ConfigError
-from caffepy.parallel.processes.gpu_assignment import own_part, refuse_shared, share_gpus
+from caffepy.parallel.processes.gpu_assignment import Claim, own_part, share_gpus
 from caffepy.parallel.processes.world import SingleProcess
 
 T = TypeVar("T")
@@ -59,54 +59,104 @@ def seen(count: int, machine: str = "") -> list[tuple[int, str]]:
     return [(number, f"{machine}:{number}") for number in range(count)]
 
 
-@given(st.integers(1, 16), st.integers(1, 16))
-def test_parts_are_even_and_disjoint(gpus: int, ranks: int) -> None:
-    views = [[f"gpu {i}" for i in range(gpus)]] * ranks
-    names = [f"rank {i} on h" for i in range(ranks)]
-    if gpus < ranks:
-        with pytest.raises(ConfigError, match=rf"^rank 0 on h, .* are {ranks} ranks for {gpus} GPUs: start fewer"):
-            own_part(views, 0, names)
+def claims(views: Sequence[str], named: bool = True) -> list[Claim]:
+    """Ranks of one host, each with the letters of a view as GPUs, numbered from 0 on."""
+    return [
+        Claim(rank, "h", {letter: number for number, letter in enumerate(view)}, named)
+        for rank, view in enumerate(views)
+    ]
+
+
+@given(st.integers(1, 16), st.integers(1, 16), st.booleans())
+@settings(deadline=None)
+def test_parts_are_equal_and_disjoint(gpus: int, ranks: int, named: bool) -> None:
+    view = "".join(chr(ord("a") + number) for number in range(gpus))
+    all_claims = claims([view] * ranks, named)
+    if gpus < ranks or (named and gpus % ranks):
+        with pytest.raises(
+            ConfigError, match=rf"^h has {ranks} ranks \(0,1.*\) for {gpus} GPUs? \(0.*\): .*ranks? fit"
+        ):
+            own_part(all_claims, 0)
         return
-    parts = [own_part(views, i, names) for i in range(ranks)]
+    parts = [own_part(all_claims, index) for index in range(ranks)]
     assert {len(part) for part in parts} == {gpus // ranks}
-    assert len({gpu for part in parts for gpu in part}) == gpus // ranks * ranks
+    assert "".join("".join(part) for part in parts) == view[: gpus // ranks * ranks]
 
 
-def test_gpus_that_were_dealt_out_are_kept() -> None:
-    assert own_part([["a"], ["b"], ["c"]], 1, ["x", "y", "z"]) == ["b"]
-    assert own_part([["a", "b"], ["c", "d"]], 1, ["x", "y"]) == ["c", "d"]
+@pytest.mark.parametrize(
+    ("views", "parts"),
+    [
+        (["a", "b", "c"], ["a", "b", "c"]),
+        (["ab", "cd"], ["ab", "cd"]),
+        (["ab", "ab", "cd", "cd"], ["a", "b", "c", "d"]),
+        (["dcba", "abcd"], ["dc", "ba"]),
+        (["ab", "c"], ["ab", "c"]),
+    ],
+)
+def test_lists_without_a_common_gpu_are_kept(views: list[str], parts: list[str]) -> None:
+    assert ["".join(own_part(claims(views), index)) for index in range(len(views))] == parts
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_views_that_overlap_are_refused_with_both_ranks(index: int) -> None:
-    with pytest.raises(ConfigError, match="^rank 3 and rank 4 both see the GPU at b, but do not see the same"):
-        own_part([["a", "b"], ["b", "c"]], index, ["rank 3", "rank 4"])
+@pytest.mark.parametrize("index", [1, 2])
+def test_lists_with_some_gpus_in_common_are_refused_with_both_ranks(index: int) -> None:
+    message = r"^rank 1 on h \(GPUs 0,1\) and rank 2 on h \(GPUs 0,1\) have the GPU at b in common, but not all"
+    with pytest.raises(ConfigError, match=message):
+        own_part(claims(["xy", "ab", "bc"]), index)
+    assert own_part(claims(["xy", "ab", "bc"]), 0) == ["x", "y"]
 
 
-def test_ranks_of_two_machines_share_their_own(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "fitting"), [(4, 3, "1, 2 or 4 ranks fit"), (1, 2, "1 rank fits"), (6, 4, "1, 2, 3 or 6 ranks")]
+)
+def test_the_error_says_how_many_ranks_fit(gpus: int, ranks: int, fitting: str) -> None:
+    with pytest.raises(ConfigError, match=fitting):
+        own_part(claims(["abcdef"[:gpus]] * ranks), 0)
+
+
+@pytest.mark.parametrize(
+    ("machines", "gpus", "expected"),
+    [
+        (["a"], 4, [[0, 1, 2, 3]]),
+        (["a"] * 2, 4, [[0, 1], [2, 3]]),
+        (["a"] * 4, 4, [[0], [1], [2], [3]]),
+        (["a", "b"], 4, [[0, 1, 2, 3]] * 2),
+        (["a", "a", "b", "b"], 2, [[0], [1], [0], [1]]),
+        (["a", "b", "a", "b"], 4, [[0, 1], [0, 1], [2, 3], [2, 3]]),
+    ],
+    ids=["1x4", "2x4", "4x4", "2 hosts, a rank each", "2 hosts, 2 ranks each", "2 hosts, ranks in turn"],
+)
+def test_the_ranks_of_a_host_divide_the_list_that_all_name(
+    caplog: pytest.LogCaptureFixture, machines: list[str], gpus: int, expected: list[list[int]]
+) -> None:
     caplog.set_level(logging.INFO, "caffepy")
-    machines = ["a", "b", "a", "b"]
-    assert on_all(machines, lambda world: share_gpus(world, seen(4, machines[world.rank]))) == [
-        [0, 1], [0, 1], [2, 3], [2, 3]
-    ]  # fmt: skip
+    parts = on_all(machines, lambda world: share_gpus(world, seen(gpus, machines[world.rank]), named=True))
+    assert parts == expected
     messages = {record.getMessage() for record in caplog.records}
-    assert "GPUs of host-a: rank 0 takes 0,1; rank 2 takes 2,3" in messages
-    assert not any("stay idle" in message for message in messages)
+    several = {host for host in machines if machines.count(host) > 1}
+    assert len(messages) == len(several)
+    for host in several:
+        taken = [f"rank {r} takes {','.join(map(str, expected[r]))}" for r, m in enumerate(machines) if m == host]
+        assert f"GPUs of host-{host}: {'; '.join(taken)}" in messages
 
 
-def test_gpus_left_over_are_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+def test_gpus_that_nobody_named_may_be_left_over(caplog: pytest.LogCaptureFixture) -> None:
     assert on_all(["a"] * 3, lambda world: share_gpus(world, seen(4))) == [[0], [1], [2]]
     assert "1 of the 4 GPUs of host-a stay idle: ranks get equal parts" in caplog.text
+    root, *_ = on_all(["a"] * 3, lambda world: share_gpus(world, seen(4), named=True))
+    assert isinstance(root, ConfigError) and "host-a has 3 ranks (0,1,2) for 4 GPUs (0,1,2,3): 1, 2 or 4" in str(root)
 
 
-def test_the_order_of_another_rank_does_not_matter() -> None:
+def test_a_gpu_is_known_by_its_identity() -> None:
+    """CUDA_VISIBLE_DEVICES numbers the GPUs of each rank anew."""
     views = [[(0, "x"), (1, "y")], [(0, "y"), (1, "x")]]
     assert on_all(["a", "a"], lambda world: share_gpus(world, views[world.rank])) == [[0], [0]]
+    dealt_out = [[(0, "x")], [(0, "y")]]
+    assert on_all(["a", "a"], lambda world: share_gpus(world, dealt_out[world.rank], named=True)) == [[0], [0]]
 
 
-def test_too_few_gpus_are_one_error() -> None:
-    root, other = on_all(["a", "a"], lambda world: share_gpus(world, seen(1)))
-    assert isinstance(root, ConfigError) and "rank 0 on host-a, rank 1 on host-a are 2 ranks for 1 GPUs" in str(root)
+def test_two_ranks_with_one_gpu_are_one_error() -> None:
+    root, other = on_all(["a", "a"], lambda world: share_gpus(world, seen(1), named=True))
+    assert isinstance(root, ConfigError) and "host-a has 2 ranks (0,1) for 1 GPU (0): 1 rank fits" in str(root)
     assert isinstance(other, SystemExit) and other.code == 2
 
 
@@ -139,22 +189,7 @@ def test_only_launched_ranks_without_named_gpus_share(
         assert (found, asked) == ([7], [gpus or ("all" if shares else [3])])
 
 
-def test_a_gpu_that_two_ranks_name_is_refused_with_both() -> None:
-    machines = ["a", "b", "b"]
-    own = [["x"], ["x", "y"], ["z", "y"]]
-    root, *others = on_all(machines, lambda world: refuse_shared(world, own[world.rank]))
-    assert isinstance(root, ConfigError)
-    assert str(root) == (
-        "rank 1 on host-b and rank 2 on host-b both train on the GPU at y: give each rank GPUs of its own with --gpu"
-    )
-    assert [type(other) for other in others] == [SystemExit] * 2
-    assert on_all(machines, lambda world: refuse_shared(world, [str(world.rank)])) == [None] * 3
-
-
 def test_containers_of_one_machine_have_the_same_gpus() -> None:
     containers, machines = ["boot/net1", "boot/net2"], ["boot1/net", "boot2/net"]
-    root, _ = on_all(containers, lambda world: refuse_shared(world, ["x"]))
-    assert "both train on the GPU at x" in str(root)
-    assert on_all(machines, lambda world: refuse_shared(world, ["x"])) == [None] * 2
     assert on_all(containers, lambda world: share_gpus(world, seen(4))) == [[0, 1], [2, 3]]
     assert on_all(machines, lambda world: share_gpus(world, seen(4))) == [[0, 1, 2, 3]] * 2
