@@ -334,14 +334,21 @@ WAYS: Mapping[str, Callable[[NamedNet, Path], Outcome]] = {
 }
 
 
+def largest(found: np.ndarray, wanted: np.ndarray) -> float:
+    """The largest difference of two arrays; numbers that are not finite in both alike count as equal."""
+    with np.errstate(invalid="ignore"):
+        gaps = np.where((found == wanted) | (np.isnan(found) & np.isnan(wanted)), 0, np.abs(found - wanted))
+    return float(np.nan_to_num(gaps, nan=np.inf).max(initial=0))
+
+
 def worst(found: Arrays, wanted: Arrays, before: Arrays) -> float:
     """The largest difference of parameters, relative to how far training has moved them.
 
     One that has hardly been moved, such as a bias before BatchNorm, counts as moved by 1% of the one moved farthest.
     """
-    moved = [float(np.abs(theirs - start).max()) for theirs, start in zip(wanted, before, strict=True)]
+    moved = [largest(theirs, start) for theirs, start in zip(wanted, before, strict=True)]
     least = max(0.01 * max(moved), 1e-6)
-    errors = [float(np.abs(mine - theirs).max()) for mine, theirs in zip(found, wanted, strict=True)]
+    errors = [largest(mine, theirs) for mine, theirs in zip(found, wanted, strict=True)]
     return max(error / max(way, least) for error, way in zip(errors, moved, strict=True))
 
 
@@ -360,10 +367,9 @@ def compare_devices(net: NamedNet, folder: Path) -> dict[str, float]:
     for way, train in WAYS.items():
         outcome = train(net, folder)
         found[way] = worst(outcome.parameters, wanted.parameters, before)
-        gaps = [
-            np.abs(a - b).max() / max(np.abs(b).max(), 1) for a, b in zip(outcome.scores, wanted.scores, strict=True)
-        ]
-        found[f"{way}, scores"] = float(max(gaps))
+        pairs = zip(outcome.scores, wanted.scores, strict=True)
+        gaps = [largest(a, b) / max(float(np.nan_to_num(np.abs(b)).max()), 1) for a, b in pairs]
+        found[f"{way}, scores"] = max(gaps)
     return {way: error for way, error in found.items() if not error <= TOLERANCE}
 
 
@@ -384,9 +390,7 @@ def compare_files(net: NamedNet, folder: Path) -> dict[str, float]:
         wanted = parameters_of(whole.net)
         resumed = create_solver(solver_for(net, folder, BATCH, BATCH, random_seed=8, snapshot=0), CPU)
         resumed.solve(folder / f"s{net.seed}_iter_2.solverstate")
-        found["resumed"] = max(
-            float(np.abs(a - b).max()) for a, b in zip(parameters_of(resumed.net), wanted, strict=True)
-        )
+        found["resumed"] = max(largest(a, b) for a, b in zip(parameters_of(resumed.net), wanted, strict=True))
         found["test net"] = _compare_test_net(whole, folder, net)
         found |= _compare_deploy(whole, folder, net)
         for solver in (whole, resumed):
@@ -405,9 +409,7 @@ def _compare_test_net(solver: Solver, folder: Path, net: NamedNet) -> float:
     used = Net(param, LayerContext(CPU, phase=caffe_pb2.TEST, test_iter=5))
     used.share_trained_layers_with(solver.net)
     used.forward()
-    gaps = [
-        float(np.abs(alone.blobs[name].host_data() - blob.host_data()).max()) for name, blob in used.outputs.items()
-    ]
+    gaps = [largest(alone.blobs[name].host_data(), blob.host_data()) for name, blob in used.outputs.items()]
     alone.close()
     used.close()
     return max(gaps)
@@ -472,7 +474,7 @@ def _gap(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> f
     gaps = [0.0]
     for name in set(found) & set(wanted):
         size = max(float(np.abs(wanted[name]).max()), 1e-3)
-        gaps.append(float(np.abs(found[name].reshape(wanted[name].shape) - wanted[name]).max()) / size)
+        gaps.append(largest(found[name].reshape(wanted[name].shape), wanted[name]) / size)
     return max(gaps)
 
 
