@@ -6,8 +6,8 @@
         --error-exitcode 9 --kernel-name-exclude kernel_substring=nvjet \\
         python3 tests/gpu/sanitize.py --each 2 --seconds 120 --without "large window"
 
-racecheck reports cuBLAS's kernels (nvjet), which synchronise by means that it does not know, and takes minutes for large
-windows.
+racecheck reports hazards in cuBLAS's kernels (nvjet), whose synchronisation it does not know. Large windows take it
+minutes.
 
 With the pool an access behind an array is one inside of the pool's block. Kinds take turns, so that all have their part
 where the time does not suffice. No test of pytest's.
