@@ -416,7 +416,7 @@ class Run:
         if self.case.gradient == "samples":
             for one, other in zip(large.parameters.parameters, small.parameters.parameters, strict=True):
                 if one.lr_mult:
-                    problems += self._difference(one.name, one.blob.host_diff(), other.blob.host_diff())
+                    problems += self._difference(f"parameter {one.index}", one.blob.host_diff(), other.blob.host_diff())
         return problems
 
     def _difference(self, what: str, found: Any, wanted: Any) -> list[str]:

@@ -176,7 +176,9 @@ def test_snapshot_diff_leaves_the_update_in_the_diffs(backend: Backend, rule: st
             with build_solver(text, NET % LOSS, engine=ExecutionOptions(eager=eager)) as solver:
                 for _ in range(ITERATIONS):
                     solver.step(1)
-                found.append([np.array(p.blob.host_diff()) for p in solver.net.parameters.parameters])
+                found.append(
+                    {str(i): np.array(p.blob.host_diff()) for i, p in enumerate(solver.net.parameters.parameters)}
+                )
     assert all(values.any() for values in found[0].values())
     check_alike(found[1], found[0])
 
