@@ -237,7 +237,9 @@ class ParameterBuffer:
             return self.backend.zeros((self.size,))
         except OutOfMemoryError as error:
             largest = max(self.parameters, key=lambda parameter: parameter.blob.count)
-            raise error.within(f"the net's parameters, the largest of which has layer '{largest.layer}'") from error
+            raise error.within(
+                f"the net's parameters, the largest of which has layer '{largest.layer.name}'"
+            ) from error
 
     @property
     def data(self) -> Array:

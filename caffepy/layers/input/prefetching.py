@@ -140,8 +140,7 @@ class PrefetchingLayer(Layer):
         shapes = self._sample_shapes()
         if len(shapes) != len(top):
             raise self.error(
-                f"has {len(top)} tops, but the samples of its source have {len(shapes)} parts; give it one top for "
-                "each, and data layers different names"
+                f"has {len(top)} tops, but the samples of its source have {len(shapes)} parts; give it one top for each"
             )
         for index, (blob, shape) in enumerate(zip(top, shapes, strict=True)):
             blob.reshape(self.batch_shape(index, shape))

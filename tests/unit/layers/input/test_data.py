@@ -368,15 +368,12 @@ def test_dummy_settings_that_are_refused(param, error, message):
         dummy(param)
 
 
-def test_shapes_of_a_layer_with_another_number_of_tops_are_refused(folder):
-    """Sample shapes are passed on by a layer's name, which two layers may share."""
-    param = LayerParameter(name="d", type="Data", top=["x"])
+def test_another_number_of_tops_than_the_source_has_is_refused(folder):
+    param = LayerParameter(name="d", type="Data", top=["x", "y", "z"])
     param.data_param.source, param.data_param.batch_size = f"{folder}/db", 2
-    layer = layer_class("Data")(param, LayerContext(MetaBackend(), sample_shapes={"d": [(3, 6, 8), ()]}))
-    with pytest.raises(
-        ConfigError, match=r"layer 'd' \(Data\): has 1 tops, but the samples of its source have 2 parts"
-    ):
-        layer.setup([], [Blob(layer.backend)])
+    layer = layer_class("Data")(param, LayerContext(MetaBackend()))
+    with pytest.raises(ConfigError, match=r"layer 'd' \(Data\): has 3 tops, but .* 2 parts"):
+        layer.setup([], [Blob(layer.backend) for _ in param.top])
 
 
 @pytest.mark.parametrize(

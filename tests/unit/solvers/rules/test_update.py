@@ -349,7 +349,7 @@ def test_snapshot_diff_saves_what_the_last_update_subtracted(rule: str, more: st
         after, history = solver.backend.to_host(solver.net.parameters.data), solver.backend.to_host(solver.history[0])
         stored = {layer.name: [np.array(blob.diff, np.float32) for blob in layer.blobs] for layer in saved.layer}
         for parameter in solver.net.parameters.parameters:
-            part, found = slice(parameter.start, parameter.stop), stored[parameter.layer][parameter.index]
+            part, found = slice(parameter.start, parameter.stop), stored[parameter.layer.name][parameter.index]
             rounding = 2**-22 * np.abs(before[part]).max()
             np.testing.assert_allclose(found, before[part] - after[part], atol=rounding, rtol=0)
             assert found.any() == (parameter.lr_mult != 0)
