@@ -18,7 +18,7 @@ by itself, on a busy machine):
     24 to 25 kernels, as numba compiles them                                              13.9 s
     each function optimised and compiled once, within its kernel (jit/pipeline.py)         7.7
     arguments unpacked by the C function, not by a compiled one                            7.4
-    few records and images without machine code (`Kernel.pays`)                            5.0
+    few records and images without machine code (`Kernel.should_compile`)                            5.0
     the kernel's body not kept beside the C function it is inlined in                      4.9
     no `parallel=True`: numba's pool called directly; no rewriting of array expressions    4.0
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from caffepy.solvers import Solver, create_solver
     from caffepy.training.callback import Callback
     from caffepy.training.train import train
-    from caffepy.training.trained import Trained
+    from caffepy.training.trained import TrainResult
 
 _LAZY = {
     "Backend": "caffepy.backend",
@@ -33,7 +33,7 @@ _LAZY = {
     "PathResolver": "caffepy.config.paths",
     "RunError": "caffepy.errors",
     "Solver": "caffepy.solvers",
-    "Trained": "caffepy.training.trained",
+    "TrainResult": "caffepy.training.trained",
     "UserError": "caffepy.errors",
     "create_backend": "caffepy.backend",
     "create_solver": "caffepy.solvers",
@@ -53,7 +53,7 @@ __all__ = [
     "PathResolver",
     "RunError",
     "Solver",
-    "Trained",
+    "TrainResult",
     "UserError",
     "__version__",
     "create_backend",

@@ -80,7 +80,7 @@ class Blob:
     `data` and `diff` are views in Caffe's logical order (N, C, H, W), whatever the order in memory:
     the backend chooses that, so nothing may assume that they are contiguous. Both are allocated on
     first use. A reshape to the same shape keeps them; any other reshape drops them. Values that
-    `leave_device` moved to host memory come back with the next use of `data`.
+    `offload_to_host` moved to host memory come back with the next use of `data`.
 
     An array that `data` or `diff` returned stays the blob's memory until the shape changes or `bind`, `drop_data` or
     `follow` is called. Several threads may use `data` and `diff` for the first time, and `load` values; all other
@@ -106,7 +106,7 @@ class Blob:
         """Held while memory is allocated, filled, moved to the host or brought back."""
         self._initial: Callable[[], Any] | None = None
         """Gives the values that the blob has when they are first used; None once they are in `_data`."""
-        self._away: Any = None
+        self._offloaded: Any = None
         """The values while they are in host memory alone: a NumPy array in the backend's memory order."""
         self._source: Blob | None = None
         """Whose values these are; see `follow`."""
@@ -154,9 +154,9 @@ class Blob:
         with self._lock:
             if self._data is None:
                 array = self.backend.zeros(self._shape, self.dtype)
-                if self._away is not None:
-                    self._upload(self._away, array)
-                self._data, self._away = array, None
+                if self._offloaded is not None:
+                    self._upload(self._offloaded, array)
+                self._data, self._offloaded = array, None
             return self._data
 
     def _upload(self, host: Any, array: Array) -> None:
@@ -220,7 +220,7 @@ class Blob:
 
     def drop_data(self) -> None:
         """Give up the values; they are zero, and allocated anew, when they are used next."""
-        self._data = self._initial = self._away = self._source = None
+        self._data = self._initial = self._offloaded = self._source = None
         self.borrowed = False
 
     def follow(self, other: Blob) -> None:
@@ -255,11 +255,11 @@ class Blob:
         return self if self._source is None else self._source.source
 
     @property
-    def is_away(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether the values are in host memory alone."""
-        return self.source._away is not None
+        return self.source._offloaded is not None
 
-    def leave_device(self) -> None:
+    def offload_to_host(self) -> None:
         """Move the values to host memory until `data` is used again, and give up theirs on the device.
 
         They stay where anybody else holds an array of this memory, who may write there, or where the memory is part of
@@ -272,13 +272,13 @@ class Blob:
             owner = array if array.base is None else array.base
             if owner is not array and (owner.ndim, owner.size, owner.dtype) != (1, array.size, array.dtype):
                 return
-            self._away, self._data = view(self.backend.to_host(self.backend.flat(array)), self._shape), None
+            self._offloaded, self._data = view(self.backend.to_host(self.backend.flat(array)), self._shape), None
             memory = weakref.ref(owner)
             del array, owner
             held = memory()
             if held is not None:
                 self._data = held if tuple(held.shape) == self._shape else self.backend.view(held, self._shape)
-                self._away = None
+                self._offloaded = None
 
     def allocated(self, part: str) -> Array | None:
         """`data` or `diff` by name; None before its first use, and of data that are in host memory."""
@@ -311,7 +311,7 @@ class Blob:
 
     def host_data(self) -> Any:
         """The values as a C-contiguous NumPy array in logical order (a copy)."""
-        away = self.source._away
+        away = self.source._offloaded
         return self.backend.to_host(self.data) if away is None else away.reshape(self._shape).copy(order="C")
 
     def host_diff(self) -> Any:

@@ -3,7 +3,7 @@
     $XDG_CACHE_HOME/caffepy/autotune-4.json             the fastest algorithms (cuda/convolution/autotune_cache.py)
     $XDG_CACHE_HOME/caffepy/kernels-0.1.0-5f0c63a1b2d4/ compiled CPU kernels (cpu/jit/cache.py)
     $XDG_CACHE_HOME/caffepy/cubins-0.1.0/               CUDA kernels' machine code (cuda/compilation/cubins.py)
-    $XDG_CACHE_HOME/caffepy/plans-0.1.0-9c1e0b7d2f3a/   cuDNN's plans (cuda/convolution/kept_plans.py)
+    $XDG_CACHE_HOME/caffepy/plans-0.1.0-9c1e0b7d2f3a/   cuDNN's plans (cuda/convolution/plan_cache.py)
 
 XDG_CACHE_HOME is ~/.cache where it is not set. site-packages may be read-only, and what lies there outlives
 `pip uninstall` and shadows the next installation.

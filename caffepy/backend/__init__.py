@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 from caffepy.backend.elementwise import Channel, Each, Expression, Scalar, expression
 from caffepy.backend.handles import Convolution
+from caffepy.backend.indexing_primitives import SparseMatrix
 from caffepy.backend.interface import Backend
-from caffepy.backend.row_primitives import SparseMatrix
 from caffepy.backend.types import Array, Geometry, LrnWindow, RandomStream
 from caffepy.defaults import MATH_MODES
 from caffepy.phases import phase

@@ -3,8 +3,8 @@
 A layer says what is computed, a backend how. A backend belongs to one device and one solver thread.
 `cpu/backend.py` implements it with NumPy and numba, `cuda/backend.py` with CuPy and cuDNN; nothing else in caffepy
 knows which of them it runs on. What primitives are given is in `types.py`, what a backend hands out in `handles.py`;
-primitives that move elements by index are in `row_primitives.py`, those of input in `input_ring.py`, those of fully
-connected layers in `dense_primitives.py`.
+primitives that move elements by index are in `indexing_primitives.py`, those of input in `input_ring.py`, those of
+fully connected layers in `dense_primitives.py`.
 
 Arrays are NumPy's or CuPy's. Their logical order is Caffe's, (N, C, H, W) or (N, C, D, H, W); in memory such an image
 that the backend allocated is channels last, (N, H, W, C) or (N, D, H, W, C), all others are C-contiguous. Two arrays of
@@ -31,13 +31,13 @@ from caffepy.backend.dense_primitives import DensePrimitives
 from caffepy.backend.detection_primitives import DetectionPrimitives
 from caffepy.backend.elementwise import Expression
 from caffepy.backend.handles import AsyncCopy, Convolution, DeviceScalars, DeviceTimer, Event, Graph, TimedEvent
+from caffepy.backend.indexing_primitives import IndexingPrimitives
 from caffepy.backend.input_ring import InputPrimitives
 from caffepy.backend.recurrent_primitives import RecurrentPrimitives
-from caffepy.backend.row_primitives import RowPrimitives
 from caffepy.backend.types import Array, BatchNormState, Counter, Geometry, LrnWindow, RandomStream, element_dtype
 
 
-class Backend(DensePrimitives, DetectionPrimitives, InputPrimitives, RecurrentPrimitives, RowPrimitives, ABC):
+class Backend(DensePrimitives, DetectionPrimitives, InputPrimitives, RecurrentPrimitives, IndexingPrimitives, ABC):
     """One device, as layers and solvers see it. All floating-point arrays are float32 unless said otherwise."""
 
     name: str

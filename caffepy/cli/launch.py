@@ -18,7 +18,7 @@ from caffepy.errors import CaffepyError, ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
     from caffepy.parallel.launch.hostfile import Host
-    from caffepy.parallel.launch.local import Meeting
+    from caffepy.parallel.launch.local import Rendezvous
     from caffepy.parallel.launch.mpirun import Job, Mpirun
     from caffepy.parallel.launch.run import Start
     from caffepy.parallel.launch.slurm import Allocation
@@ -155,7 +155,7 @@ def make_start(args: argparse.Namespace) -> Start:
 
 
 def _with_mpirun(args: argparse.Namespace, job: Job) -> Start:
-    from caffepy.parallel.launch.local import Meeting
+    from caffepy.parallel.launch.local import Rendezvous
     from caffepy.parallel.launch.mpirun import find_mpirun
 
     try:
@@ -164,7 +164,7 @@ def _with_mpirun(args: argparse.Namespace, job: Job) -> Start:
         if job.nodes > 1 or job.hosts:
             raise
         _say("no mpirun is installed: the processes are started without MPI")
-        return _without_mpi(args, Meeting())
+        return _without_mpi(args, Rendezvous())
 
 
 def _mpirun_start(args: argparse.Namespace, job: Job, mpirun: Mpirun, variables: dict[str, str] | None = None) -> Start:
@@ -220,7 +220,7 @@ def _within_slurm(args: argparse.Namespace, job: Job, allocation: Allocation) ->
     )
 
 
-def _without_mpi(args: argparse.Namespace, meeting: Meeting) -> Start:
+def _without_mpi(args: argparse.Namespace, meeting: Rendezvous) -> Start:
     """The processes of this machine, started by this process itself."""
     import signal
 
@@ -241,13 +241,13 @@ def _without_mpi(args: argparse.Namespace, meeting: Meeting) -> Start:
     )
 
 
-def _meeting(args: argparse.Namespace) -> Meeting | None:
+def _meeting(args: argparse.Namespace) -> Rendezvous | None:
     """Where ranks without MPI meet; None: an MPI is wanted.
 
     Raises:
         ConfigError: options of both ways.
     """
-    from caffepy.parallel.launch.local import Meeting
+    from caffepy.parallel.launch.local import Rendezvous
 
     given = {"--node-rank": args.node_rank, "--master-addr": args.master_addr, "--master-port": args.master_port}
     if args.nnodes is None and all(value is None for value in given.values()):
@@ -256,7 +256,7 @@ def _meeting(args: argparse.Namespace) -> Meeting | None:
         if getattr(args, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} is for MPI; without it call caffepy launch on each machine, with --nnodes")
-    return Meeting(args.nnodes or 1, args.node_rank or 0, args.master_addr, args.master_port)
+    return Rendezvous(args.nnodes or 1, args.node_rank or 0, args.master_addr, args.master_port)
 
 
 def _training(args: argparse.Namespace) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def _runner(net: Net, args: argparse.Namespace, by_runtime: bool) -> Runner:
 
     runner = ForwardRunner(net, args.eager)
     if net.backend.captures:
-        runner.leave_device()
+        runner.offload_to_host()
     return runner
 
 

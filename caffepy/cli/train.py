@@ -233,7 +233,7 @@ def _options(args: argparse.Namespace) -> TrainOptions:
     from caffepy.parallel.options import TrainOptions
     from caffepy.proto import caffe_pb2
     from caffepy.solvers.execution_options import ExecutionOptions
-    from caffepy.training.prepare import prepare_solver, started_first
+    from caffepy.training.prepare import first_launch_time, prepare_solver
 
     param = _read_solver(args)
     prepare_solver(param, str(args.solver), bool(args.weights or args.snapshot), args.level, args.stage)
@@ -250,7 +250,7 @@ def _options(args: argparse.Namespace) -> TrainOptions:
         cpu_solvers=args.cpu_solvers,
         snapshot=Path(args.snapshot) if args.snapshot and args.snapshot != "auto" else None,
         resume_newest=args.snapshot == "auto",
-        resume_since=started_first(),
+        resume_since=first_launch_time(),
         weights=args.weights,
         per_device_batch=args.batch == "per-device",
         keep_going=args.keep_going,

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from caffepy.config.checksum import check_whole
+from caffepy.config.lazy_blobs import SplitMessage, StoredState, TrainedLayers, read_outline, split_large_fields
 from caffepy.config.messages import WireError, walk_fields
 from caffepy.config.nvidia_wire import adopt_nvidia_fields
 from caffepy.config.paths import is_folder
-from caffepy.config.stored_arrays import Apart, StoredState, TrainedLayers, read_outline, set_apart
 from caffepy.config.text import decode_text, parse_text
 from caffepy.config.upgrade import upgrade_net, upgrade_solver
 from caffepy.errors import CaffepyError, ConfigError, SnapshotError
@@ -153,7 +153,7 @@ def _read_layers(path: Path | str, whole: bool) -> TrainedLayers:
     origin = str(path)
     with refusing_damage(origin):
         content = _read(path, "file", SnapshotError)
-        apart = Apart(content) if whole else set_apart(content, NetParameter)
+        apart = SplitMessage(content) if whole else split_large_fields(content, NetParameter)
         param = _parse_binary(apart.rest, content, NetParameter(), origin)
         if not param.layer and not param.layers:
             raise SnapshotError(f"{origin}: not a .caffemodel: {describe_content(content)}")
@@ -189,7 +189,7 @@ def _read_state(path: Path | str, whole: bool) -> StoredState:
     origin = str(path)
     with refusing_damage(origin):
         content = _read(path, "file", SnapshotError)
-        apart = Apart(content) if whole else set_apart(content, SolverState)
+        apart = SplitMessage(content) if whole else split_large_fields(content, SolverState)
         state = _parse_binary(apart.rest, content, SolverState(), origin)
         if not state.HasField("iter"):
             raise SnapshotError(f"{origin}: not a .solverstate: {describe_content(content)}")

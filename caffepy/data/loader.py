@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend.cpu.jit.deferred import Patience
+from caffepy.backend.cpu.jit.deferred import JitThreshold
 from caffepy.backend.input_ring import ByteImages, ImageSlot
 from caffepy.blob import check_shape
 from caffepy.data.images.cache import ImageCache
@@ -279,7 +279,7 @@ class DatumLoader(ImageLoader):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self._patience = Patience(_LOADING)
+        self._patience = JitThreshold(_LOADING)
 
     def _copy_plain(
         self, records: NDArray[np.int64], samples: NDArray[np.int64], slot: ImageSlot, block: NDArray[np.uint8]

@@ -16,11 +16,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.awake import awake_seconds
 from caffepy.backend.input_ring import ImageSlot
 from caffepy.backend.layout import view
 from caffepy.errors import AbortedError, CaffepyError, RunError
 from caffepy.forks import tell_after_fork
+from caffepy.monotonic_clock import suspend_aware_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +41,13 @@ def awaited_data(thread: int) -> tuple[str, float] | None:
         thread: its identifier, `threading.get_ident`.
 
     Returns:
-        For example ``record 12 of LMDB 'x'``, and a time of `awake_seconds`.
+        For example ``record 12 of LMDB 'x'``, and a time of `suspend_aware_seconds`.
     """
     wait = _waits.get(thread)
     return None if wait is None else (wait[0](), wait[1])
 
 
-def wait_on() -> None:
+def never_cancel() -> None:
     """The `check_wait` that never ends a wait."""
 
 
@@ -147,7 +147,7 @@ class Prefetcher:
         memory: Memory = plain_memory,
         warn_after: float = 30.0,
         timeout: float = 600.0,
-        check_wait: Callable[[], None] = wait_on,
+        check_wait: Callable[[], None] = never_cancel,
     ) -> None:
         self._loader = loader
         self._first_sample = first_sample
@@ -224,13 +224,13 @@ class Prefetcher:
         """Wait, holding the lock, until a batch is ready."""
         if self._ready:
             return
-        started, thread = awake_seconds(), threading.get_ident()
+        started, thread = suspend_aware_seconds(), threading.get_ident()
         _waits[thread] = (lambda: self._loader.reading, started)
         try:
             self._wait_since(started)
         finally:
             del _waits[thread]
-            self.waited += awake_seconds() - started
+            self.waited += suspend_aware_seconds() - started
 
     def _wait_since(self, started: float) -> None:
         warn_at = started + self._warn_after
@@ -242,7 +242,7 @@ class Prefetcher:
             if self._ended or not (self._thread and self._thread.is_alive()):
                 raise RunError(f"{self._where}: the thread that reads its data has ended; see the log above")
             self._check_wait()
-            now = awake_seconds()
+            now = suspend_aware_seconds()
             if now >= started + self._timeout:
                 raise RunError(
                     f"{self._where}: no data for {now - started:.0f} s while reading {self._loader.reading}; "

@@ -19,7 +19,7 @@ from typing import Any
 
 from caffepy.distributed.default import destroy_process_group, get_group, init_process_group
 from caffepy.errors import PeerError, RunError, UserError, describe
-from caffepy.parallel.launch.local import RANK, SECRET, Meeting
+from caffepy.parallel.launch.local import RANK, SECRET, Rendezvous
 
 _LOOK_SECONDS = 0.2
 _NEWS_SECONDS = 2.0
@@ -91,7 +91,7 @@ def spawn(
     """
     if not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1:
         raise UserError(f"spawn: nprocs is {nprocs!r}; it must be a number of processes, 1 or more")
-    meeting = Meeting().complete()
+    meeting = Rendezvous().complete()
     shared = {
         "WORLD_SIZE": str(nprocs), "LOCAL_WORLD_SIZE": str(nprocs), "MASTER_ADDR": str(meeting.address),
         "MASTER_PORT": str(meeting.port), SECRET: secrets.token_hex(),

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from caffepy.backend import Backend
-from caffepy.config.stored_arrays import TrainedLayers
+from caffepy.config.lazy_blobs import TrainedLayers
 from caffepy.errors import ConfigError, ShapeError
 from caffepy.inference.runners import ShapeRunners, shape_text
 from caffepy.layers.core.base import LayerContext, PassCounter

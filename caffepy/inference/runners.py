@@ -85,7 +85,7 @@ class ShapeRunners:
             raise ShapeError(f"net '{net.name}' has no parameters for inputs of shape {given}: {error}") from error
         runner = ForwardRunner(net, self._eager)
         if self._leaves:
-            runner.leave_device()  # before memory is taken for blobs
+            runner.offload_to_host()  # before memory is taken for blobs
         runner.arena = plan.new_arena(backend)
         plan.bind(net, runner.arena)
         return runner

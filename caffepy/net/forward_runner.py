@@ -91,7 +91,7 @@ class ForwardRunner:
             self.net.context.forward_only = False
         self._warm = True
 
-    def leave_device(self) -> None:
+    def offload_to_host(self) -> None:
         """Take the parameters' present values, and move to host memory the weights that passes do not read.
 
         Those were folded, or have copies in the dtype in which they are read. Only parameters that are kept apart move;
@@ -103,7 +103,7 @@ class ForwardRunner:
         leaving = net.parameters.may_leave(blob for blob in weights if blob not in read)
         self._refresh()
         for blob in leaving:
-            blob.leave_device()
+            blob.offload_to_host()
 
     def _refresh(self) -> None:
         if self._stale:

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from caffepy.backend import Array
 from caffepy.blob import Blob
-from caffepy.config.stored_arrays import TrainedLayers
+from caffepy.config.lazy_blobs import TrainedLayers
 from caffepy.layers.core.base import Layer, LayerContext
 from caffepy.layers.core.formulas import scaled
 from caffepy.net import debug

@@ -304,7 +304,7 @@ class ParameterBuffer:
         The first time all; later those that are away: at what came back somebody looked, or a pass reads it after all.
         """
         first, self._left = not self._left, True
-        return [blob for blob in blobs if self.apart and (first or blob.is_away)]
+        return [blob for blob in blobs if self.apart and (first or blob.is_offloaded)]
 
     def _lay_out(self) -> int:
         order = _backward_order(self.parameters)

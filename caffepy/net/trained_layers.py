@@ -16,8 +16,8 @@ from typing import TypeVar
 import numpy as np
 
 from caffepy.blob import Blob, format_shape
+from caffepy.config.lazy_blobs import TrainedLayers
 from caffepy.config.messages import Part, delimited
-from caffepy.config.stored_arrays import TrainedLayers
 from caffepy.errors import ConfigError, SnapshotError
 from caffepy.layers.core.base import Layer
 from caffepy.net.weights import (

@@ -47,7 +47,7 @@ def from_blob_proto(blob: caffe_pb2.BlobProto, where: str, content: bytes = b"")
     Args:
         blob: with its values.
         where: for messages.
-        content: the file in which they lie if `blob` has `data_end` (`config/stored_arrays.py`).
+        content: the file in which they lie if `blob` has `data_end` (`config/lazy_blobs.py`).
 
     Raises:
         SnapshotError: the number of values is not that of the shape.

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.awake import awake_seconds
 from caffepy.backend import Backend, create_backend
 from caffepy.defaults import TIMEOUT
 from caffepy.errors import ConfigError, PeerError
+from caffepy.monotonic_clock import suspend_aware_seconds
+from caffepy.parallel.async_connector import Connector
 from caffepy.parallel.communicators.communicator import Communicator
-from caffepy.parallel.connect_ahead import Connector
 from caffepy.parallel.control.connect import connect_training
 from caffepy.parallel.control.heartbeat import Heartbeat
 from caffepy.parallel.control.watchdog import Watchdog
@@ -216,7 +216,7 @@ class AllReduceBenchmark:
         self._on_timing = on_timing
         self._threads: DeviceThreads[_BenchmarkThread] = DeviceThreads()
         self._failures = Failures(world, self._threads)
-        self._last_result = awake_seconds()
+        self._last_result = suspend_aware_seconds()
         self._heartbeats: list[Heartbeat] = []
 
     def run(self) -> None:
@@ -256,7 +256,7 @@ class AllReduceBenchmark:
         for size in options.sizes:
             timing = measure_size(backend, communicator, size, options, heartbeat)
             if index == 0:  # all devices have the same results
-                self._last_result = awake_seconds()
+                self._last_result = suspend_aware_seconds()
                 self._on_timing(timing)
 
     def _on_change(self, index: int) -> None:
@@ -269,5 +269,5 @@ class AllReduceBenchmark:
         """Raise the first failure, or PeerError if there was no result for too long."""
         self._failures.raise_first()
         seconds = self._options.timeout + _GRACE
-        if awake_seconds() - self._last_result > seconds:
+        if suspend_aware_seconds() - self._last_result > seconds:
             raise PeerError(f"no all-reduce has ended for {seconds:g} s: another device is stuck or gone")

@@ -8,12 +8,12 @@ import logging
 from functools import partial
 from typing import Any
 
+from caffepy.parallel.async_connector import AsyncConnector, Connector
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.hierarchical import HierarchicalCommunicator
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.communicators.shared_memory import SharedSums
 from caffepy.parallel.communicators.store_communicator import StoreCommunicator
-from caffepy.parallel.connect_ahead import ConnectAhead, Connector
 from caffepy.parallel.processes.world import World
 from caffepy.parallel.store.store import Store
 from caffepy.phases import phase
@@ -68,7 +68,7 @@ class DeviceCommunicators:
             use_gpu(device)  # of the thread that this is called in
             return self.connect(index)
 
-        return ConnectAhead(connect, label)
+        return AsyncConnector(connect, label)
 
     def _share_memory(self, world: World) -> SharedSums | None:
         if self._ranks is None or self._inter_node or self._compress != "none":

@@ -46,7 +46,8 @@ class TrainOptions:
         compression: how gradients travel, one of `defaults.COMPRESSIONS`.
         max_skipped: updates left out in a row, because gradients are not finite, after which training ends.
         keep_last: how many of the newest snapshots stay when one is written; 0: all.
-        keep_best: the score by which the best snapshot stays too, an output of a test net; empty: none, see `Keep`.
+        keep_best: an output of a test net: the snapshot with the best value of it stays too; empty: none, see
+            `RetentionPolicy`.
         resume_since: the job was started first at this time, in seconds since 1970, and is started again: resume from
             the newest whole snapshot that was written since, or where there is none begin as at first; None: it is not.
         overwrite: replace snapshots of another net that have the solver's prefix, and do not warn of earlier ones.

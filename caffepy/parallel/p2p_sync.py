@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.awake import awake_seconds
 from caffepy.backend import Backend, create_backend
 from caffepy.errors import AbortedError, NonFiniteError, PeerError
+from caffepy.monotonic_clock import suspend_aware_seconds
+from caffepy.parallel.async_connector import Connector
 from caffepy.parallel.communicators.local import PATIENCE
-from caffepy.parallel.connect_ahead import Connector
 from caffepy.parallel.control.heartbeat import Heartbeat
 from caffepy.parallel.device_spec import DeviceSpec
 from caffepy.parallel.device_threads import DeviceThread
@@ -26,7 +26,7 @@ from caffepy.snapshot.files import restore_first, snapshots
 from caffepy.solvers import create_solver
 from caffepy.solvers.base import Solver
 from caffepy.solvers.callbacks import Action, SingleDevice
-from caffepy.solvers.execution_options import Keep
+from caffepy.solvers.execution_options import RetentionPolicy
 from caffepy.solvers.io.in_memory import SavedSolver, save_in_memory
 from caffepy.trace import NO_TRACE, Trace, Tracer
 
@@ -167,9 +167,9 @@ class P2PSync(SolverExchange, DeviceThread):
     def _wait_for_go(self) -> None:
         """Wait until all devices are ready; the watchdog, which knows who is not, gives up first."""
         seconds = self._options.timeout + PATIENCE
-        end = awake_seconds() + seconds
+        end = suspend_aware_seconds() + seconds
         while not self._go.wait(_CHECK_SECONDS):
-            if awake_seconds() > end:
+            if suspend_aware_seconds() > end:
                 raise PeerError(f"training has not begun for {seconds:.0f} s: other devices are not ready")
         if self._cancelled:
             raise AbortedError("training was stopped before it began")
@@ -195,7 +195,7 @@ class P2PSync(SolverExchange, DeviceThread):
             guard=options.compression != "none" and self.world_size > 1,
             max_skipped=options.max_skipped,
             timeout=options.timeout + _DATA_SECONDS,
-            keep=Keep(options.keep_last, options.keep_best),
+            keep=RetentionPolicy(options.keep_last, options.keep_best),
         )
         self.solver = solver
         solver.requests.heard = self.stop_wanted

@@ -19,7 +19,7 @@ import numpy as np
 
 from caffepy.config import load
 from caffepy.config.checksum import stored_blobs
-from caffepy.config.stored_arrays import StoredState, TrainedLayers
+from caffepy.config.lazy_blobs import StoredState, TrainedLayers
 from caffepy.errors import ConfigError, RunError, SnapshotError
 from caffepy.files import atomic_write, check_writable, open_regular, remove_leftovers
 from caffepy.proto.caffe_pb2 import NetParameter, SolverState

@@ -36,18 +36,18 @@ from caffepy.report import Performance
 from caffepy.snapshot.binary import check_sizes_binary
 from caffepy.snapshot.files import check_snapshot, read_trained_layers, remove_unfinished
 from caffepy.solvers.callbacks import Action, SingleDevice, SolverCallback
-from caffepy.solvers.capacity import naming_largest_batch
+from caffepy.solvers.capacity import suggest_batch_size_on_oom
 from caffepy.solvers.clock import Clock
 from caffepy.solvers.eager import EagerIteration
 from caffepy.solvers.epochs import duration, ends_of_last_epochs
-from caffepy.solvers.execution_options import ExecutionOptions, Keep
+from caffepy.solvers.execution_options import ExecutionOptions, RetentionPolicy
 from caffepy.solvers.graph_runner import CudaGraphRunner
 from caffepy.solvers.hyperparameters import Hyperparameters
 from caffepy.solvers.io.averaging import StatisticsAverage
 from caffepy.solvers.io.display import Display
 from caffepy.solvers.io.face import SolverFace, on_device
-from caffepy.solvers.io.keeping import SnapshotKeeper
 from caffepy.solvers.io.observers import Observers
+from caffepy.solvers.io.retention import SnapshotRetention
 from caffepy.solvers.io.state import adopt_state, restore_state, snapshot_paths, write_snapshot
 from caffepy.solvers.io.testing import all_finished, run_tests
 from caffepy.solvers.iteration import IterationSteps
@@ -58,7 +58,7 @@ from caffepy.solvers.nets.foreseen import ForeseenUpdate
 from caffepy.solvers.requests import Requests
 from caffepy.solvers.rules.larc import Larc
 from caffepy.solvers.rules.update import Update
-from caffepy.solvers.statistics import KeptStatistics, keeping_statistics
+from caffepy.solvers.statistics import RunningStatsSnapshot, preserve_running_stats
 from caffepy.solvers.train_state import RootLog, TrainState
 from caffepy.trace import NO_TRACE, Tracer
 
@@ -114,7 +114,7 @@ class Solver(SolverFace, ABC):
         guard: bool = False,
         max_skipped: int = MAX_SKIPPED,
         timeout: float = 600.0,
-        keep: Keep | None = None,
+        keep: RetentionPolicy | None = None,
     ) -> None:
         self.param = copy.deepcopy(param)
         self.backend = backend
@@ -139,12 +139,12 @@ class Solver(SolverFace, ABC):
         fuse, share = options.fuse and hidden, options.share and hidden
         self._factory = NetFactory(self.param, self.backend, self.shard, self.resolve, fuse, share, timeout)
         self._factory.check_wait = self.requests.check_wait
-        with naming_largest_batch(self._factory, self.histories), self.backend.activate():
+        with suggest_batch_size_on_oom(self._factory, self.histories), self.backend.activate():
             self._build_nets(trace, guard)
             self.state = self._new_state(trace, guard, max_skipped, options.eager)
             self._build_parts(options.eager, keep_going)
             ends_of_last_epochs(self.param, self.net)  # raises before training where no layer counts records
-        self._keeper = SnapshotKeeper(self.state, keep or Keep())
+        self._keeper = SnapshotRetention(self.state, keep or RetentionPolicy())
         self._writes = bool(
             self.param.snapshot_prefix
             and (self.param.snapshot or self.param.snapshot_after_train or self.param.test_and_snapshot_last_epochs)
@@ -207,7 +207,7 @@ class Solver(SolverFace, ABC):
                 void,
                 store_change=self.param.snapshot_diff,
             ),
-            statistics=KeptStatistics(self.net, void),
+            statistics=RunningStatsSnapshot(self.net, void),
         )
 
     def _build_parts(self, eager: bool, keep_going: bool) -> None:
@@ -294,7 +294,7 @@ class Solver(SolverFace, ABC):
         if self._test_is_due() and (self.iteration > 0 or self.param.test_initialization):
             self.test_all()
         if Action.STOP not in self.requests:
-            with self.state.unless_stopped(), naming_largest_batch(self._factory, self.histories):
+            with self.state.unless_stopped(), suggest_batch_size_on_oom(self._factory, self.histories):
                 self._iterate()
         self._act_on_requests()
 
@@ -370,7 +370,7 @@ class Solver(SolverFace, ABC):
         """A last forward pass to show the loss and a last test, where they fall due."""
         if self._due(self.param.display):
             self.state.fetch(self.state.passes()[:1])
-            with keeping_statistics(self.net):
+            with preserve_running_stats(self.net):
                 self.net.forward()
             if all_finished(self.state):
                 self.losses.add(self._loss_check.read())

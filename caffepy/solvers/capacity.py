@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def naming_largest_batch(factory: NetFactory, histories: int) -> Iterator[None]:
+def suggest_batch_size_on_oom(factory: NetFactory, histories: int) -> Iterator[None]:
     """Let an out-of-memory error within a `with` block say which batch would fit.
 
     Args:

@@ -25,7 +25,7 @@ class ExecutionOptions:
 
 
 @dataclass(frozen=True)
-class Keep:
+class RetentionPolicy:
     """Which snapshots stay.
 
     Args:

@@ -15,7 +15,7 @@ def unless_void(present: Each, kept: Each, void: Scalar) -> Each:
     return kept if void > 0 else present
 
 
-class KeptStatistics:
+class RunningStatsSnapshot:
     """The running statistics as they were after the last iteration that was not void.
 
     The device decides what is kept, so that an iteration can be captured; states are not in snapshots, and not kept.
@@ -49,7 +49,7 @@ class KeptStatistics:
 
 
 @contextmanager
-def keeping_statistics(net: Net) -> Iterator[None]:
+def preserve_running_stats(net: Net) -> Iterator[None]:
     """Restore the running statistics and states after a forward pass of the train net that is no part of training."""
     arrays = [*net.statistics(), *net.state()]
     saved = [net.backend.zeros(tuple(array.shape)) for array in arrays]

@@ -22,7 +22,7 @@ from caffepy.solvers.requests import Requests
 from caffepy.solvers.rules import policies
 from caffepy.solvers.rules.plateau import Plateau
 from caffepy.solvers.rules.update import Update
-from caffepy.solvers.statistics import KeptStatistics
+from caffepy.solvers.statistics import RunningStatsSnapshot
 from caffepy.trace import Tracer
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class TrainState:
         plateau: what the policy "plateau" remembers.
         last_pass: whether the present pass is the iteration's last, whose backward pass completes the gradients.
         scores: of snapshots in the tests that followed them, by iteration.
-        score_name: what was scored, as `Keep.best` names it; empty: nothing.
+        score_name: what was scored, as `RetentionPolicy.best` names it; empty: nothing.
     """
 
     param: SolverParameter
@@ -93,7 +93,7 @@ class TrainState:
     tests: list[ForwardRunner]
     history: list[Array]
     update: Update
-    statistics: KeptStatistics
+    statistics: RunningStatsSnapshot
     iteration: int = 0
     current_step: int = 0
     plateau: Plateau = field(default_factory=Plateau)

@@ -60,7 +60,7 @@ def keep_batch_of_all(param: SolverParameter) -> None:
     logger.info("%d ranks train for %d: iter_size is %d", ranks, before, param.iter_size)
 
 
-def started_first() -> float | None:
+def first_launch_time() -> float | None:
     """When `caffepy launch` started the job first, in seconds since 1970; None where it starts none again.
 
     Raises:

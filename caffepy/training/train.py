@@ -20,9 +20,9 @@ from caffepy.solvers import Solver, create_solver
 from caffepy.solvers.io.in_memory import SavedSolver, restore_from_memory
 from caffepy.training.callback import Callback, IterationCallback
 from caffepy.training.devices import check_gpus
-from caffepy.training.prepare import prepare_solver, started_first
+from caffepy.training.prepare import first_launch_time, prepare_solver
 from caffepy.training.source import NetSource, SolverSource, StrPath, solver_of
-from caffepy.training.trained import Record, Trained
+from caffepy.training.trained import Record, TrainResult
 
 AnyCallback: TypeAlias = "Callback | IterationCallback | Any"
 _OURS = frozenset(
@@ -41,7 +41,7 @@ def train(
     devices: Sequence[int] | str | None = None,
     callbacks: AnyCallback | Sequence[AnyCallback] = (),
     **options: Any,
-) -> Trained:
+) -> TrainResult:
     """Train a net to its solver's max_iter, or until a callback or a signal stops it, as `caffepy train` does.
 
         trained = caffepy.train("models/lenet/solver.prototxt", max_iter=500)
@@ -79,7 +79,7 @@ def train(
         manager.run()
     saved = manager.trained
     stopped = saved.message.iter < made[0].solver.max_iter
-    return Trained(_maker(made[0], saved), record, saved.message.iter, stopped)
+    return TrainResult(_maker(made[0], saved), record, saved.message.iter, stopped)
 
 
 def _options(
@@ -102,7 +102,7 @@ def _options(
         devices=devices,
         snapshot=Path(snapshot) if snapshot is not None and snapshot != "auto" else None,
         resume_newest=snapshot == "auto",
-        resume_since=started_first(),
+        resume_since=first_launch_time(),
         weights=[Path(file) for file in weights],
         keeps_trained=True,
         **further,

@@ -38,7 +38,7 @@ class Record:
         self.snapshots.append(path)
 
 
-class Trained:
+class TrainResult:
     """A training that has ended.
 
     Args:
@@ -93,7 +93,7 @@ class Trained:
                 self._solver.close()
             self._solver.backend.close()
 
-    def __enter__(self) -> Trained:
+    def __enter__(self) -> TrainResult:
         return self
 
     def __exit__(

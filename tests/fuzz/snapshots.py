@@ -83,12 +83,12 @@ class Weights(SnapshotTarget):
         self.net = seeds.small_net()
 
     def read(self) -> None:
-        from caffepy.config import stored_arrays
+        from caffepy.config import lazy_blobs
         from caffepy.errors import SnapshotError
         from caffepy.net.trained_layers import first_difference
         from caffepy.snapshot.files import read_layer_shapes, read_trained_layers
 
-        stored_arrays.MIN_BYTES = 64  # arrays of such small nets stay in the file's bytes as well
+        lazy_blobs.MIN_BYTES = 64  # arrays of such small nets stay in the file's bytes as well
         with suppress(SnapshotError):
             first_difference(self.net.layers, self.net.owns, read_layer_shapes(self.path).layer)
         self.net.copy_trained_layers_from(read_trained_layers(self.path), str(self.path))

@@ -116,7 +116,7 @@ class Scores:
                 runner = ForwardRunner(net)
                 if leaves:
                     net.keep_parameters_apart()
-                    runner.leave_device()
+                    runner.offload_to_host()
                 gpu.from_host(test.images(), net.blobs["data"].data)
                 for turn in range(3):
                     runner.forward()

@@ -190,7 +190,7 @@ def test_a_captured_convolution_does_the_same(make: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("case", ["odd numbers", "two groups", "7x7 / 2 on 3 channels", "three axes, odd channels"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_kept_plans_give_the_same_bits(make: Callable[..., Any], case: str, dtype: str) -> None:
+def test_plan_cache_give_the_same_bits(make: Callable[..., Any], case: str, dtype: str) -> None:
     """Every plan of cuDNN for a task, written and read: the same results, and no question to heuristics."""
     from caffepy.backend.cuda.convolution.autotune import _find, operands_for
     from caffepy.backend.cuda.convolution.cudnn import CudnnPlan

@@ -63,7 +63,7 @@ def blob(model: Model, layer: str) -> Blob:
 
 
 def away(net: Net) -> list[str]:
-    return [layer.name for layer in net.layers if any(blob.is_away for blob in layer.blobs)]
+    return [layer.name for layer in net.layers if any(blob.is_offloaded for blob in layer.blobs)]
 
 
 def check(model: Model, gpu: Backend, kind: str, count: int = 2) -> None:
@@ -194,7 +194,7 @@ def test_a_net_that_is_scored_as_caffepy_test_scores_it(gpu: Backend, kind: str)
         for net, leaves in zip(nets, (False, True), strict=True):
             runner = ForwardRunner(net)
             if leaves:
-                runner.leave_device()
+                runner.offload_to_host()
             gpu.from_host(images(), net.blobs["data"].data)
             for _ in range(3):
                 runner.forward()

@@ -38,7 +38,7 @@ def need_gpus(count: int) -> None:
         pytest.skip(f"needs {count} GPUs, {device_count()} are here")
 
 
-def train(**options: Any) -> tuple[dict[str, np.ndarray], caffepy.Trained]:
+def train(**options: Any) -> tuple[dict[str, np.ndarray], caffepy.TrainResult]:
     trained = caffepy.train(solver_param(SOLVER, NET), math="fp32", **options)
     with trained, trained.solver.backend.activate():
         return weights_of(trained.net), trained

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from fake_graph_backend import Replaying
 from google.protobuf import text_format
-from replaying import Replaying
 
 from caffepy.backend import Backend
 from caffepy.layers.core.base import LayerContext

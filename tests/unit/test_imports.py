@@ -33,7 +33,7 @@ LEVELS = {
     "hdf5": 2,
     "caches": 1,
     "report": 1,
-    "awake": 1,
+    "monotonic_clock": 1,
     "phases": 1,
     "backend": 2,
     "trace": 3,

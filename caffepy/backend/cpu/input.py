@@ -79,7 +79,7 @@ class CpuInput(InputPrimitives):
         self, ring: InputRing, counter: Counter, slot: ImageSlot, mean: Array, scale: float, images: Array,
         labels: Array | None,
     ) -> None:  # fmt: skip
-        if not image_rows.pays(images.size, _COMPILING):
+        if not image_rows.should_compile(images.size, _COMPILING):
             super().take_images(ring, counter, slot, mean, scale, images, labels)
             return
         assert isinstance(ring, HostRing)

@@ -206,14 +206,14 @@ def _grain(x: Any) -> int:
 
 
 def roi_max_forward(threads: int, x: Any, rois: Any, y: Any, mask: Any, scale: float, bad: Any) -> None:
-    """See `RowPrimitives.roi_max_forward`."""
+    """See `IndexingPrimitives.roi_max_forward`."""
     regions, _, rows, columns = y.shape
     shapes = (*x.shape, rows, columns)
     max_forward.run(threads, regions * rows * columns, _grain(x), x, rois, y, mask, bad, scale, *shapes)
 
 
 def roi_max_backward(threads: int, dy: Any, rois: Any, mask: Any, dx: Any) -> None:
-    """See `RowPrimitives.roi_max_backward`."""
+    """See `IndexingPrimitives.roi_max_backward`."""
     samples, channels, height, width = dx.shape
     bins = dy.shape[2] * dy.shape[3]
     blocks = -(-channels // BLOCK)
@@ -222,20 +222,20 @@ def roi_max_backward(threads: int, dy: Any, rois: Any, mask: Any, dx: Any) -> No
 
 
 def roi_average_forward(threads: int, x: Any, rois: Any, y: Any, scale: float, bad: Any) -> None:
-    """See `RowPrimitives.roi_average_forward`."""
+    """See `IndexingPrimitives.roi_average_forward`."""
     _note_bad(rois, x.shape[0], bad)
     regions, outputs, group, _ = y.shape
     average_forward.run(threads, regions * group * group, _grain(x), x, rois, y, scale, *x.shape, outputs, group)
 
 
 def roi_average_backward(threads: int, dy: Any, rois: Any, dx: Any, scale: float) -> None:
-    """See `RowPrimitives.roi_average_backward`."""
+    """See `IndexingPrimitives.roi_average_backward`."""
     regions, outputs, group, _ = dy.shape
     average_backward.run(threads, dx.shape[0], 1, dy, rois, dx, scale, *dx.shape[1:], outputs, group, regions)
 
 
 def pool_stochastic_forward(threads: int, x: Any, chance: Any, y: Any, mask: Any, geometry: Geometry) -> None:
-    """See `RowPrimitives.pool_stochastic_forward`."""
+    """See `IndexingPrimitives.pool_stochastic_forward`."""
     items = y.shape[0] * y.shape[2] * y.shape[3]
     shapes = (*x.shape[1:], *y.shape[2:], *geometry.kernel, *geometry.stride)
     stochastic_forward.run(threads, items, _grain(x), x, chance, y, mask, *shapes)

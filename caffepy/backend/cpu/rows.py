@@ -11,8 +11,8 @@ from caffepy.backend.cpu import roi
 from caffepy.backend.cpu.copying import is_whole
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, Words, kernel
 from caffepy.backend.cpu.jit.recording import note_host_work
+from caffepy.backend.indexing_primitives import IndexingPrimitives, SparseMatrix
 from caffepy.backend.layout import CHANNELS_LAST, memory_order
-from caffepy.backend.row_primitives import RowPrimitives, SparseMatrix
 from caffepy.backend.types import Array, Geometry
 
 GRAIN = 4096
@@ -64,7 +64,7 @@ def take_rows(  # noqa: PLR0913 -- a kernel
 
 
 def gather_rows(threads: int, source: Any, index: Any, destination: Any, bad: Any) -> None:
-    """See `RowPrimitives.gather_rows`."""
+    """See `IndexingPrimitives.gather_rows`."""
     if is_whole(source, "float32") and is_whole(index, "float32") and is_whole(destination, "float32"):
         size = math.prod(source.shape[1:])
         take_rows.run(
@@ -97,7 +97,7 @@ def scatter_add(  # noqa: PLR0913 -- a kernel
 
 
 def scatter_add_rows(threads: int, source: Any, index: Any, destination: Any) -> None:
-    """See `RowPrimitives.scatter_add_rows`."""
+    """See `IndexingPrimitives.scatter_add_rows`."""
     size = math.prod(source.shape[1:])
     numbers = _numbers(index, destination.shape[0], None)
     grain = max(1, GRAIN // (BLOCK * max(len(numbers), 1)))
@@ -105,7 +105,7 @@ def scatter_add_rows(threads: int, source: Any, index: Any, destination: Any) ->
 
 
 def one_hot(labels: Any, out: Any, bad: Any) -> None:
-    """See `RowPrimitives.one_hot`."""
+    """See `IndexingPrimitives.one_hot`."""
     numbers = _numbers(labels, out.shape[1], bad)
     out[...] = 0
     found = np.flatnonzero(numbers >= 0)
@@ -131,7 +131,7 @@ def product(  # noqa: PLR0913 -- a kernel
 
 
 def spatial_product(threads: int, matrix: SparseMatrix, x: Any, y: Any) -> None:
-    """See `RowPrimitives.spatial_product`."""
+    """See `IndexingPrimitives.spatial_product`."""
     rows, width = matrix.shape
     last = x.ndim in CHANNELS_LAST
     outer, inner = (x.shape[0], x.shape[1]) if last else (x.shape[0] * x.shape[1], 1)
@@ -140,7 +140,7 @@ def spatial_product(threads: int, matrix: SparseMatrix, x: Any, y: Any) -> None:
 
 
 def largest(x: Any, axis: int, indices: Any, values: Any) -> None:
-    """See `RowPrimitives.largest`."""
+    """See `IndexingPrimitives.largest`."""
     wanted = indices.shape[axis]
     falling = np.flip(np.argsort(x, axis=axis, kind="stable"), axis=axis)
     first = np.take(falling, np.arange(wanted), axis=axis)
@@ -191,7 +191,7 @@ def clear(begin: Int, end: Int, y: Floats) -> None:
 
 
 def unpool_forward(threads: int, x: Any, mask: Any, y: Any, bad: Any) -> None:
-    """See `RowPrimitives.unpool_forward`."""
+    """See `IndexingPrimitives.unpool_forward`."""
     samples, channels = x.shape[:2]
     pixels, blocks = math.prod(x.shape[2:]), -(-channels // CHANNELS)
     clear.run(threads, y.size, 4 * GRAIN, y)
@@ -202,7 +202,7 @@ def unpool_forward(threads: int, x: Any, mask: Any, y: Any, bad: Any) -> None:
 
 
 def unpool_backward(threads: int, dy: Any, mask: Any, dx: Any) -> None:
-    """See `RowPrimitives.unpool_backward`."""
+    """See `IndexingPrimitives.unpool_backward`."""
     samples, channels = dx.shape[:2]
     pixels = math.prod(dx.shape[2:])
     take_at_mask.run(
@@ -218,7 +218,7 @@ def unpool_backward(threads: int, dy: Any, mask: Any, dx: Any) -> None:
     )
 
 
-class CpuRows(RowPrimitives):
+class CpuRows(IndexingPrimitives):
     """Rows, regions and unpooling in the host's memory."""
 
     threads: int

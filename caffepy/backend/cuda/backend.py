@@ -23,8 +23,8 @@ from caffepy.backend.cuda.batch_norm import BatchNormKernels
 from caffepy.backend.cuda.box_loss import CudaBoxLoss
 from caffepy.backend.cuda.convolution.algorithm import Resources
 from caffepy.backend.cuda.convolution.autotune import Autotuner
-from caffepy.backend.cuda.convolution.kept_plans import KeptPlans
 from caffepy.backend.cuda.convolution.plan import CudaConvolution
+from caffepy.backend.cuda.convolution.plan_cache import PlanCache
 from caffepy.backend.cuda.convolution.problem import Problem
 from caffepy.backend.cuda.device import (
     GIBIBYTE,
@@ -114,7 +114,7 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
             cudnn.set_stream(handle=self._handle, stream=self.stream.ptr)
         self._loading = load_ahead(device)
         kind = f"{device_properties(device).name}; cuDNN {cudnn.backend_version()}"
-        tuner, plans = Autotuner(autotune, kind), KeptPlans(f"{kind}; frontend {cudnn.__version__}")
+        tuner, plans = Autotuner(autotune, kind), PlanCache(f"{kind}; frontend {cudnn.__version__}")
         self._resources = Resources(
             cudnn, self._handle, self._blas, self._scratch, math == "tf32", tuner, deterministic, plans
         )

@@ -196,7 +196,7 @@ def copy_records(
         transformer.crop, int(transformer.random_crop), int(transformer.mirror), *transformer.whole_size,
         *key_of(transformer.seed(seed), stream),
     )  # fmt: skip
-    if not _copy_records.pays(records.size, _COMPILING):
+    if not _copy_records.should_compile(records.size, _COMPILING):
         return pending
     file = index.mapped()
     if file is None:

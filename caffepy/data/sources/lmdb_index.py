@@ -213,7 +213,7 @@ class _Walk:
         if self.state[_FOUND] < wanted and not self.state[_DAMAGE]:
             tables = (self.state, self._stack)
             pages, found = address_of(self._pages), (self.nodes, self.offsets, self.sizes)
-            if _walk.pays(wanted - int(self.state[_FOUND]), _COMPILING, _LOADING):
+            if _walk.should_compile(wanted - int(self.state[_FOUND]), _COMPILING, _LOADING):
                 _walk.run(
                     1, 1, 1, *self._settings, wanted, *self._ordered, *tables, self._pages, pages, self._last_key,
                     self._marks, *found,

@@ -6,7 +6,7 @@ import math
 
 from caffepy.backend import Array
 from caffepy.layers.core.base import Blobs, Layer, register_layer
-from caffepy.layers.core.order import Reordered
+from caffepy.layers.core.order import LayoutAdapter
 
 
 @register_layer("ArgMax")
@@ -45,7 +45,7 @@ class ArgMaxLayer(Layer):
             top[0].reshape((shape[0], 2 if param.out_max_val else 1, param.top_k) + (1,) * (len(shape) - 3))
         if shape != self._shape:
             self._shape = shape
-            self._row = Reordered(self.backend, shape, seen)
+            self._row = LayoutAdapter(self.backend, shape, seen)
             self._results = [self.backend.zeros(result) for _ in range(2)]
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:

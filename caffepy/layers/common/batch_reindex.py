@@ -6,7 +6,7 @@ import numpy as np
 
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.core.index_check import IndexCheck
-from caffepy.layers.core.order import Reordered
+from caffepy.layers.core.order import LayoutAdapter
 
 
 @register_layer("BatchReindex")
@@ -70,7 +70,7 @@ class FilterLayer(Layer):
             if not blob.shape or blob.shape[0] != selector.shape[0]:
                 raise self.shape_error("every bottom must have as many samples as the selector", blob, selector)
             target.reshape(blob.shape)
-        self._row = Reordered(self.backend, selector.shape, (selector.count,))
+        self._row = LayoutAdapter(self.backend, selector.shape, (selector.count,))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         selector = self.backend.to_host(self._row.pull(bottom[-1].data))

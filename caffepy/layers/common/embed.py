@@ -5,7 +5,7 @@ from __future__ import annotations
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.core.formulas import identity, total_with_channel
 from caffepy.layers.core.index_check import IndexCheck
-from caffepy.layers.core.order import Reordered
+from caffepy.layers.core.order import LayoutAdapter
 
 
 @register_layer("Embed")
@@ -42,8 +42,8 @@ class EmbedLayer(Layer):
         if shapes != self._shapes:
             self._shapes = shapes
             rows = (bottom[0].count, width)
-            self._index = Reordered(self.backend, bottom[0].shape, rows[:1])
-            self._y, self._dy = (Reordered(self.backend, top[0].shape, rows) for _ in range(2))
+            self._index = LayoutAdapter(self.backend, bottom[0].shape, rows[:1])
+            self._y, self._dy = (LayoutAdapter(self.backend, top[0].shape, rows) for _ in range(2))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         y = self._y.target(top[0].data)

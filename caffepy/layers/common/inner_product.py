@@ -8,7 +8,7 @@ from caffepy.backend import Array, Expression
 from caffepy.blob import Blob
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.core.formulas import identity, total_with_channel
-from caffepy.layers.core.order import Reordered
+from caffepy.layers.core.order import LayoutAdapter
 
 
 @register_layer("InnerProduct")
@@ -51,9 +51,9 @@ class InnerProductLayer(Layer):
             return
         self._bottom_shape = shape
         rows = math.prod(shape[:axis])
-        self._x = Reordered(self.backend, shape, (rows, self._inputs), self.dtype)
-        self._dx = Reordered(self.backend, shape, (rows, self._inputs), self.dtype)
-        self._y = Reordered(self.backend, top[0].shape, (rows, param.num_output), self.dtype)
+        self._x = LayoutAdapter(self.backend, shape, (rows, self._inputs), self.dtype)
+        self._dx = LayoutAdapter(self.backend, shape, (rows, self._inputs), self.dtype)
+        self._y = LayoutAdapter(self.backend, top[0].shape, (rows, param.num_output), self.dtype)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         self.compute(bottom[0], top[0], total_with_channel)

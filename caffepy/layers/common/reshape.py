@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from caffepy.layers.core.base import Blobs, Layer, register_layer
-from caffepy.layers.core.order import Reordered
+from caffepy.layers.core.order import LayoutAdapter
 
 
 class ReshapingLayer(Layer):
@@ -34,8 +34,8 @@ class ReshapingLayer(Layer):
         top[0].reshape(shapes[1])
         if shapes != self._shapes:
             self._shapes = shapes
-            self._down = Reordered(self.backend, *shapes, self.dtype)
-            self._up = Reordered(self.backend, *shapes[::-1], self.dtype)
+            self._down = LayoutAdapter(self.backend, *shapes, self.dtype)
+            self._up = LayoutAdapter(self.backend, *shapes[::-1], self.dtype)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         if self._down.is_view and not self.tops_overwritten:

@@ -20,7 +20,7 @@ from caffepy.backend.interface import Backend
 from caffepy.backend.types import Array, Counter, RandomStream
 from caffepy.blob import Blob, format_shape
 from caffepy.config.dialect import Dialect
-from caffepy.data.prefetch import wait_on
+from caffepy.data.prefetch import never_cancel
 from caffepy.data.schedule import Shard, TestSchedule
 from caffepy.errors import ConfigError, DataError, OutOfMemoryError, ShapeError
 from caffepy.layers.core.buffer import ScratchBuffer
@@ -106,7 +106,7 @@ class LayerContext:
     iter_size: int = 1
     resolve: Callable[[str], Path] = Path
     timeout: float = 600.0
-    check_wait: Callable[[], None] = wait_on
+    check_wait: Callable[[], None] = never_cancel
     dialect: Dialect | None = None
     fills: bool = True
     net_number: int = 0

@@ -8,7 +8,7 @@ from caffepy.backend import Array
 from caffepy.blob import Blob
 from caffepy.errors import DataError
 from caffepy.layers.core.base import Layer
-from caffepy.layers.core.order import Reordered
+from caffepy.layers.core.order import LayoutAdapter
 
 
 class Labels:
@@ -43,7 +43,7 @@ class Labels:
                 scores, labels,
             )  # fmt: skip
         self._blob = labels
-        self._row = Reordered(self._backend, labels.shape, (self.size,))
+        self._row = LayoutAdapter(self._backend, labels.shape, (self.size,))
 
     def pull(self) -> Array:
         """The labels of this pass, shape (size,), in the logical order of the scores without their axis."""

@@ -24,7 +24,7 @@ def by_pixels(backend: Backend, array: Array) -> Array:
     return backend.flat(array).reshape(n * h * w, c)
 
 
-class Reordered:
+class LayoutAdapter:
     """Arrays of `shape` seen as arrays of `other`: views where memory order allows, else copies in one buffer.
 
     Args:

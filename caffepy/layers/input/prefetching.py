@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar, Protocol
 
-from caffepy.awake import awake_seconds
 from caffepy.backend.input_ring import ByteImages, InputRing
 from caffepy.data.prefetch import Batch, Loader, Prefetcher
 from caffepy.data.schedule import TestSchedule, TrainSchedule
@@ -22,6 +21,7 @@ from caffepy.layers.input.transfer import (
     expected_bytes,
     passes_per_block,
 )
+from caffepy.monotonic_clock import suspend_aware_seconds
 from caffepy.proto import caffe_pb2
 
 logger = logging.getLogger(__name__)
@@ -289,11 +289,11 @@ class PrefetchingLayer(Layer):
 
     def _wait_for_free_slots(self, ring: InputRing) -> None:
         """Wait while the device still reads every slot of the ring, until `close` or the timeout."""
-        started = awake_seconds()
+        started = suspend_aware_seconds()
         while not ring.ready():
             if self._closed:
                 raise AbortedError(f"layer '{self.name}' ({self.type}): closed while waiting for the device")
-            if awake_seconds() > started + self.context.timeout:
+            if suspend_aware_seconds() > started + self.context.timeout:
                 raise RunError(
                     f"layer '{self.name}' ({self.type}): {self.backend.name} has taken no input for "
                     f"{self.context.timeout:.0f} s"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from caffepy.backend import Array, Each, Scalar, expression
 from caffepy.layers.core.base import Blobs, Layer
 from caffepy.layers.core.formulas import product_with_channel, scaled
-from caffepy.layers.core.order import Reordered
+from caffepy.layers.core.order import LayoutAdapter
 from caffepy.proto import caffe_pb2
 
 _Parameter = caffe_pb2.LossParameter
@@ -140,5 +140,5 @@ class ElementLossLayer(LossLayer):
         shapes = (bottom[0].shape, bottom[1].shape)
         if shapes != self._shapes:
             self._shapes = shapes
-            self._targets = Reordered(self.backend, bottom[1].shape, bottom[0].shape)
-            self._target_diffs = Reordered(self.backend, bottom[1].shape, bottom[0].shape)
+            self._targets = LayoutAdapter(self.backend, bottom[1].shape, bottom[0].shape)
+            self._target_diffs = LayoutAdapter(self.backend, bottom[1].shape, bottom[0].shape)

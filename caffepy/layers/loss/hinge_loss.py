@@ -9,7 +9,7 @@ from caffepy.backend import Array, Each, Expression, Scalar, expression
 from caffepy.blob import Blob
 from caffepy.layers.core.base import Blobs, register_layer
 from caffepy.layers.core.labels import Labels
-from caffepy.layers.core.order import Reordered
+from caffepy.layers.core.order import LayoutAdapter
 from caffepy.layers.loss.base import LossLayer
 from caffepy.proto import caffe_pb2
 
@@ -73,7 +73,7 @@ class SampleLabelLoss(LossLayer):
         self._labels.reshape(Blob(self.backend, rows, bottom[0].name), bottom[1], 1)
         if shape != self._shape:
             self._shape = shape
-            self._x, self._dx = (Reordered(self.backend, shape, rows) for _ in range(2))
+            self._x, self._dx = (LayoutAdapter(self.backend, shape, rows) for _ in range(2))
         self._hot = self.scratch("one-hot", rows)
 
     def _factor(self) -> float:

@@ -10,7 +10,7 @@ from caffepy.layers.core.base import Blobs, register_layer
 from caffepy.layers.core.class_rows import ClassRows
 from caffepy.layers.core.formulas import identity
 from caffepy.layers.core.labels import Labels
-from caffepy.layers.core.order import Reordered
+from caffepy.layers.core.order import LayoutAdapter
 from caffepy.layers.loss.base import LossLayer
 from caffepy.proto import caffe_pb2
 
@@ -107,7 +107,7 @@ class InfogainLossLayer(LossLayer):
         if count != classes * classes:
             raise self.shape_error(f"the matrix has {count} elements instead of {classes} * {classes}", bottom[0])
         if len(bottom) > 2:
-            self._square = Reordered(self.backend, bottom[2].shape, (classes, classes))
+            self._square = LayoutAdapter(self.backend, bottom[2].shape, (classes, classes))
 
     def _probabilities(self, bottom: Blobs, top: Blobs) -> Array:
         """The probabilities as (positions, classes)."""

@@ -7,7 +7,7 @@ from math import fabs
 from caffepy.backend import Array, Each, Scalar, expression
 from caffepy.layers.core.base import Blobs, register_layer
 from caffepy.layers.core.formulas import product
-from caffepy.layers.core.order import Reordered
+from caffepy.layers.core.order import LayoutAdapter
 from caffepy.layers.loss.base import ElementLossLayer
 
 
@@ -103,7 +103,7 @@ class SmoothL1LossLayer(L1LossLayer):
         for blob in bottom[2:]:
             if blob.count != bottom[0].count:
                 raise self.shape_error("weights must have the first bottom's count", blob, bottom[0])
-        self._weights = [Reordered(self.backend, blob.shape, bottom[0].shape) for blob in bottom[2:]]
+        self._weights = [LayoutAdapter(self.backend, blob.shape, bottom[0].shape) for blob in bottom[2:]]
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         weights = [order.pull(blob.data) for order, blob in zip(self._weights, bottom[2:], strict=True)]

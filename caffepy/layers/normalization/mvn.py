@@ -7,7 +7,7 @@ from math import sqrt
 from caffepy.backend import Array, Channel, Each, Scalar, expression
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.core.formulas import product, scaled
-from caffepy.layers.core.order import Reordered, by_samples
+from caffepy.layers.core.order import LayoutAdapter, by_samples
 
 
 @expression
@@ -64,7 +64,7 @@ class MVNLayer(Layer):
         self._kept = shape[:axes]
         if bottom[0].shape != self._shape:
             self._shape = bottom[0].shape
-            self._x, self._dx = (Reordered(self.backend, self._shape, shape) for _ in range(2))
+            self._x, self._dx = (LayoutAdapter(self.backend, self._shape, shape) for _ in range(2))
         self._factor = 1 / max(top[0].count // max(shape[0] * (shape[1] if axes == 2 else 1), 1), 1)
         names = ("mean", "variance", "deviation", "sum_dy", "sum_y_dy")
         self._statistics = {name: self.scratch(name, self._kept) for name in names}

@@ -7,7 +7,7 @@ from math import sqrt
 from caffepy.backend import Array, Channel, Each, Scalar, expression
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.core.formulas import product, product_with_channel, scaled
-from caffepy.layers.core.order import Reordered, by_pixels, by_samples
+from caffepy.layers.core.order import LayoutAdapter, by_pixels, by_samples
 from caffepy.proto import caffe_pb2
 
 SMALLEST = 1.1754943508222875e-38
@@ -66,7 +66,7 @@ class NormalizeLayer(Layer):
         if shape != self._shape:
             self._shape = shape
             self._image = shape + (1,) * (4 - len(shape))
-            self._x, self._y, self._dy, self._dx = (Reordered(self.backend, shape, self._image) for _ in range(4))
+            self._x, self._y, self._dy, self._dx = (LayoutAdapter(self.backend, shape, self._image) for _ in range(4))
         channels, pixels = shape[1], top[0].count // max(shape[0] * shape[1], 1)
         self._rows = (shape[0], channels * pixels)
         if not self.param.norm_param.across_spatial:

@@ -17,7 +17,7 @@ from caffepy.backend import Array
 from caffepy.blob import Blob
 from caffepy.layers.core.base import Blobs, Layer
 from caffepy.layers.core.formulas import identity, product_with_channel, total_with_channel
-from caffepy.layers.core.order import Reordered
+from caffepy.layers.core.order import LayoutAdapter
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class RecurrentLayer(Layer):
             self._fit(self._static, self.blobs[2])
             self._static_shape = shape = self._static.shape
             matrix = (shape[0], math.prod(shape[1:]))
-            self._static_x, self._static_dx = (Reordered(self.backend, shape, matrix) for _ in range(2))
+            self._static_x, self._static_dx = (LayoutAdapter(self.backend, shape, matrix) for _ in range(2))
 
     def _fit(self, blob: Blob, weights: Blob) -> None:
         leading = 2 if weights is self.blobs[0] else 1
@@ -136,7 +136,7 @@ class RecurrentLayer(Layer):
 
     def _reshape_input(self, shape: tuple[int, ...]) -> None:
         matrix = (shape[0] * shape[1], math.prod(shape[2:]))
-        self._x, self._dx = (Reordered(self.backend, shape, matrix) for _ in range(2))
+        self._x, self._dx = (LayoutAdapter(self.backend, shape, matrix) for _ in range(2))
         if self._x_shape is None or self._x_shape[1] != shape[1]:
             self._kept = [self.backend.zeros((shape[1], self._size)) for _ in range(self.states)]
         self._x_shape = shape

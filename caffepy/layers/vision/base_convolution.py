@@ -10,7 +10,7 @@ from caffepy.backend import Array, Backend, Convolution, Geometry
 from caffepy.blob import MAX_ELEMENTS, format_shape
 from caffepy.layers.core.base import Blobs, Layer
 from caffepy.layers.core.formulas import identity
-from caffepy.layers.core.order import Extended, Reordered
+from caffepy.layers.core.order import Extended, LayoutAdapter
 
 Shape = tuple[int, ...]
 
@@ -57,7 +57,7 @@ class Operand:
 
     def __init__(self, backend: Backend, shape: Shape, planned: Shape, larger: Shape, dtype: str) -> None:
         self.is_same = shape == larger
-        self._reordered = Reordered(backend, shape, planned, dtype)
+        self._reordered = LayoutAdapter(backend, shape, planned, dtype)
         self._extended = Extended(backend, planned, larger, dtype)
 
     def pull(self, array: Array) -> Array:

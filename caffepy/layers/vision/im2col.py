@@ -8,7 +8,7 @@ import numpy as np
 
 from caffepy.backend import Backend, Geometry
 from caffepy.layers.core.base import Blobs, register_layer
-from caffepy.layers.core.order import Reordered
+from caffepy.layers.core.order import LayoutAdapter
 from caffepy.layers.vision.base_convolution import BaseConvolutionLayer, Shape
 from caffepy.layers.vision.spatial_map import SpatialMap
 
@@ -46,8 +46,8 @@ class Im2colLayer(BaseConvolutionLayer):
             self._shape = shape
             x = (math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :]))
             y = (*x[:2], elements * math.prod(sizes))
-            self._image, self._image_diff = (Reordered(self.backend, shape, x) for _ in range(2))
-            self._columns, self._column_diffs = (Reordered(self.backend, top[0].shape, y) for _ in range(2))
+            self._image, self._image_diff = (LayoutAdapter(self.backend, shape, x) for _ in range(2))
+            self._columns, self._column_diffs = (LayoutAdapter(self.backend, top[0].shape, y) for _ in range(2))
             self._map = window_map(self.backend, g, shape[axis + 1 :], sizes)
 
     def _output_size(self, size: int, axis: int) -> int:

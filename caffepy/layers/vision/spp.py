@@ -7,7 +7,7 @@ import math
 from caffepy.backend import Array
 from caffepy.blob import Blob
 from caffepy.layers.core.base import Blobs, Layer, register_layer
-from caffepy.layers.core.order import Reordered
+from caffepy.layers.core.order import LayoutAdapter
 from caffepy.layers.vision.pooling import PoolingLayer
 from caffepy.proto import caffe_pb2
 
@@ -46,7 +46,9 @@ class SPPLayer(Layer):
             return
         sizes = [blob.count // max(shape[0], 1) for blob in self._pooled]
         top[0].reshape((shape[0], sum(sizes)))
-        self._rows = [Reordered(self.backend, b.shape, (shape[0], n)) for b, n in zip(self._pooled, sizes, strict=True)]
+        self._rows = [
+            LayoutAdapter(self.backend, b.shape, (shape[0], n)) for b, n in zip(self._pooled, sizes, strict=True)
+        ]
 
     @property
     def levels(self) -> list[tuple[PoolingLayer, Blob]]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.awake import awake_seconds
 from caffepy.backend.types import Array
 from caffepy.errors import AbortedError, PeerError
+from caffepy.monotonic_clock import suspend_aware_seconds
 from caffepy.parallel.communicators.collectives import Collective, FinishedWork, Op, Operator, Work
 from caffepy.parallel.communicators.shared_scores import SharedScores
 from caffepy.parallel.communicators.store_communicator import StoreCommunicator
@@ -55,11 +55,11 @@ class LocalGroup:
                 self._arrived = 0
                 self._generation += 1
                 self._changed.notify_all()
-            end = awake_seconds() + self._timeout
+            end = suspend_aware_seconds() + self._timeout
             while self._generation == generation:
                 if self._aborted:
                     raise AbortedError("another solver thread failed")
-                remaining = end - awake_seconds()
+                remaining = end - suspend_aware_seconds()
                 if remaining <= 0:
                     self._aborted = True
                     self._changed.notify_all()

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from caffepy.awake import awake_seconds
 from caffepy.data.prefetch import awaited_data
+from caffepy.monotonic_clock import suspend_aware_seconds
 from caffepy.parallel.store.records import DeviceStatus
 
 
@@ -28,7 +28,7 @@ class Heartbeat:
         """How many operations that need all devices were begun."""
         self._first: int | None = -1 if begun else None
         # One tuple, replaced whole: the reader needs no lock to see values that belong together.
-        self._now: tuple[str | Callable[[], str], float] = ("", awake_seconds())
+        self._now: tuple[str | Callable[[], str], float] = ("", suspend_aware_seconds())
         self._thread = 0
 
     def begin(self) -> None:
@@ -60,7 +60,7 @@ class Heartbeat:
         waiting, begun = self._now
         data = None if waiting else awaited_data(self._thread)
         reading, begun = data or ("", begun)
-        seconds = awake_seconds() - begun
+        seconds = suspend_aware_seconds() - begun
         what = waiting if isinstance(waiting, str) else waiting()
         iteration = self.iteration()
         starting = self._first is None or iteration == self._first
@@ -70,4 +70,4 @@ class Heartbeat:
 
     def _mark(self, waiting: str | Callable[[], str]) -> None:
         self._thread = threading.get_ident()
-        self._now = waiting, awake_seconds()
+        self._now = waiting, suspend_aware_seconds()

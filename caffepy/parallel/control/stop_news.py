@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from caffepy.awake import awake_seconds
 from caffepy.errors import PeerError
+from caffepy.monotonic_clock import suspend_aware_seconds
 from caffepy.parallel.store.store import ControlChannel
 from caffepy.solvers.callbacks import Action
 
@@ -46,31 +46,31 @@ class StopNews:
         if not own:
             return
         if self._since is None:
-            self._since = self._answered = awake_seconds()
+            self._since = self._answered = suspend_aware_seconds()
         with suppress(PeerError):  # the monitor hears of the failure, or `unanswered` grows
             self._channel.put(_KEY, ",".join(action.name for action in own).encode())
-            self._answered = awake_seconds()
+            self._answered = suspend_aware_seconds()
 
     @property
     def unanswered(self) -> float:
         """Seconds for which rank 0 has not answered `tell`; 0.0 where this process has nothing to tell."""
-        return 0.0 if self._since is None else awake_seconds() - self._answered
+        return 0.0 if self._since is None else suspend_aware_seconds() - self._answered
 
     @property
     def age(self) -> float:
         """Seconds since this process has known that some process was asked to stop; 0.0 before."""
         if self._since is None and self.wanted():
-            self._since = self._answered = awake_seconds()
-        return 0.0 if self._since is None else awake_seconds() - self._since
+            self._since = self._answered = suspend_aware_seconds()
+        return 0.0 if self._since is None else suspend_aware_seconds() - self._since
 
     def wanted(self) -> Collection[Action]:
         """What is asked for; asks the store at most twice a second. Callable from any thread."""
         if own := self._own():
             return own
         with self._lock:
-            if not self._heard and awake_seconds() >= self._asked + _ASK_SECONDS:
+            if not self._heard and suspend_aware_seconds() >= self._asked + _ASK_SECONDS:
                 self._heard = self._ask()
-                self._asked = awake_seconds()
+                self._asked = suspend_aware_seconds()
             return self._heard
 
     def _ask(self) -> tuple[Action, ...]:

@@ -19,7 +19,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks meet.
 
     Args:
@@ -34,7 +34,7 @@ class Meeting:
     address: str | None = None
     port: int | None = None
 
-    def complete(self) -> Meeting:
+    def complete(self) -> Rendezvous:
         """The same with address and port.
 
         Raises:
@@ -50,7 +50,7 @@ class Meeting:
         return replace(self, address=self.address or _LOOPBACK, port=port)
 
 
-def local_commands(job: Job, meeting: Meeting) -> list[tuple[Sequence[str], dict[str, str]]]:
+def local_commands(job: Job, meeting: Rendezvous) -> list[tuple[Sequence[str], dict[str, str]]]:
     """The command line of each process of this machine, and its variables; `meeting` is complete."""
     shared = {
         "WORLD_SIZE": str(meeting.nodes * job.per_node),
@@ -64,7 +64,7 @@ def local_commands(job: Job, meeting: Meeting) -> list[tuple[Sequence[str], dict
     ]
 
 
-def secret_for(meeting: Meeting, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def secret_for(meeting: Rendezvous, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variable with a new secret, where this machine is the only one and nobody has given one; else nothing."""
     made = meeting.nodes == 1 and SECRET not in environment
     return {SECRET: secrets.token_hex()} if made else {}

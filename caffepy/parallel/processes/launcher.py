@@ -26,7 +26,7 @@ _DIGITS = 9
 
 
 @dataclass(frozen=True)
-class Meeting:
+class StoreAddress:
     """Where ranks without MPI meet.
 
     Args:
@@ -58,7 +58,7 @@ class Launcher:
     rank: int
     size: int | None
     options: str = ""
-    meeting: Meeting | None = None
+    meeting: StoreAddress | None = None
 
     @property
     def again(self) -> str:
@@ -89,7 +89,7 @@ def _find_told(environment: Mapping[str, str]) -> Launcher | None:
     if not (int(rank) < int(size) > 1 and 0 < own < 1 << 16):
         return None
     name = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "a launcher without MPI"
-    return Launcher(name, int(rank), int(size), meeting=Meeting(int(size), host, own, is_near(environment)))
+    return Launcher(name, int(rank), int(size), meeting=StoreAddress(int(size), host, own, is_near(environment)))
 
 
 def port_offset(environment: Mapping[str, str]) -> int:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 from caffepy.errors import AbortedError, PeerError
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.store_communicator import StoreCommunicator
-from caffepy.parallel.processes.launcher import Meeting
+from caffepy.parallel.processes.launcher import StoreAddress
 from caffepy.parallel.processes.machine import machine_identity
 from caffepy.parallel.processes.world import World, end_process
 from caffepy.parallel.store.client import ControlClient
@@ -53,7 +53,7 @@ class StoreWorld(World):
     transport = "tcp"
     serves = False
 
-    def __init__(self, rank: int, meeting: Meeting, timeout: float = _MEET_SECONDS) -> None:
+    def __init__(self, rank: int, meeting: StoreAddress, timeout: float = _MEET_SECONDS) -> None:
         self._check: Callable[[], None] = lambda: None
         self._exchanges = 0
         self._communicators = 0

@@ -12,8 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from caffepy.awake import awake_seconds
 from caffepy.errors import PeerError, UserError
+from caffepy.monotonic_clock import suspend_aware_seconds
 from caffepy.parallel.store.records import DeviceStatus, Failure, Member
 from caffepy.parallel.store.wire import Value as Value
 from caffepy.parallel.store.wire import encode
@@ -146,7 +146,7 @@ class MemoryStore(Store):
 
     def leave(self, rank: int, statuses: Sequence[DeviceStatus]) -> None:
         with self._changed:
-            self._heartbeats[rank] = statuses, awake_seconds()
+            self._heartbeats[rank] = statuses, suspend_aware_seconds()
             self._left.add(rank)
             self._changed.notify_all()
 
@@ -190,11 +190,11 @@ class MemoryStore(Store):
 
     def hear(self, rank: int, statuses: Sequence[DeviceStatus]) -> None:
         with self._changed:
-            self._heartbeats[rank] = statuses, awake_seconds()
+            self._heartbeats[rank] = statuses, suspend_aware_seconds()
 
     def statuses(self) -> list[DeviceStatus]:
         with self._changed:
-            now = awake_seconds()
+            now = suspend_aware_seconds()
             return [
                 replace(status, rank=rank, silent=now - heard, left=rank in self._left)
                 for rank, (statuses, heard) in sorted(self._heartbeats.items())

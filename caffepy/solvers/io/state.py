@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from caffepy.blob import format_shape
-from caffepy.config.stored_arrays import StoredState
+from caffepy.config.lazy_blobs import StoredState
 from caffepy.errors import SnapshotError
 from caffepy.layers.core.base import Layer
 from caffepy.net.weights import check_values, from_blob_proto, proto_shape, same_shape

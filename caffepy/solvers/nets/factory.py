@@ -13,7 +13,7 @@ from caffepy.config.dialect import Dialect, choose_dialect
 from caffepy.config.filter import net_state
 from caffepy.config.load import read_net
 from caffepy.config.paths import PathResolver
-from caffepy.data.prefetch import wait_on
+from caffepy.data.prefetch import never_cancel
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError
 from caffepy.files import working_folder
@@ -75,7 +75,7 @@ class NetFactory:
         self.fuse = fuse
         self.share = share
         self.timeout = timeout
-        self.check_wait: Callable[[], None] = wait_on
+        self.check_wait: Callable[[], None] = never_cancel
         """Called while a data layer of the nets made from now on waits; ends the wait by raising."""
         self._dialect: Dialect | None = None
         self._made: list[tuple[Net, caffe_pb2.NetParameter, caffe_pb2.NetState]] = []

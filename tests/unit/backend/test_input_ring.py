@@ -27,7 +27,7 @@ def test_parts_of_a_slot_do_not_overlap(count, channels, height, width):
 def compiled():
     """The kernel makes the images, however few they are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(image_rows, "pays", lambda items, compiling: True)
+        patch.setattr(image_rows, "should_compile", lambda items, compiling: True)
         yield
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from replaying import Leaving
+from fake_graph_backend import Leaving
 
 import caffepy.backend
 from caffepy.cli.main import main
@@ -151,7 +151,7 @@ def test_folded_weights_leave_a_device_that_captures(
     scores, away, loss = [], [], Net.loss
 
     def noting(net: Net) -> float:
-        away.append([blob.is_away for layer in net.layers for blob in layer.blobs if len(blob.shape) > 1])
+        away.append([blob.is_offloaded for layer in net.layers for blob in layer.blobs if len(blob.shape) > 1])
         return loss(net)
 
     monkeypatch.setattr(Net, "loss", noting)

@@ -11,15 +11,15 @@ import pytest
 from collectives import Checker
 from process_groups import raise_first, run_local, run_tcp
 
-from caffepy.awake import awake_seconds
 from caffepy.distributed import AVG, ProcessGroup
 from caffepy.distributed.default import connect
 from caffepy.errors import PeerError, UserError
+from caffepy.monotonic_clock import suspend_aware_seconds
 
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
-    awake_seconds()  # starts the clock of the process
+    suspend_aware_seconds()  # starts the clock of the process
     before = set(threading.enumerate())
     yield
     end = time.monotonic() + 300.0

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_graph_backend import Replaying
 from google.protobuf import text_format
 from other_arrays import OnlyDlpack
-from replaying import Replaying
 
 import caffepy
 from caffepy.backend.cpu.backend import CpuBackend

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_graph_backend import Leaving
 from google.protobuf import text_format
-from replaying import Leaving
 
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.blob import Blob
@@ -54,7 +54,7 @@ def blob(model: Model, layer: str, index: int = 0) -> Blob:
 
 def away(model: Model) -> list[str]:
     """The layers of which a parameter is in host memory alone."""
-    return [layer.name for layer in model.net.layers if any(blob.is_away for blob in layer.blobs)]
+    return [layer.name for layer in model.net.layers if any(blob.is_offloaded for blob in layer.blobs)]
 
 
 def numbers(model: Model) -> list[Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_graph_backend import Replaying
 from forward_passes import HOST, build, give, values
-from replaying import Replaying
 
 from caffepy.errors import RunError
 from caffepy.net.forward_runner import ForwardRunner

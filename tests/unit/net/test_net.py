@@ -6,7 +6,7 @@ import logging
 
 import numpy as np
 import pytest
-from replaying import OwnStream
+from fake_graph_backend import OwnStream
 from training import CPU, build_net, weights_of
 
 from caffepy.config.text import parse_text

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_graph_backend import NET
 from fake_world import FakeWatchdog, FakeWorld
-from replaying import NET
 from training import solver_param
 
 from caffepy.errors import AbortedError, ConfigError, PeerError, RunError

@@ -12,7 +12,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
-from replaying import NET, Replaying
+from fake_graph_backend import NET, Replaying
 from training import solver_param, weights_of
 
 from caffepy.data.schedule import Shard
@@ -20,10 +20,10 @@ from caffepy.data.sources.lmdb_write import record_key, write_datums
 from caffepy.errors import ConfigError, DeviceError
 from caffepy.layers.common.inner_product import InnerProductLayer
 from caffepy.parallel import p2p_sync
+from caffepy.parallel.async_connector import Connector
 from caffepy.parallel.communicators.collectives import FinishedWork, Work
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
-from caffepy.parallel.connect_ahead import Connector
 from caffepy.parallel.device_spec import DeviceSpec
 from caffepy.parallel.gradients.reducer import Reducer
 from caffepy.parallel.options import TrainOptions

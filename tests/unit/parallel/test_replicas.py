@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_graph_backend import NET, Replaying
 from process_groups import run_threads
-from replaying import NET, Replaying
 from training import CPU, build_net, build_solver, solver_param, weights_of
 
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, RunError, SnapshotError
 from caffepy.net import Net
 from caffepy.parallel import p2p_sync
+from caffepy.parallel.async_connector import Connector
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
-from caffepy.parallel.connect_ahead import Connector
 from caffepy.parallel.device_spec import DeviceSpec
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_sync import P2PSync

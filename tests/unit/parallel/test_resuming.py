@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from replaying import NET
+from fake_graph_backend import NET
 from training import solver_param
 
 from caffepy.errors import SnapshotError

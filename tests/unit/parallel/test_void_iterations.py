@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replaying import Replaying
+from fake_graph_backend import Replaying
 from training import solver_param
 
 from caffepy.backend.cpu.backend import CpuBackend
@@ -20,8 +20,8 @@ from caffepy.data.loader import DatumLoader
 from caffepy.data.schedule import Shard
 from caffepy.data.sources.lmdb_write import record_key, write_datums
 from caffepy.parallel import p2p_sync
+from caffepy.parallel.async_connector import Connector
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
-from caffepy.parallel.connect_ahead import Connector
 from caffepy.parallel.device_spec import DeviceSpec
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_sync import P2PSync

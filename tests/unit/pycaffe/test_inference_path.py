@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replaying import Leaving, Replaying
+from fake_graph_backend import Leaving, Replaying
 
 from caffepy import pycaffe as caffe
 from caffepy.errors import DataError, ShapeError
@@ -362,9 +362,9 @@ def test_weights_that_left_the_device_are_seen_written_saved_and_shared(
     plain = make(path, plain=True)
     weights = net._core.layers[1].blobs[0]
     begin(net, 3)
-    assert folded(net) and weights.is_away
+    assert folded(net) and weights.is_offloaded
     net.save(tmp_path / "net.caffemodel")
-    assert folded(net) and weights.is_away, "saving takes no memory of the device"
+    assert folded(net) and weights.is_offloaded, "saving takes no memory of the device"
     plain.params["c"][0].data[...] = 0
     plain.copy_from(tmp_path / "net.caffemodel")
     agree(net.forward(data=images(7))["prob"], plain.forward(data=images(7))["prob"])
@@ -373,7 +373,7 @@ def test_weights_that_left_the_device_are_seen_written_saved_and_shared(
     for seed in range(2):
         agree(net.forward(data=images(seed))["prob"], plain.forward(data=images(seed))["prob"])
     begin(other, 3)
-    assert folded(other) and other._core.layers[1].blobs[0].is_away
+    assert folded(other) and other._core.layers[1].blobs[0].is_offloaded
     net.share_with(other)
     other.params["c"][0].data[...] = net.params["c"][0].data[...] = -1
     plain.params["c"][0].data[...] = -1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from replaying import Replaying
+from fake_graph_backend import Replaying
 
 from caffepy import pycaffe as caffe
 from caffepy.config.load import read_net, read_solver

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replaying import Leaving
+from fake_graph_backend import Leaving
 
 from caffepy import pycaffe as caffe
 from caffepy.pycaffe import mode as settings

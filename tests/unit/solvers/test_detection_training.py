@@ -7,7 +7,7 @@ import logging
 import detection_net
 import numpy as np
 import pytest
-from replaying import Replaying
+from fake_graph_backend import Replaying
 from training import build_solver, solver_param, weights_of
 
 from caffepy.solvers import create_solver

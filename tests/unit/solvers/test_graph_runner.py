@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replaying import NET, Replaying
+from fake_graph_backend import NET, Replaying
 from training import solver_param, weights_of
 
 from caffepy.errors import NonFiniteError, RunError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from caffepy.backend.cpu.convolution.direct import TileConvolution
-from caffepy.backend.cpu.convolution.narrow import NarrowConvolution, is_narrow
+from caffepy.backend.cpu.convolution.grouped import GroupedConvolution, is_grouped
 from caffepy.backend.cpu.convolution.plain import PlainConvolution
 from caffepy.backend.cpu.convolution.product import (
     PixelConvolution,
@@ -23,8 +23,8 @@ def plan_convolution(
 ) -> Convolution:
     """A planned convolution over any number of spatial axes."""
     kind = TileConvolution
-    if is_narrow(weights_shape, geometry):
-        kind = NarrowConvolution
+    if is_grouped(weights_shape, geometry):
+        kind = GroupedConvolution
     elif is_product(x_shape, weights_shape, geometry):
         kind = ProductConvolution
     elif is_pixels(geometry):

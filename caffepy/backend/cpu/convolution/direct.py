@@ -3,8 +3,8 @@
 With channels last, the elements of one kernel row that meet an output pixel lie next to each other, so a tile of
 output pixels by output channels is a sum over kernel rows of small matrix products that read the image in place: no
 columns are written (im2col), which would cost as much memory traffic as the products themselves. The gradient of the
-image is the same sum over the gradient of the output. Images are read without padding (`unpadded/windows.py`) in
-groups, for the gradient with a stride, and wherever pixels whose windows meet the same taps fill tiles.
+image is the same sum over the gradient of the output. Images are read without padding (`implicit_padding/windows.py`)
+in groups, for the gradient with a stride, and wherever pixels whose windows meet the same taps fill tiles.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.convolution.correlation import Correlation, Ending, Filters, Padding, Pixels, Taps
+from caffepy.backend.cpu.convolution.implicit_padding.weights import GroupWeightGradient
+from caffepy.backend.cpu.convolution.implicit_padding.windows import WindowCorrelation
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged_axes, reach
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
-from caffepy.backend.cpu.convolution.unpadded.weights import GroupWeightGradient
-from caffepy.backend.cpu.convolution.unpadded.windows import WindowCorrelation
 from caffepy.backend.cpu.convolution.weight_gradient import WeightGradient
 from caffepy.backend.cpu.jit.address import address_of
 from caffepy.backend.cpu.jit.kernel import ConstantTable

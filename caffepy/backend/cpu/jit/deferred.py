@@ -9,7 +9,7 @@ run: as long as the rest of a GPU's start. The functions here are plain ones unt
     @deferred_kernel
     def walk(begin: Int, end: Int, file: Bytes) -> None: ...
 
-    walk.run(...) if walk.pays(items, compiling=15_000, loading=4_000) else walk.interpret(...)
+    walk.run(...) if walk.should_compile(items, compiling=15_000, loading=4_000) else walk.interpret(...)
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def read_at(descriptor: int, destination: int, count: int, offset: int) -> int:
     return len(found)
 
 
-class Patience:
+class JitThreshold:
     """Counts work that is done without numba until its import would have paid.
 
     Args:
@@ -73,23 +73,23 @@ class DeferredKernel:
     def __init__(self, function: Callable[..., None]) -> None:
         self.interpret = function
         """Python's form of it, called with (begin, end, arguments); arrays of bytes had better be memoryviews."""
-        self._patience: Patience | None = None
+        self._patience: JitThreshold | None = None
         self.__doc__ = function.__doc__
 
-    def pays(self, items: int, compiling: int, loading: int) -> bool:
+    def should_compile(self, items: int, compiling: int, loading: int) -> bool:
         """Whether machine code should do this work.
 
         Args:
             items: of this work.
-            compiling: as for `Kernel.pays`.
+            compiling: as for `Kernel.should_compile`.
             loading: items that take as long without machine code as numba takes to be imported.
         """
         if "kernel" not in self.__dict__:
             if self._patience is None:
-                self._patience = Patience(loading)
+                self._patience = JitThreshold(loading)
             if not self._patience.ends(items):
                 return False
-        return bool(self.kernel.pays(items, compiling))
+        return bool(self.kernel.should_compile(items, compiling))
 
     def run(self, threads: int, items: int, grain: int, *arguments: Any) -> None:
         """As `Kernel.run`."""

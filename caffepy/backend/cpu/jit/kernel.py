@@ -162,7 +162,7 @@ class Kernel(Entry):
         self._asked = 0
         self.__doc__ = function.__doc__
 
-    def pays(self, items: int, compiling: int) -> bool:
+    def should_compile(self, items: int, compiling: int) -> bool:
         """Whether machine code should do this work, for callers that can do it without.
 
         That is so where the cache has it, and as soon as the work asked for would have paid for its compilation.

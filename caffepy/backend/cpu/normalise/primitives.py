@@ -16,13 +16,6 @@ import numpy as np
 from caffepy.backend.composite import Composite
 from caffepy.backend.cpu.jit.recording import note_host_work
 from caffepy.backend.cpu.jit.threads import GRAIN
-from caffepy.backend.cpu.normalise.joining import (
-    CHANNELS,
-    join_gradients,
-    join_statistics,
-    spread_backward,
-    spread_forward,
-)
 from caffepy.backend.cpu.normalise.kernels import (
     MAX_GRADIENTS,
     Gate,
@@ -30,6 +23,13 @@ from caffepy.backend.cpu.normalise.kernels import (
     gradient_kernel,
     gradient_sums_kernel,
     measure_kernel,
+)
+from caffepy.backend.cpu.normalise.reduce_partials import (
+    CHANNELS,
+    join_gradients,
+    join_statistics,
+    spread_backward,
+    spread_forward,
 )
 from caffepy.backend.cpu.normalise.steps import LANES
 from caffepy.backend.cpu.workspace import Workspace

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from caffepy.backend.cuda.compiler import aligned, launch_blocks, library_kernel
-from caffepy.backend.cuda.convolution.kept_plans import KeptPlans
+from caffepy.backend.cuda.convolution.plan_cache import PlanCache
 from caffepy.backend.cuda.convolution.problem import Task
 from caffepy.backend.cuda.elementwise.launch import apply
 from caffepy.backend.cuda.gemm.cublas import Blas
@@ -121,7 +121,7 @@ class Resources:
     tf32: bool
     tuner: Tuner
     deterministic: bool = True
-    plans: KeptPlans | None = None
+    plans: PlanCache | None = None
 
 
 @expression

@@ -32,12 +32,12 @@ from caffepy.backend.cuda.convolution.gradients import (
 )
 from caffepy.backend.cuda.convolution.im2col import Im2colConvolution
 from caffepy.backend.cuda.convolution.implicit_gemm.candidates import small_candidates, suits_small_kernels
+from caffepy.backend.cuda.convolution.own_kernels.depth_multiplier import DepthMultiplier, suits_depth_multiplier
 from caffepy.backend.cuda.convolution.own_kernels.few_channels import FewChannels, suits_few_channels
 from caffepy.backend.cuda.convolution.own_kernels.large_depthwise import large_depthwise_candidates
 from caffepy.backend.cuda.convolution.own_kernels.large_depthwise_tiling import suits_large_depthwise
 from caffepy.backend.cuda.convolution.own_kernels.large_windows import LargeWindows, suits_large_windows
-from caffepy.backend.cuda.convolution.own_kernels.repeated_channels import RepeatedChannels, suits_repeating
-from caffepy.backend.cuda.convolution.own_kernels.short_sums import short_sums_candidates, suits_short_sums
+from caffepy.backend.cuda.convolution.own_kernels.small_k_wgrad import small_k_wgrad_candidates, suits_small_k_wgrad
 from caffepy.backend.cuda.convolution.problem import Direction, Task, is_pointwise, is_product
 from caffepy.backend.cuda.convolution.space_to_depth_cudnn import space_to_depth_families
 from caffepy.backend.cuda.elementwise.launch import apply
@@ -162,8 +162,8 @@ def algorithm_families(task: Task, run_plain: RunTask, choose: Choose, resources
         families.append(AlgorithmFamily("split-K", lambda: [SplitKProducts(task, resources)]))
     if suits_flipping(task):
         families.append(AlgorithmFamily("flipped", lambda: [FlippedForward(task, choose, resources)]))
-    if suits_repeating(task):
-        families.append(AlgorithmFamily("repeated", lambda: [RepeatedChannels(task, choose, resources)]))
+    if suits_depth_multiplier(task):
+        families.append(AlgorithmFamily("repeated", lambda: [DepthMultiplier(task, choose, resources)]))
     families.append(_cudnn(task, resources, Plans.FALLBACK))
     # Over three axes few engines take channels that are no multiple of a load's.
     copied = AlgorithmFamily("copied", lambda: _copied(task, resources), last_resort=len(task.problem.x) == 4)
@@ -187,8 +187,8 @@ def _own_kernels(task: Task, resources: Resources) -> list[AlgorithmFamily]:
         found.append(family("large depthwise", lambda: large_depthwise_candidates(task, resources)))
     if suits_small_kernels(task, resources):
         found.append(family("small", lambda: small_candidates(task, resources)))
-    if suits_short_sums(task):
-        found.append(family("short sums", lambda: short_sums_candidates(task)))
+    if suits_small_k_wgrad(task):
+        found.append(family("short sums", lambda: small_k_wgrad_candidates(task)))
     if suits_large_windows(task):
         found.append(family(LargeWindows.name, lambda: [LargeWindows(task, resources)]))
     if suits_few_channels(task):

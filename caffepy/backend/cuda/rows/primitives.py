@@ -1,4 +1,4 @@
-"""`RowPrimitives` on one GPU: launches kernels/rows.cu and kernels/roi.cu."""
+"""`IndexingPrimitives` on one GPU: launches kernels/rows.cu and kernels/roi.cu."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from caffepy.backend.cuda.compiler import MAX_BLOCKS, THREADS, c_type, defines, 
 from caffepy.backend.cuda.copy import copy, in_c_order
 from caffepy.backend.cuda.indexing import MAX_INDEX
 from caffepy.backend.cuda.memory import Scratch, fill, raw
+from caffepy.backend.indexing_primitives import IndexingPrimitives, SparseMatrix
 from caffepy.backend.layout import CHANNELS_LAST
-from caffepy.backend.row_primitives import RowPrimitives, SparseMatrix
 from caffepy.backend.types import Array, Geometry
 
 MAX_COLUMN_BLOCKS = 64
@@ -22,7 +22,7 @@ def _run(file: str, name: str, items: int, *arguments: object, stored: str = "fl
     launch(kernel, items, (*arguments, items))
 
 
-class CudaRows(RowPrimitives):
+class CudaRows(IndexingPrimitives):
     """Rows, regions and unpooling for one GPU."""
 
     _scratch: Scratch

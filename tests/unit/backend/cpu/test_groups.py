@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.backend import Geometry, create_backend
-from caffepy.backend.cpu.convolution import narrow
+from caffepy.backend.cpu.convolution import grouped
 from caffepy.backend.cpu.convolution.depthwise import phased
 from caffepy.backend.cpu.convolution.depthwise.spread import is_spread, one_window
-from caffepy.backend.cpu.convolution.narrow import NarrowConvolution
+from caffepy.backend.cpu.convolution.grouped import GroupedConvolution
+from caffepy.backend.cpu.convolution.implicit_padding import weights, windows
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
-from caffepy.backend.cpu.convolution.unpadded import weights, windows
 from caffepy.backend.cpu.jit.vector import WIDTH
 from caffepy.backend.cpu.workspace import Workspace
 
@@ -134,7 +134,7 @@ def test_threads_change_no_bit_of_groups(groups: int) -> None:
 def test_multipliers(multiplier: int) -> None:
     """The gradient of the image is made for each output and added up."""
     geometry = Geometry((3, 3), (2, 1), (1, 1), ONE, 5)
-    assert isinstance(planned((2, 5, 5, 8), 5 * multiplier, geometry), NarrowConvolution)
+    assert isinstance(planned((2, 5, 5, 8), 5 * multiplier, geometry), GroupedConvolution)
     checks.check_convolution(BACKEND, (2, 5, 5, 8), 5 * multiplier, geometry)
 
 
@@ -264,5 +264,5 @@ def test_one_window(
 @pytest.mark.parametrize("many", [17, 32])
 def test_weights_of_many_outputs_for_each_channel(monkeypatch: pytest.MonkeyPatch, many: int, repeated: int) -> None:
     """Channels are repeated for each of their outputs, a part of the batch at a time."""
-    monkeypatch.setattr(narrow, "REPEATED", repeated)
+    monkeypatch.setattr(grouped, "REPEATED", repeated)
     checks.check_convolution(BACKEND, (3, 3, 6, 7), 3 * many, Geometry((3, 2), (1, 2), (1, 0), (1, 1), 3))

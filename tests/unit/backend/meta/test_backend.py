@@ -7,10 +7,10 @@ import inspect
 import pytest
 
 from caffepy.backend import Geometry, create_backend
+from caffepy.backend.indexing_primitives import SparseMatrix
 from caffepy.backend.interface import Backend
 from caffepy.backend.meta.array import SETUP, MetaArray
 from caffepy.backend.meta.backend import MetaBackend
-from caffepy.backend.row_primitives import SparseMatrix
 from caffepy.backend.types import BatchNormState, RandomStream
 
 NUMBERS = {"value", "axis", "accumulate", "transpose_a", "transpose_b", "window", "relu",

@@ -36,12 +36,12 @@ def index_of(records, large=False):
 def compiled():
     """The kernel copies, however few the records are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(image_bytes._copy_records, "pays", lambda items, compiling: True)
+        patch.setattr(image_bytes._copy_records, "should_compile", lambda items, compiling: True)
         yield
 
 
 def test_few_records_are_left_to_the_loader(monkeypatch):
-    monkeypatch.setattr(image_bytes._copy_records, "pays", lambda items, compiling: items > compiling)
+    monkeypatch.setattr(image_bytes._copy_records, "should_compile", lambda items, compiling: items > compiling)
     records = [datum(n) for n in range(4)]
     monkeypatch.setattr(image_bytes, "_COMPILING", 4)
     assert copy(records, (3, 4, 5))[0].tolist() == [1] * 4

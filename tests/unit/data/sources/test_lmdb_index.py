@@ -19,7 +19,7 @@ from caffepy.errors import DataError
 def compiled(request):
     """Whether the walk is done by machine code, or by Python as in a start with an empty cache."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lmdb_index._walk, "pays", lambda items, compiling, loading: request.param)
+        patch.setattr(lmdb_index._walk, "should_compile", lambda items, compiling, loading: request.param)
         yield
 
 

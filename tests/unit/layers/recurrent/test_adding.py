@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 from training import build_solver
 
-from caffepy.solvers.statistics import keeping_statistics
+from caffepy.solvers.statistics import preserve_running_stats
 
 BITS, STREAMS, BATCHES = 8, 32, 40
 
@@ -56,7 +56,7 @@ def test_a_forward_pass_that_is_no_training_leaves_the_state(tmp_path: Path) -> 
         solver.step(2)
         before = [array.copy() for array in solver.net.state()]
         assert len(before) == 2 and all(array.any() for array in before)
-        with keeping_statistics(solver.net):
+        with preserve_running_stats(solver.net):
             solver.net.forward()
             assert not np.array_equal(solver.net.state()[0], before[0])
         assert all(map(np.array_equal, solver.net.state(), before))

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from process_groups import run_threads
 
-from caffepy.awake import AwakeClock
 from caffepy.errors import AbortedError, PeerError
+from caffepy.monotonic_clock import SuspendAwareClock
 from caffepy.parallel.communicators import local as local_module
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.hierarchical import HierarchicalCommunicator
@@ -139,8 +139,8 @@ class Suspended:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        self.clock = AwakeClock(lambda: self.now)
-        monkeypatch.setattr(local_module, "awake_seconds", self.clock.read)
+        self.clock = SuspendAwareClock(lambda: self.now)
+        monkeypatch.setattr(local_module, "suspend_aware_seconds", self.clock.read)
         monkeypatch.setattr(local_module, "_LOOK_SECONDS", 0.002)
 
     def pass_seconds(self, seconds: int) -> None:

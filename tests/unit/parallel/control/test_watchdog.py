@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 
-from caffepy.awake import AwakeClock
 from caffepy.errors import PeerError
+from caffepy.monotonic_clock import SuspendAwareClock
 from caffepy.parallel.control import connect, heartbeat, stop_news
 from caffepy.parallel.control.connect import connect_training
 from caffepy.parallel.control.heartbeat import Heartbeat
@@ -286,13 +286,13 @@ def test_ranks_of_one_machine_listen_on_the_loopback_address_alone(group: Callab
 
 
 class Clock:
-    """Plays `awake_seconds`, for all processes of a test."""
+    """Plays `suspend_aware_seconds`, for all processes of a test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        self._clock = AwakeClock(lambda: self.now)
+        self._clock = SuspendAwareClock(lambda: self.now)
         for module in (heartbeat, stop_news, store):
-            monkeypatch.setattr(module, "awake_seconds", self._clock.read)
+            monkeypatch.setattr(module, "suspend_aware_seconds", self._clock.read)
 
     def pass_seconds(self, seconds: int) -> None:
         for _ in range(seconds):

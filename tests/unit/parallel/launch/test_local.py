@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 
 from caffepy.errors import ConfigError
-from caffepy.parallel.launch.local import Meeting, local_commands, secret_for
+from caffepy.parallel.launch.local import Rendezvous, local_commands, secret_for
 from caffepy.parallel.launch.mpirun import Job
 
 
 def test_each_process_learns_what_torchrun_tells() -> None:
-    meeting = Meeting(3, 1, "host0", 4711).complete()
+    meeting = Rendezvous(3, 1, "host0", 4711).complete()
     found = local_commands(Job(["caffepy", "train"], 2), meeting)
     assert [line for line, _ in found] == [["caffepy", "train"]] * 2
     shared = {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host0", "MASTER_PORT": "4711"}
@@ -17,25 +17,25 @@ def test_each_process_learns_what_torchrun_tells() -> None:
 
 
 def test_one_machine_needs_no_address() -> None:
-    meeting = Meeting().complete()
+    meeting = Rendezvous().complete()
     assert meeting.address == "127.0.0.1" and meeting.port is not None and 1024 < meeting.port < 65536
-    assert Meeting(2, 0, "a").complete().port == 29500
+    assert Rendezvous(2, 0, "a").complete().port == 29500
 
 
 def test_one_machine_makes_its_own_secret() -> None:
-    assert len(secret_for(Meeting(), {})["CAFFEPY_JOB_SECRET"]) == 64
-    assert secret_for(Meeting(), {"CAFFEPY_JOB_SECRET": "given"}) == {}
-    assert secret_for(Meeting(2, 0, "a"), {}) == {}
+    assert len(secret_for(Rendezvous(), {})["CAFFEPY_JOB_SECRET"]) == 64
+    assert secret_for(Rendezvous(), {"CAFFEPY_JOB_SECRET": "given"}) == {}
+    assert secret_for(Rendezvous(2, 0, "a"), {}) == {}
 
 
 @pytest.mark.parametrize(
     ("meeting", "message"),
     [
-        (Meeting(2, 2, "a"), "--node-rank 2: with --nnodes 2 it is 0 to 1"),
-        (Meeting(2, 1), "--nnodes 2: where is rank 0"),
-        (Meeting(1, 0, None, 65536), "--master-port 65536 is no port"),
+        (Rendezvous(2, 2, "a"), "--node-rank 2: with --nnodes 2 it is 0 to 1"),
+        (Rendezvous(2, 1), "--nnodes 2: where is rank 0"),
+        (Rendezvous(1, 0, None, 65536), "--master-port 65536 is no port"),
     ],
 )
-def test_mistakes(meeting: Meeting, message: str) -> None:
+def test_mistakes(meeting: Rendezvous, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         meeting.complete()

@@ -20,7 +20,7 @@ from caffepy.parallel.communicators.collectives import Collective, Op
 from caffepy.parallel.communicators.hierarchical import HierarchicalCommunicator
 from caffepy.parallel.factory import DeviceCommunicators
 from caffepy.parallel.processes import create, store_world
-from caffepy.parallel.processes.launcher import VARIABLES, Meeting, find_launcher, find_mpi_launcher
+from caffepy.parallel.processes.launcher import VARIABLES, StoreAddress, find_launcher, find_mpi_launcher
 from caffepy.parallel.processes.store_world import StoreWorld
 from caffepy.parallel.store import meeting as meeting_module
 from caffepy.parallel.store.meeting import SECRET
@@ -81,7 +81,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_worlds(size: int, action: Callable[[StoreWorld], Any], timeout: float = 300.0, late: float = 0.0) -> list[Any]:
     """What `action` gives on each rank, or its error."""
-    meeting = Meeting(size, "127.0.0.1", free_port(), True)
+    meeting = StoreAddress(size, "127.0.0.1", free_port(), True)
 
     def work(rank: int) -> Any:
         if rank == 0:
@@ -100,7 +100,7 @@ def test_the_variables_make_this_world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(create, "find_launcher", lambda: find_launcher(TOLD))
     monkeypatch.setattr(store_world, "StoreWorld", lambda rank, meeting: made.append((rank, meeting)))
     create.create_world()
-    assert made == [(1, Meeting(4, "a", 29500, True))]
+    assert made == [(1, StoreAddress(4, "a", 29500, True))]
 
 
 def test_ranks_tell_each_other_values_whoever_comes_first() -> None:
@@ -227,7 +227,7 @@ def test_a_failure_that_ends_a_wait_is_the_monitors_to_tell(monkeypatch: pytest.
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    meeting = Meeting(3, "127.0.0.1", free_port(), True)
+    meeting = StoreAddress(3, "127.0.0.1", free_port(), True)
     results = run_threads(2, lambda rank: StoreWorld(rank, meeting, 0.5))
     assert "the ranks' meeting at 127.0.0.1:" in str(results[0])
     assert str(results[0]).endswith("has waited 0.5 s for rank 2 to join")
@@ -235,7 +235,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def test_a_port_in_use_and_another_secret_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    meeting = Meeting(2, "127.0.0.1", free_port(), True)
+    meeting = StoreAddress(2, "127.0.0.1", free_port(), True)
 
     def work(rank: int) -> Any:
         return StoreWorld(rank, meeting, 2.0)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from caffepy.awake import awake_seconds
 from caffepy.errors import AbortedError, PeerError, UserError
+from caffepy.monotonic_clock import suspend_aware_seconds
 from caffepy.parallel.store.client import ControlClient
 from caffepy.parallel.store.records import DeviceStatus, Failure, Member
 from caffepy.parallel.store.server import ControlServer
@@ -42,7 +42,7 @@ class Net:
 
 @pytest.fixture
 def net() -> Iterator[Net]:
-    awake_seconds()  # starts the clock of the process
+    suspend_aware_seconds()  # starts the clock of the process
     before = set(threading.enumerate())
     net = Net()
     yield net

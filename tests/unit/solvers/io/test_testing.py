@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replaying import Replaying
+from fake_graph_backend import Replaying
 from training import build_solver, solver_param, weights_of
 
 from caffepy.net.fusion.folded import FoldedConvolution

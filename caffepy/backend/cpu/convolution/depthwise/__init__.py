@@ -1,1 +1,1 @@
-"""Passes of convolutions with one channel in a group that go their own ways. ../narrow.py imports them."""
+"""Passes of convolutions with one channel in a group that go their own ways. ../grouped.py imports them."""

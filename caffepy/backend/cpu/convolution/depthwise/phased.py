@@ -17,11 +17,21 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from caffepy.backend.cpu.convolution.lanes import LINE, NUMBERS, PIXELS, TABLE, WORD, Lanes, LanesWriter, Row, generator
-from caffepy.backend.cpu.convolution.lanes_kernels import named_kernel
-from caffepy.backend.cpu.convolution.lanes_tables import row_taps, row_tiles, step_of, table_of
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
+from caffepy.backend.cpu.convolution.simd_groups import (
+    LINE,
+    NUMBERS,
+    PIXELS,
+    TABLE,
+    WORD,
+    Row,
+    SimdGroups,
+    SimdGroupsWriter,
+    generator,
+)
+from caffepy.backend.cpu.convolution.simd_groups_kernels import named_kernel
+from caffepy.backend.cpu.convolution.simd_groups_tables import row_taps, row_tiles, step_of, table_of
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Kernel, Words
 from caffepy.backend.cpu.jit.threads import VECTOR_GRAIN
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, table_at
@@ -36,7 +46,7 @@ ZEROS = ConstantTable(np.zeros(2 * WIDTH, np.float32))
 """What is read in place of what lies beside the image."""
 
 
-class _TileWriter(LanesWriter):
+class _TileWriter(SimdGroupsWriter):
     """Writes the sums of a tile of eight or four pixels."""
 
     def write_tile(self, row: Row, arguments: list[Any]) -> None:
@@ -73,7 +83,7 @@ def row_tile(row: Row) -> Any:
         y: Any, y_step: Any, pixels: Any, relu: Any, low: Any, high: Any, zeros: Any,
     ) -> Any:  # fmt: skip
         return signature, generator(
-            _TileWriter, Lanes(1, 1), lambda writer, arguments: writer.write_tile(row, arguments)
+            _TileWriter, SimdGroups(1, 1), lambda writer, arguments: writer.write_tile(row, arguments)
         )
 
     return intrinsic(typed)

@@ -14,9 +14,9 @@ from typing import Any
 from numba import types
 from numba.extending import intrinsic
 
-from caffepy.backend.cpu.convolution.lanes import NUMBERS, WORD, Lanes, LanesWriter, Row, generator
-from caffepy.backend.cpu.convolution.lanes_kernels import named_kernel
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
+from caffepy.backend.cpu.convolution.simd_groups import NUMBERS, WORD, Row, SimdGroups, SimdGroupsWriter, generator
+from caffepy.backend.cpu.convolution.simd_groups_kernels import named_kernel
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Kernel
 from caffepy.backend.cpu.jit.threads import VECTOR_GRAIN
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead
@@ -34,7 +34,7 @@ BLOCKS = 8
 """Parts of the batch whose gradients are added up apart; fixed, so that the order of a sum depends on no thread."""
 
 
-class _PlaneWriter(LanesWriter):
+class _PlaneWriter(SimdGroupsWriter):
     """Writes the copy of pixels and the sums over a plane of them."""
 
     def write_copy(self, arguments: list[Any]) -> None:
@@ -81,7 +81,7 @@ class _PlaneWriter(LanesWriter):
 
 
 @cache
-def copy_pixels(lanes: Lanes) -> Any:
+def copy_pixels(lanes: SimdGroups) -> Any:
     """What the lanes multiply in each of some pixels, one vector after the other.
 
     Arguments: the first pixel and the elements from one to the next; how many; where to; elements of a pixel.
@@ -109,15 +109,15 @@ def plane_sums(row: Row, rows: int, pixels: int) -> Any:
         def write(writer: Any, arguments: list[Any]) -> None:
             writer.write_sums(row, rows, pixels, arguments)
 
-        return signature, generator(_PlaneWriter, Lanes(1, 1), write)
+        return signature, generator(_PlaneWriter, SimdGroups(1, 1), write)
 
     return intrinsic(typed)
 
 
 @cache
-def plane_kernel(lanes: Lanes, row: Row, rows: int, pixels: int) -> Kernel:
+def plane_kernel(lanes: SimdGroups, row: Row, rows: int, pixels: int) -> Kernel:
     """The kernel of a `PlanesPass`."""
-    copy_x, copy_dy, sums = copy_pixels(lanes), copy_pixels(Lanes(1, 1)), plane_sums(row, rows, pixels)
+    copy_x, copy_dy, sums = copy_pixels(lanes), copy_pixels(SimdGroups(1, 1)), plane_sums(row, rows, pixels)
 
     def narrow_planes(  # noqa: PLR0913 -- a kernel
         begin: Int, end: Int, x: Floats, dy: Floats, totals: Floats, images: Int, block: Int, parts: Int, vectors: Int,
@@ -167,7 +167,7 @@ class PlanesPass:
         row: the taps of a row of the kernel.
     """
 
-    def __init__(self, lanes: Lanes, shape: ConvolutionShape, row: Row) -> None:
+    def __init__(self, lanes: SimdGroups, shape: ConvolutionShape, row: Row) -> None:
         self._lanes, self._shape, self._row = lanes, shape, row
         self._vectors = -(-shape.geometry.group // lanes.groups)
         self._pixels = 7 if shape.out[-1] % 7 == 0 and WIDTH == 16 else 4

@@ -16,9 +16,9 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from caffepy.backend.cpu.convolution.lanes import NUMBERS, WORD, Lanes, LanesWriter, generator
-from caffepy.backend.cpu.convolution.lanes_kernels import gather, named_kernel
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
+from caffepy.backend.cpu.convolution.simd_groups import NUMBERS, WORD, SimdGroups, SimdGroupsWriter, generator
+from caffepy.backend.cpu.convolution.simd_groups_kernels import gather, named_kernel
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Kernel, device_function
 from caffepy.backend.cpu.jit.threads import GRAIN
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead
@@ -30,7 +30,7 @@ MIN_RUN = 2 * WIDTH
 """Elements of a run from which it pays."""
 
 
-class _RunWriter(LanesWriter):
+class _RunWriter(SimdGroupsWriter):
     """Writes the sums of a run."""
 
     def write(self, taps: int, arguments: list[Any]) -> None:
@@ -84,7 +84,7 @@ def run_sums(taps: int) -> Any:
 
     def typed(typing_context: Any, y: Any, count: Any, x: Any, weights: Any, run: Any, keep: Any) -> Any:
         return signature, generator(
-            _RunWriter, Lanes(1, 1), lambda writer, arguments: writer.write(taps, arguments)
+            _RunWriter, SimdGroups(1, 1), lambda writer, arguments: writer.write(taps, arguments)
         )  # fmt: skip
 
     return intrinsic(typed)

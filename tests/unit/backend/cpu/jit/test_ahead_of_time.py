@@ -110,7 +110,7 @@ def _double(begin: Int, end: Int, x: Floats) -> None:
 @pytest.mark.parametrize(("items", "pays"), [(10, False), (1000, True)])
 def test_a_kernel_that_may_pay_is_foreseen_where_this_work_alone_pays_for_it(items: int, pays: bool):
     answers: list[bool] = []
-    ForeseenKernels().note(lambda: answers.append(_double.pays(items, compiling=100)))
+    ForeseenKernels().note(lambda: answers.append(_double.should_compile(items, compiling=100)))
     assert answers == [pays]
     assert "_compiled" not in _double.__dict__
 

@@ -11,7 +11,7 @@ import pytest
 
 from caffepy.backend.cpu.jit import cache as cpu_cache
 from caffepy.backend.cpu.jit.address import address_of
-from caffepy.backend.cpu.jit.deferred import Bytes, Int, Patience, Words, deferred_kernel, part, read_at
+from caffepy.backend.cpu.jit.deferred import Bytes, Int, JitThreshold, Words, deferred_kernel, part, read_at
 
 
 @part
@@ -57,14 +57,14 @@ def test_both_read_files(tmp_path: Path) -> None:
 def test_a_kernel_pays_where_numba_is_there_and_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_cache, "kernels_folder", lambda: tmp_path)
     cold, later = (deferred_kernel(_results_of.interpret) for _ in range(2))
-    assert [cold.pays(items, 10, 100) for items in (4, 6, 1)] == [False, False, True]
+    assert [cold.should_compile(items, 10, 100) for items in (4, 6, 1)] == [False, False, True]
     cold.run(1, 5, 5, np.arange(5), np.zeros(5, np.int64))
-    assert later.pays(1, 10, 100), "it is in the cache"
+    assert later.should_compile(1, 10, 100), "it is in the cache"
 
 
 def test_patience_ends_after_so_much_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "numba")
-    patience = Patience(10)
+    patience = JitThreshold(10)
     assert [patience.ends(items) for items in (4, 6, 1)] == [False, False, True]
 
 

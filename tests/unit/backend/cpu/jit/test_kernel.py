@@ -233,13 +233,13 @@ def test_a_kernel_pays_when_it_is_kept_or_has_been_asked_for_enough(
 ) -> None:
     monkeypatch.setattr(cpu_cache, "kernels_folder", lambda: tmp_path)
     cold, later = (kernel(_doubles_of._function) for _ in range(2))
-    assert [cold.pays(items, 10) for items in (4, 6, 1)] == [False, False, True]
+    assert [cold.should_compile(items, 10) for items in (4, 6, 1)] == [False, False, True]
     x, out = np.arange(5), np.zeros(5, np.int64)
     assert not list(tmp_path.iterdir())
     cold.run(1, 5, 5, x, out)
     assert out.tolist() == [0, 2, 4, 6, 8]
     assert all(path.name.startswith(f"test_kernel.{cold.name}-") for path in tmp_path.iterdir())
-    assert later.pays(1, 10), "it is in the cache"
+    assert later.should_compile(1, 10), "it is in the cache"
 
 
 def test_what_kernels_call_is_compiled_with_them_alone() -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.types import Geometry
 
-NAMES = ("short_sums", "large_windows", "repeated_channels")
+NAMES = ("small_k_wgrad", "large_windows", "depth_multiplier")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def modules(cupy_or_mock: None) -> Iterator[Any]:
     prefix = "caffepy.backend.cuda.convolution.own_kernels"
     found = {name: importlib.import_module(f"{prefix}.{name}") for name in NAMES}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(found["short_sums"], "has_tensor_cores", lambda: True)
+        patch.setattr(found["small_k_wgrad"], "has_tensor_cores", lambda: True)
         yield SimpleNamespace(**found)
 
 
@@ -56,23 +56,23 @@ def task(
     ],
 )
 def test_short_sums_are_of_few_pixels_and_many_weights(modules: Any, given_task: Task, suited: bool) -> None:
-    assert modules.short_sums.suits_short_sums(given_task) is suited
+    assert modules.small_k_wgrad.suits_small_k_wgrad(given_task) is suited
 
 
 @pytest.mark.parametrize("given_task", [task((1, 512, 7, 7), 520, (3, 3), pad=1), task((64, 512, 7, 7), 264, (7, 7))])
 def test_blocks_of_short_sums_cover_all_weights(modules: Any, given_task: Task) -> None:
-    candidates = modules.short_sums.short_sums_candidates(given_task)
-    assert len({candidate.name for candidate in candidates}) == len(candidates) == len(modules.short_sums.TILES)
+    candidates = modules.small_k_wgrad.small_k_wgrad_candidates(given_task)
+    assert len({candidate.name for candidate in candidates}) == len(candidates) == len(modules.small_k_wgrad.TILES)
     outputs, columns = given_task.problem.weights[0], math.prod(given_task.problem.weights[1:])
-    for candidate, (rows, wide) in zip(candidates, modules.short_sums.TILES, strict=True):
+    for candidate, (rows, wide) in zip(candidates, modules.small_k_wgrad.TILES, strict=True):
         assert (columns, outputs) <= (candidate._grid[0] * wide, candidate._grid[1] * rows)
         assert candidate._grid[1] * rows >= outputs
 
 
 def test_a_whole_image_is_one_pixel_of_all_its_numbers(modules: Any) -> None:
     problem = task((64, 512, 7, 7), 256, (7, 7)).problem
-    assert modules.short_sums.pixels_of(problem) == 64
-    channels, _, *more = modules.short_sums._arguments(problem)
+    assert modules.small_k_wgrad.pixels_of(problem) == 64
+    channels, _, *more = modules.small_k_wgrad._arguments(problem)
     assert channels == 512 * 49
     assert more[-12:] == [1, 1, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1]
 
@@ -128,12 +128,12 @@ def test_outputs_are_parts_where_images_are_few(modules: Any) -> None:
 def test_channels_are_repeated_where_there_is_a_multiplier_and_memory(
     modules: Any, given_task: Task, suited: bool
 ) -> None:
-    assert modules.repeated_channels.suits_repeating(given_task) is suited
+    assert modules.depth_multiplier.suits_depth_multiplier(given_task) is suited
 
 
 def test_the_depthwise_problem_of_repeated_channels_is_the_same(modules: Any) -> None:
     problem = task((2, 3, 7, 6), 12, (3, 2), group=3, pad=1, stride=2).problem
-    other = modules.repeated_channels.repeated(problem)
+    other = modules.depth_multiplier.repeated(problem)
     assert (other.y, other.weights) == (problem.y, problem.weights)
     rng = np.random.default_rng(1)
     x, weights, dy = (rng.standard_normal(shape) for shape in (problem.x, problem.weights, problem.y))

@@ -20,7 +20,7 @@ from caffepy.backend.layout import view
 from caffepy.backend.types import Array, convolution_workspace
 
 
-def suits_repeating(task: Task) -> bool:
+def suits_depth_multiplier(task: Task) -> bool:
     """Whether a task has a channel multiplier, and memory for what is repeated."""
     problem, channels = task.problem, task.problem.x[1]
     if len(problem.x) != 4 or not problem.geometry.group == channels < problem.weights[0]:
@@ -40,11 +40,11 @@ def repeated(problem: Problem) -> Problem:
     return Problem(x, problem.weights, replace(problem.geometry, group=outputs), problem.dtype)
 
 
-class RepeatedChannels:
+class DepthMultiplier:
     """The candidate: the fastest of the depthwise problem.
 
     Args:
-        task: a plain one that `suits_repeating`.
+        task: a plain one that `suits_depth_multiplier`.
         choose: gives the candidate of another task.
         resources: scratch memory.
     """

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from caffepy.backend.cpu.convolution.implicit_padding.lines import forward_axis, lines_of
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
-from caffepy.backend.cpu.convolution.unpadded.lines import forward_axis, lines_of
 from caffepy.backend.cpu.convolution.weight_gradient import LINE, ZEROS, add_products, transpose_add
 from caffepy.backend.cpu.gemm.microkernel import FOURS, TALL, rows_of_fours
 from caffepy.backend.cpu.gemm.packing import COST_TALL, SPARE, Panels, extended, panel_vectors

@@ -38,7 +38,7 @@ TYPES = {"float16": ("float16", "f16"), "bfloat16": ("bfloat16", "bf16")}
 """What dtypes are called in kernels/common.cu and in PTX."""
 
 
-def suits_short_sums(task: Task) -> bool:
+def suits_small_k_wgrad(task: Task) -> bool:
     """Whether the kernels can do a task and may be ahead with it."""
     problem = task.problem
     if task != Task(problem, Direction.WEIGHTS) or problem.dtype not in TYPES or len(problem.x) not in CHANNELS_LAST:
@@ -57,16 +57,16 @@ def pixels_of(problem: Problem) -> int:
     return problem.y[0] * math.prod(problem.y[2:])
 
 
-def short_sums_candidates(task: Task) -> list[ShortSums]:
+def small_k_wgrad_candidates(task: Task) -> list[SmallKWgrad]:
     """One for each tile."""
-    return [ShortSums(task, tile) for tile in TILES]
+    return [SmallKWgrad(task, tile) for tile in TILES]
 
 
-class ShortSums:
+class SmallKWgrad:
     """A candidate: one tile.
 
     Args:
-        task: one that `suits_short_sums`.
+        task: one that `suits_small_k_wgrad`.
         tile: outputs and elements of a window that a block takes.
     """
 

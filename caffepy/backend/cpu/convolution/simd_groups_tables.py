@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.lanes import PIXELS, Row
 from caffepy.backend.cpu.convolution.phases import Axis, merged, taps_inside
+from caffepy.backend.cpu.convolution.simd_groups import PIXELS, Row
 from caffepy.backend.cpu.jit.kernel import ConstantTable
 
 

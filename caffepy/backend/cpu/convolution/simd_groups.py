@@ -27,7 +27,7 @@ LINE = 16
 
 
 @dataclass(frozen=True)
-class Lanes:
+class SimdGroups:
     """How groups share vectors.
 
     Args:
@@ -87,10 +87,10 @@ class Row:
         return (pixels - 1) * self.step + (self.taps - 1) * self.gap + 1
 
 
-class LanesWriter(Writer):
+class SimdGroupsWriter(Writer):
     """Writes sums over taps for several pixels, or over pixels for several taps."""
 
-    def __init__(self, builder: Any, lanes: Lanes) -> None:
+    def __init__(self, builder: Any, lanes: SimdGroups) -> None:
         super().__init__(builder)
         self._lanes = lanes
 
@@ -104,7 +104,7 @@ class LanesWriter(Writer):
     def factors(self, pixel: Any, masks: list[Any]) -> list[Any]:
         """For each i, the vector of what the lanes multiply."""
         loaded = [self._load(pixel, v * WIDTH, mask) for v, mask in enumerate(masks)]
-        if self._lanes == Lanes(1, 1):
+        if self._lanes == SimdGroups(1, 1):
             return loaded
         second = loaded[1] if len(loaded) > 1 else loaded[0]
         return [self._shuffled(loaded[0], second, i) for i in range(self._lanes.read)]
@@ -327,7 +327,7 @@ class LanesWriter(Writer):
 
 
 @cache
-def pixel_sums(lanes: Lanes, pixels: int, whole: bool) -> Any:
+def pixel_sums(lanes: SimdGroups, pixels: int, whole: bool) -> Any:
     """Results of one vector of channels for `pixels` pixels: start + the sum over taps of x * weights.
 
     Arguments: x and the step between the pixels' windows; rows of taps as a table of (offset in x, in weights) and
@@ -349,7 +349,7 @@ def pixel_sums(lanes: Lanes, pixels: int, whole: bool) -> Any:
 
 
 @cache
-def row_sums(lanes: Lanes, row: Row, pixels: int, whole: bool, edges: bool) -> Any:
+def row_sums(lanes: SimdGroups, row: Row, pixels: int, whole: bool, edges: bool) -> Any:
     """As `pixel_sums`, for rows of taps as in `row`: each column of the image is read once for all pixels and taps.
 
     Arguments: x and the elements of its pixel; rows of taps and their number; columns of taps; weights; the vector to
@@ -376,7 +376,7 @@ def row_sums(lanes: Lanes, row: Row, pixels: int, whole: bool, edges: bool) -> A
 
 
 @cache
-def row_tap_sums(lanes: Lanes, row: Row, rows: int, whole: bool) -> Any:
+def row_tap_sums(lanes: SimdGroups, row: Row, rows: int, whole: bool) -> Any:
     """For the taps of several rows, totals += the sum over pixels of x * dy, for one vector of channels.
 
     Arguments: x and the elements of its pixel; the rows as a table of (offset in x, in totals); the columns as one of
@@ -401,7 +401,7 @@ def row_tap_sums(lanes: Lanes, row: Row, rows: int, whole: bool) -> Any:
 
 
 @cache
-def tap_sums(lanes: Lanes, taps: int, whole: bool) -> Any:
+def tap_sums(lanes: SimdGroups, taps: int, whole: bool) -> Any:
     """For each of several taps, totals += the sum over pixels of x * dy, for one vector of channels.
 
     Arguments: x and the step between pixels' windows; the taps as a table of (offset in x, in totals); dy and the step
@@ -419,11 +419,13 @@ def tap_sums(lanes: Lanes, taps: int, whole: bool) -> Any:
     return intrinsic(typed)
 
 
-def _generator(lanes: Lanes, write: Callable[[Any, list[Any]], None]) -> Callable[..., Any]:
-    return generator(LanesWriter, lanes, write)
+def _generator(lanes: SimdGroups, write: Callable[[Any, list[Any]], None]) -> Callable[..., Any]:
+    return generator(SimdGroupsWriter, lanes, write)
 
 
-def generator(kind: type[LanesWriter], lanes: Lanes, write: Callable[[Any, list[Any]], None]) -> Callable[..., Any]:
+def generator(
+    kind: type[SimdGroupsWriter], lanes: SimdGroups, write: Callable[[Any, list[Any]], None]
+) -> Callable[..., Any]:
     """What numba calls to have an intrinsic's instructions written."""
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:

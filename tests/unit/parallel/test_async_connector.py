@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from caffepy.errors import AbortedError, PeerError
-from caffepy.parallel.connect_ahead import ConnectAhead
+from caffepy.parallel.async_connector import AsyncConnector
 
 
 def test_it_is_made_once_in_a_thread_of_its_own() -> None:
@@ -19,21 +19,21 @@ def test_it_is_made_once_in_a_thread_of_its_own() -> None:
         threads.append(threading.current_thread().name)
         return made
 
-    ahead = ConnectAhead(connect, "GPU 1")
+    ahead = AsyncConnector(connect, "GPU 1")
     ahead.begin()
     assert ahead() is made
     assert threads == ["connect GPU 1"]
 
 
 def test_whoever_has_not_begun_makes_it_in_the_caller() -> None:
-    assert ConnectAhead(threading.get_ident)() == threading.get_ident()  # type: ignore[arg-type]
+    assert AsyncConnector(threading.get_ident)() == threading.get_ident()  # type: ignore[arg-type]
 
 
 def test_its_error_is_raised_by_the_wait() -> None:
     def connect() -> MagicMock:
         raise PeerError("NCCL's connection of the GPUs failed")
 
-    ahead = ConnectAhead(connect)
+    ahead = AsyncConnector(connect)
     ahead.begin()
     with pytest.raises(PeerError, match="NCCL's connection of the GPUs failed"):
         ahead()
@@ -47,7 +47,7 @@ def test_the_wait_ends_when_a_peer_failed_and_what_comes_later_is_aborted() -> N
         assert peer.wait(300)
         return made
 
-    ahead = ConnectAhead(connect)
+    ahead = AsyncConnector(connect)
     ahead.begin()
     ahead.give_up()
     with pytest.raises(AbortedError, match="training was stopped"):
@@ -58,7 +58,7 @@ def test_the_wait_ends_when_a_peer_failed_and_what_comes_later_is_aborted() -> N
 
 def test_what_was_made_and_is_given_up_is_aborted() -> None:
     made = MagicMock()
-    ahead = ConnectAhead(lambda: made)
+    ahead = AsyncConnector(lambda: made)
     ahead.begin()
     assert ahead() is made
     ahead.give_up()

@@ -18,7 +18,7 @@ _LATE = 2.5
 """Seconds after which a look comes so late that the process was suspended, and not only busy."""
 
 
-class AwakeClock:
+class SuspendAwareClock:
     """Counts the seconds in which a process runs. Whoever reads it looks at the system's clock too.
 
     Args:
@@ -45,7 +45,7 @@ class _Looking:
     """The process's clock and the thread that looks at it, which is started by the first reader."""
 
     def __init__(self) -> None:
-        self.clock = AwakeClock()
+        self.clock = SuspendAwareClock()
         self._lock = threading.Lock()
         self._started = False
 
@@ -57,7 +57,7 @@ class _Looking:
     def _start(self) -> None:
         with self._lock:
             if not self._started:
-                self.clock = AwakeClock()
+                self.clock = SuspendAwareClock()
                 threading.Thread(target=self._look, name="clock", daemon=True).start()
                 self._started = True
 
@@ -79,6 +79,6 @@ def _look_anew() -> None:
 os.register_at_fork(after_in_child=_look_anew)
 
 
-def awake_seconds() -> float:
+def suspend_aware_seconds() -> float:
     """Seconds in which this process has run since this was first asked for; for differences, in any thread."""
     return _looking.seconds()

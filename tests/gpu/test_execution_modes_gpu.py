@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import execution_modes
 import net_agreement
 import pytest
-import ways
+from execution_modes import compare_inference, compare_training, persistent
 from net_agreement import Differences
-from ways import compare_inference, compare_training, persistent
 from wide_nets import WideNet
 
 from caffepy.backend import Backend, create_backend
@@ -30,15 +30,15 @@ def untuned() -> Iterator[Backend]:
 def allow_other_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused and folded kernels add up in another order than cuDNN's; captured ones give the eager ones' bits."""
     monkeypatch.setattr(net_agreement, "TOLERANCE", 1e-4)
-    monkeypatch.setattr(ways, "TRAINED", 2e-3)
+    monkeypatch.setattr(execution_modes, "TRAINED", 2e-3)
 
 
 def check_part(way: Callable[..., Differences], part: int, backend: Backend) -> None:
     """Every PARTS-th net gives the same whichever way it runs."""
     for seed in range(part, NETS, PARTS):
         found = persistent(lambda wide, attempt: way(wide, attempt, backend), WideNet(seed))
-        assert not found, f"net {seed} differs: {found}; see it with: python tests/support/ways.py --first {seed} " \
-            "--count 1 --show"  # fmt: skip
+        assert not found, f"net {seed} differs: {found}; see it with: python tests/support/execution_modes.py " \
+            f"--first {seed} --count 1 --show"  # fmt: skip
 
 
 @pytest.mark.parametrize("part", range(PARTS))

@@ -24,7 +24,7 @@ from caffepy.snapshot.files import (
     stored_weights,
     weights_beside,
 )
-from caffepy.solvers.execution_options import Keep
+from caffepy.solvers.execution_options import RetentionPolicy
 from caffepy.solvers.io.state import snapshot_paths
 from caffepy.solvers.train_state import TrainState
 
@@ -34,7 +34,7 @@ LOSS = "loss"
 """The score that stands for the sum of a test net's losses, where no output has this name."""
 
 
-class SnapshotKeeper:
+class SnapshotRetention:
     """Removes snapshots with the solver's prefix, after a newer one was written whole; every device may call it.
 
     Args:
@@ -45,7 +45,7 @@ class SnapshotKeeper:
         ConfigError: no test net has the score.
     """
 
-    def __init__(self, state: TrainState, keep: Keep) -> None:
+    def __init__(self, state: TrainState, keep: RetentionPolicy) -> None:
         self._state = state
         self._keep = keep
         self._written: Path | None = None

@@ -29,7 +29,7 @@ class SparseMatrix:
     shape: tuple[int, int]
 
 
-class RowPrimitives(ABC):
+class IndexingPrimitives(ABC):
     """Arrays are dense and float32 unless said otherwise. The rows of an array are its parts along axis 0.
 
     `bad`: int32 (1,), set to the position in `index` (or `labels`, `mask`, `rois`) of an entry that names nothing, left

@@ -43,7 +43,7 @@ class Connector:
         return self._connect()
 
 
-class ConnectAhead(Connector):
+class AsyncConnector(Connector):
     """Makes the communicator in a thread of its own.
 
     Args:

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from caffepy.backend import Geometry, create_backend
 from caffepy.backend.cpu.convolution import plain
 from caffepy.backend.cpu.convolution.direct import TileConvolution
-from caffepy.backend.cpu.convolution.lanes import Lanes, Row
-from caffepy.backend.cpu.convolution.lanes_kernels import pixel_kernel, row_kernel, row_tap_kernel, tap_kernel
-from caffepy.backend.cpu.convolution.lanes_tables import new_rows, next_rows, row_tables, row_tiles, tile_height
-from caffepy.backend.cpu.convolution.narrow import NarrowConvolution
+from caffepy.backend.cpu.convolution.grouped import GroupedConvolution
 from caffepy.backend.cpu.convolution.phases import Axis
 from caffepy.backend.cpu.convolution.product import ProductConvolution
+from caffepy.backend.cpu.convolution.simd_groups import Row, SimdGroups
+from caffepy.backend.cpu.convolution.simd_groups_kernels import pixel_kernel, row_kernel, row_tap_kernel, tap_kernel
+from caffepy.backend.cpu.convolution.simd_groups_tables import new_rows, next_rows, row_tables, row_tiles, tile_height
 from caffepy.backend.cpu.jit.vector import WIDTH
 
 BACKEND = create_backend(None, 2)
@@ -45,7 +45,7 @@ def test_narrow_groups(
     pad = (pad[0] - 1, pad[1] - 1)
     size = tuple(max(1, d * (k - 1) + e + 2 - 2 * p) for k, d, e, p in zip(kernel, dilation, extra, pad, strict=True))
     case = (images, groups * read, *size), groups * made, Geometry(kernel, stride, pad, dilation, groups)
-    assert isinstance(planned(*case), NarrowConvolution)
+    assert isinstance(planned(*case), GroupedConvolution)
     checks.check_convolution(BACKEND, *case)
 
 
@@ -268,9 +268,9 @@ def test_what_is_no_product(
 
 def test_machine_code_for_other_groups_has_other_names() -> None:
     """Processes keep it side by side; a process that links all of it must not take one for another."""
-    kernels = [make(Lanes(*widths)) for make in (pixel_kernel, tap_kernel) for widths in WIDTHS]
-    kernels += [row_kernel(Lanes(1, 1), row, high) for row in (Row(3, 1, 1), Row(3, 1, 2)) for high in (7, 8)]
-    kernels += [row_tap_kernel(Lanes(1, 1), row, rows) for row in (Row(3, 1, 1), Row(3, 2, 1)) for rows in (1, 3)]
+    kernels = [make(SimdGroups(*widths)) for make in (pixel_kernel, tap_kernel) for widths in WIDTHS]
+    kernels += [row_kernel(SimdGroups(1, 1), row, high) for row in (Row(3, 1, 1), Row(3, 1, 2)) for high in (7, 8)]
+    kernels += [row_tap_kernel(SimdGroups(1, 1), row, rows) for row in (Row(3, 1, 1), Row(3, 2, 1)) for rows in (1, 3)]
     assert len({kernel.name for kernel in kernels}) == len(kernels)
 
 

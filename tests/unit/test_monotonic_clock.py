@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caffepy.awake import _LATE, _TICK, AwakeClock, awake_seconds
+from caffepy.monotonic_clock import _LATE, _TICK, SuspendAwareClock, suspend_aware_seconds
 
 
 class System:
@@ -25,7 +25,7 @@ class System:
 
 def test_time_between_two_looks_counts_unless_it_is_long() -> None:
     system = System()
-    clock = AwakeClock(system)
+    clock = SuspendAwareClock(system)
     for passed, read in ((0.0, 0.0), (0.5, 0.5), (2.4, 2.9), (3600.0, 2.9 + _TICK), (0.1, 3.0 + _TICK)):
         system.seconds += passed
         assert abs(clock.read() - read) < 1e-9
@@ -34,7 +34,7 @@ def test_time_between_two_looks_counts_unless_it_is_long() -> None:
 @given(st.lists(st.tuples(st.floats(0, 2 * _LATE), st.booleans()), max_size=60))
 def test_it_never_runs_backward_nor_faster_than_the_systems(steps: list[tuple[float, bool]]) -> None:
     system = System()
-    clock = AwakeClock(system)
+    clock = SuspendAwareClock(system)
     last = clock.read()
     for passed, looks in steps:
         system.seconds += passed
@@ -45,19 +45,19 @@ def test_it_never_runs_backward_nor_faster_than_the_systems(steps: list[tuple[fl
 
 
 def test_a_process_that_is_not_suspended_has_the_systems_seconds() -> None:
-    begin, first = time.monotonic(), awake_seconds()
+    begin, first = time.monotonic(), suspend_aware_seconds()
     time.sleep(0.7)  # longer than between two looks of the thread
-    assert 0.5 <= awake_seconds() - first <= time.monotonic() - begin
+    assert 0.5 <= suspend_aware_seconds() - first <= time.monotonic() - begin
     assert any(thread.name == "clock" for thread in threading.enumerate())
 
 
 # From Python 3.12 on; what the thread does in the child is what is tested.
 @pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_process_has_a_clock_of_its_own() -> None:
-    awake_seconds()
+    suspend_aware_seconds()
     child = os.fork()
     if child == 0:
-        first = awake_seconds()
+        first = suspend_aware_seconds()
         ticking = any(thread.name == "clock" and thread.is_alive() for thread in threading.enumerate())
-        os._exit(0 if ticking and 0 <= awake_seconds() - first < 1 else 1)
+        os._exit(0 if ticking and 0 <= suspend_aware_seconds() - first < 1 else 1)
     assert os.waitpid(child, 0)[1] == 0

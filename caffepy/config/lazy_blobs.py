@@ -81,7 +81,7 @@ class StoredState:
 
 
 @dataclass
-class Apart:
+class SplitMessage:
     """A file's bytes without the large arrays.
 
     Args:
@@ -118,7 +118,7 @@ def _blobs(message: NetParameter | SolverState) -> Iterator[BlobProto]:
         yield from layer.blobs
 
 
-def set_apart(content: bytes, kind: type[NetParameter | SolverState]) -> Apart:
+def split_large_fields(content: bytes, kind: type[NetParameter | SolverState]) -> SplitMessage:
     """A serialised message without the large arrays of its blobs.
 
     All of it where it is damaged, or written as neither Caffe does: protobuf is to read that.
@@ -127,8 +127,8 @@ def set_apart(content: bytes, kind: type[NetParameter | SolverState]) -> Apart:
     try:
         parts = _without_arrays(memoryview(content), 0, len(content), _WITHIN[kind], arrays, itertools.count())
     except WireError:
-        return Apart(content)
-    return Apart(b"".join(parts), content, arrays) if arrays else Apart(content)
+        return SplitMessage(content)
+    return SplitMessage(b"".join(parts), content, arrays) if arrays else SplitMessage(content)
 
 
 def _without_arrays(

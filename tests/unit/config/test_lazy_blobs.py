@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caffepy.backend import create_backend
-from caffepy.config import stored_arrays
+from caffepy.config import lazy_blobs
+from caffepy.config.lazy_blobs import split_large_fields
 from caffepy.config.load import read_solver_state, read_stored_state, read_trained_layers, read_weights
 from caffepy.config.messages import field_head
-from caffepy.config.stored_arrays import set_apart
 from caffepy.config.text import parse_text
 from caffepy.errors import SnapshotError
 from caffepy.layers import LayerContext
@@ -35,7 +35,7 @@ from caffepy.proto.caffe_pb2 import (
 @pytest.fixture(autouse=True)
 def _small_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays of 16 bytes are large."""
-    monkeypatch.setattr(stored_arrays, "MIN_BYTES", 16)
+    monkeypatch.setattr(lazy_blobs, "MIN_BYTES", 16)
 
 
 def blob_of(count: int, **fields: Any) -> BlobProto:
@@ -45,7 +45,7 @@ def blob_of(count: int, **fields: Any) -> BlobProto:
 
 def brought_back(content: bytes) -> NetParameter:
     """The message of a file's bytes, read without the large arrays, which are then put where they belong."""
-    apart = set_apart(content, NetParameter)
+    apart = split_large_fields(content, NetParameter)
     param = NetParameter.FromString(apart.rest)
     for layer in [*param.layer, *param.layers]:
         for blob in layer.blobs:
@@ -84,7 +84,7 @@ def test_any_net_is_read_alike(net: NetParameter, unknown: bytes) -> None:
     content = net.SerializeToString()
     assert brought_back(content) == net
     number = field_head(b"", 3000 << 3 | 2) + field_head(b"", len(unknown)) + unknown
-    assert set_apart(content + number, NetParameter).rest.endswith(number)
+    assert split_large_fields(content + number, NetParameter).rest.endswith(number)
     assert (
         brought_back(content + number).SerializeToString()
         == NetParameter.FromString(content + number).SerializeToString()
@@ -102,7 +102,7 @@ def test_damaged_bytes_are_left_to_protobuf(net: NetParameter, data: st.DataObje
         whole = NetParameter.FromString(damaged)
     except Exception as error:  # protobuf's; whichever it is, it must be the same
         with pytest.raises(type(error)):
-            NetParameter.FromString(set_apart(damaged, NetParameter).rest)
+            NetParameter.FromString(split_large_fields(damaged, NetParameter).rest)
         return
     if not any(blob.HasField("data_end") for layer in [*whole.layer, *whole.layers] for blob in layer.blobs):
         assert brought_back(damaged).SerializePartialToString() == whole.SerializePartialToString()
@@ -132,7 +132,7 @@ def data_field(count: int) -> bytes:
     ],
 )
 def test_unusual_bytes_are_read_whole(content: bytes) -> None:
-    apart = set_apart(content, NetParameter)
+    apart = split_large_fields(content, NetParameter)
     assert apart.rest is content
     assert not apart.arrays
 
@@ -140,11 +140,11 @@ def test_unusual_bytes_are_read_whole(content: bytes) -> None:
 def test_many_fields_are_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers one by one, as proto2 writes lists that are not packed, take protobuf no time and Python much."""
     content = blobs_file(data_field(8), b"\x2d\x00\x00\x80\x3f")
-    monkeypatch.setattr(stored_arrays, "MAX_FIELDS", 4)
-    assert set_apart(blobs_file(data_field(8)), NetParameter).arrays
+    monkeypatch.setattr(lazy_blobs, "MAX_FIELDS", 4)
+    assert split_large_fields(blobs_file(data_field(8)), NetParameter).arrays
     many = blobs_file(data_field(8)) + b"\x28\x01" * 10
-    assert set_apart(many, NetParameter).rest is many
-    assert not set_apart(content, NetParameter).arrays
+    assert split_large_fields(many, NetParameter).rest is many
+    assert not split_large_fields(content, NetParameter).arrays
 
 
 @pytest.mark.parametrize("position", [{"data_end": 32}, {"data_begin": 4, "data_end": 36}, {"data_begin": 0}])

@@ -18,8 +18,10 @@ from caffepy.backend.cpu.convolution.depthwise.phased import ZEROS, PhasedGradie
 from caffepy.backend.cpu.convolution.depthwise.planes import PlanesPass
 from caffepy.backend.cpu.convolution.depthwise.spread import SpreadGradient, is_spread, one_window
 from caffepy.backend.cpu.convolution.direct import TileConvolution
-from caffepy.backend.cpu.convolution.lanes import Lanes
-from caffepy.backend.cpu.convolution.lanes_kernels import (
+from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged
+from caffepy.backend.cpu.convolution.shape import ConvolutionShape
+from caffepy.backend.cpu.convolution.simd_groups import SimdGroups
+from caffepy.backend.cpu.convolution.simd_groups_kernels import (
     add_blocks,
     fold_kernel,
     gather,
@@ -29,7 +31,7 @@ from caffepy.backend.cpu.convolution.lanes_kernels import (
     row_tap_kernel,
     tap_kernel,
 )
-from caffepy.backend.cpu.convolution.lanes_tables import (
+from caffepy.backend.cpu.convolution.simd_groups_tables import (
     new_rows,
     next_rows,
     row_of,
@@ -40,8 +42,6 @@ from caffepy.backend.cpu.convolution.lanes_tables import (
     tile_height,
     tiles,
 )
-from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged
-from caffepy.backend.cpu.convolution.shape import ConvolutionShape
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Kernel
 from caffepy.backend.cpu.jit.recording import note_host_work
 from caffepy.backend.cpu.jit.threads import GRAIN, VECTOR_GRAIN
@@ -71,23 +71,23 @@ DEPTH = 64 // WIDTH
 """Vectors of a tile, or of it and the next, from what is computed to what is fetched meanwhile."""
 
 
-def _fits(lanes: Lanes) -> bool:
+def _fits(lanes: SimdGroups) -> bool:
     return lanes.groups >= 2 and lanes.read <= MAX_READ
 
 
-def _lanes(weights_shape: tuple[int, ...], group: int) -> tuple[Lanes, Lanes]:
+def _lanes(weights_shape: tuple[int, ...], group: int) -> tuple[SimdGroups, SimdGroups]:
     """How groups share vectors forward (and in the weights' gradient) and in the gradient of the image."""
     made, read = weights_shape[0] // group, weights_shape[1]
-    return Lanes(made, read), Lanes(read, made)
+    return SimdGroups(made, read), SimdGroups(read, made)
 
 
-def is_narrow(weights_shape: tuple[int, ...], geometry: Geometry) -> bool:
+def is_grouped(weights_shape: tuple[int, ...], geometry: Geometry) -> bool:
     """Whether several groups fit into a vector, in one direction at least, or the gradient of the image is folded."""
     lanes = _lanes(weights_shape, geometry.group)
     return geometry.group > 1 and (any(map(_fits, lanes)) or _folds(lanes[1]))
 
 
-def _folds(lanes: Lanes) -> bool:
+def _folds(lanes: SimdGroups) -> bool:
     """Whether the gradient of the image is made for each output apart and then added up: it would leave lanes empty."""
     return lanes.made == 1 and lanes.used < WIDTH
 
@@ -109,7 +109,7 @@ class _Pass:
     """
 
     def __init__(
-        self, lanes: Lanes, groups: int, axes: Sequence[Axis], sizes: tuple[tuple[int, ...], tuple[int, ...]],
+        self, lanes: SimdGroups, groups: int, axes: Sequence[Axis], sizes: tuple[tuple[int, ...], tuple[int, ...]],
         kernel: tuple[int, ...],
     ) -> None:  # fmt: skip
         (source, target), self._lanes, column = sizes, lanes, axes[-1]
@@ -165,7 +165,7 @@ class _WeightsPass:
         axes: those of the forward pass.
     """
 
-    def __init__(self, lanes: Lanes, shape: ConvolutionShape, axes: Sequence[Axis]) -> None:
+    def __init__(self, lanes: SimdGroups, shape: ConvolutionShape, axes: Sequence[Axis]) -> None:
         self._lanes, self._shape, column = lanes, shape, axes[-1]
         kernel, source, inputs = shape.geometry.kernel, shape.sizes, shape.channels
         self._vectors = -(-shape.geometry.group // lanes.groups)
@@ -227,7 +227,7 @@ class _WeightsPass:
         return row_tap_kernel(self._lanes, self._row, rows), more
 
 
-def _forward_order(lanes: Lanes, shape: ConvolutionShape) -> Any:
+def _forward_order(lanes: SimdGroups, shape: ConvolutionShape) -> Any:
     """For each element (vector, tap, i, lane) of packed weights, which of the weights it is; -1: none."""
     taps = math.prod(shape.geometry.kernel)
     vectors = -(-shape.outputs // lanes.used)
@@ -236,7 +236,7 @@ def _forward_order(lanes: Lanes, shape: ConvolutionShape) -> Any:
     return np.where((lane < lanes.used) & (output < shape.outputs), (output * taps + k) * lanes.read + i, -1)
 
 
-def _backward_order(lanes: Lanes, shape: ConvolutionShape) -> Any:
+def _backward_order(lanes: SimdGroups, shape: ConvolutionShape) -> Any:
     """Likewise for the gradient of the image, whose lanes are the channels of the image."""
     taps = math.prod(shape.geometry.kernel)
     vectors = -(-shape.geometry.group // lanes.groups)
@@ -247,7 +247,7 @@ def _backward_order(lanes: Lanes, shape: ConvolutionShape) -> Any:
     return np.where((lane < lanes.used) & (channel < shape.channels), index, -1)
 
 
-class NarrowConvolution(TileConvolution):
+class GroupedConvolution(TileConvolution):
     """A planned convolution with narrow groups; a direction in which no two groups fit a vector goes by tiles."""
 
     def __init__(
@@ -349,7 +349,7 @@ class NarrowConvolution(TileConvolution):
             return [phased], table_of(phased.order), phased.order.size
         shape, geometry, lanes, groups = self.shape, self.shape.geometry, self._back_lanes, self.shape.geometry.group
         if _folds(lanes):
-            lanes, groups = Lanes(1, 1), shape.outputs
+            lanes, groups = SimdGroups(1, 1), shape.outputs
         phases = [axis_phases(size, *shape.window(i)) for i, size in enumerate(shape.sizes)]
         plans = [
             _Pass(lanes, groups, axes, (shape.out, shape.sizes), geometry.kernel) for axes in itertools.product(*phases)
@@ -363,7 +363,7 @@ class NarrowConvolution(TileConvolution):
             super().backward_weights(x, dy, dweights, accumulate)
             return
         if self._weights_pass is None:
-            shape, lanes = (_apart(self.shape), Lanes(1, 1)) if repeats else (self.shape, self._lanes)
+            shape, lanes = (_apart(self.shape), SimdGroups(1, 1)) if repeats else (self.shape, self._lanes)
             self._weights_pass = _WeightsPass(lanes, shape, self._axes())
         if not repeats:
             self._weights_pass.run(self.threads, x, dy, dweights, accumulate, self.workspace)

@@ -26,7 +26,7 @@ def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 
 def new_store(device: str = "fake GPU") -> Any:
-    return importlib.import_module(f"{PACKAGE}.kept_plans").KeptPlans(device)
+    return importlib.import_module(f"{PACKAGE}.plan_cache").PlanCache(device)
 
 
 def the_file(cache_home: Path) -> Path:
@@ -75,7 +75,7 @@ def test_another_tasks_file_is_not_used(cache_home: Path) -> None:
 def test_a_file_that_is_too_large_is_neither_read_nor_written(
     cache_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.import_module(f"{PACKAGE}.kept_plans"), "MAX_BYTES", 4)
+    monkeypatch.setattr(importlib.import_module(f"{PACKAGE}.plan_cache"), "MAX_BYTES", 4)
     new_store().write("task", b"12345")
     assert not list(cache_home.glob("plans-*/*"))
     new_store().write("task", b"1234")

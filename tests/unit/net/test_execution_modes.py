@@ -1,4 +1,4 @@
-"""Random nets of all layer types give the same in all ways of running; `python tests/support/ways.py` tries more."""
+"""Random nets of all layer types give the same in all execution modes; tests/support/execution_modes.py tries more."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from caffe_programs import Programs
+from execution_modes import WAYS, persistent
 from net_agreement import differences
-from ways import WAYS, persistent
 from wide_layers import LOSSES, PAIRS, SINGLE
 from wide_nets import WideNet, try_layer
 
@@ -22,7 +22,7 @@ def test_ways_of_running_give_the_same(way: str) -> None:
         found = persistent(WAYS[way], WideNet(seed))
         assert not found, (
             f"net {seed} differs: {found}; see it with: "
-            f"python tests/support/ways.py --first {seed} --count 1 --ways {way} --show"
+            f"python tests/support/execution_modes.py --first {seed} --count 1 --ways {way} --show"
         )
 
 

@@ -7,7 +7,15 @@ from functools import cache
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.lanes import LINE, Lanes, Row, pixel_sums, row_sums, row_tap_sums, tap_sums
+from caffepy.backend.cpu.convolution.simd_groups import (
+    LINE,
+    Row,
+    SimdGroups,
+    pixel_sums,
+    row_sums,
+    row_tap_sums,
+    tap_sums,
+)
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Kernel, Words, kernel
 from caffepy.backend.cpu.jit.vector import ahead, table_at
 
@@ -60,7 +68,7 @@ def repeat_channels(begin: Int, end: Int, source: Floats, target: Floats, many: 
             target[j] = source[i]
 
 
-def _named(lanes: Lanes, function: Callable[..., None], row: Row | None = None, many: int = 0) -> Kernel:
+def _named(lanes: SimdGroups, function: Callable[..., None], row: Row | None = None, many: int = 0) -> Kernel:
     return named_kernel(
         function, [lanes.made, lanes.read, *([] if row is None else [row.taps, row.step, row.gap, many])]
     )
@@ -76,7 +84,7 @@ def named_kernel(function: Callable[..., None], numbers: list[int]) -> Kernel:
 
 
 @cache
-def pixel_kernel(lanes: Lanes) -> Kernel:
+def pixel_kernel(lanes: SimdGroups) -> Kernel:
     """The kernel of a `_Pass` (narrow.py)."""
     sums8, sums4, sums1 = (pixel_sums(lanes, pixels, False) for pixels in (8, 4, 1))
     whole8 = pixel_sums(lanes, 8, lanes.fills)
@@ -116,7 +124,7 @@ def pixel_kernel(lanes: Lanes) -> Kernel:
 
 
 @cache
-def row_kernel(lanes: Lanes, row: Row, high: int) -> Kernel:
+def row_kernel(lanes: SimdGroups, row: Row, high: int) -> Kernel:
     """As `pixel_kernel`, for rows of taps as in `row`: tiles are of (first pixel, `high` or 4, first column, end)."""
     inside, edge = (row_sums(lanes, row, high, lanes.fills, edges) for edges in (False, True))
     any_high, any4 = (row_sums(lanes, row, pixels, False, True) for pixels in (high, 4))
@@ -176,7 +184,7 @@ def row_kernel(lanes: Lanes, row: Row, high: int) -> Kernel:
 
 
 @cache
-def row_tap_kernel(lanes: Lanes, row: Row, many: int) -> Kernel:
+def row_tap_kernel(lanes: SimdGroups, row: Row, many: int) -> Kernel:
     """As `tap_kernel`, for rows of taps as in `row`, of which `many` are taken at a time."""
     sums_many, sums1 = row_tap_sums(lanes, row, many, False), row_tap_sums(lanes, row, 1, False)
     whole_many = row_tap_sums(lanes, row, many, lanes.fills)
@@ -233,7 +241,7 @@ def row_tap_kernel(lanes: Lanes, row: Row, many: int) -> Kernel:
 
 
 @cache
-def tap_kernel(lanes: Lanes) -> Kernel:
+def tap_kernel(lanes: SimdGroups) -> Kernel:
     """The kernel of a `_WeightsPass` (narrow.py)."""
     many = 3 if lanes.read <= 4 else 1
     sums_many, sums1 = tap_sums(lanes, many, False), tap_sums(lanes, 1, False)

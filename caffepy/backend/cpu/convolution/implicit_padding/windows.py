@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from caffepy.backend.cpu.convolution.correlation import Ending
+from caffepy.backend.cpu.convolution.implicit_padding.lines import forward_axis, lines_of
 from caffepy.backend.cpu.convolution.phases import Axis, axis_phases
 from caffepy.backend.cpu.convolution.shape import ConvolutionShape
-from caffepy.backend.cpu.convolution.unpadded.lines import forward_axis, lines_of
 from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
 from caffepy.backend.cpu.gemm.packing import Panels, WeightPacking, extended, pack_weights
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel

@@ -2,8 +2,8 @@
 
 As a program it tries many nets on the CPU; from the repository's root:
 
-    python tests/support/ways.py --count 2000
-    python tests/support/ways.py --first 1234 --count 1 --show
+    python tests/support/execution_modes.py --count 2000
+    python tests/support/execution_modes.py --first 1234 --count 1 --show
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from random import Random
 
 import numpy as np
 from caffe_programs import compare_programs
+from fake_graph_backend import Replaying
 from net_agreement import Differences, differences, give_parameters
-from replaying import Replaying
 from training import solver_param
 from wide_nets import Values, WideNet
 

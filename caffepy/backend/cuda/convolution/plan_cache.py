@@ -29,7 +29,7 @@ MAX_BYTES = 1 << 24
 """Of a plan; most have a few thousand."""
 
 
-class KeptPlans:
+class PlanCache:
     """The plans of one kind of GPU.
 
     Args:
