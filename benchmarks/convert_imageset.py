@@ -7,19 +7,6 @@ in as many threads as there are cores, resizing and encoding as the case asks, a
 them: of resized pixels, of resized JPEGs, of pixels as they are, and of the files themselves. The rounds alternate;
 each line has the best round of each. The folder lies where --folder says (default: where temporary files lie), and so
 do the databases.
-
-Two cores that others used too, 1,500 JPEGs of 500 x 375 and 50 kB, /dev/shm, images/s of OpenCV alone and of
-convert_imageset: pixels of 256 x 256 495 and 428, JPEGs of 256 x 256 500 and 476, pixels as they are 705 and 483, files
-as they are 756 and 937 (the load changed meanwhile; more was not measured, and no machine of many cores).
-What was learnt:
-
-- Memory that waits costs more than transactions do. Committing every 64 MiB instead of every MiB took 1.8 instead of
-  1.4 s for 1,000 images of 562 kB, 0.8 instead of 0.3 s of it in the kernel: 250,000 instead of 28,000 page faults.
-- Without writing the same took 1.0 s, OpenCV alone 0.8. So pixels as they are wait for the copies into the page cache,
-  a single thread's work. LMDB's MDB_WRITEMAP took as long and leaves a file of the map's size.
-- `cv2.split` writes the planes into the Datum's own bytes. Joining them in Python copied once more, and held up the
-  other threads.
-- Nobody sees the database before it is complete, so it is synced once. On a slow disk that sync takes most of the time.
 """
 
 from __future__ import annotations

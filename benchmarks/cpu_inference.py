@@ -7,42 +7,6 @@ Ours is the model that `caffepy.load` returns, called with a NumPy array; `engin
 has a process of its own that is asked for one group of calls at a time; a figure is the median over the groups, a ratio
 the median of the rounds' ratios, memory the process's largest resident set. With one thread a time is the processor's,
 which other programs disturb less. FCN-8s has images of 128 by 128.
-
-Two cores of an AMD EPYC (Zen 4, AVX-512), a virtual machine, 3 rounds, onnxruntime 1.31.1. Two threads, other programs
-at rest for the most part:
-
-                 caffepy   engine   onnxruntime   ratio   engine   memory, MiB
-    mobilenet       6.71     6.01          6.20    1.06     1.01    242 / 360 / 296
-    resnet50       41.46    40.03         41.06    1.08     0.99    595 / 989 / 781
-    squeezenet      4.13     3.94          3.91    1.04     0.99    187 / 259 / 231
-    densenet121    31.03    37.08         36.68    0.85     1.00    318 / 482 / 392
-    fcn8s         377.83   337.53        394.93    1.03     0.95   2363 / 4462 / 3405
-
-One thread of the busy machine, when kernels were still called by Python layer by layer:
-
-    mobilenet       16.0     12.7          12.5    1.25     1.02    222 / 360 / 242
-    resnet50        94.4     83.8          84.5    1.12     0.95    548 / 976 / 722
-    squeezenet      11.2      8.7           8.3    1.34     1.00    183 / 257 / 176
-    densenet121     80.9     69.0          68.6    1.18     1.03    281 / 479 / 328
-
-What was learnt:
-
-- Weights packed once, and results finished in the tiles, save a quarter of ResNet-50's and MobileNet's time; how much
-  each does was not measured. With weights packed before, tiles are faster for products of few pixels too.
-- Bias, residual and ReLU in passes of NumPy run on one thread.
-- 49 pixels in blocks of 24 are three items, of which the first thread of two gets two: channels are shared out instead.
-- A parallel region costs 6 microseconds more than a call (10.6 and 4.9, medians of 2,000) where a core is free. On a
-  busy machine a region waits for a thread that has no core, for milliseconds: two threads are slower than one then.
-- Python takes 35 to 60 microseconds a layer, NumPy's copies (Concat) 25 to 130 each, and a second thread does nothing
-  meanwhile. Calls of kernels that are written down in the second pass and made again in one parallel region for the
-  whole net, copies among them, brought SqueezeNet from 5.4 to 4.3 ms and MobileNet from 7.3 to 6.3 on two threads.
-- Blocks of 24 pixels shared out in halves leave one thread waiting: the longer share of two is 1.15 of an even one
-  for 56 x 56 pixels, 1.29 for 28 x 28, 1.65 for 14 x 14 with 192 channels or fewer, counted by tiles. Blocks of whole
-  tiles and parts of the panels, the division with the shortest longest share: 1.03 to 1.09, of which most is weights
-  read twice. Only 7 x 7 with 32 channels stays at 1.23: there are no more tiles.
-- In the region a thread takes chunks of its own share, then the others', and waits only for chunks that another is
-  computing. So a thread without a core holds up nothing but the end of the pass: once, at a load of six, ours
-  took 14.6 and 15.5 ms (MobileNet, SqueezeNet) and onnxruntime 25.1 and 22.4.
 """
 
 from __future__ import annotations

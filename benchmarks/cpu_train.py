@@ -7,66 +7,6 @@ caffepy runs the nets in models/, its data layers exchanged for Input layers; Py
 in both of its layouts, of which the faster counts. Every side has a process of its own, in turn, several rounds; the
 figure is the median over all groups of iterations, the memory the process's largest resident set. CPU time is given
 too, as it suffers less from whatever else the machine does; both sides' idle threads spin for a while and count.
-
-Two threads of an AMD EPYC (Zen 4, AVX-512), a virtual machine with nothing else to do, PyTorch 2.13, in ms; ratios of
-the median, of the least time and of the least CPU time; MiB of a process at most, caffepy and PyTorch's smaller layout.
-One round; CaffeNet of an earlier day:
-
-    net              caffepy   PyTorch    ratios              memory
-    mobilenet 16         475       618    0.77  0.80  0.78     912 / 1149
-    resnet18 8           362       532    0.68  0.65  0.63     441 /  757
-    resnet50 8          1077      1313    0.82  0.83  0.81    1127 / 1420
-    lenet                9.0      13.6    0.66  0.68  0.65     138 /  319
-    cifar10_quick         37        42    0.89  0.91  0.89     206 /  355
-    caffenet             251       522    0.48  0.47  0.48     962 / 1262
-
-Since blobs share memory, data and diff of ResNet-50's are 0.6 GiB in the place of 1.5 and the process takes 1.1 in the
-place of 2.0. CPU time of one thread with and without sharing, by turns in one process, least ms: ResNet-50 2047 and
-2088, MobileNet 871 and 910, LeNet 14.9 and 15.1.
-
-One thread of the same machine, busy with other things, with vectors of eight on both sides (llvmlite told of no
-AVX-512; ONEDNN_MAX_CPU_ISA=AVX2 and ATEN_CPU_CAPABILITY=avx2), least CPU time in ms:
-
-    net             caffepy   PyTorch   ratio
-    mobilenet 16        996      1118    0.89
-    resnet18 8          706      1140    0.62
-    resnet50 8         2399      2918    0.82
-
-Layers of ResNet-18, 8 images, CPU time of one thread in ms: forward, gradient of the image, of the weights. Layers
-without a second column have no Winograd form:
-
-    layer              direct               Winograd              PyTorch
-    64, 56x56          16.8  16.8  18.7      9.5   9.6  12.6      16.7  17.5  19.6
-    128, 28x28         16.3  16.2  18.2      8.7   8.8  10.3      16.3  16.4  17.9
-    256, 14x14         16.1  16.3  18.6      8.6   8.7   9.5      15.4  15.8  17.5
-    512, 7x7           17.6  17.8  22.7     13.7  13.1  13.5      15.7  15.8  25.2
-    3 to 64, 7x7/2     18.4  34.9  20.0                           18.7  92.8  21.7
-    64 to 128, 3x3/2    8.7   8.6  10.0                            9.2   9.4  10.0
-    128 to 256, 3x3/2   8.5   8.5   9.3                            8.7   8.8  10.3
-    256 to 512, 3x3/2   9.3   9.0  10.3                            8.7   9.3  11.7
-
-What was learnt, in CPU time of one thread:
-
-- BatchNorm, Scale, Eltwise, ReLU and Split as one, by kernels of their own (backend/cpu/normalise) with a pass for
-  statistics, one forward and two backward, take half of what they take layer by layer. At 14 to 18 GB/s they are bound
-  by memory.
-- Convolution straight from the image in register tiles (backend/cpu/gemm/microkernel.py) runs at 85 to 93 GFLOP/s on
-  a core where a matrix product by OpenBLAS has 92 at best and 56 with 32 output channels, before any im2col.
-- Both sides' direct 3x3 convolutions run at the processor's peak (110 to 118 GFLOP/s of a core), so only fewer products
-  help: Winograd's F(2x2, 3x3). Its error is that of direct sums (8 images of 7x7x512, of the largest element: 0.9e-6
-  forward, 0.9e-6 image, 0.4e-6 weights; direct 0.8, 1.1, 0.2e-6).
-- In it, planes that are a power of two apart get one vector more between them; the gradient of the weights works on
-  chunks of 2 MiB of transformed tiles (12 MiB: 16.2 ms for 12.6 at 56x56x64). Shorter sums, so that packed weights stay
-  in the first cache, made 512 channels slower (13.1 to 14.3 ms): the products are written once more. There the images'
-  edge (8x8 computed for 7x7, 1.3 times the products) and the transform of 9 MiB of weights (3 ms) are the rest.
-- Leaving out the padding's zeros: LeNet's conv2, gradient of the image, 6.4 to 4.5 ms.
-- Inner products of a small batch read each weight once, where it lies: fc6 forward 36 ms by OpenBLAS, 14 so; its image
-  gradient 52 ms with the weights packed first, 22 without.
-- An expression whose output is its input has to be compiled as such: otherwise the compiler's overlap check sends it
-  to the scalar loop (SGD over LeNet's weights 3.1 to 0.45 ms), and `a if c else x` in place to slow masked stores.
-- Handing NumPy arrays to kernels by `__array_interface__` takes 2 to 4 us an array; reading the address takes 0.2.
-- libgomp's idle threads spin for milliseconds by default: on a busy machine LeNet took 100 to 180 ms an iteration,
-  with a shorter spin 12.
 """
 
 from __future__ import annotations

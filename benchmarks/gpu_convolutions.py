@@ -7,25 +7,6 @@ each net and dtype it prints the milliseconds of all its convolutions together, 
 with bias and ReLU, forward with sums for batch normalisation, gradients to data and to weights (the first layer has no
 gradient to data), and how long that took with planning. PyTorch runs channels last with cuDNN's heuristics, bias and
 ReLU in passes of their own.
-
-Depthwise layers behind a normalisation, 128 images in float16 on an H200, microseconds with the launch that adds up
-the blocks' sums: the bytes at 4.3 TB/s, threads with a tile each (forward: the first one tried, which tuning may have
-replaced by a faster one), and threads that walk down their columns.
-
-    channels, size / stride   gradients: bytes, tiles, walks    forward: bytes, tiles, walks
-    32, 112 / 1                          71.7  196.8  115.3              47.8  213.8   91.1
-    64, 112 / 2                         107.5  181.2  157.6              59.7  169.2   92.4
-    128, 56 / 1                          71.7  194.5  127.0              47.8  203.6   97.8
-    128, 56 / 2                          53.8   97.8   86.5              29.9   88.7   50.5
-    256, 28 / 1                          35.8  103.4   68.0              23.9  108.1   52.3
-    256, 28 / 2                          26.9   56.3   47.4              14.9   53.2   29.5
-    512, 14 / 1                          17.9   57.6   37.6              11.9   65.8   28.8
-    512, 14 / 2                          13.4   34.3   27.2               7.5   23.5   17.3
-    1024, 7 / 1                           9.0   34.5   20.8               6.0   30.7   14.1
-
-A walk computes 8 gradients (4 columns of 2 channels) with 306 instructions, 160 of them products, where a tile took
-550; at 112 x 112 these take as long as the bytes. Blocks of a multiprocessor are bound by registers: 128 of them keep
-16 warps. Loads two steps ahead, 2 columns instead of 4 and fewer threads with more registers were all slower.
 """
 
 from __future__ import annotations

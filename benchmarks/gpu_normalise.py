@@ -6,28 +6,6 @@ For each kernel at ResNet-50's shapes: milliseconds (median of 5 groups of launc
 several sets of arrays, so that no cache holds them), the floor, which is the bytes that must move at 4.3 TB/s (a device
 copy on an H200), and floor / time. Then the same kernels at the size of small nets, in microseconds. PyTorch's
 batch normalisation stands beside ours if it is installed.
-
-What was measured on an H200 in float16 at batch 256 when the cut into threads (`Tuning` in cuda/batch_norm.py) was
-chosen, as floor / time at (256, 56, 56), (512, 28, 28), (2048, 7, 7) and (64, 56, 56):
-
-    forward, ReLU                   0.98  0.97  0.88  0.93     4 columns a thread, 128 threads; 8 and 256: 0.96 to 0.87
-    forward, residual, ReLU, mask   1.02  1.01  0.94  0.98     8 columns a thread, 128 threads
-    data, ReLU                      1.02  1.01  0.95  0.99     4 columns a thread, 128 threads
-    sums, ReLU                      1.03  1.00  0.84  0.91     4 columns, 4 rows, 132 blocks of 1024 threads
-    sums of two gradients, mask     0.99  0.98  0.91  -        4 columns, 4 rows, the same; with 2 rows 0.93 0.92 0.84;
-                                                               in float32 4 rows spill, which cost ResNet-50 3 of 63 ms
-    measure                         0.98  0.92  0.68  0.77     4 columns, 8 rows, 132 blocks of 1024 threads
-
-Float32 at (256, 56, 56) and (2048, 7, 7): forward 0.98 and 0.92, data 1.03 and 0.98, sums 1.06 and 0.92, measure 1.02
-and 0.79, each with the best cut of those tried, of which not all are the ones in use. A device copy ran at 4.1 TB/s.
-
-- One tile a block beats blocks that walk on with a grid stride. A single row a thread costs a third.
-- Hints that loads or stores are not needed again gained nothing; on loads they cost up to a tenth.
-- Kernels with sums take 5 to 7 microseconds beyond their bytes, at every size, those without about 3. 132 blocks beat
-  264, whose sums take longer to read. Registers that spill cost a factor of five. Summed over ResNet-50's 53 layers
-  measure takes 1.65 ms and its bytes 1.32; blocks of 16 groups of columns instead of 32 gain 2 % of that and cost the
-  sums of two gradients as much, 8 columns a thread or 512 threads cost up to a fifth.
-- ReLU's gradient, totals and the small shapes were not timed.
 """
 
 from __future__ import annotations

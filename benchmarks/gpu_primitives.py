@@ -6,24 +6,6 @@ For each primitive and dtype: microseconds within a CUDA graph (median of 5 laun
 the bytes that must move at 4.3 TB/s (a device copy on an H200), floor / time, and PyTorch's microseconds for the same
 work in channels-last layout, as a CUDA graph too, if PyTorch is installed. Arrays smaller than the cache may be faster
 than the floor; of the small ones at the end the latency is what counts.
-
-What was learnt on an H200 (132 multiprocessors, 4.3 TB/s), and what the kernels therefore do:
-
-- Formulas reach 97 to 100 % with one pack of 16 bytes a thread and as many threads as packs. More packs a thread, or a
-  grid that fits the GPU once and loops, cost 2 to 8 %. Where Channel arguments are as wide as a pack, it is worth it to
-  load them once for four packs: 95 %.
-- A load under a condition becomes a branch around it, and loads behind branches wait for each other: max pooling
-  3x3 / 2 of float16 went from 40 to 89 % by loading the nearest place instead of none. Two rows of windows a thread
-  share loads, which pays in float32; eight channels of float16 then need too many registers (72 %).
-- A tile of the gradient as large as the stride knows its windows beforehand: each is loaded once, without any search.
-- Nothing is divided by numbers that the compiler does not know: `Divider` multiplies, geometries are compiled in.
-  Without branches and without an IEEE division for each element, average pooling's gradient takes a third of its time.
-- LRN's gradient needs scale and power at twelve channels for eight of its own; in float32 that hides behind the loads,
-  in float16 it costs a quarter.
-- Sums are held back by a number of blocks that does not fit the GPU once, by what the last block must add up, and by
-  conversions to double; a thread therefore adds a few values in float first. Sums for each channel reach 85 % of the
-  floor in float32 and 60 % in float16. To split a sum among blocks within one launch costs about 4 us.
-- A small kernel of a captured graph takes about 1 us, one that reads something and adds it up 1.5.
 """
 
 from __future__ import annotations

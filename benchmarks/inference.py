@@ -7,17 +7,6 @@ result stays there. "call" is `caffepy.load`'s model called with a NumPy array, 
 pycaffe's `Net.forward` called so, and the same layer by layer.
 PyTorch's net is built from the same deploy net (benchmarks/peers) and runs channels last with TF32, as one CUDA graph
 and compiled (`reduce-overhead`); our ratio is to the better.
-
-What was learnt on an H200:
-- A layer launched from Python costs some 70 us, whatever it computes: ResNet-50 with one image takes 12.6 ms layer by
-  layer. Folded and as one graph it takes 0.387 (FLOAT16: 0.350), MobileNet 0.138 instead of 5.3.
-- With 64 images in FLOAT16 ResNet-50 takes 1.95 ms folded and captured, 15.8 layer by layer.
-- With pageable arrays a call takes 0.58 ms for one image and 4.35 for 64 in FLOAT16, 2.4 of them to bring 38.5 MB to
-  the device and the result back. That is why calls go through pinned memory.
-- pycaffe's `Net.forward` takes 0.72 ms for ResNet-50 with one image (18 layer by layer). In full float32 the pass takes
-  1.20 ms, with cuDNN's kernels alone 4.47: with one image they leave most of the device idle, and matrix products of
-  unrolled windows do not. PyTorch's CUDA graph, torchvision's net, takes 2.19.
-- What a call costs in Python, without any device's work, is about 30 us.
 """
 
 from __future__ import annotations

@@ -9,21 +9,6 @@ also the time of a batch's copy and of its transformation, beside the time that 
 for a layer that is replayed from a CUDA graph beside a kernel that keeps the GPU busy as long as a net would, by how
 much the data make an iteration longer. With `--train` the nets themselves are trained with `caffepy train`, from LMDB
 and from images that are made up once and stay on the GPU: what the whole way from the file costs.
-
-One H200 and 16 cores of its host (Xeon): 3.5 to 4.2 million images/s of 28 x 28 with one to four threads; of the large
-ones 31,000 with one, 60,000 with two, 100,000 to 140,000 with four and 176,000 with eight. LeNet at 0.113 ms an
-iteration waits for 0.1 % of the time, CaffeNet in FLOAT16 at 4.26 ms for 2.3 %, in FLOAT at 8.5 ms for 0.3 %. Trained,
-LeNet lost 3.3 and 3.6 % of its 600,000 images/s (its batches' transformation and launches included), CaffeNet in
-FLOAT16 3.0 % of 61,000, in FLOAT 2.0 and 2.2 % of 30,500. On two cores of an EPYC one thread gave 246,000 small or
-6,700 large images a second as long as batches were floats and LMDB was asked for each record; now it gives 1.2 to 2.1
-million and 29,000 to 49,000.
-
-The file is mapped, and a page that it loses reads as zeros (`backend/cpu/jit/mapped_file.py`). Reading the same records
-with `pread` into windows of the core's cache took about twice as long. Two shared cores, medians of five rounds in
-alternation, thousands of images/s with one and two threads: large in order 8.6 and 7.7 by `pread`, 16.5 and 18.8
-mapped (14.2 and 15.9 mapped without protection); shuffled 6.9 and 8.0, 16.0 and 16.3 (16.0 and 16.3); small shuffled
-172 and 164, 318 and 380 (294 and 408); small in order
-711 and 889, 655 and 672 (838 and 725), where single rounds differed by more than these do.
 """
 
 from __future__ import annotations
