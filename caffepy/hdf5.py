@@ -140,7 +140,7 @@ def _find(group: Group, name: str, links: list[int]) -> Group | Dataset | None:
 
 
 def check_dataset(dataset: Dataset, before: int = 0) -> int:
-    """Refuse a dataset that is far larger than what is stored of it. No values are read.
+    """Refuse a dataset that is far larger than its stored bytes. No values are read.
 
     Args:
         dataset: found by `find_object`.
@@ -385,7 +385,7 @@ class _Header:
     def _read_blocks(
         self, address: int, size: int, read: Callable[[_Cursor], Iterator[tuple[int, int, bytes]]]
     ) -> None:
-        """The messages of a block and of those that continue it."""
+        """The messages of a block and of its continuation blocks."""
         blocks = [(address, size)]
         for start, length in blocks:
             for message in read(self.file.metadata(start, length)):
@@ -828,7 +828,7 @@ class Dataset:
         """The values.
 
         Args:
-            dtype: what they are converted to; None: their own.
+            dtype: the type of the result; None: the stored one.
             rows: read so many rows of the first axis only; None: all.
 
         Raises:

@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _before_program(args: argparse.Namespace) -> list[str]:
-    """The command line up to what is started, with ``--``."""
+    """The launcher's part of the command line, with ``--``."""
     before = args.arguments[: len(args.arguments) - len(args.program)]
     return [*before, "--"] if before[-1] != "--" else before
 

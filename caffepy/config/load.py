@@ -60,7 +60,7 @@ _PATHS = ("source", "root_folder", "mean_file", "meanfile", "file_name", "label_
 _MAX_COUNTED = 2**62
 """Exclusive limit of a state's counts; sums of them fit in 64 bits."""
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
-"""What Python, NumPy, the readers of HDF5 and protobuf raise where a file does not hold what it should."""
+"""Errors that Python, NumPy, protobuf and the HDF5 reader raise on damaged files."""
 
 
 def read_net(path: Path | str) -> NetParameter:

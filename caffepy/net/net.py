@@ -69,7 +69,7 @@ class Net:
         self._trace = trace
         self.keeps_copies = True
         """Whether `forward` refreshes the half-precision copies of parameters; solvers do so after an update."""
-        with self.backend.activate():  # what is written here is read by passes, which run on the backend's stream
+        with self.backend.activate():  # passes read these constants on the backend's stream
             built = build_net(param, context, state)
             self.param = built.param
             self.nodes = built.nodes

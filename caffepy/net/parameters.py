@@ -301,7 +301,7 @@ class ParameterBuffer:
     def may_leave(self, blobs: Iterable[Blob]) -> list[Blob]:
         """Which of some parameters, which passes do not read, may leave the device after the next folding.
 
-        The first time all; later those that are away: at what came back somebody looked, or a pass reads it after all.
+        The first time all; later those that are still offloaded: a parameter that came back to the device is in use.
         """
         first, self._left = not self._left, True
         return [blob for blob in blobs if self.apart and (first or blob.is_offloaded)]

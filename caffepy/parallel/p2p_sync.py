@@ -211,7 +211,7 @@ class P2PSync(SolverExchange, DeviceThread):
         """Restore or load weights, and look at older snapshots; on the root, since the others may have no such files.
 
         Raises:
-            SnapshotError: what is to be read does not fit.
+            SnapshotError: a snapshot or weights file does not fit.
             ConfigError: snapshots of another net would be replaced.
         """
         newest = self._options.snapshot

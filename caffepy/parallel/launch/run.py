@@ -30,7 +30,7 @@ whole snapshot that was written since."""
 BATCH_RANKS = "CAFFEPY_BATCH_RANKS"
 """The number of ranks that batch_size and iter_size were written for, where there are fewer now."""
 LINE = "CAFFEPY_LAUNCH_LINE"
-"""The command line of `caffepy launch` up to what it starts: what starts as many processes again."""
+"""The command line of `caffepy launch` before ``--``, which starts as many processes again."""
 _SENDING_SECONDS = 30.0
 """How long the launcher may take to send a signal on another machine, or to find out whether it is there."""
 
@@ -49,7 +49,7 @@ class Start:
         terminate_stops: whether SIGTERM does.
         passes: iter_size of what is trained; 0: there is no batch to keep.
         last_signal: what processes get when this one ends before them.
-        typed: the command line up to what is started.
+        typed: the command line before ``--``.
     """
 
     job: Job

@@ -40,7 +40,7 @@ def assign_gpus(world: World, devices: list[int] | None, named: bool) -> list[in
     Args:
         world: the processes.
         devices: numbers of the GPUs; None: the rank computes on the CPU.
-        named: whether the command line or the program names them; else those that cannot be divided equally stay idle.
+        named: whether the command line or the program names them; if not, GPUs that do not divide equally stay idle.
 
     Raises:
         ConfigError: as `own_part`; on the root, see `World.raise_on_all`.

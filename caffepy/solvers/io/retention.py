@@ -76,7 +76,7 @@ class SnapshotRetention:
         """Look, before training, at the snapshots with the solver's prefix that are there already.
 
         A warning names the newest one, unless training goes on from one of them. Weights that would be replaced or
-        removed must be of the same net; those that cannot be read are not looked at any further.
+        removed must be of the same net; unreadable files are passed over with a warning.
 
         Args:
             writes: whether training will write a snapshot of an iteration.

@@ -73,7 +73,7 @@ class Update:
         max_skipped: updates skipped in a row after which `check_skipped` raises.
         larc: gives a rate to each parameter; None: lr_mult holds.
         void: gives what is not 0 where all has to stay as it is, shape (), on the device; None: never.
-        store_change: leave what is subtracted from the parameters in `diff`, as Caffe does (`sgd_solver.cpp`,
+        store_change: leave the step that is subtracted from the parameters in `diff`, as Caffe does (`sgd_solver.cpp`,
             ComputeUpdateValue), in place of the gradients; these stay where the update is skipped.
     """
 
