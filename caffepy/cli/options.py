@@ -62,8 +62,11 @@ class Parser(argparse.ArgumentParser):
             namespace, rest = self.parse_known_args(arguments)
         except ConfigError as error:
             given = {argument.split("=")[0] for argument in arguments}
-            names = lambda found: next(filter(given.__contains__, found[0].split("/")), found[0])  # noqa: E731
-            raise ConfigError(_NAMES.sub(names, str(error))) from None
+
+            def name_given(found: re.Match[str]) -> str:
+                return next((name for name in found[0].split("/") if name in given), found[0])
+
+            raise ConfigError(_NAMES.sub(name_given, str(error))) from None
         parser: Parser = getattr(namespace, "parser", self)
         if len(rest) == 1 and not rest[0].startswith("-") and parser.take_late(namespace, rest[0]):
             return namespace

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import BinaryIO, TypeAlias
 
-from caffepy.config.messages import DELIMITED, Part, WireError, WireField, delimited, wire_fields
+from caffepy.config.messages import DELIMITED, Indexed, Part, WireError, WireField, delimited, wire_fields
 from caffepy.errors import SnapshotError
 from caffepy.proto.caffe_pb2 import BlobProto, LayerParameter, NetParameter, SolverState, V1LayerParameter
 
@@ -131,18 +131,25 @@ def split_large_fields(content: bytes, kind: type[NetParameter | SolverState]) -
     return SplitMessage(b"".join(parts), content, arrays) if arrays else SplitMessage(content)
 
 
+def _fields_within(
+    view: Indexed, begin: int, end: int, within: Within, count: Iterator[int]
+) -> Iterator[tuple[WireField, Within]]:
+    """The fields of a message that `within` names, with the fields that it names in each of them."""
+    for each in wire_fields(view, begin, end):
+        if next(count) >= MAX_FIELDS:
+            raise WireError
+        entered = within.get(each.number)
+        if entered is not None:
+            yield each, entered
+
+
 def _without_arrays(
     view: memoryview, begin: int, end: int, within: Within, arrays: set[tuple[int, int]], count: Iterator[int]
 ) -> list[Part]:
     """The bytes of a message, in parts, without its arrays, which are added to `arrays`."""
     parts: list[Part] = []
     taken, found = begin, 0
-    for each in wire_fields(view, begin, end):
-        if next(count) >= MAX_FIELDS:
-            raise WireError
-        entered = within.get(each.number)
-        if entered is None:
-            continue
+    for each, entered in _fields_within(view, begin, end, within, count):
         if each.kind != DELIMITED:
             raise WireError
         parts.append(view[taken : each.start])
@@ -210,12 +217,7 @@ class _FileBytes:
 
 def _outline(view: _FileBytes, begin: int, end: int, within: Within, count: Iterator[int]) -> Iterator[Part]:
     """The bytes of a message with the fields of `within` alone; those that enter no further are taken whole."""
-    for each in wire_fields(view, begin, end):
-        if next(count) >= MAX_FIELDS:
-            raise WireError
-        entered = within.get(each.number)
-        if entered is None:
-            continue
+    for each, entered in _fields_within(view, begin, end, within, count):
         if not entered:
             yield view.part(each.start, each.end)
         elif each.kind != DELIMITED:

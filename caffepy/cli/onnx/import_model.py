@@ -64,14 +64,17 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{base} is a folder; give --output a path without ending, e.g. {base / args.model.stem}")
     param, net = build_imported(args.model, base.name, args.batch, dict(args.shape), args.fold)
 
-    def check(loaded: Net) -> None:
+    def compare(loaded: Net) -> None:
         for one in check_imported(args.model, loaded):
             print(one)
 
+    check = None
     if args.no_check:
         print("not compared, because of --no-check")
     elif not has_runtime():
         print("not compared: onnxruntime is not installed (pip install 'caffepy[onnx]')")
-    paths = write_imported(base, param, net, check if not args.no_check and has_runtime() else None)
+    else:
+        check = compare
+    paths = write_imported(base, param, net, check)
     print(f"{paths[0]}: {len(param.layer)} layers; {paths[1]}: {sum(len(layer.blobs) for layer in net.layers)} blobs")
     return 0
