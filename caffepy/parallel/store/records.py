@@ -40,7 +40,8 @@ class DeviceStatus:
         rank: its process.
         host: its machine.
         pid: its process's number there.
-        device: ``0`` for a GPU's number, ``CPU``; empty for a process group, which has one a rank.
+        device: ``0`` for a GPU's number, ``CPU``; empty for a process group, which has one a rank, and before a process
+            has made its devices.
         iteration: the iteration it is in.
         collectives: how many operations that need all devices it has begun; all devices begin the same ones.
         waiting: the operation that it waits in, empty where it computes.
@@ -65,7 +66,8 @@ class DeviceStatus:
     left: bool = False
 
     def __str__(self) -> str:
-        return f"rank {self.rank} on {self.host}, process {self.pid}, device {self.device}"
+        device = f", device {self.device}" if self.device else ""
+        return f"rank {self.rank} on {self.host}, process {self.pid}{device}"
 
     @property
     def is_silent(self) -> bool:

@@ -193,12 +193,13 @@ class MemoryStore(Store):
             self._heartbeats[rank] = statuses, suspend_aware_seconds()
 
     def statuses(self) -> list[DeviceStatus]:
+        """The last heartbeats; one status without a device for a rank that has not named its devices yet."""
         with self._changed:
             now = suspend_aware_seconds()
             return [
                 replace(status, rank=rank, silent=now - heard, left=rank in self._left)
                 for rank, (statuses, heard) in sorted(self._heartbeats.items())
-                for status in statuses
+                for status in statuses or [self._status_without_device(rank)]
             ]
 
     def watch(self, rank: int, statuses: Sequence[DeviceStatus], seconds: float) -> Failure | None:
@@ -245,6 +246,10 @@ class MemoryStore(Store):
         elif reads > 1:
             self._values[key] = value, reads - 1
         return value
+
+    def _status_without_device(self, rank: int) -> DeviceStatus:
+        member = self._members.get(rank)
+        return DeviceStatus(rank) if member is None else DeviceStatus(rank, member.host, member.process)
 
     def _name(self, rank: int) -> str:
         member = self._members.get(rank)

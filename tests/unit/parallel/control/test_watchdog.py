@@ -370,6 +370,16 @@ def test_a_stop_does_not_wait_for_a_suspended_rank(monkeypatch: pytest.MonkeyPat
     assert "a stop was requested, and rank 1 on host1, process 101, device 0 has sent nothing for 3" in failure.message
 
 
+def test_a_rank_is_missed_that_was_suspended_before_it_named_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats begin before the devices are made, and the next one may never come."""
+    scene = StopScene(monkeypatch)
+    scene.memory.join(1, 3, store.Member("host1", "machine", 101))
+    scene.memory.hear(1, [])
+    scene.stop()
+    failure = scene.pass_seconds(int(STOP_SECONDS) + 3, alive=(2,))
+    assert failure is not None and "rank 1 on host1, process 101 has sent nothing for 3" in failure.message
+
+
 def test_a_stop_waits_for_a_rank_that_computes_or_goes_on_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = StopScene(monkeypatch)
     scene.stop()
