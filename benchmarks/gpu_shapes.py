@@ -4,12 +4,12 @@
         [name ...]
 
 The grid is that of cpu_shapes.py, and the smaller of its shapes again with 64 images: dense, grouped and depthwise
-convolutions with and without multiplier, dilated, transposed, over one, two and three axes, with small and large
-kernels, odd channels, one image and many; pooling of every kind, and LRN. Each is run forward, for the gradient of its
-bottom and for that of its weights, each by itself. caffepy runs its layers with tuned kernels that give the same bits
-in every run; PyTorch runs channels last with TF32 and `cudnn.benchmark`. Times are the device's, of a CUDA graph of
-ten runs, the median of three. Rows come in a drawn order, the same every time, so that a run that `--seconds` ends has
-seen some of everything. At the end the ratios above `--limit` are named, the worst first.
+convolutions, dilated, transposed, over two and three axes, one image and many; pooling of both kinds, and LRN. Each is
+run forward, for the gradient of its bottom and for that of its weights, each by itself. caffepy runs its layers with
+tuned kernels that give the same bits in every run; PyTorch runs channels last with TF32 and `cudnn.benchmark`. Times
+are the device's, of a CUDA graph of ten runs, the median of three. Rows come in a drawn order, the same every time, so
+that a run that `--seconds` ends has seen some of everything. At the end the ratios above `--limit` are named, the worst
+first.
 """
 
 from __future__ import annotations
