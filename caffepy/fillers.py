@@ -7,18 +7,13 @@ device and rank.
 from __future__ import annotations
 
 import math
-import os
-import threading
-import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from caffepy.errors import ConfigError
-from caffepy.forks import free_after_fork
 from caffepy.proto import caffe_pb2
 from caffepy.registry import Registry
 
@@ -30,16 +25,7 @@ Draw: TypeAlias = "Callable[[np.random.Generator], Values]"
 Filler: TypeAlias = "Callable[[caffe_pb2.FillerParameter, tuple[int, ...], str], Draw]"
 
 FILLERS: Registry[Filler] = Registry("filler")
-"""Each checks its settings, and gives a function that takes the numbers from a generator."""
-
-MAX_THREADS = 4
-"""Threads that draw numbers ahead: NumPy lets others run meanwhile. ResNet-50's take 0.3 s of one."""
-
-FEW_BYTES = 2**15
-"""Values up to which a thread of their own gains nothing."""
-
-MAX_BYTES = 2**29
-"""Values that are drawn ahead before the first of them is used."""
+"""Each checks its settings and returns a function that draws the values from a generator."""
 
 _WORD = 2**64 - 1
 
@@ -52,7 +38,7 @@ def fill(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], stream: Rand
 def filling(
     filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], stream: RandomStream, where: str
 ) -> Callable[[], Values]:
-    """What gives the initial values of a parameter, at any time and in any thread.
+    """Return a function that draws the initial values of a parameter; any thread may call it.
 
     Args:
         filler: type and settings.
@@ -72,53 +58,6 @@ def filling(
     draw = function(filler, shape, where)
     key = np.array([stream.seed & _WORD, stream.stream & _WORD], np.uint64)
     return lambda: draw(np.random.Generator(np.random.Philox(key=key)))
-
-
-def ahead(values: Callable[[], Values], size: int) -> Callable[[], Values]:
-    """`values`, drawn in another thread from now on if they are many and there is memory for them to wait in.
-
-    Args:
-        values: from `filling`.
-        size: their bytes.
-
-    Returns:
-        What waits for them, or draws them where that was not begun, or was begun by the parent of a forked process.
-    """
-    if size < FEW_BYTES or not _WAITING.add(size):
-        return values
-    future, process = _threads().submit(values), os.getpid()
-    weakref.finalize(future, _WAITING.remove, size).atexit = False
-    return lambda: future.result() if os.getpid() == process else values()
-
-
-class _Waiting:
-    """Bytes of values that are drawn and not used yet."""
-
-    def __init__(self) -> None:
-        self._lock = free_after_fork(threading.RLock())  # a garbage collection may call `remove` in the middle of `add`
-        self.size = 0
-
-    def add(self, size: int) -> bool:
-        """Count them, if they are not too many."""
-        with self._lock:
-            fits = self.size + size <= MAX_BYTES
-            self.size += size if fits else 0
-        return fits
-
-    def remove(self, size: int) -> None:
-        with self._lock:
-            self.size -= size
-
-
-_WAITING = _Waiting()
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), "filler")
-
-
-os.register_at_fork(after_in_child=_threads.cache_clear)
 
 
 @FILLERS.register("constant")

@@ -1,8 +1,7 @@
-"""Parameters' first values: drawn in other threads, the same bits as before, and only where somebody wants them."""
+"""Parameters' first values: drawn once, at the first use, and not at all where other values replace them."""
 
 from __future__ import annotations
 
-import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
@@ -12,10 +11,9 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy import fillers
-from caffepy.backend import RandomStream
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.blob import Blob
-from caffepy.fillers import ahead, fill, filling
+from caffepy.fillers import fill
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.proto import caffe_pb2
@@ -31,17 +29,17 @@ layer { name: "own" type: "InnerProduct" bottom: "y" top: "z" include { phase: T
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The threads in which numbers are drawn."""
-    threads: list[str] = []
+    """The fillers that have drawn numbers."""
+    fillers_used: list[str] = []
     for name in ("xavier", "gaussian"):
         inner = fillers.FILLERS.get(name)
 
-        def spied(*arguments: Any, inner: Any = inner) -> Any:
+        def spied(*arguments: Any, inner: Any = inner, name: str = name) -> Any:
             draw = inner(*arguments)
-            return lambda generator: (threads.append(threading.current_thread().name), draw(generator))[1]
+            return lambda generator: (fillers_used.append(name), draw(generator))[1]
 
         monkeypatch.setitem(fillers.FILLERS._entries, name, spied)
-    return threads
+    return fillers_used
 
 
 def new_net(phase: int) -> Net:
@@ -49,16 +47,16 @@ def new_net(phase: int) -> Net:
     return Net(param, LayerContext(CpuBackend(1), phase=phase, seed=3))
 
 
-def test_a_training_nets_numbers_are_drawn_in_other_threads(drawn: list[str]) -> None:
+def test_a_parameters_numbers_are_drawn_at_its_first_use(drawn: list[str]) -> None:
     net = new_net(caffe_pb2.TRAIN)
+    assert drawn == []
     weights, bias = net.layers[1].blobs
     expected = fill(
         caffe_pb2.FillerParameter(type="xavier"), (300, 40), net.layers[1].random_stream(0), "layer 'ip'"
     )  # fmt: skip
     assert np.array_equal(weights.host_data(), expected)
     assert (bias.host_data() == 2).all()
-    own, other = sorted(drawn)
-    assert (own, other.split("_")[0]) == (threading.current_thread().name, "filler")
+    assert drawn == ["xavier", "xavier"], "one by `fill`, one by the net"
 
 
 def test_a_test_net_draws_what_it_does_not_share(drawn: list[str]) -> None:
@@ -72,25 +70,6 @@ def test_a_test_net_draws_what_it_does_not_share(drawn: list[str]) -> None:
     assert len(drawn) == before + 1, "the layer that only the test net has"
     assert test.layers[2].blobs[0].allocated("data") is not None
     assert np.array_equal(test.layers[1].blobs[0].host_data(), train.layers[1].blobs[0].host_data())
-
-
-def test_values_that_wait_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those beyond are drawn when they are used; room comes back with their use."""
-    waiting = fillers._WAITING.size
-    monkeypatch.setattr(fillers, "MAX_BYTES", waiting + 2 * 4 * 10000)
-    values = filling(caffe_pb2.FillerParameter(type="uniform"), (10000,), RandomStream(1, 2), "here")
-    first, second, third = (ahead(values, 4 * 10000) for _ in range(3))
-    assert (first is values, second is values, third is values) == (False, False, True)
-    assert np.array_equal(first(), third())
-    assert np.array_equal(second(), third())
-    del first, second
-    gc.collect()
-    assert fillers._WAITING.size == waiting
-
-
-def test_few_values_need_no_thread() -> None:
-    values = filling(caffe_pb2.FillerParameter(type="uniform"), (10,), RandomStream(1, 2), "here")
-    assert ahead(values, 40) is values
 
 
 def counted(calls: list[int]) -> Any:
@@ -136,7 +115,7 @@ def test_a_blob_that_gets_other_values_does_not_ask_for_its_own(how: str) -> Non
 
 @pytest.mark.parametrize("used", [False, True])
 def test_loaded_values_replace_those_of_the_filler(used: bool) -> None:
-    """What the filler would have made is made only if somebody had asked for it before."""
+    """What the filler would have made is made only if it was used before."""
     calls: list[int] = []
     blob = Blob(CpuBackend(1), (2, 3), "b")
     blob.fill_with(counted(calls))

@@ -50,7 +50,7 @@ ran, trained, untrained = new_net(), new_solver(), new_solver()
 for _ in range(2):
     forward(ran)
 trained.step(3)
-fresh = new_net(caffe.TRAIN)  # its numbers are being drawn by other threads
+fresh = new_net(caffe.TRAIN)  # its parameters are not filled yet
 context = multiprocessing.get_context("fork")
 found = []
 for _ in range(2):

@@ -349,19 +349,18 @@ class Layer:
     # -- tools for layer types -----------------------------------------------------------------------
 
     def add_parameter(self, shape: tuple[int, ...], filler: caffe_pb2.FillerParameter) -> Blob:
-        """Make the next parameter and fill it; the numbers depend on the seed, `random_name` and the index alone.
+        """Make the next parameter, which is filled at its first use.
 
-        Numbers are drawn in other threads meanwhile; the parameter has them when it is used.
+        The random numbers depend on the seed, `random_name` and the parameter's index alone.
         """
-        from caffepy.fillers import ahead, filling
+        from caffepy.fillers import filling
 
         blob = Blob(self.backend, shape, f"{self.name}[{len(self.blobs)}]")
         if self.backend.holds_values and self.context.fills:
             # Its values, what the filler makes of double precision, and its gradient.
             self.check_memory(16 * blob.count, f"its parameter {format_shape(shape)}")
             values = filling(filler, shape, self.random_stream(len(self.blobs)), where=f"layer '{self.name}'")
-            # A test net mostly takes the parameters of another net.
-            blob.fill_with(ahead(values, 4 * blob.count) if self.context.phase == caffe_pb2.TRAIN else values)
+            blob.fill_with(values)
         self.blobs.append(blob)
         self.propagate_to_params.append(True)
         return blob
