@@ -41,7 +41,7 @@ def format_shape(shape: tuple[int, ...]) -> str:
 
 
 class FourAxes:
-    """`num`, `channels`, `height` and `width` of what has a `shape`, as Caffe's Blob has them."""
+    """`num`, `channels`, `height` and `width` derived from `shape`, as in Caffe's Blob."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -77,14 +77,12 @@ class FourAxes:
 class Blob:
     """Values and derivatives of one shape on one backend.
 
-    `data` and `diff` are views in Caffe's logical order (N, C, H, W), whatever the order in memory:
-    the backend chooses that, so nothing may assume that they are contiguous. Both are allocated on
-    first use. A reshape to the same shape keeps them; any other reshape drops them. Values that
-    `offload_to_host` moved to host memory come back with the next use of `data`.
+    `data` and `diff` are views in Caffe's logical order (N, C, H, W). The backend chooses the order in memory, so they
+    need not be contiguous. Both are allocated at first use. A reshape to the same shape keeps them; any other reshape
+    drops them. The next use of `data` moves offloaded values back to the device.
 
     An array that `data` or `diff` returned stays the blob's memory until the shape changes or `bind`, `drop_data` or
-    `follow` is called. Several threads may use `data` and `diff` for the first time, and `load` values; all other
-    methods are for one thread.
+    `follow` is called. `data`, `diff` and `load` are thread-safe; all other methods are for one thread.
 
     Args:
         backend: where the arrays live.
@@ -105,13 +103,13 @@ class Blob:
         self._lock = threading.RLock()
         """Held while memory is allocated, filled, moved to the host or brought back."""
         self._initial: Callable[[], Any] | None = None
-        """Gives the values that the blob has when they are first used; None once they are in `_data`."""
+        """Returns the initial values; called at the first use of `data`. None once they are in `_data`."""
         self._offloaded: Any = None
-        """The values while they are in host memory alone: a NumPy array in the backend's memory order."""
+        """The offloaded values: a NumPy array in the backend's memory order."""
         self._source: Blob | None = None
-        """Whose values these are; see `follow`."""
+        """The blob that holds the values; see `follow`."""
         self.borrowed = False
-        """Whether the values are in the memory of another net; see `share_data`."""
+        """Whether another net owns the memory of the values; see `share_data`."""
         self.gradient_started = False
         """Whether `diff` already holds a part of this iteration's parameter gradient."""
         self.reshape(shape)
@@ -141,7 +139,7 @@ class Blob:
 
     @property
     def data(self) -> Array:
-        """The values, zero until written where `fill_with` has not said what they are."""
+        """The values: those of `fill_with`, else zeros until written."""
         if self._initial is not None:
             self.fill()
         data = self._data
@@ -150,7 +148,7 @@ class Blob:
         return data
 
     def _allocate(self) -> Array:
-        """Memory for the values: zeros, or those that were in host memory."""
+        """Allocate the values: zeros, or the offloaded values."""
         with self._lock:
             if self._data is None:
                 array = self.backend.zeros(self._shape, self.dtype)
@@ -160,7 +158,7 @@ class Blob:
             return self._data
 
     def _upload(self, host: Any, array: Array) -> None:
-        with self.backend.activate():  # the stream that `zeros` uses, whatever the caller's
+        with self.backend.activate():  # the stream on which `zeros` allocates
             self.backend.from_host(host, array)
             self.backend.synchronize()  # the caller may read on another stream
 
@@ -176,14 +174,14 @@ class Blob:
         return diff
 
     def fill_with(self, values: Callable[[], Any]) -> None:
-        """Take the values from a function when they are first used: an array of the blob's shape in host memory."""
+        """Set a function that returns the initial values, a host array of the blob's shape; called at first use."""
         self.drop_data()
         self._initial = values
 
     def move(self, memory: Array) -> None:
-        """Use `memory` for the values, which are copied there if they were used before.
+        """Use `memory` for the values; existing values are copied there.
 
-        Arrays that `data` returned before are the blob's no longer: call it before any is handed out.
+        Call it before `data` is handed out: arrays that `data` returned earlier are detached from the blob.
         """
         with self._lock:
             if self._data is not None:
@@ -191,7 +189,7 @@ class Blob:
             self._data = memory
 
     def load(self, values: Any) -> None:
-        """Take all values from an array of the blob's shape in host memory; what `fill_with` named is not made."""
+        """Copy all values from a host array of the blob's shape; the function of `fill_with` is not called."""
         if self._source is not None:
             self._source.load(values.reshape(self._source.shape))
             return
@@ -200,7 +198,7 @@ class Blob:
             self._initial = None
 
     def fill(self) -> None:
-        """Take the values that `fill_with` named now."""
+        """Call the function of `fill_with` now, if it has not been called."""
         if self._source is not None:
             self._source.fill()
         elif self._initial is not None:
@@ -219,12 +217,12 @@ class Blob:
             self._diff = diff
 
     def drop_data(self) -> None:
-        """Give up the values; they are zero, and allocated anew, when they are used next."""
+        """Release the values; the next use of `data` allocates zeros."""
         self._data = self._initial = self._offloaded = self._source = None
         self.borrowed = False
 
     def follow(self, other: Blob) -> None:
-        """Have the values of another blob with as many elements, in the memory that it has at each moment.
+        """Use the values of another blob with the same count, also after that blob's memory changes.
 
         Shapes may differ where the memory order of both is the logical order.
         """
@@ -233,7 +231,7 @@ class Blob:
         self._source, self.copies = other.source, other.copies
 
     def share_data(self, other: Blob) -> None:
-        """Use the present memory of another net's blob of the same shape (Caffe's `Blob::ShareData`)."""
+        """Use the current memory of another net's blob of the same shape (Caffe's `Blob::ShareData`)."""
         if other is not self:
             self.bind(data=other.data)
             self.borrowed = True
@@ -244,26 +242,25 @@ class Blob:
         self.copies = other.copies
 
     def in_own_shape(self, array: Array) -> Array:
-        """A view of an array of another blob with as many elements, in this blob's shape."""
+        """View an array with the same number of elements in this blob's shape."""
         if tuple(array.shape) == self._shape:
             return array
         return self.backend.view(self.backend.flat(array), self._shape)
 
     @property
     def source(self) -> Blob:
-        """The blob that has the values: this one, or the one that it follows."""
+        """The blob that holds the values: this one, or the one that it follows."""
         return self if self._source is None else self._source.source
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the values are in host memory alone."""
+        """Whether the values are in host memory only."""
         return self.source._offloaded is not None
 
     def offload_to_host(self) -> None:
-        """Move the values to host memory until `data` is used again, and give up theirs on the device.
+        """Move the values to host memory until the next use of `data`, and free their device memory.
 
-        They stay where anybody else holds an array of this memory, who may write there, or where the memory is part of
-        a larger one.
+        Does nothing where another object references the array, or where it is a view of a larger buffer.
         """
         with self._lock:
             array = self._data
@@ -281,7 +278,7 @@ class Blob:
                 self._offloaded = None
 
     def allocated(self, part: str) -> Array | None:
-        """`data` or `diff` by name; None before its first use, and of data that are in host memory."""
+        """`data` or `diff` by name; None if it is not allocated or is offloaded."""
         self.fill()
         if part == "diff":
             return self._diff
@@ -311,8 +308,10 @@ class Blob:
 
     def host_data(self) -> Any:
         """The values as a C-contiguous NumPy array in logical order (a copy)."""
-        away = self.source._offloaded
-        return self.backend.to_host(self.data) if away is None else away.reshape(self._shape).copy(order="C")
+        offloaded = self.source._offloaded
+        if offloaded is not None:
+            return offloaded.reshape(self._shape).copy(order="C")
+        return self.backend.to_host(self.data)
 
     def host_diff(self) -> Any:
         """The derivatives as a C-contiguous NumPy array in logical order (a copy)."""

@@ -1,12 +1,12 @@
-"""Where caffepy keeps what it can make again: in the user's cache folder, never beside the package.
+"""The cache folder of caffepy: in the user's cache folder, never beside the package.
 
     $XDG_CACHE_HOME/caffepy/autotune-4.json             the fastest algorithms (cuda/convolution/autotune_cache.py)
     $XDG_CACHE_HOME/caffepy/kernels-0.1.0-5f0c63a1b2d4/ compiled CPU kernels (cpu/jit/cache.py)
     $XDG_CACHE_HOME/caffepy/cubins-0.1.0/               CUDA kernels' machine code (cuda/compilation/cubins.py)
     $XDG_CACHE_HOME/caffepy/plans-0.1.0-9c1e0b7d2f3a/   cuDNN's plans (cuda/convolution/plan_cache.py)
 
-XDG_CACHE_HOME is ~/.cache where it is not set. site-packages may be read-only, and what lies there outlives
-`pip uninstall` and shadows the next installation.
+XDG_CACHE_HOME defaults to ~/.cache. site-packages may be read-only, and files there survive `pip uninstall` and shadow
+the next installation.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 UNUSED_DAYS = 30
-"""After so many days without a process that used it, the folder of another version is removed."""
+"""The folder of another version is removed after this many days without use."""
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """caffepy's cache folder, which need not exist; None where there is neither XDG_CACHE_HOME nor a home."""
+    """Return caffepy's cache folder, which need not exist; None without XDG_CACHE_HOME and a home directory."""
     given = Path(environment.get("XDG_CACHE_HOME", ""))
     if given.is_absolute():  # the XDG specification says to ignore relative ones
         return given / "caffepy"
@@ -40,17 +40,17 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
 
 @cache
 def version_folder(kind: str, version: str) -> Path | None:
-    """The folder of one version of a kind of files; once a process it is made, or marked as used.
+    """Return the cache folder of one kind and version of files; made, or marked as used, once per process.
 
-    Whoever makes it removes those of other versions that nobody used for `UNUSED_DAYS`. A folder that is there and
-    cannot be written is good for reading, unless somebody else can: what is kept is run.
+    The process that makes it removes folders of other versions that were not used for `UNUSED_DAYS`. An existing folder
+    may be read-only. A folder that other users may write to is refused, because cached machine code is executed.
 
     Args:
-        kind: what the files are, e.g. ``kernels``.
-        version: tells apart what must not be mixed.
+        kind: of the files, e.g. ``kernels``.
+        version: files of different versions are never mixed.
 
     Returns:
-        None where it cannot be made, or somebody else could have written what is in it.
+        None where the folder cannot be made or other users may write to it.
     """
     parent = cache_folder()
     if parent is None:
@@ -69,7 +69,7 @@ def version_folder(kind: str, version: str) -> Path | None:
 
 
 def _is_safe(folder: Path) -> bool:
-    """Whether nobody but this user and root can write into a folder; a group may be trusted."""
+    """Whether only this user, root and the folder's group may write into a folder."""
     status = folder.stat()
     if is_own(status, os.geteuid()) and not status.st_mode & stat.S_IWOTH:
         return True

@@ -19,7 +19,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def one_line(text: str) -> str:
-    """A message as one line of at most `LONGEST_MESSAGE` characters: what cannot be printed there as escapes."""
+    """A message as one line of at most `LONGEST_MESSAGE` characters; control characters are escaped."""
     line = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text.strip())
     if len(line) <= LONGEST_MESSAGE:
         return line
@@ -52,7 +52,7 @@ class BlobSizeError(ShapeError):
 
 
 class DataError(UserError):
-    """A record source is absent, truncated or holds what the net cannot take."""
+    """A record source is absent or truncated, or its records do not fit the net."""
 
 
 class SnapshotError(UserError):
@@ -60,16 +60,16 @@ class SnapshotError(UserError):
 
 
 class DeviceError(UserError):
-    """A device, driver or library that was asked for is not there."""
+    """A requested device, driver or library is not available."""
 
 
 class OutOfMemoryError(DeviceError):
-    """A device has not the memory that was asked for.
+    """A device has too little free memory.
 
     Args:
-        problem: who asked for how much, and what there is.
-        advice: what to do.
-        available: bytes that the net could have had in all: what is free and what is its own already; None: unknown.
+        problem: the layer or step, the bytes it requested and the bytes available.
+        advice: what the user can do.
+        available: bytes that the net could use in all: free ones and those it already holds; None if unknown.
     """
 
     def __init__(self, problem: str, advice: str, available: int | None = None) -> None:
@@ -79,7 +79,7 @@ class OutOfMemoryError(DeviceError):
         self.available = available
 
     def within(self, where: str) -> OutOfMemoryError:
-        """The same error with the layer or step that met it before its message."""
+        """The same error with the layer or step at fault before its message."""
         return OutOfMemoryError(f"{where}: {self.problem}", self.advice, self.available)
 
     def advising(self, advice: str) -> OutOfMemoryError:
@@ -91,9 +91,9 @@ class MissingExtraError(UserError):
     """An optional package is needed.
 
     Args:
-        package: what could not be imported, e.g. ``cupy``.
-        extra: the extra of caffepy that brings it, e.g. ``cuda13``.
-        purpose: what it is needed for, as a clause: ``to train on a GPU``.
+        package: the package that could not be imported, e.g. ``cupy``.
+        extra: the extra of caffepy that installs it, e.g. ``cuda13``.
+        purpose: a clause: ``to train on a GPU``.
     """
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
@@ -105,7 +105,7 @@ class RunError(CaffepyError):
 
 
 class InternalError(RunError):
-    """A mistake in caffepy itself: an exception that nobody has thought of."""
+    """A mistake in caffepy itself: an unexpected exception."""
 
     exit_status = 70  # EX_SOFTWARE of sysexits.h
 
@@ -126,19 +126,19 @@ class AbortedError(PeerError):
 
 
 def lacks_threads(error: BaseException) -> bool:
-    """Whether an error is Python's where the system gives no further thread."""
+    """Whether an error is Python's RuntimeError for a thread that cannot be started."""
     return isinstance(error, RuntimeError) and str(error) == "can't start new thread"
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line: one of ours as it stands, another with its type."""
+    """An error in one line; other errors than CaffepyError with their type."""
     if lacks_threads(error):
         return NO_THREADS
     return one_line(str(error) if isinstance(error, CaffepyError) else f"{type(error).__name__}: {error}")
 
 
 def exit_status(error: BaseException) -> int:
-    """What a process that ends with `error` returns."""
+    """The exit status of a process that ends with `error`."""
     return error.exit_status if isinstance(error, CaffepyError) else RunError.exit_status
 
 

@@ -1,4 +1,4 @@
-"""Files: only regular ones are read, what is written appears complete or not at all; standard streams, libraries."""
+"""Reading of regular files only, atomic writes, standard streams and shared libraries."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from typing import BinaryIO
 from caffepy.errors import RunError, UserError
 
 _STARTED = time.time()
-"""When this process began, nearly: what is older was left by another one."""
+"""About when this process began; older temporary files are another process's."""
 _MORE_BYTES = 2**24
-"""Read at most beyond the size that a file is said to have."""
+"""Read at most this far beyond the size that `fstat` reports."""
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp", re.DOTALL)
-"""The names that `temporary_beside` gives."""
+"""Names made by `temporary_beside`."""
 
 _ADVICE = {
     errno.ENOENT: "make its folder first",
@@ -36,7 +36,7 @@ _ADVICE = {
     errno.ENOSPC: "free space there",
     errno.EDQUOT: "free space there",
 }
-"""What to do about a file that cannot be written."""
+"""Advice for errors of writing."""
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -48,14 +48,14 @@ _KINDS = {
 
 
 def open_regular(path: Path | str) -> BinaryIO:
-    """Open a regular file for reading; a FIFO, which might never send anything, and a device are refused unopened.
+    """Open a regular file for reading; FIFOs, which can block for ever, and devices are refused unopened.
 
     Raises:
-        OSError: it cannot be opened or is not a regular file; `strerror` says why, also of a path that is no path.
+        OSError: the path is invalid, cannot be opened or is not a regular file; `strerror` says why.
     """
     try:
         _check_regular(os.stat(path).st_mode, path)
-        # The file may be another one by now: opening never waits, and what was opened is checked again.
+        # The file may have been replaced since: open without blocking and check the open file again.
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb")
     except UnicodeError as error:
         raise OSError(errno.EILSEQ, "the path has characters that the locale cannot express", repr(path)) from error
@@ -74,15 +74,15 @@ def read_regular(path: Path | str, most: int) -> bytes:
 
     Args:
         path: the file.
-        most: bytes that it may have.
+        most: the largest size accepted, in bytes.
 
     Raises:
         OSError: it cannot be read, is not a regular file or is larger; `strerror` says why.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        content = file.read(size + 1) if size <= most else b""  # a buffer of what is asked for is made at once
-        if len(content) > size:  # it grows, or is one of the kernel's, which say that they are empty
+        content = file.read(size + 1) if size <= most else b""  # `read` allocates the requested size at once
+        if len(content) > size:  # the file grows, or is in /proc, whose files report a size of 0
             content += file.read(min(most - size, _MORE_BYTES))
     if size > most or len(content) > most:
         size = max(size, len(content))
@@ -91,7 +91,7 @@ def read_regular(path: Path | str, most: int) -> bytes:
 
 
 def read_list(path: Path | str, most: int) -> str:
-    """The text of a list of files, which may hold names of any bytes; a byte order mark before it is no part of it.
+    """Return the text of a list of files without its byte order mark; file names may hold any bytes.
 
     Raises:
         OSError: as `read_regular`.
@@ -100,7 +100,7 @@ def read_list(path: Path | str, most: int) -> str:
 
 
 def working_folder() -> str:
-    """The working directory for a message, also where it has been removed."""
+    """The working directory for a message, even if it was removed."""
     try:
         return os.getcwd()
     except OSError:
@@ -114,14 +114,14 @@ def _check_regular(mode: int, path: Path | str) -> None:
 
 
 def read_private(path: Path, most: int) -> bytes:
-    """The bytes of a regular file that nobody but this user can have written or read.
+    """Return the bytes of a regular file that only this user may read and write.
 
     Args:
         path: the file.
-        most: bytes that it may have.
+        most: the largest size accepted, in bytes.
 
     Raises:
-        UserError: it is another user's, others may read or write it, or it is no regular file.
+        UserError: another user owns it, other users may read or write it, or it is not a regular file.
         OSError: it cannot be read, or is larger.
     """
     if not stat.S_ISREG(os.lstat(path).st_mode):
@@ -145,14 +145,14 @@ def read_private(path: Path, most: int) -> bytes:
 def atomic_write(path: Path, unharmed: str = "", durable: bool = True) -> Iterator[BinaryIO]:
     """Yield a new file beside `path`, open for writing; after the block it is synced and renamed to `path`.
 
-    If the block fails, the new file is removed and `path` is unchanged. Its name cannot be foreseen and must be new, so
-    that nobody can lay a link there; its mode is the umask's. What processes have left that were killed while they
-    wrote `path` is removed.
+    If the block fails, the new file is removed and `path` is unchanged. The temporary name is random and opened with
+    O_EXCL, so that no link can be planted there; the mode follows the umask. Temporary files of killed processes that
+    were writing `path` are removed.
 
     Args:
         path: the file to write.
-        unharmed: for the error's message, what the failure leaves as it was.
-        durable: whether it must outlive a failure of the system right after; syncing takes milliseconds.
+        unharmed: a clause for the error's message that says what the failure leaves unchanged.
+        durable: whether to fsync, which takes milliseconds, so that the file survives a crash of the system.
 
     Raises:
         RunError: the file cannot be written (no space, no permission, no such folder).
@@ -168,12 +168,12 @@ def atomic_write(path: Path, unharmed: str = "", durable: bool = True) -> Iterat
                 os.replace(temporary, path)
                 if durable:
                     _sync_folder(path.parent)
-                with suppress(OSError):  # the folder may be written and not listed
+                with suppress(OSError):  # the folder may be writable and not readable
                     remove_leftovers(path.parent, path.name.__eq__)
             except BaseException:
                 with suppress(OSError):
                     temporary.unlink()
-                with suppress(OSError):  # it would write what is left in its buffer
+                with suppress(OSError):  # closing would flush the buffer
                     file.close()
                 raise
     except OSError as error:
@@ -181,10 +181,10 @@ def atomic_write(path: Path, unharmed: str = "", durable: bool = True) -> Iterat
 
 
 def check_writable(path: Path) -> None:
-    """Find out, before long computation, whether `atomic_write` will be able to write a file.
+    """Check, before a long computation, that `atomic_write` can write a file.
 
     Raises:
-        RunError: it will not.
+        RunError: it cannot.
     """
     try:
         if path.is_dir():
@@ -202,10 +202,10 @@ def _unwritable(path: Path, error: OSError, unharmed: str = "") -> RunError:
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name that cannot be foreseen, for what is to be renamed to `path` when it is complete.
+    """Return a random temporary name in the folder of `path`.
 
     Raises:
-        OSError: the path is empty, which names the working directory, or is the root.
+        OSError: the path is empty or the root directory.
     """
     if not path.name:
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -213,13 +213,13 @@ def temporary_beside(path: Path) -> Path:
 
 
 def remove_leftovers(folder: Path, is_ours: Callable[[str], bool]) -> list[Path]:
-    """Remove what killed processes have left of `atomic_write`; returns what was removed.
+    """Remove temporary files that killed processes left in `atomic_write`; returns the removed paths.
 
-    Left alone: another user's files, those that a process still writes, and those younger than this process.
+    Files of other users, files that a process still writes and files younger than this process are left alone.
 
     Args:
         folder: where to look.
-        is_ours: whether to remove what should have become a file of this name.
+        is_ours: takes the name of the target file; True to remove its temporary files.
     """
     removed = []
     for name in os.listdir(folder):
@@ -230,9 +230,9 @@ def remove_leftovers(folder: Path, is_ours: Callable[[str], bool]) -> list[Path]
 
 
 def remove_leftover_folders(path: Path, is_ours: Callable[[set[str]], bool]) -> None:
-    """Remove folders that killed processes have left beside `path`, which they should have become.
+    """Remove temporary folders that killed processes left while they wrote the folder `path`.
 
-    Left alone is what `remove_leftovers` leaves alone, and folders whose files' names `is_ours` refuses.
+    The exceptions of `remove_leftovers` hold, and `is_ours` takes the names of the folder's files.
     """
     for name in os.listdir(path.parent):
         match = _TEMPORARY.fullmatch(name)
@@ -242,10 +242,10 @@ def remove_leftover_folders(path: Path, is_ours: Callable[[set[str]], bool]) -> 
 
 @contextmanager
 def locked_folder(path: Path) -> Iterator[None]:
-    """Make a folder that is locked within the block, which tells it from what a killed process has left.
+    """Make a folder and lock it within the block; a folder left by a killed process has no lock.
 
     Raises:
-        OSError: it cannot be made, or is there.
+        OSError: it cannot be made, or exists.
     """
     path.mkdir()
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -271,7 +271,7 @@ def _remove_abandoned_folder(path: Path, is_ours: Callable[[set[str]], bool]) ->
 
 
 def _create(path: Path) -> BinaryIO:
-    """A new file, locked for as long as it is open, which tells it from what a killed process has left."""
+    """Create a file that is locked while it is open; a file left by a killed process has no lock."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     file = os.fdopen(os.open(path, flags, 0o666), "wb")
     with suppress(OSError):  # a file system without locks: `_remove_abandoned` removes nothing there
@@ -280,7 +280,7 @@ def _create(path: Path) -> BinaryIO:
 
 
 def _remove_abandoned(path: Path) -> bool:
-    """Remove a temporary file that no process writes any more; whether it was removed."""
+    """Remove a temporary file that no process is writing; returns whether it was removed."""
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "wb") as file:
             status = os.fstat(file.fileno())
@@ -304,7 +304,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def load_library(path: str) -> ctypes.CDLL:
-    """A shared library, while whose loading other threads go on; `ctypes.CDLL` itself lets none.
+    """Load a shared library without holding the GIL, which `ctypes.CDLL` holds.
 
     Args:
         path: as dlopen(3) takes it.
@@ -321,12 +321,12 @@ def load_library(path: str) -> ctypes.CDLL:
 
 
 def open_closed_streams() -> None:
-    """Let standard streams with which the process was not started lead to the null device.
+    """Open /dev/null for standard streams that are closed.
 
-    A file that is opened would get the number of such a stream, and with it what libraries print.
+    Otherwise the next file that is opened would get such a stream's descriptor, and the output of libraries.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            device = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is the stream's
+            device = os.open(os.devnull, os.O_RDWR)  # the lowest free descriptor: the stream's
             stream = open(device, "w" if number else "r", closefd=False)  # noqa: SIM115 - as long as the process
             setattr(sys, name, stream)

@@ -1,10 +1,10 @@
-"""What a forked process finds: free locks, and objects that know that the threads of its parent are not there.
+"""After a fork: locks are free in the child, and objects drop the threads of the parent.
 
-`multiprocessing` forks by default on Linux before Python 3.14. Only the thread that forks goes on in the child. A lock
-that another thread held would stay locked there, and work that another thread was asked to do would not be done.
+`multiprocessing` forks by default on Linux before Python 3.14. The child has only the thread that forked. A lock that
+another thread held would stay locked there, and work that was queued for another thread would never be done.
 
-Locks that only a program's own threads hold (of a blob, a device, a net) are not freed: a program forks while no other
-thread of its own uses caffepy.
+Locks that only a program's own threads hold (of a blob, a device, a net) are not freed: a program forks while none of
+its other threads uses caffepy.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _objects: weakref.WeakSet[Forked] = weakref.WeakSet()
 
 
 class Forked(Protocol):
-    """An object with threads or with work for threads."""
+    """An object that owns threads or queues work for them."""
 
     def forked(self) -> None:
-        """Called in the child: none of the parent's threads is there."""
+        """Called in the child, which has none of the parent's threads."""
 
 
 def free_after_fork(lock: L) -> L:
-    """Returns a Lock, RLock or Condition of `threading` that is free in a child, also if a thread held it."""
+    """Register a Lock, RLock or Condition of `threading` that a fork frees in the child, and return it."""
     _locks.add(lock)
     return lock
 
 
 def tell_after_fork(listener: Forked) -> None:
-    """Have `forked` called in a child as long as the object lives."""
+    """Call `forked` in each child while the object lives."""
     _objects.add(listener)
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 ENDS = {"ends": True}
-"""`extra` of the record of an error that ends the command, where no exception comes to `caffepy.cli.main`."""
+"""`extra` of the record of an error that ends the command without an exception in `caffepy.cli.main`."""
 _LETTERS = {logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "F"}
 
 
@@ -23,7 +23,7 @@ class GlogFormatter(logging.Formatter):
     """Formats records as glog does.
 
     Args:
-        prefix: put before each message: which rank speaks.
+        prefix: put before each message; names the rank.
     """
 
     def __init__(self, prefix: str = "") -> None:
@@ -31,7 +31,7 @@ class GlogFormatter(logging.Formatter):
         self._prefix = prefix
 
     def format(self, record: logging.LogRecord) -> str:
-        """`I1121 11:29:00.123456 12345 solver.py:123] message`, a traceback below it; above it where it is the end."""
+        """`I1121 11:29:00.123456 12345 solver.py:123] message`, a traceback below it or above the last error."""
         if getattr(record, "ends", False):
             trace = f"{self.formatException(record.exc_info)}\n" if record.exc_info else ""
             return f"{trace}caffepy: error: {record.getMessage()}"
@@ -44,7 +44,7 @@ class GlogFormatter(logging.Formatter):
 
 
 def write_line(line: str) -> None:
-    """Write a line to stderr, at once; a process may have been started without one."""
+    """Write a line to stderr and flush; does nothing without a stderr."""
     if sys.stderr is None:
         return
     sys.stderr.write(f"{line}\n")
@@ -52,15 +52,15 @@ def write_line(line: str) -> None:
 
 
 class StderrHandler(logging.Handler):
-    """Writes to whatever stderr is at the time, above the progress bar while there is one."""
+    """Writes to the current `sys.stderr`, above the progress bar if there is one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.write_line: Callable[[str], None] = write_line
-        """What writes a line; a progress bar puts its own way here."""
+        """Writes a line; a progress bar replaces it while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record; a stderr that went away is no reason to stop training."""
+        """Write one record; a broken stderr does not stop training."""
         try:
             self.write_line(self.format(record))
         except (OSError, ValueError):

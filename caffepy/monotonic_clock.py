@@ -1,8 +1,8 @@
-"""A clock that stands still while this process is suspended, for waits that must have an end.
+"""A clock that stands still while this process is suspended, for waits with a timeout.
 
-Ctrl-Z, `docker pause`, `scontrol suspend` and debuggers stop all threads of a process; when they go on, the system's
-clock says that every wait has lasted for too long. A thread looks at that clock twice a second: where it comes much too
-late, the time between two looks was not the process's own.
+Ctrl-Z, `docker pause`, `scontrol suspend` and debuggers stop all threads of a process; when they continue, every wait
+has exceeded its timeout by the system's clock. A thread reads that clock twice a second: a reading that comes much too
+late means that the process was suspended in between.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable
 
 _TICK = 0.5
-"""Seconds between two looks at the system's clock."""
+"""Seconds between two readings of the system's clock."""
 _LATE = 2.5
-"""Seconds after which a look comes so late that the process was suspended, and not only busy."""
+"""Seconds between two readings above which the process was suspended, not merely busy."""
 
 
 class SuspendAwareClock:
-    """Counts the seconds in which a process runs. Whoever reads it looks at the system's clock too.
+    """Counts the seconds in which a process runs; each read is a reading of the system's clock too.
 
     Args:
         now: the system's clock, in seconds.
@@ -28,21 +28,21 @@ class SuspendAwareClock:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._lock = threading.Lock()
-        self._looked = now()
+        self._last = now()
         self._seconds = 0.0
 
     def read(self) -> float:
         """Seconds since the clock was made, without those in which the process was suspended."""
         with self._lock:
             now = self._now()
-            passed = now - self._looked
-            self._looked = now
+            passed = now - self._last
+            self._last = now
             self._seconds += passed if passed < _LATE else _TICK
             return self._seconds
 
 
-class _Looking:
-    """The process's clock and the thread that looks at it, which is started by the first reader."""
+class _ProcessClock:
+    """The process's clock and the thread that reads it, which the first caller starts."""
 
     def __init__(self) -> None:
         self.clock = SuspendAwareClock()
@@ -58,27 +58,27 @@ class _Looking:
         with self._lock:
             if not self._started:
                 self.clock = SuspendAwareClock()
-                threading.Thread(target=self._look, name="clock", daemon=True).start()
+                threading.Thread(target=self._tick, name="clock", daemon=True).start()
                 self._started = True
 
-    def _look(self) -> None:
+    def _tick(self) -> None:
         while True:
             time.sleep(_TICK)
             self.clock.read()
 
 
-_looking = _Looking()
+_clock = _ProcessClock()
 
 
-def _look_anew() -> None:
-    """In a process that was forked: it has no thread that looks."""
-    global _looking
-    _looking = _Looking()
+def _restart_after_fork() -> None:
+    """In a forked process, which has not the thread that reads the clock."""
+    global _clock
+    _clock = _ProcessClock()
 
 
-os.register_at_fork(after_in_child=_look_anew)
+os.register_at_fork(after_in_child=_restart_after_fork)
 
 
 def suspend_aware_seconds() -> float:
-    """Seconds in which this process has run since this was first asked for; for differences, in any thread."""
-    return _looking.seconds()
+    """Seconds that this process has run since the first call; only differences mean anything. Thread-safe."""
+    return _clock.seconds()

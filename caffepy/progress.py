@@ -1,4 +1,4 @@
-"""A progress bar of iterations, or of files: on a terminal below the log that scrolls by, in a notebook as a widget."""
+"""A progress bar of iterations or files: below the log on a terminal, a widget in a notebook."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _INTERVAL = 0.2
 
 
 class ProgressBar:
-    """The bar, drawn by a thread of its own from the first finished iteration on.
+    """A bar that its own thread draws, from the first finished iteration on.
 
     Args:
-        iteration: asks for the present iteration.
-        total: asks for the last one; called once training runs.
-        unit: what is counted.
+        iteration: returns the current iteration.
+        total: returns the last one; called when training has begun.
+        unit: of the count.
     """
 
     def __init__(self, iteration: Callable[[], int], total: Callable[[], int], unit: str = "it") -> None:
@@ -35,11 +35,11 @@ class ProgressBar:
         self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Leave the bar as it stands and let the log go straight to stderr again."""
+        """Stop drawing and let the log write to stderr directly again."""
         self._stop.set()
         self._thread.join()
         if self._bar is not None:
@@ -74,7 +74,7 @@ class ProgressBar:
 
 
 def interactive() -> bool:
-    """Whether somebody types commands: in a notebook, IPython or Python's own prompt."""
+    """Whether Python runs interactively: in a notebook, IPython or at its own prompt."""
     return hasattr(sys, "ps1")
 
 
@@ -85,10 +85,10 @@ def progress_bar(
     """Show a progress bar within a `with` block.
 
     Args:
-        iteration: asks for the present iteration.
-        total: asks for the last one; called once training runs.
-        unit: what is counted.
-        wanted: whether to show it; None: where stderr is a terminal.
+        iteration: returns the current iteration.
+        total: returns the last one; called when training has begun.
+        unit: of the count.
+        wanted: whether to show it; None: if stderr is a terminal.
     """
     shown = sys.stderr is not None and sys.stderr.isatty() if wanted is None else wanted
     if not shown:

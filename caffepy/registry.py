@@ -1,4 +1,4 @@
-"""Names to things: layer types, solver types, fillers and policies register themselves here."""
+"""Tables by name, in which layer types, solver types, fillers and policies register themselves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def suggest(name: str, known: Iterator[str] | list[str]) -> str:
-    """A clause that offers the known name nearest to `name`, or lists what is known."""
+    """A clause that offers the known name nearest to `name`, or lists the known names."""
     names = sorted(known)
     folded = {candidate.lower().lstrip("-"): candidate for candidate in names}
     near = difflib.get_close_matches(name.lower().lstrip("-"), list(folded), n=1, cutoff=0.6)
@@ -22,10 +22,10 @@ def suggest(name: str, known: Iterator[str] | list[str]) -> str:
 
 
 class Registry(Generic[T]):
-    """A table from the names used in a prototxt to what they stand for.
+    """A table from names in a prototxt to classes or functions.
 
     Args:
-        kind: what the names are, for messages: ``layer type``.
+        kind: of the names, for messages: ``layer type``.
     """
 
     def __init__(self, kind: str) -> None:
@@ -47,7 +47,7 @@ class Registry(Generic[T]):
         """The entry of `name`.
 
         Raises:
-            ConfigError: nothing has that name; the message offers the nearest one.
+            ConfigError: the name is unknown; the message offers the nearest one.
         """
         if name not in self._entries:
             prefix = f"{where}: " if where else ""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WARM_UP = 2
-"""Iterations at the start that are not timed: they allocate, compile and tune."""
+"""Iterations at the start that are not timed, because they allocate, compile and tune."""
 
 
 @dataclass
@@ -78,8 +78,8 @@ def format_report(ranks: Sequence[Sequence[Performance]], measured: float | None
 
     Args:
         ranks: the performance of each rank's devices, in the order of the ranks.
-        measured: images a second of one device that trains alone, for the columns of scaling; None: each device's
-            without the time in which it waited for the others.
+        measured: images a second of one device that trains alone, for the scaling column; None: an estimate from each
+            device's time without `exposed`.
     """
     lines = []
     for rank, devices in enumerate(ranks):
@@ -117,7 +117,7 @@ def _scaling(devices: Sequence[Performance], measured: float | None) -> str:
 
 
 def _significant(value: float) -> str:
-    """Four significant digits, as NVIDIA Caffe prints, but never with an exponent."""
+    """Format with four significant digits, as NVIDIA Caffe does, but without an exponent."""
     if value < 1e-4:
         return "0"
     return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"

@@ -1,9 +1,8 @@
 """A timeline of training in the trace event format that Chrome (chrome://tracing) and Perfetto read.
 
-A `Trace` belongs to one device and holds what it did in a window of iterations: spans of time in rows. Nets, solvers
-and whoever connects devices put their spans into it; whoever made it asks for its `events` once training is over. Where
-nobody traces, the same calls reach `NO_TRACE`, which does nothing. Captured work reports its spans once, while it is
-captured; the device takes their times in each replay.
+A `Trace` belongs to one device and holds spans of time, in rows, of a window of iterations. Nets, solvers and
+communicators add spans; the owner reads `events` when training is over. `NO_TRACE` takes the same calls and does
+nothing. Captured work reports its spans once, during capture; the device takes their times in each launch of the graph.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ if TYPE_CHECKING:
     from caffepy.backend.handles import DeviceTimer, TimedEvent
 
 ROWS = ("iteration", "feed", "forward", "backward", "exchange", "update", "test", "snapshot", "waits")
-"""What a device does, in the order in which the rows are shown; others, such as buckets', come after them."""
+"""The rows in the order in which they are shown; further rows, such as those of buckets, come after them."""
 ON_DEVICE = ("iteration", "forward", "backward", "exchange", "update")
-"""Rows whose work a device may do behind the host."""
+"""Rows whose work is asynchronous on a GPU."""
 FIRST = 5
-"""Iterations after the start that the default window leaves out: they allocate, compile and plan."""
+"""The default window leaves out this many iterations, which allocate, compile and tune."""
 LENGTH = 10
 """Iterations in the default window."""
 
@@ -34,12 +33,12 @@ _NOTHING = nullcontext()
 
 
 class Span(NamedTuple):
-    """One thing that took time.
+    """A span of time.
 
     Args:
         row: where it is shown.
-        name: what it was.
-        iteration: when.
+        name: of the work.
+        iteration: of the solver.
         start: seconds of `time.perf_counter`.
         end: likewise.
     """
@@ -60,11 +59,11 @@ class _DeviceSpan(NamedTuple):
 
 
 class _Recording:
-    """Spans of work that is captured.
+    """Spans of captured work.
 
     Args:
-        device_timer: takes the time of each end of a span; its last timestamp compares it with the host's clock.
-        timestamps: how many it can take.
+        device_timer: takes a timestamp at each end of a span; its last one calibrates it to the host's clock.
+        timestamps: its capacity.
     """
 
     def __init__(self, device_timer: DeviceTimer, timestamps: int) -> None:
@@ -75,7 +74,7 @@ class _Recording:
         self._spans: list[tuple[str, str, int, int]] = []
 
     def take_timestamp(self) -> int:
-        """Take the time here, in every replay; gives the timestamp's index."""
+        """Take a timestamp here, in every launch of the graph; returns its index."""
         index = self._used
         assert index < self._timestamps - 1, "the work has more spans than its timer has timestamps for"
         self._used += 1
@@ -83,18 +82,18 @@ class _Recording:
         return index
 
     def add(self, row: str, name: str, first: int, last: int) -> None:
-        """What lies between two timestamps is a span."""
+        """Add a span between two timestamps."""
         self._spans.append((row, name, first, last))
 
     @contextmanager
     def span(self, row: str, name: str) -> Iterator[None]:
-        """A `with` block is a span."""
+        """Add the `with` block as a span."""
         first = self.take_timestamp()
         yield
         self.add(row, name, first, self.take_timestamp())
 
     def spans(self, iteration: int) -> Iterator[Span]:
-        """The spans of the replay that was asked for last; waits for the device."""
+        """The spans of the graph's last launch; waits for the device."""
         if self._host is None:
             self._timer.start(self._timestamps - 1)
             own = self._timer.times()[-1]
@@ -105,20 +104,20 @@ class _Recording:
 
 
 class Tracer(Protocol):
-    """What nets, solvers and whoever connects devices put their spans into."""
+    """The interface through which nets, solvers and communicators add spans."""
 
     @property
     def active(self) -> bool:
-        """Whether spans are taken at present."""
+        """Whether spans are being recorded."""
 
     @property
     def record_timed_event(self) -> Callable[[], Any] | None:
-        """Records a timed event on the device's current stream, for `add_device`; None where nobody wants it."""
+        """Records a timed event on the device's current stream, for `add_device`; None while inactive."""
 
     def watch_device(self, record_timed_event: Callable[[], TimedEvent], synchronize: Callable[[], None]) -> None:
-        """Take the device's own times too.
+        """Take times on the device too.
 
-        Called once, before training, where the device works behind the host.
+        Called once, before training, on devices that work asynchronously.
 
         Args:
             record_timed_event: `Backend.record_timed_event`.
@@ -126,39 +125,39 @@ class Tracer(Protocol):
         """
 
     def begin(self, iteration: int) -> None:
-        """An iteration begins; the first one after the window ends the tracing."""
+        """Begin an iteration; the first one after the window ends the tracing."""
 
     def span(self, row: str, name: str = "") -> AbstractContextManager[None]:
-        """Take the time of a `with` block, on the host and on a device that works behind it; by any thread."""
+        """Time a `with` block on the host and on an asynchronous device. Thread-safe."""
 
     def add(self, row: str, name: str, start: float, end: float) -> None:
-        """A span whose times (`time.perf_counter`) were taken elsewhere; by any thread."""
+        """Add a span with given times of `time.perf_counter`. Thread-safe."""
 
     def add_device(self, row: str, name: str, first: Any, last: Any) -> None:
-        """A span between two timed events of the device, which `record_timed_event` gave."""
+        """Add a span between two timed events that `record_timed_event` returned."""
 
     def paused(self) -> AbstractContextManager[None]:
-        """Take no spans within a `with` block: work that is captured is not done."""
+        """Record no spans within a `with` block, such as the capture of work that is not executed."""
 
     def recording(self, device_timer: DeviceTimer, timestamps: int) -> AbstractContextManager[None]:
-        """Within a `with` block work is captured; the device takes the times of its spans whenever it is replayed."""
+        """Capture the spans of a `with` block; the device takes their times in each launch of the graph."""
 
     def replayed(self) -> None:
-        """What was captured while `recording` has been replayed once more; waits for the device."""
+        """Add the spans of another launch of the work captured under `recording`; waits for the device."""
 
     def events(self, process: int, name: str) -> list[dict[str, Any]]:
-        """Trace events: one for each span, and the names of the device and its rows.
+        """Return trace events: one for each span, and the names of the device and its rows.
 
-        Call it when the device is idle.
+        The device must be idle.
 
         Args:
-            process: the device's number among all devices; the viewers call it a process.
-            name: what the viewers call the device.
+            process: the device's number among all devices; viewers show it as a process.
+            name: of the device, as viewers show it.
         """
 
 
 class NoTrace:
-    """Takes no times."""
+    """A tracer that records nothing."""
 
     active = False
     record_timed_event: Callable[[], Any] | None = None
@@ -190,10 +189,10 @@ NO_TRACE = NoTrace()
 
 
 class Trace:
-    """What one device did, see `Tracer`.
+    """The timeline of one device, see `Tracer`.
 
     Args:
-        window: iterations to trace; None: a few after the first ones.
+        window: iterations to trace; None: `LENGTH` iterations after the `FIRST` ones.
     """
 
     def __init__(self, window: range | None = None) -> None:
@@ -276,9 +275,9 @@ class Trace:
             self._spans += self._recording.spans(self._iteration)
 
     def spans(self) -> list[Span]:
-        """What was traced; a row of a device that works behind the host is called ``device: forward``.
+        """Return the recorded spans; rows of an asynchronous device are named ``device: forward``.
 
-        Call it when the device is idle.
+        The device must be idle.
         """
         spans = list(self._spans)
         if self._origin is not None:
@@ -311,12 +310,12 @@ class Trace:
 
 
 def write_trace(path: Path, devices: Iterable[Sequence[dict[str, Any]]]) -> int:
-    """Write the events of all devices as one file; returns the number of spans.
+    """Write the events of all devices to one file; returns the number of spans.
 
-    Times are counted from the earliest span, by the clocks of the machines.
+    Times count from the earliest span, by the hosts' clocks.
 
     Raises:
-        RunError: it cannot be written.
+        RunError: the file cannot be written.
     """
     events = [event for device in devices for event in device]
     spans = [event for event in events if event["ph"] == "X"]
@@ -329,7 +328,7 @@ def write_trace(path: Path, devices: Iterable[Sequence[dict[str, Any]]]) -> int:
 
 
 def pack_events(devices: Sequence[Sequence[dict[str, Any]]]) -> bytes:
-    """The events of a process's devices, small enough to be sent to the root."""
+    """Compress the events of a process's devices, to send them to the root."""
     return zlib.compress(json.dumps(devices).encode())
 
 
@@ -340,7 +339,7 @@ def unpack_events(packed: bytes) -> list[list[dict[str, Any]]]:
 
 
 def _in_order(rows: set[str]) -> list[str]:
-    """Stages as they follow each other, then what else there is, then the device's rows likewise."""
+    """Sort rows: the stages of `ROWS`, other rows, then the device's rows in the same order."""
 
     def sort_key(row: str) -> tuple[bool, int, int, str]:
         stage = row.removeprefix("device: ")
