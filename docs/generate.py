@@ -1,4 +1,4 @@
-"""Writes docs/fields.md, from the ledger of fields, docs/layers.md, from the layers' docstrings, and docs/onnx.md."""
+"""Writes the pages that are generated: the fields from their ledger, layers and ONNX's tables from the sources."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ becomes zeros in the kernel, rounding down `round_mode: FLOOR` where it matters.
 say are listed with their names in one error. Tensors in other files are read from the model's folder only.
 
 ArgMax gives the last of equal elements, where ONNX gives the first. HardSwish, Interp, ShuffleChannel and Swish are not
-in every Caffe ([layers.md](layers.md)). No field is written that only NVIDIA Caffe has, because such a field chooses
-NVIDIA's dialect for the whole net ([differences.md](differences.md)).
+in every Caffe ([layers.md](../reference/layers.md)). No field is written that only NVIDIA Caffe has, because such a
+field chooses NVIDIA's dialect for the whole net ([differences.md](../reference/differences.md)).
 """
 
 
 def fields_page() -> str:
-    """The text of docs/fields.md."""
+    """The text of docs/reference/fields.md."""
     lines, before = [_HEAD_OF_FIELDS], ""
     for name, entry in ledger().items():
         message, _, field = name.rpartition(".")
@@ -106,13 +106,13 @@ def fields_page() -> str:
 
 
 def layers_page() -> str:
-    """The text of docs/layers.md."""
+    """The text of docs/reference/layers.md."""
     import_layer_types()
     return "\n".join([_HEAD_OF_LAYERS, *(section(name) for name in sorted(LAYERS, key=str.lower))])
 
 
 def section(name: str) -> str:
-    """The part of docs/layers.md on one type."""
+    """The part of docs/reference/layers.md on one type."""
     cls = layer_class(name)
     facts = [f"- bottoms {count(cls.bottoms)}, tops {count(cls.tops)}; dtypes {dtypes(cls)}"]
     facts += [f"- settings: {settings}" for settings in [", ".join(settings_of(cls, name))] if settings]
@@ -167,7 +167,7 @@ def module_source(cls: type[Layer]) -> str:
 
 
 def onnx_page() -> str:
-    """The text of docs/onnx.md."""
+    """The text of docs/how-to/onnx.md."""
     find_exporters()
     find_importers()
     rows = [f"| {name} | {FORMS[name]} |" for name in sorted(FORMS, key=str.lower)]
@@ -178,7 +178,7 @@ def onnx_page() -> str:
     )  # fmt: skip
 
 
-PAGES = {"fields.md": fields_page, "layers.md": layers_page, "onnx.md": onnx_page}
+PAGES = {"reference/fields.md": fields_page, "reference/layers.md": layers_page, "how-to/onnx.md": onnx_page}
 
 if __name__ == "__main__":
     for page, make in PAGES.items():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "build" / "site-source"
-PAGES = ("README.md", "CHANGELOG.md", "models/README.md", "models/*/README.md", "docs/*.md", "docs/tutorials/*.ipynb")
+PAGES = ("README.md", "CHANGELOG.md", "models/README.md", "models/*/README.md", "docs/**/*.md", "docs/**/*.ipynb")
 STYLE = ROOT / "docs" / "site.css"
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 

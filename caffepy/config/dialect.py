@@ -1,7 +1,7 @@
 """Which of the two Caffes' numbers a net gets where they differ: BVLC's or NVIDIA's.
 
 The net decides: NVIDIA's where the net or its solver uses a field that NVIDIA Caffe alone has, BVLC's otherwise.
-`caffepy --dialect` overrides it, for scripts the variable CAFFEPY_DIALECT. What differs: docs/differences.md.
+`caffepy --dialect` overrides it, for scripts the variable CAFFEPY_DIALECT. What differs: docs/reference/differences.md.
 """
 
 from __future__ import annotations

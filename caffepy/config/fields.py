@@ -1,7 +1,7 @@
 """The ledger of the schema's fields: whether each acts, is refused, or has no meaning in caffepy, from fields.txt.
 
 Nothing is accepted without effect: a field acts, or the user is told that it is refused, or the ledger has the reason
-why it has no meaning here. `docs/fields.md` is the ledger for readers.
+why it has no meaning here. `docs/reference/fields.md` is the ledger for readers.
 """
 
 from __future__ import annotations

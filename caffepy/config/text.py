@@ -221,8 +221,8 @@ def _field_of_a_fork(message: str, text: str, position: int) -> str:
     if own or near:
         return f"{found}; did you mean '{own[0] if own else f'{near[0]}_param'}'?"
     return (
-        f"{found}, in a layer of type '{type_name}'; if that is a type of another Caffe, docs/layers.md lists "
-        "those that there are, and one that is missing can be written as a Python layer"
+        f"{found}, in a layer of type '{type_name}'; if that is a type of another Caffe, docs/reference/layers.md "
+        "lists those that there are, and one that is missing can be written as a Python layer"
     )
 
 

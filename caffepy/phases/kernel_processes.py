@@ -1,7 +1,7 @@
 """Processes beside this one that compile the CPU kernels of its nets before they are called; they keep them on disk.
 
 Owns their start, their end and the wait for them. They are a program (`caffepy/training/kernel_worker.py`) that is told
-about the nets; see docs/cpu.md. Whatever goes wrong with it, kernels are compiled by whoever calls them.
+about the nets; see docs/how-to/cpu.md. Whatever goes wrong with it, kernels are compiled by whoever calls them.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The model follows BVLC Caffe's sources: `blob.cpp` (memory that blobs share), `net.cpp` (Init, ShareWeights,
 ShareTrainedLayersWith, CopyTrainedLayersFrom, ForwardFromTo, BackwardFromTo), `solver.cpp` and `sgd_solver.cpp`. Where
-docs/pycaffe.md and docs/differences.md name a difference, it follows caffepy: after an update parameters' diffs are
-the gradients, a solver's test nets have the train net's parameters from the beginning, and EuclideanLoss takes the
-numbers that its bottoms have in the backward pass, ReLU those of its top.
+docs/reference/pycaffe.md and docs/reference/differences.md name a difference, it follows caffepy: after an update
+parameters' diffs are the gradients, a solver's test nets have the train net's parameters from the beginning, and
+EuclideanLoss takes the numbers that its bottoms have in the backward pass, ReLU those of its top.
 
     python tests/support/random_programs.py --count 2000 --seed 1
 """

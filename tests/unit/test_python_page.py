@@ -1,4 +1,4 @@
-"""The examples of docs/python.md run as they stand there, one after the other in one folder."""
+"""The examples of docs/how-to/python.md run as they stand there, one after the other in one folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import caffepy
 from caffepy import distributed
 
-PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "python.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 SOLVER = 'base_lr: 0.1 lr_policy: "fixed" max_iter: 3 snapshot_after_train: false '
 

@@ -17,7 +17,7 @@ from caffepy.cli.options import normalise
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "models" / "README.md", *DOCS]
 MODELS = sorted((ROOT / "models").glob("*/README.md"))
 CPU = ROOT / "caffepy" / "backend" / "cpu"
@@ -76,7 +76,7 @@ def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_example_of_a_process_group_runs(capsys: pytest.CaptureFixture[str]):
-    page = (ROOT / "docs" / "distributed.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "distributed.md").read_text()
     (example,) = re.findall(r"(?m)^    import numpy.*\n(?:(?:    .*)?\n)*", page)
     exec(compile(textwrap.dedent(example), "distributed.md", "exec"), {})
     assert capsys.readouterr().out == "0 0.0\n"

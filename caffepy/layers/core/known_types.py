@@ -89,6 +89,6 @@ def describe_missing(type_name: str) -> str:
     """A sentence on a type that a Caffe has; empty if none does."""
     for names, owner in ((OF_BOTH, "both Caffes"), (OF_BVLC, "BVLC Caffe"), (OF_NVIDIA, "NVIDIA Caffe")):
         if type_name in names:
-            advice = _ADVICE.get(type_name, "docs/layers.md lists those that it has")
+            advice = _ADVICE.get(type_name, "docs/reference/layers.md lists those that it has")
             return f"{type_name} is a layer of {owner} that caffepy does not have: {advice}"
     return ""

@@ -25,7 +25,7 @@ Exporter: TypeAlias = "Callable[[LayerView], Values]"
 
 EXPORTERS: Registry[Exporter] = Registry("layer type with an ONNX form")
 FORMS: dict[str, str] = {}
-"""What each type becomes, for docs/onnx.md."""
+"""What each type becomes, for docs/how-to/onnx.md."""
 COMPOSITES: set[str] = set()
 """Types that become several nodes which nobody could read back as one layer; the model's metadata describe them."""
 

@@ -74,7 +74,8 @@ def _refuse_missing(net: Net) -> None:
     if missing:
         named = ", ".join(f"'{layer.name}' ({layer.type})" for layer in missing)
         raise ConfigError(
-            f"{len(missing)} of the net's layers have no ONNX form: {named}; docs/onnx.md lists the types that have one"
+            f"{len(missing)} of the net's layers have no ONNX form: {named}; docs/how-to/onnx.md lists the types that "
+            "have one"
         )
 
 

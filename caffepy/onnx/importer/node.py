@@ -20,7 +20,7 @@ Importer: TypeAlias = "Callable[[NodeView], Results]"
 
 IMPORTERS: Registry[Importer] = Registry("ONNX operator")
 IMPORTED_AS: dict[str, str] = {}
-"""What each operator becomes, for docs/onnx.md."""
+"""What each operator becomes, for docs/how-to/onnx.md."""
 
 
 def imports(*operators: str, form: str) -> Callable[[Importer], Importer]:

@@ -218,9 +218,9 @@ def test_a_type_that_only_a_caffe_has_is_called_that(name: str):
         layer_class(name, "layer 'a'")
 
 
-@pytest.mark.parametrize("page", ["fields.md", "layers.md"])
+@pytest.mark.parametrize("page", ["reference/fields.md", "reference/layers.md", "how-to/onnx.md"])
 def test_pages_are_up_to_date(page: str):
     docs = TESTS.parent / "docs"
     made = runpy.run_path(str(docs / "generate.py"))["PAGES"][page]()
     assert (docs / page).read_text() == made, "run python docs/generate.py"
-    assert max(map(len, made.splitlines())) <= 120
+    assert max(len(line) for line in made.splitlines() if not line.startswith("|")) <= 120

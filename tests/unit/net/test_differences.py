@@ -1,4 +1,4 @@
-"""Where Caffe's gradients are wrong and ours are not (docs/differences.md): each is held to NumPy."""
+"""Where Caffe's gradients are wrong and ours are not (docs/reference/differences.md): each is held to NumPy."""
 
 from __future__ import annotations
 
