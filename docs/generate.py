@@ -1,14 +1,16 @@
-"""Writes the pages that are generated: the fields from their ledger, layers and ONNX's tables from the sources."""
+"""Writes the pages that are generated: fields, layers and the tables of ONNX operators."""
 
 from __future__ import annotations
 
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from caffepy.config.fields import Status, ledger
+from google.protobuf.descriptor import Descriptor
+
+from caffepy.config.fields import NO_MEANING, REFUSED
 from caffepy.layers import Layer, layer_class
 from caffepy.layers.core.base import LAYERS, import_layer_types
 from caffepy.layers.core.known_types import OF_BOTH, OF_BVLC, OF_NVIDIA
@@ -25,14 +27,23 @@ _READS = re.compile(r"\b(\w+_param)\b")
 _HEAD_OF_FIELDS = """\
 # Fields
 
-What caffepy makes of each field of `proto/caffe.proto`, which is the union of both Caffes' schemas. A field *acts*, is
-*refused* by name when it is given, or has *no meaning* here, for the reason that is given. `python docs/generate.py`
-writes this file from `caffepy/config/fields.txt`; `tests/unit/config/test_fields.py` proves it.
+Every field of `proto/caffe.proto`, which is the union of the schemas of BVLC Caffe and NVIDIA Caffe. Each field
 
-Where NVIDIA Caffe drops what the user asked for, the documented meaning holds here: ImageData keeps the order of its
-lines with several threads, SigmoidCrossEntropyLoss heeds loss_param, BatchNorm heeds use_global_stats in training and
-adds the gradients of all `iter_size` passes, label_smoothing acts on every device, and MultiBoxLoss's LOGISTIC reads
-the right scores from the second image on.
+- *acts*: it has the effect that the schema's comment describes;
+- is *refused*: giving it is an error with the sentence below; or
+- has *no meaning*: it is accepted and changes no result, for the reason below.
+
+`python docs/generate.py` writes this page from the schema and `caffepy/config/fields.py`.
+
+Five fields act here although NVIDIA Caffe ignores them in part:
+
+| field | in caffepy |
+|---|---|
+| `threads` of ImageData | several threads keep the order of the list |
+| `loss_param` of SigmoidCrossEntropyLoss | normalizes the loss |
+| `use_global_stats` of BatchNorm | acts in training too; gradients of all `iter_size` passes are added |
+| `label_smoothing` | acts on every device |
+| `conf_loss_type: LOGISTIC` of MultiBoxLoss | reads the right scores for every image of the batch |
 """
 _HEAD_OF_LAYERS = """\
 # Layers
@@ -93,16 +104,26 @@ field chooses NVIDIA's dialect for the whole net ([differences.md](../reference/
 def fields_page() -> str:
     """The text of docs/reference/fields.md."""
     lines, before = [_HEAD_OF_FIELDS], ""
-    for name, entry in ledger().items():
+    for name in fields_of(caffe_pb2.DESCRIPTOR.message_types_by_name.values()):
         message, _, field = name.rpartition(".")
         if message != before:
             lines.append(f"\n## {message}\n")
             before = message
-        text = f"`{field}`: {entry.status.value}"
-        if entry.text and entry.status is not Status.ACTS:
-            text += f": {entry.text}"
+        text = f"`{field}`: "
+        if name in REFUSED:
+            text += f"refused: {REFUSED[name]}"
+        else:
+            text += f"no meaning: {NO_MEANING[name]}" if name in NO_MEANING else "acts"
         lines.append(textwrap.fill(f"- {text}", WIDTH, subsequent_indent="  ", break_on_hyphens=False))
     return "\n".join(lines) + "\n"
+
+
+def fields_of(messages: Iterable[Descriptor], within: str = "") -> Iterator[str]:
+    """The fields of messages and of those nested in them, as Message.field, in the schema's order."""
+    for message in messages:
+        path = within + message.name
+        yield from (f"{path}.{field.name}" for field in message.fields)
+        yield from fields_of(message.nested_types, f"{path}.")
 
 
 def layers_page() -> str:
@@ -146,7 +167,7 @@ def settings_of(cls: type[Layer], name: str) -> Iterator[str]:
     for holder in dict.fromkeys([*_READS.findall(source), *OWN.get(name, "").split()]):
         if holder in fields and fields[holder].message_type is not None:
             inner = fields[holder].message_type
-            names = [f.name for f in inner.fields if ledger()[f"{inner.name}.{f.name}"].status is Status.ACTS]
+            names = [f.name for f in inner.fields if f"{inner.name}.{f.name}" not in {**REFUSED, **NO_MEANING}]
             yield f"`{holder}` ({', '.join(names)})"
 
 

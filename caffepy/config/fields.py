@@ -1,15 +1,11 @@
-"""The ledger of the schema's fields: whether each acts, is refused, or has no meaning in caffepy, from fields.txt.
+"""Fields of the schema that are refused, and fields that have no meaning in caffepy, each with the reason.
 
-Nothing is accepted without effect: a field acts, or the user is told that it is refused, or the ledger has the reason
-why it has no meaning here. `docs/reference/fields.md` is the ledger for readers.
+Every other field of `proto/caffe.proto` acts; `tests/unit/config/field_proofs.txt` names the test of each.
+`docs/reference/fields.md` lists all fields.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import Message
@@ -17,49 +13,97 @@ from google.protobuf.message import Message
 from caffepy.config.messages import walk_fields
 from caffepy.errors import ConfigError
 
-LEDGER = Path(__file__).with_name("fields.txt")
-_PROVEN = "acts, proven by "
+# A sentence or reason, and the fields, as Message.field, that it is about.
+_REFUSED = {
+    "TRT is a layer of NVIDIA Caffe that caffepy does not have": (
+        "LayerParameter.trt_param TRTParameter.trt_mode TRTParameter.top_k TRTParameter.deploy TRTParameter.model "
+        "TRTParameter.deploy_outputs TRTParameter.calibrator"
+    ),
+    "caffepy opens no windows; leave it out": "TransformationParameter.display",
+    "visualize is not supported; leave it out and draw the boxes that the top holds": (
+        "DetectionOutputParameter.visualize"
+    ),
+}
+_NO_MEANING = {
+    "snapshots always have the format that both Caffes read": "SolverParameter.store_blobs_in_old_format",
+    "parameters and history are always single precision; the log says so": "SolverParameter.solver_data_type",
+    "arithmetic is always in single precision, which is more exact": (
+        "NetParameter.default_forward_math NetParameter.default_backward_math LayerParameter.forward_math "
+        "LayerParameter.backward_math"
+    ),
+    "algorithms are timed on the device and differ only in rounding": (
+        "NetParameter.default_conv_algos_override NetParameter.default_cudnn_math_override "
+        "LayerParameter.cudnn_math_override ConvolutionParameter.cudnn_convolution_algo_seeker "
+        "ConvolutionParameter.conv_algos_override"
+    ),
+    "gradients share memory wherever no result changes": "NetParameter.eltwise_mem_sharing",
+    "the net sets it": "LayerParameter.phase",
+    "the debugging output of this field has no definition; debug_info of the net prints every layer": (
+        "LayerParameter.debug"
+    ),
+    "its only field is the engine": (
+        "LayerParameter.sigmoid_param LayerParameter.tanh_param V1LayerParameter.tanh_param "
+        "V1LayerParameter.sigmoid_param"
+    ),
+    "caffepy chooses where transformations run; no result changes": "TransformationParameter.use_gpu_transform",
+    "layers see N, C, H, W; each backend chooses its memory layout": ("TransformationParameter.forward_packing"),
+    "NVIDIA Caffe declares it and never reads it": (
+        "TransformationParameter.num_labels PoolingParameter.torch_pooling ResizeParameter.prob NoiseParameter.prob"
+    ),
+    "both Caffes have it and do not read it; the log names transform_param's force_color": (
+        "DataParameter.force_encoded_color"
+    ),
+    "the prefetch depth changes no result": "DataParameter.prefetch",
+    "the number of threads changes no result; --threads sets it": (
+        "DataParameter.threads DataParameter.parser_threads ImageDataParameter.threads"
+    ),
+    "the operating system's page cache does this; no result changes": (
+        "DataParameter.cache DataParameter.precache ImageDataParameter.cache ImageDataParameter.precache "
+        "WindowDataParameter.cache_images"
+    ),
+    "moved to transform_param when an old net is read; the log says where it has no effect": (
+        "DataParameter.scale DataParameter.mean_file DataParameter.crop_size DataParameter.mirror "
+        "ImageDataParameter.scale ImageDataParameter.mean_file ImageDataParameter.crop_size "
+        "ImageDataParameter.mirror"
+    ),
+    "NVIDIA Caffe keeps the name and never reads the file": "AnnotatedDataParameter.label_map_file",
+    "caffepy chooses the algorithm; engines differ only in rounding": (
+        "ConvolutionParameter.engine PoolingParameter.engine LRNParameter.engine BatchNormParameter.engine "
+        "DropoutParameter.engine ReLUParameter.engine SigmoidParameter.engine TanHParameter.engine "
+        "SoftmaxParameter.engine SPPParameter.engine"
+    ),
+    "it chooses an algorithm; no result changes": "ConvolutionParameter.force_nd_im2col",
+    "neither Caffe reads it; use_difficult_gt decides": "MultiBoxLossParameter.ignore_difficult_gt",
+    "it concerns boxes drawn by visualize, which is refused": (
+        "DetectionOutputParameter.visualize_threshold DetectionOutputParameter.save_file"
+    ),
+    "coverage has one type": "DetectNetGroundTruthParameter.coverage_type",
+    "DetectNetTransformation of NVIDIA Caffe does not read it": (
+        "DetectNetAugmentationParameter.resize_param DetectNetAugmentationParameter.noise_param "
+        "DetectNetAugmentationParameter.emit_constraint DetectNetAugmentationParameter.distort_param "
+        "DetectNetAugmentationParameter.expand_param"
+    ),
+    "nothing reads gradients from a snapshot": (
+        "BlobProto.diff BlobProto.double_diff BlobProto.raw_diff_type BlobProto.raw_diff"
+    ),
+    "no layer or tool reads a vector of blobs": "BlobProtoVector.blobs",
+    "NVIDIA Caffe's reader sets it at run time": "Datum.record_id AnnotatedDatum.record_id",
+    "the content of a record shows its type": "AnnotatedDatum.type",
+    "files may hold it, and no layer reads it": ("NormalizedBBox.label NormalizedBBox.score NormalizedBBox.size"),
+    "a format of Caffe2, which no layer reads": (
+        "C2TensorProto.dims C2TensorProto.data_type C2TensorProto.float_data C2TensorProto.int32_data "
+        "C2TensorProto.byte_data C2TensorProto.string_data C2TensorProto.name C2TensorProto.double_data "
+        "C2TensorProto.int64_data C2TensorProtos.protos"
+    ),
+    "neither Caffe reads it, and no layer of the old format had it": (
+        "V0LayerParameter.new_num V0LayerParameter.new_channels"
+    ),
+}
 
-
-class Status(Enum):
-    """What caffepy makes of a field."""
-
-    ACTS = "acts"
-    REFUSED = "refused"
-    NO_MEANING = "no meaning"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A field of the ledger.
-
-    Args:
-        status: what becomes of it.
-        text: the sentence that refuses it, the reason why it has no meaning, or the tests that prove that it acts
-            (empty: those of `tests/unit/config/test_fields.py`).
-    """
-
-    status: Status
-    text: str = ""
-
-
-@cache
-def ledger() -> dict[str, Entry]:
-    """Every field of the schema, as Message.field, with its entry."""
-    entries = {}
-    for line in LEDGER.read_text(encoding="utf-8").splitlines():
-        name, divider, rest = line.partition(": ")
-        if divider and not line.startswith("#"):
-            assert name not in entries, f"{name} is twice in {LEDGER}"
-            entries[name] = _parse(rest)
-    return entries
-
-
-def _parse(text: str) -> Entry:
-    if text.startswith(_PROVEN):
-        return Entry(Status.ACTS, text.removeprefix(_PROVEN))
-    status, _, rest = text.partition(": ")
-    return Entry(Status(status), rest)
+REFUSED = {field: sentence for sentence, fields in _REFUSED.items() for field in fields.split()}
+"""Fields that end with an error when they are given, with the sentence of the error."""
+NO_MEANING = {field: reason for reason, fields in _NO_MEANING.items() for field in fields.split()}
+"""Fields that are accepted and change no result, with the reason."""
 
 
 def path_of(message: Any) -> str:
@@ -67,29 +111,18 @@ def path_of(message: Any) -> str:
     return str(message.full_name).partition(".")[2]
 
 
-@cache
-def _refused() -> dict[str, dict[str, str]]:
-    """By message the fields that are refused, with their sentences."""
-    found: dict[str, dict[str, str]] = {}
-    for name, entry in ledger().items():
-        if entry.status is Status.REFUSED:
-            message, _, field = name.rpartition(".")
-            found.setdefault(message, {})[field] = entry.text
-    return found
-
-
 def refuse_fields(param: Message, where: str) -> None:
-    """Refuse what the ledger refuses, where a value is given that is not the field's default.
+    """Raise an error for a refused field whose value is not its default.
 
     Args:
         param: a net, layer or solver.
         where: begins the message.
 
     Raises:
-        ConfigError: a field of `param` or within it is refused; it is named, with the ledger's sentence.
+        ConfigError: a field of `param` or within it is refused; the message has the field and the reason.
     """
     for owner, field, value, _ in walk_fields(param):
         message = path_of(owner.DESCRIPTOR)
-        sentence = _refused().get(message, {}).get(field.name)
+        sentence = REFUSED.get(f"{message}.{field.name}")
         if sentence is not None and (field.message_type is not None or value != field.default_value):
             raise ConfigError(f"{where}: {field.name} of {message} is refused: {sentence}")
