@@ -157,9 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     install(force)
     _show_log()
-    phases = importlib.import_module("caffepy.phases")
-    with phases.announcing(phases.START):
-        _run(arguments)
+    _run(arguments)
     return 0
 
 

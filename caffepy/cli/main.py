@@ -32,7 +32,6 @@ from caffepy.errors import (
     one_line,
 )
 from caffepy.files import open_closed_streams
-from caffepy.phases import START, announcing
 from caffepy.registry import suggest
 
 GROUPS = {
@@ -141,9 +140,8 @@ def _run(arguments: list[str], verbose: bool) -> int:
         return ConfigError.exit_status
     args.verbose = verbose
     args.arguments = arguments
-    silence = nullcontext() if args.command == "train" else announcing(START)  # train breaks it until it iterates
     signals = _ended_in_order() if args.command in WRITERS else nullcontext()
-    with _dialect(getattr(args, "dialect", None)), silence, signals:
+    with _dialect(getattr(args, "dialect", None)), signals:
         status: int = _module(args.command).run(args)
     sys.stdout.flush()
     return status

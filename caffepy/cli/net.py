@@ -142,7 +142,7 @@ def _read_solver(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
     from caffepy.data.schedule import Shard
     from caffepy.proto import caffe_pb2
     from caffepy.solvers import solver_class
-    from caffepy.solvers.nets.factory import NetFactory
+    from caffepy.solvers.net_factory import NetFactory
 
     solver = read_solver(path)
     factory = NetFactory(solver, MetaBackend(), Shard(), PathResolver(path))

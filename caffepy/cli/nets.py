@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from caffepy.cli.devices import single_device
 from caffepy.errors import ConfigError
-from caffepy.phases import phase as doing
 
 if TYPE_CHECKING:
     from caffepy.net import Net
@@ -46,8 +45,7 @@ def open_net(
     try:
         with backend.activate():
             context = LayerContext(backend, phase=phase, test_iter=iterations, resolve=PathResolver(args.model))
-            with doing("nets", "Building the net"):
-                net = Net(param, context, state, fuse and not param.debug_info)
+            net = Net(param, context, state, fuse and not param.debug_info)
             try:
                 if share and not param.debug_info:
                     context = replace(context, sample_shapes=sample_shapes(net))

@@ -30,8 +30,6 @@ from caffepy.cli.options import (
 )
 from caffepy.defaults import COMPRESSIONS, MAX_SKIPPED, SIGNAL_EFFECTS, TIMEOUT
 from caffepy.errors import ConfigError
-from caffepy.phases import START, SWITCH_INTERVAL, announcing, phase
-from caffepy.training import early_kernels
 
 if TYPE_CHECKING:
     from caffepy.parallel.options import TrainOptions
@@ -158,9 +156,6 @@ def _add_run_options(parser: Parser) -> None:
         metavar="N",
         help="compare the parameters of all devices every N iterations (default: at each snapshot)",
     )
-    parser.add_argument(
-        "--profile-start", action="store_true", help="log where the time until the first iteration's end went"
-    )
     parser.add_argument("--keep-going", action="store_true", help="go on when the loss is not finite")
     parser.add_argument(
         "--max-skipped",
@@ -189,15 +184,10 @@ def run(args: argparse.Namespace) -> int:
         _check_options(args)
     except ConfigError as error:
         raise_once(error)
-    if args.cpu:
-        early_kernels.begin()
-    _begin_cuda(args)
-    START.add("command line", 0.0)
-    START.level = logging.INFO if args.profile_start else logging.DEBUG
+    if args.gpus is not None:
+        _preload_cuda(args.gpus)
+    from caffepy.parallel.p2p_manager import P2PManager
     from caffepy.progress import progress_bar
-
-    with phase("engine import"):
-        from caffepy.parallel.p2p_manager import P2PManager
 
     made: list[TrainOptions] = []
 
@@ -208,23 +198,18 @@ def run(args: argparse.Namespace) -> int:
     command = shlex.join(["caffepy", *args.arguments])
     logger.info("caffepy %s, Python %s: %s", version.__version__, platform.python_version(), command)
     manager = P2PManager(options)
-    with announcing(START, SWITCH_INTERVAL), progress_bar(lambda: manager.iteration, lambda: made[0].solver.max_iter):
+    with progress_bar(lambda: manager.iteration, lambda: made[0].solver.max_iter):
         manager.run()
     _say_how_to_resume(args, made[0].solver, manager.iteration)
     return 0
 
 
-def _begin_cuda(args: argparse.Namespace, device: int | None = None) -> None:
-    """Start CUDA beside what follows, if GPUs are asked for: by the options, or by the solver, which names one."""
+def _preload_cuda(gpus: list[int] | str) -> None:
+    """Start CUDA beside the imports; its driver alone where it is not known yet which GPUs this process takes."""
     from caffepy.parallel.processes.launcher import find_launcher
-    from caffepy.training import early_cuda
+    from caffepy.training.devices import preload_cuda
 
-    if args.cpu or (args.gpus is None and device is None):
-        return
-    early_cuda.begin()
-    if isinstance(args.gpus, str) or find_launcher() is not None:
-        return  # which ones this process takes is not known yet
-    early_cuda.begin([device] if args.gpus is None and device is not None else args.gpus)
+    preload_cuda([] if isinstance(gpus, str) or find_launcher() is not None else gpus)
 
 
 def _options(args: argparse.Namespace) -> TrainOptions:
@@ -238,9 +223,8 @@ def _options(args: argparse.Namespace) -> TrainOptions:
     param = _read_solver(args)
     prepare_solver(param, str(args.solver), bool(args.weights or args.snapshot), args.level, args.stage)
     gpu_mode = param.solver_mode == caffe_pb2.SolverParameter.GPU
-    if not gpu_mode and args.gpus is None:
-        early_kernels.begin()
-    _begin_cuda(args, param.device_id if gpu_mode else None)
+    if gpu_mode and args.gpus is None and not args.cpu:
+        _preload_cuda([param.device_id])
     resolve = PathResolver(args.solver)
     return TrainOptions(
         solver=param,

@@ -15,7 +15,6 @@ from caffepy.errors import ConfigError
 from caffepy.inference.model import Model
 from caffepy.layers.core.base import LayerContext
 from caffepy.onnx.engine import wants_runtime
-from caffepy.phases import phase
 from caffepy.proto import caffe_pb2
 from caffepy.snapshot.files import read_trained_layers
 
@@ -64,9 +63,8 @@ def load(  # noqa: PLR0913 -- what a user may choose
     backend = create_backend(device, threads, math)
     try:
         context = LayerContext(backend, phase=caffe_pb2.TEST, resolve=PathResolver(Path(model)), dialect=dialect)
-        with phase("nets", "Building the net"):
-            read = [(read_trained_layers(Path(file)), str(file)) for file in files]
-            return Model(param, context, read, by_runtime=by_runtime)
+        read = [(read_trained_layers(Path(file)), str(file)) for file in files]
+        return Model(param, context, read, by_runtime=by_runtime)
     except BaseException:
         backend.close()
         raise

@@ -16,7 +16,6 @@ from caffepy.parallel.communicators.shared_memory import SharedSums
 from caffepy.parallel.communicators.store_communicator import StoreCommunicator
 from caffepy.parallel.processes.world import World
 from caffepy.parallel.store.store import Store
-from caffepy.phases import phase
 
 logger = logging.getLogger(__name__)
 
@@ -100,11 +99,10 @@ def connect_by_store(store: Store, rank: int, size: int, timeout: float | None) 
 
 
 def _share_unique_id(world: World) -> Any:
-    with phase("NCCL's identity", "Loading NCCL"):
-        from caffepy.parallel.communicators.nccl import check_nccl, new_unique_id
+    from caffepy.parallel.communicators.nccl import check_nccl, new_unique_id
 
-        world.run_on_all(check_nccl)
-        return world.broadcast(new_unique_id() if world.rank == 0 else None)
+    world.run_on_all(check_nccl)
+    return world.broadcast(new_unique_id() if world.rank == 0 else None)
 
 
 def connect_alone(ranks: Communicator, timeout: float) -> Communicator:

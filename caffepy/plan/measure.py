@@ -26,7 +26,7 @@ from caffepy.net.wiring import Node
 from caffepy.plan.profile import Gradient, LayerProfile, Profile
 from caffepy.proto import caffe_pb2
 from caffepy.solvers import Solver, create_solver
-from caffepy.solvers.nets.factory import NetFactory
+from caffepy.solvers.net_factory import NetFactory
 
 WARM_UP = 3
 """Iterations before the clock starts: they allocate, compile, tune and capture."""

@@ -20,7 +20,6 @@ from caffepy.inference.runners import ShapeRunners
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net as CoreNet
 from caffepy.net.wiring import Node
-from caffepy.phases import phase as doing
 from caffepy.proto import caffe_pb2
 from caffepy.pycaffe.blob import Blob
 from caffepy.pycaffe.core.batches import AllBatches, Arrays
@@ -83,7 +82,7 @@ class Net(NetStructure, AllBatches):
         path = check_file(network_file)
         files = [check_file(weights)] if weights is not None else []
         device = mode.present_device()
-        with device.computing(), as_users_raise(), doing("nets", "Building the net"):
+        with device.computing(), as_users_raise():
             net, runners = _build(path, _state(phase, given["level"], given["stages"]), device)
             self._wrap(net, device, runners)
         for file in files:

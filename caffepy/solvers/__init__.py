@@ -11,7 +11,6 @@ from typing import Any
 from caffepy.backend.interface import Backend
 from caffepy.config.solver_check import check_values
 from caffepy.errors import ConfigError
-from caffepy.phases import phase
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solvers.base import SOLVERS, Solver
 from caffepy.solvers.callbacks import Action, SingleDevice, SolverCallback
@@ -30,8 +29,7 @@ def create_solver(param: SolverParameter, backend: Backend, **keywords: Any) -> 
     if not isinstance(param, SolverParameter):
         raise ConfigError(f"create_solver needs a SolverParameter; caffepy.read_solver({param!r}) would read one")
     check_values(param)
-    with phase("nets", "Building the nets"):
-        return solver_class(param.type)(param, backend, **keywords)
+    return solver_class(param.type)(param, backend, **keywords)
 
 
 def solver_class(type_name: str) -> type[Solver]:

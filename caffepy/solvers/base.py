@@ -28,7 +28,6 @@ from caffepy.defaults import MAX_SKIPPED
 from caffepy.errors import StopRequestedError
 from caffepy.net.forward_runner import ForwardRunner
 from caffepy.net.memory.plan import describe
-from caffepy.phases.kernel_processes import PROCESSES
 from caffepy.progress import interactive, progress_bar
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.registry import Registry
@@ -53,8 +52,7 @@ from caffepy.solvers.io.testing import all_finished, run_tests
 from caffepy.solvers.iteration import IterationSteps
 from caffepy.solvers.loss import LossWindow
 from caffepy.solvers.loss_check import LossCheck
-from caffepy.solvers.nets.factory import NetFactory
-from caffepy.solvers.nets.foreseen import ForeseenUpdate
+from caffepy.solvers.net_factory import NetFactory
 from caffepy.solvers.requests import Requests
 from caffepy.solvers.rules.larc import Larc
 from caffepy.solvers.rules.update import Update
@@ -140,7 +138,7 @@ class Solver(SolverFace, ABC):
         self._factory = NetFactory(self.param, self.backend, self.shard, self.resolve, fuse, share, timeout)
         self._factory.check_wait = self.requests.check_wait
         with suggest_batch_size_on_oom(self._factory, self.histories), self.backend.activate():
-            self._build_nets(trace, guard)
+            self._build_nets(trace)
             self.state = self._new_state(trace, guard, max_skipped, options.eager)
             self._build_parts(options.eager, keep_going)
             ends_of_last_epochs(self.param, self.net)  # raises before training where no layer counts records
@@ -162,14 +160,12 @@ class Solver(SolverFace, ABC):
         if self.callback.is_root and state.suffix != ".h5":
             check_sizes_binary(weights, state, self.net, self.histories, self.param.snapshot_diff)
 
-    def _build_nets(self, trace: Tracer, guard: bool) -> None:
-        factory, several = self._factory, self.callback.world_size > 1
+    def _build_nets(self, trace: Tracer) -> None:
+        factory = self._factory
         self.net = factory.train_net(trace)
-        factory.foresee(ForeseenUpdate(self.update_rule(), self.histories, self.param.clip_gradients, guard, several))
         for names in self.param.weights if self.callback.is_root else ():
             self.load_weights([self.resolve(name.strip()) for name in names.split(",")])
         self.test_nets = factory.test_nets(self.net)
-        PROCESSES.submit()
         factory.spare_programs()
         if factory.share:
             plan = factory.share_memory()

@@ -11,7 +11,7 @@ from caffepy.config.filter import filter_net
 from caffepy.errors import CaffepyError, OutOfMemoryError
 from caffepy.net.memory.capacity import largest_batch, written_batch
 from caffepy.net.memory.plan import read_sample_shapes
-from caffepy.solvers.nets.factory import NetFactory
+from caffepy.solvers.net_factory import NetFactory
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 from caffepy.backend.interface import Backend
-from caffepy.phases import START
 from caffepy.report import WARM_UP, Performance
 
 
@@ -37,7 +36,6 @@ class Clock:
     def tick(self) -> None:
         """One more iteration is done; it counts if the clock ran."""
         self._seen += 1
-        START.begun()
         if self._started is not None:
             self._performance.iterations += 1
         elif self._active:

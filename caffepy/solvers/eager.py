@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from caffepy.net import debug
-from caffepy.phases import phase
 from caffepy.solvers.hyperparameters import FLAGS
 from caffepy.solvers.io.display import Display
 from caffepy.solvers.iteration import IterationSteps
@@ -30,8 +29,7 @@ class EagerIteration:
         Raises:
             NonFiniteError: it is not.
         """
-        with phase("first passes", "Running the first iteration"):
-            self._compute_gradients(read_loss)
+        self._compute_gradients(read_loss)
         if display:
             self._display.show_iteration()
         self._wait_for_peers()

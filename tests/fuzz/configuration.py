@@ -21,7 +21,7 @@ from caffepy.layers import LayerContext, layer_class
 from caffepy.net import Net
 from caffepy.net.memory.plan import plan_memory
 from caffepy.proto import caffe_pb2
-from caffepy.solvers.nets.factory import NetFactory
+from caffepy.solvers.net_factory import NetFactory
 
 LENET_SHAPES: dict[str, tuple[int, ...]] = {"data": (1, 28, 28), "label": ()}
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -24,14 +25,13 @@ LAUNCHES = 200
 def calls(backend: Any) -> dict[str, Callable[[], None]]:
     """What is called, by name; makes what it destroys before."""
     import cupy
-
-    from caffepy.backend.cuda.compilation.cubins import make_cubin
-    from caffepy.backend.cuda.compilation.target import find_target
+    from cupy.cuda.compiler import compile_using_nvrtc
 
     runtime, kept = cupy.cuda.runtime, {"graphs": [], "streams": [], "events": [], "modules": []}
-    target = find_target()
-    assert target is not None
-    cubin = str(make_cubin('extern "C" __global__ void nothing() {}', target))
+    code, _ = compile_using_nvrtc('extern "C" __global__ void nothing() {}')
+    with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
+        file.write(code)
+    cubin = file.name
     stream = cupy.cuda.Stream(non_blocking=True)
     memory = cupy.empty(1000)
 

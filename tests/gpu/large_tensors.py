@@ -296,10 +296,6 @@ class OneFamily:
                     return candidate
         return None
 
-    def likely(self, task: Any, families: Sequence[Any], resources: Any) -> Sequence[Any]:
-        """All."""
-        return families
-
 
 @dataclass
 class Run:

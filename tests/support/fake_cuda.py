@@ -191,10 +191,6 @@ class EveryCandidate:
             Stopwatch(partial(candidate.run, operands or made)).elapsed(1)
         return candidates[-1]
 
-    def likely(self, task: Any, families: Sequence[Any], resources: Any) -> Sequence[Any]:
-        """All."""
-        return families
-
 
 @contextmanager
 def fake_backend(math_mode: str) -> Iterator[Any]:

@@ -9,6 +9,7 @@ each kind (tests/unit/backend/test_cuda_compile.py).
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
 import json
 import os
@@ -22,8 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-from caffepy.backend.cuda.compilation import worker
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parents[1]
@@ -62,9 +61,11 @@ class Nvrtc:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._compiler = worker.Nvrtc(str(path))
-        self.major, minor = self._compiler.version()
-        self.version = f"{self.major}.{minor}"
+        self._library = ctypes.CDLL(str(path))
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        self.major = major.value
+        self.version = f"{major.value}.{minor.value}"
 
     def compile(self, text: str, architecture: str, name: str = "kernel") -> bytes:
         """PTX for `compute_80` and the like, machine code for `sm_80`.
@@ -72,11 +73,24 @@ class Nvrtc:
         Raises:
             ValueError: the text does not compile; with the compiler's words.
         """
+        library, program = self._library, ctypes.c_void_p()
         options = [option.encode() for option in (*OPTIONS, f"-arch={architecture}")]
+        assert library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None) == 0
         try:
-            return self._compiler.compile(text.encode(), options)
-        except worker.CompileError as error:
-            raise ValueError(f"{name} for {architecture} under NVRTC {self.version}:\n{error}") from error
+            given = (ctypes.c_char_p * len(options))(*options)
+            if library.nvrtcCompileProgram(program, len(options), given) != 0:
+                log = self._get(program, "ProgramLog").decode(errors="replace").rstrip("\0\n")
+                raise ValueError(f"{name} for {architecture} under NVRTC {self.version}:\n{log}")
+            return self._get(program, "PTX" if architecture.startswith("compute") else "CUBIN")
+        finally:
+            library.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _get(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        getattr(self._library, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        getattr(self._library, f"nvrtcGet{what}")(program, buffer)
+        return buffer.raw
 
 
 def installed() -> list[Nvrtc]:

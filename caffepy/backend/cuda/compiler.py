@@ -1,25 +1,28 @@
 """Own CUDA kernels: reads the .cu files beside this module, compiles each once in a process, launches them.
 
-Owns launch sizes. Kernels walk their elements with a grid stride, so any size is covered by any grid. Where a thread
-only foresees what a net will ask for, kernels are handed to the processes that compile ahead, and nothing is launched.
+Owns launch sizes. Kernels walk their elements with a grid stride, so any size is covered by any grid. CuPy compiles
+them with NVRTC and keeps the machine code in its own cache folder.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
+import time
 from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.backend.cuda.compilation.cubins import foresee, make_cubin
-from caffepy.backend.cuda.compilation.foreseen_array import ForeseenKernel, foreseen_target
-from caffepy.backend.cuda.compilation.target import OPTIONS, Target, find_target
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.layout import WIDE_LOAD
 from caffepy.backend.types import Array
-from caffepy.phases import phase
+from caffepy.caches import cache_folder
+from caffepy.errors import RunError
+
+logger = logging.getLogger(__name__)
 
 THREADS = 256
 MULTIPROCESSORS = 132
@@ -31,8 +34,8 @@ RESIDENT_BLOCKS = 2 * MULTIPROCESSORS
 MAX_BLOCKS = 16 * MULTIPROCESSORS
 """Blocks that fill the largest GPU of today several times over; more would only add starts and ends."""
 
-FORESEEN = -1
-"""The number of a device on which kernels are only foreseen."""
+OPTIONS = ("--std=c++17",)
+"""NVRTC's, beside those that CuPy gives it."""
 
 _compiling = threading.RLock()
 
@@ -44,21 +47,50 @@ def kernel_text(name: str) -> str:
 
 
 def device_number() -> int:
-    """CUDA's number of the present device, `FORESEEN` where kernels are only foreseen: plans depend on it."""
-    return FORESEEN if foreseen_target() is not None else int(cupy.cuda.runtime.getDevice())
+    """CUDA's number of the present device: plans depend on it."""
+    return int(cupy.cuda.runtime.getDevice())
 
 
 @cache
-def _module(text: str, target: Target | None) -> Any:
-    if target is None:
-        return cupy.RawModule(code=text, options=OPTIONS[:1])
-    return cupy.RawModule(path=str(make_cubin(text, target)))
+def _module(text: str) -> Any:
+    return cupy.RawModule(code=text, options=OPTIONS)
+
+
+class _Building:
+    """Seconds in which kernels were built; CuPy does not tell whether it reads a kernel or compiles it."""
+
+    seconds = 0.0
+
+
+_COMPILES = 1.0
+"""Seconds after which kernels are being compiled: CuPy reads one in a millisecond and compiles one in a hundred."""
+
+
+@cache
+def say_first_use() -> None:
+    """Log, once in a process, what takes long when a net first runs on a machine, and that later starts do not."""
+    folder = os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache"
+    logger.info(
+        "Compiling CUDA kernels and tuning convolutions for the first time; for later starts CuPy keeps kernels in %s, "
+        "and the choices are kept in %s", folder, cache_folder() or "no folder",
+    )  # fmt: skip
 
 
 @cache
 def _function(text: str, name: str, device: int) -> Any:
-    with phase("CUDA kernels", "Compiling CUDA kernels"):
-        return _module(text, find_target()).get_function(name)
+    begin = time.monotonic()
+    try:
+        function = _module(text).get_function(name)
+    except OSError as error:
+        logger.info("CuPy cannot keep compiled CUDA kernels, so each start compiles them: %s", error)
+        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+        function = _module(text).get_function(name)
+    except cupy.cuda.compiler.CompileException as error:
+        raise RunError(f"NVRTC refuses a CUDA kernel of caffepy's: {' '.join(str(error).split())}") from error
+    _Building.seconds += time.monotonic() - begin
+    if _Building.seconds > _COMPILES:
+        say_first_use()
+    return function
 
 
 def compiled(text: str, name: str) -> Any:
@@ -67,10 +99,6 @@ def compiled(text: str, name: str) -> Any:
     Raises:
         RunError: it does not compile.
     """
-    target = foreseen_target()
-    if target is not None:
-        foresee(text, target)
-        return ForeseenKernel()
     with _compiling:
         return _function(text, name, device_number())
 

@@ -17,7 +17,6 @@ import numpy as np
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.types import Array, Counter
 from caffepy.errors import RunError
-from caffepy.phases import phase
 
 IN_FLIGHT = 4
 """Messages to the device that may be on their way; a later one waits for the oldest to have arrived."""
@@ -74,7 +73,7 @@ class CudaGraph:
 
     def __init__(self, stream: Any, work: Callable[[], None]) -> None:
         self._stream = stream
-        with phase("graph capture", "Capturing CUDA graphs"), _garbage_collection.suspended():
+        with _garbage_collection.suspended():
             try:
                 self._graph = self._captured(work)
             except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:

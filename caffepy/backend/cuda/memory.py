@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend import layout
-from caffepy.backend.cuda.compilation.foreseen_array import ForeseenArray, foreseen_target
 from caffepy.backend.cuda.compiler import defines, launch, library_kernel
 from caffepy.backend.cuda.device import cupy, device_memory
 from caffepy.backend.layout import aligned_bytes, memory_order, view
@@ -36,16 +35,12 @@ def allocate(shape: tuple[int, ...], dtype: str = "float32") -> Array:
     """
     size, kind = math.prod(shape), np.dtype(element_dtype(dtype))
     with device_memory(f"an array of shape {shape} ({size * kind.itemsize} bytes)"):
-        return view(_empty(size, kind), shape)
-
-
-def _empty(size: int, dtype: Any) -> Array:
-    return cupy.empty(size, dtype) if foreseen_target() is None else ForeseenArray.flat(size, dtype)
+        return view(cupy.empty(size, kind), shape)
 
 
 def is_array(value: Any) -> bool:
     """Whether an argument of a primitive is an array, not a number."""
-    return isinstance(value, (cupy.ndarray, ForeseenArray))
+    return isinstance(value, cupy.ndarray)
 
 
 def is_dense(array: Array) -> bool:
@@ -183,7 +178,7 @@ class Scratch:
         if buffer is None or buffer.size < size:
             self._drop(purpose)
             with device_memory(f"{purpose} ({size} bytes)"):
-                buffer = self._buffers[purpose] = _empty(size, "uint8")
+                buffer = self._buffers[purpose] = cupy.empty(size, "uint8")
         view = self._views[purpose, count, dtype] = buffer[:size].view(dtype)[:count]
         return view
 

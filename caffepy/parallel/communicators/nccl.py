@@ -15,7 +15,6 @@ from caffepy.parallel.communicators.nccl_compression import device_compressor
 from caffepy.parallel.communicators.nccl_operations import Messages, enqueue, record_event
 from caffepy.parallel.communicators.nccl_stream import SideStream
 from caffepy.parallel.hardware.nccl_info import nccl_version
-from caffepy.phases import phase
 
 try:
     import cupy
@@ -102,8 +101,7 @@ class NcclCommunicator(Communicator):
         self._compressor = device_compressor(compress, size)
         self.compresses = self._compressor is not None
         self._comm: Any = None
-        connecting = phase("NCCL start", "Connecting the GPUs by NCCL")
-        with connecting, self._translated("NCCL's connection of the GPUs"):
+        with self._translated("NCCL's connection of the GPUs"):
             self._comm = nccl.NcclCommunicator(size, unique_id, rank)
 
     def start(self, collective: Collective) -> Work:

@@ -7,7 +7,6 @@ from typing import NoReturn
 from caffepy.errors import CaffepyError
 from caffepy.parallel.processes.launcher import find_launcher, find_mpi_launcher
 from caffepy.parallel.processes.world import SingleProcess, World
-from caffepy.phases import phase
 
 
 def create_world() -> World:
@@ -22,8 +21,7 @@ def create_world() -> World:
     if launcher is not None and launcher.meeting is not None:
         from caffepy.parallel.processes.store_world import StoreWorld
 
-        with phase("ranks meet", "Waiting for the other ranks"):
-            return StoreWorld(launcher.rank, launcher.meeting)
+        return StoreWorld(launcher.rank, launcher.meeting)
     return create_mpi_world()
 
 
@@ -51,7 +49,6 @@ def create_mpi_world() -> World:
     launcher = find_mpi_launcher()
     if launcher is None or launcher.size == 1:
         return SingleProcess()
-    with phase("MPI start", "Starting MPI"):
-        from caffepy.parallel.processes.mpi_world import MpiWorld
+    from caffepy.parallel.processes.mpi_world import MpiWorld
 
-        return MpiWorld(launcher)
+    return MpiWorld(launcher)

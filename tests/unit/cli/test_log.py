@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import logging
 import re
 import threading
-import time
-from importlib import import_module
-from pathlib import Path
 
 import pytest
 
 from caffepy.cli.log import log_to_stderr, rank_prefix
-from caffepy.cli.main import main
 from caffepy.glog import ENDS, GlogFormatter
-from caffepy.phases import Phases
 from caffepy.progress import ProgressBar, progress_bar
 
 GLOG = re.compile(r"([IWEF])(\d{4}) (\d\d:\d\d:\d\d\.\d{6})\s+(\d+) (\S+):(\d+)\] (.*)")
@@ -153,24 +147,3 @@ def test_there_is_no_bar_where_stderr_is_no_terminal(capsys: pytest.CaptureFixtu
     with progress_bar(lambda: 1, lambda: 2):
         assert "progress" not in {thread.name for thread in threading.enumerate()}
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("command", ["test", "time", "classify", "net"])
-def test_silence_is_broken(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Whatever the command does: by a line that says what is being done."""
-    phases = Phases(time.monotonic)
-
-    def work(_: argparse.Namespace) -> int:
-        with phases.phase("kernels", "Compiling kernels"):
-            time.sleep(1.0)
-        return 0
-
-    monkeypatch.setattr("caffepy.cli.main.START", phases)
-    monkeypatch.setattr("caffepy.phases.start.SILENCE", 0.05)
-    monkeypatch.setattr("caffepy.phases.start._LOOK", 0.01)
-    folder = "tools." if command == "classify" else ""
-    monkeypatch.setattr(import_module(f"caffepy.cli.{folder}{command}"), "run", work)
-    assert main([command, *["image.png"] * (command == "classify"), "--model", str(tmp_path / "net.prototxt")]) == 0
-    assert "] Compiling kernels ...\n" in capsys.readouterr().err

@@ -44,14 +44,6 @@ def python(*arguments: str, cwd: Path, path: str = "", **variables: str) -> subp
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_silence_is_broken(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(
-        "import time\nfrom caffepy.phases import phase\nwith phase('long', 'Doing much'): time.sleep(3)\n"
-    )
-    done = python("-m", "caffepy.as_caffe", "script.py", cwd=tmp_path)
-    assert done.stderr.rstrip().endswith("] Doing much ..."), done.stderr
-
-
 @pytest.mark.parametrize("way", [("script.py",), ("-m", "script")])
 def test_scripts_and_modules(tmp_path: Path, way: tuple[str, ...]) -> None:
     (tmp_path / "script.py").write_text(SAME)

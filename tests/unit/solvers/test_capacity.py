@@ -19,7 +19,7 @@ from caffepy.net.memory.plan import plan_memory
 from caffepy.proto import caffe_pb2
 from caffepy.solvers import create_solver
 from caffepy.solvers.execution_options import ExecutionOptions
-from caffepy.solvers.nets.factory import NetFactory
+from caffepy.solvers.net_factory import NetFactory
 
 NET = """
 layer { name: "data" type: "DummyData" top: "data" top: "label"

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
-import os
 import sys
 import zlib
 from collections.abc import Callable
@@ -34,7 +33,6 @@ from numba.core.sigutils import normalize_signature
 from caffepy import version
 from caffepy.backend.cpu.jit.pipeline import CFunction, KernelCompiler, KernelFunction
 from caffepy.caches import version_folder
-from caffepy.phases.kernel_processes import PROCESSES
 
 logger = logging.getLogger(__name__)
 
@@ -113,18 +111,6 @@ class _CheckedFiles(IndexDataCacheFile):  # type: ignore[misc,unused-ignore]
         return super()._load_data(name)  # a pickle ends where it says, not where the file does
 
 
-class _Failures:
-    """Whether something could not be kept; a full disk says so at the first attempt only."""
-
-    any = False
-
-
-def can_keep() -> bool:
-    """Whether what this process compiles is there for others, as far as is known."""
-    folder = kernels_folder()
-    return folder is not None and not _Failures.any and os.access(folder, os.W_OK)
-
-
 def _checksum(content: bytes) -> bytes:
     return zlib.crc32(content).to_bytes(4, "little")
 
@@ -168,7 +154,6 @@ class KernelCache(Cache):  # type: ignore[misc,unused-ignore]
         try:
             super().save_overload(sig, data)
         except OSError as error:
-            _Failures.any = True
             logger.debug("%s: a compiled kernel is not kept: %s", self.cache_path, error)
 
 
@@ -178,7 +163,6 @@ def _cache_of(function: Callable[..., Any]) -> Any:
 
 def compile_c_function(function: Callable[..., Any], signature: Any, options: dict[str, Any]) -> Any:
     """What `numba.cfunc(signature, cache=True, **options)` gives, but for the cache and the pipeline."""
-    PROCESSES.wait(function.__name__)
     compiled = CFunction(function, normalize_signature(signature), {}, options, KernelCompiler)
     compiled._cache = _cache_of(function)
     compiled.compile()
@@ -193,8 +177,6 @@ def compile_kernel(
     Raises:
         NotKeptError: it is not in the cache, and only what is kept is wanted.
     """
-    if not kept:
-        PROCESSES.wait(function.__name__)
     compiled = KernelFunction(function, kinds, options, kept)
     compiled._cache = _cache_of(function)
     compiled.compile()

@@ -38,7 +38,6 @@ from caffepy.backend.cpu.jit.pipeline import NotKeptError, PartDispatcher
 from caffepy.backend.cpu.jit.recording import CURRENT
 from caffepy.backend.cpu.jit.threads import KERNEL_SIGNATURE, THREADS
 from caffepy.forks import free_after_fork
-from caffepy.phases import phase
 
 Int = Any
 """Annotation: a 64-bit integer."""
@@ -108,8 +107,7 @@ class Entry:
         with self._lock:
             if "_compiled" in self.__dict__:
                 return self.__dict__["_compiled"]
-            with phase("CPU kernels", "Compiling CPU kernels"):
-                return self._compile()
+            return self._compile()
 
     def _compile(self) -> Any:
         scope: dict[str, Any] = {**_NAMESPACE, **self._namespace}
@@ -117,10 +115,6 @@ class Entry:
         function = scope[self.name]
         function.__module__ = __name__
         return compile_c_function(function, KERNEL_SIGNATURE, _OPTIONS)
-
-    def compile(self) -> None:
-        """Have it in the cache before it is called."""
-        assert self.address
 
     @cached_property
     def address(self) -> int:
@@ -135,12 +129,10 @@ class Entry:
         if items <= 0:
             return
         pieces = min(threads, max(1, items // max(1, grain)))
-        recording = CURRENT.recording
-        if recording is not None and recording.take(self, pieces):
-            return
         words = [address_of(argument) if type(argument) is np.ndarray else argument for argument in arguments]
         block = self._block.from_buffer_copy(self._pack(*words))
         address = ctypes.addressof(block)
+        recording = CURRENT.recording
         if recording is not None:
             recording.commands.append((self.address, address, items, pieces))
             recording.kept.append((self, block, arguments))
@@ -173,8 +165,6 @@ class Kernel(Entry):
         """
         if "_compiled" in self.__dict__:
             return True
-        if CURRENT.recording is not None and CURRENT.recording.foresees:
-            return items > compiling
         with self._lock:
             first, self._asked = self._asked == 0, self._asked + items
             if first and self._asked <= compiling:

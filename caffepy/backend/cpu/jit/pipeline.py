@@ -6,6 +6,9 @@ that kernels call stays as numba's lowering wrote it, until it is linked into a 
 
 from __future__ import annotations
 
+import logging
+import os
+from functools import cache
 from types import CodeType
 from typing import Any
 
@@ -20,7 +23,8 @@ from numba.core.typed_passes import NopythonRewrites
 from numba.core.untyped_passes import InlineClosureLikes
 
 from caffepy.errors import ConfigError
-from caffepy.phases.kernel_processes import PROCESSES
+
+logger = logging.getLogger(__name__)
 
 
 class _KernelLibrary(JITCodeLibrary):  # type: ignore[misc,unused-ignore]
@@ -117,8 +121,17 @@ class CFunction(CFunc):  # type: ignore[misc,unused-ignore]
     def _compile_uncached(self) -> Any:
         if config.DISABLE_JIT:
             raise ConfigError("NUMBA_DISABLE_JIT is set, but kernels on the CPU are compiled by numba: unset it")
-        PROCESSES.missed()
+        _say_compiling(self._cache.cache_path)
         return self._compiler.compile(self._sig.args, self._sig.return_type)
+
+
+@cache
+def _say_compiling(folder: str | None) -> None:
+    """Log, once in a process, that kernels are compiled, and whether later starts do so too."""
+    if folder is not None and os.access(folder, os.W_OK):
+        logger.info("Compiling CPU kernels for the first time; they are kept in %s for later starts", folder)
+    else:
+        logger.info("Compiling CPU kernels; they cannot be kept on disk, so each start compiles them")
 
 
 class KernelFunction(CFunction):

@@ -26,19 +26,12 @@ class Recording:
         commands: function, argument block, items and pieces of each call.
         kept: what lies at the addresses in the argument blocks, and the blocks.
         host_work: whether something else than kernels did a part of the work.
-        foresees: whether calls are noted and not made.
     """
-
-    foresees = False
 
     def __init__(self) -> None:
         self.commands: list[Command] = []
         self.kept: list[Any] = []
         self.host_work = False
-
-    def take(self, entry: Any, pieces: int) -> bool:
-        """Whether the call of an `Entry`, in so many pieces, is not to be made."""
-        return False
 
 
 class _Current(threading.local):

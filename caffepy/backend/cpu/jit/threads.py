@@ -139,15 +139,6 @@ def _make_calls(first: Any, count: Any, steps: Any, task: Any) -> None:
                     _call(rest, 0, 0, 0)
 
 
-LOOP_NAME = _parallel_loop.__name__
-"""By which `caffepy.phases.kernel_processes` knows it."""
-
-
-def compile_parallel_loop() -> int:
-    """The address of `_parallel_loop`."""
-    return int(compile_c_function(_parallel_loop, types.void(*[types.int64] * 4), {}).address)
-
-
 def _call_in_turn(block: Any, begin: Any, end: Any) -> None:
     """A kernel whose argument block is a table of calls: makes those from `begin` to `end`, each whole."""
     for i in range(begin, end):
@@ -216,7 +207,7 @@ class _Threads:
         layer = numba.threading_layer()
         if layer == "workqueue":
             self._one_loop = threading.Lock()
-        self._address = compile_parallel_loop()
+        self._address = int(compile_c_function(_parallel_loop, types.void(*[types.int64] * 4), {}).address)
         pool = importlib.import_module(f"numba.np.ufunc.{_POOLS[layer]}")
         self._loop = _POOL(pool.parallel_for)
 

@@ -93,11 +93,6 @@ class Tuner(Protocol):
     ) -> Candidate | None:
         """The prepared candidate to use for a task, None if there is none; `operands` are arrays to time it on."""
 
-    def likely(
-        self, task: Task, families: Sequence[AlgorithmFamily], resources: Resources
-    ) -> Sequence[AlgorithmFamily]:
-        """The families of which `choose` may run candidates: all, or the one that a candidate was chosen of."""
-
 
 @dataclass
 class Resources:

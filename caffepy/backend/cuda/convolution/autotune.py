@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 
-from caffepy.backend.cuda.compiler import c_type, launch, library_kernel
+from caffepy.backend.cuda.compiler import c_type, launch, library_kernel, say_first_use
 from caffepy.backend.cuda.convolution.algorithm import AlgorithmFamily, Candidate, KeepingCandidate, Operands, Resources
 from caffepy.backend.cuda.convolution.autotune_cache import Decision, cache_file, decisions
 from caffepy.backend.cuda.convolution.problem import Direction, Task
@@ -20,7 +20,6 @@ from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.memory import Scratch, allocate, flat, is_capturing, raw
 from caffepy.backend.types import Array
 from caffepy.errors import DeviceError, OutOfMemoryError, RunError
-from caffepy.phases import phase
 
 logger = logging.getLogger(__name__)
 
@@ -85,15 +84,14 @@ class Autotuner:
         with self._decisions.turn(key):
             known = self._decisions.get(key)
             if known is not None:
-                with phase("tuned plans", "Preparing convolutions"):
-                    cached = _find(known.name, families)
+                cached = _find(known.name, families)
                 if cached is not None:
                     return cached
             if is_capturing():
                 return _first(families)
             begin = monotonic()
-            with phase("tuning", "Trying ways to compute convolutions"):
-                chosen, microseconds, certain = _try_all(task, families, operands, resources)
+            say_first_use()
+            chosen, microseconds, certain = _try_all(task, families, operands, resources)
             if chosen is not None:
                 # Where not all could be checked, another run may find more; but then it would not give the same bits.
                 lasting = certain or resources.deterministic
@@ -105,14 +103,6 @@ class Autotuner:
         name = "nothing" if chosen is None else chosen.name
         logger.debug("%s: %s, %.1f us, chosen in %.2f s", key, name, microseconds, monotonic() - begin)
         return chosen
-
-    def likely(
-        self, task: Task, families: Sequence[AlgorithmFamily], resources: Resources
-    ) -> Sequence[AlgorithmFamily]:
-        if not self.enabled:
-            return [family for family in families if not family.checked][:1]
-        known = self._decisions.get(self._key(task, resources))
-        return [family for family in families if known is None or known.name.startswith(family.name)]
 
     def _key(self, task: Task, resources: Resources) -> str:
         p, g = task.problem, task.problem.geometry
@@ -225,8 +215,7 @@ class Trial:
             finalists = remaining[: min(FINALISTS, max(MIN_FINALISTS, close))]
             remaining = remaining[len(finalists) :]
             if len(finalists) > 1:
-                with phase("finalists timed"):
-                    measure(finalists)
+                measure(finalists)
             for contender in sorted(finalists, key=lambda contender: contender.microseconds):
                 if contender.trusted or self._is_right(contender.candidate):
                     return contender.candidate, contender.microseconds
@@ -282,21 +271,18 @@ def _copy_of(array: Array) -> Array:
 def _attempt(candidate: Candidate, operands: Operands, best: float) -> Contender | None:
     """A candidate with its time; None if it fails or takes much longer than the best."""
     try:
-        with phase("plans built"):
-            if not candidate.prepare():
-                return None
-        with phase("first runs"):
-            first = _first_run(candidate, operands)
+        if not candidate.prepare():
+            return None
+        first = _first_run(candidate, operands)
         if first > HOPELESS * best + HELD_UP:
             logger.debug("%s is too slow: the first run takes %.0f us", candidate.name, first)
             return None
-        with phase("timed runs"):
-            watch = Stopwatch(lambda: candidate.run(operands))
-            time = _time_of_one(watch, best)
-            if time > _limit(best):
-                logger.debug("%s is too slow: a run takes %.1f us", candidate.name, time)
-                return None
-            time = watch.elapsed(max(2, min(10, int(TIMED / time))), time)
+        watch = Stopwatch(lambda: candidate.run(operands))
+        time = _time_of_one(watch, best)
+        if time > _limit(best):
+            logger.debug("%s is too slow: a run takes %.1f us", candidate.name, time)
+            return None
+        time = watch.elapsed(max(2, min(10, int(TIMED / time))), time)
         logger.debug("%s takes %.1f us", candidate.name, time)
         return Contender(candidate, time, watch)
     except (DeviceError, RunError, RuntimeError) as error:

@@ -17,7 +17,6 @@ from typing import Any
 from caffepy.backend.cuda.convolution.algorithm import Resources
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.types import convolution_workspace
-from caffepy.phases import phase
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +120,7 @@ class CudnnGraph:
             graph.validate()
             graph.build_operation_graph()
             # In one call: release 1.18 mixes up the notes of plans that were asked for in several.
-            with phase("plans proposed"):
-                graph.create_execution_plans(modes)
+            graph.create_execution_plans(modes)
         except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError):
             return False
         self._bar(graph)

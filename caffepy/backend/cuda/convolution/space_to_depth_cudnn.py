@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 
 from caffepy.backend.cuda.compiler import c_type, defines, launch, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import (
@@ -85,29 +85,6 @@ class SpaceToDepthCandidate:
         result = view(scratch.get("rearranged result", math.prod(out.target), dtype), out.target)
         self._inner.run(Operands(a, b, result, operands.bias, operands.sums))
         restore(out, result, operands.out, operands.accumulate)
-
-
-class NoConvolution:
-    """A candidate that computes nothing: what is around it shows which kernels it needs."""
-
-    name = "nothing"
-
-    def prepare(self) -> bool:
-        """Always."""
-        return True
-
-    def run(self, operands: Operands) -> None:
-        """Nothing."""
-
-    def keep(self) -> None:
-        """Nothing."""
-
-
-def foreseen_rearrangements(task: Task, names: Container[str], resources: Resources) -> Iterator[Candidate]:
-    """What the candidates of families of these names do before and after cuDNN."""
-    for name, equivalent in _equivalents(task):
-        if name in names:
-            yield SpaceToDepthCandidate(task, equivalent, NoConvolution(), name, resources)
 
 
 def space_to_depth_families(task: Task, resources: Resources) -> list[AlgorithmFamily]:

@@ -7,7 +7,10 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
+from fake_cuda import FakeArray
+from numpy.lib.stride_tricks import as_strided
 
 from caffepy.backend.types import Geometry
 
@@ -39,10 +42,7 @@ def test_what_has_too_many_threads_for_32_bits_is_done_in_parts(
     cupy_or_mock: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Gradients have a thread for each tile of the padded plane, of which there are more than pixels."""
-    pooling, foreseen, layout = (
-        importlib.import_module(f"caffepy.backend.{n}")
-        for n in ("cuda.pooling", "cuda.compilation.foreseen_array", "layout")
-    )
+    pooling, layout = (importlib.import_module(f"caffepy.backend.{n}") for n in ("cuda.pooling", "layout"))
     cases: list[Any] = []
     monkeypatch.setattr(pooling, "_plan", cases.append)
     monkeypatch.setattr(pooling, "device_number", lambda: 0)
@@ -50,7 +50,10 @@ def test_what_has_too_many_threads_for_32_bits_is_done_in_parts(
     assert 2**31 - 2**22 < math.prod(shape) < 2**31
 
     def array(dtype: str) -> Any:
-        return layout.view(foreseen.ForeseenArray.flat(math.prod(shape), dtype), shape)
+        """An array without memory: one element, seen as often as the shape has elements."""
+        one = np.zeros(1, dtype)
+        flat = as_strided(one, (math.prod(shape),), (one.itemsize,)).view(FakeArray)
+        return layout.view(flat, shape)
 
     x, y, mask = array("float32"), array("float32"), array("uint8")
     if name.startswith("average"):

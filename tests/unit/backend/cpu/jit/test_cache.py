@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import errno
+import logging
 import os
 import resource
 import shutil
@@ -56,7 +56,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "kernels"
     path.mkdir()
     monkeypatch.setattr(cpu_cache, "kernels_folder", lambda: path)
-    monkeypatch.setattr(cpu_cache._Failures, "any", False)
     return path
 
 
@@ -66,35 +65,6 @@ def compile_thrice() -> object:
 
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
-
-
-class Others:
-    """Processes that compile what is waited for."""
-
-    def __init__(self, compiles: bool) -> None:
-        self.compiles = compiles
-        self.waited: list[str] = []
-        self.missing = 0
-
-    def wait(self, name: str) -> None:
-        self.waited.append(name)
-        if self.compiles and len(self.waited) == 1:
-            compile_thrice()
-
-    def missed(self) -> None:
-        self.missing += 1
-
-
-@pytest.mark.parametrize("compiles", [True, False])
-def test_what_other_processes_compile_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch, compiles: bool):
-    others = Others(compiles)
-    monkeypatch.setattr(cpu_cache, "PROCESSES", others)
-    monkeypatch.setattr(pipeline, "PROCESSES", others)
-    compiled = compile_thrice()
-    assert others.waited[0] == "thrice"
-    assert others.missing == 1
-    assert compiled.cache_hits == int(compiles)  # type: ignore[attr-defined]
-    assert run(compiled, 5) == 15
 
 
 def test_what_is_kept_is_read_without_numbas_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -184,22 +154,32 @@ def test_without_a_folder_nothing_is_kept(monkeypatch: pytest.MonkeyPatch):
     assert compile_thrice().cache_hits == 0  # type: ignore[attr-defined]
 
 
-def test_others_can_have_what_can_be_written(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    assert cpu_cache.can_keep()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "access", lambda path, mode: not (path == folder and mode & os.W_OK))
-        assert not cpu_cache.can_keep(), "a folder for reading only"
+def test_compiling_is_announced_once_in_a_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    pipeline._say_compiling.cache_clear()
+    with caplog.at_level(logging.INFO):
+        compile_thrice()
+        assert [record.getMessage() for record in caplog.records] == [
+            f"Compiling CPU kernels for the first time; they are kept in {folder} for later starts"
+        ]
+        cpu_cache.compile_c_function(with_closure, SIGNATURE, {})
+        assert len(caplog.records) == 1
+    caplog.clear()
+    pipeline._say_compiling.cache_clear()
+    with caplog.at_level(logging.INFO):
+        compile_thrice()
+    assert not caplog.records, "it is read from the cache"
+
+
+def test_compiling_at_each_start_is_announced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setattr(cpu_cache, "kernels_folder", lambda: None)
-    assert not cpu_cache.can_keep()
-
-
-def test_after_a_failure_others_are_not_counted_on(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    def save(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(cpu_cache._CheckedFiles, "save", save)
-    assert run(compile_thrice(), 8) == 24
-    assert not cpu_cache.can_keep()
+    pipeline._say_compiling.cache_clear()
+    with caplog.at_level(logging.INFO):
+        compile_thrice()
+    assert [record.getMessage() for record in caplog.records] == [
+        "Compiling CPU kernels; they cannot be kept on disk, so each start compiles them"
+    ]
 
 
 def test_a_numba_that_is_told_to_compile_nothing_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -22,7 +22,6 @@ from caffepy.net import Net
 from caffepy.net.memory.plan import MemoryPlan, plan_memory, sample_shapes
 from caffepy.net.parameters import bucket_count
 from caffepy.proto import caffe_pb2
-from caffepy.solvers.nets.foreseen import ForeseenNet, ForeseenUpdate
 from caffepy.trace import NO_TRACE, Tracer
 
 log = logging.getLogger(__name__)
@@ -100,12 +99,6 @@ class NetFactory:
             log.log(level, "nothing is learned: no loss depends on a parameter whose lr_mult is not 0")
         return net
 
-    def foresee(self, update: ForeseenUpdate | None = None) -> None:
-        """Have the kernels of the net that was made last compiled, with those of an update; returns at once."""
-        net, param, state = self._made[-1]
-        context = replace(net.context, sample_shapes=sample_shapes(net))
-        ForeseenNet(param, context, state, self.fuse, update).compile_kernels()
-
     def train_setup(self) -> tuple[caffe_pb2.NetParameter, LayerContext, caffe_pb2.NetState]:
         """What `train_net` makes its net of, for planning it.
 
@@ -142,7 +135,6 @@ class NetFactory:
             net = self._make(source, state, self.param.test_iter[i])
             net.debug_info = self.param.debug_info
             net.share_trained_layers_with(train_net)
-            self.foresee()
             nets.append(net)
         return nets
 
