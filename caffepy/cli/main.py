@@ -35,7 +35,7 @@ from caffepy.files import open_closed_streams
 from caffepy.registry import suggest
 
 GROUPS = {
-    "training": ("train", "test", "time", "snapshot", "data"),
+    "training": ("train", "test", "time", "warm-up", "snapshot", "data"),
     "devices": ("device_query", "launch", "bench", "plan"),
     "predictions": ("classify", "detect", "extract_features"),
     "nets and logs": ("net", "deploy", "draw_net", "parse_log", "plot_training_log"),
@@ -60,6 +60,7 @@ MODULES = {
     **{name: f"tools.data.{name}" for name in GROUPS["data sets"]},
     "export": "onnx.export",
     "import": "onnx.import_model",
+    "warm-up": "warm_up",
 }
 """Modules of the commands, below this folder, that have another name than the command."""
 

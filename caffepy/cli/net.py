@@ -17,7 +17,8 @@ from caffepy.cli.options import (
     positive_number,
     record_shape,
 )
-from caffepy.errors import ConfigError, DataError
+from caffepy.cli.record_shapes import record_shapes
+from caffepy.errors import ConfigError
 
 if TYPE_CHECKING:
     from caffepy.layers import LayerContext
@@ -39,8 +40,6 @@ _REMARKS = {
     "folded weights": "of convolutions that have taken in what follows them",
 }
 """Remarks on a kind of memory in the table."""
-_LABELS: dict[str, tuple[int, ...]] = {"AnnotatedData": (1, 1, 8)}
-"""The shape of a label, for data that are not there, where it is not one number: here one box, see the layer."""
 MEBIBYTE, GIBIBYTE = 2**20, 2**30
 
 
@@ -99,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
 
     subject = _read(args)
     refuse_net_without_layers(args.model or args.solver, subject.param, subject.state)
-    subject.context = replace(subject.context, sample_shapes=_sample_shapes(subject, args.shape))
+    shapes = record_shapes(subject.param, subject.context, subject.state, args.shape, lambda text: print(f"{text}\n"))
+    subject.context = replace(subject.context, sample_shapes=shapes)
     if args.memory:
         _print_memory(subject, args)
     else:
@@ -152,44 +152,6 @@ def _read_solver(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
         state = net_state(phase, param.state, *solver.test_state[:1])
     state.MergeFrom(own)
     return Subject(param, context, state, solver_class(solver.type).histories)
-
-
-def _sample_shapes(subject: Subject, given: tuple[int, ...] | None) -> dict[str, tuple[int, ...]]:
-    """The shape of one record, by top of a data layer: from --shape, from the data, or from the size of its crops."""
-    from caffepy.config.dialect import Dialect, choose_dialect
-    from caffepy.config.filter import filter_net
-    from caffepy.net.memory.plan import read_sample_shapes
-    from caffepy.proto import caffe_pb2
-
-    dialect = subject.context.dialect or choose_dialect([subject.param], lambda *line: None)
-    nvidia = dialect is Dialect.NVIDIA
-    shapes: dict[str, tuple[int, ...]] = {}
-    for layer in filter_net(subject.param, subject.state).layer:
-        if layer.bottom:
-            continue
-        labels = [_LABELS.get(layer.type, ())] * (len(layer.top) - 1)
-        if given is not None:
-            shapes |= zip(layer.top, [given, *labels], strict=False)
-            continue
-        try:
-            single = caffe_pb2.NetParameter(layer=[layer])
-            shapes |= read_sample_shapes(single, replace(subject.context, dialect=dialect), subject.state)
-        except DataError as error:
-            shapes |= zip(layer.top, [_cropped(layer, error, nvidia), *labels], strict=False)
-    return shapes
-
-
-def _cropped(layer: caffe_pb2.LayerParameter, error: DataError, nvidia: bool) -> tuple[int, ...]:
-    """The shape of a layer's crops or resized images, for data that do not exist on this machine."""
-    from caffepy.net.record_shape import told_shape
-
-    told = told_shape(layer, nvidia)
-    if told is None:
-        raise DataError(f"{error}; or give the shape of one record, e.g. --shape 3,224,224") from error
-    shape, fields = told
-    text = ",".join(map(str, shape))
-    print(f"layer '{layer.name}': its data are not there; taken as --shape {text}, from {fields}\n")
-    return shape
 
 
 # -- layers -----------------------------------------------------------------------------------------------

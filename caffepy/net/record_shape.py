@@ -1,7 +1,12 @@
-"""The shape of a data layer's records as its own fields tell it, for data that are not there."""
+"""Nets whose data are not there: the shape of a record as a data layer's fields tell it, and made-up records."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+from caffepy.errors import ConfigError
+from caffepy.layers.core.base import layer_class
+from caffepy.layers.input.prefetching import PrefetchingLayer
 from caffepy.proto import caffe_pb2
 
 _SSD = ("AnnotatedData", "VideoData")
@@ -40,3 +45,53 @@ def _told_size(layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int,
         (listed.new_height, listed.new_width, "new_height and new_width"),
     )
     return next((size for size in told if size[0] and size[1]), None)
+
+
+def without_data(
+    net: caffe_pb2.NetParameter,
+    shapes: Mapping[str, Sequence[int]],
+    devices: int = 1,
+    *,
+    filler: str = "constant",
+    as_inputs: bool = False,
+) -> caffe_pb2.NetParameter:
+    """A copy whose layers that read records are DummyData layers: the first top is filled, labels are 0, boxes none.
+
+    Args:
+        net: as read; layers of all phases and stages are replaced.
+        shapes: of one record, by top, as `LayerContext.sample_shapes`; others have one number a record.
+        devices: that divide a batch.
+        filler: type of the first top's filler.
+        as_inputs: make Input layers instead, for a caller that fills them.
+
+    Raises:
+        ConfigError: a layer's batch_size is not positive.
+    """
+    result = caffe_pb2.NetParameter()
+    result.CopyFrom(net)
+    for layer in result.layer:
+        if not issubclass(layer_class(layer.type, f"layer '{layer.name}'"), PrefetchingLayer):
+            continue
+        batch = -(-_take_batch_size(layer) // devices)
+        boxes = layer.type == "AnnotatedData" and len(layer.top) > 1 and shapes.get(layer.top[1], (1,))[-1] > 1
+        layer.type = "Input" if as_inputs else "DummyData"
+        given = layer.input_param.shape if as_inputs else layer.dummy_data_param.shape
+        for index, top in enumerate(layer.top):
+            is_list = boxes and index == 1  # one of all images' boxes, in which rows of -1 are none
+            given.add(dim=(1 if is_list else batch, *shapes.get(top, ())))
+            if not as_inputs:
+                kind = "constant" if index else filler
+                layer.dummy_data_param.data_filler.add(type=kind, value=-1.0 if is_list else 0.0)
+    return result
+
+
+def _take_batch_size(layer: caffe_pb2.LayerParameter) -> int:
+    """The batch_size of a data layer, whose fields about the reading of records are cleared."""
+    size = 0
+    for field, value in layer.ListFields():
+        if field.message_type is not None and "batch_size" in field.message_type.fields_by_name:
+            size = max(size, value.batch_size)
+            layer.ClearField(field.name)
+    if size <= 0:
+        raise ConfigError(f"layer '{layer.name}' ({layer.type}): batch_size must be given and positive")
+    return size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +15,11 @@ from caffepy.config.paths import PathResolver
 from caffepy.config.solver_check import check_solver
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError
-from caffepy.layers.core.base import LayerContext, layer_class
-from caffepy.layers.input.prefetching import PrefetchingLayer
+from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
-from caffepy.net.memory.capacity import READERS, with_batch
+from caffepy.net.memory.capacity import with_batch
 from caffepy.net.parameters import ALIGNMENT, bucket_count
+from caffepy.net.record_shape import without_data
 from caffepy.net.timing import measure, milliseconds_since
 from caffepy.net.wiring import Node
 from caffepy.plan.profile import Gradient, LayerProfile, Profile
@@ -80,7 +79,7 @@ def read_subject(path: Path, batch: int | None = None, shape: Sequence[int] | No
     if batch is not None:
         net = with_batch(net, batch)
     if shape is not None:
-        net = without_data(net, shape)
+        net = without_data(net, {layer.top[0]: shape for layer in net.layer if layer.top and not layer.bottom})
     for field in ("net", "train_net", "train_net_param", "net_param", "test_net", "test_net_param", "test_iter",
                   "test_state", "test_interval", "test_initialization", "display", "snapshot", "weights"):  # fmt: skip
         param.ClearField(field)
@@ -89,20 +88,6 @@ def read_subject(path: Path, batch: int | None = None, shape: Sequence[int] | No
     param.random_seed = max(param.random_seed, 0)
     assert isinstance(context.resolve, PathResolver)
     return Subject(param, context.resolve, state)
-
-
-def without_data(net: caffe_pb2.NetParameter, shape: Sequence[int]) -> caffe_pb2.NetParameter:
-    """A copy whose layers that read records give constant ones instead: (batch_size, *shape), labels (batch_size,)."""
-    result = copy.deepcopy(net)
-    for layer in result.layer:
-        if not issubclass(layer_class(layer.type, f"layer '{layer.name}'"), PrefetchingLayer):
-            continue
-        batch = next(getattr(layer, field).batch_size for field in READERS if layer.HasField(field))
-        layer.type = "DummyData"
-        layer.dummy_data_param.shape.add(dim=(batch, *shape))
-        for _ in layer.top[1:]:
-            layer.dummy_data_param.shape.add(dim=(batch,))
-    return result
 
 
 def measure_profile(subject: Subject, backend: Backend, iterations: int) -> Profile:

@@ -108,6 +108,18 @@ class NetFactory:
         source, state = self._train_source()
         return source.param, self._context(source, state, 1), state
 
+    def test_setups(self) -> list[tuple[caffe_pb2.NetParameter, LayerContext, caffe_pb2.NetState]]:
+        """What `test_nets` makes its nets of.
+
+        Raises:
+            ConfigError: the numbers of test nets, test_iter and test_state do not agree.
+        """
+        setups = []
+        for i, source in enumerate(self._test_sources()):
+            state = self._test_state(source, i)
+            setups.append((source.param, self._context(source, state, self.param.test_iter[i]), state))
+        return setups
+
     def _train_source(self) -> tuple[NetSource, caffe_pb2.NetState]:
         fields = ("train_net_param", "train_net", "net_param", "net")
         given = [field for field in fields if self.param.HasField(field)]
@@ -130,13 +142,15 @@ class NetFactory:
         nets = []
         for i, source in enumerate(sources):
             log.log(self._level, "Creating test net (#%d) specified by %s", i, source.field)
-            overrides = [self.param.test_state[i]] if self.param.test_state else []
-            state = net_state(caffe_pb2.TEST, source.param.state, *overrides)
-            net = self._make(source, state, self.param.test_iter[i])
+            net = self._make(source, self._test_state(source, i), self.param.test_iter[i])
             net.debug_info = self.param.debug_info
             net.share_trained_layers_with(train_net)
             nets.append(net)
         return nets
+
+    def _test_state(self, source: NetSource, index: int) -> caffe_pb2.NetState:
+        overrides = [self.param.test_state[index]] if self.param.test_state else []
+        return net_state(caffe_pb2.TEST, source.param.state, *overrides)
 
     def spare_programs(self) -> None:
         """Share nothing on a CPU where layers are users' classes: a plan would make their objects a second time."""

@@ -11,6 +11,7 @@ from caffepy.backend.meta.backend import MetaBackend
 from caffepy.errors import ConfigError, DataError
 from caffepy.layers import LayerContext
 from caffepy.net import Net
+from caffepy.net.record_shape import without_data
 from caffepy.plan.measure import (
     Subject,
     estimate_profile,
@@ -18,7 +19,6 @@ from caffepy.plan.measure import (
     measure_profile,
     read_subject,
     with_settings_of,
-    without_data,
 )
 from caffepy.plan.profile import Gradient, Profile, write_profile
 from caffepy.proto import caffe_pb2
@@ -97,7 +97,7 @@ def test_given_times_are_divided_by_multiplications():
 
 def test_made_up_data_leave_the_rest_alone():
     net = read_subject(Path("solver.prototxt")).solver.net_param
-    made_up = without_data(net, (3, 5, 5))
+    made_up = without_data(net, {"data": (3, 5, 5)})
     assert [layer.type for layer in net.layer][0] == "Data"
     assert [layer.type for layer in made_up.layer] == ["DummyData", "Convolution", "InnerProduct", "SoftmaxWithLoss"]
     assert [list(shape.dim) for shape in made_up.layer[0].dummy_data_param.shape] == [[4, 3, 5, 5], [4]]

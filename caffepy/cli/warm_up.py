@@ -1,0 +1,168 @@
+"""`caffepy warm-up`: run a net once without its data, so that later starts find compiled kernels and tuned layers."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from typing import TYPE_CHECKING
+
+from caffepy.cli.options import (
+    Parser,
+    add_convolution_options,
+    add_device_options,
+    add_dialect_option,
+    add_state_options,
+    file_name,
+    record_shape,
+)
+from caffepy.errors import ConfigError
+
+if TYPE_CHECKING:
+    from caffepy.parallel.options import TrainOptions
+    from caffepy.proto.caffe_pb2 import SolverParameter
+
+logger = logging.getLogger(__name__)
+
+PASSES = 16
+"""Forward passes of a model: the first run layer by layer, later ones replay what was recorded, on one thread too."""
+
+_DESCRIPTION = """\
+Fill the caches of compiled kernels and tuned convolutions, for container images and shared machines: run one iteration
+of a solver's training with its tests, or forward passes of a model, on made-up numbers in place of the data.
+
+  caffepy warm-up --solver solver.prototxt --gpus 0
+  caffepy warm-up --model deploy.prototxt --cpu
+
+Give it the devices, and the options for shapes and arithmetic, that later commands get."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """The command's options."""
+    parser = subparsers.add_parser("warm-up", help="compile and tune before the first run", description=_DESCRIPTION)
+    parser.add_argument("--solver", type=file_name, metavar="FILE", help="a solver's prototxt: train one iteration")
+    parser.add_argument("--model", type=file_name, metavar="FILE", help="or a net's prototxt: run it forward")
+    parser.add_argument(
+        "--shape", type=record_shape, metavar="C,H,W", help="shape of one record, where the data are not there to tell"
+    )
+    parser.add_argument(
+        "--batch",
+        choices=("per-rank", "per-device"),
+        default="per-rank",
+        help="batch_size is divided among the devices (default), or is each device's, as in train",
+    )
+    add_device_options(parser, "default: what the solver's solver_mode says; for a model the CPU")
+    add_convolution_options(parser)
+    add_state_options(parser)
+    add_dialect_option(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run what was asked for once.
+
+    Raises:
+        ConfigError: neither or both of --solver and --model.
+        CaffepyError: whatever is wrong with the files or the devices.
+    """
+    if (args.solver is None) == (args.model is None):
+        raise ConfigError("warm-up needs either --solver or --model: caffepy warm-up --solver solver.prototxt")
+    if args.solver is not None:
+        _train(args)
+    else:
+        _predict(args)
+    from caffepy.caches import cache_folder
+
+    logger.info("Later starts of this version on this machine use what is kept in %s", cache_folder() or "no folder")
+    return 0
+
+
+def _train(args: argparse.Namespace) -> None:
+    from caffepy.parallel.p2p_manager import P2PManager
+
+    P2PManager(lambda: _train_options(args)).run()
+
+
+def _train_options(args: argparse.Namespace) -> TrainOptions:
+    from caffepy.cli.devices import shares_gpus, train_devices
+    from caffepy.config.load import read_solver
+    from caffepy.config.paths import PathResolver
+    from caffepy.parallel.options import TrainOptions
+    from caffepy.proto.caffe_pb2 import SolverParameter
+    from caffepy.solvers.execution_options import ExecutionOptions
+    from caffepy.training.prepare import prepare_solver
+
+    param, resolve = read_solver(args.solver), PathResolver(args.solver)
+    prepare_solver(param, str(args.solver), True, args.level, args.stage)
+    gpu_mode = param.solver_mode == SolverParameter.GPU
+    devices = train_devices(args, gpu_mode, param.device_id, str(args.solver))
+    per_device = args.batch == "per-device"
+    _leave_out_data(param, args, 1 if per_device else len(devices or [None]))
+    return TrainOptions(
+        solver=param,
+        resolve=resolve,
+        devices=devices,
+        share_gpus=shares_gpus(args, gpu_mode),
+        per_device_batch=per_device,
+        keep_going=True,
+        verbose=args.verbose,
+        threads=args.threads,
+        math=args.math,
+        engine=ExecutionOptions(autotune=args.autotune, deterministic=args.deterministic),
+    )
+
+
+def _leave_out_data(param: SolverParameter, args: argparse.Namespace, devices: int) -> None:
+    """Let a solver make one iteration, and one pass of each test net, on made-up data, and write nothing."""
+    from caffepy.backend.meta.backend import MetaBackend
+    from caffepy.cli.record_shapes import record_shapes
+    from caffepy.config.paths import PathResolver
+    from caffepy.data.schedule import Shard
+    from caffepy.net.record_shape import without_data
+    from caffepy.solvers.net_factory import NetFactory
+
+    factory = NetFactory(param, MetaBackend(), Shard(), PathResolver(args.solver))
+    train, *tests = [
+        without_data(net, record_shapes(net, context, state, args.shape, logger.info), count, filler="gaussian")
+        for count, (net, context, state) in [
+            (devices, factory.train_setup()),
+            *((1, setup) for setup in factory.test_setups()),
+        ]
+    ]
+    for field in ("net", "net_param", "train_net", "train_net_param", "test_net", "test_net_param", "test_iter",
+                  "snapshot", "display", "test_and_snapshot_last_epochs"):  # fmt: skip
+        param.ClearField(field)
+    param.train_net_param.CopyFrom(train)
+    param.test_net_param.extend(tests)
+    param.test_iter.extend(1 for _ in tests)
+    param.test_interval, param.test_initialization = (1 if tests else 0), False
+    param.max_iter, param.snapshot_after_train = 1, False
+
+
+def _predict(args: argparse.Namespace) -> None:
+    import numpy as np
+
+    from caffepy.backend import create_backend
+    from caffepy.backend.meta.backend import MetaBackend
+    from caffepy.cli.nets import net_and_state, refuse_net_without_layers
+    from caffepy.cli.record_shapes import record_shapes
+    from caffepy.config.paths import PathResolver
+    from caffepy.inference.model import Model
+    from caffepy.layers import LayerContext
+    from caffepy.net.record_shape import without_data
+    from caffepy.proto import caffe_pb2
+    from caffepy.training.devices import check_gpus
+
+    param, state = net_and_state(args, caffe_pb2.TEST)
+    refuse_net_without_layers(args.model, param, state)
+    context = LayerContext(MetaBackend(), phase=caffe_pb2.TEST, resolve=PathResolver(args.model))
+    shapes = record_shapes(param, context, state, args.shape, logger.info)
+    param = without_data(param, shapes, as_inputs=True)
+    param.state.CopyFrom(state)
+    for device in check_gpus(args.gpus) if args.gpus is not None else [None]:
+        backend = create_backend(device, args.threads, args.math, args.autotune, args.deterministic)
+        try:
+            model = Model(param, LayerContext(backend, phase=caffe_pb2.TEST, resolve=PathResolver(args.model)), [])
+            for _ in range(PASSES):
+                model(**{name: np.zeros(shape, np.float32) for name, shape in model.inputs.items()})
+            model.close()
+        finally:
+            backend.close()
