@@ -91,20 +91,3 @@ def test_factors_of_two_storages_are_a_mistake(make: Callable[..., Any]) -> None
     backend = make()
     with backend.activate(), pytest.raises(AssertionError, match="factors of"):
         backend.gemm(backend.zeros((4, 4)), backend.zeros((4, 4), "float16"), backend.zeros((4, 4)))
-
-
-def test_cublas_is_loaded_ahead_and_keeps_no_memory(make: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
-    import cupy
-
-    from caffepy.backend.cuda.gemm.cublas import load_ahead
-
-    backend = make()
-    load_ahead(backend.device).join(300)
-    load_ahead.cache_clear()
-    with backend.activate(), caplog.at_level("DEBUG", "caffepy"):
-        held = cupy.get_default_memory_pool().total_bytes()
-        thread = load_ahead(backend.device)
-        thread.join(300)
-        assert not thread.is_alive()
-        assert cupy.get_default_memory_pool().total_bytes() <= held
-    assert "not loaded ahead" not in caplog.text

@@ -35,13 +35,12 @@ from caffepy.backend.cuda.device import (
     device_names,
     device_properties,
     import_cudnn,
-    load_cudnn_ahead,
 )
 from caffepy.backend.cuda.elementwise import launch as cuda_elementwise
 from caffepy.backend.cuda.elementwise import reduce as cuda_reduce
 from caffepy.backend.cuda.elementwise.codegen import formula_of
 from caffepy.backend.cuda.elementwise.recurrent import CudaRecurrent
-from caffepy.backend.cuda.gemm.cublas import Blas, load_ahead
+from caffepy.backend.cuda.gemm.cublas import Blas
 from caffepy.backend.cuda.gemm.small_product import Epilogue
 from caffepy.backend.cuda.graph import CudaAsyncCopy, CudaEvent, CudaGraph, CudaScalars, CudaTimedEvent
 from caffepy.backend.cuda.input import CudaInput
@@ -63,9 +62,6 @@ from caffepy.backend.types import (
 )
 from caffepy.defaults import MATH_MODES
 from caffepy.errors import ConfigError
-
-LOAD_SECONDS = 10.0
-"""How long a backend that is closed waits for cuBLAS, if that is being loaded still."""
 
 __all__ = ["CudaBackend", "DeviceProperties", "device_count", "device_names", "device_properties"]
 
@@ -97,7 +93,6 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
         super().__init__()
         check_device(device)
         cudnn = import_cudnn()
-        load_cudnn_ahead()
         self.name = f"cuda:{device}"
         self.math = math
         self.device = device
@@ -112,7 +107,6 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
             self._blas = Blas(self.stream.ptr, math == "tf32", self._scratch)
             self._handle: Any = cudnn.create_handle()
             cudnn.set_stream(handle=self._handle, stream=self.stream.ptr)
-        self._loading = load_ahead(device)
         kind = f"{device_properties(device).name}; cuDNN {cudnn.backend_version()}"
         tuner, plans = Autotuner(autotune, kind), PlanCache(f"{kind}; frontend {cudnn.__version__}")
         self._resources = Resources(
@@ -145,7 +139,6 @@ class CudaBackend(CudaInput, CudaRecurrent, CudaRows, Composite):
         if self._closed:
             return
         self._closed = True
-        self._loading.join(LOAD_SECONDS)
         with self.activate():
             self.stream.synchronize()
             self._staging.close()

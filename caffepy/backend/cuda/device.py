@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from caffepy.errors import DeviceError, MissingExtraError, OutOfMemoryError
@@ -31,7 +29,6 @@ __all__ = [
     "free_memory",
     "has_tensor_cores",
     "import_cudnn",
-    "load_cudnn_ahead",
 ]
 
 EXTRA = "cuda13"
@@ -207,25 +204,6 @@ def import_cudnn() -> Any:
     except RuntimeError as error:
         raise MissingExtraError("the cuDNN library", EXTRA, PURPOSE) from error
     return cudnn
-
-
-@cache
-def load_cudnn_ahead() -> None:
-    """Begin to load the libraries that cuDNN takes its convolutions from; they are large, and it would do so later.
-
-    Called when cuDNN itself is loaded: they lie beside it. What cannot be loaded is left to cuDNN.
-    """
-    with suppress(OSError, StopIteration):
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-        cudnn = next(line.split(maxsplit=5)[5] for line in maps if "/libcudnn.so" in line)
-        engines = sorted(Path(cudnn).parent.glob("libcudnn_engines_*.so*"))
-        threading.Thread(target=_load, args=(engines,), name="load cuDNN", daemon=True).start()
-
-
-def _load(libraries: Sequence[Path]) -> None:
-    for library in libraries:
-        with suppress(OSError):
-            load_library(str(library))
 
 
 @contextmanager

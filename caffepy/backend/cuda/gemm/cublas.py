@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import threading
 from functools import cache
 from typing import Any
 
@@ -20,14 +19,11 @@ from caffepy.backend.cuda.gemm.small_product import (
     small_product,
     suits_small_product,
 )
-from caffepy.backend.cuda.memory import Scratch, allocate
+from caffepy.backend.cuda.memory import Scratch
 from caffepy.backend.types import PRODUCT_WORKSPACE, Array
-from caffepy.errors import CaffepyError, MissingExtraError, RunError
+from caffepy.errors import MissingExtraError, RunError
 
 logger = logging.getLogger(__name__)
-
-LOADING_SIZE = 1024
-"""Rows and columns of the product for which `load_ahead` has cuBLAS load its kernels."""
 
 DEFAULT_MATH = 0
 TF32_MATH = 3
@@ -195,34 +191,3 @@ def _operand(matrix: Array, transpose: bool) -> Operand:
     row_major, leading = _dtype(matrix)
     operation = TRANSPOSE if row_major != transpose else NO_TRANSPOSE
     return operation, matrix.data.ptr, leading, matrix.dtype.name
-
-
-@cache
-def load_ahead(device: int) -> threading.Thread:
-    """Let a device load what its first product takes a tenth of a second for, in a thread beside the nets' building."""
-    thread = threading.Thread(target=_multiply, args=(device,), name=f"load cuBLAS {device}", daemon=True)
-    thread.start()
-    return thread
-
-
-def _multiply(device: int) -> None:
-    """One product of zeros, on a stream of its own; what fails here is reported where products are wanted."""
-    try:
-        with cupy.cuda.Device(device):
-            stream = cupy.cuda.Stream(non_blocking=True)
-            with stream:
-                _multiply_zeros(stream)
-            cupy.get_default_memory_pool().free_all_blocks(stream=stream)
-    except (CaffepyError, RuntimeError) as error:  # CuPy's are RuntimeErrors, but for one that `allocate` translates
-        logger.debug("cuBLAS is not loaded ahead on GPU %d: %s", device, error)
-
-
-def _multiply_zeros(stream: Any) -> None:
-    blas = Blas(stream.ptr, True, Scratch())
-    try:
-        factor, result = (allocate((LOADING_SIZE,) * 2, "float16") for _ in range(2))
-        factor.data.memset_async(0, factor.nbytes, stream)
-        blas.library_gemm(factor, factor, result, False, True, False)
-        stream.synchronize()
-    finally:
-        blas.close()
