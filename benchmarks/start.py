@@ -1,12 +1,12 @@
-"""How long `caffepy train` takes from the command to the end of its first iteration, by phases.
+"""How long `caffepy train` takes from the command to the end of its first iteration.
 
-    python benchmarks/start.py [--rows cpu,gpu,gpus,resnet50,googlenet] [--limit 120] [--keep FOLDER]
+    python benchmarks/start.py [--rows cpu,gpu,gpus,ranks,resnet50,googlenet] [--starts 3] [--package FOLDER]
 
 Rows: LeNet on the CPU, on one GPU, on two GPUs of one process and of two ranks under mpirun, ResNet-50 and GoogLeNet in
-FLOAT16 on one GPU. Each runs twice: with empty caches of its own (XDG_CACHE_HOME, CUPY_CACHE_DIR, CUDA_CACHE_PATH), and
-with those that the first run filled. A figure is the number of calls and their seconds, in all threads together, as
-`--profile-start` logs them; phases may lie within others (kernels within tuning). `silence` is the longest time between
-two lines of the log before the first iteration's end.
+FLOAT16 on one GPU. Each starts with empty caches of its own (XDG_CACHE_HOME, CUPY_CACHE_DIR, CUDA_CACHE_PATH), then
+with those that the start before has filled, in turn; figures are medians of `--starts`. The first iteration has ended
+when the log shows the loss of the second. `silence` is the longest time between two lines of the log before that.
+`--package` measures the caffepy in another folder, for comparisons.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
-_PHASE = re.compile(r"Start: (.+): (\d+), ([\d.]+) s, ended at ([\d.]+) s")
-_END = re.compile(r"Start: the first iteration ended at ([\d.]+) s")
+_END = re.compile(r"\] Iteration 1[ ,]")
 
 ROWS: dict[str, tuple[str, int, list[str], int]] = {
     "cpu": ("lenet", 64, ["--cpu"], 1),
@@ -45,14 +46,12 @@ class Run:
         wall: seconds until the command's end, of which training needs a few hundredths.
         first: seconds until the first iteration's end.
         silence: the longest time between two lines until then.
-        phases: for each phase its number and seconds, in the order of their ends.
         text: the log.
     """
 
     wall: float = 0.0
     first: float | None = None
     silence: float = 0.0
-    phases: dict[str, tuple[int, float]] = field(default_factory=dict)
     text: str = ""
 
 
@@ -76,7 +75,7 @@ def write_solver(folder: Path, model: str, batch: int) -> Path:
     (folder / "net.prototxt").write_text(text_format.MessageToString(net))
     solver = folder / "solver.prototxt"
     solver.write_text(
-        'net: "net.prototxt"\nbase_lr: 0.01 lr_policy: "fixed" momentum: 0.9 max_iter: 20 display: 10 random_seed: 1\n'
+        'net: "net.prototxt"\nbase_lr: 0.01 lr_policy: "fixed" momentum: 0.9 max_iter: 3 display: 1 random_seed: 1\n'
         "snapshot_after_train: false\n"
     )
     return solver
@@ -97,10 +96,8 @@ def read_run(command: list[str], environment: dict[str, str], folder: Path, limi
                 run.silence = max(run.silence, now - last)
             last = now
             lines.append(line)
-            if phase := _PHASE.search(line):
-                run.phases[phase[1]] = (int(phase[2]), float(phase[3]))
-            if (end := _END.search(line)) and run.first is None:
-                run.first = float(end[1])
+            if run.first is None and _END.search(line):
+                run.first = now - begin
             if now - begin > limit:
                 process.kill()
     run.wall = time.monotonic() - begin
@@ -108,46 +105,55 @@ def read_run(command: list[str], environment: dict[str, str], folder: Path, limi
     return run
 
 
-def measure(row: str, folder: Path, limit: float) -> list[Run]:
-    """The two starts of a row: with empty caches and with full ones."""
+def measure(row: str, folder: Path, package: Path, starts: int, limit: float) -> tuple[list[Run], list[Run]]:
+    """The starts of a row: with empty caches and with full ones."""
     model, batch, devices, ranks = ROWS[row]
     solver = write_solver(folder, model, batch)
     caches = {name: str(folder / "caches" / name) for name in ("XDG_CACHE_HOME", "CUPY_CACHE_DIR", "CUDA_CACHE_PATH")}
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    path = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, **caches, "PYTHONPATH": path}
-    command = [sys.executable, "-m", "caffepy", "train", "--solver", str(solver), *devices, "--profile-start"]
+    command = [sys.executable, "-m", "caffepy", "train", "--solver", str(solver), *devices]
     if ranks > 1:
         command = ["mpirun", "--oversubscribe", "-np", str(ranks), *command]
     if model == "lenet":
         data = [sys.executable, "-m", "caffepy", "data", "mnist", "--subset", "--to", str(folder)]
         subprocess.run(data, env={**os.environ, "PYTHONPATH": path}, check=True, capture_output=True)
-    shutil.rmtree(folder / "caches", ignore_errors=True)
-    runs = [read_run(command, environment, folder, limit) for _ in range(2)]
-    for number, run in enumerate(runs):
-        (folder / f"{row}-{number}.log").write_text(run.text)
-    return runs
+    empty, full = [], []
+    for number in range(starts):
+        shutil.rmtree(folder / "caches", ignore_errors=True)
+        for kind, runs in (("empty", empty), ("full", full)):
+            runs.append(read_run(command, environment, folder, limit))
+            (folder / f"{row}-{kind}-{number}.log").write_text(runs[-1].text)
+    return empty, full
 
 
-def show(row: str, runs: list[Run]) -> None:
+def show(row: str, runs: tuple[list[Run], list[Run]]) -> None:
     """Print a row's table."""
-    first = " | ".join("failed" if run.first is None else f"{run.first:.2f} s" for run in runs)
     print(f"\n| {row}: {ROWS[row][0]} {' '.join(ROWS[row][2])} | empty caches | full caches |\n|---|---|---|")
-    print(f"| first iteration ended | {first} |")
-    print(f"| whole command, 20 iterations | {' | '.join(f'{run.wall:.2f} s' for run in runs)} |")
-    print(f"| longest silence | {' | '.join(f'{run.silence:.2f} s' for run in runs)} |")
-    for name in dict.fromkeys(name for run in runs for name in run.phases):
-        cells = (f"{run.phases[name][0]}, {run.phases[name][1]:.2f} s" if name in run.phases else "" for run in runs)
-        print(f"| {name} | {' | '.join(cells)} |")
-    for run in runs:
+    print(f"| first iteration ended | {' | '.join(_first(starts) for starts in runs)} |")
+    print(f"| whole command, 3 iterations | {' | '.join(_median(run.wall for run in starts) for starts in runs)} |")
+    print(f"| longest silence | {' | '.join(_median(run.silence for run in starts) for starts in runs)} |")
+    for run in (*runs[0], *runs[1]):
         if run.first is None:
             print(run.text[-2000:], file=sys.stderr)
     sys.stdout.flush()
+
+
+def _first(starts: list[Run]) -> str:
+    found = [run.first for run in starts if run.first is not None]
+    return f"{_median(found)}, {min(found):.2f} to {max(found):.2f}" if len(found) == len(starts) else "failed"
+
+
+def _median(seconds: Iterable[float]) -> str:
+    return f"{median(seconds):.2f} s"
 
 
 def main() -> None:
     """Measure the rows that are wanted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default=",".join(ROWS), help="with commas")
+    parser.add_argument("--starts", type=int, default=3, metavar="N", help="of each kind (3)")
+    parser.add_argument("--package", type=Path, default=ROOT, metavar="FOLDER", help="what is measured (this one)")
     parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="longest time of a command (120)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where logs and caches stay")
     arguments = parser.parse_args()
@@ -156,7 +162,8 @@ def main() -> None:
         for row in arguments.rows.split(","):
             folder = (arguments.keep or Path(temporary)) / row
             folder.mkdir(parents=True, exist_ok=True)
-            show(row, measure(row, folder, arguments.limit))
+            package = arguments.package.resolve()
+            show(row, measure(row, folder, package, arguments.starts, arguments.limit))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,10 @@
 
     $XDG_CACHE_HOME/caffepy/autotune-4.json             the fastest algorithms (cuda/convolution/autotune_cache.py)
     $XDG_CACHE_HOME/caffepy/kernels-0.1.0-5f0c63a1b2d4/ compiled CPU kernels (cpu/jit/cache.py)
-    $XDG_CACHE_HOME/caffepy/cubins-0.1.0/               CUDA kernels' machine code (cuda/compilation/cubins.py)
     $XDG_CACHE_HOME/caffepy/plans-0.1.0-9c1e0b7d2f3a/   cuDNN's plans (cuda/convolution/plan_cache.py)
 
-XDG_CACHE_HOME defaults to ~/.cache. site-packages may be read-only, and files there survive `pip uninstall` and shadow
-the next installation.
+XDG_CACHE_HOME defaults to ~/.cache. CuPy keeps compiled CUDA kernels in a folder of its own. site-packages may be
+read-only, and files there survive `pip uninstall` and shadow the next installation.
 """
 
 from __future__ import annotations
