@@ -59,8 +59,8 @@ def random_parameters(net: Any) -> Any:
     """Weights of He's spread; statistics of numbers that are normal already."""
     import numpy as np
 
-    from caffepy.net.weights import to_blob_proto
     from caffepy.proto import caffe_pb2
+    from caffepy.snapshot.binary import to_blob_proto
 
     generator, result = np.random.default_rng(1), caffe_pb2.NetParameter()
     for layer in net.layers:

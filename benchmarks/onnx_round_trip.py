@@ -31,7 +31,7 @@ from caffepy.onnx.export.write import serialised, to_model  # noqa: E402
 from caffepy.onnx.fold import fold_batch_norms, with_parameters  # noqa: E402
 from caffepy.onnx.importer.result import build_imported, check_imported  # noqa: E402
 from caffepy.onnx.libraries import run_model  # noqa: E402
-from caffepy.snapshot.binary import write_weights_binary  # noqa: E402
+from caffepy.snapshot.caffemodel import write_caffemodel  # noqa: E402
 
 MODELS = (
     "lenet", "caffenet", "googlenet", "resnet18", "resnet50", "squeezenet", "mobilenet", "densenet121", "ssd300",
@@ -51,7 +51,7 @@ def by_opencv(model: Path, net: Net, inputs: Arrays, folder: Path) -> Arrays:
     import cv2
 
     weights = folder / "net.caffemodel"
-    write_weights_binary(weights, net, write_diff=False)
+    write_caffemodel(weights, net.name, net.layers)
     reader = cv2.dnn.readNetFromCaffe(str(model), str(weights))
     for name, values in inputs.items():
         reader.setInput(values, name)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from caffepy.inference.loading import load
     from caffepy.inference.model import Model
     from caffepy.net import Net
-    from caffepy.snapshot.files import read_weights
+    from caffepy.snapshot.caffemodel import read_weights
     from caffepy.solvers import Solver, create_solver
     from caffepy.training.callback import Callback
     from caffepy.training.train import train
@@ -40,7 +40,7 @@ _LAZY = {
     "load": "caffepy.inference.loading",
     "read_net": "caffepy.config.load",
     "read_solver": "caffepy.config.load",
-    "read_weights": "caffepy.snapshot.files",
+    "read_weights": "caffepy.snapshot.caffemodel",
     "train": "caffepy.training.train",
 }
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from caffepy.errors import RunError, UserError
+from caffepy.errors import CaffepyError, RunError, UserError
 
 _STARTED = time.time()
 """About when this process began; older temporary files are another process's."""
@@ -88,6 +88,30 @@ def read_regular(path: Path | str, most: int) -> bytes:
         size = max(size, len(content))
         raise OSError(errno.EFBIG, f"the file has {size} bytes, more than the {most} that are read", str(path))
     return content
+
+
+def read_input(path: Path | str, kind: str, error_type: type[CaffepyError], most: int, advice: str) -> bytes:
+    """The bytes of a file that the user has named.
+
+    Args:
+        path: the file.
+        kind: of file, for messages.
+        error_type: of error.
+        most: bytes that it may have.
+        advice: what to do about a larger one.
+
+    Raises:
+        CaffepyError: an `error_type`: the file is absent, too large, not a regular file or cannot be read.
+    """
+    try:
+        return read_regular(path, most)
+    except FileNotFoundError:
+        raise error_type(f"{path}: no such {kind}; check the path (working directory: {working_folder()})") from None
+    except OSError as error:
+        if error.errno == errno.EINVAL and Path(path).is_dir():
+            raise error_type(f"{path}: this is a folder; name a {kind} in it") from None
+        hint = f"; {advice}" if error.errno == errno.EFBIG else ""
+        raise error_type(f"{path}: cannot read the {kind}: {error.strerror}{hint}") from None
 
 
 def read_list(path: Path | str, most: int) -> str:

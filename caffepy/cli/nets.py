@@ -90,7 +90,7 @@ def load_weights(net: Net, files: list[Path]) -> None:
     Raises:
         SnapshotError: a file is none, or does not fit the net.
     """
-    from caffepy.snapshot.files import read_trained_layers
+    from caffepy.snapshot.caffemodel import read_caffemodel
 
     for path in files:
-        net.copy_trained_layers_from(read_trained_layers(path), str(path))
+        net.copy_trained_layers_from(read_caffemodel(path), str(path))

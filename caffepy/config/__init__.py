@@ -1,4 +1,4 @@
-"""Reading what users wrote: prototxt and .caffemodel files of every age, upgraded and checked.
+"""Reading what users wrote: prototxt files of every age, upgraded and checked.
 
 data and every part above import it.
 """

@@ -1,16 +1,21 @@
-"""Walking a protobuf message with all that is within it; fields on the wire, which are read and written in parts."""
+"""protobuf messages: walking their fields, reading and writing fields on the wire, telling binary files apart."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
+
+from caffepy.proto.caffe_pb2 import BlobProto, NetParameter, SolverState
 
 Part = bytes | memoryview
 """Bytes of a file; those of an array are not copied."""
 VARINT, EIGHT_BYTES, DELIMITED, FOUR_BYTES = 0, 1, 2, 5
 """Wire types; the two of groups are in no file of Caffe's."""
+HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
+LFS_MAGIC = b"version https://git-lfs"
+_GZIP_MAGIC, _ZIP_MAGIC = b"\x1f\x8b", b"PK\x03\x04"
 _FIXED = {EIGHT_BYTES: 8, FOUR_BYTES: 4}
 
 
@@ -119,3 +124,41 @@ def _varint(view: Indexed, at: int, end: int) -> tuple[int, int]:
         if byte < 128:
             return number, at
     raise WireError
+
+
+def describe_content(data: bytes) -> str:
+    """What the content of a binary file that was refused looks like instead, and what to do about it."""
+    if not data:
+        return "it is empty; an interrupted copy or a full disk leaves such files, take an older one"
+    if data.startswith(HDF5_MAGIC):
+        return "it is an HDF5 file"
+    if data.startswith(LFS_MAGIC):
+        return "it is a Git LFS pointer; fetch the file itself with 'git lfs pull'"
+    if data.startswith(_GZIP_MAGIC):
+        return "it is packed with gzip; unpack it first, with gunzip"
+    if data.startswith(_ZIP_MAGIC):
+        return "it is a zip archive; unpack it first, with unzip"
+    if is_text(data[:4096]):
+        beginning = data[:24].decode("utf-8", "replace").strip().partition("\n")[0]
+        return f"it is text ('{beginning}'); give the binary file"
+    if _parses(data, SolverState(), "iter"):
+        return "it is a .solverstate; resume from it with --snapshot"
+    if _parses(data, NetParameter(), "layer") or _parses(data, NetParameter(), "layers"):
+        return "it is a .caffemodel; load it with --weights"
+    if _parses(data, BlobProto(), "data"):
+        return "it is a single blob, such as a mean image"
+    return "it is truncated or of another format; copy it again or take an older one"
+
+
+def _parses(data: bytes, message: Message, field: str) -> bool:
+    try:
+        message.MergeFromString(data)
+    except (DecodeError, RecursionError):
+        return False
+    return any(descriptor.name == field for descriptor, _ in message.ListFields())
+
+
+def is_text(head: bytes) -> bool:
+    """Whether the beginning of a file is of printable ASCII characters."""
+    printable = sum(byte >= 32 or byte in b"\t\n\r" for byte in head)
+    return bool(head) and b"\0" not in head and printable == len(head)

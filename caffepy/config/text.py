@@ -12,7 +12,7 @@ from google.protobuf import text_format
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from caffepy.config.upgrade_v1 import LAYER_TYPES
+from caffepy.config.upgrade import V1_TYPES
 from caffepy.errors import ConfigError
 from caffepy.proto import caffe_pb2
 from caffepy.registry import suggest
@@ -143,7 +143,7 @@ def _explain(message: str, root: str) -> str:
 def _text_advice(found: str) -> str:
     """What to write instead; the word may be a layer's type as the old format spells it."""
     old_names = caffe_pb2.V1LayerParameter.LayerType
-    new_name = {old_names.Name(old): new for old, new in LAYER_TYPES.items()}.get(found.strip("'"))
+    new_name = {old_names.Name(old): new for old, new in V1_TYPES.items()}.get(found.strip("'"))
     if not new_name:
         return "put it into quotes"
     return f'in layer {{ }} write type: "{new_name}", or make it layers {{ }}, the old format'

@@ -1,17 +1,25 @@
 """Bringing nets and solvers written for older Caffes to the current format, in place.
 
-The order is that of Caffe's ``upgrade_proto.cpp``: V0 layers to V1, data-transform fields, V1 to
-`layer`, net inputs, BatchNorm's parameters.
+The order is that of Caffe's ``upgrade_proto.cpp``: V0 layers (``layers { layer { ... } }``, the format of Caffe's first
+months) to V1 (``layers`` with a type in capitals), data-transform fields, V1 to `layer` with a type in quotes, net
+inputs, BatchNorm's parameters.
 """
 
 from __future__ import annotations
 
 import logging
 
-from caffepy.config.upgrade_v0 import upgrade_v0
-from caffepy.config.upgrade_v1 import move_transforms, upgrade_v1
+from google.protobuf.message import Message
+
 from caffepy.errors import ConfigError
-from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter
+from caffepy.proto.caffe_pb2 import (
+    LayerParameter,
+    NetParameter,
+    SolverParameter,
+    V0LayerParameter,
+    V1LayerParameter,
+)
+from caffepy.registry import suggest
 
 log = logging.getLogger(__name__)
 
@@ -148,3 +156,287 @@ def _warn_of_ignored_transforms(param: NetParameter, origin: str) -> None:
                     ", ".join(ignored),
                     holder,
                 )
+
+
+# -- V0 to V1 ------------------------------------------------------------------------------------------
+
+
+V0_TYPES = {
+    "accuracy": V1LayerParameter.ACCURACY,
+    "bnll": V1LayerParameter.BNLL,
+    "concat": V1LayerParameter.CONCAT,
+    "conv": V1LayerParameter.CONVOLUTION,
+    "data": V1LayerParameter.DATA,
+    "dropout": V1LayerParameter.DROPOUT,
+    "euclidean_loss": V1LayerParameter.EUCLIDEAN_LOSS,
+    "flatten": V1LayerParameter.FLATTEN,
+    "hdf5_data": V1LayerParameter.HDF5_DATA,
+    "hdf5_output": V1LayerParameter.HDF5_OUTPUT,
+    "im2col": V1LayerParameter.IM2COL,
+    "images": V1LayerParameter.IMAGE_DATA,
+    "infogain_loss": V1LayerParameter.INFOGAIN_LOSS,
+    "innerproduct": V1LayerParameter.INNER_PRODUCT,
+    "lrn": V1LayerParameter.LRN,
+    "multinomial_logistic_loss": V1LayerParameter.MULTINOMIAL_LOGISTIC_LOSS,
+    "pool": V1LayerParameter.POOLING,
+    "relu": V1LayerParameter.RELU,
+    "sigmoid": V1LayerParameter.SIGMOID,
+    "softmax": V1LayerParameter.SOFTMAX,
+    "softmax_loss": V1LayerParameter.SOFTMAX_LOSS,
+    "split": V1LayerParameter.SPLIT,
+    "tanh": V1LayerParameter.TANH,
+    "window_data": V1LayerParameter.WINDOW_DATA,
+}
+
+PARAM_MESSAGES = {
+    "conv": "convolution_param",
+    "innerproduct": "inner_product_param",
+    "pool": "pooling_param",
+    "dropout": "dropout_param",
+    "lrn": "lrn_param",
+    "data": "data_param",
+    "hdf5_data": "hdf5_data_param",
+    "images": "image_data_param",
+    "window_data": "window_data_param",
+    "infogain_loss": "infogain_loss_param",
+    "concat": "concat_param",
+}
+"""The message that holds the settings of each V0 type that has any."""
+
+SETTINGS = {
+    "num_output": ("num_output", ("conv", "innerproduct")),
+    "biasterm": ("bias_term", ("conv", "innerproduct")),
+    "weight_filler": ("weight_filler", ("conv", "innerproduct")),
+    "bias_filler": ("bias_filler", ("conv", "innerproduct")),
+    "pad": ("pad", ("conv", "pool")),
+    "kernelsize": ("kernel_size", ("conv", "pool")),
+    "group": ("group", ("conv",)),
+    "stride": ("stride", ("conv", "pool")),
+    "pool": ("pool", ("pool",)),
+    "dropout_ratio": ("dropout_ratio", ("dropout",)),
+    "local_size": ("local_size", ("lrn",)),
+    "alpha": ("alpha", ("lrn",)),
+    "beta": ("beta", ("lrn",)),
+    "k": ("k", ("lrn",)),
+    "source": ("source", ("data", "hdf5_data", "images", "window_data", "infogain_loss")),
+    "batchsize": ("batch_size", ("data", "hdf5_data", "images", "window_data")),
+    "rand_skip": ("rand_skip", ("data", "images")),
+    "shuffle_images": ("shuffle", ("images",)),
+    "new_height": ("new_height", ("images",)),
+    "new_width": ("new_width", ("images",)),
+    "concat_dim": ("concat_dim", ("concat",)),
+    "det_fg_threshold": ("fg_threshold", ("window_data",)),
+    "det_bg_threshold": ("bg_threshold", ("window_data",)),
+    "det_fg_fraction": ("fg_fraction", ("window_data",)),
+    "det_context_pad": ("context_pad", ("window_data",)),
+    "det_crop_mode": ("crop_mode", ("window_data",)),
+}
+"""V0's flat settings: what each is called now, and the V0 types that it belongs to."""
+
+TRANSFORMS = {"scale": "scale", "meanfile": "mean_file", "cropsize": "crop_size", "mirror": "mirror"}
+COMMON = ("name", "blobs", "blobs_lr", "weight_decay")
+
+
+def upgrade_v0(param: NetParameter, origin: str) -> bool:
+    """Upgrades V0 layers in place; padding layers go into the layer that they feed.
+
+    Returns whether there were any. A setting that its layer's type never had is dropped with a
+    warning, as Caffe does.
+
+    Raises:
+        ConfigError: an unknown type, or a padding layer that cannot be merged.
+    """
+    if not any(layer.HasField("layer") for layer in param.layers):
+        return False
+    merge_padding(param, origin)
+    upgraded = [upgrade_v0_layer(layer, origin) for layer in param.layers]
+    del param.layers[:]
+    param.layers.extend(upgraded)
+    return True
+
+
+def merge_padding(param: NetParameter, origin: str) -> None:
+    """Removes padding layers and gives their ``pad`` to the convolution or pooling after them."""
+    producers: dict[str, V1LayerParameter] = {}
+    for connection in param.layers:
+        for index, bottom in enumerate(connection.bottom):
+            source = producers.get(bottom)
+            if source is not None and source.layer.type == "padding":
+                _check_padding(source, connection, origin)
+                connection.layer.pad = source.layer.pad
+                connection.bottom[index] = source.bottom[0]
+        for top in connection.top:
+            producers[top] = connection
+    for index in reversed(range(len(param.layers))):
+        if param.layers[index].layer.type == "padding":
+            del param.layers[index]
+
+
+def upgrade_v0_layer(connection: V1LayerParameter, origin: str) -> V1LayerParameter:
+    """The V1 layer that says what a V0 layer and its connections said."""
+    new = V1LayerParameter(bottom=connection.bottom, top=connection.top)
+    old = connection.layer
+    if old.HasField("type"):
+        new.type = _layer_type(old, origin)
+    for field, value in old.ListFields():
+        if field.name in COMMON:
+            new.MergeFrom(V1LayerParameter(**{field.name: value}))
+        elif field.name in TRANSFORMS:
+            setattr(new.transform_param, TRANSFORMS[field.name], value)
+        elif field.name == "hdf5_output_param" and old.type == "hdf5_output":
+            new.hdf5_output_param.CopyFrom(value)
+        elif field.name != "type" and not _set(new, old.type, field.name, value):
+            log.warning(
+                "%s: layer '%s': %s has no meaning for type %s; ignored", origin, old.name, field.name, old.type
+            )
+    return new
+
+
+def _check_padding(source: V1LayerParameter, connection: V1LayerParameter, origin: str) -> None:
+    name = source.layer.name
+    if connection.layer.type not in ("conv", "pool"):
+        raise ConfigError(
+            f"{origin}: padding layer '{name}' feeds '{connection.layer.name}' of type {connection.layer.type}; "
+            "only conv and pool can be padded"
+        )
+    if len(connection.bottom) != 1 or len(source.bottom) != 1 or len(source.top) != 1:
+        raise ConfigError(
+            f"{origin}: padding layer '{name}' and '{connection.layer.name}' must have one bottom each, "
+            "and the padding layer one top"
+        )
+
+
+def _layer_type(old: V0LayerParameter, origin: str) -> V1LayerParameter.LayerType:
+    if old.type not in V0_TYPES:
+        raise ConfigError(
+            f"{origin}: layer '{old.name}': unknown V0 layer type '{old.type}'; {suggest(old.type, list(V0_TYPES))}"
+        )
+    return V0_TYPES[old.type]
+
+
+def _set(new: V1LayerParameter, old_type: str, name: str, value: object) -> bool:
+    """Puts a flat setting into the message of its layer's type; false when the type has no such setting."""
+    current, types = SETTINGS.get(name, ("", ()))
+    if old_type not in types:
+        return False
+    message = getattr(new, PARAM_MESSAGES[old_type])
+    repeated = hasattr(getattr(message, current), "append")
+    message.MergeFrom(type(message)(**{current: [value] if repeated else value}))
+    return True
+
+
+# -- V1 to the current format --------------------------------------------------------------------------
+
+
+V1_TYPES = {
+    V1LayerParameter.NONE: "",
+    V1LayerParameter.ABSVAL: "AbsVal",
+    V1LayerParameter.ACCURACY: "Accuracy",
+    V1LayerParameter.ARGMAX: "ArgMax",
+    V1LayerParameter.BNLL: "BNLL",
+    V1LayerParameter.CONCAT: "Concat",
+    V1LayerParameter.CONTRASTIVE_LOSS: "ContrastiveLoss",
+    V1LayerParameter.CONVOLUTION: "Convolution",
+    V1LayerParameter.DATA: "Data",
+    V1LayerParameter.DECONVOLUTION: "Deconvolution",
+    V1LayerParameter.DROPOUT: "Dropout",
+    V1LayerParameter.DUMMY_DATA: "DummyData",
+    V1LayerParameter.ELTWISE: "Eltwise",
+    V1LayerParameter.EUCLIDEAN_LOSS: "EuclideanLoss",
+    V1LayerParameter.EXP: "Exp",
+    V1LayerParameter.FLATTEN: "Flatten",
+    V1LayerParameter.HDF5_DATA: "HDF5Data",
+    V1LayerParameter.HDF5_OUTPUT: "HDF5Output",
+    V1LayerParameter.HINGE_LOSS: "HingeLoss",
+    V1LayerParameter.IM2COL: "Im2col",
+    V1LayerParameter.IMAGE_DATA: "ImageData",
+    V1LayerParameter.INFOGAIN_LOSS: "InfogainLoss",
+    V1LayerParameter.INNER_PRODUCT: "InnerProduct",
+    V1LayerParameter.LRN: "LRN",
+    V1LayerParameter.MEMORY_DATA: "MemoryData",
+    V1LayerParameter.MULTINOMIAL_LOGISTIC_LOSS: "MultinomialLogisticLoss",
+    V1LayerParameter.MVN: "MVN",
+    V1LayerParameter.POOLING: "Pooling",
+    V1LayerParameter.POWER: "Power",
+    V1LayerParameter.RELU: "ReLU",
+    V1LayerParameter.SIGMOID: "Sigmoid",
+    V1LayerParameter.SIGMOID_CROSS_ENTROPY_LOSS: "SigmoidCrossEntropyLoss",
+    V1LayerParameter.SILENCE: "Silence",
+    V1LayerParameter.SLICE: "Slice",
+    V1LayerParameter.SOFTMAX: "Softmax",
+    V1LayerParameter.SOFTMAX_LOSS: "SoftmaxWithLoss",
+    V1LayerParameter.SPLIT: "Split",
+    V1LayerParameter.TANH: "TanH",
+    V1LayerParameter.THRESHOLD: "Threshold",
+    V1LayerParameter.WINDOW_DATA: "WindowData",
+}
+
+TRANSFORM_HOLDERS = {
+    V1LayerParameter.DATA: "data_param",
+    V1LayerParameter.IMAGE_DATA: "image_data_param",
+    V1LayerParameter.WINDOW_DATA: "window_data_param",
+}
+"""Data layers whose own fields have moved to ``transform_param``."""
+
+TRANSFORM_FIELDS = ("scale", "mean_file", "crop_size", "mirror")
+
+PER_PARAMETER = {"param": "name", "blob_share_mode": "share_mode", "blobs_lr": "lr_mult", "weight_decay": "decay_mult"}
+"""V1's parallel lists, one entry a parameter, and the field of ``ParamSpec`` that each became."""
+
+
+def move_transforms(param: NetParameter, origin: str) -> bool:
+    """Moves scale, mean file, crop and mirror of V1 data layers into ``transform_param``.
+
+    Returns whether there were any.
+    """
+    moved = False
+    for layer in param.layers:
+        holder = TRANSFORM_HOLDERS.get(layer.type)
+        if holder is not None and layer.HasField(holder):
+            moved |= _move_fields(getattr(layer, holder), layer)
+    return moved
+
+
+def upgrade_v1(param: NetParameter, origin: str) -> bool:
+    """Replaces ``layers`` by ``layer`` in place; returns whether there were any.
+
+    Raises:
+        ConfigError: the net has both.
+    """
+    if not param.layers:
+        return False
+    if param.layer:
+        raise ConfigError(
+            f"{origin}: both layer and layers are used; rewrite layers {{ type: POOLING }} "
+            'as layer { type: "Pooling" } throughout'
+        )
+    for old in param.layers:
+        upgrade_v1_layer(old, param.layer.add())
+    del param.layers[:]
+    return True
+
+
+def upgrade_v1_layer(old: V1LayerParameter, new: LayerParameter) -> None:
+    """Fills `new` with what `old` says. Fields of one name carry over, parallel lists become ``param``."""
+    for field, value in old.ListFields():
+        if field.name in PER_PARAMETER:
+            _spread(field.name, value, new)
+        elif field.name == "type":
+            new.type = V1_TYPES[value]
+        elif field.name != "layer":
+            new.MergeFrom(LayerParameter(**{field.name: value}))
+
+
+def _move_fields(holder: Message, layer: V1LayerParameter) -> bool:
+    names = [name for name in TRANSFORM_FIELDS if holder.HasField(name)]
+    for name in names:
+        setattr(layer.transform_param, name, getattr(holder, name))
+        holder.ClearField(name)
+    return bool(names)
+
+
+def _spread(name: str, values: list[object], new: LayerParameter) -> None:
+    while len(new.param) < len(values):
+        new.param.add()
+    for spec, value in zip(new.param, values, strict=False):
+        setattr(spec, PER_PARAMETER[name], value)

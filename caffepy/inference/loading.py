@@ -16,7 +16,7 @@ from caffepy.inference.model import Model
 from caffepy.layers.core.base import LayerContext
 from caffepy.onnx.engine import wants_runtime
 from caffepy.proto import caffe_pb2
-from caffepy.snapshot.files import read_trained_layers
+from caffepy.snapshot.caffemodel import read_caffemodel
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def load(  # noqa: PLR0913 -- what a user may choose
     backend = create_backend(device, threads, math)
     try:
         context = LayerContext(backend, phase=caffe_pb2.TEST, resolve=PathResolver(Path(model)), dialect=dialect)
-        read = [(read_trained_layers(Path(file)), str(file)) for file in files]
+        read = [(read_caffemodel(Path(file)), str(file)) for file in files]
         return Model(param, context, read, by_runtime=by_runtime)
     except BaseException:
         backend.close()

@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from caffepy.backend import Backend
-from caffepy.config.lazy_blobs import TrainedLayers
 from caffepy.errors import ConfigError, ShapeError
 from caffepy.inference.runners import ShapeRunners, shape_text
 from caffepy.layers.core.base import LayerContext, PassCounter
@@ -19,6 +18,7 @@ from caffepy.net import Net
 from caffepy.net.describe import net_table
 from caffepy.net.forward_runner import ForwardRunner
 from caffepy.proto import caffe_pb2
+from caffepy.snapshot.caffemodel import TrainedLayers
 
 if TYPE_CHECKING:
     from caffepy.onnx.engine import RuntimeNet

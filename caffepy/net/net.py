@@ -1,7 +1,7 @@
 """The net: layers over blobs, run forward and backward (Caffe's `net.cpp`).
 
-`caffepy.net.build` makes the layers from the prototxt; `caffepy.net.trained_layers` moves parameters between nets and
-snapshots.
+`caffepy.net.build` makes the layers from the prototxt; `caffepy.snapshot.caffemodel` moves parameters between nets
+and files.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from functools import cached_property
 
 from caffepy.backend import Array
 from caffepy.blob import Blob
-from caffepy.config.lazy_blobs import TrainedLayers
 from caffepy.layers.core.base import Layer, LayerContext
 from caffepy.layers.core.formulas import scaled
 from caffepy.net import debug
@@ -21,9 +20,9 @@ from caffepy.net.fusion.fold import fold_nodes
 from caffepy.net.fusion.folded import FoldedConvolution
 from caffepy.net.fusion.fuse import fuse_nodes
 from caffepy.net.parameters import ParameterBuffer
-from caffepy.net.trained_layers import copy_trained_layers, share_trained_layers, trained_layer_protos
 from caffepy.net.wiring import Node
 from caffepy.proto import caffe_pb2
+from caffepy.snapshot.caffemodel import TrainedLayers, copy_trained_layers, layer_protos, share_trained_layers
 from caffepy.trace import NO_TRACE, Tracer
 
 
@@ -476,8 +475,4 @@ class Net:
 
     def to_proto(self, write_diff: bool = False) -> caffe_pb2.NetParameter:
         """The net with its parameters (and gradients), as Caffe's snapshots hold it: every layer saves all it uses."""
-        return caffe_pb2.NetParameter(name=self.name, layer=trained_layer_protos(self.layers, write_diff))
-
-    def owns(self, layer: Layer, index: int) -> bool:
-        """Whether a parameter is the layer's own, not one shared from an earlier layer."""
-        return layer.blobs[index].gradient_owner is layer.blobs[index]
+        return caffe_pb2.NetParameter(name=self.name, layer=layer_protos(self.layers, write_diff))

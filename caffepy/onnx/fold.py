@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from caffepy.config.dialect import LEAST_EPSILON
 from caffepy.net import Net
-from caffepy.net.weights import from_blob_proto, to_blob_proto
 from caffepy.proto import caffe_pb2
+from caffepy.snapshot.binary import from_blob_proto, to_blob_proto
 
 Array: TypeAlias = NDArray[np.float64]
 Affine: TypeAlias = "tuple[Array, Array]"

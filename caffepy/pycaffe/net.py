@@ -15,7 +15,6 @@ from caffepy.config.filter import net_state
 from caffepy.config.load import read_net
 from caffepy.config.paths import PathResolver
 from caffepy.errors import ShapeError
-from caffepy.files import atomic_write
 from caffepy.inference.runners import ShapeRunners
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net as CoreNet
@@ -29,9 +28,8 @@ from caffepy.pycaffe.core.inference_path import InferencePath, can_be_folded
 from caffepy.pycaffe.core.structure import NetStructure
 from caffepy.pycaffe.mode import mode
 from caffepy.registry import suggest
-from caffepy.snapshot.binary import write_weights_binary
-from caffepy.snapshot.files import read_trained_layers
-from caffepy.snapshot.hdf5 import read_weights_hdf5, write_weights_hdf5
+from caffepy.snapshot.caffemodel import read_caffemodel, write_binary
+from caffepy.snapshot.hdf5 import read_caffemodel_hdf5, write_caffemodel_hdf5
 
 logger = logging.getLogger("caffepy.pycaffe")
 
@@ -338,7 +336,7 @@ class Net(NetStructure, AllBatches):
         """
         self._inference.parameters_change()
         with self.device.computing():
-            self._core.copy_trained_layers_from(read_trained_layers(Path(trained_file)), str(trained_file))
+            self._core.copy_trained_layers_from(read_caffemodel(Path(trained_file)), str(trained_file))
 
     def share_with(self, other: Net) -> None:
         """Let layers of the same name use the values of the parameters of `other` (Caffe's ShareTrainedLayersWith).
@@ -361,7 +359,7 @@ class Net(NetStructure, AllBatches):
             RunError: the file cannot be written.
         """
         with self.device.computing():
-            write_weights_binary(Path(filename), self._core, write_diff=False)
+            write_binary(Path(filename), self._core.name, self._core.layers)
 
     def save_hdf5(self, filename: str | os.PathLike[str]) -> None:
         """Write the parameters as an HDF5 file.
@@ -369,8 +367,8 @@ class Net(NetStructure, AllBatches):
         Raises:
             RunError: the file cannot be written.
         """
-        with self.device.computing(), atomic_write(Path(filename)) as file:
-            write_weights_hdf5(file, self._core, write_diff=False)
+        with self.device.computing():
+            write_caffemodel_hdf5(Path(filename), self._core.layers)
 
     def load_hdf5(self, filename: str | os.PathLike[str]) -> None:
         """Copy parameters from an HDF5 file into the layers that have the same names.
@@ -380,7 +378,7 @@ class Net(NetStructure, AllBatches):
         """
         self._inference.parameters_change()
         with self.device.computing():
-            self._core.copy_trained_layers_from(read_weights_hdf5(Path(filename)), str(filename))
+            self._core.copy_trained_layers_from(read_caffemodel_hdf5(Path(filename)), str(filename))
 
     def __repr__(self) -> str:
         phase = caffe_pb2.Phase.Name(self._core.phase)

@@ -1,1 +1,4 @@
-"""Snapshots in Caffe's formats, binary and HDF5, written atomically. solvers, cli and parallel import it."""
+"""Reads and writes .caffemodel and .solverstate, binary and HDF5, of both Caffes and any age.
+
+net and every part above import it.
+"""

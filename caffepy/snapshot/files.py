@@ -1,4 +1,4 @@
-"""Snapshot files, `<prefix>_iter_<N>.caffemodel` and `.solverstate`: written, read, found, removed; two formats.
+"""Snapshot files, `<prefix>_iter_<N>.caffemodel` and `.solverstate`: named, checked, found, removed.
 
 A solver writes the .caffemodel first, so that a complete .solverstate always names complete weights.
 """
@@ -10,23 +10,17 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
-
-from caffepy.config import load
-from caffepy.config.checksum import stored_blobs
-from caffepy.config.lazy_blobs import StoredState, TrainedLayers
 from caffepy.errors import ConfigError, RunError, SnapshotError
-from caffepy.files import atomic_write, check_writable, open_regular, remove_leftovers
-from caffepy.proto.caffe_pb2 import NetParameter, SolverState
-from caffepy.snapshot.binary import OLDER_FILES, write_state_binary, write_weights_binary
-
-if TYPE_CHECKING:
-    from caffepy.net import Net
+from caffepy.files import check_writable, remove_leftovers
+from caffepy.layers.core.base import Layer
+from caffepy.proto.caffe_pb2 import SolverState
+from caffepy.snapshot.binary import stored_blobs
+from caffepy.snapshot.caffemodel import read_caffemodel
+from caffepy.snapshot.solverstate import find_learned_net, read_solverstate
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +33,8 @@ def snapshot_names(prefix: str, iteration: int, hdf5: bool = False) -> tuple[str
     return f"{stem}.caffemodel{ending}", f"{stem}.solverstate{ending}"
 
 
-def check_snapshot(path: Path, net: Net) -> None:
-    """Fail before training, not at its first snapshot, if `net` cannot be written to `path`.
+def check_snapshot(path: Path, layers: Sequence[Layer]) -> None:
+    """Fail before training, not at its first snapshot, if a net of these layers cannot be written to `path`.
 
     Raises:
         ConfigError: its folder is not there, or no file can be made there.
@@ -57,125 +51,7 @@ def check_snapshot(path: Path, net: Net) -> None:
     if path.suffix == ".h5":
         from caffepy.snapshot.hdf5 import layer_paths
 
-        layer_paths(net)
-
-
-# -- writing -------------------------------------------------------------------------------------------
-
-
-def write_weights(path: Path, net: Net, write_diff: bool = False) -> None:
-    """Write a net's parameters; HDF5 if the name ends in .h5, else the binary format.
-
-    Raises:
-        RunError: the file cannot be written.
-    """
-    if path.suffix == ".h5":
-        from caffepy.snapshot.hdf5 import write_weights_hdf5
-
-        with atomic_write(path, OLDER_FILES) as file:
-            write_weights_hdf5(file, net, write_diff)
-        return
-    write_weights_binary(path, net, write_diff)
-
-
-def write_state(path: Path, state: SolverState, history: Iterable[np.ndarray]) -> None:
-    """Write a solver's state and its history; HDF5 if the name ends in .h5, else the binary format.
-
-    Args:
-        path: the file.
-        state: `blob_count` is the number of arrays in the history.
-        history: made one array at a time.
-
-    Raises:
-        RunError: the file cannot be written.
-    """
-    if path.suffix == ".h5":
-        from caffepy.snapshot.hdf5 import write_state_hdf5
-
-        with atomic_write(path, OLDER_FILES) as file:
-            write_state_hdf5(file, state, history)
-        return
-    write_state_binary(path, state, history)
-
-
-# -- reading -------------------------------------------------------------------------------------------
-
-
-def read_weights(path: Path | str) -> NetParameter:
-    """The net in a .caffemodel of either format, of either Caffe and any age, upgraded to the current schema.
-
-    A binary file holds the whole net with the layers' settings, an HDF5 file names and parameters of its layers.
-    Files that caffepy wrote have `crc32c` and `blob_count`. Formats: Caffe's `net.cpp`, ToProto and ToHDF5.
-
-    Raises:
-        SnapshotError: it is absent, damaged or something else.
-    """
-    path = Path(path)
-    if not is_hdf5(path):
-        return load.read_weights(path)
-    from caffepy.snapshot.hdf5 import read_weights_hdf5
-
-    with load.refusing_damage(str(path)):
-        param = read_weights_hdf5(path)
-        load.check_weights(param, str(path))
-    return param
-
-
-def read_trained_layers(path: Path) -> TrainedLayers:
-    """As `read_weights`, for those who copy them into a net: the large arrays of binary files are not in messages.
-
-    Raises:
-        SnapshotError: it is absent, damaged or something else.
-    """
-    return TrainedLayers(read_weights(path)) if is_hdf5(path) else load.read_trained_layers(path)
-
-
-def read_layer_shapes(path: Path) -> NetParameter:
-    """The layers in a .caffemodel of either format with names and shapes of blobs alone; arrays are not read.
-
-    Raises:
-        SnapshotError: it is absent, damaged or something else.
-    """
-    if not is_hdf5(path):
-        return load.read_layer_shapes(path)
-    from caffepy.snapshot.hdf5 import read_layer_shapes_hdf5
-
-    with load.refusing_damage(str(path)):
-        return read_layer_shapes_hdf5(path)
-
-
-def read_state(path: Path) -> SolverState:
-    """The state in a .solverstate of either format, with `crc32c` and `blob_count` if it is one of ours.
-
-    Raises:
-        SnapshotError: it is absent, damaged or something else.
-    """
-    if not is_hdf5(path):
-        return load.read_solver_state(path)
-    from caffepy.snapshot.hdf5 import read_state_hdf5
-
-    with load.refusing_damage(str(path)):
-        state = read_state_hdf5(path)
-        load.check_state(state, str(path))
-    return state
-
-
-def read_stored_state(path: Path) -> StoredState:
-    """As `read_state`, for those who copy the history: the large arrays of binary files are not in messages.
-
-    Raises:
-        SnapshotError: it is absent, damaged or something else.
-    """
-    return StoredState(read_state(path)) if is_hdf5(path) else load.read_stored_state(path)
-
-
-def is_hdf5(path: Path) -> bool:
-    """Whether a regular file is there and begins as HDF5 files do."""
-    try:
-        with open_regular(path) as file:
-            return file.read(len(load.HDF5_MAGIC)) == load.HDF5_MAGIC
-    except OSError:
-        return False
+        layer_paths(layers)
 
 
 def describe_snapshot(path: Path) -> str:
@@ -185,8 +61,8 @@ def describe_snapshot(path: Path) -> str:
         SnapshotError: it is absent, damaged or something else.
     """
     is_state = _STATE.search(path.name)
-    message = read_stored_state(path).state if is_state else read_trained_layers(path).param
-    count = len(stored_blobs(message))
+    message = read_solverstate(path).message if is_state else read_caffemodel(path).message
+    count = sum(1 for _ in stored_blobs(message))
     what = f"iteration {message.iter}" if isinstance(message, SolverState) else f"{len(message.layer)} layers"
     blobs = f"{what}, {count} blob{'s' * (count != 1)}"
     if message.HasField("crc32c"):
@@ -197,28 +73,11 @@ def describe_snapshot(path: Path) -> str:
 # -- finding -------------------------------------------------------------------------------------------
 
 
-def find_learned_net(state: SolverState, path: Path) -> Path:
-    """The .caffemodel that a state names: as written, else beside the .solverstate.
-
-    Raises:
-        SnapshotError: it is in neither place.
-    """
-    written = Path(state.learned_net)
-    beside = path.parent / written.name
-    for candidate in (written, beside):
-        with suppress(OSError):  # a name that is too long, a folder that may not be read
-            if candidate.is_file():
-                return candidate
-    raise SnapshotError(
-        f"{path}: its weights {written} are not there, nor {beside}; put the .caffemodel beside the .solverstate"
-    )
-
-
 def newest_snapshot(prefix: Path | str) -> Path | None:
     """The .solverstate written last that can be read, and its weights too; None if there is none."""
     for path in snapshots(prefix):
         try:
-            read_trained_layers(find_learned_net(read_stored_state(path).state, path))
+            read_caffemodel(find_learned_net(read_solverstate(path).message, path))
         except SnapshotError as error:
             log.warning("skipping an incomplete snapshot: %s", error)
             continue

@@ -1,32 +1,33 @@
-"""The HDF5 form of snapshots, as Caffe lays it out. h5py writes, `caffepy.hdf5` reads.
+"""The HDF5 form of .caffemodel and .solverstate, as Caffe lays it out. h5py writes, `caffepy.hdf5` reads.
 
 Weights: `/data/<layer>/<index>` (and `/diff`), each parameter under its owner (Caffe's `net.cpp`, ToHDF5). A layer's
 name is its path, so that the group of `conv1/bn` lies in that of `conv1`. State: `/iter`, `/learned_net`,
 `/current_step`, `/history/<i>`; `/caffepy`, which Caffe passes over, holds the fields of our own as a serialised
-SolverState. Attributes of the root hold the number of blobs and the checksum of all datasets; see `contents.py`.
+SolverState. Attributes of the root hold the number of blobs and the CRC-32C of all datasets.
+
+A file is read once and in one order. Refused are files from strangers that read other files, hold one group in another
+twice, or unpack to far more than their own size.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any
 from urllib.parse import quote, unquote
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from caffepy.config.checksum import wrong_checksum
 from caffepy.errors import RunError, SnapshotError
-from caffepy.hdf5 import Dataset, Group, find_object, open_hdf5, read_hdf5
-from caffepy.net.weights import to_blob_proto
+from caffepy.files import atomic_write
+from caffepy.hdf5 import Dataset, Group, check_dataset, find_object, open_hdf5, read_hdf5
+from caffepy.layers.core.base import Layer
 from caffepy.proto.caffe_pb2 import BlobProto, BlobShape, NetParameter, SolverState
-from caffepy.snapshot.contents import Content, Contents, content_checksum, datasets
-
-if TYPE_CHECKING:
-    from caffepy.net import Net
+from caffepy.snapshot.binary import OLDER_FILES, extend_checksum, to_blob_proto, wrong_checksum
 
 _CAFFES_FIELDS = ("iter", "learned_net", "current_step", "history")
 
@@ -37,14 +38,160 @@ _CHECKSUM, _BLOBS = "caffepy_crc32c", "caffepy_blobs"
 
 MAX_PARAMETERS = 100
 """Exclusive upper bound of a parameter's index; Caffe's layers have a handful."""
+_MAX_LEVELS = 100
+"""Groups within each other."""
+_SMALL = 1 << 26
+_MAX_PACKED = 64
+"""A file may unpack to `_SMALL` bytes and this many times its own: Caffe does not pack, and weights hardly can be."""
+_FLOATS, _INTEGERS = ("f2", "f4", "f8"), ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
+
+
+# -- the datasets of a file ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Content:
+    """A dataset's values.
+
+    Args:
+        path: the names from the root on.
+        array: the values, in the dataset's own type.
+        attributes: names of its group's attributes.
+    """
+
+    path: tuple[str, ...]
+    array: np.ndarray
+    attributes: frozenset[str]
+
+    def floats(self) -> np.ndarray:
+        """The values of a blob.
+
+        Raises:
+            TypeError: they are of a type in which no Caffe stores blobs.
+        """
+        if self.array.dtype.str[1:] not in (*_FLOATS, "i4", "i8"):
+            raise TypeError(f"'{'/'.join(self.path)}' is of type {self.array.dtype}; blobs are of floats")
+        return np.asarray(self.array, np.float32)
+
+    def number(self) -> int:
+        """The value of an array of one number.
+
+        Raises:
+            TypeError, ValueError: it is something else.
+        """
+        if self.array.dtype.kind not in "iu" or self.array.size != 1:
+            raise ValueError(f"'{'/'.join(self.path)}' is no whole number but {self.array.dtype}{self.array.shape}")
+        return int(self.array.ravel()[0])
+
+    def text(self) -> str:
+        """The value of a string.
+
+        Raises:
+            ValueError: it is something else, or not UTF-8.
+        """
+        value = self.array[()]
+        if not isinstance(value, bytes):
+            raise ValueError(f"'{'/'.join(self.path)}' is no string but {self.array.dtype}{self.array.shape}")
+        return bytes(value).decode()
+
+
+class Contents:
+    """All datasets of a file, to be iterated once.
+
+    Args:
+        file: its root group.
+
+    Raises, while it is iterated:
+        ValueError, TypeError, OSError: the file is damaged or refused.
+    """
+
+    def __init__(self, file: Group) -> None:
+        self._file = file
+        self.checksum = 0
+        """Of what was read so far."""
+        self.counts: dict[str, int] = {}
+        """Datasets read so far, by the first name of their path."""
+
+    def __iter__(self) -> Iterator[Content]:
+        size, length = 0, self._file.file.length
+        for path, dataset, attributes in datasets(self._file):
+            size = check_dataset(dataset, size)
+            if size > _SMALL + length * _MAX_PACKED:
+                raise ValueError(f"'{dataset.name}' would bring what is read of {length} bytes to {size}; is it whole?")
+            array = _read(dataset)
+            self.checksum = _extend(self.checksum, path, array)
+            self.counts[path[0]] = self.counts.get(path[0], 0) + 1
+            yield Content(path, array, attributes)
+
+    def number(self, name: str) -> int | None:
+        """An attribute of the root that is a number; None if there is none.
+
+        Raises:
+            ValueError: the attribute is something else.
+        """
+        if name not in self._file.attributes:
+            return None
+        value = self._file.attributes[name]
+        if value is None:
+            raise ValueError(f"the attribute '{name}' is no whole number")
+        return value
+
+
+def content_checksum(file: Group) -> tuple[int, list[tuple[str, ...]]]:
+    """The CRC-32C of all datasets with their paths, types and shapes, and these paths; of a file of our own."""
+    checksum, paths = 0, []
+    for path, dataset, _ in datasets(file):
+        checksum = _extend(checksum, path, _read(dataset))
+        paths.append(path)
+    return checksum, paths
+
+
+def _extend(checksum: int, path: tuple[str, ...], array: np.ndarray) -> int:
+    title = f"{'/'.join(path)}\0{array.dtype.str}\0{array.shape}\0"
+    return extend_checksum(extend_checksum(checksum, title.encode()), array.tobytes())
+
+
+def _read(dataset: Dataset) -> np.ndarray:
+    """The values, of numbers or of fixed or variable strings.
+
+    Raises:
+        TypeError: they are of another type.
+    """
+    kind = dataset.dtype
+    if kind is not None and (kind.str[1:] in (*_FLOATS, *_INTEGERS) or kind.kind == "S"):
+        return dataset.read()
+    if dataset.is_text and dataset.shape == ():
+        return np.array(dataset.text())
+    raise TypeError(f"'{dataset.name}' is of type {dataset.kind}, which no snapshot holds")
+
+
+def datasets(file: Group) -> Iterator[tuple[tuple[str, ...], Dataset, frozenset[str]]]:
+    """Path, dataset and the names of its group's attributes; those of a group before those of the groups in it."""
+    seen = set()
+    waiting: list[tuple[tuple[str, ...], Group]] = [((), file)]
+    while waiting:
+        path, group = waiting.pop()
+        if group.address in seen or len(path) > _MAX_LEVELS:
+            raise ValueError(f"the group '{'/'.join(path)[:200]}' is there twice, in itself or too deep in others")
+        seen.add(group.address)
+        attributes = frozenset(group.attributes) if path else frozenset()
+        inner = []
+        for name in sorted(group.links, key=lambda name: (len(name), name)):
+            group.file.charge(sum(map(len, path)))  # long paths of many datasets take time as well
+            item = find_object(group, name)
+            if isinstance(item, Dataset):
+                yield (*path, name), item, attributes
+            elif isinstance(item, Group):
+                inner.append(((*path, name), item))
+        waiting += reversed(inner)
 
 
 @contextmanager
-def _create(target: BinaryIO, blobs: str) -> Iterator[Any]:
+def _create(path: Path, blobs: str) -> Iterator[Any]:
     """An HDF5 file built in memory and then written, because h5py does not survive a full disk.
 
     Args:
-        target: the file.
+        path: the file.
         blobs: the group whose datasets are its blobs.
     """
     import h5py
@@ -56,30 +203,50 @@ def _create(target: BinaryIO, blobs: str) -> Iterator[Any]:
         checksum, paths = content_checksum(read_hdf5(buffer))
         file.attrs[_CHECKSUM] = np.uint32(checksum)
         file.attrs[_BLOBS] = np.uint32(sum(path[0] == blobs for path in paths))
-    target.write(buffer.getbuffer())
+    with atomic_write(path, OLDER_FILES) as target:
+        target.write(buffer.getbuffer())
 
 
-def write_weights_hdf5(target: BinaryIO, net: Net, write_diff: bool) -> None:
-    """Write a net's parameters.
+def _check_whole(path: Path, message: NetParameter | SolverState, contents: Contents, blobs: str) -> None:
+    """Compare what was read with the attributes, which a file of Caffe's has not, and note them in the message."""
+    checksum, count = (contents.number(name) for name in (_CHECKSUM, _BLOBS))
+    if checksum is None and count is None and not message.HasField("blob_count"):
+        return
+    found = contents.counts.get(blobs, 0)
+    if checksum is None or found != count:
+        raise SnapshotError(
+            f"{path}: holds {found} of {count or message.blob_count} blobs, or its checksum is not there: it is "
+            "truncated or damaged; copy it again or take an older one"
+        )
+    if contents.checksum != checksum:
+        raise SnapshotError(wrong_checksum(str(path), contents.checksum, checksum))
+    message.crc32c, message.blob_count = checksum, found
+
+
+# -- .caffemodel ---------------------------------------------------------------------------------------
+
+
+def write_caffemodel_hdf5(path: Path, layers: Sequence[Layer], write_diff: bool = False) -> None:
+    """Write the parameters of a net's layers.
 
     Raises:
         RunError: two layers that have parameters have one name.
     """
-    paths = layer_paths(net)
-    with _create(target, "data") as file:
+    paths = layer_paths(layers)
+    with _create(path, "data") as file:
         data = file.create_group("data")
         diff = file.create_group("diff") if write_diff else None
-        for layer in net.layers:
+        for layer in layers:
             values = _layer_group(data, paths[layer.name])
             gradients = _layer_group(diff, paths[layer.name]) if diff is not None else None
             for index, blob in enumerate(layer.blobs):
-                if net.owns(layer, index):
+                if blob.gradient_owner is blob:
                     values.create_dataset(str(index), data=blob.host_data())
                 if gradients is not None:
                     gradients.create_dataset(str(index), data=blob.host_diff())
 
 
-def layer_paths(net: Net) -> dict[str, str]:
+def layer_paths(layers: Sequence[Layer]) -> dict[str, str]:
     """The path of each layer's group, by layer name: the name itself where that is unambiguous in HDF5.
 
     Quoted otherwise: `a//b`, `a/` and `.` would be other paths, `/a` would begin at the file's root, and `a/0` is
@@ -88,16 +255,16 @@ def layer_paths(net: Net) -> dict[str, str]:
     Raises:
         RunError: two layers that have parameters have one name.
     """
-    learned = [layer.name for layer in net.layers if layer.blobs]
+    learned = [layer.name for layer in layers if layer.blobs]
     for name in learned:
         if learned.count(name) > 1:
             raise RunError(
                 f"two layers of the name '{name}' have parameters, which HDF5 cannot hold; rename one of them, or set "
                 "snapshot_format: BINARYPROTO"
             )
-    parameter_paths = {f"{layer.name}/{index}" for layer in net.layers for index in range(len(layer.blobs))}
+    parameter_paths = {f"{layer.name}/{index}" for layer in layers for index in range(len(layer.blobs))}
     return {
-        layer.name: layer.name if _is_path(layer.name, parameter_paths) else _quoted(layer.name) for layer in net.layers
+        layer.name: layer.name if _is_path(layer.name, parameter_paths) else _quoted(layer.name) for layer in layers
     }
 
 
@@ -121,7 +288,7 @@ def _layer_group(parent: Any, path: str) -> Any:
     return group
 
 
-def read_weights_hdf5(path: Path) -> NetParameter:
+def read_caffemodel_hdf5(path: Path) -> NetParameter:
     """The layers in a .caffemodel.h5, those that hold parameters, with `crc32c` and `blob_count` where it has them.
 
     A parameter that only another layer holds, with which it is shared, is an empty blob.
@@ -184,29 +351,16 @@ def _index(path: Path, name: str, content: Content) -> int:
     return int(key)
 
 
-def _check_whole(path: Path, message: NetParameter | SolverState, contents: Contents, blobs: str) -> None:
-    """Compare what was read with the attributes, which a file of Caffe's has not, and note them in the message."""
-    checksum, count = (contents.number(name) for name in (_CHECKSUM, _BLOBS))
-    if checksum is None and count is None and not message.HasField("blob_count"):
-        return
-    found = contents.counts.get(blobs, 0)
-    if checksum is None or found != count:
-        raise SnapshotError(
-            f"{path}: holds {found} of {count or message.blob_count} blobs, or its checksum is not there: it is "
-            "truncated or damaged; copy it again or take an older one"
-        )
-    if contents.checksum != checksum:
-        raise SnapshotError(wrong_checksum(str(path), contents.checksum, checksum))
-    message.crc32c, message.blob_count = checksum, found
+# -- .solverstate --------------------------------------------------------------------------------------
 
 
-def write_state_hdf5(target: BinaryIO, state: SolverState, history: Iterable[np.ndarray]) -> None:
+def write_solverstate_hdf5(path: Path, state: SolverState, history: Iterable[np.ndarray]) -> None:
     """Write a solver's state and history."""
     own = SolverState()
     own.CopyFrom(state)
     for field in _CAFFES_FIELDS:
         own.ClearField(field)
-    with _create(target, "history") as file:
+    with _create(path, "history") as file:
         file["iter"] = np.array([state.iter], np.int32)
         _write_string(file, "learned_net", state.learned_net)
         file["current_step"] = np.array([state.current_step], np.int32)
@@ -232,7 +386,7 @@ def _write_string(file: Any, name: str, value: str) -> None:
     stored.write(h5py.h5s.ALL, h5py.h5s.ALL, np.array(content, f"S{len(content) + 1}"), kind)
 
 
-def read_state_hdf5(path: Path) -> SolverState:
+def read_solverstate_hdf5(path: Path) -> SolverState:
     """The state in a .solverstate.h5, with `crc32c` and `blob_count` where it has them.
 
     Raises:

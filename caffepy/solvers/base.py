@@ -32,8 +32,9 @@ from caffepy.progress import interactive, progress_bar
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.registry import Registry
 from caffepy.report import Performance
-from caffepy.snapshot.binary import check_sizes_binary
-from caffepy.snapshot.files import check_snapshot, read_trained_layers, remove_unfinished
+from caffepy.snapshot.caffemodel import check_caffemodel_size, read_caffemodel
+from caffepy.snapshot.files import check_snapshot, remove_unfinished
+from caffepy.snapshot.solverstate import check_solverstate_size
 from caffepy.solvers.callbacks import Action, SingleDevice, SolverCallback
 from caffepy.solvers.capacity import suggest_batch_size_on_oom
 from caffepy.solvers.clock import Clock
@@ -149,7 +150,7 @@ class Solver(SolverFace, ABC):
         )
         """Whether training writes snapshots without a request."""
         if self.callback.is_root and self._writes:
-            check_snapshot(snapshot_paths(self.state, self.param.max_iter)[1], self.net)
+            check_snapshot(snapshot_paths(self.state, self.param.max_iter)[1], self.net.layers)
             remove_unfinished(self.resolve.output(self.param.snapshot_prefix))
         if self.param.snapshot:
             self._check_sizes()
@@ -158,7 +159,9 @@ class Solver(SolverFace, ABC):
         """Fail before training, not at its first snapshot, if that would be too large for its format."""
         weights, state = snapshot_paths(self.state, self.param.max_iter)
         if self.callback.is_root and state.suffix != ".h5":
-            check_sizes_binary(weights, state, self.net, self.histories, self.param.snapshot_diff)
+            check_caffemodel_size(weights, self.net.name, self.net.layers, self.param.snapshot_diff)
+            shapes = [parameter.blob.shape for parameter in self.net.parameters.parameters]
+            check_solverstate_size(state, shapes * self.histories)
 
     def _build_nets(self, trace: Tracer) -> None:
         factory = self._factory
@@ -223,7 +226,7 @@ class Solver(SolverFace, ABC):
         """Copy trained layers from .caffemodel files, later ones over earlier ones; raises SnapshotError."""
         for path in paths:
             self.log("Finetuning from %s", path)
-            self.net.copy_trained_layers_from(read_trained_layers(path), str(path))
+            self.net.copy_trained_layers_from(read_caffemodel(path), str(path))
         self._refresh_copies()
 
     def _refresh_copies(self) -> None:

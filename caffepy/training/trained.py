@@ -11,7 +11,7 @@ import numpy as np
 
 from caffepy.net import Net
 from caffepy.net.describe import table
-from caffepy.snapshot.files import write_weights
+from caffepy.snapshot.caffemodel import write_caffemodel
 from caffepy.solvers import Solver
 
 
@@ -84,7 +84,7 @@ class TrainResult:
             RunError: it could not be written.
         """
         with self.solver.backend.activate():
-            write_weights(Path(path), self.net)
+            write_caffemodel(Path(path), self.net.name, self.net.layers)
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""

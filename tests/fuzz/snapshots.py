@@ -14,15 +14,15 @@ from fuzz.mutate import Random, damage_message
 from fuzz.mutate_hdf5 import damage_hdf5, damage_structure
 from fuzz.target import BinaryTarget, FileTarget
 
-from caffepy.config.checksum import checksummed, stored_blobs
 from caffepy.proto import caffe_pb2
+from caffepy.snapshot.binary import checksummed, stored_blobs
 
 
 def resealed(message: caffe_pb2.NetParameter | caffe_pb2.SolverState) -> bytes:
     """A message with the number of blobs and the checksum of what it is now."""
     message.ClearField("crc32c")
     message.ClearField("blob_count")
-    return b"".join(checksummed(type(message), len(stored_blobs(message)), [message.SerializePartialToString()]))
+    return b"".join(checksummed(type(message), len(list(stored_blobs(message))), [message.SerializePartialToString()]))
 
 
 def reseal_hdf5(file: h5py.File, buffer: io.BytesIO) -> None:
@@ -36,7 +36,7 @@ def reseal_hdf5(file: h5py.File, buffer: io.BytesIO) -> None:
         TypeError, ValueError: it cannot be read as a snapshot.
     """
     from caffepy.hdf5 import read_hdf5
-    from caffepy.snapshot.contents import content_checksum
+    from caffepy.snapshot.hdf5 import content_checksum
 
     file.flush()
     checksum, paths = content_checksum(read_hdf5(buffer))
@@ -83,15 +83,14 @@ class Weights(SnapshotTarget):
         self.net = seeds.small_net()
 
     def read(self) -> None:
-        from caffepy.config import lazy_blobs
         from caffepy.errors import SnapshotError
-        from caffepy.net.trained_layers import first_difference
-        from caffepy.snapshot.files import read_layer_shapes, read_trained_layers
+        from caffepy.snapshot import binary
+        from caffepy.snapshot.caffemodel import first_difference, read_caffemodel, read_layer_shapes
 
-        lazy_blobs.MIN_BYTES = 64  # arrays of such small nets stay in the file's bytes as well
+        binary.MIN_BYTES = 64  # arrays of such small nets stay in the file's bytes as well
         with suppress(SnapshotError):
-            first_difference(self.net.layers, self.net.owns, read_layer_shapes(self.path).layer)
-        self.net.copy_trained_layers_from(read_trained_layers(self.path), str(self.path))
+            first_difference(self.net.layers, read_layer_shapes(self.path).layer)
+        self.net.copy_trained_layers_from(read_caffemodel(self.path), str(self.path))
 
 
 class WeightsHdf5(Hdf5Target):
@@ -116,9 +115,9 @@ class State(SnapshotTarget):
         self.blobs = [*seeds.golden("binary_iter_4.solverstate"), seeds.snapshots(self.folder)["solverstate"]]
 
     def read(self) -> None:
-        from caffepy.snapshot.files import find_learned_net, read_stored_state
+        from caffepy.snapshot.solverstate import find_learned_net, read_solverstate
 
-        find_learned_net(read_stored_state(self.path).state, self.path)
+        find_learned_net(read_solverstate(self.path).message, self.path)
 
 
 class StateHdf5(Hdf5Target):

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from training import compare_weights, open_solver, relative_error
 
-from caffepy.net.weights import from_blob_proto, is_stored, proto_shape
 from caffepy.proto.caffe_pb2 import BlobProto, NetParameter, SolverState
-from caffepy.snapshot.files import find_learned_net, read_state, read_weights
+from caffepy.snapshot.binary import blob_shape, from_blob_proto, is_stored
+from caffepy.snapshot.caffemodel import read_weights
+from caffepy.snapshot.solverstate import find_learned_net, read_solverstate
 
 FOLDER = Path(__file__).parent / "formats"
 FORMATS = {"binary": "", "hdf5": ".h5"}
@@ -28,7 +29,7 @@ def check_blobs(found: list[BlobProto], wanted: list[BlobProto], what: str) -> N
     for index, (ours, caffes) in enumerate(zip(found, wanted, strict=True)):
         assert ours.HasField("shape") == caffes.HasField("shape"), f"{what} {index}"
         assert is_stored(ours) == is_stored(caffes), f"{what} {index}"
-        assert proto_shape(ours) == proto_shape(caffes), f"{what} {index}"
+        assert blob_shape(ours) == blob_shape(caffes), f"{what} {index}"
         if is_stored(caffes):
             error = relative_error(from_blob_proto(ours, what), from_blob_proto(caffes, what))
             assert error < 1e-5, f"{what} {index}"
@@ -76,7 +77,7 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
 def test_the_snapshot_is_caffes(written: tuple[str, Path]) -> None:
     form, path = written
     caffes = FOLDER / f"{form}_iter_{SAVED}.solverstate{FORMATS[form]}"
-    ours, wanted = read_state(path), read_state(caffes)
+    ours, wanted = read_solverstate(path).message, read_solverstate(caffes).message
     assert (ours.iter, ours.current_step) == (wanted.iter, wanted.current_step)
     check_blobs(list(ours.history), list(wanted.history), "history")
     weights = read_weights(find_learned_net(ours, path))

@@ -13,7 +13,7 @@ from layer_harness import BACKENDS, assert_near, backend_named, forward_toleranc
 from caffepy.layers import LayerContext
 from caffepy.net.net import Net
 from caffepy.proto import caffe_pb2
-from caffepy.snapshot.files import read_weights
+from caffepy.snapshot.caffemodel import read_weights
 
 FOLDER = Path(__file__).parent / "nvidia" / "detection"
 FAMILIES = ("priorbox", "multibox", "detout", "deteval")

@@ -13,7 +13,7 @@ import pytest
 from laboratory import NET, SOLVER, Laboratory, Outcome
 
 from caffepy.proto.caffe_pb2 import Datum
-from caffepy.snapshot.files import read_state
+from caffepy.snapshot.solverstate import read_solverstate
 
 _AT_A_TIME = 3
 _SETTINGS = {"iterations": 20, "snapshot": 0, "prefix": "refused"}
@@ -142,7 +142,7 @@ def assert_same_files(one: Path, other: Path) -> None:
         other: another.
     """
     assert one.with_suffix(".caffemodel").read_bytes() == other.with_suffix(".caffemodel").read_bytes()
-    first, second = read_state(one), read_state(other)
+    first, second = read_solverstate(one).message, read_solverstate(other).message
     assert len(first.history) == 6
     for state in (first, second):
         state.ClearField("learned_net")  # of another folder, and so is the checksum another one

@@ -26,7 +26,8 @@ from processes import (
 )
 
 from caffepy.proto.caffe_pb2 import Datum, NetParameter
-from caffepy.snapshot.files import find_learned_net, read_state, read_weights
+from caffepy.snapshot.caffemodel import read_weights
+from caffepy.snapshot.solverstate import find_learned_net, read_solverstate
 
 PROGRAM = REPOSITORY / "tests" / "parallel" / "program.py"
 RANKS = PROGRAM.with_name("ranks.py")
@@ -115,7 +116,7 @@ class Outcome:
 
     def contents(self, iteration: int) -> tuple[bytes, bytes]:
         """All numbers of a snapshot, less its file's name and checksum and the net's text, which may differ."""
-        state = read_state(self.folder / f"{self.prefix}_iter_{iteration}.solverstate")
+        state = read_solverstate(self.folder / f"{self.prefix}_iter_{iteration}.solverstate").message
         state.ClearField("learned_net")
         state.ClearField("crc32c")
         weights = b"".join(values.tobytes() for _, values in sorted(self.weights(iteration).items()))
@@ -135,7 +136,7 @@ class Outcome:
         """
         found = []
         for path in self.folder.glob(f"{self.prefix}_iter_*.solverstate"):
-            state = read_state(path)
+            state = read_solverstate(path).message
             read_weights(find_learned_net(state, path))
             found.append(int(path.stem.split("_iter_")[1]))
             assert state.iter == found[-1]

@@ -40,7 +40,7 @@ from caffepy.onnx.libraries import run_model
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_manager import P2PManager
 from caffepy.proto import caffe_pb2
-from caffepy.snapshot.files import read_weights, write_weights
+from caffepy.snapshot.caffemodel import read_weights, write_caffemodel
 from caffepy.solvers import Solver, create_solver
 
 RECORDS = 60
@@ -421,7 +421,7 @@ def _compare_deploy(solver: Solver, folder: Path, net: NamedNet) -> dict[str, fl
     deploy = plan_deploy(param, {name: DATASETS[name] for name in DATASETS}, BATCH)
     small = deploy_net(param, deploy)
     path = folder / f"deploy{net.seed}.caffemodel"
-    write_weights(path, solver.net)
+    write_caffemodel(path, solver.net.name, solver.net.layers)
     plain = Net(small, LayerContext(CPU, phase=caffe_pb2.TEST))
     if any(layer.type == "DummyData" for layer in small.layer):  # it stays, and needs no input
         return {}

@@ -116,14 +116,14 @@ def _check(net: caffe_pb2.NetParameter, weights: Path | None) -> int:
     from caffepy.layers import LayerContext
     from caffepy.net import Net
     from caffepy.proto import caffe_pb2
-    from caffepy.snapshot.files import read_trained_layers
+    from caffepy.snapshot.caffemodel import read_caffemodel
 
     backend = MetaBackend() if weights is None else create_backend(None)
     built = Net(net, LayerContext(backend, phase=caffe_pb2.TEST))
     try:
         if weights is None:
             return 0
-        taken = built.copy_trained_layers_from(read_trained_layers(weights), str(weights))
+        taken = built.copy_trained_layers_from(read_caffemodel(weights), str(weights))
         lacking = [layer.name for layer in built.layers if layer.blobs and layer.name not in taken]
         if lacking:
             raise SnapshotError(

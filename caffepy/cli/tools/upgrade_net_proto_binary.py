@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: the old file cannot be read or upgraded.
         RunError: the new one cannot be written.
     """
-    from caffepy.config.upgrade_files import upgrade_net_binary
+    from caffepy.snapshot.upgrade_files import upgrade_net_binary
 
     changed = upgrade_net_binary(args.old, args.new)
     print(f"{args.new}: {'upgraded' if changed else 'was in the current format already'}")

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: the old file cannot be read or upgraded.
         RunError: the new one cannot be written.
     """
-    from caffepy.config.upgrade_files import upgrade_solver_text
+    from caffepy.snapshot.upgrade_files import upgrade_solver_text
 
     changed = upgrade_solver_text(args.old, args.new)
     print(f"{args.new}: {'upgraded' if changed else 'was in the current format already'}")

@@ -9,7 +9,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from caffepy.config.load import describe_content
+from caffepy.config.messages import describe_content
 from caffepy.errors import DataError
 from caffepy.files import read_regular
 from caffepy.proto import caffe_pb2

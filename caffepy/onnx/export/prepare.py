@@ -18,7 +18,7 @@ from caffepy.layers import LayerContext, layer_class
 from caffepy.net import Net
 from caffepy.net.memory.capacity import with_batch
 from caffepy.proto import caffe_pb2
-from caffepy.snapshot.files import read_trained_layers
+from caffepy.snapshot.caffemodel import read_caffemodel
 
 _ONLY_FOR_TRAINING = frozenset({"Accuracy", "DetectionEvaluate", "HDF5Output"})
 """Layers without a loss that no net for inference needs."""
@@ -51,7 +51,7 @@ def open_for_export(model: Path, weights: Sequence[Path], settings: Settings) ->
     param = inference_net(whole, settings)
     net = build(param, create_backend(), model, choose_dialect([whole]))
     for path in weights:
-        net.copy_trained_layers_from(read_trained_layers(path), str(path))
+        net.copy_trained_layers_from(read_caffemodel(path), str(path))
     return net, param
 
 

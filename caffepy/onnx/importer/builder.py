@@ -16,8 +16,8 @@ from caffepy.blob import Blob
 from caffepy.config.dialect import Dialect
 from caffepy.errors import CaffepyError
 from caffepy.layers import LayerContext, layer_class
-from caffepy.net.weights import to_blob_proto
 from caffepy.proto import caffe_pb2
+from caffepy.snapshot.binary import to_blob_proto
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]

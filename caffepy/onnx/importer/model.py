@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from caffepy.config.load import describe_content
+from caffepy.config.messages import describe_content
 from caffepy.errors import ConfigError
 from caffepy.files import open_regular, read_regular
 

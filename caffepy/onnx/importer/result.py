@@ -22,8 +22,7 @@ from caffepy.onnx.importer.model import MAX_BYTES
 from caffepy.onnx.importer.read import Shapes, input_types, read_onnx
 from caffepy.onnx.libraries import run_model
 from caffepy.proto import caffe_pb2
-from caffepy.snapshot.binary import write_weights_binary
-from caffepy.snapshot.files import read_trained_layers
+from caffepy.snapshot.caffemodel import read_caffemodel, write_caffemodel
 
 
 def build_imported(
@@ -97,7 +96,7 @@ def write_imported(
         written = Path(folder, prototxt.name), Path(folder, weights.name)
         with atomic_write(written[0]) as file:
             file.write(text)
-        write_weights_binary(written[1], net, write_diff=False)
+        write_caffemodel(written[1], net.name, net.layers)
         if check is not None:
             check(_load(*written))
         for path in (weights, prototxt):
@@ -110,5 +109,5 @@ def _load(prototxt: Path, weights: Path) -> Net:
     backend = create_backend()
     with backend.activate():
         net = Net(read_net(prototxt), LayerContext(backend, phase=caffe_pb2.TEST))
-        net.copy_trained_layers_from(read_trained_layers(weights), str(weights))
+        net.copy_trained_layers_from(read_caffemodel(weights), str(weights))
     return net

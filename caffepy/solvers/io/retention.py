@@ -13,12 +13,11 @@ import numpy as np
 
 from caffepy.errors import ConfigError, SnapshotError
 from caffepy.net import Net
-from caffepy.net.trained_layers import first_difference
 from caffepy.registry import suggest
+from caffepy.snapshot.caffemodel import first_difference, read_layer_shapes
 from caffepy.snapshot.files import (
     describe_snapshot,
     iteration_of,
-    read_layer_shapes,
     remove_snapshot,
     snapshots,
     stored_weights,
@@ -101,7 +100,7 @@ class SnapshotRetention:
             if not replaced and path not in removed:
                 continue
             try:
-                difference = first_difference(net.layers, net.owns, read_layer_shapes(path).layer)
+                difference = first_difference(net.layers, read_layer_shapes(path).layer)
             except SnapshotError as error:
                 log.warning("%s; training will replace it", error)
                 continue

@@ -10,19 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from caffepy.blob import format_shape
-from caffepy.config.lazy_blobs import StoredState
 from caffepy.errors import SnapshotError
 from caffepy.layers.core.base import Layer
-from caffepy.net.weights import check_values, from_blob_proto, proto_shape, same_shape
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
-from caffepy.snapshot.files import (
-    find_learned_net,
-    read_stored_state,
-    read_trained_layers,
-    snapshot_names,
-    write_state,
-    write_weights,
-)
+from caffepy.snapshot.binary import Stored, blob_shape, check_values, from_blob_proto, same_shape
+from caffepy.snapshot.caffemodel import read_caffemodel, write_caffemodel
+from caffepy.snapshot.files import snapshot_names
+from caffepy.snapshot.solverstate import find_learned_net, read_solverstate, write_solverstate
 from caffepy.solvers.train_state import TrainState
 
 log = logging.getLogger(__name__)
@@ -51,9 +45,9 @@ def write_snapshot(state: TrainState) -> Path:
     if state.callback.is_root:
         kind = "HDF5" if path.suffix == ".h5" else "binary proto"
         state.log("Snapshotting to %s file %s", kind, weights)
-        write_weights(weights, state.net, state.param.snapshot_diff)
+        write_caffemodel(weights, state.net.name, state.net.layers, state.param.snapshot_diff)
         state.log("Snapshotting solver state to %s file %s", kind, path)
-        write_state(path, saved, _history_arrays(state))
+        write_solverstate(path, saved, _history_arrays(state))
     return path
 
 
@@ -96,8 +90,8 @@ def restore_state(state: TrainState, path: Path) -> SolverState:
     Raises:
         SnapshotError: a file cannot be read, or is of another solver or net; nothing was changed.
     """
-    stored = read_stored_state(path)
-    saved = stored.state
+    stored = read_solverstate(path)
+    saved = stored.message
     _check_rule(state, saved, path)
     _check_history(state, saved, path)
     if saved.HasField("learned_net"):
@@ -150,14 +144,14 @@ def _check_history(state: TrainState, saved: SolverState, path: Path) -> None:
         if not same_shape(blob, parameter.blob.shape):
             raise SnapshotError(
                 f"{path}: the history of parameter {parameter.index} of layer '{parameter.layer.name}' has shape "
-                f"{format_shape(proto_shape(blob))}, the net's parameter {format_shape(parameter.blob.shape)}; "
+                f"{format_shape(blob_shape(blob))}, the net's parameter {format_shape(parameter.blob.shape)}; "
                 "it is of another net"
             )
 
 
 def _restore_weights(state: TrainState, path: Path) -> None:
-    weights = read_trained_layers(path)
-    stored = {layer.name for layer in weights.param.layer}
+    weights = read_caffemodel(path)
+    stored = {layer.name for layer in weights.message.layer}
     for parameter in state.net.parameters.parameters:
         name = parameter.layer.name
         if name not in stored:
@@ -165,10 +159,10 @@ def _restore_weights(state: TrainState, path: Path) -> None:
     state.net.copy_trained_layers_from(weights, str(path))
 
 
-def _restore_history(state: TrainState, stored: StoredState, path: Path) -> None:
+def _restore_history(state: TrainState, stored: Stored[SolverState], path: Path) -> None:
     parameters = state.net.parameters
     count = len(parameters.parameters)
-    for i, blob in enumerate(stored.state.history):
+    for i, blob in enumerate(stored.message.history):
         parameter = parameters.parameters[i % count]
         values = from_blob_proto(blob, f"{path}: history blob {i}", stored.content).reshape(parameter.blob.shape)
         state.backend.from_host(values, parameters.view(state.history[i // count], parameter))

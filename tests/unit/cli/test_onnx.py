@@ -13,9 +13,9 @@ from onnx_nets import layer_text, net_of
 
 import caffepy
 from caffepy.cli.main import main
-from caffepy.config.load import read_net, read_weights
+from caffepy.config.load import read_net
 from caffepy.onnx.libraries import run_model
-from caffepy.snapshot.binary import write_weights_binary
+from caffepy.snapshot.caffemodel import read_weights, write_caffemodel
 
 NET = layer_text('name: "conv" type: "Convolution" convolution_param { num_output: 4 kernel_size: 3 }', (2, 3, 6, 6))
 NET = (
@@ -31,7 +31,8 @@ def files(tmp_path: Path) -> tuple[str, str, str]:
     """A net, its weights, and the path of a file to write."""
     prototxt, weights = tmp_path / "net.prototxt", tmp_path / "net.caffemodel"
     prototxt.write_text(NET)
-    write_weights_binary(weights, net_of(NET), write_diff=False)
+    net = net_of(NET)
+    write_caffemodel(weights, net.name, net.layers)
     return str(prototxt), str(weights), str(tmp_path / "out.onnx")
 
 
@@ -146,7 +147,7 @@ def test_import_checks_the_files_that_it_writes(
     Path(files[0]).write_text(NET.replace('top: "bn" }', f'top: "bn" batch_norm_param {{ eps: {SMALL_EPS} }} }}'))
     net = net_of(Path(files[0]).read_text())
     net.backend.from_host(np.full(4, 1e-6, np.float32), net.layers[2].blobs[1].data)
-    write_weights_binary(Path(files[1]), net, write_diff=False)
+    write_caffemodel(Path(files[1]), net.name, net.layers)
     assert main(["export", *files]) == 0
     monkeypatch.setenv("CAFFEPY_DIALECT", "nvidia")
     assert main(["import", files[2], "--output", str(tmp_path / "back")]) == 1
@@ -161,7 +162,7 @@ def test_export_keeps_the_dialect_that_a_field_of_the_whole_net_chooses(files, f
     Path(files[0]).write_text(text)
     net = net_of(text)
     net.backend.from_host(statistics(4)[3], net.layers[2].blobs[1].data)
-    write_weights_binary(Path(files[1]), net, write_diff=False)
+    write_caffemodel(Path(files[1]), net.name, net.layers)
     assert main(["export", *files, *fold]) == 0
     x = np.random.default_rng(5).standard_normal((2, 3, 6, 6)).astype(np.float32)
     wanted, found = caffepy.load(*files[:2])(x)["z"], run_model(files[2], {"x0": x})["z"]

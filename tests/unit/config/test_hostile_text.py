@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from caffepy.config import load
-from caffepy.config.load import read_net, read_solver, read_weights
+from caffepy.config.load import read_net, read_solver
 from caffepy.config.paths import PathResolver, is_folder
 from caffepy.config.solver_check import check_solver
 from caffepy.errors import ConfigError, SnapshotError
 from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter
+from caffepy.snapshot.caffemodel import read_weights
 
 TRAIN = 'net: "n" max_iter: 10 base_lr: 0.1 '
 

@@ -6,10 +6,7 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.config.text import parse_text
-from caffepy.config.upgrade import SOLVER_TYPES, upgrade_net, upgrade_solver
-from caffepy.config.upgrade_v0 import LAYER_TYPES as V0_TYPES
-from caffepy.config.upgrade_v0 import SETTINGS
-from caffepy.config.upgrade_v1 import LAYER_TYPES as V1_TYPES
+from caffepy.config.upgrade import SETTINGS, SOLVER_TYPES, V0_TYPES, V1_TYPES, upgrade_net, upgrade_solver
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter, V0LayerParameter, V1LayerParameter
 

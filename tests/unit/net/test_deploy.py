@@ -19,7 +19,7 @@ from caffepy.net import Net
 from caffepy.net.deploy import deploy_net, plan_deploy
 from caffepy.net.record_shape import told_shape
 from caffepy.proto import caffe_pb2
-from caffepy.snapshot.files import write_weights
+from caffepy.snapshot.caffemodel import write_caffemodel
 
 MODELS = Path(generate.__file__).parent
 NO_SOFTMAX = "fcn8s/deploy"
@@ -83,7 +83,8 @@ def test_parameters_of_other_shapes_stay_shared():
     b = next(layer for layer in found.layer if layer.name == "b")
     assert text_format.MessageToString(b.param[0]).split() == ["name:", '"w"', "share_mode:", "PERMISSIVE"]
     net = Net(found, LayerContext(create_backend(None, 1), phase=caffe_pb2.TEST))
-    assert net.owns(net.layers[1], 0) and not net.owns(net.layers[2], 0)
+    first, second = (layer.blobs[0] for layer in net.layers[1:3])
+    assert first.gradient_owner is first and second.gradient_owner is first
 
 
 def test_a_net_of_nvidias_dialect_computes_the_same_without_the_field_that_chose_it():
@@ -214,7 +215,7 @@ def test_the_command_writes_and_checks(tmp_path: Path, weights: Path, capsys: py
 def test_weights_in_hdf5(tmp_path: Path, weights: Path, capsys: pytest.CaptureFixture[str]):
     net = Net(read_net(MODELS / "lenet/deploy.prototxt"), LayerContext(create_backend(None, 1), phase=caffe_pb2.TEST))
     stored = tmp_path / "lenet.caffemodel.h5"
-    write_weights(stored, net)
+    write_caffemodel(stored, net.name, net.layers)
     output = tmp_path / "deploy.prototxt"
     arguments = ["deploy", str(MODELS / "lenet/train_test.prototxt"), str(output), "--input", "data=1,28,28"]
     assert main([*arguments, "--weights", str(stored)]) == 0

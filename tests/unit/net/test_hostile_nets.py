@@ -13,8 +13,8 @@ from caffepy.errors import CaffepyError, ConfigError, InternalError, OutOfMemory
 from caffepy.layers import LayerContext
 from caffepy.layers.common.inner_product import InnerProductLayer
 from caffepy.net import Net
-from caffepy.net.weights import from_blob_proto
 from caffepy.proto import caffe_pb2
+from caffepy.snapshot.binary import from_blob_proto
 
 DATA = """
 layer { name: "in" type: "DummyData" top: "x" top: "y" dummy_data_param { shape { %s } shape { dim: 2 } } }

@@ -87,7 +87,8 @@ def test_each_layer_has_its_own_place_in_the_flat_buffers() -> None:
 
 def test_one_that_shares_a_parameter_does_not_make_the_others_share_theirs() -> None:
     net = build_net(SHARED)
-    assert [net.owns(layer, 0) for layer in net.layers if layer.type == "InnerProduct"] == [True, True, False]
+    weights = [layer.blobs[0] for layer in net.layers if layer.type == "InnerProduct"]
+    assert [blob.gradient_owner is blob for blob in weights] == [True, True, False]
     stored = net.to_proto()
     learned = [layer for layer in stored.layer if layer.blobs]
     learned[2].blobs[0].Clear()  # stored with its owner only, as in HDF5

@@ -21,7 +21,7 @@ from fake_graph_backend import Leaving
 from caffepy import pycaffe as caffe
 from caffepy.pycaffe import mode as settings
 from caffepy.pycaffe.core.device import Device
-from caffepy.snapshot.files import read_trained_layers
+from caffepy.snapshot.caffemodel import read_caffemodel
 
 SECONDS = float(os.environ.get("CAFFEPY_THREADS_SECONDS", "3"))
 """How long each case runs."""
@@ -91,7 +91,7 @@ def save(net: caffe.Net, expected: Expected, path: Path, number: int) -> None:
 
 
 def stored(path: Path) -> Numbers:
-    layers = read_trained_layers(path)
+    layers = read_caffemodel(path)
     return {
         layer.name: [
             np.frombuffer(layers.content[blob.data_begin : blob.data_end], "<f4").reshape(tuple(blob.shape.dim))
@@ -99,7 +99,7 @@ def stored(path: Path) -> Numbers:
             else np.array(blob.data, np.float32).reshape(tuple(blob.shape.dim))
             for blob in layer.blobs
         ]
-        for layer in layers.param.layer
+        for layer in layers.message.layer
         if layer.blobs
     }
 

@@ -18,13 +18,18 @@ from snapshot_runs import FORMATS, NET, SOLVER, train
 from training import build_solver
 
 from caffepy import files
-from caffepy.config.checksum import check_whole, extend_checksum
 from caffepy.config.messages import Part
 from caffepy.errors import ConfigError, RunError
-from caffepy.net.weights import blob_parts, to_blob_proto
 from caffepy.proto.caffe_pb2 import NetParameter, SolverState
-from caffepy.snapshot.binary import check_sizes_binary, write_state_binary
-from caffepy.snapshot.files import newest_snapshot, write_weights
+from caffepy.snapshot.binary import (
+    blob_parts,
+    check_whole,
+    extend_checksum,
+    to_blob_proto,
+)
+from caffepy.snapshot.caffemodel import check_caffemodel_size, write_caffemodel
+from caffepy.snapshot.files import newest_snapshot
+from caffepy.snapshot.solverstate import write_solverstate
 
 
 def test_the_files_are_caffes(folder: Path) -> None:
@@ -98,7 +103,7 @@ def test_the_systems_own_limit_on_files(folder: Path, form: str) -> None:
 
 def test_a_binary_snapshot_too_large_for_protobuf_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with build_solver(SOLVER, NET) as solver:
-        monkeypatch.setattr("caffepy.config.load.MAX_BYTES", 700)
+        monkeypatch.setattr("caffepy.snapshot.binary.MAX_BYTES", 700)
         with pytest.raises(RunError, match="larger than the 700 bytes .* set snapshot_format: HDF5"):
             solver.snapshot()
 
@@ -110,13 +115,13 @@ WIDE = NET.replace("num_output: 2 weight_filler", "num_output: 3000 weight_fille
 @pytest.mark.parametrize("write_diff", [False, True])
 def test_the_size_of_the_weights_is_known_to_the_byte(monkeypatch: pytest.MonkeyPatch, write_diff: bool) -> None:
     with build_solver(SOLVER, WIDE) as solver:
-        write_weights(Path("x.caffemodel"), solver.net, write_diff)
+        write_caffemodel(Path("x.caffemodel"), solver.net.name, solver.net.layers, write_diff)
         size = Path("x.caffemodel").stat().st_size
-        monkeypatch.setattr("caffepy.config.load.MAX_BYTES", size)
-        check_sizes_binary(Path("w"), Path("s"), solver.net, 0, write_diff)
-        monkeypatch.setattr("caffepy.config.load.MAX_BYTES", size - 1)
+        monkeypatch.setattr("caffepy.snapshot.binary.MAX_BYTES", size)
+        check_caffemodel_size(Path("w"), solver.net.name, solver.net.layers, write_diff)
+        monkeypatch.setattr("caffepy.snapshot.binary.MAX_BYTES", size - 1)
         with pytest.raises(ConfigError, match=rf"^w: would be larger than the {size - 1} bytes .*HDF5"):
-            check_sizes_binary(Path("w"), Path("s"), solver.net, 0, write_diff)
+            check_caffemodel_size(Path("w"), solver.net.name, solver.net.layers, write_diff)
 
 
 @pytest.mark.parametrize("settings", ["snapshot: 5", "snapshot: 0"], ids=["while training", "at the end"])
@@ -124,7 +129,7 @@ def test_a_state_that_would_be_too_large_is_found_before_training(
     folder: Path, monkeypatch: pytest.MonkeyPatch, settings: str
 ) -> None:
     """Adam has two values of history for each parameter."""
-    monkeypatch.setattr("caffepy.config.load.MAX_BYTES", 400_000)
+    monkeypatch.setattr("caffepy.snapshot.binary.MAX_BYTES", 400_000)
     adam = f'type: "Adam" momentum2: 0.999 {settings} '
     with pytest.raises(ConfigError, match=r"x_iter_1\.solverstate: would be larger than .*snapshot_format: HDF5"):
         train(1, adam, net=WIDE)
@@ -139,7 +144,7 @@ def test_files_hold_what_to_proto_says(write_diff: bool) -> None:
     """Weights are written without messages of protobuf; the messages that are read are those of `Net.to_proto`."""
     with build_solver(SOLVER, NET) as solver:
         solver.step(1)
-        write_weights(Path("x.caffemodel"), solver.net, write_diff)
+        write_caffemodel(Path("x.caffemodel"), solver.net.name, solver.net.layers, write_diff)
         expected = solver.net.to_proto(write_diff)
     written = NetParameter.FromString(Path("x.caffemodel").read_bytes())
     for field in ("blob_count", "crc32c"):
@@ -177,7 +182,7 @@ def test_large_arrays_are_written_and_checked_in_steps(folder: Path) -> None:
     """Neither the file's content nor an array is there twice."""
     history = np.ones(1 << 25, np.float32)
     with allocating_at_most(history.nbytes // 2):
-        write_state_binary(folder / "x.solverstate", SolverState(iter=3, blob_count=1), [history])
+        write_solverstate(folder / "x.solverstate", SolverState(iter=3, blob_count=1), [history])
     content = (folder / "x.solverstate").read_bytes()
     state = SolverState.FromString(content)
     assert (state.iter, len(state.history[0].data)) == (3, history.size)

@@ -17,10 +17,11 @@ from caffepy.config.text import parse_text
 from caffepy.errors import RunError, SnapshotError
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
-from caffepy.net.weights import is_stored
 from caffepy.proto import caffe_pb2
 from caffepy.proto.caffe_pb2 import SolverState
-from caffepy.snapshot.files import read_state, read_weights, write_state, write_weights
+from caffepy.snapshot.binary import is_stored
+from caffepy.snapshot.caffemodel import read_weights, write_caffemodel
+from caffepy.snapshot.solverstate import read_solverstate, write_solverstate
 
 
 def test_hdf5_is_laid_out_as_caffe_does(folder: Path) -> None:
@@ -64,8 +65,8 @@ def test_shared_parameters_are_saved_once_in_hdf5() -> None:
 
 def test_the_name_of_the_weights_may_be_any_path_and_brings_no_time_into_the_file() -> None:
     state = SolverState(iter=3, learned_net="ordner/Größe 3.caffemodel.h5")
-    write_state(Path("s.h5"), state, [np.ones(3, np.float32)])
-    assert read_state(Path("s.h5")).learned_net == state.learned_net
+    write_solverstate(Path("s.h5"), state, [np.ones(3, np.float32)])
+    assert read_solverstate(Path("s.h5")).message.learned_net == state.learned_net
     with h5py.File("s.h5") as file:
         assert h5py.h5g.get_objinfo(file.id, b"learned_net").mtime == 0, "equal snapshots have equal bytes"
 
@@ -82,7 +83,7 @@ layer { name: "b" type: "InnerProduct" bottom: "a" top: "b" param { name: "w" }
 def test_a_layer_that_shares_its_first_parameter_and_owns_the_second() -> None:
     """Caffe's ToHDF5 writes the second alone, and CopyTrainedLayersFromHDF5 passes over the first."""
     net, other = build_net(SHARING), build_net(SHARING, seed=5)
-    write_weights(Path("w.h5"), net)
+    write_caffemodel(Path("w.h5"), net.name, net.layers)
     with h5py.File("w.h5") as file:
         assert (set(file["data/a"]), set(file["data/b"])) == ({"0", "1"}, {"1"})
     saved = read_weights(Path("w.h5"))
@@ -93,7 +94,8 @@ def test_a_layer_that_shares_its_first_parameter_and_owns_the_second() -> None:
 
 
 def test_a_parameter_that_is_nowhere_is_refused() -> None:
-    write_weights(Path("w.h5"), build_net(SHARING))
+    net = build_net(SHARING)
+    write_caffemodel(Path("w.h5"), net.name, net.layers)
     alone = build_net(SHARING.replace('name: "b" type: "InnerProduct" bottom: "a" top: "b" param { name: "w" }',
                                       'name: "b" type: "InnerProduct" bottom: "a" top: "b"'))  # fmt: skip
     with pytest.raises(
@@ -153,7 +155,7 @@ def test_any_layer_names_survive_hdf5(names: list[str]) -> None:
     param = named_layers(names)
     net, other = (Net(param, LayerContext(CPU, seed=seed)) for seed in (1, 2))
     path = Path("names.h5")
-    write_weights(path, net, True)
+    write_caffemodel(path, net.name, net.layers, True)
     assert sorted(other.copy_trained_layers_from(read_weights(path), "names.h5")) == sorted(names)
     for mine, theirs in zip(other.layers, net.layers, strict=True):
         for blob, wanted in zip(mine.blobs, theirs.blobs, strict=True):
@@ -176,4 +178,4 @@ def diffs_of(file: Any) -> list[tuple[str, tuple[int, ...]]]:
 def test_two_layers_of_one_name_cannot_be_held_in_hdf5() -> None:
     net = Net(named_layers(["a", "a"]), LayerContext(CPU))
     with pytest.raises(RunError, match="two layers of the name 'a' have parameters.* set snapshot_format: BINARYPROTO"):
-        write_weights(Path("w.h5"), net)
+        write_caffemodel(Path("w.h5"), net.name, net.layers)

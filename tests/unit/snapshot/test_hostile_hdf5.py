@@ -14,7 +14,8 @@ import pytest
 
 from caffepy.errors import SnapshotError
 from caffepy.proto.caffe_pb2 import SolverState
-from caffepy.snapshot.files import read_state, read_weights, write_state
+from caffepy.snapshot.caffemodel import read_weights
+from caffepy.snapshot.solverstate import read_solverstate, write_solverstate
 
 SECRET = np.arange(4, dtype=np.float32)
 
@@ -138,7 +139,7 @@ def test_histories_are_refused(make: Callable[[Any, str], None], message: str) -
 
     def read() -> None:
         with pytest.raises(SnapshotError, match=f"s.h5.*({message})"):
-            read_state(Path("s.h5"))
+            read_solverstate(Path("s.h5"))
 
     assert peak(read) < 1 << 28
 
@@ -153,10 +154,10 @@ def test_other_fields_that_make_no_sense(name: str, value: object) -> None:
             file[field] = content
         file.create_group("history")
     if name == "caffepy" and isinstance(value, np.ndarray) and not value.size:
-        assert read_state(Path("s.h5")).iter == 3  # no bytes are a message without fields
+        assert read_solverstate(Path("s.h5")).message.iter == 3  # no bytes are a message without fields
     else:
         with pytest.raises(SnapshotError, match="s.h5"):
-            read_state(Path("s.h5"))
+            read_solverstate(Path("s.h5"))
 
 
 def test_an_iteration_that_is_a_group() -> None:
@@ -164,7 +165,7 @@ def test_an_iteration_that_is_a_group() -> None:
         file.create_group("iter")
         file.create_group("history")
     with pytest.raises(SnapshotError, match="s.h5: is no .solverstate.h5 but something else"):
-        read_state(Path("s.h5"))
+        read_solverstate(Path("s.h5"))
 
 
 def test_groups_in_themselves() -> None:
@@ -212,7 +213,7 @@ def test_a_history_with_a_gap() -> None:
         for index in (0, 2):
             file[f"history/{index}"] = SECRET
     with pytest.raises(SnapshotError, match="s.h5: history 1 of 2 is not there; the file is damaged"):
-        read_state(Path("s.h5"))
+        read_solverstate(Path("s.h5"))
 
 
 def test_the_data_of_a_net_are_no_weights() -> None:
@@ -224,20 +225,20 @@ def test_the_data_of_a_net_are_no_weights() -> None:
 
 def test_a_checksum_that_was_lost_or_changed() -> None:
     state = SolverState(iter=3, learned_net="x", blob_count=1)
-    write_state(Path("s.h5"), state, [SECRET])
+    write_solverstate(Path("s.h5"), state, [SECRET])
     with h5py.File("s.h5", "a") as file:
         value = int(file.attrs["caffepy_crc32c"])
         file.attrs["caffepy_crc32c"] = np.uint32(value ^ 1)
     with pytest.raises(SnapshotError, match=f"s.h5: its checksum is {value:08x}, and {value ^ 1:08x} when it was"):
-        read_state(Path("s.h5"))
+        read_solverstate(Path("s.h5"))
     with h5py.File("s.h5", "a") as file:
         del file.attrs["caffepy_crc32c"]
     with pytest.raises(SnapshotError, match="s.h5: holds 1 of 1 blobs, or its checksum is not there"):
-        read_state(Path("s.h5"))
+        read_solverstate(Path("s.h5"))
     with h5py.File("s.h5", "a") as file:
         file.attrs["caffepy_crc32c"] = "no number"
     with pytest.raises(SnapshotError, match="s.h5.*the attribute 'caffepy_crc32c' is no whole number"):
-        read_state(Path("s.h5"))
+        read_solverstate(Path("s.h5"))
 
 
 def test_a_link_that_becomes_a_fifo() -> None:
@@ -261,4 +262,4 @@ def test_what_other_programs_write_is_read() -> None:
         file["iter"] = np.array([3], np.int32)
         file["learned_net"] = "Größe.caffemodel.h5"
         file.create_group("history")
-    assert read_state(Path("s.h5")).learned_net == "Größe.caffemodel.h5"
+    assert read_solverstate(Path("s.h5")).message.learned_net == "Größe.caffemodel.h5"

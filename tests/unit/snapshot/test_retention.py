@@ -13,11 +13,12 @@ import pytest
 from snapshot_runs import FORMATS, NET, SOLVER, train
 from training import build_solver
 
-from caffepy.config.load import blob_shape
 from caffepy.config.messages import field_head
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import BlobProto, BlobShape, LayerParameter, NetParameter
-from caffepy.snapshot.files import read_layer_shapes, read_state
+from caffepy.snapshot.binary import blob_shape
+from caffepy.snapshot.caffemodel import read_layer_shapes
+from caffepy.snapshot.solverstate import read_solverstate
 from caffepy.solvers import Solver
 from caffepy.solvers.execution_options import RetentionPolicy
 
@@ -66,7 +67,7 @@ def test_files_of_others_stay(folder: Path) -> None:
 
 def test_a_state_removes_no_file_that_it_names(folder: Path) -> None:
     train(2)
-    state = read_state(folder / "x_iter_2.solverstate")
+    state = read_solverstate(folder / "x_iter_2.solverstate").message
     (folder / "precious").write_bytes((folder / "x_iter_2.caffemodel").read_bytes())
     state.learned_net = str(folder / "precious")
     for field in ("blob_count", "crc32c"):
@@ -92,7 +93,7 @@ def test_older_ones_stay_when_the_newest_cannot_be_read_back(
     with build_solver(SOLVER, NET, keep=RetentionPolicy(last=1)) as solver:
         solver.restore(Path("x_iter_4.solverstate"))
         solver.step(1)
-        monkeypatch.setattr("caffepy.solvers.io.state.write_weights", lambda path, *_: path.write_bytes(b"no weights"))
+        monkeypatch.setattr("caffepy.solvers.io.state.write_caffemodel", lambda path, *_: path.write_bytes(b"no weights"))
         solver.snapshot()
     assert left(folder) == [2, 4, 5]
     assert "older snapshots are kept, because the newest cannot be read back: x_iter_5.caffemodel" in caplog.text
@@ -153,7 +154,7 @@ def test_the_best_of_before_is_known_after_resuming(folder: Path, monkeypatch: p
         with build_solver(SOLVER + f"max_iter: {end} snapshot: 2", SCORED, keep=keep) as solver:
             solver.solve(Path(resume) if resume else None)
     assert left(folder) == [2, 6, 8]
-    scores = read_state(folder / "x_iter_8.solverstate").snapshot_score
+    scores = read_solverstate(folder / "x_iter_8.solverstate").message.snapshot_score
     assert {score.name for score in scores} == {"accuracy"}
     assert {score.iter: score.value for score in scores} == {2: 0.9, 4: 0.1, 6: 0.2}
 

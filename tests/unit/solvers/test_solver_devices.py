@@ -12,7 +12,7 @@ import pytest
 from training import PLAIN, TESTED, TINY, build_solver
 
 from caffepy.data.schedule import Shard
-from caffepy.snapshot.files import read_weights
+from caffepy.snapshot.caffemodel import read_weights
 from caffepy.solvers import Action, Solver
 
 NORMALISED = TINY.replace(

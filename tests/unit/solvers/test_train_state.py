@@ -16,7 +16,7 @@ from caffepy.data.schedule import Shard
 from caffepy.errors import NonFiniteError
 from caffepy.net.forward_runner import ForwardRunner
 from caffepy.report import Performance
-from caffepy.snapshot.files import read_state
+from caffepy.snapshot.solverstate import read_solverstate
 from caffepy.solvers import Action, SingleDevice
 from caffepy.solvers.clock import Clock
 from caffepy.solvers.eager import EagerIteration
@@ -115,7 +115,7 @@ def test_layers_without_records_have_no_position_in_a_snapshot(tmp_path: Path) -
     with CPU.activate():
         state = train_state(SOLVER + f'snapshot_prefix: "{tmp_path}/x"')
         state.iteration = 5
-        saved = read_state(write_snapshot(state))
+        saved = read_solverstate(write_snapshot(state)).message
         assert not saved.data_position
         resumed = train_state()
         adopt_state(resumed, saved)

@@ -10,9 +10,9 @@ from layer_harness import BACKENDS, TEST, Runner, check_layer, gaussian
 
 from caffepy.config.dialect import Dialect
 from caffepy.errors import ConfigError, ShapeError, SnapshotError
-from caffepy.net.trained_layers import copy_trained_layers
-from caffepy.net.weights import to_blob_proto
 from caffepy.proto import caffe_pb2
+from caffepy.snapshot.binary import to_blob_proto
+from caffepy.snapshot.caffemodel import copy_trained_layers
 
 
 def by_channel(values, axes):

@@ -12,7 +12,7 @@ from training import CLASSIFIER, build_solver, weights_of
 
 from caffepy.errors import NonFiniteError
 from caffepy.net.wiring import Node
-from caffepy.snapshot.files import read_weights
+from caffepy.snapshot.caffemodel import read_weights
 from caffepy.solvers import Solver
 
 SOLVER = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.01 '

@@ -8,10 +8,12 @@ from pathlib import Path
 from google.protobuf import text_format
 from google.protobuf.message import Message
 
-from caffepy.config import load
+from caffepy.config.load import read_prototxt
 from caffepy.config.upgrade import upgrade_net, upgrade_solver
 from caffepy.files import atomic_write, read_regular
 from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter
+from caffepy.snapshot.binary import MAX_BYTES, read_message, refusing_damage
+from caffepy.snapshot.caffemodel import read_weights
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ def upgrade_net_text(source: Path, target: Path) -> bool:
         ConfigError: the source is absent, no net's prototxt, or cannot be upgraded.
         RunError: the target cannot be written.
     """
-    before = load.read_prototxt(source, "net", NetParameter())
+    before = read_prototxt(source, "net", NetParameter())
     after = NetParameter()
     after.CopyFrom(before)
     upgrade_net(after, str(source))
@@ -35,7 +37,7 @@ def upgrade_net_text(source: Path, target: Path) -> bool:
 
 def upgrade_solver_text(source: Path, target: Path) -> bool:
     """Write the solver of a prototxt in the current format, as `upgrade_net_text`."""
-    before = load.read_prototxt(source, "solver", SolverParameter())
+    before = read_prototxt(source, "solver", SolverParameter())
     after = SolverParameter()
     after.CopyFrom(before)
     upgrade_solver(after, str(source))
@@ -52,11 +54,13 @@ def upgrade_net_binary(source: Path, target: Path) -> bool:
         SnapshotError: the source is absent, damaged or no .caffemodel.
         RunError: the target cannot be written.
     """
-    after = load.read_weights(source)
-    changed = after != load.read_binary(source, NetParameter())
+    with refusing_damage(str(source)):
+        before = read_message(source, NetParameter, whole=True).message
+    after = read_weights(source)
+    changed = after != before
     after.ClearField("crc32c")  # of the bytes that were read
     after.ClearField("blob_count")
-    _write(target, after.SerializeToString() if changed else read_regular(source, load.MAX_BYTES))
+    _write(target, after.SerializeToString() if changed else read_regular(source, MAX_BYTES))
     _report(changed, source, target)
     return changed
 

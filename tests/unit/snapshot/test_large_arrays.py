@@ -11,15 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caffepy.backend import create_backend
-from caffepy.config import lazy_blobs
-from caffepy.config.lazy_blobs import split_large_fields
-from caffepy.config.load import read_solver_state, read_stored_state, read_trained_layers, read_weights
 from caffepy.config.messages import field_head
 from caffepy.config.text import parse_text
 from caffepy.errors import SnapshotError
 from caffepy.layers import LayerContext
 from caffepy.net import Net
-from caffepy.net.weights import from_blob_proto
 from caffepy.proto.caffe_pb2 import (
     TEST,
     BlobProto,
@@ -30,12 +26,16 @@ from caffepy.proto.caffe_pb2 import (
     V0LayerParameter,
     V1LayerParameter,
 )
+from caffepy.snapshot import binary
+from caffepy.snapshot.binary import from_blob_proto, split_large_fields
+from caffepy.snapshot.caffemodel import read_caffemodel, read_weights
+from caffepy.snapshot.solverstate import read_solverstate
 
 
 @pytest.fixture(autouse=True)
 def _small_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays of 16 bytes are large."""
-    monkeypatch.setattr(lazy_blobs, "MIN_BYTES", 16)
+    monkeypatch.setattr(binary, "MIN_BYTES", 16)
 
 
 def blob_of(count: int, **fields: Any) -> BlobProto:
@@ -45,8 +45,7 @@ def blob_of(count: int, **fields: Any) -> BlobProto:
 
 def brought_back(content: bytes) -> NetParameter:
     """The message of a file's bytes, read without the large arrays, which are then put where they belong."""
-    apart = split_large_fields(content, NetParameter)
-    param = NetParameter.FromString(apart.rest)
+    param = NetParameter.FromString(split_large_fields(content, NetParameter)[0])
     for layer in [*param.layer, *param.layers]:
         for blob in layer.blobs:
             if blob.HasField("data_end"):
@@ -84,7 +83,7 @@ def test_any_net_is_read_alike(net: NetParameter, unknown: bytes) -> None:
     content = net.SerializeToString()
     assert brought_back(content) == net
     number = field_head(b"", 3000 << 3 | 2) + field_head(b"", len(unknown)) + unknown
-    assert split_large_fields(content + number, NetParameter).rest.endswith(number)
+    assert split_large_fields(content + number, NetParameter)[0].endswith(number)
     assert (
         brought_back(content + number).SerializeToString()
         == NetParameter.FromString(content + number).SerializeToString()
@@ -102,7 +101,7 @@ def test_damaged_bytes_are_left_to_protobuf(net: NetParameter, data: st.DataObje
         whole = NetParameter.FromString(damaged)
     except Exception as error:  # protobuf's; whichever it is, it must be the same
         with pytest.raises(type(error)):
-            NetParameter.FromString(split_large_fields(damaged, NetParameter).rest)
+            NetParameter.FromString(split_large_fields(damaged, NetParameter)[0])
         return
     if not any(blob.HasField("data_end") for layer in [*whole.layer, *whole.layers] for blob in layer.blobs):
         assert brought_back(damaged).SerializePartialToString() == whole.SerializePartialToString()
@@ -132,19 +131,19 @@ def data_field(count: int) -> bytes:
     ],
 )
 def test_unusual_bytes_are_read_whole(content: bytes) -> None:
-    apart = split_large_fields(content, NetParameter)
-    assert apart.rest is content
-    assert not apart.arrays
+    rest, arrays = split_large_fields(content, NetParameter)
+    assert rest is content
+    assert not arrays
 
 
 def test_many_fields_are_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers one by one, as proto2 writes lists that are not packed, take protobuf no time and Python much."""
     content = blobs_file(data_field(8), b"\x2d\x00\x00\x80\x3f")
-    monkeypatch.setattr(lazy_blobs, "MAX_FIELDS", 4)
-    assert split_large_fields(blobs_file(data_field(8)), NetParameter).arrays
+    monkeypatch.setattr(binary, "MAX_FIELDS", 4)
+    assert split_large_fields(blobs_file(data_field(8)), NetParameter)[1]
     many = blobs_file(data_field(8)) + b"\x28\x01" * 10
-    assert split_large_fields(many, NetParameter).rest is many
-    assert not split_large_fields(content, NetParameter).arrays
+    assert split_large_fields(many, NetParameter)[0] is many
+    assert not split_large_fields(content, NetParameter)[1]
 
 
 @pytest.mark.parametrize("position", [{"data_end": 32}, {"data_begin": 4, "data_end": 36}, {"data_begin": 0}])
@@ -154,7 +153,7 @@ def test_positions_in_a_file_are_refused(position: dict[str, int], tmp_path: Pat
     blob = BlobProto(shape=BlobShape(dim=[8]), **position)  # type: ignore[arg-type]
     layer = LayerParameter(name="ip", type="InnerProduct", blobs=[blob_of(8), blob])
     path.write_bytes(NetParameter(layer=[layer]).SerializeToString())
-    for read in (read_trained_layers, read_weights):
+    for read in (read_caffemodel, read_weights):
         with pytest.raises(
             SnapshotError, match=r"x\.caffemodel: a blob has data_begin or data_end, which are in no file"
         ):
@@ -165,18 +164,16 @@ def test_the_history_of_a_state(tmp_path: Path) -> None:
     path = tmp_path / "x.solverstate"
     state = SolverState(iter=3, history=[blob_of(8), blob_of(3), blob_of(40)], learned_net="x")
     path.write_bytes(state.SerializeToString())
-    stored = read_stored_state(path)
-    assert (stored.state.iter, stored.state.learned_net) == (3, "x")
-    assert [len(blob.data) for blob in stored.state.history] == [0, 3, 0]
-    for found, expected in zip(stored.state.history, state.history, strict=True):
+    stored = read_solverstate(path)
+    assert (stored.message.iter, stored.message.learned_net) == (3, "x")
+    assert [len(blob.data) for blob in stored.message.history] == [0, 3, 0]
+    for found, expected in zip(stored.message.history, state.history, strict=True):
         values = from_blob_proto(found, "x", stored.content)
         np.testing.assert_array_equal(values, np.array(expected.data, np.float32))
-    assert read_solver_state(path) == state
     state.history[1].data_end = 60
     path.write_bytes(state.SerializeToString())
-    for read in (read_stored_state, read_solver_state):
-        with pytest.raises(SnapshotError, match=r"x\.solverstate: a blob has data_begin or data_end"):
-            read(path)
+    with pytest.raises(SnapshotError, match=r"x\.solverstate: a blob has data_begin or data_end"):
+        read_solverstate(path)
 
 
 @pytest.mark.parametrize("old", [False, True])
@@ -190,8 +187,8 @@ def test_layers_of_a_file(old: bool, tmp_path: Path) -> None:
     else:
         net = NetParameter(layer=[LayerParameter(name="ip", type="InnerProduct", blobs=blobs)])
     path.write_bytes(net.SerializeToString())
-    trained = read_trained_layers(path)
-    large, small = trained.param.layer[0].blobs
+    trained = read_caffemodel(path)
+    large, small = trained.message.layer[0].blobs
     assert (len(large.data), large.data_end - large.data_begin, len(small.data)) == (0, 160, 3)
     for found, expected in zip((large, small), blobs, strict=True):
         values = from_blob_proto(found, "x", trained.content)
@@ -205,7 +202,7 @@ def test_an_array_that_does_not_fit_its_shape(tmp_path: Path) -> None:
     blob.shape.dim[0] = 9
     path.write_bytes(NetParameter(layer=[LayerParameter(name="ip", blobs=[blob])]).SerializeToString())
     with pytest.raises(SnapshotError, match="layer 'ip' blob 0 holds 8 values where its shape .*9.* needs 9"):
-        read_trained_layers(path)
+        read_caffemodel(path)
 
 
 def net_of(text: str) -> Net:
@@ -222,7 +219,7 @@ def test_a_net_takes_them(tmp_path: Path) -> None:
     path, net = tmp_path / "x.caffemodel", net_of(text)
     path.write_bytes(net.to_proto().SerializeToString())
     other = net_of(text.replace("xavier", "gaussian"))
-    trained = read_trained_layers(path)
+    trained = read_caffemodel(path)
     assert trained.content
     assert other.copy_trained_layers_from(trained, str(path)) == ["ip"]
     for mine, theirs in zip(other.layers[-1].blobs, net.layers[-1].blobs, strict=True):

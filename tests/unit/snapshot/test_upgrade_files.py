@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from caffepy.config.checksum import checksummed
-from caffepy.config.load import read_net, read_weights
-from caffepy.config.upgrade_files import upgrade_net_binary, upgrade_net_text, upgrade_solver_text
+from caffepy.config.load import read_net
 from caffepy.errors import ConfigError, SnapshotError
 from caffepy.proto.caffe_pb2 import BlobProto, LayerParameter, NetParameter, V1LayerParameter
+from caffepy.snapshot.binary import checksummed
+from caffepy.snapshot.caffemodel import read_weights
+from caffepy.snapshot.upgrade_files import upgrade_net_binary, upgrade_net_text, upgrade_solver_text
 
 V1 = """
 name: "old"

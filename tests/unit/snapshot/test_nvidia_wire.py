@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from caffepy.config.load import read_weights
-from caffepy.config.nvidia_wire import adopt_nvidia_fields
 from caffepy.proto.caffe_pb2 import (
     BOOL,
     DOUBLE,
@@ -18,6 +16,7 @@ from caffepy.proto.caffe_pb2 import (
     NetParameter,
     RecurrentParameter,
 )
+from caffepy.snapshot.caffemodel import adopt_nvidia_fields, read_weights
 
 VARINT, BYTES = 0, 2
 
