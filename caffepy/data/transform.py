@@ -19,17 +19,18 @@ from numpy.typing import NDArray
 from caffepy.data.images.mean import read_mean
 from caffepy.data.random import below, sample_words
 from caffepy.data.sources.source import hash_of
-from caffepy.data.transforms.color import check_distort
 from caffepy.data.transforms.draws import Draws
-from caffepy.data.transforms.noise import apply_noise, check_noise
-from caffepy.data.transforms.pixels import Image, Pixels, to_image, to_pixels
-from caffepy.data.transforms.resize import (
+from caffepy.data.transforms.im_transforms import (
+    apply_noise,
     apply_resize,
+    check_distort,
+    check_noise,
     check_random_resize,
     check_resize,
     random_resize,
     resizes_randomly,
 )
+from caffepy.data.transforms.pixels import Image, Pixels, to_image, to_pixels
 from caffepy.errors import ConfigError, DataError
 from caffepy.proto import caffe_pb2
 

@@ -16,8 +16,7 @@ from caffepy.layers.core.formulas import scaled
 from caffepy.net import debug
 from caffepy.net.build import build_net
 from caffepy.net.describe import describe_net, net_table
-from caffepy.net.fusion.fold import fold_nodes
-from caffepy.net.fusion.folded import FoldedConvolution
+from caffepy.net.fusion.fold import FoldedConvolution, fold_nodes
 from caffepy.net.fusion.fuse import fuse_nodes
 from caffepy.net.parameters import ParameterBuffer
 from caffepy.net.wiring import Node

@@ -207,8 +207,8 @@ class DetectionFiles(TextTarget):
         self.layer = layer_class(param.type)(param, LayerContext(MetaBackend()))
 
     def read(self) -> None:
+        from caffepy.layers.detection.detection_output import read_label_map
         from caffepy.layers.detection.pixels import read_image_sizes
-        from caffepy.layers.detection.result_files import read_label_map
 
         for reader in (read_label_map, read_image_sizes):
             with contextlib.suppress(UserError):

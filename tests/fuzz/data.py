@@ -128,7 +128,7 @@ class Hdf5Data(BinaryTarget):
         return damage_structure(data, random) if chance > 0.4 else data
 
     def read(self) -> None:
-        from caffepy.data.sources.hdf5 import Hdf5Source
+        from caffepy.layers.input.hdf5_data import Hdf5Source
 
         source = Hdf5Source(self.list, ["data", "label"])
         try:
@@ -163,7 +163,7 @@ class WindowFile(TextTarget):
         self.texts = ["# 0 a.png 3 40 60 2\n1 0.9 1 2 30 40\n0 0.1 3 4 5 6\n# 1 b.png 3 9 9 1\n2 1.0 0 0 8 8\n"]
 
     def read(self) -> None:
-        from caffepy.data.sources.windows import WindowSource
+        from caffepy.layers.input.window_data import WindowSource
 
         WindowSource(self.path, f"{self.folder}/", (0.5, 0.5), False).fingerprint()
 
@@ -197,7 +197,7 @@ class Annotation(TextTarget):
         ]
 
     def read(self) -> None:
-        from caffepy.data.conversion.annotation_files import READERS, read_boxes
+        from caffepy.data.conversion.annotation_sets import READERS, read_boxes
 
         for kind in READERS:
             with contextlib.suppress(_data_error()):

@@ -24,7 +24,7 @@ from caffepy.inference.model import Model
 from caffepy.layers.core.base import LayerContext, PassCounter
 from caffepy.net import Net
 from caffepy.net.forward_runner import ForwardRunner
-from caffepy.net.fusion.folded import FoldedConvolution
+from caffepy.net.fusion.fold import FoldedConvolution
 from caffepy.net.memory.plan import plan_memory
 from caffepy.proto import caffe_pb2
 from caffepy.solvers import create_solver

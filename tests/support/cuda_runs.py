@@ -326,7 +326,7 @@ def run_rows(backend: Any) -> None:
 
 def run_box_loss(backend: Any) -> None:
     """SSD's loss, with mining and without."""
-    from caffepy.layers.detection.device_loss import PROBLEM, device_settings
+    from caffepy.layers.detection.multibox_loss import PROBLEM, device_settings
     from caffepy.proto import caffe_pb2
 
     kinds = caffe_pb2.MultiBoxLossParameter

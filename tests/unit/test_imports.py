@@ -83,7 +83,6 @@ FOLDERS = {
         "data.transform",
         "data.images.image_bytes",
         "data.loader",
-        "data.loaders",
         "data.conversion",
     ),
     "layers": (

@@ -1,4 +1,4 @@
-"""Random changes of images and of the boxes in them: sizes, colors, noise, patches, and DetectNet's coverage maps.
+"""Random changes of images and of the boxes in them: sizes, colors, noise, patches.
 
-The root of data, data/loaders and layers/input import it.
+The root of data and layers/input import it.
 """

@@ -24,8 +24,7 @@ from caffepy.data.prefetch import never_cancel
 from caffepy.data.schedule import Shard, TestSchedule
 from caffepy.errors import ConfigError, DataError, OutOfMemoryError, ShapeError
 from caffepy.layers.core.buffer import ScratchBuffer
-from caffepy.layers.core.known_types import describe_missing
-from caffepy.layers.core.modules import layer_modules
+from caffepy.layers.core.known_types import describe_missing, layer_modules
 from caffepy.proto import caffe_pb2
 from caffepy.registry import Registry
 

@@ -1,6 +1,10 @@
-"""The layer types of both Caffes, and what to say of one that caffepy does not have."""
+"""The layer types that caffepy has, by module, and those of both Caffes."""
 
 from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
 
 OF_BOTH = frozenset(
     [
@@ -92,3 +96,22 @@ def describe_missing(type_name: str) -> str:
             advice = _ADVICE.get(type_name, "docs/reference/layers.md lists those that it has")
             return f"{type_name} is a layer of {owner} that caffepy does not have: {advice}"
     return ""
+
+
+_FOLDER = Path(__file__).parents[1]
+_REGISTERED = re.compile(r"^@register_layer\(([^)]*)\)", re.MULTILINE)
+_NAME = re.compile(r"[\"'](\w+)[\"']")
+
+
+@cache
+def layer_modules() -> dict[str, str]:
+    """The module of each type, as the sources say; empty where there are no sources.
+
+    Importing all modules takes longer than most nets need.
+    """
+    found = {}
+    for path in sorted(_FOLDER.rglob("*.py")):
+        module = ".".join(("caffepy.layers", *path.relative_to(_FOLDER).with_suffix("").parts))
+        for registered in _REGISTERED.finditer(path.read_text(encoding="utf-8")):
+            found.update(dict.fromkeys(_NAME.findall(registered[1]), module))
+    return found

@@ -1,21 +1,29 @@
-"""MultiBoxLoss: the loss of SSD."""
+"""MultiBoxLoss: the loss of SSD.
+
+The backend of a device computes it for the settings of SSD's own training: priors are matched as they are, predictions
+are shared by all classes, and background is mined without suppression among the candidates. The layer computes the
+others on the host.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend import Channel, Each, Scalar, expression
-from caffepy.layers.core.base import Blobs, register_layer
+from caffepy.backend import Array, Channel, Each, Scalar, expression
+from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, Words, kernel
+from caffepy.backend.detection_primitives import BoxLossSettings
+from caffepy.errors import DataError
+from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.core.formulas import scaled
-from caffepy.layers.detection.boxes import Priors, Rows, decode, read_priors
-from caffepy.layers.detection.confidence import class_losses, logistic_loss, softmax_loss
-from caffepy.layers.detection.device_loss import DeviceProblem, device_settings
-from caffepy.layers.detection.ground_truth import COLUMNS, GroundTruth, bad_class, read_ground_truth
+from caffepy.layers.detection.boxes import Priors, Rows, bad_prior, decode, encode, read_priors
+from caffepy.layers.detection.ground_truth import COLUMNS, GroundTruth, bad_class, bad_object, read_ground_truth
 from caffepy.layers.detection.host import host_threads, warn
-from caffepy.layers.detection.localization import Positives, box_gradients, box_losses, differences
-from caffepy.layers.detection.matching import UNMATCHED, Matching, match_boxes
-from caffepy.layers.detection.mining import Mining
+from caffepy.layers.detection.matching import UNMATCHED, Matching, Mining, match_boxes
 from caffepy.layers.loss.base import LossLayer
 from caffepy.proto import caffe_pb2
 
@@ -37,7 +45,7 @@ class MultiBoxLossLayer(LossLayer):
     SMOOTH_L1 or L2, scores with the object's label or the background's by SOFTMAX or LOGISTIC. With mining only some
     of the scores count. The divisor is the number of matches (VALID, the default; over all devices), of priors (FULL),
     of images (BATCH_SIZE), or 1 (NONE), at least 1. `propagate_down: false` at the predictions or scores leaves out
-    their loss, as in Caffe. A GPU computes all of it where it can (`device_loss.py`); else, and on the CPU, matching
+    their loss, as in Caffe. A GPU computes all of it where it can (`device_settings`); else, and on the CPU, matching
     and both losses are computed on the host. Of equal losses a GPU mines the first prior's, the host whichever Caffe's
     `std::sort` puts first.
     """
@@ -298,3 +306,223 @@ class MultiBoxLossLayer(LossLayer):
             targets[places, param.background_label_id] = param.background_label_id
         targets[places, labels] = 1
         return logistic_loss(scores, rows, targets)
+
+
+# -- confidence losses ---------------------------------------------------------------------------------
+
+
+_SMALLEST = float(np.finfo(np.float32).tiny)
+_GRAIN = 4096
+"""Rows for each thread, at least."""
+
+
+@kernel
+def _class_losses(
+    begin: Int, end: Int, scores: Floats, labels: Ints, classes: Int, logistic: Int, losses: Floats
+) -> None:
+    """losses = how wrong each row of scores is about its label; 0 where the label is negative."""
+    for row in range(begin, end):
+        losses[row] = 0
+        label = labels[row]
+        if label < 0:
+            continue
+        at = row * classes
+        if logistic:
+            loss = np.float32(0)
+            for c in range(classes):
+                x = scores[at + c]
+                target = np.float32(1 if c == label else 0)
+                over = np.float32(1 if x >= 0 else 0)
+                negative = x if x < 0 else -x
+                loss -= x * (target - over) - math.log(np.float32(1) + math.exp(negative))
+            losses[row] = loss
+            continue
+        largest = scores[at]
+        for c in range(1, classes):
+            largest = max(largest, scores[at + c])
+        total = np.float32(0)
+        for c in range(classes):
+            total += math.exp(scores[at + c] - largest)
+        losses[row] = -math.log(max(math.exp(scores[at + label] - largest) / total, np.float32(_SMALLEST)))
+
+
+def class_losses(threads: int, scores: Rows, labels: NDArray[np.int32], logistic: bool) -> Rows:
+    """The loss of each prior's scores (N, P, C) by its label (N, P); 0 where that is negative."""
+    losses = np.empty(labels.shape, np.float32)
+    _class_losses.run(threads, labels.size, _GRAIN, scores, labels, scores.shape[-1], int(logistic), losses)
+    return losses
+
+
+@kernel
+def _softmax_rows(
+    begin: Int, end: Int, scores: Floats, rows: Words, labels: Ints, classes: Int, losses: Floats, gradients: Floats
+) -> None:
+    """losses = -log softmax(row)[label], gradients = softmax(row) - onehot(label), for the rows of these numbers."""
+    for i in range(begin, end):
+        at = rows[i] * classes
+        largest = scores[at]
+        for c in range(1, classes):
+            largest = max(largest, scores[at + c])
+        total = np.float32(0)
+        for c in range(classes):
+            gradients[at + c] = math.exp(scores[at + c] - largest)
+            total += gradients[at + c]
+        for c in range(classes):
+            gradients[at + c] /= total
+        losses[i] = -math.log(max(gradients[at + labels[i]], np.float32(_SMALLEST)))
+        gradients[at + labels[i]] -= np.float32(1)
+
+
+def softmax_loss(threads: int, scores: Rows, rows: NDArray[np.int64], labels: NDArray[np.int32]) -> tuple[float, Rows]:
+    """The loss of those rows of the scores (..., C) by their labels (K,), and its gradient, 0 in all other rows."""
+    losses, gradients = np.empty(len(rows), np.float32), np.zeros(scores.shape, np.float32)
+    _softmax_rows.run(threads, len(rows), _GRAIN, scores, rows, labels, scores.shape[-1], losses, gradients)
+    return float(losses.sum(dtype=np.float64)), gradients
+
+
+def logistic_loss(scores: Rows, rows: NDArray[np.int64], targets: Rows) -> tuple[float, Rows]:
+    """The same of the sum over classes of the cross entropy of sigmoid(score) and the target; targets are (K, C)."""
+    classes = scores.shape[-1]
+    x = scores.reshape(-1, classes)[rows]
+    small = np.exp(-np.abs(x))
+    losses = np.maximum(x, 0) - x * targets + np.log1p(small)
+    gradients = np.zeros(scores.shape, np.float32)
+    gradients.reshape(-1, classes)[rows] = np.where(x >= 0, 1, small) / (1 + small) - targets
+    return float(losses.sum(dtype=np.float64)), gradients
+
+
+# -- localization losses -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Positives:
+    """Predictions that belong to an object: their image, class of location, prior and object (K,)."""
+
+    images: NDArray[np.intp]
+    classes: NDArray[np.intp]
+    priors: NDArray[np.intp]
+    objects: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, matches: NDArray[np.int32]) -> Positives:
+        """Those in matches (N, L, P) with objects."""
+        images, classes, priors = np.nonzero(matches >= 0)
+        return cls(images, classes, priors, matches[images, classes, priors])
+
+    def rows(self, locations: Rows) -> Rows:
+        """Their predictions (K, 4), of (N, L, P, 4)."""
+        return locations[self.images, self.classes, self.priors]
+
+
+def differences(
+    priors: Priors, locations: Rows, truth: GroundTruth, found: Positives, param: caffe_pb2.MultiBoxLossParameter
+) -> Rows:
+    """Prediction less encoded object (K, 4); 0 where `bp_inside` leaves out what lies outside of the image."""
+    own, codes = priors.part(found.priors), found.rows(locations)
+    predicted = codes / own.variances if param.encode_variance_in_target else codes
+    result = predicted - encode(own, truth.boxes[found.objects], param.code_type)
+    if param.bp_inside:
+        boxes = own.boxes
+        if not param.use_prior_for_matching:
+            boxes = decode(own, codes, param.code_type, param.encode_variance_in_target)
+        result[(boxes < 0) | (boxes > 1)] = 0
+    return result
+
+
+def box_losses(difference: Rows, squared: bool) -> Rows:
+    """Each coordinate's loss: d^2 / 2, or |d| - 1 / 2 from |d| = 1 on unless `squared`."""
+    size = np.abs(difference)
+    half = np.float32(0.5)
+    square = half * difference * difference
+    return square if squared else np.where(size < 1, square, size - half)
+
+
+def box_gradients(difference: Rows, squared: bool) -> Rows:
+    """The derivative of `box_losses`."""
+    return difference if squared else np.clip(difference, -1, 1)
+
+
+# -- on the device -------------------------------------------------------------------------------------
+
+
+_OBJECT, _CLASS, _PRIOR = 1, 2, 3
+"""What `BoxLoss.forward` calls a problem."""
+PROBLEM = 10
+"""Numbers of which its description consists."""
+
+
+def device_settings(param: caffe_pb2.MultiBoxLossParameter, counts: Sequence[bool]) -> BoxLossSettings | None:
+    """The loss as a backend may compute it; None where it must be computed on the host.
+
+    Args:
+        param: of the layer.
+        counts: whether the boxes' loss, and that of the scores, is part of the loss.
+    """
+    logistic, mines = param.conf_loss_type == _Parameter.LOGISTIC, param.mining_type != _Parameter.NONE
+    background, fractions = param.background_label_id, (param.overlap_threshold, param.neg_overlap, param.loc_weight)
+    can = (
+        param.share_location
+        and param.use_prior_for_matching
+        and param.mining_type != _Parameter.HARD_EXAMPLE
+        and not (mines and param.HasField("nms_param") and param.nms_param.nms_threshold > 0)
+        and (background == 0 or (background > 0 and not logistic))
+        and all(map(math.isfinite, fractions))
+        and 0 <= param.neg_pos_ratio < math.inf
+    )
+    if not can:
+        return None
+    return BoxLossSettings(
+        classes=param.num_classes,
+        background=background,
+        code=param.code_type,
+        threshold=param.overlap_threshold,
+        per_prediction=param.match_type == _Parameter.PER_PREDICTION,
+        ignore_crossing=param.ignore_cross_boundary_bbox,
+        difficult=param.use_difficult_gt,
+        agnostic=param.map_object_to_agnostic,
+        mines=mines,
+        ratio=param.neg_pos_ratio,
+        most_overlap=param.neg_overlap,
+        logistic=logistic,
+        squared=param.loc_loss_type == _Parameter.L2,
+        variance_in_target=param.encode_variance_in_target,
+        inside=param.bp_inside,
+        weight=param.loc_weight,
+        boxes_count=counts[0],
+        scores_count=counts[1],
+    )
+
+
+class DeviceProblem:
+    """Where the device describes the first object or prior that it cannot compute with.
+
+    Args:
+        layer: the layer, for messages.
+    """
+
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+        self.array: Array = layer.backend.zeros((PROBLEM,))
+
+    def raise_device_errors(self) -> None:
+        """Raise if there was one since the last check; waits for the device.
+
+        Raises:
+            DataError: with its number and values.
+        """
+        layer = self._layer
+        kind, number, *values = (float(value) for value in layer.backend.to_host(self.array))
+        if not kind:
+            return
+        layer.backend.fill(self.array, 0)
+        raise self._error(int(kind), int(number), values)
+
+    def _error(self, kind: int, number: int, values: list[float]) -> DataError:
+        layer, param = self._layer, self._layer.param.multibox_loss_param
+        if kind == _PRIOR:
+            return bad_prior(layer, number, values[:4], values[4:], param.code_type)
+        blob = layer.param.bottom[3]
+        if kind == _OBJECT:
+            return bad_object(layer, blob, number, values)
+        assert kind == _CLASS
+        return bad_class(layer, blob, int(values[0]), int(math.copysign(math.floor(abs(values[1]) + 0.5), values[1])))

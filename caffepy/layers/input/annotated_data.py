@@ -1,12 +1,39 @@
-"""AnnotatedData: images and the boxes in them from an LMDB, for SSD."""
+"""AnnotatedData: images and the boxes in them from an LMDB, for SSD.
+
+A sample goes through distortion, expansion, sampling, resizing, cropping and mirroring. Defined by NVIDIA Caffe's
+`annotated_data_layer.cpp` and `data_transformer.cpp`.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
 from caffepy.backend.input_ring import ByteImages
-from caffepy.data.images.annotations import COLUMNS
-from caffepy.data.loaders.annotated import LABEL_SHAPE, AnnotatedLoader, AnnotatedSettings, first_boxes
-from caffepy.data.transform import Transformer
-from caffepy.data.transforms.sampler import check_samplers
+from caffepy.blob import check_shape
+from caffepy.data.images.annotations import COLUMNS, Annotations, Floats, parse_annotated_datum
+from caffepy.data.loader import DatumLoader, Shape
+from caffepy.data.prefetch import Batch
+from caffepy.data.sources.source import RecordSource
+from caffepy.data.transform import Choices, Transformer
+from caffepy.data.transforms.boxes import (
+    check_samplers,
+    clip,
+    crop_annotations,
+    extrapolate_annotations,
+    mirror_annotations,
+    resize_annotations,
+    sample_patch,
+)
+from caffepy.data.transforms.draws import Draws
+from caffepy.data.transforms.im_transforms import distort
+from caffepy.data.transforms.pixels import Image, recompress, to_image, to_pixels
+from caffepy.errors import DataError
 from caffepy.layers.core.base import register_layer
 from caffepy.layers.input.data import DataLayer
 from caffepy.layers.input.prefetching import Source
@@ -65,3 +92,231 @@ class AnnotatedDataLayer(DataLayer):
         return AnnotatedLoader(
             self._records, order, self._transformer, seed, stream, self.where, threads, settings=settings
         )
+
+
+# -- batches -------------------------------------------------------------------------------------------
+
+
+_f32 = np.float32
+_MAX_PIXELS = 1 << 26
+_MIN_ROWS = 16
+"""Of a label top that is filled up."""
+LABEL_SHAPE = (1, 1, 1)
+"""Of one image's label, where the records have no boxes."""
+
+
+@dataclass(frozen=True)
+class AnnotatedSettings:
+    """What AnnotatedData is to do besides `Transformer`.
+
+    Args:
+        transform: the layer's transform_param.
+        samplers: the prototxt's.
+        has_boxes: whether the second top holds boxes; else it holds the Datums' labels.
+        needs_type: whether each record must have a type of annotation.
+        fill_up: whether rows of image -1 fill the boxes up to a number that seldom changes: MultiBoxLoss passes over
+            them, and a captured graph need not be captured again for each batch.
+    """
+
+    transform: caffe_pb2.TransformationParameter
+    samplers: Sequence[caffe_pb2.BatchSampler] = ()
+    has_boxes: bool = True
+    needs_type: bool = False
+    fill_up: bool = False
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An image with its boxes on the way into a batch; `encoded` if its record held JPEG or the like."""
+
+    image: Image
+    found: Annotations
+    encoded: bool
+    label: float = 0.0
+
+
+def first_boxes(source: RecordSource, where: str) -> int | None:
+    """How many boxes the first record has; None if it has no type of annotation.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        parsed, found = parse_annotated_datum(source.read(0))
+    except DataError as error:
+        raise DataError(f"{where}: {source.description}: {source.record_name(0)} {error}") from error
+    return len(found) if parsed.HasField("type") else None
+
+
+class AnnotatedLoader(DatumLoader):
+    """Records are AnnotatedDatums.
+
+    Args:
+        settings: of the layer.
+        others: of `ImageLoader`.
+    """
+
+    def __init__(self, *others: Any, settings: AnnotatedSettings, **more: Any) -> None:
+        super().__init__(*others, **more)
+        self._settings = settings
+        self._transformer.centers_mean = True
+        self._rows = _MIN_ROWS
+
+    # -- the first record ----------------------------------------------------------------------------
+
+    def _first_image(self) -> tuple[Image, Shape]:
+        try:
+            sample = self._sample_of(0)
+            sample = replace(sample, image=self._transformer.prepare(sample.image, self._draws(0), sample.encoded))
+            return sample.image, self._transformer.output_shape(sample.image.shape)
+        except DataError as error:
+            raise self._named(error, 0) from error
+
+    # -- batches -------------------------------------------------------------------------------------
+
+    def load(self, first: int, count: int, batch: Batch) -> None:
+        self._learn_channels()
+        samples = np.arange(first, first + count, dtype=np.int64)
+        choices = self._transformer.choose(self._seed, self._stream, samples)
+        records = self._order.records_of(samples)
+        results: list[Annotations | None] = [None] * count
+        labels = np.empty(count, np.float32)
+        out: list[NDArray[np.float32]] = []
+
+        def fill(index: int) -> None:
+            number = self._record = int(records[index])
+            try:
+                sample = self._varied(number, self._draws(first + index))
+                labels[index] = sample.label
+                image, height, width = sample.image, *sample.image.shape[1:]
+                draws = self._draws(first + index, stage=1)
+                sample = replace(sample, image=self._transformer.prepare(image, draws, sample.encoded))
+                self._put(sample, index, count, choices, batch, out)
+                results[index] = self._transformed(sample, index, choices, height, width)
+            except DataError as error:
+                raise self._named(error, number) from error
+
+        fill(0)  # its shape is the batch's
+        self._workers.run(fill, range(1, count))
+        if len(batch.arrays) > 1 and self._settings.has_boxes:
+            self._put_boxes([one for one in results if one is not None], batch)
+        elif len(batch.arrays) > 1:
+            batch.array(1, (count, *LABEL_SHAPE))[...] = labels.reshape(count, *LABEL_SHAPE)
+        self._order.prepare()
+
+    def _draws(self, sample: int, stage: int = 0) -> Draws:
+        """Random numbers of a sample: for the patch (0) or for the size and noise (1)."""
+        return Draws(self._transformer.seed(self._seed), self._stream ^ (stage << 31), sample)
+
+    def _put(
+        self, sample: Sample, index: int, count: int, choices: Choices, batch: Batch, out: list[NDArray[np.float32]]
+    ) -> None:
+        """Transform the pixels into the batch, which the first image shapes."""
+        result = self._transformer.output_shape(sample.image.shape)
+        if not out:
+            check_shape((count, *result), self._where)
+            out.append(batch.array(0, (count, *result)))
+        elif result != out[0].shape[1:]:
+            made, others = (" x ".join(map(str, shape)) for shape in (result, out[0].shape[1:]))
+            raise DataError(f"makes {made}, but others of its batch make {others}; set resize_param, or batch_size: 1")
+        self._transformer.apply(sample.image, choices, index, out[0][index])
+
+    def _put_boxes(self, results: list[Annotations], batch: Batch) -> None:
+        rows = np.concatenate([found.rows(item) for item, found in enumerate(results)])
+        count = max(len(rows), 1)
+        if self._settings.fill_up:
+            self._rows = count = max(self._rows, 1 << (count - 1).bit_length())
+        top = batch.array(1, (1, 1, count, COLUMNS))[0, 0]
+        top[...] = -1
+        top[: len(rows)] = rows
+
+    # -- one sample ----------------------------------------------------------------------------------
+
+    def _sample_of(self, number: int) -> Sample:
+        """The record: its image as it is, and its boxes."""
+        parsed, found = parse_annotated_datum(self._source.read(number))
+        if self._settings.needs_type and not parsed.HasField("type"):
+            raise DataError(
+                "has no type of annotation, but others have; build the set again with `caffepy convert_annoset`"
+            )
+        datum = parsed.datum
+        return Sample(self.image_of(datum, datum.data), found, datum.encoded, datum.label)
+
+    def _varied(self, number: int, draws: Draws) -> Sample:
+        """The record in other colors, on a larger canvas, or a patch of it."""
+        sample = self._sample_of(number)
+        self._check_channels(sample.image)
+        transform = self._settings.transform
+        if transform.HasField("distort_param"):
+            sample = self._distorted(sample, draws)
+        if transform.HasField("expand_param"):
+            sample = self._expanded(sample, draws)
+        patch = sample_patch(self._settings.samplers, sample.found.boxes, draws) if self._settings.samplers else None
+        return sample if patch is None else self._cropped(sample, clip(patch))
+
+    def _distorted(self, sample: Sample, draws: Draws) -> Sample:
+        if not sample.encoded:
+            self._warn_once("distort_param changes encoded records alone, as in Caffe")
+            return sample
+        image = to_image(distort(to_pixels(sample.image), self._settings.transform.distort_param, draws))
+        return self._kept(replace(sample, image=image))
+
+    def _kept(self, sample: Sample) -> Sample:
+        """The sample after one more change: an encoded record is written as JPEG again, as in Caffe."""
+        if not sample.encoded:
+            return sample
+        return replace(sample, image=recompress(sample.image))
+
+    def _constraint(self) -> caffe_pb2.EmitConstraint | None:
+        transform = self._settings.transform
+        return transform.emit_constraint if transform.HasField("emit_constraint") else None
+
+    def _expanded(self, sample: Sample, draws: Draws) -> Sample:
+        """The image at a random place of a canvas, up to max_expand_ratio as large, of the mean's color."""
+        param = self._settings.transform.expand_param
+        if draws.uniform(0, 1) > param.prob or abs(param.max_expand_ratio - 1) < 1e-2:
+            return sample
+        ratio = _f32(draws.uniform(1, param.max_expand_ratio))
+        channels, height, width = sample.image.shape
+        rows, columns = int(_f32(height) * ratio), int(_f32(width) * ratio)
+        if rows * columns > _MAX_PIXELS:
+            raise DataError(
+                f"is {height} x {width} and would be expanded to {rows} x {columns}; lower max_expand_ratio"
+            )
+        top = math.floor(draws.uniform(0, rows - height))
+        left = math.floor(draws.uniform(0, columns - width))
+        canvas = np.empty((rows, columns, channels), sample.image.dtype).transpose(2, 0, 1)
+        color = np.clip(np.rint(self._transformer.channel_means(channels)), 0, 255)
+        canvas[...] = color.astype(canvas.dtype)[:, None, None]
+        canvas[:, top : top + height, left : left + width] = sample.image
+        size = np.array([width, height, width, height], np.float32)
+        box = np.array([-left, -top, columns - left, rows - top], np.float32) / size
+        found = crop_annotations(sample.found, box, self._constraint())
+        return self._kept(replace(sample, image=canvas, found=found))
+
+    def _cropped(self, sample: Sample, patch: Floats) -> Sample:
+        """A patch of the image, which lies within it."""
+        _, height, width = sample.image.shape
+        corners = patch * np.array([width, height, width, height], np.float32)
+        left, top = (min(int(corner), size - 1) for corner, size in zip(corners[:2], (width, height), strict=True))
+        columns, rows = (max(int(side), 1) for side in corners[2:] - corners[:2])
+        image = sample.image[:, top : top + rows, left : left + columns]
+        found = crop_annotations(sample.found, patch, self._constraint())
+        return self._kept(replace(sample, image=image, found=found))
+
+    def _transformed(self, sample: Sample, index: int, choices: Choices, height: int, width: int) -> Annotations:
+        """The boxes after resizing, cropping and mirroring an image that was height x width."""
+        transform, found = self._settings.transform, sample.found
+        if transform.HasField("resize_param"):
+            found = resize_annotations(found, transform.resize_param, height, width)
+        _, rows, columns = sample.image.shape
+        top, left = self._transformer.corner(rows, columns, choices, index)
+        _, out_rows, out_columns = self._transformer.output_shape(sample.image.shape)
+        size = np.array([columns, rows, columns, rows], np.float32)
+        crop = np.array([left, top, left + out_columns, top + out_rows], np.float32) / size
+        found = crop_annotations(found, crop, self._constraint())
+        if choices.mirror[index]:
+            found = mirror_annotations(found)
+        if transform.HasField("resize_param"):
+            found = extrapolate_annotations(found, transform.resize_param, height, width, crop)
+        return found

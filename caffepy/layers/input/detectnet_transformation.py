@@ -1,15 +1,21 @@
-"""DetectNetTransformation: random changes of images, and coverage maps of the boxes in them."""
+"""DetectNetTransformation: random changes of images, and coverage maps of the boxes in them.
+
+Defined by NVIDIA Caffe's `detectnet_transform_layer.cpp` and `detectnet_coverage_rectangular.cpp`. Sizes are (height,
+width). A coverage map says which squares of a grid lie in an object, and where its box is; it is computed in float32.
+"""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.data.images.datum import opencv
 from caffepy.data.images.mean import read_mean
-from caffepy.data.transforms.coverage import CoverageMap
-from caffepy.data.transforms.detectnet import Augmentation, augment_boxes, augment_image, choose
 from caffepy.data.transforms.draws import Draws
-from caffepy.data.transforms.pixels import call, to_pixels
+from caffepy.data.transforms.pixels import Pixels, call, to_pixels
 from caffepy.errors import DataError
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.proto import caffe_pb2
@@ -118,3 +124,268 @@ class DetectNetTransformationLayer(Layer):
 
     def _classes(self, boxes: NDArray[np.float32]) -> NDArray[np.int64]:
         return boxes[:, _CLASS].astype(np.int64)
+
+
+# -- random changes ------------------------------------------------------------------------------------
+
+
+Floats = NDArray[np.float32]
+Size = tuple[int, int]
+_f32 = np.float32
+_EPSILON = float(np.finfo(np.float32).eps)
+_FARTHEST = 1 << 15
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """What chance has decided for an image.
+
+    Args:
+        scale: the size that it is resized to.
+        crop: the row and column of the resized and rotated image at which the output begins; may be negative.
+        hue: rotation in degrees.
+        saturation: factor.
+        flip: left to right.
+        rotation: in degrees.
+    """
+
+    scale: Size
+    crop: tuple[int, int] = (0, 0)
+    hue: float = 0.0
+    saturation: float = 1.0
+    flip: bool = False
+    rotation: float = 0.0
+
+    @property
+    def rotates(self) -> bool:
+        """Whether the image is rotated at all."""
+        return abs(self.rotation) > _EPSILON
+
+
+def choose(param: caffe_pb2.DetectNetAugmentationParameter, size: Size, output: Size, draws: Draws) -> Augmentation:
+    """What happens to an image in training.
+
+    Args:
+        param: the chances and ranges.
+        size: the image's.
+        output: the net's.
+        draws: the sample's random numbers.
+    """
+
+    def happens(chance: float) -> bool:
+        return draws.uniform(0, 1) <= chance
+
+    def around_zero(most: float) -> float:
+        return draws.uniform(-most, most)
+
+    chosen = Augmentation(size)
+    if happens(param.hue_rotation_prob):
+        chosen = replace(chosen, hue=max(min(around_zero(param.hue_rotation), 180.0), -180.0))
+    if happens(param.desaturation_prob):
+        chosen = replace(chosen, saturation=1 - draws.uniform(0, 1) * param.desaturation_max)
+    chosen = replace(chosen, flip=happens(param.flip_prob))
+    if happens(param.scale_prob):
+        factor = _f32(draws.uniform(param.scale_min, param.scale_max))
+        chosen = replace(chosen, scale=(_rounded(float(size[0] * factor)), _rounded(float(size[1] * factor))))
+    if happens(param.rotation_prob):
+        chosen = replace(chosen, rotation=around_zero(param.max_rotate_degree))
+    if max(chosen.scale) > _FARTHEST or min(chosen.scale) < 1:
+        raise DataError(f"would be resized to {chosen.scale[0]} x {chosen.scale[1]}; see scale_min and scale_max")
+    before = rotated_size(chosen.scale, chosen.rotation) if chosen.rotates else chosen.scale
+    parts, shifts = (0.5, 0.5), (0, 0)
+    if happens(param.crop_prob):
+        parts, shifts = (draws.uniform(0, 1), draws.uniform(0, 1)), (param.shift_y, param.shift_x)
+    top, left = (
+        _rounded(part * (have - want + shift) - shift // 2)
+        for part, have, want, shift in zip(parts, before, output, shifts, strict=True)
+    )
+    return replace(chosen, crop=(top, left))
+
+
+def _rounded(value: float) -> int:
+    """As C's round: halves away from 0."""
+    return int(math.copysign(math.floor(abs(value) + 0.5), value))
+
+
+def augment_image(pixels: Pixels, chosen: Augmentation, mean: Floats, output: Size) -> Pixels:
+    """The image minus the mean after what was chosen.
+
+    Args:
+        pixels: (H, W, 3), values from 0 to 255.
+        chosen: what to do.
+        mean: (H, W, 3), or anything that broadcasts to it.
+        output: the result's size.
+    """
+    cv2 = opencv()
+    pixels = pixels * _f32(1 / 255)
+    if abs(chosen.hue) > _EPSILON or chosen.saturation < 1 - 1 / 255:
+        pixels = _in_other_colors(pixels, chosen)
+    pixels = pixels - mean * _f32(1 / 255)
+    if chosen.flip:
+        pixels = pixels[:, ::-1]
+    pixels = np.ascontiguousarray(pixels)
+    if pixels.shape[:2] != chosen.scale:
+        pixels = call("resize", pixels, chosen.scale[::-1], interpolation=cv2.INTER_CUBIC)
+    if chosen.rotates:
+        size = rotated_size(pixels.shape[:2], chosen.rotation)
+        matrix, canvas = _rotation_matrix(pixels.shape[:2], chosen.rotation), np.zeros((*size, 3), np.float32)
+        pixels = call("warpAffine", pixels, matrix, size[::-1], canvas, cv2.INTER_LINEAR, cv2.BORDER_TRANSPARENT)
+    result: Pixels = _cut(pixels, chosen.crop, output) * _f32(255)
+    return result
+
+
+def _in_other_colors(pixels: Pixels, chosen: Augmentation) -> Pixels:
+    cv2 = opencv()
+    hsv = np.array(call("cvtColor", pixels, cv2.COLOR_BGR2HSV))
+    hsv[:, :, 0] += _f32(chosen.hue if abs(chosen.hue) > _EPSILON else 0)
+    if chosen.saturation < 1 - 1 / 255:
+        hsv[:, :, 1] *= _f32(chosen.saturation)
+    return call("cvtColor", hsv, cv2.COLOR_HSV2BGR)
+
+
+def _cut(pixels: Pixels, crop: tuple[int, int], output: Size) -> Floats:
+    """The part from `crop` on; zeros outside of the image."""
+    result = np.zeros((*output, 3), np.float32)
+    begins = [max(start, 0) for start in crop]
+    ends = [min(start + side, have) for start, side, have in zip(crop, output, pixels.shape[:2], strict=True)]
+    if all(end > begin for begin, end in zip(begins, ends, strict=True)):
+        top, left = (begin - start for begin, start in zip(begins, crop, strict=True))
+        part = pixels[begins[0] : ends[0], begins[1] : ends[1]]
+        result[top : top + part.shape[0], left : left + part.shape[1]] = part
+    return result
+
+
+def augment_boxes(boxes: Floats, chosen: Augmentation, size: Size) -> Floats:
+    """(boxes, 4) left, top, width and height after what was chosen for their image of `size`."""
+    boxes = boxes.astype(np.float32)
+    if chosen.flip:
+        boxes[:, 0] = _f32(size[1]) - boxes[:, 0] - boxes[:, 2] - _f32(1)
+    if chosen.scale != size:
+        factors = np.array(chosen.scale[::-1], np.float32) / np.array(size[::-1], np.float32)
+        boxes *= np.tile(factors, 2)
+    if chosen.rotates:
+        boxes = _rotated(boxes, _rotation_matrix(chosen.scale, chosen.rotation).astype(np.float32))
+    boxes[:, :2] -= np.array(chosen.crop[::-1], np.float32)
+    return boxes
+
+
+def _rotated(boxes: Floats, matrix: Floats) -> Floats:
+    """Their centres move; they stay as large and upright."""
+    high = boxes[:, :2] + boxes[:, 2:]
+    center = (boxes[:, :2] + high) * _f32(0.5)
+    moved = center @ matrix[:, :2].T + matrix[:, 2]
+    return np.concatenate((moved - (high - center), boxes[:, 2:]), 1)
+
+
+def _bounds(center: tuple[float, float], size: Size, rotation: float) -> tuple[int, int, int, int]:
+    """Left, top, width and height in whole pixels of a rotated rectangle, as `cv::RotatedRect::boundingRect`."""
+    points = opencv().boxPoints((center, (size[1], size[0]), rotation))
+    (left, top), (right, bottom) = np.floor(points.min(0)).astype(int), np.ceil(points.max(0)).astype(int)
+    return int(left), int(top), int(right - left + 1), int(bottom - top + 1)
+
+
+def rotated_size(size: Size, rotation: float) -> Size:
+    """Of the smallest upright rectangle around an image that is rotated."""
+    _, _, width, height = _bounds((size[1] // 2, size[0] // 2), size, rotation)
+    return height, width
+
+
+def _rotation_matrix(size: Size, rotation: float) -> NDArray[np.float64]:
+    """(2, 3): rotates an image about its centre and moves it so that nothing lies left of or above the origin."""
+    cv2 = opencv()
+    center = (size[1] * 0.5, size[0] * 0.5)
+    left, top, _, _ = _bounds(center, size, rotation)
+    before = cv2.boxPoints((center, (size[1], size[0]), 0.0))
+    after = cv2.boxPoints(((center[0] - left, center[1] - top), (size[1], size[0]), rotation))
+    return np.asarray(cv2.getAffineTransform(before[:3], after[:3]), np.float64)
+
+
+# -- coverage maps -------------------------------------------------------------------------------------
+
+
+_LEAST_SHARE = np.finfo(np.float32).eps
+CHANNELS = 8
+"""Before those of the classes: whether there is an object, its left, top, right and bottom relative to the square's
+corner, one over its width and height, and the norm."""
+_Parameter = caffe_pb2.DetectNetGroundTruthParameter
+
+
+class CoverageMap:
+    """Makes the maps of one setting.
+
+    Args:
+        param: the layer's detectnet_groundtruth_param.
+    """
+
+    def __init__(self, param: caffe_pb2.DetectNetGroundTruthParameter) -> None:
+        self._param = param
+        self._classes = {one.src: one.dst for one in param.object_class} or {1: 0}
+        size = np.array([param.image_size_x, param.image_size_y], np.float32)
+        self._image = np.concatenate((np.zeros(2, np.float32), size))
+        columns, rows = np.rint(size * _f32(1.0 / param.stride)).astype(int).tolist()
+        self.shape: tuple[int, int, int] = (CHANNELS + max(self._classes.values()) + 1, rows, columns)
+        """Channels, rows and columns of a map."""
+
+    def generate(self, boxes: Floats, classes: NDArray[np.int64]) -> Floats:
+        """The map of one image.
+
+        Args:
+            boxes: (boxes, 4): left, top, width and height in pixels.
+            classes: their numbers in the labels.
+        """
+        result = np.zeros(self.shape, np.float32)
+        for box, number in zip(boxes, classes.tolist(), strict=True):
+            if self._param.crop_bboxes:
+                box = _intersection(box, self._image)
+            if number in self._classes and box[2] * box[3] >= _LEAST_SHARE:
+                self._mark(result, box, CHANNELS + self._classes[number])
+        return result
+
+    def _mark(self, result: Floats, box: Floats, channel: int) -> None:
+        stride = _f32(self._param.stride)
+        covered = self._covered(box)
+        low = np.floor(covered[:2] / stride)
+        high = np.ceil((covered[:2] + covered[2:]) / stride)
+        bounds = np.clip(np.stack((low, high)), 0, self.shape[:0:-1]).astype(int)
+        (left, top), (right, bottom) = bounds.tolist()
+        if right <= left or bottom <= top:
+            return
+        corners = [np.arange(begin, end, dtype=np.float32) * stride for begin, end in ((left, right), (top, bottom))]
+        sides = [
+            np.minimum(corner + stride, covered[axis] + covered[2 + axis]) - np.maximum(corner, covered[axis])
+            for axis, corner in enumerate(corners)
+        ]
+        shared = np.maximum(sides[1], 0)[:, None] * np.maximum(sides[0], 0)
+        inside = shared / (stride * stride) > _LEAST_SHARE
+        part = result[:, top:bottom, left:right]
+        part[:, inside] = self._values(box, covered, corners, channel)[:, inside]
+
+    def _covered(self, box: Floats) -> Floats:
+        """The region within the box that counts as covered: scale_cvg of it, at most or at least so many pixels."""
+        param, size = self._param, box[2:]
+        center = (box[:2] + (box[:2] + size)) * _f32(0.5)
+        shrunk = size * _f32(param.scale_cvg)
+        if param.gridbox_type == _Parameter.GRIDBOX_MIN:
+            shrunk = np.minimum(size, np.maximum(_f32(param.min_cvg_len), shrunk))
+        else:
+            shrunk = np.minimum(_f32(param.max_cvg_len), shrunk)
+        half = shrunk * _f32(0.5)
+        return np.concatenate((center - half, (center + half) - (center - half)))
+
+    def _values(self, box: Floats, covered: Floats, corners: list[Floats], channel: int) -> Floats:
+        """All channels of the squares with these left and top corners."""
+        norm = _f32(self._param.stride) ** 2 / (covered[2] * covered[3])
+        values = np.zeros((self.shape[0], corners[1].size, corners[0].size), np.float32)
+        values[0] = values[channel] = 1
+        values[1], values[2] = box[0] - corners[0], (box[1] - corners[1])[:, None]
+        values[3], values[4] = box[0] + box[2] - corners[0], (box[1] + box[3] - corners[1])[:, None]
+        values[5], values[6] = _f32(1) / box[2], _f32(1) / box[3]
+        values[7] = norm if self._param.obj_norm else max(norm, _f32(1))
+        return values
+
+
+def _intersection(box: Floats, other: Floats) -> Floats:
+    """As OpenCV's of two rectangles: all 0 where they share nothing."""
+    low = np.maximum(box[:2], other[:2])
+    size = np.minimum(box[:2] + box[2:], other[:2] + other[2:]) - low
+    return np.concatenate((low, size)) if (size > 0).all() else np.zeros(4, np.float32)

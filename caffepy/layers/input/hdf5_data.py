@@ -1,8 +1,22 @@
-"""HDF5Data: rows of datasets."""
+"""HDF5Data: a list of files whose datasets are the tops, row by row (Caffe's `hdf5_data_layer.cpp`)."""
 
 from __future__ import annotations
 
-from caffepy.data.sources.hdf5 import Hdf5Loader, Hdf5Source
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.backend.input_ring import ImageSlot
+from caffepy.blob import MAX_ELEMENTS, check_shape, format_shape
+from caffepy.data.prefetch import Batch
+from caffepy.data.random import permutation
+from caffepy.data.sources.source import hash_of
+from caffepy.errors import DataError
+from caffepy.files import read_list, working_folder
+from caffepy.hdf5 import Dataset, Group, check_dataset, find_object, open_hdf5
 from caffepy.layers.core.base import register_layer
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
 
@@ -29,3 +43,212 @@ class HDF5DataLayer(PrefetchingLayer):
     def make_loader(self) -> DescribingLoader:
         stream = self.random_stream()
         return Hdf5Loader(self._rows, self.param.hdf5_data_param.shuffle, stream.seed, stream.stream)
+
+
+# -- files and batches ---------------------------------------------------------------------------------
+
+
+_MAX_LIST_BYTES = 1 << 26
+_MAX_NAMES = 20
+"""Of a file's datasets in a message."""
+
+
+class Hdf5Source:
+    """The rows of the HDF5 files that a list names, one after the other.
+
+    One file at a time is held in memory, as float32.
+
+    Args:
+        path: the list: file names, divided by white space.
+        datasets: a dataset's name for each top.
+        resolve: turns a written path into one that exists.
+
+    Raises:
+        DataError: the list or a file cannot be read; a dataset is missing, is not numbers, is empty, is larger than a
+            blob may be, has another number of rows than its neighbours, or rows of other shapes than in the first file.
+    """
+
+    def __init__(self, path: Path, datasets: Sequence[str], resolve: Callable[[str], Path] = Path) -> None:
+        self.description = f"HDF5 list '{path}'"
+        self._datasets = list(datasets)
+        self._loaded = -1
+        self._arrays: list[NDArray[np.float32]] = []
+        try:
+            names = read_list(path, _MAX_LIST_BYTES).split()
+        except OSError as error:
+            raise DataError(f"{self.description} cannot be read: {error.strerror}") from error
+        if not names:
+            raise DataError(f"{self.description} names no files; write one HDF5 file a line")
+        self.files = [_beside(path, name, resolve) for name in names]
+        self.row_shapes: list[tuple[int, ...]] = []
+        """The shape of one row of each top."""
+        self.rows = [self._scan(file) for file in self.files]
+        """Rows of each file."""
+
+    def _scan(self, path: Path) -> int:
+        """The rows of a file, after checking its datasets."""
+        if not os.path.lexists(path):
+            raise DataError(f"HDF5 file '{path}' does not exist (looked from {working_folder()})")
+        with open_hdf5(path, DataError) as file:
+            shapes = [shape for _, shape in self._find(file, path)]
+        rows = {name: shape[0] for name, shape in zip(self._datasets, shapes, strict=True)}
+        if len(set(rows.values())) > 1:
+            found = ", ".join(f"'{name}' has {count}" for name, count in rows.items())
+            raise DataError(f"HDF5 file '{path}': datasets of different numbers of rows: {found}")
+        row_shapes = [shape[1:] for shape in shapes]
+        if self.row_shapes and row_shapes != self.row_shapes:
+            raise DataError(
+                f"HDF5 file '{path}': rows of shape {row_shapes}, but those of '{self.files[0]}' are {self.row_shapes}"
+            )
+        self.row_shapes = row_shapes
+        return int(next(iter(rows.values())))
+
+    def arrays(self, number: int) -> list[NDArray[np.float32]]:
+        """Each top's whole dataset in file `number`.
+
+        Raises:
+            DataError: the file cannot be read any more, or does not fit the memory.
+        """
+        if number != self._loaded:
+            self._arrays, self._loaded = [], -1  # the file before goes first: two may not fit the memory
+            self._arrays = self._read(self.files[number])
+            self._loaded = number
+        return self._arrays
+
+    def _read(self, path: Path) -> list[NDArray[np.float32]]:
+        with open_hdf5(path, DataError) as file:
+            arrays = [dataset.read(np.float32) for dataset, _ in self._find(file, path)]
+        shapes = [(self.rows[self.files.index(path)], *shape) for shape in self.row_shapes]
+        if [array.shape for array in arrays] != shapes:
+            raise DataError(f"HDF5 file '{path}' was changed while it was read; start again, and write to a copy of it")
+        return arrays
+
+    def _find(self, file: Group, path: Path) -> list[tuple[Dataset, tuple[int, ...]]]:
+        """The datasets of the tops and their shapes; none takes more memory than the file justifies."""
+        found, size = [], 0
+        for dataset in [_dataset(file, name, path) for name in self._datasets]:
+            size = check_dataset(dataset, size)
+            found.append((dataset, _check_values(dataset, path)))
+        return found
+
+    def fingerprint(self) -> dict[str, str]:
+        """`RecordSource.fingerprint`, of the rows of each file and the first file's first row."""
+        with open_hdf5(self.files[0], DataError) as file:
+            rows = [dataset.read(np.float32, rows=1)[0] for dataset, _ in self._find(file, self.files[0])]
+        return {
+            "the number of rows of each file": ", ".join(map(str, self.rows)),
+            "the hash of the first row": hash_of(*(np.asarray(row).tobytes() for row in rows)),
+        }
+
+    def __len__(self) -> int:
+        """Rows of all files."""
+        return sum(self.rows)
+
+    def close(self) -> None:
+        """Give back the memory. Callable twice."""
+        self._arrays, self._loaded = [], -1
+
+
+class Hdf5Loader:
+    """Fills batches with rows; a `Loader`.
+
+    Files in the order of the list, rows in the order of the file; with `shuffle` both in a random order, another one
+    in each epoch.
+
+    Args:
+        source: the rows.
+        shuffle: whether to change the order.
+        seed: of the solver.
+        stream: of the layer.
+    """
+
+    def __init__(self, source: Hdf5Source, shuffle: bool = False, seed: int = 0, stream: int = 0) -> None:
+        self._source = source
+        self._shuffle = shuffle
+        self._seed = seed
+        self._stream = stream
+        self._total = sum(source.rows)
+        self._epoch = -1
+        self._files: NDArray[np.int64] = np.arange(len(source.files))
+        self._ends: NDArray[np.int64] = np.cumsum(source.rows)
+        self._rows_key = (-1, -1)
+        self._rows: NDArray[np.int64] = np.empty(0, np.int64)
+        self.reading = source.description
+
+    def load(self, first: int, count: int, batch: Batch) -> None:
+        """Fill `batch` with the rows of the global samples [first, first + count)."""
+        outs = [batch.array(i, (count, *shape)) for i, shape in enumerate(self._source.row_shapes)]
+        done = 0
+        while done < count:
+            epoch, index = divmod(first + done, self._total)
+            file, row = self._find(epoch, index)
+            self.reading = f"row {row} of HDF5 file '{self._source.files[file]}'"
+            stop = min(row + count - done, self._source.rows[file])
+            rows = self._row_order(epoch, file)[row:stop] if self._shuffle else slice(row, stop)
+            for out, array in zip(outs, self._source.arrays(file), strict=True):
+                out[done : done + stop - row] = array[rows]
+            done += stop - row
+
+    def load_bytes(self, firsts: Sequence[int], count: int, slot: ImageSlot, block: NDArray[np.uint8]) -> int:
+        """Rows are floats: no slots are filled."""
+        return 0
+
+    def close(self) -> None:
+        """There are no threads to end."""
+
+    def describe(self, sample: int) -> str:
+        """What messages call a global sample; may be called by any thread."""
+        other = Hdf5Loader(self._source, self._shuffle, self._seed, self._stream)
+        epoch, index = divmod(sample, self._total)
+        file, row = other._find(epoch, index)
+        number = other._row_order(epoch, file)[row] if self._shuffle else row
+        return f"row {number} of HDF5 file '{self._source.files[file]}'"
+
+    def _find(self, epoch: int, index: int) -> tuple[int, int]:
+        """The file and the row in it of an epoch's row with this index."""
+        if self._shuffle and epoch != self._epoch:
+            self._files = permutation(self._seed, self._stream, epoch, len(self._source.files))
+            self._ends = np.cumsum(np.array(self._source.rows)[self._files])
+            self._epoch = epoch
+        turn = int(np.searchsorted(self._ends, index, side="right"))
+        return int(self._files[turn]), index - (int(self._ends[turn - 1]) if turn else 0)
+
+    def _row_order(self, epoch: int, file: int) -> NDArray[np.int64]:
+        if self._rows_key != (epoch, file):
+            self._rows = permutation(self._seed, self._stream ^ (file + 1), epoch, self._source.rows[file])
+            self._rows_key = (epoch, file)
+        return self._rows
+
+
+def _beside(list_path: Path, name: str, resolve: Callable[[str], Path]) -> Path:
+    """Where a file of the list is: as for all paths, or else beside the list."""
+    found = resolve(name)
+    beside = list_path.parent / name
+    return beside if not os.path.exists(found) and os.path.exists(beside) else found
+
+
+def _dataset(file: Group, name: str, path: Path) -> Dataset:
+    """The dataset of a top."""
+    dataset = find_object(file, name)
+    if not isinstance(dataset, Dataset):
+        names = sorted(file.links)
+        more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        there = ", ".join(names[:_MAX_NAMES]) or "none"
+        raise DataError(f"HDF5 file '{path}' has no dataset '{name}'; it has: {there}{more}")
+    return dataset
+
+
+def _check_values(dataset: Dataset, path: Path) -> tuple[int, ...]:
+    """The shape of a dataset; one that no top can take is refused."""
+    name = dataset.name.removeprefix("/")
+    if dataset.dtype is None or dataset.dtype.kind not in "fiu":
+        raise DataError(f"HDF5 file '{path}': dataset '{name}' holds {dataset.kind}; a top takes numbers")
+    if not dataset.shape or dataset.size == 0:
+        raise DataError(f"HDF5 file '{path}': dataset '{name}' is empty or has no axis of rows")
+    if dataset.size > MAX_ELEMENTS:
+        raise DataError(
+            f"HDF5 file '{path}': dataset '{name}' of shape {format_shape(dataset.shape)} is larger than a blob "
+            "may be; divide it over several files"
+        )
+    check_shape(dataset.shape, f"HDF5 file '{path}': dataset '{name}'")
+    return dataset.shape

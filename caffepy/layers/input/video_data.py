@@ -1,10 +1,25 @@
-"""VideoData: frames of a video file or of a camera."""
+"""VideoData: frames of a video file or of a camera, read by OpenCV."""
 
 from __future__ import annotations
 
-from caffepy.data.loaders.video import VideoLoader
-from caffepy.data.sources.video import VideoSource
+import os
+import sys
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.blob import check_shape
+from caffepy.data.images.datum import as_channels_first, opencv
+from caffepy.data.prefetch import Batch
+from caffepy.data.sources.source import hash_of
 from caffepy.data.transform import Transformer
+from caffepy.data.transforms.draws import Draws
+from caffepy.data.transforms.pixels import Image
+from caffepy.errors import DataError
+from caffepy.files import working_folder
 from caffepy.layers.core.base import register_layer
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
 from caffepy.proto import caffe_pb2
@@ -56,3 +71,166 @@ class VideoDataLayer(PrefetchingLayer):
         if self.param.video_data_param.video_type != caffe_pb2.VideoDataParameter.VIDEO:
             return None
         return super().epoch_size()
+
+
+# -- batches -------------------------------------------------------------------------------------------
+
+
+class VideoLoader:
+    """Fills batches with frames: sample s is frame s * (skip + 1) + skip; a `Loader`.
+
+    Args:
+        source: the frames.
+        transformer: applied to each.
+        skip: frames that are left out before each.
+        seed: of the solver.
+        stream: of the layer.
+        where: the layer, for messages.
+    """
+
+    def __init__(
+        self, source: VideoSource, transformer: Transformer, skip: int, seed: int, stream: int, where: str
+    ) -> None:
+        self._source = source
+        self._transformer = transformer
+        self._skip = skip
+        self._key = (seed, stream)
+        self._where = where
+        self._sample = 0
+
+    @property
+    def reading(self) -> str:
+        return self.describe(self._sample)
+
+    def close(self) -> None:
+        """The layer closes the source."""
+
+    def describe(self, sample: int) -> str:
+        return f"frame {self._number(sample)} of {self._source.description}"
+
+    def _number(self, sample: int) -> int:
+        return sample * (self._skip + 1) + self._skip
+
+    def load(self, first: int, count: int, batch: Batch) -> None:
+        """Fill `batch` with the global samples [first, first + count).
+
+        Raises:
+            DataError: the video has ended, or a frame cannot be transformed.
+        """
+        choices = self._transformer.choose(*self._key, np.arange(first, first + count, dtype=np.int64))
+        for index in range(count):
+            self._sample = first + index
+            try:
+                image = self._frame(self._sample)
+                shape = self._transformer.output_shape(image.shape)
+                check_shape((count, *shape), self._where)
+                self._transformer.apply(image, choices, index, batch.array(0, (count, *shape))[index])
+            except DataError as error:
+                raise DataError(f"{self._where}: {self.describe(self._sample)} {error}") from error
+        if len(batch.arrays) > 1:
+            batch.array(1, (count,))[...] = 0
+
+    def load_bytes(self, *_: object) -> int:
+        """Batches are floats."""
+        return 0
+
+    def _frame(self, sample: int) -> Image:
+        if self._source.is_camera:
+            for _ in range(self._skip):
+                self._source.frame(1)
+            image = self._source.frame(1)
+        else:
+            image = self._source.frame(self._number(sample))
+        return self._transformer.prepare(image, Draws(self._transformer.seed(self._key[0]), self._key[1], sample))
+
+    def sample_shape(self) -> tuple[int, int, int]:
+        """The shape of a frame after the transformation."""
+        try:
+            first = self._transformer.prepare(self._source.frame(0), Draws(*self._key, 0))
+            return self._transformer.output_shape(first.shape)
+        except DataError as error:
+            raise DataError(f"{self._where}: {self._source.description}: frame 0 {error}") from error
+
+
+# -- frames --------------------------------------------------------------------------------------------
+
+
+class VideoSource:
+    """Frames in their order. One thread reads at a time.
+
+    Args:
+        path: the file; None: a camera.
+        device: number of the camera.
+
+    Raises:
+        DataError: it cannot be opened, or has no frames.
+    """
+
+    index = None
+
+    def __init__(self, path: Path | None, device: int = 0) -> None:
+        self.description = f"camera {device}" if path is None else f"video '{path}'"
+        self.is_camera = path is None
+        self._target: str | int = device if path is None else os.fspath(path)
+        self._lock = Lock()
+        self._next = 0
+        if path is not None and not os.path.isfile(path):
+            raise DataError(f"{self.description} does not exist or is no file (looked from {working_folder()})")
+        self._capture: Any
+        self._open()
+        frames = 0 if path is None else int(self._capture.get(opencv().CAP_PROP_FRAME_COUNT))
+        self._length = frames if frames > 0 else sys.maxsize
+        self._first: NDArray[np.uint8] | None = None
+        try:
+            self._first = self.frame(0)
+        except DataError as error:
+            self.close()
+            raise DataError(f"{self.description}: frame 0 {error}") from error
+
+    def _open(self) -> None:
+        self._capture = opencv().VideoCapture(self._target)
+        self._next = 0
+        if not self._capture.isOpened():
+            raise DataError(f"{self.description} cannot be opened by OpenCV")
+
+    def __len__(self) -> int:
+        """Frames; a huge number where that is not known."""
+        return self._length
+
+    def frame(self, number: int) -> NDArray[np.uint8]:
+        """A frame (C, H, W). A camera gives the present one, and frame 0 twice: a net learns its shape from it.
+
+        Raises:
+            DataError: there is none. The message continues a sentence that begins with the frame's name.
+        """
+        with self._lock:
+            if number == 0 and self._first is not None:
+                return self._first
+            if not self.is_camera:
+                self._go_to(number)
+            done, image = self._capture.read()
+            self._next += 1
+            if not done or image is None:
+                raise DataError("cannot be read" if self.is_camera else "is not there: the video has ended")
+            return as_channels_first(image)
+
+    def _go_to(self, number: int) -> None:
+        """Frames are decoded up to the wanted one: seeking is inexact in many formats."""
+        if number < self._next:
+            self._capture.release()
+            self._open()
+        while self._next < number:
+            if not self._capture.grab():
+                raise DataError("is not there: the video has ended")
+            self._next += 1
+
+    def fingerprint(self) -> dict[str, str]:
+        first = b"" if self._first is None or self.is_camera else np.ascontiguousarray(self._first).tobytes()
+        return {"the number of frames": str(len(self)), "the hash of the first frame": hash_of(first)}
+
+    def close(self) -> None:
+        """Release the file or camera. Idempotent."""
+        with self._lock:
+            capture, self._capture = self._capture, None
+        if capture is not None:
+            capture.release()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import log
 
-from caffepy.backend import Array, Channel, Each, Scalar, expression
+from caffepy.backend import Array, Backend, Channel, Each, Scalar, expression
 from caffepy.data.images.mean import read_blob
 from caffepy.layers.core.base import Blobs, register_layer
-from caffepy.layers.core.class_rows import ClassRows
 from caffepy.layers.core.formulas import identity
 from caffepy.layers.core.labels import Labels
 from caffepy.layers.core.order import LayoutAdapter
@@ -147,3 +147,36 @@ class InfogainLossLayer(LossLayer):
 
     def raise_device_errors(self) -> None:
         self._labels.raise_device_errors()
+
+
+class ClassRows:
+    """Arrays of one shape seen as (positions, classes), positions in logical order.
+
+    Args:
+        backend: where they live.
+        shape: theirs.
+        axis: the one of the classes.
+    """
+
+    def __init__(self, backend: Backend, shape: tuple[int, ...], axis: int) -> None:
+        self._backend = backend
+        self._order = (*(a for a in range(len(shape)) if a != axis), axis)
+        self._ordered = tuple(shape[a] for a in self._order)
+        self.classes = shape[axis]
+        self.positions = 1
+        for size in self._ordered[:-1]:
+            self.positions *= size
+
+    @cached_property
+    def rows(self) -> Array:
+        """The matrix that `pull` fills and `push` reads."""
+        return self._backend.zeros((self.positions, self.classes))
+
+    def pull(self, array: Array) -> Array:
+        """The rows of an array; the next pull overwrites them."""
+        self._backend.copy(array.transpose(*self._order), self.rows.reshape(self._ordered))
+        return self.rows
+
+    def push(self, array: Array) -> None:
+        """Copy the rows to an array."""
+        self._backend.copy(self.rows.reshape(self._ordered), array.transpose(*self._order))

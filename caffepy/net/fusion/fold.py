@@ -1,20 +1,142 @@
-"""Rewrites a TEST net's list of layers: what follows a convolution is folded into it.
+"""Rewrites a TEST net's list of layers: what follows a convolution is folded into its weights and epilogue.
 
-Owns which layers go together: a Convolution with the BatchNorm, Scale and Bias layers behind it, then an Eltwise sum, a
-ReLU and a Split. What is left is fused as in training. `folded.py` has the folded layers.
+A Convolution takes in the BatchNorm, Scale and Bias layers behind it, then an Eltwise sum, a ReLU and a Split. What is
+left is fused as in training.
+
+With stored statistics BatchNorm is y = x * factor + term for each channel, and so are Scale and Bias. So
+weights' = weights * factor and bias' = bias * factor + term give the same in one convolution; a residual and ReLU are
+added to its result on the way to memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from caffepy.backend import Array, Convolution, Each, expression
 from caffepy.blob import Blob
+from caffepy.layers.core.base import Blobs, Layer
+from caffepy.layers.core.formulas import product, product_with_channel, total
 from caffepy.layers.normalization.batch_norm import BatchNormLayer
-from caffepy.layers.normalization.scale import BroadcastLayer
+from caffepy.layers.normalization.scale import BiasLayer, BroadcastLayer, ScaleLayer
 from caffepy.layers.vision.convolution import ConvolutionLayer
-from caffepy.net.fusion.folded import FoldedConvolution
 from caffepy.net.fusion.fuse import Chain, Fusion
+from caffepy.net.fusion.fused import FusedLayer
 from caffepy.net.wiring import Node
+
+
+@expression
+def after_statistics(factor: Each, term: Each, mean: Each, inverse: Each, scale: Each, bias: Each) -> tuple[Each, Each]:
+    return factor * inverse * scale, (term - mean) * inverse * scale + bias
+
+
+@expression
+def scaled_and_shifted(x: Each, scale: Each, bias: Each) -> Each:
+    return x * scale + bias
+
+
+class FoldedConvolution(FusedLayer):
+    """y = max(weights' * x + bias' + residual, 0), handed to several readers; forward only.
+
+    A Convolution, then any of BatchNorm with stored statistics, Scale and Bias, then where they are there an Eltwise
+    sum, a ReLU and a Split; or the Convolution alone. Bottoms: x, and the residual if there is a sum.
+
+    Args:
+        members: the layers, in the order in which they would be computed.
+    """
+
+    has_backward = False
+
+    def __init__(self, members: Sequence[Layer]) -> None:
+        super().__init__(members)
+        first = members[0]
+        assert isinstance(first, ConvolutionLayer)
+        self._convolution = first
+        self._factors = [m for m in members if isinstance(m, BatchNormLayer | ScaleLayer | BiasLayer)]
+        types = {member.type for member in members}
+        self._adds, self._relu = "Eltwise" in types, "ReLU" in types
+        outputs = (first.blobs[0].shape[0],)
+        self._factor, self._term = self.backend.zeros(outputs), self.backend.zeros(outputs)
+        self._weights: Array | None = None
+        self._kept: tuple[Convolution, Array] | None = None
+        """The plan that has the folded weights in an order of its own, and those as learned, for which it uses them."""
+
+    @property
+    def folded(self) -> list[Array]:
+        """What `fold` computed and the layer keeps."""
+        return [self._factor, self._term] + ([] if self._weights is None else [self._weights])
+
+    @property
+    def folded_layers(self) -> list[Layer]:
+        """The layers whose parameters only `fold` reads."""
+        return [self._convolution, *self._factors] if self._factors else []
+
+    def fold(self) -> None:
+        """Compute the weights and the bias of the present parameters. Called whenever those have changed."""
+        if not self._factors:
+            self._convolution.keep_weights(self._convolution.weights())
+            return
+        factor, term, bias = self._factor, self._term, self._convolution.bias
+        self.backend.fill(factor, 1)
+        if bias is None:
+            self.backend.fill(term, 0)
+        else:
+            self.backend.copy(bias, term)
+        for layer in self._factors:
+            self._apply(layer)
+        self._fold_weights()
+
+    def _fold_weights(self) -> None:
+        """The weights with the factor; a plan that has read them needs no copy of them beside its own."""
+        convolution, learned = self._convolution, self._convolution.blobs[0].data
+        weights = self._weights
+        if weights is None:
+            weights = self.backend.zeros(convolution.blobs[0].shape, convolution.dtype)
+        self.backend.apply(product_with_channel, (convolution.blobs[0].data, self._factor), (weights,), axis=0)
+        kept = convolution.keep_weights(weights, learned)
+        self._weights, self._kept = (None, (convolution.plan, learned)) if kept else (weights, None)
+
+    @property
+    def _is_outdated(self) -> bool:
+        """Whether a new shape has brought another plan, or the parameters lie elsewhere now."""
+        plan, learned = self._kept or (None, None)
+        return plan is not None and (
+            plan is not self._convolution.plan or learned is not self._convolution.blobs[0].data
+        )
+
+    def _apply(self, layer: BatchNormLayer | ScaleLayer | BiasLayer) -> None:
+        """Factor and term after one more layer."""
+        factor, term = self._factor, self._term
+        if isinstance(layer, BatchNormLayer):
+            n = layer.normalisation()
+            self.backend.batch_norm_load(n)
+            inputs = (factor, term, n.mean, n.inverse, n.scale, n.bias)
+            self.backend.apply(after_statistics, inputs, (factor, term))
+        elif isinstance(layer, BiasLayer):
+            self.backend.apply(total, (term, layer.blobs[0].data), (term,))
+        else:
+            scale = layer.blobs[0].data
+            self.backend.apply(product, (factor, scale), (factor,))
+            if len(layer.blobs) > 1:
+                self.backend.apply(scaled_and_shifted, (term, scale, layer.blobs[1].data), (term,))
+            else:
+                self.backend.apply(product, (term, scale), (term,))
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        self._convolution.reshape(bottom[:1], top[:1])
+        if self._adds and bottom[1].shape != top[0].shape:
+            raise self.shape_error("the sum's bottoms must have one shape", top[0], bottom[1])
+        for blob in top[1:]:
+            blob.reshape(top[0].shape)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        if self._is_outdated:
+            self._fold_weights()
+        bias = self._term if self._factors else self._convolution.bias
+        residual = bottom[1].data if self._adds else None
+        self._convolution.convolve(bottom[0], top[0], self._weights, bias, residual, self._relu)
+        for blob in top[1:]:
+            blob.bind(data=top[0].data)
+
 
 FACTORS = ("BatchNorm", "Scale", "Bias")
 """Layers that multiply each channel by a number and add one to it."""

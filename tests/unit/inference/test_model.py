@@ -19,7 +19,7 @@ from caffepy.errors import ConfigError, ShapeError, SnapshotError
 from caffepy.inference.model import Model
 from caffepy.inference.runners import MAX_SHAPES
 from caffepy.layers.core.base import LayerContext
-from caffepy.net.fusion.folded import FoldedConvolution
+from caffepy.net.fusion.fold import FoldedConvolution
 from caffepy.proto import caffe_pb2
 
 NET = """

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from caffepy.layers.core.base import LAYERS, import_layer_types
-from caffepy.layers.core.modules import layer_modules
+from caffepy.layers.core.known_types import layer_modules
 
 ONE = """
 import sys

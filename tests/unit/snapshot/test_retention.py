@@ -93,7 +93,8 @@ def test_older_ones_stay_when_the_newest_cannot_be_read_back(
     with build_solver(SOLVER, NET, keep=RetentionPolicy(last=1)) as solver:
         solver.restore(Path("x_iter_4.solverstate"))
         solver.step(1)
-        monkeypatch.setattr("caffepy.solvers.io.state.write_caffemodel", lambda path, *_: path.write_bytes(b"no weights"))
+        broken = lambda path, *_: path.write_bytes(b"no weights")  # noqa: E731
+        monkeypatch.setattr("caffepy.solvers.io.state.write_caffemodel", broken)
         solver.snapshot()
     assert left(folder) == [2, 4, 5]
     assert "older snapshots are kept, because the newest cannot be read back: x_iter_5.caffemodel" in caplog.text

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         DataError: files are missing or are not CIFAR-10's, or a database is there already.
         RunError: writing failed.
     """
-    from caffepy.data.conversion.cifar import convert_cifar
+    from caffepy.data.conversion.known_sets import convert_cifar
 
     for path, count in convert_cifar(args.input_folder, args.output_folder, args.backend, args.force).items():
         print(f"{path}: {count} images")

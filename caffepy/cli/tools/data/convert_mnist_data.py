@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         RunError: writing failed.
     """
     from caffepy.data.conversion.image_sets import Database
-    from caffepy.data.conversion.mnist import convert_digits
+    from caffepy.data.conversion.known_sets import convert_digits
 
     target = Database(args.db_name, args.backend, args.force)
     print(f"{args.db_name}: {convert_digits(args.image_file, args.label_file, target)} images")

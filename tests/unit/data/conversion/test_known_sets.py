@@ -10,10 +10,9 @@ import lmdb
 import numpy as np
 import pytest
 
-from caffepy.data.conversion.cifar import convert_cifar
 from caffepy.data.conversion.image_sets import Database
+from caffepy.data.conversion.known_sets import convert_cifar, convert_digits
 from caffepy.data.conversion.label_maps import create_label_map, read_label_map
-from caffepy.data.conversion.mnist import convert_digits
 from caffepy.data.images.mean import read_mean
 from caffepy.errors import ConfigError, DataError
 from caffepy.proto.caffe_pb2 import Datum

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_draws import Parts, ScriptedDraws
 
-from caffepy.data.transforms.color import distort, scale_bytes
 from caffepy.data.transforms.draws import Draws
+from caffepy.data.transforms.im_transforms import distort, scale_bytes
 from caffepy.errors import DataError
 from caffepy.proto.caffe_pb2 import DistortionParameter
 

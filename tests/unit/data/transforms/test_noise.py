@@ -4,7 +4,7 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.data.transforms.draws import Draws
-from caffepy.data.transforms.noise import apply_noise
+from caffepy.data.transforms.im_transforms import apply_noise
 from caffepy.errors import DataError
 from caffepy.proto.caffe_pb2 import NoiseParameter
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scripted_draws import Parts, ScriptedDraws
 
 from caffepy.data.transforms.draws import Draws
-from caffepy.data.transforms.resize import apply_resize, random_resize, random_size, resizes_randomly
+from caffepy.data.transforms.im_transforms import apply_resize, random_resize, random_size, resizes_randomly
 from caffepy.errors import DataError
 from caffepy.proto.caffe_pb2 import ResizeParameter, TransformationParameter
 

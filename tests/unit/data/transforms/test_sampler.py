@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_draws import Parts, ScriptedDraws
 
+from caffepy.data.transforms.boxes import check_samplers, random_patches, sample_patch, satisfies
 from caffepy.data.transforms.draws import Draws
-from caffepy.data.transforms.sampler import check_samplers, random_patches, sample_patch, satisfies
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import BatchSampler, SampleConstraint, Sampler
 

@@ -18,7 +18,7 @@ from caffepy.backend.meta.backend import MetaBackend
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, DataError, ShapeError
 from caffepy.layers import LayerContext
-from caffepy.layers.detection.result_files import _number
+from caffepy.layers.detection.detection_output import _number
 from caffepy.net.net import Net
 from caffepy.proto import caffe_pb2
 

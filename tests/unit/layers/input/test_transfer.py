@@ -17,7 +17,7 @@ from caffepy.data.schedule import Shard
 from caffepy.data.sources.lmdb_write import record_key, write_datums
 from caffepy.errors import AbortedError, RunError
 from caffepy.layers.core.base import LayerContext, layer_class
-from caffepy.layers.input.transfer import ByteTransfer, FloatTransfer, blocks_needed, passes_per_block
+from caffepy.layers.input.prefetching import ByteTransfer, FloatTransfer, blocks_needed, passes_per_block
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, BlobProto, BlobShape, Datum, LayerParameter
 
 SHAPES = [(1, 6, 8), (2, 5, 5), (3, 6, 8), (7, 4, 9)]

@@ -18,7 +18,7 @@ from caffepy.backend import Backend, create_backend
 from caffepy.errors import ShapeError
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
-from caffepy.net.fusion.folded import FoldedConvolution
+from caffepy.net.fusion.fold import FoldedConvolution
 from caffepy.net.memory.plan import plan_memory
 from caffepy.proto import caffe_pb2
 

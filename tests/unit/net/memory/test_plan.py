@@ -20,7 +20,7 @@ from caffepy.config.load import read_net
 from caffepy.config.text import parse_text
 from caffepy.errors import DataError, OutOfMemoryError
 from caffepy.layers.core.base import LayerContext
-from caffepy.layers.input.transfer import blocks_needed, expected_bytes, passes_per_block
+from caffepy.layers.input.prefetching import blocks_needed, expected_bytes, passes_per_block
 from caffepy.net import Net
 from caffepy.net.memory.liveness import BLOBS, BUFFERS, GRADIENTS, INPUTS, PARAMETERS
 from caffepy.net.memory.plan import MemoryPlan, describe, plan_memory, sample_shapes

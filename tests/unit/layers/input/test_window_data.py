@@ -3,10 +3,9 @@ import numpy as np
 import pytest
 from training import build_net
 
-from caffepy.data.loaders.windows import WindowLoader, WindowSettings, place_window
 from caffepy.data.prefetch import Batch
-from caffepy.data.sources.windows import WindowSource
 from caffepy.errors import DataError
+from caffepy.layers.input.window_data import WindowLoader, WindowSettings, WindowSource, place_window
 
 IMAGE = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
 

@@ -7,10 +7,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scripted_draws import Parts, ScriptedDraws
 
-from caffepy.data.transforms.coverage import CoverageMap
-from caffepy.data.transforms.detectnet import Augmentation, augment_boxes, augment_image, choose, rotated_size
 from caffepy.data.transforms.draws import Draws
 from caffepy.errors import DataError
+from caffepy.layers.input.detectnet_transformation import (
+    Augmentation,
+    CoverageMap,
+    augment_boxes,
+    augment_image,
+    choose,
+    rotated_size,
+)
 from caffepy.proto.caffe_pb2 import DetectNetAugmentationParameter, DetectNetGroundTruthParameter
 
 SIZE = (80, 120)

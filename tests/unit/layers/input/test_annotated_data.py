@@ -5,12 +5,12 @@ from google.protobuf import text_format
 from memory_records import Records
 from training import build_net
 
-from caffepy.data.loaders.annotated import AnnotatedLoader, AnnotatedSettings, first_boxes
 from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
 from caffepy.data.sources.lmdb_write import record_key, write_datums
 from caffepy.data.transform import Transformer
 from caffepy.errors import DataError
+from caffepy.layers.input.annotated_data import AnnotatedLoader, AnnotatedSettings, first_boxes
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, AnnotatedDatum, BatchSampler, Datum, TransformationParameter
 
 CORNERS = np.array([[0.1, 0.2, 0.5, 0.6], [0.5, 0.5, 1.0, 0.9], [0.0, 0.0, 0.2, 0.3]], np.float32)

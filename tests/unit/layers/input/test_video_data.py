@@ -6,11 +6,10 @@ import pytest
 from google.protobuf import text_format
 from training import build_net
 
-from caffepy.data.loaders.video import VideoLoader
 from caffepy.data.prefetch import Batch
-from caffepy.data.sources.video import VideoSource
 from caffepy.data.transform import Transformer
 from caffepy.errors import DataError
+from caffepy.layers.input.video_data import VideoLoader, VideoSource
 from caffepy.proto.caffe_pb2 import TEST, TransformationParameter
 
 FRAMES = 12

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.data.prefetch import Batch
-from caffepy.data.sources.hdf5 import Hdf5Loader, Hdf5Source
 from caffepy.errors import DataError
+from caffepy.layers.input.hdf5_data import Hdf5Loader, Hdf5Source
 
 
 def write(path, **datasets):
