@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from caffepy.snapshot.binary import (
     check_blob,
     check_size,
     checksummed,
+    from_blob_proto,
     is_hdf5,
     read_message,
     refusing_damage,
@@ -56,6 +57,16 @@ def read_solverstate(path: Path) -> Stored[SolverState]:
             stored = read_message(path, SolverState)
         _check_state(stored.message, str(path))
     return stored
+
+
+def history_arrays(stored: Stored[SolverState], path: Path) -> Iterator[np.ndarray]:
+    """The arrays of a history, float32; those of a binary file are views of its bytes.
+
+    Raises:
+        SnapshotError: an array has not as many values as its shape says.
+    """
+    for index, blob in enumerate(stored.message.history):
+        yield from_blob_proto(blob, f"{path}: history blob {index}", stored.content)
 
 
 def _check_state(state: SolverState, origin: str) -> None:

@@ -25,16 +25,21 @@ from caffepy.config.paths import PathResolver
 from caffepy.config.solver_check import log_ignored
 from caffepy.data.schedule import Shard
 from caffepy.defaults import MAX_SKIPPED
-from caffepy.errors import StopRequestedError
+from caffepy.errors import SnapshotError, StopRequestedError
 from caffepy.net.forward_runner import ForwardRunner
 from caffepy.net.memory.plan import describe
 from caffepy.progress import interactive, progress_bar
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.registry import Registry
 from caffepy.report import Performance
-from caffepy.snapshot.caffemodel import check_caffemodel_size, read_caffemodel
+from caffepy.snapshot.caffemodel import TrainedLayers, check_caffemodel_size, copy_trained_layers, read_caffemodel
 from caffepy.snapshot.files import check_snapshot, remove_unfinished
-from caffepy.snapshot.solverstate import check_solverstate_size
+from caffepy.snapshot.solverstate import (
+    check_solverstate_size,
+    find_learned_net,
+    history_arrays,
+    read_solverstate,
+)
 from caffepy.solvers.callbacks import Action, SingleDevice, SolverCallback
 from caffepy.solvers.capacity import suggest_batch_size_on_oom
 from caffepy.solvers.clock import Clock
@@ -48,7 +53,7 @@ from caffepy.solvers.io.display import Display
 from caffepy.solvers.io.face import SolverFace, on_device
 from caffepy.solvers.io.observers import Observers
 from caffepy.solvers.io.retention import SnapshotRetention
-from caffepy.solvers.io.state import adopt_state, restore_state, snapshot_paths, write_snapshot
+from caffepy.solvers.io.state import adopt_state, check_fits, history_views, snapshot_paths, write_snapshot
 from caffepy.solvers.io.testing import all_finished, run_tests
 from caffepy.solvers.iteration import IterationSteps
 from caffepy.solvers.loss import LossWindow
@@ -226,8 +231,11 @@ class Solver(SolverFace, ABC):
         """Copy trained layers from .caffemodel files, later ones over earlier ones; raises SnapshotError."""
         for path in paths:
             self.log("Finetuning from %s", path)
-            self.net.copy_trained_layers_from(read_caffemodel(path), str(path))
+            self._copy_layers(read_caffemodel(path), path)
         self._refresh_copies()
+
+    def _copy_layers(self, weights: TrainedLayers, path: Path) -> None:
+        copy_trained_layers(self.net.layers, weights, str(path), self.net.context.log_level)
 
     def _refresh_copies(self) -> None:
         """Bring the parameters' copies in other dtypes up to date after something else than an update changed them."""
@@ -457,15 +465,38 @@ class Solver(SolverFace, ABC):
 
     @on_device
     def restore(self, path: Path) -> None:
-        """Resume from a snapshot of caffepy's or of either Caffe's.
+        """Resume from a .solverstate of caffepy's or of either Caffe's, and the .caffemodel that it names.
 
         Raises:
-            SnapshotError: it cannot be read, or is of another solver or net.
+            SnapshotError: a file cannot be read, or is of another solver or net; nothing was changed.
         """
+        path = Path(path)
         self.log("Restoring previous solver status from %s", path)
-        self.restored, self._resumed = restore_state(self.state, Path(path)), Path(path)
+        stored = read_solverstate(path)
+        saved = stored.message
+        check_fits(self.state, saved, path)
+        if saved.HasField("learned_net"):
+            self._restore_weights(find_learned_net(saved, path))
+        else:
+            log.warning("%s names no learned_net: the weights stay as they are, as in Caffe", path)
+        for part, values in zip(history_views(self.state), history_arrays(stored, path), strict=True):
+            self.backend.from_host(values.reshape(part.shape), part)
+        saved.ClearField("history")
+        adopt_state(self.state, saved)
+        self.restored, self._resumed = saved, path
         self._refresh_copies()
         self._snapshot_at = self.iteration
+
+    def _restore_weights(self, path: Path) -> None:
+        """Copy all parameters of the net from a .caffemodel, or none."""
+        weights = read_caffemodel(path)
+        stored = {layer.name for layer in weights.message.layer}
+        for parameter in self.net.parameters.parameters:
+            if parameter.layer.name not in stored:
+                raise SnapshotError(
+                    f"{path}: has no layer '{parameter.layer.name}', which the net has; it is of another net"
+                )
+        self._copy_layers(weights, path)
 
     def check_earlier_snapshots(self) -> None:
         """Warn, before training and behind `restore`, of earlier snapshots with the solver's prefix.

@@ -1,4 +1,4 @@
-"""A solver's snapshots: all that makes a resumed run the same as one never stopped, to and from files."""
+"""A solver's state as a message: all that makes a resumed run the same as one never stopped."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
+from caffepy.backend.types import Array
 from caffepy.blob import format_shape
 from caffepy.errors import SnapshotError
 from caffepy.layers.core.base import Layer
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
-from caffepy.snapshot.binary import Stored, blob_shape, check_values, from_blob_proto, same_shape
-from caffepy.snapshot.caffemodel import read_caffemodel, write_caffemodel
+from caffepy.snapshot.binary import blob_shape, check_values, same_shape
+from caffepy.snapshot.caffemodel import write_caffemodel
 from caffepy.snapshot.files import snapshot_names
-from caffepy.snapshot.solverstate import find_learned_net, read_solverstate, write_solverstate
+from caffepy.snapshot.solverstate import write_solverstate
 from caffepy.solvers.train_state import TrainState
 
 log = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ def write_snapshot(state: TrainState) -> Path:
         state.log("Snapshotting to %s file %s", kind, weights)
         write_caffemodel(weights, state.net.name, state.net.layers, state.param.snapshot_diff)
         state.log("Snapshotting solver state to %s file %s", kind, path)
-        write_solverstate(path, saved, _history_arrays(state))
+        write_solverstate(path, saved, map(state.backend.to_host, history_views(state)))
     return path
 
 
@@ -74,34 +73,12 @@ def save_state(state: TrainState) -> SolverState:
     return saved
 
 
-def _history_arrays(state: TrainState) -> Iterator[np.ndarray]:
+def history_views(state: TrainState) -> Iterator[Array]:
     """The history in Caffe's order, each part in its parameter's logical shape."""
     parameters = state.net.parameters
     for flat in state.history:
         for parameter in parameters.parameters:
-            yield state.backend.to_host(parameters.view(flat, parameter))
-
-
-def restore_state(state: TrainState, path: Path) -> SolverState:
-    """Load weights, history and position from a .solverstate and the .caffemodel that it names.
-
-    Returns the state without its history, for `adopt_state` of the devices that train with this one.
-
-    Raises:
-        SnapshotError: a file cannot be read, or is of another solver or net; nothing was changed.
-    """
-    stored = read_solverstate(path)
-    saved = stored.message
-    _check_rule(state, saved, path)
-    _check_history(state, saved, path)
-    if saved.HasField("learned_net"):
-        _restore_weights(state, find_learned_net(saved, path))
-    else:
-        log.warning("%s names no learned_net: the weights stay as they are, as in Caffe", path)
-    _restore_history(state, stored, path)
-    saved.ClearField("history")
-    adopt_state(state, saved)
-    return saved
+            yield parameters.view(flat, parameter)
 
 
 def adopt_state(state: TrainState, saved: SolverState) -> None:
@@ -122,15 +99,17 @@ def _global_batch(state: TrainState) -> int:
     return state.net.batch_size() * state.net.context.shard.world_size
 
 
-def _check_rule(state: TrainState, saved: SolverState, path: Path) -> None:
+def check_fits(state: TrainState, saved: SolverState, path: Path) -> None:
+    """Refuse the state of another solver type or net, before anything is changed.
+
+    Raises:
+        SnapshotError: it is such a state, or its history is not whole.
+    """
     if saved.HasField("solver_type") and saved.solver_type != state.param.type:
         raise SnapshotError(
             f"{path}: is the state of a solver of type {saved.solver_type}, this one is {state.param.type}; "
             f'set type: "{saved.solver_type}", or start from its weights with --weights'
         )
-
-
-def _check_history(state: TrainState, saved: SolverState, path: Path) -> None:
     parameters = state.net.parameters.parameters
     expected = len(state.history) * len(parameters)
     if len(saved.history) != expected:
@@ -147,25 +126,6 @@ def _check_history(state: TrainState, saved: SolverState, path: Path) -> None:
                 f"{format_shape(blob_shape(blob))}, the net's parameter {format_shape(parameter.blob.shape)}; "
                 "it is of another net"
             )
-
-
-def _restore_weights(state: TrainState, path: Path) -> None:
-    weights = read_caffemodel(path)
-    stored = {layer.name for layer in weights.message.layer}
-    for parameter in state.net.parameters.parameters:
-        name = parameter.layer.name
-        if name not in stored:
-            raise SnapshotError(f"{path}: has no layer '{name}', which the net has; it is of another net")
-    state.net.copy_trained_layers_from(weights, str(path))
-
-
-def _restore_history(state: TrainState, stored: Stored[SolverState], path: Path) -> None:
-    parameters = state.net.parameters
-    count = len(parameters.parameters)
-    for i, blob in enumerate(stored.message.history):
-        parameter = parameters.parameters[i % count]
-        values = from_blob_proto(blob, f"{path}: history blob {i}", stored.content).reshape(parameter.blob.shape)
-        state.backend.from_host(values, parameters.view(state.history[i // count], parameter))
 
 
 def _restore_random(state: TrainState, saved: SolverState) -> None:
