@@ -16,17 +16,20 @@ from numpy.typing import NDArray
 
 from caffepy.backend.input_ring import ByteImages
 from caffepy.blob import check_shape
-from caffepy.data.images.annotations import COLUMNS, Annotations, Floats, parse_annotated_datum
 from caffepy.data.loader import DatumLoader, Shape
 from caffepy.data.prefetch import Batch
 from caffepy.data.sources.source import RecordSource
 from caffepy.data.transform import Choices, Transformer
 from caffepy.data.transforms.boxes import (
+    COLUMNS,
+    Annotations,
+    Floats,
     check_samplers,
     clip,
     crop_annotations,
     extrapolate_annotations,
     mirror_annotations,
+    parse_annotated_datum,
     resize_annotations,
     sample_patch,
 )
