@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from caffepy.snapshot.caffemodel import read_weights
     from caffepy.solvers import Solver, create_solver
     from caffepy.training.callback import Callback
-    from caffepy.training.train import train
-    from caffepy.training.trained import TrainResult
+    from caffepy.training.train import TrainResult, train
 
 _LAZY = {
     "Backend": "caffepy.backend",
@@ -33,7 +32,7 @@ _LAZY = {
     "PathResolver": "caffepy.config.paths",
     "RunError": "caffepy.errors",
     "Solver": "caffepy.solvers",
-    "TrainResult": "caffepy.training.trained",
+    "TrainResult": "caffepy.training.train",
     "UserError": "caffepy.errors",
     "create_backend": "caffepy.backend",
     "create_solver": "caffepy.solvers",

@@ -1,7 +1,8 @@
-"""Writes the pages that are generated: fields, layers and the tables of ONNX operators."""
+"""Writes the pages that are generated: fields, layers, options and the tables of ONNX operators."""
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
 import textwrap
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from google.protobuf.descriptor import Descriptor
 
+from caffepy.cli.main import build_parser
 from caffepy.config.fields import NO_MEANING, REFUSED
 from caffepy.layers import Layer, layer_class
 from caffepy.layers.core.base import LAYERS, import_layer_types
@@ -18,6 +20,8 @@ from caffepy.onnx.export.graph import FORMS
 from caffepy.onnx.export.write import find_exporters
 from caffepy.onnx.importer.node import IMPORTED_AS
 from caffepy.onnx.importer.read import find_importers
+from caffepy.options.declaration import Option, options_of
+from caffepy.parallel.options import TrainOptions
 from caffepy.proto import caffe_pb2
 
 DOCS = Path(__file__).parent
@@ -52,6 +56,14 @@ Every layer type with its formula, its settings and its blobs. *dtypes* are thos
 float16 and bfloat16; other layers of a half-precision net are given float32. *Compared with* is what the tests compare
 the layer with: reference numbers drawn from that Caffe, and for all layers formulas in double precision and central
 differences. `python docs/generate.py` writes this file from the docstrings.
+"""
+_HEAD_OF_OPTIONS = """\
+# Options of training
+
+The options of `caffepy train`; the second column is the keyword of `caffepy.train`. Flags may be spelled as Caffe's
+tools took them: `-max_skipped 10`, `-max_skipped=10`, `--max-skipped 10`. Where several ranks train, they compare the
+options before the first iteration and refuse to train with different ones; those marked *own* may differ.
+`python docs/generate.py` writes this file from `caffepy/parallel/options.py` and `caffepy/options/solver.py`.
 """
 _HEAD_OF_ONNX = """\
 # ONNX
@@ -199,7 +211,42 @@ def onnx_page() -> str:
     )  # fmt: skip
 
 
-PAGES = {"reference/fields.md": fields_page, "reference/layers.md": layers_page, "how-to/onnx.md": onnx_page}
+def options_page() -> str:
+    """The text of docs/reference/options.md."""
+    declared = {one.destination: one for one in options_of(TrainOptions)}
+    lines = [_HEAD_OF_OPTIONS]
+    for group in sorted(train_parser()._action_groups, key=lambda group: group.title == "options"):
+        actions = [action for action in group._group_actions if action.dest != "help"]
+        if actions:
+            title = "Further options" if group.title == "options" else f"{group.title[:1].upper()}{group.title[1:]}"
+            lines += [f"## {title}\n", "| option | keyword | default | ranks | |", "|---|---|---|---|---|"]
+            lines += [*(option_row(action, declared.get(action.dest)) for action in actions), ""]
+    return "\n".join(lines)
+
+
+def train_parser() -> argparse.ArgumentParser:
+    """The parser of `caffepy train`."""
+    commands = next(a for a in build_parser(["train"])._actions if isinstance(a, argparse._SubParsersAction))
+    parser: argparse.ArgumentParser = commands.choices["train"]
+    return parser
+
+
+def option_row(action: argparse.Action, declared: Option | None) -> str:
+    """One row of docs/reference/options.md; `declared` is the action's declaration if it has one."""
+    value = "" if action.nargs == 0 else f" {action.metavar or '|'.join(action.choices or ())}"
+    flags = ", ".join(f"`{flag}{value}`".replace("|", "\\|") for flag in action.option_strings)
+    if declared is None:
+        return f"| {flags} | | | | {action.help} |"
+    ranks = "own" if declared.per_rank else ""
+    return f"| {flags} | `{declared.name}` | {declared.default_text} | {ranks} | {declared.help} |"
+
+
+PAGES = {
+    "reference/fields.md": fields_page,
+    "reference/layers.md": layers_page,
+    "reference/options.md": options_page,
+    "how-to/onnx.md": onnx_page,
+}
 
 if __name__ == "__main__":
     for page, make in PAGES.items():

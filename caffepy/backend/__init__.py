@@ -10,7 +10,7 @@ from caffepy.backend.handles import Convolution
 from caffepy.backend.indexing_primitives import SparseMatrix
 from caffepy.backend.interface import Backend
 from caffepy.backend.types import Array, Geometry, LrnWindow, RandomStream
-from caffepy.defaults import MATH_MODES
+from caffepy.options.solver import MATH_MODES
 
 __all__ = [
     "MATH_MODES",

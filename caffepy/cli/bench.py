@@ -6,8 +6,9 @@ import argparse
 import re
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser, gpu_list, positive, positive_seconds
+from caffepy.cli.options import Parser
 from caffepy.errors import RunError
+from caffepy.options.types import gpu_list, positive, positive_seconds
 
 if TYPE_CHECKING:
     from caffepy.parallel.benchmark import BenchmarkOptions, Timing

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from caffepy.cli.options import Parser, gpu_list
+from caffepy.cli.options import Parser
 from caffepy.errors import CaffepyError, ConfigError, MissingExtraError
+from caffepy.options.types import gpu_list
 
 _PACKAGES = (
     ("NumPy", ("numpy",)),

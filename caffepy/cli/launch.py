@@ -13,8 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from caffepy.cli.options import Parser, name_list, normalise, positive
+from caffepy.cli.options import Parser, normalise
 from caffepy.errors import CaffepyError, ConfigError, MissingExtraError
+from caffepy.options.types import name_list, positive
 
 if TYPE_CHECKING:
     from caffepy.parallel.launch.hostfile import Host

@@ -8,17 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import (
-    Parser,
-    add_dialect_option,
-    add_state_options,
-    gpu_number,
-    positive,
-    positive_number,
-    record_shape,
-)
+from caffepy.cli.options import Parser, add_dialect_option, add_state_options
 from caffepy.cli.record_shapes import record_shapes
 from caffepy.errors import ConfigError
+from caffepy.options.types import gpu_number, positive, positive_number, record_shape
 
 if TYPE_CHECKING:
     from caffepy.layers import LayerContext

@@ -7,20 +7,17 @@ Caffe's own programs use gflags: `-solver x`, `-solver=x`, `--solver x` and `--s
 from __future__ import annotations
 
 import argparse
-import math
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from caffepy.defaults import MATH_MODES
 from caffepy.errors import ConfigError
+from caffepy.options import ExecutionOptions
+from caffepy.options.declaration import Option, options_of
+from caffepy.options.types import gpu_list
+from caffepy.parallel.options import TrainOptions
 from caffepy.registry import suggest
 
-LARGEST = 2**31 - 1
-"""Largest whole number of an option."""
-LONGEST_SECONDS = 1e8
-"""Three years; threads cannot wait much longer."""
 _NAMES = re.compile(r"(?<=argument )--?\w[\w-]*(?:/--?\w[\w-]*)+")
 """The names of an option, as argparse puts them into messages."""
 _OPTION = re.compile(r"-{1,2}([A-Za-z][\w-]+)(=.*)?", re.DOTALL)
@@ -123,177 +120,59 @@ class Commands(_Subparsers):
         return "\n\n".join(parts)
 
 
-def file_list(text: str) -> list[Path]:
-    """Files divided by commas, as Caffe's --weights takes them; at least one."""
-    return [Path(part.strip()) for part in given(text, "a file").split(",") if part.strip()]
+def add_options(parser: argparse._ActionsContainer, declared: Any, names: Collection[str] = ()) -> None:
+    """Add the options that a dataclass declares, in their groups.
+
+    Args:
+        parser: a parser or one of its groups.
+        declared: the dataclass.
+        names: only these, without groups; empty: all that have a flag.
+    """
+    groups: dict[str, argparse._ActionsContainer] = {"": parser}
+    for one in options_of(declared):
+        if not one.flags or (names and one.name not in names):
+            continue
+        title = "" if names else one.group
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        if one.name == "devices":
+            _add_devices(groups[title], one.described)
+        else:
+            _add_option(groups[title], one)
 
 
-def given(text: str, what: str) -> str:
-    """An argument in which there is something else than blanks and commas: a script's variable may be empty."""
-    if not text.replace(",", "").strip():
-        raise argparse.ArgumentTypeError(f"'{text}' names nothing: give {what}, or leave the option out")
-    return text
+def _add_option(parser: argparse._ActionsContainer, one: Option) -> None:
+    settings: dict[str, Any] = {"default": one.default, "help": one.described.replace("%", "%%")}
+    if one.choices is not None:
+        settings["choices"] = one.choices
+    elif one.parse is not None:
+        settings |= {"type": one.parse, "metavar": one.metavar}
+    else:
+        settings["action"] = argparse.BooleanOptionalAction if one.default else "store_true"
+    parser.add_argument(*one.flags, **settings)
 
 
-def file_name(text: str) -> Path:
-    """A file, which is named; an empty name would mean the working directory."""
-    return Path(given(text, "a file"))
-
-
-def snapshot_name(text: str) -> str:
-    """A .solverstate's name, or ``auto``."""
-    return given(text, "a .solverstate or 'auto'")
-
-
-def name_list(text: str) -> list[str]:
-    """Names divided by commas."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not UTF-8") from None
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    number = _whole(text)
-    if not 1 <= number <= LARGEST:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1 and at most {LARGEST}")
-    return number
-
-
-def natural(text: str) -> int:
-    """An option's whole number of 0 or more."""
-    try:
-        return positive(text)
-    except argparse.ArgumentTypeError:
-        if text.strip() == "0":
-            return 0
-        raise argparse.ArgumentTypeError(f"'{text}' is no whole number of 0 or more") from None
-
-
-def level(text: str) -> int:
-    """A whole number, of either sign, as the schema's int32 holds it."""
-    number = _whole(text, LARGEST + 1)
-    if not -LARGEST <= number <= LARGEST:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from {-LARGEST} to {LARGEST}")
-    return number
-
-
-def gpu_number(text: str) -> int:
-    """The number of one GPU."""
-    number = _whole(text, -1)
-    if not 0 <= number <= LARGEST:
-        raise argparse.ArgumentTypeError(f"'{text}' is no GPU's number such as 0")
-    return number
-
-
-def _whole(text: str, otherwise: int = 0) -> int:
-    """The number that `text` is; `otherwise` where it is none, or has more digits than Python reads."""
-    try:
-        return int(text)
-    except ValueError:
-        return otherwise
-
-
-def positive_seconds(text: str) -> float:
-    """A number of seconds above 0."""
-    seconds = positive_number(text, "a number of seconds")
-    if seconds > LONGEST_SECONDS:
-        raise argparse.ArgumentTypeError(f"'{text}' is more than {LONGEST_SECONDS:g} seconds")
-    return seconds
-
-
-def positive_number(text: str, what: str = "a number") -> float:
-    """A number above 0; `what` it is, for the message."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"'{text}' is not {what} above 0")
-    return number
-
-
-def iteration_range(text: str) -> range:
-    """``20:40``, the iterations from 20 on that come before 40."""
-    match = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", text.strip())
-    if match is None or int(match[1]) >= int(match[2]):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a range of iterations such as 20:40")
-    return range(int(match[1]), int(match[2]))
-
-
-def record_shape(text: str) -> tuple[int, ...]:
-    """The dimensions of one record, divided by commas."""
-    try:
-        shape = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        shape = (0,)
-    if min(shape) < 1 or math.prod(shape) > LARGEST:
-        raise argparse.ArgumentTypeError(f"'{text}' is no shape such as 3,224,224")
-    return shape
-
-
-def gpu_list(text: str) -> list[int] | str:
-    """GPU numbers divided by commas, or `all`."""
-    if text.strip().lower() == "all":
-        return "all"
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = [-1]
-    if min(numbers) < 0 or max(numbers) > LARGEST:
-        raise argparse.ArgumentTypeError(f"'{text}' is neither 'all' nor GPU numbers such as 0 or 0,1")
-    if len(set(numbers)) < len(numbers):
-        raise argparse.ArgumentTypeError(f"'{text}' names a GPU twice")
-    return numbers
+def given_values(args: argparse.Namespace, declared: Any) -> dict[str, Any]:
+    """The values of those of a dataclass's options that the command has, by the fields' names."""
+    return {one.name: getattr(args, one.destination) for one in options_of(declared) if one.destination in args}
 
 
 def add_device_options(parser: argparse._ActionsContainer, default: str) -> None:
     """--gpu, --cpu, --threads and --math; `default` says what holds when neither device is given."""
+    _add_devices(parser, f"GPUs to use: 0 or 0,1,2,3 or 'all' ({default})")
+    add_options(parser, TrainOptions, ("threads", "math"))
+
+
+def _add_devices(parser: argparse._ActionsContainer, help: str) -> None:
+    """--gpu and --cpu, which exclude each other."""
     device = parser.add_mutually_exclusive_group()
-    device.add_argument(
-        "--gpu",
-        "--gpus",
-        dest="gpus",
-        type=gpu_list,
-        metavar="LIST",
-        help=f"GPUs to use: 0 or 0,1,2,3 or 'all' ({default})",
-    )
+    device.add_argument("--gpu", "--gpus", dest="gpus", type=gpu_list, metavar="LIST", help=help)
     device.add_argument("--cpu", action="store_true", help="use the CPU")
-    parser.add_argument(
-        "--threads", type=positive, metavar="N", help="CPU threads a solver may use (default: all it can get)"
-    )
-    parser.add_argument(
-        "--math",
-        choices=MATH_MODES,
-        default="tf32",
-        help="how GPUs multiply in FLOAT: on tensor cores, factors rounded to 10 bits (tf32, default), or fully (fp32)",
-    )
-
-
-def add_convolution_options(parser: argparse._ActionsContainer) -> None:
-    """--autotune, --deterministic and their opposites."""
-    parser.add_argument(
-        "--autotune",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="try ways of computing each convolution on the GPU once and remember the fastest (default)",
-    )
-    parser.add_argument(
-        "--deterministic",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="the same bits in every run (default); without it BatchNorm in half precision takes its sums from "
-        "convolutions that round differently each time, which is faster",
-    )
 
 
 def add_engine_options(parser: argparse._ActionsContainer) -> None:
     """--eager, --no-fuse and --no-share."""
-    parser.add_argument("--eager", action="store_true", help="run layer by layer instead of replaying captured graphs")
-    parser.add_argument("--no-fuse", action="store_true", help="compute every layer by itself")
-    parser.add_argument("--no-share", action="store_true", help="give every blob memory of its own")
+    add_options(parser, ExecutionOptions, ("eager", "fuse", "share"))
 
 
 def add_engine_option(parser: Parser) -> None:
@@ -314,9 +193,6 @@ def add_dialect_option(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def add_state_options(parser: argparse.ArgumentParser) -> None:
+def add_state_options(parser: argparse._ActionsContainer) -> None:
     """--level and --stage, which choose among the layers' include and exclude rules."""
-    parser.add_argument("--level", type=level, metavar="N", help="the net's level, for include and exclude rules")
-    parser.add_argument(
-        "--stage", type=name_list, default=[], metavar="LIST", help="the net's stages, divided by commas"
-    )
+    add_options(parser, TrainOptions, ("level", "stage"))

@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from caffepy.cli.options import Parser, add_device_options, positive, positive_number, record_shape
+from caffepy.cli.options import Parser, add_device_options
 from caffepy.errors import ConfigError, DataError
+from caffepy.options.types import positive, positive_number, record_shape
 
 if TYPE_CHECKING:
     from caffepy.plan.model import Cluster, Link

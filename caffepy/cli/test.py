@@ -14,11 +14,9 @@ from caffepy.cli.options import (
     add_engine_option,
     add_engine_options,
     add_state_options,
-    file_list,
-    file_name,
-    positive,
 )
 from caffepy.errors import ConfigError
+from caffepy.options.types import file_list, file_name, positive
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     from caffepy.proto import caffe_pb2
 
     by_runtime = wants_runtime(args.engine, not args.gpus)
-    fuse, share = not (args.no_fuse or by_runtime), not (args.no_share or by_runtime)
+    fuse, share = args.fuse and not by_runtime, args.share and not by_runtime
     with open_net(args, caffe_pb2.TEST, args.iterations, fuse, share) as net:
         load_weights(net, args.weights)
         if net.inputs:

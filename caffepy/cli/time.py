@@ -7,16 +7,9 @@ import logging
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import (
-    Parser,
-    add_device_options,
-    add_dialect_option,
-    add_state_options,
-    file_list,
-    file_name,
-    positive,
-)
+from caffepy.cli.options import Parser, add_device_options, add_dialect_option, add_state_options
 from caffepy.errors import ConfigError
+from caffepy.options.types import file_list, file_name, positive
 
 if TYPE_CHECKING:
     from caffepy.net import Net

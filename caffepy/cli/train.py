@@ -13,26 +13,12 @@ from typing import TYPE_CHECKING
 
 from caffepy import version
 from caffepy.cli.log import raise_once
-from caffepy.cli.options import (
-    Parser,
-    add_convolution_options,
-    add_device_options,
-    add_dialect_option,
-    add_engine_options,
-    add_state_options,
-    file_list,
-    file_name,
-    iteration_range,
-    positive,
-    positive_number,
-    positive_seconds,
-    snapshot_name,
-)
-from caffepy.defaults import COMPRESSIONS, MAX_SKIPPED, SIGNAL_EFFECTS, TIMEOUT
+from caffepy.cli.options import Parser, add_dialect_option, add_options, given_values
 from caffepy.errors import ConfigError
+from caffepy.options.types import file_name
+from caffepy.parallel.options import TrainOptions
 
 if TYPE_CHECKING:
-    from caffepy.parallel.options import TrainOptions
     from caffepy.proto.caffe_pb2 import SolverParameter
 
 logger = logging.getLogger(__name__)
@@ -47,130 +33,14 @@ Train the net that a solver prototxt names.
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
+    """The command's options: its files, and all that `TrainOptions` declares."""
     parser = subparsers.add_parser("train", help="train or finetune a model", description=_DESCRIPTION)
     parser.add_argument("--solver", type=file_name, metavar="FILE", help="the solver's prototxt (needed)")
     parser.add_argument(
         "--from-log", type=file_name, metavar="FILE", help="instead: the log of a training, with its solver and net"
     )
-    _add_start_options(parser)
-    _add_device_options(parser)
-    _add_engine_options(parser)
-    _add_keep_options(parser)
-    _add_trace_options(parser)
-    add_state_options(parser)
+    add_options(parser, TrainOptions)
     add_dialect_option(parser)
-    _add_run_options(parser)
-
-
-def _add_start_options(parser: Parser) -> None:
-    start = parser.add_argument_group("where to start")
-    start.add_argument(
-        "--snapshot",
-        type=snapshot_name,
-        metavar="FILE",
-        help=".solverstate to resume from, or 'auto' for the newest whole one",
-    )
-    start.add_argument(
-        "--weights", type=file_list, default=[], metavar="LIST", help=".caffemodel files to start from, with commas"
-    )
-
-
-def _add_device_options(parser: Parser) -> None:
-    devices = parser.add_argument_group("devices")
-    add_device_options(devices, "which ranks of one host divide; default: what the solver's solver_mode says")
-    devices.add_argument(
-        "--cpu-solvers", type=positive, default=1, metavar="N", help="solver threads of a CPU process (1)"
-    )
-    devices.add_argument(
-        "--batch",
-        choices=("per-rank", "per-device"),
-        default="per-rank",
-        help="batch_size is divided among a rank's devices, as in NVIDIA Caffe (default), or is each device's (BVLC)",
-    )
-    devices.add_argument(
-        "--sync-bn", action="store_true", help="BatchNorm takes its statistics from all devices' batches together"
-    )
-    devices.add_argument(
-        "--compression",
-        choices=COMPRESSIONS,
-        default="none",
-        help="send gradients as float16 or bfloat16: half the bytes, for networks that are slow (default: none)",
-    )
-
-
-def _add_engine_options(parser: Parser) -> None:
-    engine = parser.add_argument_group("GPU engine")
-    add_engine_options(engine)
-    add_convolution_options(engine)
-
-
-def _add_keep_options(parser: Parser) -> None:
-    keeping = parser.add_argument_group("which snapshots stay")
-    keeping.add_argument(
-        "--keep-last", type=positive, default=0, metavar="K", help="the K newest with this prefix (default: all)"
-    )
-    keeping.add_argument(
-        "--keep-best",
-        default="",
-        metavar="SCORE",
-        help="besides these (K is 1 where not given) the one with the best SCORE, an output of a test net or 'loss'",
-    )
-    keeping.add_argument(
-        "--overwrite", action="store_true", help="replace earlier snapshots with this prefix, also of another net"
-    )
-
-
-def _add_trace_options(parser: Parser) -> None:
-    seeing = parser.add_argument_group("seeing what it does")
-    seeing.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write a timeline of all devices, for https://ui.perfetto.dev"
-    )
-    seeing.add_argument(
-        "--trace-iterations",
-        type=iteration_range,
-        metavar="A:B",
-        help="iterations of the timeline, the last not included (default: ten, after the first five)",
-    )
-    seeing.add_argument(
-        "--single-rate",
-        type=positive_number,
-        metavar="IMG_S",
-        help="images a second of one device alone, for the report's scaling (default: as if nobody waited for others)",
-    )
-
-
-def _add_run_options(parser: Parser) -> None:
-    """Options without a group: signals, checks and limits."""
-    for name, effect in (("sigint", "stop"), ("sighup", "snapshot"), ("sigterm", "stop")):
-        parser.add_argument(
-            f"--{name}-effect",
-            choices=SIGNAL_EFFECTS,
-            default=effect,
-            help=f"what {name.upper()} does (default: {effect})",
-        )
-    parser.add_argument(
-        "--check-replicas",
-        type=positive,
-        default=0,
-        metavar="N",
-        help="compare the parameters of all devices every N iterations (default: at each snapshot)",
-    )
-    parser.add_argument("--keep-going", action="store_true", help="go on when the loss is not finite")
-    parser.add_argument(
-        "--max-skipped",
-        type=positive,
-        default=MAX_SKIPPED,
-        metavar="N",
-        help="updates skipped in a row, because gradients are not finite, that end training (%(default)d)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=positive_seconds,
-        default=TIMEOUT,
-        metavar="SECONDS",
-        help="longest wait for another rank (%(default)g)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -192,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     made: list[TrainOptions] = []
 
     def options() -> TrainOptions:
-        made.append(_options(args))
+        made.append(make_options(args))
         return made[0]
 
     command = shlex.join(["caffepy", *args.arguments])
@@ -212,57 +82,23 @@ def _preload_cuda(gpus: list[int] | str) -> None:
     preload_cuda([] if isinstance(gpus, str) or find_launcher() is not None else gpus)
 
 
-def _options(args: argparse.Namespace) -> TrainOptions:
+def make_options(args: argparse.Namespace) -> TrainOptions:
+    """The run that a command line describes.
+
+    Raises:
+        CaffepyError: the solver or the devices are wrong.
+    """
     from caffepy.cli.devices import shares_gpus, train_devices
-    from caffepy.config.paths import PathResolver
-    from caffepy.parallel.options import TrainOptions
     from caffepy.proto import caffe_pb2
-    from caffepy.solvers.execution_options import ExecutionOptions
-    from caffepy.training.prepare import first_launch_time, prepare_solver
+    from caffepy.training.prepare import train_options
 
     param = _read_solver(args)
-    prepare_solver(param, str(args.solver), bool(args.weights or args.snapshot), args.level, args.stage)
     gpu_mode = param.solver_mode == caffe_pb2.SolverParameter.GPU
     if gpu_mode and args.gpus is None and not args.cpu:
         _preload_cuda([param.device_id])
-    resolve = PathResolver(args.solver)
-    return TrainOptions(
-        solver=param,
-        resolve=resolve,
-        devices=train_devices(args, gpu_mode, param.device_id, str(args.solver)),
-        share_gpus=shares_gpus(args, gpu_mode),
-        cpu_solvers=args.cpu_solvers,
-        snapshot=Path(args.snapshot) if args.snapshot and args.snapshot != "auto" else None,
-        resume_newest=args.snapshot == "auto",
-        resume_since=first_launch_time(),
-        weights=args.weights,
-        per_device_batch=args.batch == "per-device",
-        keep_going=args.keep_going,
-        check_replicas=args.check_replicas,
-        keep_last=args.keep_last,
-        keep_best=args.keep_best,
-        overwrite=args.overwrite,
-        timeout=args.timeout,
-        verbose=args.verbose,
-        sigint_effect=args.sigint_effect,
-        sighup_effect=args.sighup_effect,
-        sigterm_effect=args.sigterm_effect,
-        threads=args.threads,
-        math=args.math,
-        sync_bn=args.sync_bn,
-        compression=args.compression,
-        max_skipped=args.max_skipped,
-        trace=args.trace,
-        trace_iterations=args.trace_iterations,
-        single_rate=args.single_rate,
-        engine=ExecutionOptions(
-            args.eager,
-            fuse=not args.no_fuse,
-            share=not args.no_share,
-            autotune=args.autotune,
-            deterministic=args.deterministic,
-        ),
-    )
+    values = given_values(args, TrainOptions)
+    values["devices"] = train_devices(args, gpu_mode, param.device_id, str(args.solver))
+    return train_options(param, args.solver, values, share_gpus=shares_gpus(args, gpu_mode))
 
 
 def _read_solver(args: argparse.Namespace) -> SolverParameter:

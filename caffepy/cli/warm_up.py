@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import argparse
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import (
-    Parser,
-    add_convolution_options,
-    add_device_options,
-    add_dialect_option,
-    add_state_options,
-    file_name,
-    record_shape,
-)
+from caffepy.cli.options import Parser, add_device_options, add_dialect_option, add_options, given_values
 from caffepy.errors import ConfigError
+from caffepy.options.types import file_name, record_shape
+from caffepy.parallel.options import TrainOptions
 
 if TYPE_CHECKING:
-    from caffepy.parallel.options import TrainOptions
     from caffepy.proto.caffe_pb2 import SolverParameter
 
 logger = logging.getLogger(__name__)
@@ -44,15 +38,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--shape", type=record_shape, metavar="C,H,W", help="shape of one record, where the data are not there to tell"
     )
-    parser.add_argument(
-        "--batch",
-        choices=("per-rank", "per-device"),
-        default="per-rank",
-        help="batch_size is divided among the devices (default), or is each device's, as in train",
-    )
     add_device_options(parser, "default: what the solver's solver_mode says; for a model the CPU")
-    add_convolution_options(parser)
-    add_state_options(parser)
+    add_options(parser, TrainOptions, ("batch", "autotune", "deterministic", "level", "stage"))
     add_dialect_option(parser)
 
 
@@ -84,30 +71,17 @@ def _train(args: argparse.Namespace) -> None:
 def _train_options(args: argparse.Namespace) -> TrainOptions:
     from caffepy.cli.devices import shares_gpus, train_devices
     from caffepy.config.load import read_solver
-    from caffepy.config.paths import PathResolver
-    from caffepy.parallel.options import TrainOptions
     from caffepy.proto.caffe_pb2 import SolverParameter
-    from caffepy.solvers.execution_options import ExecutionOptions
-    from caffepy.training.prepare import prepare_solver
+    from caffepy.training.prepare import train_options
 
-    param, resolve = read_solver(args.solver), PathResolver(args.solver)
-    prepare_solver(param, str(args.solver), True, args.level, args.stage)
+    param = read_solver(args.solver)
     gpu_mode = param.solver_mode == SolverParameter.GPU
-    devices = train_devices(args, gpu_mode, param.device_id, str(args.solver))
-    per_device = args.batch == "per-device"
-    _leave_out_data(param, args, 1 if per_device else len(devices or [None]))
-    return TrainOptions(
-        solver=param,
-        resolve=resolve,
-        devices=devices,
-        share_gpus=shares_gpus(args, gpu_mode),
-        per_device_batch=per_device,
-        keep_going=True,
-        verbose=args.verbose,
-        threads=args.threads,
-        math=args.math,
-        engine=ExecutionOptions(autotune=args.autotune, deterministic=args.deterministic),
-    )
+    values = given_values(args, TrainOptions)
+    values["devices"] = train_devices(args, gpu_mode, param.device_id, str(args.solver))
+    options = train_options(param, args.solver, values, share_gpus=shares_gpus(args, gpu_mode), keep_going=True)
+    del param.weights[:]
+    _leave_out_data(param, args, 1 if options.batch == "per-device" else len(options.devices or [None]))
+    return replace(options, resume_since=None)
 
 
 def _leave_out_data(param: SolverParameter, args: argparse.Namespace, devices: int) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,6 +23,7 @@ from caffepy.errors import ConfigError
 from caffepy.layers.core.base import Layer
 from caffepy.layers.input.prefetching import PrefetchingLayer
 from caffepy.net import Net
+from caffepy.options.declaration import option_values
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.processes.world import World
 from caffepy.proto.caffe_pb2 import LayerParameter, SolverParameter, SolverState
@@ -39,18 +40,6 @@ _OF_THE_ROOT = frozenset({"random_seed"})
 _OF_THE_HOST = frozenset({"device_id", "solver_mode"})
 _NETS = frozenset({"net_param", "train_net_param", "test_net_param"})
 """Compared as the nets that became of them."""
-_OWN_OPTIONS = frozenset(
-    {
-        "solver", "resolve", "devices", "share_gpus", "snapshot", "resume_newest", "resume_since", "weights", "verbose",
-        "sigint_effect", "sighup_effect", "sigterm_effect", "threads", "trace", "single_rate", "callbacks",
-    }
-)  # fmt: skip
-"""Options that may differ from rank to rank, that are the root's, or that are compared elsewhere."""
-_SPELLINGS = {
-    "per_device_batch": "--batch per-device",
-    "engine.fuse": "fusing of layers (--no-fuse)",
-    "engine.share": "sharing of memory (--no-share)",
-}
 _NOT_GIVEN = "not given"
 _LONG_LIST = 32
 """Longer lists of numbers are compared by a hash."""
@@ -118,23 +107,12 @@ def describe_run(options: TrainOptions) -> Description:
 
 
 def describe_options(options: TrainOptions) -> Description:
-    """All options except `_OWN_OPTIONS`."""
+    """All options except those that are declared `per_rank`."""
     described = {"--trace": "given" if options.trace is not None else _NOT_GIVEN}
     described[f"--dialect or {DIALECT}"] = os.environ.get(DIALECT, "").strip().lower() or _NOT_GIVEN
-    for name, value in _flat_options(options):
-        if name.partition(".")[0] not in _OWN_OPTIONS:
-            spelling = _SPELLINGS.get(name, f"--{name.rpartition('.')[2].replace('_', '-')}")
-            described[spelling] = _option_text(value)
-    return described
-
-
-def _flat_options(options: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for field in fields(options):
-        value = getattr(options, field.name)
-        if is_dataclass(value):
-            yield from _flat_options(value, f"{field.name}.")
-        else:
-            yield prefix + field.name, value
+    described["the program"] = "caffepy.train" if options.keeps_trained else "caffepy train"
+    alike = ((one.flags[-1], value) for one, value in option_values(options) if not one.per_rank)
+    return described | {flag: _option_text(value) for flag, value in alike}
 
 
 def _option_text(value: Any) -> str:
@@ -144,6 +122,8 @@ def _option_text(value: Any) -> str:
         return f"{value.start}:{value.stop}"
     if isinstance(value, float):
         return f"{value:g}"
+    if isinstance(value, list):
+        return ",".join(map(str, value)) or _NOT_GIVEN
     return _NOT_GIVEN if value is None else str(value)
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend import Backend, create_backend
-from caffepy.defaults import TIMEOUT
 from caffepy.errors import ConfigError, PeerError
 from caffepy.monotonic_clock import suspend_aware_seconds
+from caffepy.options.solver import TIMEOUT
 from caffepy.parallel.async_connector import Connector
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.control.connect import connect_training

@@ -53,7 +53,7 @@ def device_specs(world: World, options: TrainOptions, cores: Cores) -> list[Devi
             device,
             _label(index, device, count),
             threads if device is None else None,
-            Shard(world.rank * count + index, world.size * count, count, options.per_device_batch, training),
+            Shard(world.rank * count + index, world.size * count, count, options.batch == "per-device", training),
         )
         for index, device in enumerate(devices)
     ]

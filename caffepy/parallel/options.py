@@ -1,19 +1,38 @@
-"""The options of a training run, from the command line or a script."""
+"""The options of a training run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from caffepy.defaults import COMPRESSIONS, MAX_SKIPPED, SIGNAL_EFFECTS, TIMEOUT
 from caffepy.errors import ConfigError
-from caffepy.solvers.execution_options import ExecutionOptions
+from caffepy.options.declaration import check_values, option
+from caffepy.options.solver import KEEP_GROUP, MATH_MODES, MAX_SKIPPED, TIMEOUT, ExecutionOptions, RetentionPolicy
+from caffepy.options.types import (
+    file_list,
+    file_name,
+    gpu_list,
+    iteration_range,
+    level,
+    name_list,
+    positive,
+    positive_number,
+    positive_seconds,
+    snapshot_name,
+)
 
 if TYPE_CHECKING:
     from caffepy.config.paths import PathResolver
     from caffepy.proto.caffe_pb2 import SolverParameter
+
+_SIGNAL_EFFECTS = ("stop", "snapshot", "none")
+_START = "where to start"
+_DEVICES = "devices"
+_TRACE = "seeing what it does"
+_SIGNALS = "signals"
+_LIMITS = "checks and limits"
 
 
 @dataclass
@@ -23,68 +42,98 @@ class TrainOptions:
     Args:
         solver: the solver's prototxt.
         resolve: finds the files that prototxts name.
-        devices: numbers of this rank's GPUs, which ranks of one host with the same GPUs divide; None trains on the CPU.
         share_gpus: `devices` are all GPUs that this process sees; some may stay idle where ranks divide them.
-        cpu_solvers: solver threads of this rank, on the CPU.
-        snapshot: the .solverstate to resume from; rank 0 reads it.
         resume_newest: resume from the newest whole snapshot with the solver's prefix, if rank 0 finds one.
-        weights: .caffemodel files to start from; rank 0 reads them.
-        per_device_batch: `batch_size` is each device's (BVLC) and not each rank's (NVIDIA).
-        keep_going: do not stop at a loss that is not finite.
-        timeout: longest wait for another device or rank, in seconds.
-        verbose: errors with their traceback.
-        sigint_effect: what SIGINT does: stop, snapshot or none.
-        sighup_effect: what SIGHUP does.
-        sigterm_effect: what SIGTERM does; here stop means: write a snapshot, then stop.
-        threads: CPU threads of each solver; None divides the cores among all solvers of the host.
-        math: how GPUs multiply, one of backend.MATH_MODES.
-        engine: how iterations are run.
-        trace: file for a timeline of what every device does; None: none.
-        trace_iterations: iterations that it shows; None: a few after the first ones.
-        single_rate: images a second of one device that trains alone, to which the report compares; None: not known.
-        sync_bn: BatchNorm's statistics are those of all devices' batches together.
-        compression: how gradients travel, one of `defaults.COMPRESSIONS`.
-        max_skipped: updates left out in a row, because gradients are not finite, after which training ends.
-        keep_last: how many of the newest snapshots stay when one is written; 0: all.
-        keep_best: an output of a test net: the snapshot with the best value of it stays too; empty: none, see
-            `RetentionPolicy`.
-        resume_since: the job was started first at this time, in seconds since 1970, and is started again: resume from
-            the newest whole snapshot that was written since, or where there is none begin as at first; None: it is not.
-        overwrite: replace snapshots of another net that have the solver's prefix, and do not warn of earlier ones.
+        resume_since: `caffepy launch` has started the job again, and first at this time, in seconds since 1970: resume
+            from the newest whole snapshot written since then, or begin as at first; None: it has not.
         callbacks: for the first device's solver of rank 0, see `Solver.add_callback`.
         keeps_trained: leave the trained solver's state in `P2PManager.trained`.
-        check_replicas: compare the parameters of all devices every so many iterations; 0: at snapshots alone.
+
+    All other fields are options.
     """
 
     solver: SolverParameter
-    resolve: PathResolver | None = None
-    devices: list[int] | None = None
-    cpu_solvers: int = 1
-    snapshot: Path | None = None
-    weights: list[Path] = field(default_factory=list)
-    per_device_batch: bool = False
-    keep_going: bool = False
-    timeout: float = TIMEOUT
-    verbose: bool = False
-    sigint_effect: str = "stop"
-    sighup_effect: str = "snapshot"
-    sigterm_effect: str = "stop"
-    threads: int | None = None
-    math: str = "tf32"
+    snapshot: Path | None = option(
+        None,
+        ".solverstate to resume from, or 'auto' for the newest whole one; rank 0 reads it",
+        parse=snapshot_name, metavar="FILE", group=_START, per_rank=True,
+    )  # fmt: skip
+    weights: list[Path] = option(
+        [],
+        ".caffemodel files to start from, with commas, later ones over earlier ones; rank 0 reads them",
+        parse=file_list, metavar="LIST", group=_START, per_rank=True,
+    )  # fmt: skip
+    devices: list[int] | None = option(
+        None,
+        "GPUs to use: 0 or 0,1,2,3 or 'all', which ranks of one host divide (default: what the solver's solver_mode "
+        "says)",
+        flags=("--gpu", "--gpus"), parse=gpu_list, metavar="LIST", group=_DEVICES, per_rank=True,
+    )  # fmt: skip
+    threads: int | None = option(
+        None,
+        "CPU threads a solver may use (default: all it can get)",
+        parse=positive, metavar="N", group=_DEVICES, per_rank=True,
+    )  # fmt: skip
+    math: str = option(
+        "tf32",
+        "how GPUs multiply in FLOAT: on tensor cores, factors rounded to 10 bits (tf32), or fully (fp32)",
+        choices=MATH_MODES, group=_DEVICES,
+    )  # fmt: skip
+    cpu_solvers: int = option(1, "solver threads of a CPU process", parse=positive, metavar="N", group=_DEVICES)
+    batch: str = option(
+        "per-rank",
+        "batch_size is divided among a rank's devices, as in NVIDIA Caffe (per-rank), or is each device's, as in BVLC "
+        "Caffe (per-device)",
+        choices=("per-rank", "per-device"), group=_DEVICES,
+    )  # fmt: skip
+    sync_bn: bool = option(False, "BatchNorm takes its statistics from all devices' batches together", group=_DEVICES)
+    compression: str = option(
+        "none",
+        "send gradients as float16 or bfloat16: half the bytes, for networks that are slow",
+        choices=("none", "fp16", "bf16"), group=_DEVICES,
+    )  # fmt: skip
     engine: ExecutionOptions = field(default_factory=ExecutionOptions)
-    sync_bn: bool = False
-    compression: str = "none"
-    max_skipped: int = MAX_SKIPPED
+    retention: RetentionPolicy = field(default_factory=RetentionPolicy)
+    overwrite: bool = option(False, "replace earlier snapshots with this prefix, also of another net", group=KEEP_GROUP)
+    trace: Path | None = option(
+        None,
+        "write a timeline of all devices, for https://ui.perfetto.dev",
+        parse=file_name, metavar="FILE", group=_TRACE, per_rank=True,
+    )  # fmt: skip
+    trace_iterations: range | None = option(
+        None,
+        "iterations of the timeline, the last not included (default: ten, after the first five)",
+        parse=iteration_range, metavar="A:B", group=_TRACE,
+    )  # fmt: skip
+    single_rate: float | None = option(
+        None,
+        "images a second of one device alone, for the report's scaling (default: estimated without the waits)",
+        parse=positive_number, metavar="IMG_S", group=_TRACE, per_rank=True,
+    )  # fmt: skip
+    level: int | None = option(None, "the net's level, for include and exclude rules", parse=level, metavar="N")
+    stage: list[str] = option([], "the net's stages, divided by commas", parse=name_list, metavar="LIST")
+    sigint_effect: str = option("stop", "what SIGINT does", choices=_SIGNAL_EFFECTS, group=_SIGNALS, per_rank=True)
+    sighup_effect: str = option("snapshot", "what SIGHUP does", choices=_SIGNAL_EFFECTS, group=_SIGNALS, per_rank=True)
+    sigterm_effect: str = option("stop", "what SIGTERM does", choices=_SIGNAL_EFFECTS, group=_SIGNALS, per_rank=True)
+    check_replicas: int = option(
+        0,
+        "compare the parameters of all devices every N iterations, not only at each snapshot",
+        parse=positive, metavar="N", group=_LIMITS,
+    )  # fmt: skip
+    keep_going: bool = option(False, "go on when the loss is not finite", group=_LIMITS)
+    max_skipped: int = option(
+        MAX_SKIPPED,
+        "updates skipped in a row, because gradients are not finite, that end training",
+        parse=positive, metavar="N", group=_LIMITS,
+    )  # fmt: skip
+    timeout: float = option(
+        TIMEOUT, "longest wait for another device or rank", parse=positive_seconds, metavar="SECONDS", group=_LIMITS
+    )
+    verbose: bool = option(False, "log of every rank, and more of it; tracebacks", flags=(), per_rank=True)
+    resolve: PathResolver | None = None
     share_gpus: bool = False
-    trace: Path | None = None
-    trace_iterations: range | None = None
-    single_rate: float | None = None
     resume_newest: bool = False
     resume_since: float | None = None
-    check_replicas: int = 0
-    keep_last: int = 0
-    keep_best: str = ""
-    overwrite: bool = False
     callbacks: Sequence[Any] = ()
     keeps_trained: bool = False
 
@@ -97,8 +146,7 @@ class TrainOptions:
         """Refuse options that are invalid.
 
         Raises:
-            ConfigError: no devices, a GPU named twice, an effect that is not known, a timeout that is not positive,
-                a compression that is not known, max_skipped below 1, a negative interval or number of snapshots.
+            ConfigError: no devices, a GPU named twice, a number or a choice that the command line would refuse.
         """
         if not self.local_devices:
             raise ConfigError("there is nothing to train on: name at least one GPU, or one CPU solver")
@@ -106,20 +154,4 @@ class TrainOptions:
         for device in named:
             if named.count(device) > 1:
                 raise ConfigError(f"GPU {device} is named twice in {named}: each solver needs a GPU of its own")
-        if not self.timeout > 0:
-            raise ConfigError(f"timeout is {self.timeout}; it must be a positive number of seconds")
-        if self.max_skipped < 1:
-            raise ConfigError(f"max_skipped is {self.max_skipped}; it must be at least 1")
-        if self.check_replicas < 0:
-            raise ConfigError(f"check_replicas is {self.check_replicas}; it must be a number of iterations, or 0")
-        if self.keep_last < 0:
-            raise ConfigError(f"keep_last is {self.keep_last}; it must be a number of snapshots, or 0 for all")
-        if self.compression not in COMPRESSIONS:
-            raise ConfigError(f"unknown compression '{self.compression}'; known: {', '.join(COMPRESSIONS)}")
-        for effect in (self.sigint_effect, self.sighup_effect, self.sigterm_effect):
-            if effect not in SIGNAL_EFFECTS:
-                raise ConfigError(f"a signal cannot have the effect '{effect}'; known: {', '.join(SIGNAL_EFFECTS)}")
-
-
-OptionsSource = Callable[[], TrainOptions]
-"""Makes the options; called on every rank after they have joined, so that an error they all find is reported once."""
+        check_values(self)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Callable
 from functools import partial
 
-from caffepy.defaults import TIMEOUT
 from caffepy.errors import RunError
+from caffepy.options.solver import TIMEOUT
 from caffepy.parallel.agreed_options import agree_on_options
 from caffepy.parallel.agreement import agree_on_start
 from caffepy.parallel.control.connect import connect_training
@@ -25,7 +26,7 @@ from caffepy.parallel.device_threads import DeviceThreads
 from caffepy.parallel.factory import DeviceCommunicators
 from caffepy.parallel.failures import Failures
 from caffepy.parallel.hardware.affinity import Cores
-from caffepy.parallel.options import OptionsSource, TrainOptions
+from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_sync import P2PSync
 from caffepy.parallel.processes.create import create_world
 from caffepy.parallel.processes.launcher import refuse_foreign_launcher
@@ -52,8 +53,8 @@ class P2PManager:
     _world: World
     _failures: Failures
 
-    def __init__(self, options: TrainOptions | OptionsSource) -> None:
-        self._source: OptionsSource = options if callable(options) else lambda: options
+    def __init__(self, options: TrainOptions | Callable[[], TrainOptions]) -> None:
+        self._source = options if callable(options) else lambda: options
         self._syncs: DeviceThreads[P2PSync] = DeviceThreads()
         self._heartbeats: list[Heartbeat] = []
         self._watchdog: Watchdog | None = None

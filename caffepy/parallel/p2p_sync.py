@@ -26,7 +26,6 @@ from caffepy.snapshot.files import restore_first, snapshots
 from caffepy.solvers import create_solver
 from caffepy.solvers.base import Solver
 from caffepy.solvers.callbacks import Action, SingleDevice
-from caffepy.solvers.execution_options import RetentionPolicy
 from caffepy.solvers.io.in_memory import SavedSolver, save_in_memory
 from caffepy.trace import NO_TRACE, Trace, Tracer
 
@@ -195,7 +194,7 @@ class P2PSync(SolverExchange, DeviceThread):
             guard=options.compression != "none" and self.world_size > 1,
             max_skipped=options.max_skipped,
             timeout=options.timeout + _DATA_SECONDS,
-            keep=RetentionPolicy(options.keep_last, options.keep_best),
+            keep=options.retention,
         )
         self.solver = solver
         solver.requests.heard = self.stop_wanted

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from caffepy.data.schedule import Shard
-from caffepy.defaults import MATH_MODES
 from caffepy.glog import GlogFormatter, StderrHandler
+from caffepy.options.solver import MATH_MODES
 from caffepy.proto import caffe_pb2
 from caffepy.pycaffe.core.device import Device, cpu_device, device_of
 from caffepy.pycaffe.core.errors import ArgumentError, whole_number

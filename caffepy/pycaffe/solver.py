@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 
 from caffepy.config.load import read_solver
 from caffepy.config.paths import PathResolver
+from caffepy.options import ExecutionOptions
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.pycaffe.core.device import Device
 from caffepy.pycaffe.core.errors import ArgumentError, as_users_raise, check_file, whole_number
 from caffepy.pycaffe.mode import mode
 from caffepy.pycaffe.net import Net
 from caffepy.solvers import Action, SingleDevice, create_solver
-from caffepy.solvers.execution_options import ExecutionOptions
 
 Call = Callable[[], Any]
 

@@ -24,10 +24,11 @@ from caffepy.backend import Array, Backend, Expression
 from caffepy.config.paths import PathResolver
 from caffepy.config.solver_check import log_ignored
 from caffepy.data.schedule import Shard
-from caffepy.defaults import MAX_SKIPPED
 from caffepy.errors import SnapshotError, StopRequestedError
 from caffepy.net.forward_runner import ForwardRunner
 from caffepy.net.memory.plan import describe
+from caffepy.options import ExecutionOptions, RetentionPolicy
+from caffepy.options.solver import MAX_SKIPPED
 from caffepy.progress import interactive, progress_bar
 from caffepy.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.registry import Registry
@@ -45,7 +46,6 @@ from caffepy.solvers.capacity import suggest_batch_size_on_oom
 from caffepy.solvers.clock import Clock
 from caffepy.solvers.eager import EagerIteration
 from caffepy.solvers.epochs import duration, ends_of_last_epochs
-from caffepy.solvers.execution_options import ExecutionOptions, RetentionPolicy
 from caffepy.solvers.graph_runner import CudaGraphRunner
 from caffepy.solvers.hyperparameters import Hyperparameters
 from caffepy.solvers.io.averaging import StatisticsAverage

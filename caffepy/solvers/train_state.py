@@ -77,7 +77,7 @@ class TrainState:
         plateau: what the policy "plateau" remembers.
         last_pass: whether the present pass is the iteration's last, whose backward pass completes the gradients.
         scores: of snapshots in the tests that followed them, by iteration.
-        score_name: what was scored, as `RetentionPolicy.best` names it; empty: nothing.
+        score_name: what was scored, as `RetentionPolicy.keep_best` names it; empty: nothing.
     """
 
     param: SolverParameter

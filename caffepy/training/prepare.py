@@ -1,43 +1,55 @@
-"""What `caffepy train` and `caffepy.train` do to a solver before they train it."""
+"""From what a command line or a program gives to the options of a run, for `caffepy train` and `caffepy.train`."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+from caffepy.config.paths import PathResolver
 from caffepy.config.solver_check import check_solver
 from caffepy.errors import ConfigError
+from caffepy.options.declaration import with_values
 from caffepy.parallel.launch.run import BATCH_RANKS, SINCE
+from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.processes.launcher import find_launcher
 from caffepy.proto.caffe_pb2 import SolverParameter
 
 logger = logging.getLogger(__name__)
 
 
-def prepare_solver(
-    param: SolverParameter, origin: str, brings_weights: bool, level: int | None = None, stages: Sequence[str] = ()
-) -> None:
-    """Check a solver, and put into it what was said beside it.
+def train_options(param: SolverParameter, path: Path | None, values: Mapping[str, Any], **further: Any) -> TrainOptions:
+    """The training of a solver, with the options that were given on a command line or by a program.
 
     Args:
-        param: as read; changed.
-        origin: its file, for messages.
-        brings_weights: weights or a snapshot are given, which replace the solver's own `weights`.
-        level: the net's level; None: the solver's.
-        stages: further stages of the net.
+        param: the solver as read; level, stages, weights and iter_size are changed as the options say.
+        path: its file, for messages and relative paths; None: it is none.
+        values: the options that `TrainOptions` declares, by name; `snapshot` may be "auto".
+        further: other fields of `TrainOptions`.
 
     Raises:
-        ConfigError: what is wrong with it.
+        ConfigError: the solver is wrong.
     """
-    check_solver(param, origin)
-    if level is not None:
-        param.train_state.level = level
-    param.train_state.stage.extend(stages)
-    if brings_weights:
+    given, snapshot = dict(values), values.get("snapshot")
+    check_solver(param, str(path or "solver"))
+    if given.get("level") is not None:
+        param.train_state.level = given["level"]
+    param.train_state.stage.extend(given.get("stage", ()))
+    if snapshot or given.get("weights"):
         del param.weights[:]
     keep_batch_of_all(param)
+    given["snapshot"] = Path(snapshot) if snapshot and snapshot != "auto" else None
+    plain = TrainOptions(
+        param,
+        resolve=PathResolver(path),
+        resume_newest=snapshot == "auto",
+        resume_since=first_launch_time(),
+        **further,
+    )
+    return with_values(plain, given)
 
 
 def keep_batch_of_all(param: SolverParameter) -> None:

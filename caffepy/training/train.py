@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeAlias
 
+import numpy as np
+from google.protobuf.message import EncodeError
+
 from caffepy.backend import create_backend
-from caffepy.config.paths import PathResolver
+from caffepy.config.load import read_net, read_solver
+from caffepy.config.upgrade import upgrade_net, upgrade_solver
 from caffepy.errors import ConfigError
+from caffepy.net import Net
+from caffepy.net.describe import table
+from caffepy.options.declaration import check_names, options_of
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_manager import P2PManager
 from caffepy.progress import interactive, progress_bar
-from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter
 from caffepy.registry import suggest
+from caffepy.snapshot.caffemodel import write_caffemodel
 from caffepy.solvers import Solver, create_solver
 from caffepy.solvers.io.in_memory import SavedSolver, restore_from_memory
 from caffepy.training.callback import Callback, IterationCallback
 from caffepy.training.devices import check_gpus
-from caffepy.training.prepare import first_launch_time, prepare_solver
-from caffepy.training.source import NetSource, SolverSource, StrPath, solver_of
-from caffepy.training.trained import Record, TrainResult
+from caffepy.training.prepare import train_options
 
 AnyCallback: TypeAlias = "Callback | IterationCallback | Any"
-_OURS = frozenset(
-    {"solver", "resolve", "devices", "share_gpus", "snapshot", "resume_newest", "resume_since", "weights",
-     "callbacks", "keeps_trained"}
-)  # fmt: skip
-"""Fields of TrainOptions that arguments of `train` fill."""
+StrPath: TypeAlias = "str | PathLike[str]"
+SolverSource: TypeAlias = "StrPath | SolverParameter | Mapping[str, Any]"
+NetSource: TypeAlias = "StrPath | NetParameter | Any"
+"""A file, a message, or what has `to_proto`, as pycaffe's NetSpec has."""
+
+_NETS = ("net", "net_param", "train_net", "train_net_param")
 
 
 def train(
@@ -56,7 +63,7 @@ def train(
         devices: numbers of GPUs, each with a thread of its own, or "all"; None: the CPU.
         callbacks: one or several, see `caffepy.Callback`.
         options: `max_iter`; `progress`, whether to show a bar (by default in notebooks and at Python's prompt); the
-            fields of `caffepy.parallel.TrainOptions`, such as `cpu_solvers`, `keep_last` or `sync_bn`.
+            other options of the command, such as `cpu_solvers`, `keep_last` or `sync_bn`, see docs/reference/options.md.
 
     Raises:
         UserError: files, solver, net or options are wrong.
@@ -66,11 +73,10 @@ def train(
     record, made = Record(), []
 
     def make_options() -> TrainOptions:
-        listed = [record, *(callbacks if isinstance(callbacks, (list, tuple)) else [callbacks])]
         files = [weights] if isinstance(weights, (str, PathLike)) else list(weights)
-        made.append(
-            _options(solver_of(solver, net), files, snapshot, _devices(devices), {**options, "callbacks": listed})
-        )
+        starts = {"weights": [Path(file) for file in files], "snapshot": snapshot, "devices": _devices(devices)}
+        listed = [record, *(callbacks if isinstance(callbacks, (list, tuple)) else [callbacks])]
+        made.append(_options(solver_of(solver, net), {**options, **starts}, listed))
         return made[0]
 
     manager = P2PManager(make_options)
@@ -83,30 +89,15 @@ def train(
 
 
 def _options(
-    source: tuple[SolverParameter, Path | None],
-    weights: list[StrPath],
-    snapshot: StrPath | None,
-    devices: list[int] | None,
-    further: dict[str, Any],
+    source: tuple[SolverParameter, Path | None], options: dict[str, Any], callbacks: list[Any]
 ) -> TrainOptions:
     param, path = source
-    if snapshot is not None and weights:
+    if options["snapshot"] is not None and options["weights"]:
         raise ConfigError("snapshot and weights exclude each other: a snapshot brings its own weights; leave one out")
-    if "max_iter" in further:
-        param.max_iter = _whole(further.pop("max_iter"))
-    _check_names(further)
-    prepare_solver(param, str(path or "solver"), bool(weights or snapshot))
-    return TrainOptions(
-        solver=param,
-        resolve=PathResolver(path),
-        devices=devices,
-        snapshot=Path(snapshot) if snapshot is not None and snapshot != "auto" else None,
-        resume_newest=snapshot == "auto",
-        resume_since=first_launch_time(),
-        weights=[Path(file) for file in weights],
-        keeps_trained=True,
-        **further,
-    )
+    if "max_iter" in options:
+        param.max_iter = _whole(options.pop("max_iter"))
+    check_names(options, [*(one.name for one in options_of(TrainOptions)), "max_iter", "progress"], "train")
+    return train_options(param, path, options, callbacks=callbacks, keeps_trained=True)
 
 
 def _maker(options: TrainOptions, saved: SavedSolver) -> Callable[[], Solver]:
@@ -129,13 +120,6 @@ def _maker(options: TrainOptions, saved: SavedSolver) -> Callable[[], Solver]:
     return make
 
 
-def _check_names(options: dict[str, Any]) -> None:
-    known = {field.name for field in fields(TrainOptions)} - _OURS
-    for name in options.keys() - known - {"callbacks"}:
-        near = suggest(name, [*sorted(known), "max_iter", "progress"])
-        raise ConfigError(f"train has no option '{name}'; {near}")
-
-
 def _whole(max_iter: Any) -> int:
     if not isinstance(max_iter, int) or not 0 <= max_iter < 1 << 31:
         raise ConfigError(f"max_iter is {max_iter!r}; it must be a whole number of 0 or more")
@@ -148,3 +132,192 @@ def _devices(devices: Sequence[int] | str | None) -> list[int] | None:
     if isinstance(devices, str) or not all(isinstance(number, int) and number >= 0 for number in devices):
         raise ConfigError(f"devices is {devices!r}; give a list of GPUs' numbers, 'all', or None for the CPU")
     return check_gpus(list(devices))
+
+
+# -- the solver and its net ------------------------------------------------------------------------------
+
+
+def solver_of(source: SolverSource, net: NetSource | None = None) -> tuple[SolverParameter, Path | None]:
+    """A solver with its net, upgraded, and the file that it comes from.
+
+    Args:
+        source: a prototxt's path, a message, or a mapping of the solver's fields.
+        net: the net instead of the one that the solver names; None: the solver's.
+
+    Raises:
+        ConfigError: a file cannot be read, a field cannot be, or it is none of these.
+    """
+    path = Path(source) if isinstance(source, (str, PathLike)) else None
+    if path is not None:
+        param = read_solver(path)
+    else:
+        param = _message(source)
+        upgrade_solver(param, "solver")
+        _check_snapshots(param)
+    if net is not None:
+        for name in _NETS:
+            param.ClearField(name)
+        param.net_param.CopyFrom(_net_of(net))
+    return param, path
+
+
+def _message(source: Any) -> SolverParameter:
+    """A message of this package's or of another schema's of that name, or of a mapping's fields."""
+    if isinstance(source, Mapping):
+        return _from_fields(source)
+    known = "a solver is a prototxt's path, a SolverParameter or a mapping of fields"
+    param: SolverParameter = _copied(source, SolverParameter, known)
+    return param
+
+
+def _from_fields(fields: Mapping[str, Any]) -> SolverParameter:
+    param = SolverParameter()
+    for name, value in fields.items():
+        known = list(SolverParameter.DESCRIPTOR.fields_by_name)
+        if name not in known:
+            raise ConfigError(f"solver: unknown field '{name}'; {suggest(str(name), known)}")
+        try:
+            param.MergeFrom(SolverParameter(**{name: value}))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"solver: {name} is {value!r}: {error}; give it as a solver's prototxt does") from error
+    return param
+
+
+def _copied(source: Any, kind: Any, known: str) -> Any:
+    descriptor = getattr(source, "DESCRIPTOR", None)
+    if descriptor is None or descriptor.name != kind.DESCRIPTOR.name:
+        raise ConfigError(f"{known}; {type(source).__name__} is none of these")
+    try:
+        return kind.FromString(source.SerializeToString())
+    except EncodeError as error:
+        raise ConfigError(f"{descriptor.name}: {error}") from error
+
+
+def _net_of(net: Any) -> NetParameter:
+    if isinstance(net, (str, PathLike)):
+        return read_net(Path(net))
+    message = net.to_proto() if callable(getattr(net, "to_proto", None)) else net
+    param: NetParameter = _copied(message, NetParameter, "a net is a prototxt's path, a NetParameter or a NetSpec")
+    upgrade_net(param, "net")
+    return param
+
+
+def _check_snapshots(param: SolverParameter) -> None:
+    """Without a prefix nothing can be written: a solver that is no file writes a snapshot only if it says where."""
+    if param.HasField("snapshot_prefix"):
+        return
+    if param.snapshot or (param.HasField("snapshot_after_train") and param.snapshot_after_train):
+        raise ConfigError("solver: snapshots are wanted and snapshot_prefix is missing; add snapshot_prefix")
+    param.snapshot_after_train = False
+
+
+# -- the result ------------------------------------------------------------------------------------------
+
+
+class Record:
+    """A callback that keeps scores, snapshots and those losses that were read."""
+
+    waits = False
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+        self.scores: dict[int, list[dict[str, np.ndarray]]] = {}
+        self.snapshots: list[Path] = []
+        self._seen = 0
+
+    def after_iteration(self, solver: Solver) -> None:
+        if solver.losses.added != self._seen:
+            self._seen = solver.losses.added
+            self.losses[solver.iteration - 1] = solver.losses.values()[-1]
+
+    def after_test(self, solver: Solver, scores: list[dict[str, np.ndarray]]) -> None:
+        self.scores[solver.iteration] = scores
+
+    def after_snapshot(self, solver: Solver, path: Path) -> None:
+        self.snapshots.append(path)
+
+
+class TrainResult:
+    """A training that has ended.
+
+    Args:
+        make: makes the solver, with the state in which training ended.
+        record: what was noted meanwhile.
+        iteration: how many iterations were made.
+        stopped_early: whether training was stopped before max_iter.
+    """
+
+    def __init__(self, make: Callable[[], Solver], record: Record, iteration: int, stopped_early: bool) -> None:
+        self._make = make
+        self._solver: Solver | None = None
+        self.iteration = iteration
+        self.stopped_early = stopped_early
+        self.losses = record.losses
+        """The first device's loss by iteration: of each on a CPU, of those that were shown or checked on a GPU."""
+        self.scores = record.scores
+        """By the number of iterations made before the test: for each test net the mean of each of its outputs."""
+        self.snapshots = record.snapshots
+        """The .solverstate files that were written, the oldest first."""
+
+    @property
+    def solver(self) -> Solver:
+        """The trained solver, alone on the first device, ready to go on with `step`, `test_all` or `snapshot`."""
+        if self._solver is None:
+            self._solver = self._make()
+        return self._solver
+
+    @property
+    def net(self) -> Net:
+        """The trained net, of the TRAIN phase."""
+        return self.solver.net
+
+    @property
+    def test_nets(self) -> list[Net]:
+        """The nets of the TEST phase, which use the same parameters."""
+        return self.solver.test_nets
+
+    def save(self, path: str | Path) -> None:
+        """Write the weights as a .caffemodel, or as HDF5 where the name ends with .h5.
+
+        Raises:
+            RunError: it could not be written.
+        """
+        with self.solver.backend.activate():
+            write_caffemodel(Path(path), self.net.name, self.net.layers)
+
+    def close(self) -> None:
+        """Free the device's memory. Idempotent."""
+        if self._solver is not None:
+            with self._solver.backend.activate():
+                self._solver.close()
+            self._solver.backend.close()
+
+    def __enter__(self) -> TrainResult:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        parts = [f"{self.iteration} iterations" + (", stopped early" if self.stopped_early else "")]
+        parts += [f"loss {list(self.losses.values())[-1]:.6g}"] if self.losses else []
+        if self.scores:
+            parts.append(", ".join(f"{name} {value}" for name, value in _flat(list(self.scores.values())[-1])))
+        return f"<caffepy training: {'; '.join(parts)}>"
+
+    def _repr_html_(self) -> str:
+        rows = [(iteration, name, value) for iteration, scores in self.scores.items() for name, value in _flat(scores)]
+        scores = table(("iteration", "output", "score"), rows) if rows else ""
+        return scores + self.solver._repr_html_()
+
+
+def _flat(scores: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Outputs and their values as text; those of several test nets with the net's number."""
+    several = len(scores) > 1
+    return [
+        (f"#{index} {name}" if several else name, ", ".join(f"{number:.6g}" for number in np.ravel(value)))
+        for index, net in enumerate(scores)
+        for name, value in net.items()
+    ]

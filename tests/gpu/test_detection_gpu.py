@@ -14,9 +14,9 @@ from caffepy.backend import Backend, create_backend
 from caffepy.errors import DataError
 from caffepy.layers import LayerContext
 from caffepy.net.net import Net
+from caffepy.options import ExecutionOptions
 from caffepy.proto import caffe_pb2
 from caffepy.solvers import create_solver
-from caffepy.solvers.execution_options import ExecutionOptions
 
 
 def _train(backend: Backend, text: str = "", eager: bool = False) -> tuple[float, dict[str, np.ndarray]]:

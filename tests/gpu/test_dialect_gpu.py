@@ -10,7 +10,7 @@ import training
 from training import CPU, build_solver, weights_of
 
 from caffepy.backend import Backend
-from caffepy.solvers.execution_options import ExecutionOptions
+from caffepy.options import ExecutionOptions
 
 NET = """
 layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {

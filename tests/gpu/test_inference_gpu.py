@@ -26,9 +26,9 @@ from caffepy.net import Net
 from caffepy.net.forward_runner import ForwardRunner
 from caffepy.net.fusion.fold import FoldedConvolution
 from caffepy.net.memory.plan import plan_memory
+from caffepy.options import ExecutionOptions
 from caffepy.proto import caffe_pb2
 from caffepy.solvers import create_solver
-from caffepy.solvers.execution_options import ExecutionOptions
 
 MODELS = Path(__file__).parents[2] / "models"
 ALLOWED = {"FLOAT": 2e-3, "FLOAT16": 0.02, "BFLOAT16": 0.1}

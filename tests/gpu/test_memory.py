@@ -16,9 +16,9 @@ from caffepy.errors import OutOfMemoryError
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.net.memory.plan import plan_memory
+from caffepy.options import ExecutionOptions
 from caffepy.proto import caffe_pb2
 from caffepy.solvers import create_solver
-from caffepy.solvers.execution_options import ExecutionOptions
 
 MODELS = Path(__file__).parents[2] / "models"
 

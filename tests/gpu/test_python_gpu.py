@@ -12,8 +12,8 @@ from training import solver_param, weights_of
 
 import caffepy
 from caffepy.distributed import spawn
+from caffepy.options import ExecutionOptions
 from caffepy.solvers import Solver
-from caffepy.solvers.execution_options import ExecutionOptions
 
 NET = """
 layer { name: "data" type: "DummyData" top: "data" top: "target" dummy_data_param {

@@ -15,9 +15,9 @@ from training import CPU, build_solver, compare_weights, relative_error, weights
 from caffepy.backend import Backend
 from caffepy.config.load import read_solver
 from caffepy.config.paths import PathResolver
+from caffepy.options import ExecutionOptions
 from caffepy.proto import caffe_pb2
 from caffepy.solvers import Solver, create_solver
-from caffepy.solvers.execution_options import ExecutionOptions
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = [

@@ -110,8 +110,8 @@ def run_training(backend: Any) -> None:
     """Two iterations of a net of which much is fused, in each dtype."""
     from training import solver_param
 
+    from caffepy.options import ExecutionOptions
     from caffepy.solvers import create_solver
-    from caffepy.solvers.execution_options import ExecutionOptions
 
     text = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.1 clip_gradients: 1 snapshot_diff: '
     for kind, diff in [*((kind, "false") for kind in BLOB_DTYPES), ("FLOAT16", "true")]:

@@ -31,9 +31,9 @@ from caffepy.errors import ConfigError, ShapeError, UserError
 from caffepy.inference.model import Model
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
+from caffepy.options import ExecutionOptions
 from caffepy.proto import caffe_pb2
 from caffepy.solvers import Solver, create_solver
-from caffepy.solvers.execution_options import ExecutionOptions
 
 TRAINED = 5e-4
 """`TOLERANCE` after some iterations of training."""

@@ -11,7 +11,7 @@ import numpy as np
 
 import caffepy
 from caffepy import distributed
-from caffepy.solvers.execution_options import ExecutionOptions
+from caffepy.options import ExecutionOptions
 
 
 def train(folder: str, batch: int, on_gpu: bool = False, eager: bool = False) -> None:

@@ -21,12 +21,12 @@ ROOT = import_graph.ROOT
 MODULES = import_graph.module_paths()
 
 LEVELS = {
-    "defaults": 0,
     "errors": 0,
     "forks": 0,
     "proto": 0,
     "version": 0,
     "registry": 1,
+    "options": 1.5,
     "files": 1,
     "glog": 1,
     "progress": 2,

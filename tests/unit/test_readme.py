@@ -14,6 +14,8 @@ import pytest
 
 from caffepy.cli.main import build_parser, main
 from caffepy.cli.options import normalise
+from caffepy.options.declaration import options_of
+from caffepy.parallel.options import TrainOptions
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -122,9 +124,12 @@ def test_source_files_that_are_named_exist(page: Path):
 
 @pytest.fixture(scope="module")
 def programs() -> dict[str, str]:
-    """The text of each of the project's programs."""
+    """The text of each of the project's programs, and the flags of the options that are declared as fields."""
     folders = ("caffepy", "benchmarks", "tests", "models", "tools", "docs")
-    return {name_of(path): path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    texts = {name_of(path): path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    declared = [(flag, one.default is True) for one in options_of(TrainOptions) for flag in one.flags]
+    flags = [name for flag, switch in declared for name in (flag, flag.replace("--", "--no-"))[: 1 + switch]]
+    return texts | {"declared options": " ".join(f'"{flag}"' for flag in flags)}
 
 
 def spelled(option: str) -> str:

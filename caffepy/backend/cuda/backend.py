@@ -60,8 +60,8 @@ from caffepy.backend.types import (
     RandomStream,
     gpu_workspace,
 )
-from caffepy.defaults import MATH_MODES
 from caffepy.errors import ConfigError
+from caffepy.options.solver import MATH_MODES
 
 __all__ = ["CudaBackend", "DeviceProperties", "device_count", "device_names", "device_properties"]
 

@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser, add_dialect_option, add_state_options, file_list, positive
+from caffepy.cli.options import Parser, add_dialect_option, add_state_options
 from caffepy.errors import ConfigError
+from caffepy.options.types import file_list, positive
 
 if TYPE_CHECKING:
     from onnx import ModelProto

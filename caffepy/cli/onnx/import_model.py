@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser, positive
+from caffepy.cli.options import Parser
 from caffepy.errors import ConfigError
+from caffepy.options.types import positive
 
 if TYPE_CHECKING:
     from caffepy.net import Net

@@ -6,9 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser, add_device_options, add_engine_option, positive, record_shape
+from caffepy.cli.options import Parser, add_device_options, add_engine_option
 from caffepy.cli.tools.prepare import add_model_options, add_preparation_options, counted, preparation, quiet_net
 from caffepy.errors import ConfigError, DataError, one_line
+from caffepy.options.types import positive, record_shape
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser, name_list, positive, record_shape
+from caffepy.cli.options import Parser
 from caffepy.cli.tools.prepare import quiet_net
 from caffepy.errors import DataError, SnapshotError, one_line
+from caffepy.options.types import name_list, positive, record_shape
 
 if TYPE_CHECKING:
     from caffepy.proto import caffe_pb2

@@ -10,9 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser, add_device_options, add_engine_option, natural
+from caffepy.cli.options import Parser, add_device_options, add_engine_option
 from caffepy.cli.tools.prepare import add_model_options, add_preparation_options, counted, preparation, quiet_net
 from caffepy.errors import ConfigError
+from caffepy.options.types import natural
 
 if TYPE_CHECKING:
     from caffepy.predict import Box

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from caffepy.cli.options import Parser, name_list
+from caffepy.cli.options import Parser
 from caffepy.errors import ConfigError
+from caffepy.options.types import name_list
 
 _DESCRIPTION = """\
 Draw logs into one picture (.png, .svg or .pdf): losses, and below them scores, against iterations or seconds.

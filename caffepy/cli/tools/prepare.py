@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser, file_list
+from caffepy.cli.options import Parser
+from caffepy.options.types import file_list
 
 if TYPE_CHECKING:
     from caffepy.predict import Preparation

@@ -13,6 +13,7 @@ import numpy as np
 
 from caffepy.errors import ConfigError, SnapshotError
 from caffepy.net import Net
+from caffepy.options import RetentionPolicy
 from caffepy.registry import suggest
 from caffepy.snapshot.caffemodel import first_difference, read_layer_shapes
 from caffepy.snapshot.files import (
@@ -23,7 +24,6 @@ from caffepy.snapshot.files import (
     stored_weights,
     weights_beside,
 )
-from caffepy.solvers.execution_options import RetentionPolicy
 from caffepy.solvers.io.state import snapshot_paths
 from caffepy.solvers.train_state import TrainState
 
@@ -53,12 +53,12 @@ class SnapshotRetention:
         """Makes larger scores the better ones."""
         self._index = 0
         """Which test net has the score."""
-        if keep.best:
+        if keep.keep_best:
             self._find_score()
 
     def _find_score(self) -> None:
         """Which test net has the score, and whether larger is better."""
-        name, nets = self._keep.best, self._state.test_nets
+        name, nets = self._keep.keep_best, self._state.test_nets
         if not nets or not self._state.param.test_interval:
             raise ConfigError(f"--keep-best {name} needs tests: set test_iter and test_interval in the solver")
         self._state.score_name = name
@@ -93,7 +93,7 @@ class SnapshotRetention:
                 "it (--snapshot auto takes the newest whole one) and replaces those of the same iterations",
                 earlier[0], prefix,
             )  # fmt: skip
-        removed = [weights_beside(path) for path in earlier] if self._keep.last or self._keep.best else []
+        removed = [weights_beside(path) for path in earlier] if self._keep.keep_last or self._keep.keep_best else []
         for path in stored_weights(prefix):
             iteration = iteration_of(path)
             replaced = writes(iteration) and path == snapshot_paths(state, iteration)[0]
@@ -112,11 +112,11 @@ class SnapshotRetention:
 
     def note_scores(self, scores: list[dict[str, np.ndarray]]) -> None:
         """Remember the score of the snapshot of this iteration, which was written before its test."""
-        if not self._keep.best or self._index >= len(scores):
+        if not self._keep.keep_best or self._index >= len(scores):
             return
         found, net = scores[self._index], self._state.test_nets[self._index]
-        if self._keep.best in found:
-            value = float(found[self._keep.best].mean())
+        if self._keep.keep_best in found:
+            value = float(found[self._keep.keep_best].mean())
         else:
             value = sum(weight * float(found[name].sum()) for name, weight in _weighted(net).items())
         self._state.scores[self._state.iteration] = value
@@ -129,11 +129,11 @@ class SnapshotRetention:
 
     def _tidy(self) -> None:
         keep, state = self._keep, self._state
-        if self._written is None or not state.callback.is_root or not (keep.last or keep.best):
+        if self._written is None or not state.callback.is_root or not (keep.keep_last or keep.keep_best):
             return
         prefix = state.resolve.output(state.param.snapshot_prefix)
         found = [path for path in snapshots(prefix) if path.name != self._written.name]
-        staying = {*found[: max(keep.last, 1) - 1], self._best([self._written, *found])}
+        staying = {*found[: max(keep.keep_last, 1) - 1], self._best([self._written, *found])}
         doomed = [path for path in found if path not in staying]
         if not doomed or not self._is_whole(self._written):
             return

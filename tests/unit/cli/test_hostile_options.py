@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from caffepy.cli import options
 from caffepy.cli.main import main
 from caffepy.errors import LONGEST_MESSAGE, one_line
+from caffepy.options import types as options
 
 SOLVER = 'net_param { name: "n" } base_lr: 1 max_iter: 1 lr_policy: "fixed" solver_mode: CPU snapshot_prefix: "x" '
 

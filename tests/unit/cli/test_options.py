@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from caffepy.cli.main import COMMANDS, build_parser
-from caffepy.cli.options import gpu_list, normalise, positive, positive_seconds
-from caffepy.cli.train import _options as train_options
+from caffepy.cli.options import normalise
+from caffepy.cli.train import make_options as train_options
 from caffepy.errors import ConfigError
+from caffepy.options.types import gpu_list, positive, positive_seconds
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -128,8 +129,8 @@ def test_an_unknown_option_offers_the_nearest():
 
 
 def test_the_dashes_make_no_option_near():
-    with pytest.raises(ConfigError, match="unknown option '--phase'; known: --ap-version, --cpu"):
-        parse("test", "--phase", "TEST")
+    with pytest.raises(ConfigError, match="unknown option '--kind'; known: --ap-version, --cpu"):
+        parse("test", "--kind", "TEST")
 
 
 def test_options_are_not_abbreviated():

@@ -18,6 +18,7 @@ from training import build_solver, solver_param
 from caffepy import version
 from caffepy.config.dialect import overriding
 from caffepy.errors import ConfigError
+from caffepy.options import ExecutionOptions
 from caffepy.parallel.agreement import (
     Difference,
     check_alike,
@@ -31,7 +32,6 @@ from caffepy.parallel.agreement import (
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.processes.world import SingleProcess
 from caffepy.proto import caffe_pb2
-from caffepy.solvers.execution_options import ExecutionOptions
 
 SOLVER = 'base_lr: 0.01 lr_policy: "multistep" stepvalue: 5 stepvalue: 9 gamma: 0.1 max_iter: 3 net: "a/net.prototxt" '
 NET = """
@@ -165,13 +165,13 @@ def test_the_fields_that_name_files_are_these() -> None:
         ({"timeout": 30.0}, "--timeout", ("300", "30")),
         ({"sync_bn": True}, "--sync-bn", ("off", "on")),
         ({"math": "fp32"}, "--math", ("tf32", "fp32")),
-        ({"per_device_batch": True}, "--batch per-device", ("off", "on")),
+        ({"batch": "per-device"}, "--batch", ("per-rank", "per-device")),
         ({"keep_going": True}, "--keep-going", ("off", "on")),
         ({"check_replicas": 5}, "--check-replicas", ("0", "5")),
         ({"trace": Path("x")}, "--trace", ("not given", "given")),
         ({"trace_iterations": range(2, 4)}, "--trace-iterations", ("not given", "2:4")),
         ({"engine": ExecutionOptions(eager=True)}, "--eager", ("off", "on")),
-        ({"engine": ExecutionOptions(fuse=False)}, "fusing of layers (--no-fuse)", ("on", "off")),
+        ({"engine": ExecutionOptions(fuse=False)}, "--fuse", ("on", "off")),
         ({"engine": ExecutionOptions(deterministic=False)}, "--deterministic", ("on", "off")),
     ],
 )

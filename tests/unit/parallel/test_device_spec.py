@@ -22,7 +22,7 @@ def options(**changes: object) -> TrainOptions:
 
 @pytest.mark.parametrize(("threads", "expected"), [(None, 2), (7, 7)])
 def test_cpu_solvers_divide_the_cores_of_their_rank(threads: int | None, expected: int) -> None:
-    specs = device_specs(FakeWorld(3, 1), options(cpu_solvers=2, threads=threads, per_device_batch=True), CORES)
+    specs = device_specs(FakeWorld(3, 1), options(cpu_solvers=2, threads=threads, batch="per-device"), CORES)
     assert specs == [
         DeviceSpec(0, None, "CPU 0", expected, Shard(2, 6, 2, True)),
         DeviceSpec(1, None, "CPU 1", expected, Shard(3, 6, 2, True)),

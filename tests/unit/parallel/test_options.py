@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import runpy
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from google.protobuf import text_format
 
+from caffepy.cli.main import build_parser
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, NonFiniteError, exit_status
 from caffepy.layers.core.base import LayerContext, layer_class
+from caffepy.options.declaration import check_names, option_values, options_of, with_values
 from caffepy.parallel.control.describe_error import describe_error
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.run_report import batch_sizes, division_warning
@@ -18,15 +24,44 @@ from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, SolverParamete
         ({"devices": []}, "nothing to train on"),
         ({"cpu_solvers": 0}, "nothing to train on"),
         ({"devices": [0, 1, 0]}, r"GPU 0 is named twice in \[0, 1, 0\]"),
-        ({"timeout": 0.0}, "timeout is 0.0; it must be a positive"),
-        ({"max_skipped": 0}, "max_skipped is 0; it must be at least 1"),
-        ({"compression": "fp8"}, "unknown compression 'fp8'; known: none, fp16, bf16"),
-        ({"sigint_effect": "explode"}, "cannot have the effect 'explode'; known: stop, snapshot, none"),
+        ({"timeout": 0.0}, "timeout: '0.0' is not a number of seconds above 0"),
+        ({"max_skipped": 0}, "max_skipped: '0' is not a whole number of at least 1"),
+        ({"compression": "fp8"}, "compression cannot be 'fp8'; known: none, fp16, bf16"),
+        ({"sigint_effect": "explode"}, "sigint_effect cannot be 'explode'; known: stop, snapshot, none"),
     ],
 )
 def test_impossible_options_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TrainOptions(SolverParameter(), **settings).check()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "known"),
+    [({"fuse": False, "keep_last": 3, "timeout": 9.0}, None), ({"gpus": [0]}, "known"), ({"tmeout": 3}, "timeout")],
+)
+def test_options_and_their_groups_are_set_by_name(settings: dict[str, object], known: str | None) -> None:
+    plain = TrainOptions(SolverParameter())
+    names = [one.name for one in options_of(TrainOptions)]
+    if known is not None:
+        with pytest.raises(ConfigError, match=rf"train has no option '{next(iter(settings))}'; .*{known}"):
+            check_names(settings, names, "train")
+        return
+    check_names(settings, names, "train")
+    changed = with_values(plain, settings)
+    assert (changed.engine.fuse, changed.retention.keep_last, changed.timeout) == (False, 3, 9.0)
+    assert changed.engine == replace(plain.engine, fuse=False)
+
+
+def test_every_option_of_the_command_has_its_declared_default() -> None:
+    given = build_parser(["train"]).parse_strictly(["train"])
+    for one, value in option_values(TrainOptions(SolverParameter())):
+        assert getattr(given, one.destination) == value == one.default, one.name
+
+
+def test_the_table_of_options_is_current() -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    made = runpy.run_path(str(docs / "generate.py"))["PAGES"]["reference/options.md"]()
+    assert (docs / "reference/options.md").read_text() == made, "run python docs/generate.py"
 
 
 def test_one_entry_for_each_solver_thread() -> None:

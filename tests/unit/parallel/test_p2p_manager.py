@@ -219,7 +219,7 @@ def test_other_ranks_leave_silently_where_they_do_not_agree(played: Played, capl
 
 
 def test_options_that_are_wrong_end_the_run_before_anything_is_made(played: Played) -> None:
-    with pytest.raises(ConfigError, match="timeout is 0; it must be a positive number of seconds"):
+    with pytest.raises(ConfigError, match="timeout: '0' is not a number of seconds above 0"):
         P2PManager(lambda: TrainOptions(solver_param(SOLVER, NET), timeout=0)).run()
     assert played.syncs == []
 

@@ -19,6 +19,7 @@ from caffepy.data.schedule import Shard
 from caffepy.data.sources.lmdb_write import record_key, write_datums
 from caffepy.errors import ConfigError, DeviceError
 from caffepy.layers.common.inner_product import InnerProductLayer
+from caffepy.options import ExecutionOptions
 from caffepy.parallel import p2p_sync
 from caffepy.parallel.async_connector import Connector
 from caffepy.parallel.communicators.collectives import FinishedWork, Work
@@ -30,7 +31,6 @@ from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_sync import P2PSync
 from caffepy.proto.caffe_pb2 import Datum
 from caffepy.solvers import Action
-from caffepy.solvers.execution_options import ExecutionOptions
 from caffepy.solvers.graph_runner import IN_FLIGHT
 
 SOLVER = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 random_seed: 3 snapshot_after_train: false '

@@ -187,7 +187,7 @@ def test_comparing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_interval_is_not_negative() -> None:
-    with pytest.raises(ConfigError, match="check_replicas is -1; it must be a number of iterations, or 0"):
+    with pytest.raises(ConfigError, match="check_replicas: '-1' is not a whole number of at least 1"):
         TrainOptions(solver_param(SOLVER), check_replicas=-1).check()
 
 

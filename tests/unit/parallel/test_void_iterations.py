@@ -19,6 +19,7 @@ from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.data.loader import DatumLoader
 from caffepy.data.schedule import Shard
 from caffepy.data.sources.lmdb_write import record_key, write_datums
+from caffepy.options import ExecutionOptions
 from caffepy.parallel import p2p_sync
 from caffepy.parallel.async_connector import Connector
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
@@ -27,7 +28,6 @@ from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_sync import P2PSync
 from caffepy.proto import caffe_pb2
 from caffepy.solvers import Action
-from caffepy.solvers.execution_options import ExecutionOptions
 
 SOLVER = """base_lr: 0.1 momentum: 0.9 lr_policy: "fixed" random_seed: 3 display: 4 average_loss: 3
 snapshot_prefix: "{folder}/x" """

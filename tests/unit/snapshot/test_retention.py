@@ -15,12 +15,12 @@ from training import build_solver
 
 from caffepy.config.messages import field_head
 from caffepy.errors import ConfigError
+from caffepy.options import RetentionPolicy
 from caffepy.proto.caffe_pb2 import BlobProto, BlobShape, LayerParameter, NetParameter
 from caffepy.snapshot.binary import blob_shape
 from caffepy.snapshot.caffemodel import read_layer_shapes
 from caffepy.snapshot.solverstate import read_solverstate
 from caffepy.solvers import Solver
-from caffepy.solvers.execution_options import RetentionPolicy
 
 SCORED = NET + (
     'layer { name: "accuracy" type: "Accuracy" bottom: "ip" bottom: "label" top: "accuracy" include { phase: TEST } }'
@@ -37,7 +37,7 @@ def left(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_the_last_ones_stay(folder: Path, form: str) -> None:
-    train(10, f"{form} snapshot: 2", keep=RetentionPolicy(last=2))
+    train(10, f"{form} snapshot: 2", keep=RetentionPolicy(keep_last=2))
     assert left(folder) == [8, 10]
     assert len(list(folder.iterdir())) == 4
 
@@ -59,7 +59,7 @@ def test_files_of_others_stay(folder: Path) -> None:
     (folder / "x_iter_3.solverstate").write_bytes(b"")
     (folder / "x_iter_3.caffemodel").symlink_to("precious")
     (folder / "x_iter_5.solverstate").mkdir()
-    train(8, "snapshot: 2", keep=RetentionPolicy(last=1))
+    train(8, "snapshot: 2", keep=RetentionPolicy(keep_last=1))
     stay = {*others, "precious", "x_iter_1.solverstate", "x_iter_3.solverstate", "x_iter_3.caffemodel",
             "x_iter_5.solverstate"}  # fmt: skip
     assert {path.name for path in folder.iterdir()} == {*stay, "x_iter_8.solverstate", "x_iter_8.caffemodel"}
@@ -73,7 +73,7 @@ def test_a_state_removes_no_file_that_it_names(folder: Path) -> None:
     for field in ("blob_count", "crc32c"):
         state.ClearField(field)
     (folder / "x_iter_2.solverstate").write_bytes(state.SerializeToString())
-    train(4, "snapshot: 4", resume="x_iter_2.solverstate", keep=RetentionPolicy(last=1))
+    train(4, "snapshot: 4", resume="x_iter_2.solverstate", keep=RetentionPolicy(keep_last=1))
     assert left(folder) == [4]
     assert (folder / "precious").exists()
 
@@ -82,7 +82,7 @@ def test_an_older_trainings_snapshots_go_first_though_it_came_further(folder: Pa
     train(8, "snapshot: 4")
     for path in folder.iterdir():
         os.utime(path, (0, 0))
-    train(4, "snapshot: 2", keep=RetentionPolicy(last=2))
+    train(4, "snapshot: 2", keep=RetentionPolicy(keep_last=2))
     assert left(folder) == [2, 4]
 
 
@@ -90,7 +90,7 @@ def test_older_ones_stay_when_the_newest_cannot_be_read_back(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(4, "snapshot: 2")
-    with build_solver(SOLVER, NET, keep=RetentionPolicy(last=1)) as solver:
+    with build_solver(SOLVER, NET, keep=RetentionPolicy(keep_last=1)) as solver:
         solver.restore(Path("x_iter_4.solverstate"))
         solver.step(1)
         broken = lambda path, *_: path.write_bytes(b"no weights")  # noqa: E731
@@ -102,7 +102,7 @@ def test_older_ones_stay_when_the_newest_cannot_be_read_back(
 
 def test_devices_that_are_not_the_root_remove_nothing(folder: Path) -> None:
     train(4, "snapshot: 2")
-    with build_solver(SOLVER, NET, keep=RetentionPolicy(last=1)) as solver:
+    with build_solver(SOLVER, NET, keep=RetentionPolicy(keep_last=1)) as solver:
         solver.restore(Path("x_iter_4.solverstate"))
         solver.callback.is_root = False
         solver._keeper.wrote(Path("x_iter_4.solverstate"))
@@ -116,7 +116,7 @@ def test_a_snapshot_that_cannot_be_removed_does_not_end_training(
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr("caffepy.solvers.io.retention.remove_snapshot", refuse)
-    train(4, "snapshot: 2", keep=RetentionPolicy(last=1))
+    train(4, "snapshot: 2", keep=RetentionPolicy(keep_last=1))
     assert left(folder) == [2, 4]
     assert "x_iter_2.solverstate: cannot be removed: Operation not permitted" in caplog.text
 
@@ -150,7 +150,7 @@ def test_the_best_stays(
 
 def test_the_best_of_before_is_known_after_resuming(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scored(monkeypatch, "accuracy", {2: 0.9, 4: 0.1, 6: 0.2, 8: 0.3})
-    keep = RetentionPolicy(last=2, best="accuracy")
+    keep = RetentionPolicy(keep_last=2, keep_best="accuracy")
     for end, resume in ((4, ""), (8, "x_iter_4.solverstate")):
         with build_solver(SOLVER + f"max_iter: {end} snapshot: 2", SCORED, keep=keep) as solver:
             solver.solve(Path(resume) if resume else None)
@@ -162,21 +162,21 @@ def test_the_best_of_before_is_known_after_resuming(folder: Path, monkeypatch: p
 
 def test_a_best_that_falls_back_is_removed_after_its_test(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scored(monkeypatch, "accuracy", {2: 0.5, 4: 0.9})
-    with build_solver(SOLVER + "max_iter: 4 snapshot: 2", SCORED, keep=RetentionPolicy(best="accuracy")) as solver:
+    with build_solver(SOLVER + "max_iter: 4 snapshot: 2", SCORED, keep=RetentionPolicy(keep_best="accuracy")) as solver:
         solver.solve()
     assert left(folder) == [4]
 
 
 def test_the_loss_is_the_sum_of_the_weighted_ones(caplog: pytest.LogCaptureFixture) -> None:
     net = SCORED.replace('top: "loss" }', 'top: "error" loss_weight: 2 }')
-    with build_solver(SOLVER, net, keep=RetentionPolicy(best="loss")) as solver, caplog.at_level(logging.INFO):
+    with build_solver(SOLVER, net, keep=RetentionPolicy(keep_best="loss")) as solver, caplog.at_level(logging.INFO):
         solver._snapshot_at = 0
         scores = solver.test_all()
         assert solver.state.scores == {0: pytest.approx(2 * float(scores[0]["error"]))}
 
 
 def build(text: str, best: str) -> Solver:
-    with build_solver(text, SCORED, keep=RetentionPolicy(best=best)) as solver:
+    with build_solver(text, SCORED, keep=RetentionPolicy(keep_best=best)) as solver:
         return solver
 
 
@@ -238,7 +238,7 @@ def test_a_file_of_another_net_is_not_replaced(folder: Path, form: str, net: str
         with pytest.raises(ConfigError, match=r"x_iter_4\.caffemodel.* is of another net .* would be replaced"):
             check(form + "max_iter: 4 snapshot: 3", own)
         with pytest.raises(ConfigError, match=r"caffemodel.* is of another net .* would be removed"):
-            check(form + "max_iter: 9 snapshot: 3", own, keep=RetentionPolicy(last=1))
+            check(form + "max_iter: 9 snapshot: 3", own, keep=RetentionPolicy(keep_last=1))
     check(form + "max_iter: 9 snapshot: 3", own)
     check(form + "max_iter: 4 snapshot: 0 snapshot_after_train: false", own)
     other = next(other for other in FORMATS if other != form)
@@ -255,7 +255,7 @@ def test_files_of_the_same_net_are_replaced_with_a_warning(
     train(4, form + "snapshot: 2", net=net)
     for path in folder.glob("x_iter_2.*"):
         os.utime(path, (0, 0))
-    check(form + "max_iter: 4 snapshot: 2", net, keep=RetentionPolicy(last=1))
+    check(form + "max_iter: 4 snapshot: 2", net, keep=RetentionPolicy(keep_last=1))
     (warning,) = (record.getMessage() for record in caplog.records)
     assert warning.startswith("x_iter_4.solverstate") and "--snapshot auto" in warning
 
@@ -278,7 +278,7 @@ def test_older_files_of_another_net_stay_behind_a_run_that_goes_on(folder: Path)
     train(4, "snapshot: 4")
     check("max_iter: 8 snapshot: 2", resume="x_iter_4.solverstate")
     with pytest.raises(ConfigError, match="x_iter_2.caffemodel is of another net .* would be removed"):
-        check("max_iter: 8 snapshot: 2", resume="x_iter_4.solverstate", keep=RetentionPolicy(last=3))
+        check("max_iter: 8 snapshot: 2", resume="x_iter_4.solverstate", keep=RetentionPolicy(keep_last=3))
 
 
 @pytest.mark.parametrize("content", [b"", b"no weights", b"\x89HDF\r\n\x1a\n damaged", None])

@@ -16,9 +16,9 @@ from caffepy.data.schedule import Shard
 from caffepy.errors import OutOfMemoryError
 from caffepy.net.memory.capacity import largest, largest_batch, with_batch, written_batch
 from caffepy.net.memory.plan import plan_memory
+from caffepy.options import ExecutionOptions
 from caffepy.proto import caffe_pb2
 from caffepy.solvers import create_solver
-from caffepy.solvers.execution_options import ExecutionOptions
 from caffepy.solvers.net_factory import NetFactory
 
 NET = """

@@ -10,8 +10,8 @@ import pytest
 from fake_graph_backend import Replaying
 from training import build_solver, solver_param, weights_of
 
+from caffepy.options import ExecutionOptions
 from caffepy.solvers import create_solver
-from caffepy.solvers.execution_options import ExecutionOptions
 
 
 def _train(text: str = "") -> tuple[list[float], dict[str, np.ndarray]]:

@@ -14,9 +14,9 @@ from fake_graph_backend import NET, Replaying
 from training import solver_param, weights_of
 
 from caffepy.errors import NonFiniteError, RunError
+from caffepy.options import ExecutionOptions
 from caffepy.solvers import Action, Solver, create_solver
 from caffepy.solvers.base import CHECK_INTERVAL
-from caffepy.solvers.execution_options import ExecutionOptions
 from caffepy.solvers.graph_runner import IN_FLIGHT
 from caffepy.trace import Trace
 

@@ -12,8 +12,8 @@ from training import CPU, PLAIN, TESTED, TINY, build_solver, weights_of
 
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, NonFiniteError
+from caffepy.options import ExecutionOptions
 from caffepy.solvers import Action, Solver, create_solver
-from caffepy.solvers.execution_options import ExecutionOptions
 
 
 def test_a_solvers_file_must_be_read_first() -> None:

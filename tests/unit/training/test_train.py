@@ -88,7 +88,7 @@ def test_every_kind_of_solver_trains_alike(kind: str, solver_file: Path, expecte
         "fields with a message": (FIELDS, param.net_param),
     }
     solver, net = given[kind]
-    with caffepy.train(solver, net=net, threads=1) as trained:
+    with caffepy.train(solver, net=net, threads=1, share=False) as trained:
         assert trained.iteration == 6
         assert not trained.stopped_early
         assert_same(weights_of(trained.net), expected)
@@ -204,6 +204,8 @@ def test_snapshots_and_weights_are_started_from(tmp_path: Path, solver_file: Pat
         ({"devices": "first"}, "devices is 'first'; give a list of GPUs' numbers, 'all', or None"),
         ({"devices": [-1]}, r"devices is \[-1\]; give a list"),
         ({"cpu_solvers": 0}, "there is nothing to train on"),
+        ({"compression": "fp8"}, "compression cannot be 'fp8'; known: none, fp16, bf16"),
+        ({"keep_last": -1}, "keep_last: '-1' is not a whole number of at least 1"),
         ({"callbacks": 7}, "a callback is a function, or has one of the methods after_iteration, .*; 7 is neither"),
     ],
 )

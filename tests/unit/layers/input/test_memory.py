@@ -14,8 +14,8 @@ from caffepy.errors import ConfigError, RunError, ShapeError
 from caffepy.layers import LayerContext
 from caffepy.layers.input.memory_data import MemoryDataLayer
 from caffepy.net.net import Net
+from caffepy.options import ExecutionOptions
 from caffepy.proto import caffe_pb2
-from caffepy.solvers.execution_options import ExecutionOptions
 
 MEMORY = "type: 'MemoryData' memory_data_param { batch_size: 2 channels: 3 height: 4 width: 5 }"
 

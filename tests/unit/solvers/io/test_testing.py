@@ -14,8 +14,8 @@ from fake_graph_backend import Replaying
 from training import build_solver, solver_param, weights_of
 
 from caffepy.net.fusion.fold import FoldedConvolution
+from caffepy.options import ExecutionOptions
 from caffepy.solvers import SingleDevice, Solver, create_solver
-from caffepy.solvers.execution_options import ExecutionOptions
 
 SOLVER = (
     'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 random_seed: 3 test_iter: 3 test_interval: 2 '
