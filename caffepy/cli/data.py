@@ -1,13 +1,24 @@
-"""`caffepy data mnist`: LMDBs of MNIST, from what comes with caffepy, from files that are there, or fetched."""
+"""Commands that make and measure data sets: `caffepy data` and Caffe's tools of these names."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser
+from caffepy.cli.options import Parser, add_force_flag, add_positionals, add_switch
 from caffepy.errors import ConfigError
+from caffepy.options.types import natural
 
+if TYPE_CHECKING:
+    from caffepy.data.conversion.image_records import ImageOptions
+
+ROOT_AND_LIST: tuple[tuple[str, type, str], ...] = (
+    ("ROOTFOLDER", str, "put before each path of the list"),
+    ("LISTFILE", Path, "a line for each image"),
+)
+"""The first arguments of tools that read lists of images."""
 _DESCRIPTION = """\
 Make mnist_train_lmdb and mnist_test_lmdb, as Caffe's convert_mnist_data does.
 
@@ -45,3 +56,322 @@ def run(args: argparse.Namespace) -> int:
     for path, count in mnist.build_lmdbs(args.to, read, args.force).items():
         print(f"{path}: {count} digits{', there already' if path in there else ''}")
     return 0
+
+
+_CONVERT_IMAGESET = """\
+Make a database of the images that a list names, as Caffe's convert_imageset does.
+
+Each line of LISTFILE is a path, which ROOTFOLDER is put before, a space and a label:
+
+    cats/1.jpg 0
+
+Images that cannot be read are named and left out. The database appears under its name only when it is complete."""
+
+
+def add_parser_convert_imageset(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """The command's options."""
+    parser = subparsers.add_parser(
+        "convert_imageset", help="make a database of images and labels", description=_CONVERT_IMAGESET
+    )
+    add_positionals(parser, (*ROOT_AND_LIST, ("DB_NAME", Path, "the database to make")))
+    add_image_flags(parser)
+    add_backend_flags(parser)
+
+
+def run_convert_imageset(args: argparse.Namespace) -> int:
+    """Make the database and print how many records it has.
+
+    Raises:
+        DataError: the list or all of its images cannot be read, or the database is there already.
+        RunError: writing failed.
+    """
+    from caffepy.cli.progress import showing
+    from caffepy.data.conversion.image_sets import Database, convert_image_set
+
+    target = Database(args.db_name, args.backend, args.force)
+    with showing("files") as progress:
+        done = convert_image_set(args.rootfolder, args.listfile, target, image_options(args), seed_of(args), progress)
+    print(f"{args.db_name}: {done.records} images{f', {done.skipped} left out' if done.skipped else ''}")
+    return 0
+
+
+def image_options(args: argparse.Namespace, **others: int) -> ImageOptions:
+    """What the flags say of images."""
+    from caffepy.data.conversion.image_records import ImageOptions
+    from caffepy.data.conversion.progress import all_cores
+
+    return ImageOptions(
+        gray=args.gray,
+        resize_height=args.resize_height,
+        resize_width=args.resize_width,
+        encoded=args.encoded,
+        encode_type=args.encode_type,
+        check_size=args.check_size,
+        threads=args.threads or all_cores(),
+        **others,
+    )
+
+
+def seed_of(args: argparse.Namespace) -> int | None:
+    """The seed of the random order, if one is wanted."""
+    seed: int | None = args.seed if args.shuffle else None
+    return seed
+
+
+_CONVERT_ANNOSET = """\
+Make a database of images with labels or boxes, as the convert_annoset of SSD's Caffe does.
+
+Each line of LISTFILE is a path and a label, or with --anno_type detection a path and that of a file with boxes;
+ROOTFOLDER is put before the paths. Files of boxes are VOC's XML, one JSON an image with COCO's fields, or text: a
+label's number, xmin, ymin, xmax and ymax a line."""
+
+
+def add_parser_convert_annoset(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """The command's options."""
+    parser = subparsers.add_parser(
+        "convert_annoset", help="make a database of images with boxes", description=_CONVERT_ANNOSET
+    )
+    add_positionals(parser, (*ROOT_AND_LIST, ("DB_NAME", Path, "the database to make")))
+    parser.add_argument(
+        "--anno-type", choices=("classification", "detection"), default="classification",
+        help="whether the list has labels or files of boxes (classification)",
+    )  # fmt: skip
+    parser.add_argument("--label-type", choices=("xml", "json", "txt"), default="xml", help="of those files (xml)")
+    parser.add_argument("--label-map-file", type=Path, metavar="FILE", help="a LabelMap: the labels of the names")
+    add_switch(parser, "check-label", "fail if the LabelMap has a name twice")
+    parser.add_argument("--min-dim", type=natural, default=0, metavar="N", help="scale a smaller side up to this")
+    parser.add_argument("--max-dim", type=natural, default=0, metavar="N", help="scale a larger side down to this")
+    add_image_flags(parser)
+    add_backend_flags(parser)
+
+
+def run_convert_annoset(args: argparse.Namespace) -> int:
+    """Make the database and print how many records it has.
+
+    Raises:
+        ConfigError: a label map is needed, and there is none.
+        DataError: the list, all of its images or a file of boxes cannot be read, or the database is there already.
+        RunError: writing failed.
+    """
+    from caffepy.cli.progress import showing
+    from caffepy.data.conversion.annotation_sets import AnnotationOptions, convert_annotation_set
+    from caffepy.data.conversion.image_sets import Database
+
+    target = Database(args.db_name, args.backend, args.force)
+    annotations = AnnotationOptions(args.anno_type, args.label_type, args.label_map_file, args.check_label)
+    images = image_options(args, min_dim=args.min_dim, max_dim=args.max_dim)
+    with showing("files") as progress:
+        done = convert_annotation_set(
+            args.rootfolder, args.listfile, target, images, annotations, seed_of(args), progress
+        )
+    print(f"{args.db_name}: {done.records} images{f', {done.skipped} left out' if done.skipped else ''}")
+    return 0
+
+
+logger = logging.getLogger(__name__)
+
+_COMPUTE_IMAGE_MEAN = """\
+Compute the mean image of a database and the mean of each channel, as Caffe's compute_image_mean does.
+
+OUTPUT_FILE is what transform_param { mean_file: ... } names; the channels' means are for mean_value."""
+
+
+def add_parser_compute_image_mean(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """The command's options."""
+    parser = subparsers.add_parser(
+        "compute_image_mean", help="compute the mean image of a database", description=_COMPUTE_IMAGE_MEAN
+    )
+    parser.add_argument("input_db", type=Path, metavar="INPUT_DB", help="the database")
+    parser.add_argument("output_file", type=Path, nargs="?", metavar="OUTPUT_FILE", help="the mean to write")
+    parser.add_argument("--backend", choices=("lmdb", "leveldb"), default="lmdb", help="kind of database (lmdb)")
+    add_threads_flag(parser)
+
+
+def run_compute_image_mean(args: argparse.Namespace) -> int:
+    """Compute the mean, write it and log the channels' means.
+
+    Raises:
+        DataError: the database cannot be read, or its images differ in size.
+        RunError: the mean cannot be written.
+    """
+    from caffepy.cli.progress import showing
+    from caffepy.data.conversion.mean import channel_means, compute_mean, write_mean
+    from caffepy.files import check_writable
+
+    if args.output_file is not None:
+        check_writable(args.output_file)
+    with showing("files") as progress:
+        mean = compute_mean(args.input_db, args.backend, args.threads or None, progress)
+    if args.output_file is not None:
+        write_mean(args.output_file, mean)
+        logger.info("Write to %s", args.output_file)
+    logger.info("Number of channels: %d", len(mean))
+    for channel, value in enumerate(channel_means(mean)):
+        logger.info("mean_value channel [%d]: %.6g", channel, value)
+    return 0
+
+
+_CONVERT_MNIST_DATA = """\
+Make a database of MNIST's files, or of others in their format, as Caffe's convert_mnist_data does.
+
+Files that end in .gz are unpacked. `caffepy data mnist` fetches MNIST and makes both of its databases."""
+
+
+def add_parser_convert_mnist_data(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """The command's options."""
+    parser = subparsers.add_parser(
+        "convert_mnist_data", help="make a database of MNIST's files", description=_CONVERT_MNIST_DATA
+    )
+    names = (
+        ("IMAGE_FILE", Path, "idx3 file of images"),
+        ("LABEL_FILE", Path, "idx1 file of labels"),
+        ("DB_NAME", Path, "the database to make"),
+    )
+    add_positionals(parser, names)
+    add_backend_flags(parser)
+
+
+def run_convert_mnist_data(args: argparse.Namespace) -> int:
+    """Make the database and print how many records it has.
+
+    Raises:
+        DataError: the files are no such pair, or the database is there already.
+        RunError: writing failed.
+    """
+    from caffepy.data.conversion.image_sets import Database
+    from caffepy.data.conversion.known_sets import convert_digits
+
+    target = Database(args.db_name, args.backend, args.force)
+    print(f"{args.db_name}: {convert_digits(args.image_file, args.label_file, target)} images")
+    return 0
+
+
+_CONVERT_CIFAR_DATA = """\
+Make cifar10_train_lmdb and cifar10_test_lmdb of CIFAR-10's binary version, as Caffe's convert_cifar_data does, and
+mean.binaryproto, the mean of the training images."""
+
+
+def add_parser_convert_cifar_data(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """The command's options."""
+    parser = subparsers.add_parser(
+        "convert_cifar_data", help="make the databases of CIFAR-10", description=_CONVERT_CIFAR_DATA
+    )
+    names = (
+        ("INPUT_FOLDER", Path, "where data_batch_1.bin to _5.bin and test_batch.bin are"),
+        ("OUTPUT_FOLDER", Path, "where to put the databases"),
+    )
+    add_positionals(parser, names)
+    parser.add_argument("backend", choices=("lmdb", "leveldb"), nargs="?", default="lmdb", help="their kind (lmdb)")
+    add_force_flag(parser)
+
+
+def run_convert_cifar_data(args: argparse.Namespace) -> int:
+    """Make the databases and print how many records they have.
+
+    Raises:
+        DataError: files are missing or are not CIFAR-10's, or a database is there already.
+        RunError: writing failed.
+    """
+    from caffepy.data.conversion.known_sets import convert_cifar
+
+    for path, count in convert_cifar(args.input_folder, args.output_folder, args.backend, args.force).items():
+        print(f"{path}: {count} images")
+    print(f"{args.output_folder / 'mean.binaryproto'}: the mean of the training images")
+    return 0
+
+
+_CREATE_LABEL_MAP = """\
+Write the LabelMap of a list of classes, as the create_label_map of SSD's Caffe does.
+
+Each line of MAPFILE is a name, or a name and a label, or these and the name that people are shown."""
+
+
+def add_parser_create_label_map(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """The command's options."""
+    parser = subparsers.add_parser(
+        "create_label_map", help="write the LabelMap of a list of classes", description=_CREATE_LABEL_MAP
+    )
+    add_positionals(parser, (("MAPFILE", Path, "the list of classes"), ("OUTFILE", Path, "the LabelMap to write")))
+    add_switch(parser, "include-background", "add the class none_of_the_above as label 0")
+    parser.add_argument(
+        "--delimiter", default=" ", metavar="CHARS", help="each of these divides fields (default: a space)"
+    )
+
+
+def run_create_label_map(args: argparse.Namespace) -> int:
+    """Write the LabelMap and print how many classes it has.
+
+    Raises:
+        DataError: the list cannot be read or does not hold together.
+        RunError: writing failed.
+    """
+    from caffepy.data.conversion.label_maps import create_label_map
+
+    count = create_label_map(args.mapfile, args.outfile, args.delimiter, args.include_background)
+    print(f"{args.outfile}: {count} classes")
+    return 0
+
+
+_GET_IMAGE_SIZE = """\
+Write name, height and width of each image of a list, as the get_image_size of SSD's Caffe does.
+
+detection_output_param { save_output_param { name_size_file: ... } } reads such files."""
+
+
+def add_parser_get_image_size(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """The command's options."""
+    parser = subparsers.add_parser("get_image_size", help="write the sizes of images", description=_GET_IMAGE_SIZE)
+    add_positionals(parser, (*ROOT_AND_LIST, ("OUTFILE", Path, "the file to write")))
+    parser.add_argument(
+        "--name-id-file", type=Path, metavar="FILE", help="a name and a number a line: write numbers for names"
+    )
+    add_threads_flag(parser)
+
+
+def run_get_image_size(args: argparse.Namespace) -> int:
+    """Write the sizes and print how many there are.
+
+    Raises:
+        DataError: the list or all of its images cannot be read, or an image has no number.
+        RunError: writing failed.
+    """
+    from caffepy.cli.progress import showing
+    from caffepy.data.conversion.annotation_sets import write_image_sizes
+
+    with showing("files") as progress:
+        done = write_image_sizes(
+            args.rootfolder, args.listfile, args.outfile, args.name_id_file, args.threads or None, progress
+        )
+    print(f"{args.outfile}: {done.records} images{f', {done.skipped} left out' if done.skipped else ''}")
+    return 0
+
+
+# -- flags of several of these -----------------------------------------------------------------------------
+
+
+def add_backend_flags(parser: argparse._ActionsContainer) -> None:
+    """--backend and --force, of tools that write a database."""
+    parser.add_argument("--backend", choices=("lmdb", "leveldb"), default="lmdb", help="kind of database (lmdb)")
+    add_force_flag(parser)
+
+
+def add_image_flags(parser: argparse._ActionsContainer) -> None:
+    """What convert_imageset and convert_annoset do to images, and the order in which they write them."""
+    add_switch(parser, "gray", "read images as grey ones, of one channel")
+    add_switch(parser, "shuffle", "write in a random order, which --seed decides")
+    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="of the random order (0)")
+    for side in ("height", "width"):
+        parser.add_argument(
+            f"--resize-{side}", type=natural, default=0, metavar="N", help=f"{side} of all images (0: as they are)"
+        )
+    add_switch(parser, "check-size", "fail if two images differ in size")
+    add_switch(parser, "encoded", "store image files instead of pixels")
+    parser.add_argument(
+        "--encode-type", default="", metavar="TYPE", help="store them as jpg, png, ... (default: as the file is)"
+    )
+    add_threads_flag(parser)
+
+
+def add_threads_flag(parser: argparse._ActionsContainer) -> None:
+    """--threads."""
+    parser.add_argument("--threads", type=natural, default=0, metavar="N", help="that decode images (0: all cores)")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from caffepy.cli.options import Parser, normalise
 from caffepy.errors import CaffepyError, ConfigError, MissingExtraError
-from caffepy.options.types import name_list, positive
+from caffepy.options.types import name_list, natural, positive
 
 if TYPE_CHECKING:
     from caffepy.parallel.launch.hostfile import Host
@@ -72,7 +72,7 @@ def _add_restart_options(parser: Parser) -> None:
     again = parser.add_argument_group("where a rank or host is lost")
     again.add_argument(
         "--restarts",
-        type=_count,
+        type=natural,
         default=0,
         metavar="N",
         help="start again up to N times, training from its newest whole snapshot (0)",
@@ -87,18 +87,11 @@ def _add_meeting_options(parser: Parser) -> None:
         "without MPI: call it on each machine, with RANK, WORLD_SIZE, … set for torchrun"
     )
     without.add_argument("--nnodes", type=positive, metavar="N", help="how many machines call it")
-    without.add_argument("--node-rank", type=_count, metavar="N", help="the number of this one, from 0")
+    without.add_argument("--node-rank", type=natural, metavar="N", help="the number of this one, from 0")
     without.add_argument("--master-addr", metavar="HOST", help="the machine of rank 0 (default: this one)")
     without.add_argument(
         "--master-port", type=positive, metavar="N", help="rank 0's port (default: 29500, or a free one)"
     )
-
-
-def _count(text: str) -> int:
-    """A whole number of at least 0."""
-    if not text.isdecimal() or len(text) > 9:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 0")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

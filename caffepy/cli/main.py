@@ -11,16 +11,14 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import ModuleType
-from typing import TextIO
+from typing import Any, TextIO
 
 from caffepy import as_caffe, version
 from caffepy.cli.log import log_to_stderr, raise_once, rank_prefix
 from caffepy.cli.options import Commands, Parser, normalise
-from caffepy.cli.tools.aliases import ALIASES, expand
 from caffepy.errors import (
     NO_THREADS,
     CaffepyError,
@@ -53,19 +51,28 @@ GROUPS = {
 }
 """Commands, as `caffepy --help` lists them."""
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
-TOOLS = frozenset((*GROUPS["predictions"], *GROUPS["data sets"], *GROUPS["old files"], *GROUPS["nets and logs"][1:]))
-"""Commands that stand in `caffepy.cli.tools`: Caffe's tools under their names."""
 MODULES = {
-    **{name: f"tools.{name}" for name in TOOLS},
-    **{name: f"tools.data.{name}" for name in GROUPS["data sets"]},
-    "export": "onnx.export",
-    "import": "onnx.import_model",
-    "warm-up": "warm_up",
+    "classify": "predict",
+    "detect": "predict",
+    "export": "onnx",
+    "import": "onnx",
+    "parse_log": "logs",
+    "plot_training_log": "logs",
+    **dict.fromkeys(GROUPS["data sets"], "data"),
+    **dict.fromkeys(GROUPS["old files"], "upgrade"),
 }
-"""Modules of the commands, below this folder, that have another name than the command."""
-
-WRITERS = TOOLS | {"export", "import", "data"}
+"""Modules of this folder that hold several commands: their functions end with the command's name."""
+WRITERS = frozenset({*MODULES, "data", "deploy", "draw_net", "extract_features"})
 """Commands that do not treat signals themselves and write files."""
+
+ALIASES = {
+    "train_net": ("train", ("--solver", "--snapshot")),
+    "finetune_net": ("train", ("--solver", "--weights")),
+    "test_net": ("test", ("--model", "--weights", "--iterations")),
+    "net_speed_benchmark": ("time", ("--model", "--iterations")),
+}
+"""Caffe's programs that `caffe` itself replaced: the command, and the options for their arguments, which had no names:
+``train_net solver.prototxt``, ``test_net net.prototxt net.caffemodel 100 GPU 0``."""
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells give it: 128 + SIGINT."""
@@ -143,7 +150,7 @@ def _run(arguments: list[str], verbose: bool) -> int:
     args.arguments = arguments
     signals = _ended_in_order() if args.command in WRITERS else nullcontext()
     with _dialect(getattr(args, "dialect", None)), signals:
-        status: int = _module(args.command).run(args)
+        status: int = _function("run", args.command)(args)
     sys.stdout.flush()
     return status
 
@@ -197,7 +204,7 @@ def build_parser(arguments: Sequence[str] = ()) -> Parser:
     )
     assert isinstance(subparsers, Commands)
     for name in _commands(arguments):
-        _module(name).add_parser(subparsers)
+        _function("add_parser", name)(subparsers)
     parser.epilog = f"{subparsers.listing(GROUPS)}\n\n{_EPILOGUE}"
     for command in (parser, *subparsers.choices.values()):
         command.set_defaults(parser=command)
@@ -208,9 +215,11 @@ def build_parser(arguments: Sequence[str] = ()) -> Parser:
     return parser
 
 
-def _module(command: str) -> ModuleType:
-    """The module of a command."""
-    return importlib.import_module(f"caffepy.cli.{MODULES.get(command, command)}")
+def _function(name: str, command: str) -> Callable[..., Any]:
+    """A command's `add_parser` or `run`."""
+    module = importlib.import_module(f"caffepy.cli.{MODULES.get(command, command.replace('-', '_'))}")
+    function: Callable[..., Any] = getattr(module, f"{name}_{command}" if command in MODULES else name)
+    return function
 
 
 def _command_word(arguments: Sequence[str]) -> str | None:
@@ -275,3 +284,27 @@ def _describe(error: Exception, traced: bool) -> str:
         f"{type(error).__name__}: {error}{location}; this is a mistake in caffepy, not in what you gave: please report "
         f"it to its developers with {output}"
     )
+
+
+# -- programs of older Caffes ----------------------------------------------------------------------------
+
+
+def expand(arguments: Sequence[str]) -> list[str]:
+    """A command line in which the name of such a program, and its arguments without names, are replaced."""
+    if not arguments or arguments[0] not in ALIASES:
+        return list(arguments)
+    command, options = ALIASES[arguments[0]]
+    rest = list(arguments[1:])
+    end = next((index for index, word in enumerate(rest) if word.startswith("-")), len(rest))
+    words, device = _device(rest[:end])
+    named = [part for pair in zip(options, words, strict=False) for part in pair]
+    return [command, *named, *words[len(options) :], *device, *rest[end:]]
+
+
+def _device(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words before ``CPU`` or ``GPU``, and the option that it and the number behind it are."""
+    at = next((index for index, word in enumerate(words) if word in ("CPU", "GPU")), len(words))
+    if at == len(words):
+        return words, []
+    number = (words[at + 1 :] or ["0"])[0]
+    return words[:at], ["--cpu"] if words[at] == "CPU" else ["--gpu", number]

@@ -18,6 +18,9 @@ from caffepy.options.types import gpu_list
 from caffepy.parallel.options import TrainOptions
 from caffepy.registry import suggest
 
+_TRUE = ("true", "t", "yes", "y", "1")
+_FALSE = ("false", "f", "no", "n", "0")
+"""Words that set a switch; gflags' ways are `-encoded`, `-encoded=true` and `-noencoded`."""
 _NAMES = re.compile(r"(?<=argument )--?\w[\w-]*(?:/--?\w[\w-]*)+")
 """The names of an option, as argparse puts them into messages."""
 _OPTION = re.compile(r"-{1,2}([A-Za-z][\w-]+)(=.*)?", re.DOTALL)
@@ -196,3 +199,39 @@ def add_dialect_option(parser: argparse._ActionsContainer) -> None:
 def add_state_options(parser: argparse._ActionsContainer) -> None:
     """--level and --stage, which choose among the layers' include and exclude rules."""
     add_options(parser, TrainOptions, ("level", "stage"))
+
+
+# -- what Caffe's tools take -----------------------------------------------------------------------------
+
+
+class Switch(argparse.Action):
+    """A boolean flag; argparse finds the spellings with a value among the option's names."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object,
+        option_string: str | None = None,
+    ) -> None:  # fmt: skip
+        """Set the flag as the spelling says."""
+        name, _, value = (option_string or "").partition("=")
+        setattr(namespace, self.dest, not name.startswith("--no") if not value else value.lower() in _TRUE)
+
+
+def add_switch(parser: argparse._ActionsContainer, name: str, help_text: str) -> None:
+    """A flag that is off by default: ``--name``, ``--name=true`` (and gflags' other words) or ``--noname``."""
+    words = [word for lower in (*_TRUE, *_FALSE) for word in dict.fromkeys((lower, lower.capitalize(), lower.upper()))]
+    spellings = [f"--{name}={word}" for word in words]
+    action = parser.add_argument(
+        f"--{name}", f"--no{name}", *spellings, action=Switch, nargs=0, default=False, help=help_text
+    )
+    action.option_strings = [f"--{name}"]  # of what the help shows; the parser knows them all
+
+
+def add_force_flag(parser: argparse._ActionsContainer) -> None:
+    """--force."""
+    add_switch(parser, "force", "replace the database that is there")
+
+
+def add_positionals(parser: argparse._ActionsContainer, names: Sequence[tuple[str, type, str]]) -> None:
+    """Positional arguments: name, type, what it is."""
+    for name, kind, help_text in names:
+        parser.add_argument(name.lower(), type=kind, metavar=name, help=help_text)

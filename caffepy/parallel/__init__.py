@@ -13,7 +13,7 @@ _LAZY = {
     "NcclCommunicator": "caffepy.parallel.communicators.nccl",
     "P2PManager": "caffepy.parallel.p2p_manager",
     "P2PSync": "caffepy.parallel.p2p_sync",
-    "SharedScores": "caffepy.parallel.communicators.shared_scores",
+    "SharedScores": "caffepy.parallel.communicators.local",
 }
 
 __all__ = ["NcclCommunicator", "P2PManager", "P2PSync", "SharedScores"]

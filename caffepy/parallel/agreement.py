@@ -1,32 +1,42 @@
-"""Compares options, solver, nets and data of all ranks before training, and names the first field that differs.
+"""What all ranks must have alike: options, solver, nets and data before training, and the parameters of replicas.
 
-Paths, device numbers and folders may differ from host to host and are not compared; the content of the files is. The
-random seed, and the snapshot and weights to start from, are the root's.
+Ranks compare descriptions with the root's, and the first field that differs is named. Paths, device numbers and folders
+may differ from host to host and are not compared; the content of the files is. The random seed, and the snapshot and
+weights to start from, are the root's.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+from numpy.typing import NDArray
 
 from caffepy import version
 from caffepy.config.dialect import VARIABLE as DIALECT
-from caffepy.errors import ConfigError
+from caffepy.config.paths import PathResolver
+from caffepy.errors import ConfigError, RunError
 from caffepy.layers.core.base import Layer
 from caffepy.layers.input.prefetching import PrefetchingLayer
+from caffepy.layers.normalization.batch_norm import STATISTICS
 from caffepy.net import Net
+from caffepy.net.parameters import Parameter
 from caffepy.options.declaration import option_values
 from caffepy.parallel.options import TrainOptions
+from caffepy.parallel.processes.gpu_assignment import assign_gpus
 from caffepy.parallel.processes.world import World
 from caffepy.proto.caffe_pb2 import LayerParameter, SolverParameter, SolverState
+from caffepy.snapshot.files import newest_snapshot
 from caffepy.solvers import Solver
 
 Description: TypeAlias = "dict[str, str]"
@@ -221,3 +231,121 @@ def _value_text(field: FieldDescriptor, value: Any) -> str:
     if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
         return "true" if value else "false"
     return f"'{value}'" if isinstance(value, str) else str(value)
+
+
+logger = logging.getLogger(__name__)
+
+
+def agree_on_options(world: World, options: TrainOptions) -> TrainOptions:
+    """Compare the ranks' options; called by the main thread of all ranks.
+
+    Returns:
+        This rank's options with its part of the GPUs, and with random seed, snapshot and weights of the root.
+
+    Raises:
+        ConfigError: the ranks' options do not go together; on the root, see `World.raise_on_all`.
+    """
+    options = replace(options, devices=assign_gpus(world, options.devices, named=not options.share_gpus))
+    _compare_device_counts(world, options)
+    if world.size > 1:
+        check_alike(world, world.run_on_all(lambda: describe_run(options)))
+    solver = SolverParameter()
+    solver.CopyFrom(options.solver)
+    if solver.random_seed < 0:
+        solver.random_seed = secrets.randbelow(1 << 31)
+    solver.random_seed = world.broadcast(solver.random_seed)
+    snapshot = world.run_on_all(lambda: _start_snapshot(options) if world.rank == 0 else None)
+    return replace(options, solver=solver, snapshot=world.broadcast(snapshot), weights=world.broadcast(options.weights))
+
+
+def _compare_device_counts(world: World, options: TrainOptions) -> None:
+    gpus = world.all_gather(None if options.devices is None else len(options.devices))
+    counts = world.all_gather(len(options.local_devices))
+    for rank in range(1, world.size):
+        if gpus[rank] != gpus[0] or counts[rank] != counts[0]:
+            error = ConfigError(
+                f"ranks have different devices: {world.name(0)} has {_count(gpus[0], counts[0])}, "
+                f"{world.name(rank)} has {_count(gpus[rank], counts[rank])}; give every rank as many"
+            )
+            world.raise_on_all(error)
+
+
+def _count(gpus: int | None, devices: int) -> str:
+    kind = "CPU solver" if gpus is None else "GPU"
+    return f"{devices} {kind}{'s' if devices != 1 else ''}"
+
+
+def _start_snapshot(options: TrainOptions) -> Path | None:
+    """The snapshot to resume from; for the root."""
+    since = options.resume_since
+    if not options.resume_newest and since is None:
+        return options.snapshot
+    prefix = (options.resolve or PathResolver(None)).output(options.solver.snapshot_prefix)
+    newest = newest_snapshot(prefix)
+    if not options.resume_newest and (newest is None or newest.stat().st_mtime < (since or 0)):
+        logger.info("no whole snapshot of this job with the prefix %s: it begins again as at first", prefix)
+        return options.snapshot
+    if newest is None:
+        logger.info("no whole snapshot with the prefix %s: training starts from the beginning", prefix)
+    return newest
+
+
+_HASH_BYTES = 6
+"""Hashes travel as float64 numbers, which hold whole numbers of 53 bits."""
+_MAX_NAMES = 4
+
+Gather = Callable[[Sequence[int]], NDArray[np.float64]]
+"""Makes a row for each device of the numbers that it is called with by all of them."""
+
+
+def check_replicas(net: Net, names: Sequence[str], gather: Gather) -> None:
+    """Compare the parameters of all devices; called by all of them, with no work pending on the device.
+
+    BatchNorm's running statistics are not compared: they differ from device to device until they are averaged.
+
+    Args:
+        net: this device's.
+        names: what messages call each device.
+        gather: collects the devices' hashes.
+
+    Raises:
+        RunError: on all devices, if a device's parameters differ from the root's; names the first layer that differs.
+    """
+    parameters = _replicated(net)
+    flat = net.backend.to_host(net.parameters.data)
+    own = [_hash(flat[parameter.start : parameter.stop]) for parameter in parameters]
+    whole = gather([_hash(np.array(own, np.uint64))])
+    if (whole == whole[0]).all():
+        return
+    raise RunError(_describe(parameters, gather(own), names))
+
+
+def _replicated(net: Net) -> list[Parameter]:
+    """Parameters that are equal on all devices."""
+    return [p for p in net.parameters.parameters if p.layer.type != "BatchNorm" or p.index >= STATISTICS]
+
+
+def _hash(values: NDArray[Any]) -> int:
+    if values.dtype.kind == "f" and np.isnan(values).any():  # NaNs have many bit patterns
+        values = np.where(np.isnan(values), np.float32(np.nan), values)
+    content = np.ascontiguousarray(values).data.cast("B")
+    return int.from_bytes(hashlib.blake2b(content, digest_size=_HASH_BYTES).digest(), "little")
+
+
+def _describe(parameters: Sequence[Parameter], hashes: NDArray[np.float64], names: Sequence[str]) -> str:
+    """The sentence about hashes that differ.
+
+    Args:
+        parameters: the net's that were compared.
+        hashes: (devices, parameters).
+        names: of the devices.
+    """
+    differs = hashes != hashes[0]
+    others = [names[int(device)] for device in np.flatnonzero(differs.any(axis=1))]
+    first = parameters[int(np.flatnonzero(differs.any(axis=0))[0])]
+    listed = ", ".join(others[:_MAX_NAMES]) + (f" and {len(others) - _MAX_NAMES} more" * (len(others) > _MAX_NAMES))
+    return (
+        f"{listed} no longer {'has' if len(others) == 1 else 'have'} the parameters of {names[0]}: parameter "
+        f"{first.index} of layer '{first.layer.name}' is the first of {int(differs.any(axis=0).sum())} that differ; go "
+        "on from a snapshot before this iteration, and look at the memory of these machines if it happens again"
+    )

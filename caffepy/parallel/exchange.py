@@ -17,10 +17,10 @@ from caffepy.backend import Array
 from caffepy.errors import AbortedError
 from caffepy.net.parameters import bucket_count
 from caffepy.net.wiring import capture_blockers
+from caffepy.parallel.agreement import check_replicas
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.control.heartbeat import Heartbeat
 from caffepy.parallel.gradients.reducer import Reducer
-from caffepy.parallel.replicas import check_replicas
 from caffepy.solvers.base import Solver
 from caffepy.trace import NO_TRACE, Tracer
 

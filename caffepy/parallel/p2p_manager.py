@@ -14,8 +14,7 @@ from functools import partial
 
 from caffepy.errors import RunError
 from caffepy.options.solver import TIMEOUT
-from caffepy.parallel.agreed_options import agree_on_options
-from caffepy.parallel.agreement import agree_on_start
+from caffepy.parallel.agreement import agree_on_options, agree_on_start
 from caffepy.parallel.control.connect import connect_training
 from caffepy.parallel.control.describe_error import describe_error
 from caffepy.parallel.control.heartbeat import Heartbeat
@@ -31,8 +30,7 @@ from caffepy.parallel.p2p_sync import P2PSync
 from caffepy.parallel.processes.create import create_world
 from caffepy.parallel.processes.launcher import refuse_foreign_launcher
 from caffepy.parallel.processes.world import World
-from caffepy.parallel.run_header import log_run
-from caffepy.parallel.run_report import check_trace, describe_batch, gather_trace, report_performance
+from caffepy.parallel.run_log import check_trace, describe_batch, gather_trace, log_run, report_performance
 from caffepy.parallel.signals import SignalRequests
 from caffepy.parallel.store.store import ControlChannel
 from caffepy.proto.caffe_pb2 import SolverState

@@ -156,7 +156,7 @@ def test_averages_that_are_begun_can_be_captured_and_replayed(compress: str, rou
 
 def test_bfloat16_on_a_gpu_has_the_bits_of_the_hosts() -> None:
     from caffepy.parallel.communicators.compression import host_compressor
-    from caffepy.parallel.communicators.nccl_compression import device_compressor
+    from caffepy.parallel.communicators.nccl import device_compressor
 
     bits = np.random.default_rng(1).integers(0, 1 << 32, 100_000, np.uint32)
     bits[:6] = [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7F800000, 0x7F7FFFFF, 0x3F808000]

@@ -162,7 +162,7 @@ CUPY = (
     "backend/cuda/*.py",
     "backend/cuda/*/*.py",
     "backend/cuda/*/*/*.py",
-    "parallel/communicators/nccl*.py",
+    "parallel/communicators/nccl.py",
     "parallel/hardware/nccl_info.py",
 )
 ALLOWED = {

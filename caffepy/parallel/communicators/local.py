@@ -1,4 +1,7 @@
-"""The local communicator: threads of one process, through one shared object. The others are tested against it."""
+"""The local communicator: threads of one process, through one shared object. The others are tested against it.
+
+`SharedScores` is the buffer in which these threads add up their test scores.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,46 @@ import threading
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from caffepy.backend.types import Array
 from caffepy.errors import AbortedError, PeerError
 from caffepy.monotonic_clock import suspend_aware_seconds
 from caffepy.parallel.communicators.collectives import Collective, FinishedWork, Op, Operator, Work
-from caffepy.parallel.communicators.shared_scores import SharedScores
 from caffepy.parallel.communicators.store_communicator import StoreCommunicator
 from caffepy.parallel.store.store import MemoryStore, RankStore
+
+Scores = npt.NDArray[np.float64]
+
+
+class SharedScores:
+    """One row of scores for each solver thread.
+
+    Not synchronised: callers need a barrier between `save` and `total`.
+
+    Args:
+        nranks: the number of threads.
+    """
+
+    def __init__(self, nranks: int) -> None:
+        self._rows: list[Scores] = [np.zeros(0) for _ in range(nranks)]
+
+    def save(self, rank: int, scores: npt.ArrayLike) -> None:
+        """Copy the scores (S,) of thread `rank`."""
+        self._rows[rank] = np.array(scores, np.float64)
+
+    def rank_scores(self, rank: int) -> Scores:
+        """The last scores that thread `rank` saved."""
+        return self._rows[rank]
+
+    def total(self) -> Scores:
+        """The sum over all threads, added in rank order."""
+        total = np.zeros_like(self._rows[0])
+        for row in self._rows:
+            assert row.shape == total.shape, (row.shape, total.shape)
+            total += row
+        return total
+
 
 PATIENCE = 120.0
 """Seconds by which a wait outlasts the watchdog's timeout and what it allows for the first iteration besides, so that

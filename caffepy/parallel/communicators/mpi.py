@@ -1,14 +1,22 @@
-"""MPI's communicator of host arrays, one device a process. Alone in importing mpi4py."""
+"""MPI's communicator of host arrays, one device a process. Alone in importing mpi4py.
+
+MPI may allow its calls to one thread alone (MPI_THREAD_FUNNELED, SERIALIZED): `MainThreadDispatcher` carries those of
+solver threads to it.
+"""
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from caffepy.errors import MissingExtraError, PeerError, UserError
+from caffepy.errors import AbortedError, MissingExtraError, PeerError, UserError
 from caffepy.parallel.communicators.collectives import (
     Collective,
     FinishedWork,
@@ -20,7 +28,61 @@ from caffepy.parallel.communicators.collectives import (
 )
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.compression import add_bfloat16
-from caffepy.parallel.communicators.dispatcher import MainThreadDispatcher
+
+T = TypeVar("T")
+
+_POLL = 0.002
+"""How long the main thread waits for a call, in seconds."""
+
+
+class MainThreadDispatcher:
+    """Runs MPI calls of solver threads: in the caller, or on the main thread where MPI allows no other.
+
+    Args:
+        direct: MPI provides MPI_THREAD_MULTIPLE.
+    """
+
+    def __init__(self, direct: bool) -> None:
+        self.direct = direct
+        self._main = threading.get_ident()
+        self._calls: queue.Queue[tuple[Callable[[], Any], Future[Any]]] = queue.Queue()
+        self._aborted = threading.Event()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """The result of `function`.
+
+        Raises:
+            AbortedError: `abort` was called first.
+        """
+        if self._aborted.is_set():
+            raise AbortedError("training was stopped")
+        if self.direct or threading.get_ident() == self._main:
+            return function()
+        future: Future[T] = Future()
+        self._calls.put((function, future))
+        while True:
+            try:
+                return future.result(timeout=0.5)
+            except FutureTimeoutError:
+                if self._aborted.is_set():
+                    raise AbortedError("training was stopped") from None
+
+    def serve(self) -> None:
+        """Run queued calls until the queue stays empty for a moment; called by the main thread."""
+        while True:
+            try:
+                function, future = self._calls.get(timeout=_POLL)
+            except queue.Empty:
+                return
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def abort(self) -> None:
+        """Wake all callers with AbortedError, now and later."""
+        self._aborted.set()
+
 
 _EAGER_SECONDS = 0.02
 """How long a wait polls without pauses: MPI moves data only when called. After that it would burn the core."""

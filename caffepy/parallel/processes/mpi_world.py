@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from caffepy.parallel.communicators.communicator import Communicator
-from caffepy.parallel.communicators.dispatcher import MainThreadDispatcher
-from caffepy.parallel.communicators.mpi import MpiCommunicator, load_mpi
+from caffepy.parallel.communicators.mpi import MainThreadDispatcher, MpiCommunicator, load_mpi
 from caffepy.parallel.processes.launcher import Launcher, check_launcher
 from caffepy.parallel.processes.machine import machine_identity
 from caffepy.parallel.processes.world import World, end_process, flush_streams

@@ -88,7 +88,7 @@ def test_hosts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
         (["--mpirun=absent", "train"], "--mpirun absent: there is no such program"),
         (["--mpirun=/bin/true", "train"], "/bin/true --version says"),
         (["--nproc-per-node=0", "train"], "'0' is not a whole number of at least 1"),
-        (["--restarts=-1", "train"], "'-1' is not a whole number of at least 0"),
+        (["--restarts=-1", "train"], "'-1' is no whole number of 0 or more"),
         (["--nnodes=2", "--hosts=a,b", "train"], "--hosts is for MPI; without it call caffepy launch on each machine"),
         (["--nnodes=2", "train"], "--nnodes 2: where is rank 0? Say it with --master-addr"),
         (["--node-rank=1", "train"], "--node-rank 1: with --nnodes 1 it is 0 to 0"),

@@ -12,7 +12,7 @@ from fake_world import FakeWorld
 from training import solver_param
 
 from caffepy.errors import ConfigError
-from caffepy.parallel.agreed_options import agree_on_options
+from caffepy.parallel.agreement import agree_on_options
 from caffepy.parallel.options import TrainOptions
 
 OPTIONS = TrainOptions(solver_param('base_lr: 0.1 lr_policy: "fixed" max_iter: 3 snapshot_prefix: "run"'))
@@ -70,10 +70,10 @@ def test_the_newest_snapshot_is_looked_for_on_the_root(
         assert agree_on_options(FakeWorld(), options).snapshot is None
     assert "no whole snapshot with the prefix run: training starts from the beginning" in caplog.text
     asked = []
-    monkeypatch.setattr("caffepy.parallel.agreed_options.newest_snapshot", asked.append)
+    monkeypatch.setattr("caffepy.parallel.agreement.newest_snapshot", asked.append)
     agree_on_options(RootsWorld(random_seed=1, snapshot=None, weights=[]), options)
     assert asked == []
-    monkeypatch.setattr("caffepy.parallel.agreed_options.newest_snapshot", lambda prefix: Path(f"{prefix}_newest"))
+    monkeypatch.setattr("caffepy.parallel.agreement.newest_snapshot", lambda prefix: Path(f"{prefix}_newest"))
     assert agree_on_options(FakeWorld(), options).snapshot == Path("run_newest")
 
 
@@ -84,7 +84,7 @@ def test_a_job_that_is_started_again_resumes_from_a_snapshot_of_its_own(
     """One of an older training with the same prefix is not its own."""
     newest = tmp_path / "newest.solverstate"
     newest.write_text("")
-    monkeypatch.setattr("caffepy.parallel.agreed_options.newest_snapshot", lambda prefix: newest)
+    monkeypatch.setattr("caffepy.parallel.agreement.newest_snapshot", lambda prefix: newest)
     given = tmp_path / "given.solverstate"
     options = replace(OPTIONS, snapshot=given, resume_since=newest.stat().st_mtime + age)
     assert agree_on_options(FakeWorld(), options).snapshot == tmp_path / wanted

@@ -14,7 +14,7 @@ from caffepy.layers.core.base import LayerContext, layer_class
 from caffepy.options.declaration import check_names, option_values, options_of, with_values
 from caffepy.parallel.control.describe_error import describe_error
 from caffepy.parallel.options import TrainOptions
-from caffepy.parallel.run_report import batch_sizes, division_warning
+from caffepy.parallel.run_log import batch_sizes, division_warning
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, SolverParameter
 
 

@@ -16,7 +16,7 @@ def test_the_seeds_names_are_offered_and_imported_on_first_use() -> None:
     assert set(caffepy.parallel.__all__) <= set(dir(caffepy.parallel))
     assert caffepy.parallel.P2PManager.__module__ == "caffepy.parallel.p2p_manager"
     assert caffepy.parallel.P2PSync.__module__ == "caffepy.parallel.p2p_sync"
-    assert caffepy.parallel.SharedScores.__module__ == "caffepy.parallel.communicators.shared_scores"
+    assert caffepy.parallel.SharedScores.__module__ == "caffepy.parallel.communicators.local"
     with pytest.raises(AttributeError, match="module 'caffepy.parallel' has no attribute 'P2PMangler'"):
         _ = caffepy.parallel.P2PMangler
 

@@ -17,12 +17,12 @@ from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, RunError, SnapshotError
 from caffepy.net import Net
 from caffepy.parallel import p2p_sync
+from caffepy.parallel.agreement import check_replicas
 from caffepy.parallel.async_connector import Connector
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.device_spec import DeviceSpec
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_sync import P2PSync
-from caffepy.parallel.replicas import check_replicas
 from caffepy.solvers import Action, Solver
 
 SOLVER = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 random_seed: 3 snapshot_after_train: false average_loss: 2 '

@@ -11,7 +11,7 @@ import pytest
 from fake_world import FakeWorld
 
 from caffepy.errors import ConfigError, RunError
-from caffepy.parallel.run_report import check_trace, gather_trace, report_performance
+from caffepy.parallel.run_log import check_trace, gather_trace, report_performance
 from caffepy.report import Performance
 
 SPAN: dict[str, Any] = {"ph": "X", "pid": 0, "tid": 0, "name": "conv", "ts": 5.0, "dur": 1.0}

@@ -16,8 +16,7 @@ from caffepy.monotonic_clock import SuspendAwareClock
 from caffepy.parallel.communicators import local as local_module
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.hierarchical import HierarchicalCommunicator
-from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
-from caffepy.parallel.communicators.shared_scores import SharedScores
+from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup, SharedScores
 from caffepy.parallel.control import watchdog
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caffepy.parallel.launch.restarts import Restarts, failure_way, usable_nodes
+from caffepy.parallel.launch.run import Restarts, failure_way, usable_nodes
 from caffepy.parallel.launch.supervisor import Ending
 
 LOST = "rank 1 on b (process 99) at iteration 5 ended unexpectedly: it was killed"

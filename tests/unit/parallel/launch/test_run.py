@@ -16,8 +16,7 @@ from caffepy.errors import ConfigError
 from caffepy.parallel.launch import run as launch_run
 from caffepy.parallel.launch.mpirun import Job
 from caffepy.parallel.launch.ranks import MARK
-from caffepy.parallel.launch.restarts import Restarts
-from caffepy.parallel.launch.run import BATCH_RANKS, COUNT, SINCE, LaunchedJob, Start, environment_of, is_here
+from caffepy.parallel.launch.run import BATCH_RANKS, COUNT, SINCE, LaunchedJob, Restarts, Start, environment_of, is_here
 
 LOST = "caffepy: error: rank 1 on b at iteration 5 ended unexpectedly"
 VARIABLES = (MARK, COUNT, SINCE, BATCH_RANKS)

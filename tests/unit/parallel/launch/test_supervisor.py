@@ -16,9 +16,8 @@ import psutil
 import pytest
 from processes import program_environment
 
-from caffepy.parallel.launch import child, supervisor
-from caffepy.parallel.launch.child import Command, shell_status
-from caffepy.parallel.launch.supervisor import Ending, Supervisor
+from caffepy.parallel.launch import supervisor
+from caffepy.parallel.launch.supervisor import Command, Ending, Supervisor, shell_status
 
 
 def shell(text: str) -> Command:
@@ -124,7 +123,7 @@ def test_where_ctrl_c_asks_for_a_snapshot_it_may_come_often(tmp_path: Path) -> N
 
 def test_a_second_ctrl_c_ends_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_AGAIN_SECONDS", 0.2)
-    monkeypatch.setattr(child, "_TERM_SECONDS", 0.2)
+    monkeypatch.setattr(supervisor, "_TERM_SECONDS", 0.2)
     begin = time.monotonic()
     ranks = Ranks()
     twice = ((0.1, signal.SIGINT), (0.2, signal.SIGINT))
@@ -176,7 +175,7 @@ def test_a_pause_ends_with_a_signal() -> None:
 def test_nobody_outlives_the_parent(tmp_path: Path, last_signal: int) -> None:
     program = f"""
         import os
-        from caffepy.parallel.launch.child import Command
+        from caffepy.parallel.launch.supervisor import Command
         from caffepy.parallel.launch.supervisor import Supervisor
         line = ["/bin/sh", "-c", "echo $$ > pid.new; mv pid.new pid; exec sleep 600"]
         Supervisor(lambda number: True).run([Command(line, dict(os.environ), {int(last_signal)})])

@@ -11,7 +11,7 @@ import pytest
 from process_groups import run_threads
 
 from caffepy.errors import CaffepyError, ConfigError, InternalError, PeerError, RunError, UserError
-from caffepy.parallel.communicators.dispatcher import MainThreadDispatcher
+from caffepy.parallel.communicators.mpi import MainThreadDispatcher
 from caffepy.parallel.control import connect
 from caffepy.parallel.processes.create import create_world
 from caffepy.parallel.processes.launcher import Launcher, check_launcher, find_launcher, refuse_foreign_launcher

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caffepy.parallel.agreement import Difference
-from caffepy.parallel.store.values import pack, unpack
+from caffepy.parallel.processes.store_world import pack, unpack
 from caffepy.parallel.store.wire import WireError
 from caffepy.report import Performance
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from fake_nvml import FakeNvml, pci
 
 from caffepy.parallel.hardware.nvml import Nvml
-from caffepy.parallel.hardware.transports import Device, describe_devices, gpu_links, transport
+from caffepy.parallel.run_log import Device, describe_devices, gpu_links, transport
 
 
 def gpu(number: int, rank: int = 0, machine: str = "m") -> Device:

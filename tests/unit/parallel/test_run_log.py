@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from caffepy.parallel import run_header
-from caffepy.parallel.hardware.transports import Device
+from caffepy.parallel import run_log
+from caffepy.parallel.run_log import Device
 
 
 @pytest.mark.parametrize(("gpus", "asked"), [(1, 0), (2, 1)])
@@ -22,8 +22,8 @@ def test_nvml_is_loaded_only_where_there_are_links(gpus: int, asked: int, monkey
         opened.append(True)
         yield None
 
-    monkeypatch.setattr(run_header, "open_nvml", open_nvml)
+    monkeypatch.setattr(run_log, "open_nvml", open_nvml)
     world: Any = SimpleNamespace(rank=0, local_rank=0, machines=["a"])
     devices = [Device(0, "host", "a", f"0000:0{number}:00.0", f"GPU {number}") for number in range(gpus)]
-    run_header._own_links(world, devices)
+    run_log._own_links(world, devices)
     assert len(opened) == asked

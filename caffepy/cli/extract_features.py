@@ -7,8 +7,7 @@ import logging
 from contextlib import ExitStack
 from pathlib import Path
 
-from caffepy.cli.options import Parser, add_device_options, add_dialect_option, add_state_options
-from caffepy.cli.tools.flags import add_force_flag
+from caffepy.cli.options import Parser, add_device_options, add_dialect_option, add_force_flag, add_state_options
 from caffepy.errors import ConfigError
 from caffepy.options.types import name_list, positive
 

@@ -1,4 +1,4 @@
-"""`caffepy plot_training_log`: charts of training logs (Caffe's `tools/extra/plot_training_log.py`)."""
+"""`caffepy parse_log` and `plot_training_log`: logs of trainings as CSV and as charts (Caffe's `tools/extra`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,47 @@ from caffepy.cli.options import Parser
 from caffepy.errors import ConfigError
 from caffepy.options.types import name_list
 
-_DESCRIPTION = """\
+_PARSE_LOG = """\
+Write what a training's log says of its iterations as <log>.train and <log>.test: CSV with the columns NumIters,
+Seconds, LearningRate and the net's outputs. Logs of BVLC's Caffe, NVIDIA's and caffepy's are understood.
+
+  caffepy train --solver solver.prototxt 2>&1 | tee train.log
+  caffepy parse_log train.log ."""
+
+
+def add_parser_parse_log(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """The command's options."""
+    parser = subparsers.add_parser("parse_log", help="a training's log as CSV", description=_PARSE_LOG)
+    parser.add_argument("log", type=Path, metavar="LOG", help="the log")
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path(), metavar="FOLDER", help="where to put the tables (default: here)"
+    )
+    parser.add_argument("--delimiter", default=",", metavar="C", help="character between columns (default: a comma)")
+    parser.add_argument("--latest", action="store_true", help="without iterations that were made again after a restart")
+
+
+def run_parse_log(args: argparse.Namespace) -> int:
+    """Write the tables and print their names.
+
+    Raises:
+        ConfigError: the delimiter is not one character.
+        DataError: the log cannot be read or is none.
+        RunError: a table cannot be written.
+    """
+    from caffepy.logs import read_log, write_tables
+
+    delimiter = args.delimiter.replace("\\t", "\t")
+    if len(delimiter) != 1 or delimiter in '\r\n"':
+        raise ConfigError(f"--delimiter is one character, such as ',' or '\\t', not '{args.delimiter}'")
+    log = read_log(args.log)
+    chosen = log.latest() if args.latest else log
+    for path, rows in zip(write_tables(chosen, args.folder, delimiter), filter(None, (chosen.train, chosen.test)),
+                          strict=True):  # fmt: skip
+        print(f"{path}: {len(rows)} rows")
+    return 0
+
+
+_PLOT_TRAINING_LOG = """\
 Draw logs into one picture (.png, .svg or .pdf): losses, and below them scores, against iterations or seconds.
 
   caffepy plot_training_log training.png train.log
@@ -25,9 +65,9 @@ A number before the picture is one of Caffe's chart types:
 It needs matplotlib: pip install 'caffepy[plot]'."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+def add_parser_plot_training_log(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """The command's options."""
-    parser = subparsers.add_parser("plot_training_log", help="charts of training logs", description=_DESCRIPTION)
+    parser = subparsers.add_parser("plot_training_log", help="charts of training logs", description=_PLOT_TRAINING_LOG)
     parser.add_argument("words", nargs="+", metavar="[TYPE] PICTURE LOG", help="chart type, picture and logs")
     parser.add_argument("--x", choices=("iterations", "seconds"), default="iterations", help="the horizontal axis")
     parser.add_argument(
@@ -37,7 +77,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--latest", action="store_true", help="without iterations that were made again after a restart")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_plot_training_log(args: argparse.Namespace) -> int:
     """Draw the picture and print its name.
 
     Raises:

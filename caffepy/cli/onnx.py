@@ -1,4 +1,4 @@
-"""`caffepy export`: a net with its weights as an ONNX file, compared with the net by running both."""
+"""`caffepy export` and `caffepy import`: a net as an ONNX file and back, compared by running both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from caffepy.net import Net
 
-_DESCRIPTION = """\
+_EXPORT = """\
 Write a net with its weights as an ONNX file. Net and file are run on the same random input (the file by onnxruntime),
 and the largest difference is printed; above 1e-4 of the output's largest value nothing is written.
 
@@ -31,9 +31,9 @@ def batch_size(text: str) -> int | str:
     return text if text == "dynamic" else positive(text)
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+def add_parser_export(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Add the command and its options."""
-    parser = subparsers.add_parser("export", help="write a net as ONNX", description=_DESCRIPTION)
+    parser = subparsers.add_parser("export", help="write a net as ONNX", description=_EXPORT)
     parser.add_argument("model", type=Path, metavar="NET", help="the net's prototxt; a deploy net, with Input layers")
     parser.add_argument("weights", type=file_list, metavar="WEIGHTS", help=".caffemodel files, divided by commas")
     parser.add_argument("output", type=Path, metavar="OUT", help="the .onnx file to write")
@@ -53,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     add_dialect_option(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_export(args: argparse.Namespace) -> int:
     """Write the file; print what it holds and how far it differs.
 
     Raises:
@@ -107,3 +107,71 @@ def _check(net: Net, content: bytes, dynamic: bool) -> None:
         for one in differences:
             print(one)
         refuse_large(differences)
+
+
+_IMPORT = """\
+Write an ONNX file as NAME.prototxt and NAME.caffemodel. These are loaded and run on the same random input as the file
+(by onnxruntime, where it is installed), and the largest difference is printed; above 1e-4 of the output's largest value
+nothing is written. Nodes that Caffe's layers cannot say are listed together.
+
+  caffepy import resnet18.onnx
+  caffepy import detector.onnx --output models/detector --shape 1,3,320,320 --fold"""
+
+LARGEST_AXES = 8
+
+
+def input_shape(text: str) -> tuple[str, tuple[int, ...]]:
+    """``1,3,224,224``, for a model's only input, or ``name=1,3,224,224``."""
+    name, _, sizes = text.rpartition("=")
+    words = sizes.split(",")
+    if len(words) > LARGEST_AXES or not all(word.strip().isdecimal() for word in words):
+        raise argparse.ArgumentTypeError(f"'{text}' is no shape such as 1,3,224,224 or data=1,3,224,224")
+    return name, tuple(positive(word.strip()) for word in words)
+
+
+def add_parser_import(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command and its options."""
+    parser = subparsers.add_parser("import", help="read a net from ONNX", description=_IMPORT)
+    parser.add_argument("model", type=Path, metavar="FILE", help="the .onnx file")
+    parser.add_argument("--output", type=Path, metavar="NAME", help="path of both files without their endings")
+    parser.add_argument(
+        "--batch", type=positive, default=1, metavar="N", help="batch where the file leaves it open (1)"
+    )
+    parser.add_argument(
+        "--shape", type=input_shape, action="append", default=[], metavar="[INPUT=]N,C,H,W",
+        help="shape of an input, where the file leaves it open",
+    )  # fmt: skip
+    parser.add_argument("--fold", action="store_true", help="merge BatchNorm and Scale into the layers before them")
+    parser.add_argument("--no-check", action="store_true", help="do not compare net and file")
+
+
+def run_import(args: argparse.Namespace) -> int:
+    """Write both files; print what they hold and how far they differ.
+
+    Raises:
+        CaffepyError: whatever is wrong with the file; a difference that is too large.
+    """
+    from caffepy.onnx.libraries import has_runtime, require_onnx
+
+    require_onnx("to read ONNX files")
+    from caffepy.onnx.importer.result import build_imported, check_imported, write_imported
+
+    base = args.output or (args.model.with_suffix("") if args.model.name else args.model)
+    if base.is_dir():
+        raise ConfigError(f"{base} is a folder; give --output a path without ending, e.g. {base / args.model.stem}")
+    param, net = build_imported(args.model, base.name, args.batch, dict(args.shape), args.fold)
+
+    def compare(loaded: Net) -> None:
+        for one in check_imported(args.model, loaded):
+            print(one)
+
+    check = None
+    if args.no_check:
+        print("not compared, because of --no-check")
+    elif not has_runtime():
+        print("not compared: onnxruntime is not installed (pip install 'caffepy[onnx]')")
+    else:
+        check = compare
+    paths = write_imported(base, param, net, check)
+    print(f"{paths[0]}: {len(param.layer)} layers; {paths[1]}: {sum(len(layer.blobs) for layer in net.layers)} blobs")
+    return 0

@@ -14,14 +14,12 @@ import lmdb
 import numpy as np
 import pytest
 
-from caffepy.cli.main import TOOLS, main
-from caffepy.cli.options import Parser, normalise
-from caffepy.cli.tools.aliases import ALIASES, expand
-from caffepy.cli.tools.flags import add_switch
+from caffepy.cli.main import ALIASES, COMMANDS, GROUPS, expand, main
+from caffepy.cli.options import Parser, add_switch, normalise
 from caffepy.data.conversion import image_records
 from caffepy.proto.caffe_pb2 import Datum
 
-PROGRAMS = Path(__file__).resolve().parents[4] / "tools"
+PROGRAMS = Path(__file__).resolve().parents[3] / "tools"
 IMAGES = np.random.default_rng(2).integers(0, 256, (4, 6, 8, 3), np.uint8)
 
 
@@ -215,8 +213,9 @@ def test_programs_that_caffe_replaced(words: str, expanded: str):
 
 
 def test_every_tool_is_a_program_too():
-    names = {*TOOLS, *ALIASES, "device_query"}
-    assert names <= {path.stem for path in PROGRAMS.glob("*.py")}
+    names = {path.stem for path in PROGRAMS.glob("*.py")}
+    assert {*GROUPS["data sets"], *GROUPS["old files"], *GROUPS["predictions"], *ALIASES, "device_query"} <= names
+    assert names <= {*COMMANDS, *ALIASES}
     for name in names:
         assert f'main(["{name}", *sys.argv[1:]])' in (PROGRAMS / f"{name}.py").read_text()
 

@@ -1,0 +1,65 @@
+"""Caffe's tools that bring files of an older Caffe to the current format."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from caffepy.cli.options import Parser, add_positionals
+
+
+def add_parser_upgrade_net_proto_text(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """The command's arguments."""
+    _add_parser(subparsers, "upgrade_net_proto_text", "a net's prototxt", " Comments are lost.")
+
+
+def add_parser_upgrade_net_proto_binary(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """The command's arguments."""
+    _add_parser(subparsers, "upgrade_net_proto_binary", "a .caffemodel")
+
+
+def add_parser_upgrade_solver_proto_text(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """The command's arguments."""
+    _add_parser(subparsers, "upgrade_solver_proto_text", "a solver's prototxt", " Comments are lost.")
+
+
+def _add_parser(subparsers: argparse._SubParsersAction[Parser], name: str, what: str, note: str = "") -> None:
+    parser = subparsers.add_parser(
+        name,
+        help=f"bring {what} to the current format",
+        description=f"Write {what} of an older Caffe in the current format.{note}",
+    )
+    add_positionals(parser, (("OLD", Path, "the file to read"), ("NEW", Path, "the file to write")))
+
+
+def run_upgrade_net_proto_text(args: argparse.Namespace) -> int:
+    """Write the file and print what became of it.
+
+    Raises:
+        UserError: the old file cannot be read or upgraded.
+        RunError: the new one cannot be written.
+    """
+    from caffepy.snapshot.upgrade_files import upgrade_net_text
+
+    return _upgrade(args, upgrade_net_text)
+
+
+def run_upgrade_net_proto_binary(args: argparse.Namespace) -> int:
+    """As `run_upgrade_net_proto_text`, for a .caffemodel."""
+    from caffepy.snapshot.upgrade_files import upgrade_net_binary
+
+    return _upgrade(args, upgrade_net_binary)
+
+
+def run_upgrade_solver_proto_text(args: argparse.Namespace) -> int:
+    """As `run_upgrade_net_proto_text`, for a solver."""
+    from caffepy.snapshot.upgrade_files import upgrade_solver_text
+
+    return _upgrade(args, upgrade_solver_text)
+
+
+def _upgrade(args: argparse.Namespace, upgrade: Callable[[Path, Path], bool]) -> int:
+    changed = upgrade(args.old, args.new)
+    print(f"{args.new}: {'upgraded' if changed else 'was in the current format already'}")
+    return 0
