@@ -3,8 +3,8 @@
 Every line has the log's own prefix, because Caffe's log parsers read the time of each line after the first iteration,
 and a log goes on after a restart:
 
-    I1121 11:29:00.123456 12345 run_header.py:40] Initializing solver from parameters, 57 lines of a file in /home/a:
-    I1121 11:29:00.123460 12345 run_header.py:40] | base_lr: 0.01
+    I1121 11:29:00.123456 12345 run_log.py:40] Initializing solver from parameters, 57 lines of a file in /home/a:
+    I1121 11:29:00.123460 12345 run_log.py:40] | base_lr: 0.01
 """
 
 from __future__ import annotations

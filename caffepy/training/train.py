@@ -63,7 +63,7 @@ def train(
         devices: numbers of GPUs, each with a thread of its own, or "all"; None: the CPU.
         callbacks: one or several, see `caffepy.Callback`.
         options: `max_iter`; `progress`, whether to show a bar (by default in notebooks and at Python's prompt); the
-            other options of the command, such as `cpu_solvers`, `keep_last` or `sync_bn`, see docs/reference/options.md.
+            other options of the command, such as `cpu_solvers` or `sync_bn`, see docs/reference/options.md.
 
     Raises:
         UserError: files, solver, net or options are wrong.

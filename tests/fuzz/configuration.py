@@ -178,7 +178,7 @@ class RunLog(TextTarget):
     def prepare(self) -> None:
         from caffepy.config.run_log import describe_solver
 
-        prefix = "I1121 11:29:00.123456 12345 run_header.py:40] "
+        prefix = "I1121 11:29:00.123456 12345 run_log.py:40] "
         path = self.folder / "solver.prototxt"
         self.texts = []
         for text in seeds.SOLVERS[:2]:
