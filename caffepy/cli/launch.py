@@ -64,7 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the line and leave it at that")
     _add_restart_options(parser)
-    _add_meeting_options(parser)
+    _add_rendezvous_options(parser)
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to start")
 
 
@@ -82,7 +82,7 @@ def _add_restart_options(parser: Parser) -> None:
     )
 
 
-def _add_meeting_options(parser: Parser) -> None:
+def _add_rendezvous_options(parser: Parser) -> None:
     without = parser.add_argument_group(
         "without MPI: call it on each machine, with RANK, WORLD_SIZE, … set for torchrun"
     )
@@ -136,9 +136,9 @@ def make_start(args: argparse.Namespace) -> Start:
     terminal = "SLURM_PTY_PORT" in os.environ  # a shell that `srun --pty` opened, whatever tasks it was asked for
     if launcher is not None and launcher.size != 1 and not terminal:
         raise ConfigError(f"{launcher.name} has started this process; caffepy launch starts all of them: call it once")
-    meeting = _meeting(args)
-    if meeting is not None:
-        return _without_mpi(args, meeting)
+    rendezvous = _rendezvous(args)
+    if rendezvous is not None:
+        return _without_mpi(args, rendezvous)
     allocation = find_allocation()
     if allocation is None and "SLURM_JOB_ID" in os.environ:
         _say("there is no srun here, so Slurm's allocation is left out of account")
@@ -214,7 +214,7 @@ def _within_slurm(args: argparse.Namespace, job: Job, allocation: Allocation) ->
     )
 
 
-def _without_mpi(args: argparse.Namespace, meeting: Rendezvous) -> Start:
+def _without_mpi(args: argparse.Namespace, rendezvous: Rendezvous) -> Start:
     """The processes of this machine, started by this process itself."""
     import signal
 
@@ -223,20 +223,20 @@ def _without_mpi(args: argparse.Namespace, meeting: Rendezvous) -> Start:
     from caffepy.parallel.launch.run import Start, environment_of
     from caffepy.parallel.launch.slurm import without_slurm
 
-    meeting = meeting.complete()
+    rendezvous = rendezvous.complete()
     job = Job(_program(args.program), args.nproc_per_node or 1)
     return Start(
         job,
-        lambda job: local_commands(job, meeting),
-        environment_of(secret_for(meeting), without_slurm()),  # of a step, they would call each rank its task 0
+        lambda job: local_commands(job, rendezvous),
+        environment_of(secret_for(rendezvous), without_slurm()),  # of a step, they would call each rank its task 0
         RANK,
         last_signal=signal.SIGKILL,
         **_training(args),
     )
 
 
-def _meeting(args: argparse.Namespace) -> Rendezvous | None:
-    """Where ranks without MPI meet; None: an MPI is wanted.
+def _rendezvous(args: argparse.Namespace) -> Rendezvous | None:
+    """Where ranks without MPI join; None: an MPI is wanted.
 
     Raises:
         ConfigError: options of both ways.

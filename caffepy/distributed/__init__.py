@@ -2,7 +2,7 @@
 
 `default.py` owns the default group and its operations as functions, `group.py` what they are, a group's life and its
 errors, `data_parallel.py` a solver that trains in a group, `spawn.py` the start of processes, `arrays.py` the check of
-arguments, `rendezvous.py` how processes meet, `membership.py` who they are and for whom a rank waits, `backends.py` the
+arguments, `rendezvous.py` how processes find each other, who they are and for whom a rank waits, `backends.py` the
 choice of a communicator. The communicators and the control channel are those of `caffepy.parallel`.
 
 Scripts import it, and pycaffe.

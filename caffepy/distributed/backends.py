@@ -7,7 +7,7 @@ import threading
 import time
 from concurrent.futures import Future, wait
 
-from caffepy.distributed.membership import Membership
+from caffepy.distributed.rendezvous import Membership
 from caffepy.errors import PeerError, UserError
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.factory import connect_by_store, connect_gpu

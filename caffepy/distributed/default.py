@@ -14,8 +14,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from caffepy.distributed.arrays import whole_number
 from caffepy.distributed.backends import BACKENDS, create_communicator, default_backend
 from caffepy.distributed.group import ProcessGroup
-from caffepy.distributed.membership import Membership
-from caffepy.distributed.rendezvous import join
+from caffepy.distributed.rendezvous import Membership, join
 from caffepy.errors import CaffepyError, UserError
 from caffepy.parallel.communicators.collectives import Operator
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from caffepy.backend.types import Array
 from caffepy.distributed.arrays import Arguments, Buffer, Parts, check_operator, whole_number
-from caffepy.distributed.membership import Membership
+from caffepy.distributed.rendezvous import Membership
 from caffepy.errors import PeerError, RunError, UserError
 from caffepy.parallel.communicators.collectives import Collective, Op, Operator, Work
 from caffepy.parallel.communicators.communicator import Communicator

@@ -1,4 +1,8 @@
-"""How processes find each other: through MPI, an address, the environment or a file. Then all share rank 0's store."""
+"""How processes find each other: through MPI, an address, the environment or a file. Then all share rank 0's store.
+
+`Membership` is the result: who belongs to the group, what connects them besides the communicator, and for whom a rank
+waits.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +17,109 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from caffepy.distributed.membership import Membership
 from caffepy.errors import PeerError, UserError
 from caffepy.files import read_private
 from caffepy.parallel.control.connect import LOOPBACK, connect_ranks
 from caffepy.parallel.processes.create import create_mpi_world
 from caffepy.parallel.processes.launcher import find_mpi_launcher, is_near, port_offset
 from caffepy.parallel.processes.machine import machine_identity, own_addresses
+from caffepy.parallel.processes.world import World
 from caffepy.parallel.store.client import Address, ControlClient
-from caffepy.parallel.store.meeting import find_secret, listen, meet
-from caffepy.parallel.store.records import Member
+from caffepy.parallel.store.records import DeviceStatus, Member
+from caffepy.parallel.store.rendezvous import find_secret, join_store, listen
 from caffepy.parallel.store.server import ControlServer
 from caffepy.parallel.store.store import ControlChannel, MemoryStore, RankStore
+
+_SILENT_SECONDS = 5.0
+"""A rank that has said nothing for so long is stopped, or its network is."""
+
+
+@dataclass
+class Membership:
+    """This process's part in a group.
+
+    Args:
+        rank: its number.
+        members: all processes, in the order of ranks.
+        channel: their control channel.
+        world: the processes as MPI knows them, where MPI started them.
+    """
+
+    rank: int
+    members: list[Member]
+    channel: ControlChannel
+    world: World | None = None
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        return len(self.members)
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number among those of its machine."""
+        return self._neighbours(self.rank)
+
+    @property
+    def local_size(self) -> int:
+        """How many processes this machine has."""
+        return self._neighbours(self.size)
+
+    def name(self, rank: int) -> str:
+        """A rank as messages call it."""
+        return self.members[rank].name(rank)
+
+    def find_gone(self, begun: int, waits_for: Sequence[int]) -> str:
+        """The ranks that have left and will not join an operation; empty if there are none, or it cannot be known.
+
+        Args:
+            begun: how many collectives this rank has begun.
+            waits_for: the ranks that the operation waits for; empty: all.
+        """
+        try:
+            statuses = self.channel.statuses()
+        except PeerError:  # the monitor reports this
+            return ""
+        gone = [
+            each.rank
+            for each in statuses
+            if each.left and (each.rank in waits_for or (not waits_for and each.collectives < begun))
+        ]
+        return ", ".join(f"{self.name(rank)}, which has left the group" for rank in gone)
+
+    def find_stragglers(self, begun: int, what: str, waits_for: Sequence[int]) -> str:
+        """The ranks that an operation waits for, with what they do instead; empty if nobody can be blamed.
+
+        Args:
+            begun: how many collectives this rank has begun.
+            what: it waits in, as its heartbeat says.
+            waits_for: the ranks that are known to be missing.
+
+        Raises:
+            PeerError: rank 0, which would know, is gone itself.
+        """
+        known = {each.rank: each for each in self.channel.statuses()}
+        others = [known.get(rank, DeviceStatus(rank)) for rank in range(self.size) if rank != self.rank]
+        behind = [each for each in others if each.collectives < begun]
+        missing = [each for each in others if each.rank in waits_for]
+        # Where one is behind, the pieces of the others are only waited for because it comes before them.
+        late = [each for each in missing if each in behind] or missing or behind
+        late = late or [each for each in others if each.waiting not in ("", what)]
+        return ", ".join(f"{self.name(each.rank)}, {_doing(each, begun)}" for each in late)
+
+    def _neighbours(self, stop: int) -> int:
+        """How many of the ranks before `stop` are on this machine."""
+        return [member.machine for member in self.members[:stop]].count(self.members[self.rank].machine)
+
+
+def _doing(status: DeviceStatus, begun: int) -> str:
+    if status.left:
+        return "which has left the group"
+    if status.silent > _SILENT_SECONDS:
+        return f"which has not been heard of for {status.silent:.0f} s"
+    doing = f"waits in '{status.waiting}'" if status.waiting else "waits for nobody"
+    return f"which has begun {status.collectives} of {begun} collectives and {doing}"
+
 
 _MAX_BYTES = 1 << 16
 """Of the file that `file://` names."""
@@ -109,7 +204,7 @@ def _join_mpi(call: Call) -> Membership:
             raise PeerError(f"init_process_group at {call.method}: has waited {call.timeout:g} s for MPI's other ranks")
 
     world.watch(check_deadline)
-    membership = _meet(
+    membership = _join(
         call, world.rank, world.size, lambda own: connect_ranks(world, MemoryStore(world.size), call.timeout)
     )
     world.watch(lambda: None)
@@ -130,7 +225,7 @@ def _join_address(call: Call) -> Membership:
             return listen(MemoryStore(size), own, (host, int(port)), secret, near)
         return ControlClient(lambda: ([(host, int(port))], secret), rank, size, own, call.timeout)
 
-    return _meet(call, rank, size, connect)
+    return _join(call, rank, size, connect)
 
 
 def _address(call: Call) -> tuple[str, str]:
@@ -181,20 +276,20 @@ def _join_file(call: Call) -> Membership:
         return server
 
     try:
-        return _meet(call, rank, size, connect)
+        return _join(call, rank, size, connect)
     finally:
         if rank == 0 and size > 1:
             with suppress(OSError):
                 path.unlink()
 
 
-def _meet(call: Call, rank: int, size: int, connect: Callable[[Member], ControlChannel]) -> Membership:
+def _join(call: Call, rank: int, size: int, connect: Callable[[Member], ControlChannel]) -> Membership:
     """Join the store by the channel that `connect` makes, and wait until everybody has; one rank alone needs none."""
     own = Member(socket.gethostname(), machine_identity(), os.getpid())
     if size == 1:
         return Membership(0, [own], RankStore(MemoryStore(1), 0))
     where = f"init_process_group at {call.method}"
-    members, channel = meet(rank, own, lambda: connect(own), call.timeout, where)
+    members, channel = join_store(rank, own, lambda: connect(own), call.timeout, where)
     return Membership(rank, members, channel)
 
 

@@ -91,10 +91,10 @@ def spawn(
     """
     if not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1:
         raise UserError(f"spawn: nprocs is {nprocs!r}; it must be a number of processes, 1 or more")
-    meeting = Rendezvous().complete()
+    rendezvous = Rendezvous().complete()
     shared = {
-        "WORLD_SIZE": str(nprocs), "LOCAL_WORLD_SIZE": str(nprocs), "MASTER_ADDR": str(meeting.address),
-        "MASTER_PORT": str(meeting.port), SECRET: secrets.token_hex(),
+        "WORLD_SIZE": str(nprocs), "LOCAL_WORLD_SIZE": str(nprocs), "MASTER_ADDR": str(rendezvous.address),
+        "MASTER_PORT": str(rendezvous.port), SECRET: secrets.token_hex(),
     }  # fmt: skip
     children: list[_Child] = []
     try:

@@ -19,14 +19,13 @@ from caffepy.backend import Backend, create_backend
 from caffepy.errors import ConfigError, PeerError
 from caffepy.monotonic_clock import suspend_aware_seconds
 from caffepy.options.solver import TIMEOUT
-from caffepy.parallel.async_connector import Connector
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.control.connect import connect_training
 from caffepy.parallel.control.heartbeat import Heartbeat
 from caffepy.parallel.control.watchdog import Watchdog
 from caffepy.parallel.device_spec import bind_rank
 from caffepy.parallel.device_threads import DeviceThread, DeviceThreads
-from caffepy.parallel.factory import DeviceCommunicators
+from caffepy.parallel.factory import Connector, DeviceCommunicators
 from caffepy.parallel.failures import Failures
 from caffepy.parallel.processes.world import World
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from caffepy.backend import Backend
-from caffepy.parallel.async_connector import Connector
 from caffepy.parallel.communicators.communicator import Communicator
+from caffepy.parallel.factory import Connector
 from caffepy.parallel.hardware.affinity import bind_near_gpu
 from caffepy.parallel.processes.world import World
 

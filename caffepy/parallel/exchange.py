@@ -20,7 +20,7 @@ from caffepy.net.wiring import capture_blockers
 from caffepy.parallel.agreement import check_replicas
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.control.heartbeat import Heartbeat
-from caffepy.parallel.gradients.reducer import Reducer
+from caffepy.parallel.reducer import Reducer
 from caffepy.solvers.base import Solver
 from caffepy.trace import NO_TRACE, Tracer
 

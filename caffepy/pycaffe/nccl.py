@@ -16,7 +16,7 @@ from caffepy.distributed.data_parallel import gradient_communicator
 from caffepy.distributed.default import connect
 from caffepy.errors import UserError
 from caffepy.net.parameters import bucket_count
-from caffepy.parallel.gradients.reducer import Reducer
+from caffepy.parallel.reducer import Reducer
 from caffepy.pycaffe.mode import mode
 from caffepy.pycaffe.solver import Solver
 from caffepy.trace import NO_TRACE

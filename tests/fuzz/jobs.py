@@ -143,7 +143,7 @@ class Records(TextTarget):
             for status in decode_list(DeviceStatus, data):
                 assert str(status)
                 assert status.doing
-        decode(Failure, data).as_told()
+        decode(Failure, data).as_sent()
 
 
 class Handshake(BinaryTarget):

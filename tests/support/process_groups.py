@@ -9,7 +9,7 @@ from typing import Any
 
 from caffepy.distributed.default import connect
 from caffepy.distributed.group import ProcessGroup
-from caffepy.distributed.membership import Membership
+from caffepy.distributed.rendezvous import Membership
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.store.records import Member
 from caffepy.parallel.store.store import RankStore

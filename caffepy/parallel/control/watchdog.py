@@ -98,7 +98,7 @@ class Watchdog(Monitor):
 
     def tell_failure(self, failure: Failure) -> None:
         """Tell rank 0, which tells the user unless that was done, and then all others; as rank 0 tell all others."""
-        self.channel.tell(replace(failure, reported=failure.reported or self._world.rank == 0))
+        self.channel.publish(replace(failure, reported=failure.reported or self._world.rank == 0))
 
     def look(self) -> Failure | None:
         """Judge the devices that are known: rank 0 knows all, others their own."""

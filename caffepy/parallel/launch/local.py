@@ -20,7 +20,7 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks meet.
+    """Where the ranks join rank 0.
 
     Args:
         nodes: how many machines call `caffepy launch`.
@@ -50,23 +50,23 @@ class Rendezvous:
         return replace(self, address=self.address or _LOOPBACK, port=port)
 
 
-def local_commands(job: Job, meeting: Rendezvous) -> list[tuple[Sequence[str], dict[str, str]]]:
-    """The command line of each process of this machine, and its variables; `meeting` is complete."""
+def local_commands(job: Job, rendezvous: Rendezvous) -> list[tuple[Sequence[str], dict[str, str]]]:
+    """The command line of each process of this machine, and its variables; `rendezvous` is complete."""
     shared = {
-        "WORLD_SIZE": str(meeting.nodes * job.per_node),
+        "WORLD_SIZE": str(rendezvous.nodes * job.per_node),
         "LOCAL_WORLD_SIZE": str(job.per_node),
-        "MASTER_ADDR": str(meeting.address),
-        "MASTER_PORT": str(meeting.port),
+        "MASTER_ADDR": str(rendezvous.address),
+        "MASTER_PORT": str(rendezvous.port),
     }
-    first = meeting.node_rank * job.per_node
+    first = rendezvous.node_rank * job.per_node
     return [
         (job.program, {RANK: str(first + local), "LOCAL_RANK": str(local), **shared}) for local in range(job.per_node)
     ]
 
 
-def secret_for(meeting: Rendezvous, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def secret_for(rendezvous: Rendezvous, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variable with a new secret, where this machine is the only one and nobody has given one; else nothing."""
-    made = meeting.nodes == 1 and SECRET not in environment
+    made = rendezvous.nodes == 1 and SECRET not in environment
     return {SECRET: secrets.token_hex()} if made else {}
 
 

@@ -18,10 +18,10 @@ def create_world() -> World:
         PeerError: without MPI, not all ranks came in time.
     """
     launcher = find_launcher()
-    if launcher is not None and launcher.meeting is not None:
+    if launcher is not None and launcher.store is not None:
         from caffepy.parallel.processes.store_world import StoreWorld
 
-        return StoreWorld(launcher.rank, launcher.meeting)
+        return StoreWorld(launcher.rank, launcher.store)
     return create_mpi_world()
 
 

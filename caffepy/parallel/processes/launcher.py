@@ -27,11 +27,11 @@ _DIGITS = 9
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Where ranks without MPI meet.
+    """Where ranks without MPI join rank 0's store.
 
     Args:
         size: the number of ranks.
-        host: rank 0's, as this process was told; rank 0 itself is told ``localhost`` by some.
+        host: rank 0's, as this process's environment has it; some launchers give rank 0 itself ``localhost``.
         port: where rank 0 listens.
         near: ``localhost`` means this machine alone.
     """
@@ -51,19 +51,19 @@ class Launcher:
         rank: of this process.
         size: the number of processes; None where it does not say.
         options: its other command-line options, as far as the environment has them.
-        meeting: where the ranks meet, if that is not MPI's business.
+        store: where the ranks join, if MPI does not connect them.
     """
 
     name: str
     rank: int
     size: int | None
     options: str = ""
-    meeting: StoreAddress | None = None
+    store: StoreAddress | None = None
 
     @property
     def again(self) -> str:
         """What starts as many processes again: ``mpirun -np 4`` or ``srun -n 4 --mpi=pmix``; empty where unknown."""
-        if self.size is None or self.meeting is not None:
+        if self.size is None or self.store is not None:
             return ""
         return f"srun -n {self.size}{self.options}" if self.name == "srun" else f"mpirun -np {self.size}"
 
@@ -89,7 +89,7 @@ def _find_told(environment: Mapping[str, str]) -> Launcher | None:
     if not (int(rank) < int(size) > 1 and 0 < own < 1 << 16):
         return None
     name = "torchrun" if "TORCHELASTIC_RUN_ID" in environment else "a launcher without MPI"
-    return Launcher(name, int(rank), int(size), meeting=StoreAddress(int(size), host, own, is_near(environment)))
+    return Launcher(name, int(rank), int(size), store=StoreAddress(int(size), host, own, is_near(environment)))
 
 
 def port_offset(environment: Mapping[str, str]) -> int:
@@ -159,7 +159,7 @@ def refuse_foreign_launcher(rank: int, size: int, environment: Mapping[str, str]
     told = {name: environment[name] for name in VARIABLES[:2] if name in environment}
     own = {"RANK": str(rank), "WORLD_SIZE": str(size)}
     launcher = find_launcher(environment)
-    if not told or told in ({"WORLD_SIZE": "1"}, own) or (launcher is not None and launcher.meeting is not None):
+    if not told or told in ({"WORLD_SIZE": "1"}, own) or (launcher is not None and launcher.store is not None):
         return
     given = " and ".join(f"{name}={value}" for name, value in told.items())
     missing = [name for name in VARIABLES if not environment.get(name)]

@@ -25,8 +25,8 @@ from caffepy.parallel.processes.launcher import StoreAddress
 from caffepy.parallel.processes.machine import machine_identity
 from caffepy.parallel.processes.world import World, end_process
 from caffepy.parallel.store.client import ControlClient
-from caffepy.parallel.store.meeting import find_secret, listen, meet
 from caffepy.parallel.store.records import Failure, Member
+from caffepy.parallel.store.rendezvous import find_secret, join_store, listen
 from caffepy.parallel.store.store import ControlChannel, MemoryStore, Store, lost_from_training
 from caffepy.parallel.store.wire import Value, WireError
 
@@ -100,11 +100,11 @@ def _read(found: Any) -> Any:
 
 T = TypeVar("T")
 
-_MEET_SECONDS = 300.0
+_JOIN_SECONDS = 300.0
 """How long ranks wait for each other: a cluster starts them one after the other."""
 _LOOK_SECONDS = 0.2
 """Between looks whether this process has to end, while a value is waited for."""
-_NEWS_SECONDS = 3.0
+_FAILURE_SECONDS = 3.0
 """How long who meets a failure in the store waits for the monitor, which knows what failed, to say so."""
 _LEAVE_SECONDS = 10.0
 """How long rank 0 stays for the others to leave in good order."""
@@ -117,7 +117,7 @@ class StoreWorld(World):
 
     Args:
         rank: this process's number.
-        meeting: where they meet.
+        address: where rank 0 listens.
         timeout: longest wait for all to come, in seconds.
 
     Raises:
@@ -128,22 +128,22 @@ class StoreWorld(World):
     transport = "tcp"
     serves = False
 
-    def __init__(self, rank: int, meeting: StoreAddress, timeout: float = _MEET_SECONDS) -> None:
+    def __init__(self, rank: int, address: StoreAddress, timeout: float = _JOIN_SECONDS) -> None:
         self._check: Callable[[], None] = lambda: None
         self._exchanges = 0
         self._communicators = 0
-        address = f"{meeting.host}:{meeting.port}"
-        secret = find_secret(os.environ, "training without MPI", address, warns=rank == 0)
+        where = f"{address.host}:{address.port}"
+        secret = find_secret(os.environ, "training without MPI", where, warns=rank == 0)
         own = Member(socket.gethostname(), machine_identity(), os.getpid())
 
         def connect() -> ControlChannel:
-            at = meeting.host, meeting.port
+            at = address.host, address.port
             if rank == 0:
-                return listen(MemoryStore(meeting.size, lost_from_training), own, at, secret, meeting.near)
+                return listen(MemoryStore(address.size, lost_from_training), own, at, secret, address.near)
             # While rank 0 is suspended its answers are late: how long that may last is the watchdog's to judge.
-            return ControlClient(lambda: ([at], secret), rank, meeting.size, own, timeout, grace=timeout)
+            return ControlClient(lambda: ([at], secret), rank, address.size, own, timeout, grace=timeout)
 
-        members, self._store = meet(rank, own, connect, timeout, f"the ranks' meeting at {address}")
+        members, self._store = join_store(rank, own, connect, timeout, f"the ranks' rendezvous at {where}")
         super().__init__(rank, [member.host for member in members], [member.machine for member in members])
         self.channel = self._store
 
@@ -194,7 +194,7 @@ class StoreWorld(World):
                 self._check()
             return unpack(value)
         except PeerError:
-            end = time.monotonic() + _NEWS_SECONDS
+            end = time.monotonic() + _FAILURE_SECONDS
             while time.monotonic() < end:
                 self._check()
                 time.sleep(_LOOK_SECONDS / 10)
@@ -222,7 +222,7 @@ class _Arrays(Store):
         with self._failing_late():
             return self._store.take(self._prefix + key, seconds, owner)
 
-    def tell(self, failure: Failure) -> None:
+    def publish(self, failure: Failure) -> None:
         self._stopped.set()
 
     @contextmanager
@@ -233,6 +233,6 @@ class _Arrays(Store):
         try:
             yield
         except PeerError as error:
-            if self._stopped.wait(_NEWS_SECONDS):
+            if self._stopped.wait(_FAILURE_SECONDS):
                 raise AbortedError("training was stopped") from error
             raise

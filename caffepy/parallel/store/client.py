@@ -100,8 +100,8 @@ class ControlClient(ControlChannel):
     def statuses(self) -> list[DeviceStatus]:
         return decode_list(DeviceStatus, self._ask(Frame(Kind.STATUSES)).value)
 
-    def tell(self, failure: Failure) -> None:
-        self._send(Frame(Kind.FAIL, encode(failure.as_told())))
+    def publish(self, failure: Failure) -> None:
+        self._send(Frame(Kind.FAIL, encode(failure.as_sent())))
 
     def leave(self, statuses: Sequence[DeviceStatus]) -> None:
         self._send(Frame(Kind.LEAVE, encode(statuses)))

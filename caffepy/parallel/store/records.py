@@ -100,6 +100,6 @@ class Failure:
     reported: bool = False
     error: BaseException | None = None
 
-    def as_told(self) -> Failure:
+    def as_sent(self) -> Failure:
         """The failure as other processes hear of it."""
         return replace(self, message=self.message[:_LONGEST_MESSAGE], error=None)

@@ -80,7 +80,7 @@ class ControlServer(RankStore):
             if self._closing:
                 return
             self._closing = True
-        self.memory.tell(Failure("rank 0 has left", 0, reported=True))
+        self.memory.publish(Failure("rank 0 has left", 0, reported=True))
         with suppress(OSError):  # the thread has ended by an error
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._acceptor.join(_JOIN_SECONDS)
@@ -191,7 +191,7 @@ class ControlServer(RankStore):
 
         def tell(failure: Failure) -> None:
             with lock, suppress(OSError):  # small, so that it fits into the kernel's buffer
-                send_frame(line, Frame(Kind.NEWS, encode(failure.as_told())), socket.MSG_DONTWAIT)
+                send_frame(line, Frame(Kind.FAILURE, encode(failure.as_sent())), socket.MSG_DONTWAIT)
 
         if is_control:
             self.memory.listen(rank, tell)
@@ -205,12 +205,12 @@ class ControlServer(RankStore):
         """Do what a rank asks for; raises WireError where it asks for nothing that there is."""
         memory = self.memory
         if frame.kind is Kind.HEARTBEAT:
-            memory.hear(rank, decode_list(DeviceStatus, frame.value))
+            memory.record_heartbeat(rank, decode_list(DeviceStatus, frame.value))
         elif frame.kind is Kind.FAIL:
-            memory.tell(decode(Failure, frame.value))
+            memory.publish(decode(Failure, frame.value))
         elif frame.kind is Kind.LEAVE:
             memory.leave(rank, decode_list(DeviceStatus, frame.value))
-            return Frame(Kind.NEWS)
+            return Frame(Kind.FAILURE)
         elif frame.kind is Kind.PUT:
             memory.put(frame.key, frame.value, frame.number)
             return Frame(Kind.DONE)
@@ -231,4 +231,4 @@ class ControlServer(RankStore):
 
     def _broken(self, error: BaseException) -> None:
         """A thread of this server has met what should not happen: the job ends with it."""
-        self.memory.tell(Failure(f"the control server ended by {type(error).__name__}: {error}", error=error))
+        self.memory.publish(Failure(f"the control server ended by {type(error).__name__}: {error}", error=error))

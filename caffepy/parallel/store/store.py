@@ -43,12 +43,12 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def tell(self, failure: Failure) -> None:
+    def publish(self, failure: Failure) -> None:
         """End everybody's waits. Rank 0 hears of it at once, others once it was reported. Never waits, never raises."""
 
     def fail(self, message: str) -> None:
         """End everybody's waits with a failure that need not be reported; the first message is kept."""
-        self.tell(Failure(message, reported=True))
+        self.publish(Failure(message, reported=True))
 
 
 class ControlChannel(Store):
@@ -113,7 +113,7 @@ class MemoryStore(Store):
         self._heartbeats: dict[int, tuple[Sequence[DeviceStatus], float]] = {}
         self._left: set[int] = set()
         self._failure: Failure | None = None
-        self._tellers: set[int] = set()
+        self._publishers: set[int] = set()
         """Ranks that need not hear of the failure, because they told it."""
         self._listeners: dict[int, Callable[[Failure], None]] = {}
 
@@ -154,7 +154,7 @@ class MemoryStore(Store):
         """A rank's connection has closed; a failure unless it has left."""
         if rank in self._left:
             return
-        self.tell(self._describe_loss(self._name(rank), self.statuses()))
+        self.publish(self._describe_loss(self._name(rank), self.statuses()))
         with self._changed:
             self._left.add(rank)
             self._changed.notify_all()
@@ -188,7 +188,7 @@ class MemoryStore(Store):
 
     # -- heartbeats and failures --------------------------------------------------------------------
 
-    def hear(self, rank: int, statuses: Sequence[DeviceStatus]) -> None:
+    def record_heartbeat(self, rank: int, statuses: Sequence[DeviceStatus]) -> None:
         with self._changed:
             self._heartbeats[rank] = statuses, suspend_aware_seconds()
 
@@ -205,12 +205,12 @@ class MemoryStore(Store):
     def watch(self, rank: int, statuses: Sequence[DeviceStatus], seconds: float) -> Failure | None:
         """`ControlChannel.watch` of a rank of this process."""
         with self._changed:
-            self.hear(rank, statuses)
-            self._changed.wait_for(lambda: self._news(rank) is not None or rank in self._left, seconds)
-            return self._news(rank)
+            self.record_heartbeat(rank, statuses)
+            self._changed.wait_for(lambda: self._failure_for(rank) is not None or rank in self._left, seconds)
+            return self._failure_for(rank)
 
-    def tell(self, failure: Failure, teller: int | None = None) -> None:
-        """`Store.tell` by `teller`, a rank of this process that need not hear of it.
+    def publish(self, failure: Failure, publisher: int | None = None) -> None:
+        """`Store.publish` by `publisher`, a rank of this process that need not hear of it.
 
         The first failure is kept, until the same or another one was reported.
         """
@@ -218,8 +218,8 @@ class MemoryStore(Store):
             if self._failure is not None and not (failure.reported and not self._failure.reported):
                 return
             self._failure = failure
-            if teller is not None:
-                self._tellers.add(teller)
+            if publisher is not None:
+                self._publishers.add(publisher)
             # Rank 0 closes its connections as soon as it hears: the others are told before.
             for listener in self._listeners.values() if failure.reported else ():
                 listener(failure)
@@ -229,13 +229,13 @@ class MemoryStore(Store):
         """Have `listener`, which must neither wait nor raise, called when a rank has to hear of a failure."""
         with self._changed:
             self._listeners[rank] = listener
-            news = self._news(rank)
-        if news is not None:
-            listener(news)
+            failure = self._failure_for(rank)
+        if failure is not None:
+            listener(failure)
 
-    def _news(self, rank: int) -> Failure | None:
+    def _failure_for(self, rank: int) -> Failure | None:
         failure = self._failure
-        if failure is None or rank in self._tellers or (rank != 0 and not failure.reported):
+        if failure is None or rank in self._publishers or (rank != 0 and not failure.reported):
             return None
         return failure
 
@@ -283,8 +283,8 @@ class RankStore(ControlChannel):
     def wait_alone(self, seconds: float) -> list[int]:
         return self.memory.wait_alone(self._rank, seconds)
 
-    def tell(self, failure: Failure) -> None:
-        self.memory.tell(failure, self._rank)
+    def publish(self, failure: Failure) -> None:
+        self.memory.publish(failure, self._rank)
 
     def leave(self, statuses: Sequence[DeviceStatus]) -> None:
         self.memory.leave(self._rank, statuses)

@@ -45,7 +45,7 @@ class Kind(IntEnum):
     """A `PeerError`, with its message."""
     REFUSED = 10
     """A `UserError`, with its message."""
-    NEWS = 11
+    FAILURE = 11
     """A `Failure`; without a value the answer to LEAVE."""
 
 

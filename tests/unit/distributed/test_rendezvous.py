@@ -9,8 +9,7 @@ import pytest
 from process_groups import free_port, raise_first, run_threads
 
 from caffepy.distributed import rendezvous
-from caffepy.distributed.membership import Membership
-from caffepy.distributed.rendezvous import join
+from caffepy.distributed.rendezvous import Membership, join
 from caffepy.errors import PeerError, UserError
 from caffepy.parallel.store.records import Member
 from caffepy.parallel.store.store import MemoryStore, RankStore
@@ -47,7 +46,7 @@ def test_a_group_without_a_secret_says_so(caplog: pytest.LogCaptureFixture) -> N
     port = free_port()
     raise_first(meet(2, lambda rank: (f"tcp://127.0.0.1:{port}", rank, 2)))
     assert caplog.messages == [
-        f"tcp://127.0.0.1:{port} without a secret: whoever reaches 127.0.0.1:{port} can join; "
+        f"tcp://127.0.0.1:{port} without a secret: any process that reaches 127.0.0.1:{port} can join; "
         "set CAFFEPY_JOB_SECRET to the same random text on all ranks"
     ]
 

@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from caffepy.errors import AbortedError, PeerError
-from caffepy.parallel.async_connector import AsyncConnector
+from caffepy.parallel.factory import AsyncConnector
 
 
 def test_it_is_made_once_in_a_thread_of_its_own() -> None:

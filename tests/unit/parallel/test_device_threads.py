@@ -11,9 +11,9 @@ from fake_world import FakeWorld
 
 from caffepy.backend import Backend, create_backend
 from caffepy.errors import AbortedError, DeviceError, RunError
-from caffepy.parallel.async_connector import Connector
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.device_threads import DeviceThread, DeviceThreads
+from caffepy.parallel.factory import Connector
 
 
 class Communicator(LocalCommunicator):

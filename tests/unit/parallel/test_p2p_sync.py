@@ -21,14 +21,14 @@ from caffepy.errors import ConfigError, DeviceError
 from caffepy.layers.common.inner_product import InnerProductLayer
 from caffepy.options import ExecutionOptions
 from caffepy.parallel import p2p_sync
-from caffepy.parallel.async_connector import Connector
 from caffepy.parallel.communicators.collectives import FinishedWork, Work
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.device_spec import DeviceSpec
-from caffepy.parallel.gradients.reducer import Reducer
+from caffepy.parallel.factory import Connector
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_sync import P2PSync
+from caffepy.parallel.reducer import Reducer
 from caffepy.proto.caffe_pb2 import Datum
 from caffepy.solvers import Action
 from caffepy.solvers.graph_runner import IN_FLIGHT

@@ -309,11 +309,11 @@ def test_time_of_suspension_is_no_waiting(monkeypatch: pytest.MonkeyPatch, rank:
     with beat.collective("the gradients' all-reduce"):
         clock.pass_seconds(6)
         clock.now += 100000.0
-        memory.hear(rank, dog.statuses())
+        memory.record_heartbeat(rank, dog.statuses())
         assert dog.look() is None
         assert beat.status(rank, "host").seconds < 7
         clock.pass_seconds(12)
-        memory.hear(rank, dog.statuses())
+        memory.record_heartbeat(rank, dog.statuses())
         failure = dog.look()
     assert failure is not None and "has waited 18 s in the gradients' all-reduce" in failure.message
 
@@ -327,8 +327,8 @@ def test_who_has_begun_an_operation_and_is_silent_since_is_named(monkeypatch: py
     with beat.collective("the gradients' all-reduce"):
         for second in range(12):
             for rank in (1, 2) if second < 3 else (2,):
-                memory.hear(rank, [state(rank, 1, "the gradients' all-reduce", second)])
-            memory.hear(0, dog.statuses())
+                memory.record_heartbeat(rank, [state(rank, 1, "the gradients' all-reduce", second)])
+            memory.record_heartbeat(0, dog.statuses())
             clock.pass_seconds(1)
         failure = dog.look()
     assert failure is not None and "for rank 1 on host1, process 101, device 0, which is in iter" in failure.message
@@ -348,7 +348,7 @@ class StopScene:
         """The first failure that is seen while some ranks send heartbeats."""
         for _ in range(seconds):
             for rank in alive:
-                self.memory.hear(rank, [state(rank, 1, "", 50.0)])  # a long iteration
+                self.memory.record_heartbeat(rank, [state(rank, 1, "", 50.0)])  # a long iteration
             self.clock.pass_seconds(1)
             if failure := self.dog.look():
                 return failure
@@ -374,7 +374,7 @@ def test_a_rank_is_missed_that_was_suspended_before_it_named_its_devices(monkeyp
     """Heartbeats begin before the devices are made, and the next one may never come."""
     scene = StopScene(monkeypatch)
     scene.memory.join(1, 3, store.Member("host1", "machine", 101))
-    scene.memory.hear(1, [])
+    scene.memory.record_heartbeat(1, [])
     scene.stop()
     failure = scene.pass_seconds(int(STOP_SECONDS) + 3, alive=(2,))
     assert failure is not None and "rank 1 on host1, process 101 has sent nothing for 3" in failure.message

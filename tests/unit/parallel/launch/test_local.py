@@ -8,8 +8,8 @@ from caffepy.parallel.launch.mpirun import Job
 
 
 def test_each_process_learns_what_torchrun_tells() -> None:
-    meeting = Rendezvous(3, 1, "host0", 4711).complete()
-    found = local_commands(Job(["caffepy", "train"], 2), meeting)
+    rendezvous = Rendezvous(3, 1, "host0", 4711).complete()
+    found = local_commands(Job(["caffepy", "train"], 2), rendezvous)
     assert [line for line, _ in found] == [["caffepy", "train"]] * 2
     shared = {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "host0", "MASTER_PORT": "4711"}
     assert found[0][1] == {"RANK": "2", "LOCAL_RANK": "0", **shared}
@@ -17,8 +17,8 @@ def test_each_process_learns_what_torchrun_tells() -> None:
 
 
 def test_one_machine_needs_no_address() -> None:
-    meeting = Rendezvous().complete()
-    assert meeting.address == "127.0.0.1" and meeting.port is not None and 1024 < meeting.port < 65536
+    rendezvous = Rendezvous().complete()
+    assert rendezvous.address == "127.0.0.1" and rendezvous.port is not None and 1024 < rendezvous.port < 65536
     assert Rendezvous(2, 0, "a").complete().port == 29500
 
 
@@ -29,13 +29,13 @@ def test_one_machine_makes_its_own_secret() -> None:
 
 
 @pytest.mark.parametrize(
-    ("meeting", "message"),
+    ("rendezvous", "message"),
     [
         (Rendezvous(2, 2, "a"), "--node-rank 2: with --nnodes 2 it is 0 to 1"),
         (Rendezvous(2, 1), "--nnodes 2: where is rank 0"),
         (Rendezvous(1, 0, None, 65536), "--master-port 65536 is no port"),
     ],
 )
-def test_mistakes(meeting: Rendezvous, message: str) -> None:
+def test_mistakes(rendezvous: Rendezvous, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        meeting.complete()
+        rendezvous.complete()

@@ -22,8 +22,8 @@ from caffepy.parallel.factory import DeviceCommunicators
 from caffepy.parallel.processes import create, store_world
 from caffepy.parallel.processes.launcher import VARIABLES, StoreAddress, find_launcher, find_mpi_launcher
 from caffepy.parallel.processes.store_world import StoreWorld
-from caffepy.parallel.store import meeting as meeting_module
-from caffepy.parallel.store.meeting import SECRET
+from caffepy.parallel.store import rendezvous as rendezvous_module
+from caffepy.parallel.store.rendezvous import SECRET
 from caffepy.report import Performance
 
 TOLD = dict(zip(VARIABLES, ("1", "4", "a", "29500"), strict=True))
@@ -57,8 +57,8 @@ def test_a_launcher_without_mpi_is_known_by_its_variables(
     environment: dict[str, str], name: str | None, port: int | None
 ) -> None:
     found = find_launcher(environment)
-    assert (found and found.name, found and found.meeting and found.meeting.port) == (name, port)
-    if found is not None and found.meeting is not None:
+    assert (found and found.name, found and found.store and found.store.port) == (name, port)
+    if found is not None and found.store is not None:
         assert (found.rank, found.size, found.again) == (1, 4, "")
         assert find_mpi_launcher(environment) != found
 
@@ -69,24 +69,24 @@ def test_a_launcher_without_mpi_is_known_by_its_variables(
 )
 def test_localhost_is_not_the_loopback_address_to_a_pod_of_several(environment: dict[str, str], near: bool) -> None:
     launcher = find_launcher(environment)
-    assert launcher is not None and launcher.meeting is not None and launcher.meeting.near == near
+    assert launcher is not None and launcher.store is not None and launcher.store.near == near
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody hears of failures besides the store: who meets one need not wait for a monitor."""
     monkeypatch.setenv(SECRET, "known")
-    monkeypatch.setattr(store_world, "_NEWS_SECONDS", 0.1)
+    monkeypatch.setattr(store_world, "_FAILURE_SECONDS", 0.1)
 
 
 def run_worlds(size: int, action: Callable[[StoreWorld], Any], timeout: float = 300.0, late: float = 0.0) -> list[Any]:
     """What `action` gives on each rank, or its error."""
-    meeting = StoreAddress(size, "127.0.0.1", free_port(), True)
+    address = StoreAddress(size, "127.0.0.1", free_port(), True)
 
     def work(rank: int) -> Any:
         if rank == 0:
             time.sleep(late)
-        world = StoreWorld(rank, meeting, timeout)
+        world = StoreWorld(rank, address, timeout)
         try:
             return action(world)
         finally:
@@ -98,7 +98,7 @@ def run_worlds(size: int, action: Callable[[StoreWorld], Any], timeout: float = 
 def test_the_variables_make_this_world(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     monkeypatch.setattr(create, "find_launcher", lambda: find_launcher(TOLD))
-    monkeypatch.setattr(store_world, "StoreWorld", lambda rank, meeting: made.append((rank, meeting)))
+    monkeypatch.setattr(store_world, "StoreWorld", lambda rank, address: made.append((rank, address)))
     create.create_world()
     assert made == [(1, StoreAddress(4, "a", 29500, True))]
 
@@ -218,7 +218,7 @@ def test_a_failure_that_ends_a_wait_is_the_monitors_to_tell(monkeypatch: pytest.
             world.communicator().barrier()
         other = world.communicator()
         threading.Timer(0.2, other.abort).start()
-        monkeypatch.setattr(store_world, "_NEWS_SECONDS", 10.0)
+        monkeypatch.setattr(store_world, "_FAILURE_SECONDS", 10.0)
         with pytest.raises(AbortedError, match="training was stopped"):
             other.barrier()
         return True
@@ -227,25 +227,25 @@ def test_a_failure_that_ends_a_wait_is_the_monitors_to_tell(monkeypatch: pytest.
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    meeting = StoreAddress(3, "127.0.0.1", free_port(), True)
-    results = run_threads(2, lambda rank: StoreWorld(rank, meeting, 0.5))
-    assert "the ranks' meeting at 127.0.0.1:" in str(results[0])
+    address = StoreAddress(3, "127.0.0.1", free_port(), True)
+    results = run_threads(2, lambda rank: StoreWorld(rank, address, 0.5))
+    assert "the ranks' rendezvous at 127.0.0.1:" in str(results[0])
     assert str(results[0]).endswith("has waited 0.5 s for rank 2 to join")
     assert all(isinstance(result, PeerError) for result in results)
 
 
 def test_a_port_in_use_and_another_secret_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    meeting = StoreAddress(2, "127.0.0.1", free_port(), True)
+    address = StoreAddress(2, "127.0.0.1", free_port(), True)
 
     def work(rank: int) -> Any:
-        return StoreWorld(rank, meeting, 2.0)
+        return StoreWorld(rank, address, 2.0)
 
     secrets = iter(["one", "another"])
     monkeypatch.setattr(store_world, "find_secret", lambda *_, **__: next(secrets))
     messages = " ".join(map(str, run_threads(2, work)))
     assert "this is another job's address, or the ranks' secrets differ" in messages
     monkeypatch.undo()
-    with socket.create_server(("127.0.0.1", meeting.port)), pytest.raises(UserError, match="is in use: choose another"):
+    with socket.create_server(("127.0.0.1", address.port)), pytest.raises(UserError, match="is in use: choose another"):
         work(0)
 
 
@@ -256,7 +256,7 @@ def test_training_without_a_secret_is_warned_of_once(
     with caplog.at_level(logging.WARNING):
         run_worlds(2, lambda world: None)
     (message,) = caplog.messages
-    assert message.startswith("training without MPI without a secret: whoever reaches 127.0.0.1:")
+    assert message.startswith("training without MPI without a secret: any process that reaches 127.0.0.1:")
 
 
 @pytest.mark.parametrize(
@@ -266,8 +266,8 @@ def test_training_without_a_secret_is_warned_of_once(
 def test_rank_0_listens_where_the_others_were_told(
     monkeypatch: pytest.MonkeyPatch, host: str, near: bool, bound: str
 ) -> None:
-    monkeypatch.setattr(meeting_module, "ControlServer", lambda memory, own, address, secret: address)
-    found: Any = meeting_module.listen(None, None, (host, 5), "", near)  # type: ignore[arg-type]
+    monkeypatch.setattr(rendezvous_module, "ControlServer", lambda memory, own, address, secret: address)
+    found: Any = rendezvous_module.listen(None, None, (host, 5), "", near)  # type: ignore[arg-type]
     assert found == (bound, 5)
 
 

@@ -247,7 +247,7 @@ def test_400_silent_connections_under_a_limit_of_256_descriptors() -> None:
 HEADER = struct.Struct("!BHQdi")
 MALFORMED = {
     "no kind": HEADER.pack(99, 0, 0, 0.0, 0),
-    "no request": HEADER.pack(Kind.NEWS, 0, 0, 0.0, 0),
+    "no request": HEADER.pack(Kind.FAILURE, 0, 0, 0.0, 0),
     "the longest value": HEADER.pack(Kind.PUT, 0, 1 << 60, 0.0, 0),
     "a long key": HEADER.pack(Kind.PUT, 60000, 0, 0.0, 0),
     "endless seconds": HEADER.pack(Kind.TAKE, 0, 0, float("inf"), 0),
@@ -300,10 +300,10 @@ def test_malformed_records_cost_the_connection(root: ControlServer, kind: Kind) 
 
 def test_a_long_message_is_cut(root: ControlServer) -> None:
     client = join(root)
-    client.tell(Failure("x" * 100000))
+    client.publish(Failure("x" * 100000))
     failure = root.watch([], 5.0)
     assert failure is not None and failure.message == "x" * 4096 and not failure.reported
-    root.tell(Failure("rank 1: y", reported=True))
+    root.publish(Failure("rank 1: y", reported=True))
     heard = client.watch([], 5.0)
     assert heard is not None and heard.message == "rank 1: y"
     client.close()
@@ -348,7 +348,7 @@ def test_a_thread_that_fails_ends_the_job_with_its_error(monkeypatch: pytest.Mon
         client = join(root)
         assert client.watch([], 0.2) is None
         failure = root.watch([], 5.0)
-        root.tell(replace(failure, reported=True))
+        root.publish(replace(failure, reported=True))
         heard = client.watch([], 5.0)
         assert heard is not None and "ZeroDivisionError" in heard.message
         client.close()

@@ -1,4 +1,4 @@
-"""How ranks meet at an address of rank 0's, where its server listens: all join the store, and wait for each other."""
+"""How ranks find each other at an address of rank 0, where its server listens: all join the store."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from caffepy.parallel.store.wire import decode_list
 logger = logging.getLogger(__name__)
 
 SECRET = "CAFFEPY_JOB_SECRET"
-"""The environment's variable with the secret of a job whose ranks meet at an address."""
-_NEWS_SECONDS = 0.2
-"""How long a rank that could not join waits for news of another one's failure."""
+"""The environment's variable with the secret of a job whose ranks join at an address."""
+_FAILURE_SECONDS = 0.2
+"""How long a rank that could not join waits for another rank's failure."""
 
 
-def find_secret(environment: Mapping[str, str], meeting: str, address: str, warns: bool) -> str:
+def find_secret(environment: Mapping[str, str], method: str, address: str, warns: bool) -> str:
     """The job's secret; empty where there is none, with a warning if `warns`."""
     secret = environment.get(SECRET, "")
     if not secret and warns:
-        text = "%s without a secret: whoever reaches %s can join; set %s to the same random text on all ranks"
-        logger.warning(text, meeting, address, SECRET)
+        text = "%s without a secret: any process that reaches %s can join; set %s to the same random text on all ranks"
+        logger.warning(text, method, address, SECRET)
     return secret
 
 
 def listen(memory: MemoryStore, own: Member, address: Address, secret: str, near: bool = True) -> ControlServer:
-    """Rank 0's server at the address that all were told.
+    """Rank 0's server at the address that all ranks have.
 
     A host's own name often leads to a loopback address on the host itself, so other names mean all addresses.
 
     Args:
         memory: the store.
         own: this process.
-        address: as it was told.
+        address: as the ranks have it.
         secret: the job's.
-        near: ``localhost`` means the loopback address; else all addresses as well, because others were told another.
+        near: ``localhost`` means the loopback address; else all addresses, because other ranks have another name.
 
     Raises:
         UserError: it is in use, or none of this machine's.
@@ -58,17 +58,17 @@ def listen(memory: MemoryStore, own: Member, address: Address, secret: str, near
         raise UserError(f"rank 0 cannot listen at {host}:{port}: {error}") from error
 
 
-def meet(
+def join_store(
     rank: int, own: Member, connect: Callable[[], ControlChannel], timeout: float, where: str
 ) -> tuple[list[Member], ControlChannel]:
-    """Join the store by the channel that `connect` makes, and wait until everybody has.
+    """Join the store by the channel that `connect` makes, and wait until all ranks have.
 
     Args:
         rank: this process's number.
         own: this process.
         connect: makes the channel.
         timeout: longest wait in seconds.
-        where: what messages call the meeting.
+        where: what messages call the rendezvous.
 
     Raises:
         UserError: this rank is refused, or rank 0 cannot listen.
@@ -92,11 +92,11 @@ def meet(
 
 
 def _withdraw(channel: ControlChannel, error: BaseException) -> str:
-    """Leave a store that could not be joined; why: news of a failure say more than the connection that it broke."""
+    """Leave a store that could not be joined; returns why: another rank's failure, else the broken connection."""
     reason = str(error)
     if isinstance(error, PeerError):
         with suppress(PeerError):
-            failure = channel.watch([], _NEWS_SECONDS)
+            failure = channel.watch([], _FAILURE_SECONDS)
             reason = reason if failure is None else failure.message
     if isinstance(error, CaffepyError):
         channel.fail(str(error))  # to close without a word would look like a crash

@@ -6,7 +6,7 @@ import pytest
 from training import build_net
 
 from caffepy.net.parameters import ParameterBuffer
-from caffepy.parallel.gradients.buckets import cut_buckets
+from caffepy.parallel.reducer import cut_buckets
 
 DATA = """
 layer { name: "data" type: "DummyData" top: "data" top: "label"

@@ -4,7 +4,7 @@ import pytest
 
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.backend.device_scalars import HostTimer
-from caffepy.parallel.gradients.comm_timer import CommTimer
+from caffepy.parallel.reducer import CommTimer
 
 
 class Device:

@@ -10,7 +10,7 @@ from training import build_net
 from caffepy.net import Net
 from caffepy.parallel.communicators.collectives import Collective, FinishedWork, Op, Operator, Work
 from caffepy.parallel.communicators.communicator import Communicator
-from caffepy.parallel.gradients.reducer import Reducer
+from caffepy.parallel.reducer import Reducer
 from caffepy.trace import NO_TRACE
 
 NET = """

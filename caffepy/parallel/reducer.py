@@ -1,23 +1,127 @@
 """Averages gradients over all devices: in one all-reduce after the backward pass, or in buckets that overlap with it.
 
-Owns when each bucket's all-reduce starts and who waits for it. `P2PSync` has one for its solver. On a GPU all of this
-happens while an iteration is captured, and is repeated in every replay.
+Gradients lie in the order in which the backward pass finishes them, so a bucket is a slice, and the last layers' bucket
+is complete while the first layers' gradients are still being computed (Li et al., VLDB 2020; NVIDIA Caffe's
+`reduce_buckets`). `Reducer` owns when each bucket's all-reduce starts and who waits for it; `P2PSync` has one for its
+solver. On a GPU all of this happens while an iteration is captured, and is repeated in every replay.
+
+Communication is the time in which at least one all-reduce is pending, exposed time that in which the device has nothing
+left to compute. Without overlap with the backward pass, both are about the same. Waiting for stragglers counts as
+communication. That the device computes more slowly during an all-reduce is in neither.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
+from caffepy.backend import Backend
+from caffepy.layers.core.base import Layer
 from caffepy.net import Net
+from caffepy.net.fusion.fused import FusedLayer
+from caffepy.net.parameters import Parameter, ParameterBuffer
 from caffepy.net.wiring import Node
 from caffepy.parallel.communicators.collectives import Work
 from caffepy.parallel.communicators.communicator import Communicator
-from caffepy.parallel.gradients.buckets import Bucket, cut_buckets
-from caffepy.parallel.gradients.comm_timer import CommTimer
 from caffepy.trace import Tracer
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A slice of the flat gradients.
+
+    Args:
+        start: its first element.
+        stop: one past its last.
+        node: index in the net's schedule of the layer whose backward pass completes it.
+    """
+
+    start: int
+    stop: int
+    node: int
+
+
+def cut_buckets(net: Net, count: int) -> list[Bucket]:
+    """About `count` buckets of about equal size (0: one for each parameter), in the order in which they are completed.
+
+    A bucket ends at the end of a parameter; the last one also holds the flags. A parameter that several layers share is
+    complete with the one that comes first in the net.
+    """
+    buffer = net.parameters
+    learned = sorted((p for p in buffer.parameters if p.lr_mult != 0), key=lambda p: p.start)
+    indices = _schedule_indices(net.schedule)
+    groups: list[list[Parameter]] = [[]]
+    for parameter in learned:
+        if groups[-1] and (not count or (parameter.start - groups[-1][0].start) * count >= buffer.learned):
+            groups.append([])
+        groups[-1].append(parameter)
+    if not learned:
+        return [Bucket(buffer.learned, buffer.learned + ParameterBuffer.FLAGS, 0)]
+    starts = [group[0].start for group in groups]
+    stops = [*starts[1:], buffer.learned + ParameterBuffer.FLAGS]
+    # All ranks start collectives in one order, so no bucket may be complete before those in front of it.
+    buckets: list[Bucket] = []
+    for start, stop, group in zip(starts, stops, groups, strict=True):
+        node = min(indices[parameter.layer] for parameter in group)
+        buckets.append(Bucket(start, stop, min(node, buckets[-1].node) if buckets else node))
+    return buckets
+
+
+def _schedule_indices(schedule: Sequence[Node]) -> dict[Layer, int]:
+    """The index in the schedule of each layer, by itself or as a member of a group."""
+    indices = {}
+    for index, node in enumerate(schedule):
+        for layer in node.layer.members if isinstance(node.layer, FusedLayer) else [node.layer]:
+            indices[layer] = index
+    return indices
+
+
+_COMMUNICATION, _EXPOSED = 0, 1
+
+
+class CommTimer:
+    """Adds up what one device's all-reduces took, on the device's own clock, captured or not.
+
+    Args:
+        backend: the device.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._timer = backend.device_timer(2)
+        self._pending = 0
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Count a `with` block as communication; time in which several are open is counted once."""
+        if not self._pending:
+            self._timer.start(_COMMUNICATION)
+        self._pending += 1
+        try:
+            yield
+        finally:
+            self._pending -= 1
+        if not self._pending:
+            self._timer.stop(_COMMUNICATION)
+
+    @contextmanager
+    def exposed(self) -> Iterator[None]:
+        """Count a `with` block in which the device only communicates, or waits until it has."""
+        self._timer.start(_EXPOSED)
+        yield
+        self._timer.stop(_EXPOSED)
+
+    def reset(self) -> None:
+        """Forget what was counted: the first iterations compile and plan."""
+        self._timer.reset()
+
+    def totals(self) -> tuple[float, float]:
+        """Seconds of communication, and of those the exposed ones; synchronizes the device."""
+        communication, waited = self._timer.totals()
+        return communication, min(waited, communication)  # a wait begins a little earlier than what it waits for
+
 
 _WHOLE = "the gradients' all-reduce"
 """What messages and the trace call it."""

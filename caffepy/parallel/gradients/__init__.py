@@ -1,1 +1,0 @@
-"""Gradient buckets, their overlapped all-reduce and its time. The root of parallel imports it."""
