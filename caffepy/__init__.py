@@ -20,12 +20,11 @@ if TYPE_CHECKING:
     from caffepy.net import Net
     from caffepy.snapshot.caffemodel import read_weights
     from caffepy.solvers import Solver, create_solver
-    from caffepy.training.callback import Callback
-    from caffepy.training.train import TrainResult, train
+    from caffepy.training.train import Callback, TrainResult, train
 
 _LAZY = {
     "Backend": "caffepy.backend",
-    "Callback": "caffepy.training.callback",
+    "Callback": "caffepy.training.train",
     "CaffepyError": "caffepy.errors",
     "Model": "caffepy.inference.model",
     "Net": "caffepy.net",

@@ -1,4 +1,4 @@
-"""`caffepy.train`: the training of `caffepy train`, called by a program."""
+"""`caffepy.train`: the training of `caffepy train`, called by a program; its callbacks and its result."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from google.protobuf.message import EncodeError
@@ -26,7 +26,6 @@ from caffepy.registry import suggest
 from caffepy.snapshot.caffemodel import write_caffemodel
 from caffepy.solvers import Solver, create_solver
 from caffepy.solvers.io.in_memory import SavedSolver, restore_from_memory
-from caffepy.training.callback import Callback, IterationCallback
 from caffepy.training.devices import check_gpus
 from caffepy.training.prepare import train_options
 
@@ -132,6 +131,37 @@ def _devices(devices: Sequence[int] | str | None) -> list[int] | None:
     if isinstance(devices, str) or not all(isinstance(number, int) and number >= 0 for number in devices):
         raise ConfigError(f"devices is {devices!r}; give a list of GPUs' numbers, 'all', or None for the CPU")
     return check_gpus(list(devices))
+
+
+# -- callbacks -------------------------------------------------------------------------------------------
+
+
+class Callback:
+    """A base class of callbacks; an object with one of these methods is a callback without it.
+
+    The methods are called in the thread that trains the first device, on rank 0 alone. One that returns True stops
+    training: several devices stop some iterations later, all in the same one. An exception ends training.
+    """
+
+    interval: int = 1
+    """`after_iteration` is called when this divides the number of iterations made. On a GPU each call waits for it."""
+
+    def after_iteration(self, solver: Solver) -> bool | None:
+        """An iteration was made, the one of number `solver.iteration - 1`."""
+
+    def after_test(self, solver: Solver, scores: list[dict[str, np.ndarray]]) -> bool | None:
+        """The test nets were scored: the mean of each output by its name, for each of the nets."""
+
+    def after_snapshot(self, solver: Solver, path: Path) -> bool | None:
+        """A snapshot was written; `path` is the .solverstate."""
+
+
+@runtime_checkable
+class IterationCallback(Protocol):
+    """A function that is called after each iteration."""
+
+    def __call__(self, solver: Solver) -> bool | None:
+        """As `Callback.after_iteration`."""
 
 
 # -- the solver and its net ------------------------------------------------------------------------------
