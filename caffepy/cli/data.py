@@ -85,7 +85,7 @@ def run_convert_imageset(args: argparse.Namespace) -> int:
         DataError: the list or all of its images cannot be read, or the database is there already.
         RunError: writing failed.
     """
-    from caffepy.cli.progress import showing
+    from caffepy.cli.log import showing
     from caffepy.data.conversion.image_sets import Database, convert_image_set
 
     target = Database(args.db_name, args.backend, args.force)
@@ -153,7 +153,7 @@ def run_convert_annoset(args: argparse.Namespace) -> int:
         DataError: the list, all of its images or a file of boxes cannot be read, or the database is there already.
         RunError: writing failed.
     """
-    from caffepy.cli.progress import showing
+    from caffepy.cli.log import showing
     from caffepy.data.conversion.annotation_sets import AnnotationOptions, convert_annotation_set
     from caffepy.data.conversion.image_sets import Database
 
@@ -194,7 +194,7 @@ def run_compute_image_mean(args: argparse.Namespace) -> int:
         DataError: the database cannot be read, or its images differ in size.
         RunError: the mean cannot be written.
     """
-    from caffepy.cli.progress import showing
+    from caffepy.cli.log import showing
     from caffepy.data.conversion.mean import channel_means, compute_mean, write_mean
     from caffepy.files import check_writable
 
@@ -335,7 +335,7 @@ def run_get_image_size(args: argparse.Namespace) -> int:
         DataError: the list or all of its images cannot be read, or an image has no number.
         RunError: writing failed.
     """
-    from caffepy.cli.progress import showing
+    from caffepy.cli.log import showing
     from caffepy.data.conversion.annotation_sets import write_image_sizes
 
     with showing("files") as progress:

@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{len(args.blobs)} blobs but {len(args.databases)} databases; name one for each blob")
     if args.device == "GPU" and args.gpus is None:
         args.gpus = [args.device_id]
+    from caffepy.cli.log import showing
     from caffepy.cli.nets import load_weights, open_net
-    from caffepy.cli.progress import showing
     from caffepy.data.sources.record_write import open_writer
     from caffepy.net.features import check_blobs, extract_features
     from caffepy.proto import caffe_pb2

@@ -1,4 +1,4 @@
-"""The log as people's parsers know it: glog's line format on stderr.
+"""What a command shows on stderr: the log in the line format of glog, which parsers for Caffe read, and progress bars.
 
 Under mpirun only the root rank logs; other ranks report errors, unless --verbose asks for all, each line then with its
 rank.
@@ -10,11 +10,15 @@ import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from caffepy.errors import CaffepyError
 from caffepy.glog import GlogFormatter, StderrHandler
 from caffepy.parallel.processes.launcher import find_launcher
+from caffepy.progress import progress_bar
+
+if TYPE_CHECKING:
+    from caffepy.data.conversion.progress import Progress
 
 
 def rank_prefix() -> str:
@@ -53,3 +57,17 @@ def log_to_stderr(verbose: bool = False) -> Iterator[StderrHandler]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
+
+
+@contextmanager
+def showing(what: str) -> Iterator[Progress]:
+    """Yield what a conversion counts its work in, shown as a progress bar where stderr is a terminal.
+
+    Args:
+        what: is counted, in the plural.
+    """
+    from caffepy.data.conversion.progress import Progress
+
+    progress = Progress(what)
+    with progress_bar(lambda: progress.done, lambda: progress.total, f" {what}"):
+        yield progress

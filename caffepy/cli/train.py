@@ -124,8 +124,6 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--snapshot and --weights exclude each other: a snapshot brings its own weights; leave one of them out"
         )
-    if args.trace_iterations is not None and args.trace is None:
-        raise ConfigError("--trace-iterations says what --trace FILE shows; name the file too")
     if args.gpus is not None and args.cpu_solvers > 1:
         raise ConfigError("--cpu-solvers is for training on the CPU; with --gpu there is one solver a GPU")
 

@@ -23,8 +23,7 @@ from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.control.connect import connect_training
 from caffepy.parallel.control.heartbeat import Heartbeat
 from caffepy.parallel.control.watchdog import Watchdog
-from caffepy.parallel.device_spec import bind_rank
-from caffepy.parallel.device_threads import DeviceThread, DeviceThreads
+from caffepy.parallel.device_threads import DeviceThread, DeviceThreads, bind_rank
 from caffepy.parallel.factory import Connector, DeviceCommunicators
 from caffepy.parallel.failures import Failures
 from caffepy.parallel.processes.world import World

@@ -146,7 +146,8 @@ class TrainOptions:
         """Refuse options that are invalid.
 
         Raises:
-            ConfigError: no devices, a GPU named twice, a number or a choice that the command line would refuse.
+            ConfigError: no devices, a GPU named twice, iterations of a trace that is not written, a number or a choice
+                that the command line would refuse.
         """
         if not self.local_devices:
             raise ConfigError("there is nothing to train on: name at least one GPU, or one CPU solver")
@@ -154,4 +155,6 @@ class TrainOptions:
         for device in named:
             if named.count(device) > 1:
                 raise ConfigError(f"GPU {device} is named twice in {named}: each solver needs a GPU of its own")
+        if self.trace_iterations is not None and self.trace is None:
+            raise ConfigError("--trace-iterations says what --trace FILE shows; name the file too")
         check_values(self)

@@ -20,8 +20,7 @@ from caffepy.parallel.control.describe_error import describe_error
 from caffepy.parallel.control.heartbeat import Heartbeat
 from caffepy.parallel.control.stop_news import StopNews
 from caffepy.parallel.control.watchdog import Watchdog
-from caffepy.parallel.device_spec import bind_rank, device_names, device_specs
-from caffepy.parallel.device_threads import DeviceThreads
+from caffepy.parallel.device_threads import DeviceThreads, bind_rank, device_names, device_specs
 from caffepy.parallel.factory import DeviceCommunicators
 from caffepy.parallel.failures import Failures
 from caffepy.parallel.hardware.affinity import Cores

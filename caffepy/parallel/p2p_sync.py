@@ -15,8 +15,7 @@ from caffepy.errors import AbortedError, NonFiniteError, PeerError
 from caffepy.monotonic_clock import suspend_aware_seconds
 from caffepy.parallel.communicators.local import PATIENCE
 from caffepy.parallel.control.heartbeat import Heartbeat
-from caffepy.parallel.device_spec import DeviceSpec
-from caffepy.parallel.device_threads import DeviceThread
+from caffepy.parallel.device_threads import DeviceSpec, DeviceThread
 from caffepy.parallel.exchange import SolverExchange
 from caffepy.parallel.factory import Connector
 from caffepy.parallel.options import TrainOptions

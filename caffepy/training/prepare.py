@@ -40,7 +40,7 @@ def train_options(param: SolverParameter, path: Path | None, values: Mapping[str
     param.train_state.stage.extend(given.get("stage", ()))
     if snapshot or given.get("weights"):
         del param.weights[:]
-    keep_batch_of_all(param)
+    keep_global_batch(param)
     given["snapshot"] = Path(snapshot) if snapshot and snapshot != "auto" else None
     plain = TrainOptions(
         param,
@@ -52,7 +52,7 @@ def train_options(param: SolverParameter, path: Path | None, values: Mapping[str
     return with_values(plain, given)
 
 
-def keep_batch_of_all(param: SolverParameter) -> None:
+def keep_global_batch(param: SolverParameter) -> None:
     """Multiply iter_size where `caffepy launch` goes on with fewer ranks than the prototxts were written for.
 
     Raises:

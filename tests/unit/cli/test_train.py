@@ -16,7 +16,7 @@ from caffepy.cli.main import build_parser, main
 from caffepy.cli.options import normalise
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import SolverParameter
-from caffepy.training.prepare import keep_batch_of_all
+from caffepy.training.prepare import keep_global_batch
 
 STATE = Path("run one/x_iter_7.solverstate")
 OPTIONS = [
@@ -98,19 +98,19 @@ def test_fewer_ranks_make_more_passes(said: pytest.LogCaptureFixture, monkeypatc
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     param = SolverParameter(iter_size=3)
-    keep_batch_of_all(param)
+    keep_global_batch(param)
     assert param.iter_size == 3 and not said.text
     monkeypatch.setenv("CAFFEPY_BATCH_RANKS", "8")
-    keep_batch_of_all(param)
+    keep_global_batch(param)
     assert param.iter_size == 6 and "4 ranks train for 8: iter_size is 6" in said.text
     monkeypatch.setenv("CAFFEPY_BATCH_RANKS", "5")
     param.iter_size = 3
     with pytest.raises(ConfigError, match="5 ranks cannot be divided among 4: an iteration has 15 batches"):
-        keep_batch_of_all(param)
+        keep_global_batch(param)
     for text in ("x", "nan", "1e999"):
         monkeypatch.setenv("CAFFEPY_BATCH_RANKS", text)
         with pytest.raises(ConfigError, match=f"CAFFEPY_BATCH_RANKS is '{text}'; caffepy launch alone sets it"):
-            keep_batch_of_all(param)
+            keep_global_batch(param)
 
 
 @pytest.mark.parametrize("option", ["--snapshot", "--weights", "--solver", "--from-log"])

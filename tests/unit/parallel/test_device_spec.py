@@ -8,7 +8,7 @@ import pytest
 from fake_world import FakeWorld
 
 from caffepy.data.schedule import Shard
-from caffepy.parallel.device_spec import DeviceSpec, device_names, device_specs
+from caffepy.parallel.device_threads import DeviceSpec, device_names, device_specs
 from caffepy.parallel.hardware.affinity import Cores
 from caffepy.parallel.options import TrainOptions
 from caffepy.proto.caffe_pb2 import SolverParameter

@@ -18,7 +18,7 @@ from training import solver_param
 from caffepy.errors import AbortedError, ConfigError, PeerError, RunError
 from caffepy.parallel import p2p_manager
 from caffepy.parallel.control.heartbeat import Heartbeat
-from caffepy.parallel.device_spec import DeviceSpec
+from caffepy.parallel.device_threads import DeviceSpec
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_manager import P2PManager
 from caffepy.parallel.p2p_sync import P2PSync

@@ -24,7 +24,7 @@ from caffepy.parallel import p2p_sync
 from caffepy.parallel.communicators.collectives import FinishedWork, Work
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
-from caffepy.parallel.device_spec import DeviceSpec
+from caffepy.parallel.device_threads import DeviceSpec
 from caffepy.parallel.factory import Connector
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_sync import P2PSync

@@ -19,7 +19,7 @@ from caffepy.net import Net
 from caffepy.parallel import p2p_sync
 from caffepy.parallel.agreement import check_replicas
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
-from caffepy.parallel.device_spec import DeviceSpec
+from caffepy.parallel.device_threads import DeviceSpec
 from caffepy.parallel.factory import Connector
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_sync import P2PSync

@@ -22,7 +22,7 @@ from caffepy.data.sources.lmdb_write import record_key, write_datums
 from caffepy.options import ExecutionOptions
 from caffepy.parallel import p2p_sync
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
-from caffepy.parallel.device_spec import DeviceSpec
+from caffepy.parallel.device_threads import DeviceSpec
 from caffepy.parallel.factory import Connector
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_sync import P2PSync
