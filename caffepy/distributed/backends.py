@@ -13,7 +13,7 @@ from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.factory import connect_by_store, connect_gpu
 
 BACKENDS = ("nccl", "mpi", "tcp")
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 
 
 def default_backend(membership: Membership) -> str:
@@ -73,9 +73,9 @@ def _connect_gpus(membership: Membership, timeout: float, device: int | None) ->
 
     threading.Thread(target=connect, name="NCCL connection", daemon=True).start()
     deadline = time.monotonic() + timeout
-    while not wait([made], _LOOK_SECONDS).done:
-        if news := channel.watch([], 0.0):
-            raise PeerError(news.message)
+    while not wait([made], _POLL_SECONDS).done:
+        if failure := channel.watch([], 0.0):
+            raise PeerError(failure.message)
         if time.monotonic() > deadline:
             raise PeerError(f"NCCL has not connected the GPUs within {timeout:g} s")
     return made.result()

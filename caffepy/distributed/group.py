@@ -22,9 +22,9 @@ from caffepy.parallel.store.records import DeviceStatus, Failure
 
 TAG_LIMIT = 32767
 """The largest tag that every MPI allows."""
-_NEWS_SECONDS = 1.0
+_FAILURE_SECONDS = 1.0
 """How long the monitor may take to hear why a connection failed."""
-_LOOK_SECONDS = 2.0
+_POLL_SECONDS = 2.0
 """Seconds between checks for ranks that have left."""
 
 
@@ -72,7 +72,7 @@ class ProcessGroup:
         self._arguments = Arguments(communicator.memory, communicator.empty, self.size)
         self.releases: list[Callable[[], None]] = []
         """Called before the communicator is closed, for whoever uses it by itself."""
-        self._monitor = Monitor(membership.channel, self._statuses, self._hear)
+        self._monitor = Monitor(membership.channel, self._statuses, self._on_failure)
         if self.size > 1:
             self._monitor.start()
 
@@ -261,7 +261,7 @@ class ProcessGroup:
             raise UserError(f"{where}: {error}") from error.__cause__
         except PeerError as error:
             if not isinstance(error, _StragglerError):
-                self._failed.wait(_NEWS_SECONDS)
+                self._failed.wait(_FAILURE_SECONDS)
             raise PeerError(f"{where}: {self.failure or error}") from error.__cause__
 
     @contextmanager
@@ -306,11 +306,11 @@ class ProcessGroup:
             self._membership.channel.fail(f"{self.name}: {what}: {error}")
             self._fail(str(error))
 
-    def look(self, waits_for: Sequence[int]) -> None:
-        """While an operation waits: raise PeerError if a rank has left that will not come any more."""
-        gone = self._membership.find_gone(self._heartbeat.collectives, waits_for)
-        if gone:
-            raise _StragglerError(f"waits for {gone}")
+    def raise_if_departed(self, waits_for: Sequence[int]) -> None:
+        """Raise PeerError if a rank that an operation waits for has left the group."""
+        departed = self._membership.find_departed(self._heartbeat.collectives, waits_for)
+        if departed:
+            raise _StragglerError(f"waits for {departed}")
 
     def give_up(self, what: str, waits_for: Sequence[int], seconds: float) -> NoReturn:
         """Raise the PeerError of a wait that timed out, with the stragglers."""
@@ -342,7 +342,7 @@ class ProcessGroup:
     def _statuses(self) -> list[DeviceStatus]:
         return [self._heartbeat.status(self.rank, self._membership.members[self.rank].host)]
 
-    def _hear(self, failure: Failure) -> None:
+    def _on_failure(self, failure: Failure) -> None:
         """Another rank has failed, or the control plane of this one; called by the monitor's thread."""
         if not failure.reported:
             self._membership.channel.fail(failure.message)
@@ -390,10 +390,10 @@ class Handle:
             if self._done:
                 return
             with self._group.waiting(self._what):
-                while not self._finish(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
+                while not self._finish(max(0.0, min(_POLL_SECONDS, deadline - time.monotonic()))):
                     if time.monotonic() >= deadline:
                         self._group.give_up(self._what, self._work.waits_for, seconds)
-                    self._group.look(self._work.waits_for)
+                    self._group.raise_if_departed(self._work.waits_for)
 
     def is_completed(self) -> bool:
         """Whether it is done; does not block. Errors as in `wait`."""

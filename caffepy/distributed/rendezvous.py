@@ -69,7 +69,7 @@ class Membership:
         """A rank as messages call it."""
         return self.members[rank].name(rank)
 
-    def find_gone(self, begun: int, waits_for: Sequence[int]) -> str:
+    def find_departed(self, begun: int, waits_for: Sequence[int]) -> str:
         """The ranks that have left and will not join an operation; empty if there are none, or it cannot be known.
 
         Args:
@@ -80,12 +80,12 @@ class Membership:
             statuses = self.channel.statuses()
         except PeerError:  # the monitor reports this
             return ""
-        gone = [
+        departed = [
             each.rank
             for each in statuses
             if each.left and (each.rank in waits_for or (not waits_for and each.collectives < begun))
         ]
-        return ", ".join(f"{self.name(rank)}, which has left the group" for rank in gone)
+        return ", ".join(f"{self.name(rank)}, which has left the group" for rank in departed)
 
     def find_stragglers(self, begun: int, what: str, waits_for: Sequence[int]) -> str:
         """The ranks that an operation waits for, with what they do instead; empty if nobody can be blamed.

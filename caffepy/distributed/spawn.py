@@ -21,9 +21,9 @@ from caffepy.distributed.default import destroy_process_group, get_group, init_p
 from caffepy.errors import PeerError, RunError, UserError, describe
 from caffepy.parallel.launch.local import RANK, SECRET, Rendezvous
 
-_LOOK_SECONDS = 0.2
-_NEWS_SECONDS = 2.0
-"""How long the others may take to say what they met, once one has failed; who only met the failure comes after it."""
+_POLL_SECONDS = 0.2
+_FAILURE_SECONDS = 2.0
+"""How long other processes may take to send their error once one has failed: the first cause may come later."""
 _END_SECONDS = 2.0
 """Between SIGTERM and SIGKILL."""
 _PR_SET_PDEATHSIG = 1
@@ -127,11 +127,11 @@ def _wait(children: list[_Child]) -> None:
     while any(child.process.is_alive() for child in children):
         running = [child.process.sentinel for child in children if child.process.is_alive()]
         pipes = [child.pipe for child in children if not child.text and child.process.is_alive()]
-        wait([*running, *pipes], _LOOK_SECONDS)
+        wait([*running, *pipes], _POLL_SECONDS)
         for child in children:
             child.read()
         if end is None and any(child.failed for child in children):
-            end = time.monotonic() + _NEWS_SECONDS
+            end = time.monotonic() + _FAILURE_SECONDS
         if end is not None and time.monotonic() > end:
             return
     for child in children:
@@ -186,19 +186,19 @@ def _work(
         if isinstance(error, SystemExit) and not error.code:
             destroy_process_group()
             return
-        _say(pipe, error)
-        _tell_group(error)
+        _send_error(pipe, error)
+        _abort_group(error)
         sys.exit(1)
 
 
-def _say(pipe: Connection, error: BaseException) -> None:
+def _send_error(pipe: Connection, error: BaseException) -> None:
     kind = _PEER if isinstance(error, PeerError) else _OWN
     text = f"{describe(error)}\n{traceback.format_exc()}"
     with suppress(OSError):
         pipe.send_bytes(kind + text[:_LONGEST_TEXT].encode(errors="replace"))
 
 
-def _tell_group(error: BaseException) -> None:
+def _abort_group(error: BaseException) -> None:
     """End the other processes' waits."""
     with suppress(UserError, PeerError):
         group = get_group()

@@ -20,7 +20,7 @@ import numpy as np
 from caffepy.backend.types import Array
 from caffepy.parallel.communicators.compression import add_bfloat16
 
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 """How long `synchronize` waits before it waits again: an abort ends each wait by an error."""
 _PAUSES = (0.00005, 0.002)
 """Shortest and longest pause between polls, in seconds; the longer a wait, the longer its pauses."""
@@ -188,7 +188,7 @@ class Work(ABC):
             Whether that was possible within `seconds`.
         """
         deadline = time.monotonic() + seconds
-        while not self.wait(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
+        while not self.wait(max(0.0, min(_POLL_SECONDS, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 return False
         return True

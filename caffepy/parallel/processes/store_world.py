@@ -102,7 +102,7 @@ T = TypeVar("T")
 
 _JOIN_SECONDS = 300.0
 """How long ranks wait for each other: a cluster starts them one after the other."""
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 """Between looks whether this process has to end, while a value is waited for."""
 _FAILURE_SECONDS = 3.0
 """How long who meets a failure in the store waits for the monitor, which knows what failed, to say so."""
@@ -190,14 +190,14 @@ class StoreWorld(World):
 
     def _take(self, key: str, owner: int) -> Any:
         try:
-            while (value := self._store.take(key, _LOOK_SECONDS, owner)) is None:
+            while (value := self._store.take(key, _POLL_SECONDS, owner)) is None:
                 self._check()
             return unpack(value)
         except PeerError:
             end = time.monotonic() + _FAILURE_SECONDS
             while time.monotonic() < end:
                 self._check()
-                time.sleep(_LOOK_SECONDS / 10)
+                time.sleep(_POLL_SECONDS / 10)
             raise
 
 
