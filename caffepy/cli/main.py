@@ -159,7 +159,7 @@ def _run(arguments: list[str], verbose: bool) -> int:
 def _ended_in_order() -> Iterator[None]:
     """SIGTERM and a closed terminal's SIGHUP raise `Ended`, so that no temporary files are left.
 
-    A signal that whoever started the process lets be ignored, as nohup does, stays ignored.
+    A signal that the parent process ignores, as nohup does, stays ignored.
     """
 
     def end(number: int, frame: object) -> None:

@@ -1,4 +1,4 @@
-"""Opens the one net that `test` and `time` run: `time` layer by layer, `test` as it is fastest."""
+"""Opens the one net that `test` and `time` run: `time` layer by layer, `test` in the fastest way."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _OPTION = re.compile(r"-{1,2}([A-Za-z][\w-]+)(=.*)?", re.DOTALL)
 def normalise(arguments: Sequence[str]) -> list[str]:
     """Options in gflags' spellings as `--name` or `--name=value`, with dashes inside the name.
 
-    What follows ``--`` or a Python script is left as it is: those are another program's options.
+    The words after ``--`` or a Python script stay unchanged: they are another program's options.
     """
     result: list[str] = []
     for index, argument in enumerate(arguments):

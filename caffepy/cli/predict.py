@@ -295,7 +295,7 @@ def _check_output(output: Path | None, what: str, endings: tuple[str, ...]) -> N
 
 
 def _write(output: Path | None, text: str, done: str) -> None:
-    """Print a text, or write it and say so."""
+    """Print a text, or write it and print the file's name."""
     from caffepy.files import atomic_write
 
     if output is None:

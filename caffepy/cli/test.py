@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         load_weights(net, args.weights)
         if net.inputs:
             names = ", ".join(net.inputs)
-            logger.warning("Nobody fills the inputs of this net (%s): its scores are those of zeros.", names)
+            logger.warning("The inputs of this net (%s) are not filled: its scores are those of zeros.", names)
         with closing(_runner(net, args, by_runtime)) as runner:
             logger.info("Running for %d iterations.", args.iterations)
             _log_means(net, *_score(runner, args.iterations, args.ap_version), args.iterations)

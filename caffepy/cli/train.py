@@ -151,7 +151,7 @@ def _say_how_to_resume(args: argparse.Namespace, param: SolverParameter, iterati
 
 
 def resuming(arguments: Sequence[str], state: Path) -> list[str]:
-    """The arguments that go on from a snapshot: those that were given, in `normalise`'s spelling, with `--snapshot`.
+    """The arguments that go on from a snapshot: the command's own, in `normalise`'s spelling, with `--snapshot`.
 
     `--weights` is left out, because a snapshot brings its own.
     """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PASSES = 16
-"""Forward passes of a model: the first run layer by layer, later ones replay what was recorded, on one thread too."""
+"""Forward passes of a model: the first run layer by layer, later ones replay the recording, on one thread too."""
 
 _DESCRIPTION = """\
 Fill the caches of compiled kernels and tuned convolutions, for container images and shared machines: run one iteration
@@ -44,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run what was asked for once.
+    """Run the solver or the model once.
 
     Raises:
         ConfigError: neither or both of --solver and --model.

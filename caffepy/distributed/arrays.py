@@ -1,4 +1,4 @@
-"""Arguments of operations: what is refused, and how a script's arrays become those that a communicator takes."""
+"""Arguments of operations: checks, and copies between a script's arrays and the communicator's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def on_gpu(array: Any) -> bool:
 
 
 def check_array(array: Any, name: str, memory: str, written: bool) -> None:
-    """Refuse what cannot be sent or received as it is.
+    """Refuse an array that cannot be sent or received without a copy.
 
     Args:
         array: the argument.
@@ -86,7 +86,7 @@ class Buffer:
         self._arrays = arrays
 
     def unpack(self) -> None:
-        """Bring what was received to the script's arrays."""
+        """Copy received data to the script's arrays."""
         if not self._arrays:
             return
         for array, piece in zip(self._arrays, rows(self.data, len(self._arrays)), strict=True):

@@ -1,4 +1,4 @@
-"""The process group: its operations, its life and its errors, and the handles of what was started."""
+"""The process group: its operations, its life and its errors, and handles of pending operations."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ProcessGroup:
         """Whether it is left."""
         self._arguments = Arguments(communicator.memory, communicator.empty, self.size)
         self.releases: list[Callable[[], None]] = []
-        """Called before the communicator is closed, for whoever uses it by itself."""
+        """Called before the communicator is closed, for objects that use it directly."""
         self._monitor = Monitor(membership.channel, self._statuses, self._on_failure)
         if self.size > 1:
             self._monitor.start()
@@ -315,8 +315,8 @@ class ProcessGroup:
     def give_up(self, what: str, waits_for: Sequence[int], seconds: float) -> NoReturn:
         """Raise the PeerError of a wait that timed out, with the stragglers."""
         stragglers = self._membership.find_stragglers(self._heartbeat.collectives, what, waits_for)
-        nobody = f"an operation that all ranks have begun: {self.backend} or the network is stuck"
-        raise _StragglerError(f"has waited {seconds:g} s for {stragglers or nobody}")
+        unknown = f"an operation that all ranks have begun: {self.backend} or the network is stuck"
+        raise _StragglerError(f"has waited {seconds:g} s for {stragglers or unknown}")
 
     def _start(self, collective: Collective, written: Buffer | None, async_op: bool) -> Handle:
         """Start an operation, and unless `async_op` wait until it is done and unpack what is written."""
@@ -349,7 +349,7 @@ class ProcessGroup:
         self._fail(failure.message)
 
     def _fail(self, message: str) -> None:
-        """Wake whoever waits here."""
+        """Wake all waits of this process."""
         if self.failure is None:
             self.failure = message
             self._failed.set()

@@ -88,7 +88,7 @@ class Membership:
         return ", ".join(f"{self.name(rank)}, which has left the group" for rank in departed)
 
     def find_stragglers(self, begun: int, what: str, waits_for: Sequence[int]) -> str:
-        """The ranks that an operation waits for, with what they do instead; empty if nobody can be blamed.
+        """The ranks that an operation waits for, with what they do instead; empty if no rank is behind.
 
         Args:
             begun: how many collectives this rank has begun.
@@ -284,7 +284,7 @@ def _join_file(call: Call) -> Membership:
 
 
 def _join(call: Call, rank: int, size: int, connect: Callable[[Member], ControlChannel]) -> Membership:
-    """Join the store by the channel that `connect` makes, and wait until everybody has; one rank alone needs none."""
+    """Join the store by the channel that `connect` makes, and wait until all ranks have; one rank alone needs none."""
     own = Member(socket.gethostname(), machine_identity(), os.getpid())
     if size == 1:
         return Membership(0, [own], RankStore(MemoryStore(1), 0))

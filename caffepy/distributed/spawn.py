@@ -122,7 +122,7 @@ def _start(rank: int, variables: dict[str, str], call: tuple[Any, ...]) -> _Chil
 
 
 def _wait(children: list[_Child]) -> None:
-    """Until all have ended; once one has failed, no longer than the others need to say so too."""
+    """Wait until all have ended; once one has failed, only until the others have sent their errors."""
     end: float | None = None
     while any(child.process.is_alive() for child in children):
         running = [child.process.sentinel for child in children if child.process.is_alive()]

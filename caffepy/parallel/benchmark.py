@@ -86,7 +86,7 @@ class BenchmarkOptions:
         if kind == "mpi" and self.dtype == "float16":
             raise ConfigError("--dtype float16 is not for --communicator mpi; MPI has no such type")
         if len(self.local_devices) * ranks < 2:
-            raise ConfigError("one device has nobody to reduce with: --cpu-solvers 2, two GPUs, or two ranks")
+            raise ConfigError("an all-reduce needs several devices: --cpu-solvers 2, two GPUs, or two ranks")
 
 
 @dataclass(frozen=True)
@@ -143,11 +143,11 @@ def measure_size(
     close = np.isclose(backend.to_host(array), mean, rtol=1e-2 if dtype == "float16" else 1e-5)
     wrong += int(np.count_nonzero(~close))
 
-    everybody = np.zeros((devices, 2))
-    everybody[communicator.rank] = seconds, wrong
+    measured = np.zeros((devices, 2))
+    measured[communicator.rank] = seconds, wrong
     with heartbeat.collective("the sum of the results"):
-        everybody = communicator.sum(everybody)
-    return Timing(count * np.dtype(dtype).itemsize, count, everybody[:, 0].max(), int(everybody[:, 1].sum()), devices)
+        measured = communicator.sum(measured)
+    return Timing(count * np.dtype(dtype).itemsize, count, measured[:, 0].max(), int(measured[:, 1].sum()), devices)
 
 
 def _time(

@@ -77,7 +77,7 @@ def device_names(world: World, specs: Sequence[DeviceSpec]) -> list[str]:
 
 
 def bind_rank(world: World, gpus: bool) -> Cores:
-    """The cores of this rank: all that the process may use, or under a launcher those that the rank is bound to.
+    """The cores of this rank: all that the process may use, or under a launcher the rank's part of the host.
 
     Args:
         world: the processes.

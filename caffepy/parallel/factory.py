@@ -96,7 +96,7 @@ class AsyncConnector(Connector):
             result.abort()
 
     def __call__(self) -> Communicator:
-        """The communicator; waits for it, and makes it here if nobody has begun."""
+        """The communicator; waits for the thread that makes it, or makes it here if none has begun."""
         if not self._begun:
             return self._connect()
         while not self._done.wait(_POLL):

@@ -114,7 +114,7 @@ class CommTimer:
         self._timer.stop(_EXPOSED)
 
     def reset(self) -> None:
-        """Forget what was counted: the first iterations compile and plan."""
+        """Reset the times: the first iterations compile and plan."""
         self._timer.reset()
 
     def totals(self) -> tuple[float, float]:

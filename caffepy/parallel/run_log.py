@@ -50,7 +50,7 @@ def log_run(world: World, options: TrainOptions) -> None:
         logger.info("%s", line)
     try:
         lines = list(describe_solver(options.solver, options.resolve or PathResolver(None)))
-    except CaffepyError:  # a net that cannot be read: all ranks will say so when they build it
+    except CaffepyError:  # a net that cannot be read: all ranks report it when they build it
         return
     for line in lines:
         logger.info("%s", line)

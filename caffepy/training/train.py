@@ -272,7 +272,7 @@ class TrainResult:
 
     Args:
         make: makes the solver, with the state in which training ended.
-        record: what was noted meanwhile.
+        record: losses, scores and snapshots of the training.
         iteration: how many iterations were made.
         stopped_early: whether training was stopped before max_iter.
     """
@@ -283,7 +283,7 @@ class TrainResult:
         self.iteration = iteration
         self.stopped_early = stopped_early
         self.losses = record.losses
-        """The first device's loss by iteration: of each on a CPU, of those that were shown or checked on a GPU."""
+        """The first device's loss by iteration: of each on a CPU, on a GPU of those displayed or checked."""
         self.scores = record.scores
         """By the number of iterations made before the test: for each test net the mean of each of its outputs."""
         self.snapshots = record.snapshots

@@ -202,7 +202,7 @@ class FinishedWork(Work):
 
 
 class PolledWork(Work):
-    """Done when a function says so.
+    """Done when a function returns True.
 
     Args:
         is_done: polled; raises what the connection or an abort has to say.

@@ -120,7 +120,7 @@ class MpiCommunicator(Communicator):
         self._mpi = mpi
         self._comm = comm
         self._dispatcher = dispatcher
-        # MPI goes on writing to the arrays of a collective that nobody waits for any more: they must not be freed.
+        # MPI goes on writing to the arrays of a collective without a waiter: they must not be freed.
         self._unfinished: dict[int, tuple[Any, _Buffers]] = {}
         self._sums: dict[Callable[..., None], Any] = {}
 

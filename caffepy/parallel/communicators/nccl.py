@@ -313,7 +313,7 @@ class Message:
 
 
 class Messages:
-    """Sends and receives that are put on their streams together, as late as somebody waits for one.
+    """Sends and receives that are put on their streams together, at the first wait for one of them.
 
     On a stream they would wait for each other in the order of the calls: two ranks that both start to receive and then
     send would never come to the sending.

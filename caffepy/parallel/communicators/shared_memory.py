@@ -1,8 +1,8 @@
 """Sums of arrays in memory that all ranks of a machine share: each rank adds up its share of the elements.
 
 Owns that memory, and the order in which ranks read and write it. What a rank waits for goes through barriers of the
-ranks, which also make one rank's writes visible to the others; nobody waits before the end, so that ranks need not keep
-pace.
+ranks, which also make one rank's writes visible to the others; no rank waits before the end, so that ranks need not
+keep pace.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class StoreWork(Work):
 
     Args:
         store: the store.
-        collective: what was called.
+        collective: the call.
         keys: of the values to take, by the rank that puts each.
         size: how many ranks there are.
     """

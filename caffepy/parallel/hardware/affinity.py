@@ -25,13 +25,13 @@ class Cores:
 
 
 def current_cores() -> Cores:
-    """The cores of this process as it is."""
+    """The cores that this process may use now."""
     numbers = _affinity()
     return Cores(numbers, _within_quota(len(numbers)))
 
 
 def take_cores(local_rank: int, local_size: int, divide: bool) -> Cores:
-    """Widen this process's CPU mask to all cores that machine and container allow, and say so.
+    """Widen this process's CPU mask to all cores that machine and container allow, and log it.
 
     Args:
         local_rank: this process's number among the ranks of its host.
@@ -73,7 +73,7 @@ def pci_folder(bus_id: str, system: Path) -> Path:
 
 
 def bind_near_gpu(bus_id: str, label: str, system: Path = Path("/sys")) -> tuple[int, ...]:
-    """Keep the calling thread, and those that it will start, on those of its cores that are near its GPU; say so.
+    """Keep the calling thread, and threads that it starts, on its cores near its GPU; logged.
 
     Returns the cores; none where nothing is known of the GPU or none of them may be used, and nothing is bound then.
 
@@ -139,7 +139,7 @@ def _set_affinity(cores: tuple[int, ...]) -> None:
         try:
             os.sched_setaffinity(thread, cores)
         except OSError as error:  # a thread that has ended, or a container that forbids it
-            logger.debug("CPU mask of thread %d stays as it is: %s", thread, error)
+            logger.debug("CPU mask of thread %d stays unchanged: %s", thread, error)
 
 
 def _online() -> tuple[int, ...]:

@@ -25,7 +25,7 @@ class Host:
 
     Args:
         name: how it is reached.
-        slots: how many processes may run there; None where nobody says.
+        slots: how many processes may run there; None where it is not given.
     """
 
     name: str

@@ -65,7 +65,7 @@ def local_commands(job: Job, rendezvous: Rendezvous) -> list[tuple[Sequence[str]
 
 
 def secret_for(rendezvous: Rendezvous, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variable with a new secret, where this machine is the only one and nobody has given one; else nothing."""
+    """The variable with a new secret, where this machine is the only one and the environment has none; else nothing."""
     made = rendezvous.nodes == 1 and SECRET not in environment
     return {SECRET: secrets.token_hex()} if made else {}
 

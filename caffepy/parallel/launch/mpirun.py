@@ -57,7 +57,7 @@ class Job:
         program: the command line of each process.
         per_node: processes a host.
         nodes: how many hosts.
-        hosts: their names; empty: this machine, or those that a batch system has given.
+        hosts: their names; empty: this machine, or the hosts of a batch system.
         oversubscribe: start more processes than a host has cores or slots.
         exported: names of the variables that other hosts get.
         options: the launcher's own options, as they are.

@@ -1,4 +1,4 @@
-"""The processes of a job on this machine: found by a variable of their environment, whoever has started them.
+"""The processes of a job on this machine: found by a variable of their environment.
 
 A launcher's own ways with signals differ, and most end the ranks before they can write a snapshot. So a signal goes to
 the ranks themselves; on other machines this module, started there as a program by the same launcher, sends it:

@@ -69,7 +69,7 @@ class Restarts:
 
 def failure_way(ending: Ending) -> str:
     """What two failures have in common that are the same: the message, which names rank and iteration, less numbers
-    that vary. Empty where nobody said anything: such failures count as different."""
+    that vary. Empty where no message was printed: such failures count as different."""
     return _VARYING.sub("", ending.error)
 
 
@@ -227,7 +227,7 @@ class LaunchedJob:
         return sent > 0 or there
 
     def _send_there(self, number: int, hosts: Sequence[str], whom: str) -> bool:
-        """Send a signal to the ranks of other hosts; where nobody names them, to those of all of this job."""
+        """Send a signal to the ranks of the named hosts; of all hosts of the job where none is named."""
         program = sending_command(number, self.mark, self.start.variable, whom)
         job = replace(self._job, program=program, per_node=1, hosts=list(hosts), oversubscribe=True)
         return self._run_beside(replace(job, nodes=len(hosts) or self._job.nodes))
@@ -256,7 +256,7 @@ class LaunchedJob:
         return True
 
     def _clear(self) -> int:
-        """Wait for the job's processes on this machine to end, and kill those that do not."""
+        """Wait for the job's processes on this machine to end, and kill the others after that."""
         end = time.monotonic() + (0.0 if self.supervisor.stopping else END_SECONDS)
         while find_processes(self.mark, self.start.variable) and time.monotonic() < end:
             time.sleep(0.05)
@@ -285,7 +285,7 @@ class LaunchedJob:
         return True
 
     def _hosts_left(self, hosts: Sequence[str]) -> list[str]:
-        """The hosts on which the launcher can start a process; what was left of the job there is killed by it."""
+        """The hosts on which the launcher can start a process, which kills processes of the job that are left there."""
         program = sending_command(signal.SIGKILL, self.mark, self.start.variable, "every")
         job = replace(self._job, program=program, per_node=1, nodes=1, oversubscribe=True)
         with ThreadPoolExecutor(min(len(hosts), 16)) as pool:

@@ -26,9 +26,9 @@ class Allocation:
 
     Args:
         nodes: how many.
-        tasks: how many tasks each of them was asked for; empty where nobody asked.
+        tasks: how many tasks each of them was asked for; empty without such a request.
         cores: how many CPUs each of them gives; empty where Slurm does not say.
-        cores_per_task: CPUs that a task was asked for; None where nobody asked.
+        cores_per_task: CPUs that a task was asked for; None without such a request.
         overcommit: the job may have more tasks than CPUs.
         within_step: srun started this process, so its CPUs are taken.
     """
@@ -41,7 +41,7 @@ class Allocation:
     within_step: bool = False
 
     def tasks_per_node(self) -> int:
-        """Processes a host, of those that the allocation was asked for; 1 where it was asked for none.
+        """Tasks per host that the allocation was asked for; 1 where it was asked for none.
 
         Raises:
             ConfigError: the hosts have different numbers.

@@ -21,7 +21,7 @@ from typing import Any
 _TERM_SECONDS = 2.0
 """Between SIGTERM and SIGKILL."""
 _DRAIN_SECONDS = 2.0
-"""How long what was written is read after the process has ended: somebody may hold the pipe open."""
+"""How long the rest of its output is read after the process has ended: another process may hold the pipe open."""
 _ERROR = re.compile(rb"(?:E\d{4} [\d:.]+ +\d+ \S+\] (?:\[rank \d+\] )?|caffepy: error: )(.+)")
 _LONGEST_LINE = 1 << 16
 _PR_SET_PDEATHSIG = 1
@@ -95,7 +95,7 @@ class Child:
 
 
 def end_all(children: Sequence[Child]) -> None:
-    """End those that still run: by SIGTERM, and two seconds later by SIGKILL."""
+    """End running children: by SIGTERM, and two seconds later by SIGKILL."""
     alive = [child for child in children if child.status() is None]
     for child in alive:
         child.terminate()
@@ -105,7 +105,7 @@ def end_all(children: Sequence[Child]) -> None:
 
 
 def write_through(part: bytes) -> None:
-    """Write to stderr as it is; a stderr that went away is no reason to end a job."""
+    """Write bytes to stderr; a stderr that was closed is no reason to end a job."""
     try:
         sys.stderr.buffer.write(part)
         sys.stderr.buffer.flush()
@@ -222,7 +222,7 @@ class Supervisor:
         self._end_at = float("inf")
         self._waiting.clear()
         try:
-            for command in commands:  # those that were started are ended in any case
+            for command in commands:  # started ones are ended in any case
                 children.append(Child(command))
             return self._wait(children)
         finally:

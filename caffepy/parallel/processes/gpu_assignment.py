@@ -35,7 +35,7 @@ class Claim:
 
 
 def assign_gpus(world: World, devices: list[int] | None, named: bool) -> list[int] | None:
-    """The GPUs that this rank takes of those that it names or sees, by number; called by all ranks.
+    """The numbers of the GPUs that this rank takes among the GPUs that it names or sees; called by all ranks.
 
     Args:
         world: the processes.

@@ -1,5 +1,5 @@
-"""Who started this process: Open MPI, MPICH, Slurm, PMIx, or torchrun and whoever else sets its variables; and what is
-refused.
+"""Who started this process: Open MPI, MPICH, Slurm, PMIx, or torchrun and other launchers that set its variables; and
+which environments are refused.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Launcher:
 
 
 def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher | None:
-    """The launcher that started this process, or None where nobody did.
+    """The launcher that started this process, or None.
 
     MPI's comes first, except srun, whose variables whatever runs within a step inherits: torchrun, or a shell.
     """

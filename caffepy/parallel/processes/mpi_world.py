@@ -19,7 +19,7 @@ T = TypeVar("T")
 _POLL = 0.002
 """Seconds between polls of a collective that other ranks have not joined: MPI itself would burn the core."""
 _FORWARD_SECONDS = 0.3
-"""What the launcher is given to pass on what was printed: at an abort it drops the rest, or mixes it with its own."""
+"""Time for the launcher to forward printed text: at an abort it drops the rest, or mixes it with its own."""
 _ABORT_SECONDS = 3.0
 """How long MPI_Abort may take before the process ends without it."""
 

@@ -105,7 +105,7 @@ _JOIN_SECONDS = 300.0
 _POLL_SECONDS = 0.2
 """Between looks whether this process has to end, while a value is waited for."""
 _FAILURE_SECONDS = 3.0
-"""How long who meets a failure in the store waits for the monitor, which knows what failed, to say so."""
+"""How long a failed access to the store waits for the monitor, which knows the rank at fault, to end the run."""
 _LEAVE_SECONDS = 10.0
 """How long rank 0 stays for the others to leave in good order."""
 _END_SECONDS = 3.0

@@ -134,7 +134,7 @@ class World(ABC):
 
 
 class SingleProcess(World):
-    """A process that trains alone: there is nobody to wait for, or to tell."""
+    """A process that trains alone."""
 
     serves = False
 

@@ -45,7 +45,7 @@ class ControlClient(ControlChannel):
     One connection carries heartbeats and news. Values have others: each thread that waits for one uses its own.
 
     Args:
-        find: where the server may be, the likeliest first, and the job's secret; asked again until somebody answers
+        find: where the server may be, the likeliest first, and the job's secret; asked again until a server answers
             there. An OSError means: not known yet.
         rank: this rank.
         size: the number of ranks.
@@ -54,7 +54,7 @@ class ControlClient(ControlChannel):
         grace: by how many seconds the server may be later than the wait that it was asked for.
 
     Raises:
-        PeerError: nobody answers.
+        PeerError: no server answers.
         UserError: the server belongs to another job, or has this rank already.
     """
 
@@ -138,8 +138,8 @@ class ControlClient(ControlChannel):
         """A connection that has introduced itself."""
         line = socket.create_connection(self._address, timeout=min(_CONNECT_SECONDS, self._timeout))
         try:
-            if line.getsockname() == line.getpeername():  # TCP may connect a port to itself while nobody listens there
-                raise ConnectionRefusedError("nobody listens")
+            if line.getsockname() == line.getpeername():  # without a server TCP may connect a port to itself
+                raise ConnectionRefusedError("no server listens")
             prepare(line)
             line.settimeout(min(_HANDSHAKE_SECONDS, self._timeout))
             self._server = introduce(line, self._secret, replace(self._hello, role=role))
@@ -158,7 +158,7 @@ class ControlClient(ControlChannel):
                     self._control.shutdown(socket.SHUT_WR)
 
     def _ask(self, frame: Frame) -> Frame:
-        """The server's reply to a frame, over a connection that nobody else uses meanwhile."""
+        """The server's reply to a frame, over a connection that no other thread uses meanwhile."""
         try:
             line = self._borrow()
             try:

@@ -1,4 +1,4 @@
-"""What ranks tell each other about themselves."""
+"""Records that ranks exchange about themselves: members, device statuses, failures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SILENT_SECONDS = 2.0
 """Heartbeats come every half second: a rank without any for so long is stopped, or its network is."""
 
 _LONGEST_MESSAGE = 4096
-"""Characters; what is told must fit into the kernel's buffers, because nobody may wait for a rank that is stopped."""
+"""Characters; a message must fit into the kernel's buffers, because no rank may wait for one that is stopped."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class ControlServer(RankStore):
         memory: the store.
         member: this process.
         address: where to listen; an empty host means all of this machine's addresses, port 0 any free port.
-        secret: what a client must know; whoever knows it belongs to the job.
+        secret: a client that knows it belongs to the job.
 
     Raises:
         OSError: the address is taken or not this machine's.
@@ -75,7 +75,7 @@ class ControlServer(RankStore):
         self._acceptor.start()
 
     def close(self) -> None:
-        """End all connections; whoever waits is told why."""
+        """End all connections; pending requests get the reason."""
         with self._lock:
             if self._closing:
                 return
@@ -108,7 +108,7 @@ class ControlServer(RankStore):
             self._listening.close()
 
     def _drop_late(self) -> bool:
-        """Whether a connection may be accepted, once those that have not proved themselves in time are dropped."""
+        """Whether a connection may be accepted, once late ones without a proof are dropped."""
         now = time.monotonic()
         with self._lock:
             crowded = len(self._unproven) >= UNPROVEN_LIMIT
@@ -189,12 +189,12 @@ class ControlServer(RankStore):
         """Do what a rank asks for until its connection ends, which raises OSError."""
         rank, is_control, lock = hello.rank, hello.role == CONTROL, threading.Lock()
 
-        def tell(failure: Failure) -> None:
+        def send(failure: Failure) -> None:
             with lock, suppress(OSError):  # small, so that it fits into the kernel's buffer
                 send_frame(line, Frame(Kind.FAILURE, encode(failure.as_sent())), socket.MSG_DONTWAIT)
 
         if is_control:
-            self.memory.listen(rank, tell)
+            self.memory.listen(rank, send)
         while True:
             reply = self._reply(rank, receive_frame(line, CONTROL_LIMIT if is_control else VALUE_LIMIT))
             if reply is not None:

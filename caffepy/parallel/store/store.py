@@ -1,4 +1,4 @@
-"""A key-value store through which the devices of a job meet, hand each other bytes, and hear of each other's end.
+"""A key-value store through which the devices of a job exchange bytes and learn of each other's end.
 
 `MemoryStore` is the store itself, and `RankStore` a rank's access to it within the same process. `server.py` shows it
 to other processes, and `client.py` is how they see it.
@@ -44,10 +44,10 @@ class Store(ABC):
 
     @abstractmethod
     def publish(self, failure: Failure) -> None:
-        """End everybody's waits. Rank 0 hears of it at once, others once it was reported. Never waits, never raises."""
+        """End all waits. Rank 0 learns of it at once, others once it was reported. Never waits, never raises."""
 
     def fail(self, message: str) -> None:
-        """End everybody's waits with a failure that need not be reported; the first message is kept."""
+        """End all waits with a failure that need not be reported; the first message is kept."""
         self.publish(Failure(message, reported=True))
 
 
@@ -114,7 +114,7 @@ class MemoryStore(Store):
         self._left: set[int] = set()
         self._failure: Failure | None = None
         self._publishers: set[int] = set()
-        """Ranks that need not hear of the failure, because they told it."""
+        """Ranks that published the failure and need not receive it."""
         self._listeners: dict[int, Callable[[Failure], None]] = {}
 
     # -- members ------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class MemoryStore(Store):
             self._changed.notify_all()
 
     def wait_alone(self, rank: int, seconds: float) -> list[int]:
-        """Wait until all others that joined have left; those that have not."""
+        """Wait until all others that joined have left; returns the ranks that have not."""
         with self._changed:
             self._changed.wait_for(lambda: set(self.staying()) <= {rank}, seconds)
             return [other for other in self.staying() if other != rank]
@@ -210,7 +210,7 @@ class MemoryStore(Store):
             return self._failure_for(rank)
 
     def publish(self, failure: Failure, publisher: int | None = None) -> None:
-        """`Store.publish` by `publisher`, a rank of this process that need not hear of it.
+        """`Store.publish` by `publisher`, a rank of this process that need not receive it.
 
         The first failure is kept, until the same or another one was reported.
         """
@@ -220,13 +220,13 @@ class MemoryStore(Store):
             self._failure = failure
             if publisher is not None:
                 self._publishers.add(publisher)
-            # Rank 0 closes its connections as soon as it hears: the others are told before.
+            # Rank 0 closes its connections as soon as it is notified: the others get the failure before.
             for listener in self._listeners.values() if failure.reported else ():
                 listener(failure)
             self._changed.notify_all()
 
     def listen(self, rank: int, listener: Callable[[Failure], None]) -> None:
-        """Have `listener`, which must neither wait nor raise, called when a rank has to hear of a failure."""
+        """Have `listener`, which must neither wait nor raise, called when a rank has to learn of a failure."""
         with self._changed:
             self._listeners[rank] = listener
             failure = self._failure_for(rank)

@@ -21,7 +21,7 @@ _HEADER = struct.Struct("!BHQdi")
 _KEY_LIMIT = 1024
 _STEP = 1 << 26
 _ACKNOWLEDGE_SECONDS = 0.001
-"""Between two looks whether what was sent has arrived."""
+"""Between two checks whether sent bytes have arrived."""
 CONTROL_LIMIT = 1 << 20
 """Longest value of a frame about ranks; in bytes."""
 VALUE_LIMIT = 1 << 36
@@ -105,7 +105,7 @@ def receive(line: socket.socket, count: int) -> bytearray:
     """Read `count` bytes; errors as in `receive_frame`."""
     data, done = bytearray(min(count, _STEP)), 0
     while done < count:
-        if done == len(data):  # memory grows with what has come, not with what was announced
+        if done == len(data):  # memory grows with received bytes, not with the announced length
             data.extend(bytes(min(count - done, _STEP)))
         with memoryview(data) as view, view[done:] as rest:
             received = line.recv_into(rest)
@@ -184,7 +184,7 @@ def end_in_order(line: socket.socket, seconds: float) -> None:
 
 
 def hang_up(line: socket.socket) -> None:
-    """Close a connection, and wake whoever waits in it, in any thread."""
+    """Close a connection, and wake all threads that wait in it."""
     try:
         line.shutdown(socket.SHUT_RDWR)
     except OSError:  # closed by the other end

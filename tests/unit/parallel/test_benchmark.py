@@ -46,8 +46,8 @@ def test_sizes(text: str, sizes: tuple[int, ...]) -> None:
         ({}, 2, "--communicator local connects threads of one process"),
         ({"communicator": "mpi"}, 1, "--communicator mpi connects processes: start several"),
         ({"communicator": "mpi", "dtype": "float16"}, 2, "float16 is not for --communicator mpi"),
-        ({"solvers": 1}, 1, "one device has nobody to reduce with"),
-        ({"devices": [0], "communicator": "nccl"}, 1, "one device has nobody to reduce with"),
+        ({"solvers": 1}, 1, "an all-reduce needs several devices"),
+        ({"devices": [0], "communicator": "nccl"}, 1, "an all-reduce needs several devices"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], ranks: int, message: str) -> None:
