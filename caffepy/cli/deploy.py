@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from caffepy.cli.log import quiet_net
 from caffepy.cli.options import Parser
-from caffepy.cli.predict import quiet_net
 from caffepy.errors import DataError, SnapshotError, one_line
 from caffepy.options.types import name_list, positive, record_shape
 

@@ -71,3 +71,15 @@ def showing(what: str) -> Iterator[Progress]:
     progress = Progress(what)
     with progress_bar(lambda: progress.done, lambda: progress.total, f" {what}"):
         yield progress
+
+
+@contextmanager
+def quiet_net() -> Iterator[None]:
+    """Keep what is logged of the layers of a net out of stderr within a `with` block."""
+    logger = logging.getLogger("caffepy.net")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

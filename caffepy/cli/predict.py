@@ -8,13 +8,11 @@ import argparse
 import csv
 import io
 import json
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from caffepy.cli.log import quiet_net
 from caffepy.cli.options import Parser, add_device_options, add_engine_option
 from caffepy.errors import ConfigError, DataError, one_line
 from caffepy.options.types import file_list, natural, positive, record_shape
@@ -64,18 +62,6 @@ def preparation(args: argparse.Namespace) -> Preparation:
     from caffepy.predict.images import read_any_mean
 
     return Preparation(args.raw_scale, args.channel_swap, read_any_mean(args.mean_file), args.input_scale)
-
-
-@contextmanager
-def quiet_net() -> Iterator[None]:
-    """Keep what is logged of the layers of a net out of stderr within a `with` block."""
-    logger = logging.getLogger("caffepy.net")
-    before = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def counted(number: int, one: str, more: str = "") -> str:
