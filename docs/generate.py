@@ -63,6 +63,7 @@ _HEAD_OF_OPTIONS = """\
 The options of `caffepy train`; the second column is the keyword of `caffepy.train`. Flags may be spelled as Caffe's
 tools took them: `-max_skipped 10`, `-max_skipped=10`, `--max-skipped 10`. Where several ranks train, they compare the
 options before the first iteration and refuse to train with different ones; those marked *own* may differ.
+A program that gives `caffepy.train` no `devices` trains on the CPU.
 `python docs/generate.py` writes this file from `caffepy/parallel/options.py` and `caffepy/options/solver.py`.
 """
 _HEAD_OF_ONNX = """\

@@ -157,4 +157,6 @@ class TrainOptions:
                 raise ConfigError(f"GPU {device} is named twice in {named}: each solver needs a GPU of its own")
         if self.trace_iterations is not None and self.trace is None:
             raise ConfigError("--trace-iterations says what --trace FILE shows; name the file too")
+        if not isinstance(self.trace_iterations, range | None):
+            raise ConfigError(f"trace_iterations is {self.trace_iterations!r}; give a range such as range(20, 40)")
         check_values(self)

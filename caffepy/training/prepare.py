@@ -37,11 +37,14 @@ def train_options(param: SolverParameter, path: Path | None, values: Mapping[str
     check_solver(param, str(path or "solver"))
     if given.get("level") is not None:
         param.train_state.level = given["level"]
-    param.train_state.stage.extend(given.get("stage", ()))
+    stages = given.get("stage", ())
+    param.train_state.stage.extend([stages] if isinstance(stages, str) else stages)
     if snapshot or given.get("weights"):
         del param.weights[:]
     keep_global_batch(param)
     given["snapshot"] = Path(snapshot) if snapshot and snapshot != "auto" else None
+    if given.get("trace") is not None:
+        given["trace"] = Path(given["trace"])
     plain = TrainOptions(
         param,
         resolve=PathResolver(path),

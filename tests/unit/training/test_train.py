@@ -204,6 +204,7 @@ def test_snapshots_and_weights_are_started_from(tmp_path: Path, solver_file: Pat
         ({"devices": "first"}, "devices is 'first'; give a list of GPUs' numbers, 'all', or None"),
         ({"devices": [-1]}, r"devices is \[-1\]; give a list"),
         ({"cpu_solvers": 0}, "there is nothing to train on"),
+        ({"trace_iterations": 3, "trace": "t"}, r"trace_iterations is 3; give a range such as range\(20, 40\)"),
         ({"compression": "fp8"}, "compression cannot be 'fp8'; known: none, fp16, bf16"),
         ({"keep_last": -1}, "keep_last: '-1' is not a whole number of at least 1"),
         ({"callbacks": 7}, "a callback is a function, or has one of the methods after_iteration, .*; 7 is neither"),
@@ -213,6 +214,18 @@ def test_mistakes_are_said_in_one_line(arguments: dict[str, Any], text: str) -> 
     with pytest.raises(ConfigError, match=text) as caught:
         caffepy.train(**{"solver": message(), **arguments})
     assert "\n" not in str(caught.value)
+
+
+def test_options_of_the_command_are_keywords(tmp_path: Path) -> None:
+    """Also those of nets and traces, which the command reads from text."""
+    net = NET.replace('name: "loss"', 'name: "loss" include { stage: "learns" min_level: 2 }')
+    found = solver_param(SOLVER, net)
+    trace = str(tmp_path / "trace.json")
+    with caffepy.train(
+        found, stage="learns", level=2, trace=trace, trace_iterations=range(1, 3), eager=True, keep_last=1, threads=1
+    ) as trained:
+        assert [layer.name for layer in trained.net.layers] == ["data", "ip", "loss"]
+    assert Path(trace).stat().st_size > 0
 
 
 def test_a_missing_gpu_is_said() -> None:
