@@ -38,7 +38,8 @@ def solver_file(tmp_path):
     (tmp_path / "net.prototxt").write_text(NET)
     path = tmp_path / "solver.prototxt"
     path.write_text(
-        f'net: "{tmp_path}/net.prototxt" base_lr: 0.1 lr_policy: "fixed" max_iter: 3 snapshot_after_train: false '
+        f'net: "{tmp_path}/net.prototxt" base_lr: 0.1 lr_policy: "fixed" max_iter: 3 random_seed: 5 '
+        "snapshot_after_train: false "
     )
     return path
 
@@ -129,7 +130,7 @@ def test_parts_and_whole_give_the_same_training(monkeypatch, solver_file):
     trained = []
     for parts in (True, False):
         solver_file.write_text(kept)
-        trained.append(run_ranks(monkeypatch, solver_file, train(parts), "random_seed: 5 "))
+        trained.append(run_ranks(monkeypatch, solver_file, train(parts)))
     for rank in range(RANKS):
         for found, expected in zip(trained[0][rank], trained[1][0], strict=True):
             np.testing.assert_array_equal(found, expected)
