@@ -123,7 +123,7 @@ def _resized(shape: list[int], old: int, new: int) -> list[int]:
 
 def _kinds(net: Any, train: bool) -> dict[str, str]:
     """What the inputs hold that are not normal numbers."""
-    from caffepy.backend.meta.backend import MetaBackend
+    from caffepy.backend.meta import MetaBackend
     from caffepy.layers.core.base import LayerContext
     from caffepy.net import Net
     from caffepy.proto import caffe_pb2

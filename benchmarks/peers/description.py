@@ -10,7 +10,7 @@ from typing import Any
 
 from zoo_nets import Made, net_param
 
-from caffepy.backend.meta.backend import MetaBackend
+from caffepy.backend.meta import MetaBackend
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.proto import caffe_pb2

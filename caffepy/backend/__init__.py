@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from caffepy.backend.elementwise import Channel, Each, Expression, Scalar, expression
 from caffepy.backend.handles import Convolution
-from caffepy.backend.indexing_primitives import SparseMatrix
 from caffepy.backend.interface import Backend
-from caffepy.backend.types import Array, Geometry, LrnWindow, RandomStream
+from caffepy.backend.types import Array, Geometry, LrnWindow, RandomStream, SparseMatrix
 from caffepy.options.solver import MATH_MODES
 
 __all__ = [

@@ -131,3 +131,26 @@ class Convolution(Protocol):
     @property
     def backward_normalised(self) -> NormalisedGradients | None:
         """Both gradients in one pass, None where they had better be computed by themselves."""
+
+
+class BoxLoss(Protocol):
+    """SSD's loss of batches of one shape, computed on the device; the layer is `MultiBoxLossLayer`.
+
+    Locations (N, 4 P), scores (N, P classes), priors (1, 2, 4 P) and objects (1, 1, G, 8) are float32.
+    """
+
+    def forward(
+        self, locations: Array, scores: Array, priors: Array, objects: Array, totals: Array, problem: Array
+    ) -> None:
+        """totals = the sum of all losses and the number of matches, float32 (2,).
+
+        problem: float32 (10,); its first element becomes, if it is 0, 1 where the image or label of an object is no
+        number, 2 where a label names no class, 3 where a prior has no extent or variance. The second then is the number
+        of the row, and its values follow: the first four of an object; box and variances of a prior.
+        """
+
+    def boxes_gradient(self, locations: Array, priors: Array, objects: Array, gradient: Array) -> None:
+        """gradient = derivative of the last `forward`'s losses by the locations, which must still be there."""
+
+    def scores_gradient(self, scores: Array, gradient: Array) -> None:
+        """gradient = their derivative by the scores."""

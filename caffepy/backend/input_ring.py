@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from caffepy.backend.layout import SLOT_ALIGNMENT, round_up
-from caffepy.backend.types import Array, Counter
 
 
 def aligned_size(size: int) -> int:
@@ -170,68 +169,3 @@ class HostRing(InputRing):
                 begin, memory = next(part for part in reversed(parts) if part[0] <= position)
                 return memory[position - begin : position - begin + size]
         raise AssertionError(f"pass {number} was not put")
-
-
-class InputPrimitives:
-    """The part of a backend that takes a net's input; here in host memory, by NumPy."""
-
-    def host_memory(self, size: int) -> Any:
-        """Host memory (NumPy, uint8, 1-D) from which `InputRing.put` copies at full speed; any thread may ask."""
-        import numpy as np
-
-        return np.empty(size, np.uint8)
-
-    def adopt(self, array: Any) -> Array | None:
-        """An array of another library as one of this backend without a copy; None where it does not lie on its device.
-
-        All work that fills the array has finished when this returns.
-        """
-        return None
-
-    def upload(self, host: Any, destination: Array) -> None:
-        """As `from_host`, through memory that the device copies from at full speed; does not wait for the copy.
-
-        The host array may be changed when this returns.
-        """
-        self.from_host(host, destination)  # type: ignore[attr-defined]
-
-    def download(self, arrays: Sequence[Array]) -> list[Any]:
-        """As `to_host` of each, through memory that the device copies to at full speed; waits once for all."""
-        return [self.to_host(array) for array in arrays]  # type: ignore[attr-defined]
-
-    def input_ring(self, slot_size: int, block: int, blocks: int) -> InputRing:
-        """A ring of slots; see `InputRing`.
-
-        Raises:
-            DeviceError: there is no memory for it.
-        """
-        return HostRing(slot_size, block, blocks)
-
-    def take_images(
-        self, ring: InputRing, counter: Counter, slot: ImageSlot, mean: Array, scale: float, images: Array,
-        labels: Array | None,
-    ) -> None:  # fmt: skip
-        """images[n, c, h, w] = (pixel - mean[c, top + h, left + w']) * scale of the pass that `counter` names.
-
-        w' is w, or W - 1 - w where the image is mirrored. mean: float32 of shape (C, whole H, whole W) for images cut
-        out of wholes, or (C, 1, 1) for one number a channel. images: (N, C, H, W) of any dtype; labels: float32 (N,).
-        """
-        import numpy as np
-
-        assert isinstance(ring, HostRing)
-        label_values, crops, pixels = slot.parts(ring.bytes_of(counter[0], 0, slot.size))
-        means = self.to_host(mean)  # type: ignore[attr-defined]
-        result = np.empty(slot.shape, np.float32)
-        for image, (mirror, top, left), out in zip(pixels, crops, result, strict=True):
-            part = means if means[0].size == 1 else means[:, top : top + slot.height, left : left + slot.width]
-            values = (image.astype(np.float32) - part) * np.float32(scale)
-            out[...] = values[:, :, ::-1] if mirror else values
-        self.from_host(result, images)  # type: ignore[attr-defined]
-        if labels is not None:
-            self.from_host(label_values, labels)  # type: ignore[attr-defined]
-
-    def take_values(self, ring: InputRing, counter: Counter, offset: int, values: Array) -> None:
-        """values = the float32 numbers, in the memory order of `values`, from byte `offset` of the pass's slot on."""
-        assert isinstance(ring, HostRing)
-        source = ring.bytes_of(counter[0], offset, 4 * values.size).view("float32")
-        self.copy(self.view(source, values.shape), values)  # type: ignore[attr-defined]

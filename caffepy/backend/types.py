@@ -1,4 +1,4 @@
-"""What primitives take: arrays and their dtypes, geometry of windows, random sequences, batch normalisation; sizes.
+"""What primitives take: arrays and their dtypes, geometry of windows, random sequences, statistics; sizes.
 
 Nothing here computes or belongs to a device. The sizes are those that a net must know before there are arrays: of
 outputs, of masks, and of what a GPU takes for itself.
@@ -123,6 +123,68 @@ class NormalisedBottom:
     n: BatchNormState
     relu: bool
     sums: tuple[Array, Array] | None = None
+
+
+@dataclass(frozen=True)
+class SparseMatrix:
+    """A matrix in compressed sparse rows, in device memory.
+
+    Args:
+        begins: int32 (rows + 1,), where each row's entries begin in the other two.
+        columns: int32 (entries,), each within [0, columns).
+        weights: float32 (entries,).
+        shape: (rows, columns).
+    """
+
+    begins: Array
+    columns: Array
+    weights: Array
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class BoxLossSettings:
+    """What SSD's loss is to compute: fields of MultiBoxLossParameter; see `MultiBoxLossLayer`.
+
+    Args:
+        classes: with the background.
+        background: its label.
+        code: value of CodeType, how predictions stand for boxes.
+        threshold: overlap from which on a prior belongs to an object.
+        per_prediction: priors beside the best of each object may belong to it.
+        ignore_crossing: priors that cross the image's border are left out.
+        difficult: objects that are marked so count.
+        agnostic: all objects are of the class behind the background's.
+        mines: of the priors without an object `ratio` for each match count, those with the largest losses.
+        ratio: see there.
+        most_overlap: priors that overlap an object as much as this are not mined.
+        logistic: scores are compared by cross entropy of their sigmoids, else by that of their softmax.
+        squared: boxes are compared by d^2 / 2, else by the smooth L1 loss.
+        variance_in_target: predictions are not to be divided by the priors' variances.
+        inside: coordinates of priors beside the image do not count.
+        weight: of the boxes' loss.
+        boxes_count: whether the boxes' loss is part of the loss.
+        scores_count: whether that of the scores is.
+    """
+
+    classes: int
+    background: int
+    code: int
+    threshold: float
+    per_prediction: bool
+    ignore_crossing: bool
+    difficult: bool
+    agnostic: bool
+    mines: bool
+    ratio: float
+    most_overlap: float
+    logistic: bool
+    squared: bool
+    variance_in_target: bool
+    inside: bool
+    weight: float
+    boxes_count: bool
+    scores_count: bool
 
 
 def convolution_workspace(own: int) -> int:

@@ -86,7 +86,7 @@ def _named_shape(text: str) -> tuple[str, tuple[int, ...]]:
 
 def _shapes_of_data(train: caffe_pb2.NetParameter, path: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of one record, by blob, of those data layers whose data are there."""
-    from caffepy.backend.meta.backend import MetaBackend
+    from caffepy.backend.meta import MetaBackend
     from caffepy.config.dialect import choose_dialect
     from caffepy.config.paths import PathResolver
     from caffepy.layers import LayerContext
@@ -113,7 +113,7 @@ def _check(net: caffe_pb2.NetParameter, weights: Path | None) -> int:
         CaffepyError: the net cannot be built.
     """
     from caffepy.backend import create_backend
-    from caffepy.backend.meta.backend import MetaBackend
+    from caffepy.backend.meta import MetaBackend
     from caffepy.layers import LayerContext
     from caffepy.net import Net
     from caffepy.proto import caffe_pb2

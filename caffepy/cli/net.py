@@ -116,7 +116,7 @@ def _read(args: argparse.Namespace) -> Subject:
 
 
 def _read_model(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
-    from caffepy.backend.meta.backend import MetaBackend
+    from caffepy.backend.meta import MetaBackend
     from caffepy.config.filter import net_state
     from caffepy.config.load import read_net
     from caffepy.config.paths import PathResolver
@@ -128,7 +128,7 @@ def _read_model(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
 
 
 def _read_solver(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
-    from caffepy.backend.meta.backend import MetaBackend
+    from caffepy.backend.meta import MetaBackend
     from caffepy.config.filter import net_state
     from caffepy.config.load import read_solver
     from caffepy.config.paths import PathResolver

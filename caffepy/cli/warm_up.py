@@ -86,7 +86,7 @@ def _train_options(args: argparse.Namespace) -> TrainOptions:
 
 def _leave_out_data(param: SolverParameter, args: argparse.Namespace, devices: int) -> None:
     """Let a solver make one iteration, and one pass of each test net, on made-up data, and write nothing."""
-    from caffepy.backend.meta.backend import MetaBackend
+    from caffepy.backend.meta import MetaBackend
     from caffepy.cli.record_shapes import record_shapes
     from caffepy.config.paths import PathResolver
     from caffepy.data.schedule import Shard
@@ -115,7 +115,7 @@ def _predict(args: argparse.Namespace) -> None:
     import numpy as np
 
     from caffepy.backend import create_backend
-    from caffepy.backend.meta.backend import MetaBackend
+    from caffepy.backend.meta import MetaBackend
     from caffepy.cli.nets import net_and_state, refuse_net_without_layers
     from caffepy.cli.record_shapes import record_shapes
     from caffepy.config.paths import PathResolver

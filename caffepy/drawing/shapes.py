@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from caffepy.backend.meta.backend import MetaBackend
+from caffepy.backend.meta import MetaBackend
 from caffepy.config.dialect import Dialect, choose_dialect
 from caffepy.config.filter import filter_net, net_state
 from caffepy.errors import CaffepyError

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from caffepy.backend import Backend
-from caffepy.backend.meta.backend import MetaBackend
+from caffepy.backend.meta import MetaBackend
 from caffepy.config.load import read_solver
 from caffepy.config.paths import PathResolver
 from caffepy.config.solver_check import check_solver

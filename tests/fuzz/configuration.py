@@ -11,7 +11,7 @@ from fuzz.target import TextTarget, copied
 from google.protobuf import text_format
 
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.backend.meta.backend import MetaBackend
+from caffepy.backend.meta import MetaBackend
 from caffepy.config.load import read_net, read_solver
 from caffepy.config.paths import PathResolver
 from caffepy.config.solver_check import check_solver, log_ignored

@@ -13,7 +13,7 @@ from stored_numbers import window
 
 def test_a_first_batch_of_zeros_does_not_settle_what_is_chosen(make: Callable[..., Any]) -> None:
     from caffepy.backend.cuda.convolution.autotune import Trial, operands_for
-    from caffepy.backend.cuda.convolution.plan import CudaConvolution
+    from caffepy.backend.cuda.convolution.plan import CudaConvolutionPlan
     from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
     from caffepy.backend.cuda.convolution.registry import algorithm_families
 
@@ -23,7 +23,7 @@ def test_a_first_batch_of_zeros_does_not_settle_what_is_chosen(make: Callable[..
         zeros = operands_for(task, None)
         zeros.first.data.memset_async(0, zeros.first.nbytes, backend.stream)
         trial = Trial(zeros, lambda: operands_for(task, None))
-        plan = CudaConvolution(task.problem, backend._resources)
+        plan = CudaConvolutionPlan(task.problem, backend._resources)
         families = algorithm_families(task, plan.run, plan.candidate, backend._resources)
         checked = next(family for family in families if family.checked)
         trial.add(next(family for family in families if not family.checked))
@@ -103,7 +103,7 @@ def test_a_wrong_candidate_is_not_used(make: Callable[..., Any], monkeypatch: py
 @pytest.mark.parametrize("microseconds", [5, 40, 300])
 def test_runs_are_timed_without_the_gaps_between_their_launches(make: Callable[..., Any], microseconds: int) -> None:
     from caffepy.backend.cuda.compiler import launch_blocks, library_kernel
-    from caffepy.backend.cuda.convolution.timing import Stopwatch
+    from caffepy.backend.cuda.convolution.autotune import Stopwatch
 
     with make().activate():
         idle = library_kernel("tuning", "idle")
@@ -136,15 +136,14 @@ def test_what_is_chosen_is_among_the_fastest_of_all_candidates(make: Callable[..
 
 def chosen_and_fastest(backend: Any, direction: str) -> tuple[float, float]:
     """Microseconds of the candidate that tuning chooses, and of the fastest of all."""
-    from caffepy.backend.cuda.convolution.autotune import Trial, operands_for
-    from caffepy.backend.cuda.convolution.plan import CudaConvolution
+    from caffepy.backend.cuda.convolution.autotune import Stopwatch, Trial, operands_for
+    from caffepy.backend.cuda.convolution.plan import CudaConvolutionPlan
     from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
     from caffepy.backend.cuda.convolution.registry import algorithm_families
-    from caffepy.backend.cuda.convolution.timing import Stopwatch
 
     problem = Problem((32, 64, 28, 28), (128, 64, 3, 3), window(3, 1, 1), "float16")
     task = Task(problem, Direction[direction])
-    plan = CudaConvolution(problem, backend._resources)
+    plan = CudaConvolutionPlan(problem, backend._resources)
     families = algorithm_families(task, plan.run, plan.candidate, backend._resources)
     operands = operands_for(task, None)
     trial = Trial(operands, lambda: pytest.fail("the first arrays tell enough"))

@@ -20,7 +20,7 @@ from caffepy.backend import Geometry
 @pytest.mark.parametrize("case", CASES)
 def test_every_candidate(make: Callable[..., Any], case: str, dtype: str) -> None:
     from caffepy.backend.cuda.convolution.algorithm import UNFUSED
-    from caffepy.backend.cuda.convolution.plan import CudaConvolution
+    from caffepy.backend.cuda.convolution.plan import CudaConvolutionPlan
     from caffepy.backend.cuda.convolution.problem import Direction, Task
     from caffepy.backend.cuda.convolution.registry import algorithm_families
 
@@ -35,7 +35,7 @@ def test_every_candidate(make: Callable[..., Any], case: str, dtype: str) -> Non
         if len(arrays.problem.x) == 4:
             tasks.append(replace(forward, sums=True))
         for task in tasks:
-            plan = CudaConvolution(arrays.problem, backend._resources)
+            plan = CudaConvolutionPlan(arrays.problem, backend._resources)
             tried = 0
             for family in algorithm_families(task, plan.run, plan.candidate, backend._resources):
                 for candidate in list(family.candidates())[:4]:
@@ -193,8 +193,7 @@ def test_a_captured_convolution_does_the_same(make: Callable[..., Any]) -> None:
 def test_plan_cache_give_the_same_bits(make: Callable[..., Any], case: str, dtype: str) -> None:
     """Every plan of cuDNN for a task, written and read: the same results, and no question to heuristics."""
     from caffepy.backend.cuda.convolution.autotune import _find, operands_for
-    from caffepy.backend.cuda.convolution.cudnn import CudnnPlan
-    from caffepy.backend.cuda.convolution.cudnn_graph import CudnnGraph
+    from caffepy.backend.cuda.convolution.cudnn import CudnnGraph, CudnnPlan
     from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
     from caffepy.backend.cuda.convolution.registry import algorithm_families
 

@@ -10,7 +10,8 @@ from google.protobuf import text_format
 from image_slots import random_slot
 
 from caffepy.backend import create_backend
-from caffepy.backend.input_ring import HostRing, ImageSlot, InputPrimitives, aligned_size
+from caffepy.backend.input_ring import HostRing, ImageSlot, aligned_size
+from caffepy.backend.interface import InputPrimitives
 from caffepy.backend.types import element_dtype
 from caffepy.blob import Blob
 from caffepy.data.sources.lmdb_write import record_key, write_datums

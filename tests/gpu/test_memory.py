@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from caffepy.backend import Backend
-from caffepy.backend.meta.backend import MetaBackend
+from caffepy.backend.meta import MetaBackend
 from caffepy.config.load import read_net
 from caffepy.errors import OutOfMemoryError
 from caffepy.layers.core.base import LayerContext

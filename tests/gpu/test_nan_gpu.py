@@ -69,7 +69,7 @@ def test_the_chosen_convolution(backend: Backend, case: str, dtype: str) -> None
 def test_every_candidate_of_a_convolution_with_relu(backend: Any, case: str, dtype: str) -> None:
     """cuDNN's fused ReLU too: the frontend asks it to pass NaN on (CUDNN_PROPAGATE_NAN)."""
     from caffepy.backend.cuda.convolution.algorithm import Operands
-    from caffepy.backend.cuda.convolution.plan import CudaConvolution
+    from caffepy.backend.cuda.convolution.plan import CudaConvolutionPlan
     from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
     from caffepy.backend.cuda.convolution.registry import algorithm_families
 
@@ -84,7 +84,7 @@ def test_every_candidate_of_a_convolution_with_relu(backend: Any, case: str, dty
     tried = 0
     for with_bias in (False, True):
         task = Task(problem, Direction.FORWARD, with_bias, True, False)
-        plan = CudaConvolution(problem, backend._resources)
+        plan = CudaConvolutionPlan(problem, backend._resources)
         for family in algorithm_families(task, plan.run, plan.candidate, backend._resources):
             for candidate in list(family.candidates())[:4]:
                 if not candidate.prepare():

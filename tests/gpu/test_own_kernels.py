@@ -11,7 +11,7 @@ import pytest
 from convolution_checks import Arrays, check_candidate, check_same_bits, spoil
 from stored_numbers import STORAGES
 
-OWN = ("short sums", "large windows", "small", "flipped", "repeated", "products",
+OWN = ("wgrad small-k", "large windows", "small", "flipped", "depth multiplier", "products",
        "large depthwise", "few channels")  # fmt: skip
 """Families of candidates."""
 
@@ -25,25 +25,25 @@ EXPECTED = {
     "depthwise, a large window on a whole image": ("large depthwise",),
     "a stride along a row, one channel": ("few channels",),
     "three axes / 2 on 3 channels": ("few channels",),
-    "few pixels": ("short sums",),
-    "few pixels / 2": ("short sums",),
-    "few images, whole": ("short sums", "products"),
-    "few pixels, three axes": ("short sums",),
-    "a channel multiplier": ("repeated",),
-    "a channel multiplier / 2": ("repeated",),
+    "few pixels": ("wgrad small-k",),
+    "few pixels / 2": ("wgrad small-k",),
+    "few images, whole": ("wgrad small-k", "products"),
+    "few pixels, three axes": ("wgrad small-k",),
+    "a channel multiplier": ("depth multiplier",),
+    "a channel multiplier / 2": ("depth multiplier",),
     "1x1, three groups": ("products",),
 }
 """For each case the families that must have been tried, in float32 or in halves."""
 
-HALVES_ALONE, SINGLES_ALONE = ("short sums",), ("large windows",)
+HALVES_ALONE, SINGLES_ALONE = ("wgrad small-k",), ("large windows",)
 
 
 def own_candidates(backend: Any, task: Any) -> list[tuple[str, Any]]:
     """Family and candidate, prepared, without those of cuDNN."""
-    from caffepy.backend.cuda.convolution.plan import CudaConvolution
+    from caffepy.backend.cuda.convolution.plan import CudaConvolutionPlan
     from caffepy.backend.cuda.convolution.registry import algorithm_families
 
-    plan, found = CudaConvolution(task.problem, backend._resources), []
+    plan, found = CudaConvolutionPlan(task.problem, backend._resources), []
     for family in algorithm_families(task, plan.run, plan.candidate, backend._resources):
         if family.name in OWN:
             found += [(family.name, candidate) for candidate in family.candidates() if candidate.prepare()]

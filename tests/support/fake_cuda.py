@@ -180,8 +180,7 @@ class EveryCandidate:
 
     def choose(self, task: Any, families: Sequence[Any], operands: Any, resources: Any) -> Any:
         """The last one."""
-        from caffepy.backend.cuda.convolution.autotune import difference, largest, operands_for
-        from caffepy.backend.cuda.convolution.timing import Stopwatch
+        from caffepy.backend.cuda.convolution.autotune import Stopwatch, difference, largest, operands_for
 
         made = operands_for(task, None)
         difference(made.out, made.out)
@@ -196,16 +195,16 @@ class EveryCandidate:
 def fake_backend(math_mode: str) -> Iterator[Any]:
     """A CUDA backend without cuDNN's and cuBLAS's work."""
     from caffepy.backend import create_backend
-    from caffepy.backend.cuda.convolution import cudnn, registry, space_to_depth_cudnn
-    from caffepy.backend.cuda.gemm import cublas
+    from caffepy.backend.cuda import dense
+    from caffepy.backend.cuda.convolution import cudnn, registry, space_to_depth
 
     library = MagicMock()
     library.configure_mock(**{f"{name}.return_value": 0 for name in (
         "cublasCreate_v2", "cublasSetStream_v2", "cublasSetWorkspace_v2", "cublasSetMathMode", "cublasSgemm_v2",
         "cublasGemmEx", "cublasGemmStridedBatchedEx", "cublasDestroy_v2",
     )})  # fmt: skip
-    cublas._library = lambda: library  # type: ignore[assignment]
-    for module in (registry, space_to_depth_cudnn, cudnn):
+    dense._library = lambda: library  # type: ignore[assignment]
+    for module in (registry, space_to_depth, cudnn):
         module.cudnn_candidates = lambda *_, **__: [Nothing()]  # type: ignore[attr-defined]
     registry.split_candidates = registry._copied = lambda *_: []  # type: ignore[assignment]
     backend: Any = create_backend(0, math=math_mode, autotune=False)

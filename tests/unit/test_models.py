@@ -10,7 +10,7 @@ from generate import DEPLOYS, generated
 from small_models import DATA, MODELS, QUICK, SLOW, Small, normal, with_inputs
 from training import CPU
 
-from caffepy.backend.meta.backend import MetaBackend
+from caffepy.backend.meta import MetaBackend
 from caffepy.config.filter import filter_net, net_state
 from caffepy.config.load import read_net, read_solver
 from caffepy.config.paths import PathResolver

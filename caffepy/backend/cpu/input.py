@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.jit.kernel import Bytes, Float, Floats, Int, Ints, kernel
-from caffepy.backend.input_ring import HostRing, ImageSlot, InputPrimitives, InputRing
+from caffepy.backend.cpu.memory import CpuMemory
+from caffepy.backend.input_ring import HostRing, ImageSlot, InputRing
+from caffepy.backend.interface import InputPrimitives
 from caffepy.backend.types import Array, Counter
 
 _COMPILING = 40_000_000
@@ -70,10 +72,8 @@ def image_rows(  # noqa: PLR0913 -- a kernel
             m += np.uintp(mean_plane)
 
 
-class CpuInput(InputPrimitives):
-    """Input for a backend that computes in the host's memory, in float32."""
-
-    threads: int
+class CpuInput(InputPrimitives, CpuMemory):
+    """`InputPrimitives` of the CPU."""
 
     def take_images(
         self, ring: InputRing, counter: Counter, slot: ImageSlot, mean: Array, scale: float, images: Array,

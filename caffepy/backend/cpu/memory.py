@@ -1,14 +1,64 @@
-"""How much memory this process can still have: asked before what is large is allocated, since Linux says yes to all.
+"""Memory of the CPU's backend: arrays, scratch memory that layers share, and how much the process can still have.
 
-And what it has and does not use, which the C library keeps unless it is told to give it back.
+That is asked before what is large is allocated, since Linux grants every request. What is freed stays with the C
+library until it is told to give it back.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from caffepy.backend import layout
+from caffepy.backend.cpu.jit.recording import note_host_work
+from caffepy.backend.interface import MemoryPrimitives
+from caffepy.backend.layout import CHANNELS_LAST, is_plain, memory_order
+from caffepy.backend.types import Array
+from caffepy.errors import OutOfMemoryError
+
+ALIGNMENT = 64
+"""Bytes in a cache line."""
+
+
+def aligned(size: int) -> Any:
+    """An uninitialised float32 array that begins at a cache line."""
+    raw = np.empty(4 * size + ALIGNMENT, np.uint8)
+    start = -raw.__array_interface__["data"][0] % ALIGNMENT
+    return raw[start : start + 4 * size].view(np.float32)
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: str) -> Any:
+    """A zeroed C-contiguous array that begins at a cache line: loads of whole vectors do not straddle two."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -raw.__array_interface__["data"][0] % ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+class Workspace:
+    """One growing buffer for each purpose; what is in it lasts until the next `take` for that purpose."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Any] = {}
+
+    def take(self, purpose: str, size: int) -> Any:
+        """At least `size` float32, contents undefined."""
+        buffer = self._buffers.get(purpose)
+        if buffer is None or buffer.size < size:
+            self._buffers.pop(purpose, None)
+            buffer = self._buffers[purpose] = aligned(size)
+        return buffer
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._buffers.clear()
+
 
 _GROUP = Path("/sys/fs/cgroup")
 
@@ -59,3 +109,62 @@ def _limit(system: Path) -> Iterator[int]:
     except (OSError, ValueError):
         pages = 0
     yield limit - pages * resource.getpagesize()
+
+
+LARGE = 2**28
+"""Bytes of an array before whose allocation the machine is asked what it has."""
+
+
+class CpuMemory(MemoryPrimitives):
+    """Arrays in the host's memory, and what the CPU's primitives share."""
+
+    threads: int
+    _workspace: Workspace
+
+    def device_description(self) -> str:
+        return f"CPU, {self.threads} thread{'s' if self.threads > 1 else ''}"
+
+    def available_memory(self) -> int | None:
+        return available_memory()
+
+    def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        try:
+            # Linux would give memory that it does not have, and kill the process that uses it.
+            if size > LARGE and size > (self.available_memory() or size):
+                raise MemoryError
+            return layout.view(aligned_zeros((math.prod(shape),), dtype), shape)
+        except MemoryError:
+            raise OutOfMemoryError(
+                f"{self.device_description()}: out of memory: {size / 2**30:.2f} GiB for an array of shape {shape} "
+                "could not be had",
+                "use a smaller batch_size",
+            ) from None
+
+    def view(self, flat: Array, shape: tuple[int, ...]) -> Array:
+        return layout.view(flat, shape)
+
+    def flat(self, array: Array) -> Array:
+        in_memory = memory_order(array)
+        assert in_memory.flags.c_contiguous, f"shape {array.shape}, strides {array.strides}: a slice or foreign order"
+        return in_memory.reshape(-1)
+
+    def reshaped(self, array: Array, shape: tuple[int, ...]) -> Array:
+        if tuple(array.shape) == tuple(shape):
+            return array
+        if array.flags.c_contiguous and is_plain(shape):
+            return self.view(array.reshape(-1), shape)
+        note_host_work()
+        result = self.zeros(shape, array.dtype.name)
+        if len(shape) in CHANNELS_LAST:
+            result[...] = array.reshape(shape)
+        else:
+            result.reshape(array.shape)[...] = array
+        return result
+
+    def _check_dense(self, *arrays: Array) -> None:
+        for array in arrays:
+            assert self._dense(array), f"shape {array.shape}, strides {array.strides}: a slice or foreign order"
+
+    def _dense(self, array: Array) -> bool:
+        return bool(memory_order(array).flags.c_contiguous)

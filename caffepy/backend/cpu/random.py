@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.jit.kernel import Floats, Int, device_function, kernel
+from caffepy.backend.cpu.jit.recording import note_host_work
+from caffepy.backend.cpu.memory import CpuMemory
+from caffepy.backend.interface import RandomPrimitives
 from caffepy.backend.layout import channels_and_pixels
-from caffepy.backend.types import RandomStream
+from caffepy.backend.types import Array, Counter, RandomStream
 
 _WORD = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
@@ -111,18 +114,25 @@ BLOCK = 256
 """Fours of elements that are computed one after the other."""
 
 
-def random_uniform(threads: int, out: Any, stream: RandomStream, pass_number: int, first_sample: int) -> None:
-    """See `Backend.random_uniform`."""
-    samples = out.shape[0] if out.ndim else 1
-    count = out.size // max(1, samples)
-    channels, pixels = channels_and_pixels(out.shape)
-    quads = -(-count // 4)
-    key = ((stream.seed ^ stream.stream) & 0xFFFFFFFF, (stream.seed >> 32) & 0xFFFFFFFF)
-    numbers = (first_sample, pass_number, *key)
-    if count % 4 == 0 and (channels == 1 or pixels == 1):
-        uniform_blocks.run(threads, samples * -(-quads // BLOCK), 8, out, quads, BLOCK, *numbers)
-        return
-    if pixels % 4 == 0 and channels >= 8:
-        uniform_images.run(threads, samples * pixels // 4, -(-2048 // channels), out, pixels, channels, *numbers)
-        return
-    uniform.run(threads, samples * quads, 1024, out, count, pixels, channels, quads, *numbers)
+class CpuRandom(RandomPrimitives, CpuMemory):
+    """`RandomPrimitives` of the CPU."""
+
+    def random_uniform(self, out: Array, stream: RandomStream, counter: Counter) -> None:
+        self._check_dense(out)
+        note_host_work()  # the counter is another in each pass
+        pass_number, first_sample = counter
+        samples = out.shape[0] if out.ndim else 1
+        count = out.size // max(1, samples)
+        channels, pixels = channels_and_pixels(out.shape)
+        quads = -(-count // 4)
+        key = ((stream.seed ^ stream.stream) & 0xFFFFFFFF, (stream.seed >> 32) & 0xFFFFFFFF)
+        numbers = (first_sample, pass_number, *key)
+        if count % 4 == 0 and (channels == 1 or pixels == 1):
+            uniform_blocks.run(self.threads, samples * -(-quads // BLOCK), 8, out, quads, BLOCK, *numbers)
+            return
+        if pixels % 4 == 0 and channels >= 8:
+            uniform_images.run(
+                self.threads, samples * pixels // 4, -(-2048 // channels), out, pixels, channels, *numbers
+            )
+            return
+        uniform.run(self.threads, samples * quads, 1024, out, count, pixels, channels, quads, *numbers)

@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 from caffepy.backend.cpu.jit.kernel import Floats, Int, device_function, kernel
-from caffepy.backend.recurrent_primitives import RecurrentPrimitives
+from caffepy.backend.cpu.memory import CpuMemory
+from caffepy.backend.interface import RecurrentPrimitives
 from caffepy.backend.types import Array
 
 GRAIN = 2048
@@ -64,10 +65,8 @@ def unit_backward(  # noqa: PLR0913 -- a kernel
             d_cell[row + d] = dc * f * cont[n]
 
 
-class CpuRecurrent(RecurrentPrimitives):
-    """These primitives of the CPU's backend."""
-
-    threads: int
+class CpuRecurrent(RecurrentPrimitives, CpuMemory):
+    """`RecurrentPrimitives` of the CPU."""
 
     def lstm_unit_forward(self, gates: Array, cell_before: Array, cont: Array, cell: Array, hidden: Array) -> None:
         streams, size = cell.shape

@@ -10,7 +10,10 @@ import numpy as np
 from caffepy.backend.cpu.jit.functions import exponential
 from caffepy.backend.cpu.jit.kernel import Doubles, Float, Floats, Int, Ints, Kernel, kernel
 from caffepy.backend.cpu.jit.recording import note_host_work
+from caffepy.backend.cpu.memory import CpuMemory
+from caffepy.backend.interface import SoftmaxPrimitives
 from caffepy.backend.layout import is_plain
+from caffepy.backend.types import Array
 
 GRAIN = 2048
 """Elements below which a second thread costs more than it saves."""
@@ -142,7 +145,7 @@ def smooth_backward(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def ranks(  # noqa: PLR0913 -- a kernel
+def count_higher(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, x: Floats, labels: Floats, out: Floats, classes: Int, inner: Int, higher_wins: Int
 ) -> None:
     """Items are positions; -1 where the label is no class."""
@@ -198,25 +201,6 @@ class _ClassView:
         entry.run(self.threads, self.outer * self.inner, GRAIN // self.classes, *arguments)
 
 
-def softmax_forward(threads: int, x: Any, y: Any, axis: int) -> None:
-    """See `Backend.softmax_forward`."""
-    view = _ClassView(threads, axis, x.shape)
-    result = view.of(y)
-    if view.inner == 1:
-        view.run(forward_rows, view.of(x), result, view.classes)
-    else:
-        view.run(forward, view.of(x), result, view.classes, view.inner)
-    view.back(result, y)
-
-
-def softmax_backward(threads: int, y: Any, dy: Any, dx: Any, axis: int) -> None:
-    """See `Backend.softmax_backward`."""
-    view = _ClassView(threads, axis, y.shape)
-    result = view.of(dx)
-    view.run(backward, view.of(y), view.of(dy), result, view.classes, view.inner)
-    view.back(result, dx)
-
-
 def _ignored(ignore_label: int | None) -> tuple[int, int]:
     return (0, 0) if ignore_label is None else (1, ignore_label)
 
@@ -227,58 +211,94 @@ def _note_bad(bad: Any, bad_label: Any) -> None:
         bad_label[0] = indices[0]
 
 
-def loss_forward(
-    threads: int, probabilities: Any, labels: Any, totals: Any, bad_label: Any, axis: int, ignore_label: int | None
-) -> None:
-    """See `Backend.softmax_loss_forward`, from the probabilities on."""
-    view = _ClassView(threads, axis, probabilities.shape)
-    count = view.outer * view.inner
-    losses, counted = np.empty(count), np.empty(count, np.int32)
-    labels = np.ascontiguousarray(labels)
-    view.run(loss, view.of(probabilities), labels, losses, counted, view.classes, view.inner, *_ignored(ignore_label))
-    totals[0] = losses.sum()
-    totals[1] = np.count_nonzero(counted > 0)
-    _note_bad(counted < 0, bad_label)
+class CpuSoftmax(SoftmaxPrimitives, CpuMemory):
+    """`SoftmaxPrimitives` of the CPU."""
 
+    def softmax_forward(self, x: Array, y: Array, axis: int) -> None:
+        view = _ClassView(self.threads, axis, x.shape)
+        result = view.of(y)
+        if view.inner == 1:
+            view.run(forward_rows, view.of(x), result, view.classes)
+        else:
+            view.run(forward, view.of(x), result, view.classes, view.inner)
+        view.back(result, y)
 
-def loss_gradient(
-    threads: int, probabilities: Any, labels: Any, dx: Any, axis: int, ignore_label: int | None, scale: float
-) -> None:
-    """See `Backend.softmax_loss_backward`."""
-    view = _ClassView(threads, axis, probabilities.shape)
-    result = view.of(dx)
-    labels = np.ascontiguousarray(labels)
-    view.run(
-        loss_backward, view.of(probabilities), labels, result, view.classes, view.inner,
-        *_ignored(ignore_label), scale,
-    )  # fmt: skip
-    view.back(result, dx)
+    def softmax_backward(self, y: Array, dy: Array, dx: Array, axis: int) -> None:
+        view = _ClassView(self.threads, axis, y.shape)
+        result = view.of(dx)
+        view.run(backward, view.of(y), view.of(dy), result, view.classes, view.inner)
+        view.back(result, dx)
 
+    def softmax_loss_forward(
+        self,
+        x: Array,
+        labels: Array,
+        probabilities: Array,
+        totals: Array,
+        bad_label: Array,
+        axis: int,
+        ignore_label: int | None,
+    ) -> None:
+        self.softmax_forward(x, probabilities, axis)
+        view = _ClassView(self.threads, axis, probabilities.shape)
+        count = view.outer * view.inner
+        losses, counted = np.empty(count), np.empty(count, np.int32)
+        labels = np.ascontiguousarray(labels)
+        view.run(
+            loss, view.of(probabilities), labels, losses, counted, view.classes, view.inner, *_ignored(ignore_label)
+        )
+        totals[0] = losses.sum()
+        totals[1] = np.count_nonzero(counted > 0)
+        _note_bad(counted < 0, bad_label)
 
-def smooth_forward(
-    threads: int, probabilities: Any, labels: Any, totals: Any, axis: int, ignore_label: int | None, smoothing: float
-) -> None:
-    """See `Backend.smooth_loss_forward`."""
-    view = _ClassView(threads, axis, probabilities.shape)
-    losses = np.empty(view.outer * view.inner)
-    labels = np.ascontiguousarray(labels)
-    view.run(smooth, view.of(probabilities), labels, losses, view.classes, view.inner, *_ignored(ignore_label))
-    totals[0] += smoothing * losses.sum()
+    def softmax_loss_backward(
+        self,
+        probabilities: Array,
+        labels: Array,
+        dx: Array,
+        totals: Array | None,
+        axis: int,
+        ignore_label: int | None,
+        scale: float,
+    ) -> None:
+        if totals is not None:
+            scale = scale / max(float(totals[1]), 1.0)
+        view = _ClassView(self.threads, axis, probabilities.shape)
+        result = view.of(dx)
+        labels = np.ascontiguousarray(labels)
+        view.run(
+            loss_backward, view.of(probabilities), labels, result, view.classes, view.inner,
+            *_ignored(ignore_label), scale,
+        )  # fmt: skip
+        view.back(result, dx)
 
+    def smooth_loss_forward(
+        self, probabilities: Array, labels: Array, totals: Array, axis: int, ignore_label: int | None, smoothing: float
+    ) -> None:
+        view = _ClassView(self.threads, axis, probabilities.shape)
+        losses = np.empty(view.outer * view.inner)
+        labels = np.ascontiguousarray(labels)
+        view.run(smooth, view.of(probabilities), labels, losses, view.classes, view.inner, *_ignored(ignore_label))
+        totals[0] += smoothing * losses.sum()
 
-def smooth_gradient(threads: int, labels: Any, dx: Any, axis: int, ignore_label: int | None, scale: float) -> None:
-    """See `Backend.smooth_loss_backward`."""
-    view = _ClassView(threads, axis, dx.shape)
-    result = view.of(dx)
-    labels = np.ascontiguousarray(labels)
-    view.run(smooth_backward, labels, result, view.classes, view.inner, *_ignored(ignore_label), scale)
-    view.back(result, dx)
+    def smooth_loss_backward(
+        self, labels: Array, dx: Array, totals: Array | None, axis: int, ignore_label: int | None, scale: float
+    ) -> None:
+        if totals is not None:
+            scale = scale / max(float(totals[1]), 1.0)
+        view = _ClassView(self.threads, axis, dx.shape)
+        result = view.of(dx)
+        labels = np.ascontiguousarray(labels)
+        view.run(smooth_backward, labels, result, view.classes, view.inner, *_ignored(ignore_label), scale)
+        view.back(result, dx)
 
-
-def label_ranks(threads: int, x: Any, labels: Any, out: Any, bad_label: Any, axis: int, higher_wins: bool) -> None:
-    """See `Backend.label_ranks`."""
-    view = _ClassView(threads, axis, x.shape)
-    result = np.empty(view.outer * view.inner, np.float32)
-    view.run(ranks, view.of(x), np.ascontiguousarray(labels), result, view.classes, view.inner, int(higher_wins))
-    out[...] = result.reshape(out.shape)
-    _note_bad(result < 0, bad_label)
+    def label_ranks(
+        self, x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int, higher_wins: bool = False
+    ) -> None:
+        view = _ClassView(self.threads, axis, x.shape)
+        result = np.empty(view.outer * view.inner, np.float32)
+        view.run(
+            count_higher, view.of(x), np.ascontiguousarray(labels), result, view.classes, view.inner, int(higher_wins)
+        )
+        ranks[...] = result.reshape(ranks.shape)
+        _note_bad(result < 0, bad_label)

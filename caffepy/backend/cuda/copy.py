@@ -17,8 +17,9 @@ import numpy as np
 
 from caffepy.backend.cuda.compiler import C_TYPES, THREADS, Launch, defines, device_number, divider, library_kernel
 from caffepy.backend.cuda.device import cupy
-from caffepy.backend.cuda.indexing import Axis, collapse, widest
-from caffepy.backend.cuda.memory import Scratch, allocate, is_dense
+from caffepy.backend.cuda.index_arithmetic import Axis, collapse, widest
+from caffepy.backend.cuda.memory import CudaMemory, Scratch, allocate, download, fill, is_dense
+from caffepy.backend.interface import CopyPrimitives
 from caffepy.backend.layout import is_plain, memory_order, view
 from caffepy.backend.types import Array
 
@@ -75,21 +76,6 @@ def add(source: Array, destination: Array) -> None:
     """See `Backend.add`."""
     if destination.size:
         _move(source, destination, add=True)
-
-
-def reshaped(array: Array, shape: tuple[int, ...]) -> Array:
-    """The elements in logical order under another shape: a view if memory order allows, else a new copy."""
-    if tuple(array.shape) == tuple(shape) and is_dense(array):
-        return array
-    if not array.flags.c_contiguous:
-        ordered = allocate((array.size,), array.dtype.name).reshape(array.shape)
-        copy(array, ordered)
-        array = ordered
-    if is_plain(shape):
-        return view(array.reshape(-1), shape)
-    result = allocate(shape, array.dtype.name)
-    copy(array.reshape(shape), result)
-    return result
 
 
 def upload(host: Any, destination: Array, scratch: Scratch) -> None:
@@ -291,3 +277,41 @@ def _plan_turn(ends: Ends, axes: list[Axis]) -> Launch:
         *_axis_arguments(inner), np.int64(last.source), np.int64(last.destination), np.uint32(batches),
     )  # fmt: skip
     return Launch(_kernel("turn", ends, 1, 1), grid, (TILE, TILE // EACH), arguments)
+
+
+class CudaCopy(CopyPrimitives, CudaMemory):
+    """`CopyPrimitives` of the GPU."""
+
+    def reshaped(self, array: Array, shape: tuple[int, ...]) -> Array:
+        if tuple(array.shape) == tuple(shape) and is_dense(array):
+            return array
+        with self._on_stream():
+            if not array.flags.c_contiguous:
+                ordered = allocate((array.size,), array.dtype.name).reshape(array.shape)
+                copy(array, ordered)
+                array = ordered
+            if is_plain(shape):
+                return view(array.reshape(-1), shape)
+            result = allocate(shape, array.dtype.name)
+            copy(array.reshape(shape), result)
+            return result
+
+    def fill(self, array: Array, value: float) -> None:
+        with self._on_stream():
+            fill(array, value)
+
+    def copy(self, source: Array, destination: Array) -> None:
+        with self._on_stream():
+            copy(source, destination)
+
+    def add(self, source: Array, destination: Array) -> None:
+        with self._on_stream():
+            add(source, destination)
+
+    def from_host(self, host: Any, destination: Array) -> None:
+        with self._on_stream():
+            upload(host, destination, self._scratch)
+
+    def to_host(self, array: Array) -> Any:
+        with self._on_stream():
+            return download(array, self.stream)

@@ -1,90 +1,89 @@
-"""Index arithmetic: the offset of an element of one array from that of an element of another.
-
-Owns the arithmetic behind `axis`: Channel arguments, reductions and classes all see a large array in memory as
-(outer, size, inner) and use (index / inner) % size. Owns the axes that a copy walks along as well.
-"""
+"""Elements moved by index on the GPU: launches kernels/rows.cu and kernels/roi.cu."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import lru_cache
 
-from caffepy.backend.layout import WIDE_LOAD, memory_axes
-from caffepy.backend.types import Array
+from caffepy.backend.cuda.compiler import MAX_BLOCKS, THREADS, c_type, defines, launch, launch_blocks, library_kernel
+from caffepy.backend.cuda.copy import copy, in_c_order
+from caffepy.backend.cuda.index_arithmetic import MAX_INDEX
+from caffepy.backend.cuda.memory import CudaMemory, fill, raw
+from caffepy.backend.interface import IndexingPrimitives
+from caffepy.backend.layout import CHANNELS_LAST
+from caffepy.backend.types import Array, SparseMatrix
 
-
-@dataclass(frozen=True)
-class Period:
-    """The large array in memory as a C-ordered (outer, size, inner); `size` runs over the small array."""
-
-    outer: int
-    size: int
-    inner: int
+MAX_COLUMN_BLOCKS = 64
+"""Blocks over which the columns of a scattered row are spread at most."""
 
 
-@lru_cache(maxsize=4096)
-def find_period(shape: tuple[int, ...], small: tuple[int, ...], axis: int) -> Period | None:
-    """How a small array of the axes from `axis` on repeats through a large one; None if not as one period.
-
-    Both are in the backend's memory order. A small array of one element has size 1.
-    """
-    if math.prod(small) == 1:
-        return Period(math.prod(shape), 1, 1)
-    if tuple(small) == tuple(shape):
-        return Period(1, math.prod(shape), 1)
-    kept = [axis + i for i in memory_axes(len(small)) if small[i] != 1]
-    assert all(shape[axis + i] == d for i, d in enumerate(small) if d != 1), (shape, small, axis)
-    order = [a for a in memory_axes(len(shape)) if shape[a] != 1]
-    first = order.index(kept[0])
-    if order[first : first + len(kept)] != kept:
-        return None
-    outer = math.prod(shape[a] for a in order[:first])
-    inner = math.prod(shape[a] for a in order[first + len(kept) :])
-    return Period(outer, math.prod(small), inner)
+def _run(file: str, name: str, items: int, *arguments: object, stored: str = "float") -> None:
+    assert items <= MAX_INDEX, f"{name}: {items} elements are too many for one launch"
+    kernel = library_kernel(file, name, defines(STORED=stored))
+    launch(kernel, items, (*arguments, items))
 
 
-@dataclass(frozen=True)
-class Axis:
-    """One axis that a copy walks along; steps are counted in elements."""
+class CudaIndexing(IndexingPrimitives, CudaMemory):
+    """`IndexingPrimitives` of the GPU."""
 
-    size: int
-    source: int
-    destination: int
+    def gather_rows(self, source: Array, index: Array, destination: Array, bad: Array) -> None:
+        size = math.prod(destination.shape[1:])
+        arrays = (raw(source), raw(index), raw(destination), bad)
+        _run("rows", "gather_rows", destination.size, *arrays, source.shape[0], size)
 
+    def scatter_add_rows(self, source: Array, index: Array, destination: Array) -> None:
+        size, items = math.prod(source.shape[1:]), source.shape[0]
+        if size == 0 or items == 0:
+            return
+        kernel = library_kernel("rows", "scatter_rows", defines(STORED="float"))
+        grid = (items, min(-(-size // THREADS), MAX_COLUMN_BLOCKS))
+        arrays = (raw(source), raw(index), raw(destination))
+        launch_blocks(kernel, grid, (THREADS,), (*arrays, items, destination.shape[0], size))
 
-def collapse(shape: tuple[int, ...], source: tuple[int, ...], destination: tuple[int, ...]) -> list[Axis]:
-    """The axes of two arrays of one shape, given the steps of each: the destination's order in memory, outermost first.
+    def one_hot(self, labels: Array, out: Array, bad: Array) -> None:
+        _run("rows", "one_hot", out.size, raw(labels), raw(out), bad, out.shape[1])
 
-    Axes that follow on each other in both arrays become one. There is always at least one.
-    """
-    axes = [Axis(*numbers) for numbers in zip(shape, source, destination, strict=True) if numbers[0] != 1]
-    axes.sort(key=lambda axis: -axis.destination)
-    joined: list[Axis] = []
-    for axis in axes:
-        last = joined[-1] if joined else None
-        steps = (axis.size * axis.source, axis.size * axis.destination)
-        if last is not None and (last.source, last.destination) == steps:
-            joined[-1] = Axis(last.size * axis.size, axis.source, axis.destination)
-        else:
-            joined.append(axis)
-    return joined or [Axis(1, 1, 1)]
+    def spatial_product(self, matrix: SparseMatrix, x: Array, y: Array) -> None:
+        inner = x.shape[1] if x.ndim in CHANNELS_LAST else 1
+        arrays = (matrix.begins, matrix.columns, matrix.weights, raw(x), raw(y))
+        assert x.dtype == y.dtype, "a sparse map keeps the dtype"
+        _run("rows", "spatial_product", y.size, *arrays, *matrix.shape, inner, stored=c_type(x))
 
+    def largest(self, x: Array, axis: int, indices: Array, values: Array) -> None:
+        inner = math.prod(x.shape[axis + 1 :])
+        positions = math.prod(x.shape[:axis]) * inner
+        if positions == 0 or indices.shape[axis] == 0:
+            return
+        results = [self._scratch.get(name, indices.size).reshape(indices.shape) for name in ("indices", "values")]
+        kernel = library_kernel("rows", "largest", defines(STORED="float"))
+        arrays = (in_c_order(x, self._scratch, "classes 0"), *results)
+        numbers = (x.shape[axis], inner, indices.shape[axis], positions)
+        launch_blocks(kernel, (min(positions, MAX_BLOCKS),), (THREADS,), (*arrays, *numbers))
+        for result, out in zip(results, (indices, values), strict=True):
+            copy(result, out)
 
-def widest(numbers: list[int], limit: int) -> int:
-    """The largest power of two up to `limit` (one itself) that divides all the numbers."""
-    while any(number % limit for number in numbers):
-        limit //= 2
-    return limit
+    def unpool_forward(self, x: Array, mask: Array, y: Array, bad: Array) -> None:
+        winners = self._scratch.get("winners", y.size, "int32")
+        fill(winners, 0)
+        sizes = (x.shape[1], x.shape[2] * x.shape[3], y.shape[2] * y.shape[3])
+        _run("rows", "unpool_choose", x.size, raw(mask), winners, bad, *sizes)
+        _run("rows", "unpool_put", y.size, raw(x), winners, raw(y), *sizes)
 
+    def unpool_backward(self, dy: Array, mask: Array, dx: Array) -> None:
+        sizes = (dx.shape[1], dx.shape[2] * dx.shape[3], dy.shape[2] * dy.shape[3])
+        _run("rows", "unpool_take", dx.size, raw(dy), raw(mask), raw(dx), *sizes)
 
-MAX_INDEX = 2**31 - 1
-"""Largest number of items that kernels with 32-bit indices take."""
+    def roi_max_forward(self, x: Array, rois: Array, y: Array, mask: Array, scale: float, bad: Array) -> None:
+        arrays = (raw(x), raw(rois), raw(y), raw(mask), bad)
+        _run("roi", "roi_max_forward", y.size, *arrays, float(scale), *x.shape, *y.shape[2:])
 
+    def roi_max_backward(self, dy: Array, rois: Array, mask: Array, dx: Array, scale: float) -> None:
+        arrays = (raw(dy), raw(rois), raw(mask), raw(dx))
+        _run("roi", "roi_max_backward", dx.size, *arrays, float(scale), *dx.shape, *dy.shape[2:], dy.shape[0])
 
-def vector_width(channels: int, arrays: tuple[Array, ...]) -> int:
-    """How many neighbouring channels a thread loads at once from channels-last arrays."""
-    width = widest([channels], WIDE_LOAD // max(arrays[0].itemsize, 1))
-    while any(int(a.data.ptr) % min(WIDE_LOAD, width * a.itemsize) for a in arrays):
-        width //= 2
-    return width
+    def roi_average_forward(self, x: Array, rois: Array, y: Array, scale: float, bad: Array) -> None:
+        arrays = (raw(x), raw(rois), raw(y), bad)
+        _run("roi", "roi_average_forward", y.size, *arrays, float(scale), *x.shape, *y.shape[1:3])
+
+    def roi_average_backward(self, dy: Array, rois: Array, dx: Array, scale: float) -> None:
+        arrays = (raw(dy), raw(rois), raw(dx))
+        _run("roi", "roi_average_backward", dx.size, *arrays, float(scale), *dx.shape, *dy.shape[1:3], dy.shape[0])

@@ -26,8 +26,11 @@ from caffepy.backend.cuda.compiler import (
     launch_blocks,
     library_kernel,
 )
+from caffepy.backend.cuda.copy import Staging
 from caffepy.backend.cuda.device import GIBIBYTE, cupy
-from caffepy.backend.input_ring import ImageSlot, InputPrimitives, InputRing
+from caffepy.backend.cuda.memory import CudaMemory
+from caffepy.backend.input_ring import ImageSlot, InputRing
+from caffepy.backend.interface import InputPrimitives
 from caffepy.backend.types import Array, Counter
 from caffepy.errors import DeviceError
 
@@ -118,11 +121,21 @@ class CudaRing(InputRing):
         self.memory = None
 
 
-class CudaInput(InputPrimitives):
-    """Input for one GPU."""
+class CudaInput(InputPrimitives, CudaMemory):
+    """`InputPrimitives` of the GPU."""
 
-    stream: Any
-    _device: Any
+    _staging: Staging
+
+    def upload(self, host: Any, destination: Array) -> None:
+        with self._on_stream():
+            self._staging.upload(host, destination)
+
+    def download(self, arrays: Sequence[Array]) -> list[Any]:
+        with self._on_stream():
+            return self._staging.download(arrays)
+
+    def adopt(self, array: Any) -> Array | None:
+        return cuda_memory.adopt(array, self.device)
 
     def host_memory(self, size: int) -> Any:
         with self._device:

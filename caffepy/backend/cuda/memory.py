@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 
 from caffepy.backend import layout
 from caffepy.backend.cuda.compiler import defines, launch, library_kernel
-from caffepy.backend.cuda.device import cupy, device_memory
+from caffepy.backend.cuda.device import GIBIBYTE, cupy, device_memory, device_properties
+from caffepy.backend.interface import MemoryPrimitives
 from caffepy.backend.layout import aligned_bytes, memory_order, view
-from caffepy.backend.types import Array, element_dtype
+from caffepy.backend.types import DTYPES, Array, element_dtype, gpu_workspace
 from caffepy.errors import DeviceError
 
 TICKETS = 1024
@@ -199,3 +202,63 @@ class Scratch:
 def is_capturing() -> bool:
     """Whether the current stream records a graph instead of running."""
     return bool(cupy.cuda.runtime.streamIsCapturing(cupy.cuda.get_current_stream().ptr))
+
+
+class CudaMemory(MemoryPrimitives):
+    """Arrays in GPU memory, and what the GPU's primitives share: stream and workspaces.
+
+    Memory is allocated, filled, copied and moved on the backend's stream, whatever stream is current: nets are also
+    built outside of `activate`.
+    """
+
+    dtypes = DTYPES
+    stream: Any
+    device: int
+    _device: Any
+    _scratch: Scratch
+
+    @contextmanager
+    def activate(self) -> Iterator[None]:
+        with self._device, self.stream:
+            yield
+
+    def device_description(self) -> str:
+        properties = device_properties(self.device)
+        return f"{properties.name} (device {self.device}, {properties.memory / GIBIBYTE:.1f} GiB)"
+
+    def _on_stream(self) -> AbstractContextManager[None]:
+        """Make the backend's stream current within a `with` block; nothing where it is current already.
+
+        Work on two streams has no order: a fill on the caller's stream could run before the zeros of the same array on
+        the backend's. CuPy also keeps freed memory by stream: memory taken on the caller's could still be written to by
+        work that another stream has not finished.
+        """
+        return nullcontext() if cupy.cuda.get_current_stream() is self.stream else self.activate()
+
+    def workspace(self, own: int) -> int:
+        return gpu_workspace(own)
+
+    def arena(self, size: int) -> Array:
+        # Blocks that were freed stay in the pool, where they are too small to be part of an arena.
+        cupy.get_default_memory_pool().free_all_blocks(stream=self.stream)
+        return super().arena(size)
+
+    @contextmanager
+    def workspace_lease(self, buffer: Array | None) -> Iterator[None]:
+        self._scratch.lease(buffer)
+        try:
+            yield
+        finally:
+            self._scratch.lease(None)
+
+    def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
+        with self._on_stream():
+            array = allocate(shape, dtype)
+            array.data.memset_async(0, array.nbytes, self.stream)
+        return array
+
+    def view(self, flat: Array, shape: tuple[int, ...]) -> Array:
+        return view(flat, shape)
+
+    def flat(self, array: Array) -> Array:
+        return flat(array)

@@ -1,4 +1,4 @@
-"""Pooling: launches kernels/pooling.cu.
+"""Pooling on the GPU: launches kernels/pooling.cu, and for random elements of windows kernels/roi.cu.
 
 The dtype, the channels of a thread and the geometry are compiled into the kernel, so that small windows are unrolled
 and the windows around a pixel are found without a search.
@@ -20,10 +20,12 @@ from caffepy.backend.cuda.compiler import (
     defines,
     device_number,
     divider,
+    launch,
     library_kernel,
 )
-from caffepy.backend.cuda.indexing import MAX_INDEX, vector_width
-from caffepy.backend.cuda.memory import raw
+from caffepy.backend.cuda.index_arithmetic import MAX_INDEX, vector_width
+from caffepy.backend.cuda.memory import CudaMemory, raw
+from caffepy.backend.interface import PoolingPrimitives
 from caffepy.backend.types import Array, Geometry
 
 MAX_WINDOWS = 9
@@ -167,21 +169,25 @@ def _geometry_text(g: Geometry) -> str:
     return defines(**{f"{name}_{axis}": n for name, pair in pairs for axis, n in zip("HW", pair, strict=True)})
 
 
-def max_forward(x: Array, y: Array, mask: Array, geometry: Geometry) -> None:
-    """See `Backend.pool_max_forward`."""
-    _pool("max_forward", (x, y), x, y, mask, geometry)
+class CudaPooling(PoolingPrimitives, CudaMemory):
+    """`PoolingPrimitives` of the GPU."""
 
+    mask_dtype = "uint8"
 
-def max_backward(dy: Array, mask: Array, dx: Array, geometry: Geometry) -> None:
-    """See `Backend.pool_max_backward`."""
-    _pool("max_backward", (dy, dx), dx, dy, mask, geometry)
+    def pool_max_forward(self, x: Array, y: Array, mask: Array, geometry: Geometry) -> None:
+        _pool("max_forward", (x, y), x, y, mask, geometry)
 
+    def pool_max_backward(self, dy: Array, mask: Array, dx: Array, geometry: Geometry) -> None:
+        _pool("max_backward", (dy, dx), dx, dy, mask, geometry)
 
-def average_forward(x: Array, y: Array, geometry: Geometry) -> None:
-    """See `Backend.pool_average_forward`."""
-    _pool("average_forward", (x, y), x, y, None, geometry)
+    def pool_average_forward(self, x: Array, y: Array, geometry: Geometry) -> None:
+        _pool("average_forward", (x, y), x, y, None, geometry)
 
+    def pool_average_backward(self, dy: Array, dx: Array, geometry: Geometry) -> None:
+        _pool("average_backward", (dy, dx), dx, dy, None, geometry)
 
-def average_backward(dy: Array, dx: Array, geometry: Geometry) -> None:
-    """See `Backend.pool_average_backward`."""
-    _pool("average_backward", (dy, dx), dx, dy, None, geometry)
+    def pool_stochastic_forward(self, x: Array, chance: Array, y: Array, mask: Array, geometry: Geometry) -> None:
+        shapes = (*x.shape[1:], *y.shape[2:], *geometry.kernel, *geometry.stride)
+        kernel = library_kernel("roi", "stochastic_forward", defines(STORED="float"))
+        assert y.size <= MAX_INDEX, f"stochastic_forward: {y.size} elements are too many for one launch"
+        launch(kernel, y.size, (raw(x), raw(chance), raw(y), raw(mask), *shapes, y.size))

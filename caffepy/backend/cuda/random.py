@@ -11,22 +11,12 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cuda.compiler import MAX_BLOCKS, THREADS, c_type, defines, divider, library_kernel
-from caffepy.backend.cuda.memory import is_array, raw
+from caffepy.backend.cuda.memory import CudaMemory, is_array, raw
+from caffepy.backend.interface import RandomPrimitives
 from caffepy.backend.layout import channels_and_pixels
 from caffepy.backend.types import Array, Counter, RandomStream
 
 LOW = 0xFFFFFFFF
-
-
-def uniform(out: Array, stream: RandomStream, counter: Counter) -> None:
-    """See `Backend.random_uniform`."""
-    _run((raw(out),), (), stream, counter)
-
-
-def dropout(source: Array, destination: Array, ratio: float, stream: RandomStream, counter: Counter) -> None:
-    """See `Backend.dropout`."""
-    numbers = (np.float32(ratio), np.float32(1 / (1 - ratio)))
-    _run((raw(source), raw(destination)), numbers, stream, counter)
 
 
 def _run(arrays: tuple[Array, ...], numbers: tuple[Any, ...], stream: RandomStream, counter: Counter) -> None:
@@ -65,3 +55,14 @@ def _sequence(stream: RandomStream, counter: Counter) -> tuple[Any, ...]:
         return (*map(np.uint32, keys), np.uint32(0), np.uint64(0), counter)
     pass_number, first_sample = counter
     return (*map(np.uint32, (*keys, pass_number & LOW)), np.uint64(first_sample), np.uint64(0))
+
+
+class CudaRandom(RandomPrimitives, CudaMemory):
+    """`RandomPrimitives` of the GPU."""
+
+    def random_uniform(self, out: Array, stream: RandomStream, counter: Counter) -> None:
+        _run((raw(out),), (), stream, counter)
+
+    def dropout(self, source: Array, destination: Array, ratio: float, stream: RandomStream, counter: Counter) -> None:
+        numbers = (np.float32(ratio), np.float32(1 / (1 - ratio)))
+        _run((raw(source), raw(destination)), numbers, stream, counter)

@@ -1,4 +1,4 @@
-"""Softmax, its loss and label ranks: launches kernels/softmax.cu.
+"""Softmax, its loss and label ranks on the GPU: launches kernels/softmax.cu.
 
 Owns the map from a class axis to (outer, classes, inner) in memory. Where the positions along the other axes are
 not in logical order in memory, the kernels work on a C-ordered copy.
@@ -15,8 +15,9 @@ import numpy as np
 
 from caffepy.backend.cuda.compiler import MAX_BLOCKS, argument, defines, launch, library_kernel
 from caffepy.backend.cuda.copy import add, copy, in_c_order
-from caffepy.backend.cuda.indexing import find_period
-from caffepy.backend.cuda.memory import Scratch, raw
+from caffepy.backend.cuda.index_arithmetic import find_period
+from caffepy.backend.cuda.memory import CudaMemory, Scratch, raw
+from caffepy.backend.interface import SoftmaxPrimitives
 from caffepy.backend.layout import memory_axes
 from caffepy.backend.types import Array
 
@@ -114,31 +115,22 @@ def _ignored(ignore_label: int | None) -> tuple[int, int]:
     return (0, 0) if ignore_label is None else (1, ignore_label)
 
 
-class SoftmaxKernels:
-    """The softmax primitives of one backend.
+class CudaSoftmax(SoftmaxPrimitives, CudaMemory):
+    """`SoftmaxPrimitives` of the GPU."""
 
-    Args:
-        scratch: for partial sums and C-ordered copies.
-    """
-
-    def __init__(self, scratch: Scratch) -> None:
-        self._scratch = scratch
-
-    def forward(self, x: Array, y: Array, axis: int) -> None:
-        """See `Backend.softmax_forward`."""
+    def softmax_forward(self, x: Array, y: Array, axis: int) -> None:
         (values,), layout = _arrays((x,), axis, self._scratch)
         result = _result(y, axis, self._scratch)
         layout.launch("softmax", (values, result))
         _deliver(result, y)
 
-    def backward(self, y: Array, dy: Array, dx: Array, axis: int) -> None:
-        """See `Backend.softmax_backward`."""
+    def softmax_backward(self, y: Array, dy: Array, dx: Array, axis: int) -> None:
         arrays, layout = _arrays((y, dy), axis, self._scratch)
         result = _result(dx, axis, self._scratch)
         layout.launch("gradient", (*arrays, result))
         _deliver(result, dx)
 
-    def loss_forward(
+    def softmax_loss_forward(
         self,
         x: Array,
         labels: Array,
@@ -148,7 +140,6 @@ class SoftmaxKernels:
         axis: int,
         ignore_label: int | None,
     ) -> None:
-        """See `Backend.softmax_loss_forward`."""
         (values,), layout = _arrays((x,), axis, self._scratch)
         result = _result(probabilities, axis, self._scratch)
         partial = self._scratch.get("partial sums", 2 * layout.blocks, "float64")
@@ -156,7 +147,7 @@ class SoftmaxKernels:
         layout.launch("loss", (values, in_c_order(labels, self._scratch, "labels"), *outputs, *_ignored(ignore_label)))
         _deliver(result, probabilities)
 
-    def loss_backward(
+    def softmax_loss_backward(
         self,
         probabilities: Array,
         labels: Array,
@@ -166,7 +157,6 @@ class SoftmaxKernels:
         ignore_label: int | None,
         scale: float,
     ) -> None:
-        """See `Backend.softmax_loss_backward`."""
         (values,), layout = _arrays((probabilities,), axis, self._scratch)
         result = _result(dx, axis, self._scratch)
         numbers = (*_ignored(ignore_label), float(scale), totals is not None, layout.classes, layout.inner, dx.size)
@@ -174,10 +164,9 @@ class SoftmaxKernels:
         launch(_kernel("loss_gradient", 0), dx.size, (*arrays, *numbers))
         _deliver(result, dx)
 
-    def smooth_forward(
+    def smooth_loss_forward(
         self, probabilities: Array, labels: Array, totals: Array, axis: int, ignore_label: int | None, smoothing: float
     ) -> None:
-        """See `Backend.smooth_loss_forward`."""
         (values,), layout = _arrays((probabilities,), axis, self._scratch)
         partial = self._scratch.get("partial sums", 2 * layout.blocks, "float64")
         change = self._scratch.get("smoothing's change", 2)
@@ -186,10 +175,9 @@ class SoftmaxKernels:
         layout.launch("smooth", (values, in_c_order(labels, self._scratch, "labels"), *outputs, *numbers))
         add(change[:1], totals[:1])
 
-    def smooth_backward(
+    def smooth_loss_backward(
         self, labels: Array, dx: Array, totals: Array | None, axis: int, ignore_label: int | None, scale: float
     ) -> None:
-        """See `Backend.smooth_loss_backward`."""
         (result,), layout = _arrays((dx,), axis, self._scratch)
         numbers = (*_ignored(ignore_label), float(scale), totals is not None, layout.classes, layout.inner, dx.size)
         arrays = (in_c_order(labels, self._scratch, "labels"), result, result if totals is None else totals)
@@ -197,9 +185,8 @@ class SoftmaxKernels:
         _deliver(result, dx)
 
     def label_ranks(
-        self, x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int, higher_wins: bool
+        self, x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int, higher_wins: bool = False
     ) -> None:
-        """See `Backend.label_ranks`."""
         (values,), layout = _arrays((x,), axis, self._scratch)
         contiguous = ranks.flags.c_contiguous
         result = ranks if contiguous else self._scratch.get("ranks", ranks.size).reshape(ranks.shape)

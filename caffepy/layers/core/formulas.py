@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from caffepy.backend import Channel, Each, expression
-from caffepy.backend.composite import identity, scaled
-from caffepy.backend.composite import plus as total
-from caffepy.backend.composite import times as product_with_channel
+from caffepy.backend.formulas import identity, scaled
+from caffepy.backend.formulas import plus as total
+from caffepy.backend.formulas import times as product_with_channel
 
 __all__ = [
     "identity", "product", "product_plus", "product_with_channel", "scaled", "total", "total_with_channel",

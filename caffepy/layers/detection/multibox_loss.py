@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from caffepy.backend import Array, Channel, Each, Scalar, expression
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, Words, kernel
-from caffepy.backend.detection_primitives import BoxLossSettings
+from caffepy.backend.types import BoxLossSettings
 from caffepy.errors import DataError
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.core.formulas import scaled

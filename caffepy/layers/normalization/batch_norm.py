@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from caffepy.backend import Array, Channel, Each, Scalar, expression
-from caffepy.backend.composite import scaled, squared_distance
+from caffepy.backend.formulas import scaled, squared_distance
 from caffepy.backend.types import BatchNormState
 from caffepy.config.dialect import LEAST_EPSILON
 from caffepy.layers.core.base import Blobs, Layer, register_layer

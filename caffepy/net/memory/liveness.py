@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from caffepy.backend.meta.array import SETUP, Memory, MetaArray
-from caffepy.backend.meta.backend import MetaBackend
+from caffepy.backend.meta import SETUP, Memory, MetaArray, MetaBackend
 from caffepy.blob import Blob
 from caffepy.layers.core.base import Layer, LayerContext, PassCounter
 from caffepy.layers.core.buffer import ScratchBuffer

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from caffepy.backend.interface import Backend
 from caffepy.backend.layout import aligned_bytes
-from caffepy.backend.meta.array import SETUP
+from caffepy.backend.meta import SETUP
 from caffepy.backend.types import Array
 from caffepy.config.filter import filter_net, net_state
 from caffepy.errors import OutOfMemoryError

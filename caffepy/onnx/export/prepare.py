@@ -8,7 +8,7 @@ from pathlib import Path
 
 from caffepy.backend import create_backend
 from caffepy.backend.interface import Backend
-from caffepy.backend.meta.backend import MetaBackend
+from caffepy.backend.meta import MetaBackend
 from caffepy.config.dialect import Dialect, choose_dialect
 from caffepy.config.filter import filter_net, net_state
 from caffepy.config.load import read_net

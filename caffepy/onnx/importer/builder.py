@@ -11,7 +11,7 @@ import numpy as np
 from google.protobuf.message import Message
 from numpy.typing import NDArray
 
-from caffepy.backend.meta.backend import MetaBackend
+from caffepy.backend.meta import MetaBackend
 from caffepy.blob import Blob
 from caffepy.config.dialect import Dialect
 from caffepy.errors import CaffepyError

@@ -6,7 +6,8 @@ from image_slots import random_slot
 
 from caffepy.backend import create_backend
 from caffepy.backend.cpu.input import image_rows
-from caffepy.backend.input_ring import HostRing, ImageSlot, InputPrimitives
+from caffepy.backend.input_ring import HostRing, ImageSlot
+from caffepy.backend.interface import InputPrimitives
 from caffepy.backend.layout import SLOT_ALIGNMENT
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from caffepy.backend.meta.backend import MetaBackend
+from caffepy.backend.meta import MetaBackend
 from caffepy.cli.main import main
 from caffepy.cli.record_shapes import record_shapes
 from caffepy.config.text import parse_text

@@ -8,7 +8,7 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.backend.meta.backend import MetaBackend
+from caffepy.backend.meta import MetaBackend
 from caffepy.errors import CaffepyError, ConfigError, InternalError, OutOfMemoryError, ShapeError, SnapshotError
 from caffepy.layers import LayerContext
 from caffepy.layers.common.inner_product import InnerProductLayer
@@ -117,7 +117,7 @@ def test_what_memory_cannot_hold_is_refused_before_it_is_allocated(text: str, me
 
 
 def test_a_large_array_is_asked_for_before_it_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("caffepy.backend.cpu.backend.available_memory", lambda: 2**20)
+    monkeypatch.setattr("caffepy.backend.cpu.memory.available_memory", lambda: 2**20)
     with pytest.raises(OutOfMemoryError, match="out of memory: 4.00 GiB for an array"):
         CpuBackend(1).zeros((2**30,))
 

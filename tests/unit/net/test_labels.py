@@ -7,7 +7,7 @@ from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caffepy.backend.meta.backend import MetaBackend
+from caffepy.backend.meta import MetaBackend
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.net.wiring import Node

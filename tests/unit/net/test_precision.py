@@ -8,7 +8,7 @@ import pytest
 from google.protobuf import text_format
 from training import build_net
 
-from caffepy.backend.meta.backend import MetaBackend
+from caffepy.backend.meta import MetaBackend
 from caffepy.errors import ConfigError
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net

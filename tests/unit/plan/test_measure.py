@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from caffepy.backend import create_backend
-from caffepy.backend.meta.backend import MetaBackend
+from caffepy.backend.meta import MetaBackend
 from caffepy.errors import ConfigError, DataError
 from caffepy.layers import LayerContext
 from caffepy.net import Net

@@ -1,1 +1,1 @@
-"""Convolutions on the CPU. cpu imports it."""
+"""Convolutions on the CPU; `plan.py` says which way each is computed. cpu/backend imports that."""

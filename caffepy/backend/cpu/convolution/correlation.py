@@ -1,21 +1,86 @@
-"""Sums of products over the windows of padded images: what convolutions and their gradients of images are made of."""
+"""Sums of products over the windows of padded images: what convolutions and their gradients of images are made of.
+
+Owns the sizes of a convolution, which all of its passes share, and how the output of a correlation is divided into
+items of work, so that all threads have as much to do. The numbers do not depend on the division: a sum is computed by
+the same tile of the same panel, whatever item it belongs to.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.division import Division, divide
-from caffepy.backend.cpu.convolution.phases import merged
-from caffepy.backend.cpu.gemm.microkernel import ROWS, tile
-from caffepy.backend.cpu.gemm.packing import Panels, WeightPacking, extended, pack_weights
+from caffepy.backend.cpu.convolution.axes import merged
+from caffepy.backend.cpu.gemm import COST, ROWS, Panels, WeightPacking, extended, pack_weights, tile
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.threads import GRAIN
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, table_at
+from caffepy.backend.types import Geometry, spatial_output
+
+BLOCK = 192
+"""Output pixels that one item of work covers at most: their part of the image stays in the first or second cache."""
+ITEMS_PER_THREAD = 32
+"""Items for each thread from which it does not matter that they cannot be shared out evenly."""
+FINER = 4
+"""Blocks, and parts, for each thread that are looked at beyond the fewest."""
+READING = 4
+"""Elements of packed weights that are read in the time of a cycle, from a cache that cores share."""
+
+
+class Division(NamedTuple):
+    """Items are (image, group, part of the panels, block of pixels).
+
+    Args:
+        block: pixels of a block.
+        blocks: how many there are.
+        parts: of the panels.
+    """
+
+    block: int
+    blocks: int
+    parts: int
+
+
+def divide(panels: Panels, pixels: int, threads: int, images: int) -> Division:
+    """The division whose longest share is the shortest; `images` counts the groups of all images."""
+    fewest = -(-pixels // BLOCK)
+    if threads == 1 or images * fewest >= ITEMS_PER_THREAD * threads:
+        return Division(BLOCK, fewest, 1)
+    return min(_divisions(panels, pixels, threads), key=lambda one: longest_share(one, panels, pixels, threads, images))
+
+
+def _divisions(panels: Panels, pixels: int, threads: int) -> Iterator[Division]:
+    """All that are looked at, those of few items first."""
+    unit = math.lcm(*(ROWS[vectors] for vectors in panels.entries[:, 0].tolist()))
+    fewest = -(-pixels // BLOCK)
+    for parts in range(1, min(panels.count, FINER * threads) + 1):
+        for number in range(fewest, fewest + FINER * threads + 1):
+            block = -(-pixels // (number * unit)) * unit
+            yield Division(block, -(-pixels // block), parts)
+
+
+def longest_share(division: Division, panels: Panels, pixels: int, threads: int, images: int) -> float:
+    """Cycles of the thread that has the most to do."""
+    costs = np.tile(_costs(division, panels, pixels).reshape(-1), images)
+    size = -(-len(costs) // threads)
+    return float(np.add.reduceat(costs, np.arange(0, len(costs), size)).max())
+
+
+def _costs(division: Division, panels: Panels, pixels: int) -> Any:
+    """Cycles of each (part, block): tiles, and the weights that each block reads anew."""
+    block, blocks, parts = division
+    inside = np.minimum(block, pixels - np.arange(blocks) * block)
+    vectors = panels.entries[:, 0]
+    rows, cost = (np.array([table[v] for v in vectors.tolist()]) for table in (ROWS, COST))
+    cycles = panels.depth * (cost[:, None] * -(-inside[None, :] // rows[:, None]) + vectors[:, None] * WIDTH / READING)
+    bounds = np.arange(parts) * panels.count // parts
+    return np.add.reduceat(cycles, bounds, axis=0)
+
 
 TOGETHER = 512
 """Pixels, about, of small images that are taken together, so that the last tile of an image is not left half empty."""
@@ -361,3 +426,54 @@ class Correlation:
                 y if addend is None else addend, int(addend is not None), int(relu),
             )  # fmt: skip
             done += together * times
+
+
+class ConvolutionShape:
+    """Sizes, padding and taps of a convolution over two or more spatial axes; all but the last are taken as one.
+
+    Args:
+        x: (N, C, spatial...).
+        weights: (num_output, C / group, kernel...).
+        geometry: how the windows move.
+    """
+
+    def __init__(self, x: tuple[int, ...], weights: tuple[int, ...], geometry: Geometry) -> None:
+        self.geometry = g = geometry
+        self.images, self.channels, self.sizes = x[0], x[1], x[2:]
+        self.outputs, self.group_channels = weights[:2]
+        self.out = tuple(spatial_output(size, *self.window(i)) for i, size in enumerate(self.sizes))
+        self.out_height, self.out_width = math.prod(self.out[:-1]), self.out[-1]
+        self.pixels = self.images * self.out_height * self.out_width
+        """Of the output of all images."""
+        self.group_outputs = self.outputs // g.group
+        self.depth = math.prod(weights[1:])
+        """Elements of one filter."""
+        self.weights = self.outputs * self.depth
+        """Elements of all filters."""
+        self.group_step = self.group_outputs * self.depth
+        """Elements of the filters of one group."""
+        padded = tuple(size + 2 * pad for size, pad in zip(self.sizes, g.pad, strict=True))
+        self.apart = g.group > 1 and math.prod(g.kernel) > 1
+        """Whether what a window reads lies apart, pixel by pixel."""
+        self.padding = Padding(self.sizes, self.channels, g.pad, padded)
+        self.line_rows = merged(
+            [np.arange(out) * stride for out, stride in zip(self.out[:-1], g.stride[:-1], strict=True)], padded[:-1]
+        )
+        """Row of the padded image at which the windows of each row of the output begin."""
+        self.taps = self._make_taps()
+
+    def window(self, axis: int) -> tuple[int, int, int, int]:
+        """(kernel, stride, pad, dilation) along one spatial axis."""
+        g = self.geometry
+        return g.kernel[axis], g.stride[axis], g.pad[axis], g.dilation[axis]
+
+    def _make_taps(self) -> Taps:
+        """Whole kernel rows where their elements lie next to each other in the image, else single kernel elements."""
+        g = self.geometry
+        whole = g.kernel[-1] == 1 or (g.dilation[-1] == 1 and g.group == 1)
+        length = g.kernel[-1] if whole else 1
+        axes = zip(g.kernel[:-1], g.dilation[:-1], strict=True)
+        rows = merged([np.arange(kernel) * dilation for kernel, dilation in axes], self.padding.padded[:-1])
+        columns = np.arange(0, g.kernel[-1], length) * g.dilation[-1]
+        rows, columns = (v.reshape(-1) for v in np.meshgrid(rows, columns, indexing="ij"))
+        return Taps(rows, columns, length, self.group_channels)

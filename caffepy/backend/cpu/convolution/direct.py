@@ -3,7 +3,7 @@
 With channels last, the elements of one kernel row that meet an output pixel lie next to each other, so a tile of
 output pixels by output channels is a sum over kernel rows of small matrix products that read the image in place: no
 columns are written (im2col), which would cost as much memory traffic as the products themselves. The gradient of the
-image is the same sum over the gradient of the output. Images are read without padding (`implicit_padding/windows.py`)
+image is the same sum over the gradient of the output. Images are read without padding (`implicit_padding.py`)
 in groups, for the gradient with a stride, and wherever pixels whose windows meet the same taps fill tiles.
 """
 
@@ -15,16 +15,22 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.correlation import Correlation, Ending, Filters, Padding, Pixels, Taps
-from caffepy.backend.cpu.convolution.implicit_padding.weights import GroupWeightGradient
-from caffepy.backend.cpu.convolution.implicit_padding.windows import WindowCorrelation
-from caffepy.backend.cpu.convolution.phases import Axis, axis_phases, merged_axes, reach
-from caffepy.backend.cpu.convolution.shape import ConvolutionShape
+from caffepy.backend.cpu.convolution.axes import Axis, axis_residues, merged_axes, reach
+from caffepy.backend.cpu.convolution.correlation import (
+    ConvolutionShape,
+    Correlation,
+    Ending,
+    Filters,
+    Padding,
+    Pixels,
+    Taps,
+)
+from caffepy.backend.cpu.convolution.implicit_padding import GroupWeightGradient, WindowCorrelation
 from caffepy.backend.cpu.convolution.weight_gradient import WeightGradient
 from caffepy.backend.cpu.jit.address import address_of
 from caffepy.backend.cpu.jit.kernel import ConstantTable
 from caffepy.backend.cpu.jit.vector import WIDTH
-from caffepy.backend.cpu.workspace import Workspace, aligned
+from caffepy.backend.cpu.memory import Workspace, aligned
 from caffepy.backend.types import Geometry
 
 CHUNK = 8 * 2**20
@@ -175,17 +181,17 @@ def _plan_forward(shape: ConvolutionShape) -> Correlation:
 
 def _plan_backward(shape: ConvolutionShape) -> Correlation:
     """The gradient of the image of a convolution without a stride."""
-    axes = [axis_phases(size, *shape.window(i)) for i, size in enumerate(shape.sizes)]
-    reaches = [reach(phases, size) for phases, size in zip(axes, shape.out, strict=True)]
+    axes = [axis_residues(size, *shape.window(i)) for i, size in enumerate(shape.sizes)]
+    reaches = [reach(residues, size) for residues, size in zip(axes, shape.out, strict=True)]
     before, padded = tuple(zeros for zeros, _ in reaches), tuple(size for _, size in reaches)
     padding = Padding(shape.out, shape.outputs, before, padded)
-    kernel, one = shape.geometry.kernel, [phases[0] for phases in axes]
+    kernel, one = shape.geometry.kernel, [residues[0] for residues in axes]
     h = merged_axes(one[:-1], shape.sizes[:-1], kernel[:-1], before[:-1], padded[:-1])
     w = merged_axes(one[-1:], shape.sizes[-1:], kernel[-1:], before[-1:], padded[-1:])
-    return _plan_phase(shape, padding, h, w)
+    return _plan_residue(shape, padding, h, w)
 
 
-def _plan_phase(shape: ConvolutionShape, padding: Padding, h: Axis, w: Axis) -> Correlation:
+def _plan_residue(shape: ConvolutionShape, padding: Padding, h: Axis, w: Axis) -> Correlation:
     outputs, kernel_w = shape.group_outputs, shape.geometry.kernel[-1]
     whole = len(w.shifts) > 0 and bool(np.all(np.diff(w.shifts) == 1))
     length = len(w.taps) if whole else 1

@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from caffepy.backend.cpu.convolution.direct import TileConvolution
-from caffepy.backend.cpu.gemm.product import Gemm
+from caffepy.backend.cpu.dense import Gemm
 from caffepy.backend.cpu.jit.kernel import Floats, Int, kernel
 from caffepy.backend.cpu.jit.threads import GRAIN
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, turn_square
-from caffepy.backend.cpu.workspace import Workspace
+from caffepy.backend.cpu.memory import Workspace
 from caffepy.backend.types import Geometry
 
 BLOCK = 64

@@ -1,12 +1,16 @@
-"""The innermost loops of convolutions with narrow groups: the channels of several groups in one vector.
+"""The innermost loops of convolutions with groups of few channels: the channels of several groups in one vector.
 
 Lane l of a vector of results belongs to group l // made, and reads the elements (l // made) * read + i, i < read, of a
 pixel: one or two loads and a shuffle for each i, which costs nothing where groups have one channel (depthwise).
+
+Owns the tables of what the rows of such a convolution read and of the tiles that cover them, and the loops over rows,
+tiles and vectors of channels, compiled for each width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,7 +20,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer
+from caffepy.backend.cpu.convolution.axes import Axis, merged, taps_inside
+from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Kernel, Words, kernel
+from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, table_at
 
 WORD, NUMBERS, TABLE = types.int64, types.CPointer(types.float32), types.CPointer(types.int64)
 PIXELS = 4
@@ -433,3 +439,351 @@ def generator(
         return context.get_dummy_value()
 
     return generate
+
+
+def table_of(values: Any) -> ConstantTable:
+    """A table as int64; an empty one has an entry, as it has to lie somewhere."""
+    flat = np.asarray(values, np.int64).reshape(-1)
+    return ConstantTable(np.ascontiguousarray(flat if flat.size else np.zeros(1, np.int64)))
+
+
+def row_taps(axes: Sequence[Axis], sizes: Sequence[int], kernel: Sequence[int]) -> tuple[Any, Any, Any]:
+    """Of these axes taken as one: the row that each row and tap reads, whether it exists, and the taps' numbers."""
+    at = merged([axis.indices for axis in axes], sizes)[:, None] + merged([axis.shifts for axis in axes], sizes)
+    return at, taps_inside(axes, sizes), merged([axis.taps for axis in axes], kernel)
+
+
+def row_tables(
+    axes: Sequence[Axis], sizes: tuple[int, ...], kernel: tuple[int, ...], channels: int, tap: int
+) -> tuple[ConstantTable, ConstantTable]:
+    """Where the taps of each row begin in a table of those that exist: (offset in what is read, in the weights)."""
+    at, valid, taps = row_taps(axes, sizes[:-1], kernel[:-1])
+    weights = np.broadcast_to(taps * kernel[-1] * tap, valid.shape)
+    starts = np.concatenate([[0], np.cumsum(valid.sum(axis=1))])
+    return table_of(starts), table_of(np.stack([at[valid] * sizes[-1] * channels, weights[valid]], axis=-1))
+
+
+def new_rows(axes: Sequence[Axis]) -> int:
+    """How many rows of a window, the last ones, the window above does not have."""
+    if len(axes) == 1:
+        return 1
+    step, gap = step_of(axes[-2].indices), step_of(axes[-2].shifts)
+    return min(max(1, len(axes[-2].taps)), step // math.gcd(step, gap))
+
+
+def next_rows(starts: ConstantTable, taps: ConstantTable) -> ConstantTable:
+    """From what the last taps of each row of `row_tables` read to what those of the next row do."""
+    last = np.maximum(starts.array[1:] - 1, 0)
+    read = taps.array[0::2] if len(taps.array) > 1 else np.zeros(1, np.int64)
+    return table_of(np.diff(read[last], append=read[last[-1]]))
+
+
+def tiles(axis: Axis, size: int) -> list[tuple[int, int, int, int]]:
+    """(first pixel, pixels, first tap, last tap + 1) of tiles that cover a row; those that overlap write the same."""
+    at = axis.indices[:, None] + axis.shifts[None, :]
+    first, stop = (at < 0).sum(axis=1), (at < size).sum(axis=1)
+    whole = np.flatnonzero((first == 0) & (stop == len(axis.shifts)))
+    begin, end = (int(whole[0]), int(whole[-1]) + 1) if len(whole) else (0, 0)
+    tiles = [(m, 1, int(first[m]), max(int(first[m]), int(stop[m]))) for m in [*range(begin), *range(end, len(at))]]
+    least = begin
+    while begin < end:
+        pixels = next(p for p in (8, 4, 1) if end - p >= least and 2 * (end - begin) > p)
+        place = min(begin, end - pixels)
+        tiles.append((place, pixels, 0, len(axis.shifts)))
+        begin = place + pixels
+    return tiles
+
+
+def step_of(indices: Any) -> int:
+    """From one entry to the next."""
+    return int(indices[1] - indices[0]) if len(indices) > 1 else 1
+
+
+def row_of(axis: Axis, share: float) -> Row | None:
+    """The taps along the last axis if tiles of pixels read at most this share of what each of them reads, else None."""
+    row, pixels = Row(len(axis.taps), step_of(axis.indices), step_of(axis.shifts)), 2 * PIXELS
+    shares = row.taps > 1 and len(row.columns(pixels)) <= share * pixels * row.taps
+    return row if shares and len(axis.indices) >= PIXELS else None
+
+
+def tile_height(count: int) -> int:
+    """Pixels of the tiles of a row of `count`: seven where they leave none over and tiles of eight would overlap."""
+    return 7 if count % 7 == 0 and count % 8 > 4 else 8
+
+
+def row_tiles(axis: Axis, size: int, high: int = 8) -> list[tuple[int, int, int, int]]:
+    """(first pixel, pixels, first column in the image, end) of tiles that cover a row; columns as for `row_sums`."""
+    count, tiles, begin = len(axis.indices), [], 0
+    while begin < count:
+        pixels = 4 if count - begin <= 4 or count < high else high
+        place = min(begin, count - pixels)
+        column = int(axis.indices[place] + axis.shifts[0])
+        tiles.append((place, pixels, -column, size - column))
+        begin = place + pixels
+    return tiles
+
+
+@kernel
+def gather(begin: Int, end: Int, source: Floats, order: Words, target: Floats) -> None:
+    """target[i] = source[order[i]], 0 where that is -1."""
+    for i in range(begin, end):
+        target[i] = source[order[i]] if order[i] >= 0 else 0
+
+
+@kernel
+def add_blocks(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, totals: Floats, blocks: Int, size: Int, positions: Words, target: Floats, accumulate: Int
+) -> None:  # fmt: skip
+    """target[i] (+)= the sum of all blocks' totals[positions[i]]."""
+    for i in range(begin, end):
+        total = 0.0
+        for block in range(blocks):
+            total += totals[block * size + positions[i]]
+        target[i] = target[i] + total if accumulate == 1 else total
+
+
+@cache
+def fold_kernel(many: int) -> Kernel:
+    """Adds up the gradients that `many` outputs of each channel make apart (grouped.py)."""
+
+    zero = np.float32(0)
+
+    def fold(begin: Int, end: Int, source: Floats, target: Floats, run: Int) -> None:
+        """target[i] = the sum of `many` elements of source that lie next to each other. Items are `run` of them."""
+        for i in range(begin * run, end * run):
+            first = second = third = fourth = zero
+            at, four = i * many, many // 4 * 4
+            for j in range(at, at + four, 4):
+                first, second = first + source[j], second + source[j + 1]
+                third, fourth = third + source[j + 2], fourth + source[j + 3]
+            for j in range(at + four, at + many):
+                first += source[j]
+            target[i] = (first + second) + (third + fourth)
+
+    return named_kernel(fold, [many])
+
+
+@kernel
+def repeat_channels(begin: Int, end: Int, source: Floats, target: Floats, many: Int) -> None:
+    """Write each element `many` times."""
+    for i in range(begin, end):
+        for j in range(i * many, (i + 1) * many):
+            target[j] = source[i]
+
+
+def _named(lanes: SimdGroups, function: Callable[..., None], row: Row | None = None, many: int = 0) -> Kernel:
+    return named_kernel(
+        function, [lanes.made, lanes.read, *([] if row is None else [row.taps, row.step, row.gap, many])]
+    )
+
+
+def named_kernel(function: Callable[..., None], numbers: list[int]) -> Kernel:
+    """A kernel whose names, by which its machine code is kept and linked, tell these numbers apart.
+
+    Machine code that several processes have kept is linked by qualified names: of two alike the first would be called.
+    """
+    function.__name__ = function.__qualname__ = "_".join([function.__name__, *map(str, numbers)])
+    return Kernel(function)
+
+
+@cache
+def pixel_kernel(lanes: SimdGroups) -> Kernel:
+    """The kernel of a `_Pass` (grouped.py)."""
+    sums8, sums4, sums1 = (pixel_sums(lanes, pixels, False) for pixels in (8, 4, 1))
+    whole8 = pixel_sums(lanes, 8, lanes.fills)
+
+    def grouped_pixels(  # noqa: PLR0913 -- a kernel
+        begin: Int, end: Int, x: Floats, x_image: Int, x_from: Int, x_step: Int, row_starts: Words, row_taps: Words,
+        columns: Words, tiles: Words, tile_count: Int, parts: Int, packed: Floats, filters: Int, start: Floats,
+        y: Floats, y_image: Int, y_rows: Words, y_step: Int, rows: Int, vectors: Int, sources: Int, used: Int,
+        inputs: Int, outputs: Int, relu: Int,
+    ) -> None:  # fmt: skip
+        """Items are (image, row, part of the tiles)."""
+        for item in range(begin, end):
+            part, line = item % parts, item // parts
+            n, r = line // rows, line % rows
+            row = table_at(row_taps, 2 * row_starts[r])
+            row_count = row_starts[r + 1] - row_starts[r]
+            for number in range(part * tile_count // parts, (part + 1) * tile_count // parts):
+                first, pixels = tiles[4 * number], tiles[4 * number + 1]
+                column = table_at(columns, 2 * tiles[4 * number + 2])
+                count = tiles[4 * number + 3] - tiles[4 * number + 2]
+                source = ahead(x, n * x_image + x_from + first * x_step)
+                target = ahead(y, n * y_image + y_rows[r] + first * y_step)
+                for v in range(vectors):
+                    a, c = ahead(source, v * sources), ahead(target, v * used)
+                    w, b = ahead(packed, v * filters), ahead(start, v * used)
+                    read, made = min(sources, inputs - v * sources), min(used, outputs - v * used)
+                    if pixels == 8 and made == used and read == sources:
+                        whole8(a, x_step, row, row_count, column, count, w, b, c, y_step, read, made, relu)
+                    elif pixels == 8:
+                        sums8(a, x_step, row, row_count, column, count, w, b, c, y_step, read, made, relu)
+                    elif pixels == 4:
+                        sums4(a, x_step, row, row_count, column, count, w, b, c, y_step, read, made, relu)
+                    else:
+                        sums1(a, x_step, row, row_count, column, count, w, b, c, y_step, read, made, relu)
+
+    return _named(lanes, grouped_pixels)
+
+
+@cache
+def row_kernel(lanes: SimdGroups, row: Row, high: int) -> Kernel:
+    """As `pixel_kernel`, for rows of taps as in `row`: tiles are of (first pixel, `high` or 4, first column, end)."""
+    inside, edge = (row_sums(lanes, row, high, lanes.fills, edges) for edges in (False, True))
+    any_high, any4 = (row_sums(lanes, row, pixels, False, True) for pixels in (high, 4))
+    span, tile, shared = row.span(high), high, max(1, LINE // lanes.sources)
+
+    def grouped_rows(  # noqa: PLR0913 -- a kernel
+        begin: Int, end: Int, x: Floats, x_image: Int, x_from: Int, x_step: Int, row_starts: Words, row_taps: Words,
+        columns: Words, tiles: Words, tile_count: Int, parts: Int, packed: Floats, filters: Int, start: Floats,
+        y: Floats, y_image: Int, y_rows: Words, y_step: Int, rows: Int, vectors: Int, sources: Int, used: Int,
+        inputs: Int, outputs: Int, relu: Int, zeros: Floats, next_rows: Words,
+        depth: Int, fetched: Int,
+    ) -> None:  # fmt: skip
+        """Items are (image, row, part of the tiles). Of `fetched` rows what lies `depth` vectors ahead is fetched;
+        `next_rows`: from a row's last taps to those of the next one.
+        """
+        for item in range(begin, end):
+            part, line = item % parts, item // parts
+            n, r = line // rows, line % rows
+            own = table_at(row_taps, 2 * row_starts[r])
+            count = row_starts[r + 1] - row_starts[r]
+            for number in range(part * tile_count // parts, (part + 1) * tile_count // parts):
+                first, pixels = tiles[4 * number], tiles[4 * number + 1]
+                low, high = tiles[4 * number + 2], tiles[4 * number + 3]
+                source = ahead(x, n * x_image + x_from + first * x_step)
+                target = ahead(y, n * y_image + y_rows[r] + first * y_step)
+                more = tiles[4 * number + 4] if number + 1 < tile_count else tiles[0]
+                beyond = (more - first) * x_step - vectors * sources  # from the last vector to the next tile's first
+                beyond += next_rows[r] if number + 1 == tile_count else 0
+                for v in range(vectors):
+                    a, c = ahead(source, v * sources), ahead(target, v * used)
+                    w, b = ahead(packed, v * filters), ahead(start, v * used)
+                    read, made = min(sources, inputs - v * sources), min(used, outputs - v * used)
+                    far = depth * sources + (beyond if v + depth >= vectors else 0)
+                    near = fetched if v % shared == 0 else 0
+                    if pixels < tile:
+                        any4(
+                            a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros, far,
+                            near,
+                        )  # fmt: skip
+                    elif made < used or read < sources:
+                        any_high(
+                            a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros, far,
+                            near,
+                        )  # fmt: skip
+                    elif low <= 0 and high >= span:
+                        inside(
+                            a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros, far,
+                            near,
+                        )  # fmt: skip
+                    else:
+                        edge(
+                            a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros, far,
+                            near,
+                        )  # fmt: skip
+
+    return _named(lanes, grouped_rows, row, high)
+
+
+@cache
+def row_tap_kernel(lanes: SimdGroups, row: Row, many: int) -> Kernel:
+    """As `tap_kernel`, for rows of taps as in `row`, of which `many` are taken at a time."""
+    sums_many, sums1 = row_tap_sums(lanes, row, many, False), row_tap_sums(lanes, row, 1, False)
+    whole_many = row_tap_sums(lanes, row, many, lanes.fills)
+    shared = max(1, LINE // lanes.sources)
+
+    def grouped_row_taps(  # noqa: PLR0913 -- a kernel
+        begin: Int, end: Int, x: Floats, x_image: Int, x_from: Int, x_step: Int, starts: Words, taps: Words,
+        columns: Words, kernel_w: Int, dy: Floats, dy_line: Int, totals: Floats, filters: Int, size: Int, lines: Int,
+        block: Int, rows: Int, vectors: Int, parts: Int, sources: Int, used: Int, inputs: Int, outputs: Int,
+        width: Int, low: Int, high: Int, zeros: Floats, next_rows: Words, fetched: Int,
+    ) -> None:  # fmt: skip
+        """Items are (block of lines of the output, part of the vectors). While a vector is passed over, what the next
+        one reads is fetched, in `fetched` rows of the window.
+        """
+        for item in range(begin, end):
+            number, part = item // parts, item % parts
+            first, stop = part * vectors // parts, (part + 1) * vectors // parts
+            for i in range(number * size + first * filters, number * size + stop * filters):
+                totals[i] = 0
+            for line in range(number * block, min(lines, (number + 1) * block)):
+                n, r = line // rows, line % rows
+                count = starts[r + 1] - starts[r]
+                for v in range(first, stop):
+                    a = ahead(x, n * x_image + x_from + v * sources)
+                    d = ahead(dy, line * dy_line + v * used)
+                    sums = ahead(totals, number * size + v * filters)
+                    read, made = min(sources, inputs - v * sources), min(used, outputs - v * used)
+                    last = v + 1 == stop
+                    far = (first - v) * sources + next_rows[r] if last else sources
+                    far_d = (first - v) * used + dy_line if last else used
+                    t = 0
+                    while t < count:
+                        entry = table_at(taps, 2 * (starts[r] + t))
+                        if count - t >= many and made == used and read == sources:
+                            whole_many(
+                                a, inputs, entry, columns, d, outputs, width, sums, read, made, low, high, zeros, far,
+                                far_d, min(fetched, many) if v % shared == 0 else 0,
+                            )  # fmt: skip
+                            t += many
+                        elif count - t >= many:
+                            sums_many(
+                                a, inputs, entry, columns, d, outputs, width, sums, read, made, low, high, zeros, far,
+                                far_d, min(fetched, many) if v % shared == 0 else 0,
+                            )  # fmt: skip
+                            t += many
+                        else:
+                            sums1(
+                                a, inputs, entry, columns, d, outputs, width, sums, read, made, low, high, zeros, far,
+                                far_d, 1 if v % shared == 0 and count - t <= fetched else 0,
+                            )  # fmt: skip
+                            t += 1
+
+    return _named(lanes, grouped_row_taps, row, many)
+
+
+@cache
+def tap_kernel(lanes: SimdGroups) -> Kernel:
+    """The kernel of a `_WeightsPass` (grouped.py)."""
+    many = 3 if lanes.read <= 4 else 1
+    sums_many, sums1 = tap_sums(lanes, many, False), tap_sums(lanes, 1, False)
+    whole_many = tap_sums(lanes, many, lanes.fills)
+
+    def grouped_taps(  # noqa: PLR0913 -- a kernel
+        begin: Int, end: Int, x: Floats, x_image: Int, x_from: Int, x_step: Int, starts: Words, taps: Words,
+        columns: Words, kernel_w: Int, dy: Floats, dy_line: Int, totals: Floats, filters: Int, size: Int, lines: Int,
+        block: Int, rows: Int, vectors: Int, parts: Int, sources: Int, used: Int, inputs: Int, outputs: Int,
+    ) -> None:  # fmt: skip
+        """Items are (block of lines of the output, part of the vectors)."""
+        for item in range(begin, end):
+            number, part = item // parts, item % parts
+            first, stop = part * vectors // parts, (part + 1) * vectors // parts
+            for i in range(number * size + first * filters, number * size + stop * filters):
+                totals[i] = 0
+            for line in range(number * block, min(lines, (number + 1) * block)):
+                n, r = line // rows, line % rows
+                count = starts[r + 1] - starts[r]
+                for v in range(first, stop):
+                    source = ahead(x, n * x_image + x_from + v * sources)
+                    slope = ahead(dy, line * dy_line + v * used)
+                    sums = ahead(totals, number * size + v * filters)
+                    read, made = min(sources, inputs - v * sources), min(used, outputs - v * used)
+                    for j in range(kernel_w):
+                        w0, w1 = columns[4 * j], columns[4 * j + 1]
+                        a, d = ahead(source, w0 * x_step + columns[4 * j + 2]), ahead(slope, w0 * outputs)
+                        column = ahead(sums, columns[4 * j + 3])
+                        t = 0
+                        while t < count:
+                            entry = table_at(taps, 2 * (starts[r] + t))
+                            if count - t >= many and made == used and read == sources:
+                                whole_many(a, x_step, entry, d, outputs, w1 - w0, column, read, made)
+                                t += many
+                            elif count - t >= many:
+                                sums_many(a, x_step, entry, d, outputs, w1 - w0, column, read, made)
+                                t += many
+                            else:
+                                sums1(a, x_step, entry, d, outputs, w1 - w0, column, read, made)
+                                t += 1
+
+    return _named(lanes, grouped_taps)

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.shape import ConvolutionShape
-from caffepy.backend.cpu.gemm.microkernel import TALL, rows_of_fours, tall_tile, tile_of_fours
-from caffepy.backend.cpu.gemm.packing import COST_TALL, SPARE, Panels, extended
+from caffepy.backend.cpu.convolution.correlation import ConvolutionShape
+from caffepy.backend.cpu.gemm import COST_TALL, SPARE, TALL, Panels, extended, rows_of_fours, tall_tile, tile_of_fours
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, device_function, kernel
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, fetch, table_at
-from caffepy.backend.cpu.workspace import Workspace
+from caffepy.backend.cpu.memory import Workspace
 
 CACHED, MIN_CACHED, MAX_CACHED = 144 * 1024, 72 * 1024, 288 * 1024
 """Elements of x or dy, and of panels of the other, that the gradient of the weights works on at a time. Where pixels

@@ -1,1 +1,4 @@
-"""Convolution algorithms of the GPU and the choice among them. cuda imports it."""
+"""Convolutions on the GPU: `plan.py` plans one, of the algorithms in `registry.py`, by trial (`autotune.py`).
+
+cuda/backend imports it.
+"""

@@ -26,7 +26,7 @@ from caffepy.files import atomic_write, read_regular
 
 logger = logging.getLogger(__name__)
 
-VERSION = 4
+VERSION = 5
 """To be raised when candidates change so that old decisions no longer hold."""
 
 WAIT = 120.0

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from caffepy.backend.cuda.convolution.problem import Direction, Task
-from caffepy.backend.cuda.indexing import MAX_INDEX
+from caffepy.backend.cuda.index_arithmetic import MAX_INDEX
 
 MAX_WEIGHTS = 72
 """Weights of a window, and sums of weight gradients that a thread keeps in registers."""

@@ -23,14 +23,16 @@ from caffepy.backend.cuda.convolution.depthwise import DepthwiseGradients, Depth
 from caffepy.backend.cuda.convolution.depthwise_tiling import suits_depthwise, walk_of
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.cuda.convolution.registry import algorithm_families
-from caffepy.backend.cuda.elementwise.launch import apply
-from caffepy.backend.handles import NormalisedForward, NormalisedGradients
+from caffepy.backend.cuda.elementwise import apply
+from caffepy.backend.cuda.memory import CudaMemory
+from caffepy.backend.handles import Convolution, NormalisedForward, NormalisedGradients
+from caffepy.backend.interface import ConvolutionPrimitives
 from caffepy.backend.layout import view
-from caffepy.backend.types import Array, NormalisedBottom
+from caffepy.backend.types import Array, Geometry, NormalisedBottom
 from caffepy.errors import RunError
 
 
-class CudaConvolution:
+class CudaConvolutionPlan:
     """A `Convolution` that chooses a candidate for each task when it is first needed.
 
     Args:
@@ -167,3 +169,24 @@ class CudaConvolution:
         copy = view(self._resources.scratch.get(purpose, array.size, dtype), tuple(array.shape))
         apply(identity, (array,), (copy,), axis=0)
         return copy
+
+
+class CudaConvolution(ConvolutionPrimitives, CudaMemory):
+    """`ConvolutionPrimitives` of the GPU."""
+
+    _resources: Resources
+    _convolutions: dict[Problem, CudaConvolutionPlan]
+
+    def plan_convolution(
+        self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry, dtype: str = "float32"
+    ) -> Convolution:
+        problem = Problem(tuple(x_shape), tuple(weights_shape), geometry, dtype)
+        if problem not in self._convolutions:
+            self._convolutions[problem] = CudaConvolutionPlan(problem, self._resources)
+        return self._convolutions[problem]
+
+    def convolve_and_add(
+        self, plan: Convolution, x: Array, weights: Array, bias: Array | None, residual: Array, y: Array, relu: bool
+    ) -> None:
+        assert isinstance(plan, CudaConvolutionPlan)
+        plan.forward(x, weights, bias, y, relu, residual=residual)

@@ -2,7 +2,7 @@
 
 cuDNN over the blobs in place, over blobs with padded channels or after space-to-depth, group by group, or over NCHW
 copies; im2col and matrix products; kernels of our own: depthwise ones, implicit-GEMM ones for small problems, and those
-of `own_kernels` for shapes that cuDNN leaves the device idle for; data gradients as forward convolutions, weights'
+for shapes that cuDNN leaves the device idle for; data gradients as forward convolutions, weights'
 gradients as parts of one product; and any of these followed by a kernel for bias and ReLU.
 """
 
@@ -16,13 +16,15 @@ from caffepy.backend.cuda.convolution.algorithm import UNFUSED, AlgorithmFamily,
 from caffepy.backend.cuda.convolution.cudnn import (
     ROUNDED_BIAS,
     CopiedCudnn,
+    Plans,
     cudnn_candidates,
     rounds_bias,
     split_candidates,
 )
-from caffepy.backend.cuda.convolution.cudnn_graph import Plans
+from caffepy.backend.cuda.convolution.depth_multiplier import DepthMultiplier, suits_depth_multiplier
 from caffepy.backend.cuda.convolution.depthwise import depthwise_candidates
 from caffepy.backend.cuda.convolution.depthwise_tiling import suits_depthwise
+from caffepy.backend.cuda.convolution.few_channels import FewChannels, suits_few_channels
 from caffepy.backend.cuda.convolution.gradients import (
     Choose,
     FlippedForward,
@@ -31,17 +33,14 @@ from caffepy.backend.cuda.convolution.gradients import (
     suits_split_k,
 )
 from caffepy.backend.cuda.convolution.im2col import Im2colConvolution
-from caffepy.backend.cuda.convolution.implicit_gemm.candidates import small_candidates, suits_small_kernels
-from caffepy.backend.cuda.convolution.own_kernels.depth_multiplier import DepthMultiplier, suits_depth_multiplier
-from caffepy.backend.cuda.convolution.own_kernels.few_channels import FewChannels, suits_few_channels
-from caffepy.backend.cuda.convolution.own_kernels.large_depthwise import large_depthwise_candidates
-from caffepy.backend.cuda.convolution.own_kernels.large_depthwise_tiling import suits_large_depthwise
-from caffepy.backend.cuda.convolution.own_kernels.large_windows import LargeWindows, suits_large_windows
-from caffepy.backend.cuda.convolution.own_kernels.small_k_wgrad import small_k_wgrad_candidates, suits_small_k_wgrad
+from caffepy.backend.cuda.convolution.implicit_gemm import small_candidates, suits_small_kernels
+from caffepy.backend.cuda.convolution.large_depthwise import large_depthwise_candidates, suits_large_depthwise
+from caffepy.backend.cuda.convolution.large_windows import LargeWindows, suits_large_windows
 from caffepy.backend.cuda.convolution.problem import Direction, Task, is_pointwise, is_product
-from caffepy.backend.cuda.convolution.space_to_depth_cudnn import space_to_depth_families
-from caffepy.backend.cuda.elementwise.launch import apply
-from caffepy.backend.cuda.elementwise.reduce import reduce
+from caffepy.backend.cuda.convolution.small_k_wgrad import small_k_wgrad_candidates, suits_small_k_wgrad
+from caffepy.backend.cuda.convolution.space_to_depth import space_to_depth_families
+from caffepy.backend.cuda.elementwise import apply
+from caffepy.backend.cuda.reduction import reduce
 from caffepy.backend.elementwise import Channel, Each, expression
 from caffepy.backend.layout import CHANNELS_LAST
 from caffepy.backend.types import Array
@@ -163,7 +162,7 @@ def algorithm_families(task: Task, run_plain: RunTask, choose: Choose, resources
     if suits_flipping(task):
         families.append(AlgorithmFamily("flipped", lambda: [FlippedForward(task, choose, resources)]))
     if suits_depth_multiplier(task):
-        families.append(AlgorithmFamily("repeated", lambda: [DepthMultiplier(task, choose, resources)]))
+        families.append(AlgorithmFamily("depth multiplier", lambda: [DepthMultiplier(task, choose, resources)]))
     families.append(_cudnn(task, resources, Plans.FALLBACK))
     # Over three axes few engines take channels that are no multiple of a load's.
     copied = AlgorithmFamily("copied", lambda: _copied(task, resources), last_resort=len(task.problem.x) == 4)
@@ -188,7 +187,7 @@ def _own_kernels(task: Task, resources: Resources) -> list[AlgorithmFamily]:
     if suits_small_kernels(task, resources):
         found.append(family("small", lambda: small_candidates(task, resources)))
     if suits_small_k_wgrad(task):
-        found.append(family("short sums", lambda: small_k_wgrad_candidates(task)))
+        found.append(family("wgrad small-k", lambda: small_k_wgrad_candidates(task)))
     if suits_large_windows(task):
         found.append(family(LargeWindows.name, lambda: [LargeWindows(task, resources)]))
     if suits_few_channels(task):

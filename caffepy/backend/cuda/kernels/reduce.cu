@@ -1,4 +1,4 @@
-// Put before the reductions that cuda/elementwise/reduce_codegen.py writes, and with a TYPE defined a kernel of its own: how the sums of a
+// Put before the reductions that cuda/codegen.py writes, and with a TYPE defined a kernel of its own: how the sums of a
 // block's threads, and then those of all blocks, become one. Everything is added up in double and always in the same order.
 
 #define BLOCK 256

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from caffepy.backend import Geometry
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.backend.cpu.convolution.division import Division, divide, longest_share
-from caffepy.backend.cpu.gemm.microkernel import ROWS
-from caffepy.backend.cpu.gemm.packing import Panels
-from caffepy.backend.cpu.gemm.product import BLOCK, even_block
+from caffepy.backend.cpu.convolution.correlation import Division, divide, longest_share
+from caffepy.backend.cpu.dense import BLOCK, even_block
+from caffepy.backend.cpu.gemm import ROWS, Panels
 from caffepy.backend.cpu.jit.vector import WIDTH
 
 

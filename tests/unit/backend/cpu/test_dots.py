@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.backend import create_backend
-from caffepy.backend.cpu.gemm import product
+from caffepy.backend.cpu import dense
 
 
 @settings(max_examples=60)
@@ -29,11 +29,11 @@ def test_dots(vectors: int, rows: int, depth: int, accumulate: bool, turned: boo
 
 def test_one_image_takes_dots_and_many_take_tiles(monkeypatch) -> None:
     seen = []
-    monkeypatch.setattr(product.Gemm, "_by_dots", lambda self, a, b, c, accumulate: seen.append(c.shape))
+    monkeypatch.setattr(dense.Gemm, "_by_dots", lambda self, a, b, c, accumulate: seen.append(c.shape))
     backend = create_backend(None, 1)
     weights = np.ones((30, 40), np.float32)
     with backend.activate():
-        for images in (1, product.MAX_VECTORS, product.MAX_VECTORS + 1):
+        for images in (1, dense.MAX_VECTORS, dense.MAX_VECTORS + 1):
             out = np.zeros((images, 30), np.float32)
             backend.gemm(np.ones((images, 40), np.float32), weights, out, False, True, False)
-    assert seen == [(1, 30), (product.MAX_VECTORS, 30)]
+    assert seen == [(1, 30), (dense.MAX_VECTORS, 30)]

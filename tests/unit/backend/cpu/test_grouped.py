@@ -13,13 +13,23 @@ from hypothesis import strategies as st
 
 from caffepy.backend import Geometry, create_backend
 from caffepy.backend.cpu.convolution import plain
+from caffepy.backend.cpu.convolution.axes import Axis
 from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.grouped import GroupedConvolution
-from caffepy.backend.cpu.convolution.phases import Axis
 from caffepy.backend.cpu.convolution.product import ProductConvolution
-from caffepy.backend.cpu.convolution.simd_groups import Row, SimdGroups
-from caffepy.backend.cpu.convolution.simd_groups_kernels import pixel_kernel, row_kernel, row_tap_kernel, tap_kernel
-from caffepy.backend.cpu.convolution.simd_groups_tables import new_rows, next_rows, row_tables, row_tiles, tile_height
+from caffepy.backend.cpu.convolution.simd_groups import (
+    Row,
+    SimdGroups,
+    new_rows,
+    next_rows,
+    pixel_kernel,
+    row_kernel,
+    row_tables,
+    row_tap_kernel,
+    row_tiles,
+    tap_kernel,
+    tile_height,
+)
 from caffepy.backend.cpu.jit.vector import WIDTH
 
 BACKEND = create_backend(None, 2)

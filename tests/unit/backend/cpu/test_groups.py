@@ -11,14 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.backend import Geometry, create_backend
-from caffepy.backend.cpu.convolution import grouped
-from caffepy.backend.cpu.convolution.depthwise import phased
-from caffepy.backend.cpu.convolution.depthwise.spread import is_spread, one_window
+from caffepy.backend.cpu.convolution import grouped, implicit_padding
+from caffepy.backend.cpu.convolution.correlation import ConvolutionShape
 from caffepy.backend.cpu.convolution.grouped import GroupedConvolution
-from caffepy.backend.cpu.convolution.implicit_padding import weights, windows
-from caffepy.backend.cpu.convolution.shape import ConvolutionShape
+from caffepy.backend.cpu.convolution.strided_dgrad import (
+    MAX_STRIDE,
+    one_window,
+    suits_residue_dgrad,
+    suits_scatter_dgrad,
+)
 from caffepy.backend.cpu.jit.vector import WIDTH
-from caffepy.backend.cpu.workspace import Workspace
+from caffepy.backend.cpu.memory import Workspace
 
 BACKEND = create_backend(None, 2)
 ONE = (1, 1)
@@ -48,7 +51,7 @@ def test_newest_taps(kernel: int, stride: int, new: list[int]) -> None:
     """Taps that read what neither the pixel before nor the one above has read."""
     row, channels = 100, 7
     shifts = (np.arange(kernel)[:, None] * row + np.arange(kernel)).reshape(-1) * channels
-    found = windows._newest(shifts, (stride * row * channels, stride * channels))
+    found = implicit_padding._newest(shifts, (stride * row * channels, stride * channels))
     assert found.tolist() == shifts[new].tolist()
 
 
@@ -60,17 +63,15 @@ def test_groups_of_single_pixels(channels: int) -> None:
     checks.check_convolution(BACKEND, (2, 3 * channels, 6, 7), 3 * channels, geometry)
     x = BACKEND.zeros((2, 3 * channels, 6, 7))
     plan.forward(x, BACKEND.zeros((3 * channels, channels, 1, 1)), None, BACKEND.zeros(x.shape))
-    assert isinstance(plan._forward, windows.WindowCorrelation)
+    assert isinstance(plan._forward, implicit_padding.WindowCorrelation)
 
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_parts_of_large_images_and_several_small_ones(copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of rows, sets of images and what is left of them, groups brought together or read where they lie."""
-    for module, pixels in ((windows, 20), (weights, 40)):
-        monkeypatch.setattr(module, "TOGETHER", pixels)
-    monkeypatch.setattr(windows, "CACHED", 1000)
-    monkeypatch.setattr(weights, "CACHED", 1000)
-    monkeypatch.setattr(weights.GroupWeightGradient, "_is_copied", lambda _: copied)
+    for name, number in (("TOGETHER", 40), ("CACHED", 1000), ("PANEL", 1000)):
+        monkeypatch.setattr(implicit_padding, name, number)
+    monkeypatch.setattr(implicit_padding.GroupWeightGradient, "_is_copied", lambda _: copied)
     for size in ((4, 5), (13, 9)):
         checks.check_convolution(BACKEND, (5, 90, *size), 85, Geometry((3, 3), (1, 2), ONE, ONE, 5))
 
@@ -79,11 +80,11 @@ def test_parts_of_large_images_and_several_small_ones(copied: bool, monkeypatch:
 @pytest.mark.parametrize("banded", [False, True])
 def test_weights_of_channels_in_fours(read: int, made: int, banded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of one vector whose rows lie together in fours; with bands, parts of images that all groups pass over."""
-    monkeypatch.setattr(weights, "BAND", 3000 if banded else weights.BAND)
+    monkeypatch.setattr(implicit_padding, "BAND", 3000 if banded else implicit_padding.BAND)
     for kernel, stride in (((3, 3), (1, 2)), ((1, 5), (1, 1)), ((2, 2), (2, 1))):
         geometry = Geometry(kernel, stride, ONE, ONE, 3)
         checks.check_convolution(BACKEND, (4, 3 * read, 9, 11), 3 * made, geometry)
-    plan = weights.GroupWeightGradient(
+    plan = implicit_padding.GroupWeightGradient(
         ConvolutionShape((4, 3 * read, 9, 11), (3 * made, read, 3, 3), Geometry((3, 3), ONE, ONE, ONE, 3)), 2,
         Workspace(),
     )  # fmt: skip
@@ -165,7 +166,7 @@ def test_runs_of_pixels(
     channels: int, size: tuple[int, int], kernel: tuple[int, int], stride: tuple[int, int], pad: tuple[int, int]
 ) -> None:
     geometry = Geometry(kernel, stride, pad, ONE, channels)
-    assert is_spread(planned((2, channels, *size), channels, geometry).shape)
+    assert suits_scatter_dgrad(planned((2, channels, *size), channels, geometry).shape)
     checks.check_convolution(BACKEND, (2, channels, *size), channels, geometry)
 
 
@@ -194,11 +195,11 @@ def test_all_phases_of_a_stride_in_one_pass(
     channels: int, stride: int, kernel: tuple[int, int], dilation: int, pad: int, extra: int, down: int
 ) -> None:
     """Phases that have one tap less than others, or none, and last vectors that lie over the ones before."""
-    stride = min(stride, phased.MAX_STRIDE)
+    stride = min(stride, MAX_STRIDE)
     kernel = kernel[0], 2 * stride + kernel[1] - 1
     size = 8 + dilation * (kernel[0] - 1), 5 * stride + dilation * (kernel[1] - 1) + extra
     geometry = Geometry(kernel, (down, stride), (pad, pad), (1, dilation), channels)
-    assert phased.is_phased(planned((2, channels, *size), channels, geometry).shape)
+    assert suits_residue_dgrad(planned((2, channels, *size), channels, geometry).shape)
     checks.check_convolution(BACKEND, (2, channels, *size), channels, geometry)
 
 
@@ -256,7 +257,7 @@ def test_one_window(
     case = (3, 20, *size), 20, Geometry(kernel, stride, pad, (1, 1), 20)
     shape = planned(*case).shape
     assert shape.out == (1, 1)
-    assert is_spread(one_window(shape))
+    assert suits_scatter_dgrad(one_window(shape))
     checks.check_convolution(BACKEND, *case)
 
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from caffepy.backend import Geometry
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.backend.cpu.convolution.product import PixelConvolution
-from caffepy.backend.cpu.gemm.packing import WeightPacking, extended
-from caffepy.backend.cpu.gemm.pixels import HEIGHTS, PixelProduct, block_of, cut
+from caffepy.backend.cpu.convolution.product import HEIGHTS, PixelConvolution, PixelProduct, block_of, cut
+from caffepy.backend.cpu.gemm import WeightPacking, extended
 from caffepy.backend.cpu.jit.vector import WIDTH
 
 ONE_BY_ONE = Geometry((1, 1), (1, 1), (0, 0), (1, 1))

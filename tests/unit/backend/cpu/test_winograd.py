@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from caffepy.backend import Geometry
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.backend.cpu.convolution.direct import TileConvolution
-from caffepy.backend.cpu.convolution.winograd.passes import WinogradConvolution
+from caffepy.backend.cpu.convolution.winograd import WinogradConvolution
 from caffepy.backend.cpu.jit.vector import WIDTH
-from caffepy.backend.cpu.workspace import Workspace
+from caffepy.backend.cpu.memory import Workspace
 from tests.support.backend_checks import dirty, to_device
 from tests.support.convolution_reference import convolution
 

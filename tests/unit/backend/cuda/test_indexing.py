@@ -9,7 +9,7 @@ from backend_checks import shapes_and_axes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caffepy.backend.cuda.indexing import Axis, Period, collapse, find_period, widest
+from caffepy.backend.cuda.index_arithmetic import Axis, Period, collapse, find_period, widest
 from caffepy.backend.layout import memory_axes
 
 ENDS = ("source", "destination")

@@ -56,11 +56,7 @@ def test_what_has_too_many_threads_for_32_bits_is_done_in_parts(
         return layout.view(flat, shape)
 
     x, y, mask = array("float32"), array("float32"), array("uint8")
-    if name.startswith("average"):
-        getattr(pooling, name)(x, y, Geometry((3, 3), (1, 1), (1, 1), (1, 1)))
-    elif name == "max_forward":
-        pooling.max_forward(x, y, mask, Geometry((3, 3), (1, 1), (1, 1), (1, 1)))
-    else:
-        pooling.max_backward(y, mask, x, Geometry((3, 3), (1, 1), (1, 1), (1, 1)))
+    arrays = {"max_forward": (x, y, mask), "max_backward": (y, mask, x)}.get(name, (x, y))
+    getattr(pooling.CudaPooling, f"pool_{name}")(None, *arrays, Geometry((3, 3), (1, 1), (1, 1), (1, 1)))
     assert [case.image[0] for case in cases] == [1505, 1506]
     assert all(math.prod(case.image[:2]) * 321 * 321 < 2**31 for case in cases)

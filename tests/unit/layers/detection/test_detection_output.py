@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_harness import BACKENDS, assert_near, backend_named
 
-from caffepy.backend.meta.backend import MetaBackend
+from caffepy.backend.meta import MetaBackend
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, DataError, ShapeError
 from caffepy.layers import LayerContext

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.backend import create_backend
-from caffepy.backend.meta.backend import MetaBackend
+from caffepy.backend.meta import MetaBackend
 from caffepy.blob import Blob
 from caffepy.data.schedule import Shard
 from caffepy.data.sources.lmdb_write import record_key, write_datums

@@ -12,7 +12,7 @@ import pytest
 from layer_harness import BACKENDS, Runner, assert_near, gaussian
 from training import CPU, build_net, build_solver, solver_param
 
-from caffepy.backend.meta.backend import MetaBackend
+from caffepy.backend.meta import MetaBackend
 from caffepy.config.paths import PathResolver
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, RunError

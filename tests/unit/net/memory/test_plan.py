@@ -15,7 +15,7 @@ from caffepy.backend import Backend
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.backend.input_ring import ImageSlot
 from caffepy.backend.layout import aligned_bytes
-from caffepy.backend.meta.backend import MetaBackend
+from caffepy.backend.meta import MetaBackend
 from caffepy.config.load import read_net
 from caffepy.config.text import parse_text
 from caffepy.errors import DataError, OutOfMemoryError

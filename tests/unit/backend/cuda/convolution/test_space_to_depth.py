@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import backend_oracle as oracle
 import convolution_reference as reference
@@ -10,8 +10,18 @@ import numpy as np
 import pytest
 
 from caffepy.backend.cuda.convolution.problem import Direction, Problem
-from caffepy.backend.cuda.convolution.space_to_depth import EquivalentProblem, SpaceToDepth, equivalent_problems
 from caffepy.backend.types import Geometry
+
+if TYPE_CHECKING:
+    from caffepy.backend.cuda.convolution.space_to_depth import EquivalentProblem, SpaceToDepth, equivalent_problems
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports(cupy_or_mock: None) -> None:
+    """CuPy need not be installed."""
+    global EquivalentProblem, SpaceToDepth, equivalent_problems
+    from caffepy.backend.cuda.convolution.space_to_depth import EquivalentProblem, SpaceToDepth, equivalent_problems
+
 
 CASES = {
     "ResNet's first layer": ((2, 3, 17, 15), 8, Geometry((7, 7), (2, 2), (3, 3), (1, 1))),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 @pytest.fixture(scope="module")
 def timing(cupy_or_mock: None) -> ModuleType:
-    return importlib.import_module("caffepy.backend.cuda.convolution.timing")
+    return importlib.import_module("caffepy.backend.cuda.convolution.autotune")
 
 
 class Device:

@@ -7,8 +7,14 @@ import re
 import pytest
 
 from caffepy.backend import Channel, Each, Scalar, expression
-from caffepy.backend.cuda.elementwise.codegen import Access, Variant, apply_text, formula_text
-from caffepy.backend.cuda.elementwise.reduce_codegen import reduce_columns_text, reduce_segments_text
+from caffepy.backend.cuda.codegen import (
+    Access,
+    Variant,
+    apply_text,
+    formula_text,
+    reduce_columns_text,
+    reduce_segments_text,
+)
 
 
 @expression

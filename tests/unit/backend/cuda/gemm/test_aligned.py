@@ -31,7 +31,7 @@ def host(values: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def module(cupy_or_mock: None) -> Any:
-    return importlib.import_module("caffepy.backend.cuda.gemm.aligned")
+    return importlib.import_module("caffepy.backend.cuda.dense")
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

@@ -23,7 +23,7 @@ class HostArray(np.ndarray):
 
 @pytest.fixture(scope="module")
 def module(cupy_or_mock: None) -> Any:
-    return importlib.import_module("caffepy.backend.cuda.gemm.cublas")
+    return importlib.import_module("caffepy.backend.cuda.dense")
 
 
 def columns_at(pointer: Any, rows: int, columns: int, leading: int) -> Any:

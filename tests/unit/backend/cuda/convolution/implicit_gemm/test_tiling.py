@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
-from caffepy.backend.cuda.convolution.implicit_gemm.tiling import SHARED_LIMIT, shape_of, tilings
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.types import Geometry
+
+if TYPE_CHECKING:
+    from caffepy.backend.cuda.convolution.implicit_gemm import SHARED_LIMIT, shape_of, tilings
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports(cupy_or_mock: None) -> None:
+    """CuPy need not be installed."""
+    global SHARED_LIMIT, shape_of, tilings
+    from caffepy.backend.cuda.convolution.implicit_gemm import SHARED_LIMIT, shape_of, tilings
+
 
 MULTIPROCESSORS = 132
 

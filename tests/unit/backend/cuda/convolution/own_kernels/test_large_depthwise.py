@@ -16,17 +16,17 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from caffepy.backend.cuda.convolution.own_kernels.correlation import Axis, axis_of, phases_text
+from caffepy.backend.cuda.convolution.correlation import Axis, axis_of, phases_text
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.types import Geometry
 
-NAMES = ("large_depthwise", "large_depthwise_tiling", "few_channels")
+NAMES = ("large_depthwise", "few_channels")
 
 
 @pytest.fixture(scope="module")
 def modules(cupy_or_mock: None) -> Iterator[Any]:
     """The modules; CuPy need not be installed."""
-    prefix = "caffepy.backend.cuda.convolution.own_kernels"
+    prefix = "caffepy.backend.cuda.convolution"
     found = {name: importlib.import_module(f"{prefix}.{name}") for name in NAMES}
     with pytest.MonkeyPatch.context() as patch:
         for name in ("large_depthwise", "few_channels"):
@@ -101,7 +101,7 @@ def test_phases_are_an_initialiser() -> None:
     ],
 )
 def test_large_depthwise_is_for_large_windows_or_strides(modules: Any, given_task: Task, suited: bool) -> None:
-    assert modules.large_depthwise_tiling.suits_large_depthwise(given_task) is suited
+    assert modules.large_depthwise.suits_large_depthwise(given_task) is suited
 
 
 @given(
@@ -113,7 +113,7 @@ def test_tilings_cover_the_results_and_fit_a_multiprocessor(
     modules: Any, x: tuple[int, ...], kernel: tuple[int, int], stride: int, dilation: int, direction: Direction,
     dtype: str,
 ) -> None:  # fmt: skip
-    module = modules.large_depthwise_tiling
+    module = modules.large_depthwise
     given_task = depthwise(x, kernel, stride, max(kernel) // 2, dilation, direction, dtype)
     assume(min(given_task.problem.y) > 0 and module.suits_large_depthwise(given_task))
     correlation, found = module.correlation_of(given_task), module.large_depthwise_tilings(given_task)
@@ -139,7 +139,7 @@ def test_tilings_cover_the_results_and_fit_a_multiprocessor(
 
 
 def test_shapes_of_nets_have_tilings(modules: Any) -> None:
-    module = modules.large_depthwise_tiling
+    module = modules.large_depthwise
     for given_task in (
         depthwise((64, 64, 56, 56), (31, 31), 1, 15),
         depthwise((64, 21, 224, 224), (16, 16), 8, 4),
@@ -151,7 +151,7 @@ def test_shapes_of_nets_have_tilings(modules: Any) -> None:
 
 
 def test_threads_read_different_banks_where_the_stride_is_even(modules: Any) -> None:
-    module = modules.large_depthwise_tiling
+    module = modules.large_depthwise
     correlation = module.correlation_of(depthwise((64, 21, 224, 224), (16, 16), 8, 4))
     for tiling in module.large_depthwise_tilings(correlation.task):
         apart = tiling.run * 8 + correlation.extra(tiling)

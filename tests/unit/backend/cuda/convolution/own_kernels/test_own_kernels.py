@@ -24,7 +24,7 @@ NAMES = ("small_k_wgrad", "large_windows", "depth_multiplier")
 @pytest.fixture(scope="module")
 def modules(cupy_or_mock: None) -> Iterator[Any]:
     """The modules; CuPy need not be installed, the GPU is one with tensor cores."""
-    prefix = "caffepy.backend.cuda.convolution.own_kernels"
+    prefix = "caffepy.backend.cuda.convolution"
     found = {name: importlib.import_module(f"{prefix}.{name}") for name in NAMES}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(found["small_k_wgrad"], "has_tensor_cores", lambda: True)
@@ -55,12 +55,12 @@ def task(
         (task((1, 512, 49), 512, (3,)), False),
     ],
 )
-def test_short_sums_are_of_few_pixels_and_many_weights(modules: Any, given_task: Task, suited: bool) -> None:
+def test_small_k_wgrads_are_of_few_pixels_and_many_weights(modules: Any, given_task: Task, suited: bool) -> None:
     assert modules.small_k_wgrad.suits_small_k_wgrad(given_task) is suited
 
 
 @pytest.mark.parametrize("given_task", [task((1, 512, 7, 7), 520, (3, 3), pad=1), task((64, 512, 7, 7), 264, (7, 7))])
-def test_blocks_of_short_sums_cover_all_weights(modules: Any, given_task: Task) -> None:
+def test_blocks_of_small_k_wgrads_cover_all_weights(modules: Any, given_task: Task) -> None:
     candidates = modules.small_k_wgrad.small_k_wgrad_candidates(given_task)
     assert len({candidate.name for candidate in candidates}) == len(candidates) == len(modules.small_k_wgrad.TILES)
     outputs, columns = given_task.problem.weights[0], math.prod(given_task.problem.weights[1:])

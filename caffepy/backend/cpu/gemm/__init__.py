@@ -1,1 +1,0 @@
-"""Matrix products by register tiles. cpu and cpu/convolution import it."""

@@ -1,0 +1,765 @@
+"""Batch normalisation, ReLU's gradient and local response normalisation on the CPU.
+
+Arrays of channels are flat and seen as rows of `period` numbers, a whole number of pixels and of vectors, so that a
+column always belongs to the same channel. The array may end within a row: its last vector may be a part of one. Arrays
+whose channels are not neighbours in memory, as those of three axes, take the plain forms. The kernels' inner steps are
+written in LLVM's language; each kernel has variants (with a residual, a mask, several gradients), compiled when they
+are first used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import llvmlite.binding
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from caffepy.backend.cpu.jit.intrinsics import intrinsic
+from caffepy.backend.cpu.jit.kernel import Doubles, Entry, Float, Floats, Int, device_function, kernel
+from caffepy.backend.cpu.jit.recording import note_host_work
+from caffepy.backend.cpu.jit.threads import GRAIN
+from caffepy.backend.cpu.jit.vector import ahead
+from caffepy.backend.cpu.memory import CpuMemory
+from caffepy.backend.interface import NormalisationPrimitives
+from caffepy.backend.layout import CHANNELS_LAST
+from caffepy.backend.types import Array, BatchNormState, LrnWindow
+
+LANES = 16
+"""Numbers in a step; LLVM makes two vectors of eight of them where there are none of sixteen."""
+
+_VECTOR = ir.VectorType(ir.FloatType(), LANES)
+_BITS = ir.VectorType(ir.IntType(1), LANES)
+_INDICES = ir.VectorType(ir.IntType(32), LANES)
+_WORD = ir.IntType(64)
+_POINTER = "p0" if llvmlite.binding.llvm_version_info[0] >= 15 else f"p0v{LANES}f32"
+_CONTRACT = ("contract",)
+_ZERO = ir.Constant(_VECTOR, [0.0] * LANES)
+
+
+class Step:
+    """Writes instructions on vectors at offsets of arrays.
+
+    Args:
+        builder: of the function.
+        count: how many lanes there are, a value of LLVM's; None: all.
+    """
+
+    def __init__(self, builder: Any, count: Any | None) -> None:
+        self.builder = builder
+        self._mask = None if count is None else self._first(count)
+
+    def _first(self, count: Any) -> Any:
+        narrow = self.builder.trunc(count, ir.IntType(32))
+        empty = ir.Constant(_INDICES, ir.Undefined)
+        one = self.builder.insert_element(empty, narrow, ir.Constant(ir.IntType(32), 0))
+        counts = self.builder.shuffle_vector(one, empty, ir.Constant(_INDICES, [0] * LANES))
+        return self.builder.icmp_signed("<", ir.Constant(_INDICES, list(range(LANES))), counts)
+
+    def _at(self, pointer: Any, offset: Any, kind: Any = _VECTOR) -> Any:
+        return self.builder.bitcast(self.builder.gep(pointer, [offset]), kind.as_pointer())
+
+    def row(self, pointer: Any, offset: Any) -> Any:
+        """Numbers of which there may be only some; 0 for the others."""
+        if self._mask is None:
+            return self.whole(pointer, offset)
+        kind = ir.FunctionType(_VECTOR, [_VECTOR.as_pointer(), ir.IntType(32), _BITS, _VECTOR])
+        arguments = [self._at(pointer, offset), ir.Constant(ir.IntType(32), 4), self._mask, _ZERO]
+        return self.builder.call(self._intrinsic("load", kind), arguments)
+
+    def whole(self, pointer: Any, offset: Any) -> Any:
+        """Numbers of a row that is there to its end."""
+        return self.builder.load(self._at(pointer, offset), align=4)
+
+    def store(self, value: Any, pointer: Any, offset: Any) -> None:
+        """Write what there is."""
+        address = self._at(pointer, offset)
+        if self._mask is None:
+            self.builder.store(value, address, align=4)
+            return
+        kind = ir.FunctionType(ir.VoidType(), [_VECTOR, _VECTOR.as_pointer(), ir.IntType(32), _BITS])
+        self.builder.call(self._intrinsic("store", kind), [value, address, ir.Constant(ir.IntType(32), 4), self._mask])
+
+    def _intrinsic(self, name: str, kind: Any) -> Any:
+        module = self.builder.module
+        name = f"llvm.masked.{name}.v{LANES}f32.{_POINTER}"
+        return module.globals.get(name) or ir.Function(module, kind, name)
+
+    def keep(self, value: Any, pointer: Any, offset: Any) -> None:
+        """Write to a row that is there to its end."""
+        self.builder.store(value, self._at(pointer, offset), align=4)
+
+    def bits(self, pointer: Any, offset: Any) -> Any:
+        """One bit for each lane from a mask, at an offset in bits."""
+        word = self.builder.load(self._bits_at(pointer, offset), align=1)
+        return self.builder.bitcast(word, _BITS)
+
+    def store_bits(self, value: Any, pointer: Any, offset: Any) -> None:
+        """Write a bit for each lane, 0 where there is none."""
+        value = value if self._mask is None else self.builder.and_(value, self._mask)
+        self.builder.store(self.builder.bitcast(value, ir.IntType(LANES)), self._bits_at(pointer, offset), align=1)
+
+    def _bits_at(self, pointer: Any, offset: Any) -> Any:
+        bytes_ = self.builder.lshr(offset, ir.Constant(_WORD, 3))
+        return self._at(pointer, bytes_, ir.IntType(LANES))
+
+    def positive(self, value: Any) -> Any:
+        return self.builder.fcmp_ordered(">", value, _ZERO)
+
+    def rectified(self, value: Any) -> Any:
+        """max(value, 0); NaN stays NaN."""
+        return self.builder.select(self.builder.fcmp_ordered("<", value, _ZERO), _ZERO, value)
+
+    def where(self, condition: Any, value: Any) -> Any:
+        """The value or 0."""
+        return self.builder.select(condition, value, _ZERO)
+
+    def there(self, value: Any) -> Any:
+        """The value, 0 in lanes that are not there."""
+        return value if self._mask is None else self.where(self._mask, value)
+
+    def plus(self, a: Any, b: Any) -> Any:
+        return self.builder.fadd(a, b, flags=_CONTRACT)
+
+    def minus(self, a: Any, b: Any) -> Any:
+        return self.builder.fsub(a, b, flags=_CONTRACT)
+
+    def times(self, a: Any, b: Any) -> Any:
+        return self.builder.fmul(a, b, flags=_CONTRACT)
+
+    def after(self, at: Any, rows: int, period: Any) -> Any:
+        """The position some rows further."""
+        return self.builder.add(at, self.builder.mul(period, ir.Constant(_WORD, rows)))
+
+
+Body = Callable[..., None]
+"""What a step does: (step, position in the array, position in the row, period, pointer, pointer, ...)."""
+
+
+def step_function(body: Body, pointers: Sequence[types.Type], partial: bool) -> Any:
+    """A step that kernels call: (position in the array, position in the row, lanes, period, pointer, ...).
+
+    Args:
+        body: writes it.
+        pointers: their types.
+        partial: whether there may be fewer than LANES lanes.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        at, column, count, period, *rest = arguments
+        body(Step(builder, count if partial else None), at, column, period, *rest)
+        return context.get_dummy_value()
+
+    def typed() -> Any:
+        return types.void(*[types.int64] * 4, *pointers), generate
+
+    names = ", ".join(f"p{i}" for i in range(len(pointers)))
+    scope: dict[str, Any] = {"typed": typed}
+    # Numba takes the number of parameters from the function's own.
+    exec(f"def step(typing_context, at, column, count, period, {names}):\n    return typed()\n", scope)
+    return intrinsic(scope["step"])
+
+
+Gate = Literal["none", "bits", "normal", "output"]
+"""Where a ReLU's gradient sees that it was off: nowhere, in a mask, in x before it, in y behind it."""
+
+ROWS = 4
+"""Rows that a sum takes at a time: its numbers so far are read and written once for so many."""
+CHUNK = 32
+"""Rows that are added up in float32 before they are added to a float64 sum."""
+SAMPLE = 8
+"""Rows whose mean squares are taken around, so that a large mean does not swallow their digits."""
+MAX_GRADIENTS = 4
+"""Gradients that one pass adds up."""
+
+_POINTERS = {
+    "floats": types.CPointer(types.float32),
+    "doubles": types.CPointer(types.float64),
+    "octets": types.CPointer(types.uint8),
+}
+
+
+def _entry(
+    name: str, kinds: Sequence[str], numbers: Sequence[str], text: Sequence[str], scope: dict[str, Any]
+) -> Entry:
+    """A kernel of pointers `_p0`, `_p1`, ... followed by numbers."""
+    lines = [f"_p{i} = {kind}(_a[{i}])" for i, kind in enumerate(kinds)]
+    lines += [f"{number} = _a[{len(kinds) + i}]" for i, number in enumerate(numbers)]
+    return Entry(name, __file__, [*lines, *text], scope, "q" * (len(kinds) + len(numbers)))
+
+
+# -- element by element -----------------------------------------------------------------------------------------
+
+
+def _each(name: str, kinds: Sequence[str], body: Body) -> Entry:
+    """Items are rows; the last one may be shorter."""
+    pointers = [_POINTERS[kind] for kind in kinds]
+    arguments = ", ".join(f"_p{i}" for i in range(len(kinds)))
+    scope = {f"{name}_{part}": step_function(body, pointers, part == "part") for part in ("whole", "part")}
+    text = [
+        "for _i in range(_begin, _end):",
+        "    _at = _i * _period",
+        "    _count = min(_period, _size - _at)",
+        f"    _whole = _count // {LANES} * {LANES}",
+        f"    for _c in range(0, _whole, {LANES}):",
+        f"        {name}_whole(_at + _c, _c, {LANES}, _period, {arguments})",
+        "    if _whole < _count:",
+        f"        {name}_part(_at + _whole, _whole, _count - _whole, _period, {arguments})",
+    ]
+    return _entry(name, kinds, ("_period", "_size"), text, scope)
+
+
+def _normal(step: Step, x: Any, column: Any, mean: Any, factor: Any, bias: Any) -> Any:
+    """(x - mean) * factor + bias."""
+    centred = step.minus(x, step.whole(mean, column))
+    return step.plus(step.times(centred, step.whole(factor, column)), step.whole(bias, column))
+
+
+@cache
+def forward_kernel(residual: bool, relu: bool, mask: bool) -> Entry:
+    """y = (x - mean) * factor + bias (+ other), or max(that, 0), and the mask.
+
+    Of x, mean, factor, bias, other, y, mask.
+    """
+
+    def body(  # noqa: PLR0913 -- a kernel
+        step: Step, at: Any, column: Any, period: Any,
+        x: Any, mean: Any, factor: Any, bias: Any, other: Any, y: Any, bits: Any,
+    ) -> None:  # fmt: skip
+        value = _normal(step, step.row(x, at), column, mean, factor, bias)
+        if residual:
+            value = step.plus(value, step.row(other, at))
+        if mask:
+            step.store_bits(step.positive(value), bits, at)
+        step.store(step.rectified(value) if relu else value, y, at)
+
+    return _each(f"normalise_{residual:d}{relu:d}{mask:d}", ["floats"] * 6 + ["octets"], body)
+
+
+@cache
+def gradient_kernel(relu: bool) -> Entry:
+    """dx = (g - first - (x - mean) * second) * factor, g as `relu` says.
+
+    Of x, dy, mean, factor, bias, first, second, dx.
+    """
+
+    def body(  # noqa: PLR0913 -- a kernel
+        step: Step, at: Any, column: Any, period: Any,
+        x: Any, dy: Any, mean: Any, factor: Any, bias: Any, first: Any, second: Any, dx: Any,
+    ) -> None:  # fmt: skip
+        value, g = step.row(x, at), step.row(dy, at)
+        if relu:
+            g = step.where(step.positive(_normal(step, value, column, mean, factor, bias)), g)
+        centred = step.minus(value, step.whole(mean, column))
+        rest = step.minus(g, step.whole(first, column))
+        rest = step.minus(rest, step.times(centred, step.whole(second, column)))
+        step.store(step.times(rest, step.whole(factor, column)), dx, at)
+
+    return _each(f"normalise_gradient_{relu:d}", ["floats"] * 8, body)
+
+
+# -- sums -------------------------------------------------------------------------------------------------------
+
+
+def _row_loops(name: str, arguments: str) -> list[str]:
+    """Lines that add up the rows [_row, _chunk)."""
+    lines = [f"_many = _row + (_chunk - _row) // {ROWS} * {ROWS}"]
+    for variant, start, stop, step in (("many", "_row", "_many", ROWS), ("one", "_many", "_chunk", 1)):
+        lines += [
+            f"for _r in range({start}, {stop}, {step}):",
+            f"    for _c in range(0, _period, {LANES}):",
+            f"        {name}_{variant}(_r * _period + _c, _c, {LANES}, _period, {arguments})",
+        ]
+    return lines
+
+
+def _last_row(name: str, arguments: str) -> list[str]:
+    """Lines that add up what is left behind the last whole row."""
+    return [
+        "_at = _rows * _period",
+        "_count = _size - _at",
+        f"for _c in range(0, _count - {LANES - 1}, {LANES}):",
+        f"    {name}_one(_at + _c, _c, {LANES}, _period, {arguments})",
+        f"_whole = _count // {LANES} * {LANES}",
+        "if _whole < _count:",
+        f"    {name}_part(_at + _whole, _whole, _count - _whole, _period, {arguments})",
+    ]
+
+
+def _indent(lines: Sequence[str], depth: int) -> list[str]:
+    return ["    " * depth + line for line in lines]
+
+
+def _sums(name: str, kinds: Sequence[str], sums: int, make_body: Any, first: Sequence[str] = ()) -> Entry:
+    """Items are blocks of rows; each adds up `sums` numbers for each column.
+
+    Args:
+        name: of the kernel.
+        kinds: of its pointers, beginning with those of the sums: float32 and float64, (blocks, sums, period).
+        sums: how many sums a column has.
+        make_body: makes the step that takes so many rows.
+        first: lines that are done before each block.
+    """
+    pointers = [_POINTERS[kind] for kind in kinds if kind != "doubles"]
+    arguments = ", ".join(["_sum", *(f"_p{i}" for i in range(2, len(kinds)))])
+    arguments = arguments.replace("_p2", "_shift") if first else arguments
+    scope: dict[str, Any] = {"ahead": ahead}
+    for variant, rows in (("many", ROWS), ("one", 1), ("part", 1)):
+        scope[f"{name}_{variant}"] = step_function(make_body(rows), pointers, variant == "part")
+    flush = [f"for _k in range(_base, _base + {sums} * _period):", "    _p1[_k] += _p0[_k]", "    _p0[_k] = 0"]
+    text = [
+        "for _i in range(_begin, _end):",
+        f"    _base = _i * {sums} * _period",
+        "    _sum = ahead(_p0, _base)",
+        f"    for _k in range(_base, _base + {sums} * _period):",
+        "        _p0[_k] = 0",
+        "        _p1[_k] = 0",
+        "    _row = _i * _block",
+        "    _stop = min(_rows, _row + _block)",
+        *_indent(first, 1),
+        "    while _row < _stop:",
+        f"        _chunk = min(_stop, _row + {CHUNK})",
+        *_indent([*_row_loops(name, arguments), *flush], 2),
+        "        _row = _chunk",
+        "    if _stop == _rows:",
+        *_indent([*_last_row(name, arguments), *flush], 2),
+    ]
+    return _entry(name, kinds, ("_period", "_size", "_rows", "_block"), text, scope)
+
+
+def _add(step: Step, values: Sequence[Any], sums: Any, column: Any, index: int, period: Any) -> None:
+    """Add values, one for each row, to sum number `index` of a column."""
+    at = step.after(column, index, period)
+    total = step.whole(sums, at)
+    for value in values:
+        total = step.plus(total, value)
+    step.keep(total, sums, at)
+
+
+_SAMPLE = [
+    "_shift = ahead(_p2, _i * _period)",
+    "for _c in range(_period):",
+    "    _shift[_c] = 0",
+    f"_sampled = min({SAMPLE}, _stop - _row)",
+    "for _r in range(_row, _row + _sampled):",
+    "    for _c in range(_period):",
+    "        _shift[_c] += _p3[_r * _period + _c] / float32(_sampled)",
+    "if _sampled == 0:",
+    "    for _c in range(_size - _row * _period):",
+    "        _shift[_c] = _p3[_row * _period + _c]",
+]
+
+
+@cache
+def measure_kernel() -> Entry:
+    """Sums of x - shift and of its square, and the shift of each block and column. Of sums, totals, shift, x."""
+
+    def make_body(rows: int) -> Body:
+        def body(step: Step, at: Any, column: Any, period: Any, sums: Any, shift: Any, x: Any) -> None:
+            around = step.whole(shift, column)
+            values = [step.row(x, step.after(at, row, period)) for row in range(rows)]
+            values = [step.there(step.minus(value, around)) for value in values]
+            _add(step, values, sums, column, 0, period)
+            _add(step, [step.times(value, value) for value in values], sums, column, 1, period)
+
+        return body
+
+    return _sums("normalise_measure", ["floats", "doubles", "floats", "floats"], 2, make_body, _SAMPLE)
+
+
+@cache
+def gradient_sums_kernel(sources: int, gate: Gate, total: bool, weighted: bool) -> Entry:
+    """Sums of g, and if `weighted` of g * (x - mean) after it; `total` gets g.
+
+    Of sums, totals, x (y where the gate is "output"), mask, MAX_GRADIENTS gradients, total, mean, factor, bias.
+    """
+
+    def gated(step: Step, at: Any, column: Any, g: Any, value: Any, bits: Any, normal: Sequence[Any]) -> Any:
+        if gate == "bits":
+            return step.where(step.bits(bits, at), g)
+        if gate == "normal":
+            return step.where(step.positive(_normal(step, value, column, *normal)), g)
+        return step.where(step.positive(value), g) if gate == "output" else g
+
+    def make_body(rows: int) -> Body:
+        def body(step: Step, at: Any, column: Any, period: Any, sums: Any, x: Any, bits: Any, *rest: Any) -> None:
+            dys, (out, *normal) = rest[:sources], rest[MAX_GRADIENTS:]
+            gs, products = [], []
+            for row in range(rows):
+                here = step.after(at, row, period)
+                g = step.row(dys[0], here)
+                for dy in dys[1:]:
+                    g = step.plus(g, step.row(dy, here))
+                value = step.row(x, here) if weighted or gate == "output" else None
+                g = gated(step, here, column, g, value, bits, normal)
+                if total:
+                    step.store(g, out, here)
+                gs.append(g)
+                if weighted:
+                    products.append(step.times(g, step.minus(value, step.whole(normal[0], column))))
+            _add(step, gs, sums, column, 0, period)
+            if weighted:
+                _add(step, products, sums, column, 1, period)
+
+        return body
+
+    name = f"gradient_sums_{sources}_{gate}_{total:d}{weighted:d}"
+    kinds = ["floats", "doubles", "floats", "octets", *["floats"] * (MAX_GRADIENTS + 4)]
+    return _sums(name, kinds, 1 + weighted, make_body)
+
+
+CHANNELS = 64
+"""Channels that are joined together: a few lines of the caches."""
+
+
+@kernel
+def join_statistics(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, totals: Doubles, shift: Floats, blocks: Int, period: Int, size: Int, block: Int,
+    channels: Int, centre: Doubles, mean: Floats, variance: Floats,
+) -> None:  # fmt: skip
+    """Mean and variance of each channel, from sums of x - shift and of its square. Items are `CHANNELS` channels.
+
+    totals: (blocks, 2, period), shift (blocks, period). The last block has also what is left behind the last whole row.
+    Squares are around each block's own mean, then around that of all (Chan et al., 1979).
+    """
+    rows, elements = size // period, size // channels
+    for item in range(begin, end):
+        first, stop = item * CHANNELS, min(channels, (item + 1) * CHANNELS)
+        for c in range(first, stop):
+            centre[c] = 0
+            centre[channels + c] = 0
+        for step in range(2):
+            for b in range(blocks):
+                inside = min(block, rows - b * block)
+                left = size - rows * period if b == blocks - 1 else 0
+                for at in range(0, period, channels):
+                    whole, more = 2 * b * period + at, (2 * b + 1) * period + at
+                    for c in range(first, stop):
+                        count = inside + (1.0 if at + c < left else 0.0)
+                        own = totals[whole + c] / max(count, 1.0)
+                        around = shift[b * period + at + c] + own
+                        if step == 0:
+                            centre[c] += count * around
+                        else:
+                            away = around - centre[c]
+                            centre[channels + c] += count * away * away + totals[more + c] - totals[whole + c] * own
+            if step == 0:
+                for c in range(first, stop):
+                    centre[c] /= elements
+        for c in range(first, stop):
+            mean[c] = centre[c]
+            variance[c] = centre[channels + c] / elements
+
+
+@kernel
+def join_gradients(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, totals: Doubles, blocks: Int, period: Int, channels: Int, joined: Doubles, inverse: Floats,
+    of_scale: Floats, of_bias: Floats,
+) -> None:  # fmt: skip
+    """Sums of g * normal and of g for each channel. Items are `CHANNELS` channels.
+
+    totals: sums of g and of g * (x - mean), (blocks, 2, period).
+    """
+    for item in range(begin, end):
+        first, stop = item * CHANNELS, min(channels, (item + 1) * CHANNELS)
+        for c in range(first, stop):
+            joined[c] = 0
+            joined[channels + c] = 0
+        for b in range(blocks):
+            for at in range(0, period, channels):
+                whole, more = 2 * b * period + at, (2 * b + 1) * period + at
+                for c in range(first, stop):
+                    joined[c] += totals[whole + c]
+                    joined[channels + c] += totals[more + c]
+        for c in range(first, stop):
+            of_scale[c] = joined[channels + c] * inverse[c]
+            of_bias[c] = joined[c]
+
+
+@kernel
+def spread_forward(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, mean: Floats, inverse: Floats, scale: Floats, bias: Floats, channels: Int, period: Int,
+    columns: Floats,
+) -> None:  # fmt: skip
+    """Mean, factor and bias of each column of a row, (3, period). Items are repetitions of the channels."""
+    for item in range(begin, end):
+        at = item * channels
+        for c in range(channels):
+            columns[at + c] = mean[c]
+            columns[period + at + c] = inverse[c] * scale[c]
+            columns[2 * period + at + c] = bias[c]
+
+
+@kernel
+def spread_backward(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, inverse: Floats, of_scale: Floats, of_bias: Floats, per_element: Float, channels: Int,
+    period: Int, columns: Floats,
+) -> None:  # fmt: skip
+    """The means of g, and of g * normal / deviation, (2, period). Items are repetitions of the channels."""
+    for item in range(begin, end):
+        at = item * channels
+        for c in range(channels):
+            columns[at + c] = of_bias[c] * per_element
+            columns[period + at + c] = of_scale[c] * inverse[c] * per_element
+
+
+MIN_PERIOD = 256
+"""Numbers in a row, where so many make sense: enough for the loop over them to run at full speed."""
+BLOCK = 65536
+"""Least numbers of a block of a sum."""
+MAX_BLOCKS = 64
+"""Blocks of a sum."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """An array of channels as rows of whole pixels and whole vectors; the last row may be shorter.
+
+    Args:
+        channels: neighbours in memory.
+        size: numbers in the array.
+        period: numbers in a row.
+    """
+
+    channels: int
+    size: int
+    period: int
+
+    @property
+    def whole(self) -> int:
+        """Rows that are not shorter."""
+        return self.size // self.period
+
+    @property
+    def block(self) -> int:
+        """Rows in a block of a sum: a function of the shape alone, so that sums do not depend on the threads."""
+        return max(1, -(-BLOCK // self.period), -(-self.whole // MAX_BLOCKS))
+
+    @property
+    def blocks(self) -> int:
+        return max(1, -(-self.whole // self.block))
+
+    @property
+    def grain(self) -> int:
+        """Rows from which on there may be a second thread."""
+        return -(-GRAIN // self.period)
+
+    @property
+    def joining_grain(self) -> int:
+        """Items of `join_statistics` and `join_gradients` from which on there may be a second thread."""
+        return max(1, GRAIN * self.channels // (self.blocks * self.period * CHANNELS))
+
+
+def rows_of(array: Array) -> Rows | None:
+    """How kernels see a matrix (N, C) or images; None: not at all."""
+    if not (array.ndim == 2 or array.ndim in CHANNELS_LAST) or array.size == 0:
+        return None
+    channels = array.shape[1]
+    pixels = LANES // math.gcd(channels, LANES)
+    period = channels * pixels
+    return Rows(channels, array.size, period * -(-MIN_PERIOD // period))
+
+
+LRN_GRAIN = 4096
+"""Elements below which a second thread costs more than it saves."""
+
+
+@device_function
+def _power(scale: Any, beta: Any) -> Any:
+    """scale^-beta; 0.75, which nearly all nets use, by two square roots."""
+    if beta == 0.75:
+        root = math.sqrt(scale)
+        return 1 / (root * math.sqrt(root))
+    return scale**-beta
+
+
+@kernel
+def lrn_pixels(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, x: Floats, y: Floats, scale: Floats,
+    channels: Int, before: Int, after: Int, factor: Float, beta: Float, k: Float,
+) -> None:  # fmt: skip
+    """Items are pixels."""
+    for item in range(begin, end):
+        row = item * channels
+        for c in range(channels):
+            scale[row + c] = 0
+        for offset in range(-before, after + 1):
+            for c in range(max(0, -offset), min(channels, channels - offset)):
+                value = x[row + c + offset]
+                scale[row + c] += value * value
+        for c in range(channels):
+            total = k + factor * scale[row + c]
+            scale[row + c] = total
+            y[row + c] = x[row + c] * _power(total, beta)
+
+
+@kernel
+def lrn_pixels_gradient(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, x: Floats, y: Floats, scale: Floats, dy: Floats, dx: Floats,
+    channels: Int, before: Int, after: Int, factor: Float, beta: Float,
+) -> None:  # fmt: skip
+    """Items are pixels. A channel's window seen from its members is the mirrored window."""
+    for item in range(begin, end):
+        row = item * channels
+        for c in range(channels):
+            dx[row + c] = 0
+        for offset in range(-after, before + 1):
+            for c in range(max(0, -offset), min(channels, channels - offset)):
+                other = row + c + offset
+                dx[row + c] += dy[other] * y[other] / scale[other]
+        for c in range(channels):
+            at = row + c
+            dx[at] = dy[at] * _power(scale[at], beta) - factor * x[at] * dx[at]
+
+
+def _lrn_grain(x: Any) -> int:
+    return max(1, LRN_GRAIN // max(1, int(x.shape[1])))
+
+
+def _lrn_sides(size: int) -> tuple[int, int]:
+    before = (size - 1) // 2
+    return before, size - 1 - before
+
+
+class CpuNormalisation(NormalisationPrimitives, CpuMemory):
+    """`NormalisationPrimitives` of the CPU."""
+
+    def batch_norm_measure(self, x: Array, n: BatchNormState) -> None:
+        """Each block takes squares around the mean of its first rows."""
+        rows = rows_of(x)
+        if rows is None:
+            super().batch_norm_measure(x, n)
+            return
+        channels, take = rows.channels, self._workspace.take
+        sums, totals = self._sum_arrays(rows, 2)
+        shift, variance = take("shift", rows.blocks * rows.period), take("variance", channels)[:channels]
+        self._run_sums(measure_kernel(), rows, sums, totals, shift, x)
+        join_statistics.run(
+            self.threads, -(-channels // CHANNELS), rows.joining_grain, totals, shift, rows.blocks, rows.period,
+            rows.size, rows.block, channels, take("joined", 4 * channels), n.mean, variance,
+        )  # fmt: skip
+        self.batch_norm_finish(variance, rows.size // channels, n)
+
+    def _sum_arrays(self, rows: Rows, sums: int) -> tuple[Array, Array]:
+        """Memory for sums of blocks, (blocks, sums, period) of float32 and of float64, which a kernel zeroes."""
+        size = rows.blocks * sums * rows.period
+        return self._workspace.take("sums", size), self._workspace.take("totals", 2 * size)
+
+    def _run_sums(self, kernel: Any, rows: Rows, *arrays: Any) -> None:
+        numbers = (rows.period, rows.size, rows.whole, rows.block)
+        kernel.run(self.threads, rows.blocks, 1, *arrays, *numbers)
+
+    def batch_norm_forward(
+        self, x: Array, n: BatchNormState, y: Array, residual: Array | None = None, relu: bool = False,
+        mask: Array | None = None,
+    ) -> None:  # fmt: skip
+        rows = rows_of(x)
+        if rows is None:
+            super().batch_norm_forward(x, n, y, residual, relu, mask)
+            return
+        per_column = self._columns(rows, n)
+        other, bits = (y if array is None else array for array in (residual, mask))
+        kernel = forward_kernel(residual is not None, relu, mask is not None)
+        self._run_each(kernel, rows, x, *per_column, other, y, bits)
+
+    def _columns(self, rows: Rows, n: BatchNormState) -> Sequence[Array]:
+        """Mean, factor and bias for each column of a row."""
+        period, count = rows.period, rows.period // rows.channels
+        columns = self._workspace.take("columns", 3 * period)
+        spread_forward.run(1, count, 1, n.mean, n.inverse, n.scale, n.bias, rows.channels, period, columns)
+        return columns, columns[period:], columns[2 * period :]
+
+    def _run_each(self, kernel: Any, rows: Rows, *arrays: Any) -> None:
+        kernel.run(self.threads, -(-rows.size // rows.period), rows.grain, *arrays, rows.period, rows.size)
+
+    def batch_norm_backward_sums(
+        self, x: Array, dys: Sequence[Array], n: BatchNormState, sums: Sequence[Array], relu: bool = False,
+        mask: Array | None = None, total: Array | None = None,
+    ) -> None:  # fmt: skip
+        rows = rows_of(x)
+        if rows is None or len(dys) > MAX_GRADIENTS:
+            super().batch_norm_backward_sums(x, dys, n, sums, relu, mask, total)
+            return
+        assert total is not None or len(dys) == 1, "several gradients need an array for their sum"
+        gate: Gate = "none" if not relu else "normal" if mask is None else "bits"
+        if len(dys) == 1 and total is dys[0] and not relu:
+            total = None
+        totals = self._gradient_sums(rows, gate, x, mask, dys, total, self._columns(rows, n))
+        channels = rows.channels
+        join_gradients.run(
+            self.threads, -(-channels // CHANNELS), rows.joining_grain, totals, rows.blocks, rows.period, channels,
+            self._workspace.take("joined", 4 * channels), n.inverse, *sums,
+        )  # fmt: skip
+
+    def _gradient_sums(
+        self, rows: Rows, gate: Gate, x: Array, mask: Array | None, dys: Sequence[Array], total: Array | None,
+        per_column: Sequence[Any],
+    ) -> Array:  # fmt: skip
+        """Sums of blocks as float64 (blocks, 1 or 2, period), in memory for float32."""
+        weighted = gate != "output"
+        sources = [*dys, *[dys[0]] * (MAX_GRADIENTS - len(dys))]
+        kernel = gradient_sums_kernel(len(dys), gate, total is not None, weighted)
+        partial, totals = self._sum_arrays(rows, 1 + weighted)
+        bits, out = (x if array is None else array for array in (mask, total))
+        self._run_sums(kernel, rows, partial, totals, x, bits, *sources, out, *per_column)
+        return totals
+
+    def batch_norm_backward_data(
+        self, x: Array, dy: Array, n: BatchNormState, sums: Sequence[Array], dx: Array, relu: bool = False
+    ) -> None:
+        rows = rows_of(x)
+        if rows is None:
+            super().batch_norm_backward_data(x, dy, n, sums, dx, relu)
+            return
+        period, channels = rows.period, rows.channels
+        columns = self._workspace.take("gradient columns", 2 * period)
+        spread_backward.run(
+            1, period // channels, 1, n.inverse, *sums, channels / rows.size, channels, period, columns
+        )  # fmt: skip
+        per_column = (*self._columns(rows, n), columns, columns[period:])
+        self._run_each(gradient_kernel(relu), rows, x, dy, *per_column, dx)
+
+    def relu_backward(self, y: Array, dy: Array, dx: Array, dbias: Array | None, accumulate: bool) -> None:
+        rows = rows_of(y)
+        if rows is None or dbias is None:
+            super().relu_backward(y, dy, dx, dbias, accumulate)
+            return
+        note_host_work()  # adds up what blocks have
+        sums = self._gradient_sums(rows, "output", y, None, [dy], dx, (y, y, y))
+        totals = sums[: 2 * rows.blocks * rows.period].view(np.float64)
+        total = totals.reshape(-1, rows.channels).sum(axis=0)
+        dbias[...] = dbias + total if accumulate else total
+
+    def lrn_across_forward(self, x: Array, y: Array, scale: Array | None, window: LrnWindow) -> None:
+        self._check_dense(x, y, scale)
+        channels, w = x.shape[1], window
+        pixels = x.size // max(1, channels)
+        lrn_pixels.run(
+            self.threads,
+            pixels,
+            _lrn_grain(x),
+            x,
+            y,
+            scale,
+            channels,
+            *_lrn_sides(w.size),
+            w.alpha / w.size,
+            w.beta,
+            w.k,
+        )
+
+    def lrn_across_backward(
+        self, x: Array, y: Array | None, scale: Array | None, dy: Array, dx: Array, window: LrnWindow
+    ) -> None:
+        self._check_dense(x, y, scale, dy, dx)
+        channels, w = x.shape[1], window
+        pixels = x.size // max(1, channels)
+        factor = 2 * w.alpha * w.beta / w.size
+        lrn_pixels_gradient.run(
+            self.threads, pixels, _lrn_grain(x), x, y, scale, dy, dx, channels, *_lrn_sides(w.size), factor, w.beta
+        )

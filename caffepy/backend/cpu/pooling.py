@@ -1,0 +1,691 @@
+"""Pooling on the CPU: maxima, averages and random elements of windows of channels-last images.
+
+Owns the innermost loops: the maximum or the sum over a window for some vectors of channels, in registers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from caffepy.backend.cpu.jit.intrinsics import intrinsic
+from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Ints, Kernel, Words, device_function, kernel
+from caffepy.backend.cpu.jit.vector import INDICES, VECTOR, WIDTH, Writer, ahead, ahead_int
+from caffepy.backend.cpu.memory import CpuMemory, Workspace
+from caffepy.backend.interface import PoolingPrimitives
+from caffepy.backend.types import Array, Geometry
+
+GRAIN = 8192
+"""Elements below which a second thread costs more than it saves."""
+STOCHASTIC_GRAIN = 2048
+"""The same for stochastic pooling."""
+MIN_STRIPED_CHANNELS = 512
+"""Channels from which the pixels of a window lie so far apart that those of a few columns, with all their channels, are
+passed over before the next ones: memory is fetched ahead where it is read in order."""
+COLUMNS = 8
+"""Columns that are passed over together then."""
+WORD, NUMBERS, INTEGERS = types.int64, types.CPointer(types.float32), types.CPointer(types.int32)
+
+
+class WindowWriter(Writer):
+    """Writes what is done with a window in some vectors of channels at once.
+
+    Args:
+        builder: of the instructions.
+        vectors: 4, 2 or 1.
+        goes_on: whether to start from what was found before.
+        left: channels from the first of these vectors to the last of the image: at least four vectors of them for four,
+            and one for two, of which the second then lies over the first.
+    """
+
+    def __init__(self, builder: Any, vectors: int, goes_on: bool, left: Any) -> None:
+        super().__init__(builder)
+        self._goes_on, self._left, self._mask = goes_on, left, self.lanes(left) if vectors == 1 else None
+        self._offsets = [self.word(v * WIDTH) for v in range(vectors)]
+        if vectors == 2:
+            last = builder.sub(left, self._offsets[1])
+            self._offsets[1] = builder.select(builder.icmp_signed("<", last, self._offsets[1]), last, self._offsets[1])
+
+    def write_maximum(self, arguments: list[Any]) -> None:
+        """See `window_maximum`."""
+        x, rows, row, columns, column, index, width, y, mask = arguments
+        builder, numbers = self.builder, ir.FloatType().as_pointer()
+        x, y, mask = (self._starts(start) for start in (x, y, self.builder.bitcast(mask, numbers)))
+
+        def over_rows(h: Any, _: Any, best: list[Any]) -> list[Any]:
+            def over_columns(w: Any, _: Any, inner: list[Any]) -> list[Any]:
+                found = self._values(x, builder.add(builder.mul(h, row), builder.mul(w, column)))
+                at = builder.add(index, builder.add(builder.mul(h, width), w))
+                pairs = [self._better(inner[2 * v : 2 * v + 2], value, at) for v, value in enumerate(found)]
+                return [number for pair in pairs for number in pair]
+
+            return self.loop(columns, best, [], over_columns)
+
+        def kept() -> list[Any]:
+            where = [builder.bitcast(value, INDICES) for value in self._values(mask, self.word(0))]
+            return [n for pair in zip(self._values(y, self.word(0)), where, strict=True) for n in pair]
+
+        def first() -> list[Any]:
+            where = self.splat(builder.trunc(index, ir.IntType(32)))
+            return [number for value in self._values(x, self.word(0)) for number in (value, where)]
+
+        best = self.loop(rows, kept() if self._goes_on else first(), [], over_rows)
+        self._write(y, best[::2])
+        self._write(mask, [builder.bitcast(where, VECTOR) for where in best[1::2]])
+
+    def write_sums(self, arguments: list[Any]) -> None:
+        """See `window_sums`."""
+        x, rows, row, columns, column, high, wide, step, y = arguments
+        builder, zeros = self.builder, [ir.Constant(VECTOR, [0.0] * WIDTH)] * len(self._offsets)
+        x, y = self._starts(x), self._starts(y)
+
+        def share(table: Any, index: Any) -> Any:
+            return self.splat(builder.load(builder.gep(table, [builder.mul(index, step)]), align=4))
+
+        def scaled_sum(totals: list[Any], values: list[Any], factor: Any) -> list[Any]:
+            return [self.multiply_add(value, factor, total) for value, total in zip(values, totals, strict=True)]
+
+        def over_rows(h: Any, _: Any, totals: list[Any]) -> list[Any]:
+            def over_columns(w: Any, _: Any, sums: list[Any]) -> list[Any]:
+                values = self._values(x, builder.add(builder.mul(h, row), builder.mul(w, column)))
+                return scaled_sum(sums, values, share(wide, w))
+
+            return scaled_sum(totals, self.loop(columns, zeros, [], over_columns), share(high, h))
+
+        start = self._values(y, self.word(0)) if self._goes_on else zeros
+        self._write(y, self.loop(rows, start, [], over_rows))
+
+    def _starts(self, pointer: Any) -> list[Any]:
+        """Where the vectors lie in a pixel."""
+        return [self.builder.gep(pointer, [offset]) for offset in self._offsets]
+
+    def _values(self, starts: list[Any], offset: Any) -> list[Any]:
+        addresses = [self.vector_at(start, offset) for start in starts]
+        if self._mask is None:
+            return [self.builder.load(address, align=4) for address in addresses]
+        return [self.masked_load(address, self._mask) for address in addresses]
+
+    def _write(self, starts: list[Any], values: list[Any]) -> None:
+        for start, value in zip(starts, values, strict=True):
+            address = self.vector_at(start, self.word(0))
+            if self._mask is None:
+                self.builder.store(value, address, align=4)
+            else:
+                self.store(value, address, self._left, self._mask)
+
+    def _better(self, best: list[Any], value: Any, at: Any) -> list[Any]:
+        """The larger of what was best and `value` at index `at`, and its index; the first one or first NaN wins."""
+        where = self.splat(self.builder.trunc(at, ir.IntType(32)))
+        number = self.builder.fcmp_ordered("==", best[0], best[0])
+        larger = self.builder.and_(self.builder.fcmp_unordered(">", value, best[0]), number)
+        return [self.builder.select(larger, value, best[0]), self.builder.select(larger, where, best[1])]
+
+
+def _window(
+    write: Callable[[WindowWriter, list[Any]], None], more: tuple[Any, ...], vectors: int, goes_on: bool
+) -> Any:
+    """An intrinsic for a window of x, `rows` times `columns` elements that are `row` and `column` apart.
+
+    Args:
+        write: writes it.
+        more: types of four arguments beyond these; the channels that are left follow.
+        vectors: of channels.
+        goes_on: whether to start from what was found before.
+    """
+    signature = types.void(NUMBERS, WORD, WORD, WORD, WORD, *more, WORD)
+
+    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+        write(WindowWriter(builder, vectors, goes_on, arguments[-1]), list(arguments[:-1]))
+        return context.get_dummy_value()
+
+    def typed(  # noqa: PLR0913 -- a kernel
+        typing_context: Any, x: Any, rows: Any, row: Any, columns: Any, column: Any, first: Any, second: Any,
+        third: Any, fourth: Any, left: Any,
+    ) -> Any:  # fmt: skip
+        return signature, generate
+
+    return intrinsic(typed)
+
+
+def _window_maximum(vectors: int, goes_on: bool = False) -> Any:
+    return _window(WindowWriter.write_maximum, (WORD, WORD, NUMBERS, INTEGERS), vectors, goes_on)
+
+
+def _window_sums(vectors: int, goes_on: bool = False) -> Any:
+    return _window(WindowWriter.write_sums, (NUMBERS, NUMBERS, WORD, NUMBERS), vectors, goes_on)
+
+
+window_maximum, window_maximum2, window_maximum4 = (_window_maximum(vectors) for vectors in (1, 2, 4))
+"""Maxima of a window and their indices `index + h * width + w`. Arguments: index, width, y, mask."""
+window_sums, window_sums2, window_sums4 = (_window_sums(vectors) for vectors in (1, 2, 4))
+"""Sums of a window, each element times high[h * step] and wide[w * step]. Arguments: high, wide, step, y."""
+more_maximum, more_maximum4 = (_window_maximum(vectors, goes_on=True) for vectors in (1, 4))
+more_sums, more_sums4 = (_window_sums(vectors, goes_on=True) for vectors in (1, 4))
+"""As these, from what y and mask hold."""
+
+
+@device_function
+def window_bounds(number: Any, stride: Any, pad: Any, kernel: Any, size: Any) -> Any:
+    """The first element of a window along an axis that lies within the image, and the end of those that do."""
+    first = number * stride - pad
+    end = min(first + kernel, size)
+    return max(first, 0), end
+
+
+def rows_and_grain(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Items and grain of a kernel whose items are the rows of (N, C, H, W)."""
+    samples, channels, height, width = shape
+    return samples * height, max(1, GRAIN // max(1, channels * width))
+
+
+@kernel
+def max_forward(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, x: Floats, y: Floats, mask: Ints,
+    channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
+    kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int, pad_h: Int, pad_w: Int, vector: Int,
+) -> None:  # fmt: skip
+    """Items are the rows (n, oh) of the output."""
+    size = width * channels
+    for item in range(begin, end):
+        n = item // out_height
+        h0, h1 = window_bounds(item % out_height, stride_h, pad_h, kernel_h, height)
+        for ow in range(out_width):
+            w0, w1 = window_bounds(ow, stride_w, pad_w, kernel_w, width)
+            out = (item * out_width + ow) * channels
+            index = h0 * width + w0
+            source = (n * height * width + index) * channels
+            c = 0
+            while c < channels:
+                left = channels - c
+                if left >= 4 * vector:
+                    window_maximum4(
+                        ahead(x, source + c), h1 - h0, size, w1 - w0, channels, index, width, ahead(y, out + c),
+                        ahead_int(mask, out + c), left,
+                    )  # fmt: skip
+                    c += 4 * vector
+                elif left > vector:
+                    window_maximum2(
+                        ahead(x, source + c), h1 - h0, size, w1 - w0, channels, index, width, ahead(y, out + c),
+                        ahead_int(mask, out + c), left,
+                    )  # fmt: skip
+                    c += 2 * vector
+                else:
+                    at = min(c, max(0, channels - vector))
+                    window_maximum(
+                        ahead(x, source + at), h1 - h0, size, w1 - w0, channels, index, width, ahead(y, out + at),
+                        ahead_int(mask, out + at), channels - at,
+                    )  # fmt: skip
+                    c += vector
+
+
+@kernel
+def max_of_parts(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, x: Floats, y: Floats, mask: Ints,
+    channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
+    kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int, pad_h: Int, pad_w: Int, part: Int, vector: Int,
+) -> None:  # fmt: skip
+    """As `max_forward`, for many channels: those of `part` columns of a window's row before the next ones."""
+    many = channels // (4 * vector) * 4 * vector
+    for item in range(begin, end):
+        n = item // out_height
+        h0, h1 = window_bounds(item % out_height, stride_h, pad_h, kernel_h, height)
+        for ow in range(out_width):
+            w0, w1 = window_bounds(ow, stride_w, pad_w, kernel_w, width)
+            out, index = (item * out_width + ow) * channels, h0 * width + w0
+            for c in range(channels):
+                y[out + c], mask[out + c] = x[(n * height * width + index) * channels + c], index
+            for h in range(h0, h1):
+                for w in range(w0, w1, part):
+                    index, columns = h * width + w, min(part, w1 - w)
+                    source = (n * height * width + index) * channels
+                    for c in range(0, many, 4 * vector):
+                        more_maximum4(
+                            ahead(x, source + c), 1, 0, columns, channels, index, width, ahead(y, out + c),
+                            ahead_int(mask, out + c), channels - c,
+                        )  # fmt: skip
+                    for c in range(many, channels, vector):
+                        more_maximum(
+                            ahead(x, source + c), 1, 0, columns, channels, index, width, ahead(y, out + c),
+                            ahead_int(mask, out + c), channels - c,
+                        )  # fmt: skip
+
+
+@kernel
+def max_backward(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, dy: Floats, mask: Ints, dx: Floats, channels: Int, block: Int, blocks: Int, pixels: Int,
+    out_pixels: Int,
+) -> None:  # fmt: skip
+    """Items are (n, block of channels), so that no two threads add to one element."""
+    for item in range(begin, end):
+        n = item // blocks
+        c0 = (item % blocks) * block
+        c1 = min(c0 + block, channels)
+        if c1 - c0 == channels:
+            for i in range(n * pixels * channels, (n + 1) * pixels * channels):
+                dx[i] = 0
+        else:
+            for p in range(pixels):
+                for c in range(c0, c1):
+                    dx[(n * pixels + p) * channels + c] = 0
+        if channels == 1:  # a loop over one channel takes longer than what it does
+            for q in range(n * out_pixels, (n + 1) * out_pixels):
+                dx[n * pixels + mask[q]] += dy[q]
+        else:
+            for q in range(out_pixels):
+                source = (n * out_pixels + q) * channels
+                for c in range(c0, c1):
+                    dx[(n * pixels + mask[source + c]) * channels + c] += dy[source + c]
+
+
+MAX_DIRECT_WINDOW = 9
+"""Elements whose sums are made anew for each window."""
+FEW_CHANNELS = 4
+"""Channels that leave most lanes of a vector empty: the elements of a row fill it."""
+
+
+@device_function
+def _add_pixels(source: Any, at: Any, step: Any, count: Any, channels: Any, target: Any, to: Any) -> None:
+    """target[to + c] = the sum over `count` pixels, `step` elements apart, of source[at + c]."""
+    for c in range(channels):
+        target[to + c] = 0
+    for i in range(count):
+        for c in range(channels):
+            target[to + c] += source[at + i * step + c]
+
+
+@device_function
+def _add_row(source: Any, at: Any, count: Any, channels: Any, target: Any, to: Any) -> None:
+    """target[to + c] += the sum over `count` pixels that lie next to each other of source[at + c]."""
+    four = count // 4 * 4
+    for i in range(0, four, 4):
+        a = at + i * channels
+        b, c, d = a + channels, a + 2 * channels, a + 3 * channels
+        for j in range(channels):
+            target[to + j] += (source[a + j] + source[b + j]) + (source[c + j] + source[d + j])
+    for i in range(four, count):
+        for j in range(channels):
+            target[to + j] += source[at + i * channels + j]
+
+
+@device_function
+def _add_to_pixels(source: Any, at: Any, channels: Any, target: Any, to: Any, count: Any) -> None:
+    """target[to + c] += source[at + c] for `count` pixels that lie next to each other."""
+    for i in range(count):
+        for c in range(channels):
+            target[to + i * channels + c] += source[at + c]
+
+
+@kernel
+def average_forward(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, x: Floats, y: Floats, lines: Floats, rows: Int, items: Int,
+    channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
+    kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int, pad_h: Int, pad_w: Int,
+) -> None:  # fmt: skip
+    """Items are parts of the rows (n, oh) of the output: first the rows of a window are added up, then its columns."""
+    size = width * channels
+    for item in range(begin, end):
+        line = ahead(lines, item * size)
+        for row in range(item * rows // items, (item + 1) * rows // items):
+            n = row // out_height
+            h0 = (row % out_height) * stride_h - pad_h
+            h1 = min(h0 + kernel_h, height + pad_h)
+            high = h1 - h0
+            h0, h1 = max(h0, 0), min(h1, height)
+            source = (n * height + h0) * size
+            # Where no column is read twice a line would cost more.
+            apart = stride_w >= kernel_w or out_width == 1
+            for h in range(0 if apart else h1 - h0):
+                for i in range(size):
+                    line[i] = x[source + h * size + i] + (line[i] if h > 0 else 0)
+            for ow in range(out_width):
+                w0 = ow * stride_w - pad_w
+                w1 = min(w0 + kernel_w, width + pad_w)
+                area = high * (w1 - w0)
+                w0, w1 = max(w0, 0), min(w1, width)
+                out = (row * out_width + ow) * channels
+                if apart:
+                    for c in range(channels):
+                        y[out + c] = 0
+                    for h in range(h1 - h0):
+                        _add_row(x, source + h * size + w0 * channels, w1 - w0, channels, y, out)
+                else:
+                    _add_pixels(line, w0 * channels, channels, w1 - w0, channels, y, out)
+                for c in range(channels):
+                    y[out + c] /= area
+
+
+@kernel
+def average_backward(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, dy: Floats, dx: Floats, lines: Floats, rows: Int, items: Int,
+    channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
+    kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int, pad_h: Int, pad_w: Int,
+) -> None:  # fmt: skip
+    """Items are parts of the rows (n, h) of the image: first the windows' rows that cover it are added up."""
+    size = out_width * channels
+    for item in range(begin, end):
+        line = ahead(lines, item * size)
+        for row in range(item * rows // items, (item + 1) * rows // items):
+            n = row // height
+            h = row % height + pad_h
+            for i in range(size):
+                line[i] = 0
+            for oh in range(max(0, (h - kernel_h) // stride_h + 1), min(out_height, h // stride_h + 1)):
+                high = min(oh * stride_h + kernel_h, height + 2 * pad_h) - oh * stride_h
+                source = (n * out_height + oh) * size
+                for ow in range(out_width):
+                    area = high * (min(ow * stride_w + kernel_w, width + 2 * pad_w) - ow * stride_w)
+                    at = ow * channels
+                    for c in range(channels):
+                        line[at + c] += dy[source + at + c] / area
+            target = row * width * channels
+            for i in range(target, target + width * channels):
+                dx[i] = 0
+            for ow in range(out_width):
+                w0 = ow * stride_w - pad_w
+                w1 = min(w0 + kernel_w, width)
+                _add_to_pixels(line, ow * channels, channels, dx, target + max(w0, 0) * channels, w1 - max(w0, 0))
+
+
+@device_function
+def _clear(target: Any, count: Any) -> None:
+    for i in range(count):
+        target[i] = 0
+
+
+@device_function
+def _multiply(target: Any, at: Any, factors: Any, count: Any) -> None:
+    for i in range(count):
+        target[at + i] *= factors[i]
+
+
+@device_function
+def _sum_elements(line: Any, starts: Any, counts: Any, step: Any, target: Any, at: Any, count: Any) -> None:
+    """target[at + i] = the sum of counts[i] elements of a line, `step` apart, from starts[i] on."""
+    for i in range(count):
+        total = np.float32(0)
+        for k in range(starts[i], starts[i] + counts[i] * step, step):
+            total += line[k]
+        target[at + i] = total
+
+
+@device_function
+def _copy(source: Any, at: Any, count: Any, target: Any, to: Any) -> None:
+    for i in range(count):
+        target[to + i] = source[at + i]
+
+
+@device_function
+def _repeats(rows: Any, row: Any) -> Any:
+    """Whether a row meets what the one before it met."""
+    return row > 0 and rows[2 * row] == rows[2 * row - 2] and rows[2 * row + 1] == rows[2 * row - 1]
+
+
+@kernel
+def average_windows(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, x: Floats, y: Floats, channels: Int, height: Int, width: Int, out_height: Int,
+    out_width: Int, rows: Words, columns: Words, high: Floats, wide: Floats, step: Int, vector: Int,
+) -> None:  # fmt: skip
+    """Sums of small windows, in registers. Items are the rows (n, oh) of y.
+
+    `rows` and `columns` have for each row and column of y the first that it meets in x, and how many; `high` and
+    `wide` what these are multiplied with: one for each of y with `step` 0, of x with 1.
+    """
+    size, out_size = width * channels, out_width * channels
+    for item in range(begin, end):
+        oh = item % out_height
+        if step == 1 and item > begin and _repeats(rows, oh):
+            _copy(y, (item - 1) * out_size, out_size, y, item * out_size)
+            continue
+        h, met = rows[2 * oh], rows[2 * oh + 1]
+        line = (item // out_height * height + h) * size
+        a = ahead(high, oh if step == 0 else h)
+        for ow in range(out_width):
+            w, count = columns[2 * ow], columns[2 * ow + 1]
+            b = ahead(wide, ow if step == 0 else w)
+            source, out = line + w * channels, item * out_size + ow * channels
+            c = 0
+            while c < channels:
+                left = channels - c
+                if left >= 4 * vector:
+                    window_sums4(
+                        ahead(x, source + c), met, size, count, channels, a, b, step, ahead(y, out + c), left
+                    )  # fmt: skip
+                    c += 4 * vector
+                elif left > vector:
+                    window_sums2(
+                        ahead(x, source + c), met, size, count, channels, a, b, step, ahead(y, out + c), left
+                    )  # fmt: skip
+                    c += 2 * vector
+                else:
+                    at = min(c, max(0, channels - vector))
+                    window_sums(
+                        ahead(x, source + at), met, size, count, channels, a, b, step, ahead(y, out + at),
+                        channels - at,
+                    )  # fmt: skip
+                    c += vector
+
+
+@kernel
+def average_of_parts(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, x: Floats, y: Floats, channels: Int, height: Int, width: Int, out_height: Int,
+    out_width: Int, rows: Words, columns: Words, high: Floats, wide: Floats, part: Int, vector: Int,
+) -> None:  # fmt: skip
+    """As `average_windows` with step 0, for many channels: those of `part` columns of a row before the next ones."""
+    size = width * channels
+    many = channels // (4 * vector) * 4 * vector
+    for item in range(begin, end):
+        oh = item % out_height
+        a, first = ahead(high, oh), item // out_height * height + rows[2 * oh]
+        for ow in range(out_width):
+            w0, met = columns[2 * ow], columns[2 * ow + 1]
+            out, b = (item * out_width + ow) * channels, ahead(wide, ow)
+            _clear(ahead(y, out), channels)
+            for row in range(first, first + rows[2 * oh + 1]):
+                for w in range(0, met, part):
+                    source, count = row * size + (w0 + w) * channels, min(part, met - w)
+                    for c in range(0, many, 4 * vector):
+                        more_sums4(
+                            ahead(x, source + c), 1, 0, count, channels, a, b, 0, ahead(y, out + c), channels - c
+                        )  # fmt: skip
+                    for c in range(many, channels, vector):
+                        more_sums(
+                            ahead(x, source + c), 1, 0, count, channels, a, b, 0, ahead(y, out + c), channels - c
+                        )  # fmt: skip
+
+
+@kernel
+def average_few(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, x: Floats, y: Floats, lines: Floats, rows_of_y: Int, items: Int, channels: Int, height: Int,
+    size: Int, out_height: Int, out_size: Int, rows: Words, high: Floats, starts: Words, counts: Words, wide: Floats,
+    step: Int, most: Int,
+) -> None:  # fmt: skip
+    """Averages where an image has few channels. Items are parts of the rows (n, oh) of y.
+
+    The rows of x that a row of y meets are added up, whole vectors of their `size` elements, then for each of
+    `out_size` elements the `counts` pixels from `starts` on; `most` is the largest count. `high` and `wide` are what
+    rows and elements are multiplied with: one for each of y with `step` 0, of x with 1.
+    """
+    for item in range(begin, end):
+        line = ahead(lines, item * (size + 1))
+        line[size] = 0
+        begun = item * rows_of_y // items
+        for row in range(begun, (item + 1) * rows_of_y // items):
+            oh, out = row % out_height, row * out_size
+            if step == 1 and row > begun and _repeats(rows, oh):
+                _copy(y, out - out_size, out_size, y, out)
+                continue
+            h0, met = rows[2 * oh], rows[2 * oh + 1]
+            _clear(line, size)
+            for h in range(h0, h0 + met):
+                factor, source = high[oh if step == 0 else h], (row // out_height * height + h) * size
+                for i in range(size):
+                    line[i] += x[source + i] * factor
+            if step == 1:
+                _multiply(line, 0, wide, size)
+            if most == 1:
+                for i in range(out_size):
+                    y[out + i] = line[starts[i]]
+            else:
+                _sum_elements(line, starts, counts, channels, y, out, out_size)
+            if step == 0:
+                _multiply(y, out, wide, out_size)
+
+
+def _axis(size: int, out: int, kernel: int, stride: int, pad: int, down: bool) -> tuple[ConstantTable, ConstantTable]:
+    """Along one axis what each of y meets in x (first, how many), and one over each window's length.
+
+    With `down` each element of the image meets the windows that cover it.
+    """
+    begins = np.arange(out) * stride - pad
+    lengths = np.minimum(begins + kernel, size + pad) - begins
+    if down:
+        at = np.arange(size) + pad
+        first = np.maximum(0, (at - kernel) // stride + 1)
+        stop = np.minimum(out, at // stride + 1)
+    else:
+        first, stop = np.maximum(begins, 0), np.minimum(begins + kernel, size)
+    met = np.stack([np.minimum(first, (out if down else size) - 1), np.maximum(0, stop - first)], axis=-1)
+    return ConstantTable(np.ascontiguousarray(met, np.int64)), ConstantTable((1 / lengths).astype(np.float32))
+
+
+def _elements(
+    columns: ConstantTable, wide: ConstantTable, channels: int, nothing: int
+) -> tuple[ConstantTable, ConstantTable, ConstantTable, int]:
+    """For the elements of a row of y the first in a row of x that each meets (or `nothing`), and how many pixels.
+
+    Then what these are multiplied with, for each element, and the most pixels that one meets.
+    """
+    first, count = np.repeat(columns.array, channels, axis=0).T
+    starts = np.where(count > 0, first * channels + np.arange(len(first)) % channels, nothing)
+    begins, counts = (ConstantTable(np.ascontiguousarray(table)) for table in (starts, count))
+    return begins, counts, ConstantTable(np.repeat(wide.array, channels)), int(count.max())
+
+
+@dataclass(frozen=True)
+class _Average:
+    """How averages of one shape are computed.
+
+    Args:
+        kernel: which reads x and writes y.
+        items: of the kernel.
+        grain: of the kernel.
+        line: elements of workspace for each item.
+        settings: what the kernel is called with beyond x, y and the workspace.
+    """
+
+    kernel: Kernel
+    items: int
+    grain: int
+    line: int
+    settings: tuple[Any, ...]
+
+    def run(self, threads: int, workspace: Workspace, x: Any, y: Any) -> None:
+        lines = (workspace.take("lines", self.items * self.line),) if self.line else ()
+        self.kernel.run(threads, self.items, self.grain, x, y, *lines, *self.settings)
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    threads: int, image: tuple[int, ...], pooled: tuple[int, ...], geometry: Geometry, down: bool
+) -> _Average:  # fmt: skip
+    """The averages of the windows of images of a shape, or with `down` the gradient of these images."""
+    g, (x, y) = geometry, (pooled, image) if down else (image, pooled)
+    rows, columns = (
+        _axis(image[2 + i], pooled[2 + i], g.kernel[i], g.stride[i], g.pad[i], down) for i in range(2)
+    )  # fmt: skip
+    channels, size = x[1], x[1] * x[3]
+    number, grain = rows_and_grain(y)
+    items = max(1, min(4 * threads, number // grain))
+    settings: tuple[Any, ...]
+    if channels <= FEW_CHANNELS:
+        starts, counts, wide, most = _elements(*columns, channels, size)
+        settings = (channels, x[2], size, y[2], channels * y[3], *rows, starts, counts, wide, int(down), most)
+        return _Average(average_few, items, 1, size + 1, (number, items, *settings))
+    most = math.prod(int(met.array[:, 1].max()) for met, _ in (rows, columns))
+    apart = math.prod(y[2:]) == 1 or all(kernel <= stride for kernel, stride in zip(g.kernel, g.stride, strict=True))
+    if most > MAX_DIRECT_WINDOW and (down or not apart):
+        settings = (channels, *image[2:], *pooled[2:], *g.kernel, *g.stride, *g.pad)
+        return _Average(average_backward if down else average_forward, items, 1, size, (number, items, *settings))
+    settings = (channels, *x[2:], *y[2:], rows[0], columns[0], rows[1], columns[1])
+    if channels >= MIN_STRIPED_CHANNELS and most > COLUMNS and not down:
+        return _Average(average_of_parts, number, grain, 0, (*settings, COLUMNS, WIDTH))
+    return _Average(average_windows, number, grain, 0, (*settings, int(down), WIDTH))
+
+
+@kernel
+def stochastic_forward(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, x: Floats, chance: Floats, y: Floats, mask: Ints,
+    channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
+    kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int,
+) -> None:  # fmt: skip
+    """Items are windows (n, row, column)."""
+    for item in range(begin, end):
+        h0 = (item // out_width % out_height) * stride_h
+        w0 = (item % out_width) * stride_w
+        h1 = min(h0 + kernel_h, height)
+        w1 = min(w0 + kernel_w, width)
+        base = item // (out_width * out_height) * height
+        for c in range(channels):
+            total = np.float32(0.0)
+            for h in range(h0, h1):
+                for w in range(w0, w1):
+                    total += x[((base + h) * width + w) * channels + c]
+            limit = chance[item * channels + c] * total
+            running = np.float32(0.0)
+            where = -1
+            for h in range(h0, h1):
+                for w in range(w0, w1):
+                    running += x[((base + h) * width + w) * channels + c]
+                    if where < 0 and running >= limit:
+                        where = h * width + w
+            if where < 0:
+                where = (h1 - 1) * width + w1 - 1
+            y[item * channels + c] = x[(base * width + where) * channels + c]
+            mask[item * channels + c] = where
+
+
+class CpuPooling(PoolingPrimitives, CpuMemory):
+    """`PoolingPrimitives` of the CPU."""
+
+    def pool_max_forward(self, x: Array, y: Array, mask: Array, geometry: Geometry) -> None:
+        self._check_dense(x, y, mask)
+        _, channels, height, width = x.shape
+        g = geometry
+        sizes = channels, height, width, *y.shape[2:], *g.kernel, *g.stride, *g.pad
+        if channels >= MIN_STRIPED_CHANNELS and min(g.kernel[0], height) * min(g.kernel[1], width) > COLUMNS:
+            max_of_parts.run(self.threads, *rows_and_grain(y.shape), x, y, mask, *sizes, COLUMNS, WIDTH)
+        else:
+            max_forward.run(self.threads, *rows_and_grain(y.shape), x, y, mask, *sizes, WIDTH)
+
+    def pool_max_backward(self, dy: Array, mask: Array, dx: Array, geometry: Geometry) -> None:
+        self._check_dense(dy, mask, dx)
+        samples, channels, height, width = dx.shape
+        block = channels if samples >= 4 * self.threads or self.threads == 1 else 16
+        blocks = -(-channels // block)
+        out_pixels = dy.shape[2] * dy.shape[3]
+        grain = max(1, GRAIN // max(1, block * height * width))
+        max_backward.run(
+            self.threads, samples * blocks, grain, dy, mask, dx, channels, block, blocks, height * width, out_pixels
+        )
+
+    def pool_average_forward(self, x: Array, y: Array, geometry: Geometry) -> None:
+        self._check_dense(x, y)
+        _plan(self.threads, x.shape, y.shape, geometry, False).run(self.threads, self._workspace, x, y)
+
+    def pool_average_backward(self, dy: Array, dx: Array, geometry: Geometry) -> None:
+        self._check_dense(dy, dx)
+        _plan(self.threads, dx.shape, dy.shape, geometry, True).run(self.threads, self._workspace, dy, dx)
+
+    def pool_stochastic_forward(self, x: Array, chance: Array, y: Array, mask: Array, geometry: Geometry) -> None:
+        items = y.shape[0] * y.shape[2] * y.shape[3]
+        shapes = (*x.shape[1:], *y.shape[2:], *geometry.kernel, *geometry.stride)
+        stochastic_forward.run(
+            self.threads, items, max(1, STOCHASTIC_GRAIN // max(1, int(x.shape[1]))), x, chance, y, mask, *shapes
+        )

@@ -1,0 +1,360 @@
+"""Convolutions of small images by kernels/small_convolution.cu, where cuDNN's take longer to start than to run.
+
+Owns when a problem is small; the tilings that are possible for it (how much a block takes at once and how its warps
+divide that); what a block of each keeps in shared memory; and a rough model of the time, which puts them in order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from caffepy.backend.cuda.compiler import C_TYPES, TF32_PRODUCTS, argument, defines, library_kernel
+from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, sum_parts
+from caffepy.backend.cuda.convolution.problem import Direction, Task
+from caffepy.backend.cuda.device import cupy, has_tensor_cores
+from caffepy.backend.cuda.memory import raw
+from caffepy.backend.layout import round_up
+
+SHARED_LIMIT = 220 * 1024
+"""Bytes of shared memory that a block may have (of 227 KiB on Hopper; smaller GPUs have less and refuse)."""
+
+PIXEL_COUNTS = (32, 64, 128, 256)
+"""About how many pixels of a result a block may compute at once."""
+
+MIN_WINDOW_BY_ROWS = 81
+"""Pixels of a window from which on blocks load only those of its rows that they need."""
+
+WORDS_A_CLOCK = 5.5
+"""What a multiprocessor of an H200 gets from the second-level cache while all others ask as well."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A problem as the kernels see it, all sizes (height, width).
+
+    Args:
+        images: N.
+        image: size of what the windows move over.
+        channels: its channels.
+        out: size of the result: a pixel for each window.
+        outputs: its channels.
+        kernel: size of a window.
+        stride: its step.
+        pad: zeros before the image.
+        dilation: distance of its elements.
+        flipped: whether it is a gradient to data, as a convolution of dy with turned weights.
+    """
+
+    images: int
+    image: tuple[int, ...]
+    channels: int
+    out: tuple[int, ...]
+    outputs: int
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    pad: tuple[int, ...]
+    dilation: tuple[int, ...]
+    flipped: bool
+
+    @property
+    def depth(self) -> int:
+        """Elements of a window."""
+        return self.kernel[0] * self.kernel[1] * self.channels
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the work is divided; the names are the constants of the kernels.
+
+    Args:
+        images: images that a block takes at once.
+        rows: rows of the result that it takes of each.
+        tiles_m: tiles of 16 lines for each warp.
+        tiles_n: tiles of 8 columns for each warp.
+        warps_m: warps for different lines.
+        warps_n: warps for different columns.
+        warps_k: warps for different parts of a sum.
+        parts: for weight gradients, how many blocks add up parts of each sum.
+    """
+
+    images: int
+    rows: int
+    tiles_m: int
+    tiles_n: int
+    warps_m: int = 1
+    warps_n: int = 1
+    warps_k: int = 1
+    parts: int = 1
+
+    @property
+    def warps(self) -> int:
+        return self.warps_m * self.warps_n * self.warps_k
+
+    @property
+    def name(self) -> str:
+        numbers = (self.images, self.rows, self.tiles_m, self.tiles_n, self.warps_m, self.warps_n, self.warps_k)
+        return "small " + " ".join(map(str, (*numbers, self.parts)))
+
+
+def shape_of(task: Task) -> Shape:
+    """A task's problem as the kernels see it."""
+    problem, g = task.problem, task.problem.geometry
+    if task.direction is not Direction.DATA:
+        return Shape(
+            problem.x[0], problem.x[2:], problem.x[1], problem.y[2:], problem.y[1], g.kernel, g.stride, g.pad,
+            g.dilation, False,
+        )  # fmt: skip
+    pad = tuple(d * (k - 1) - p for d, k, p in zip(g.dilation, g.kernel, g.pad, strict=True))
+    return Shape(
+        problem.x[0], problem.y[2:], problem.y[1], problem.x[2:], problem.x[1], g.kernel, (1, 1), pad, g.dilation, True
+    )
+
+
+class Layout:
+    """What a block of one tiling keeps in shared memory, and what the kernel must be told of it.
+
+    Args:
+        shape: the problem.
+        tiling: of its work.
+        weights: whether it is a weight gradient.
+    """
+
+    def __init__(self, shape: Shape, tiling: Tiling, weights: bool) -> None:
+        self.shape = shape
+        self.tiling = tiling
+        self.weights = weights
+        self.pixel = _pixel(shape.channels, weights)
+        self.pixels = tiling.images * tiling.rows * shape.out[1]
+        self.lines = tiling.tiles_m * tiling.warps_m * 16
+        self.columns = tiling.tiles_n * tiling.warps_n * 8
+        self.kernel_rows = self._kernel_rows()
+        size = (
+            (rows - 1) * stride + (kernel - 1) * dilation + 1
+            for rows, stride, kernel, dilation in zip(
+                (tiling.rows, shape.out[1]), shape.stride, (self.kernel_rows, shape.kernel[1]), shape.dilation,
+                strict=True,
+            )
+        )  # fmt: skip
+        self.patch = round_up(tiling.images * math.prod(size) * self.pixel, 4)
+        self.pitch = round_up(shape.depth, 8) + 4
+        if weights or shape.flipped:
+            rows = self.lines if weights else self.columns
+            self.pitch = rows + 8 if rows % 16 == 0 else rows
+        self.depth_steps = -(-shape.depth // 8)
+        self.pixel_steps = -(-self.pixels // 8)
+        self.pieces = -(-shape.images // tiling.images) * -(-shape.out[0] // tiling.rows)
+
+    def _kernel_rows(self) -> int:
+        """Rows of the window that a block needs: all, but for weights of large windows those of its columns."""
+        shape, columns = self.shape, self.columns
+        if not self.weights or math.prod(shape.kernel) < MIN_WINDOW_BY_ROWS:
+            return shape.kernel[0]
+        row = shape.kernel[1] * shape.channels
+        ends = ((first, min(first + columns, shape.depth) - 1) for first in range(0, shape.depth, columns))
+        return max(last // row - first // row + 1 for first, last in ends)
+
+    @property
+    def words(self) -> int:
+        """Words of shared memory: patch, factors and table, or the warps' sums after them."""
+        steps = self.pixel_steps if self.weights else self.depth_steps
+        rows = steps * 8 if self.weights or self.shape.flipped else self.columns
+        factors = rows * self.pitch
+        return max(self.patch + factors + steps * 8, self.tiling.warps_k * self.lines * self.columns)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        if self.weights:
+            tiles = -(-self.shape.depth // self.columns), -(-self.shape.outputs // self.lines)
+            return min(self.tiling.parts, self.pieces), *tiles
+        return self.pieces, -(-self.shape.outputs // self.columns), 1
+
+    def time(self, multiprocessors: int) -> float:
+        """About how many clocks it takes: loading, multiplying or reading shared memory, and parts written and read.
+
+        The numbers were fitted to 155 tilings of LeNet's and cifar10's convolutions, measured on an H200 with an
+        earlier form of the kernels: there the better of the model's first two is within 6 % of the fastest.
+        """
+        t, blocks = self.tiling, math.prod(self.grid)
+        factors = self.pixel_steps * 8 * self.lines if self.weights else self.columns * self.shape.depth
+        loading = (self.patch + factors) / WORDS_A_CLOCK
+        steps = -(-(self.pixel_steps if self.weights else self.depth_steps) // t.warps_k)
+        products = t.tiles_m * t.tiles_n
+        busy = t.warps * steps * max(2 * products, 4 * t.tiles_m + 2 * t.tiles_n + 2)
+        waits = steps * (30 + 4 * products)
+        rounds = -(-self.pieces // self.grid[0]) if self.weights else 1
+        together = max(1, min(232448 // (4 * self.words + 1024), 2048 // (32 * t.warps), -(-blocks // multiprocessors)))
+        alone = rounds * (500 + loading + max(busy * (1 + 8 / t.warps), waits))
+        crowded = together * rounds * (loading + busy * (1 + 8 / (t.warps * together)))
+        waves = -(-blocks // (multiprocessors * together))
+        parts = self.grid[0] * self.shape.outputs * self.shape.depth / (multiprocessors * WORDS_A_CLOCK)
+        return float(waves * max(alone, crowded) + (4 * parts if self.weights else 0))
+
+    def constants(self) -> dict[str, int]:
+        """The constants that the kernels want defined."""
+        s, t = self.shape, self.tiling
+        return {
+            "HEIGHT": s.image[0], "WIDTH": s.image[1], "CHANNELS": s.channels, "OUT_HEIGHT": s.out[0],
+            "OUT_WIDTH": s.out[1], "OUTPUTS": s.outputs, "KERNEL_H": s.kernel[0], "KERNEL_W": s.kernel[1],
+            "STRIDE_H": s.stride[0], "STRIDE_W": s.stride[1], "PAD_H": s.pad[0], "PAD_W": s.pad[1],
+            "DILATION_H": s.dilation[0], "DILATION_W": s.dilation[1], "FLIPPED": int(s.flipped), "IMAGES": t.images,
+            "ROWS": t.rows, "PIXEL": self.pixel, "TILES_M": t.tiles_m, "TILES_N": t.tiles_n, "WARPS_M": t.warps_m,
+            "WARPS_N": t.warps_n, "WARPS_K": t.warps_k, "PITCH": self.pitch, "KERNEL_ROWS": self.kernel_rows,
+        }  # fmt: skip
+
+
+def _pixel(channels: int, weights: bool) -> int:
+    """Words from one pixel to the next, so that the lanes of a warp find theirs in different banks."""
+    if channels < 4:
+        return channels
+    unit, rest = (16, 8) if weights else (8, 4)
+    return channels + (rest - channels) % unit
+
+
+def _pieces(shape: Shape) -> Iterator[tuple[int, int]]:
+    """Images and rows that a block may take at once."""
+    choices = set()
+    for pixels in PIXEL_COUNTS:
+        images = max(1, min(pixels // math.prod(shape.out), shape.images))
+        rows = shape.out[0] if images > 1 else max(1, min(round(pixels / shape.out[1]), shape.out[0]))
+        even = -(-shape.out[0] // -(-shape.out[0] // rows))
+        choices.add((images, even))
+    yield from sorted(choices)
+
+
+def tilings(shape: Shape, weights: bool, multiprocessors: int) -> list[Layout]:
+    """All tilings that fit, the likely fastest first."""
+    every = _for_weights(shape, multiprocessors) if weights else _for_pixels(shape)
+    layouts = [Layout(shape, tiling, weights) for tiling in every]
+    fitting = [layout for layout in layouts if 4 * layout.words <= SHARED_LIMIT]
+    return sorted(fitting, key=lambda layout: layout.time(multiprocessors))
+
+
+def _fits_registers(tiles: int, warps: int) -> bool:
+    """Whether the sums of so many tiles leave a warp registers to work with."""
+    return tiles <= (16 if warps > 8 else 28)
+
+
+def _for_pixels(shape: Shape) -> Iterator[Tiling]:
+    columns = -(-shape.outputs // 8)
+    choices = {min(columns, 8), -(-columns // 2)}
+    for (images, rows), tiles_n in itertools.product(_pieces(shape), sorted(c for c in choices if c <= 8)):
+        lines = -(-images * rows * shape.out[1] // 16)
+        for tiles_m, warps_k in itertools.product((1, 2, 3, 4), (1, 2, 4)):
+            warps_m = -(-lines // tiles_m)
+            if 4 <= warps_m * warps_k <= 16 and _fits_registers(tiles_m * tiles_n, warps_m * warps_k):
+                yield Tiling(images, rows, tiles_m, tiles_n, warps_m, 1, warps_k)
+
+
+def _for_weights(shape: Shape, multiprocessors: int) -> Iterator[Tiling]:
+    tiles_m = min(-(-shape.outputs // 16), 4)
+    columns = -(-shape.depth // 8)
+    for (images, rows), tiles_n in itertools.product(_pieces(shape), (1, 2, 3, 4, 5, 8)):
+        for warps_n, warps_k in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)):
+            if not 4 <= warps_n * warps_k <= 8 or not _fits_registers(tiles_m * tiles_n, warps_n * warps_k):
+                continue
+            if tiles_n * (warps_n - 1) >= columns or (tiles_n > columns and tiles_n > 1):
+                continue
+            one = Layout(shape, Tiling(images, rows, tiles_m, tiles_n, 1, warps_n, warps_k, 1), True)
+            tiles = one.grid[1] * one.grid[2]
+            for filled in (0.5, 1, 2):
+                parts = min(one.pieces, max(1, int(filled * multiprocessors) // tiles))
+                yield Tiling(images, rows, tiles_m, tiles_n, 1, warps_n, warps_k, parts)
+
+
+MAX_MULTIPLICATIONS = 2**30
+"""Beyond so many, cuDNN's kernels are ahead."""
+
+MAX_FOR_LARGE_WINDOWS = 2**34
+"""The same for weights' gradients of large windows, where few channels leave cuDNN's tiles mostly empty."""
+
+MAX_CHANNELS = 64
+"""Channels and outputs beyond which cuDNN's tensor cores have enough to do at once."""
+
+MAX_CANDIDATES = 2
+"""Tilings that are tried, each of which takes half a second to compile."""
+
+
+def suits_small_kernels(task: Task, resources: Resources) -> bool:
+    """Whether the kernels can do a task and may be ahead with it."""
+    problem, g = task.problem, task.problem.geometry
+    large = task.direction is Direction.WEIGHTS and math.prod(g.kernel) >= MIN_WINDOW_BY_ROWS
+    most = MAX_FOR_LARGE_WINDOWS if large else MAX_MULTIPLICATIONS
+    if len(problem.x) != 4 or g.group != 1 or task.sums or problem.multiplications > most:
+        return False
+    if problem.dtype == "float32" and not resources.tf32:
+        return False
+    if max(problem.x[1], problem.weights[0]) > MAX_CHANNELS or math.prod(g.kernel) == 1:
+        return False
+    if task.direction is Direction.DATA and g.stride != (1, 1):
+        return False
+    return has_tensor_cores()
+
+
+def small_candidates(task: Task, resources: Resources) -> list[SmallConvolution]:
+    """The likely fastest tilings of a task."""
+    multiprocessors = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
+    layouts = tilings(shape_of(task), task.direction is Direction.WEIGHTS, multiprocessors)
+    return [SmallConvolution(task, layout, resources) for layout in layouts[:MAX_CANDIDATES]]
+
+
+class SmallConvolution:
+    """A candidate: one tiling.
+
+    Args:
+        task: what to compute.
+        layout: the tiling with what follows from it.
+        resources: scratch memory.
+    """
+
+    def __init__(self, task: Task, layout: Layout, resources: Resources) -> None:
+        self.name = layout.tiling.name
+        self._task = task
+        self._layout = layout
+        self._resources = resources
+        self._kernel: Any = None
+
+    def prepare(self) -> bool:
+        """Compile; False if the GPU has not the shared memory."""
+        layout = self._layout
+        limit = cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"]
+        if 4 * layout.words > limit:
+            return False
+        name = "weights" if layout.weights else "gather"
+        kind = {} if layout.weights else {"GATHER": 1}
+        element = C_TYPES[cupy.dtype(self._task.problem.array_dtype).char]
+        text = defines(Element=element, **kind, **layout.constants())
+        self._kernel = library_kernel("small_convolution", name, text, TF32_PRODUCTS)
+        self._kernel.max_dynamic_shared_size_bytes = 4 * layout.words
+        return True
+
+    def run(self, operands: Operands) -> None:
+        """One launch, and for weight gradients one more that adds up their parts."""
+        if self._layout.weights:
+            self._weights(operands)
+            return
+        bias = operands.bias if self._task.bias else None
+        pointer = np.uint64(0) if bias is None else bias
+        self._launch(
+            raw(operands.first), raw(operands.second), pointer, raw(operands.out), self._layout.shape.images,
+            bias is not None, self._task.relu,
+        )  # fmt: skip
+
+    def _weights(self, operands: Operands) -> None:
+        parts, size = self._layout.grid[0], operands.out.size
+        out = raw(operands.out)
+        direct = parts == 1 and not operands.accumulate
+        sums = out if direct else self._resources.scratch.get("parts of a weight gradient", parts * size)
+        self._launch(raw(operands.first), raw(operands.second), sums, self._layout.shape.images, self._layout.pieces)
+        if not direct:
+            sum_parts(sums, out, parts, operands.accumulate)
+
+    def _launch(self, *arguments: Any) -> None:
+        layout = self._layout
+        values = tuple(map(argument, arguments))
+        self._kernel(layout.grid, (32 * layout.tiling.warps,), values, shared_mem=4 * layout.words)

@@ -1,1 +1,0 @@
-"""Convolutions of small problems by own kernels: kernels/small_convolution.cu. registry.py imports it."""

@@ -1,1 +1,0 @@
-"""Formulas made into CUDA kernels, elementwise and reducing. cuda and its folders import it."""

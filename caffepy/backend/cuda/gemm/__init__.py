@@ -1,1 +1,0 @@
-"""Matrix products on the GPU. cuda and cuda/convolution import it."""

@@ -1,0 +1,90 @@
+"""Index arithmetic: the offset of an element of one array from that of an element of another.
+
+Owns the arithmetic behind `axis`: Channel arguments, reductions and classes all see a large array in memory as
+(outer, size, inner) and use (index / inner) % size. Owns the axes that a copy walks along as well.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from caffepy.backend.layout import WIDE_LOAD, memory_axes
+from caffepy.backend.types import Array
+
+
+@dataclass(frozen=True)
+class Period:
+    """The large array in memory as a C-ordered (outer, size, inner); `size` runs over the small array."""
+
+    outer: int
+    size: int
+    inner: int
+
+
+@lru_cache(maxsize=4096)
+def find_period(shape: tuple[int, ...], small: tuple[int, ...], axis: int) -> Period | None:
+    """How a small array of the axes from `axis` on repeats through a large one; None if not as one period.
+
+    Both are in the backend's memory order. A small array of one element has size 1.
+    """
+    if math.prod(small) == 1:
+        return Period(math.prod(shape), 1, 1)
+    if tuple(small) == tuple(shape):
+        return Period(1, math.prod(shape), 1)
+    kept = [axis + i for i in memory_axes(len(small)) if small[i] != 1]
+    assert all(shape[axis + i] == d for i, d in enumerate(small) if d != 1), (shape, small, axis)
+    order = [a for a in memory_axes(len(shape)) if shape[a] != 1]
+    first = order.index(kept[0])
+    if order[first : first + len(kept)] != kept:
+        return None
+    outer = math.prod(shape[a] for a in order[:first])
+    inner = math.prod(shape[a] for a in order[first + len(kept) :])
+    return Period(outer, math.prod(small), inner)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis that a copy walks along; steps are counted in elements."""
+
+    size: int
+    source: int
+    destination: int
+
+
+def collapse(shape: tuple[int, ...], source: tuple[int, ...], destination: tuple[int, ...]) -> list[Axis]:
+    """The axes of two arrays of one shape, given the steps of each: the destination's order in memory, outermost first.
+
+    Axes that follow on each other in both arrays become one. There is always at least one.
+    """
+    axes = [Axis(*numbers) for numbers in zip(shape, source, destination, strict=True) if numbers[0] != 1]
+    axes.sort(key=lambda axis: -axis.destination)
+    joined: list[Axis] = []
+    for axis in axes:
+        last = joined[-1] if joined else None
+        steps = (axis.size * axis.source, axis.size * axis.destination)
+        if last is not None and (last.source, last.destination) == steps:
+            joined[-1] = Axis(last.size * axis.size, axis.source, axis.destination)
+        else:
+            joined.append(axis)
+    return joined or [Axis(1, 1, 1)]
+
+
+def widest(numbers: list[int], limit: int) -> int:
+    """The largest power of two up to `limit` (one itself) that divides all the numbers."""
+    while any(number % limit for number in numbers):
+        limit //= 2
+    return limit
+
+
+MAX_INDEX = 2**31 - 1
+"""Largest number of items that kernels with 32-bit indices take."""
+
+
+def vector_width(channels: int, arrays: tuple[Array, ...]) -> int:
+    """How many neighbouring channels a thread loads at once from channels-last arrays."""
+    width = widest([channels], WIDE_LOAD // max(arrays[0].itemsize, 1))
+    while any(int(a.data.ptr) % min(WIDE_LOAD, width * a.itemsize) for a in arrays):
+        width //= 2
+    return width

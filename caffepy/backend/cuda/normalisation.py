@@ -1,0 +1,169 @@
+"""Batch normalisation, gradients of activations and local response normalisation on the GPU.
+
+Each primitive is one launch, sums included, and reads and writes every array once; `columns.py` says how an array is
+divided among blocks and threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from caffepy.backend.cuda.codegen import formula_of
+from caffepy.backend.cuda.columns import Tuning, find_layout, flat_layout, make_plan
+from caffepy.backend.cuda.compiler import (
+    THREADS,
+    c_type,
+    defines,
+    divider,
+    launch,
+    library_kernel,
+)
+from caffepy.backend.cuda.index_arithmetic import MAX_INDEX, vector_width
+from caffepy.backend.cuda.memory import CudaMemory, raw
+from caffepy.backend.elementwise import Expression, Kind
+from caffepy.backend.interface import NormalisationPrimitives
+from caffepy.backend.types import Array, BatchNormState, LrnWindow
+
+MAX_GRADIENTS = 4
+"""Gradients that one launch of `backward_sums` adds up; each takes registers of every thread."""
+
+
+FORWARD = Tuning(128, 4)
+FORWARD_RESIDUAL = Tuning(128, 4, width=8)
+DATA = Tuning(128, 4)
+ACTIVATION = Tuning(128, 4)
+MEASURE = Tuning(1024, 8, sums=True)
+SUMS = Tuning(1024, 4, sums=True)
+SUMS_OF_TWO_HALVES = Tuning(1024, 4, sums=True)
+SUMS_OF_MANY = Tuning(1024, 2, sums=True)
+ACTIVATION_AND_BIAS = Tuning(1024, 4, sums=True)
+
+
+LARGE_SIZE = 32
+"""Window size (in channels) above which the kernel loops over the window instead of unrolling it."""
+
+
+def _launch_lrn(name: str, arrays: tuple[Array, ...], window: LrnWindow) -> None:
+    channels, large = arrays[0].shape[1], window.size > LARGE_SIZE
+    assert len({a.dtype for a in arrays}) == 1, "LRN keeps the dtype"
+    width = 1 if large else vector_width(channels, arrays)
+    count = arrays[0].size // width
+    if count == 0:
+        return
+    assert count <= MAX_INDEX, f"{arrays[0].shape}: too large for LRN in one piece"
+    text = defines(STORED=c_type(arrays[0]), WIDTH=width, SIZE=window.size, LARGE=int(large))
+    packs = channels // width
+    numbers = map(np.float32, (window.alpha / window.size, window.beta, window.k))
+    arguments = (*map(raw, arrays), np.uint32(packs), divider(packs), *numbers, np.uint32(count))
+    library_kernel("lrn", name, text)((-(-count // THREADS),), (THREADS,), arguments)
+
+
+class CudaNormalisation(NormalisationPrimitives, CudaMemory):
+    """`NormalisationPrimitives` of the GPU."""
+
+    keeps_lrn_scale = False
+
+    def batch_norm_measure(self, x: Array, n: BatchNormState) -> None:
+        plan = make_plan("normalise_measure", find_layout((x,), (), MEASURE.width), MEASURE, {"X": x}, "measure")
+        plan.launch(
+            raw(x), *plan.between_blocks(self._scratch), n.mean, n.inverse, n.sum_mean, n.sum_variance, n.count,
+            float(n.epsilon), float(n.fraction),
+        )  # fmt: skip
+
+    def batch_norm_measure_sums(self, sums: Array, elements: int, n: BatchNormState) -> None:
+        arrays = (n.mean, n.inverse, n.sum_mean, n.sum_variance, n.count)
+        numbers = (float(n.epsilon), float(n.fraction), elements, n.mean.size)
+        launch(library_kernel("statistics", "measure_sums"), n.mean.size, (raw(sums), *arrays, *numbers))
+
+    def batch_norm_load(self, n: BatchNormState) -> None:
+        arrays = (n.sum_mean, n.sum_variance, n.count, n.mean, n.inverse)
+        kernel = library_kernel("statistics", "load_statistics")
+        launch(kernel, n.mean.size, (*arrays, float(n.epsilon), n.mean.size))
+
+    def batch_norm_forward(
+        self, x: Array, n: BatchNormState, y: Array, residual: Array | None = None, relu: bool = False,
+        mask: Array | None = None,
+    ) -> None:  # fmt: skip
+        other = x if residual is None else residual
+        arrays, per_channel = (raw(x), raw(other), raw(y)), (n.mean, n.inverse, n.scale, n.bias)
+        tuning = FORWARD if residual is None else FORWARD_RESIDUAL
+        layout = find_layout(arrays, per_channel, tuning.width)
+        whole_bytes = layout.width > 1 and layout.columns % 8 == 0
+        by_bits = mask is not None and not whole_bytes
+        plan = make_plan(
+            "normalise_forward", layout, tuning, {"X": x, "R": other, "Y": y},
+            "normalise_forward_bits" if by_bits else "normalise_forward",
+            RESIDUAL=residual is not None, RELU=relu, MASK=mask is not None,
+        )  # fmt: skip
+        inputs = (x, *per_channel, other, y, y if mask is None else mask)
+        if by_bits:
+            size = np.uint64(x.size)
+            launch(plan.kernel, -(-x.size // 8), (*inputs, layout.columns, layout.inner, size))
+        else:
+            plan.launch(*inputs)
+
+    def batch_norm_backward_sums(
+        self, x: Array, dys: Sequence[Array], n: BatchNormState, sums: Sequence[Array], relu: bool = False,
+        mask: Array | None = None, total: Array | None = None,
+    ) -> None:  # fmt: skip
+        dys = self._at_most_four(dys, total)
+        arrays = [raw(a) for a in (x, *dys, *(() if total is None else (total,)))]
+        assert len({a.dtype for a in arrays[1:]}) == 1, "gradients and their total are of one dtype"
+        assert total is not None or len(dys) == 1, "several gradients need an array for their sum"
+        per_channel = (n.mean, n.inverse, n.scale, n.bias)
+        few = len(dys) <= 2 and x.itemsize == dys[0].itemsize == 2
+        tuning = SUMS if total is None else SUMS_OF_TWO_HALVES if few else SUMS_OF_MANY
+        plan = make_plan(
+            "normalise_sums", find_layout(arrays, per_channel, tuning.width), tuning, {"X": x, "D": dys[0]},
+            SOURCES=len(dys), RELU=0 if not relu else 2 if mask is None else 1, TOTAL=total is not None,
+        )  # fmt: skip
+        sources = [*dys, *[dys[0]] * (MAX_GRADIENTS - len(dys))]
+        out = dys[0] if total is None else total
+        relu_source = x if mask is None else mask
+        plan.launch(x, *sources, *per_channel, relu_source, out, *sums, *plan.between_blocks(self._scratch))
+
+    def _at_most_four(self, dys: Sequence[Array], total: Array | None) -> Sequence[Array]:
+        """As many gradients as one launch adds up: the surplus is added up in `total`, which then is one of them."""
+        if len(dys) <= MAX_GRADIENTS:
+            return dys
+        assert total is not None, "several gradients need an array for their sum"
+        here = total.data.ptr
+        # What lies in the total already must be in it afterwards.
+        first, *others = sorted(dys, key=lambda a: a.data.ptr != here)
+        self.add_n([first, *others[MAX_GRADIENTS - 1 :]], total)
+        return [total, *others[: MAX_GRADIENTS - 1]]
+
+    def batch_norm_backward_data(
+        self, x: Array, dy: Array, n: BatchNormState, sums: Sequence[Array], dx: Array, relu: bool = False
+    ) -> None:
+        per_channel = (n.mean, n.inverse, n.scale, n.bias, *sums)
+        layout = find_layout((raw(x), raw(dy), raw(dx)), per_channel, DATA.width)
+        plan = make_plan("normalise_gradient", layout, DATA, {"X": x, "D": dy, "Y": dx}, RELU=relu)
+        plan.launch(x, dy, *per_channel, dx, 1.0 / max(layout.rows, 1))
+
+    def activation_backward(
+        self, expression: Expression, y: Array, dy: Array, dx: Array, dbias: Array | None, accumulate: bool
+    ) -> None:
+        formula = formula_of(expression, Kind.EACH, Kind.EACH)
+        arrays = (raw(y), raw(dy), raw(dx))
+        types = {"X": y, "D": dy, "Y": dx}
+        if dbias is None:
+            layout = flat_layout(arrays, ACTIVATION.width)
+            plan = make_plan("activation_gradient", layout, ACTIVATION, types, formula=formula, BIASED=False)
+            plan.launch(y, dy, dx, dx, False, dx, dx)
+        else:
+            layout = find_layout(arrays, (), ACTIVATION_AND_BIAS.width)
+            plan = make_plan("activation_gradient", layout, ACTIVATION_AND_BIAS, types, formula=formula, BIASED=True)
+            plan.launch(y, dy, dx, dbias, accumulate, *plan.between_blocks(self._scratch))
+
+    def lrn_across_forward(self, x: Array, y: Array, scale: Array | None, window: LrnWindow) -> None:
+        assert scale is None, "the backward pass works the scale out again"
+        _launch_lrn("lrn_forward", (x, y), window)
+
+    def lrn_across_backward(
+        self, x: Array, y: Array | None, scale: Array | None, dy: Array, dx: Array, window: LrnWindow
+    ) -> None:
+        assert y is None and scale is None, "they are worked out again"
+        _launch_lrn("lrn_backward", (x, dy, dx), window)
