@@ -94,7 +94,7 @@ class ForwardRunner:
     def offload_to_host(self) -> None:
         """Take the parameters' present values, and move to host memory the weights that passes do not read.
 
-        Those were folded, or have copies in the dtype in which they are read. Only parameters that are kept apart move;
+        Those were folded, or have copies in the dtype in which they are read. Only unflattened parameters move;
         biases and statistics are not worth the time. What a pass reads after all comes back in the first one.
         """
         net = self.net

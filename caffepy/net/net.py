@@ -75,8 +75,8 @@ class Net:
             self.blobs = built.blobs
             self.outputs = built.outputs
             self._table = built.table
-            apart = self.phase == caffe_pb2.TEST
-            self.parameters = ParameterBuffer(self.backend, built.table.parameters, apart)
+            unflattened = self.phase == caffe_pb2.TEST
+            self.parameters = ParameterBuffer(self.backend, built.table.parameters, unflattened)
             """Those of another net after `share_trained_layers_with`."""
             self._filled = False
             rewrite = fold_nodes if self.phase == caffe_pb2.TEST else fuse_nodes
@@ -200,7 +200,7 @@ class Net:
     def _refresh_copies(self) -> None:
         """Refresh the half-precision copies, in a folded net only of the parameters that are read as they are."""
         own = self.unfolded_layers()
-        if len(own) == len(self.layers) and not self.parameters.apart:
+        if len(own) == len(self.layers) and not self.parameters.unflattened:
             self.parameters.refresh(self._dtypes)
             return
         self.parameters.refresh_single((b, one.dtype) for one in own if one.dtype != "float32" for b in one.blobs)
@@ -379,7 +379,7 @@ class Net:
             for layer in self.layers
             for index in (layer.local_statistics() if local_only else layer.running_statistics())
         ]
-        if self.parameters.apart or self.parameters.borrows:
+        if self.parameters.unflattened or self.parameters.borrows:
             return [self.backend.flat(blob.data) for blob in blobs]
         return [self.parameters.data[part] for part in self.parameters.slices(blobs)]
 
@@ -443,7 +443,7 @@ class Net:
         if self._dtypes and not owns:  # those of another net, whose copies in other dtypes this net has used
             for blob in (blob for layer in self.layers for blob in layer.blobs):
                 blob.copies = {}
-            self.parameters, owns = ParameterBuffer(self.backend, self._table.parameters, apart=True), True
+            self.parameters, owns = ParameterBuffer(self.backend, self._table.parameters, unflattened=True), True
         share_trained_layers(self.layers, other.layers, Blob.share_data)
         if owns:
             self.parameters.note_borrowed()

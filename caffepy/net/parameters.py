@@ -190,8 +190,8 @@ class ParameterBuffer:
     """The memory of a net's parameters and gradients; where the parameters are is decided here and does not change.
 
     The parameters of a net that trains are in one flat array, so that an update, a broadcast and a snapshot are one
-    call each. Those of a net that only predicts have memory of their own (`apart`), so that each can leave the device.
-    Gradients are in one flat array in both cases.
+    call each. Those of a net that only predicts have memory of their own (`unflattened`), so that each can leave the
+    device. Gradients are in one flat array in both cases.
 
     Flat arrays are laid out in the order in which the backward pass finishes the gradients: the last layer's first.
     What the blobs hold when the buffer is made is kept. Parameters that are not learned (lr_mult 0) come behind all
@@ -201,13 +201,13 @@ class ParameterBuffer:
     Args:
         backend: where the memory is.
         parameters: in Caffe's order, the first layer's first.
-        apart: each parameter keeps memory of its own; `data` cannot be used then.
+        unflattened: each parameter keeps memory of its own; `data` cannot be used then.
     """
 
     FLAGS = 64
     """Elements behind the learned parameters' gradients, all-reduced with them."""
 
-    def __init__(self, backend: Backend, parameters: list[Parameter], apart: bool = False) -> None:
+    def __init__(self, backend: Backend, parameters: list[Parameter], unflattened: bool = False) -> None:
         self.backend = backend
         self.parameters = parameters
         self.size = self._lay_out()
@@ -227,7 +227,7 @@ class ParameterBuffer:
         """Their values before a change, of those whose memory an earlier parameter has too: changes add up."""
         self._staging: Array | None = None
         """All parameters, flat, where some are in the memory of another net."""
-        if not apart:
+        if not unflattened:
             self._data = self._allocate()
             for parameter in self.parameters:
                 parameter.blob.move(self.view(self._data, parameter))
@@ -243,7 +243,7 @@ class ParameterBuffer:
 
     @property
     def data(self) -> Array:
-        """All parameters, flat, with their first values; not where they are apart.
+        """All parameters, flat, with their first values; not where they are unflattened.
 
         Where some are in the memory of another net it is a copy: call `written` after changes. The memory that these
         had before may be another net's by now, so that it is left alone.
@@ -294,7 +294,7 @@ class ParameterBuffer:
         return bool(self._borrowed)
 
     @property
-    def apart(self) -> bool:
+    def unflattened(self) -> bool:
         """Whether each parameter has memory of its own."""
         return self._data is None
 
@@ -304,7 +304,7 @@ class ParameterBuffer:
         The first time all; later those that are still offloaded: a parameter that came back to the device is in use.
         """
         first, self._left = not self._left, True
-        return [blob for blob in blobs if self.apart and (first or blob.is_offloaded)]
+        return [blob for blob in blobs if self.unflattened and (first or blob.is_offloaded)]
 
     def _lay_out(self) -> int:
         order = _backward_order(self.parameters)

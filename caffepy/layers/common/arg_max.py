@@ -50,7 +50,7 @@ class ArgMaxLayer(Layer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         param, (indices, values) = self.param.argmax_param, self._results
-        self.backend.largest(self._row.pull(bottom[0].data), self._axis, indices, values)
+        self.backend.largest(self._row.load(bottom[0].data), self._axis, indices, values)
         if param.HasField("axis"):
             self.backend.copy(values if param.out_max_val else indices, top[0].data)
             return

@@ -73,7 +73,7 @@ class FilterLayer(Layer):
         self._row = LayoutAdapter(self.backend, selector.shape, (selector.count,))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        selector = self.backend.to_host(self._row.pull(bottom[-1].data))
+        selector = self.backend.to_host(self._row.load(bottom[-1].data))
         # On the meta device nothing is known of the numbers; all samples are the most memory that can be needed.
         wanted = np.flatnonzero(selector.astype(np.int64)) if self.backend.holds_values else np.arange(selector.size)
         self._index = self.backend.zeros((len(wanted),))

@@ -47,18 +47,18 @@ class EmbedLayer(Layer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         y = self._y.target(top[0].data)
-        index = self._index.pull(bottom[0].data)
+        index = self._index.load(bottom[0].data)
         self.backend.gather_rows(self.blobs[0].data, index, y, self._check.bad)
         if self.param.embed_param.bias_term:
             self.backend.apply(total_with_channel, (y, self.blobs[1].data), (y,))
-        self._y.push(top[0].data)
+        self._y.store(top[0].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        dy = self._dy.pull(top[0].diff)
+        dy = self._dy.load(top[0].diff)
         if self.propagate_to_params[0]:
             if not self.accumulate(0):
                 self.backend.fill(self.blobs[0].diff, 0)
-            self.backend.scatter_add_rows(dy, self._index.pull(bottom[0].data), self.blobs[0].diff)
+            self.backend.scatter_add_rows(dy, self._index.load(bottom[0].data), self.blobs[0].diff)
         if self.param.embed_param.bias_term and self.propagate_to_params[1]:
             self.backend.reduce(identity, (dy,), (self.blobs[1].diff,), 1, self.accumulate(1))
 

@@ -61,25 +61,25 @@ class InnerProductLayer(Layer):
     def compute(self, bottom: Blob, top: Blob, with_bias: Expression) -> None:
         """The top's data, given the formula that takes the product and the bias."""
         param = self.param.inner_product_param
-        x, y = self._x.pull(bottom.data), self._y.target(top.data)
+        x, y = self._x.load(bottom.data), self._y.target(top.data)
         weights, turned = self.weights(), not param.transpose
         if param.bias_term:
             self.backend.gemm_and_apply(with_bias, x, weights, self.blobs[1].data, y, transpose_b=turned)
         else:
             self.backend.gemm(x, weights, y, transpose_b=turned)
-        self._y.push(top.data)
+        self._y.store(top.data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         param = self.param.inner_product_param
         if param.bias_term and self.propagate_to_params[1]:
-            dy = self._y.pull(top[0].diff)
+            dy = self._y.load(top[0].diff)
             self.backend.reduce(identity, (dy,), (self.blobs[1].diff,), accumulate=self.accumulate(1))
         self.propagate(bottom[0], top[0].diff, propagate_down[0])
 
     def propagate(self, bottom: Blob, top_diff: Array, down: bool) -> None:
         """The gradients of the weights and, if `down`, of the bottom, given that of the top."""
         param = self.param.inner_product_param
-        dy = self._y.pull(top_diff)
+        dy = self._y.load(top_diff)
         if self.propagate_to_params[0]:
             x = self._x.target(bottom.data)
             a, b = (x, dy) if param.transpose else (dy, x)
@@ -87,4 +87,4 @@ class InnerProductLayer(Layer):
         if down:
             dx = self._dx.target(bottom.diff)
             self.backend.gemm(dy, self.weights(), dx, transpose_b=param.transpose)
-            self._dx.push(bottom.diff)
+            self._dx.store(bottom.diff)

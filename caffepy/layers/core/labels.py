@@ -45,15 +45,15 @@ class Labels:
         self._blob = labels
         self._row = LayoutAdapter(self._backend, labels.shape, (self.size,))
 
-    def pull(self) -> Array:
+    def load(self) -> Array:
         """The labels of this pass, shape (size,), in the logical order of the scores without their axis."""
         if self._pulls == 0:
             self._first = self._layer.context.passes.number
         self._pulls += 1
-        return self._row.pull(self._blob.data)
+        return self._row.load(self._blob.data)
 
     def kept(self) -> Array:
-        """The labels as the last `pull` gave them."""
+        """The labels as the last `load` gave them."""
         return self._row.target(self._blob.data)
 
     def raise_device_errors(self) -> None:

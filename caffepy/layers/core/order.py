@@ -29,7 +29,7 @@ class LayoutAdapter:
 
     Args:
         backend: where the arrays live.
-        shape: what arrays given to `pull`, `target` and `push` have.
+        shape: what arrays given to `load`, `target` and `store` have.
         other: what they are seen as, of the same count.
         dtype: of their elements.
     """
@@ -42,19 +42,19 @@ class LayoutAdapter:
         self._other = other
         self.is_view = shape == other or (is_plain(shape) and is_plain(other))
 
-    def pull(self, array: Array) -> Array:
-        """The elements of `array` under the other shape; where it is a copy, the next pull overwrites it."""
+    def load(self, array: Array) -> Array:
+        """The elements of `array` under the other shape; where it is a copy, the next load overwrites it."""
         if not self.is_view:
             self.transfer(array, self._buffer)
         return self.target(array)
 
     def target(self, array: Array) -> Array:
-        """The array to write `array`'s elements to, under the other shape; call `push` afterwards."""
+        """The array to write `array`'s elements to, under the other shape; call `store` afterwards."""
         if self.is_view:
             return self._backend.view(self._backend.flat(array), self._other)
         return self._buffer
 
-    def push(self, array: Array) -> None:
+    def store(self, array: Array) -> None:
         """Copy from `target(array)` to `array`, unless it is a view of it."""
         if not self.is_view:
             self.transfer(self._buffer, array)
@@ -84,7 +84,7 @@ class Extended:
 
     Args:
         backend: where the arrays live.
-        shape: what arrays given to `pull`, `target` and `push` have.
+        shape: what arrays given to `load`, `target` and `store` have.
         larger: what they are seen as, no shorter along any axis.
         dtype: of their elements.
     """
@@ -97,20 +97,20 @@ class Extended:
         self._shape, self._larger = shape, larger
         self._is_same = shape == larger
 
-    def pull(self, array: Array) -> Array:
-        """The elements of `array` and the zeros; where it is a copy, the next pull overwrites it."""
+    def load(self, array: Array) -> Array:
+        """The elements of `array` and the zeros; where it is a copy, the next load overwrites it."""
         if not self._is_same:
             self._backend.copy(array, self._own)
         return self.target(array)
 
     def target(self, array: Array) -> Array:
-        """The larger array to write `array`'s elements to; the rest is dropped. Call `push` afterwards.
+        """The larger array to write `array`'s elements to; the rest is dropped. Call `store` afterwards.
 
-        What was written behind the elements stays there: such an object cannot serve `pull` as well.
+        What was written behind the elements stays there: such an object cannot serve `load` as well.
         """
         return array if self._is_same else self._buffer
 
-    def push(self, array: Array) -> None:
+    def store(self, array: Array) -> None:
         """Copy from `target(array)` to `array`, unless it is a view of it."""
         if not self._is_same:
             self._backend.copy(self._own, array)

@@ -79,7 +79,7 @@ class AccuracyLayer(Layer):
         self.backend.fill(self._ones, 1)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        backend, labels = self.backend, self._labels.pull()
+        backend, labels = self.backend, self._labels.load()
         # Ignored labels may lie outside the classes (255 in segmentation), which is no fault of theirs.
         backend.apply(without_ignored, (labels, self._ignored), (self._safe_labels,))
         ranked = (bottom[0].data, self._safe_labels, self._ranks, self._labels.bad, self._axis)

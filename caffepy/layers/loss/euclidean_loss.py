@@ -27,7 +27,7 @@ class EuclideanLossLayer(ElementLossLayer):
     no_gradient_bottoms = frozenset()
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        a, b = bottom[0].data, self._targets.pull(bottom[1].data)
+        a, b = bottom[0].data, self._targets.load(bottom[1].data)
         factor = 0.5 / max(bottom[0].shape[0], 1)
         self.backend.reduce(squared_difference, (a, b, factor), (top[0].data,))
 
@@ -41,4 +41,4 @@ class EuclideanLossLayer(ElementLossLayer):
             db = self._target_diffs.target(bottom[1].diff)
             self.backend.apply(difference, (a, b, -factor), (db,))
             self.finish(top, db)
-            self._target_diffs.push(bottom[1].diff)
+            self._target_diffs.store(bottom[1].diff)

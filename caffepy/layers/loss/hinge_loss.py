@@ -81,17 +81,17 @@ class SampleLabelLoss(LossLayer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         hot: Array = self._hot.array
-        self.backend.one_hot(self._labels.pull(), hot, self._labels.bad)
-        self.backend.reduce(self.formulas()[0], (self._x.pull(bottom[0].data), hot, self._factor()), (top[0].data,))
+        self.backend.one_hot(self._labels.load(), hot, self._labels.bad)
+        self.backend.reduce(self.formulas()[0], (self._x.load(bottom[0].data), hot, self._factor()), (top[0].data,))
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if not propagate_down[0]:
             return
-        inputs = (self._x.pull(bottom[0].data), self._hot.array, self.weight() * self._factor())
+        inputs = (self._x.load(bottom[0].data), self._hot.array, self.weight() * self._factor())
         dx = self._dx.target(bottom[0].diff)
         self.backend.apply(self.formulas()[1], inputs, (dx,))
         self.finish(top, dx)
-        self._dx.push(bottom[0].diff)
+        self._dx.store(bottom[0].diff)
 
     def raise_device_errors(self) -> None:
         self._labels.raise_device_errors()

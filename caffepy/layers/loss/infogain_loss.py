@@ -112,19 +112,19 @@ class InfogainLossLayer(LossLayer):
     def _probabilities(self, bottom: Blobs, top: Blobs) -> Array:
         """The probabilities as (positions, classes)."""
         if self.context.nvidia:
-            return self._rows.pull(bottom[0].data)
+            return self._rows.load(bottom[0].data)
         probabilities = self.scratch("probabilities", bottom[0].shape).array
         self.backend.softmax_forward(bottom[0].data, probabilities, self._axis)
         if len(top) > 1:
             self.backend.copy(probabilities, top[1].data)
-        return self._rows.pull(probabilities)
+        return self._rows.load(probabilities)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         backend, gains, valid = self.backend, self._gains.array, self._valid.array
         ignored = NONE_IGNORED if self.ignored is None else float(self.ignored)
         rows = self._probabilities(bottom, top)
-        matrix = self._matrix if len(bottom) < 3 else self._square.pull(bottom[2].data)
-        backend.apply(valid_labels, (self._labels.pull(), ignored), (self._safe.array, valid))
+        matrix = self._matrix if len(bottom) < 3 else self._square.load(bottom[2].data)
+        backend.apply(valid_labels, (self._labels.load(), ignored), (self._safe.array, valid))
         backend.gather_rows(matrix, self._safe.array, gains, self._labels.bad)
         backend.reduce(infogain, (rows, gains, valid), (self._total,), 0)
         backend.reduce(identity, (valid,), (self._count,))
@@ -136,13 +136,13 @@ class InfogainLossLayer(LossLayer):
         backend, gains, valid = self.backend, self._gains.array, self._valid.array
         count = self._count if self._divisor is None else 1.0
         source = bottom[0].data if self.context.nvidia else self.scratch("probabilities", bottom[0].shape).array
-        rows, dx = self._rows.pull(source), self._gradients.rows
+        rows, dx = self._rows.load(source), self._gradients.rows
         if self.context.nvidia:
             backend.apply(probability_gradient, (rows, gains, valid, self.scale(), count), (dx,), 0)
         else:
             backend.reduce(identity, (gains,), (self._sums.array,), 0)
             backend.apply(score_gradient, (rows, gains, self._sums.array, valid, self.scale(), count), (dx,), 0)
-        self._gradients.push(bottom[0].diff)
+        self._gradients.store(bottom[0].diff)
         self.finish(top, bottom[0].diff)
 
     def raise_device_errors(self) -> None:
@@ -169,14 +169,14 @@ class ClassRows:
 
     @cached_property
     def rows(self) -> Array:
-        """The matrix that `pull` fills and `push` reads."""
+        """The matrix that `load` fills and `store` reads."""
         return self._backend.zeros((self.positions, self.classes))
 
-    def pull(self, array: Array) -> Array:
-        """The rows of an array; the next pull overwrites them."""
+    def load(self, array: Array) -> Array:
+        """The rows of an array; the next load overwrites them."""
         self._backend.copy(array.transpose(*self._order), self.rows.reshape(self._ordered))
         return self.rows
 
-    def push(self, array: Array) -> None:
+    def store(self, array: Array) -> None:
         """Copy the rows to an array."""
         self._backend.copy(self.rows.reshape(self._ordered), array.transpose(*self._order))

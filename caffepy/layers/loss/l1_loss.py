@@ -59,7 +59,7 @@ class L1LossLayer(ElementLossLayer):
 
     def _subtract(self, bottom: Blobs) -> Array:
         d = self._difference.array
-        self.backend.apply(difference, (bottom[0].data, self._targets.pull(bottom[1].data)), (d,))
+        self.backend.apply(difference, (bottom[0].data, self._targets.load(bottom[1].data)), (d,))
         return d
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
@@ -78,7 +78,7 @@ class L1LossLayer(ElementLossLayer):
             db = self._target_diffs.target(bottom[1].diff)
             self.slope(db, -factor)
             self.finish(top, db)
-            self._target_diffs.push(bottom[1].diff)
+            self._target_diffs.store(bottom[1].diff)
 
 
 @register_layer("SmoothL1Loss")
@@ -106,7 +106,7 @@ class SmoothL1LossLayer(L1LossLayer):
         self._weights = [LayoutAdapter(self.backend, blob.shape, bottom[0].shape) for blob in bottom[2:]]
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        weights = [order.pull(blob.data) for order, blob in zip(self._weights, bottom[2:], strict=True)]
+        weights = [order.load(blob.data) for order, blob in zip(self._weights, bottom[2:], strict=True)]
         d = self._subtract(bottom)
         if weights:
             self.backend.apply(product, (weights[0], d), (d,))
@@ -117,7 +117,7 @@ class SmoothL1LossLayer(L1LossLayer):
             self.backend.reduce(smooth, (d, self._factor(), self._sharpness), (top[0].data,))
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        self._pulled = [order.pull(blob.data) for order, blob in zip(self._weights, bottom[2:], strict=True)]
+        self._pulled = [order.load(blob.data) for order, blob in zip(self._weights, bottom[2:], strict=True)]
         super().backward(top, propagate_down, bottom)
 
     def slope(self, dx: Array, factor: float) -> None:

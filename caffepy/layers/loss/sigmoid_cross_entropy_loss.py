@@ -58,7 +58,7 @@ class SigmoidCrossEntropyLossLayer(ElementLossLayer):
         self._divisor = self.divisor(_Parameter.BATCH_SIZE, bottom[0].count, bottom[0].shape[0])
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        x, t = bottom[0].data, self._targets.pull(bottom[1].data)
+        x, t = bottom[0].data, self._targets.load(bottom[1].data)
         if self.ignored is None:  # nothing is counted then
             assert self._divisor is not None
             self.backend.reduce(cross_entropy, (x, t, 1 / self._divisor), (top[0].data,))

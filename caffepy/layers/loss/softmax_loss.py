@@ -50,7 +50,7 @@ class SoftmaxWithLossLayer(LossLayer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         probabilities = self._probabilities(bottom, top)
         self.backend.softmax_loss_forward(
-            bottom[0].data, self._labels.pull(), probabilities, self._totals, self._labels.bad, self._axis,
+            bottom[0].data, self._labels.load(), probabilities, self._totals, self._labels.bad, self._axis,
             self.ignored,
         )  # fmt: skip
         if self._smoothing:

@@ -75,7 +75,7 @@ class MVNLayer(Layer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         backend, found = self.backend, self._statistics
-        x, y = self._rows(self._x.pull(bottom[0].data)), self._rows(top[0].data)
+        x, y = self._rows(self._x.load(bottom[0].data)), self._rows(top[0].data)
         mean = found["mean"].array
         backend.reduce(scaled, (x, self._factor), (mean,), 0)
         if not self.param.mvn_param.normalize_variance:
@@ -96,10 +96,10 @@ class MVNLayer(Layer):
         backend.reduce(scaled, (dy, 1.0), (total,), 0)
         if not self.param.mvn_param.normalize_variance:
             backend.apply(centred_gradient, (dy, total, self._factor), (dx,), 0)
-            self._dx.push(bottom[0].diff)
+            self._dx.store(bottom[0].diff)
             return
         y, products = self._rows(self.saved_top(top)), found["sum_y_dy"].array
         backend.reduce(product, (y, dy), (products,), 0)
         inputs = (y, dy, total, products, found["deviation"].array, self._factor)
         backend.apply(standardised_gradient, inputs, (dx,), 0)
-        self._dx.push(bottom[0].diff)
+        self._dx.store(bottom[0].diff)

@@ -86,15 +86,15 @@ class NormalizeLayer(Layer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         backend, norm, unit = self.backend, self._norm.array, self._unit.array
-        x = self._by_rows(self._x.pull(bottom[0].data))
+        x = self._by_rows(self._x.load(bottom[0].data))
         backend.reduce(squared, (x,), (norm,), 0)
         backend.apply(length, (norm, max(self.param.norm_param.eps, SMALLEST)), (norm,))
         backend.apply(over, (x, norm), (self._by_rows(unit),), 0)
         self._apply_scale(unit, self._y.target(top[0].data))
-        self._y.push(top[0].data)
+        self._y.store(top[0].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        backend, unit, dy = self.backend, self._unit.array, self._dy.pull(top[0].diff)
+        backend, unit, dy = self.backend, self._unit.array, self._dy.load(top[0].diff)
         if self.propagate_to_params[0]:
             backend.reduce(product, (unit, dy), (self.blobs[0].diff,), 1, self.accumulate(0))
         if not propagate_down[0]:
@@ -103,4 +103,4 @@ class NormalizeLayer(Layer):
         backend.reduce(product, (self._by_rows(unit), rows), (inner,), 0)
         backend.apply(unit_gradient, (self._by_rows(unit), rows, inner, self._norm.array), (self._by_rows(dx),), 0)
         self._apply_scale(dx, dx)
-        self._dx.push(bottom[0].diff)
+        self._dx.store(bottom[0].diff)

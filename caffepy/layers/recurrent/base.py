@@ -191,11 +191,11 @@ class RecurrentLayer(Layer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         backend, sums = self.backend, self.sums_of_steps()
         rows = self.as_rows(sums)
-        backend.gemm(self._x.pull(bottom[0].data), self.blobs[0].data, rows, transpose_b=True)
+        backend.gemm(self._x.load(bottom[0].data), self.blobs[0].data, rows, transpose_b=True)
         backend.apply(total_with_channel, (rows, self.blobs[1].data), (rows,))
         if self._static is not None:
             shared = self.scratch("static sums", sums.shape[1:]).array
-            backend.gemm(self._static_x.pull(self._static.data), self.blobs[2].data, shared, transpose_b=True)
+            backend.gemm(self._static_x.load(self._static.data), self.blobs[2].data, shared, transpose_b=True)
             backend.apply(total_with_channel, (sums, shared), (sums,))
         exposed = self.param.recurrent_param.expose_hidden
         if not exposed:
@@ -217,7 +217,7 @@ class RecurrentLayer(Layer):
         self.put_weight_gradient(0, rows, self._x.target(bottom[0].data))
         if propagate_down[0]:
             self.backend.gemm(rows, self.blobs[0].data, self._dx.target(bottom[0].diff))
-            self._dx.push(bottom[0].diff)
+            self._dx.store(bottom[0].diff)
         if self._static is not None:
             self._static_backward(sums, self._static, propagate_down[2])
         first = len(bottom) - len(self._hidden_bottoms(bottom))
@@ -233,7 +233,7 @@ class RecurrentLayer(Layer):
         self.put_weight_gradient(2, shared, self._static_x.target(static.data))
         if down:
             self.backend.gemm(shared, self.blobs[2].data, self._static_dx.target(static.diff))
-            self._static_dx.push(static.diff)
+            self._static_dx.store(static.diff)
 
     # -- debug_info ----------------------------------------------------------------------------------
 

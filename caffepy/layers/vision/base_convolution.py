@@ -60,19 +60,19 @@ class Operand:
         self._reordered = LayoutAdapter(backend, shape, planned, dtype)
         self._extended = Extended(backend, planned, larger, dtype)
 
-    def pull(self, array: Array) -> Array:
-        """What an array holds; where it is a copy, the next pull overwrites it."""
-        return array if self.is_same else self._extended.pull(self._reordered.pull(array))
+    def load(self, array: Array) -> Array:
+        """What an array holds; where it is a copy, the next load overwrites it."""
+        return array if self.is_same else self._extended.load(self._reordered.load(array))
 
     def target(self, array: Array) -> Array:
-        """The array to write the elements of `array` to; call `push` afterwards."""
+        """The array to write the elements of `array` to; call `store` afterwards."""
         return array if self.is_same else self._extended.target(self._reordered.target(array))
 
-    def push(self, array: Array) -> None:
+    def store(self, array: Array) -> None:
         """Copy from `target(array)` to `array`, unless it is a view of it."""
         if not self.is_same:
-            self._extended.push(self._reordered.target(array))
-            self._reordered.push(array)
+            self._extended.store(self._reordered.target(array))
+            self._reordered.store(array)
 
 
 class BaseConvolutionLayer(Layer):
@@ -263,5 +263,5 @@ class BaseConvolutionLayer(Layer):
         """Add up the tops' diffs over all but the channels."""
         if self.param.convolution_param.bias_term and self.propagate_to_params[1]:
             for diff in blob_diffs:
-                dy = self._y.pull(diff)
+                dy = self._y.load(diff)
                 self.backend.reduce(identity, (dy,), (self.blobs[1].diff,), accumulate=self.accumulate(1))

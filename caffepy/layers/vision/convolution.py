@@ -57,20 +57,20 @@ class ConvolutionLayer(BaseConvolutionLayer):
     def compute(self, x: Blob, y: Blob, relu: bool = False, sums: Array | None = None) -> None:
         """The top's data, perhaps rectified, and their sums as `Convolution.forward` gives them."""
         weights, out = self._filters(self.weights()), self._y.target(y.data)
-        self._plan.forward(self._x.pull(x.data), weights, self.bias, out, relu=relu, sums=sums)
-        self._y.push(y.data)
+        self._plan.forward(self._x.load(x.data), weights, self.bias, out, relu=relu, sums=sums)
+        self._y.store(y.data)
 
     def convolve(
         self, x: Blob, y: Blob, weights: Array | None, bias: Array | None, residual: Array | None, relu: bool
     ) -> None:
         """The top's data with other weights (None: the layer's own) and bias, a residual added, perhaps rectified."""
         filters = self._filters(self.weights() if weights is None else weights)
-        image, out = self._x.pull(x.data), self._y.target(y.data)
+        image, out = self._x.load(x.data), self._y.target(y.data)
         if residual is None:
             self._plan.forward(image, filters, bias, out, relu=relu)
         else:
             self.backend.convolve_and_add(self._plan, image, filters, bias, residual, out, relu)
-        self._y.push(y.data)
+        self._y.store(y.data)
 
     def keep_weights(self, weights: Array, given: Array | None = None) -> bool:
         """Let `convolve` with the weights `given` (None: with these) rely on the present values of these.
@@ -98,21 +98,21 @@ class ConvolutionLayer(BaseConvolutionLayer):
     ) -> None:
         """The top's data by `forward`, and their sums."""
         forward(bottom, self._filters(self.weights()), self._y.target(y.data), sums)
-        self._y.push(y.data)
+        self._y.store(y.data)
 
     def propagate_normalised(
         self, gradients: NormalisedGradients, bottom: NormalisedBottom, dy: Array, dx: Array
     ) -> None:
         """`gradients` of the weights and the bottom, and what the normalisation that the bottom comes from needs."""
         filters, dweights = self._filters(self.weights()), self._filters(self.blobs[0].diff)
-        gradients(bottom, self._y.pull(dy), filters, dx, dweights, self.accumulate(0))
+        gradients(bottom, self._y.load(dy), filters, dx, dweights, self.accumulate(0))
 
     def propagate(self, x: Blob, dy: Array, down: bool) -> None:
         """The gradients of the weights and, if `down`, of the bottom, given that of the top."""
-        dy = self._y.pull(dy)
+        dy = self._y.load(dy)
         if self.propagate_to_params[0]:
             dweights = self._filters(self.blobs[0].diff)
-            self._plan.backward_weights(self._x.pull(x.data), dy, dweights, self.accumulate(0))
+            self._plan.backward_weights(self._x.load(x.data), dy, dweights, self.accumulate(0))
         if down:
             self._plan.backward_data(dy, self._filters(self.weights()), self._dx.target(x.diff))
-            self._dx.push(x.diff)
+            self._dx.store(x.diff)

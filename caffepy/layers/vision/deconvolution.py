@@ -35,18 +35,18 @@ class DeconvolutionLayer(BaseConvolutionLayer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         for x, y in zip(bottom, top, strict=True):
             out = self._y.target(y.data)
-            self._plan.backward_data(self._x.pull(x.data), self._filters(self.weights()), out)
+            self._plan.backward_data(self._x.load(x.data), self._filters(self.weights()), out)
             if self.param.convolution_param.bias_term:
                 self.backend.apply(total_with_channel, (out, self.blobs[1].data), (out,))
-            self._y.push(y.data)
+            self._y.store(y.data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         self._bias_gradient([y.diff for y in top])
         for x, y, wanted in zip(bottom, top, propagate_down, strict=True):
-            dy = self._y.pull(y.diff)
+            dy = self._y.load(y.diff)
             if self.propagate_to_params[0]:
                 dweights = self._filters(self.blobs[0].diff)
-                self._plan.backward_weights(dy, self._x.pull(x.data), dweights, self.accumulate(0))
+                self._plan.backward_weights(dy, self._x.load(x.data), dweights, self.accumulate(0))
             if wanted:
                 self._plan.forward(dy, self._filters(self.weights()), None, self._dx.target(x.diff))
-                self._dx.push(x.diff)
+                self._dx.store(x.diff)

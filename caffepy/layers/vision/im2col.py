@@ -57,13 +57,13 @@ class Im2colLayer(BaseConvolutionLayer):
         return (span // g.stride[axis] if span >= 0 else -(-span // g.stride[axis])) + 1
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        self._map.forward(self._image.pull(bottom[0].data), self._columns.target(top[0].data))
-        self._columns.push(top[0].data)
+        self._map.forward(self._image.load(bottom[0].data), self._columns.target(top[0].data))
+        self._columns.store(top[0].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if propagate_down[0]:
-            self._map.backward(self._column_diffs.pull(top[0].diff), self._image_diff.target(bottom[0].diff))
-            self._image_diff.push(bottom[0].diff)
+            self._map.backward(self._column_diffs.load(top[0].diff), self._image_diff.target(bottom[0].diff))
+            self._image_diff.store(bottom[0].diff)
 
 
 def window_map(backend: Backend, g: Geometry, image: Shape, windows: Shape) -> SpatialMap:

@@ -86,7 +86,7 @@ class SPPLayer(Layer):
             self._levels, self._pooled, self._rows, self._parts(top[0].data), strict=True
         ):
             level.forward(bottom, [blob])
-            self.backend.copy(rows.pull(blob.data), part)
+            self.backend.copy(rows.load(blob.data), part)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if not propagate_down[0]:
@@ -97,7 +97,7 @@ class SPPLayer(Layer):
         for number, part in enumerate(self._parts(top[0].diff)):
             blob, rows = self._pooled[number], self._rows[number]
             self.backend.copy(part, rows.target(blob.diff))
-            rows.push(blob.diff)
+            rows.store(blob.diff)
             target = bottom[0] if number == 0 else self._gradient
             self._levels[number].backward([blob], propagate_down, [target])
             if number:

@@ -453,8 +453,8 @@ class ConvolutionShape:
         self.group_step = self.group_outputs * self.depth
         """Elements of the filters of one group."""
         padded = tuple(size + 2 * pad for size, pad in zip(self.sizes, g.pad, strict=True))
-        self.apart = g.group > 1 and math.prod(g.kernel) > 1
-        """Whether what a window reads lies apart, pixel by pixel."""
+        self.scattered = g.group > 1 and math.prod(g.kernel) > 1
+        """Whether what a window reads is not contiguous: each pixel lies by itself."""
         self.padding = Padding(self.sizes, self.channels, g.pad, padded)
         self.line_rows = merged(
             [np.arange(out) * stride for out, stride in zip(self.out[:-1], g.stride[:-1], strict=True)], padded[:-1]

@@ -159,7 +159,7 @@ class TileConvolution:
     # -- gradient of the weights --------------------------------------------------------------------
 
     def backward_weights(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:
-        if self.shape.apart and self.shape.pixels >= MIN_GROUPED_PIXELS:
+        if self.shape.scattered and self.shape.pixels >= MIN_GROUPED_PIXELS:
             if self._group_gradient is None:
                 self._group_gradient = GroupWeightGradient(self.shape, self.threads, self.workspace)
             self._group_gradient.run(x, dy, dweights, accumulate)

@@ -75,7 +75,7 @@ BATCH = 2**21
 MIN_CHANNELS = 8 * WIDTH
 """With fewer, pixels do not lie far apart."""
 BATCH_PARTS = 8
-"""Parts of the batch whose gradients are added up apart; fixed, so that the order of a sum depends on no thread."""
+"""Parts of the batch whose gradients are added up by themselves; the order of a sum depends on no thread."""
 
 
 class _PlaneWriter(SimdGroupsWriter):
@@ -258,7 +258,7 @@ class PlanesPass:
 
 
 BLOCKS = 8
-"""Parts of the output whose gradients are added up apart; fixed, so that the order of a sum depends on no thread."""
+"""Parts of the output whose gradients are added up by themselves; the order of a sum depends on no thread."""
 MAX_READ = 8
 """Channels of a group that may be read: each has an instruction of its own."""
 
@@ -294,7 +294,7 @@ def is_grouped(weights_shape: tuple[int, ...], geometry: Geometry) -> bool:
 
 
 def _folds(lanes: SimdGroups) -> bool:
-    """Whether the gradient of the image is made for each output apart and then added up: it would leave lanes empty."""
+    """Whether the gradient of the image is made for each output by itself and then added up: else lanes were empty."""
     return lanes.made == 1 and lanes.used < WIDTH
 
 

@@ -544,7 +544,7 @@ def add_blocks(  # noqa: PLR0913 -- a kernel
 
 @cache
 def fold_kernel(many: int) -> Kernel:
-    """Adds up the gradients that `many` outputs of each channel make apart (grouped.py)."""
+    """Adds up the gradients that `many` outputs of each channel make separately (grouped.py)."""
 
     zero = np.float32(0)
 

@@ -1,6 +1,6 @@
 """Convolutions and their gradients as correlations along each axis: sums over factors at equal distances.
 
-A gradient to data with a stride is one for each phase: every so-many-th result from the phase on.
+A gradient to data with a stride is one for each residue: every so-many-th result from the residue on.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from caffepy.backend.cuda.convolution.problem import Direction, Problem
 
 
-class Phase(NamedTuple):
+class Residue(NamedTuple):
     """Every so-many-th result along an axis: its first factor, where its pixels begin, and how many factors it has."""
 
     first: int
@@ -22,16 +22,16 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Axis:
-    """A correlation along one axis: result r of a phase sums up factors k times pixels origin + offset + r * a + k * b.
+    """A correlation along one axis: result r of a residue sums factors k times pixels origin + offset + r * a + k * b.
 
     Args:
-        results: of each phase.
+        results: of each residue.
         a: pixels from a result to the next.
         b: pixels from a factor to the next.
         factors: there are.
         step: from a factor to the next: negative where they are turned round.
         origin: pixel of the first result.
-        phases: of the results.
+        residues: of the results.
     """
 
     results: int
@@ -40,18 +40,18 @@ class Axis:
     factors: int
     step: int
     origin: int
-    phases: tuple[Phase, ...]
+    residues: tuple[Residue, ...]
 
     @property
     def taps(self) -> int:
         """Factors of a result at most."""
-        return max(phase.taps for phase in self.phases)
+        return max(residue.taps for residue in self.residues)
 
     def pixels(self, results: int, factors: int | None = None) -> int:
         """That so many neighbouring results need, of so many factors if not all."""
         if factors is not None:
             return (results - 1) * self.a + (factors - 1) * self.b + 1
-        return (results - 1) * self.a + max(p.offset + (p.taps - 1) * self.b for p in self.phases if p.taps) + 1
+        return (results - 1) * self.a + max(p.offset + (p.taps - 1) * self.b for p in self.residues if p.taps) + 1
 
 
 def axis_of(problem: Problem, direction: Direction, number: int) -> Axis:
@@ -59,31 +59,31 @@ def axis_of(problem: Problem, direction: Direction, number: int) -> Axis:
     g = problem.geometry
     kernel, stride, pad, dilation = g.kernel[number], g.stride[number], g.pad[number], g.dilation[number]
     if direction is Direction.FORWARD:
-        return Axis(problem.y[2 + number], stride, dilation, kernel, 1, -pad, (Phase(0, 0, kernel),))
+        return Axis(problem.y[2 + number], stride, dilation, kernel, 1, -pad, (Residue(0, 0, kernel),))
     if direction is Direction.WEIGHTS:
         out = problem.y[2 + number]
-        return Axis(kernel, dilation, stride, out, 1, -pad, (Phase(0, 0, out),))
+        return Axis(kernel, dilation, stride, out, 1, -pad, (Residue(0, 0, out),))
     common = math.gcd(stride, dilation)
     step, b = stride // common, dilation // common
-    phases = [_phase(kernel, stride, pad, dilation, phase) for phase in range(stride)]
-    lowest = min(phase.offset for phase in phases if phase.taps)
-    moved = tuple(p._replace(offset=p.offset - lowest) if p.taps else p for p in phases)
+    residues = [_residue(kernel, stride, pad, dilation, residue) for residue in range(stride)]
+    lowest = min(residue.offset for residue in residues if residue.taps)
+    moved = tuple(p._replace(offset=p.offset - lowest) if p.taps else p for p in residues)
     return Axis(-(-problem.x[2 + number] // stride), 1, b, kernel, -step, lowest, moved)
 
 
-def _phase(kernel: int, stride: int, pad: int, dilation: int, phase: int) -> Phase:
-    """Of a gradient to data the results phase + stride * q, which are summed up from the last factor on."""
+def _residue(kernel: int, stride: int, pad: int, dilation: int, residue: int) -> Residue:
+    """Of a gradient to data the results residue + stride * q, which are summed up from the last factor on."""
     common = math.gcd(stride, dilation)
     step = stride // common
-    meeting = [k for k in range(min(step, kernel)) if (phase + pad - k * dilation) % stride == 0]
+    meeting = [k for k in range(min(step, kernel)) if (residue + pad - k * dilation) % stride == 0]
     if not meeting:
-        return Phase(0, 0, 0)
+        return Residue(0, 0, 0)
     first = meeting[0]
     taps = -(-(kernel - first) // step)
-    last = (phase + pad - first * dilation) // stride - (taps - 1) * dilation // common
-    return Phase(first + (taps - 1) * step, last, taps)
+    last = (residue + pad - first * dilation) // stride - (taps - 1) * dilation // common
+    return Residue(first + (taps - 1) * step, last, taps)
 
 
-def phases_text(axis: Axis) -> str:
+def residues_text(axis: Axis) -> str:
     """A C++ initialiser."""
-    return f"{{{', '.join(f'{{{p.first}, {p.offset}, {p.taps}}}' for p in axis.phases)}}}"
+    return f"{{{', '.join(f'{{{p.first}, {p.offset}, {p.taps}}}' for p in axis.residues)}}}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from caffepy.backend.cuda.compiler import C_TYPES, defines, launch, launch_blocks, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import Operands, Resources
-from caffepy.backend.cuda.convolution.correlation import axis_of, phases_text
+from caffepy.backend.cuda.convolution.correlation import axis_of, residues_text
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.index_arithmetic import MAX_INDEX
@@ -41,7 +41,7 @@ def suits_few_channels(task: Task) -> bool:
 
 
 def runs_of(problem: Problem) -> int:
-    """Warps for a phase of a row."""
+    """Warps for a residue of a row."""
     return -(-axis_of(problem, Direction.DATA, len(problem.x) - 3).results // RUN)
 
 
@@ -72,7 +72,7 @@ class FewChannels:
         problem, across = self._problem, axis_of(self._problem, Direction.DATA, len(self._problem.x) - 3)
         text = defines(
             STORED=C_TYPES[cupy.dtype(problem.array_dtype).char], CHANNELS=problem.x[1], OUTPUTS=problem.weights[0],
-            RUN=RUN, PHASES=phases_text(across), TAPS=across.taps, STEP=-across.step, APART=across.b,
+            RUN=RUN, RESIDUES=residues_text(across), TAPS=across.taps, STEP=-across.step, DISTANCE=across.b,
             **_window(problem),
         )  # fmt: skip
         self._turn = library_kernel("few_channels", "turn_weights", text)
@@ -93,7 +93,7 @@ class FewChannels:
 
 
 def _window(problem: Problem) -> dict[str, int]:
-    """How it moves, over three axes; along a row its phases say that."""
+    """How it moves, over three axes; along a row its residues say that."""
     g, more = problem.geometry, 5 - len(problem.x)
     rows = {"STRIDE": (g.stride, 1), "PAD": (g.pad, 0), "DILATION": (g.dilation, 1)}
     settings = {

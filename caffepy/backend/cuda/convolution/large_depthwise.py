@@ -19,7 +19,7 @@ import numpy as np
 
 from caffepy.backend.cuda.compiler import C_TYPES, MULTIPROCESSORS, argument, defines, library_kernel
 from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, sum_parts
-from caffepy.backend.cuda.convolution.correlation import Axis, axis_of, phases_text
+from caffepy.backend.cuda.convolution.correlation import Axis, axis_of, residues_text
 from caffepy.backend.cuda.convolution.problem import Direction, Task
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.index_arithmetic import MAX_INDEX
@@ -65,7 +65,7 @@ class Tiling:
         runs: threads across.
         groups: threads down.
         factors: rows and columns of factors at once.
-        shares: blocks that share the phases down.
+        shares: blocks that share the residues down.
         split: threads that share the rows of factors of a result.
     """
 
@@ -99,8 +99,8 @@ class Correlation:
 
     @cached_property
     def numbers_of_taps(self) -> Counter[tuple[int, int]]:
-        """How many phases have so many rows and columns of factors."""
-        return Counter((down.taps, across.taps) for down, across in product(self.down.phases, self.across.phases))
+        """How many residues have so many rows and columns of factors."""
+        return Counter((down.taps, across.taps) for down, across in product(self.down.residues, self.across.residues))
 
     def source(self, tiling: Tiling) -> tuple[int, int]:
         """Rows and columns of the source that a block has in shared memory."""
@@ -189,7 +189,7 @@ def _possible(correlation: Correlation) -> Iterator[Tiling]:
             continue
         every_run = _threads(across.results, run, across.b if across.a == 1 and run > 1 else 1)
         every_group = _threads(down.results, rows, down.b if down.a == 1 and rows > 1 else 1)
-        shares = [number for number in (1, 2, 4, 8, 16, 32) if number <= len(down.phases)]
+        shares = [number for number in (1, 2, 4, 8, 16, 32) if number <= len(down.residues)]
         for runs, groups in product(every_run, every_group):
             if channels * runs * groups <= MAX_THREADS:
                 first = Tiling(channels, run, rows, runs, groups, factors[0])
@@ -198,7 +198,8 @@ def _possible(correlation: Correlation) -> Iterator[Tiling]:
                 )
                 for each, shared in product(islice(fitting, MAX_FACTORS), shares):
                     yield replace(first, factors=each, shares=shared)
-                if correlation.task.direction is not Direction.WEIGHTS and len(down.phases) == len(across.phases) == 1:
+                single = len(down.residues) == len(across.residues) == 1
+                if correlation.task.direction is not Direction.WEIGHTS and single:
                     yield from _split(correlation, first)
 
 
@@ -362,7 +363,7 @@ class LargeDepthwise:
             SOURCE_H=source[0], SOURCE_W=source[1], PIXELS=self._correlation.pixels(tiling),
             EXTRA=self._correlation.extra(tiling), FACTOR_H=tiling.factors[0], FACTOR_W=tiling.factors[1],
             TAPS=tiling.factors[1] if weights else across.taps, STEP_H=down.step, STEP_W=across.step,
-            PHASES_H=phases_text(down), PHASES_W=phases_text(across), BIAS=int(task.bias), RELU=int(task.relu),
+            RESIDUES_H=residues_text(down), RESIDUES_W=residues_text(across), BIAS=int(task.bias), RELU=int(task.relu),
             WEIGHTS=int(weights),
         )  # fmt: skip
 

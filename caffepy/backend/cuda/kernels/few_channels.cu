@@ -3,17 +3,17 @@
 // dy and the same weights.
 //
 // The text before this file defines the type STORED, CHANNELS, OUTPUTS, KERNEL_D, KERNEL_H, KERNEL_W, STRIDE_D, STRIDE_H, PAD_D, PAD_H,
-// DILATION_D, DILATION_H, RUN, and along a row PHASES ({last weight, offset in dy, taps} of every STRIDE_W-th result from each on), TAPS
-// (the most), STEP (from a weight to the one that a phase takes before it) and APART (pixels of dy between them).
+// DILATION_D, DILATION_H, RUN, and along a row RESIDUES ({last weight, offset in dy, taps} of every STRIDE_W-th result from each on), TAPS
+// (the most), STEP (from a weight to the one that a residue takes before it) and DISTANCE (pixels of dy between them).
 
 constexpr int THREADS = 256, MAX_TAPS = 8, LANES = 32;
 
-struct Phase {
+struct Residue {
     int first, offset, taps;
 };
 
-__constant__ Phase phases[] = PHASES;
-constexpr int NUMBER = sizeof(phases) / sizeof(Phase);
+__constant__ Residue residues[] = RESIDUES;
+constexpr int NUMBER = sizeof(residues) / sizeof(Residue);
 static_assert(RUN * CHANNELS <= LANES, "a lane writes one result");
 
 // turned[tap][channel][output] = weights[output][tap][channel].
@@ -26,10 +26,10 @@ extern "C" __global__ void turn_weights(const STORED *weights, float *turned) {
 template <int TAPS_NOW>
 __device__ __forceinline__ void add_columns(float (&sums)[RUN][CHANNELS], const STORED *line, const float *window, int before,
                                             int first, int width) {
-    Words<STORED, 1> values[RUN + (TAPS_NOW - 1) * APART];  // floats only behind all loads: these would wait for each other
+    Words<STORED, 1> values[RUN + (TAPS_NOW - 1) * DISTANCE];  // floats only behind all loads: these would wait for each other
 #pragma unroll
-    for (int v = 0; v < RUN + (TAPS_NOW - 1) * APART; ++v) {
-        const int at = first + before * APART + v;
+    for (int v = 0; v < RUN + (TAPS_NOW - 1) * DISTANCE; ++v) {
+        const int at = first + before * DISTANCE + v;
         if (at >= 0 && at < width) {
             values[v].load(line + at * OUTPUTS);
         } else {
@@ -42,7 +42,7 @@ __device__ __forceinline__ void add_columns(float (&sums)[RUN][CHANNELS], const 
         for (int c = 0; c < CHANNELS; ++c) {
             const float factor = window[(c - (before + l) * STEP * CHANNELS) * OUTPUTS];
 #pragma unroll
-            for (int r = 0; r < RUN; ++r) sums[r][c] = fmaf(values[r + l * APART][0], factor, sums[r][c]);
+            for (int r = 0; r < RUN; ++r) sums[r][c] = fmaf(values[r + l * DISTANCE][0], factor, sums[r][c]);
         }
 }
 
@@ -63,7 +63,7 @@ __device__ __forceinline__ int met(int i, int k, int stride, int pad, int dilati
     return at < 0 || at % stride != 0 || at / stride >= length ? -1 : at / stride;
 }
 
-// dx, by `warps` warps: (n, row of results d, run, phase, row h), the last first. `origin`: the pixel of dy for the first result of all.
+// dx, by `warps` warps: (n, row of results d, run, residue, row h), the last first. `origin`: the pixel of dy for the first result of all.
 extern "C" __global__ void __launch_bounds__(THREADS)
 few_channels(const STORED *dy, const float *turned, STORED *dx, unsigned int warps, int depth, int height, int width, int out_d,
              int out_h, int out_w, int origin, int runs) {
@@ -72,7 +72,7 @@ few_channels(const STORED *dy, const float *turned, STORED *dx, unsigned int war
     if (warp >= warps) return;
     const int h = warp % height, f = warp / height % NUMBER, run = warp / height / NUMBER % runs;
     const int plane = warp / height / NUMBER / runs, d = plane % depth, n = plane / depth;
-    const Phase across = phases[f];
+    const Residue across = residues[f];
     const int first = origin + run * RUN + across.offset;
     float sums[RUN][CHANNELS] = {};
     for (int output = lane; output < OUTPUTS; output += LANES)

@@ -3,7 +3,7 @@
 //
 //   results   source  factors   A         B         are in a convolution with STRIDE and DILATION
 //   y         x       weights   STRIDE    DILATION
-//   dx        dy      weights   1         DILATION / gcd, turned round, for each phase: every STRIDE-th result from the phase on
+//   dx        dy      weights   1         DILATION / gcd, turned round, for each residue: every STRIDE-th result from the residue on
 //   dweights  x       dy        DILATION  STRIDE
 //
 // A block has a tile of the source and the factors of CHANNELS channels in shared memory. A thread has RUN columns times ROWS rows of
@@ -12,11 +12,11 @@
 //
 // The text before this file defines the type STORED of the arrays but dweights, A_H, A_W, B_H, B_W, CHANNELS (of a block), TOGETHER (of
 // a load; a divisor of CHANNELS and of all channels), RUN, ROWS (1 where A_H is not), RUNS and GROUPS (threads across and down), SPLIT
-// (threads that share the rows of factors of a result; 1 with phases and for WEIGHTS), RESIDENT (blocks of a multiprocessor), SOURCE_H
+// (threads that share the rows of factors of a result; 1 with residues and for WEIGHTS), RESIDENT (blocks of a multiprocessor), SOURCE_H
 // and SOURCE_W (the tile), PIXELS (of shared memory from a row of it to the next), EXTRA (pixels left free behind those of a thread, so
-// that the threads of a warp read different banks), FACTOR_H and FACTOR_W, TAPS (columns of factors of a result; with phases the most),
-// STEP_H and STEP_W (from a factor to the next, negative where they are turned round), PHASES_H and PHASES_W ({first factor, offset in
-// the source, taps} of each phase), BIAS, RELU, and WEIGHTS (1: the second kernel, else the first).
+// that the threads of a warp read different banks), FACTOR_H and FACTOR_W, TAPS (columns of factors of a result; with residues the most),
+// STEP_H and STEP_W (from a factor to the next, negative where they are turned round), RESIDUES_H and RESIDUES_W ({first factor, offset in
+// the source, taps} of each residue), BIAS, RELU, and WEIGHTS (1: the second kernel, else the first).
 
 constexpr int MAX_TAPS = 8, THREADS = CHANNELS * RUNS * GROUPS * SPLIT, AT_ONCE = 8;
 constexpr int APART_H = A_H == 1 && ROWS > 1 ? B_H : 1, APART_W = A_W == 1 && RUN > 1 ? B_W : 1;
@@ -27,13 +27,13 @@ static_assert(EXTRA == 0 || A_W > 1, "a column's number in shared memory is know
 static_assert(ROWS == 1 || A_H == 1, "rows that share factors share pixels");
 static_assert(RUNS % APART_W == 0 && GROUPS % APART_H == 0 && CHANNELS % TOGETHER == 0, "threads cover a tile");
 
-struct Phase {
+struct Residue {
     int first, offset, taps;
 };
 
-__constant__ Phase phases_h[] = PHASES_H, phases_w[] = PHASES_W;
-constexpr int NUMBER_H = sizeof(phases_h) / sizeof(Phase), NUMBER_W = sizeof(phases_w) / sizeof(Phase);
-static_assert(SPLIT == 1 || (NUMBER_H * NUMBER_W == 1 && !WEIGHTS), "who shares results has no other phases");
+__constant__ Residue residues_h[] = RESIDUES_H, residues_w[] = RESIDUES_W;
+constexpr int NUMBER_H = sizeof(residues_h) / sizeof(Residue), NUMBER_W = sizeof(residues_w) / sizeof(Residue);
+static_assert(SPLIT == 1 || (NUMBER_H * NUMBER_W == 1 && !WEIGHTS), "who shares results has no other residues");
 
 __device__ constexpr int divisor_of(int a, int b) { return b == 0 ? a : divisor_of(b, a % b); }
 
@@ -179,8 +179,8 @@ large_depthwise_weights(const STORED *x, const STORED *dy, float *parts, int cha
 
 #else
 
-// Blocks: (image, tile, pack of channels), the last first, and those that share the phases down. `origin`: the source's pixel for the
-// first result. Result i of phase f is row i * NUMBER_H + f.
+// Blocks: (image, tile, pack of channels), the last first, and those that share the residues down. `origin`: the source's pixel for the
+// first result. Result i of residue f is row i * NUMBER_H + f.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 large_depthwise(const STORED *images, const STORED *weights, const float *bias, STORED *results, int channels, int packs, int tiles_h,
                 int tiles_w, int height, int width, int result_h, int result_w, int origin_h, int origin_w) {
@@ -207,7 +207,7 @@ large_depthwise(const STORED *images, const STORED *weights, const float *bias, 
     for (int f = blockIdx.y; f < NUMBER_H; f += gridDim.y)
 #pragma unroll 1
         for (int g = 0; g < NUMBER_W; ++g) {
-            const Phase down = phases_h[f], across = phases_w[g];
+            const Residue down = residues_h[f], across = residues_w[g];
             const bool wanted = (top + row) * NUMBER_H + f < result_h && (left + column) * NUMBER_W + g < result_w;
             if (SPLIT == 1 && !wanted) continue;
             const int own_h = row * A_H + down.offset, own_w = place_of(column * A_W) + across.offset;

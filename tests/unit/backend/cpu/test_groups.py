@@ -1,4 +1,4 @@
-"""Convolutions in groups that go other ways than those of a few channels: apart, folded, by planes, by runs."""
+"""Convolutions in groups that go other ways than those of a few channels: scattered, folded, by planes, by runs."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def planned(x_shape: tuple[int, ...], outputs: int, geometry: Geometry) -> Any:
 @pytest.mark.parametrize(("read", "made"), [(18, 18), (4, 33), (33, 4)])
 @settings(max_examples=3, derandomize=True)
 @given(groups=st.integers(2, 4), images=st.integers(1, 2), extra=PAIR, stride=PAIR, pad=PAIR, dilation=PAIR)
-def test_groups_that_lie_apart(
+def test_groups_whose_pixels_are_scattered(
     read: int, made: int, groups: int, images: int, extra: tuple[int, int], stride: tuple[int, int],
     pad: tuple[int, int], dilation: tuple[int, int],
 ) -> None:  # fmt: skip
     geometry = Geometry((3, 2), stride, (pad[0] - 1, pad[1] - 1), dilation, groups)
     size = tuple(d * (k - 1) + e + 2 for d, k, e in zip(dilation, geometry.kernel, extra, strict=True))
     plan = planned((images, groups * read, *size), groups * made, geometry)
-    assert plan.shape.apart
+    assert plan.shape.scattered
     checks.check_convolution(BACKEND, (images, groups * read, *size), groups * made, geometry)
 
 

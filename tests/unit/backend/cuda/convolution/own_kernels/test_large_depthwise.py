@@ -16,7 +16,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from caffepy.backend.cuda.convolution.correlation import Axis, axis_of, phases_text
+from caffepy.backend.cuda.convolution.correlation import Axis, axis_of, residues_text
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.types import Geometry
 
@@ -46,13 +46,13 @@ def depthwise(
 def correlated(axis: Axis, source: Any, factors: Any, length: int) -> Any:
     """What the kernels compute along one axis."""
     results = np.zeros(length)
-    for number, phase in enumerate(axis.phases):
+    for number, residue in enumerate(axis.residues):
         for q in range(axis.results):
-            at = q * len(axis.phases) + number
-            for tap in range(phase.taps if at < length else 0):
-                pixel = axis.origin + phase.offset + q * axis.a + tap * axis.b
+            at = q * len(axis.residues) + number
+            for tap in range(residue.taps if at < length else 0):
+                pixel = axis.origin + residue.offset + q * axis.a + tap * axis.b
                 inside = 0 <= pixel < len(source)
-                results[at] += factors[phase.first + tap * axis.step] * (source[pixel] if inside else 0)
+                results[at] += factors[residue.first + tap * axis.step] * (source[pixel] if inside else 0)
     return results
 
 
@@ -70,13 +70,13 @@ def test_a_convolution_and_its_gradients_are_correlations(
     expected = dict(zip(Direction, reference.convolution(x, weights, dy, problem.geometry), strict=True))[direction]
     inputs = {Direction.FORWARD: (x, weights), Direction.DATA: (dy, weights), Direction.WEIGHTS: (x, dy)}[direction]
     axis = axis_of(problem, direction, 0)
-    assert {phase.taps for phase in axis.phases} <= {axis.taps, axis.taps - 1, 0}  # what the kernels are compiled for
+    assert {one.taps for one in axis.residues} <= {axis.taps, axis.taps - 1, 0}  # what the kernels are compiled for
     assert np.array_equal(correlated(axis, inputs[0][0, 0], inputs[1][0, 0], expected.size), expected[0, 0])
 
 
-def test_phases_are_an_initialiser() -> None:
+def test_residues_are_an_initialiser() -> None:
     problem = Problem((1, 1, 12), (1, 1, 3), Geometry((3,), (2,), (1,), (1,)))
-    assert phases_text(axis_of(problem, Direction.DATA, 0)) == "{{1, 0, 1}, {2, 0, 2}}"
+    assert residues_text(axis_of(problem, Direction.DATA, 0)) == "{{1, 0, 1}, {2, 0, 2}}"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_tilings_cover_the_results_and_fit_a_multiprocessor(
         assert tiling.rows == 1 or correlation.down.a == 1
         if tiling.split > 1:
             assert direction is not Direction.WEIGHTS
-            assert len(correlation.down.phases) == len(correlation.across.phases) == tiling.shares == 1
+            assert len(correlation.down.residues) == len(correlation.across.residues) == tiling.shares == 1
             sums = tiling.threads * tiling.rows * tiling.run
             assert correlation.shared_bytes(tiling) >= 4 * sums
         pieces = correlation.pieces(tiling)
