@@ -115,7 +115,6 @@ class Scores:
             for net, leaves in zip(nets, (False, True), strict=True):
                 runner = ForwardRunner(net)
                 if leaves:
-                    net.keep_parameters_apart()
                     runner.offload_to_host()
                 gpu.from_host(test.images(), net.blobs["data"].data)
                 for turn in range(3):
