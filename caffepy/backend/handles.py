@@ -13,10 +13,13 @@ from caffepy.backend.types import Array, Counter, NormalisedBottom
 
 
 class Graph(Protocol):
-    """A captured graph."""
+    """Work of a backend that `Backend.capture` took, to be launched again and again without Python.
+
+    `CudaGraph` is one of CUDA's, `KernelGraph` a list of calls of CPU kernels.
+    """
 
     def launch(self) -> None:
-        """Launch it on the backend's stream; does not wait for it."""
+        """Do the work, with what the arrays hold now; on a device with a stream, queue it there."""
 
 
 class Event(Protocol):

@@ -795,10 +795,10 @@ class Backend(
     """How many CPU threads its primitives use; 0: they do not run on the CPU."""
 
     captures: bool = False
-    """Whether work can be captured into graphs."""
+    """Whether `capture` takes everything that solvers do."""
 
-    records: bool = False
-    """Whether `record` can make repeated work cheaper."""
+    captures_inference: bool = False
+    """Whether it takes forward passes of layers that are `recordable`; so it does where `captures` holds."""
 
     capturing: bool = False
     """Whether work is being captured now."""
@@ -811,17 +811,15 @@ class Backend(
     def close(self) -> None:
         """Give back streams, handles and workspaces; the backend cannot be used any more. Callable twice."""
 
-    def capture(self, work: Callable[[], None]) -> Graph:
-        """A graph of what `work` asks of this backend; nothing is computed. `work` must have run once before.
+    def capture(self, *works: Callable[[], None]) -> Graph:
+        """A graph of what works, in this order, ask of this backend; nothing is computed.
+
+        They must have run once before, and the arrays that they touch must not move afterwards.
 
         Raises:
-            RunError: something in it cannot be captured.
+            RunError: something in them cannot be captured.
         """
         raise AssertionError(f"{self.name} captures no graphs")
-
-    def record(self, works: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
-        """Do works that touch arrays by primitives alone; calls that do the same again while no array moves."""
-        raise AssertionError(f"{self.name} records nothing")
 
     def trim(self) -> None:
         """Give the system back what is allocated and not used; nothing changes for what is."""

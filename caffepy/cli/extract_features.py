@@ -52,14 +52,13 @@ def run(args: argparse.Namespace) -> int:
     if args.device == "GPU" and args.gpus is None:
         args.gpus = [args.device_id]
     from caffepy.cli.log import showing
-    from caffepy.cli.nets import load_weights, open_net
+    from caffepy.cli.nets import open_net
     from caffepy.data.sources.record_write import open_writer
     from caffepy.net.features import check_blobs, extract_features
     from caffepy.proto import caffe_pb2
 
     with ExitStack() as stack:
-        net = stack.enter_context(open_net(args, caffe_pb2.TEST, args.batches))
-        load_weights(net, [args.weights])
+        net = stack.enter_context(open_net(args, caffe_pb2.TEST, args.batches, [args.weights]))
         check_blobs(net, args.blobs)
         writers = [stack.enter_context(open_writer(Path(path), args.backend, args.force)) for path in args.databases]
         progress = stack.enter_context(showing("batches"))

@@ -1,11 +1,10 @@
-"""Opens the one net that `test` and `time` run: `time` layer by layer, `test` in the fastest way."""
+"""The net that `test`, `time` and `extract_features` run, on one device."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,22 +12,22 @@ from caffepy.cli.devices import single_device
 from caffepy.errors import ConfigError
 
 if TYPE_CHECKING:
+    from caffepy.layers import LayerContext
     from caffepy.net import Net
     from caffepy.proto.caffe_pb2 import NetParameter, NetState
+    from caffepy.snapshot.caffemodel import TrainedLayers
 
 
 @contextmanager
-def open_net(
-    args: argparse.Namespace, phase: int, iterations: int, fuse: bool = False, share: bool = False
-) -> Iterator[Net]:
-    """The net of --model with --level and --stage, on the device of --gpu; closed with its backend afterwards.
+def net_setup(
+    args: argparse.Namespace, phase: int, iterations: int
+) -> Iterator[tuple[NetParameter, LayerContext, NetState]]:
+    """What the net of --model, --level and --stage is made of, on the device of --gpu, which is closed afterwards.
 
     Args:
         args: the command line.
         phase: caffe_pb2.TRAIN or TEST.
         iterations: batches in the whole test.
-        fuse: compute groups of layers as one, unless the net's debug_info shows each.
-        share: let blobs that are never needed at the same time have the same memory; with debug_info none do.
 
     Raises:
         ConfigError: the net has no layers in this phase.
@@ -36,8 +35,6 @@ def open_net(
     from caffepy.backend import create_backend
     from caffepy.config.paths import PathResolver
     from caffepy.layers import LayerContext
-    from caffepy.net import Net
-    from caffepy.net.memory.plan import plan_memory, sample_shapes
 
     param, state = net_and_state(args, phase)
     refuse_net_without_layers(args.model, param, state)
@@ -45,17 +42,29 @@ def open_net(
     try:
         with backend.activate():
             context = LayerContext(backend, phase=phase, test_iter=iterations, resolve=PathResolver(args.model))
-            net = Net(param, context, state, fuse and not param.debug_info)
-            try:
-                if share and not param.debug_info:
-                    context = replace(context, sample_shapes=sample_shapes(net))
-                    plan = plan_memory(param, context, state, fuse, backward=False)
-                    plan.bind(net, plan.new_arena(backend))
-                yield net
-            finally:
-                net.close()
+            yield param, context, state
     finally:
         backend.close()
+
+
+@contextmanager
+def open_net(args: argparse.Namespace, phase: int, iterations: int, weights: list[Path]) -> Iterator[Net]:
+    """The net of `net_setup` as the prototxt has it, with the weights of .caffemodel files; closed afterwards.
+
+    Raises:
+        ConfigError: the net has no layers in this phase.
+        SnapshotError: a file is no .caffemodel, or does not fit the net.
+    """
+    from caffepy.net import Net
+
+    with net_setup(args, phase, iterations) as (param, context, state):
+        net = Net(param, context, state)
+        try:
+            for layers, origin in read_weights(weights):
+                net.copy_trained_layers_from(layers, origin)
+            yield net
+        finally:
+            net.close()
 
 
 def net_and_state(args: argparse.Namespace, phase: int) -> tuple[NetParameter, NetState]:
@@ -84,13 +93,12 @@ def refuse_net_without_layers(path: Path, param: NetParameter, state: NetState) 
         )
 
 
-def load_weights(net: Net, files: list[Path]) -> None:
-    """Copy the weights of .caffemodel files into the net, the later ones over the earlier.
+def read_weights(files: list[Path]) -> Iterator[tuple[TrainedLayers, str]]:
+    """The layers of .caffemodel files, each with the file's name; later ones go over earlier ones.
 
     Raises:
-        SnapshotError: a file is none, or does not fit the net.
+        SnapshotError: a file is none.
     """
     from caffepy.snapshot.caffemodel import read_caffemodel
 
-    for path in files:
-        net.copy_trained_layers_from(read_caffemodel(path), str(path))
+    return ((read_caffemodel(path), str(path)) for path in files)

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     import numpy as np
 
     from caffepy.inference.runtime_runner import RuntimeRunner
+    from caffepy.layers import LayerContext
     from caffepy.net import Net
     from caffepy.net.forward_runner import ForwardRunner
+    from caffepy.proto.caffe_pb2 import NetParameter, NetState
 
     Runner = ForwardRunner | RuntimeRunner
 
@@ -63,35 +65,45 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("test needs a net: caffepy test --model train_val.prototxt --weights net.caffemodel")
     if not args.weights:
         raise ConfigError("test needs trained weights: --weights net.caffemodel")
-    from caffepy.cli.nets import load_weights, open_net
+    from caffepy.cli.nets import net_setup
     from caffepy.onnx.engine import wants_runtime
     from caffepy.proto import caffe_pb2
 
     by_runtime = wants_runtime(args.engine, not args.gpus)
-    fuse, share = args.fuse and not by_runtime, args.share and not by_runtime
-    with open_net(args, caffe_pb2.TEST, args.iterations, fuse, share) as net:
-        load_weights(net, args.weights)
-        if net.inputs:
-            names = ", ".join(net.inputs)
+    with (
+        net_setup(args, caffe_pb2.TEST, args.iterations) as setup,
+        closing(_runner(args, by_runtime, *setup)) as runner,
+    ):
+        if runner.net.inputs:
+            names = ", ".join(runner.net.inputs)
             logger.warning("The inputs of this net (%s) are not filled: its scores are those of zeros.", names)
-        with closing(_runner(net, args, by_runtime)) as runner:
-            logger.info("Running for %d iterations.", args.iterations)
-            _log_means(net, *_score(runner, args.iterations, args.ap_version), args.iterations)
+        logger.info("Running for %d iterations.", args.iterations)
+        _log_means(runner.net, *_score(runner, args.iterations, args.ap_version), args.iterations)
     return 0
 
 
-def _runner(net: Net, args: argparse.Namespace, by_runtime: bool) -> Runner:
+def _runner(
+    args: argparse.Namespace, by_runtime: bool, param: NetParameter, context: LayerContext, state: NetState
+) -> Runner:
+    from caffepy.cli.nets import read_weights
+
+    weights = read_weights(args.weights)
     if by_runtime:
-        from caffepy.cli.nets import net_and_state
         from caffepy.inference.runtime_runner import RuntimeRunner
+        from caffepy.net import Net
 
-        return RuntimeRunner(net, *net_and_state(args, net.phase))
-    from caffepy.net.forward_runner import ForwardRunner
+        net = Net(param, context, state)
+        try:
+            for layers, origin in weights:
+                net.copy_trained_layers_from(layers, origin)
+            return RuntimeRunner(net, param, state)
+        except BaseException:
+            net.close()
+            raise
+    from caffepy.net.forward_runner import prepare_inference
 
-    runner = ForwardRunner(net, args.eager)
-    if net.backend.captures:
-        runner.offload_to_host()
-    return runner
+    fuse, share = args.fuse and not param.debug_info, args.share and not param.debug_info
+    return prepare_inference(param, context, state, weights=weights, fuse=fuse, share=share, eager=args.eager)
 
 
 def _score(runner: Runner, iterations: int, ap_version: str) -> tuple[dict[str, np.ndarray], float]:

@@ -43,12 +43,11 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.model is None:
         raise ConfigError("time needs a net: caffepy time --model train_val.prototxt")
-    from caffepy.cli.nets import load_weights, open_net
+    from caffepy.cli.nets import open_net
     from caffepy.net.timing import measure
     from caffepy.proto import caffe_pb2
 
-    with open_net(args, caffe_pb2.Phase.Value(args.phase), args.iterations) as net:
-        load_weights(net, args.weights)
+    with open_net(args, caffe_pb2.Phase.Value(args.phase), args.iterations, args.weights) as net:
         _warm_up(net)
         logger.info("*** Benchmark begins ***")
         logger.info("Testing for %d iterations.", args.iterations)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PASSES = 16
-"""Forward passes of a model: the first run layer by layer, later ones replay the recording, on one thread too."""
+"""Forward passes of a model: the first run layer by layer, later ones as graphs, on one thread too."""
 
 _DESCRIPTION = """\
 Fill the caches of compiled kernels and tuned convolutions, for container images and shared machines: run one iteration

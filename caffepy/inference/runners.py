@@ -8,8 +8,7 @@ from dataclasses import replace
 from caffepy.errors import ConfigError, ShapeError
 from caffepy.layers.core.base import PassCounter
 from caffepy.net import Net
-from caffepy.net.forward_runner import ForwardRunner
-from caffepy.net.memory.plan import plan_memory
+from caffepy.net.forward_runner import ForwardRunner, prepare_inference
 from caffepy.proto import caffe_pb2
 
 MAX_SHAPES = 4
@@ -39,8 +38,6 @@ class ShapeRunners:
         self.kept: OrderedDict[Shapes, ForwardRunner] = OrderedDict()
         """By the inputs' shapes, the one used last at the end."""
         self._last: ForwardRunner | None = None
-        self._leaves = net.backend.captures
-        """Whether weights that passes do not read may lie in host memory."""
 
     def runner(self, shapes: Shapes) -> ForwardRunner:
         """The runner for these shapes of the inputs, in the net's order.
@@ -74,21 +71,13 @@ class ShapeRunners:
         self._last = None
 
     def _make(self, shapes: Shapes) -> ForwardRunner:
-        param, backend = self._with_shapes(shapes), self._net.backend
         context = replace(self._net.context, passes=PassCounter(), fills=False)
-        plan = plan_memory(param, context, self._state, fuse=True)
-        net = Net(param, replace(context, passes=PassCounter()), self._state, fuse=True)
+        param = self._with_shapes(shapes)
         try:
-            net.share_trained_layers_with(self._net, follow=self._leaves)
+            return prepare_inference(param, context, self._state, shared_with=self._net, eager=self._eager)
         except ConfigError as error:
             given = ", ".join(f"{name} {shape_text(s)}" for name, s in zip(self._written, shapes, strict=True))
-            raise ShapeError(f"net '{net.name}' has no parameters for inputs of shape {given}: {error}") from error
-        runner = ForwardRunner(net, self._eager)
-        if self._leaves:
-            runner.offload_to_host()  # before memory is taken for blobs
-        runner.arena = plan.new_arena(backend)
-        plan.bind(net, runner.arena)
-        return runner
+            raise ShapeError(f"net '{param.name}' has no parameters for inputs of shape {given}: {error}") from error
 
     def _with_shapes(self, shapes: Shapes) -> caffe_pb2.NetParameter:
         """The net with other shapes of its inputs; Input layers of other phases and stages are left as they are."""

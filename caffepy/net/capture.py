@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from caffepy.backend import Backend
-from caffepy.backend.handles import Graph
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +49,11 @@ class GraphSegments:
         self._backend = backend
         self._segments = list(segments)
         self._calls: list[Callable[[], None]] = []
-        self._graphs: list[Graph] = []
 
     @property
     def captured(self) -> bool:
         """Whether `run` replays graphs."""
-        return bool(self._graphs)
+        return bool(self._calls)
 
     def capture(self) -> None:
         """Make graphs of the segments; nothing is computed yet. The segments must have run eagerly once before."""
@@ -63,14 +61,12 @@ class GraphSegments:
         for captured, segments in groupby(self._segments, key=lambda segment: segment.blocker is None):
             group = list(segments)
             if captured:
-                graph = self._backend.capture(lambda group=group: _run(group))  # type: ignore[misc]
-                self._graphs.append(graph)
+                graph = self._backend.capture(*(segment.run for segment in group))
                 self._calls.append(graph.launch)
             else:
                 for segment in group:
                     log.debug("%s runs outside of the captured graphs: %s", segment.name, segment.blocker)
                 self._calls += [segment.run for segment in group]
-        log.debug("%d segments were captured in %d graphs", len(self._segments), len(self._graphs))
 
     def run(self) -> None:
         """Do the work once."""
@@ -83,7 +79,6 @@ class GraphSegments:
     def drop(self) -> None:
         """Free the graphs; communicators whose calls they hold can be destroyed only afterwards."""
         self._calls.clear()
-        self._graphs.clear()
 
 
 def _run(segments: Sequence[Segment]) -> None:

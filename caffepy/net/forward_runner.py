@@ -1,40 +1,88 @@
-"""Forward passes of a net that is only tested: folded and captured once for the present shapes, then replayed.
+"""Nets that are only tested: how one is prepared, and its forward passes, captured once for the present shapes.
 
-On the CPU the calls of kernels are recorded instead of captured, and made again without Python between layers.
-Solvers' tests, `caffepy test` and `caffepy.load` run their nets by it.
+Solvers' tests, `caffepy test`, `caffepy.load` and pycaffe run their nets by it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from itertools import groupby
-from typing import Any
-
-import numpy as np
 
 from caffepy.backend import Array
 from caffepy.backend.handles import DeviceScalars
-from caffepy.blob import Blob
-from caffepy.errors import DataError, RunError
-from caffepy.layers.core.base import Layer
+from caffepy.errors import RunError
+from caffepy.layers.core.base import Layer, LayerContext, PassCounter
 from caffepy.net.capture import CAPTURE_ATTEMPTS, GraphSegments, Segment
 from caffepy.net.fusion.fused import FusedLayer
+from caffepy.net.memory.plan import plan_memory, sample_shapes
 from caffepy.net.net import Net
-from caffepy.net.wiring import Node, capture_blockers
+from caffepy.net.wiring import capture_blockers
+from caffepy.proto import caffe_pb2
+from caffepy.snapshot.caffemodel import TrainedLayers
 
 log = logging.getLogger(__name__)
 
-MAX_MOVES = 3
-"""Passes in which tops may move before all later ones run layer by layer."""
+
+def prepare_inference(  # noqa: PLR0913 -- each caller needs some of them
+    param: caffe_pb2.NetParameter,
+    context: LayerContext,
+    state: caffe_pb2.NetState | None = None,
+    *,
+    weights: Iterable[tuple[TrainedLayers, str]] = (),
+    shared_with: Net | None = None,
+    fuse: bool = True,
+    share: bool = True,
+    eager: bool = False,
+    lazily: bool = True,
+) -> ForwardRunner:
+    """A net of the TEST phase, folded, with planned memory, that runs forward as graphs.
+
+    On a GPU the weights that only folding reads leave the device before memory is taken for the blobs; those of
+    `shared_with` leave it too, unless that net trains.
+
+    Args:
+        param: the net as read.
+        context: of the TEST phase.
+        state: as `Net` takes it.
+        weights: what the parameters are copied from, in turn: (message, where it is from).
+        shared_with: a net whose parameters are used.
+        fuse: fold layers; the blobs between them are then not filled.
+        share: let blobs that are never needed at the same time have the same memory.
+        eager: never capture.
+        lazily: as `ForwardRunner` takes it.
+
+    Raises:
+        ConfigError: layers, blobs or parameters do not fit together, or those of `shared_with` are others.
+        ShapeError: shapes do not fit.
+        SnapshotError: weights do not fit.
+        OutOfMemoryError: there is no memory for the blobs.
+    """
+    net = Net(param, context, state, fuse)
+    try:
+        for layers, origin in weights:
+            net.copy_trained_layers_from(layers, origin)
+        offloads = net.backend.captures and (shared_with is None or shared_with.phase == caffe_pb2.TEST)
+        if shared_with is not None:
+            net.share_trained_layers_with(shared_with, follow=offloads)
+        runner = ForwardRunner(net, eager, lazily)
+        if offloads:
+            runner.offload_to_host()
+        if share:
+            runner.share_memory(param, state, fuse)
+        return runner
+    except BaseException:
+        net.close()
+        raise
 
 
 class ForwardRunner:
-    """Runs a net forward.
+    """Runs a net forward: the first pass layer by layer, those behind it as graphs.
 
-    Call `parameters_changed` whenever parameters have got other values.
+    On a CPU only nets whose inputs are given are captured, as far as their layers are `recordable`. Call
+    `parameters_changed` whenever parameters have got other values.
 
     Args:
         net: of the TEST phase.
@@ -46,15 +94,13 @@ class ForwardRunner:
         self.net = net
         self._lazily = lazily
         self._stale = True
-        captures = net.backend.captures and not eager and not net.debug_info
+        captures = _can_capture(net) and not eager and not net.debug_info
         self._attempts_left = CAPTURE_ATTEMPTS if captures else 0
         self._warm = False
         self._segments = GraphSegments(net.backend, [])
         self._random: DeviceScalars | None = None
-        recorded = can_record(net) and not eager and not net.debug_info
-        self._recorded = RecordedPass(net) if recorded else None
         self.arena: Array | None = None
-        """The memory of the net's blobs, which between passes holds nothing, where whoever made the runner says so."""
+        """The memory that the blobs share, if `share_memory` was called; between passes nothing in it is needed."""
 
     @property
     def wanted(self) -> bool:
@@ -82,11 +128,8 @@ class ForwardRunner:
         self.net.keeps_copies = False
         self.net.context.forward_only = True
         try:
-            if self._recorded is None or observed or not self._warm:
-                self.net.forward()
-            else:
-                self._recorded.run()
-        finally:  # for whoever runs the net without this object
+            self.net.forward()
+        finally:  # for callers that run the net without this object
             self.net.folds_parameters, self.net.keeps_copies = True, copying
             self.net.context.forward_only = False
         self._warm = True
@@ -100,17 +143,30 @@ class ForwardRunner:
         net = self.net
         read = {b.source for layer in net.unfolded_layers() if layer.dtype == "float32" for b in layer.blobs}
         weights = dict.fromkeys(blob.source for layer in net.layers for blob in layer.blobs if len(blob.shape) > 1)
-        leaving = net.parameters.may_leave(blob for blob in weights if blob not in read)
+        leaving = net.parameters.offloadable(blob for blob in weights if blob not in read)
         self._refresh()
         for blob in leaving:
             blob.offload_to_host()
+
+    def share_memory(self, param: caffe_pb2.NetParameter, state: caffe_pb2.NetState | None, fuse: bool) -> None:
+        """Let blobs that are never needed at the same time have the same memory. Call before the first pass.
+
+        Args:
+            param: what the net was made of; so were `state` and `fuse`.
+
+        Raises:
+            OutOfMemoryError: there is no memory for the blobs.
+        """
+        net = self.net
+        context = replace(net.context, passes=PassCounter(), sample_shapes=sample_shapes(net))
+        plan = plan_memory(param, context, state, fuse, backward=False)
+        self.arena = plan.new_arena(net.backend)
+        plan.bind(net, self.arena)
 
     def _refresh(self) -> None:
         if self._stale:
             self.net.prepare()
             self._stale = False
-            if self._recorded is not None:
-                self._recorded.drop()
 
     def capture(self) -> bool:
         """Make graphs of a pass like the last one, which ran eagerly; whether there are any now.
@@ -124,7 +180,7 @@ class ForwardRunner:
         net.backend.trim()  # what tuning and compiling the first pass took
         segments = [
             Segment(node.layer.name, partial(net.forward_node, node), blocker)
-            for node, blocker in zip(net.schedule, capture_blockers(net.schedule), strict=True)
+            for node, blocker in zip(net.schedule, _blockers(net), strict=True)
         ]
         self._segments = GraphSegments(net.backend, segments)
         try:
@@ -174,7 +230,13 @@ class ForwardRunner:
             return False
         if self._random is not None:
             self._send_counter(self._random)
-        self._segments.run()
+        net.context.forward_only = True
+        try:
+            self._segments.run()
+        finally:
+            net.context.forward_only = False
+        if not net.backend.asynchronous:
+            net.raise_device_errors()
         net.release_batch(number)
         net.context.passes.number += 1
         return True
@@ -187,8 +249,6 @@ class ForwardRunner:
     def drop(self) -> None:
         """Free the graphs."""
         self._segments.drop()
-        if self._recorded is not None:
-            self._recorded.drop()
         self._warm = False
         self._random = None
 
@@ -198,192 +258,22 @@ class ForwardRunner:
         self.net.close()
 
 
-def can_record(net: Net) -> bool:
-    """Whether passes can be recorded: the device can do that, and all inputs are written to arrays that stay."""
+def _can_capture(net: Net) -> bool:
+    """Whether passes can be captured: on a CPU, whose data layers make new arrays, if all inputs are given."""
     given = all(node.layer.type == "Input" for node in net.schedule if not node.bottoms)
-    return given and net.backend.records and not net.backend.captures
+    return net.backend.captures or (net.backend.captures_inference and given)
 
 
-def is_recorded(node: Node) -> bool:
+def _blockers(net: Net) -> list[str | None]:
+    """For each node of the schedule why it cannot be captured; None if it can."""
+    blockers = capture_blockers(net.schedule)
+    if net.backend.captures:
+        return blockers
+    recordable = [_is_recordable(node.layer) for node in net.schedule]
+    return [b if known else "it does not run by kernels alone" for b, known in zip(blockers, recordable, strict=True)]
+
+
+def _is_recordable(layer: Layer) -> bool:
     """Whether the layer, or each of those that were made one, is recordable and leaves no later pass anything."""
-    layers = node.layer.members if isinstance(node.layer, FusedLayer) else [node.layer]
-    return all(layer.recordable and not layer.running_statistics() for layer in layers)
-
-
-class RecordedPass:
-    """A forward pass that is recorded the second time.
-
-    The first time each layer that may be recorded is tried (`RecordingTrial`): one whose kernel calls, made again, give
-    other numbers than the layer itself is called in each pass. That is tried again where shapes change: other kernels
-    run then. A layer that gives its top other memory in later passes ends a pass that was recorded: the layers behind
-    it were recorded for the old.
-
-    Args:
-        net: as `can_record` wants it; it has run once before.
-    """
-
-    def __init__(self, net: Net) -> None:
-        self._net = net
-        self._calls: list[Callable[[], None]] = []
-        self._tried: list[bool] = []
-        self._tops: dict[int, list[Array]] = {}
-        self._moved: int | None = None
-        self._moves = 0
-        noting = [node for node in net.schedule if is_recorded(node) and not isinstance(node.layer, FusedLayer)]
-        self._checked = [n for n in noting if type(n.layer).raise_device_errors is not Layer.raise_device_errors]
-
-    def run(self) -> None:
-        """One pass."""
-        if not self._tried or self._net.shapes_changed():
-            self._try()
-        elif not self._calls:
-            self._record()
-        else:
-            self._replay()
-        self._raise_device_errors()
-        self._net.context.passes.number += 1
-
-    def _raise_device_errors(self) -> None:
-        """What kernels noted that were called without their layer."""
-        for node in self._checked:
-            node.layer.raise_device_errors()
-
-    def drop(self) -> None:
-        """Let the next pass be recorded."""
-        self._calls = []
-
-    def _try(self) -> None:
-        self.drop()
-        self._tried = [self._try_node(node) for node in self._net.schedule]
-
-    def _try_node(self, node: Node) -> bool:
-        """Run a node; whether it may be recorded."""
-        if not (is_recorded(node) and node.bottoms):
-            self._net.forward_node(node)
-            return is_recorded(node)
-        fits = RecordingTrial(self._net, node).run()
-        if not fits:
-            log.warning(
-                "layer '%s' (%s) does not compute by kernels alone, and is called in each pass: this is a mistake in "
-                "caffepy that costs time, not in the net: please report it with the net's prototxt",
-                node.layer.name, node.layer.type,
-            )  # fmt: skip
-        return fits
-
-    def _replay(self) -> None:
-        for call in self._calls:
-            call()
-            if self._moved is not None:
-                self._finish(self._moved)
-                return
-
-    def _finish(self, moved: int) -> None:
-        """Run the nodes behind the one whose tops moved."""
-        self._moves, self._moved = self._moves + 1, None
-        self.drop()
-        for node in self._net.schedule[moved + 1 :]:
-            self._net.forward_node(node)
-
-    def _record(self) -> None:
-        net = self._net
-        self._tops.clear()
-        works = [partial(self._forward, index) for index in range(len(net.schedule))]
-        for recorded, group in groupby(enumerate(works), key=lambda pair: self._tried[pair[0]]):
-            calls = [work for _, work in group]
-            if recorded and self._moves < MAX_MOVES:
-                with deferring_errors(net.schedule):
-                    self._calls += net.backend.record(calls)
-            else:
-                for call in calls:
-                    call()
-                self._calls += calls
-        net.backend.trim()  # what compiling, trials and folding took
-
-    def _forward(self, index: int) -> None:
-        """Run a node, and see whether its tops are where they were when the pass was recorded."""
-        node = self._net.schedule[index]
-        self._net.forward_node(node)
-        tops = [top.data for top in node.tops]
-        before = self._tops.setdefault(index, tops)
-        if have_moved(tops, before) and self._moves < MAX_MOVES:
-            self._moved = index
-
-
-@contextmanager
-def deferring_errors(nodes: Sequence[Node]) -> Iterator[None]:
-    """Leave errors that kernels note for later: to look for them is host work."""
-    for node in nodes:
-        node.defers_device_errors = True
-    try:
-        yield
-    finally:
-        for node in nodes:
-            node.defers_device_errors = False
-
-
-def have_moved(arrays: Sequence[Array], before: Sequence[Array]) -> bool:
-    """Whether any of the host arrays is other memory than before; a new view of the same is not."""
-
-    def memory(array: Array) -> tuple[Any, ...]:
-        return array.ctypes.data, array.shape, array.strides
-
-    return any(new is not old and memory(new) != memory(old) for new, old in zip(arrays, before, strict=True))
-
-
-class RecordingTrial:
-    """A node's pass, and whether its kernel calls alone, made again on other numbers, give what the layer gives.
-
-    They do not where host arrays that are made or filled in each pass take part: their kernels would read old numbers.
-    Tried where it costs two more runs of each layer once; a check in each pass would cost what recording saves.
-
-    Args:
-        net: whose node it is.
-        node: with bottoms whose numbers may be any.
-    """
-
-    def __init__(self, net: Net, node: Node) -> None:
-        self._net = net
-        self._node = node
-
-    def run(self) -> bool:
-        """Run the node on the numbers that its bottoms have; whether it may be recorded."""
-        net, node = self._net, self._node
-        given = [bottom.host_data() for bottom in node.bottoms]
-        work = partial(net.forward_node, node)
-        with deferring_errors([node]):
-            calls = net.backend.record([work])
-        node.layer.raise_device_errors()  # before other numbers are taken for indices
-        if calls == [work]:
-            return True  # the backend knows that it is not kernels alone
-        tops, results = [top.data for top in node.tops], [top.host_data() for top in node.tops]
-        with deferring_errors([node]):
-            self._run(calls)
-            found = [top.host_data() for top in node.tops]
-            self._run([work])
-        moved = have_moved([top.data for top in node.tops], tops)
-        alike = all(same_numbers(one, top.data) for one, top in zip(found, node.tops, strict=True))
-        self._write(node.bottoms, given)
-        self._write(node.tops, results)
-        with suppress(DataError):
-            node.layer.raise_device_errors()  # which forgets what was wrong with those
-        return alike and not moved
-
-    def _run(self, calls: list[Callable[[], None]]) -> None:
-        """Make the calls with other numbers in the bottoms."""
-        self._write(self._node.bottoms, (np.resize(_OTHERS, bottom.shape) for bottom in self._node.bottoms))
-        for call in calls:
-            call()
-
-    def _write(self, blobs: Sequence[Blob], values: Iterable[Any]) -> None:
-        for blob, numbers in zip(blobs, values, strict=True):
-            self._net.backend.from_host(numbers, blob.data)
-
-
-def same_numbers(one: Any, other: Any) -> bool:
-    """Whether two host arrays are equal, NaN where the other is; np.array_equal would copy what is no NaN."""
-    same = one.shape == other.shape and (one == other) | (np.isnan(one) & np.isnan(other))
-    return bool(np.all(same))
-
-
-_OTHERS = np.random.default_rng(4099).uniform(-1.5, 1.5, 4099).astype(np.float32)
-"""What bottoms are filled with, over and over."""
+    layers = layer.members if isinstance(layer, FusedLayer) else [layer]
+    return all(each.recordable and not each.running_statistics() for each in layers)

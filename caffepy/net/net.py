@@ -268,7 +268,7 @@ class Net:
         workspace = self.backend.workspace_lease(node.forward_workspace)
         with self._trace.span("forward", node.layer.name), node.named_errors(), workspace:
             node.layer.forward(node.bottoms, node.tops)
-            if not (self.backend.asynchronous or node.defers_device_errors):
+            if not (self.backend.asynchronous or self.backend.capturing):
                 node.layer.raise_device_errors()
         if node.layer.saved_loss is not None:
             self._save_loss(node, node.layer.saved_loss)
@@ -389,8 +389,13 @@ class Net:
 
     def raise_device_errors(self) -> None:
         """Raise errors that kernels recorded on the device, such as labels out of range. The device must be idle."""
-        for layer in self.layers:
+        for layer in self._error_layers:
             layer.raise_device_errors()
+
+    @cached_property
+    def _error_layers(self) -> list[Layer]:
+        """Those whose kernels record errors."""
+        return [one for one in self.layers if type(one).raise_device_errors is not Layer.raise_device_errors]
 
     def first_non_finite(self, anew: bool = False) -> Node | None:
         """The first layer in forward order with a top that is not finite, None if all are.

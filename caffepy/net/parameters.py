@@ -298,7 +298,7 @@ class ParameterBuffer:
         """Whether each parameter has memory of its own."""
         return self._data is None
 
-    def may_leave(self, blobs: Iterable[Blob]) -> list[Blob]:
+    def offloadable(self, blobs: Iterable[Blob]) -> list[Blob]:
         """Which of some parameters, which passes do not read, may leave the device after the next folding.
 
         The first time all; later those that are still offloaded: a parameter that came back to the device is in use.

@@ -49,7 +49,6 @@ class Node:
         shapes: the bottoms' shapes when the layer was last reshaped.
         forward_workspace: memory that the layer's forward pass can use for itself, 1-D uint8: no blob needs it then.
         backward_workspace: the same for its backward pass.
-        defers_device_errors: on the CPU, whether errors that kernels note are left for whoever runs the net.
     """
 
     layer: Layer
@@ -60,7 +59,6 @@ class Node:
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     forward_workspace: Array | None = None
     backward_workspace: Array | None = None
-    defers_device_errors: bool = False
     _weighted: Array | None = None
     """The diff that has got the loss weight; a program may write another number into it, which stays, as in Caffe."""
 

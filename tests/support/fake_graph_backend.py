@@ -37,14 +37,15 @@ class Replaying(CpuBackend):
         super().__init__(1)
         self.launches = 0
 
-    def capture(self, work: Callable[[], None]) -> Any:
+    def capture(self, *works: Callable[[], None]) -> Any:
         backend = self
 
         class Graph:
             def launch(self) -> None:
                 backend.launches += 1
                 backend.capturing = True  # what a real device captures is decided before it is launched
-                work()
+                for work in works:
+                    work()
                 backend.capturing = False
 
         return Graph()

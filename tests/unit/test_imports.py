@@ -90,7 +90,7 @@ FOLDERS = {
         "layers.detection",
         "layers.__init__",
     ),
-    "net": ("net.splits", "net.precision", "net.wiring", "net.fusion", "net", "net.memory"),
+    "net": ("net.splits", "net.precision", "net.wiring", "net.fusion", "net", "net.memory", "net.forward_runner"),
     "onnx": (
         "onnx.libraries onnx.check onnx.fold",
         "onnx.export.graph",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from caffepy.backend.cpu.elementwise import CpuElementwise
 from caffepy.backend.cpu.indexing import CpuIndexing
 from caffepy.backend.cpu.input import CpuInput
 from caffepy.backend.cpu.jit.cpus import cpu_count
-from caffepy.backend.cpu.jit.recording import record_all
+from caffepy.backend.cpu.jit.kernel_graph import KernelGraph
 from caffepy.backend.cpu.memory import Workspace, give_back_memory
 from caffepy.backend.cpu.normalisation import CpuNormalisation
 from caffepy.backend.cpu.pooling import CpuPooling
@@ -26,7 +26,7 @@ from caffepy.backend.cpu.recurrent import CpuRecurrent
 from caffepy.backend.cpu.reduction import CpuReduction
 from caffepy.backend.cpu.softmax import CpuSoftmax
 from caffepy.backend.device_scalars import HostAsyncCopy, Synchronous
-from caffepy.backend.handles import AsyncCopy
+from caffepy.backend.handles import AsyncCopy, Graph
 from caffepy.backend.interface import Backend
 from caffepy.backend.types import Array
 from caffepy.errors import DeviceError
@@ -94,7 +94,7 @@ class CpuBackend(
 
     name = "cpu"
     asynchronous = False
-    records = True
+    captures_inference = True
 
     def __init__(self, threads: int | None = None) -> None:
         if threads is not None and threads < 1:
@@ -115,8 +115,12 @@ class CpuBackend(
     def copy_to_host_async(self, array: Array) -> AsyncCopy:
         return HostAsyncCopy(array)
 
-    def record(self, works: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
-        return record_all(works)
+    def capture(self, *works: Callable[[], None]) -> Graph:
+        self.capturing = True
+        try:
+            return KernelGraph(works)
+        finally:
+            self.capturing = False
 
     def trim(self) -> None:
         give_back_memory()

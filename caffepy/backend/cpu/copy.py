@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, kernel
-from caffepy.backend.cpu.jit.recording import CURRENT, note_host_work
+from caffepy.backend.cpu.jit.kernel_graph import CURRENT, note_host_work
 from caffepy.backend.cpu.jit.threads import GRAIN
 from caffepy.backend.cpu.memory import CpuMemory
 from caffepy.backend.interface import CopyPrimitives
@@ -164,7 +164,7 @@ class CpuCopy(CopyPrimitives, CpuMemory):
     def copy(self, source: Array, destination: Array) -> None:
         if is_images(source, destination):
             copy_images(self.threads, source, destination)
-        elif CURRENT.recording is not None and are_lines(source, destination):  # else NumPy is as fast
+        elif CURRENT.calls is not None and are_lines(source, destination):  # else NumPy is as fast
             copy_as_lines(self.threads, source, destination)
         elif are_whole_numbers(source, destination):
             copy_whole_numbers(self.threads, source, destination)

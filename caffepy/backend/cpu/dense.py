@@ -23,7 +23,7 @@ from numba import types
 from caffepy.backend.cpu.gemm import COST, ROWS, Panels, WeightPacking, extended, pack_weights, tile
 from caffepy.backend.cpu.jit.intrinsics import intrinsic
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
-from caffepy.backend.cpu.jit.recording import note_host_work
+from caffepy.backend.cpu.jit.kernel_graph import note_host_work
 from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, copy_vectors, table_at
 from caffepy.backend.cpu.memory import CpuMemory, Workspace
 from caffepy.backend.interface import DensePrimitives

@@ -19,7 +19,7 @@ import numpy as np
 from caffepy.backend.cpu.jit.address import address_of
 from caffepy.backend.cpu.jit.functions import exponential, hyperbolic_tangent, logarithm_plus_one
 from caffepy.backend.cpu.jit.kernel import Entry
-from caffepy.backend.cpu.jit.recording import note_host_work
+from caffepy.backend.cpu.jit.kernel_graph import note_host_work
 from caffepy.backend.cpu.jit.threads import GRAIN
 from caffepy.backend.cpu.jit.vector import larger_of, select, smaller_of
 from caffepy.backend.cpu.memory import CpuMemory

@@ -9,7 +9,7 @@ import numpy as np
 
 from caffepy.backend.cpu.copy import is_whole
 from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, Ints, Words, device_function, kernel
-from caffepy.backend.cpu.jit.recording import note_host_work
+from caffepy.backend.cpu.jit.kernel_graph import note_host_work
 from caffepy.backend.cpu.memory import CpuMemory
 from caffepy.backend.interface import IndexingPrimitives
 from caffepy.backend.layout import CHANNELS_LAST, memory_order

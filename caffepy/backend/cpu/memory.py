@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend import layout
-from caffepy.backend.cpu.jit.recording import note_host_work
+from caffepy.backend.cpu.jit.kernel_graph import note_host_work
 from caffepy.backend.interface import MemoryPrimitives
 from caffepy.backend.layout import CHANNELS_LAST, is_plain, memory_order
 from caffepy.backend.types import Array

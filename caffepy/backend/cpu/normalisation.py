@@ -22,7 +22,7 @@ from numba import types
 
 from caffepy.backend.cpu.jit.intrinsics import intrinsic
 from caffepy.backend.cpu.jit.kernel import Doubles, Entry, Float, Floats, Int, device_function, kernel
-from caffepy.backend.cpu.jit.recording import note_host_work
+from caffepy.backend.cpu.jit.kernel_graph import note_host_work
 from caffepy.backend.cpu.jit.threads import GRAIN
 from caffepy.backend.cpu.jit.vector import ahead
 from caffepy.backend.cpu.memory import CpuMemory

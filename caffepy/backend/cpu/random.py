@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.jit.kernel import Floats, Int, device_function, kernel
-from caffepy.backend.cpu.jit.recording import note_host_work
+from caffepy.backend.cpu.jit.kernel_graph import note_host_work
 from caffepy.backend.cpu.memory import CpuMemory
 from caffepy.backend.interface import RandomPrimitives
 from caffepy.backend.layout import channels_and_pixels

@@ -22,7 +22,7 @@ from caffepy.backend.cpu.elementwise import (
     unpacked,
 )
 from caffepy.backend.cpu.jit.kernel import Entry, Int, Ints, kernel
-from caffepy.backend.cpu.jit.recording import note_host_work
+from caffepy.backend.cpu.jit.kernel_graph import note_host_work
 from caffepy.backend.cpu.jit.threads import GRAIN
 from caffepy.backend.cpu.memory import CpuMemory
 from caffepy.backend.elementwise import Expression, Kind

@@ -9,7 +9,7 @@ import numpy as np
 
 from caffepy.backend.cpu.jit.functions import exponential
 from caffepy.backend.cpu.jit.kernel import Doubles, Float, Floats, Int, Ints, Kernel, kernel
-from caffepy.backend.cpu.jit.recording import note_host_work
+from caffepy.backend.cpu.jit.kernel_graph import note_host_work
 from caffepy.backend.cpu.memory import CpuMemory
 from caffepy.backend.interface import SoftmaxPrimitives
 from caffepy.backend.layout import is_plain

@@ -88,7 +88,7 @@ class CudaBackend(
     """
 
     asynchronous = True
-    captures = True
+    captures = captures_inference = True
 
     def __init__(self, device: int, math: str = "fp32", autotune: bool = True, deterministic: bool = True) -> None:
         if math not in MATH_MODES:
@@ -132,11 +132,11 @@ class CudaBackend(
             self._scratch.clear()
         cupy.get_default_memory_pool().free_all_blocks(stream=self.stream)
 
-    def capture(self, work: Callable[[], None]) -> Graph:
+    def capture(self, *works: Callable[[], None]) -> Graph:
         self.capturing = True
         try:
             with self._on_stream():
-                return CudaGraph(self.stream, work)
+                return CudaGraph(self.stream, works)
         finally:
             self.capturing = False
 

@@ -60,34 +60,35 @@ _garbage_collection = _GarbageCollection()
 
 
 class CudaGraph:
-    """What `work` puts on a stream, to be replayed.
+    """A `Graph`: what works put on a stream, in order.
 
     Args:
         stream: the capturing stream; it must be idle enough for nothing else to be put on it meanwhile.
-        work: puts kernels on it. It may allocate nothing: what it needs is there after an eager run.
+        works: put kernels on it. They may allocate nothing: what they need is there after an eager run.
 
     Raises:
-        RunError: something in `work` cannot be captured, or CUDA says that the capture was disturbed; another attempt
+        RunError: something in them cannot be captured, or CUDA says that the capture was disturbed; another attempt
             may succeed.
     """
 
-    def __init__(self, stream: Any, work: Callable[[], None]) -> None:
+    def __init__(self, stream: Any, works: Sequence[Callable[[], None]]) -> None:
         self._stream = stream
         with _garbage_collection.suspended():
             try:
-                self._graph = self._captured(work)
+                self._graph = self._captured(works)
             except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
                 if error.status not in CAPTURE_ERRORS:
                     raise
                 raise RunError(f"CUDA ended the capture of a graph: {error}") from error
 
-    def _captured(self, work: Callable[[], None]) -> Any:
+    def _captured(self, works: Sequence[Callable[[], None]]) -> Any:
         stream = self._stream
         mode = cupy.cuda.runtime.streamCaptureModeThreadLocal
         stream.begin_capture(mode=mode)
         try:
             with cupy.cuda.using_allocator(_refuse):
-                work()
+                for work in works:
+                    work()
         except BaseException:
             _end_quietly(stream)
             raise

@@ -203,9 +203,9 @@ class Layer:
     reads_shapes_only: ClassVar[bool] = False
     """Whether the tops depend on the bottoms' shapes alone (PriorBox), so that no gradient is asked of the layer."""
     recordable: ClassVar[bool] = False
-    """Whether `forward` does the same in each pass of the TEST phase, by primitives of the backend alone: on a CPU its
-    calls of kernels are then recorded once and made again without Python (net/forward_runner.py). Subclasses have it
-    from their base class; one that reads or draws numbers on the host says False."""
+    """Whether `forward` does the same in each pass of the TEST phase, by primitives of the backend alone: a CPU then
+    captures its calls of kernels (net/forward_runner.py). Subclasses have it from their base class; one that reads or
+    draws numbers on the host says False."""
 
     def __init__(self, param: caffe_pb2.LayerParameter, context: LayerContext) -> None:
         self.param = param

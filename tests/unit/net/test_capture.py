@@ -19,9 +19,10 @@ class Recorder:
         self.done: list[str] = []
         self.capturing: list[str] | None = None
 
-    def capture(self, work: Callable[[], None]) -> Any:
+    def capture(self, *works: Callable[[], None]) -> Any:
         self.capturing = []
-        work()
+        for work in works:
+            work()
         names, self.capturing = self.capturing, None
         self.graphs.append(names)
         recorder = self

@@ -110,7 +110,7 @@ class Failing(Replaying):
         super().__init__()
         self.error = error
 
-    def capture(self, work: Callable[[], None]) -> Any:
+    def capture(self, *works: Callable[[], None]) -> Any:
         raise self.error
 
 

@@ -68,9 +68,9 @@ class Counting(Replaying):
 
     captures_made = 0
 
-    def capture(self, work: Any) -> Any:
+    def capture(self, *works: Any) -> Any:
         self.captures_made += 1
-        return super().capture(work)
+        return super().capture(*works)
 
 
 def train(

@@ -326,7 +326,7 @@ def test_all_rows_are_run_in_batches(path: Path) -> None:
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_threads_run_nets_of_their_own(write, plain: bool) -> None:
-    """Nets share no workspace, neither in recorded passes nor layer by layer."""
+    """Nets share no workspace, neither in captured passes nor layer by layer."""
     path = write("wide.prototxt", NET.replace("num_output: 4", "num_output: 32 pad: 1"))
     nets, shape = [make(path, plain) for _ in range(4)], (2, 3, 33, 41)
     for net in nets:

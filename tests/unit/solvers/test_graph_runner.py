@@ -188,9 +188,10 @@ def test_what_could_not_be_captured_is_tried_again_behind_another_iteration(capl
 class Capturing(Replaying):
     """Runs work when it is captured too, which leaves its spans in a trace."""
 
-    def capture(self, work: Callable[[], None]) -> Any:
-        work()
-        return super().capture(work)
+    def capture(self, *works: Callable[[], None]) -> Any:
+        for work in works:
+            work()
+        return super().capture(*works)
 
 
 def test_a_trace_shows_the_layers_of_replayed_iterations() -> None:

@@ -60,7 +60,7 @@ from caffepy.backend.cpu.convolution.strided_dgrad import (
     suits_scatter_dgrad,
 )
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Kernel
-from caffepy.backend.cpu.jit.recording import note_host_work
+from caffepy.backend.cpu.jit.kernel_graph import note_host_work
 from caffepy.backend.cpu.jit.threads import GRAIN, VECTOR_GRAIN
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead
 from caffepy.backend.cpu.memory import Workspace

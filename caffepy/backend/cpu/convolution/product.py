@@ -25,7 +25,7 @@ from caffepy.backend.cpu.dense import Gemm
 from caffepy.backend.cpu.gemm import Panels, WeightPacking, extended, pack_weights
 from caffepy.backend.cpu.jit.intrinsics import intrinsic
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
-from caffepy.backend.cpu.jit.recording import note_host_work
+from caffepy.backend.cpu.jit.kernel_graph import note_host_work
 from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, WORD, Writer, ahead
 from caffepy.backend.layout import memory_order
 from caffepy.backend.types import Geometry

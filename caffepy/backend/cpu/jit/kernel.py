@@ -34,8 +34,8 @@ from numba import types
 from caffepy.backend.cpu.jit.address import address_of
 from caffepy.backend.cpu.jit.cache import compile_c_function, compile_kernel, file_stamp, kernels_stamp
 from caffepy.backend.cpu.jit.intrinsics import as_double, doubles, floats, ints, octets, words
+from caffepy.backend.cpu.jit.kernel_graph import CURRENT
 from caffepy.backend.cpu.jit.pipeline import NotKeptError, PartDispatcher
-from caffepy.backend.cpu.jit.recording import CURRENT
 from caffepy.backend.cpu.jit.threads import KERNEL_SIGNATURE, THREADS
 from caffepy.forks import free_after_fork
 
@@ -129,14 +129,14 @@ class Entry:
         if items <= 0:
             return
         pieces = min(threads, max(1, items // max(1, grain)))
+        calls = CURRENT.calls
         words = [address_of(argument) if type(argument) is np.ndarray else argument for argument in arguments]
         block = self._block.from_buffer_copy(self._pack(*words))
         address = ctypes.addressof(block)
-        recording = CURRENT.recording
-        if recording is not None:
-            recording.commands.append((self.address, address, items, pieces))
-            recording.kept.append((self, block, arguments))
-        if pieces == 1:
+        if calls is not None:
+            calls.commands.append((self.address, address, items, pieces))
+            calls.kept.append((self, block, arguments))
+        elif pieces == 1:
             self._serial(address, 0, items)
         else:
             THREADS.run(self.address, address, items, pieces)

@@ -61,22 +61,22 @@ print(numba.threading_layer(), len(failures))
 FORK = """
 import logging, os, sys, numpy as np
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.backend.cpu.jit.recording import Program, record
+from caffepy.backend.cpu.jit.kernel_graph import KernelGraph
 from caffepy.layers.activation.relu import relu
 x = np.random.default_rng(0).standard_normal((300, 400), dtype=np.float32)
 backend = CpuBackend(2)
-y, program = backend.zeros(x.shape), None
+y, graph = backend.zeros(x.shape), None
 def work():
     backend.apply(relu, (x, 0.0), (y,))
 def right():
     y[...] = 7
-    program.launch()
+    graph.launch()
     found = np.array_equal(y, np.maximum(x, 0))
     y[...] = 7
     work()
     return found and np.array_equal(y, np.maximum(x, 0))
 with backend.activate():
-    program = Program([record(work)])
+    graph = KernelGraph([work])
     assert right()
     child = os.fork()
     if not child:
