@@ -25,7 +25,6 @@ from caffepy.config.paths import PathResolver
 from caffepy.config.solver_check import log_ignored
 from caffepy.data.schedule import Shard
 from caffepy.errors import SnapshotError, StopRequestedError
-from caffepy.net.forward_runner import ForwardRunner
 from caffepy.net.memory.plan import describe
 from caffepy.options import ExecutionOptions, RetentionPolicy
 from caffepy.options.solver import MAX_SKIPPED
@@ -144,8 +143,8 @@ class Solver(SolverFace, ABC):
         self._factory = NetFactory(self.param, self.backend, self.shard, self.resolve, fuse, share, timeout)
         self._factory.check_wait = self.requests.check_wait
         with suggest_batch_size_on_oom(self._factory, self.histories), self.backend.activate():
-            self._build_nets(trace)
-            self.state = self._new_state(trace, guard, max_skipped, options.eager)
+            self._build_nets(trace, options.eager)
+            self.state = self._new_state(trace, guard, max_skipped)
             self._build_parts(options.eager, keep_going)
             ends_of_last_epochs(self.param, self.net)  # raises before training where no layer counts records
         self._keeper = SnapshotRetention(self.state, keep or RetentionPolicy())
@@ -168,12 +167,13 @@ class Solver(SolverFace, ABC):
             shapes = [parameter.blob.shape for parameter in self.net.parameters.parameters]
             check_solverstate_size(state, shapes * self.histories)
 
-    def _build_nets(self, trace: Tracer) -> None:
+    def _build_nets(self, trace: Tracer, eager: bool) -> None:
         factory = self._factory
         self.net = factory.train_net(trace)
         for names in self.param.weights if self.callback.is_root else ():
             self.load_weights([self.resolve(name.strip()) for name in names.split(",")])
-        self.test_nets = factory.test_nets(self.net)
+        self._tests = factory.test_runners(self.net, eager, lazily=self.callback.world_size == 1)
+        self.test_nets = [runner.net for runner in self._tests]
         factory.spare_programs()
         if factory.share:
             plan = factory.share_memory()
@@ -183,8 +183,8 @@ class Solver(SolverFace, ABC):
             net.prepare()
             net.keeps_copies = False
 
-    def _new_state(self, trace: Tracer, guard: bool, max_skipped: int, eager: bool) -> TrainState:
-        guard, alone = guard or "float16" in self.net.parameters.copies, self.callback.world_size == 1
+    def _new_state(self, trace: Tracer, guard: bool, max_skipped: int) -> TrainState:
+        guard = guard or "float16" in self.net.parameters.copies
         clip = self.param.clip_gradients
         void = (lambda: self.net.parameters.void) if self.callback.world_size > 1 else None
         return TrainState(
@@ -198,7 +198,7 @@ class Solver(SolverFace, ABC):
             requests=self.requests,
             losses=LossWindow(self.param.average_loss),
             net=self.net,
-            tests=[ForwardRunner(net, eager, lazily=alone) for net in self.test_nets],
+            tests=self._tests,
             history=self.history,
             update=Update(
                 self.net,

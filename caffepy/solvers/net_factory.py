@@ -19,6 +19,7 @@ from caffepy.errors import ConfigError
 from caffepy.files import working_folder
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
+from caffepy.net.forward_runner import ForwardRunner, prepare_inference
 from caffepy.net.memory.plan import MemoryPlan, plan_memory, sample_shapes
 from caffepy.net.parameters import bucket_count
 from caffepy.proto import caffe_pb2
@@ -88,7 +89,8 @@ class NetFactory:
         source, state = self._train_source()
         bucket_count(source.param)
         log.log(self._level, "Creating training net from %s", source.field)
-        net = self._make(source, state, 1, trace)
+        net = Net(source.param, self._context(source, state, 1), state, self.fuse, trace)
+        self._made.append((net, source.param, state))
         if not net.nodes:
             raise ConfigError(
                 f"solver: {source.field}: the net has no layers in the TRAIN phase; look at its include rules and at "
@@ -132,21 +134,30 @@ class NetFactory:
             self._dialect = choose_dialect([self.param, source.param], lambda *line: log.log(self._level, *line))
         return source, net_state(caffe_pb2.TRAIN, source.param.state, self.param.train_state)
 
-    def test_nets(self, train_net: Net) -> list[Net]:
+    def test_runners(self, train_net: Net, eager: bool = False, lazily: bool = True) -> list[ForwardRunner]:
         """The nets to test with, in Caffe's order; their layers use the train net's parameters.
+
+        Args:
+            train_net: the net that is trained.
+            eager: as `ForwardRunner` takes it; so is `lazily`.
 
         Raises:
             ConfigError: the numbers of test nets, test_iter and test_state do not agree.
         """
         sources = self._test_sources()
-        nets = []
+        runners = []
         for i, source in enumerate(sources):
             log.log(self._level, "Creating test net (#%d) specified by %s", i, source.field)
-            net = self._make(source, self._test_state(source, i), self.param.test_iter[i])
-            net.debug_info = self.param.debug_info
-            net.share_trained_layers_with(train_net)
-            nets.append(net)
-        return nets
+            state, param = self._test_state(source, i), caffe_pb2.NetParameter()
+            param.CopyFrom(source.param)
+            param.debug_info = self.param.debug_info
+            context = self._context(source, state, self.param.test_iter[i])
+            runner = prepare_inference(
+                param, context, state, shared_with=train_net, fuse=self.fuse, share=False, eager=eager, lazily=lazily
+            )
+            self._made.append((runner.net, param, state))
+            runners.append(runner)
+        return runners
 
     def _test_state(self, source: NetSource, index: int) -> caffe_pb2.NetState:
         overrides = [self.param.test_state[index]] if self.param.test_state else []
@@ -176,11 +187,6 @@ class NetFactory:
         for plan, (net, _, _) in zip(plans, self._made, strict=True):
             plan.bind(net, arena)
         return plans[0]
-
-    def _make(self, source: NetSource, state: caffe_pb2.NetState, test_iter: int, trace: Tracer = NO_TRACE) -> Net:
-        net = Net(source.param, self._context(source, state, test_iter), state, self.fuse, trace)
-        self._made.append((net, source.param, state))
-        return net
 
     @property
     def _level(self) -> int:

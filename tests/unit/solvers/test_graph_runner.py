@@ -149,7 +149,7 @@ def test_another_shape_is_run_eagerly_once_and_captured_anew() -> None:
 def test_what_cannot_be_captured_is_said_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     with replaying() as solver, caplog.at_level(logging.INFO):
 
-        def refuse(work: Callable[[], None]) -> Any:
+        def refuse(*works: Callable[[], None]) -> Any:
             raise RunError("a layer waits for the device")
 
         solver.backend.capture = refuse  # type: ignore[method-assign]
@@ -163,10 +163,10 @@ def refuse_once(backend: Replaying) -> None:
     """Let a backend refuse what is to be captured first, as a GPU does where it would have to allocate memory."""
     capture, errors = backend.capture, [RunError("device memory was asked for")]
 
-    def refusing(work: Callable[[], None]) -> Any:
+    def refusing(*works: Callable[[], None]) -> Any:
         if errors:
             raise errors.pop()
-        return capture(work)
+        return capture(*works)
 
     backend.capture = refusing  # type: ignore[method-assign]
 
