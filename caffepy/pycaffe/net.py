@@ -5,12 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from caffepy.blob import Blob as CoreBlob
 from caffepy.config.filter import net_state
 from caffepy.config.load import read_net
 from caffepy.config.paths import PathResolver
@@ -20,12 +26,11 @@ from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net as CoreNet
 from caffepy.net.wiring import Node
 from caffepy.proto import caffe_pb2
-from caffepy.pycaffe.blob import Blob
-from caffepy.pycaffe.core.batches import AllBatches, Arrays
+from caffepy.pycaffe.blob import Blob, BlobVec, Watch
 from caffepy.pycaffe.core.device import Device, HostArray
 from caffepy.pycaffe.core.errors import ArgumentError, UnknownBlobError, UnknownLayerError, as_users_raise, check_file
 from caffepy.pycaffe.core.inference_path import InferencePath, can_be_folded
-from caffepy.pycaffe.core.structure import NetStructure
+from caffepy.pycaffe.layer import visible_layer
 from caffepy.pycaffe.mode import mode
 from caffepy.registry import suggest
 from caffepy.snapshot.caffemodel import read_caffemodel, write_binary
@@ -34,9 +39,10 @@ from caffepy.snapshot.hdf5 import read_caffemodel_hdf5, write_caffemodel_hdf5
 logger = logging.getLogger("caffepy.pycaffe")
 
 LayerCallback = Callable[[int], Any]
+Arrays = dict[str, HostArray]
 
 
-class Net(NetStructure, AllBatches):
+class Net:
     """A net of one phase on the device that `set_mode_gpu` and `set_device` chose when it was made.
 
     All numbers can be seen. A program that looks at none but inputs and outputs of a TEST net has its passes computed
@@ -106,6 +112,142 @@ class Net(NetStructure, AllBatches):
         weakref.finalize(self, net.close)
         weakref.finalize(self, self._inference.close)
 
+    # -- what is in it: blobs, layers, parameters, by name and by number ------------------------------
+
+    @property
+    def net(self) -> CoreNet:
+        """caffepy's net; it runs layer by layer from then on, so that all its numbers can be seen."""
+        self._inference.stop()
+        return self._core
+
+    @cached_property
+    def _nodes(self) -> list[Node]:
+        """The layers of the prototxt with Split layers, without the Cast layers that caffepy puts in."""
+        return [node for node in self._core.schedule if node.layer.type != "Cast"]
+
+    def _parameter_blobs(self) -> Iterable[Any]:
+        return (blob for layer in self._core.layers for blob in layer.blobs)
+
+    @cached_property
+    def blobs(self) -> OrderedDict[str, Blob]:
+        """The blobs by name, in the order in which layers make them, those of Split layers included."""
+        path, hidden = self._inference, self._inference.hidden
+        seen = Watch(reshaped=self._reshape_before_forward)
+        unseen = Watch(
+            before_data=path.look_at_values, before_shape=path.look_at_shape, before_all=path.stop, given=path.hold,
+            reshaped=self._reshape_before_forward,
+        )  # fmt: skip
+        return OrderedDict(
+            (name, Blob(top, self.device, replace(unseen if top in hidden else seen, before_diff=self._diff_use(top))))
+            for name, top in self._tops.items()
+        )
+
+    def _diff_use(self, top: CoreBlob) -> Callable[[], None]:
+        """What is called before the program uses the diff of a top: it may write that of a loss, as in Caffe."""
+        return partial(self._core.let_program_write_diff, top)
+
+    @cached_property
+    def _tops(self) -> OrderedDict[str, CoreBlob]:
+        found: OrderedDict[str, CoreBlob] = OrderedDict()
+        for node in self._nodes:
+            for top in node.tops:
+                if not any(top is bottom for bottom in node.bottoms):
+                    found[top.name] = top
+        return found
+
+    @cached_property
+    def layers(self) -> list[Any]:
+        """The layers; of a Python layer the user's object."""
+        stop = self._inference.stop
+        return [visible_layer(node.layer, self.device, self._blobs_of(node), stop) for node in self._nodes]
+
+    def _blobs_of(self, node: Node) -> BlobVec:
+        path = self._inference
+        watch = Watch(path.look_at_parameters, self._bind_diffs, before_all=path.stop, given=path.hold)
+        return BlobVec(Blob(blob, self.device, watch) for blob in node.layer.blobs)
+
+    def _bind_diffs(self) -> None:
+        _ = self._core.parameters.diff
+
+    def _reshape_before_forward(self) -> None:
+        for node in self._core.schedule:
+            node.shapes = []
+
+    @cached_property
+    def params(self) -> OrderedDict[str, BlobVec]:
+        """The parameters of each layer that has some, by its name."""
+        pairs = zip(self._layer_names, self.layers, strict=True)
+        return OrderedDict((name, layer.blobs) for name, layer in pairs if len(layer.blobs))
+
+    @cached_property
+    def layer_dict(self) -> OrderedDict[str, Any]:
+        """The layers by name."""
+        return OrderedDict(zip(self._layer_names, self.layers, strict=True))
+
+    @cached_property
+    def blob_loss_weights(self) -> OrderedDict[str, float]:
+        """Each blob's weight in the loss, by name."""
+        return OrderedDict((name, self._core.loss_weight(top)) for name, top in self._tops.items())
+
+    @cached_property
+    def inputs(self) -> list[str]:
+        """The blobs that the program fills: tops of Input layers."""
+        return list(self._core.inputs)
+
+    @cached_property
+    def outputs(self) -> list[str]:
+        """The blobs that no layer reads."""
+        return list(self._core.outputs)
+
+    @cached_property
+    def top_names(self) -> OrderedDict[str, list[str]]:
+        """The tops of each layer, by its name."""
+        return OrderedDict((node.layer.name, [top.name for top in node.tops]) for node in self._nodes)
+
+    @cached_property
+    def bottom_names(self) -> OrderedDict[str, list[str]]:
+        """The bottoms of each layer, by its name."""
+        return OrderedDict(
+            (node.layer.name, list(node.layer.param.bottom[: len(node.bottoms)])) for node in self._nodes
+        )
+
+    @property
+    def name(self) -> str:
+        return self._core.name
+
+    # -- the names that scripts take from the compiled module -------------------------------------------
+
+    @cached_property
+    def _layer_names(self) -> list[str]:
+        return [node.layer.name for node in self._nodes]
+
+    @property
+    def _blob_names(self) -> list[str]:
+        return list(self.blobs)
+
+    @property
+    def _blobs(self) -> list[Blob]:
+        return list(self.blobs.values())
+
+    @property
+    def _blob_loss_weights(self) -> list[float]:
+        return list(self.blob_loss_weights.values())
+
+    @property
+    def _inputs(self) -> list[int]:
+        return [self._blob_names.index(name) for name in self.inputs]
+
+    @property
+    def _outputs(self) -> list[int]:
+        return [self._blob_names.index(name) for name in self.outputs]
+
+    def _top_ids(self, layer: int) -> list[int]:
+        return [self._blob_names.index(top.name) for top in self._nodes[layer].tops]
+
+    def _bottom_ids(self, layer: int) -> list[int]:
+        node = self._nodes[layer]
+        return [self._blob_names.index(name) for name in node.layer.param.bottom[: len(node.bottoms)]]
+
     # -- running -------------------------------------------------------------------------------------
 
     def forward(
@@ -171,6 +313,57 @@ class Net(NetStructure, AllBatches):
             self._fill(kwargs, "diff", self.outputs)
             self._backward(first, last)
             return {name: self._blob(name).diff for name in wanted}
+
+    def forward_all(self, blobs: Sequence[str] | None = None, **kwargs: Any) -> Arrays:
+        """Run the net forward on all rows of its inputs.
+
+        Args:
+            blobs: blobs to return besides the outputs.
+            kwargs: the inputs' rows, any number of them, the same of each input.
+
+        Returns:
+            The rows of each output.
+
+        Raises:
+            ArgumentError: no input is given, or one without rows.
+        """
+        rows = _count(kwargs)
+        collected = [_copied(self.forward(blobs=blobs, **batch)) for batch in self._batch(kwargs)]
+        return _joined(collected, rows)
+
+    def forward_backward_all(
+        self, blobs: Sequence[str] | None = None, diffs: Sequence[str] | None = None, **kwargs: Any
+    ) -> tuple[Arrays, Arrays]:
+        """Run the net forward and backward on all rows.
+
+        Args:
+            blobs: blobs to return besides the outputs.
+            diffs: blobs whose diffs are returned besides the inputs'.
+            kwargs: the rows of the inputs, and of the outputs' diffs; without the latter the loss gives the diffs.
+
+        Returns:
+            The rows of each output, and of each diff.
+
+        Raises:
+            ArgumentError: neither inputs nor outputs' diffs are given, or some without rows.
+        """
+        rows = _count(kwargs)
+        forward = self._batch({name: kwargs[name] for name in self.inputs if name in kwargs})
+        backward = self._batch({name: kwargs[name] for name in self.outputs if name in kwargs})
+        all_blobs, all_diffs = [], []
+        nothing: dict[str, Any] = {}
+        for inputs, tops in zip_longest(forward, backward, fillvalue=nothing):
+            all_blobs.append(_copied(self.forward(blobs=blobs, **inputs)))
+            all_diffs.append(_copied(self.backward(diffs=diffs, **tops)))
+        return _joined(all_blobs, rows), _joined(all_diffs, rows)
+
+    def _batch(self, blobs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Cut arrays into the net's batches."""
+        if not blobs:
+            return
+        size = next(iter(self.blobs.values())).shape[0]
+        for begin in range(0, _count(blobs), size):
+            yield {name: _padded(np.asarray(rows[begin : begin + size]), size) for name, rows in blobs.items()}
 
     def _forward(self, start: int, end: int) -> float:
         """Run layers by number; returns their part of the loss."""
@@ -409,3 +602,28 @@ def _build(path: Path, state: caffe_pb2.NetState, device: Device) -> tuple[CoreN
     net = CoreNet(param, context, state)
     folded = net.inputs and can_be_folded(net) and not mode.layer_by_layer
     return net, ShapeRunners(net, param, state) if folded else None
+
+
+def _count(arrays: Mapping[str, Any]) -> int:
+    if not arrays:
+        raise ArgumentError("give the rows of the net's inputs as keywords: forward_all(data=rows)")
+    name, rows = next(iter(arrays.items()))
+    if not len(rows):
+        raise ArgumentError(f"'{name}' has no rows; give at least one")
+    return len(rows)
+
+
+def _padded(rows: NDArray[Any], size: int) -> NDArray[Any]:
+    missing = size - len(rows)
+    return np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), rows.dtype)]) if missing else rows
+
+
+def _copied(arrays: Arrays) -> Arrays:
+    return {name: np.atleast_1d(array).copy() for name, array in arrays.items()}
+
+
+def _joined(batches: list[Arrays], rows: int) -> Arrays:
+    """The rows of all batches, without those that only filled up the last batch; numbers of whole batches stay."""
+    joined = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+    filled = max(map(len, joined.values()))
+    return {name: array[:rows] if len(array) == filled else array for name, array in joined.items()}
