@@ -109,13 +109,13 @@ def _add_exchange(group: argparse._ArgumentGroup) -> None:
 
 
 def _parsed_by(name: str) -> Callable[[str], object]:
-    """A function of caffepy.plan.links as argparse wants it; the module is loaded when an option needs it."""
+    """A function of caffepy.plan.model as argparse wants it; the module is loaded when an option needs it."""
 
     def parse(text: str) -> object:
-        from caffepy.plan import links
+        from caffepy.plan import model
 
         try:
-            return getattr(links, name)(text)
+            return getattr(model, name)(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -228,8 +228,7 @@ def _make_profile(args: argparse.Namespace) -> Profile:
 
 
 def _cluster(args: argparse.Namespace, on_cpu: bool) -> Cluster:
-    from caffepy.plan.links import LINKS, NETWORK_LATENCY
-    from caffepy.plan.model import Cluster, Link
+    from caffepy.plan.model import LINKS, NETWORK_LATENCY, Cluster, Link
 
     inside = _calibrated(args, args.calibrate, between=False) or args.links or LINKS["shm" if on_cpu else "nvlink"]
     between = _calibrated(args, args.calibrate_network, between=True)

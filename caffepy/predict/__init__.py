@@ -3,10 +3,9 @@
 cli and pycaffe import it.
 """
 
-from caffepy.predict.classify import classify
 from caffepy.predict.detect import Box, detect, draw_boxes
 from caffepy.predict.images import Preparation, image_files, read_images
-from caffepy.predict.model import Model
+from caffepy.predict.model import Model, classify
 from caffepy.predict.windows import Window, classify_windows, read_windows
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""A deploy net with its weights, run on batches of images."""
+"""A deploy net with its weights, run on batches of images, and the classes of images by it (`caffe.Classifier`)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
-from numpy.typing import NDArray
 
 from caffepy.errors import ConfigError
 from caffepy.inference.loading import load
+from caffepy.predict.images import INPUT, Floats, Preparation
+from caffepy.predict.pixels import crop_centres, oversample, resize_image
 
 logger = logging.getLogger(__name__)
-
-Floats = NDArray[np.float32]
 
 
 class Model:
@@ -76,3 +75,35 @@ class Model:
     def run(self, images: Floats) -> Floats:
         """The net's first output for a batch (N, C, H, W)."""
         return np.asarray(self._model(images)[self._model.outputs[0]], np.float32)
+
+
+def classify(
+    model: Model, images: Sequence[Floats], preparation: Preparation, size: tuple[int, int] | None, centre_only: bool
+) -> Floats:
+    """The net's first output for each image: (N, classes).
+
+    Args:
+        model: the net.
+        images: (H, W, C), from 0 to 1.
+        preparation: of the values.
+        size: height and width to which images are resized before they are cropped; None: those of the input.
+        centre_only: take the crop in the middle; else the average of the corners, the middle and their mirrors.
+
+    Raises:
+        ConfigError: the input is larger than `size`, or the preparation does not fit.
+    """
+    _, height, width = model.image_shape
+    size = size or (height, width)
+    if height > size[0] or width > size[1]:
+        raise ConfigError(
+            f"images are resized to {size[0]} x {size[1]}, and the net takes {height} x {width}: give a larger "
+            f"--images-dim, such as {height},{width}"
+        )
+    transformer = preparation.transformer((1, *model.image_shape))
+    cut = crop_centres if centre_only else oversample
+    results = []
+    for image in images:
+        crops = cut([resize_image(image, size)], (height, width))
+        scores = model.run(np.stack([transformer.preprocess(INPUT, crop) for crop in crops]))
+        results.append(scores.reshape(len(scores), -1).mean(0))
+    return np.stack(results)

@@ -39,8 +39,7 @@ class Profile(TextTarget):
         self.texts = [seeds.profile()]
 
     def read(self) -> None:
-        from caffepy.plan.links import parse_link
-        from caffepy.plan.model import Cluster
+        from caffepy.plan.model import Cluster, parse_link
         from caffepy.plan.predict import Exchange, predict
         from caffepy.plan.profile import read_profile
 

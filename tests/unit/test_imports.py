@@ -236,7 +236,7 @@ def test_imports_go_downwards_only():
     [
         ("net.net", "layers.core.base", True),
         ("layers.core.base", "net.net", False),
-        ("parallel.p2p_sync", "plan.links", False),
+        ("parallel.p2p_sync", "plan.model", False),
         ("backend.cpu.pooling", "backend.cpu.jit.runtime", True),
         ("backend.cpu.jit.runtime", "backend.cpu.pooling", False),
         ("backend.meta", "backend.cpu.jit.runtime", False),

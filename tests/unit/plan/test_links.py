@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from caffepy.plan.links import LINKS, parse_bandwidth, parse_latency, parse_link
+from caffepy.plan.model import LINKS, parse_bandwidth, parse_latency, parse_link
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caffepy.plan.simulate import Bucket, Timeline, simulate
+from caffepy.plan.predict import Bucket, Timeline, simulate
 
 times = st.floats(0, 1000)
 

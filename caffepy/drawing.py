@@ -1,4 +1,4 @@
-"""The graph that is drawn of a net: boxes with their text and colour, and edges.
+"""Pictures of nets by Graphviz: boxes and edges of a net, written in the dot language or by Graphviz's program `dot`.
 
 An in-place layer is a row in the box of the layer before it unless another layer has read the blob in between. A blob
 without a producer or without a consumer is an octagon. Colours are those of Caffe's `python/caffe/draw.py`.
@@ -6,13 +6,67 @@ without a producer or without a consumer is an octagon. Colours are those of Caf
 
 from __future__ import annotations
 
+import logging
+import shutil
+import subprocess
 import unicodedata
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
 
+from caffepy.backend.meta import MetaBackend
+from caffepy.config.dialect import Dialect, choose_dialect
 from caffepy.config.filter import filter_net, net_state
+from caffepy.config.upgrade import upgrade_net
+from caffepy.errors import CaffepyError, ConfigError, RunError
+from caffepy.files import atomic_write
+from caffepy.layers import LayerContext
+from caffepy.net import Net
+from caffepy.net.record_shape import told_shape
 from caffepy.proto import caffe_pb2
+
+log = logging.getLogger(__name__)
+
+
+def blob_shapes(net: caffe_pb2.NetParameter, phase: int | None) -> dict[str, tuple[int, ...]]:
+    """The shapes of a net's blobs by name, as far as they follow from the prototxt: Input layers, sizes of crops.
+
+    Data are not opened, and a net with Python layers is not built: their code would run.
+
+    Args:
+        net: the net.
+        phase: of the net; None: TRAIN, and TEST for the blobs that are only there.
+    """
+    phases = (caffe_pb2.TEST, caffe_pb2.TRAIN) if phase is None else (phase,)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for one in phases:
+        try:
+            shapes |= _shapes_in(net, one)
+        except CaffepyError as error:
+            log.debug("no shapes of blobs in phase %s: %s", caffe_pb2.Phase.Name(one), error)
+    return shapes
+
+
+def _shapes_in(param: caffe_pb2.NetParameter, phase: int) -> dict[str, tuple[int, ...]]:
+    state = net_state(phase, param.state, net_state(phase))
+    layers = filter_net(param, state).layer
+    if any(layer.type == "Python" for layer in layers):
+        return {}
+    nvidia = choose_dialect([param], lambda *line: None) is Dialect.NVIDIA
+    samples = {
+        top: told[0] if index == 0 else ()
+        for layer in layers
+        if not layer.bottom and (told := told_shape(layer, nvidia)) is not None
+        for index, top in enumerate(layer.top)
+    }
+    net = Net(param, LayerContext(MetaBackend(), phase=phase, sample_shapes=samples), state)
+    try:
+        return {name: tuple(blob.shape) for name, blob in net.blobs.items()}
+    finally:
+        net.close()
+
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -290,3 +344,124 @@ def _pair(sizes: Sequence[int], height: int, width: int, otherwise: int) -> str:
         return f"{height}x{width}"
     given = list(sizes) or [otherwise]
     return "x".join(map(str, given if len(given) > 1 else given * 2))
+
+
+RANKDIRS = ("LR", "RL", "TB", "BT")
+DOT_FORMATS = ("dot", "gv", "raw")
+"""Endings of files in the dot language; raw is pydot's name."""
+FORMATS = ("svg", "png", "pdf", *DOT_FORMATS)
+TIMEOUT = 120
+"""Seconds for one run of `dot`; the layout of a net with thousands of layers takes minutes."""
+
+
+def draw_net(
+    net: caffe_pb2.NetParameter,
+    path: Path | str,
+    rankdir: str = "LR",
+    phase: int | None = None,
+    *,
+    rates: bool = False,
+) -> None:
+    """Draw a net into a file.
+
+    Args:
+        net: the net; one of an older format is upgraded in a copy.
+        path: the file; its ending is one of `FORMATS`.
+        rankdir: where the net goes: LR (left to right), RL, TB (top to bottom) or BT.
+        phase: draw the layers of this phase, caffe_pb2.TRAIN or TEST; None: those of all phases.
+        rates: say the lr_mult of layers that learn.
+
+    Raises:
+        ConfigError: the ending or rankdir is unknown, the net does not hold together, or Graphviz is not installed.
+        RunError: `dot` fails, or the file cannot be written.
+    """
+    path = Path(path)
+    picture = render_net(net, path.suffix.lstrip("."), rankdir, phase, rates=rates)
+    with atomic_write(path) as file:
+        file.write(picture)
+
+
+def render_net(
+    net: caffe_pb2.NetParameter,
+    file_format: str,
+    rankdir: str = "LR",
+    phase: int | None = None,
+    *,
+    rates: bool = False,
+) -> bytes:
+    """The bytes of a picture's file; the arguments and errors are those of `draw_net`."""
+    file_format, rankdir = file_format.lower(), rankdir.upper()
+    if file_format not in FORMATS:
+        raise ConfigError(f"pictures of nets end in .{', .'.join(FORMATS)}, not in '.{file_format}'; name another file")
+    if rankdir not in RANKDIRS:
+        raise ConfigError(f"rankdir is {' or '.join(RANKDIRS)}, not '{rankdir}'")
+    upgraded = caffe_pb2.NetParameter()
+    upgraded.CopyFrom(net)
+    upgrade_net(upgraded, net.name or "net")
+    if not upgraded.layer:
+        raise ConfigError("the net has no layers; give the prototxt of a net")
+    graph = make_graph(upgraded, phase, blob_shapes(upgraded, phase), rates)
+    text = dot_text(graph, rankdir).encode()
+    return text if file_format in DOT_FORMATS else run_dot(text, file_format)
+
+
+def dot_text(graph: Graph, rankdir: str) -> str:
+    """The net in the dot language. Names appear in escaped labels only; nodes are numbered."""
+    lines = [
+        "digraph net {",
+        f"  graph [rankdir={rankdir}, label={_html(graph.name)}, labelloc=t, labeljust=l];",
+        '  node [shape=plain, fontname="Helvetica", fontsize=11];',
+        '  edge [fontname="Helvetica", fontsize=10, color="#606060"];',
+        *(f"  n{index} [{_node(box)}];" for index, box in enumerate(graph.boxes)),
+        *_edges(graph),
+        "}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _edges(graph: Graph) -> Iterator[str]:
+    for edge in graph.edges:
+        label = f" [label={_html(edge.label)}]" if edge.label else ""
+        yield f"  n{edge.source} -> n{edge.target}{label};"
+
+
+def _node(box: Box) -> str:
+    if box.is_blob:
+        lines = "<BR/>".join(escape(line) for line in box.rows[0].lines)
+        return f'label=<{lines}>, shape=octagon, style=filled, fillcolor="{box.rows[0].colour}"'
+    rows = "".join(f'<TR><TD BGCOLOR="{row.colour}">{_lines(row.lines)}</TD></TR>' for row in box.rows)
+    return f'label=<<TABLE BORDER="0" CELLBORDER="1" CELLSPACING="0" CELLPADDING="4">{rows}</TABLE>>'
+
+
+def _lines(lines: tuple[str, ...]) -> str:
+    name, *rest = (escape(line) for line in lines)
+    return "<BR/>".join([f"<B>{name}</B>" if name else "", *rest])
+
+
+def _html(text: str) -> str:
+    return f"<{escape(text)}>" if text else '""'
+
+
+def run_dot(text: bytes, file_format: str) -> bytes:
+    """The picture that Graphviz's `dot` makes of a text in its language.
+
+    Raises:
+        ConfigError: Graphviz is not installed.
+        RunError: `dot` fails or takes longer than `TIMEOUT`.
+    """
+    program = shutil.which("dot")
+    if program is None:
+        raise ConfigError(
+            f"a .{file_format} file needs Graphviz's program 'dot', which is not installed: install Graphviz (on "
+            "Debian and Ubuntu: apt-get install graphviz), or write a .dot file"
+        )
+    try:
+        done = subprocess.run([program, f"-T{file_format}"], input=text, capture_output=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        raise RunError(f"{program} did not finish within {TIMEOUT} s: write a .dot file") from None
+    except OSError as error:
+        raise RunError(f"{program} cannot be run: {error.strerror or error}") from error
+    if done.returncode or not done.stdout:
+        message = done.stderr.decode(errors="replace").strip()
+        raise RunError(f"{program} failed with status {done.returncode}: {message[:500]}")
+    return done.stdout
