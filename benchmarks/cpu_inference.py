@@ -39,7 +39,7 @@ def model_of(net: str, batch: int, threads: int, engine: str | None) -> tuple[An
 
     import caffepy
     from caffepy.config.load import read_net
-    from caffepy.inference.loading import load
+    from caffepy.inference import load
 
     path = ROOT / "models" / net / "deploy.prototxt"
     param = read_net(path)

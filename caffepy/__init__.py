@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from caffepy.config.load import read_net, read_solver
     from caffepy.config.paths import PathResolver
     from caffepy.errors import CaffepyError, RunError, UserError
-    from caffepy.inference.loading import load
-    from caffepy.inference.model import Model
+    from caffepy.inference import Model, load
     from caffepy.net import Net
     from caffepy.snapshot.caffemodel import read_weights
     from caffepy.solvers import Solver, create_solver
@@ -26,7 +25,7 @@ _LAZY = {
     "Backend": "caffepy.backend",
     "Callback": "caffepy.training.train",
     "CaffepyError": "caffepy.errors",
-    "Model": "caffepy.inference.model",
+    "Model": "caffepy.inference",
     "Net": "caffepy.net",
     "PathResolver": "caffepy.config.paths",
     "RunError": "caffepy.errors",
@@ -35,7 +34,7 @@ _LAZY = {
     "UserError": "caffepy.errors",
     "create_backend": "caffepy.backend",
     "create_solver": "caffepy.solvers",
-    "load": "caffepy.inference.loading",
+    "load": "caffepy.inference",
     "read_net": "caffepy.config.load",
     "read_solver": "caffepy.config.load",
     "read_weights": "caffepy.snapshot.caffemodel",

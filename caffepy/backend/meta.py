@@ -1,6 +1,6 @@
 """A backend that computes nothing: its arrays are shapes, and it notes when each primitive reads and writes them.
 
-Owns the record from which `caffepy.net.memory.plan` learns which arrays of a net are never needed at the same time.
+Owns the record from which `caffepy.net.memory_plan` learns which arrays of a net are never needed at the same time.
 A net is built and run on it as on any device; that takes milliseconds and no memory.
 """
 

@@ -90,7 +90,7 @@ def _shapes_of_data(train: caffe_pb2.NetParameter, path: Path) -> dict[str, tupl
     from caffepy.config.dialect import choose_dialect
     from caffepy.config.paths import PathResolver
     from caffepy.layers import LayerContext
-    from caffepy.net.memory.plan import read_sample_shapes
+    from caffepy.net.memory_plan import read_sample_shapes
     from caffepy.proto import caffe_pb2
 
     dialect = choose_dialect([train], lambda *line: None)

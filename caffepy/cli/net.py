@@ -15,7 +15,7 @@ from caffepy.options.types import gpu_number, positive, positive_number, record_
 
 if TYPE_CHECKING:
     from caffepy.layers import LayerContext
-    from caffepy.net.memory.plan import MemoryPlan
+    from caffepy.net.memory_plan import MemoryPlan
     from caffepy.net.wiring import Node
     from caffepy.proto import caffe_pb2
 
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(args: argparse.Namespace) -> Subject:
-    from caffepy.net.memory.capacity import with_batch
+    from caffepy.net.memory_plan import with_batch
     from caffepy.proto import caffe_pb2
 
     own = caffe_pb2.NetState(level=args.level, stage=args.stage)
@@ -182,8 +182,7 @@ def _short(name: str) -> str:
 
 def _print_memory(subject: Subject, args: argparse.Namespace) -> None:
     from caffepy.config.filter import filter_net
-    from caffepy.net.memory.capacity import written_batch
-    from caffepy.net.memory.plan import plan_memory
+    from caffepy.net.memory_plan import plan_memory, written_batch
 
     training = args.phase == "TRAIN"
     histories = subject.histories if training else 0
@@ -198,7 +197,7 @@ def _print_memory(subject: Subject, args: argparse.Namespace) -> None:
 
 
 def _summary(plan: MemoryPlan, histories: int, share: bool) -> Iterable[tuple[str, ...]]:
-    from caffepy.net.memory.liveness import BLOBS
+    from caffepy.net.liveness import BLOBS
 
     shared = f"sharing memory; {_mebibytes(plan.alone)} without, {_mebibytes(plan.bound)} are needed at once"
     yield ("", "MiB", "")
@@ -240,7 +239,7 @@ def _available(args: argparse.Namespace) -> int:
 
 
 def _print_largest_batch(subject: Subject, args: argparse.Namespace, histories: int, available: int) -> None:
-    from caffepy.net.memory.capacity import largest_batch
+    from caffepy.net.memory_plan import largest_batch
 
     batch = largest_batch(
         subject.param, subject.context, subject.state, not args.no_fuse, not args.no_share, histories, available

@@ -37,7 +37,7 @@ def record_shapes(
     """
     from caffepy.config.dialect import Dialect, choose_dialect
     from caffepy.config.filter import filter_net
-    from caffepy.net.memory.plan import read_sample_shapes
+    from caffepy.net.memory_plan import read_sample_shapes
     from caffepy.proto import caffe_pb2
 
     dialect = context.dialect or choose_dialect([param], lambda *line: None)

@@ -21,10 +21,10 @@ from caffepy.options.types import file_list, file_name, positive
 if TYPE_CHECKING:
     import numpy as np
 
-    from caffepy.inference.runtime_runner import RuntimeRunner
     from caffepy.layers import LayerContext
     from caffepy.net import Net
     from caffepy.net.forward_runner import ForwardRunner
+    from caffepy.onnx.engine import RuntimeRunner
     from caffepy.proto.caffe_pb2 import NetParameter, NetState
 
     Runner = ForwardRunner | RuntimeRunner
@@ -89,8 +89,8 @@ def _runner(
 
     weights = read_weights(args.weights)
     if by_runtime:
-        from caffepy.inference.runtime_runner import RuntimeRunner
         from caffepy.net import Net
+        from caffepy.onnx.engine import RuntimeRunner
 
         net = Net(param, context, state)
         try:

@@ -119,7 +119,7 @@ def _predict(args: argparse.Namespace) -> None:
     from caffepy.cli.nets import net_and_state, refuse_net_without_layers
     from caffepy.cli.record_shapes import record_shapes
     from caffepy.config.paths import PathResolver
-    from caffepy.inference.model import Model
+    from caffepy.inference import Model
     from caffepy.layers import LayerContext
     from caffepy.net.record_shape import without_data
     from caffepy.proto import caffe_pb2

@@ -1,17 +1,28 @@
-"""A net computed by onnxruntime on the CPU: exported in memory and compared with the net once. inference uses it."""
+"""Nets computed by onnxruntime on the CPU: exported in memory and compared with the net once.
+
+`RuntimeNet` computes a whole net (`caffepy.load`), `RuntimeRunner` a TEST net that reads its data itself, up to its
+losses and scores (`caffepy test`).
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.blob import Blob
 from caffepy.errors import ConfigError, MissingExtraError
+from caffepy.layers.core.base import PassCounter
 from caffepy.net import Net
+from caffepy.net.deploy import Deploy, deploy_net
+from caffepy.net.forward_runner import MAX_SHAPES, Shapes
+from caffepy.net.wiring import Node
 from caffepy.onnx.libraries import EXTRA, Session, has_runtime, require_onnx
+from caffepy.proto import caffe_pb2
 
 log = logging.getLogger(__name__)
 
@@ -86,3 +97,125 @@ class RuntimeNet:
         """
         feeds = {name: np.ascontiguousarray(inputs[name], np.float32) for name in self._names}
         return self._session.run(feeds)
+
+
+class RuntimeRunner:
+    """Runs a net forward: its sources, then a part of it by onnxruntime, then what reads labels or has no ONNX form.
+
+    Args:
+        net: of the TEST phase, on the CPU, neither fused nor sharing memory, with its weights.
+        param: what it was made of, as read.
+        state: with which its layers were chosen.
+
+    Raises:
+        ConfigError: no layer can be computed by onnxruntime.
+    """
+
+    def __init__(self, net: Net, param: caffe_pb2.NetParameter, state: caffe_pb2.NetState) -> None:
+        self.net = net
+        self._param = caffe_pb2.NetParameter()
+        self._param.CopyFrom(param)
+        self._param.state.CopyFrom(state)
+        part = _Part(net)
+        self._inputs, self._outputs = part.inputs, part.outputs
+        self._sources = [node for node in net.nodes if not node.bottoms]
+        self._rest = [node for node in net.nodes if node.bottoms and node not in part.nodes and not part.inside(node)]
+        self._runtimes: dict[Shapes, RuntimeNet] = {}
+        net.after_forward.append(self._after)
+
+    def forward(self) -> None:
+        """One pass.
+
+        Raises:
+            RunError: onnxruntime fails, or gives other numbers than the net for a new shape.
+        """
+        self.net.forward_part([*self._sources, *self._rest])
+
+    def _after(self, node: Node) -> None:
+        if node is not self._sources[-1]:
+            return
+        arrays = {blob.name: blob.host_data() for blob in self._inputs}
+        results = self._runtime(tuple(blob.shape for blob in self._inputs)).run(arrays)
+        for blob in self._outputs:
+            blob.reshape(results[blob.name].shape)
+            self.net.backend.from_host(results[blob.name], blob.data)
+
+    def _runtime(self, shapes: Shapes) -> RuntimeNet:
+        if shapes not in self._runtimes:
+            if len(self._runtimes) >= MAX_SHAPES:
+                self._runtimes.clear()
+            wanted = {blob.name: shape for blob, shape in zip(self._inputs, shapes, strict=True)}
+            param = deploy_net(self._param, Deploy(wanted, [blob.name for blob in self._outputs]))
+            body = Net(param, replace(self.net.context, passes=PassCounter(), fills=False))
+            body.share_trained_layers_with(self.net)
+            self._runtimes[shapes] = RuntimeNet(body, self.net.backend.threads)
+        return self._runtimes[shapes]
+
+    def close(self) -> None:
+        """Free the memory. Idempotent."""
+        self._runtimes.clear()
+        self.net.close()
+
+
+class _Part:
+    """The layers of a net that onnxruntime computes: all before those that it cannot, and before losses and scores."""
+
+    def __init__(self, net: Net) -> None:
+        from caffepy.onnx.export.graph import EXPORTERS
+        from caffepy.onnx.export.write import find_exporters
+
+        find_exporters()
+        self._net = net
+        self._known = EXPORTERS
+        self._origin: dict[Blob, Blob] = {}
+        for node in net.nodes:
+            if node.layer.type == "Split":
+                self._origin |= dict.fromkeys(node.tops, self._origin.get(node.bottoms[0], node.bottoms[0]))
+        self._given = {top for node in net.nodes if not node.bottoms for top in node.tops}
+        self.nodes = self._possible()
+        while self._demote():
+            continue
+        if not self.nodes:
+            raise ConfigError(f"net '{net.name}' has no layers that onnxruntime can compute; use engine 'own'")
+        self.outputs = self._read_outside()
+        read = [blob for node in self.nodes for blob in self._bottoms(node)]
+        self.inputs = [blob for blob in dict.fromkeys(read) if blob in self._given]
+
+    def _bottoms(self, node: Node) -> list[Blob]:
+        return [self._origin.get(blob, blob) for blob in node.bottoms]
+
+    def _possible(self) -> list[Node]:
+        made: set[Blob] = set()
+        nodes = []
+        for node in self._net.nodes:
+            bottoms, layer = self._bottoms(node), node.layer
+            known = layer.type in self._known and not any(layer.loss_weights) and not layer.no_gradient_bottoms
+            known = known and layer.dtype == "float32" and bool(bottoms) and layer.type != "Split"
+            known = known and not layer.state()  # a session keeps nothing for the next pass
+            if known and made.union(self._given).issuperset(bottoms) and self._given.isdisjoint(node.tops):
+                nodes.append(node)
+                made.update(node.tops)
+        return nodes
+
+    def _made(self) -> set[Blob]:
+        return {top for node in self.nodes for top in node.tops}
+
+    def _read_outside(self) -> list[Blob]:
+        """What layers outside read of the part's tops, and the net's outputs among these."""
+        others = (node for node in self._net.nodes if node not in self.nodes and node.layer.type != "Split")
+        read = [blob for node in others for blob in self._bottoms(node)]
+        made = self._made()
+        return [blob for blob in dict.fromkeys([*read, *self._net.outputs.values()]) if blob in made]
+
+    def _demote(self) -> bool:
+        """Take the readers of outputs out of the part, which gives only blobs that none of its layers reads."""
+        outputs = set(self._read_outside())
+        kept = [n for n in self.nodes if outputs.isdisjoint(b for b in self._bottoms(n) if b not in n.tops)]
+        changed = len(kept) < len(self.nodes)
+        self.nodes = kept
+        return changed
+
+    def inside(self, node: Node) -> bool:
+        """Whether a Split's tops are read within the part alone."""
+        origin = self._bottoms(node)[0]
+        return node.layer.type == "Split" and origin in self._made() and origin not in self.outputs

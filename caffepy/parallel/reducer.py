@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from caffepy.backend import Backend
 from caffepy.layers.core.base import Layer
 from caffepy.net import Net
-from caffepy.net.fusion.fused import FusedLayer
+from caffepy.net.fuse import FusedLayer
 from caffepy.net.parameters import Parameter, ParameterBuffer
 from caffepy.net.wiring import Node
 from caffepy.parallel.communicators.collectives import Work

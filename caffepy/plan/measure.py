@@ -17,7 +17,7 @@ from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
-from caffepy.net.memory.capacity import with_batch
+from caffepy.net.memory_plan import with_batch
 from caffepy.net.parameters import ALIGNMENT, bucket_count
 from caffepy.net.record_shape import without_data
 from caffepy.net.timing import measure, milliseconds_since

@@ -10,7 +10,7 @@ from types import TracebackType
 import numpy as np
 
 from caffepy.errors import ConfigError
-from caffepy.inference.loading import load
+from caffepy.inference import load
 from caffepy.predict.images import INPUT, Floats, Preparation
 from caffepy.predict.pixels import crop_centres, oversample, resize_image
 

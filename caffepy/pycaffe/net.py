@@ -21,9 +21,9 @@ from caffepy.config.filter import net_state
 from caffepy.config.load import read_net
 from caffepy.config.paths import PathResolver
 from caffepy.errors import ShapeError
-from caffepy.inference.runners import ShapeRunners
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net as CoreNet
+from caffepy.net.forward_runner import ShapeRunners
 from caffepy.net.wiring import Node
 from caffepy.proto import caffe_pb2
 from caffepy.pycaffe.blob import Blob, BlobVec, Watch

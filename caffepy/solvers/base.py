@@ -25,7 +25,7 @@ from caffepy.config.paths import PathResolver
 from caffepy.config.solver_check import log_ignored
 from caffepy.data.schedule import Shard
 from caffepy.errors import SnapshotError, StopRequestedError
-from caffepy.net.memory.plan import describe
+from caffepy.net.memory_plan import describe
 from caffepy.options import ExecutionOptions, RetentionPolicy
 from caffepy.options.solver import MAX_SKIPPED
 from caffepy.progress import interactive, progress_bar

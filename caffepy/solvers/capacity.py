@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from caffepy.config.filter import filter_net
 from caffepy.errors import CaffepyError, OutOfMemoryError
-from caffepy.net.memory.capacity import largest_batch, written_batch
-from caffepy.net.memory.plan import read_sample_shapes
+from caffepy.net.memory_plan import largest_batch, read_sample_shapes, written_batch
 from caffepy.solvers.net_factory import NetFactory
 
 log = logging.getLogger(__name__)

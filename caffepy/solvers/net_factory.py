@@ -20,7 +20,7 @@ from caffepy.files import working_folder
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.net.forward_runner import ForwardRunner, prepare_inference
-from caffepy.net.memory.plan import MemoryPlan, plan_memory, sample_shapes
+from caffepy.net.memory_plan import MemoryPlan, plan_memory, sample_shapes
 from caffepy.net.parameters import bucket_count
 from caffepy.proto import caffe_pb2
 from caffepy.trace import NO_TRACE, Tracer

@@ -19,7 +19,7 @@ from caffepy.data.schedule import Shard
 from caffepy.errors import UserError
 from caffepy.layers import LayerContext, layer_class
 from caffepy.net import Net
-from caffepy.net.memory.plan import plan_memory
+from caffepy.net.memory_plan import plan_memory
 from caffepy.proto import caffe_pb2
 from caffepy.solvers.net_factory import NetFactory
 

@@ -13,7 +13,7 @@ import pytest
 from training import solver_param, weights_of
 
 from caffepy.backend import Backend, create_backend
-from caffepy.net.fusion.fused import MeasuredConvolution
+from caffepy.net.fuse import MeasuredConvolution
 from caffepy.options import ExecutionOptions
 from caffepy.solvers import Solver, create_solver
 

@@ -20,12 +20,12 @@ from training import solver_param, weights_of
 import caffepy
 from caffepy.backend import Backend, create_backend
 from caffepy.errors import DeviceError
-from caffepy.inference.model import Model
+from caffepy.inference import Model
 from caffepy.layers.core.base import LayerContext, PassCounter
 from caffepy.net import Net
+from caffepy.net.fold import FoldedConvolution
 from caffepy.net.forward_runner import ForwardRunner
-from caffepy.net.fusion.fold import FoldedConvolution
-from caffepy.net.memory.plan import plan_memory
+from caffepy.net.memory_plan import plan_memory
 from caffepy.options import ExecutionOptions
 from caffepy.proto import caffe_pb2
 from caffepy.solvers import create_solver

@@ -15,7 +15,7 @@ from caffepy.config.load import read_net
 from caffepy.errors import OutOfMemoryError
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
-from caffepy.net.memory.plan import plan_memory
+from caffepy.net.memory_plan import plan_memory
 from caffepy.options import ExecutionOptions
 from caffepy.proto import caffe_pb2
 from caffepy.solvers import create_solver

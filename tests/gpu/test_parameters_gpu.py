@@ -14,7 +14,7 @@ from google.protobuf import text_format
 from caffepy import pycaffe as caffe
 from caffepy.backend import Backend, create_backend
 from caffepy.blob import Blob
-from caffepy.inference.model import Model
+from caffepy.inference import Model
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.net.forward_runner import ForwardRunner

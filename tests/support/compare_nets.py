@@ -24,7 +24,7 @@ from caffepy.backend import Backend, create_backend
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
-from caffepy.net.memory.plan import plan_memory
+from caffepy.net.memory_plan import plan_memory
 from caffepy.proto import caffe_pb2
 
 Values = dict[str, Any]

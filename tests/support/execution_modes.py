@@ -28,7 +28,7 @@ from wide_nets import Values, WideNet
 
 from caffepy.backend import Backend, create_backend
 from caffepy.errors import ConfigError, ShapeError, UserError
-from caffepy.inference.model import Model
+from caffepy.inference import Model
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.options import ExecutionOptions

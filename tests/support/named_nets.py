@@ -29,11 +29,11 @@ from training import CPU, solver_param
 from caffepy.backend import create_backend
 from caffepy.distributed import DataParallel, ProcessGroup
 from caffepy.errors import SnapshotError
-from caffepy.inference.model import Model
+from caffepy.inference import Model
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.net.deploy import deploy_net, plan_deploy
-from caffepy.net.memory.plan import plan_memory, sample_shapes
+from caffepy.net.memory_plan import plan_memory, sample_shapes
 from caffepy.onnx.export.write import serialised, to_model
 from caffepy.onnx.fold import fold_batch_norms, with_parameters
 from caffepy.onnx.libraries import run_model

@@ -12,7 +12,7 @@ from backend_checks import dirty, normal, to_device
 
 from caffepy.backend import Backend, Channel, Each, Geometry, expression
 from caffepy.backend.types import mask_bytes
-from caffepy.net.fusion.fused import rectified_with_channel
+from caffepy.net.fuse import rectified_with_channel
 
 SHAPES = [(7,), (33, 5), (3, 8, 5, 7), (2, 33, 9, 8), (2, 1, 3, 3)]
 POOLINGS = [

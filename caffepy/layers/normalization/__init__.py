@@ -1,1 +1,1 @@
-"""BatchNorm, LRN, Scale and Bias. Found by name; net/fusion imports its classes."""
+"""BatchNorm, LRN, Scale and Bias. Found by name; net/fuse and net/fold import its classes."""

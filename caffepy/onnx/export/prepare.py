@@ -16,7 +16,7 @@ from caffepy.config.paths import PathResolver
 from caffepy.errors import ConfigError
 from caffepy.layers import LayerContext, layer_class
 from caffepy.net import Net
-from caffepy.net.memory.capacity import with_batch
+from caffepy.net.memory_plan import with_batch
 from caffepy.proto import caffe_pb2
 from caffepy.snapshot.caffemodel import read_caffemodel
 

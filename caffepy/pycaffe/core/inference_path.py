@@ -14,9 +14,8 @@ from typing import Any
 from caffepy.backend.layout import address
 from caffepy.blob import Blob
 from caffepy.errors import RunError, UserError
-from caffepy.inference.runners import ShapeRunners, Shapes
 from caffepy.net import Net
-from caffepy.net.forward_runner import ForwardRunner
+from caffepy.net.forward_runner import ForwardRunner, ShapeRunners, Shapes
 from caffepy.proto import caffe_pb2
 from caffepy.pycaffe.core.device import Device, HostArray
 

@@ -16,10 +16,10 @@ from other_arrays import OnlyDlpack
 import caffepy
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.errors import ConfigError, ShapeError, SnapshotError
-from caffepy.inference.model import Model
-from caffepy.inference.runners import MAX_SHAPES
+from caffepy.inference import Model
 from caffepy.layers.core.base import LayerContext
-from caffepy.net.fusion.fold import FoldedConvolution
+from caffepy.net.fold import FoldedConvolution
+from caffepy.net.forward_runner import MAX_SHAPES
 from caffepy.proto import caffe_pb2
 
 NET = """

@@ -16,7 +16,7 @@ from google.protobuf import text_format
 
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.blob import Blob
-from caffepy.inference.model import Model
+from caffepy.inference import Model
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.proto import caffe_pb2

@@ -61,8 +61,8 @@ def test_layers_that_a_net_would_refuse_are_found_out() -> None:
 
 FAULTS = {
     "inference": "caffepy.net.forward_runner.ForwardRunner.parameters_changed",
-    "programs": "caffepy.inference.runners.ShapeRunners.parameters_changed",
-    "training": "caffepy.net.fusion.fused.FusedNormalisation._add_to_parameters",
+    "programs": "caffepy.net.forward_runner.ShapeRunners.parameters_changed",
+    "training": "caffepy.net.fuse.FusedNormalisation._add_to_parameters",
 }
 """A method by way; without what it does only the fast form's numbers are wrong."""
 

@@ -14,8 +14,7 @@ from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.config.paths import PathResolver
 from caffepy.data.schedule import Shard
 from caffepy.errors import OutOfMemoryError
-from caffepy.net.memory.capacity import largest, largest_batch, with_batch, written_batch
-from caffepy.net.memory.plan import plan_memory
+from caffepy.net.memory_plan import largest, largest_batch, plan_memory, with_batch, written_batch
 from caffepy.options import ExecutionOptions
 from caffepy.proto import caffe_pb2
 from caffepy.solvers import create_solver

@@ -18,8 +18,8 @@ from caffepy.backend import Backend, create_backend
 from caffepy.errors import ShapeError
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
-from caffepy.net.fusion.fold import FoldedConvolution
-from caffepy.net.memory.plan import plan_memory
+from caffepy.net.fold import FoldedConvolution
+from caffepy.net.memory_plan import plan_memory
 from caffepy.proto import caffe_pb2
 
 CPU = create_backend(None, 1)

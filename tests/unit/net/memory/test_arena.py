@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from caffepy.backend.layout import ARENA_ALIGNMENT, aligned_bytes
-from caffepy.net.memory.arena import Lifetime, assign_offsets, live_bytes, widest_gaps
+from caffepy.net.memory_plan import Lifetime, assign_offsets, live_bytes, widest_gaps
 
 LIVES = st.lists(
     st.builds(lambda size, first, span: Lifetime(size, first, first + span),

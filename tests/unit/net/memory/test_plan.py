@@ -22,8 +22,8 @@ from caffepy.errors import DataError, OutOfMemoryError
 from caffepy.layers.core.base import LayerContext
 from caffepy.layers.input.prefetching import blocks_needed, expected_bytes, passes_per_block
 from caffepy.net import Net
-from caffepy.net.memory.liveness import BLOBS, BUFFERS, GRADIENTS, INPUTS, PARAMETERS
-from caffepy.net.memory.plan import MemoryPlan, describe, plan_memory, sample_shapes
+from caffepy.net.liveness import BLOBS, BUFFERS, GRADIENTS, INPUTS, PARAMETERS
+from caffepy.net.memory_plan import MemoryPlan, describe, plan_memory, sample_shapes
 from caffepy.proto import caffe_pb2
 
 MODELS = Path(__file__).parents[4] / "models"

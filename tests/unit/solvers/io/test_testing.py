@@ -13,7 +13,7 @@ import pytest
 from fake_graph_backend import Replaying
 from training import build_solver, solver_param, weights_of
 
-from caffepy.net.fusion.fold import FoldedConvolution
+from caffepy.net.fold import FoldedConvolution
 from caffepy.options import ExecutionOptions
 from caffepy.solvers import SingleDevice, Solver, create_solver
 

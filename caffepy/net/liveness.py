@@ -16,7 +16,7 @@ from caffepy.blob import Blob
 from caffepy.layers.core.base import Layer, LayerContext, PassCounter
 from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.layers.input.prefetching import PrefetchingLayer
-from caffepy.net.fusion.fold import FoldedConvolution
+from caffepy.net.fold import FoldedConvolution
 from caffepy.net.net import Net
 from caffepy.proto import caffe_pb2
 

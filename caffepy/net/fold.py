@@ -19,8 +19,7 @@ from caffepy.layers.core.formulas import product, product_with_channel, total
 from caffepy.layers.normalization.batch_norm import BatchNormLayer
 from caffepy.layers.normalization.scale import BiasLayer, BroadcastLayer, ScaleLayer
 from caffepy.layers.vision.convolution import ConvolutionLayer
-from caffepy.net.fusion.fuse import Chain, Fusion
-from caffepy.net.fusion.fused import FusedLayer
+from caffepy.net.fuse import Chain, FusedLayer, Fusion
 from caffepy.net.wiring import Node
 
 
