@@ -29,7 +29,7 @@ from caffepy.onnx.check import compare, random_inputs, run_net  # noqa: E402
 from caffepy.onnx.export.prepare import Settings, build, open_for_export  # noqa: E402
 from caffepy.onnx.export.write import serialised, to_model  # noqa: E402
 from caffepy.onnx.fold import fold_batch_norms, with_parameters  # noqa: E402
-from caffepy.onnx.importer.result import build_imported, check_imported  # noqa: E402
+from caffepy.onnx.importer.read import build_imported, check_imported  # noqa: E402
 from caffepy.onnx.libraries import run_model  # noqa: E402
 from caffepy.snapshot.caffemodel import write_caffemodel  # noqa: E402
 

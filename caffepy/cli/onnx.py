@@ -154,7 +154,7 @@ def run_import(args: argparse.Namespace) -> int:
     from caffepy.onnx.libraries import has_runtime, require_onnx
 
     require_onnx("to read ONNX files")
-    from caffepy.onnx.importer.result import build_imported, check_imported, write_imported
+    from caffepy.onnx.importer.read import build_imported, check_imported, write_imported
 
     base = args.output or (args.model.with_suffix("") if args.model.name else args.model)
     if base.is_dir():

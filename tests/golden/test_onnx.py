@@ -13,7 +13,7 @@ import pytest
 from onnx_nets import random_inputs
 
 from caffepy.onnx.check import run_net
-from caffepy.onnx.importer.result import build_imported, check_imported
+from caffepy.onnx.importer.read import build_imported, check_imported
 
 FILES = sorted((Path(__file__).parent / "onnx").glob("*.onnx"))
 

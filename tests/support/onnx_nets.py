@@ -12,7 +12,7 @@ from caffepy.net import Net
 from caffepy.onnx.check import compare, random_inputs, run_net
 from caffepy.onnx.export.prepare import Settings, build, inference_net
 from caffepy.onnx.export.write import serialised, to_model
-from caffepy.onnx.importer.result import build_imported
+from caffepy.onnx.importer.read import build_imported
 from caffepy.onnx.libraries import run_model
 from caffepy.proto import caffe_pb2
 

@@ -9,7 +9,7 @@ from caffepy.blob import Blob
 from caffepy.layers.normalization.batch_norm import BatchNormLayer
 from caffepy.layers.normalization.scale import BroadcastLayer
 from caffepy.onnx.export.graph import LayerView, exports
-from caffepy.onnx.export.pooling import Windows, average
+from caffepy.onnx.export.vision import Windows, average
 from caffepy.proto import caffe_pb2
 
 _LEAST = 1.1754943508222875e-38

@@ -9,7 +9,7 @@ import numpy as np
 
 from caffepy.onnx.importer.builder import Tensor, UnsupportedError
 from caffepy.onnx.importer.node import NodeView, imports
-from caffepy.onnx.importer.pooling import global_pool
+from caffepy.onnx.importer.vision import global_pool
 from caffepy.proto import caffe_pb2
 
 _Pool, _Reduction = caffe_pb2.PoolingParameter, caffe_pb2.ReductionParameter
