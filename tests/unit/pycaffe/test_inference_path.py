@@ -6,7 +6,8 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from fake_graph_backend import Leaving, Replaying
 
 from caffepy import pycaffe as caffe
 from caffepy.errors import DataError, ShapeError
+from caffepy.net.forward_runner import ForwardRunner
 from caffepy.pycaffe import mode as settings
 from caffepy.pycaffe.core.device import Device
 
@@ -65,9 +67,60 @@ def net(path: Path) -> caffe.Net:
     return make(path)
 
 
+class Passes:
+    """What a net's passes ran on, seen from outside.
+
+    Attributes:
+        folded: whether the last pass of a net ran on its folded form.
+        runners: those of all folded forms that ran a pass.
+    """
+
+    def __init__(self) -> None:
+        self.folded: weakref.WeakKeyDictionary[caffe.Net, bool] = weakref.WeakKeyDictionary()
+        self.runners: weakref.WeakSet[ForwardRunner] = weakref.WeakSet()
+        self._count = 0
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        of_net, of_runner = caffe.Net.forward, ForwardRunner.forward
+
+        def run_net(net: caffe.Net, *arguments: Any, **named: Any) -> Any:
+            before = self._count
+            result = of_net(net, *arguments, **named)
+            self.folded[net] = self._count > before
+            return result
+
+        def run_folded(runner: ForwardRunner) -> None:
+            of_runner(runner)
+            self.runners.add(runner)
+            self._count += 1
+
+        monkeypatch.setattr(caffe.Net, "forward", run_net)
+        monkeypatch.setattr(ForwardRunner, "forward", run_folded)
+
+
+PASSES = Passes()
+
+
+@pytest.fixture(autouse=True)
+def watched() -> Iterator[None]:
+    PASSES.runners.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        PASSES.watch(patch)
+        yield
+
+
 def folded(net: caffe.Net) -> bool:
     """Whether the last pass ran on the folded net."""
-    return net._inference._last is not None
+    return PASSES.folded[net]
+
+
+def is_folded_again(net: caffe.Net) -> bool:
+    """Whether one of the next passes runs on the folded net."""
+    found = []
+    for seed in range(2):
+        net.forward(data=images(seed))
+        found.append(folded(net))
+    return any(found)
 
 
 def begin(net: caffe.Net, passes: int = 2) -> None:
@@ -85,7 +138,6 @@ def test_the_second_pass_is_folded_and_outputs_are_the_same(path: Path) -> None:
         for name, array in net.forward(data=images(seed)).items():
             agree(array, plain.forward(data=images(seed))[name])
         assert folded(net) is (seed > 0) and not folded(plain)
-    assert not plain._inference.active
 
 
 def test_arrays_of_inputs_and_outputs_are_kept_up_to_date(path: Path) -> None:
@@ -118,10 +170,10 @@ def test_hidden_blobs_have_the_last_pass_numbers(path: Path, name: str) -> None:
         net.blobs["prob"].data[...] = 0.5
     assert folded(nets[0])
     agree(nets[0].blobs[name].data, nets[1].blobs[name].data)
-    assert not nets[0]._inference.active
     agree(nets[0].blobs["data"].data, images(7))
     assert (nets[0].blobs["prob"].data == 0.5).all()
     agree(nets[0].forward()["prob"], nets[1].forward()["prob"])
+    assert not folded(nets[0])
 
 
 def test_hidden_blobs_need_no_memory_meanwhile(net: caffe.Net) -> None:
@@ -154,7 +206,8 @@ def test_what_lets_it_run_layer_by_layer_for_good(net: caffe.Net, look: str) -> 
     assert folded(net)
     LOOKS[look](net)
     begin(net)
-    assert not folded(net) and not net._inference.active and not net._inference._held
+    gc.collect()
+    assert not is_folded_again(net)
 
 
 LEAVE: dict[str, Program] = {
@@ -181,7 +234,7 @@ def test_looks_before_the_first_pass_do_not_count_once_their_arrays_are_gone(net
     held = net.blobs["ip"].data[0, 1:]
     [each.data.shape for each in net.blobs.values()]
     begin(net, 3)
-    assert not folded(net) and net._inference.active
+    assert not folded(net)
     expected = net.forward(data=images(5))["prob"].copy()
     assert held.any()
     del held
@@ -218,7 +271,7 @@ def test_parameters_written_through_caffepys_layer_count(path: Path) -> None:
     nets = make(path), make(path, plain=True)
     for net in nets:
         begin(net, 3)
-        layer = net.layers[list(net._layer_names).index("c")].layer
+        layer = net.layer_dict["c"].layer
         layer.blobs[0].data[...] *= 3
     agree(nets[0].forward()["prob"], nets[1].forward()["prob"])
 
@@ -249,7 +302,7 @@ def test_other_shapes(path: Path) -> None:
                 net.forward(data=images(turn, shape))
             for name in nets[0].outputs:
                 agree(nets[0].blobs[name].data, nets[1].blobs[name].data)
-    assert folded(nets[0]) and len(nets[0]._inference._runners.kept) == 3
+    assert folded(nets[0]) and len(PASSES.runners) == 3
     assert nets[0].blobs["c"].shape == (4, 4, 3, 4)  # as the last pass made it
 
 
@@ -304,16 +357,17 @@ OTHERS = {
 def test_nets_that_are_never_folded(write, what: str, tmp_path: Path) -> None:
     text = "layer { name: 'x' type: 'Input' top: 'x' input_param { shape { dim: 2 dim: 3 dim: 2 dim: 2 } } }"
     net = caffe.Net(write("other.prototxt", text + OTHERS[what].replace("'F'", f"'{tmp_path / 'f.h5'}'")), caffe.TEST)
-    assert not net._inference.active
     for _ in range(3):
         net.forward()
-    assert not folded(net)
+        assert not folded(net)
 
 
 def test_training_nets_and_solvers_nets_are_never_folded(path: Path, solver_file: Path) -> None:
-    assert not caffe.Net(path, caffe.TRAIN)._inference.active
     solver = caffe.SGDSolver(solver_file)
-    assert not any(net._inference.active for net in (solver.net, *solver.test_nets))
+    for net in (caffe.Net(path, caffe.TRAIN), solver.net, *solver.test_nets):
+        for _ in range(3):
+            net.forward()
+            assert not folded(net)
 
 
 def test_all_rows_are_run_in_batches(path: Path) -> None:
@@ -400,10 +454,10 @@ def test_passes_are_captured(path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_folded_nets_are_freed_with_the_net(path: Path) -> None:
     net = make(path)
     begin(net)
-    inference = net._inference
+    assert len(PASSES.runners) == 1
     del net
     gc.collect()
-    assert not inference.active
+    assert not PASSES.runners
 
 
 def test_the_environment_switches_it_off() -> None:

@@ -185,7 +185,7 @@ def test_no_garbage_is_collected_while_any_thread_captures(graph: Any) -> None:
         assert first_ended.wait(300)
         seen.append(gc.isenabled())
 
-    threads = [threading.Thread(target=graph.CudaGraph, args=(CapturingStream(), work)) for work in (first, second)]
+    threads = [threading.Thread(target=graph.CudaGraph, args=(CapturingStream(), [work])) for work in (first, second)]
     threads[0].start()
     threads[1].start()
     threads[0].join(300)
@@ -197,7 +197,7 @@ def test_no_garbage_is_collected_while_any_thread_captures(graph: Any) -> None:
 def test_a_collector_that_the_program_has_stopped_stays_so(graph: Any) -> None:
     gc.disable()
     try:
-        graph.CudaGraph(CapturingStream(), lambda: None)
+        graph.CudaGraph(CapturingStream(), [lambda: None])
         assert not gc.isenabled()
     finally:
         gc.enable()
@@ -208,10 +208,10 @@ def test_a_disturbed_capture_can_be_tried_again(graph: Any, status: int) -> None
     """The runners of graphs take a RunError for a reason to try again behind another pass."""
     error = graph.cupy.cuda.runtime.CUDARuntimeError(status)
     with pytest.raises(RunError, match=f"CUDA error {status}"):
-        graph.CudaGraph(CapturingStream(error), lambda: None)
+        graph.CudaGraph(CapturingStream(error), [lambda: None])
 
 
 def test_other_errors_of_cuda_are_no_matter_of_the_capture(graph: Any) -> None:
     error = graph.cupy.cuda.runtime.CUDARuntimeError(700)
     with pytest.raises(RuntimeError, match="CUDA error 700"):
-        graph.CudaGraph(CapturingStream(error), lambda: None)
+        graph.CudaGraph(CapturingStream(error), [lambda: None])
