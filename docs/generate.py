@@ -18,7 +18,7 @@ from caffepy.layers.core.base import LAYERS, import_layer_types
 from caffepy.layers.core.known_types import OF_BOTH, OF_BVLC, OF_NVIDIA
 from caffepy.onnx.export.graph import FORMS
 from caffepy.onnx.export.write import find_exporters
-from caffepy.onnx.importer.node import IMPORTED_AS
+from caffepy.onnx.importer.graph import IMPORTED_AS
 from caffepy.onnx.importer.read import find_importers
 from caffepy.options.declaration import Option, options_of
 from caffepy.parallel.options import TrainOptions

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from caffepy.data.images.mean import read_mean
 from caffepy.errors import ConfigError, DataError
 from caffepy.files import open_regular
-from caffepy.predict.pixels import load_image
-from caffepy.predict.transformer import Transformer, configured_transformer
+from caffepy.predict.pixels import Transformer, configured_transformer, load_image
 
 Floats = NDArray[np.float32]
 

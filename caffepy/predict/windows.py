@@ -19,8 +19,7 @@ from caffepy.errors import DataError
 from caffepy.files import atomic_write, read_regular
 from caffepy.predict.images import INPUT, Preparation
 from caffepy.predict.model import Model
-from caffepy.predict.pixels import ArrayError, Floats, load_image, resize_image
-from caffepy.predict.transformer import Transformer
+from caffepy.predict.pixels import ArrayError, Floats, Transformer, load_image, resize_image
 
 EDGES = ("ymin", "xmin", "ymax", "xmax")
 """A window's numbers, in their order; the last row and column are not in it."""

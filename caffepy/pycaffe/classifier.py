@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.predict.pixels import crop_centres, resize_image
+from caffepy.predict.pixels import configured_transformer, crop_centres, resize_image
 from caffepy.predict.pixels import oversample as ten_crops
-from caffepy.predict.transformer import configured_transformer
 from caffepy.proto.caffe_pb2 import TEST
 from caffepy.pycaffe.net import Net
 

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from caffepy.data.images.datum import decode_image
 from caffepy.predict.pixels import ArrayError as ArrayError
+from caffepy.predict.pixels import Transformer as Transformer
 from caffepy.predict.pixels import load_image as load_image
 from caffepy.predict.pixels import oversample as oversample
 from caffepy.predict.pixels import resize_image as resize_image
-from caffepy.predict.transformer import Transformer as Transformer
 from caffepy.proto import caffe_pb2
 from caffepy.proto.caffe_pb2 import BlobProto, Datum
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.onnx.importer.builder import Tensor, UnsupportedError, Value
-from caffepy.onnx.importer.node import Array, NodeView, imports
+from caffepy.onnx.importer.graph import Array, NodeView, Tensor, UnsupportedError, Value, imports
 from caffepy.proto import caffe_pb2
 
 _Eltwise = caffe_pb2.EltwiseParameter

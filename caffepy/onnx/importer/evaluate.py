@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto, helper
 
-from caffepy.onnx.importer.builder import UnsupportedError
+from caffepy.onnx.importer.graph import Array, NodeView, UnsupportedError
 from caffepy.onnx.importer.model import to_array
-from caffepy.onnx.importer.node import Array, NodeView
 from caffepy.registry import Registry
 
 MAX_ELEMENTS = 2**26

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from caffepy.onnx.importer.builder import Tensor, UnsupportedError
-from caffepy.onnx.importer.node import NodeView, imports
+from caffepy.onnx.importer.graph import NodeView, Tensor, UnsupportedError, imports
 from caffepy.onnx.importer.vision import global_pool
 from caffepy.proto import caffe_pb2
 

@@ -27,10 +27,9 @@ from caffepy.onnx.check import Difference, compare, random_inputs, refuse_large,
 from caffepy.onnx.export.graph import COMPOSITES
 from caffepy.onnx.export.write import COMPOSITE_KEY, find_exporters
 from caffepy.onnx.fold import fold_batch_norms, merge_scales
-from caffepy.onnx.importer.builder import NetBuilder, Tensor, UnsupportedError, Value
 from caffepy.onnx.importer.evaluate import EVALUATORS, evaluate
+from caffepy.onnx.importer.graph import IMPORTERS, NetBuilder, NodeView, Tensor, UnsupportedError, Value
 from caffepy.onnx.importer.model import MAX_BYTES, check_size, constants_of, describe, in_order, opset_of, read_model
-from caffepy.onnx.importer.node import IMPORTERS, NodeView
 from caffepy.onnx.libraries import run_model
 from caffepy.proto import caffe_pb2
 from caffepy.snapshot.caffemodel import read_caffemodel, write_caffemodel

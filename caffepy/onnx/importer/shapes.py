@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from caffepy.onnx.importer.builder import Tensor, UnsupportedError, Value
-from caffepy.onnx.importer.node import NodeView, imports
+from caffepy.onnx.importer.graph import NodeView, Tensor, UnsupportedError, Value, imports
 
 LARGEST_INDEX = 2**31
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from caffepy.onnx.importer.builder import Tensor, UnsupportedError
-from caffepy.onnx.importer.node import Array, NodeView, imports
+from caffepy.onnx.importer.graph import Array, NodeView, Tensor, UnsupportedError, imports
 from caffepy.proto import caffe_pb2
 
 Pads = list[tuple[int, int]]

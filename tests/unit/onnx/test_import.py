@@ -14,7 +14,7 @@ from onnx_nets import assert_round_trip, layer_net, net_of
 
 from caffepy.config.dialect import nvidia_field
 from caffepy.errors import ConfigError, RunError
-from caffepy.onnx.importer.node import IMPORTED_AS, IMPORTERS
+from caffepy.onnx.importer.graph import IMPORTED_AS, IMPORTERS
 from caffepy.onnx.importer.read import build_imported, check_imported, find_importers, read_onnx
 
 RNG = np.random.default_rng(3)
