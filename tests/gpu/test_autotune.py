@@ -8,7 +8,7 @@ from time import monotonic
 from typing import Any
 
 import pytest
-from stored_numbers import window
+from backend_arrays import window
 
 
 def test_a_first_batch_of_zeros_does_not_settle_what_is_chosen(make: Callable[..., Any]) -> None:

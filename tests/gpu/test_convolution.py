@@ -9,14 +9,15 @@ from typing import Any
 import convolution_reference as reference
 import numpy as np
 import pytest
-from convolution_checks import CASES, Arrays, check_candidate, check_same_bits, spoil
-from normalise_checks import spread, statistics
-from stored_numbers import STORAGES, TOLERANCE, numbers, window
+from backend_arrays import numbers, window
+from convolution_checks import CASES, TOLERANCE, Arrays, check_candidate, check_same_bits, spoil
+from primitive_checks.batch_norm import spread, statistics
 
 from caffepy.backend import Geometry
+from caffepy.backend.types import DTYPES
 
 
-@pytest.mark.parametrize("dtype", STORAGES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_every_candidate(make: Callable[..., Any], case: str, dtype: str) -> None:
     from caffepy.backend.cuda.convolution.algorithm import UNFUSED
@@ -48,7 +49,7 @@ def test_every_candidate(make: Callable[..., Any], case: str, dtype: str) -> Non
 
 
 @pytest.mark.parametrize("autotune", [False, True])
-@pytest.mark.parametrize("dtype", STORAGES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", ["7x7 / 2 on 3 channels", "odd numbers", "depthwise / 2", "two groups", "LeNet",
                                   "three axes / 2"])  # fmt: skip
 def test_what_is_chosen(make: Callable[..., Any], case: str, dtype: str, autotune: bool) -> None:
@@ -88,7 +89,7 @@ DEPTHWISE += [pytest.param(random_depthwise(seed), id=f"depthwise, random {seed}
 
 @pytest.mark.parametrize("summed", [True, False])
 @pytest.mark.parametrize("relu", [True, False])
-@pytest.mark.parametrize("dtype", STORAGES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", DEPTHWISE)
 def test_a_forward_pass_behind_a_normalisation(
     make: Callable[..., Any], case: Any, dtype: str, relu: bool, summed: bool
@@ -115,7 +116,7 @@ def test_a_forward_pass_behind_a_normalisation(
 
 
 @pytest.mark.parametrize("relu", [True, False])
-@pytest.mark.parametrize("dtype", STORAGES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", DEPTHWISE)
 def test_both_gradients_behind_a_normalisation(make: Callable[..., Any], case: Any, dtype: str, relu: bool) -> None:
     from caffepy.backend.types import NormalisedBottom

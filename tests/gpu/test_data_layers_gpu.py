@@ -12,7 +12,7 @@ import cv2
 import h5py
 import numpy as np
 import pytest
-from dtype_checks import rounded
+from backend_arrays import rounded
 from google.protobuf import text_format
 from training import CPU
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import backend_checks as checks
+import backend_arrays as arrays
 import numpy as np
 import pytest
+from primitive_checks.elementwise import two
 
 from caffepy.backend import Backend, Geometry, RandomStream, create_backend
 from caffepy.errors import ConfigError, DeviceError
@@ -18,14 +19,14 @@ GEOMETRY = Geometry((3, 3), (1, 1), (1, 1), (1, 1))
 def _small_net(backend: Backend, seed: int) -> list[Any]:
     """A bit of everything on one backend, as host arrays."""
     with backend.activate():
-        x = checks.to_device(backend, checks.normal(seed, (8, 16, 12, 12)))
-        weights = checks.to_device(backend, checks.normal(seed + 1, (32, 16, 3, 3)))
+        x = arrays.to_device(backend, arrays.normal(seed, (8, 16, 12, 12)))
+        weights = arrays.to_device(backend, arrays.normal(seed + 1, (32, 16, 3, 3)))
         y, pooled = backend.zeros((8, 32, 12, 12)), backend.zeros((8, 32, 6, 6))
         mask, sums = backend.zeros((8, 32, 6, 6), "int32"), backend.zeros((32,))
         plan = backend.plan_convolution(x.shape, weights.shape, GEOMETRY)
         plan.forward(x, weights, None, y)
         backend.pool_max_forward(y, pooled, mask, Geometry((2, 2), (2, 2), (0, 0), (1, 1)))
-        backend.reduce(checks.two, (pooled, pooled), (sums, backend.zeros((32,))))
+        backend.reduce(two, (pooled, pooled), (sums, backend.zeros((32,))))
         flat = backend.reshaped(pooled, (8, 32 * 36))
         product, noise = backend.zeros((8, 8)), backend.zeros((8, 8))
         backend.gemm(flat, flat, product, transpose_b=True)
@@ -35,7 +36,7 @@ def _small_net(backend: Backend, seed: int) -> list[Any]:
 
 def test_the_cpu_agrees(backend: Backend) -> None:
     for ours, theirs in zip(_small_net(backend, 1), _small_net(create_backend(), 1), strict=True):
-        checks.close(ours, theirs, 2e-5)
+        arrays.close(ours, theirs, 2e-5)
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -77,7 +78,7 @@ def test_two_backends_in_two_threads() -> None:
             own = create_backend(0)
             for _ in range(20):
                 for ours, theirs in zip(_small_net(own, seed), expected[seed], strict=True):
-                    checks.close(ours, theirs, 2e-5)
+                    arrays.close(ours, theirs, 2e-5)
             own.close()
         except BaseException as error:
             wrong.append(f"thread {seed}: {error!r}")
@@ -123,7 +124,7 @@ def test_tf32_is_less_exact_but_close() -> None:
 
     own = CudaBackend(0, math="tf32")
     for ours, theirs in zip(_small_net(own, 1), _small_net(create_backend(), 1), strict=True):
-        checks.close(ours, theirs, 5e-3)
+        arrays.close(ours, theirs, 5e-3)
     own.close()
 
 
@@ -134,8 +135,8 @@ def test_out_of_memory_says_how_much(backend: Backend) -> None:
 
 def test_primitives_can_be_captured(backend: Any) -> None:
     """A second run of the same work neither allocates nor waits, so that it can become a CUDA graph."""
-    x = checks.to_device(backend, checks.normal(1, (8, 16, 12, 12)))
-    weights = checks.to_device(backend, checks.normal(2, (32, 16, 3, 3)))
+    x = arrays.to_device(backend, arrays.normal(1, (8, 16, 12, 12)))
+    weights = arrays.to_device(backend, arrays.normal(2, (32, 16, 3, 3)))
     y, dx, dweights = backend.zeros((8, 32, 12, 12)), backend.zeros(x.shape), backend.zeros(weights.shape)
     sums, product = backend.zeros((16,)), backend.zeros((32, 32))
     plan = backend.plan_convolution(x.shape, weights.shape, GEOMETRY)
@@ -145,7 +146,7 @@ def test_primitives_can_be_captured(backend: Any) -> None:
         plan.forward(x, weights, None, y)
         plan.backward_weights(x, y, dweights, accumulate=True)
         plan.backward_data(y, weights, dx)
-        backend.reduce(checks.two, (x, dx), (sums, sums))
+        backend.reduce(two, (x, dx), (sums, sums))
         backend.gemm(flat, flat, product, transpose_b=True)
 
     work()
@@ -158,4 +159,4 @@ def test_primitives_can_be_captured(backend: Any) -> None:
         graph.launch(backend.stream)
     once = backend.zeros(weights.shape)
     plan.backward_weights(x, y, once, accumulate=False)
-    checks.close(backend.to_host(dweights), 3 * backend.to_host(once), 1e-5)
+    arrays.close(backend.to_host(dweights), 3 * backend.to_host(once), 1e-5)

@@ -6,28 +6,23 @@ import time
 
 import numpy as np
 import pytest
+from backend_arrays import rounded
 from google.protobuf import text_format
-from image_slots import random_slot
 
 from caffepy.backend import create_backend
-from caffepy.backend.input_ring import HostRing, ImageSlot, aligned_size
-from caffepy.backend.interface import InputPrimitives
-from caffepy.backend.types import element_dtype
+from caffepy.backend.input_ring import ImageSlot
+from caffepy.backend.types import DTYPES
 from caffepy.blob import Blob
 from caffepy.data.sources.lmdb_write import record_key, write_datums
 from caffepy.layers.core.base import LayerContext, layer_class
 from caffepy.proto.caffe_pb2 import TRAIN, Datum, LayerParameter
 
-STORAGES = ["float32", "float16", "bfloat16"]
 
-
-def rounded(values, dtype):
-    """float32 numbers after they were kept in a dtype, as `to_host` gives them."""
-    if dtype == "bfloat16":
-        bits = values.view(np.uint32).astype(np.uint64)
-        upper = (bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) >> np.uint64(16)
-        return (upper << np.uint64(16)).astype(np.uint32).view(np.float32)
-    return values.astype(dtype)
+def wait_for(ring):
+    """Wait until the ring takes more."""
+    deadline = time.monotonic() + 300
+    while not ring.ready():
+        assert time.monotonic() < deadline
 
 
 def pinned(backend, memory):
@@ -35,71 +30,6 @@ def pinned(backend, memory):
     copy = backend.host_memory(memory.size)
     copy[...] = memory
     return copy
-
-
-def settle(backend, ring):
-    """Let everything that was asked for be done."""
-    backend.synchronize()
-    deadline = time.monotonic() + 300
-    while ring._under_way and time.monotonic() < deadline:
-        ring.ready()
-    assert not ring._under_way
-
-
-SHAPES = [
-    (1, 1, 1, 1), (2, 1, 28, 28), (3, 3, 7, 5), (1, 7, 3, 3), (2, 33, 2, 3), (5, 3, 227, 227), (3, 2, 1, 9),
-    (1, 4, 8, 8),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", STORAGES)
-@pytest.mark.parametrize("whole_mean", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_images_are_the_cpus(backend, shape, whole_mean, dtype):
-    import cupy
-
-    cpu = create_backend(threads=1)
-    slot = ImageSlot(*shape)
-    whole = (slot.height + 3, slot.width + 2)
-    mean = np.random.default_rng(1).random((slot.channels, *(whole if whole_mean else (1, 1))), np.float32) * 200
-    memory = random_slot(slot, whole, mirror=True)
-    expected, labels = cpu.zeros(shape), cpu.zeros((slot.count,))
-    host = HostRing(slot.size, 1, 4)
-    host.put(6, 1, [(0, memory)], lambda: None)
-    InputPrimitives.take_images(cpu, host, (6, 0), slot, mean, 0.1, expected, labels)
-    ring = backend.input_ring(slot.size, 1, 4)
-    source = pinned(backend, memory)
-    ring.put(6, 1, [(0, source)], lambda: None)
-    device_mean = backend.zeros(mean.shape)
-    backend.from_host(mean, device_mean)
-    for counter in ((6, 0), cupy.array([6, 0], cupy.uint64)):
-        images, found = backend.zeros(shape, dtype), backend.zeros((slot.count,))
-        backend.take_images(ring, counter, slot, device_mean, 0.1, images, found)
-        np.testing.assert_array_equal(backend.to_host(images), rounded(expected, dtype))
-        np.testing.assert_array_equal(backend.to_host(found), labels)
-    size = int(np.prod(shape))
-    shifted = backend.view(backend.zeros((size + 1,), dtype)[1:], shape)
-    backend.take_images(ring, (6, 0), slot, device_mean, 0.1, shifted, None)
-    np.testing.assert_array_equal(backend.to_host(shifted), rounded(expected, dtype))
-    settle(backend, ring)
-    ring.close()
-
-
-@pytest.mark.parametrize("dtype", STORAGES)
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (64,), (3, 5), (2, 3, 4, 5), (1, 2, 3, 4, 5), (33, 3, 9, 9)])
-def test_values_are_rounded_once(backend, shape, dtype):
-    values = np.random.default_rng(0).standard_normal(shape).astype(np.float32) * 100
-    last = (0, *range(2, len(shape)), 1) if len(shape) in (4, 5) else tuple(range(len(shape)))
-    in_memory = np.ascontiguousarray(values.transpose(last)).reshape(-1)
-    ring = backend.input_ring(256 + aligned_size(4 * values.size), 1, 4)
-    source = pinned(backend, in_memory.view(np.uint8))
-    ring.put(3, 1, [(256, source)], lambda: None)
-    out = backend.zeros(shape, dtype)
-    backend.take_values(ring, (3, 0), 256, out)
-    assert out.dtype == element_dtype(dtype)
-    np.testing.assert_array_equal(backend.to_host(out), rounded(values, dtype))
-    settle(backend, ring)
-    ring.close()
 
 
 @pytest.mark.parametrize("block", [1, 4])
@@ -146,9 +76,9 @@ def test_slots_are_neither_read_too_early_nor_overwritten_too_early(backend, blo
         backend.copy(kept, history[number])
     expected = np.repeat(np.arange(passes) % 251, 2).reshape(passes, 2)
     np.testing.assert_array_equal(backend.to_host(history), expected)
-    settle(backend, ring)
+    backend.synchronize()
+    ring.close(300)
     assert sorted(free) == list(range(len(memories)))
-    ring.close()
     ring.close()
 
 
@@ -157,13 +87,12 @@ def test_going_too_far_ahead_is_our_own_mistake(backend):
     memory = pinned(backend, np.zeros(256, np.uint8))
     for number in range(4):
         ring.put(number, 1, [(0, memory)], lambda: None)
-    settle(backend, ring)
+    wait_for(ring)
     with pytest.raises(AssertionError, match="pass 4 was fed 4 passes after one that is not consumed"):
         ring.put(4, 1, [(0, memory)], lambda: None)
     ring.restart()
     ring.put(9, 1, [(0, memory)], lambda: None)
-    settle(backend, ring)
-    ring.close()
+    ring.close(300)
 
 
 # -- whole layers ----------------------------------------------------------------------------------------
@@ -206,7 +135,7 @@ def run(layer, blobs, passes):
     return found
 
 
-@pytest.mark.parametrize("dtype", STORAGES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("source", ["bytes", "floats", "mixed"])
 def test_layers_give_what_they_give_on_the_cpu(backend, folder, source, dtype):
     expected = run(*make(create_backend(threads=1), folder / source), 90)

@@ -1,71 +1,24 @@
-"""NaN passes on through everything on the GPU that takes a maximum, in every dtype and every convolution."""
+"""NaN passes on through each convolution with ReLU and through a net; the primitives are in test_primitives.py."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import nan_checks as checks
 import numpy as np
 import pytest
-from dtype_checks import dtypes
+from backend_arrays import dirty, normal, to_device
+from primitive_checks.convolution import NAN
 
-from caffepy.backend import Backend, Geometry
+from caffepy.backend import Backend
+from caffepy.backend.types import DTYPES
 from caffepy.config.text import parse_text
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.proto import caffe_pb2
 
-WINDOWS = {
-    "LeNet": ((8, 20, 12, 12), 50, Geometry((5, 5), (1, 1), (0, 0), (1, 1))),
-    "3x3": ((4, 64, 14, 14), 64, Geometry((3, 3), (1, 1), (1, 1), (1, 1))),
-    "1x1": ((4, 16, 8, 8), 32, Geometry((1, 1), (1, 1), (0, 0), (1, 1))),
-    "7x7 / 2": ((2, 3, 23, 21), 16, Geometry((7, 7), (2, 2), (3, 3), (1, 1))),
-    "one channel": ((16, 1, 28, 28), 20, Geometry((5, 5), (1, 1), (0, 0), (1, 1))),
-    "two groups": ((2, 32, 9, 9), 64, Geometry((3, 3), (1, 1), (1, 1), (1, 1), 2)),
-    "one axis": ((2, 3, 12), 4, Geometry((3,), (2,), (1,), (1,))),
-}
 
-
-@dtypes
-@pytest.mark.parametrize("shape", checks.SHAPES)
-def test_formulas(backend: Backend, shape: tuple[int, ...], dtype: str) -> None:
-    checks.check_formulas(backend, shape, dtype)
-    if len(shape) > 1:
-        checks.check_channel_formulas(backend, shape, dtype)
-
-
-@dtypes
-@pytest.mark.parametrize("mask", ["int32", "uint8"])
-@pytest.mark.parametrize("case", checks.POOLINGS)
-def test_pooling(backend: Backend, case: Any, mask: str, dtype: str) -> None:
-    checks.check_pooling(backend, *case, dtype, mask)
-
-
-@pytest.mark.parametrize(("shape", "axis"), [((3, 5), 1), ((2, 4, 3, 3), 1), ((64, 1000), 1), ((4, 9000), 1)])
-def test_softmax_loss(backend: Backend, shape: tuple[int, ...], axis: int) -> None:
-    checks.check_softmax_loss(backend, shape, axis)
-
-
-def test_statistics(backend: Backend) -> None:
-    checks.check_statistics_of_sums(backend, 33)
-
-
-@dtypes
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.parametrize("shape", [(3, 8, 4, 4), (2, 33, 3, 3), (64, 5)])
-def test_normalised(backend: Backend, shape: tuple[int, ...], residual: bool, mask: bool, dtype: str) -> None:
-    checks.check_normalised(backend, shape, dtype, residual, mask)
-
-
-@dtypes
-@pytest.mark.parametrize("case", list(WINDOWS))
-def test_the_chosen_convolution(backend: Backend, case: str, dtype: str) -> None:
-    checks.check_convolution(backend, *WINDOWS[case], dtype)
-
-
-@dtypes
-@pytest.mark.parametrize("case", list(WINDOWS))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", NAN)
 def test_every_candidate_of_a_convolution_with_relu(backend: Any, case: str, dtype: str) -> None:
     """cuDNN's fused ReLU too: the frontend asks it to pass NaN on (CUDNN_PROPAGATE_NAN)."""
     from caffepy.backend.cuda.convolution.algorithm import Operands
@@ -73,14 +26,14 @@ def test_every_candidate_of_a_convolution_with_relu(backend: Any, case: str, dty
     from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
     from caffepy.backend.cuda.convolution.registry import algorithm_families
 
-    x_shape, outputs, geometry = WINDOWS[case]
+    x_shape, outputs, geometry = NAN[case]
     weights_shape = (outputs, x_shape[1] // geometry.group, *geometry.kernel)
     problem = Problem(x_shape, weights_shape, geometry, dtype)
-    host = checks.normal(1, x_shape)
+    host = normal(1, x_shape)
     host[(0,) * len(x_shape)] = np.nan
-    x = checks.to_device(backend, host, dtype)
-    weights = checks.to_device(backend, np.abs(checks.normal(2, weights_shape)) + 0.1, dtype)
-    bias = checks.to_device(backend, checks.normal(3, (outputs,)))
+    x = to_device(backend, host, dtype)
+    weights = to_device(backend, np.abs(normal(2, weights_shape)) + 0.1, dtype)
+    bias = to_device(backend, normal(3, (outputs,)))
     tried = 0
     for with_bias in (False, True):
         task = Task(problem, Direction.FORWARD, with_bias, True, False)
@@ -90,7 +43,7 @@ def test_every_candidate_of_a_convolution_with_relu(backend: Any, case: str, dty
                 if not candidate.prepare():
                     continue
                 tried += 1
-                y = checks.dirty(backend, problem.y, dtype)
+                y = dirty(backend, problem.y, dtype)
                 candidate.run(Operands(x, weights, y, bias if with_bias else None))
                 found = backend.to_host(y)
                 reached = found[(0, slice(0, outputs // geometry.group), *(0,) * len(geometry.kernel))]

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from convolution_checks import Arrays, check_candidate, check_same_bits, spoil
-from stored_numbers import STORAGES
+
+from caffepy.backend.types import DTYPES
 
 OWN = ("wgrad small-k", "large windows", "small", "flipped", "depth multiplier", "products",
        "large depthwise", "few channels")  # fmt: skip
@@ -88,7 +89,7 @@ def check_case(backend: Any, case: str, dtype: str) -> None:
     assert set(EXPECTED[case]) - set(absent) <= tried
 
 
-@pytest.mark.parametrize("dtype", STORAGES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", EXPECTED)
 def test_results_are_right_and_the_same_bits(make: Callable[..., Any], case: str, dtype: str) -> None:
     backend = make(autotune=False)

@@ -1,4 +1,4 @@
-"""Matrix products on the GPU in every dtype."""
+"""Matrix products on tensor cores, captured, and cuBLAS; all others are in test_primitives.py."""
 
 from __future__ import annotations
 
@@ -7,63 +7,44 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_checks import normal, to_device
-from dense_checks import FORMULAS, SIZES, check_gemm_and_apply
-from stored_numbers import STORAGES, TOLERANCE, bits, numbers, rounded
+from backend_arrays import normal, to_device
+from primitive_checks.dense import FORMULAS, SIZES, TOLERANCE, TRANSPOSED, check_gemm, check_gemm_and_apply
 
 from caffepy.layers.activation.sigmoid import sigmoid_with_channel
 
+TF32 = TOLERANCE | {"float32": 2e-3}
 
-@pytest.mark.parametrize("dtype", STORAGES)
+
 @pytest.mark.parametrize(
     "sizes", [(64, 500, 800), (64, 10, 500), (7, 33, 40), (1, 1, 64), (70, 300, 100), (512, 640, 96)]
 )
-@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
-def test_products(
-    make: Callable[..., Any], dtype: str, sizes: tuple[int, int, int], transposed: tuple[bool, bool]
-) -> None:
-    import cupy
-
-    rows, columns, depth = sizes
-    rng = np.random.default_rng(2)
-    a, b = (rounded(rng.standard_normal(shape), dtype) for shape in ((rows, depth), (depth, columns)))
-    expected = a.astype(float) @ b.astype(float)
-    backend = make()
+@pytest.mark.parametrize("transposed", TRANSPOSED)
+def test_products_in_tf32(make: Callable[..., Any], sizes: tuple[int, int, int], transposed: tuple[bool, bool]) -> None:
+    backend = make(math="tf32")
     with backend.activate():
-        on_a, on_b = (
-            cupy.asarray(np.ascontiguousarray(bits(host.T if turned else host, dtype)))
-            for host, turned in zip((a, b), transposed, strict=True)
-        )
-        kinds = {"float32", "uint16" if dtype == "bfloat16" else dtype}
-        for kind in sorted(kinds):
-            out = backend.zeros((rows, columns), kind)
-            backend.gemm(on_a, on_b, out, *transposed)
-            backend.gemm(on_a, on_b, out, *transposed, accumulate=True)
-            off = np.abs(numbers(out.get()) - 2 * expected).max() / np.abs(2 * expected).max()
-            assert off <= (1e-3 if kind == "float32" else TOLERANCE[dtype])
+        check_gemm(backend, sizes, transposed, tolerance=TF32)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("sizes", [(1301, 1304, 1304), (1304, 1301, 1304), (1304, 1304, 1301)])
-@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("transposed", TRANSPOSED[:3])
 def test_large_products_of_odd_lengths(
     make: Callable[..., Any], dtype: str, sizes: tuple[int, int, int], transposed: tuple[bool, bool]
 ) -> None:
-    test_products(make, dtype, sizes, transposed)
+    backend = make(math="tf32")
+    with backend.activate():
+        check_gemm(backend, sizes, transposed, dtype)
 
 
-@pytest.mark.parametrize("dtype", STORAGES)
-@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("sizes", [*SIZES, (100, 1000, 500), (100, 784, 1000)])
-def test_products_with_formulas(
-    make: Callable[..., Any], dtype: str, sizes: tuple[int, int, int], transposed: tuple[bool, bool]
+@pytest.mark.parametrize("transposed", TRANSPOSED)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_products_with_formulas_in_tf32(
+    make: Callable[..., Any], sizes: tuple[int, int, int], transposed: tuple[bool, bool]
 ) -> None:
-    for math in ("tf32", "fp32"):
-        backend = make(math=math)
-        far = 4e-3 if dtype == "float32" and math == "tf32" else {"float32": 1e-5}.get(dtype, 2 * TOLERANCE[dtype])
-        with backend.activate():
-            for formula in FORMULAS:
-                check_gemm_and_apply(backend, sizes, formula, transposed, dtype, far)
+    backend = make(math="tf32")
+    with backend.activate():
+        for formula in FORMULAS:
+            check_gemm_and_apply(backend, sizes, formula, transposed, "float32", 2 * TF32["float32"])
 
 
 def test_products_with_formulas_are_one_launch_captured(make: Callable[..., Any]) -> None:

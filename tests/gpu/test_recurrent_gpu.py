@@ -53,34 +53,3 @@ def test_a_gpu_trains_as_the_cpu_does(backend: Backend) -> None:
 def test_half_precision_is_near(backend: Backend) -> None:
     half = "default_forward_type: FLOAT16 default_backward_type: FLOAT16\n"
     _check(_train(backend, half + NET), _train(backend), 0.02)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_a_step_is_the_cpus(backend: Backend, dtype: str, goes_on: bool) -> None:
-    rng = np.random.default_rng(1)
-    shapes = {"gates": 28, "cell_before": 7, "cell": 7, "hidden": 7, "carried": 7, "d_cell": 7, "dy": 7, "d_gates": 28}
-    values = {name: rng.standard_normal((5, width)).astype(np.float32) for name, width in shapes.items()}
-    values |= {name: (rng.random(5) < 0.6).astype(np.float32) for name in ("cont", "next_cont")}
-    found: list[dict[str, np.ndarray]] = []
-    for device in (CPU, backend):
-        with device.activate():
-            found.append(_step(device, values, dtype if device is backend else "float32", goes_on))
-    _check(found[1], found[0], 1e-5 if dtype == "float32" else 2e-3)
-
-
-def _step(device: Any, values: dict[str, np.ndarray], dtype: str, goes_on: bool) -> dict[str, np.ndarray]:
-    """A time step forward and back; the gradient by `carried` is what `carried` holds, in float32."""
-    at = {}
-    for name, host in values.items():
-        at[name] = device.zeros(host.shape, dtype if name in ("hidden", "carried", "dy", "d_gates") else "float32")
-        exact = host.astype(np.float16).astype(np.float32)
-        device.from_host(exact, at[name])
-    d_carried = device.zeros((5, 7))
-    device.from_host(values["cell_before"], d_carried)
-    more, back = ((at["next_cont"], at["carried"]), (at["next_cont"], d_carried)) if goes_on else ((), ())
-    device.lstm_step_forward(*(at[name] for name in ("gates", "cell_before", "cont", "cell", "hidden")), *more)
-    kept = {name: device.to_host(at[name]).copy() for name in ("gates", "cell", "hidden", "carried")}
-    names = ("gates", "cell_before", "cont", "cell", "d_cell", "dy", "d_gates")
-    device.lstm_step_backward(*(at[name] for name in names), *back)
-    return kept | {name: device.to_host(at[name]).copy() for name in ("d_cell", "d_gates")}

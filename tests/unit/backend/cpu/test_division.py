@@ -1,11 +1,10 @@
-"""The output of convolutions cut into parts for all threads, and copies of images."""
+"""The output of convolutions and products, cut into parts for all threads."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
+from backend_arrays import to_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,49 +66,6 @@ def test_convolutions_give_the_same_bits_with_any_number_of_threads(
     assert all(np.array_equal(results[0], other) for other in results[1:])
 
 
-def _layout(values: Any, kind: str) -> Any:
-    """An array with these values: planes, pixels, a part of more channels, every second column, or mirrored rows."""
-    n, c, h, w = values.shape
-    array = {
-        "planes": lambda: np.zeros((n, c, h, w), np.float32),
-        "pixels": lambda: np.zeros((n, h, w, c), np.float32).transpose(0, 3, 1, 2),
-        "part": lambda: np.zeros((n, h, w, c + 5), np.float32).transpose(0, 3, 1, 2)[:, 2 : 2 + c],
-        "columns": lambda: np.zeros((n, c, h, 2 * w), np.float32)[..., ::2],
-        "mirrored": lambda: np.zeros((n, h, w, c), np.float32)[:, :, ::-1].transpose(0, 3, 1, 2),
-    }[kind]()
-    array[...] = values
-    return array
-
-
-KINDS = st.sampled_from(["planes", "pixels", "part", "columns", "mirrored"])
-
-
-@settings(max_examples=60, derandomize=True)
-@given(shape=st.tuples(*[st.integers(0, 3), *[st.integers(1, 20)] * 3]), source=KINDS, target=KINDS)
-def test_images_are_copied_whatever_their_order_in_memory(
-    shape: tuple[int, int, int, int], source: str, target: str
-) -> None:
-    values = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
-    result = _layout(np.zeros(shape, np.float32), target)
-    whole = result if result.base is None else result.base
-    CpuBackend(3).copy(_layout(values, source), result)
-    np.testing.assert_array_equal(result, values)
-    assert np.count_nonzero(whole) == np.count_nonzero(values)
-
-
-def test_a_copy_onto_itself_with_a_shift_is_numpys() -> None:
-    array = np.arange(48, dtype=np.float32).reshape(1, 1, 6, 8)
-    expected = array[:, :, :-1].copy()
-    CpuBackend(2).copy(array[:, :, :-1], array[:, :, 1:])
-    np.testing.assert_array_equal(array[:, :, 1:], expected)
-
-
-def test_one_image_for_all_is_numpys() -> None:
-    target = np.zeros((3, 2, 4, 4), np.float32)
-    CpuBackend(2).copy(np.full((1, 2, 1, 1), 4, np.float32), target)
-    assert (target == 4).all()
-
-
 @pytest.mark.parametrize("columns", [250, 500, 784, 1000, 4096, 9216])
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 def test_columns_of_a_product_are_dealt_evenly(columns: int, threads: int) -> None:
@@ -119,3 +75,17 @@ def test_columns_of_a_product_are_dealt_evenly(columns: int, threads: int) -> No
     assert block % panel == 0
     assert block <= BLOCK + 2 * panel
     assert share <= max(panel, 1.15 * columns / threads + panel / 2)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_infinite_weights_are_in_every_output_whose_window_meets_them(threads: int) -> None:
+    """Beside the image they meet zeros: outputs there are NaN, or the numbers that they are without these weights."""
+    backend, geometry = CpuBackend(threads), Geometry((3, 3), (1, 1), (1, 1), (1, 1))
+    x, weights = np.ones((5, 64, 15, 10), np.float32), np.ones((4, 64, 3, 3), np.float32)
+    weights[:, :, 0, 0] = np.inf
+    plan, y = backend.plan_convolution(x.shape, weights.shape, geometry), backend.zeros((5, 4, 15, 10))
+    plan.forward(to_device(backend, x), to_device(backend, weights), None, y)
+    found = backend.to_host(y)
+    assert np.isinf(found[:, :, 1:, 1:]).all()
+    beside = np.concatenate([found[:, :, 0].ravel(), found[:, :, :, 0].ravel()])
+    assert np.isin(beside[~np.isnan(beside)], [256, 384]).all()

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from caffepy.backend import Geometry, create_backend
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.backend.cpu.convolution.product import ProductConvolution
 
 ONE, BOTH = CpuBackend(1), CpuBackend(2)
 COUNT = st.integers(1, 70)
@@ -96,7 +95,6 @@ def test_kept_weights_hold_until_they_are_given_again(kind: str) -> None:
 @pytest.mark.parametrize("kind", LAYERS)
 def test_other_weights_than_those_kept_are_read_anew(kind: str) -> None:
     case = Case(BOTH, *LAYERS[kind])
-    assert isinstance(case.plan, ProductConvolution) == (kind == "product")
     wanted = case.plain()
     others = filled(BOTH, case.weights.shape, 9)
     BOTH.keep_weights(case.plan, others)

@@ -5,30 +5,23 @@ from __future__ import annotations
 import tracemalloc
 from typing import Any
 
-import backend_checks as checks
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from primitive_checks.convolution import check_convolution
 
 from caffepy.backend import Geometry, create_backend
-from caffepy.backend.cpu.convolution import plain
-from caffepy.backend.cpu.convolution.axes import Axis
 from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.grouped import GroupedConvolution
 from caffepy.backend.cpu.convolution.product import ProductConvolution
 from caffepy.backend.cpu.convolution.simd_groups import (
     Row,
     SimdGroups,
-    new_rows,
-    next_rows,
     pixel_kernel,
     row_kernel,
-    row_tables,
     row_tap_kernel,
-    row_tiles,
     tap_kernel,
-    tile_height,
 )
 from caffepy.backend.cpu.jit.vector import WIDTH
 
@@ -56,13 +49,13 @@ def test_narrow_groups(
     size = tuple(max(1, d * (k - 1) + e + 2 - 2 * p) for k, d, e, p in zip(kernel, dilation, extra, pad, strict=True))
     case = (images, groups * read, *size), groups * made, Geometry(kernel, stride, pad, dilation, groups)
     assert isinstance(planned(*case), GroupedConvolution)
-    checks.check_convolution(BACKEND, *case)
+    check_convolution(BACKEND, *case)
 
 
 @pytest.mark.parametrize("width", [5, 6, 11, 16, 21, 33])
 def test_rows_of_all_lengths(width: int) -> None:
     """Tiles of eight, four and one pixel cover each of them."""
-    checks.check_convolution(BACKEND, (2, 18, 4, width), 18, Geometry((3, 3), (1, 1), (1, 1), (1, 1), 18))
+    check_convolution(BACKEND, (2, 18, 4, width), 18, Geometry((3, 3), (1, 1), (1, 1), (1, 1), 18))
 
 
 @settings(max_examples=8, derandomize=True)
@@ -81,25 +74,7 @@ def test_depthwise_rows(
     """Tiles fetch what the next vector, tile and row read, whatever the padding leaves of their windows."""
     size = max(1, 2 * dilation + height - 2 * pad), width + 2 * dilation
     geometry = Geometry((3, 3), (stride, stride), (pad, pad), (dilation, dilation), channels)
-    checks.check_convolution(BACKEND, (images, channels, *size), channels, geometry)
-
-
-@pytest.mark.parametrize(
-    ("stride", "dilation", "pad", "distances", "rows"),
-    [
-        (1, 1, 1, [1, 1, 0, 0], 1),
-        (2, 1, 1, [2, 0], 2),
-        (1, 2, 2, [1, -1, 1, 0], 1),
-        (2, 2, 2, [0, 0], 1),
-        (1, 1, 5, [0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0], 1),  # lines whose windows lie beside the image
-    ],
-)
-def test_rows_that_are_fetched(stride: int, dilation: int, pad: int, distances: list[int], rows: int) -> None:
-    """From the last row of four that a line of the output reads to the next line's, and how many are new there."""
-    out = (4 + 2 * pad - 2 * dilation - 1) // stride + 1
-    axis = Axis(np.arange(out), np.arange(out) * stride - pad, np.arange(3), np.arange(3) * dilation)
-    assert list(next_rows(*row_tables([axis], (4, 1), (3, 1), 1, 1)).array) == distances
-    assert new_rows([axis, axis]) == rows
+    check_convolution(BACKEND, (images, channels, *size), channels, geometry)
 
 
 @pytest.mark.parametrize("channels", [2, 3, 4])
@@ -115,7 +90,7 @@ def test_depthwise_of_few_channels(
     pad = (min(pad[0] - 1, reach[0]), min(pad[1] - 1, reach[1]))
     size = max(1, reach[0] + height - 2 * pad[0]), WIDTH + reach[1] + extra
     geometry = Geometry(kernel, (1, 1), pad, dilation, channels)
-    checks.check_convolution(BACKEND, (images, channels, *size), channels, geometry)
+    check_convolution(BACKEND, (images, channels, *size), channels, geometry)
 
 
 def test_depthwise_of_few_channels_not_finite() -> None:
@@ -137,7 +112,7 @@ def test_depthwise_of_few_channels_not_finite() -> None:
 def test_long_rows_of_taps(taps: int) -> None:
     """Rows of up to 32 taps share what they read; pixels beyond an edge of the image count for nothing."""
     geometry = Geometry((2, taps), (1, 1), (1, taps // 2), (1, 1), 20)
-    checks.check_convolution(BACKEND, (1, 20, 3, 37), 20, geometry)
+    check_convolution(BACKEND, (1, 20, 3, 37), 20, geometry)
 
 
 def gradients(threads: int) -> list[np.ndarray]:
@@ -166,66 +141,25 @@ def test_wide_groups_go_by_tiles(outputs: int, channels: int, groups: int) -> No
     assert type(plan) is TileConvolution
 
 
-@pytest.mark.parametrize(
-    ("x_shape", "outputs", "kernel", "stride", "pad", "dilation", "group"),
-    [
-        ((2, 48, 70), 64, (3,), (1,), (1,), (1,), 1),
-        ((1, 20, 50), 20, (5,), (2,), (4,), (2,), 20),
-        ((2, 17, 3, 19, 18), 33, (1, 2, 3), (1, 2, 1), (0, 1, 1), (1, 1, 2), 1),
-        ((2, 32, 4, 9, 9), 32, (3, 3, 3), (2, 2, 2), (1, 1, 1), (1, 1, 1), 8),
-        ((2, 5, 6, 7, 3, 4), 10, (2, 2, 2, 2), (1, 2, 1, 2), (1, 0, 1, 1), (1, 1, 1, 1), 5),
-        ((1, 3, 9, 9, 9), 4, (2, 2, 2), (3, 3, 3), (0, 1, 0), (1, 1, 1), 1),
-    ],
-)
-def test_other_axes(
-    x_shape: tuple[int, ...], outputs: int, kernel: tuple[int, ...], stride: tuple[int, ...], pad: tuple[int, ...],
-    dilation: tuple[int, ...], group: int,
-) -> None:  # fmt: skip
-    checks.check_convolution(BACKEND, x_shape, outputs, Geometry(kernel, stride, pad, dilation, group))
-
-
-def test_other_axes_in_parts_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "CHUNK", 1)
-    geometry = Geometry((3,), (1,), (1,), (1,), 20)
-    checks.check_convolution(BACKEND, (5, 20, 37), 20, geometry)
-    checks.check_convolution(BACKEND, (5, 20, 37), 24, Geometry((3,), (2,), (1,), (1,)))
+def test_other_axes_in_parts_of_the_batch() -> None:
+    check_convolution(BACKEND, (5, 20, 4000), 20, Geometry((3,), (1,), (1,), (1,), 20))
+    check_convolution(BACKEND, (5, 20, 9000), 24, Geometry((3,), (2,), (1,), (1,)))
 
 
 @pytest.mark.parametrize(
     ("kernel", "stride", "pad", "dilation"), [(1, 1, 0, 1), (2, 1, 5, 5), (2, 1, 40, 40), (2, 1, 0, 3), (2, 1, 1, 60)]
 )
-def test_weights_of_short_kernels_over_one_axis(
-    monkeypatch: pytest.MonkeyPatch, kernel: int, stride: int, pad: int, dilation: int
-) -> None:
-    """They are products of images as they lie, which are not turned, also where a tap lies beside the image."""
-    geometry = Geometry((kernel,), (stride,), (pad,), (dilation,))
-    monkeypatch.setattr(plain, "MIN_PRODUCT", 1)
-    checks.check_convolution(BACKEND, (3, 19, 64), 33, geometry)
-    plan = planned((3, 19, 64), 33, geometry)
-    turned: list[str] = []
-    monkeypatch.setattr(plan, "_last", lambda array, purpose: turned.append(purpose))
-    out = 64 + 2 * pad - dilation * (kernel - 1)
-    x, dy, dweights = (BACKEND.zeros(shape) for shape in ((3, 19, 64), (3, 33, out), (33, 19, kernel)))
-    plan.backward_weights(x, dy, dweights, False)
-    assert not turned
-
-
-@pytest.mark.parametrize(
-    ("count", "tiles"), [(7, [7]), (14, [7, 7]), (21, [7, 7, 7]), (16, [8, 8]), (28, [8, 8, 8, 4]), (13, [8, 8])]
-)
-def test_tiles_of_a_row(count: int, tiles: list[int]) -> None:
-    """They are of seven pixels where those of eight would overlap."""
-    at = np.arange(count)
-    axis = Axis(at, at - 1, np.arange(3), np.arange(3))
-    assert [pixels for _, pixels, _, _ in row_tiles(axis, count, tile_height(count))] == tiles
+def test_weights_of_short_kernels_over_one_axis(kernel: int, stride: int, pad: int, dilation: int) -> None:
+    """They are products of images as they lie, also where a tap lies beside the image."""
+    check_convolution(BACKEND, (3, 19, 2000), 33, Geometry((kernel,), (stride,), (pad,), (dilation,)))
 
 
 @pytest.mark.parametrize("dilation", [1, 2])
-@pytest.mark.parametrize("width", [4, 7, 13])
+@pytest.mark.parametrize("width", [4, 7, 13, 14, 16, 21, 28])
 def test_rows_of_taps(dilation: int, width: int) -> None:
     """Tiles of pixels that share what they read, at both edges of a row and within it."""
     geometry = Geometry((3, 5), (1, 1), (1, 2 * dilation), (1, dilation), 34)
-    checks.check_convolution(BACKEND, (2, 34, 5, width), 34, geometry)
+    check_convolution(BACKEND, (2, 34, 5, width), 34, geometry)
 
 
 def test_other_axes_write_no_columns() -> None:
@@ -250,30 +184,22 @@ def test_other_axes_write_no_columns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("x_shape", "outputs", "kernel"),
-    [((3, 40, 5, 7), 50, (5, 7)), ((1, 40, 6, 6), 50, (1, 1)), ((8, 200, 1, 1), 100, (1, 1))],
-)
-def test_products(x_shape: tuple[int, ...], outputs: int, kernel: tuple[int, int]) -> None:
-    geometry = Geometry(kernel, (1, 1), (0, 0), (1, 1))
-    assert isinstance(planned(x_shape, outputs, geometry), ProductConvolution)
-    checks.check_convolution(BACKEND, x_shape, outputs, geometry)
-
-
-@pytest.mark.parametrize(
-    ("x_shape", "kernel", "stride", "pad"),
+    ("x_shape", "kernel", "stride", "pad", "product"),
     [
-        ((64, 40, 6, 6), (1, 1), (1, 1), (0, 0)),  # more pixels than outputs
-        ((1, 40, 6, 6), (1, 1), (2, 2), (0, 0)),
-        ((1, 40, 6, 6), (6, 6), (1, 1), (1, 1)),
-        ((1, 40, 6, 6), (6, 5), (1, 1), (0, 0)),
+        ((3, 40, 5, 7), (5, 7), (1, 1), (0, 0), True),
+        ((1, 40, 6, 6), (1, 1), (1, 1), (0, 0), True),
+        ((8, 40, 1, 1), (1, 1), (1, 1), (0, 0), True),
+        ((64, 40, 6, 6), (1, 1), (1, 1), (0, 0), False),  # more pixels than outputs
+        ((1, 40, 6, 6), (1, 1), (2, 2), (0, 0), False),
+        ((1, 40, 6, 6), (6, 6), (1, 1), (1, 1), False),
+        ((1, 40, 6, 6), (6, 5), (1, 1), (0, 0), False),
     ],
 )
-def test_what_is_no_product(
-    x_shape: tuple[int, ...], kernel: tuple[int, int], stride: tuple[int, int], pad: tuple[int, int]
+def test_what_is_computed_as_one_product(
+    x_shape: tuple[int, ...], kernel: tuple[int, int], stride: tuple[int, int], pad: tuple[int, int], product: bool
 ) -> None:
-    geometry = Geometry(kernel, stride, pad, (1, 1))
-    assert not isinstance(planned(x_shape, 50, geometry), ProductConvolution)
-    checks.check_convolution(BACKEND, x_shape, 50, geometry)
+    plan = planned(x_shape, 50, Geometry(kernel, stride, pad, (1, 1)))
+    assert isinstance(plan, ProductConvolution) == product
 
 
 def test_machine_code_for_other_groups_has_other_names() -> None:
@@ -299,7 +225,7 @@ def test_images_of_few_channels(
     dilation: tuple[int, ...],
 ) -> None:  # fmt: skip
     geometry = Geometry(kernel, stride, pad, dilation)
-    checks.check_convolution(BACKEND, x_shape, outputs, geometry)
+    check_convolution(BACKEND, x_shape, outputs, geometry)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -313,4 +239,4 @@ def test_depthwise_over_one_axis(
     """Padding may be wider than the kernel."""
     width = max(stride, (out - 1) * stride + dilation * (kernel - 1) + 1 - 2 * pad)
     geometry = Geometry((kernel,), (stride,), (pad,), (dilation,), channels)
-    checks.check_convolution(BACKEND, (images, channels, width), channels * many, geometry)
+    check_convolution(BACKEND, (images, channels, width), channels * many, geometry)

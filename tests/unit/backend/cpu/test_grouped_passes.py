@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import backend_checks as checks
 import numpy as np
 import pytest
+from backend_arrays import dirty, normal, to_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from primitive_checks.convolution import check_convolution
 
 from caffepy.backend import Geometry, create_backend
-from caffepy.backend.cpu.convolution import grouped, implicit_padding
-from caffepy.backend.cpu.convolution.correlation import ConvolutionShape
 from caffepy.backend.cpu.convolution.grouped import GroupedConvolution
 from caffepy.backend.cpu.convolution.strided_dgrad import (
     MAX_STRIDE,
@@ -21,7 +20,6 @@ from caffepy.backend.cpu.convolution.strided_dgrad import (
     suits_scatter_dgrad,
 )
 from caffepy.backend.cpu.jit.vector import WIDTH
-from caffepy.backend.cpu.memory import Workspace
 
 BACKEND = create_backend(None, 2)
 ONE = (1, 1)
@@ -43,60 +41,40 @@ def test_groups_whose_pixels_are_scattered(
     size = tuple(d * (k - 1) + e + 2 for d, k, e in zip(dilation, geometry.kernel, extra, strict=True))
     plan = planned((images, groups * read, *size), groups * made, geometry)
     assert plan.shape.scattered
-    checks.check_convolution(BACKEND, (images, groups * read, *size), groups * made, geometry)
-
-
-@pytest.mark.parametrize(("kernel", "stride", "new"), [(4, 2, [10, 11, 14, 15]), (3, 1, [8]), (2, 2, [0, 1, 2, 3])])
-def test_newest_taps(kernel: int, stride: int, new: list[int]) -> None:
-    """Taps that read what neither the pixel before nor the one above has read."""
-    row, channels = 100, 7
-    shifts = (np.arange(kernel)[:, None] * row + np.arange(kernel)).reshape(-1) * channels
-    found = implicit_padding._newest(shifts, (stride * row * channels, stride * channels))
-    assert found.tolist() == shifts[new].tolist()
+    check_convolution(BACKEND, (images, groups * read, *size), groups * made, geometry)
 
 
 @pytest.mark.parametrize("channels", [18, 30, 33])
 def test_groups_of_single_pixels(channels: int) -> None:
     """They are read where they lie, block by block, whatever is left in the last vector."""
-    geometry = Geometry(ONE, ONE, (0, 0), ONE, 3)
-    plan = planned((2, 3 * channels, 6, 7), 3 * channels, geometry)
-    checks.check_convolution(BACKEND, (2, 3 * channels, 6, 7), 3 * channels, geometry)
-    x = BACKEND.zeros((2, 3 * channels, 6, 7))
-    plan.forward(x, BACKEND.zeros((3 * channels, channels, 1, 1)), None, BACKEND.zeros(x.shape))
-    assert isinstance(plan._forward, implicit_padding.WindowCorrelation)
+    check_convolution(BACKEND, (2, 3 * channels, 6, 7), 3 * channels, Geometry(ONE, ONE, (0, 0), ONE, 3))
 
 
-@pytest.mark.parametrize("copied", [False, True])
-def test_parts_of_large_images_and_several_small_ones(copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [(4, 5), (13, 9), (40, 41)])
+@pytest.mark.parametrize(("channels", "outputs"), [(90, 85), (165, 165)])
+def test_parts_of_large_images_and_several_small_ones(channels: int, outputs: int, size: tuple[int, int]) -> None:
     """Blocks of rows, sets of images and what is left of them, groups brought together or read where they lie."""
-    for name, number in (("TOGETHER", 40), ("CACHED", 1000), ("PANEL", 1000)):
-        monkeypatch.setattr(implicit_padding, name, number)
-    monkeypatch.setattr(implicit_padding.GroupWeightGradient, "_is_copied", lambda _: copied)
-    for size in ((4, 5), (13, 9)):
-        checks.check_convolution(BACKEND, (5, 90, *size), 85, Geometry((3, 3), (1, 2), ONE, ONE, 5))
+    check_convolution(BACKEND, (5, channels, *size), outputs, Geometry((3, 3), (1, 2), ONE, ONE, 5))
 
 
 @pytest.mark.parametrize(("read", "made"), [(12, 12), (16, 16), (20, 4), (24, 20), (16, 40), (8, 33)])
-@pytest.mark.parametrize("banded", [False, True])
-def test_weights_of_channels_in_fours(read: int, made: int, banded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of one vector whose rows lie together in fours; with bands, parts of images that all groups pass over."""
-    monkeypatch.setattr(implicit_padding, "BAND", 3000 if banded else implicit_padding.BAND)
+def test_weights_of_channels_in_fours(read: int, made: int) -> None:
+    """Tiles of one vector whose rows lie together in fours."""
     for kernel, stride in (((3, 3), (1, 2)), ((1, 5), (1, 1)), ((2, 2), (2, 1))):
-        geometry = Geometry(kernel, stride, ONE, ONE, 3)
-        checks.check_convolution(BACKEND, (4, 3 * read, 9, 11), 3 * made, geometry)
-    plan = implicit_padding.GroupWeightGradient(
-        ConvolutionShape((4, 3 * read, 9, 11), (3 * made, read, 3, 3), Geometry((3, 3), ONE, ONE, ONE, 3)), 2,
-        Workspace(),
-    )  # fmt: skip
-    assert plan._banded == (banded and read < 16)
-    assert plan._high == (0 if WIDTH < 16 else {12: 12, 16: 16, 20: 12, 24: 12, 8: 12}[read])
+        check_convolution(BACKEND, (4, 3 * read, 9, 11), 3 * made, Geometry(kernel, stride, ONE, ONE, 3))
+
+
+@pytest.mark.parametrize(("read", "made"), [(12, 12), (8, 33)])
+def test_bands_of_large_images(read: int, made: int) -> None:
+    """Parts of an image that all groups pass over before the next part."""
+    check_convolution(BACKEND, (1, 3 * read, 80, 80), 3 * made, Geometry((3, 3), ONE, ONE, ONE, 3))
 
 
 @pytest.mark.parametrize("channels", [4, 12, 16, 20])
 def test_weights_of_a_few_outputs_in_fours(channels: int) -> None:
     """Likewise without groups: vectors along the outputs, of which a half vector or a whole one are the last."""
     for outputs in (8, 16, 20):
-        checks.check_convolution(BACKEND, (2, channels, 9, 11), outputs, Geometry((3, 3), (1, 2), ONE, ONE, 1))
+        check_convolution(BACKEND, (2, channels, 9, 11), outputs, Geometry((3, 3), (1, 2), ONE, ONE, 1))
 
 
 def test_groups_read_no_zeros_beside_the_image() -> None:
@@ -104,8 +82,8 @@ def test_groups_read_no_zeros_beside_the_image() -> None:
     geometry, factors = Geometry((3, 3), ONE, ONE, ONE, 2), np.ones((36, 18, 3, 3), np.float32)
     factors[:, :, 0, 0] = np.inf
     plan = planned((1, 36, 4, 5), 36, geometry)
-    x, on_weights = (checks.to_device(BACKEND, a) for a in (np.ones((1, 36, 4, 5), np.float32), factors))
-    y = checks.dirty(BACKEND, (1, 36, 4, 5))
+    x, on_weights = (to_device(BACKEND, a) for a in (np.ones((1, 36, 4, 5), np.float32), factors))
+    y = dirty(BACKEND, (1, 36, 4, 5))
     plan.forward(x, on_weights, None, y)
     finite = np.isfinite(BACKEND.to_host(y)).all(axis=(0, 1))
     assert finite[0].all() and finite[:, 0].all() and not finite[1:, 1:].any()
@@ -118,10 +96,8 @@ def test_threads_change_no_bit_of_groups(groups: int) -> None:
         backend, geometry = create_backend(None, threads), Geometry((3, 3), (2, 1), ONE, ONE, groups)
         x_shape, y_shape, weights_shape = (7, 18 * groups, 9, 8), (7, 20 * groups, 5, 8), (20 * groups, 18, 3, 3)
         plan = backend.plan_convolution(x_shape, weights_shape, geometry)
-        x, dy, on_weights = (
-            checks.to_device(backend, checks.normal(i, s)) for i, s in enumerate((x_shape, y_shape, weights_shape))
-        )
-        y, dx, dweights = (checks.dirty(backend, s) for s in (y_shape, x_shape, weights_shape))
+        x, dy, on_weights = (to_device(backend, normal(i, s)) for i, s in enumerate((x_shape, y_shape, weights_shape)))
+        y, dx, dweights = (dirty(backend, s) for s in (y_shape, x_shape, weights_shape))
         plan.forward(x, on_weights, None, y)
         plan.backward_data(dy, on_weights, dx)
         plan.backward_weights(x, dy, dweights, False)
@@ -136,7 +112,7 @@ def test_multipliers(multiplier: int) -> None:
     """The gradient of the image is made for each output and added up."""
     geometry = Geometry((3, 3), (2, 1), (1, 1), ONE, 5)
     assert isinstance(planned((2, 5, 5, 8), 5 * multiplier, geometry), GroupedConvolution)
-    checks.check_convolution(BACKEND, (2, 5, 5, 8), 5 * multiplier, geometry)
+    check_convolution(BACKEND, (2, 5, 5, 8), 5 * multiplier, geometry)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +127,7 @@ def test_planes_of_many_channels(
     dilation: tuple[int, int],
 ) -> None:  # fmt: skip
     geometry = Geometry(kernel, stride, pad, dilation, channels)
-    checks.check_convolution(BACKEND, (9, channels, *size), channels, geometry)
+    check_convolution(BACKEND, (9, channels, *size), channels, geometry)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +143,7 @@ def test_runs_of_pixels(
 ) -> None:
     geometry = Geometry(kernel, stride, pad, ONE, channels)
     assert suits_scatter_dgrad(planned((2, channels, *size), channels, geometry).shape)
-    checks.check_convolution(BACKEND, (2, channels, *size), channels, geometry)
+    check_convolution(BACKEND, (2, channels, *size), channels, geometry)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +159,7 @@ def test_wide_windows_whose_pixels_lie_a_power_of_two_apart(
     dilation: tuple[int, int],
 ) -> None:  # fmt: skip
     geometry = Geometry(kernel, stride, pad, dilation, 512)
-    checks.check_convolution(BACKEND, (2, 512, *size), 512, geometry)
+    check_convolution(BACKEND, (2, 512, *size), 512, geometry)
 
 
 @settings(max_examples=25, derandomize=True)
@@ -200,7 +176,7 @@ def test_all_phases_of_a_stride_in_one_pass(
     size = 8 + dilation * (kernel[0] - 1), 5 * stride + dilation * (kernel[1] - 1) + extra
     geometry = Geometry(kernel, (down, stride), (pad, pad), (1, dilation), channels)
     assert suits_residue_dgrad(planned((2, channels, *size), channels, geometry).shape)
-    checks.check_convolution(BACKEND, (2, channels, *size), channels, geometry)
+    check_convolution(BACKEND, (2, channels, *size), channels, geometry)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +189,7 @@ def test_all_phases_of_a_stride_in_one_pass(
 )
 def test_taps_that_never_meet_the_image(x_shape: tuple[int, ...], outputs: int, geometry: Geometry) -> None:
     """They are left out of all sums; their own gradient is zero."""
-    checks.check_convolution(BACKEND, x_shape, outputs, geometry)
+    check_convolution(BACKEND, x_shape, outputs, geometry)
 
 
 def results(threads: int, channels: int, outputs: int, geometry: Geometry) -> list[np.ndarray]:
@@ -258,12 +234,11 @@ def test_one_window(
     shape = planned(*case).shape
     assert shape.out == (1, 1)
     assert suits_scatter_dgrad(one_window(shape))
-    checks.check_convolution(BACKEND, *case)
+    check_convolution(BACKEND, *case)
 
 
-@pytest.mark.parametrize("repeated", [1, 2**20])
+@pytest.mark.parametrize("size", [(6, 7), (60, 61)])
 @pytest.mark.parametrize("many", [17, 32])
-def test_weights_of_many_outputs_for_each_channel(monkeypatch: pytest.MonkeyPatch, many: int, repeated: int) -> None:
-    """Channels are repeated for each of their outputs, a part of the batch at a time."""
-    monkeypatch.setattr(grouped, "REPEATED", repeated)
-    checks.check_convolution(BACKEND, (3, 3, 6, 7), 3 * many, Geometry((3, 2), (1, 2), (1, 0), (1, 1), 3))
+def test_weights_of_many_outputs_for_each_channel(many: int, size: tuple[int, int]) -> None:
+    """Channels are repeated for each of their outputs, a part of the batch at a time where images are large."""
+    check_convolution(BACKEND, (3, 3, *size), 3 * many, Geometry((3, 2), (1, 2), (1, 0), (1, 1), 3))

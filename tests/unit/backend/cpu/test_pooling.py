@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import backend_checks as checks
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from primitive_checks.strategies import poolings
 
 from caffepy.backend import Geometry, create_backend
 
@@ -19,28 +19,6 @@ def images(shape: tuple[int, ...]) -> np.ndarray:
     result = BACKEND.zeros(shape)
     result[...] = np.random.default_rng(1).integers(-3, 4, shape)
     return result
-
-
-@pytest.mark.parametrize("channels", [16, 64, 85, 150])
-def test_maxima_of_many_channels(channels: int) -> None:
-    """The first of equal numbers wins; NaN wins over all."""
-    x = images((2, channels, 5, 6))
-    x[1, :, 2, 3] = np.nan
-    y, mask = BACKEND.zeros((2, channels, 2, 2)), BACKEND.zeros((2, channels, 2, 2), "int32")
-    BACKEND.pool_max_forward(x, y, mask, Geometry((3, 3), (2, 3), (0, 0), (1, 1)))
-    for h, w in np.ndindex(2, 2):
-        rows, columns = slice(2 * h, 2 * h + 3), slice(3 * w, 3 * w + 3)
-        window = np.array(x[:, :, rows, columns]).reshape(2, channels, 9)
-        first = window.argmax(axis=2)
-        assert np.array_equal(y[:, :, h, w], window.max(axis=2), equal_nan=True)
-        assert np.array_equal(mask[:, :, h, w], (2 * h + first // 3) * 6 + 3 * w + first % 3)
-
-
-@pytest.mark.parametrize("shape", [(2, 33, 4, 7), (1, 70, 1, 3), (3, 1, 5, 5)])
-def test_averages_of_whole_images(shape: tuple[int, ...]) -> None:
-    x, y = images(shape), BACKEND.zeros((*shape[:2], 1, 1))
-    BACKEND.pool_average_forward(x, y, Geometry(shape[2:], (1, 1), (0, 0), (1, 1)))
-    np.testing.assert_allclose(y, x.mean(axis=(2, 3), keepdims=True), rtol=1e-5, atol=1e-6)
 
 
 def windows(size: tuple[int, ...], out: tuple[int, ...], geometry: Geometry) -> Any:
@@ -74,7 +52,7 @@ def check_averages(shape: tuple[int, ...], out: tuple[int, ...], geometry: Geome
 
 @pytest.mark.parametrize("channels", [1, 3, 4, 7, 16, 20, 33, 85, 150, 520])
 @settings(max_examples=12, derandomize=True)
-@given(case=checks.poolings())
+@given(case=poolings())
 def test_averages_of_windows(channels: int, case: tuple[tuple[int, ...], tuple[int, int], Geometry]) -> None:
     (images, _, *size), out, geometry = case
     check_averages((images, channels, *size), out, geometry)

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from backend_arrays import dirty, to_device
+from convolution_reference import convolution
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,8 +17,6 @@ from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.winograd import WinogradConvolution
 from caffepy.backend.cpu.jit.vector import WIDTH
 from caffepy.backend.cpu.memory import Workspace
-from tests.support.backend_checks import dirty, to_device
-from tests.support.convolution_reference import convolution
 
 BACKEND = CpuBackend(1)
 ERROR = 2e-6

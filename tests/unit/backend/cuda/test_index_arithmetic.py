@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import numpy as np
-from backend_checks import shapes_and_axes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from primitive_checks.strategies import shapes_and_axes
 
 from caffepy.backend.cuda.index_arithmetic import Axis, Period, collapse, find_period, widest
 from caffepy.backend.layout import memory_axes

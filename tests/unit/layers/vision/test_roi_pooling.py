@@ -1,4 +1,4 @@
-"""ROIPooling, PSROIPooling and stochastic pooling (the primitives: tests/unit/backend/test_rows.py)."""
+"""ROIPooling, PSROIPooling and stochastic pooling (the primitives: tests/support/primitive_checks/indexing.py)."""
 
 from __future__ import annotations
 

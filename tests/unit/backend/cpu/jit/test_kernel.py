@@ -9,10 +9,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import backend_checks as checks
+import backend_arrays as arrays
 import numpy as np
 import pytest
 from numba import types
+from primitive_checks.convolution import check_convolution
 
 from caffepy.backend import Geometry
 from caffepy.backend.cpu.backend import CpuBackend
@@ -154,7 +155,7 @@ def test_backends_of_one_process_do_not_disturb_each_other() -> None:
     def work(outputs: int) -> None:
         try:
             for _ in range(3):
-                checks.check_convolution(CpuBackend(2), (2, 3, 7, 7), outputs, geometry)
+                check_convolution(CpuBackend(2), (2, 3, 7, 7), outputs, geometry)
         except BaseException as error:
             errors.append(error)
 
@@ -169,13 +170,13 @@ def test_backends_of_one_process_do_not_disturb_each_other() -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_same_input_same_bits(threads: int) -> None:
     """Also for another number of threads: no sum is divided by threads."""
-    x, weights = checks.normal(1, (5, 6, 19, 19)), checks.normal(2, (20, 6, 3, 3))
+    x, weights = arrays.normal(1, (5, 6, 19, 19)), arrays.normal(2, (20, 6, 3, 3))
     geometry = Geometry((3, 3), (1, 1), (1, 1), (1, 1))
     results = []
     for count in (1, threads):
         backend = CpuBackend(count)
         plan = backend.plan_convolution(x.shape, weights.shape, geometry)
-        on_x, on_weights = checks.to_device(backend, x), checks.to_device(backend, weights)
+        on_x, on_weights = arrays.to_device(backend, x), arrays.to_device(backend, weights)
         y, dx, dweights = backend.zeros((5, 20, 19, 19)), backend.zeros(x.shape), backend.zeros(weights.shape)
         plan.forward(on_x, on_weights, None, y)
         plan.backward_data(y, on_weights, dx)

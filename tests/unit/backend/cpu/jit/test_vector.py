@@ -21,14 +21,15 @@ from caffepy.backend.cpu.jit import vector as cpu_vector
 binding.get_host_cpu_features = real
 assert cpu_vector.WIDTH == {width}
 
-import backend_checks as checks
+from primitive_checks.convolution import check_convolution
+from primitive_checks.dense import check_gemm
 from caffepy.backend import Geometry, create_backend
 
 backend = create_backend(None, 2)
-checks.check_gemm(backend, 10, 1003, 700, False, False, False)
-checks.check_gemm(backend, 70, 33, 40, True, False, True)
+check_gemm(backend, (10, 1003, 700), (False, False))
+check_gemm(backend, (70, 33, 40), (True, False), sliced=True)
 geometry = Geometry((3, 3), (2, 1), (1, 0), (1, 1))
-checks.check_convolution(backend, (2, 3, 9, 8), 21, geometry)
+check_convolution(backend, (2, 3, 9, 8), 21, geometry)
 print("held")
 """
 

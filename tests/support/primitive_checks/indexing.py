@@ -1,4 +1,4 @@
-"""Checks of the primitives that move elements by index, for any backend, against NumPy."""
+"""Primitives that move elements by index, and pooling over regions and random places."""
 
 from __future__ import annotations
 
@@ -6,34 +6,29 @@ import math
 from typing import Any
 
 import numpy as np
-from backend_checks import close, dirty, normal, to_device
+import pytest
+from backend_arrays import close, dirty, normal, to_device
 
 from caffepy.backend import Backend, Geometry, SparseMatrix
-
-ROWS = [(40, (600, 300)), (7, (5, 4)), (3, (40, 130)), (4, (6, 3, 2, 5)), (1, (9,)), (2000, (300, 3)), (5, (0, 4))]
-PRODUCTS = [((2, 3, 4, 5), (6, 2)), ((2, 3, 20), (7,)), ((2, 4, 2, 3, 2), (3, 2, 2)), ((0, 3, 4), (5,))]
-LARGEST = [
-    ((3, 7), 1, 2), ((2, 600), 1, 600), ((2, 5, 3, 4), 1, 3), ((2, 5, 3, 4), 3, 4), ((6,), 0, 1),
-    ((2, 3, 4, 2, 3), 2, 4), ((4, 3), 0, 4),
-]  # fmt: skip
-UNPOOLED = [((2, 3, 2, 3), (4, 6)), ((1, 20, 5, 5), (3, 3))]
-WINDOWS = [(2, 2), (3, 2), (3, 1), (1, 1)]
-REGIONS = [(1, 1.0), (5, 0.5), (16, 0.3)]
 
 
 def _bad(backend: Backend) -> Any:
     return to_device(backend, np.full(1, -1), "int32")
 
 
-def check_rows(backend: Backend, rows: int, shape: tuple[int, ...], seed: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "shape"),
+    [(40, (600, 300)), (7, (5, 4)), (3, (40, 130)), (4, (6, 3, 2, 5)), (1, (9,)), (2000, (300, 3)), (5, (0, 4))],
+)
+def test_rows(backend: Backend, rows: int, shape: tuple[int, ...]) -> None:
     """gather_rows and scatter_add_rows with rows that are named often, once and never."""
-    index = np.random.default_rng(seed).integers(0, rows, shape[0]).astype(np.float32)
-    source, bad = normal(seed, (rows, *shape[1:])), _bad(backend)
+    index = np.random.default_rng(1).integers(0, rows, shape[0]).astype(np.float32)
+    source, bad = normal(1, (rows, *shape[1:])), _bad(backend)
     out = dirty(backend, shape)
     backend.gather_rows(to_device(backend, source), to_device(backend, index), out, bad)
     assert np.array_equal(backend.to_host(out), source[index.astype(int)])
     assert backend.to_host(bad)[0] == -1
-    dy, before = normal(seed + 1, shape), normal(seed + 2, source.shape)
+    dy, before = normal(2, shape), normal(3, source.shape)
     results = []
     for _ in range(2):
         total = to_device(backend, before)
@@ -45,7 +40,7 @@ def check_rows(backend: Backend, rows: int, shape: tuple[int, ...], seed: int) -
     assert np.array_equal(*results)
 
 
-def check_bad_rows(backend: Backend) -> None:
+def test_rows_that_are_not_there(backend: Backend) -> None:
     """Rows that are not there: zeros, a note, no gradient."""
     source, index, bad = normal(1, (3, 4)), np.array([1, -1, 0, 3, -0.5, np.nan], np.float32), _bad(backend)
     out, labels = dirty(backend, (6, 4)), dirty(backend, (6, 3))
@@ -73,7 +68,11 @@ def sparse(backend: Backend, dense: Any) -> SparseMatrix:
     )  # fmt: skip
 
 
-def check_spatial_product(backend: Backend, x_shape: tuple[int, ...], y_pixels: tuple[int, ...], dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("x_shape", "y_pixels"),
+    [((2, 3, 4, 5), (6, 2)), ((2, 3, 20), (7,)), ((2, 4, 2, 3, 2), (3, 2, 2)), ((0, 3, 4), (5,))],
+)
+def test_spatial_product(backend: Backend, dtype: str, x_shape: tuple[int, ...], y_pixels: tuple[int, ...]) -> None:
     """A matrix with empty rows and with several entries a row."""
     pixels, outputs = math.prod(x_shape[2:]), math.prod(y_pixels)
     dense = normal(3, (outputs, pixels)) * (np.random.default_rng(4).random((outputs, pixels)) < 0.3)
@@ -85,7 +84,12 @@ def check_spatial_product(backend: Backend, x_shape: tuple[int, ...], y_pixels: 
     close(backend.to_host(y), (host @ dense.T.astype(np.float64)).reshape(*x_shape[:2], *y_pixels), tolerance)
 
 
-def check_largest(backend: Backend, shape: tuple[int, ...], axis: int, wanted: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "axis", "wanted"),
+    [((3, 7), 1, 2), ((2, 600), 1, 600), ((2, 5, 3, 4), 1, 3), ((2, 5, 3, 4), 3, 4), ((6,), 0, 1),
+     ((2, 3, 4, 2, 3), 2, 4), ((4, 3), 0, 4)],
+)  # fmt: skip
+def test_largest(backend: Backend, shape: tuple[int, ...], axis: int, wanted: int) -> None:
     """Values with many that are equal: the one of the larger index comes first."""
     x = np.random.default_rng(6).integers(-4, 4, shape).astype(np.float32)
     out_shape = (*shape[:axis], wanted, *shape[axis + 1 :])
@@ -97,7 +101,8 @@ def check_largest(backend: Backend, shape: tuple[int, ...], axis: int, wanted: i
     assert np.array_equal(backend.to_host(values), np.take_along_axis(x, order, axis))
 
 
-def check_unpool(backend: Backend, shape: tuple[int, int, int, int], size: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("shape", "size"), [((2, 3, 2, 3), (4, 6)), ((1, 20, 5, 5), (3, 3))])
+def test_unpool(backend: Backend, shape: tuple[int, int, int, int], size: tuple[int, int]) -> None:
     """Pixels that are named twice get the last value; those outside the plane are noted."""
     x = normal(7, shape)
     pixels = math.prod(size)
@@ -118,8 +123,10 @@ def check_unpool(backend: Backend, shape: tuple[int, int, int, int], size: tuple
     assert backend.to_host(bad)[0] >= 0
 
 
-def check_stochastic(backend: Backend, shape: tuple[int, int, int, int], kernel: int, stride: int) -> None:
+@pytest.mark.parametrize(("kernel", "stride"), [(2, 2), (3, 2), (3, 1), (1, 1)])
+def test_stochastic_pooling(backend: Backend, kernel: int, stride: int) -> None:
     """The element at which the running sum reaches chance * sum, row by row."""
+    shape = (2, 5, 8, 9)
     size = [-(-(n - kernel) // stride) + 1 for n in shape[2:]]
     x = np.abs(normal(10, shape))
     chance = np.random.default_rng(11).random((*shape[:2], *size)).astype(np.float32)
@@ -166,7 +173,8 @@ def _bins(roi: Any, scale: float, size: tuple[int, int], bins: int, whole: bool)
     return {(i, j): (h, w) for i, h in enumerate(edges[0]) for j, w in enumerate(edges[1])}
 
 
-def check_roi_max(backend: Backend, channels: int, scale: float) -> None:
+@pytest.mark.parametrize(("channels", "scale"), [(1, 1.0), (5, 0.5), (16, 0.3)])
+def test_roi_max(backend: Backend, channels: int, scale: float) -> None:
     """Maxima of the bins, 0 where a bin is empty, and the gradient at the maxima."""
     x = normal(12, (3, channels, 12, 16))
     shape = (len(ROIS), channels, 3, 3)
@@ -192,7 +200,8 @@ def check_roi_max(backend: Backend, channels: int, scale: float) -> None:
     assert backend.to_host(bad)[0] == 4 and not backend.to_host(y)[4].any()
 
 
-def check_roi_average(backend: Backend, outputs: int, scale: float) -> None:
+@pytest.mark.parametrize(("outputs", "scale"), [(1, 1.0), (5, 0.5), (16, 0.3)])
+def test_roi_average(backend: Backend, outputs: int, scale: float) -> None:
     """Means of each bin's own channel and the gradient spread over the bins."""
     group = 3
     x = normal(14, (3, outputs * group * group, 12, 16))

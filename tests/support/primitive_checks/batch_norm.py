@@ -1,4 +1,4 @@
-"""Checks of batch normalisation, ReLU's gradient and sums of arrays: any backend and dtype, against float64 NumPy."""
+"""Batch normalisation, and the gradients of ReLU and other activations with that of the bias."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from backend_checks import close, dirty, normal, to_device
+import pytest
+from backend_arrays import close, dirty, normal, to_device
 
 from caffepy.backend import Backend
 from caffepy.backend.layout import memory_order, view
@@ -22,6 +23,12 @@ SHAPES = [
     (40, 3, 70), (2, 4, 3, 2, 3), (7, 1, 50, 50), (3, 1, 11),
 ]  # fmt: skip
 """One channel and many; no multiple of 8; batch 1; images of one pixel; channels with neighbours of their own."""
+
+LARGE = [
+    (8, 64, 56, 56), (7, 48, 61, 59), (3, 2048, 14, 14), (300, 1000), (2, 1, 512, 513), (16, 5, 7000), (4, 64, 40, 40),
+    (7, 48, 31, 29), (3, 1000, 9, 9), (2, 5, 201, 203),
+]  # fmt: skip
+"""More than one block adds up each channel."""
 
 DOUBTFUL = 1e-3
 """Distance from 0 within which rounding may decide whether a ReLU is on."""
@@ -133,6 +140,49 @@ def check_load(backend: Backend, channels: int, count: float) -> None:
     close(backend.to_host(s.device.inverse), expected)
 
 
+@pytest.mark.parametrize("shape", SHAPES + LARGE)
+def test_measure(backend: Backend, dtype: str, shape: tuple[int, ...]) -> None:
+    check_measure(backend, shape, dtype)
+
+
+@pytest.mark.parametrize("offset", [1e3, -1e4])
+@pytest.mark.parametrize("shape", [(16, 12, 9, 9), *LARGE])
+def test_measure_where_the_mean_is_large(backend: Backend, shape: tuple[int, ...], offset: float) -> None:
+    check_measure(backend, shape, "float32", offset)
+
+
+def test_measure_where_the_first_numbers_are_far_away(backend: Backend) -> None:
+    host = normal(1, (8, 64, 56, 56)) + 100
+    host[0, :, 0] = 0
+    n = BatchNormState(*(backend.zeros((64,)) for _ in range(6)), backend.zeros((1,)), epsilon=1e-5, fraction=0.9)
+    backend.batch_norm_measure(to_device(backend, host), n)
+    exact = host.astype(float)
+    close(backend.to_host(n.mean), exact.mean(axis=(0, 2, 3)), 1e-6)
+    close(backend.to_host(n.inverse), 1 / np.sqrt(exact.var(axis=(0, 2, 3)) + 1e-5), 1e-5)
+
+
+@pytest.mark.parametrize(("channels", "elements"), [(1, 1), (7, 20), (64, 3000), (2048, 12544)])
+def test_measure_sums(backend: Backend, channels: int, elements: int) -> None:
+    check_measure_sums(backend, channels, elements)
+
+
+@pytest.mark.parametrize("channels", [5, 33])
+def test_sums_that_overflowed_have_no_deviation(backend: Backend, channels: int) -> None:
+    """A channel whose squares are infinite is not taken for one of an infinite mean."""
+    sums = np.ones((2, channels), np.float32)
+    sums[:, 0] = np.inf
+    state = statistics(backend, channels)
+    backend.batch_norm_measure_sums(to_device(backend, sums), 12, state.device)
+    inverse = backend.to_host(state.device.inverse)
+    assert np.isnan(inverse[0]) and np.isfinite(inverse[1:]).all()
+
+
+@pytest.mark.parametrize("count", [0.0, 7.5])
+@pytest.mark.parametrize("channels", [1, 33, 2048])
+def test_load(backend: Backend, channels: int, count: float) -> None:
+    check_load(backend, channels, count)
+
+
 # -- forward and backward ---------------------------------------------------------------------------------
 
 
@@ -197,7 +247,117 @@ def check_backward(
     close(backend.to_host(dy), expected, ROUNDING[gradients or dtype])
 
 
-# -- activation and sums ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("shape", SHAPES + LARGE)
+def test_forward(backend: Backend, dtype: str, shape: tuple[int, ...]) -> None:
+    check_forward(backend, shape, dtype, False, False, False)
+    check_forward(backend, shape, dtype, True, True, True)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("shape", [(3, 8, 4, 4), (2, 33, 3, 3), (64, 5), (3, 6, 5), (7, 48, 31, 29)])
+def test_forward_combinations(
+    backend: Backend, dtype: str, shape: tuple[int, ...], residual: bool, relu: bool, mask: bool, in_place: bool
+) -> None:
+    check_forward(backend, shape, dtype, residual, relu, mask, in_place)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("shape", [(3, 8, 4, 4), (2, 33, 3, 3), (64, 5)])
+def test_forward_with_relu_passes_nan_on(
+    backend: Backend, dtype: str, shape: tuple[int, ...], residual: bool, mask: bool
+) -> None:
+    state, x = statistics(backend, shape[1]), normal(1, shape)
+    x.reshape(-1)[::7] = np.nan
+    extra = to_device(backend, normal(2, shape), dtype) if residual else None
+    bits = backend.zeros((mask_bytes(x.size),), "uint8") if mask else None
+    y = dirty(backend, shape, dtype)
+    backend.batch_norm_forward(to_device(backend, x, dtype), state.device, y, extra, True, bits)
+    found = backend.to_host(y)
+    assert np.array_equal(np.isnan(found), np.isnan(x))
+    assert (found[~np.isnan(x)] >= 0).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES + LARGE)
+def test_backward(backend: Backend, dtype: str, shape: tuple[int, ...]) -> None:
+    check_backward(backend, shape, dtype)
+    check_backward(backend, shape, dtype, relu=True)
+    check_backward(backend, shape, dtype, 2, relu=True, mask=True, total="first")
+
+
+@pytest.mark.parametrize(("relu", "mask"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("sources", "total"),
+    [(1, ""), (1, "own"), (1, "first"), (2, "own"), (2, "last"), (3, "last"), (4, "own"), (4, "first"), (5, "own"),
+     (5, "first"), (6, "last"), (6, "own"), (9, "own"), (12, "first")],
+)  # fmt: skip
+@pytest.mark.parametrize("shape", [(4, 7, 5, 5), (4, 16, 9, 9), (7, 48, 31, 29)])
+def test_backward_combinations(
+    backend: Backend, dtype: str, shape: tuple[int, ...], sources: int, total: str, relu: bool, mask: bool
+) -> None:
+    check_backward(backend, shape, dtype, sources, relu, mask, total)
+
+
+@pytest.mark.parametrize("shape", [(4, 16, 9, 9), (4, 12, 9, 9), (2, 33, 3, 3)])
+def test_gradients_may_have_another_dtype(
+    backend: Backend, dtype: str, other_dtype: str, shape: tuple[int, ...]
+) -> None:
+    check_forward(backend, shape, dtype, False, True, True, to=other_dtype)
+    check_backward(backend, shape, dtype, 2, relu=True, total="own", gradients=other_dtype)
+    check_relu_backward(backend, shape, dtype, bias=True, gradients=other_dtype)
+    check_activation_backward(backend, shape, dtype, bias=True, gradients=other_dtype)
+
+
+def test_forward_and_backward_agree_on_where_the_relu_was_on(backend: Backend, dtype: str) -> None:
+    """Numbers around 0 as well: the recomputed ReLU is the mask's."""
+    shape = (4, 64, 28, 28)
+    s = statistics(backend, shape[1])
+    for array in (s.device.mean, s.device.bias):
+        backend.fill(array, 0.0)
+    x, _ = rounded_to_device(backend, normal(1, shape) * 1e-3, dtype)
+    y, mask = dirty(backend, shape, dtype), dirty(backend, (mask_bytes(x.size),), "uint8")
+    backend.batch_norm_forward(x, s.device, y, relu=True, mask=mask)
+    ones = dirty(backend, shape, dtype)
+    results = []
+    for bits in (mask, None):
+        total, sums = dirty(backend, shape, dtype), [dirty(backend, (shape[1],)) for _ in range(2)]
+        backend.batch_norm_backward_sums(x, [ones], s.device, sums, True, bits, total)
+        results.append([backend.to_host(a) for a in (total, *sums)])
+    for masked, recomputed in zip(*results, strict=True):
+        assert np.array_equal(masked, recomputed)
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 5, 5), (0, 3), (2, 3, 0)])
+def test_arrays_without_elements(backend: Backend, shape: tuple[int, ...]) -> None:
+    s = statistics(backend, shape[1])
+    x, sums = backend.zeros(shape), [dirty(backend, (shape[1],)) for _ in range(3)]
+    backend.batch_norm_measure(x, s.device)
+    backend.batch_norm_forward(x, s.device, x, x, True, backend.zeros((mask_bytes(0),), "uint8"))
+    backend.batch_norm_backward_sums(x, [x], s.device, sums[:2], True)
+    backend.batch_norm_backward_data(x, x, s.device, sums[:2], x, True)
+    backend.relu_backward(x, x, x, sums[2], False)
+    backend.add_n([x, x], x)
+    for zero in (s.device.mean, *sums):
+        assert not backend.to_host(zero).any()
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4, 6])
+def test_views_of_flat_buffers_at_any_offset(backend: Backend, dtype: str, offset: int) -> None:
+    buffer = to_device(backend, normal(1, (40000,)), dtype)
+    x, s = backend.view(buffer[offset : offset + 9 * 64 * 25], (9, 64, 5, 5)), statistics(backend, 64)
+    y = dirty(backend, x.shape, dtype)
+    backend.batch_norm_measure(x, s.device)
+    backend.batch_norm_forward(x, s.device, y)
+    host = backend.to_host(x).astype(float)
+    mean, variance = host.mean(axis=(0, 2, 3)), host.var(axis=(0, 2, 3))
+    s.host.update(mean=mean, inverse=1 / np.sqrt(variance + 1e-5))
+    close(backend.to_host(y), s.before_relu(host), ROUNDING[dtype])
+
+
+# -- gradients of activations -----------------------------------------------------------------------------
 
 
 def close_sums(found: Any, summands: np.ndarray, start: Any) -> None:
@@ -246,11 +406,15 @@ def check_activation_backward(
             close_sums(backend.to_host(dbias), expected, start if accumulate else 0.0)
 
 
-def check_total(
-    backend: Backend, shape: tuple[int, ...], dtype: str, sources: int, at: int | None = None, to: str = ""
-) -> None:
-    """A sum of several arrays, to an array of its own or to one of them."""
-    pairs = [rounded_to_device(backend, normal(k, shape), dtype) for k in range(sources)]
-    destination = dirty(backend, shape, to or dtype) if at is None else pairs[at][0]
-    backend.add_n([array for array, _ in pairs], destination)
-    close(backend.to_host(destination), sum(values for _, values in pairs), ROUNDING[to or dtype])
+@pytest.mark.parametrize("shape", [*SHAPES, *LARGE, (100, 1000), (100, 250), (100, 30), (1, 784), (1000, 8)])
+def test_relu_backward(backend: Backend, dtype: str, shape: tuple[int, ...]) -> None:
+    check_relu_backward(backend, shape, dtype, bias=True)
+    check_relu_backward(backend, shape, dtype, bias=True, in_place=True)
+    check_relu_backward(backend, shape, dtype, bias=False)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *LARGE, (100, 1000), (100, 250), (100, 30), (1, 784), (1000, 8)])
+def test_activation_backward(backend: Backend, dtype: str, shape: tuple[int, ...]) -> None:
+    check_activation_backward(backend, shape, dtype, bias=True)
+    check_activation_backward(backend, shape, dtype, bias=True, in_place=True)
+    check_activation_backward(backend, shape, dtype, bias=False)
