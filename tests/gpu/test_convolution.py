@@ -10,7 +10,7 @@ import convolution_reference as reference
 import numpy as np
 import pytest
 from backend_arrays import numbers, window
-from convolution_checks import CASES, TOLERANCE, Arrays, check_candidate, check_same_bits, spoil
+from convolution_checks import CASES, TOLERANCE, Arrays, check_candidate, check_same_bits, families_of, spoil
 from primitive_checks.batch_norm import spread, statistics
 
 from caffepy.backend import Geometry
@@ -21,9 +21,7 @@ from caffepy.backend.types import DTYPES
 @pytest.mark.parametrize("case", CASES)
 def test_every_candidate(make: Callable[..., Any], case: str, dtype: str) -> None:
     from caffepy.backend.cuda.convolution.algorithm import UNFUSED
-    from caffepy.backend.cuda.convolution.plan import CudaConvolutionPlan
     from caffepy.backend.cuda.convolution.problem import Direction, Task
-    from caffepy.backend.cuda.convolution.registry import algorithm_families
 
     backend = make(autotune=False)
     with backend.activate():
@@ -36,9 +34,8 @@ def test_every_candidate(make: Callable[..., Any], case: str, dtype: str) -> Non
         if len(arrays.problem.x) == 4:
             tasks.append(replace(forward, sums=True))
         for task in tasks:
-            plan = CudaConvolutionPlan(arrays.problem, backend._resources)
             tried = 0
-            for family in algorithm_families(task, plan.run, plan.candidate, backend._resources):
+            for family in families_of(backend, task):
                 for candidate in list(family.candidates())[:4]:
                     if candidate.prepare():
                         tried += 1
@@ -196,7 +193,6 @@ def test_plan_cache_give_the_same_bits(make: Callable[..., Any], case: str, dtyp
     from caffepy.backend.cuda.convolution.autotune import _find, operands_for
     from caffepy.backend.cuda.convolution.cudnn import CudnnGraph, CudnnPlan
     from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
-    from caffepy.backend.cuda.convolution.registry import algorithm_families
 
     x, outputs, geometry = CASES[case]
     problem = Problem(x, (outputs, x[1] // geometry.group, *geometry.kernel), geometry, dtype)
@@ -204,9 +200,8 @@ def test_plan_cache_give_the_same_bits(make: Callable[..., Any], case: str, dtyp
     with backend.activate():
         for direction in Direction:
             task = Task(problem, direction)
-            families = algorithm_families(task, lambda *_: None, lambda *_: None, backend._resources)
             operands = operands_for(task, None)
-            for family in families:
+            for family in families_of(backend, task):
                 for built in family.candidates():
                     if not isinstance(built, CudnnPlan) or not built.prepare():
                         continue

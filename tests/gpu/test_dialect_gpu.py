@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import training
 from training import CPU, build_solver, weights_of
 
 from caffepy.backend import Backend
@@ -31,12 +30,10 @@ SOLVER = 'type: "SGD" base_lr: 0.05 momentum: 0.9 lr_policy: "fixed" max_iter: 7
 
 
 def _train(device: Any, net: str = NET, **options: bool) -> dict[str, np.ndarray]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "CPU", device)
-        with build_solver(SOLVER, net, engine=ExecutionOptions(**options)) as solver:
-            assert solver.net.context.nvidia
-            solver.step(7)
-            return weights_of(solver.net)
+    with build_solver(SOLVER, net, device, engine=ExecutionOptions(**options)) as solver:
+        assert solver.net.context.nvidia
+        solver.step(7)
+        return weights_of(solver.net)
 
 
 def _check(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], tolerance: float) -> None:

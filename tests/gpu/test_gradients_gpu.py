@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import training
 from numpy.typing import NDArray
-from training import build_solver, relative_error, weights_of
+from training import CPU, build_solver, relative_error, weights_of
 
 from caffepy.backend import Backend
 
@@ -36,18 +35,17 @@ def bvlc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CAFFEPY_DIALECT", "bvlc")
 
 
-def train(net: str) -> tuple[dict[str, NDArray[np.float32]], float]:
-    with build_solver('base_lr: 0.0005 lr_policy: "fixed" momentum: 0.9', net) as solver:
+def train(net: str, backend: Backend = CPU) -> tuple[dict[str, NDArray[np.float32]], float]:
+    with build_solver('base_lr: 0.0005 lr_policy: "fixed" momentum: 0.9', net, backend) as solver:
         solver.step(8)
         return weights_of(solver.net), solver.net.loss()
 
 
 @pytest.mark.parametrize("scale", ["", "global_grad_scale: 64 "])
 @pytest.mark.parametrize("case", list(NETS))
-def test_as_on_the_cpu(backend: Backend, case: str, scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_on_the_cpu(backend: Backend, case: str, scale: str) -> None:
     wanted, wanted_loss = train(DATA + NETS[case])
-    monkeypatch.setattr(training, "CPU", backend)
-    found, loss = train(scale + DATA + NETS[case])
+    found, loss = train(scale + DATA + NETS[case], backend)
     assert loss == pytest.approx(wanted_loss, rel=5e-3)
     for name, values in wanted.items():
         assert relative_error(found[name], values) < 5e-3 or np.abs(values).max() < 1e-6, name

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from backend_arrays import dirty, normal, to_device
+from convolution_checks import families_of
 from primitive_checks.convolution import NAN
 
 from caffepy.backend import Backend
@@ -22,9 +23,7 @@ from caffepy.proto import caffe_pb2
 def test_every_candidate_of_a_convolution_with_relu(backend: Any, case: str, dtype: str) -> None:
     """cuDNN's fused ReLU too: the frontend asks it to pass NaN on (CUDNN_PROPAGATE_NAN)."""
     from caffepy.backend.cuda.convolution.algorithm import Operands
-    from caffepy.backend.cuda.convolution.plan import CudaConvolutionPlan
     from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
-    from caffepy.backend.cuda.convolution.registry import algorithm_families
 
     x_shape, outputs, geometry = NAN[case]
     weights_shape = (outputs, x_shape[1] // geometry.group, *geometry.kernel)
@@ -37,8 +36,7 @@ def test_every_candidate_of_a_convolution_with_relu(backend: Any, case: str, dty
     tried = 0
     for with_bias in (False, True):
         task = Task(problem, Direction.FORWARD, with_bias, True, False)
-        plan = CudaConvolutionPlan(problem, backend._resources)
-        for family in algorithm_families(task, plan.run, plan.candidate, backend._resources):
+        for family in families_of(backend, task):
             for candidate in list(family.candidates())[:4]:
                 if not candidate.prepare():
                     continue

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from convolution_checks import Arrays, check_candidate, check_same_bits, spoil
+from convolution_checks import Arrays, check_candidate, check_same_bits, families_of, spoil
 
 from caffepy.backend.types import DTYPES
 
@@ -41,11 +41,8 @@ HALVES_ALONE, SINGLES_ALONE = ("wgrad small-k",), ("large windows",)
 
 def own_candidates(backend: Any, task: Any) -> list[tuple[str, Any]]:
     """Family and candidate, prepared, without those of cuDNN."""
-    from caffepy.backend.cuda.convolution.plan import CudaConvolutionPlan
-    from caffepy.backend.cuda.convolution.registry import algorithm_families
-
-    plan, found = CudaConvolutionPlan(task.problem, backend._resources), []
-    for family in algorithm_families(task, plan.run, plan.candidate, backend._resources):
+    found: list[tuple[str, Any]] = []
+    for family in families_of(backend, task):
         if family.name in OWN:
             found += [(family.name, candidate) for candidate in family.candidates() if candidate.prepare()]
     return found

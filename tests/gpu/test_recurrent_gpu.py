@@ -6,8 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
-import training
 from training import CPU, build_solver, weights_of
 
 from caffepy.backend import Backend
@@ -28,13 +26,11 @@ SOLVER = 'type: "SGD" base_lr: 0.05 momentum: 0.9 lr_policy: "fixed" max_iter: 8
 
 
 def _train(device: Any, net: str = NET, capture: bool = True) -> dict[str, np.ndarray]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "CPU", device)
-        with build_solver(SOLVER, net, engine=ExecutionOptions(eager=not capture)) as solver:
-            solver.step(8)
-            assert solver.graph_runner.captured == (capture and device.captures)
-            states = {f"state_{i}": device.to_host(array) for i, array in enumerate(solver.net.state())}
-            return weights_of(solver.net) | states
+    with build_solver(SOLVER, net, device, engine=ExecutionOptions(eager=not capture)) as solver:
+        solver.step(8)
+        assert solver.graph_runner.captured == (capture and device.captures)
+        states = {f"state_{i}": device.to_host(array) for i, array in enumerate(solver.net.state())}
+        return weights_of(solver.net) | states
 
 
 def _check(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], tolerance: float) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import training
 from google.protobuf import text_format
 from training import CPU, build_solver, compare_weights, relative_error, weights_of
 
@@ -138,12 +137,10 @@ class Euclidean(Twice):
 
 
 def train(device: Backend, solver_text: str, net: str, eager: bool = False) -> dict[str, np.ndarray]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "CPU", device)
-        with build_solver(solver_text, net, engine=ExecutionOptions(eager=eager)) as solver:
-            for _ in range(ITERATIONS):
-                solver.step(1)
-            return weights_of(solver.net)
+    with build_solver(solver_text, net, device, engine=ExecutionOptions(eager=eager)) as solver:
+        for _ in range(ITERATIONS):
+            solver.step(1)
+        return weights_of(solver.net)
 
 
 def check_alike(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
@@ -171,14 +168,11 @@ def test_snapshot_diff_leaves_the_update_in_the_diffs(backend: Backend, rule: st
     text = f'type: "{rule}" base_lr: 0.01 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.01 snapshot_diff: true'
     found = []
     for device in (CPU, backend):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(training, "CPU", device)
-            with build_solver(text, NET % LOSS, engine=ExecutionOptions(eager=eager)) as solver:
-                for _ in range(ITERATIONS):
-                    solver.step(1)
-                found.append(
-                    {str(i): np.array(p.blob.host_diff()) for i, p in enumerate(solver.net.parameters.parameters)}
-                )
+        with build_solver(text, NET % LOSS, device, engine=ExecutionOptions(eager=eager)) as solver:
+            for _ in range(ITERATIONS):
+                solver.step(1)
+            parameters = solver.net.parameters.parameters
+            found.append({str(i): np.array(p.blob.host_diff()) for i, p in enumerate(parameters)})
     assert all(values.any() for values in found[0].values())
     check_alike(found[1], found[0])
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import training
 from training import open_solver, relative_error, weights_of
 
 from caffepy.backend import Backend
@@ -15,12 +14,6 @@ from caffepy.data.sources.mnist import SUBSET, build_lmdbs, folder_reader
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(path.name.removesuffix("_solver.prototxt") for path in (GOLDEN / "solvers").glob("*_solver.prototxt"))
-
-
-@pytest.fixture(autouse=True)
-def train_here(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the helpers of the CPU's tests train on the GPU."""
-    monkeypatch.setattr(training, "CPU", backend)
 
 
 @pytest.fixture
@@ -34,10 +27,10 @@ def lenet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_iteration_is_caffes(case: str) -> None:
+def test_every_iteration_is_caffes(backend: Backend, case: str) -> None:
     folder = GOLDEN / "solvers"
     golden = np.load(folder / f"{case}.npz")
-    with open_solver(folder / f"{case}_solver.prototxt") as solver:
+    with open_solver(folder / f"{case}_solver.prototxt", backend) as solver:
         solver.load_weights([folder / "init.caffemodel"])
         while solver.iteration < 12:
             solver.step(1)
@@ -46,11 +39,11 @@ def test_every_iteration_is_caffes(case: str) -> None:
                 assert relative_error(values, wanted) < 2e-5, f"{name} after iteration {solver.iteration}"
 
 
-def test_lenets_losses_are_caffes(lenet: Path) -> None:
+def test_lenets_losses_are_caffes(backend: Backend, lenet: Path) -> None:
     """Differences of rounding grow a hundredfold in some sixty iterations, so the later losses can only be near."""
     golden = np.load(GOLDEN / "lenet" / "trajectory.npz")["losses"]
     losses = []
-    with open_solver(lenet, test_initialization=False) as solver:
+    with open_solver(lenet, backend, test_initialization=False) as solver:
         solver.load_weights([lenet.with_name("init.caffemodel")])
         for _ in range(130):
             solver.step(1)
@@ -61,21 +54,21 @@ def test_lenets_losses_are_caffes(lenet: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["FLOAT", "FLOAT16", "BFLOAT16"])
-def test_lenet_reaches_the_same_accuracy_in_every_storage(lenet: Path, kind: str) -> None:
+def test_lenet_reaches_the_same_accuracy_in_every_storage(backend: Backend, lenet: Path, kind: str) -> None:
     net = lenet.with_name("train_test.prototxt")
     net.write_text(f"default_forward_type: {kind} default_backward_type: {kind}\n" + net.read_text())
-    with open_solver(lenet, test_initialization=False) as solver:
+    with open_solver(lenet, backend, test_initialization=False) as solver:
         solver.load_weights([lenet.with_name("init.caffemodel")])
         solver.step(200)
         assert solver.graph_runner.captured
         assert solver.test_all()[0]["accuracy"] == pytest.approx(0.958, abs=0.015)
 
 
-def _train(path: Path, stops: list[int]) -> dict[str, np.ndarray]:
+def _train(backend: Backend, path: Path, stops: list[int]) -> dict[str, np.ndarray]:
     """The weights after training up to each stop in turn, with a snapshot and a new solver between."""
     state = None
     for stop in stops:
-        with open_solver(path, test_initialization=False) as solver:
+        with open_solver(path, backend, test_initialization=False) as solver:
             if state is None:
                 solver.load_weights([path.with_name("init.caffemodel")])
             else:
@@ -86,7 +79,7 @@ def _train(path: Path, stops: list[int]) -> dict[str, np.ndarray]:
     return weights
 
 
-def test_a_resumed_run_gives_the_same_bits(lenet: Path) -> None:
-    whole, resumed = _train(lenet, [40]), _train(lenet, [20, 40])
+def test_a_resumed_run_gives_the_same_bits(backend: Backend, lenet: Path) -> None:
+    whole, resumed = _train(backend, lenet, [40]), _train(backend, lenet, [20, 40])
     for name, values in whole.items():
         assert np.array_equal(values, resumed[name]), name

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend import create_backend
+from caffepy.backend import Backend, create_backend
 from caffepy.config.load import read_solver
 from caffepy.config.paths import PathResolver
 from caffepy.config.text import parse_text
@@ -60,10 +60,10 @@ def solver_param(text: str, net: str = "") -> caffe_pb2.SolverParameter:
 
 
 @contextmanager
-def build_solver(text: str, net: str = "", **keywords: Any) -> Iterator[Solver]:
+def build_solver(text: str, net: str = "", backend: Backend = CPU, **keywords: Any) -> Iterator[Solver]:
     """A solver of a prototxt's text; closed afterwards."""
-    with CPU.activate():
-        solver = create_solver(solver_param(text, net), CPU, **keywords)
+    with backend.activate():
+        solver = create_solver(solver_param(text, net), backend, **keywords)
         try:
             yield solver
         finally:
@@ -71,13 +71,13 @@ def build_solver(text: str, net: str = "", **keywords: Any) -> Iterator[Solver]:
 
 
 @contextmanager
-def open_solver(path: Path, **fields: Any) -> Iterator[Solver]:
+def open_solver(path: Path, backend: Backend = CPU, **fields: Any) -> Iterator[Solver]:
     """A solver of a prototxt file, with some fields set otherwise; closed afterwards."""
     param = read_solver(path)
     for name, value in fields.items():
         setattr(param, name, value)
-    with CPU.activate():
-        solver = create_solver(param, CPU, resolve=PathResolver(path))
+    with backend.activate():
+        solver = create_solver(param, backend, resolve=PathResolver(path))
         try:
             yield solver
         finally:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import convolution_reference as reference
 import numpy as np
@@ -24,15 +22,11 @@ NAMES = ("large_depthwise", "few_channels")
 
 
 @pytest.fixture(scope="module")
-def modules(cupy_or_mock: None) -> Iterator[Any]:
+def modules(cupy_or_mock: None) -> Any:
     """The modules; CuPy need not be installed."""
     prefix = "caffepy.backend.cuda.convolution"
     found = {name: importlib.import_module(f"{prefix}.{name}") for name in NAMES}
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("large_depthwise", "few_channels"):
-            patch.setattr(found[name], "cupy", SimpleNamespace(dtype=np.dtype))
-            patch.setattr(found[name], "raw", lambda array: array)
-        yield SimpleNamespace(**found)
+    return SimpleNamespace(**found)
 
 
 def depthwise(
@@ -160,45 +154,6 @@ def test_threads_read_different_banks_where_the_stride_is_even(modules: Any) -> 
         assert correlation.pixels(tiling) == last + last // (tiling.run * 8) + 1
 
 
-def launches_of(modules: Any, given_task: Task, accumulate: bool, monkeypatch: Any) -> tuple[Any, Any, Any]:
-    """The candidate, its kernel and what was added up, of one run."""
-    kernel, sums = MagicMock(), MagicMock()
-    monkeypatch.setattr(modules.large_depthwise, "library_kernel", MagicMock(return_value=kernel))
-    monkeypatch.setattr(modules.large_depthwise, "sum_parts", sums)
-    candidate = modules.large_depthwise.large_depthwise_candidates(given_task, MagicMock())[0]
-    assert candidate.prepare()
-    arrays = (np.zeros(shape, np.float32) for shape in given_task.problem.arrays(given_task.direction))
-    operands = importlib.import_module("caffepy.backend.cuda.convolution.algorithm").Operands
-    candidate.run(operands(*arrays, accumulate=accumulate))
-    return candidate, kernel, sums
-
-
-@pytest.mark.parametrize("direction", Direction)
-def test_a_block_for_each_tile_image_and_pack(
-    modules: Any, direction: Direction, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given_task = depthwise((3, 10, 30, 40), (9, 9), 1, 4, direction=direction)
-    candidate, kernel, sums = launches_of(modules, given_task, False, monkeypatch)
-    (grid, block, _), keywords = kernel.call_args
-    tiling, correlation = candidate._tiling, candidate._correlation
-    weights = direction is Direction.WEIGHTS
-    planes = correlation.parts(tiling) if weights else 3
-    assert grid == (planes * math.prod(correlation.tiles(tiling)) * correlation.packs(tiling), tiling.shares)
-    assert block == (tiling.threads,)
-    assert keywords == {"shared_mem": correlation.shared_bytes(tiling)}
-    assert kernel.max_dynamic_shared_size_bytes == keywords["shared_mem"]
-    assert sums.called is (weights and planes > 1)
-
-
-@pytest.mark.parametrize(("accumulate", "added"), [(False, False), (True, True)])
-def test_one_part_is_written_where_it_belongs(
-    modules: Any, accumulate: bool, added: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given_task = depthwise((1, 2, 9, 9), (9, 9), direction=Direction.WEIGHTS)
-    _, _, sums = launches_of(modules, given_task, accumulate, monkeypatch)
-    assert sums.called is added
-
-
 @pytest.mark.parametrize(
     ("x", "outputs", "kernel", "suited"),
     [
@@ -231,6 +186,3 @@ def test_warps_cover_all_results(modules: Any, width: int, stride: int, height: 
     runs = module.runs_of(problem)
     assert runs * module.RUN * stride >= width > (runs - 1) * module.RUN * stride
     assert module.warps_of(problem) == 2 * math.prod(sizes[:-1]) * stride * runs
-    window = module._window(problem)
-    assert [window[f"KERNEL_{axis}"] for axis in "DHW"] == [1, 5, 5]
-    assert (window["STRIDE_D"], window["STRIDE_H"], window["PAD_H"], window["DILATION_D"]) == (1, 2, 0, 1)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import convolution_reference as reference
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.types import Geometry
@@ -59,24 +55,6 @@ def test_small_k_wgrads_are_of_few_pixels_and_many_weights(modules: Any, given_t
     assert modules.small_k_wgrad.suits_small_k_wgrad(given_task) is suited
 
 
-@pytest.mark.parametrize("given_task", [task((1, 512, 7, 7), 520, (3, 3), pad=1), task((64, 512, 7, 7), 264, (7, 7))])
-def test_blocks_of_small_k_wgrads_cover_all_weights(modules: Any, given_task: Task) -> None:
-    candidates = modules.small_k_wgrad.small_k_wgrad_candidates(given_task)
-    assert len({candidate.name for candidate in candidates}) == len(candidates) == len(modules.small_k_wgrad.TILES)
-    outputs, columns = given_task.problem.weights[0], math.prod(given_task.problem.weights[1:])
-    for candidate, (rows, wide) in zip(candidates, modules.small_k_wgrad.TILES, strict=True):
-        assert (columns, outputs) <= (candidate._grid[0] * wide, candidate._grid[1] * rows)
-        assert candidate._grid[1] * rows >= outputs
-
-
-def test_a_whole_image_is_one_pixel_of_all_its_numbers(modules: Any) -> None:
-    problem = task((64, 512, 7, 7), 256, (7, 7)).problem
-    assert modules.small_k_wgrad.pixels_of(problem) == 64
-    channels, _, *more = modules.small_k_wgrad._arguments(problem)
-    assert channels == 512 * 49
-    assert more[-12:] == [1, 1, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1]
-
-
 @pytest.mark.parametrize(
     ("given_task", "suited"),
     [
@@ -93,23 +71,6 @@ def test_a_whole_image_is_one_pixel_of_all_its_numbers(modules: Any) -> None:
 )
 def test_large_windows_are_for_few_channels(modules: Any, given_task: Task, suited: bool) -> None:
     assert modules.large_windows.suits_large_windows(given_task) is suited
-
-
-@given(width=st.integers(1, 80))
-def test_rows_of_dy_hold_what_threads_load_and_lie_in_different_banks(modules: Any, width: int) -> None:
-    module = modules.large_windows
-    pitch = module.pitch_of(task((1, 1, 99, 99), 1, (9, width), direction=Direction.DATA).problem)
-    loaded = -(-(width + module.RUN - 1) // 4) * 4
-    assert module.TILE_W - module.RUN + loaded <= pitch < module.TILE_W + loaded + 8
-    assert pitch % 8 == 4
-
-
-def test_outputs_are_parts_where_images_are_few(modules: Any) -> None:
-    few, many = (
-        modules.large_windows.LargeWindows(task((n, 1, 64, 64), 8, (31, 31), "float32", Direction.DATA), MagicMock())
-        for n in (4, 64)
-    )
-    assert (few._parts, many._parts) == (8, 1)
 
 
 @pytest.mark.parametrize(

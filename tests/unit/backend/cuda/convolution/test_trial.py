@@ -1,4 +1,4 @@
-"""Which candidates are timed, and which of them is chosen."""
+"""Which candidates are timed, and which of them is chosen, on a device whose time stands still between runs."""
 
 from __future__ import annotations
 
@@ -10,105 +10,107 @@ from unittest.mock import MagicMock
 
 import pytest
 
-FAILS = None
+FAILS: list[float] = []
+"""The times of a candidate that cannot be prepared."""
+
+
+class Device:
+    """Runs take as long as the candidates say; what was launched is done when the device is waited for."""
+
+    def __init__(self) -> None:
+        self.now = self.launched = 0.0
+
+    def wait(self) -> float:
+        """Microseconds that the device still took."""
+        taken, self.launched = self.launched, 0.0
+        self.now += taken
+        return taken
+
+    def watch(self, run: Any) -> Any:
+        """A stopwatch of one run, whatever number of runs is asked for."""
+
+        def elapsed(runs: int, about: float = 0.0) -> float:
+            run()
+            return self.wait()
+
+        return SimpleNamespace(elapsed=elapsed)
+
+
+class Candidate:
+    """One whose first run, and then its measurements, take these microseconds; the last time is repeated."""
+
+    def __init__(self, device: Device, times: Sequence[float]) -> None:
+        self.name, self.runs, self.seen = f"takes {times}", 0, False
+        self._device, self._times = device, times
+
+    def prepare(self) -> bool:
+        self.seen = True
+        return bool(self._times)
+
+    def run(self, operands: Any) -> None:
+        self._device.launched += self._times[min(self.runs, len(self._times) - 1)]
+        self.runs += 1
+
+
+class Trials:
+    """A trial on a fake device."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.device, self._module = Device(), module
+        self.trial = module.Trial(MagicMock(), MagicMock())
+
+    def add(self, *times: Sequence[float], **family: Any) -> list[Candidate]:
+        candidates = [Candidate(self.device, own) for own in times]
+        self.trial.add(self._module.AlgorithmFamily("a", lambda: candidates, **family))
+        return candidates
 
 
 @pytest.fixture
-def module(cupy_or_mock: None) -> ModuleType:
-    """caffepy.backend.cuda.convolution.autotune; CuPy need not be installed."""
-    return importlib.import_module("caffepy.backend.cuda.convolution.autotune")
+def trials(cupy_or_mock: None, monkeypatch: pytest.MonkeyPatch) -> Trials:
+    module = importlib.import_module("caffepy.backend.cuda.convolution.autotune")
+    made = Trials(module)
+    stream = SimpleNamespace(synchronize=made.device.wait)
+    monkeypatch.setattr(module, "cupy", SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream)))
+    monkeypatch.setattr(module, "Stopwatch", made.device.watch)
+    monkeypatch.setattr(module, "monotonic", lambda: made.device.now / 1e6)
+    return made
 
 
-@pytest.fixture
-def autotune(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The same, where candidates take what they say."""
-
-    def attempt(candidate: Any, operands: Any, best: float) -> Any:
-        return None if candidate.time is FAILS else module.Contender(candidate, candidate.time, MagicMock())
-
-    monkeypatch.setattr(module, "_attempt", attempt)
-    return module
+def test_a_last_resort_is_left_where_there_is_something(trials: Trials) -> None:
+    (failing,) = trials.add(FAILS, last_resort=True)
+    slow, absent, fast = trials.add([9.0], FAILS, [8.0])
+    (unwanted,) = trials.add([0.5], last_resort=True)
+    assert failing.seen and slow.seen and absent.seen and not unwanted.seen
+    assert trials.trial.best() == (fast, 8.0)
 
 
-def add(autotune: ModuleType, trial: Any, times: Sequence[float | None], **family: Any) -> int:
-    """How many candidates are looked at where they take so long."""
-    seen = []
-
-    def candidates() -> Any:
-        for time in times:
-            seen.append(time)
-            yield SimpleNamespace(name="a", time=time)
-
-    trial.add(autotune.AlgorithmFamily("a", candidates, **family))
-    return len(seen)
+def test_the_first_few_that_are_close_are_timed_in_turn_once_more(trials: Trials) -> None:
+    again = [[5.0, 5.1, 5.2], [6.0, 3.0, 6.0], [4.0, 4.0, 4.0], [6.0] * 3, [0.1], [0.1]]
+    first = (10, 10.1, 10.2, 10.3, 10.4, 10.9)
+    candidates = trials.add(*([time, time, time, *own] for time, own in zip(first, again, strict=True)))
+    assert trials.trial.best() == (candidates[1], 3.0)
 
 
-def new_trial(autotune: ModuleType) -> Any:
-    return autotune.Trial(MagicMock(), MagicMock())
-
-
-def contender(autotune: ModuleType, time: float, again: Sequence[float], trusted: bool = True) -> Any:
-    """One that was timed, and what is measured when it is timed again."""
-    watch = MagicMock()
-    watch.elapsed.side_effect = again
-    return autotune.Contender(SimpleNamespace(), time, watch, trusted)
-
-
-def test_a_last_resort_is_left_where_there_is_something(autotune: ModuleType) -> None:
-    trial = new_trial(autotune)
-    assert add(autotune, trial, [FAILS], last_resort=True) == 1
-    assert add(autotune, trial, [9.0, FAILS, 8.0]) == 3
-    assert add(autotune, trial, [0.5], last_resort=True) == 0
-    assert [found.microseconds for found in trial._contenders] == [9.0, 8.0]
-
-
-def test_the_first_few_that_are_close_are_timed_in_turn_once_more(autotune: ModuleType) -> None:
-    trial = new_trial(autotune)
-    again = [[5.0, 5.1, 5.2], [6.0, 3.0, 6.0], [4.0, 4.0, 4.0], [6.0] * 3]
-    trial._contenders = [
-        contender(autotune, time, own) for time, own in zip((10, 10.1, 10.2, 10.3), again, strict=True)
-    ]
-    trial._contenders += [contender(autotune, 10.4, []), contender(autotune, 10.9, [])]
-    assert trial.best() == (trial._contenders[1].candidate, 3.0)
-
-
-def test_the_second_is_timed_again_however_far_it_is_behind(autotune: ModuleType) -> None:
-    trial = new_trial(autotune)
-    trial._contenders = [
-        contender(autotune, 19.0, []),
-        contender(autotune, 18.0, [13.0] * 3),
-        contender(autotune, 14.0, [14.0] * 3),
-    ]
-    assert trial.best() == (trial._contenders[1].candidate, 13.0)
-
-
-def test_a_wrong_winner_gives_way_to_the_next(autotune: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = new_trial(autotune)
-    trial._contenders = [contender(autotune, time, [time] * 3, trusted=False) for time in (1.0, 2.0, 9.0)]
-    right = trial._contenders[2].candidate
-    monkeypatch.setattr(trial, "_is_right", lambda candidate: candidate is right)
-    assert trial.best() == (right, 9.0)
+def test_the_second_is_timed_again_however_far_it_is_behind(trials: Trials) -> None:
+    _, second, _ = trials.add([19.0] * 3 + [1.0], [18.0] * 3 + [13.0], [14.0])
+    assert trials.trial.best() == (second, 13.0)
 
 
 @pytest.mark.parametrize(
-    ("first_run", "times", "found"),
+    ("times", "kept"),
     [
-        (10.0, [10.0, 9.0], 9.0),  # the second is that of several runs
-        (10.0, [30.0], None),
-        (10.0, [15.0, 14.5], None),
-        (10.0, [19.0, 11.0, 10.5], 10.5),  # the first was disturbed
-        (20031.0, [], None),
-        (20029.0, [12.4, 12.0], 12.0),
+        ([10.0, 10.0, 9.0], True),
+        ([10.0, 30.0], False),
+        ([10.0, 15.0, 14.5], False),
+        ([10.0, 19.0, 11.0, 10.5], True),  # the first was disturbed
+        ([20031.0], False),
+        ([20029.0, 12.4, 12.0], True),
     ],
 )
-def test_candidates_that_are_behind_the_best_one_of_10_us(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, first_run: float, times: list[float], found: float | None
-) -> None:
+def test_candidates_that_are_behind_the_best_one_of_10_us(trials: Trials, times: list[float], kept: bool) -> None:
     """Times within 4 us, or a quarter, of the best are taken; up to twice as long, the run is repeated."""
-    watch = MagicMock()
-    watch.elapsed.side_effect = times
-    monkeypatch.setattr(module, "Stopwatch", lambda run: watch)
-    monkeypatch.setattr(module, "_first_run", lambda candidate, operands: first_run)
-    contender = module._attempt(MagicMock(), MagicMock(), 10.0)
-    assert (None if contender is None else contender.microseconds) == found
-    assert watch.elapsed.call_count == len(times)
+    trials.add([10.0])
+    (other,) = trials.add(times)
+    assert other.runs == len(times)
+    trials.trial.best()
+    assert (other.runs > len(times)) == kept, "the finalists are timed again"
