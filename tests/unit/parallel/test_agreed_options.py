@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fake_world import FakeWorld
-from training import solver_param
+from training import TINY, build_solver, solver_param
 
 from caffepy.errors import ConfigError
 from caffepy.parallel.agreement import agree_on_options
@@ -61,6 +61,13 @@ def test_gpus_and_cpu_solvers_do_not_go_together() -> None:
         agree_on_options(world, OPTIONS)
 
 
+def save(folder: Path) -> Path:
+    """A snapshot of a solver with the prefix of OPTIONS."""
+    with build_solver(f'base_lr: 0.1 lr_policy: "fixed" max_iter: 3 snapshot_prefix: "{folder}/run"', TINY) as solver:
+        solver.step(1)
+        return solver.snapshot()
+
+
 def test_the_newest_snapshot_is_looked_for_on_the_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -69,24 +76,20 @@ def test_the_newest_snapshot_is_looked_for_on_the_root(
     with caplog.at_level(logging.INFO):
         assert agree_on_options(FakeWorld(), options).snapshot is None
     assert "no whole snapshot with the prefix run: training starts from the beginning" in caplog.text
-    asked = []
-    monkeypatch.setattr("caffepy.parallel.agreement.newest_snapshot", asked.append)
-    agree_on_options(RootsWorld(random_seed=1, snapshot=None, weights=[]), options)
-    assert asked == []
-    monkeypatch.setattr("caffepy.parallel.agreement.newest_snapshot", lambda prefix: Path(f"{prefix}_newest"))
-    assert agree_on_options(FakeWorld(), options).snapshot == Path("run_newest")
+    newest = save(tmp_path)
+    assert agree_on_options(RootsWorld(random_seed=1, snapshot=None, weights=[]), options).snapshot is None
+    found = agree_on_options(FakeWorld(), options).snapshot
+    assert found is not None and found.resolve() == newest
 
 
-@pytest.mark.parametrize(("age", "wanted"), [(-5.0, "newest.solverstate"), (5.0, "given.solverstate")])
+@pytest.mark.parametrize(("age", "wanted"), [(-5.0, "run_iter_1.solverstate"), (5.0, "given.solverstate")])
 def test_a_job_that_is_started_again_resumes_from_a_snapshot_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age: float, wanted: str
 ) -> None:
     """One of an older training with the same prefix is not its own."""
-    newest = tmp_path / "newest.solverstate"
-    newest.write_text("")
-    monkeypatch.setattr("caffepy.parallel.agreement.newest_snapshot", lambda prefix: newest)
-    given = tmp_path / "given.solverstate"
-    options = replace(OPTIONS, snapshot=given, resume_since=newest.stat().st_mtime + age)
-    assert agree_on_options(FakeWorld(), options).snapshot == tmp_path / wanted
+    monkeypatch.chdir(tmp_path)
+    newest = save(tmp_path)
+    options = replace(OPTIONS, snapshot=Path("given.solverstate"), resume_since=newest.stat().st_mtime + age)
+    assert str(agree_on_options(FakeWorld(), options).snapshot) == wanted
     always = replace(options, snapshot=None, resume_newest=True)
-    assert agree_on_options(FakeWorld(), always).snapshot == newest
+    assert str(agree_on_options(FakeWorld(), always).snapshot) == newest.name

@@ -57,7 +57,7 @@ class Nccl(Streams):
     that were not captured together."""
 
     def all_reduce(self, array: Any, average: bool = True) -> None:
-        backend = self.group.backends[self.rank]  # type: ignore[attr-defined]
+        backend = self.group.syncs[self.rank].solver.backend  # type: ignore[attr-defined]
         ways = self.sum(np.eye(self.size)[self.rank] * (2 * backend.captures_made + backend.capturing))
         assert len(set(ways.tolist())) == 1, f"devices exchange in different ways: {ways}"
         super().all_reduce(array, average)
@@ -98,12 +98,11 @@ def train(
     options = TrainOptions(param, timeout=300, sync_bn=sync_bn, engine=engine or ExecutionOptions())
     group = LocalGroup(devices, 300)
     syncs: list[P2PSync] = []
-    backends: dict[int, Any] = {}
-    group.backends = backends  # type: ignore[attr-defined]
+    group.syncs = syncs  # type: ignore[attr-defined]
 
     def connect(index: int) -> Communicator:
-        backends[index] = syncs[index]._backend
-        return kind(group, index)
+        syncs[index].communicator = kind(group, index)  # type: ignore[attr-defined]
+        return syncs[index].communicator  # type: ignore[attr-defined, no-any-return]
 
     def request(index: int) -> Action:
         return requests[index](syncs[index]) if requests else Action.NONE
@@ -153,13 +152,12 @@ def weights(sync: P2PSync) -> dict[str, np.ndarray]:
 
 
 def log(sync: P2PSync) -> list[str]:
-    assert isinstance(sync._communicator, Streams)
-    return sync._communicator.log
+    return sync.communicator.log  # type: ignore[attr-defined, no-any-return]
 
 
 def launches(sync: P2PSync) -> int:
-    assert isinstance(sync._backend, Replaying)
-    return sync._backend.launches
+    assert sync.solver is not None and isinstance(sync.solver.backend, Replaying)
+    return sync.solver.backend.launches
 
 
 def test_the_exchange_is_part_of_the_graph_and_goes_on_in_buckets(

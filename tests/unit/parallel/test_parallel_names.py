@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import subprocess
 import sys
 
@@ -23,11 +21,10 @@ def test_the_seeds_names_are_offered_and_imported_on_first_use() -> None:
 
 @pytest.mark.parametrize("name", caffepy.parallel.__all__)
 def test_each_name_is_a_class_of_its_module(name: str) -> None:
-    """Read from the source: NcclCommunicator's module needs CuPy."""
-    spec = importlib.util.find_spec(caffepy.parallel._LAZY[name])
-    assert spec is not None and spec.loader is not None
-    tree = ast.parse(spec.loader.get_source(spec.name) or "")  # type: ignore[attr-defined]
-    assert name in {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    if name == "NcclCommunicator":
+        pytest.importorskip("cupy")
+    found = getattr(caffepy.parallel, name)
+    assert isinstance(found, type) and found.__name__ == name
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:

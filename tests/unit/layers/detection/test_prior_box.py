@@ -88,18 +88,16 @@ def test_variances_of_their_own() -> None:
 
 
 def test_boxes_are_computed_when_shapes_change_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from caffepy.layers.detection.prior_box import PriorBoxLayer
-
-    backend, calls = backend_named("cpu"), []
-    plain = PriorBoxLayer._boxes
-    monkeypatch.setattr(PriorBoxLayer, "_boxes", lambda self, *blobs: calls.append(1) or plain(self, *blobs))
-    net = build("min_size: 4", backend)
+    net, calls = build("min_size: 4", backend_named("cpu")), []
+    layer = net.nodes[-1].layer
+    plain = layer.reshape
+    monkeypatch.setattr(layer, "reshape", lambda *blobs: (calls.append(1), plain(*blobs)))
     for _ in range(3):
         net.forward()
-    assert len(calls) == 1
+    assert not calls
     net.blobs["f"].reshape((2, 4, 5, 5))
     net.forward()
-    assert len(calls) == 2
+    assert len(calls) == 1
     assert net.blobs["y"].shape == (1, 2, 100)
 
 

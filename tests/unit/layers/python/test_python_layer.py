@@ -147,7 +147,7 @@ def test_reshape_comes_before_every_pass_and_the_parameters_are_the_nets() -> No
     runner = Runner(text("Affine"), [gaussian((2, 3))])
     for _ in range(3):
         runner.forward()
-    instance = runner.layer._object.instance
+    instance = runner.layer.instance
     assert instance.calls == ["reshape"] * 4
     assert (instance.phase, instance.rank, instance.world_size) == (0, 0, 1)
     assert runner.layer.capture_blocker() == "it runs the user's Python code on the host"
@@ -269,7 +269,7 @@ def test_devices_share_one_object_and_take_turns() -> None:
     kind, shard = text("Alone", "share_in_parallel: true"), Shard(world_size=2, devices_per_rank=2, training=1)
     runners = [Runner(kind, [gaussian((2, 3))], tops=1, shard=shard) for _ in range(2)]
     alone = Runner(text("Alone"), [gaussian((2, 3))], tops=1)
-    objects = [runner.layer._object.instance for runner in (*runners, alone)]
+    objects = [runner.layer.instance for runner in (*runners, alone)]
     assert objects[0] is objects[1] and objects[2] is not objects[0]
     threads = [threading.Thread(target=runner.forward) for runner in runners]
     for thread in threads:
@@ -292,11 +292,11 @@ def test_nets_that_do_not_train_together_have_objects_of_their_own() -> None:
     """A process with several nets or solvers: each counts its own passes."""
     kind = text("Affine", "param_str: '3' share_in_parallel: true")
     nets = [build_net(SHARING % (kind, kind)) for _ in range(2)]
-    objects = [layer._object.instance for net in nets for layer in net.layers if layer.type == "Python"]
+    objects = [layer.instance for net in nets for layer in net.layers if layer.type == "Python"]
     assert len(set(map(id, objects))) == 4
     shards = [Shard(world_size=2, devices_per_rank=2, training=number) for number in (1, 2)]
     first, second = (Runner(kind, [gaussian((2, 3))], tops=1, shard=shard) for shard in shards)
-    assert first.layer._object is not second.layer._object
+    assert first.layer.instance is not second.layer.instance
     for net in nets:
         net.forward()
         net.backward()

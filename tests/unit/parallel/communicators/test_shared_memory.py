@@ -21,7 +21,8 @@ from caffepy.parallel.communicators.hierarchical import HierarchicalCommunicator
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.communicators.shared_memory import SharedSums
 
-pytestmark = pytest.mark.skipif(not shared_memory._FOLDER.is_dir(), reason="only Linux has files that are memory")
+FOLDER = Path("/dev/shm")
+pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="only Linux has files that are memory")
 
 
 def maker(size: int) -> Callable[[int], SharedSums]:
@@ -68,9 +69,9 @@ def test_every_rank_gets_the_same_sums_whoever_is_late(size: int, count: int, pa
 
 def test_nothing_stays_behind() -> None:
     make = maker(2)
-    before = set(os.listdir(shared_memory._FOLDER))
+    before = set(os.listdir(FOLDER))
     run_threads(2, lambda rank: make(rank).allocate(1000))
-    assert not [name for name in set(os.listdir(shared_memory._FOLDER)) - before if name.startswith("caffepy-")]
+    assert not [name for name in set(os.listdir(FOLDER)) - before if name.startswith("caffepy-")]
 
 
 def test_only_its_own_memory_is_held() -> None:
@@ -103,8 +104,8 @@ def test_where_there_is_no_such_memory_all_do_without(
     with caplog.at_level("INFO"):
         assert run_threads(2, lambda rank: make(rank).allocate(2**20)) == [None, None]
     (message,) = caplog.messages
-    cause = f"{shared_memory._FOLDER} has no 12 MiB for gradients that all ranks see"
-    assert message == f"{cause}: they are sent"
+    folder = tmp_path / "missing" if fault == "no folder" else FOLDER
+    assert message == f"{folder} has no 12 MiB for gradients that all ranks see: they are sent"
 
 
 @pytest.mark.parametrize("threads", [1, 2])
