@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,24 @@ def test_a_net_that_is_built_outside_of_activate_on_a_busy_gpu(gpu: Backend, kin
         net.close()
     assert np.ptp(results[0]) > 0
     np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize("active", [False, True])
+@pytest.mark.parametrize("name", ["fill", "from_host", "copy", "add"])
+def test_what_is_written_to_new_memory_comes_behind_its_zeros(gpu: Backend, name: str, active: bool) -> None:
+    """Also where a net is built outside of `activate`: BatchNorm's factors were zeros on a busy GPU."""
+    keep_busy(gpu, 0.2)
+    with gpu.activate() if active else nullcontext():
+        array, other = gpu.zeros((5,)), gpu.zeros((5,))
+        gpu.fill(other, 3)
+        work = {
+            "fill": lambda: gpu.fill(array, 3),
+            "from_host": lambda: gpu.from_host(np.full(5, 3, np.float32), array),
+            "copy": lambda: gpu.copy(other, array),
+            "add": lambda: gpu.add(other, array),
+        }
+        work[name]()
+    np.testing.assert_array_equal(gpu.to_host(array), np.full(5, 3))
 
 
 def test_memory_that_another_stream_still_writes_to_is_not_taken(gpu: Backend) -> None:

@@ -1,142 +1,18 @@
-"""Which stream the CUDA backend's work goes to, and what a capture is protected from; streams are simulated."""
+"""What a capture is protected from; CUDA is simulated."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from caffepy.errors import RunError
-
-
-class Stream:
-    """Work that is done when it is waited for, or current within a `with` block.
-
-    Args:
-        current: the thread's streams, the last of which is current.
-    """
-
-    ptr = 1
-
-    def __init__(self, current: list[Stream]) -> None:
-        self.current = current
-        self.queued: list[Callable[[], None]] = []
-
-    def __enter__(self) -> None:
-        self.current.append(self)
-
-    def __exit__(self, *_: object) -> None:
-        assert self.current.pop() is self
-
-    def synchronize(self) -> None:
-        while self.queued:
-            self.queued.pop(0)()
-
-
-class Pointer:
-    """An address whose copies are queued."""
-
-    def __init__(self, address: int) -> None:
-        self.ptr = address
-
-    def memset_async(self, value: int, size: int, stream: Stream) -> None:
-        stream.queued.append(lambda: ctypes.memset(self.ptr, value, size) and None)
-
-    def copy_from_host_async(self, host: int, size: int, stream: Stream) -> None:
-        content = ctypes.string_at(host, size)
-        stream.queued.append(lambda: ctypes.memmove(self.ptr, content, size) and None)
-
-    def copy_from_device_async(self, source: Pointer, size: int, stream: Stream) -> None:
-        stream.queued.append(lambda: ctypes.memmove(self.ptr, source.ptr, size) and None)
-
-
-class DeviceArray(np.ndarray):
-    """What CuPy's arrays have."""
-
-    @property
-    def data(self) -> Pointer:  # type: ignore[override]
-        return Pointer(self.ctypes.data)
-
-
-@pytest.fixture
-def current() -> list[Stream]:
-    """The streams of the thread; the first is the caller's own."""
-    streams: list[Stream] = []
-    streams.append(Stream(streams))
-    return streams
-
-
-@pytest.fixture
-def backend(cupy_or_mock: None, monkeypatch: pytest.MonkeyPatch, current: list[Stream]) -> Any:
-    """A backend whose stream is not the current one."""
-    made, memory, copy = (importlib.import_module(f"caffepy.backend.cuda.{n}") for n in ("backend", "memory", "copy"))
-    cupy = SimpleNamespace(
-        cuda=SimpleNamespace(get_current_stream=lambda: current[-1]), get_default_memory_pool=lambda: pool
-    )
-    taken: list[Stream] = []
-    pool = SimpleNamespace(free_all_blocks=lambda stream: None)
-
-    def allocate(shape: tuple[int, ...], dtype: str = "float32") -> Any:
-        taken.append(current[-1])
-        return np.full(shape, 77, dtype).view(DeviceArray)
-
-    def kernel(grid: Any, block: Any, arguments: tuple[Any, ...]) -> None:
-        array, bits, _ = arguments
-        current[-1].queued.append(lambda: np.ndarray.fill(array, np.array(bits).view(array.dtype)[()]))
-
-    def move(source: Any, destination: Any, add: bool) -> None:
-        current[-1].queued.append(lambda: np.copyto(destination, destination * add + source))
-
-    for module in (made, memory, copy):
-        monkeypatch.setattr(module, "cupy", cupy)
-    monkeypatch.setattr(memory, "allocate", allocate)
-    monkeypatch.setattr(memory, "library_kernel", lambda *_: kernel)
-    monkeypatch.setattr(copy, "_move", move)
-    backend = made.CudaBackend.__new__(made.CudaBackend)
-    backend.stream, backend._device, backend._scratch = Stream(current), nullcontext(), None
-    backend.taken = taken
-    return backend
-
-
-def run_others_first(current: list[Stream], backend: Any) -> None:
-    """Finish the work of all streams, the backend's last: its device is busy."""
-    current[0].synchronize()
-    backend.stream.synchronize()
-
-
-@pytest.mark.parametrize("active", [False, True])
-@pytest.mark.parametrize("name", ["fill", "from_host", "copy", "add"])
-def test_what_is_written_to_new_memory_comes_behind_its_zeros(
-    backend: Any, current: list[Stream], name: str, active: bool
-) -> None:
-    """Also where a net is built outside of `activate`: BatchNorm's factors were zeros on a busy GPU."""
-    with backend.activate() if active else nullcontext():
-        array, other = backend.zeros((5,)), backend.zeros((5,))
-        backend.fill(other, 3)
-        work = {
-            "fill": lambda: backend.fill(array, 3),
-            "from_host": lambda: backend.from_host(np.full(5, 3, np.float32), array),
-            "copy": lambda: backend.copy(other, array),
-            "add": lambda: backend.add(other, array),
-        }
-        work[name]()
-    run_others_first(current, backend)
-    np.testing.assert_array_equal(np.array(array), np.full(5, 3))
-
-
-def test_memory_is_taken_for_the_backends_stream(backend: Any, current: list[Stream]) -> None:
-    """CuPy keeps what is freed by stream; another stream's may still be written to."""
-    backend.zeros((5,))
-    backend.arena(100)
-    assert backend.taken == [backend.stream] * 2
 
 
 @pytest.fixture

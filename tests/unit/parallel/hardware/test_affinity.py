@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caffepy.parallel.hardware import affinity
-from caffepy.parallel.hardware.affinity import bind_near_gpu, cores_near, format_cores, parse_cores, share, take_cores
+from caffepy.parallel.hardware.affinity import (
+    Cores,
+    bind_near_gpu,
+    cores_near,
+    format_cores,
+    parse_cores,
+    share,
+    take_cores,
+)
 
 
 @given(st.sets(st.integers(0, 200)))
@@ -43,13 +50,14 @@ def test_a_narrowed_process_gets_its_cores_back() -> None:
 
 
 def test_a_quota_limits_the_threads_and_forbids_sharing_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(affinity, "_affinity", lambda: tuple(range(8)))
-    monkeypatch.setattr(affinity, "_set_affinity", lambda cores: None)
-    monkeypatch.setattr(affinity, "_within_quota", lambda cores: min(cores, 4))
-    assert take_cores(1, 2, divide=True) == affinity.Cores(tuple(range(8)), 2)
-    monkeypatch.setattr(affinity, "_within_quota", lambda cores: cores)
-    assert take_cores(1, 2, divide=True) == affinity.Cores((4, 5, 6, 7), 4)
-    assert take_cores(1, 2, divide=False) == affinity.Cores(tuple(range(8)), 8)
+    files, read = {"cpu.max": "400000 100000\n"}, Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path: files[path.name] if path.name in files else read(path))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cores: None, raising=False)
+    assert take_cores(1, 2, divide=True) == Cores(tuple(range(8)), 2)
+    files["cpu.max"] = "max 100000\n"
+    assert take_cores(1, 2, divide=True) == Cores((4, 5, 6, 7), 4)
+    assert take_cores(1, 2, divide=False) == Cores(tuple(range(8)), 8)
 
 
 def linux(folder: Path, near: str) -> Path:
