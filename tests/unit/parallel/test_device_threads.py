@@ -170,22 +170,6 @@ def test_wait_makes_the_mpi_calls_of_the_threads() -> None:
     assert threads[0].reached
 
 
-def test_a_change_wakes_wait_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("caffepy.parallel.device_threads._POLL", 30.0)
-    threads = still_threads(1)
-
-    def reach() -> None:
-        threads[0].reached = True
-        threads.abort()
-
-    timer = threading.Timer(0.1, reach)
-    timer.start()
-    begin = time.monotonic()
-    threads.wait(lambda thread: bool(thread.reached), FakeWorld(), lambda: None)
-    assert time.monotonic() - begin < 300.0
-    assert threads[0].aborted
-
-
 def test_join_takes_its_time_for_all_threads_together() -> None:
     threads = still_threads(3)
     threads.join(0.08)

@@ -137,10 +137,7 @@ def test_another_rank_leaves_the_printing_to_the_root(caplog: pytest.LogCaptureF
     assert [failure.reported for failure in watchdog.told] == [False]
 
 
-def test_a_rank_prints_its_error_where_the_root_does_not_answer(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_TELL_SECONDS", 0.05)
+def test_a_rank_prints_its_error_where_the_root_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
     failures, world, _ = make(2, rank=1)
     watchdog = Watchdog()
     failures.watch(watchdog)
@@ -189,8 +186,7 @@ def test_a_second_interrupt_ends_the_world_at_once(caplog: pytest.LogCaptureFixt
     assert [(failure.status, failure.reported) for failure in watchdog.told] == [(130, True)]
 
 
-def test_a_watchdog_that_hangs_does_not_hold_up_a_second_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_TELL_SECONDS", 0.05)
+def test_a_watchdog_that_hangs_does_not_hold_up_a_second_interrupt() -> None:
     failures, world, _ = make(2)
     failures.watch(Watchdog(lambda: time.sleep(600.0)))
     begin = time.monotonic()

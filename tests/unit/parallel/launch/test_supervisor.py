@@ -99,11 +99,9 @@ def test_how_a_process_ended(text: str, ending: Ending, capfd: pytest.CaptureFix
 def test_signals_reach_the_ranks_and_not_the_launcher(tmp_path: Path) -> None:
     """The launcher ends when its ranks have: by itself, because it has heard of no signal."""
     marker = signal.SIGTERM
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervisor, "_RETRY_SECONDS", 0.05)
-        ranks = flagging(tmp_path / "got", ready_after=2)
-        text = f"trap 'exit 9' INT TERM HUP; {until(tmp_path / 'got')}; exit 0"
-        ending = run(ranks, shell(text), signals=((0.1, marker),))
+    ranks = flagging(tmp_path / "got", ready_after=2)
+    text = f"trap 'exit 9' INT TERM HUP; {until(tmp_path / 'got')}; exit 0"
+    ending = run(ranks, shell(text), signals=((0.1, marker),))
     assert ending == Ending(0, stopped=True)
     assert ranks.got == [marker] and ranks.asked == 3  # two attempts came before there were ranks
 
@@ -121,9 +119,7 @@ def test_where_ctrl_c_asks_for_a_snapshot_it_may_come_often(tmp_path: Path) -> N
     assert ranks.got == [signal.SIGINT] * 2
 
 
-def test_a_second_ctrl_c_ends_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_AGAIN_SECONDS", 0.2)
-    monkeypatch.setattr(supervisor, "_TERM_SECONDS", 0.2)
+def test_a_second_ctrl_c_ends_all_at_once() -> None:
     begin = time.monotonic()
     ranks = Ranks()
     twice = ((0.1, signal.SIGINT), (0.2, signal.SIGINT))
@@ -135,7 +131,6 @@ def test_a_second_ctrl_c_ends_all_at_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_launcher_whose_ranks_never_come_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_START_SECONDS", 0.2)
-    monkeypatch.setattr(supervisor, "_RETRY_SECONDS", 0.05)
     ending = run(Ranks(ready_after=1000), shell("exec sleep 600"), signals=((0.1, signal.SIGTERM),))
     assert ending == Ending(143, stopped=True)
 
