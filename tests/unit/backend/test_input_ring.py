@@ -57,19 +57,6 @@ def test_images_are_those_of_the_plain_formula(shape, more, whole_mean, mirror, 
         assert results[0][1].any()
 
 
-@pytest.mark.parametrize("shape", [(6,), (2, 3), (2, 3, 4, 5), (1, 2, 3, 4, 5)])
-def test_values_have_the_order_of_the_memory(shape):
-    backend = create_backend()
-    values = np.random.default_rng(0).random(shape, np.float32)
-    last = (0, *range(2, len(shape)), 1) if len(shape) in (4, 5) else tuple(range(len(shape)))
-    in_memory = np.ascontiguousarray(values.transpose(last)).reshape(-1)
-    ring = backend.input_ring(2048, 1, 4)
-    ring.put(0, 1, [(0, np.zeros(256, np.uint8)), (256, in_memory.view(np.uint8))], lambda: None)
-    out = backend.zeros(shape)
-    backend.take_values(ring, (0, 0), 256, out)
-    np.testing.assert_array_equal(out, values)
-
-
 def test_a_ring_gives_memory_back_when_its_last_pass_is_consumed():
     ring, back = HostRing(256, 4, 2), []
     ring.put(2, 2, [(0, np.arange(512, dtype=np.uint8))], lambda: back.append(2))
