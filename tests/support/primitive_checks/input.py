@@ -29,7 +29,7 @@ def _fed(backend: Backend, size: int, number: int, at: int, memory: Any) -> tupl
 
 
 def _close(backend: Backend, ring: Any, number: int) -> None:
-    """Let what was asked for be done."""
+    """Wait for the device, then give the memory back."""
     backend.synchronize()
     ring.consumed(number)
     ring.close(300)

@@ -1,4 +1,4 @@
-"""Batch normalisation on the CPU: results depend neither on the threads nor on what was computed before."""
+"""Batch normalisation on the CPU: results depend neither on the threads nor on earlier passes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def passes(backend: Backend, shape: tuple[int, ...], scale: float = 1.0) -> list
 
 
 @pytest.mark.parametrize("shape", [(4, 64, 40, 40), (2, 5, 201, 203), (3, 7)])
-def test_what_was_computed_before_does_not_matter(shape: tuple[int, ...]) -> None:
+def test_earlier_passes_do_not_matter(shape: tuple[int, ...]) -> None:
     """Workspaces are shared: they hold NaN after a pass over NaN."""
     backend = CpuBackend(1)
     first = passes(backend, shape)

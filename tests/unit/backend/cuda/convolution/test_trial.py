@@ -15,7 +15,7 @@ FAILS: list[float] = []
 
 
 class Device:
-    """Runs take as long as the candidates say; what was launched is done when the device is waited for."""
+    """Runs take as long as the candidates say; launched work is done when the device is waited for."""
 
     def __init__(self) -> None:
         self.now = self.launched = 0.0
