@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from laboratory import REPOSITORY, program_environment
+from subprocess_training import REPOSITORY, program_environment
 
 SCRIPT = """
 import sys, os, cupy

@@ -33,10 +33,10 @@ def allow_other_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution_modes, "TRAINED", 2e-3)
 
 
-def check_part(way: Callable[..., Differences], part: int, backend: Backend) -> None:
-    """Every PARTS-th net gives the same whichever way it runs."""
+def check_part(mode: Callable[..., Differences], part: int, backend: Backend) -> None:
+    """Every PARTS-th net gives the same in each mode."""
     for seed in range(part, NETS, PARTS):
-        found = persistent(lambda wide, attempt: way(wide, attempt, backend), WideNet(seed))
+        found = persistent(lambda wide, attempt: mode(wide, attempt, backend), WideNet(seed))
         assert not found, f"net {seed} differs: {found}; see it with: python tests/support/execution_modes.py " \
             f"--first {seed} --count 1 --show"  # fmt: skip
 

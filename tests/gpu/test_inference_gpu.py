@@ -13,8 +13,8 @@ import pytest
 from compare_nets import errors, make_inputs, root_mean_square
 from fusible_nets import FusibleNet
 from google.protobuf import text_format
-from laboratory import NORMALISED_NET, Laboratory
 from other_arrays import OnlyDlpack
+from subprocess_training import NORMALISED_NET, SubprocessTraining
 from training import solver_param, weights_of
 
 import caffepy
@@ -418,9 +418,9 @@ def test_two_gpus_of_a_process_capture_their_tests_together(tmp_path: Path) -> N
 
     if device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    laboratory = Laboratory(tmp_path)
+    training = SubprocessTraining(tmp_path)
     one, two = (
-        laboratory.train("--no-autotune", devices=("--gpus", gpus, "--math", "fp32"), iterations=100,
+        training.train("--no-autotune", devices=("--gpus", gpus, "--math", "fp32"), iterations=100,
                          net_text=NORMALISED_NET)
         for gpus in ("0", "0,1")
     )  # fmt: skip

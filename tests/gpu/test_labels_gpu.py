@@ -16,7 +16,7 @@ from caffepy.proto import caffe_pb2
 HALVES = ("FLOAT16", "BFLOAT16")
 CLASSES = 4000
 LABELS = np.array([3001, 2049, 0, 3999, 257, 2047], np.float32)
-WAYS = {
+LABELS_FROM = {
     "alone": 'layer { name: "l" type: "Input" top: "label" input_param { shape { dim: 6 } } }',
     "slice": """layer { name: "l" type: "Input" top: "two" input_param { shape { dim: 12 } } }
         layer { name: "slice" type: "Slice" bottom: "two" top: "label" top: "rest" slice_param { axis: 0 } }
@@ -49,10 +49,10 @@ def give(net: Net, name: str, values: NDArray[np.float32]) -> None:
 
 
 @pytest.mark.parametrize("kind", HALVES)
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("way", list(LABELS_FROM))
 def test_class_numbers_above_2048_are_not_rounded(backend: Backend, way: str, kind: str) -> None:
     scores = f'layer {{ name: "s" type: "Input" top: "scores" input_param {{ shape {{ dim: 6 dim: {CLASSES} }} }} }}'
-    net = half_net(scores + WAYS[way] + LOSSES, kind, backend)
+    net = half_net(scores + LABELS_FROM[way] + LOSSES, kind, backend)
     values = np.zeros((6, CLASSES), np.float32)
     values[np.arange(6), LABELS.astype(int)] = 16
     give(net, "scores", values)

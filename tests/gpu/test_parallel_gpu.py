@@ -14,17 +14,17 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
-from laboratory import (
+from process_semaphore import semaphore
+from subprocess_training import (
     LIMIT,
     LONG,
     NET,
     NORMALISED_NET,
-    Laboratory,
     Outcome,
+    SubprocessTraining,
     assert_same_weights,
     scores_of_snapshot,
 )
-from process_semaphore import semaphore
 from training_faults import wait_for_silence
 
 from caffepy.backend import create_backend
@@ -46,14 +46,14 @@ def _semaphore() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    return Laboratory(tmp_path_factory.mktemp("parallel_gpu"))
+def training(tmp_path_factory: pytest.TempPathFactory) -> SubprocessTraining:
+    return SubprocessTraining(tmp_path_factory.mktemp("parallel_gpu"))
 
 
 @pytest.fixture(scope="module")
-def alone(laboratory: Laboratory) -> Outcome:
+def alone(training: SubprocessTraining) -> Outcome:
     """One process with GPU 0."""
-    outcome = laboratory.train(devices=("--gpus", "0", *EXACT), iterations=ITERATIONS)
+    outcome = training.train(devices=("--gpus", "0", *EXACT), iterations=ITERATIONS)
     assert outcome.status == 0, outcome.log
     return outcome
 
@@ -65,36 +65,36 @@ def need_gpus(count: int) -> None:
         pytest.skip(f"needs {count} GPUs, {device_count()} are here")
 
 
-def test_one_gpu_agrees_with_the_cpu(laboratory: Laboratory, alone: Outcome) -> None:
-    cpu = laboratory.train(iterations=ITERATIONS)
+def test_one_gpu_agrees_with_the_cpu(training: SubprocessTraining, alone: Outcome) -> None:
+    cpu = training.train(iterations=ITERATIONS)
     assert_same_weights(alone, cpu, ITERATIONS, 1e-2)
 
 
-def test_tf32_trains_nearly_the_same(laboratory: Laboratory, alone: Outcome) -> None:
-    rounded = laboratory.train(devices=("--gpus", "0"), iterations=ITERATIONS)
+def test_tf32_trains_nearly_the_same(training: SubprocessTraining, alone: Outcome) -> None:
+    rounded = training.train(devices=("--gpus", "0"), iterations=ITERATIONS)
     assert rounded.status == 0, rounded.log
     assert_same_weights(rounded, alone, ITERATIONS, 1e-2)
     ours, exact = rounded.weights(ITERATIONS), alone.weights(ITERATIONS)
     assert any((ours[name] != exact[name]).any() for name in exact), "--math fp32 changed nothing"
 
 
-def test_one_rank_of_mpirun_is_a_single_process(laboratory: Laboratory, alone: Outcome) -> None:
-    outcome = laboratory.train(devices=("--gpus", "0", *EXACT), ranks=1, iterations=ITERATIONS)
+def test_one_rank_of_mpirun_is_a_single_process(training: SubprocessTraining, alone: Outcome) -> None:
+    outcome = training.train(devices=("--gpus", "0", *EXACT), ranks=1, iterations=ITERATIONS)
     assert outcome.status == 0, outcome.log
     assert_same_weights(outcome, alone, ITERATIONS, TOLERANCE)
 
 
-def test_two_ranks_for_one_gpu_are_refused(laboratory: Laboratory) -> None:
-    outcome = laboratory.train(devices=("--gpus", "0", *EXACT), ranks=2, batch=32)
+def test_two_ranks_for_one_gpu_are_refused(training: SubprocessTraining) -> None:
+    outcome = training.train(devices=("--gpus", "0", *EXACT), ranks=2, batch=32)
     assert outcome.status == 2
     (message,) = outcome.errors()
     assert re.match(r"\S+ has 2 ranks \(0,1\) for 1 GPU \(0\): 1 rank fits", message)
 
 
-def test_two_ranks_divide_the_list_that_both_name(laboratory: Laboratory) -> None:
+def test_two_ranks_divide_the_list_that_both_name(training: SubprocessTraining) -> None:
     need_gpus(2)
-    threads = laboratory.train(devices=("--gpus", "0,1", *EXACT), iterations=ITERATIONS)
-    ranks = laboratory.train(devices=("--gpus", "0,1", *EXACT), ranks=2, batch=32, iterations=ITERATIONS)
+    threads = training.train(devices=("--gpus", "0,1", *EXACT), iterations=ITERATIONS)
+    ranks = training.train(devices=("--gpus", "0,1", *EXACT), ranks=2, batch=32, iterations=ITERATIONS)
     assert ranks.status == 0, ranks.log
     assert ranks.logged("rank 0 takes 0; rank 1 takes 1")
     assert_same_weights(ranks, threads, ITERATIONS, TOLERANCE)
@@ -179,9 +179,9 @@ def test_bfloat16_on_a_gpu_has_the_bits_of_the_hosts() -> None:
     backend.close()
 
 
-def test_skipped_updates_are_counted_in_graphs_and_too_many_name_the_layer(laboratory: Laboratory) -> None:
+def test_skipped_updates_are_counted_in_graphs_and_too_many_name_the_layer(training: SubprocessTraining) -> None:
     net = "global_grad_scale: 1e38 " + NET.replace('top: "loss" }', 'top: "loss" loss_weight: 1e4 }')
-    outcome = laboratory.train("--max-skipped", "12", devices=("--gpus", "0", *EXACT), iterations=100, net_text=net)
+    outcome = training.train("--max-skipped", "12", devices=("--gpus", "0", *EXACT), iterations=100, net_text=net)
     assert outcome.status == 1, outcome.log
     assert [line.split(" since")[0] for line in outcome.logged("skipped since")] == [
         "Iteration 0, 1 update skipped", "Iteration 10, 10 updates skipped", "Iteration 20, 10 updates skipped",
@@ -191,21 +191,21 @@ def test_skipped_updates_are_counted_in_graphs_and_too_many_name_the_layer(labor
 
 
 @pytest.mark.parametrize("options", [(), ("--eager",)])
-def test_ignored_labels_are_counted_over_all_gpus(laboratory: Laboratory, options: tuple[str, ...]) -> None:
+def test_ignored_labels_are_counted_over_all_gpus(training: SubprocessTraining, options: tuple[str, ...]) -> None:
     need_gpus(2)
     net = NET.replace('top: "loss" }', 'top: "loss" loss_param { ignore_label: 3 } }')
     one, two = (
-        laboratory.train(*options, devices=("--gpus", gpus, *EXACT), iterations=ITERATIONS, net_text=net)
+        training.train(*options, devices=("--gpus", gpus, *EXACT), iterations=ITERATIONS, net_text=net)
         for gpus in ("0", "0,1")
     )
     assert two.status == 0, two.log
     assert_same_weights(two, one, ITERATIONS, TOLERANCE)
 
 
-def test_a_printed_score_is_that_of_the_snapshot(laboratory: Laboratory) -> None:
+def test_a_printed_score_is_that_of_the_snapshot(training: SubprocessTraining) -> None:
     """The CPU scores the snapshot: statistics of one GPU alone would differ in the third digit."""
     need_gpus(2)
-    outcome = laboratory.train(
+    outcome = training.train(
         devices=("--gpus", "0,1", *EXACT), iterations=25, net_text=NORMALISED_NET,
         solver_text="test_initialization: false",
     )  # fmt: skip
@@ -216,18 +216,20 @@ def test_a_printed_score_is_that_of_the_snapshot(laboratory: Laboratory) -> None
 
 
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
-def test_compressed_gradients_train_nearly_the_same(laboratory: Laboratory, alone: Outcome, compression: str) -> None:
+def test_compressed_gradients_train_nearly_the_same(
+    training: SubprocessTraining, alone: Outcome, compression: str
+) -> None:
     need_gpus(2)
-    outcome = laboratory.train("--compression", compression, devices=("--gpus", "0,1", *EXACT), iterations=ITERATIONS)
+    outcome = training.train("--compression", compression, devices=("--gpus", "0,1", *EXACT), iterations=ITERATIONS)
     assert outcome.status == 0, outcome.log
     assert_same_weights(outcome, alone, ITERATIONS, 1e-2)
 
 
 @pytest.mark.parametrize("solver", ["iter_size: 2", "layer_wise_reduce: false"])
-def test_the_solvers_settings_hold_on_two_gpus(laboratory: Laboratory, solver: str) -> None:
+def test_the_solvers_settings_hold_on_two_gpus(training: SubprocessTraining, solver: str) -> None:
     need_gpus(2)
     one, two = (
-        laboratory.train(devices=("--gpus", gpus, *EXACT), iterations=ITERATIONS, solver_text=solver)
+        training.train(devices=("--gpus", gpus, *EXACT), iterations=ITERATIONS, solver_text=solver)
         for gpus in ("0", "0,1")
     )
     assert two.status == 0, two.log
@@ -235,32 +237,32 @@ def test_the_solvers_settings_hold_on_two_gpus(laboratory: Laboratory, solver: s
 
 
 @pytest.mark.parametrize(("ranks", "gpus"), [(0, "0,1"), (2, "{rank}")])
-def test_two_gpus_train_as_one_does(laboratory: Laboratory, alone: Outcome, ranks: int, gpus: str) -> None:
+def test_two_gpus_train_as_one_does(training: SubprocessTraining, alone: Outcome, ranks: int, gpus: str) -> None:
     need_gpus(2)
     devices = ("--gpus", gpus, *EXACT)
-    outcome = laboratory.train(devices=devices, ranks=ranks, batch=64 // max(ranks, 1), iterations=ITERATIONS)
+    outcome = training.train(devices=devices, ranks=ranks, batch=64 // max(ranks, 1), iterations=ITERATIONS)
     assert outcome.status == 0, outcome.log
     assert_same_weights(outcome, alone, ITERATIONS, TOLERANCE)
     assert len(outcome.logged("Solver performance on device ")) == 2
 
 
-def test_two_ranks_without_mpi_train_with_the_bits_of_mpis(laboratory: Laboratory) -> None:
+def test_two_ranks_without_mpi_train_with_the_bits_of_mpis(training: SubprocessTraining) -> None:
     """NCCL's id goes through rank 0's store."""
     need_gpus(2)
     settings = {"devices": ("--gpus", "{rank}", *EXACT), "ranks": 2, "batch": 32, "iterations": ITERATIONS}
-    with_mpi = laboratory.train(**settings)
+    with_mpi = training.train(**settings)
     assert with_mpi.status == 0, with_mpi.log
-    without = laboratory.train(mpi=False, FORBID="mpi4py", **settings)
+    without = training.train(mpi=False, FORBID="mpi4py", **settings)
     assert without.status == 0, without.log
     assert_same_weights(without, with_mpi, ITERATIONS, 0.0)
     assert len(without.logged("Solver performance on device ")) == 2
 
 
 @pytest.mark.parametrize(("kind", "message"), [("raise", "ValueError: injected"), ("kill", "ended unexpectedly")])
-def test_a_rank_without_mpi_that_fails_ends_all(laboratory: Laboratory, kind: str, message: str) -> None:
+def test_a_rank_without_mpi_that_fails_ends_all(training: SubprocessTraining, kind: str, message: str) -> None:
     need_gpus(2)
     devices = ("--gpus", "{rank}", *EXACT)
-    outcome = laboratory.train(devices=devices, ranks=2, mpi=False, batch=32, iterations=LONG, FAULT=f"{kind} 1 20")
+    outcome = training.train(devices=devices, ranks=2, mpi=False, batch=32, iterations=LONG, FAULT=f"{kind} 1 20")
     assert outcome.status != 0
     assert outcome.seconds_after_fault() < LIMIT
     (error,) = outcome.errors()
@@ -288,45 +290,45 @@ layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "
 
 
 def train_images(
-    laboratory: Laboratory, *options: str, ranks: int = 0, fault: str = "", iterations: int = len(HEIGHTS) // 2
+    training: SubprocessTraining, *options: str, ranks: int = 0, fault: str = "", iterations: int = len(HEIGHTS) // 2
 ) -> Outcome:
     """Two GPUs, one image of its own size each in an iteration."""
     for number, height in enumerate(HEIGHTS):
         image = np.random.default_rng(number).integers(0, 256, (height, 32, 3), np.uint8)
-        cv2.imwrite(str(laboratory.folder / f"{number}.png"), image)
-    (laboratory.folder / "images.txt").write_text("".join(f"{n}.png {n % 10}\n" for n in range(len(HEIGHTS))))
+        cv2.imwrite(str(training.folder / f"{number}.png"), image)
+    (training.folder / "images.txt").write_text("".join(f"{n}.png {n % 10}\n" for n in range(len(HEIGHTS))))
     layer = 'layer { name: "fault" type: "Fault" bottom: "pool" top: "pool" }' if fault else ""
     net = IMAGES_NET.replace("%(fault)s", layer)
     devices = ("--gpus", "{rank}" if ranks else "0,1", *EXACT, "--timeout", "60", *options)
-    return laboratory.train(
+    return training.train(
         devices=devices, ranks=ranks, batch=1 if ranks else 2, iterations=iterations, net_text=net,
         FAULT=fault or "none -1 -1",
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_images_of_several_sizes_train_replayed_as_they_do_eagerly(laboratory: Laboratory, ranks: int) -> None:
+def test_images_of_several_sizes_train_replayed_as_they_do_eagerly(training: SubprocessTraining, ranks: int) -> None:
     """One device's graphs alone no longer fit: all leave theirs, and nobody waits for ever."""
     need_gpus(2)
-    replayed, eager = (train_images(laboratory, *options, ranks=ranks) for options in ((), ("--eager",)))
+    replayed, eager = (train_images(training, *options, ranks=ranks) for options in ((), ("--eager",)))
     assert replayed.status == eager.status == 0, replayed.log
     assert_same_weights(replayed, eager, len(HEIGHTS) // 2, 1e-6)
 
 
 @pytest.mark.parametrize("iteration", [7, 8, 9])
-def test_a_stop_among_images_of_several_sizes_stops_all(laboratory: Laboratory, iteration: int) -> None:
+def test_a_stop_among_images_of_several_sizes_stops_all(training: SubprocessTraining, iteration: int) -> None:
     need_gpus(2)
-    outcome = train_images(laboratory, ranks=2, fault=f"SIGTERM 1 {iteration}", iterations=LONG)
+    outcome = train_images(training, ranks=2, fault=f"SIGTERM 1 {iteration}", iterations=LONG)
     assert outcome.status == 0 and not outcome.errors(), outcome.log
     assert len(outcome.snapshots()) == 1, "all have stopped in the same iteration"
 
 
-def test_the_first_run_of_two_ranks_gives_the_bits_of_the_next_one(laboratory: Laboratory) -> None:
+def test_the_first_run_of_two_ranks_gives_the_bits_of_the_next_one(training: SubprocessTraining) -> None:
     """Two ranks that tune for themselves decide alike, and as the next run does, which finds the file."""
     need_gpus(2)
-    cache = str(laboratory.new_folder())
+    cache = str(training.new_folder())
     runs = [
-        laboratory.train(
+        training.train(
             devices=("--gpus", "{rank}"), ranks=2, batch=32, iterations=ITERATIONS, XDG_CACHE_HOME=cache
         )
         for _ in range(2)
@@ -335,20 +337,20 @@ def test_the_first_run_of_two_ranks_gives_the_bits_of_the_next_one(laboratory: L
     assert_same_weights(runs[0], runs[1], ITERATIONS, 0.0)
 
 
-def test_two_ranks_of_two_gpus_train_as_one_does(laboratory: Laboratory, alone: Outcome) -> None:
+def test_two_ranks_of_two_gpus_train_as_one_does(training: SubprocessTraining, alone: Outcome) -> None:
     need_gpus(4)
     # 64 a pass: 2 ranks of 32, 2 threads of 16 each.
     devices = ("--gpus", "{2*rank},{2*rank+1}", *EXACT)
-    outcome = laboratory.train(devices=devices, ranks=2, batch=32, iterations=ITERATIONS)
+    outcome = training.train(devices=devices, ranks=2, batch=32, iterations=ITERATIONS)
     assert outcome.status == 0, outcome.log
     assert_same_weights(outcome, alone, ITERATIONS, TOLERANCE)
 
 
 @pytest.mark.parametrize(("ranks", "gpus"), [(0, "0,1"), (2, "{rank}")])
-def test_an_exception_at_one_gpu_ends_all(laboratory: Laboratory, ranks: int, gpus: str) -> None:
+def test_an_exception_at_one_gpu_ends_all(training: SubprocessTraining, ranks: int, gpus: str) -> None:
     need_gpus(2)
     devices = ("--gpus", gpus, *EXACT)
-    outcome = laboratory.train(devices=devices, ranks=ranks, batch=32, iterations=LONG, FAULT="raise 1 20")
+    outcome = training.train(devices=devices, ranks=ranks, batch=32, iterations=LONG, FAULT="raise 1 20")
     assert outcome.status == 70
     assert outcome.seconds_after_fault() < LIMIT
     (message,) = outcome.errors()
@@ -356,51 +358,51 @@ def test_an_exception_at_one_gpu_ends_all(laboratory: Laboratory, ranks: int, gp
 
 
 @pytest.mark.parametrize(("ranks", "gpus"), [(0, "0,1"), (2, "{rank}")])
-def test_replicas_are_compared_between_graphs(laboratory: Laboratory, ranks: int, gpus: str) -> None:
+def test_replicas_are_compared_between_graphs(training: SubprocessTraining, ranks: int, gpus: str) -> None:
     """NCCL's averages have the same bits on all GPUs; a weight that changes on one of them is found."""
     need_gpus(2)
     settings = {"devices": ("--gpus", gpus, *EXACT), "ranks": ranks, "batch": 32}
-    plain = laboratory.train(iterations=ITERATIONS, **settings)
-    checked = laboratory.train("--check-replicas", "1", iterations=ITERATIONS, **settings)
+    plain = training.train(iterations=ITERATIONS, **settings)
+    checked = training.train("--check-replicas", "1", iterations=ITERATIONS, **settings)
     assert checked.status == 0, checked.log
     assert_same_weights(checked, plain, ITERATIONS, TOLERANCE)
-    broken = laboratory.train("--check-replicas", "5", iterations=LONG, FAULT="change 1 12", **settings)
+    broken = training.train("--check-replicas", "5", iterations=LONG, FAULT="change 1 12", **settings)
     assert broken.status == 1, broken.log
     (message,) = broken.errors()
     wanted = r"iteration 15: .*device \d no longer has the parameters of .*: parameter 0 of layer 'ip1'"
     assert re.search(wanted, message), message
 
 
-def test_gpu_ranks_that_differ_are_refused(laboratory: Laboratory) -> None:
+def test_gpu_ranks_that_differ_are_refused(training: SubprocessTraining) -> None:
     need_gpus(2)
-    outcome = laboratory.train("--math", "{tf32|fp32}", devices=("--gpus", "{rank}"), ranks=2, batch=32)
+    outcome = training.train("--math", "{tf32|fp32}", devices=("--gpus", "{rank}"), ranks=2, batch=32)
     assert outcome.status == 2, outcome.log
     (message,) = outcome.errors()
     assert re.match(r"--math is tf32 on rank 0 on \S+ and fp32 on rank 1 on \S+; all ranks must train alike", message)
 
 
-def test_the_root_alone_needs_the_snapshot(laboratory: Laboratory) -> None:
+def test_the_root_alone_needs_the_snapshot(training: SubprocessTraining) -> None:
     """Ranks with GPUs go on, bit by bit, from a snapshot that is in rank 0's folder only."""
     need_gpus(2)
     settings = {"devices": ("--gpus", "{rank}", *EXACT), "ranks": 2, "batch": 32, "iterations": 20, "snapshot": 10}
-    whole = laboratory.train(**settings)
+    whole = training.train(**settings)
     assert whole.status == 0, whole.log
-    folder = laboratory.new_folder()
+    folder = training.new_folder()
     for rank in range(2):
         (folder / f"rank{rank}").mkdir()
     for ending in ("caffemodel", "solverstate"):
-        shutil.copy(laboratory.folder / f"{whole.prefix}_iter_10.{ending}", folder / "rank0")
+        shutil.copy(training.folder / f"{whole.prefix}_iter_10.{ending}", folder / "rank0")
     state = f"{whole.prefix}_iter_10.solverstate"
-    resumed = laboratory.train("--snapshot", state, FOLDER=f"{folder}/rank{{rank}}", **settings)
+    resumed = training.train("--snapshot", state, FOLDER=f"{folder}/rank{{rank}}", **settings)
     assert resumed.status == 0, resumed.log
     found = (folder / "rank0" / f"{resumed.prefix}_iter_20.caffemodel").read_bytes()
-    assert found == (laboratory.folder / f"{whole.prefix}_iter_20.caffemodel").read_bytes()
+    assert found == (training.folder / f"{whole.prefix}_iter_20.caffemodel").read_bytes()
 
 
 @pytest.mark.parametrize(("kind", "words"), [("kill", "rank 1 on .* ended unexpectedly"), ("sleep", "for rank 1 on")])
-def test_a_rank_that_falls_out_is_named(laboratory: Laboratory, kind: str, words: str) -> None:
+def test_a_rank_that_falls_out_is_named(training: SubprocessTraining, kind: str, words: str) -> None:
     need_gpus(2)
-    outcome = laboratory.train(
+    outcome = training.train(
         "--timeout", "5", devices=("--gpus", "{rank}", *EXACT), ranks=2, batch=32, iterations=LONG, FAULT=f"{kind} 1 20"
     )  # fmt: skip
     assert outcome.status != 0
@@ -413,7 +415,7 @@ def test_a_rank_that_falls_out_is_named(laboratory: Laboratory, kind: str, words
 @pytest.mark.parametrize("net", [NET, NORMALISED_NET], ids=["plain", "normalised"])
 @pytest.mark.parametrize(("gpus", "device"), [(1, 0), (2, 0), (2, 1)])
 def test_a_stop_ends_the_wait_for_data_and_resuming_gives_the_same_bytes(
-    laboratory: Laboratory, gpus: int, device: int, net: str, way: str
+    training: SubprocessTraining, gpus: int, device: int, net: str, way: str
 ) -> None:
     """The layer "Fault" divides an iteration's graph unless it is told to be captured; then it fails by a timer."""
     need_gpus(gpus)
@@ -422,21 +424,21 @@ def test_a_stop_ends_the_wait_for_data_and_resuming_gives_the_same_bytes(
     captured = {"CAPTURED": "1"} if way == "one graph" else {}
     moment = "0 2.0" if captured else "8"
     settings: dict[str, Any] = {"devices": options, "net_text": net, **captured}
-    started = laboratory.start(FAULT=f"stall {device} {moment}", iterations=LONG, **settings)
-    laboratory.wait_for_fault(started)
-    wait_for_silence(laboratory.log(started[1]))
+    started = training.start(FAULT=f"stall {device} {moment}", iterations=LONG, **settings)
+    training.wait_for_fault(started)
+    wait_for_silence(training.log(started[1]))
     os.kill(started[0].pid, signal.SIGTERM)
     begin = time.time()
-    outcome = laboratory.finish(started, fault=begin)
+    outcome = training.finish(started, fault=begin)
     assert outcome.status == 0 and not outcome.errors(), outcome.log
     assert outcome.seconds_after_fault() < LIMIT, outcome.log
     assert "Optimization stopped early." in outcome.log and "is not made" in outcome.log, outcome.log
     last = outcome.snapshots()[-1]
-    whole = laboratory.train(iterations=last, **settings)
+    whole = training.train(iterations=last, **settings)
     assert outcome.contents(last) == whole.contents(last), outcome.log
     snapshot = f"{outcome.prefix}_iter_{last}.solverstate"
-    again = [laboratory.train("--snapshot", snapshot, iterations=last + 7, **settings) for _ in range(2)]
+    again = [training.train("--snapshot", snapshot, iterations=last + 7, **settings) for _ in range(2)]
     assert again[0].contents(last + 7) == again[1].contents(last + 7), again[0].log
     if net.count("BatchNorm") == 0:  # running statistics of several devices are averaged where training stops
-        whole = laboratory.train(iterations=last + 7, **settings)
+        whole = training.train(iterations=last + 7, **settings)
         assert again[0].contents(last + 7) == whole.contents(last + 7), again[0].log

@@ -29,9 +29,9 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS / "support")]
 import pytest  # noqa: E402
 from fault_case import FaultCase  # noqa: E402
 from group_faults import GROUP_FAULTS  # noqa: E402
-from laboratory import Laboratory  # noqa: E402
 from processes import default_interrupts  # noqa: E402
 from restart_faults import RESTART_FAULTS  # noqa: E402
+from subprocess_training import SubprocessTraining  # noqa: E402
 from training_faults import TRAINING_FAULTS  # noqa: E402
 
 CASES = [*TRAINING_FAULTS, *GROUP_FAULTS]
@@ -72,15 +72,15 @@ class Endurance:
 
     Args:
         records: of the cases.
-        laboratory: where.
+        training: where.
         deadline: by `time.monotonic`; what would begin later is left out.
     """
 
-    def __init__(self, records: Sequence[Record], laboratory: Laboratory, deadline: float) -> None:
+    def __init__(self, records: Sequence[Record], training: SubprocessTraining, deadline: float) -> None:
         self.records = records
         self.left_out = 0
         """Trials for which there was no time."""
-        self._laboratory = laboratory
+        self._training = training
         self._deadline = deadline
 
     def try_once(self, trial: tuple[int, Record]) -> None:
@@ -90,7 +90,7 @@ class Endurance:
             self.left_out += 1
             return
         try:
-            record.seconds.append(record.case.check(self._laboratory, number))
+            record.seconds.append(record.case.check(self._training, number))
         except pytest.skip.Exception as reason:
             record.skipped = str(reason)
         except (Exception, pytest.fail.Exception) as error:
@@ -179,11 +179,11 @@ def main() -> int:
     threads = max(1, (os.cpu_count() or 1) // (2 * args.jobs))
     deadline = time.monotonic() + args.seconds
     with default_interrupts(), tempfile.TemporaryDirectory(prefix="endurance") as folder:
-        laboratory = Laboratory(Path(folder), threads)
+        training = SubprocessTraining(Path(folder), threads)
         begin = time.monotonic()
-        warm = laboratory.train(iterations=26)  # compiles what all runs then load, instead of each of the first ones
+        warm = training.train(iterations=26)  # compiles what all runs then load, instead of each of the first ones
         say(f"kernels are compiled: {time.monotonic() - begin:.0f} s, status {warm.status}")
-        endurance = Endurance([Record(case) for case in cases], laboratory, deadline)
+        endurance = Endurance([Record(case) for case in cases], training, deadline)
         endurance.try_all(range(args.first - 1, args.first - 1 + args.rounds), args.jobs, args.turns)
     report(endurance.records)
     print(f"\nendurance, --restarts {args.restarts}: {endurance.summary()}")

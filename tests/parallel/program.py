@@ -40,7 +40,7 @@ _LONGEST = 300
 
 
 def say_fault() -> None:
-    """Tell the laboratory when it happened."""
+    """Tell the test when it happened."""
     os.write(2, f"fault at {time.time()}\n".encode())  # one piece, or another thread's line gets into it
 
 

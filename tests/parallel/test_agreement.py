@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from laboratory import NET, SOLVER, Laboratory, Outcome
+from subprocess_training import NET, SOLVER, Outcome, SubprocessTraining
 
 from caffepy.proto.caffe_pb2 import Datum
 from caffepy.snapshot.solverstate import read_solverstate
@@ -19,50 +19,50 @@ _AT_A_TIME = 3
 _SETTINGS = {"iterations": 20, "snapshot": 0, "prefix": "refused"}
 
 
-def with_solver(laboratory: Laboratory, name: str, written: str, instead: str) -> tuple[str, ...]:
+def with_solver(training: SubprocessTraining, name: str, written: str, instead: str) -> tuple[str, ...]:
     """The option that gives rank 1 another solver."""
     for rank, text in enumerate((SOLVER, SOLVER.replace(written, instead))):
-        (laboratory.folder / f"{name}{rank}.prototxt").write_text(text % {**_SETTINGS, "net": "refused.prototxt"})
+        (training.folder / f"{name}{rank}.prototxt").write_text(text % {**_SETTINGS, "net": "refused.prototxt"})
     assert SOLVER.replace(written, instead) != SOLVER
-    (laboratory.folder / "refused.prototxt").write_text(NET % {"batch": 32})
+    (training.folder / "refused.prototxt").write_text(NET % {"batch": 32})
     return "--solver", f"{name}{{rank}}.prototxt"
 
 
-def with_net(laboratory: Laboratory, name: str, written: str, instead: str) -> tuple[str, ...]:
+def with_net(training: SubprocessTraining, name: str, written: str, instead: str) -> tuple[str, ...]:
     """The option that gives rank 1 another net."""
     for rank, text in enumerate((NET, NET.replace(written, instead))):
-        (laboratory.folder / f"{name}_net{rank}.prototxt").write_text(text % {"batch": 32})
+        (training.folder / f"{name}_net{rank}.prototxt").write_text(text % {"batch": 32})
         values = {**_SETTINGS, "net": f"{name}_net{rank}.prototxt"}
-        (laboratory.folder / f"{name}{rank}.prototxt").write_text(SOLVER % values)
+        (training.folder / f"{name}{rank}.prototxt").write_text(SOLVER % values)
     assert NET.replace(written, instead) != NET
     return "--solver", f"{name}{{rank}}.prototxt"
 
 
-def write_other_lmdb(laboratory: Laboratory) -> None:
+def write_other_lmdb(training: SubprocessTraining) -> None:
     """Folders of two ranks, with an LMDB of the same name each; the last record's label differs."""
     import lmdb
 
     for rank in range(2):
-        folder = laboratory.folder / f"other{rank}"
-        shutil.copytree(laboratory.folder / "train_lmdb", folder / "train_lmdb")
-    path = str(laboratory.folder / "other1" / "train_lmdb")
+        folder = training.folder / f"other{rank}"
+        shutil.copytree(training.folder / "train_lmdb", folder / "train_lmdb")
+    path = str(training.folder / "other1" / "train_lmdb")
     with lmdb.open(path, map_size=1 << 24) as environment, environment.begin(write=True) as transaction:
         datum = Datum.FromString(transaction.get(b"00000639"))
         datum.label += 1
         transaction.put(b"00000639", datum.SerializeToString())
 
 
-def other_lmdb(laboratory: Laboratory) -> Outcome:
-    write_other_lmdb(laboratory)
-    return laboratory.train(ranks=2, batch=32, FOLDER="other{rank}")
+def other_lmdb(training: SubprocessTraining) -> Outcome:
+    write_other_lmdb(training)
+    return training.train(ranks=2, batch=32, FOLDER="other{rank}")
 
 
-def differing(make: Callable[..., tuple[str, ...]], *change: str) -> Callable[[Laboratory], Outcome]:
+def differing(make: Callable[..., tuple[str, ...]], *change: str) -> Callable[[SubprocessTraining], Outcome]:
     """What starts two ranks of which one has another file."""
-    return lambda laboratory: laboratory.train(*make(laboratory, *change), ranks=2)
+    return lambda training: training.train(*make(training, *change), ranks=2)
 
 
-DIFFERENCES: dict[str, tuple[Callable[[Laboratory], Outcome], str]] = {
+DIFFERENCES: dict[str, tuple[Callable[[SubprocessTraining], Outcome], str]] = {
     "base_lr": (
         differing(with_solver, "rate", "base_lr: 0.02", "base_lr: 0.002"),
         r"base_lr is 0\.02 on RANK0 and 0\.002 on RANK1",
@@ -80,7 +80,7 @@ DIFFERENCES: dict[str, tuple[Callable[[Laboratory], Outcome], str]] = {
         r"type is not given on RANK0 and 'Nesterov' on RANK1",
     ),
     "compression": (
-        lambda laboratory: laboratory.train("--compression", "{none|fp16}", ranks=2, batch=32),
+        lambda training: training.train("--compression", "{none|fp16}", ranks=2, batch=32),
         r"--compression is none on RANK0 and fp16 on RANK1",
     ),
     "lr_mult": (
@@ -96,13 +96,13 @@ DIFFERENCES: dict[str, tuple[Callable[[Laboratory], Outcome], str]] = {
 
 
 @pytest.fixture(scope="module")
-def refused(laboratory: Laboratory, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Outcome]]]:
+def refused(training: SubprocessTraining, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Outcome]]]:
     """The chosen differences, tried beside each other."""
     pytest.importorskip("mpi4py")
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
         chosen = [item for item in request.session.items if item.parent is request.node]
         names = [item.callspec.params["name"] for item in chosen if "refused" in getattr(item, "fixturenames", ())]
-        yield {name: pool.submit(DIFFERENCES[name][0], laboratory) for name in names}
+        yield {name: pool.submit(DIFFERENCES[name][0], training) for name in names}
         pool.shutdown(cancel_futures=True)
 
 
@@ -118,13 +118,13 @@ def test_the_first_difference_is_named_before_the_first_iteration(
     assert re.match(f"{wanted}; all ranks must train alike: give them the same files and options$", message), message
 
 
-def test_torchruns_variables_that_are_incomplete_or_contradict_mpi_are_refused(laboratory: Laboratory) -> None:
-    alone = laboratory.train(iterations=2, RANK="1", WORLD_SIZE="2")
+def test_torchruns_variables_that_are_incomplete_or_contradict_mpi_are_refused(training: SubprocessTraining) -> None:
+    alone = training.train(iterations=2, RANK="1", WORLD_SIZE="2")
     assert alone.status == 2, alone.log
     wanted = "has RANK=1 and WORLD_SIZE=2 but no MASTER_ADDR and MASTER_PORT: set RANK, WORLD_SIZE"
     assert wanted in alone.errors()[0]
     pytest.importorskip("mpi4py")
-    launched = laboratory.train(ranks=2, batch=32, iterations=2, RANK="0", WORLD_SIZE="2")
+    launched = training.train(ranks=2, batch=32, iterations=2, RANK="0", WORLD_SIZE="2")
     assert launched.status == 2, launched.log
     wanted = r"rank 1 on \S+: the environment has RANK=0 and WORLD_SIZE=2, but MPI says rank 1 of 2 processes: unset"
     (message,) = launched.errors()
@@ -150,19 +150,19 @@ def assert_same_files(one: Path, other: Path) -> None:
     assert first == second
 
 
-def test_only_the_root_needs_snapshots_and_weights(laboratory: Laboratory) -> None:
+def test_only_the_root_needs_snapshots_and_weights(training: SubprocessTraining) -> None:
     """Rank 1's folder has neither the weights to start from, nor snapshots, nor a folder for them."""
     pytest.importorskip("mpi4py")
-    start = laboratory.train(iterations=1)
-    (laboratory.folder / "saved").mkdir()
-    folder = laboratory.new_folder()
+    start = training.train(iterations=1)
+    (training.folder / "saved").mkdir()
+    folder = training.new_folder()
     (folder / "rank1").mkdir()
     (folder / "rank0" / "saved").mkdir(parents=True)
-    for target in (laboratory.folder, folder / "rank0"):
-        shutil.copy(laboratory.folder / f"{start.prefix}_iter_1.caffemodel", target / "start.caffemodel")
+    for target in (training.folder, folder / "rank0"):
+        shutil.copy(training.folder / f"{start.prefix}_iter_1.caffemodel", target / "start.caffemodel")
 
     def run(name: str, where: Path, *options: str) -> Path:
-        outcome = laboratory.train(
+        outcome = training.train(
             *options, ranks=2, batch=32, iterations=20, snapshot=10, prefix=f"saved/{name}", FOLDER=str(where),
             solver_text='average_loss: 3 weights: "start.caffemodel"',
         )  # fmt: skip
@@ -171,11 +171,11 @@ def test_only_the_root_needs_snapshots_and_weights(laboratory: Laboratory) -> No
         return Path(str(where).replace("{rank}", "0")) / "saved" / f"{name}_iter_20.solverstate"
 
     with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(run, "together", laboratory.folder), pool.submit(run, "apart", folder / "rank{rank}")]
+        runs = [pool.submit(run, "together", training.folder), pool.submit(run, "apart", folder / "rank{rank}")]
         together, apart = (done.result() for done in runs)
     assert_same_files(together, apart)
-    shutil.copy(laboratory.folder / "saved" / "together_iter_10.caffemodel", folder / "rank0" / "saved")
-    state = laboratory.folder / "saved" / "together_iter_10.solverstate"
+    shutil.copy(training.folder / "saved" / "together_iter_10.caffemodel", folder / "rank0" / "saved")
+    state = training.folder / "saved" / "together_iter_10.solverstate"
     shutil.copy(state, folder / "rank0" / "saved" / "resumed_iter_10.solverstate")
     assert_same_files(together, run("resumed", folder / "rank{rank}", "--snapshot", "auto"))
     assert not list((folder / "rank1").iterdir())
@@ -193,9 +193,14 @@ def test_only_the_root_needs_snapshots_and_weights(laboratory: Laboratory) -> No
     ids=["ranks", "threads"],
 )
 def test_a_weight_that_changes_on_one_device_ends_training(
-    laboratory: Laboratory, ranks: int, options: tuple[str, ...], snapshot: int, found: int, names: tuple[str, str]
+    training: SubprocessTraining,
+    ranks: int,
+    options: tuple[str, ...],
+    snapshot: int,
+    found: int,
+    names: tuple[str, str],
 ) -> None:
-    outcome = laboratory.train(*options, ranks=ranks, batch=32, snapshot=snapshot, FAULT="change 1 12")
+    outcome = training.train(*options, ranks=ranks, batch=32, snapshot=snapshot, FAULT="change 1 12")
     assert outcome.status == 1, outcome.log
     (message,) = outcome.errors()
     wanted = (
@@ -206,9 +211,9 @@ def test_a_weight_that_changes_on_one_device_ends_training(
     assert outcome.snapshots() == []
 
 
-def test_replicas_that_agree_are_left_alone(laboratory: Laboratory) -> None:
+def test_replicas_that_agree_are_left_alone(training: SubprocessTraining) -> None:
     plain, checked = (
-        laboratory.train("--cpu-solvers", "2", *options, iterations=12) for options in ((), ("--check-replicas", "1"))
+        training.train("--cpu-solvers", "2", *options, iterations=12) for options in ((), ("--check-replicas", "1"))
     )
     assert plain.status == checked.status == 0, checked.log
     for name, values in plain.weights(12).items():
@@ -216,16 +221,16 @@ def test_replicas_that_agree_are_left_alone(laboratory: Laboratory) -> None:
 
 
 @pytest.mark.mpi
-def test_rank_0_finds_snapshots_of_another_net(laboratory: Laboratory) -> None:
+def test_rank_0_finds_snapshots_of_another_net(training: SubprocessTraining) -> None:
     """Before training; the other rank ends with it. Rank 0 alone has the files."""
-    first = laboratory.train(iterations=2)
+    first = training.train(iterations=2)
     other = NET.replace("num_output: 32", "num_output: 33")
     assert other != NET
-    outcome = laboratory.train(ranks=2, batch=32, iterations=2, prefix=first.prefix, net_text=other)
+    outcome = training.train(ranks=2, batch=32, iterations=2, prefix=first.prefix, net_text=other)
     assert outcome.status == 2
     (message,) = outcome.errors()
     assert f"{first.prefix}_iter_2.caffemodel is of another net" in message and "--overwrite" in message
     assert "Iteration 0" not in outcome.log
-    again = laboratory.train("--overwrite", ranks=2, batch=32, iterations=2, prefix=first.prefix, net_text=other)
+    again = training.train("--overwrite", ranks=2, batch=32, iterations=2, prefix=first.prefix, net_text=other)
     assert again.status == 0, again.log
     assert "is the newest of the snapshots" not in again.log

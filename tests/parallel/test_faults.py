@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 from fault_case import FaultCase, Trials, parameters
-from laboratory import NET, Laboratory
 from processes import processes_of
+from subprocess_training import NET, SubprocessTraining
 from training_faults import TRAINING_FAULTS, check_message
 
 
@@ -18,29 +18,29 @@ def test_a_fault_ends_all_in_time_and_names_the_culprit(trials: Trials, case: Fa
     trials[case].result()
 
 
-def test_sighup_writes_a_snapshot_and_training_goes_on(laboratory: Laboratory) -> None:
-    outcome = laboratory.train("--cpu-solvers", "2", iterations=30, FAULT="SIGHUP 0 12", DELAY="0.01")
+def test_sighup_writes_a_snapshot_and_training_goes_on(training: SubprocessTraining) -> None:
+    outcome = training.train("--cpu-solvers", "2", iterations=30, FAULT="SIGHUP 0 12", DELAY="0.01")
     assert outcome.status == 0, outcome.log
-    states = {path.name for path in laboratory.folder.glob(f"{outcome.prefix}_iter_*.solverstate")}
+    states = {path.name for path in training.folder.glob(f"{outcome.prefix}_iter_*.solverstate")}
     assert len(states) == 2 and f"{outcome.prefix}_iter_30.solverstate" in states
 
 
-def check_suspension(laboratory: Laboratory, _: int, ranks: int, solvers: int) -> float:
+def check_suspension(training: SubprocessTraining, _: int, ranks: int, solvers: int) -> float:
     """Suspended for longer than any wait may last, training goes on; the last device keeps the first one waiting."""
     options = ("--cpu-solvers", str(solvers), "--timeout", "3")
-    started = laboratory.start(
+    started = training.start(
         *options, ranks=ranks, batch=64 // max(ranks, 1), iterations=20, snapshot=5, DELAY="0,0.2", PATIENCE="0.2"
     )
-    laboratory.wait_for_snapshot(started, 5)
+    training.wait_for_snapshot(started, 5)
     time.sleep(0.3)  # the first device waits for the last one
     begin = time.monotonic()
-    processes = processes_of(laboratory.mark(started[1]))
+    processes = processes_of(training.mark(started[1]))
     for process in processes:
         process.suspend()
     time.sleep(4.0)
     for process in processes:
         process.resume()
-    outcome = laboratory.finish(started)
+    outcome = training.finish(started)
     assert outcome.status == 0 and not outcome.errors(), outcome.log
     assert outcome.snapshots()[-1] == 20
     return time.monotonic() - begin
@@ -57,8 +57,8 @@ def test_time_in_which_all_were_suspended_does_not_count(trials: Trials, case: F
     trials[case].result()
 
 
-def test_a_mistake_that_all_ranks_find_is_reported_once(laboratory: Laboratory) -> None:
-    outcome = laboratory.train("--snapshot", "nowhere.solverstate", ranks=2, batch=32)
+def test_a_mistake_that_all_ranks_find_is_reported_once(training: SubprocessTraining) -> None:
+    outcome = training.train("--snapshot", "nowhere.solverstate", ranks=2, batch=32)
     assert outcome.status == 2
     (message,) = outcome.errors()
     assert "nowhere.solverstate" in message and "ended unexpectedly" not in outcome.log
@@ -75,21 +75,25 @@ def test_a_mistake_that_all_ranks_find_is_reported_once(laboratory: Laboratory) 
     ],
     ids=["value", "unknown", "together", "one rank"],
 )
-def test_a_mistake_in_the_options_is_reported_once(laboratory: Laboratory, options: list[str], message: str) -> None:
-    outcome = laboratory.train(*options, devices=(), ranks=2, batch=32)
+def test_a_mistake_in_the_options_is_reported_once(
+    training: SubprocessTraining, options: list[str], message: str
+) -> None:
+    outcome = training.train(*options, devices=(), ranks=2, batch=32)
     check_message(outcome, message, 2)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("solvers", [1, 2])
-def test_a_loss_that_is_not_finite_names_rank_device_and_iteration_once(laboratory: Laboratory, solvers: int) -> None:
+def test_a_loss_that_is_not_finite_names_rank_device_and_iteration_once(
+    training: SubprocessTraining, solvers: int
+) -> None:
     net = NET.replace("scale: 0.00390625", "scale: 1e38")
-    outcome = laboratory.train("--cpu-solvers", str(solvers), ranks=2, batch=32, net_text=net)
+    outcome = training.train("--cpu-solvers", str(solvers), ranks=2, batch=32, net_text=net)
     check_message(outcome, r"^rank \d on \S+, device CPU( \d)?, iteration 0: the loss is (nan|inf)", 1)
 
 
-def test_ranks_with_different_devices_are_refused(laboratory: Laboratory) -> None:
-    outcome = laboratory.train("--cpu-solvers", "{rank+1}", ranks=2, batch=32)
+def test_ranks_with_different_devices_are_refused(training: SubprocessTraining) -> None:
+    outcome = training.train("--cpu-solvers", "{rank+1}", ranks=2, batch=32)
     assert outcome.status == 2
     (message,) = outcome.errors()
     assert re.search(
@@ -97,21 +101,21 @@ def test_ranks_with_different_devices_are_refused(laboratory: Laboratory) -> Non
     )
 
 
-def test_an_mpirun_of_another_mpi_is_noticed(laboratory: Laboratory) -> None:
+def test_an_mpirun_of_another_mpi_is_noticed(training: SubprocessTraining) -> None:
     """A launcher whose variables the MPI library does not know: it starts alone."""
     pytest.importorskip("mpi4py")
-    outcome = laboratory.train(iterations=2, PMI_RANK="0", PMI_SIZE="2")
+    outcome = training.train(iterations=2, PMI_RANK="0", PMI_SIZE="2")
     assert outcome.status == 2
     (message,) = outcome.errors()
     assert "mpiexec started 2 processes, but " in message and "different MPIs" in message
 
 
-def test_one_process_needs_no_mpi(laboratory: Laboratory) -> None:
-    outcome = laboratory.train(iterations=2, FORBID="mpi4py")
+def test_one_process_needs_no_mpi(training: SubprocessTraining) -> None:
+    outcome = training.train(iterations=2, FORBID="mpi4py")
     assert outcome.status == 0, outcome.log
 
 
-def test_several_ranks_without_mpi4py_are_told_what_to_install(laboratory: Laboratory) -> None:
-    outcome = laboratory.train(iterations=2, FORBID="mpi4py", PMI_RANK="0", PMI_SIZE="2")
+def test_several_ranks_without_mpi4py_are_told_what_to_install(training: SubprocessTraining) -> None:
+    outcome = training.train(iterations=2, FORBID="mpi4py", PMI_RANK="0", PMI_SIZE="2")
     assert outcome.status == 2
     assert "mpi4py is not installed and is needed to train on several ranks: pip install 'caffepy[mpi]'" in outcome.log

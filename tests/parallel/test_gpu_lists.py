@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from laboratory import RANKS, find_mpirun
 from processes import program_environment
+from subprocess_training import RANKS, find_mpirun
 
 SUPPORT = Path(__file__).parents[1] / "support"
 DEVICES = """

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from laboratory import NET, NORMALISED_NET, SHARED_NET, Laboratory, Outcome, assert_same_weights
+from subprocess_training import NET, NORMALISED_NET, SHARED_NET, Outcome, SubprocessTraining, assert_same_weights
 
 ITERATIONS = 50
 
 
 @pytest.fixture(scope="module")
-def alone(laboratory: Laboratory) -> Outcome:
+def alone(training: SubprocessTraining) -> Outcome:
     """One process, one thread, batch 64: what all others are compared with."""
-    outcome = laboratory.train(batch=64, iterations=ITERATIONS, snapshot=20)
+    outcome = training.train(batch=64, iterations=ITERATIONS, snapshot=20)
     assert outcome.status == 0, outcome.log
     return outcome
 
@@ -27,12 +27,12 @@ def test_the_small_net_learns(alone: Outcome) -> None:
 
 @pytest.mark.parametrize(("ranks", "threads"), [(0, 2), (2, 1), (2, 2), (0, 4)])
 def test_threads_and_ranks_train_as_one_device_does(
-    laboratory: Laboratory, alone: Outcome, ranks: int, threads: int
+    training: SubprocessTraining, alone: Outcome, ranks: int, threads: int
 ) -> None:
     if ranks:
         pytest.importorskip("mpi4py")
     options = ("--cpu-solvers", str(threads)) if threads > 1 else ()
-    outcome = laboratory.train(*options, ranks=ranks, batch=64 // max(ranks, 1), iterations=ITERATIONS)
+    outcome = training.train(*options, ranks=ranks, batch=64 // max(ranks, 1), iterations=ITERATIONS)
     assert outcome.status == 0, outcome.log
     assert_same_weights(outcome, alone, ITERATIONS)
     assert outcome.scores() == alone.scores()
@@ -44,8 +44,8 @@ def test_threads_and_ranks_train_as_one_device_does(
     )
 
 
-def test_ranks_without_mpi_train_as_one_device_does(laboratory: Laboratory, alone: Outcome) -> None:
-    outcome = laboratory.train(ranks=4, mpi=False, batch=16, iterations=ITERATIONS, FORBID="mpi4py")
+def test_ranks_without_mpi_train_as_one_device_does(training: SubprocessTraining, alone: Outcome) -> None:
+    outcome = training.train(ranks=4, mpi=False, batch=16, iterations=ITERATIONS, FORBID="mpi4py")
     assert outcome.status == 0, outcome.log
     assert_same_weights(outcome, alone, ITERATIONS)
     assert outcome.scores() == alone.scores()
@@ -63,10 +63,10 @@ def test_ranks_without_mpi_train_as_one_device_does(laboratory: Laboratory, alon
     ],
 )
 def test_gradients_are_exchanged_during_the_backward_pass_as_the_prototxts_say(
-    laboratory: Laboratory, alone: Outcome, threads: int, solver: str, net: str, parts: str | None
+    training: SubprocessTraining, alone: Outcome, threads: int, solver: str, net: str, parts: str | None
 ) -> None:
     """Ranks of one machine do so by themselves where each has one thread and they share memory."""
-    outcome = laboratory.train(
+    outcome = training.train(
         "--cpu-solvers", str(threads), ranks=2, batch=32, iterations=20, snapshot=20, net_text=net + NET,
         solver_text=solver,
     )  # fmt: skip
@@ -77,17 +77,21 @@ def test_gradients_are_exchanged_during_the_backward_pass_as_the_prototxts_say(
 
 
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
-def test_compressed_gradients_train_nearly_the_same(laboratory: Laboratory, alone: Outcome, compression: str) -> None:
-    outcome = laboratory.train("--compression", compression, ranks=2, batch=32, iterations=20, snapshot=20)
+def test_compressed_gradients_train_nearly_the_same(
+    training: SubprocessTraining, alone: Outcome, compression: str
+) -> None:
+    outcome = training.train("--compression", compression, ranks=2, batch=32, iterations=20, snapshot=20)
     assert outcome.status == 0, outcome.log
     assert_same_weights(outcome, alone, 20, 1e-2)
     compressed, whole = outcome.weights(20), alone.weights(20)
     assert any(np.abs(compressed[name] - whole[name]).max() > 1e-6 for name in whole), "nothing was rounded"
 
 
-def test_gradients_that_do_not_fit_into_float16_are_skipped_counted_and_end_training(laboratory: Laboratory) -> None:
+def test_gradients_that_do_not_fit_into_float16_are_skipped_counted_and_end_training(
+    training: SubprocessTraining,
+) -> None:
     net = NET.replace('top: "loss" }', 'top: "loss" loss_weight: 1e8 }')
-    outcome = laboratory.train(
+    outcome = training.train(
         "--compression", "fp16", "--max-skipped", "12", ranks=2, batch=32, iterations=20, net_text=net
     )
     assert outcome.status == 1, outcome.log
@@ -101,25 +105,25 @@ def test_gradients_that_do_not_fit_into_float16_are_skipped_counted_and_end_trai
     assert "begins in layer 'ip2' (InnerProduct); " in message and "--compression bf16" in message
 
 
-def test_shared_parameters_are_exchanged_when_their_last_layer_is_done(laboratory: Laboratory) -> None:
-    one = laboratory.train(iterations=20, net_text=SHARED_NET)
-    two = laboratory.train(ranks=2, batch=32, iterations=20, net_text=SHARED_NET, solver_text="layer_wise_reduce: true")
+def test_shared_parameters_are_exchanged_when_their_last_layer_is_done(training: SubprocessTraining) -> None:
+    one = training.train(iterations=20, net_text=SHARED_NET)
+    two = training.train(ranks=2, batch=32, iterations=20, net_text=SHARED_NET, solver_text="layer_wise_reduce: true")
     assert one.status == two.status == 0, two.log
     assert_same_weights(two, one, 20)
 
 
-def test_several_passes_are_exchanged_once(laboratory: Laboratory, alone: Outcome) -> None:
-    outcome = laboratory.train(ranks=2, batch=16, iterations=20, solver_text="iter_size: 2 layer_wise_reduce: true")
-    single = laboratory.train(batch=32, iterations=20, solver_text="iter_size: 2")
+def test_several_passes_are_exchanged_once(training: SubprocessTraining, alone: Outcome) -> None:
+    outcome = training.train(ranks=2, batch=16, iterations=20, solver_text="iter_size: 2 layer_wise_reduce: true")
+    single = training.train(batch=32, iterations=20, solver_text="iter_size: 2")
     assert outcome.status == single.status == 0, outcome.log
     assert_same_weights(outcome, single, 20)
 
 
-def test_synchronised_statistics_are_those_of_one_device(laboratory: Laboratory) -> None:
-    one = laboratory.train(iterations=30, net_text=NORMALISED_NET)
+def test_synchronised_statistics_are_those_of_one_device(training: SubprocessTraining) -> None:
+    one = training.train(iterations=30, net_text=NORMALISED_NET)
     assert one.status == 0, one.log
     results = [
-        laboratory.train("--cpu-solvers", "2", *extra, ranks=2, batch=32, iterations=30, net_text=NORMALISED_NET)
+        training.train("--cpu-solvers", "2", *extra, ranks=2, batch=32, iterations=30, net_text=NORMALISED_NET)
         for extra in (("--sync-bn",), ())
     ]
     assert results[0].status == 0, results[0].log
@@ -128,10 +132,10 @@ def test_synchronised_statistics_are_those_of_one_device(laboratory: Laboratory)
     assert any(np.abs(own[name] - theirs[name]).max() > 1e-3 for name in theirs), "per device should differ"
 
 
-def test_ignored_labels_are_counted_over_all_devices(laboratory: Laboratory) -> None:
+def test_ignored_labels_are_counted_over_all_devices(training: SubprocessTraining) -> None:
     net = NET.replace('top: "loss" }', 'top: "loss" loss_param { ignore_label: 3 } }')
     runs = [
-        laboratory.train(
+        training.train(
             "--cpu-solvers", str(threads), ranks=ranks, batch=64 // max(ranks, 1), iterations=20, net_text=net
         )
         for ranks, threads in ((0, 1), (0, 2), (2, 1))
@@ -143,17 +147,17 @@ def test_ignored_labels_are_counted_over_all_devices(laboratory: Laboratory) -> 
         np.testing.assert_allclose(np.array(losses, float), np.array(shown[0], float), rtol=1e-5)
 
 
-def test_an_mpi_that_the_main_thread_alone_may_call(laboratory: Laboratory, alone: Outcome) -> None:
-    outcome = laboratory.train(
+def test_an_mpi_that_the_main_thread_alone_may_call(training: SubprocessTraining, alone: Outcome) -> None:
+    outcome = training.train(
         "--cpu-solvers", "2", ranks=2, batch=32, iterations=20, snapshot=20, MPI4PY_RC_THREAD_LEVEL="funneled"
     )
     assert outcome.status == 0, outcome.log
     assert_same_weights(outcome, alone, 20)
 
 
-def test_a_run_is_resumed_by_another_number_of_devices(laboratory: Laboratory, alone: Outcome) -> None:
+def test_a_run_is_resumed_by_another_number_of_devices(training: SubprocessTraining, alone: Outcome) -> None:
     for options, ranks in ((("--cpu-solvers", "2"), 0), ((), 2)):
-        outcome = laboratory.train(
+        outcome = training.train(
             *options, "--snapshot", f"{alone.prefix}_iter_20.solverstate",
             ranks=ranks, batch=64 // max(ranks, 1), iterations=40,
         )  # fmt: skip
@@ -161,25 +165,25 @@ def test_a_run_is_resumed_by_another_number_of_devices(laboratory: Laboratory, a
         assert_same_weights(outcome, alone, 40)
 
 
-def test_resuming_with_the_same_devices_gives_the_same_bytes(laboratory: Laboratory) -> None:
-    whole = laboratory.train("--cpu-solvers", "2", iterations=40, snapshot=20)
-    part = laboratory.train("--cpu-solvers", "2", "--snapshot", f"{whole.prefix}_iter_20.solverstate", iterations=40)
+def test_resuming_with_the_same_devices_gives_the_same_bytes(training: SubprocessTraining) -> None:
+    whole = training.train("--cpu-solvers", "2", iterations=40, snapshot=20)
+    part = training.train("--cpu-solvers", "2", "--snapshot", f"{whole.prefix}_iter_20.solverstate", iterations=40)
     assert whole.status == part.status == 0, part.log
     for name, values in whole.weights(40).items():
         assert part.weights(40)[name].tobytes() == values.tobytes(), name
 
 
-def test_weights_that_the_root_alone_reads_reach_all(laboratory: Laboratory, alone: Outcome) -> None:
+def test_weights_that_the_root_alone_reads_reach_all(training: SubprocessTraining, alone: Outcome) -> None:
     started = [
-        laboratory.train(*options, "--weights", f"{alone.prefix}_iter_50.caffemodel", iterations=10)
+        training.train(*options, "--weights", f"{alone.prefix}_iter_50.caffemodel", iterations=10)
         for options in ((), ("--cpu-solvers", "2"))
     ]
     assert_same_weights(started[1], started[0], 10)
     assert float(started[1].scores()[0].split("= ")[1]) > 0.9
 
 
-def test_an_uneven_batch_is_rounded_up_with_a_warning(laboratory: Laboratory) -> None:
-    outcome = laboratory.train("--cpu-solvers", "2", batch=31, iterations=2)
+def test_an_uneven_batch_is_rounded_up_with_a_warning(training: SubprocessTraining) -> None:
+    outcome = training.train("--cpu-solvers", "2", batch=31, iterations=2)
     assert outcome.status == 0, outcome.log
     assert outcome.logged("not divisible") == [
         "layer 'data': batch_size 31 is not divisible by 2 devices: each takes 16, 32 together"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from laboratory import Laboratory, Outcome
 from named_nets import BATCH, NamedNet, write_data
+from subprocess_training import Outcome, SubprocessTraining
 
 from caffepy.proto.caffe_pb2 import NetParameter
 
@@ -21,14 +21,16 @@ def parameters(outcome: Outcome) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(("seed", "ranks", "threads"), [(1, 3, 1), (2, 2, 2), (7, 2, 1)])
-def test_ranks_train_as_one_device(laboratory: Laboratory, seed: int, ranks: int, threads: int, tmp_path: Path) -> None:
+def test_ranks_train_as_one_device(
+    training: SubprocessTraining, seed: int, ranks: int, threads: int, tmp_path: Path
+) -> None:
     pytest.importorskip("mpi4py")
     net = NamedNet(seed, write_data(tmp_path))
     outcomes = []
     for count, each in ((0, 1), (ranks, threads)):
         share = BATCH // max(count, 1)
         outcomes.append(
-            laboratory.train(
+            training.train(
                 "--cpu-solvers", str(each), "--sync-bn", ranks=count, iterations=ITERATIONS,
                 net_text=net.prototxt(share, share // each), solver_text="layer_wise_reduce: true",
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from laboratory import NET, Laboratory
+from subprocess_training import NET, SubprocessTraining
 
 LOSS = '''
 import numpy as np
@@ -34,12 +34,12 @@ PYTHON_NET = NET.replace(
 )
 
 
-def test_two_ranks_train_with_a_python_loss_as_one_does(laboratory: Laboratory) -> None:
+def test_two_ranks_train_with_a_python_loss_as_one_does(training: SubprocessTraining) -> None:
     """The module lies beside the prototxt."""
     pytest.importorskip("mpi4py")
-    (laboratory.folder / "one_hot_distance.py").write_text(LOSS)
+    (training.folder / "one_hot_distance.py").write_text(LOSS)
     outcomes = [
-        laboratory.train(ranks=ranks, batch=64 // max(ranks, 1), iterations=25, net_text=PYTHON_NET, snapshot=25)
+        training.train(ranks=ranks, batch=64 // max(ranks, 1), iterations=25, net_text=PYTHON_NET, snapshot=25)
         for ranks in (0, 2)
     ]
     for outcome in outcomes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from laboratory import NORMALISED_NET, Laboratory, scores_of_snapshot
+from subprocess_training import NORMALISED_NET, SubprocessTraining, scores_of_snapshot
 
 ITERATIONS = 25
 """When the only test falls due, so that it begins with the first sample as `caffepy test` does."""
@@ -11,10 +11,10 @@ TESTED_ONCE = "test_initialization: false"
 
 
 @pytest.mark.parametrize(("ranks", "threads"), [(0, 1), (0, 4), (2, 1)])
-def test_a_printed_score_is_that_of_the_snapshot(laboratory: Laboratory, ranks: int, threads: int) -> None:
+def test_a_printed_score_is_that_of_the_snapshot(training: SubprocessTraining, ranks: int, threads: int) -> None:
     if ranks:
         pytest.importorskip("mpi4py")
-    outcome = laboratory.train(
+    outcome = training.train(
         "--cpu-solvers", str(threads), ranks=ranks, batch=64 // max(ranks, 1), iterations=ITERATIONS,
         net_text=NORMALISED_NET, solver_text=TESTED_ONCE,
     )  # fmt: skip
@@ -24,11 +24,11 @@ def test_a_printed_score_is_that_of_the_snapshot(laboratory: Laboratory, ranks: 
     assert scores_of_snapshot(outcome, ITERATIONS) == printed
 
 
-def test_statistics_that_were_averaged_are_resumed_to_the_same_bytes(laboratory: Laboratory) -> None:
+def test_statistics_that_were_averaged_are_resumed_to_the_same_bytes(training: SubprocessTraining) -> None:
     options = ("--cpu-solvers", "3")
-    whole = laboratory.train(*options, iterations=50, batch=24, snapshot=25, net_text=NORMALISED_NET)
+    whole = training.train(*options, iterations=50, batch=24, snapshot=25, net_text=NORMALISED_NET)
     state = f"{whole.prefix}_iter_25.solverstate"
-    part = laboratory.train(*options, "--snapshot", state, iterations=50, batch=24, net_text=NORMALISED_NET)
+    part = training.train(*options, "--snapshot", state, iterations=50, batch=24, net_text=NORMALISED_NET)
     assert whole.status == part.status == 0, part.log
     for name, values in whole.weights(50).items():
         assert part.weights(50)[name].tobytes() == values.tobytes(), name

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from laboratory import Laboratory
+from subprocess_training import SubprocessTraining
 
 REPORT = (
     r"(Node \{\d\} )?([Rr]oot |     )Solver performance on device (CPU( \d)?): [\d.]+ \* \d+ = [\d.]+ img/sec "
@@ -15,19 +15,19 @@ REPORT = (
 )
 
 
-def traced(laboratory: Laboratory, *options: str, **settings: Any) -> tuple[list[dict[str, Any]], list[str]]:
+def traced(training: SubprocessTraining, *options: str, **settings: Any) -> tuple[list[dict[str, Any]], list[str]]:
     """A run's trace events and its log's messages."""
-    outcome = laboratory.train("--trace", "trace.json", *options, iterations=24, **settings)
+    outcome = training.train("--trace", "trace.json", *options, iterations=24, **settings)
     assert outcome.status == 0, outcome.log
-    content = json.loads((laboratory.folder / "trace.json").read_text())
+    content = json.loads((training.folder / "trace.json").read_text())
     return content["traceEvents"], outcome.logged("] ")
 
 
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.mpi)], ids=["threads", "ranks"])
-def test_a_trace_holds_every_device(laboratory: Laboratory, ranks: int) -> None:
+def test_a_trace_holds_every_device(training: SubprocessTraining, ranks: int) -> None:
     devices = ("--cpu", "--threads=1") if ranks else ("--cpu", "--cpu-solvers=2", "--threads=1")
     window, overlap = "--trace-iterations=20:22", "layer_wise_reduce: true"
-    events, log = traced(laboratory, window, devices=devices, ranks=ranks, solver_text=overlap)
+    events, log = traced(training, window, devices=devices, ranks=ranks, solver_text=overlap)
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     wanted = [r"rank 0 on .*: CPU", r"rank 1 on .*: CPU"] if ranks else [r"rank 0 on .*: CPU 0", r"rank 0 on .*: CPU 1"]
     assert all(re.fullmatch(pattern, name) for pattern, name in zip(wanted, names, strict=True)), names
@@ -52,19 +52,19 @@ def test_a_trace_holds_every_device(laboratory: Laboratory, ranks: int) -> None:
     assert re.fullmatch(r"Overall performance: [\d.]+ img/sec, scaling 0\.\d+", overall), overall
 
 
-def test_a_window_that_was_not_trained_leaves_an_empty_trace(laboratory: Laboratory) -> None:
-    events, log = traced(laboratory, "--trace-iterations=500:600")
+def test_a_window_that_was_not_trained_leaves_an_empty_trace(training: SubprocessTraining) -> None:
+    events, log = traced(training, "--trace-iterations=500:600")
     assert [event for event in events if event["ph"] == "X"] == []
     assert "trace.json is empty: no iteration of --trace-iterations was trained" in log
 
 
-def test_the_folder_of_the_trace_must_be_there(laboratory: Laboratory) -> None:
-    outcome = laboratory.train("--trace=absent/trace.json")
+def test_the_folder_of_the_trace_must_be_there(training: SubprocessTraining) -> None:
+    outcome = training.train("--trace=absent/trace.json")
     assert outcome.status == 2
     assert outcome.errors() == ["--trace absent/trace.json: there is no folder absent; make it first"]
 
 
-def test_scaling_is_against_the_rate_that_was_given(laboratory: Laboratory) -> None:
-    outcome = laboratory.train("--single-rate=1e9", iterations=5)
+def test_scaling_is_against_the_rate_that_was_given(training: SubprocessTraining) -> None:
+    outcome = training.train("--single-rate=1e9", iterations=5)
     (line,) = outcome.logged("Solver performance")
     assert re.search(r"sec\), scaling 0\.000$", line), line

@@ -9,21 +9,23 @@ import time
 import psutil
 import pytest
 from fault_case import FaultCase, Trials, parameters
-from laboratory import LIMIT, LONG, Laboratory, Outcome
 from processes import ranks_of
 from strangers import connect, control_port, introduction, send_garbage, send_slowly, silent_connections
+from subprocess_training import LIMIT, LONG, Outcome, SubprocessTraining
 
 TIMEOUT = 3.0
 pytestmark = pytest.mark.mpi
 
 
-def start(laboratory: Laboratory, *options: str, iterations: int) -> tuple[object, psutil.Process, psutil.Process]:
+def start(
+    training: SubprocessTraining, *options: str, iterations: int
+) -> tuple[object, psutil.Process, psutil.Process]:
     """Two ranks with few descriptors that train already."""
-    started = laboratory.start(
+    started = training.start(
         *options, ranks=2, batch=32, iterations=iterations, snapshot=5, DELAY="0.02", DESCRIPTORS="256"
     )
-    laboratory.wait_for_snapshot(started, 5)
-    ranks = ranks_of(laboratory.mark(started[1]))
+    training.wait_for_snapshot(started, 5)
+    ranks = ranks_of(training.mark(started[1]))
     return started, ranks[0], ranks[1]
 
 
@@ -45,9 +47,9 @@ def descriptors(process: psutil.Process, stop: threading.Event, seen: list[int])
         seen.append(process.num_fds())
 
 
-def check_training(laboratory: Laboratory, _: int) -> float:
+def check_training(training: SubprocessTraining, _: int) -> float:
     """Training that strangers attack ends as without them."""
-    started, root, _ = start(laboratory, iterations=250)
+    started, root, _ = start(training, iterations=250)
     port = control_port(root)
     stop, seen = threading.Event(), [0]
     watching = threading.Thread(target=descriptors, args=(root, stop, seen))
@@ -59,20 +61,20 @@ def check_training(laboratory: Laboratory, _: int) -> float:
     finally:
         stop.set()
         watching.join()
-    outcome: Outcome = laboratory.finish(started)  # type: ignore[arg-type]
+    outcome: Outcome = training.finish(started)  # type: ignore[arg-type]
     assert outcome.status == 0 and not outcome.errors(), outcome.log
     assert outcome.snapshots()[-1] == 250 and "Optimization Done." in outcome.log, outcome.log
     assert max(seen) <= before + 48, f"{before} descriptors, {max(seen)} under attack"
     return time.monotonic() - begin
 
 
-def check_stopped_rank(laboratory: Laboratory, _: int) -> float:
+def check_stopped_rank(training: SubprocessTraining, _: int) -> float:
     """A rank that is stopped after an attack is named."""
-    started, root, other = start(laboratory, "--timeout", f"{TIMEOUT:g}", iterations=LONG)
+    started, root, other = start(training, "--timeout", f"{TIMEOUT:g}", iterations=LONG)
     attack(control_port(root))
     fault = time.time()
     other.suspend()
-    outcome: Outcome = laboratory.finish(started, fault=fault)  # type: ignore[arg-type]
+    outcome: Outcome = training.finish(started, fault=fault)  # type: ignore[arg-type]
     assert outcome.status != 0, outcome.log
     (message,) = outcome.errors()
     assert re.search(r"^rank 0 on .* has waited \d+ s in .* for rank 1 on", message), outcome.log

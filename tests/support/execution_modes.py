@@ -1,4 +1,4 @@
-"""Runs a random net of `wide_nets` in the ways that there are, and compares what they give.
+"""Runs a random net of `wide_nets` in each execution mode, and compares what they give.
 
 As a program it tries many nets on the CPU; from the repository's root:
 
@@ -21,7 +21,7 @@ from random import Random
 
 import numpy as np
 from caffe_programs import compare_programs
-from fake_graph_backend import Replaying
+from fake_graph_backend import FakeGraphBackend
 from net_agreement import Differences, differences, give_parameters
 from training import solver_param
 from wide_nets import Values, WideNet
@@ -38,7 +38,7 @@ from caffepy.solvers import Solver, create_solver
 TRAINED = 5e-4
 """`TOLERANCE` after some iterations of training."""
 ATTEMPTS = 3
-"""Inputs with which two ways have to differ: a rounding beside a kink or a tie makes a difference with one only."""
+"""Inputs with which two modes have to differ: a rounding beside a kink or a tie makes a difference with one only."""
 
 
 # -- TEST nets ---------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def compare_inference(wide: WideNet, attempt: int = 0, backend: Backend | None =
     Args:
         wide: the net.
         attempt: chooses the inputs.
-        backend: where all run; None: the CPU, the fast ways with several threads.
+        backend: where all run; None: the CPU, the fast modes with several threads.
     """
     choose = Random(wide.seed)
     plain = Net(wide.param(), LayerContext(backend or create_backend(None, 1), phase=caffe_pb2.TEST, seed=1))
@@ -225,29 +225,29 @@ def trained_differences(got: Values, wanted: Values) -> Differences:
 # -- all of them -------------------------------------------------------------------------------------------
 
 
-def compare_replayed(wide: WideNet, attempt: int = 0) -> Differences:
+def compare_captured(wide: WideNet, attempt: int = 0) -> Differences:
     """Tests and training as on a device that captures: with shared memory, and on one backend."""
-    backend = Replaying()
+    backend = FakeGraphBackend()
     found = compare_inference(wide, attempt, backend)
     if "Dropout" in wide.text:
         return found  # this backend counts the passes of a captured iteration as one
     return found | compare_training(wide, attempt, backend)
 
 
-WAYS: dict[str, Callable[..., Differences]] = {
+MODES: dict[str, Callable[..., Differences]] = {
     "inference": compare_inference,
     "programs": compare_programs,
     "training": compare_training,
     "onnxruntime": compare_runtime,
-    "replayed": compare_replayed,
+    "captured": compare_captured,
 }
 
 
-def persistent(way: Callable[..., Differences], wide: WideNet) -> Differences:
+def persistent(mode: Callable[..., Differences], wide: WideNet) -> Differences:
     """What differs with each of several inputs; the first inputs' differences."""
     first: Differences = {}
     for attempt in range(ATTEMPTS):
-        found = way(wide, attempt)
+        found = mode(wide, attempt)
         first = first or found
         if not found:
             return {}
@@ -260,7 +260,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100, help="how many nets (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="the first net's seed (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=9, help="most layers of a net (default: %(default)s)")
-    parser.add_argument("--ways", default=",".join(WAYS), help="which ways (default: %(default)s)")
+    parser.add_argument("--modes", default=",".join(MODES), help="which modes (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after so long")
     parser.add_argument("--show", action="store_true", help="print the nets that differ")
     options = parser.parse_args()
@@ -270,7 +270,7 @@ def main() -> int:
         if time.monotonic() - begin > options.seconds:
             break
         tried += 1
-        for name in options.ways.split(","):
+        for name in options.modes.split(","):
             if said := _tried(name, WideNet(seed, options.layers)):
                 differing[name] += 1
                 print(f"net {seed}, {name}: {said}", flush=True)
@@ -282,7 +282,7 @@ def main() -> int:
 
 def _tried(name: str, wide: WideNet) -> str:
     try:
-        found = persistent(WAYS[name], wide)
+        found = persistent(MODES[name], wide)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ", ".join(f"{what} by {e:.3g}" for what, e in list(found.items())[:4])

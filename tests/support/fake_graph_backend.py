@@ -27,7 +27,7 @@ layer { name: "loss" type: "SoftmaxWithLoss" bottom: "last" bottom: "label" top:
 """A net with dropout whose data are the same numbers in every pass."""
 
 
-class Replaying(CpuBackend):
+class FakeGraphBackend(CpuBackend):
     """A CPU backend that captures: work runs when its graph is launched."""
 
     asynchronous = True
@@ -82,7 +82,7 @@ class OwnStream(CpuBackend):
         return array
 
 
-class Leaving(Replaying):
+class Leaving(FakeGraphBackend):
     """One whose arrays are those that CuPy makes: each a view of flat memory of its own; it packs no weights."""
 
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Any:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 import pytest
-from laboratory import Laboratory
+from subprocess_training import SubprocessTraining
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class FaultCase:
 
     kind: str
     where: str
-    check: Callable[[Laboratory, int], float]
+    check: Callable[[SubprocessTraining, int], float]
     mpi: bool = False
     further: bool = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from fake_graph_backend import Replaying
+from fake_graph_backend import FakeGraphBackend
 from google.protobuf import text_format
 
 from caffepy.backend import Backend
@@ -30,7 +30,7 @@ HOST = NET + 'layer { name: "noise" type: "DummyData" top: "noise" dummy_data_pa
 
 def build(phase: int = caffe_pb2.TEST, text: str = NET, fuse: bool = True, backend: Backend | None = None) -> Net:
     param = text_format.Parse(text, caffe_pb2.NetParameter())
-    net = Net(param, LayerContext(backend or Replaying(), phase=phase, seed=3), fuse=fuse)
+    net = Net(param, LayerContext(backend or FakeGraphBackend(), phase=phase, seed=3), fuse=fuse)
     give(net, 1)
     return net
 

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 from fault_case import FaultCase
-from laboratory import LIMIT, Laboratory
 from processes import (
     MARK,
     PATIENCE,
@@ -22,6 +21,7 @@ from processes import (
     time_of_fault,
     wait_for_end,
 )
+from subprocess_training import LIMIT, SubprocessTraining
 
 PROGRAM = REPOSITORY / "tests" / "parallel" / "distributed_program.py"
 RANKS = 3
@@ -108,15 +108,15 @@ def check_blame(ended: Ended, action: str, victim: int, ranks: int) -> float:
     return ended.seconds_after_fault
 
 
-def falls_out_by_hand(action: str, victim: int, laboratory: Laboratory, number: int) -> float:
-    folder = laboratory.new_folder()
+def falls_out_by_hand(action: str, victim: int, training: SubprocessTraining, number: int) -> float:
+    folder = training.new_folder()
     ended = by_hand(folder, action, str(victim), INIT=f"file://{folder}/meet", TIMEOUT=f"{_TIMEOUT:g}")
     assert all(status == 1 for rank, status in enumerate(ended.statuses) if rank != victim), ended.log
     return check_blame(ended, action, victim, RANKS)
 
 
-def falls_out_of_mpirun(action: str, victim: int, laboratory: Laboratory, number: int) -> float:
-    ended = with_mpirun(laboratory.new_folder(), action, str(victim), TIMEOUT=f"{_TIMEOUT + 1:g}")
+def falls_out_of_mpirun(action: str, victim: int, training: SubprocessTraining, number: int) -> float:
+    ended = with_mpirun(training.new_folder(), action, str(victim), TIMEOUT=f"{_TIMEOUT + 1:g}")
     assert ended.statuses[0] != 0, ended.log
     return check_blame(ended, action, victim, 2)
 

@@ -236,7 +236,7 @@ class NamedNet(RandomNet):
         return f'name: "{name}" {own} {"share_mode: PERMISSIVE" if permissive else ""}'
 
 
-# -- ways to train -----------------------------------------------------------------------------------------
+# -- modes of training -----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -326,7 +326,7 @@ def train_in_ranks(net: NamedNet, folder: Path, count: int, tcp: bool) -> Outcom
     return outcomes[0]
 
 
-WAYS: Mapping[str, Callable[[NamedNet, Path], Outcome]] = {
+MODES: Mapping[str, Callable[[NamedNet, Path], Outcome]] = {
     "2 threads": lambda net, folder: train_in_threads(net, folder, 2),
     "3 threads": lambda net, folder: train_in_threads(net, folder, 3),
     "2 ranks": lambda net, folder: train_in_ranks(net, folder, 2, tcp=False),
@@ -353,7 +353,7 @@ def worst(found: Arrays, wanted: Arrays, before: Arrays) -> float:
 
 
 def compare_devices(net: NamedNet, folder: Path) -> dict[str, float]:
-    """How far each way is from one device, where it is farther than `TOLERANCE`.
+    """How far each mode is from one device, where it is farther than `TOLERANCE`.
 
     Raises:
         NonFiniteError: the training diverges.
@@ -364,13 +364,13 @@ def compare_devices(net: NamedNet, folder: Path) -> dict[str, float]:
         solver.close()
     wanted = train_alone(net, folder)
     found = {}
-    for way, train in WAYS.items():
+    for mode, train in MODES.items():
         outcome = train(net, folder)
-        found[way] = worst(outcome.parameters, wanted.parameters, before)
+        found[mode] = worst(outcome.parameters, wanted.parameters, before)
         pairs = zip(outcome.scores, wanted.scores, strict=True)
         gaps = [largest(a, b) / max(float(np.nan_to_num(np.abs(b)).max()), 1) for a, b in pairs]
-        found[f"{way}, scores"] = max(gaps)
-    return {way: error for way, error in found.items() if not error <= TOLERANCE}
+        found[f"{mode}, scores"] = max(gaps)
+    return {mode: error for mode, error in found.items() if not error <= TOLERANCE}
 
 
 # -- one device --------------------------------------------------------------------------------------------
@@ -482,7 +482,7 @@ def _gap(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> f
 
 
 def main() -> int:
-    """Try nets from --first on; the exit status is 1 if one of them is not the same in all ways."""
+    """Try nets from --first on; the exit status is 1 if one of them is not the same in all modes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200, help="how many nets")
     parser.add_argument("--first", type=int, default=0, help="the first one's seed")

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MARK = "LABORATORY_RUN"
+MARK = "SUBPROCESS_TRAINING"
 """The environment's variable by which a run's processes are known, whatever became of those that started them."""
 
 PATIENCE = 400.0

@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-from laboratory import program_environment
+from subprocess_training import program_environment
 
 from caffepy.parallel.communicators.collectives import Collective, Op, Operator
 from caffepy.parallel.communicators.compression import round_to_bfloat16, widen_bfloat16

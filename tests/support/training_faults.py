@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from fault_case import FaultCase
-from laboratory import LIMIT, LONG, NET, Laboratory, Outcome
 from processes import ranks_of
+from subprocess_training import LIMIT, LONG, NET, Outcome, SubprocessTraining
 
 from caffepy.parallel.launch.supervisor import END_SECONDS
 
@@ -78,7 +78,7 @@ class Place:
         """A pattern for what messages call the device where others wait for it."""
         return rf"rank {self.rank} on \S+, process \d+, device {self.label}"
 
-    def start(self, laboratory: Laboratory, *options: str, **settings: Any) -> Started:
+    def start(self, training: SubprocessTraining, *options: str, **settings: Any) -> Started:
         """Start a run that saves often."""
         if self.solvers > 1:
             options += ("--cpu-solvers", str(self.solvers))
@@ -90,14 +90,14 @@ class Place:
             "snapshot": _EVERY,
             "solver_text": "test_initialization: false",
         }
-        return laboratory.start(*options, **{**usual, **settings})
+        return training.start(*options, **{**usual, **settings})
 
     def strike(
-        self, laboratory: Laboratory, kind: str, number: int, *options: str, later: float = 0.0, **settings: Any
+        self, training: SubprocessTraining, kind: str, number: int, *options: str, later: float = 0.0, **settings: Any
     ) -> Outcome:
         """A run over which a fault of `program.py` comes, in every round in another iteration."""
         fault = f"{kind} {self.device} {_FIRST + number} {later:.4f}"
-        return laboratory.finish(self.start(laboratory, *options, FAULT=fault, **settings))
+        return training.finish(self.start(training, *options, FAULT=fault, **settings))
 
 
 def check_end(outcome: Outcome, limit: float = LIMIT, saved: bool = True) -> float:
@@ -121,107 +121,107 @@ def check_message(outcome: Outcome, pattern: str, status: int | None = 1) -> Non
     assert "Traceback" not in outcome.log, outcome.log
 
 
-def raises(place: Place, laboratory: Laboratory, number: int) -> float:
-    outcome = place.strike(laboratory, "raise", number)
+def raises(place: Place, training: SubprocessTraining, number: int) -> float:
+    outcome = place.strike(training, "raise", number)
     check_message(outcome, rf"^{place.error}layer 'fault' \(Fault\): ValueError: injected; {MISTAKE}", 70)
     return check_end(outcome)
 
 
-def raises_at_start(place: Place, laboratory: Laboratory, number: int) -> float:
-    outcome = laboratory.finish(place.start(laboratory, FAULT=f"raise {place.device} start"))
+def raises_at_start(place: Place, training: SubprocessTraining, number: int) -> float:
+    outcome = training.finish(place.start(training, FAULT=f"raise {place.device} start"))
     rank = rf"rank {place.rank} on \S+: " if place.ranks else ""
     check_message(outcome, rf"^{rank}layer 'fault' \(Fault\): ValueError: injected; {MISTAKE}", 70)
     return check_end(outcome, saved=False)
 
 
-def killed(place: Place, laboratory: Laboratory, number: int) -> float:
+def killed(place: Place, training: SubprocessTraining, number: int) -> float:
     """Later rounds strike wherever the device is then: in an exchange, a test or a snapshot."""
-    outcome = place.strike(laboratory, "kill", number, later=0.004 * (number % 16))
+    outcome = place.strike(training, "kill", number, later=0.004 * (number % 16))
     check_message(outcome, rf"^rank {place.rank} on \S+( \(process \d+\))? at iteration \d+ ended unexpectedly", None)
     return check_end(outcome)
 
 
-def killed_while_saving(place: Place, laboratory: Laboratory, number: int) -> float:
+def killed_while_saving(place: Place, training: SubprocessTraining, number: int) -> float:
     """With a snapshot after each iteration it is most likely one of them that is broken off."""
-    outcome = place.strike(laboratory, "kill", 0, later=0.003 * number, snapshot=1)
+    outcome = place.strike(training, "kill", 0, later=0.003 * number, snapshot=1)
     check_message(outcome, rf"^rank {place.rank} on \S+( \(process \d+\))? at iteration \d+ ended unexpectedly", None)
     return check_end(outcome)
 
 
-def killed_at_start(place: Place, laboratory: Laboratory, number: int) -> float:
-    outcome = laboratory.finish(place.start(laboratory, FAULT=f"kill {place.device} start"))
+def killed_at_start(place: Place, training: SubprocessTraining, number: int) -> float:
+    outcome = training.finish(place.start(training, FAULT=f"kill {place.device} start"))
     check_message(outcome, rf"^rank {place.rank} on \S+( \(process \d+\))? at iteration 0 ended unexpectedly", None)
     return check_end(outcome, saved=False)
 
 
-def sleeps(place: Place, laboratory: Laboratory, number: int) -> float:
-    outcome = place.strike(laboratory, "sleep", number, "--timeout", f"{_TIMEOUT:g}")
+def sleeps(place: Place, training: SubprocessTraining, number: int) -> float:
+    outcome = place.strike(training, "sleep", number, "--timeout", f"{_TIMEOUT:g}")
     exchange = r"(the beginning of )?(part \d of \d of )?the gradients' all-reduce"
     where = rf"({exchange}|the sum of scores) of iteration {_FIRST + number}"
     check_message(outcome, rf"device CPU( \d)? has waited \d+ s in {where} for {place.state}, which is in iteration")
     return check_end(outcome, _TIMEOUT + LIMIT)
 
 
-def stopped(place: Place, laboratory: Laboratory, number: int) -> float:
+def stopped(place: Place, training: SubprocessTraining, number: int) -> float:
     """SIGSTOP also stops the rank's own watchdog, and that of rank 0 watches over all."""
-    started = place.start(laboratory, "--timeout", f"{_TIMEOUT:g}")
-    wait_for_fault(laboratory, started, number)
+    started = place.start(training, "--timeout", f"{_TIMEOUT:g}")
+    wait_for_fault(training, started, number)
     fault = time.time()
-    ranks_of(laboratory.mark(started[1]))[place.rank].suspend()
-    outcome = laboratory.finish(started, fault=fault)
+    ranks_of(training.mark(started[1]))[place.rank].suspend()
+    outcome = training.finish(started, fault=fault)
     check_message(outcome, rf"has waited \d+ s in .* for rank {place.rank} on", None)
     return check_end(outcome, _TIMEOUT + LIMIT)
 
 
-def stopped_and_signalled(place: Place, laboratory: Laboratory, number: int, **settings: Any) -> float:
+def stopped_and_signalled(place: Place, training: SubprocessTraining, number: int, **settings: Any) -> float:
     """SIGTERM to another rank, or to `caffepy launch`: the stop does not wait for a suspended rank."""
-    started = place.start(laboratory, STOP_SECONDS=f"{_TIMEOUT:g}", **settings)
-    wait_for_fault(laboratory, started, number)
+    started = place.start(training, STOP_SECONDS=f"{_TIMEOUT:g}", **settings)
+    wait_for_fault(training, started, number)
     fault = time.time()
-    ranks = ranks_of(laboratory.mark(started[1]))
+    ranks = ranks_of(training.mark(started[1]))
     ranks[place.rank].suspend()
     time.sleep(0.5)  # the others wait for it
     os.kill(started[0].pid if settings else ranks[1 - place.rank].pid, signal.SIGTERM)
-    outcome = laboratory.finish(started, fault=fault)
+    outcome = training.finish(started, fault=fault)
     check_message(outcome, rf"^a stop was requested, and rank {place.rank} on .* has sent nothing for \d+ s", None)
     # its connection to rank 0 may have to end, and the launcher's patience with those that do not end
     return check_end(outcome, _TIMEOUT + 10.0 + END_SECONDS + LIMIT)
 
 
-def stalls(place: Place, laboratory: Laboratory, number: int) -> float:
+def stalls(place: Place, training: SubprocessTraining, number: int) -> float:
     net = NET.replace("batch_size: %(batch)d", "batch_size: %(batch)d prefetch: 1")
-    outcome = place.strike(laboratory, "stall", number, "--timeout", f"{_TIMEOUT:g}", net_text=net)
+    outcome = place.strike(training, "stall", number, "--timeout", f"{_TIMEOUT:g}", net_text=net)
     check_message(outcome, rf"{place.state},? .* record \d+ of LMDB 'train_lmdb'")
     return check_end(outcome, _TIMEOUT + LIMIT)
 
 
-def reads_cut_record(place: Place, laboratory: Laboratory, number: int) -> float:
+def reads_cut_record(place: Place, training: SubprocessTraining, number: int) -> float:
     """Record 64 t + 32 d lies in the part of device d of two in iteration t."""
     iteration = _FIRST - 1 + number % 2
     record = 64 * iteration + 32 * place.device + number % 32
-    data = laboratory.cut_data(record)
+    data = training.cut_data(record)
     fault = f"mark {place.device} {iteration - 1}"
-    outcome = laboratory.finish(place.start(laboratory, net_text=NET.replace("train_lmdb", data), FAULT=fault))
+    outcome = training.finish(place.start(training, net_text=NET.replace("train_lmdb", data), FAULT=fault))
     check_message(outcome, rf"^{place.error}.*LMDB '{data}'.*record {record} \(key '{record:08}'\)", 2)
     return check_end(outcome)
 
 
-def loses_its_data(place: Place, laboratory: Laboratory, number: int) -> float:
+def loses_its_data(place: Place, training: SubprocessTraining, number: int) -> float:
     """The file is cut off while it is read."""
-    folder = laboratory.new_folder() / "lmdb"
-    shutil.copytree(laboratory.folder / "train_lmdb", folder)
-    started = place.start(laboratory, net_text=NET.replace("train_lmdb", str(folder)), DELAY="0.002")
-    wait_for_fault(laboratory, started, number)
+    folder = training.new_folder() / "lmdb"
+    shutil.copytree(training.folder / "train_lmdb", folder)
+    started = place.start(training, net_text=NET.replace("train_lmdb", str(folder)), DELAY="0.002")
+    wait_for_fault(training, started, number)
     fault = time.time()
     os.truncate(folder / "data.mdb", (folder / "data.mdb").stat().st_size // 2)
-    outcome = laboratory.finish(started, fault=fault)
+    outcome = training.finish(started, fault=fault)
     check_message(outcome, rf"LMDB '{folder}' was cut off while it was read", 2)
     return check_end(outcome)
 
 
-def interrupted(name: str, place: Place, laboratory: Laboratory, number: int) -> float:
+def interrupted(name: str, place: Place, training: SubprocessTraining, number: int) -> float:
     """A signal to a rank stops all of them, with a snapshot."""
-    outcome = place.strike(laboratory, name, number, later=0.004 * number)
+    outcome = place.strike(training, name, number, later=0.004 * number)
     assert outcome.status == 0 and not outcome.errors(), f"status {outcome.status}:\n{outcome.log}"
     assert "Optimization stopped early." in outcome.log, outcome.log
     last = outcome.snapshots()[-1]
@@ -229,17 +229,17 @@ def interrupted(name: str, place: Place, laboratory: Laboratory, number: int) ->
     return check_end(outcome)
 
 
-def interrupted_twice(place: Place, laboratory: Laboratory, number: int) -> float:
+def interrupted_twice(place: Place, training: SubprocessTraining, number: int) -> float:
     """Whoever presses Ctrl-C again does not want to wait for a rank that sleeps."""
     fault = f"sleep {place.device} {_FIRST + number}"
-    started = place.start(laboratory, FAULT=fault)
-    laboratory.wait_for_fault(started)
-    victim = ranks_of(laboratory.mark(started[1]))[place.rank].pid if place.ranks else started[0].pid
+    started = place.start(training, FAULT=fault)
+    training.wait_for_fault(started)
+    victim = ranks_of(training.mark(started[1]))[place.rank].pid if place.ranks else started[0].pid
     begin = time.time()
     for _ in range(2):
         os.kill(victim, signal.SIGINT)
         time.sleep(0.3)
-    outcome = laboratory.finish(started, fault=begin)
+    outcome = training.finish(started, fault=begin)
     check_message(outcome, "^interrupted again: ending at once$", 130)
     return check_end(outcome)
 
@@ -252,47 +252,47 @@ def wait_for_silence(log: Path) -> None:
         time.sleep(1.0)
 
 
-def stalls_and_is_stopped(place: Place, laboratory: Laboratory, number: int) -> float:
+def stalls_and_is_stopped(place: Place, training: SubprocessTraining, number: int) -> float:
     """A signal to the first rank stops all though a device waits for data; what goes on has learned the same."""
     net = NET.replace("batch_size: %(batch)d", "batch_size: %(batch)d prefetch: 1")
     fault = f"stall {place.device} {_FIRST + number}"
-    started = place.start(laboratory, FAULT=fault, net_text=net)
-    laboratory.wait_for_fault(started)
-    wait_for_silence(laboratory.log(started[1]))  # what was read ahead is trained
-    ranks = ranks_of(laboratory.mark(started[1]))
+    started = place.start(training, FAULT=fault, net_text=net)
+    training.wait_for_fault(started)
+    wait_for_silence(training.log(started[1]))  # what was read ahead is trained
+    ranks = ranks_of(training.mark(started[1]))
     begin = time.time()
     os.kill(ranks[0].pid if ranks else started[0].pid, signal.SIGTERM)
-    outcome = laboratory.finish(started, fault=begin)
+    outcome = training.finish(started, fault=begin)
     assert outcome.status == 0 and not outcome.errors(), f"status {outcome.status}:\n{outcome.log}"
     assert "Optimization stopped early." in outcome.log, outcome.log
     assert "waits for its data on a device and is not made" in outcome.log, outcome.log
     last = outcome.snapshots()[-1]
     settings: dict[str, Any] = {"net_text": net, "iterations": last + 7}
     snapshot = f"{outcome.prefix}_iter_{last}.solverstate"
-    resumed = laboratory.finish(place.start(laboratory, "--snapshot", snapshot, **settings))
-    whole = laboratory.finish(place.start(laboratory, **settings))
+    resumed = training.finish(place.start(training, "--snapshot", snapshot, **settings))
+    whole = training.finish(place.start(training, **settings))
     assert resumed.contents(last + 7) == whole.contents(last + 7), f"trained otherwise:\n{resumed.log}"
     return check_end(outcome)
 
 
-def launcher_signalled(number_of_signal: int, place: Place, laboratory: Laboratory, number: int) -> float:
+def launcher_signalled(number_of_signal: int, place: Place, training: SubprocessTraining, number: int) -> float:
     """Open MPI's mpirun kills its ranks at SIGINT and SIGTERM; where it is killed itself, they notice."""
-    started = place.start(laboratory)
-    wait_for_fault(laboratory, started, number)
+    started = place.start(training)
+    wait_for_fault(training, started, number)
     fault = time.time()
     os.kill(started[0].pid, number_of_signal)
-    outcome = laboratory.finish(started, fault=fault)
+    outcome = training.finish(started, fault=fault)
     assert outcome.status != 0 and not outcome.errors(), f"status {outcome.status}:\n{outcome.log}"
     return check_end(outcome)
 
 
-def wait_for_fault(laboratory: Laboratory, started: Started, number: int) -> None:
+def wait_for_fault(training: SubprocessTraining, started: Started, number: int) -> None:
     """Let a run train for a moment, in every round for another one."""
-    laboratory.wait_for_snapshot(started, _EVERY)
+    training.wait_for_snapshot(started, _EVERY)
     time.sleep(0.013 * number)
 
 
-_KINDS: dict[str, tuple[Callable[[Place, Laboratory, int], float], list[Place], list[Place]]] = {
+_KINDS: dict[str, tuple[Callable[[Place, SubprocessTraining, int], float], list[Place], list[Place]]] = {
     "raise": (raises, [Place(2, 0, 3), Place(1, 2), Place(1, 2, 2)], [Place(0), Place(2, 3), Place(1, 3, mpi=False)]),
     "raise at the start": (raises_at_start, [Place(1, 2)], [Place(1, 0, 2), Place(1, 2, mpi=False)]),
     "kill": (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fake_nvml import FakeNvml, pci
-from laboratory import find_mpirun, program_environment
+from subprocess_training import find_mpirun, program_environment
 
 from caffepy.cli import device_query as topology
 from caffepy.cli.device_query import Gpu, describe_cpus, describe_gpus, describe_mpi, link_table, numa_node

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from laboratory import find_mpirun, program_environment
+from subprocess_training import find_mpirun, program_environment
 
 from caffepy.cli.launch import make_start
 from caffepy.cli.main import build_parser, main

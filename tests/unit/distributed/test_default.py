@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from laboratory import REPOSITORY, program_environment
 from process_groups import free_port
+from subprocess_training import REPOSITORY, program_environment
 
 from caffepy import distributed
 from caffepy.errors import UserError

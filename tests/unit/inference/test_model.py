@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_graph_backend import Replaying
+from fake_graph_backend import FakeGraphBackend
 from google.protobuf import text_format
 from other_arrays import OnlyDlpack
 
@@ -201,7 +201,7 @@ def test_parameters_may_be_changed(path: Path) -> None:
 
 
 def test_each_shape_keeps_its_graphs() -> None:
-    backend = Replaying()
+    backend = FakeGraphBackend()
     param = text_format.Parse(NET, caffe_pb2.NetParameter())
     model = Model(param, LayerContext(backend, phase=caffe_pb2.TEST), [])
     for _ in range(3):

@@ -8,21 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 from caffe_programs import Programs
-from execution_modes import WAYS, persistent
+from execution_modes import MODES, persistent
 from net_agreement import differences
 from wide_layers import LOSSES, PAIRS, SINGLE
 from wide_nets import WideNet, try_layer
 
-NETS = {"inference": 8, "programs": 8, "training": 8, "onnxruntime": 6, "replayed": 6}
+NETS = {"inference": 8, "programs": 8, "training": 8, "onnxruntime": 6, "captured": 6}
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_ways_of_running_give_the_same(way: str) -> None:
-    for seed in range(NETS[way]):
-        found = persistent(WAYS[way], WideNet(seed))
+@pytest.mark.parametrize("mode", MODES)
+def test_execution_modes_give_the_same(mode: str) -> None:
+    for seed in range(NETS[mode]):
+        found = persistent(MODES[mode], WideNet(seed))
         assert not found, (
             f"net {seed} differs: {found}; see it with: "
-            f"python tests/support/execution_modes.py --first {seed} --count 1 --ways {way} --show"
+            f"python tests/support/execution_modes.py --first {seed} --count 1 --modes {mode} --show"
         )
 
 
@@ -64,13 +64,13 @@ FAULTS = {
     "programs": "caffepy.net.forward_runner.ShapeRunners.parameters_changed",
     "training": "caffepy.net.fuse.FusedNormalisation._add_to_parameters",
 }
-"""A method by way; without what it does only the fast form's numbers are wrong."""
+"""A method by mode; without what it does only the fast form's numbers are wrong."""
 
 
-@pytest.mark.parametrize("way", FAULTS)
-def test_a_fault_of_a_fast_way_is_noticed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FAULTS[way], lambda *_: None)
-    assert any(persistent(WAYS[way], WideNet(seed)) for seed in range(40))
+@pytest.mark.parametrize("mode", FAULTS)
+def test_a_fault_of_a_fast_mode_is_noticed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FAULTS[mode], lambda *_: None)
+    assert any(persistent(MODES[mode], WideNet(seed)) for seed in range(40))
 
 
 def test_programs_run_on_the_folded_form(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_graph_backend import Replaying
+from fake_graph_backend import FakeGraphBackend
 from forward_passes import HOST, build, give, values
 
 from caffepy.errors import RunError
@@ -17,7 +17,7 @@ from caffepy.proto import caffe_pb2
 
 
 def launches(runner: ForwardRunner) -> int:
-    assert isinstance(runner.net.backend, Replaying)
+    assert isinstance(runner.net.backend, FakeGraphBackend)
     return runner.net.backend.launches
 
 
@@ -99,7 +99,7 @@ def test_layers_of_the_host_run_between_the_graphs() -> None:
     assert len({tuple(drawn) for drawn in noise}) == 4
 
 
-class Failing(Replaying):
+class Failing(FakeGraphBackend):
     """A device on which capturing fails.
 
     Args:
@@ -130,7 +130,7 @@ def test_what_could_not_be_captured_is_tried_again_behind_another_pass(caplog: p
     runner = ForwardRunner(build(backend=backend))
     with caplog.at_level(logging.INFO):
         first = [values(runner) for _ in range(2)]
-        backend.capture = Replaying().capture  # type: ignore[method-assign]
+        backend.capture = FakeGraphBackend().capture  # type: ignore[method-assign]
         for _ in range(2):
             np.testing.assert_array_equal(first[0], values(runner))
     assert runner.captured

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from laboratory import find_mpirun, program_environment
+from subprocess_training import find_mpirun, program_environment
 
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.cli import bench as command

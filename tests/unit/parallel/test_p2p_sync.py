@@ -12,7 +12,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
-from fake_graph_backend import NET, Replaying
+from fake_graph_backend import NET, FakeGraphBackend
 from training import solver_param, weights_of
 
 from caffepy.data.schedule import Shard
@@ -63,7 +63,7 @@ class Nccl(Streams):
         super().all_reduce(array, average)
 
 
-class Counting(Replaying):
+class Counting(FakeGraphBackend):
     """Knows how often graphs were made."""
 
     captures_made = 0
@@ -156,7 +156,7 @@ def log(sync: P2PSync) -> list[str]:
 
 
 def launches(sync: P2PSync) -> int:
-    assert sync.solver is not None and isinstance(sync.solver.backend, Replaying)
+    assert sync.solver is not None and isinstance(sync.solver.backend, FakeGraphBackend)
     return sync.solver.backend.launches
 
 

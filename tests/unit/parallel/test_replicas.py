@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_graph_backend import NET, Replaying
+from fake_graph_backend import NET, FakeGraphBackend
 from process_groups import run_threads
 from training import CPU, build_net, build_solver, solver_param, weights_of
 
@@ -118,7 +118,7 @@ def train(
     monkeypatch: pytest.MonkeyPatch, kind: type[LocalCommunicator], options: TrainOptions, changed: int = -1
 ) -> list[P2PSync]:
     """Two devices' threads after training; the second one's weights are changed before iteration `changed`."""
-    monkeypatch.setattr(p2p_sync, "create_backend", lambda *arguments: Replaying())
+    monkeypatch.setattr(p2p_sync, "create_backend", lambda *arguments: FakeGraphBackend())
     group = LocalGroup(2, 300)
     iterate = Solver._iterate
 
@@ -167,7 +167,7 @@ def test_replicas_are_compared_between_replayed_iterations(
         assert sync.error is not None
         assert sync.solver is not None and sync.solver.iteration == 12
         backend = sync.solver.backend
-        assert isinstance(backend, Replaying) and backend.launches > 10, "nothing was replayed"
+        assert isinstance(backend, FakeGraphBackend) and backend.launches > 10, "nothing was replayed"
 
 
 def test_replicas_are_compared_at_snapshots_and_nothing_is_written(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_graph_backend import Replaying
+from fake_graph_backend import FakeGraphBackend
 from training import solver_param
 
 from caffepy.backend.cpu.backend import CpuBackend
@@ -94,7 +94,7 @@ def train(
     snapshot: Path | None = None,
 ) -> list[P2PSync]:
     """Two devices' threads after training."""
-    monkeypatch.setattr(p2p_sync, "create_backend", lambda *_: Replaying() if captured else CpuBackend(1))
+    monkeypatch.setattr(p2p_sync, "create_backend", lambda *_: FakeGraphBackend() if captured else CpuBackend(1))
     param = solver_param(f"{texts[0]} max_iter: {iterations}", texts[1])
     options = TrainOptions(param, timeout=300, engine=ExecutionOptions(), snapshot=snapshot)
     group = LocalGroup(2, 300)

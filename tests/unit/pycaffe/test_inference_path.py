@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_graph_backend import Leaving, Replaying
+from fake_graph_backend import FakeGraphBackend, Leaving
 
 from caffepy import pycaffe as caffe
 from caffepy.errors import DataError, ShapeError
@@ -436,7 +436,7 @@ def test_weights_that_left_the_device_are_seen_written_saved_and_shared(
 
 
 def test_passes_are_captured(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(Replaying())
+    device = Device(FakeGraphBackend())
     monkeypatch.setattr(settings, "cpu_device", lambda: device)
     net = make(path)
     monkeypatch.undo()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_graph_backend import Replaying
+from fake_graph_backend import FakeGraphBackend
 
 from caffepy import pycaffe as caffe
 from caffepy.config.load import read_net, read_solver
@@ -330,7 +330,7 @@ def test_graphs_are_made_anew_where_the_diff_of_the_loss_is_written(scale: str, 
     param.net_param.CopyFrom(read_net(solver_file.parent / "net.prototxt"))
     if scale:
         param.net_param.global_grad_scale = 64
-    solvers = [create_solver(param, Replaying()) for _ in range(2)]
+    solvers = [create_solver(param, FakeGraphBackend()) for _ in range(2)]
     updates = []
     for factor, each in zip((1, 0.5), solvers, strict=True):
         each.net.blobs["data"].data[...] = 0.5
@@ -373,7 +373,7 @@ def test_parameters_that_another_net_has_as_one_get_the_updates_of_both(tmp_path
 
 def test_graphs_are_made_anew_where_the_net_shares(solver_file: Path) -> None:
     param = read_solver(solver_file)
-    solver, other = (create_solver(param, Replaying()) for _ in range(2))
+    solver, other = (create_solver(param, FakeGraphBackend()) for _ in range(2))
     for each in (solver, other):
         for net in (each.net, *each.test_nets):
             net.blobs["data"].data[...] = 0.5

@@ -7,7 +7,7 @@ import logging
 import detection_net
 import numpy as np
 import pytest
-from fake_graph_backend import Replaying
+from fake_graph_backend import FakeGraphBackend
 from training import build_solver, solver_param, weights_of
 
 from caffepy.options import ExecutionOptions
@@ -32,7 +32,7 @@ def test_it_learns() -> None:
 @pytest.mark.parametrize("iter_size", [1, 2])
 def test_graphs_around_the_host_give_what_eager_iterations_give(iter_size: int) -> None:
     _, wanted = _train(f"iter_size: {iter_size}")
-    backend = Replaying()
+    backend = FakeGraphBackend()
     param = solver_param(detection_net.SOLVER + f"iter_size: {iter_size}", detection_net.NET)
     with backend.activate():
         solver = create_solver(param, backend, engine=ExecutionOptions())
@@ -51,7 +51,7 @@ def test_a_reader_of_what_changes_its_shape_is_not_captured(caplog: pytest.LogCa
       detection_output_param { num_classes: 3 code_type: CENTER_SIZE } }
     layer { name: "twice" type: "Power" bottom: "out" top: "twice" power_param { scale: 2 } }
     """
-    backend = Replaying()
+    backend = FakeGraphBackend()
     with backend.activate(), caplog.at_level(logging.DEBUG, "caffepy"):
         solver = create_solver(solver_param(detection_net.SOLVER, detection_net.NET + more), backend)
         detection_net.fill(solver)

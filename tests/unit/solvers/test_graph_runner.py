@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_graph_backend import NET, Replaying
+from fake_graph_backend import NET, FakeGraphBackend
 from training import solver_param, weights_of
 
 from caffepy.errors import NonFiniteError, RunError
@@ -24,8 +24,8 @@ SOLVER = 'base_lr: 0.1 lr_policy: "inv" gamma: 0.1 power: 0.75 momentum: 0.9 ran
 
 
 @contextmanager
-def replaying(text: str = SOLVER, net: str = NET, eager: bool = False, **keywords: Any) -> Iterator[Solver]:
-    backend = Replaying()
+def graph_solver(text: str = SOLVER, net: str = NET, eager: bool = False, **keywords: Any) -> Iterator[Solver]:
+    backend = FakeGraphBackend()
     with backend.activate():
         solver = create_solver(solver_param(text, net), backend, engine=ExecutionOptions(eager=eager), **keywords)
         if isinstance(keywords.get("callback"), TwoDevices):
@@ -37,14 +37,14 @@ def replaying(text: str = SOLVER, net: str = NET, eager: bool = False, **keyword
 
 
 def launches(solver: Solver) -> int:
-    assert isinstance(solver.backend, Replaying)
+    assert isinstance(solver.backend, FakeGraphBackend)
     return solver.backend.launches
 
 
 def test_all_iterations_but_the_first_are_replayed_and_give_the_same() -> None:
     found = []
     for eager in (True, False):
-        with replaying(eager=eager) as solver:
+        with graph_solver(eager=eager) as solver:
             solver.step(12)
             found.append(weights_of(solver.net))
             assert launches(solver) == (0 if eager else 11)
@@ -71,7 +71,7 @@ layer { name: "loss" type: "SoftmaxWithLoss" bottom: "last" bottom: "theirs" top
 def test_layers_behind_a_filter_are_not_replayed_and_all_give_the_same() -> None:
     found = []
     for eager in (True, False):
-        with replaying(net=FILTERED, eager=eager) as solver:
+        with graph_solver(net=FILTERED, eager=eager) as solver:
             solver.step(8)
             found.append(weights_of(solver.net))
             # Three graphs in each of seven iterations: what lies before, between and after the segments of the host.
@@ -84,7 +84,7 @@ def test_displays_show_the_loss_of_their_own_iteration(caplog: pytest.LogCapture
     shown = []
     for eager in (True, False):
         caplog.clear()
-        with replaying(SOLVER + "display: 2 average_loss: 3", eager=eager) as solver, caplog.at_level(logging.INFO):
+        with graph_solver(SOLVER + "display: 2 average_loss: 3", eager=eager) as solver, caplog.at_level(logging.INFO):
             solver.step(7)
         lines = [r.getMessage() for r in caplog.records]
         shown.append([line.split("), ")[-1] for line in lines if line.startswith(("Iteration", "    Train"))])
@@ -94,10 +94,10 @@ def test_displays_show_the_loss_of_their_own_iteration(caplog: pytest.LogCapture
 
 def test_snapshots_hold_the_iteration_at_which_they_are_made(tmp_path: Path) -> None:
     text = SOLVER + f'snapshot: 5 snapshot_prefix: "{tmp_path}/x"'
-    with replaying(text) as solver:
+    with graph_solver(text) as solver:
         solver.step(8)
         wanted = weights_of(solver.net)
-    with replaying(text) as solver:
+    with graph_solver(text) as solver:
         solver.restore(tmp_path / "x_iter_5.solverstate")
         solver.step(3)
         for name, values in wanted.items():
@@ -105,7 +105,7 @@ def test_snapshots_hold_the_iteration_at_which_they_are_made(tmp_path: Path) -> 
 
 
 def test_a_loss_that_is_not_finite_is_noticed_in_time() -> None:
-    with replaying() as solver:
+    with graph_solver() as solver:
         solver.step(2)
         solver.backend.fill(solver.net.parameters.data, np.nan)
         where = r"in another forward pass the first layer whose output is not finite is 'ip \+ relu' \(Inner"
@@ -116,7 +116,7 @@ def test_a_loss_that_is_not_finite_is_noticed_in_time() -> None:
 
 def test_skipped_updates_are_counted_in_replays_and_too_many_end_training(caplog: pytest.LogCaptureFixture) -> None:
     net = "global_grad_scale: 1e38 " + NET.replace('top: "loss" }', 'top: "loss" loss_weight: 1e4 }')
-    with replaying(SOLVER + "display: 10", net, max_skipped=35) as solver, caplog.at_level(logging.INFO):
+    with graph_solver(SOLVER + "display: 10", net, max_skipped=35) as solver, caplog.at_level(logging.INFO):
         with pytest.raises(NonFiniteError, match=r"iteration 40: 35 updates in a row .* layer '(ip|last)'"):
             solver.step(100)
         assert launches(solver) == 40
@@ -125,7 +125,7 @@ def test_skipped_updates_are_counted_in_replays_and_too_many_end_training(caplog
 
 
 def test_no_snapshot_is_made_of_nonsense(tmp_path: Path) -> None:
-    with replaying(SOLVER + f'snapshot_prefix: "{tmp_path}/x"') as solver:
+    with graph_solver(SOLVER + f'snapshot_prefix: "{tmp_path}/x"') as solver:
         solver.step(2)
         solver.backend.fill(solver.net.parameters.data, np.nan)
         solver.step(1)
@@ -135,7 +135,7 @@ def test_no_snapshot_is_made_of_nonsense(tmp_path: Path) -> None:
 
 
 def test_another_shape_is_run_eagerly_once_and_captured_anew() -> None:
-    with replaying() as solver:
+    with graph_solver() as solver:
         solver.step(3)
         before = launches(solver)
         solver.net.blobs["data"].reshape((4, 5))
@@ -147,7 +147,7 @@ def test_another_shape_is_run_eagerly_once_and_captured_anew() -> None:
 
 
 def test_what_cannot_be_captured_is_said_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    with replaying() as solver, caplog.at_level(logging.INFO):
+    with graph_solver() as solver, caplog.at_level(logging.INFO):
 
         def refuse(*works: Callable[[], None]) -> Any:
             raise RunError("a layer waits for the device")
@@ -159,7 +159,7 @@ def test_what_cannot_be_captured_is_said_and_training_goes_on(caplog: pytest.Log
     assert lines == ["Iterations are not captured into graphs: a layer waits for the device"]
 
 
-def refuse_once(backend: Replaying) -> None:
+def refuse_once(backend: FakeGraphBackend) -> None:
     """Let a backend refuse what is to be captured first, as a GPU does where it would have to allocate memory."""
     capture, errors = backend.capture, [RunError("device memory was asked for")]
 
@@ -172,11 +172,11 @@ def refuse_once(backend: Replaying) -> None:
 
 
 def test_what_could_not_be_captured_is_tried_again_behind_another_iteration(caplog: pytest.LogCaptureFixture) -> None:
-    with replaying(eager=True) as solver:
+    with graph_solver(eager=True) as solver:
         solver.step(8)
         wanted = weights_of(solver.net)
-    with replaying() as solver, caplog.at_level(logging.INFO):
-        assert isinstance(solver.backend, Replaying)
+    with graph_solver() as solver, caplog.at_level(logging.INFO):
+        assert isinstance(solver.backend, FakeGraphBackend)
         refuse_once(solver.backend)
         solver.step(8)
         assert launches(solver) == 6
@@ -185,7 +185,7 @@ def test_what_could_not_be_captured_is_tried_again_behind_another_iteration(capl
     assert "not captured" not in caplog.text
 
 
-class Capturing(Replaying):
+class Capturing(FakeGraphBackend):
     """Runs work when it is captured too, which leaves its spans in a trace."""
 
     def capture(self, *works: Callable[[], None]) -> Any:
@@ -266,7 +266,7 @@ class TwoDevices:
 
 
 def test_requests_are_known_as_many_iterations_later_as_the_device_may_be_behind() -> None:
-    with replaying(callback=TwoDevices(4)) as solver:
+    with graph_solver(callback=TwoDevices(4)) as solver:
         solver.step(30)
         assert solver.stopped_early
         assert solver.iteration == 4 + IN_FLIGHT
@@ -274,7 +274,7 @@ def test_requests_are_known_as_many_iterations_later_as_the_device_may_be_behind
 
 def test_devices_meet_after_every_capture() -> None:
     callback = TwoDevices(-1)
-    with replaying(callback=callback) as solver:
+    with graph_solver(callback=callback) as solver:
         callback.solver_launches = lambda: launches(solver)
         solver.step(3)
         # This device's data alone may change their shape.
@@ -287,7 +287,7 @@ def test_devices_meet_after_every_capture() -> None:
 
 def test_a_device_captures_anew_where_anothers_data_have_another_shape() -> None:
     callback = TwoDevices(-1)
-    with replaying(callback=callback) as solver:
+    with graph_solver(callback=callback) as solver:
         callback.solver_launches = lambda: launches(solver)
         callback.changing = {3, 4}
         solver.step(8)
@@ -298,7 +298,7 @@ def test_a_device_captures_anew_where_anothers_data_have_another_shape() -> None
 def test_nobody_replays_where_one_device_cannot_capture(caplog: pytest.LogCaptureFixture) -> None:
     callback = TwoDevices(-1)
     callback.captures = False
-    with replaying(callback=callback) as solver, caplog.at_level(logging.INFO):
+    with graph_solver(callback=callback) as solver, caplog.at_level(logging.INFO):
         solver.step(4)
         assert launches(solver) == 0
     lines = [r.getMessage() for r in caplog.records if "not captured" in r.getMessage()]
@@ -307,7 +307,7 @@ def test_nobody_replays_where_one_device_cannot_capture(caplog: pytest.LogCaptur
 
 def test_requests_of_several_iterations_in_flight_are_all_acted_on(tmp_path: Path) -> None:
     """The last iterations' answers are received together, at the end of a step: a stop, and then a snapshot."""
-    with replaying(SOLVER + f'snapshot_prefix: "{tmp_path}/x"', callback=TwoDevices(8, snapshot_at=9)) as solver:
+    with graph_solver(SOLVER + f'snapshot_prefix: "{tmp_path}/x"', callback=TwoDevices(8, snapshot_at=9)) as solver:
         solver.step(10)
         assert solver.stopped_early
         assert (tmp_path / "x_iter_10.solverstate").is_file()
@@ -316,7 +316,7 @@ def test_requests_of_several_iterations_in_flight_are_all_acted_on(tmp_path: Pat
 def test_a_request_in_flight_outlives_a_change_of_shape() -> None:
     callback = TwoDevices(4)
     callback.changing = {5}
-    with replaying(callback=callback) as solver:
+    with graph_solver(callback=callback) as solver:
         solver.step(30)
         assert solver.stopped_early
         assert solver.iteration == 4 + IN_FLIGHT, "as late as on a device that replays"
@@ -326,14 +326,14 @@ def test_a_request_in_flight_outlives_a_change_of_shape() -> None:
 def test_eager_iterations_act_on_requests_as_late_as_replayed_ones(changing: int) -> None:
     callback = TwoDevices(4)
     callback.changing = {changing}
-    with replaying(callback=callback) as solver:
+    with graph_solver(callback=callback) as solver:
         solver.step(30)
         assert solver.iteration == 4 + IN_FLIGHT
 
 
 def test_an_own_request_is_acted_on_as_well() -> None:
     asked = iter([Action.NONE, Action.NONE, Action.STOP])
-    with replaying(callback=TwoDevices(-1), request=lambda: next(asked, Action.NONE)) as solver:
+    with graph_solver(callback=TwoDevices(-1), request=lambda: next(asked, Action.NONE)) as solver:
         solver.step(30)
         assert solver.stopped_early
         # Not at once, or the other device would go on alone.
@@ -341,7 +341,7 @@ def test_an_own_request_is_acted_on_as_well() -> None:
 
 
 def test_the_end_of_a_step_receives_what_was_asked_last() -> None:
-    with replaying(callback=TwoDevices(9)) as solver:
+    with graph_solver(callback=TwoDevices(9)) as solver:
         solver.step(10)
         assert solver.iteration == 10
         assert solver.stopped_early

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from laboratory import program_environment
 from processes import find_mpirun
+from subprocess_training import program_environment
 
 pytestmark = pytest.mark.mpi
 

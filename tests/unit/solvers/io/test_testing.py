@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_graph_backend import Replaying
+from fake_graph_backend import FakeGraphBackend
 from training import build_solver, solver_param, weights_of
 
 from caffepy.net.fold import FoldedConvolution
@@ -58,7 +58,7 @@ class Pair(SingleDevice):
 
 @contextmanager
 def training(text: str = SOLVER, net: str = NET, callback: Pair | None = None, **engine: Any) -> Iterator[Solver]:
-    backend = Replaying()
+    backend = FakeGraphBackend()
     with backend.activate():
         options = ExecutionOptions(**engine)
         solver = create_solver(solver_param(text, net), backend, engine=options, callback=callback)
@@ -104,7 +104,7 @@ def test_on_the_cpu_train_nets_are_fused_and_test_nets_folded() -> None:
 
 def test_all_passes_but_the_first_are_replayed() -> None:
     with training() as solver:
-        assert isinstance(solver.backend, Replaying)
+        assert isinstance(solver.backend, FakeGraphBackend)
         for launched in (2, 5, 8):
             solver.test_all()
             assert solver.backend.launches == launched

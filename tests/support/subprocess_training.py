@@ -159,7 +159,7 @@ class Outcome:
         return [line.split("Test net output ")[1] for line in self.log.splitlines() if "Test net output" in line]
 
 
-class Laboratory:
+class SubprocessTraining:
     """A folder with data, in which training is started; several threads may use it.
 
     Args:
