@@ -12,7 +12,6 @@ from training import solver_param, weights_of
 
 import caffepy
 from caffepy.distributed import spawn
-from caffepy.options import ExecutionOptions
 from caffepy.solvers import Solver
 
 NET = """
@@ -56,7 +55,7 @@ def test_gpus_train_as_the_cpu(devices: list[int], eager: bool) -> None:
 
     # DummyData makes a batch on each device.
     wanted, on_cpu = train(threads=1, cpu_solvers=len(devices))
-    found, on_gpu = train(devices=devices, engine=ExecutionOptions(eager), callbacks=hear)
+    found, on_gpu = train(devices=devices, eager=eager, callbacks=hear)
     for name, values in wanted.items():
         np.testing.assert_allclose(found[name], values, rtol=1e-3, atol=1e-5)
     assert [iteration for iteration, _ in heard] == list(range(1, 41))
