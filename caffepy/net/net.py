@@ -265,11 +265,6 @@ class Net:
             with self._trace.span("feed", node.layer.name), node.named_errors():
                 node.layer.prefetch_to_device(number)
 
-    def prefetch_zeros(self, number: int) -> None:
-        """Let zeros stand for those batches of pass `number` that were not prefetched."""
-        for node in self._prefetching_nodes:
-            node.layer.prefetch_zeros(number)
-
     def release_batch(self, number: int) -> None:
         """Free the batches of pass `number`: everything that reads them is on the device's stream."""
         for node in self._prefetching_nodes:

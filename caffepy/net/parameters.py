@@ -383,13 +383,8 @@ class ParameterBuffer:
 
     @property
     def flags(self) -> Array:
-        """All-reduced behind the gradients: [0] stop requests, [1] snapshot requests, [2] void iterations."""
+        """All-reduced behind the gradients: [0] stop requests, [1] snapshot requests."""
         return self.diff[self.learned : self.learned + self.FLAGS]
-
-    @property
-    def void(self) -> Array:
-        """After the all-reduce not 0 where an iteration must have no effect, because a device has no data; shape ()."""
-        return self.flags[2:3].reshape(())
 
     @property
     def reduced(self) -> Array:

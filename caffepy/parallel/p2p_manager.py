@@ -18,7 +18,6 @@ from caffepy.parallel.agreement import agree_on_options, agree_on_start
 from caffepy.parallel.control.connect import connect_training
 from caffepy.parallel.control.describe_error import describe_error
 from caffepy.parallel.control.heartbeat import Heartbeat
-from caffepy.parallel.control.stop_news import StopNews
 from caffepy.parallel.control.watchdog import Watchdog
 from caffepy.parallel.device_threads import DeviceThreads, bind_rank, device_names, device_specs
 from caffepy.parallel.factory import DeviceCommunicators
@@ -98,7 +97,6 @@ class P2PManager:
         signals = self._signals(options)
         self._make_syncs(options, cores, signals)
         self._watch(channel or connect_training(self._world), options.timeout)
-        self._tell_of_stops(signals)
         signals.install()
         try:
             state = self._start()
@@ -149,14 +147,6 @@ class P2PManager:
             self._watchdog = Watchdog(self._world, channel, self._heartbeats, timeout, peer_failed)
             self._failures.watch(self._watchdog)
         self._watchdog.timeout = timeout
-
-    def _tell_of_stops(self, signals: SignalRequests) -> None:
-        """Have a stop request end waits for data, and for ranks that are suspended, in all processes."""
-        assert self._watchdog is not None
-        news = StopNews(lambda: signals.stop, self._watchdog.channel)
-        self._watchdog.stop_news = news
-        for sync in self._syncs:
-            sync.stop_wanted = news.wanted
 
     # -- training -----------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,8 +72,6 @@ class P2PSync(SolverExchange, DeviceThread):
         self.trained: SavedSolver | None = None
         """The solver's state, once training is over, if the options ask for it."""
         self.ready = threading.Event()
-        self.stop_wanted: Callable[[], Collection[Action]] = tuple
-        """Asked while the solver waits for data: what a signal that stops training asks for, in any process."""
         self._options = options
         self._check_interval = options.check_replicas
         self._request = request
@@ -196,7 +194,6 @@ class P2PSync(SolverExchange, DeviceThread):
             keep=options.retention,
         )
         self.solver = solver
-        solver.requests.heard = self.stop_wanted
         if backend.asynchronous:
             self.trace.watch_device(backend.record_timed_event, backend.synchronize)
         if self.is_root:

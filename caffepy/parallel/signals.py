@@ -40,8 +40,6 @@ class SignalRequests:
         self._interrupted = False
         """Whether a SIGINT has requested a stop."""
         self._requests: deque[Action] = deque()
-        self.stop: tuple[Action, ...] = ()
-        """What a signal that stops training asks for, also once it was taken; nothing before there was one."""
         self._previous: dict[int, Any] = {}
 
     def __call__(self) -> Action:
@@ -72,8 +70,6 @@ class SignalRequests:
         requests = _REQUESTS[effect]
         if number == signal.SIGTERM and effect == "stop":
             requests = (Action.SNAPSHOT, Action.STOP)
-        if Action.STOP in requests:
-            self.stop = requests
         for request in requests:
             # A pending request is not queued again: a stop would wait behind many snapshots.
             if request not in self._requests:

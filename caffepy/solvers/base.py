@@ -53,7 +53,7 @@ from caffepy.solvers.io.face import SolverFace, on_device
 from caffepy.solvers.io.observers import Observers
 from caffepy.solvers.io.retention import SnapshotRetention
 from caffepy.solvers.io.state import adopt_state, check_fits, history_views, snapshot_paths, write_snapshot
-from caffepy.solvers.io.testing import all_finished, run_tests
+from caffepy.solvers.io.testing import run_tests
 from caffepy.solvers.iteration import IterationSteps
 from caffepy.solvers.loss import LossWindow
 from caffepy.solvers.loss_check import LossCheck
@@ -61,7 +61,7 @@ from caffepy.solvers.net_factory import NetFactory
 from caffepy.solvers.requests import Requests
 from caffepy.solvers.rules.larc import Larc
 from caffepy.solvers.rules.update import Update
-from caffepy.solvers.statistics import RunningStatsSnapshot, preserve_running_stats
+from caffepy.solvers.statistics import preserve_running_stats
 from caffepy.solvers.train_state import RootLog, TrainState
 from caffepy.trace import NO_TRACE, Tracer
 
@@ -186,7 +186,6 @@ class Solver(SolverFace, ABC):
     def _new_state(self, trace: Tracer, guard: bool, max_skipped: int) -> TrainState:
         guard = guard or "float16" in self.net.parameters.copies
         clip = self.param.clip_gradients
-        void = (lambda: self.net.parameters.void) if self.callback.world_size > 1 else None
         return TrainState(
             param=self.param,
             backend=self.backend,
@@ -208,10 +207,8 @@ class Solver(SolverFace, ABC):
                 guard,
                 max_skipped,
                 self.make_larc(),
-                void,
                 store_change=self.param.snapshot_diff,
             ),
-            statistics=RunningStatsSnapshot(self.net, void),
         )
 
     def _build_parts(self, eager: bool, keep_going: bool) -> None:
@@ -284,7 +281,6 @@ class Solver(SolverFace, ABC):
         self.callback.on_start()
         self._average.begin()
         self._refresh_copies()
-        self.state.statistics.keep()
         end, self.stopped_early = self.iteration + iterations, False
         self.clock.resume()
         shown = interactive() if progress is None else progress
@@ -309,7 +305,7 @@ class Solver(SolverFace, ABC):
         display = self._due(self.param.display)
         self.net.debug_info = display and self.param.debug_info
         self.state.trace.begin(self.iteration)
-        self.state.begin()
+        self.state.fetch(self.state.passes())
         self.requests.poll()
         self._hyperparameters.send()
         if self.callback.world_size > 1:
@@ -337,8 +333,7 @@ class Solver(SolverFace, ABC):
 
     def _read_replayed_loss(self, display: bool) -> None:
         loss = self.graph_runner.loss()
-        if not self.requests.void:
-            self._loss_check.check(loss)
+        self._loss_check.check(loss)
         self.net.raise_device_errors()
         self.losses.add(loss)
         if display:
@@ -364,8 +359,6 @@ class Solver(SolverFace, ABC):
         return self._due(self.param.snapshot) or self._ends_epoch()
 
     def _act_on_requests(self) -> None:
-        if self.requests or self._snapshot_is_due():
-            self.graph_runner.drain()  # of the iterations that the device still computes some may be void
         wanted = self._snapshot_is_due() or Action.SNAPSHOT in self.requests
         if wanted and self._snapshot_at != self.iteration:
             self.snapshot()
@@ -379,10 +372,9 @@ class Solver(SolverFace, ABC):
             self.state.fetch(self.state.passes()[:1])
             with preserve_running_stats(self.net):
                 self.net.forward()
-            if all_finished(self.state):
-                self.losses.add(self._loss_check.read())
-                self.net.raise_device_errors()
-                self._display.show_loss()
+            self.losses.add(self._loss_check.read())
+            self.net.raise_device_errors()
+            self._display.show_loss()
         if self._test_is_due():
             self.test_all()
 
@@ -413,7 +405,7 @@ class Solver(SolverFace, ABC):
     def test_all(self) -> list[dict[str, np.ndarray]]:
         """Score every test net; for each its outputs' means over test_iter batches.
 
-        A stop that is requested meanwhile ends the tests where this device trains alone, or where one waits for data.
+        A stop that is requested meanwhile ends the tests where this device trains alone.
         """
         self.graph_runner.drain()
         if Action.STOP in self.requests and self.callback.world_size > 1:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from caffepy.net import debug
-from caffepy.solvers.hyperparameters import FLAGS
 from caffepy.solvers.io.display import Display
 from caffepy.solvers.iteration import IterationSteps
 from caffepy.solvers.loss_check import LossCheck
+from caffepy.solvers.requests import FLAGS
 from caffepy.solvers.train_state import TrainState
 
 
@@ -44,7 +44,7 @@ class EagerIteration:
             with state.trace.span("forward"):
                 net.forward()
             if read_loss:
-                loss += net.loss() if state.requests.void else self._loss_check.read()
+                loss += self._loss_check.read()
             with state.trace.span("backward"):
                 net.backward()
         if read_loss:
@@ -67,7 +67,7 @@ class EagerIteration:
         state = self._state
         if state.callback.world_size > 1:
             state.callback.wait_for_device(state.backend.synchronize)
-            flags = state.backend.to_host(state.net.parameters.flags[:FLAGS])
+            flags = state.backend.to_host(state.net.parameters.flags[: len(FLAGS)])
             state.requests.expect(lambda: flags)
 
     def _update_and_show(self, display: bool) -> None:

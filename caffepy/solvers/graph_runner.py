@@ -10,8 +10,8 @@ from caffepy.backend.handles import Event
 from caffepy.errors import RunError
 from caffepy.net.capture import CAPTURE_ATTEMPTS, GraphSegments, Segment
 from caffepy.net.wiring import capture_blockers
-from caffepy.solvers.hyperparameters import FLAGS
 from caffepy.solvers.iteration import IterationSteps
+from caffepy.solvers.requests import FLAGS
 from caffepy.solvers.train_state import TrainState
 
 IN_FLIGHT = 3
@@ -182,7 +182,8 @@ class CudaGraphRunner:
         """Copy the averaged requests to the host; wait until the device is less than `IN_FLIGHT` iterations behind."""
         state = self._state
         if state.callback.world_size > 1:
-            state.requests.expect(state.backend.copy_to_host_async(state.net.parameters.flags[:FLAGS]).get)
+            flags = state.net.parameters.flags[: len(FLAGS)]
+            state.requests.expect(state.backend.copy_to_host_async(flags).get)
         self._events.append(state.backend.record_event())
         if len(self._events) >= IN_FLIGHT:
             state.callback.wait_for_device(self._events.popleft().wait)
@@ -194,13 +195,12 @@ class CudaGraphRunner:
         self.drop()
 
     def drain(self) -> None:
-        """Wait until the device is idle, take over the requests of all its iterations, and undo those that are void.
+        """Wait until the device is idle, and take over the requests of all its iterations.
 
         Called by all devices at the same point, or some would act on requests before the others.
         """
         self._wait_for_last()
         self._state.requests.receive()
-        self._state.undo_void()
 
     def _wait_for_last(self) -> None:
         if self._events:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from caffepy.backend.types import Array, Counter
-from caffepy.solvers.requests import VOID
+from caffepy.solvers.requests import FLAGS
 from caffepy.solvers.rules import policies
 from caffepy.solvers.train_state import TrainState
 
-FLAGS = VOID + 1
-SCALE, L2, L1, RULE = range(FLAGS, FLAGS + 4)
+SCALE, L2, L1, RULE = range(len(FLAGS), len(FLAGS) + 4)
 """Indices of the device scalars behind the flags: factors of gradient and regularisation, then the rule's values."""
 
 
@@ -65,8 +64,8 @@ class Hyperparameters:
 
     @property
     def flags(self) -> Array:
-        """What `Requests.flags` gave, float32 (3,)."""
-        return self._scalars.array[:FLAGS]
+        """What `Requests.flags` gave, float32 (2,)."""
+        return self._scalars.array[: len(FLAGS)]
 
     def counter(self, index: int) -> Counter | None:
         """Where the random numbers of one of the iteration's passes begin; None where the host counts passes."""

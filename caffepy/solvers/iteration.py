@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from caffepy.solvers.hyperparameters import FLAGS, Hyperparameters
+from caffepy.solvers.hyperparameters import Hyperparameters
+from caffepy.solvers.requests import FLAGS
 from caffepy.solvers.train_state import TrainState
 
 
@@ -21,7 +22,7 @@ class IterationSteps:
             state.net.clear_param_diffs()
         state.last_pass = index == state.param.iter_size - 1
         if state.last_pass and state.callback.world_size > 1:
-            state.backend.copy(hyperparameters.flags, state.net.parameters.flags[:FLAGS])
+            state.backend.copy(hyperparameters.flags, state.net.parameters.flags[: len(FLAGS)])
 
     def exchange_gradients(self) -> None:
         """Average gradients and requests over all devices, so that all act in the same iteration."""
@@ -29,7 +30,6 @@ class IterationSteps:
             self._state.callback.on_gradients_ready()
 
     def update(self) -> None:
-        """Change the parameters, and keep what the passes have made of the running statistics."""
+        """Change the parameters."""
         with self._state.trace.span("update"):
             self._state.update.run(*self._hyperparameters.factors())
-            self._state.statistics.accept()

@@ -4,15 +4,14 @@ All devices act on the same requests in the same iteration. Each sends its own a
 averaged flags say what any device requested. A device that replays graphs reads them only some iterations later, so all
 devices wait that long, those that run eagerly included.
 
-A device that waits for its data when a stop is requested makes this iteration, and those that follow until all know,
-*void*: it takes zeros for its data, joins every collective, and says so by one more flag, by which every device's
-`Update` leaves all as it was. The first void iteration is where training goes on later.
+A device that trains alone ends its wait for data when a stop is requested. Where several devices train, a stop takes
+effect when the data come.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import numpy as np
 
@@ -21,8 +20,6 @@ from caffepy.solvers.callbacks import Action
 
 FLAGS = (Action.STOP, Action.SNAPSHOT)
 """The requests that devices exchange, in the order of their flags."""
-VOID = len(FLAGS)
-"""The index of the flag of an iteration that is void."""
 
 
 class Requests:
@@ -41,13 +38,6 @@ class Requests:
         self._answers: deque[Callable[[], np.ndarray]] = deque()
         self._alone = alone
         self._cancelled = False
-        self._ends_waits = True
-        self.void = False
-        """Whether this device makes the present and all further iterations void."""
-        self.void_iterations = 0
-        """How many iterations, those received last, are known to be void."""
-        self.heard: Callable[[], Collection[Action]] = tuple
-        """What a signal that stops training asks for, of this or another process; nothing before there was one."""
 
     def __contains__(self, action: Action) -> bool:
         return action in self._wanted
@@ -64,8 +54,8 @@ class Requests:
             self._unsent.add(action)
 
     def join_others(self) -> None:
-        """Send requests to other devices from now on, which the solver was not made for: no iteration becomes void."""
-        self._alone = self._ends_waits = False
+        """Send requests to other devices from now on."""
+        self._alone = False
         self._unsent = set()
 
     def ask_for(self, action: Action) -> None:
@@ -77,29 +67,23 @@ class Requests:
         self._cancelled = True
 
     def check_wait(self) -> None:
-        """End a wait for data where training has failed elsewhere, or is to stop.
-
-        A device that does not train alone takes over what others' signals ask for: they may wait for this device, and
-        so be unable to send it themselves.
+        """End a wait for data where training has failed elsewhere, or a device that trains alone is to stop.
 
         Raises:
             AbortedError: `cancel` was called.
-            StopRequestedError: a stop is requested.
+            StopRequestedError: a stop is requested, and there are no other devices.
         """
         if self._cancelled:
             raise AbortedError("training was stopped while it waited for data")
-        if not self._ends_waits:
+        if not self._alone:
             return
-        if self._alone:
-            self.poll()
-        elif Action.STOP in (wanted := self.heard()):
-            self._unsent.update(wanted)
-        if Action.STOP in self._unsent:
+        self.poll()
+        if Action.STOP in self._wanted:
             raise StopRequestedError("a stop was requested while training waited for data")
 
     def flags(self) -> list[float]:
-        """1 for each of `FLAGS` that still has to be sent to the other devices and for `VOID`, else 0."""
-        return [*(float(action in self._unsent) for action in FLAGS), float(self.void)]
+        """1 for each of `FLAGS` that still has to be sent to the other devices, else 0."""
+        return [float(action in self._unsent) for action in FLAGS]
 
     def mark_sent(self) -> None:
         """Note that `flags` was read for an iteration: they come back to this device too, with the averages."""
@@ -109,7 +93,7 @@ class Requests:
         """Note where an iteration's averaged flags will be; called once for each iteration.
 
         Args:
-            answer: gives flags as `flags` does, averaged over all devices; more may follow. It waits for the device.
+            answer: gives flags as `flags` does, averaged over all devices. It waits for the device.
         """
         self._answers.append(answer)
 
@@ -120,21 +104,7 @@ class Requests:
         """
         while len(self._answers) > behind:
             flags = self._answers.popleft()()
-            self._take(flags)
-            self.void_iterations += bool(flags[VOID] > 0)
-
-    def exchange(self, total: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Take over what any device requests now; called by all devices at the same point.
-
-        Args:
-            total: sums a float64 array over all devices.
-        """
-        flags = total(np.array(self.flags()))
-        self._unsent.clear()
-        self._take(flags)
-
-    def _take(self, flags: np.ndarray) -> None:
-        self._wanted |= {action for action, asked in zip(FLAGS, flags[:VOID], strict=True) if asked > 0}
+            self._wanted |= {action for action, asked in zip(FLAGS, flags, strict=True) if asked > 0}
 
     def clear(self) -> None:
         """Forget the requests that all devices know: they were acted on."""

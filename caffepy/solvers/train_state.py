@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,13 +21,9 @@ from caffepy.solvers.requests import Requests
 from caffepy.solvers.rules import policies
 from caffepy.solvers.rules.plateau import Plateau
 from caffepy.solvers.rules.update import Update
-from caffepy.solvers.statistics import RunningStatsSnapshot
 from caffepy.trace import Tracer
 
 log = logging.getLogger(__name__)
-
-MAX_VOID = 8
-"""At least as many iterations as may be begun before all devices know that the first of them is void."""
 
 
 class RootLog:
@@ -39,18 +34,6 @@ class RootLog:
 
     def __call__(self, message: str, *arguments: object) -> None:
         log.log(self._level, message, *arguments, stacklevel=2)
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What an iteration changes on the host, as it was before; as in `TrainState`, `Plateau` and `PassCounter`."""
-
-    iteration: int
-    current_step: int
-    minimum_loss: float
-    last_event: int
-    losses: list[float]
-    pass_number: int
 
 
 @dataclass
@@ -71,7 +54,6 @@ class TrainState:
         tests: run the test nets, in Caffe's order.
         history: the update rule's memory, each like `net.parameters.data`.
         update: changes the parameters.
-        statistics: keeps running statistics out of iterations that are void.
         iteration: how many iterations were made.
         current_step: the number of steps that the learning rate's policy has taken.
         plateau: what the policy "plateau" remembers.
@@ -93,15 +75,12 @@ class TrainState:
     tests: list[ForwardRunner]
     history: list[Array]
     update: Update
-    statistics: RunningStatsSnapshot
     iteration: int = 0
     current_step: int = 0
     plateau: Plateau = field(default_factory=Plateau)
     last_pass: bool = True
     scores: dict[int, float] = field(default_factory=dict)
     score_name: str = ""
-    began: deque[Progress] = field(default_factory=lambda: deque(maxlen=MAX_VOID))
-    """What was before each of the last iterations."""
 
     @property
     def test_nets(self) -> list[Net]:
@@ -117,51 +96,13 @@ class TrainState:
             self.log("Iteration %d waits for its data and is not made", self.iteration)
 
     def fetch(self, passes: range) -> None:
-        """Have the data of some passes copied to the device, or zeros for them where this device is void.
-
-        It becomes void where a stop is requested while it waits, and does not train alone.
+        """Have the data of some passes copied to the device.
 
         Raises:
-            StopRequestedError: it trains alone; nothing has changed.
+            StopRequestedError: a stop is requested while a device that trains alone waits; nothing has changed.
         """
-        try:
-            if not self.requests.void:
-                for number in passes:
-                    self.net.prefetch_to_device(number)
-        except StopRequestedError:
-            if self.callback.world_size == 1:
-                raise
-            self.requests.void = True
-        if self.requests.void:
-            for number in passes:
-                self.net.prefetch_zeros(number)
-
-    def begin(self) -> None:
-        """An iteration begins, which may turn out to be void: note what is now, and have its data.
-
-        Raises:
-            StopRequestedError: as `fetch`.
-        """
-        plateau, number = self.plateau, self.net.context.passes.number
-        event = plateau.last_event
-        self.began.append(
-            Progress(self.iteration, self.current_step, plateau.minimum_loss, event, self.losses.values(), number)
-        )
-        self.fetch(self.passes())
-
-    def undo_void(self) -> None:
-        """Undo the last iterations where they are void; the device has left out their updates, and must be idle."""
-        if not self.requests.void_iterations:
-            return
-        before = self.began[-self.requests.void_iterations]
-        self.requests.void_iterations = 0
-        self.statistics.take_back()
-        self.net.parameters.refresh(self.net.parameters.copies)
-        self.iteration, self.current_step = before.iteration, before.current_step
-        self.plateau.minimum_loss, self.plateau.last_event = before.minimum_loss, before.last_event
-        self.losses.restore(before.losses)
-        self.net.context.passes.number = before.pass_number
-        self.log("Iteration %d waits for its data on a device and is not made", self.iteration)
+        for number in passes:
+            self.net.prefetch_to_device(number)
 
     def learning_rate(self) -> float:
         """The rate of the next iteration, as far as it depends on the iterations made and not on the next loss."""

@@ -6,9 +6,9 @@ thread gets no more data), mark (nothing at all), or the name of a signal that i
 ``start`` is when the net is built. With the kind ``change`` a weight of layer ip1 is changed after that iteration.
 FOLDER is the working directory, in which ``{rank}`` stands for the process's number. DELAY is the seconds that each
 forward pass takes longer (with commas: of each device, the last for the rest), FORBID a package that must not be
-imported, PATIENCE the seconds by which the waits of a process's threads outlast the watchdog, STOP_SECONDS how long a
-stop waits for a suspended rank, DESCRIPTORS how many files and connections a process may have open. With CAPTURED the
-layer is part of captured graphs, in whose replays it does nothing more.
+imported, PATIENCE the seconds by which the waits of a process's threads outlast the watchdog, DESCRIPTORS how many
+files and connections a process may have open. With CAPTURED the layer is part of captured graphs, in whose replays it
+does nothing more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from caffepy.blob import Blob
 from caffepy.cli.main import main
 from caffepy.layers.core.base import Layer, register_layer
 from caffepy.parallel.communicators import local
-from caffepy.parallel.control import watchdog
 from caffepy.parallel.processes.launcher import find_launcher
 from caffepy.proto.caffe_pb2 import TRAIN
 from caffepy.solvers import Solver
@@ -146,6 +145,4 @@ if __name__ == "__main__":
         sys.modules[forbidden] = None  # type: ignore[assignment]
     if patience := os.environ.get("PATIENCE"):
         local.PATIENCE = float(patience)
-    if seconds := os.environ.get("STOP_SECONDS"):
-        watchdog.STOP_SECONDS = float(seconds)
     sys.exit(main(arguments()))

@@ -191,7 +191,7 @@ class Layer:
     float32_tops_from: ClassVar[int | None] = None
     """Index of the first top that is always float32 (labels)."""
     prefetches: ClassVar[bool] = False
-    """Whether the layer has `prefetch_to_device`, `prefetch_zeros` and `release_batch`, which no graph captures."""
+    """Whether the layer has `prefetch_to_device` and `release_batch`, which no graph captures."""
     changes_shapes: ClassVar[bool] = False
     """Whether each forward pass sets the tops' shapes by the bottoms' numbers; no later layer can be captured then."""
     may_keep_shapes: ClassVar[bool] = False
@@ -321,13 +321,6 @@ class Layer:
 
     def prefetch_to_device(self, number: int) -> None:
         """Copy the batch of pass `number` to the device. Called before `forward`, where `prefetches` is set."""
-        raise NotImplementedError
-
-    def prefetch_zeros(self, number: int) -> None:
-        """Let zeros, or what else means that there is nothing, stand for a batch that was not prefetched.
-
-        Nothing waits. No batch is prefetched afterwards.
-        """
         raise NotImplementedError
 
     def transfer_changed(self) -> bool:

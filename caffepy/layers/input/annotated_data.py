@@ -73,9 +73,6 @@ class AnnotatedDataLayer(DataLayer):
             return (1, *sample_shape)
         return super().batch_shape(index, sample_shape)
 
-    def empty_value(self, index: int) -> float:
-        return -1.0 if index == 1 and self._has_boxes else 0.0  # rows of -1: no boxes
-
     def make_transformer(self) -> Transformer:
         param, context = self.param.transform_param, self.context
         return Transformer(param, context.phase, context.resolve, self.where, context.nvidia, annotated=True)

@@ -10,7 +10,6 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -86,10 +85,6 @@ class PrefetchingLayer(Layer):
     def byte_images(self, count: int) -> ByteImages | None:
         """The layout of batches of `count` uint8 images; None: batches are float32."""
         return None
-
-    def empty_value(self, index: int) -> float:
-        """What a top is filled with where a stop has ended the wait for its data."""
-        return 0.0
 
     def fingerprint(self) -> dict[str, str]:
         """Properties of the data by which ranks compare theirs: descriptions to values.
@@ -206,31 +201,9 @@ class PrefetchingLayer(Layer):
             raise AbortedError(f"layer '{self.name}' ({self.type}): closed")
         if number not in self._brought:
             self._copy_batch(number)
-        self._mark_prefetched(number)
-
-    def _mark_prefetched(self, number: int) -> None:
         assert self._transfer is not None
         self._prefetched[number] = self._transfer
         _reshape(self._tops, self._transfer)
-
-    def prefetch_zeros(self, number: int) -> None:
-        if number in self._prefetched:
-            return
-        if number not in self._brought:
-            zeros = self._zeros(number)
-            self._put(zeros, partial(_release, zeros))
-        self._mark_prefetched(number)
-
-    def _zeros(self, number: int) -> Batch:
-        """A batch for one pass, in the present layout."""
-        batch = Batch(len(self._tops))
-        batch.number = number
-        if isinstance(self._transfer, ByteTransfer):
-            batch.reserve(self._transfer.slot, 1).fill(0)
-            return batch
-        for index, top in enumerate(self._tops):
-            batch.array(index, top.shape).fill(self.empty_value(index))
-        return batch
 
     def ring_bytes(self) -> int:
         """Bytes of the device's input ring; an estimate before the first batch."""
@@ -263,13 +236,10 @@ class PrefetchingLayer(Layer):
         """Start the copy of the batch that begins with pass `number` to the device."""
         prefetcher = self._start_prefetcher()
         batch = prefetcher.get(number)
-        self._put(batch, lambda: prefetcher.release(batch))
-
-    def _put(self, batch: Batch, done: Callable[[], None]) -> None:
         transfer = self._transfer_for(batch)
         self._wait_for_free_slots(transfer.ring)
         self._brought = range(batch.number, batch.number + batch.passes)
-        transfer.put(batch, done)
+        transfer.put(batch, lambda: prefetcher.release(batch))
         self._transfer = transfer
 
     def _transfer_for(self, batch: Batch) -> HostToDeviceTransfer:
@@ -371,10 +341,6 @@ class PrefetchingLayer(Layer):
         if source is not None and ended:  # a thread that still reads would fall into unmapped memory
             self._source = None
             source.close()
-
-
-def _release(batch: Batch) -> None:
-    """Called once a batch that nobody reuses was copied; until then whoever calls it keeps the batch's memory."""
 
 
 def _reshape(tops: Blobs, transfer: HostToDeviceTransfer) -> None:

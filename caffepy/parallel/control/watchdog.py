@@ -8,15 +8,12 @@ from dataclasses import dataclass, replace
 from caffepy.errors import PeerError
 from caffepy.parallel.control.heartbeat import Heartbeat
 from caffepy.parallel.control.monitor import SECONDS, Monitor
-from caffepy.parallel.control.stop_news import StopNews
 from caffepy.parallel.processes.world import World
 from caffepy.parallel.store.records import DeviceStatus, Failure
 from caffepy.parallel.store.store import ControlChannel, lost_from_training
 
 _START_SECONDS = 60.0
 """How much longer a wait may be until the first iteration is over: kernels are compiled and data opened until then."""
-STOP_SECONDS = 30.0
-"""How long training waits for a rank without heartbeats once a stop is requested, where `timeout` is not shorter."""
 _LEAVE_SECONDS = 10.0
 """How long rank 0, whose store may be all that connects the ranks, stays for the others to leave."""
 
@@ -72,8 +69,6 @@ class Watchdog(Monitor):
         timeout: longest wait in seconds.
         on_failure: called once, from the watchdog's thread, when training has to end; as rank 0 it tells the user and
             then the others (`tell_failure`), unless the failure was reported.
-
-    `stop_news` may be set: what the processes were asked to do by signals.
     """
 
     def __init__(
@@ -89,7 +84,6 @@ class Watchdog(Monitor):
         self._heartbeats = heartbeats
         self.timeout = timeout
         self._end_training = on_failure
-        self.stop_news: StopNews | None = None
 
     def stop(self) -> None:
         super().stop()
@@ -102,10 +96,6 @@ class Watchdog(Monitor):
 
     def look(self) -> Failure | None:
         """Judge the devices that are known: rank 0 knows all, others their own."""
-        if self.stop_news is not None:
-            self.stop_news.tell()
-            if failure := self._suspended(self.stop_news):
-                return failure
         if self._world.rank == 0:
             stall = find_stall([each for each in self.channel.statuses() if not each.left], self.timeout)
             unknown = "an operation that all devices have begun: MPI, NCCL or the network is stuck"
@@ -114,28 +104,6 @@ class Watchdog(Monitor):
             stall = find_stall(self._statuses(), self.timeout + 4 * self.seconds + 1.0)
             unknown = f"{self._world.name(0)}, which does not answer"
         return None if stall is None else Failure(stall.describe(self.timeout, unknown))
-
-    def _suspended(self, news: StopNews) -> Failure | None:
-        """A rank that sends no heartbeats, which keeps the others from the stop that is requested.
-
-        Rank 0 judges the others, and each rank that got a signal judges rank 0. A rank that computes for long still
-        sends heartbeats.
-        """
-        patience = min(STOP_SECONDS, self.timeout)
-        if self._world.rank > 0:
-            silent, name = news.unanswered, self._world.name(0)
-        elif (age := news.age) > patience:
-            others = [each for each in self.channel.statuses() if each.rank != 0 and not each.left]
-            status = max(others, key=lambda each: each.silent, default=DeviceStatus(0))
-            silent, name = min(age, status.silent), str(status)
-        else:
-            return None
-        if silent <= patience:
-            return None
-        return Failure(
-            f"a stop was requested, and {name} has sent nothing for {silent:.0f} s since (is it suspended?): training "
-            "ends without a snapshot of this iteration; go on from the last one"
-        )
 
     def describe_end_of_root(self, error: PeerError) -> Failure:
         """Rank 1 speaks; others only if they live on, and where nothing ends them the first of each machine."""

@@ -28,4 +28,3 @@ class StatisticsAverage:
         self._averaged_at = state.iteration
         if arrays := state.net.statistics(local_only=True):
             state.callback.average_over_devices(arrays)
-            state.statistics.keep()

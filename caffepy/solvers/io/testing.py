@@ -20,34 +20,22 @@ from caffepy.solvers.train_state import TrainState
 
 def run_tests(state: TrainState) -> list[dict[str, np.ndarray]]:
     """The means of each test net, see `run_test`; of those before the first that was interrupted."""
-    scores, passes = [], [net.context.passes for net in state.test_nets]
-    numbers = [each.number for each in passes]
+    scores = []
     for index in range(len(state.test_nets)):
         score = run_test(state, index, partial(_interrupted, state))
-        if score is not None:
-            scores.append(score)
-            continue
-        state.log("Test interrupted.")
-        if state.callback.world_size > 1:  # devices have come to different batches; a resumed run tests anew
-            for each, number in zip(passes, numbers, strict=True):
-                each.number = number
-        break
+        if score is None:
+            state.log("Test interrupted.")
+            break
+        scores.append(score)
     return scores
 
 
 def _interrupted(state: TrainState) -> bool:
-    """Whether a test should end at once; devices that train together finish it if their data are there."""
+    """Whether a test should end at once; devices that train together finish it."""
     if state.callback.world_size > 1:
         return False
     state.requests.poll()
     return Action.STOP in state.requests
-
-
-def all_finished(state: TrainState) -> bool:
-    """Whether no device was stopped while it waited for data; all know of the stop then. Every device must call it."""
-    if state.callback.world_size > 1:
-        state.requests.exchange(state.callback.sum_over_devices)
-    return Action.STOP not in state.requests
 
 
 def run_test(state: TrainState, index: int, interrupted: Callable[[], bool]) -> dict[str, np.ndarray] | None:
@@ -71,7 +59,7 @@ def run_test(state: TrainState, index: int, interrupted: Callable[[], bool]) -> 
     _share_parameters(state, runner)
     _capture_together(state, runner)
     loss = _score_own_batches(state, runner, schedule, interrupted, scores.take)
-    if not all_finished(state) or loss is None:
+    if loss is None:
         return None
     if state.param.test_compute_loss:
         mean = state.callback.sum_over_devices(np.array([loss]))[0] / state.param.test_iter[index]

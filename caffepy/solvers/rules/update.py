@@ -7,7 +7,7 @@ replayed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import isfinite, sqrt
 
 from caffepy.backend import Each, Expression, Scalar, expression
@@ -37,7 +37,7 @@ def square(x: Each) -> tuple[Each, Each]:
 @expression
 def control(
     small_squares: Each, large_squares: Each, loss_scale: Each, good: Each, skipped: Each, bad: Each,
-    scale: Scalar, limit: Scalar, adaptive: Scalar, most: Scalar, void: Scalar,
+    scale: Scalar, limit: Scalar, adaptive: Scalar, most: Scalar,
 ) -> tuple[Each, Each, Each, Each, Each, Each, Each]:  # fmt: skip
     squares = small_squares if isfinite(small_squares) else large_squares
     unit = 1.0 if isfinite(small_squares) else UNIT
@@ -50,12 +50,12 @@ def control(
     row = 0.0 if isfinite(squares) else bad + 1
     return (
         scale * clipped / loss_scale,
-        0.0 if isfinite(squares) and void <= 0 else 1.0,
+        0.0 if isfinite(squares) else 1.0,
         norm,
-        changed if adaptive > 0 and void <= 0 else loss_scale,
-        good if void > 0 else run,
-        skipped if isfinite(squares) or void > 0 else skipped + 1,
-        bad if bad >= most or void > 0 else row,
+        changed if adaptive > 0 else loss_scale,
+        run,
+        skipped if isfinite(squares) else skipped + 1,
+        bad if bad >= most else row,
     )
 
 
@@ -72,7 +72,6 @@ class Update:
         guard: whether to skip updates with gradients that are not finite, also without clipping or a loss scale.
         max_skipped: updates skipped in a row after which `check_skipped` raises.
         larc: gives a rate to each parameter; None: lr_mult holds.
-        void: gives what is not 0 where all has to stay as it is, shape (), on the device; None: never.
         store_change: leave the step that is subtracted from the parameters in `diff`, as Caffe does (`sgd_solver.cpp`,
             ComputeUpdateValue), in place of the gradients; these stay where the update is skipped.
     """
@@ -86,11 +85,9 @@ class Update:
         guard: bool,
         max_skipped: int,
         larc: Larc | None = None,
-        void: Callable[[], Array] | None = None,
         store_change: bool = False,
     ) -> None:
         self.larc = larc
-        self._void = void
         self._net = net
         self._backend = net.backend
         self._rule = rule.returning("change", "diff if found_inf > 0 else change") if store_change else rule
@@ -135,9 +132,9 @@ class Update:
         parameters = self._net.parameters
         if not parameters.learned:
             return
-        found_inf: Array | float = 0.0 if self._void is None else self._void()
+        found_inf: Array | float = 0.0
         if self._controls:
-            scale, found_inf = self._control(scale, found_inf)
+            scale, found_inf = self._control(scale)
         lr_mult = self._lr_mult
         if self.larc is not None:
             lr_mult = self.larc.multipliers((scale, l2, l1), found_inf, hyperparameters)
@@ -149,12 +146,12 @@ class Update:
         self._backend.apply(self._rule.with_copies(len(copies)), inputs, (*changed, *copies), axis=0)
         parameters.written()
 
-    def _control(self, scale: Array | float, void: Array | float) -> tuple[Array, Array]:
+    def _control(self, scale: Array | float) -> tuple[Array, Array]:
         """What to multiply the gradients with, and whether to skip the update (1) or not (0); both on the device."""
         gradients = self._net.parameters.gradients
         self._backend.reduce(square, (gradients,), self._squares)
         state = (self.loss_scale, self._good, self._skipped, self._bad)
-        settings = (scale, self._clip, float(self._adaptive), float(self._max_skipped), void)
+        settings = (scale, self._clip, float(self._adaptive), float(self._max_skipped))
         outputs = (self._scale, self._found_inf, self._norm, *state)
         self._backend.apply(control, (*self._squares, *state, *settings), outputs)
         return self._scale, self._found_inf

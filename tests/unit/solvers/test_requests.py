@@ -90,13 +90,13 @@ def test_many_snapshots_do_not_delay_a_stop(alone: bool) -> None:
     for number in [signal.SIGHUP] * 5 + [signal.SIGTERM]:
         device.signals._handle(number, None)
     device.requests.poll()
-    assert device.requests.flags() == [1.0, 1.0, 0.0]
+    assert device.requests.flags() == [1.0, 1.0]
 
 
 def test_what_was_received_before_a_test_is_not_sent_again() -> None:
     """A snapshot that all devices know of, because they drained for a test, is acted on once."""
     requests = Requests(None, alone=False)
-    requests.expect(ready(np.array([0.0, 0.5, 0.0])))
+    requests.expect(ready(np.array([0.0, 0.5])))
     requests.receive()
     assert Action.SNAPSHOT in requests
-    assert requests.flags() == [0.0, 0.0, 0.0]
+    assert requests.flags() == [0.0, 0.0]

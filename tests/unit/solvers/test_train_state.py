@@ -31,7 +31,6 @@ from caffepy.solvers.loss_check import LossCheck
 from caffepy.solvers.requests import Requests
 from caffepy.solvers.rules.sgd import sgd_update
 from caffepy.solvers.rules.update import Update
-from caffepy.solvers.statistics import RunningStatsSnapshot
 from caffepy.solvers.train_state import RootLog, TrainState
 from caffepy.trace import NO_TRACE
 
@@ -56,7 +55,6 @@ def train_state(text: str = SOLVER) -> TrainState:
         tests=[ForwardRunner(net)],
         history=history,
         update=Update(net, sgd_update, history, -1.0, False, 1),
-        statistics=RunningStatsSnapshot(net, None),
     )
 
 

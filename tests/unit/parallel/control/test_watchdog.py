@@ -12,17 +12,15 @@ import pytest
 
 from caffepy.errors import PeerError
 from caffepy.monotonic_clock import SuspendAwareClock
-from caffepy.parallel.control import connect, heartbeat, stop_news
+from caffepy.parallel.control import connect, heartbeat
 from caffepy.parallel.control.connect import connect_training
 from caffepy.parallel.control.heartbeat import Heartbeat
-from caffepy.parallel.control.stop_news import StopNews
-from caffepy.parallel.control.watchdog import STOP_SECONDS, Watchdog, find_stall
+from caffepy.parallel.control.watchdog import Watchdog, find_stall
 from caffepy.parallel.processes.world import SingleProcess
 from caffepy.parallel.store import store
 from caffepy.parallel.store.client import ControlClient
 from caffepy.parallel.store.records import DeviceStatus, Failure
 from caffepy.parallel.store.server import ControlServer
-from caffepy.solvers.callbacks import Action
 
 
 def state(rank: int, collectives: int, waiting: str = "", seconds: float = 0.0, iteration: int = 5) -> DeviceStatus:
@@ -291,7 +289,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         self._clock = SuspendAwareClock(lambda: self.now)
-        for module in (heartbeat, stop_news, store):
+        for module in (heartbeat, store):
             monkeypatch.setattr(module, "suspend_aware_seconds", self._clock.read)
 
     def pass_seconds(self, seconds: int) -> None:
@@ -335,105 +333,16 @@ def test_who_has_begun_an_operation_and_is_silent_since_is_named(monkeypatch: py
     assert "and was last heard of 10 s ago (is it suspended?); look at that process" in failure.message
 
 
-class StopScene:
-    """Rank 0's watchdog over three ranks; the fake clock makes seconds pass."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, timeout: float = 300.0) -> None:
-        self.clock = Clock(monkeypatch)
-        self.memory = store.MemoryStore(3)
-        self.dog = Watchdog(FakeWorld(0, 3), store.RankStore(self.memory, 0), [], timeout, lambda failure: None)
-        self.dog.stop_news = StopNews(tuple, self.dog.channel)
-
-    def pass_seconds(self, seconds: int, alive: tuple[int, ...]) -> Failure | None:
-        """The first failure that is seen while some ranks send heartbeats."""
-        for _ in range(seconds):
-            for rank in alive:
-                self.memory.record_heartbeat(rank, [state(rank, 1, "", 50.0)])  # a long iteration
-            self.clock.pass_seconds(1)
-            if failure := self.dog.look():
-                return failure
-        return None
-
-    def stop(self) -> None:
-        """Another rank has got SIGTERM."""
-        self.memory.put("stop", b"SNAPSHOT,STOP")
-
-
-def test_a_stop_does_not_wait_for_a_suspended_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = StopScene(monkeypatch)
-    assert scene.pass_seconds(5, alive=(1, 2)) is None
-    assert scene.pass_seconds(200, alive=(2,)) is None  # nobody has asked for a stop
-    scene.stop()
-    assert scene.pass_seconds(int(STOP_SECONDS), alive=(2,)) is None  # it may go on
-    failure = scene.pass_seconds(3, alive=(2,))
-    assert failure is not None and failure.status == 1
-    assert "a stop was requested, and rank 1 on host1, process 101, device 0 has sent nothing for 3" in failure.message
-
-
-def test_a_rank_is_missed_that_was_suspended_before_it_named_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_is_named_that_was_suspended_before_it_named_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heartbeats begin before the devices are made, and the next one may never come."""
-    scene = StopScene(monkeypatch)
-    scene.memory.join(1, 3, store.Member("host1", "machine", 101))
-    scene.memory.record_heartbeat(1, [])
-    scene.stop()
-    failure = scene.pass_seconds(int(STOP_SECONDS) + 3, alive=(2,))
-    assert failure is not None and "rank 1 on host1, process 101 has sent nothing for 3" in failure.message
-
-
-def test_a_stop_waits_for_a_rank_that_computes_or_goes_on_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = StopScene(monkeypatch)
-    scene.stop()
-    assert scene.pass_seconds(3 * int(STOP_SECONDS), alive=(1, 2)) is None
-    assert scene.pass_seconds(int(STOP_SECONDS) - 2, alive=(1,)) is None
-    assert scene.pass_seconds(int(STOP_SECONDS), alive=(1, 2)) is None
-
-
-def test_a_rank_that_has_left_is_not_missed_at_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = StopScene(monkeypatch)
-    scene.stop()
-    scene.pass_seconds(1, alive=(1, 2))
-    scene.memory.leave(1, [state(1, 1)])
-    assert scene.pass_seconds(3 * int(STOP_SECONDS), alive=(2,)) is None
-
-
-def test_time_in_which_all_are_suspended_is_no_silence_after_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = StopScene(monkeypatch)
-    scene.stop()
-    assert scene.pass_seconds(2, alive=(1, 2)) is None
-    scene.clock.now += 100000.0
-    assert scene.dog.look() is None
-    assert scene.pass_seconds(2, alive=(1, 2)) is None
-
-
-def test_a_timeout_that_is_shorter_bounds_the_wait_after_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = StopScene(monkeypatch, timeout=5.0)
-    scene.stop()
-    assert scene.pass_seconds(1, alive=(1, 2)) is None
-    assert scene.pass_seconds(5, alive=(2,)) is None
-    assert scene.pass_seconds(2, alive=(2,)) is not None
-
-
-def test_rank_0_that_does_not_answer_a_stop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    answers = True
-
-    class Channel(store.RankStore):
-        def put(self, key: str, value: store.Value, reads: int = 0) -> None:
-            if not answers:
-                raise PeerError("rank 0 does not answer")
-
-    wanted: list[Action] = []
-    dog = Watchdog(FakeWorld(1, 2), Channel(store.MemoryStore(2), 1), [], 300.0, lambda failure: None)
-    dog.stop_news = StopNews(lambda: wanted, dog.channel)
-    clock.pass_seconds(100)
-    assert dog.look() is None
-    wanted.append(Action.STOP)
-    for _ in range(100):  # rank 0 is busy, and answers
-        clock.pass_seconds(1)
-        assert dog.look() is None
-    answers = False
-    clock.pass_seconds(int(STOP_SECONDS))
-    assert dog.look() is None
-    clock.pass_seconds(2)
-    failure = dog.look()
-    assert failure is not None and "a stop was requested, and rank 0 on host0 has sent nothing for 3" in failure.message
+    beat = Heartbeat("CPU", lambda: 7)
+    memory = store.MemoryStore(2)
+    dog = Watchdog(FakeWorld(0, 2), store.RankStore(memory, 0), [beat], 10.0, lambda failure: None)
+    memory.join(1, 2, store.Member("host1", "machine", 101))
+    memory.record_heartbeat(1, [])
+    with beat.collective("the gradients' all-reduce"):
+        clock.pass_seconds(12)
+        memory.record_heartbeat(0, dog.statuses())
+        failure = dog.look()
+    assert failure is not None and "for rank 1 on host1, process 101, which is in iteration 0" in failure.message
