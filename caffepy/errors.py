@@ -113,8 +113,15 @@ class InternalError(RunError):
 class NonFiniteError(RunError):
     """The loss became NaN or infinite, or too many updates in a row were skipped.
 
-    The message begins with the iteration.
+    Args:
+        reason: what was found, and what to do.
+        iteration: in which; the message begins with it.
     """
+
+    def __init__(self, reason: str, iteration: int) -> None:
+        super().__init__(f"iteration {iteration}: {reason}")
+        self.reason = reason
+        self.iteration = iteration
 
 
 class PeerError(RunError):

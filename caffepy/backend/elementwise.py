@@ -114,6 +114,25 @@ class Expression:
         """
         return _returning(self, what, (value,))
 
+    def of(self, argument: str, formula: Expression) -> Expression:
+        """The composition of two formulas in one: `argument` is what another formula returns.
+
+        Args:
+            argument: this formula's; the other formula's arguments take its place. Arguments of the same name are one,
+                of the kind that they have here.
+            formula: returns one value; its variables have other names than those of this formula.
+        """
+        return _composed(self, argument, formula)
+
+    def unless(self, flag: str, kept: tuple[str, ...]) -> Expression:
+        """The same formula that returns arguments of it unchanged where a flag is set.
+
+        Args:
+            flag: the name of a further argument, a Scalar: set where it is above 0.
+            kept: the arguments, one for each value that the formula returns.
+        """
+        return _unless(self, flag, kept)
+
     @cached_property
     def _statements(self) -> list[ast.stmt]:
         tree = ast.parse(textwrap.dedent(inspect.getsource(self.function))).body[0]
@@ -161,10 +180,14 @@ class Expression:
             declared.add(name)
         return lines + [f"{o} = {self._cuda(v)};" for o, v in zip(outputs, self._returned(), strict=True)]
 
+    @property
+    def _globals(self) -> dict[str, Any]:
+        return self.function.__globals__
+
     def _number(self, node: ast.Name) -> float | None:
         if node.id in self.parameters or node.id in {name for name, _ in self._assignments()}:
             return None
-        value = self.function.__globals__.get(node.id)
+        value = self._globals.get(node.id)
         assert isinstance(value, int | float), f"{self.name}: '{node.id}' is no argument and no number"
         return float(value)
 
@@ -205,21 +228,80 @@ class Expression:
         raise AssertionError(f"{self.name}: a formula may not use {ast.unparse(node)}")
 
 
-class _Returning(Expression):
-    """A formula that returns more values than another one."""
+class _Derived(Expression):
+    """A formula made of others.
 
-    def __init__(self, original: Expression, what: str, values: tuple[str, ...]) -> None:
-        super().__init__(original.function)
-        self.name = f"{original.name}_{what}"
-        self._original, self._values = original, values
+    Args:
+        name: the formula's.
+        sources: the formulas that it is made of, the first one defining its file.
+        kinds: of the arguments, by name.
+        assignments: the statements before `return`.
+        returned: the values.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sources: tuple[Expression, ...],
+        kinds: dict[str, Kind],
+        assignments: list[tuple[str, ast.expr]],
+        returned: list[ast.expr],
+    ) -> None:
+        super().__init__(sources[0].function)
+        self.name, self.parameters, self.kinds = name, list(kinds), list(kinds.values())
+        self._sources, self._own_assignments, self._own_returned = sources, assignments, returned
+
+    def __call__(self, *arguments: Any) -> Any:
+        values = dict(zip(self.parameters, arguments, strict=True))
+
+        def evaluate(value: ast.expr) -> Any:
+            return eval(ast.unparse(value), self._globals, values)
+
+        for name, value in self._own_assignments:
+            values[name] = evaluate(value)
+        results = tuple(map(evaluate, self._own_returned))
+        return results if len(results) > 1 else results[0]
+
+    @property
+    def _globals(self) -> dict[str, Any]:
+        return {name: value for source in reversed(self._sources) for name, value in source._globals.items()}
+
+    def _assignments(self) -> list[tuple[str, ast.expr]]:
+        return self._own_assignments
 
     def _returned(self) -> list[ast.expr]:
-        return self._original._returned() + [_parse(value) for value in self._values]
+        return self._own_returned
+
+
+def _kinds(formula: Expression) -> dict[str, Kind]:
+    return dict(zip(formula.parameters, formula.kinds, strict=True))
+
+
+# Kernels are cached by the formula's object, so that equal formulas must be one.
 
 
 @cache
 def _returning(original: Expression, what: str, values: tuple[str, ...]) -> Expression:
-    return _Returning(original, what, values)
+    returned = original._returned() + [_parse(value) for value in values]
+    return _Derived(f"{original.name}_{what}", (original,), _kinds(original), original._assignments(), returned)
+
+
+@cache
+def _composed(outer: Expression, argument: str, inner: Expression) -> Expression:
+    kinds = {name: kind for name, kind in (_kinds(inner) | _kinds(outer)).items() if name != argument}
+    own, others = ({name for name, _ in formula._assignments()} for formula in (outer, inner))
+    assert argument in outer.parameters and not others & (own | _kinds(outer).keys()) and not own & _kinds(inner).keys()
+    (value,) = inner._returned()
+    assignments = [*inner._assignments(), (argument, value), *outer._assignments()]
+    return _Derived(f"{outer.name}_{inner.name}", (outer, inner), kinds, assignments, outer._returned())
+
+
+@cache
+def _unless(original: Expression, flag: str, kept: tuple[str, ...]) -> Expression:
+    pairs = zip(kept, original._returned(), strict=True)
+    returned = [_parse(f"{name} if {flag} > 0 else {ast.unparse(value)}") for name, value in pairs]
+    kinds = {**_kinds(original), flag: Kind.SCALAR}
+    return _Derived(f"{original.name}_unless_{flag}", (original,), kinds, original._assignments(), returned)
 
 
 def _value(constant: ast.Constant) -> float:

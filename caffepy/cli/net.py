@@ -134,8 +134,8 @@ def _read_solver(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
     from caffepy.config.paths import PathResolver
     from caffepy.data.schedule import Shard
     from caffepy.proto import caffe_pb2
-    from caffepy.solvers import solver_class
     from caffepy.solvers.net_factory import NetFactory
+    from caffepy.solvers.rules import RULES
 
     solver = read_solver(path)
     factory = NetFactory(solver, MetaBackend(), Shard(), PathResolver(path))
@@ -144,7 +144,7 @@ def _read_solver(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
         context = replace(context, phase=phase)
         state = net_state(phase, param.state, *solver.test_state[:1])
     state.MergeFrom(own)
-    return Subject(param, context, state, solver_class(solver.type).histories)
+    return Subject(param, context, state, RULES.get(solver.type, "solver").histories())
 
 
 # -- layers -----------------------------------------------------------------------------------------------

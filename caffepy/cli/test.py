@@ -112,8 +112,8 @@ def _score(runner: Runner, iterations: int, ap_version: str) -> tuple[dict[str, 
     Raises:
         ConfigError: an output has another size in each batch.
     """
-    from caffepy.solvers.io.detection import DetectionScores, detection_outputs
-    from caffepy.solvers.io.testing import refuse_changing_outputs
+    from caffepy.solvers.detection import DetectionScores, detection_outputs
+    from caffepy.solvers.testing import refuse_changing_outputs
 
     net = runner.net
     detections = DetectionScores(net, ap_version, True, log=logger.info)

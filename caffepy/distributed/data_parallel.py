@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import numpy as np
 
@@ -11,15 +11,13 @@ from caffepy.data.schedule import Shard
 from caffepy.distributed.default import get_group
 from caffepy.distributed.group import ProcessGroup
 from caffepy.errors import UserError
-from caffepy.net.forward_runner import ForwardRunner
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.exchange import SolverExchange
 from caffepy.parallel.factory import connect_alone
 from caffepy.solvers import Solver
-from caffepy.solvers.train_state import RootLog
 
 
-class DataParallel(SolverExchange):
+class DataParallel:
     """Lets a solver train with those of the group's other processes, one device each.
 
     Each takes its own part of the data; `batch_size` is a process's. Gradients are averaged in buckets
@@ -49,37 +47,27 @@ class DataParallel(SolverExchange):
         self.solver = solver
         self.group = group or get_group()
         self.rank, self.world_size = self.group.rank, self.group.size
-        self.is_root = self.rank == 0
-        self.heartbeat = self.group.heartbeat
-        self._names = [self.group.name_of(rank) for rank in range(self.world_size)]
+        names = [self.group.name_of(rank) for rank in range(self.world_size)]
+        self._exchange = SolverExchange(self.rank, names, self._mark)
         if self.world_size == 1:
             return
         if solver.callback.world_size > 1:
             raise UserError("this solver trains with other devices already; give DataParallel one that is alone")
-        self._communicator = self._choose(solver)
+        communicator = self._choose(solver)
         with solver.backend.activate():
-            self._compare(solver)
-            self._allocate_gradients(solver)
-            self._take_over(solver)
-            self._exchange_with_others(solver, sync_bn)
+            seed = self._compare(solver, communicator, names)
+            solver.join(self._exchange, Shard(self.rank, self.world_size), seed)
+            self._exchange.connect(solver, communicator, sync_bn)
         self.group.releases.append(self.release)
 
     def release(self) -> None:
         """Free the graphs that hold the group's collectives; called before the group is destroyed."""
-        assert self.solver is not None
-        self._cancelled = True
+        self._exchange.cancel()
         with self.solver.backend.activate():
             self.solver.graph_runner.drop()
 
-    def wait_for_device(self, wait: Callable[[], None]) -> None:
-        assert self._reducer is not None
-        with self.group.bounded(self._reducer.describe()):
-            self._drain(wait)
-
-    @contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
-        with self.group.bounded(what):
-            yield
+    def _mark(self, what: str | Callable[[], str]) -> AbstractContextManager[None]:
+        return self.group.bounded(what if isinstance(what, str) else what())
 
     def _choose(self, solver: Solver) -> Communicator:
         """The group's communicator, which must carry the solver's arrays."""
@@ -92,40 +80,21 @@ class DataParallel(SolverExchange):
             )
         return gradient_communicator(self.group)
 
-    def _compare(self, solver: Solver) -> None:
-        """Take rank 0's seed; refuse solvers that cannot train together."""
-        own = (solver.net.parameters.size, solver.param.max_iter, solver.iteration, solver.param.random_seed)
-        rows = self._gather(own, "the comparison of the solvers")
-        for number, name in enumerate(("number of parameters", "max_iter", "iteration")):
+    def _compare(self, solver: Solver, communicator: Communicator, names: list[str]) -> int:
+        """Refuse solvers that cannot train together; rank 0's random seed."""
+        rows = np.zeros((self.world_size, 4))
+        rows[self.rank] = solver.net.parameters.size, solver.param.max_iter, solver.iteration, solver.param.random_seed
+        with self.group.bounded("the comparison of the solvers"):
+            rows = communicator.sum(rows)
+        for number, field in enumerate(("number of parameters", "max_iter", "iteration")):
             differing = np.flatnonzero(rows[:, number] != rows[0, number])
             if len(differing):
                 other = int(differing[0])
                 raise UserError(
-                    f"{name} is {rows[0, number]:.0f} on {self._names[0]} and {rows[other, number]:.0f} on "
-                    f"{self._names[other]}; give all processes the same solver, net and snapshot"
+                    f"{field} is {rows[0, number]:.0f} on {names[0]} and {rows[other, number]:.0f} on {names[other]}; "
+                    "give all processes the same solver, net and snapshot"
                 )
-        solver.param.random_seed = int(rows[0, 3])
-
-    def _take_over(self, solver: Solver) -> None:
-        """Make a solver that was made to train alone one of several."""
-        state, shard = solver.state, Shard(self.rank, self.world_size)
-        eager = not solver.graph_runner.behind
-        solver.graph_runner.drain()
-        solver.graph_runner.drop()
-        for runner in state.tests:
-            runner.drop()
-        solver.callback = state.callback = self
-        solver.shard = state.shard = shard
-        solver.log = state.log = RootLog(self.is_root)
-        solver.requests.join_others()
-        state.tests = [ForwardRunner(net, eager, lazily=False) for net in solver.test_nets]
-        for net in (solver.net, *solver.test_nets):
-            positions = [(layer, layer.position()) for layer in net.layers]
-            net.context.shard = shard
-            net.context.seed = solver.param.random_seed
-            for layer, position in positions:
-                if position is not None:
-                    layer.seek(position)
+        return int(rows[0, 3])
 
 
 def gradient_communicator(group: ProcessGroup) -> Communicator:

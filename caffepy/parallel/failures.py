@@ -69,9 +69,9 @@ class Failures:
 
         Args:
             error: what the device's thread raised.
-            location: device and iteration, of a NonFiniteError the device alone; empty where training has one device.
+            location: device and iteration; empty where training has one device.
         """
-        text = describe_error(error)
+        text = error.reason if location and isinstance(error, NonFiniteError) else describe_error(error)
         if isinstance(error, AbortedError):
             # A thread that another failure has released comes here after that failure was recorded.
             text = f"training was stopped, and no device said why ({text}); go on from the last snapshot"
@@ -136,8 +136,7 @@ class Failures:
     def _own_failure(self, text: str, error: BaseException, location: str = "") -> Failure:
         rank = self._world.name(self._world.rank) if self._world.size > 1 else ""
         where = ", ".join(filter(None, (rank, location)))
-        joint = ", " if location and isinstance(error, NonFiniteError) else ": "  # its text begins with an iteration
-        return Failure(f"{where}{joint}{text}" if where else text, exit_status(error), error=error)
+        return Failure(f"{where}: {text}" if where else text, exit_status(error), error=error)
 
     def _record(self, failure: Failure) -> Failure:
         """Keep the first failure, and return it."""

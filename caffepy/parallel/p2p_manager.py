@@ -33,7 +33,7 @@ from caffepy.parallel.signals import SignalRequests
 from caffepy.parallel.store.store import ControlChannel
 from caffepy.proto.caffe_pb2 import SolverState
 from caffepy.solvers.callbacks import Action
-from caffepy.solvers.io.in_memory import SavedSolver
+from caffepy.solvers.state import SavedSolver
 
 logger = logging.getLogger(__name__)
 

@@ -22,10 +22,8 @@ from caffepy.parallel.options import TrainOptions
 from caffepy.proto.caffe_pb2 import SolverState
 from caffepy.report import Performance
 from caffepy.snapshot.files import restore_first, snapshots
-from caffepy.solvers import create_solver
-from caffepy.solvers.base import Solver
-from caffepy.solvers.callbacks import Action, SingleDevice
-from caffepy.solvers.io.in_memory import SavedSolver, save_in_memory
+from caffepy.solvers import Action, SingleDevice, Solver, SolverCallback, create_solver
+from caffepy.solvers.state import SavedSolver
 from caffepy.trace import NO_TRACE, Trace, Tracer
 
 logger = logging.getLogger(__name__)
@@ -36,8 +34,8 @@ _CHECK_SECONDS = 1.0
 """How often a thread that is ready checks for how long it has waited."""
 
 
-class P2PSync(SolverExchange, DeviceThread):
-    """A solver thread; its solver's `SolverCallback`.
+class P2PSync(DeviceThread):
+    """A solver thread.
 
     The thread builds backend and solver, sets `ready`, and trains after `go`.
 
@@ -62,22 +60,23 @@ class P2PSync(SolverExchange, DeviceThread):
     ) -> None:
         super().__init__(f"solver {spec.shard.rank}", spec.device, spec.label, connect, lambda: on_change(self))
         self.spec = spec
-        self.rank = spec.shard.rank
-        self.is_root = self.rank == 0
-        self.world_size = spec.shard.world_size
         self.heartbeat = Heartbeat(spec.label, self._iteration, begun=False)
         self.trace: Tracer = NO_TRACE if options.trace is None else Trace(options.trace_iterations)
         self.events: list[dict[str, Any]] = []
         """The trace's events, once training is over."""
         self.trained: SavedSolver | None = None
         """The solver's state, once training is over, if the options ask for it."""
+        self.solver: Solver | None = None
         self.ready = threading.Event()
         self._options = options
-        self._check_interval = options.check_replicas
         self._request = request
-        self._names = names or [f"device {number}" for number in range(self.world_size)]
+        names = names or [f"device {number}" for number in range(spec.shard.world_size)]
+        self._exchange = SolverExchange(
+            spec.shard.rank, names, self.heartbeat.collective, options.check_replicas, self.trace
+        )
         self._state: SolverState | None = None
         self._go = threading.Event()
+        self._cancelled = False
 
     # -- for the manager ----------------------------------------------------------------------------
 
@@ -92,6 +91,7 @@ class P2PSync(SolverExchange, DeviceThread):
 
     def abort(self) -> None:
         self._cancelled = True
+        self._exchange.cancel()
         self._go.set()
         if self.solver is not None:
             self.solver.requests.cancel()
@@ -111,15 +111,17 @@ class P2PSync(SolverExchange, DeviceThread):
 
     @property
     def location(self) -> str:
-        """``device CPU 0, iteration 2``, for messages; empty where there is one device.
-
-        A NonFiniteError names its iteration itself.
-        """
-        if self.world_size == 1:
+        """``device CPU 0, iteration 2``, for messages; empty where there is one device."""
+        if not self._several:
             return ""
-        if isinstance(self.error, NonFiniteError):
-            return f"device {self.spec.label}"
-        return f"device {self.spec.label}, iteration {self.heartbeat.iteration()}"
+        error = self.error
+        iteration = error.iteration if isinstance(error, NonFiniteError) else self.heartbeat.iteration()
+        return f"device {self.spec.label}, iteration {iteration}"
+
+    @property
+    def _several(self) -> bool:
+        """Whether other devices train with this one."""
+        return self.spec.shard.world_size > 1
 
     # -- the thread ---------------------------------------------------------------------------------
 
@@ -144,20 +146,19 @@ class P2PSync(SolverExchange, DeviceThread):
             self.ready.set()
             self._on_change()
             self._wait_for_go()
-        if self._state is not None and not self.is_root:
+        if self._state is not None and self.spec.shard.rank != 0:
             self.solver.adopt(self._state)
         with self.heartbeat.collective("the connection of the devices"):
-            self._communicator = self._connect()
-            self._allocate_gradients(self.solver)
-        if self.world_size > 1:
-            self._exchange_with_others(self.solver, self._options.sync_bn)
+            communicator = self._communicator = self._connect()
+            if self._several:
+                self._exchange.connect(self.solver, communicator, self._options.sync_bn)
         self.heartbeat.begin()
         self.solver.solve()
         # Nobody may leave while others still test or write the last snapshot.
         self.solver.callback.barrier()
         if self._options.keeps_trained:
             self.solver.average_statistics()
-            self.trained = save_in_memory(self.solver.state)
+            self.trained = self.solver.save_in_memory()
         self._take_times(self.solver)
 
     def _wait_for_go(self) -> None:
@@ -172,23 +173,24 @@ class P2PSync(SolverExchange, DeviceThread):
 
     def _take_times(self, solver: Solver) -> None:
         """Read the device's timers, which `_close` releases."""
-        if self._reducer is not None:
-            solver.performance.communication, solver.performance.exposed = self._reducer.timer.totals()
+        if self._several:
+            solver.performance.communication, solver.performance.exposed = self._exchange.communication()
         self.events = self.trace.events(self.spec.shard.rank, self.spec.full_name)
 
     def _build(self, backend: Backend) -> Solver:
         options = self._options
+        callback: SolverCallback = self._exchange if self._several else SingleDevice()
         solver = create_solver(
             options.solver,
             backend,
             shard=self.spec.shard,
             resolve=options.resolve,
-            callback=self if self.world_size > 1 else SingleDevice(),
+            callback=callback,
             request=self._request,
             keep_going=options.keep_going,
             engine=options.engine,
             trace=self.trace,
-            guard=options.compression != "none" and self.world_size > 1,
+            guard=options.compression != "none" and self._several,
             max_skipped=options.max_skipped,
             timeout=options.timeout + _DATA_SECONDS,
             keep=options.retention,
@@ -196,7 +198,7 @@ class P2PSync(SolverExchange, DeviceThread):
         self.solver = solver
         if backend.asynchronous:
             self.trace.watch_device(backend.record_timed_event, backend.synchronize)
-        if self.is_root:
+        if self.spec.shard.rank == 0:
             for observer in options.callbacks:
                 solver.add_callback(observer)
             self._read_start(solver)

@@ -135,7 +135,7 @@ def _time_update(solver: Solver) -> float:
     for _ in range(GROUPS + 1):
         solver.backend.synchronize()
         start = time.perf_counter()
-        solver.update.run(1.0, 0.0, 0.0, solver.hyperparameters(0.0, 0.5))
+        solver.update.run(1.0, 0.0, 0.0, solver.update.numbers(0, 0.0, 0.5))
         solver.backend.synchronize()
         samples.append(milliseconds_since(start))
     return median(samples[1:])

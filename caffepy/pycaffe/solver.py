@@ -141,7 +141,7 @@ class Solver:
     @property
     def lr(self) -> float:
         """The learning rate of the next iteration."""
-        return float(self.solver.state.learning_rate())
+        return float(self.solver.hyperparameters.learning_rate(self.solver.iteration))
 
     def step(self, iterations: int, progress: bool = False) -> None:
         """Make so many iterations, with the tests and snapshots that fall due.

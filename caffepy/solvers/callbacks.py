@@ -1,14 +1,15 @@
-"""What a solver asks of the devices that train together with it, and the callback of one that trains alone."""
+"""What a solver calls: the devices that train together with it, and the callbacks that a program has added."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from caffepy.backend.types import Array
+from caffepy.errors import ConfigError
 
 
 class Action(Enum):
@@ -95,3 +96,63 @@ class SingleDevice:
         return number
 
     def barrier(self) -> None: ...
+
+
+EVENTS = ("after_iteration", "after_test", "after_snapshot")
+"""The methods that a program's callback may have; each returns True to stop training."""
+
+
+class Observers:
+    """The callbacks that a program has added to a solver, called in the order in which they were added.
+
+    Args:
+        stop: called where a callback asks to stop training.
+    """
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+        self._callbacks: list[Any] = []
+
+    def add(self, callback: Any) -> None:
+        """Call an object's methods among `EVENTS`, or a function after each iteration.
+
+        Raises:
+            ConfigError: it is neither a function nor has it such a method.
+        """
+        if not callable(callback) and not any(hasattr(callback, event) for event in EVENTS):
+            raise ConfigError(
+                f"a callback is a function, or has one of the methods {', '.join(EVENTS)}; {callback!r} is neither"
+            )
+        self._callbacks.append(callback)
+
+    def after_iteration(self, solver: Any, wait: Callable[[], None]) -> None:
+        """Call those whose `interval`, by default 1, divides the number of iterations made.
+
+        Args:
+            solver: what they are called with.
+            wait: returns when the device has finished the iterations that were made; called where one of them `waits`.
+        """
+        waited = False
+        for callback in self._callbacks:
+            function = getattr(callback, "after_iteration", None) or _function(callback)
+            if function is None or solver.iteration % getattr(callback, "interval", 1):
+                continue
+            if not waited and getattr(callback, "waits", True):
+                wait()
+                waited = True
+            self._stop_if(function(solver))
+
+    def tell(self, event: str, *arguments: Any) -> None:
+        """Call a method of all that have it."""
+        for callback in self._callbacks:
+            if (function := getattr(callback, event, None)) is not None:
+                self._stop_if(function(*arguments))
+
+    def _stop_if(self, answer: Any) -> None:
+        if answer is True:
+            self._stop()
+
+
+def _function(callback: Any) -> Callable[[Any], Any] | None:
+    """A callback that is a function; an object with another event's method is none."""
+    return None if any(hasattr(callback, event) for event in EVENTS) else callback

@@ -5,42 +5,79 @@ from __future__ import annotations
 from collections import deque
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Protocol
 
 from caffepy.backend.handles import Event
 from caffepy.errors import RunError
+from caffepy.net import Net
 from caffepy.net.capture import CAPTURE_ATTEMPTS, GraphSegments, Segment
 from caffepy.net.wiring import capture_blockers
-from caffepy.solvers.iteration import IterationSteps
-from caffepy.solvers.requests import FLAGS
-from caffepy.solvers.train_state import TrainState
+from caffepy.solvers.callbacks import SolverCallback
+from caffepy.solvers.display import RootLog
+from caffepy.solvers.requests import FLAGS, Requests
+from caffepy.trace import Tracer
 
 IN_FLIGHT = 3
 """Iterations that a device may be behind the host: enough to keep it busy, too few to run far ahead of a peer."""
+
+
+class IterationSteps(Protocol):
+    """What an iteration does besides its forward and backward passes; put on the device's stream without waiting."""
+
+    def begin_pass(self, index: int) -> None:
+        """Before each of an iteration's passes."""
+
+    def exchange_gradients(self) -> None:
+        """Behind the last pass."""
+
+    def update_parameters(self) -> None:
+        """At the end."""
 
 
 class CudaGraphRunner:
     """A solver's iterations, captured once and replayed from then on; the host goes on while the device computes.
 
     Args:
-        state: of training.
-        steps: what an iteration does besides its passes.
-        eager: never capture.
+        net: the train net.
+        iter_size: passes of an iteration.
+        steps: what an iteration does besides.
+        callback: the other devices.
+        requests: taken over from the other devices with the gradients.
+        trace: takes the times of iterations.
+        log: for lines that only the root shows.
+        captures: whether to capture, where the backend can.
     """
 
-    def __init__(self, state: TrainState, steps: IterationSteps, eager: bool) -> None:
-        self._state = state
+    def __init__(
+        self,
+        net: Net,
+        iter_size: int,
+        steps: IterationSteps,
+        callback: SolverCallback,
+        requests: Requests,
+        trace: Tracer,
+        log: RootLog,
+        captures: bool,
+    ) -> None:
+        self._net = net
+        self._backend = net.backend
+        self._iter_size = iter_size
         self._steps = steps
-        captures = state.backend.captures and not eager and not state.param.debug_info
+        self._callback = callback
+        self._requests = requests
+        self._trace = trace
+        self._log = log
+        captures = captures and net.backend.captures
         self._attempts_left = CAPTURE_ATTEMPTS if captures else 0
-        self._segments = GraphSegments(state.backend, [])
+        self._segments = GraphSegments(net.backend, [])
         self._traced: GraphSegments | None = None
-        self._losses_of_passes = state.backend.zeros(())
+        self._losses_of_passes = net.backend.zeros(())
         self._events: deque[Event] = deque()
         self.behind = IN_FLIGHT - 1 if captures else 0
         """Iterations after which all devices know a request; the same number on all of them."""
         self._known_passes = range(0)
         """The passes in which no device's data change their shape or dtype."""
-        state.net.graphs_outdated.append(self.drop)
+        net.graphs_outdated.append(self.drop)
 
     @property
     def captured(self) -> bool:
@@ -49,13 +86,12 @@ class CudaGraphRunner:
 
     def capture(self) -> None:
         """Make graphs of an iteration that has just run eagerly, where all devices can; else try behind another one."""
-        state = self._state
         if not self._attempts_left:
             return
-        state.backend.trim()  # what tuning and compiling the first iteration took
+        self._backend.trim()  # what tuning and compiling the first iteration took
         problem: str | None = None
         try:
-            self._segments = self._captured(state.trace.paused())
+            self._segments = self._captured(self._trace.paused())
         except RunError as error:
             problem = str(error)
         if self._all_captured(problem is None):
@@ -65,7 +101,7 @@ class CudaGraphRunner:
         self._attempts_left -= 1
         if self._attempts_left:
             return
-        state.log("Iterations are not captured into graphs: %s", problem or "another device cannot capture them")
+        self._log("Iterations are not captured into graphs: %s", problem or "another device cannot capture them")
 
     def _all_captured(self, done: bool) -> bool:
         """Wait until all devices have captured; whether all could. Nothing is launched before that.
@@ -74,7 +110,7 @@ class CudaGraphRunner:
         all-reduce with this device included. And NCCL requires that all devices or none capture an all-reduce, and that
         graphs which were captured together are launched together.
         """
-        return self._state.callback.min_over_devices(float(done), "the capture of all devices' graphs") > 0
+        return self._callback.min_over_devices(float(done), "the capture of all devices' graphs") > 0
 
     def _captured(self, tracing: AbstractContextManager[None]) -> GraphSegments:
         """Graphs of an iteration, captured within `tracing`.
@@ -82,7 +118,7 @@ class CudaGraphRunner:
         Raises:
             RunError: something cannot be captured.
         """
-        segments, passes = GraphSegments(self._state.backend, self._all_segments()), self._state.net.context.passes
+        segments, passes = GraphSegments(self._backend, self._all_segments()), self._net.context.passes
         number = passes.number
         try:
             with tracing:
@@ -97,40 +133,43 @@ class CudaGraphRunner:
     def _traced_segments(self) -> GraphSegments:
         """Graphs of an iteration in which the device takes the time of every layer and bucket."""
         if self._traced is None:
-            state, net = self._state, self._state.net
+            net = self._net
             self._wait_for_last()
-            timestamps = 2 * (2 * len(net.schedule) * state.param.iter_size + len(net.parameters.parameters) + 4)
-            self._traced = self._captured(state.trace.recording(state.backend.device_timer(timestamps), timestamps))
+            timestamps = 2 * (2 * len(net.schedule) * self._iter_size + len(net.parameters.parameters) + 4)
+            self._traced = self._captured(self._trace.recording(self._backend.device_timer(timestamps), timestamps))
             self._all_captured(True)  # a device that could not has raised
         return self._traced
 
     def _all_segments(self) -> list[Segment]:
         """All calls of an iteration that put work on the device, in order; the same that run eagerly."""
-        state, net, steps = self._state, self._state.net, self._steps
+        net, steps = self._net, self._steps
         segments, blockers = [], capture_blockers(net.schedule)
-        for index in range(state.param.iter_size):
+        for index in range(self._iter_size):
             segments.append(Segment("the start of a pass", partial(steps.begin_pass, index)))
             for node, blocker in zip(net.schedule, blockers, strict=True):
                 segments.append(Segment(node.layer.name, partial(net.forward_node, node), blocker))
-            if state.param.iter_size > 1:
+            if self._iter_size > 1:
                 segments.append(Segment("the loss", partial(net.add_loss, self._losses_of_passes, index > 0)))
             for node, blocker in zip(net.schedule[::-1], blockers[::-1], strict=True):
                 segments.append(
                     Segment(node.layer.name, partial(net.backward_node, node), blocker if node.need_backward else None)
                 )
-        blocker = state.callback.capture_blocker()
+        blocker = self._callback.capture_blocker()
         segments.append(Segment("the exchange of gradients", steps.exchange_gradients, blocker))
-        segments.append(Segment("the update", steps.update))
+        segments.append(Segment("the update", steps.update_parameters))
         return segments
 
-    def run(self) -> bool:
+    def run(self, passes: range) -> bool:
         """Put an iteration on the device as graphs; its data were fetched.
+
+        Args:
+            passes: the numbers of its forward passes.
 
         Returns:
             Whether it was; False where the data of any device have another shape. Then all devices are idle and have
             dropped their graphs: run the iteration eagerly and capture again.
         """
-        net, passes, trace = self._state.net, self._state.passes(), self._state.trace
+        net, trace = self._net, self._trace
         segments = self._traced_segments() if trace.active else self._segments
         if self._data_changed(passes):
             self._wait_for_last()
@@ -143,7 +182,7 @@ class CudaGraphRunner:
         net.context.passes.number = passes.stop
         self._keep_pace()
         if trace.active:
-            self._state.callback.wait_for_device(self._events[-1].wait)
+            self._callback.wait_for_device(self._events[-1].wait)
             trace.replayed()
         return True
 
@@ -153,7 +192,7 @@ class CudaGraphRunner:
         The devices exchange that only for passes whose data are not known yet: a block of images has one shape and
         dtype in all its passes.
         """
-        net, callback = self._state.net, self._state.callback
+        net, callback = self._net, self._callback
         changed = net.shapes_changed()
         if callback.world_size == 1:
             return changed
@@ -172,21 +211,19 @@ class CudaGraphRunner:
 
     def loss(self) -> float:
         """The loss of the iteration that was put on the device last; waits for it."""
-        state = self._state
-        state.callback.wait_for_device(self._events[-1].wait)
-        if state.param.iter_size == 1:
-            return state.net.loss()
-        return float(state.backend.to_host(self._losses_of_passes)) / state.param.iter_size
+        self._callback.wait_for_device(self._events[-1].wait)
+        if self._iter_size == 1:
+            return self._net.loss()
+        return float(self._backend.to_host(self._losses_of_passes)) / self._iter_size
 
     def _keep_pace(self) -> None:
         """Copy the averaged requests to the host; wait until the device is less than `IN_FLIGHT` iterations behind."""
-        state = self._state
-        if state.callback.world_size > 1:
-            flags = state.net.parameters.flags[: len(FLAGS)]
-            state.requests.expect(state.backend.copy_to_host_async(flags).get)
-        self._events.append(state.backend.record_event())
+        if self._callback.world_size > 1:
+            flags = self._net.parameters.flags[: len(FLAGS)]
+            self._requests.expect(self._backend.copy_to_host_async(flags).get)
+        self._events.append(self._backend.record_event())
         if len(self._events) >= IN_FLIGHT:
-            state.callback.wait_for_device(self._events.popleft().wait)
+            self._callback.wait_for_device(self._events.popleft().wait)
 
     def stop_capturing(self) -> None:
         """Run iterations eagerly from now on."""
@@ -200,11 +237,11 @@ class CudaGraphRunner:
         Called by all devices at the same point, or some would act on requests before the others.
         """
         self._wait_for_last()
-        self._state.requests.receive()
+        self._requests.receive()
 
     def _wait_for_last(self) -> None:
         if self._events:
-            self._state.callback.wait_for_device(self._events[-1].wait)
+            self._callback.wait_for_device(self._events[-1].wait)
             self._events.clear()
 
     def drop(self) -> None:

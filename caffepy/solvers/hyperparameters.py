@@ -5,62 +5,83 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from caffepy.backend.types import Array, Counter
-from caffepy.solvers.requests import FLAGS
-from caffepy.solvers.rules import policies
-from caffepy.solvers.train_state import TrainState
+from caffepy.net import Net
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.solvers import policies
+from caffepy.solvers.display import RootLog
+from caffepy.solvers.policies import Plateau
+from caffepy.solvers.requests import FLAGS, Requests
 
 SCALE, L2, L1, RULE = range(len(FLAGS), len(FLAGS) + 4)
-"""Indices of the device scalars behind the flags: factors of gradient and regularisation, then the rule's values."""
+"""Indices of the device scalars behind the flags: factors of gradient and regularisation, then the rule's numbers."""
 
 
 class Hyperparameters:
     """The device scalars of an iteration: requests, the update's factors, where each pass's random numbers begin.
 
     Args:
-        state: of training.
-        rule_values: the update rule's hyperparameters, by learning rate and momentum; as many in every iteration.
+        param: the solver.
+        net: the train net.
+        requests: of this device, which travel with the gradients.
+        numbers: the update's, by iteration, learning rate and momentum; as many in every iteration.
+        log: for the steps of the learning rate.
     """
 
-    def __init__(self, state: TrainState, rule_values: Callable[[float, float], tuple[float, ...]]) -> None:
+    def __init__(
+        self,
+        param: SolverParameter,
+        net: Net,
+        requests: Requests,
+        numbers: Callable[[int, float, float], tuple[float, ...]],
+        log: RootLog,
+    ) -> None:
         self.rate = self.momentum = self.weight_decay = 0.0
         """Of the iteration for which `send` was called last."""
-        self._state = state
-        self._rule_values = rule_values
-        count = RULE + len(rule_values(0.0, 0.5))
-        self._scalars = state.backend.device_scalars(count, state.param.iter_size)
+        self.current_step = 0
+        """The number of steps that the learning rate's policy has taken."""
+        self.plateau = Plateau()
+        """What the policy "plateau" remembers."""
+        self._param = param
+        self._net = net
+        self._requests = requests
+        self._numbers = numbers
+        self._log = log
+        count = RULE + len(numbers(0, 0.0, 0.5))
+        self._scalars = net.backend.device_scalars(count, param.iter_size)
 
-    def send(self) -> None:
-        """Copy the numbers of the present iteration to the device."""
-        state, param = self._state, self._state.param
-        self.rate = self._next_rate()
-        self.momentum = policies.momentum(param, state.iteration, self.rate)
-        self.weight_decay = decay = policies.weight_decay(param, state.iteration, state.net.context.nvidia)
+    def learning_rate(self, iteration: int) -> float:
+        """The rate of an iteration, as far as it does not depend on the next loss."""
+        return policies.learning_rate(self._param, iteration, self.current_step)[0]
+
+    def send(self, iteration: int, passes: range, loss: float | None) -> None:
+        """Copy the numbers of an iteration to the device.
+
+        Args:
+            iteration: how many were made before.
+            passes: the numbers of its forward passes.
+            loss: of the last iterations and all devices, for the policy "plateau"; None: there was none.
+        """
+        param, context = self._param, self._net.context
+        self.rate = self._next_rate(iteration, loss)
+        self.momentum = policies.momentum(param, iteration, self.rate)
+        self.weight_decay = decay = policies.weight_decay(param, iteration, context.nvidia)
         l1 = param.regularization_type == "L1"
         scales = [1 / param.iter_size, 0.0 if l1 else decay, decay if l1 else 0.0]
-        context = state.net.context
-        counters = [(n, context.first_sample(n) if context.first_sample else 0) for n in state.passes()]
-        values = [*state.requests.flags(), *scales, *self._rule_values(self.rate, self.momentum)]
+        counters = [(n, context.first_sample(n) if context.first_sample else 0) for n in passes]
+        values = [*self._requests.flags(), *scales, *self._numbers(iteration, self.rate, self.momentum)]
         self._scalars.send(values, counters)
 
-    def _next_rate(self) -> float:
-        state = self._state
-        if state.param.lr_policy == "plateau":
-            self._step_on_plateau()
-        rate, step = policies.learning_rate(state.param, state.iteration, state.current_step)
-        if step != state.current_step and state.param.lr_policy == "multistep":
-            state.log("MultiStep Status: Iteration %d, step = %d", state.iteration, step)
-        state.current_step = step
+    def _next_rate(self, iteration: int, loss: float | None) -> float:
+        if self._param.lr_policy == "plateau":
+            step = self.plateau.next_step(iteration, loss, self.current_step, self._param.plateau_winsize)
+            if step != self.current_step:
+                self._log("Plateau Status: Iteration %d, step = %d", iteration, step)
+            self.current_step = step
+        rate, step = policies.learning_rate(self._param, iteration, self.current_step)
+        if step != self.current_step and self._param.lr_policy == "multistep":
+            self._log("MultiStep Status: Iteration %d, step = %d", iteration, step)
+        self.current_step = step
         return rate
-
-    def _step_on_plateau(self) -> None:
-        state = self._state
-        losses = state.losses.averaged(state.callback)
-        loss = sum(losses) / len(losses) if losses else None
-        windows = state.param.plateau_winsize
-        step = state.plateau.next_step(state.iteration, loss, state.current_step, windows)
-        if step != state.current_step:
-            state.log("Plateau Status: Iteration %d, step = %d", state.iteration, step)
-        state.current_step = step
 
     @property
     def flags(self) -> Array:
@@ -72,6 +93,6 @@ class Hyperparameters:
         return self._scalars.counters[index]
 
     def factors(self) -> tuple[Array | float, Array | float, Array | float, Sequence[Array | float]]:
-        """What `Update.run` takes: the gradients' scale, L2 and L1 decay, and the rule's hyperparameters."""
+        """What `Update.run` takes: the gradients' scale, L2 and L1 decay, and the rule's numbers."""
         values = self._scalars.values
         return values[SCALE], values[L2], values[L1], values[RULE:]

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from caffepy.backend import Backend
 from caffepy.config.dialect import Dialect, choose_dialect
-from caffepy.config.filter import net_state
+from caffepy.config.filter import filter_net, net_state
 from caffepy.config.load import read_net
 from caffepy.config.paths import PathResolver
 from caffepy.data.prefetch import never_cancel
 from caffepy.data.schedule import Shard
-from caffepy.errors import ConfigError
+from caffepy.errors import CaffepyError, ConfigError, OutOfMemoryError
 from caffepy.files import working_folder
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.net.forward_runner import ForwardRunner, prepare_inference
-from caffepy.net.memory_plan import MemoryPlan, plan_memory, sample_shapes
+from caffepy.net.memory_plan import (
+    MemoryPlan,
+    largest_batch,
+    plan_memory,
+    read_sample_shapes,
+    sample_shapes,
+    written_batch,
+)
 from caffepy.net.parameters import bucket_count
 from caffepy.proto import caffe_pb2
 from caffepy.trace import NO_TRACE, Tracer
@@ -56,6 +64,7 @@ class NetFactory:
         fuse: compute groups of layers as one.
         share: whether `share_memory` will be called.
         timeout: longest wait of a data layer, in seconds.
+        check_wait: called while a data layer waits; ends the wait by raising.
     """
 
     def __init__(
@@ -67,6 +76,7 @@ class NetFactory:
         fuse: bool = False,
         share: bool = False,
         timeout: float = 600.0,
+        check_wait: Callable[[], None] = never_cancel,
     ) -> None:
         self.param = param
         self.backend = backend
@@ -75,8 +85,7 @@ class NetFactory:
         self.fuse = fuse
         self.share = share
         self.timeout = timeout
-        self.check_wait: Callable[[], None] = never_cancel
-        """Called while a data layer of the nets made from now on waits; ends the wait by raising."""
+        self.check_wait = check_wait
         self._dialect: Dialect | None = None
         self._made: list[tuple[Net, caffe_pb2.NetParameter, caffe_pb2.NetState]] = []
 
@@ -236,3 +245,42 @@ class NetFactory:
             dialect=self._dialect,
             net_number=len(self._made),
         )
+
+
+@contextmanager
+def suggest_batch_size_on_oom(factory: NetFactory, histories: int) -> Iterator[None]:
+    """Let an out-of-memory error within a `with` block say which batch would fit.
+
+    Args:
+        factory: makes the nets of the solver that is built or run in the block.
+        histories: values that the solver keeps for each parameter.
+
+    Raises:
+        OutOfMemoryError: with that advice.
+    """
+    try:
+        yield
+    except OutOfMemoryError as error:
+        advice = _advice(factory, histories, error.available)
+        raise error.advising(advice) if advice else error from error.__cause__
+
+
+def _advice(factory: NetFactory, histories: int, available: int | None) -> str:
+    """What to do; empty where nothing better than the error itself can be said."""
+    if available is None:
+        return ""
+    try:
+        param, context, state = factory.train_setup()
+        written = written_batch(filter_net(param, state))
+        if not written:
+            return ""
+        context = replace(context, sample_shapes=read_sample_shapes(param, context, state))
+        batch_size = largest_batch(param, context, state, factory.fuse, factory.share, histories, available, written)
+    except CaffepyError as error:  # the failure itself matters more
+        log.debug("the largest batch that fits cannot be told: %s", error)
+        return ""
+    if not batch_size:
+        return "not even batch_size 1 fits; use another GPU, or FLOAT16 (default_forward_type, default_backward_type)"
+    return (
+        f"the largest batch_size that fits is {batch_size} instead of {written}; iter_size makes up for smaller batches"
+    )

@@ -25,7 +25,7 @@ from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter
 from caffepy.registry import suggest
 from caffepy.snapshot.caffemodel import write_caffemodel
 from caffepy.solvers import Solver, create_solver
-from caffepy.solvers.io.in_memory import SavedSolver, restore_from_memory
+from caffepy.solvers.state import SavedSolver
 from caffepy.training.devices import check_gpus
 from caffepy.training.prepare import train_options
 
@@ -110,7 +110,7 @@ def _maker(options: TrainOptions, saved: SavedSolver) -> Callable[[], Solver]:
         try:
             with backend.activate():
                 solver = create_solver(param, backend, resolve=options.resolve, engine=engine)
-                restore_from_memory(solver.state, saved)
+                solver.restore_from_memory(saved)
                 return solver
         except BaseException:
             backend.close()

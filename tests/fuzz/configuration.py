@@ -39,13 +39,13 @@ class SolverText(TextTarget):
         self.texts = seeds.solvers()
 
     def read(self) -> None:
-        from caffepy.solvers import solver_class
-        from caffepy.solvers.rules import policies
+        from caffepy.solvers import policies
+        from caffepy.solvers.rules import RULES
 
         param = read_solver(self.path)
         check_solver(param, str(self.path))
         log_ignored(param)
-        solver_class(param.type)
+        RULES.get(param.type, "solver")
         for iteration in (0, 1, 5, 1000, param.max_iter):
             rate, _ = policies.learning_rate(param, iteration, 0)
             policies.momentum(param, iteration, rate)

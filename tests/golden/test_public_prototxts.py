@@ -22,7 +22,7 @@ from caffepy.config.text import parse_text
 from caffepy.layers import LayerContext, layer_class
 from caffepy.net import Net
 from caffepy.proto import caffe_pb2
-from caffepy.solvers import solver_class
+from caffepy.solvers.rules import RULES
 
 VARIABLE = "CAFFEPY_PROTOTXTS"
 FOLDER = Path(os.environ.get(VARIABLE, ""))
@@ -58,7 +58,7 @@ def test_label_map_loads(path: Path):
 def test_solver_is_accepted(path: Path):
     param = read_solver(path)
     check_solver(param, str(path))
-    solver_class(param.type)
+    RULES.get(param.type, "solver")
 
 
 @pytest.mark.parametrize("path", of_kind("net"), ids=name_of)

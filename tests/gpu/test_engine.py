@@ -328,11 +328,11 @@ def test_an_overflow_skips_the_step_and_training_recovers(backend: Backend) -> N
         solver.step(1)
         after = weights_of(solver.net)
         assert all(np.array_equal(before[name], after[name]) for name in before)
-        assert float(backend.to_host(solver.update.loss_scale)) == 2097152
+        assert float(backend.to_host(solver.update.guard.loss_scale)) == 2097152
         losses, weights = train(solver, 40)
         assert losses[-1] < 0.5 * losses[0]
         assert all(np.isfinite(values).all() for values in weights.values())
-        assert float(backend.to_host(solver.update.loss_scale)) < 2097152
+        assert float(backend.to_host(solver.update.guard.loss_scale)) < 2097152
 
 
 def test_a_fixed_loss_scale_is_taken_out_again(backend: Backend) -> None:

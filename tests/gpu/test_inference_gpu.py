@@ -394,7 +394,7 @@ def trained(folder: Path, backend: Backend, **engine: bool) -> tuple[list[dict[s
     for _ in range(3):
         scores.append({name: float(values.mean()) for name, values in solver.test_all()[0].items()})
         solver.step(3)
-    captured = solver.state.tests[0].captured
+    captured = solver.tests[0].captured
     weights = weights_of(solver.net)
     solver.close()
     return scores, weights, captured

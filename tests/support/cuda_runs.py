@@ -60,6 +60,14 @@ def all_expressions() -> list[Any]:
     for module in pkgutil.walk_packages(caffepy.__path__, "caffepy."):
         if not module.name.endswith(("__main__", ".mpi", "_pb2")) and "nccl" not in module.name:
             importlib.import_module(module.name)
+    from caffepy.solvers.rules import RULES, SGD
+    from caffepy.solvers.update import update_formula
+
+    for rule in map(RULES.get, RULES):
+        wanted = [rule.formula, rule.decoupled_formula] if issubclass(rule, SGD) else [rule.formula]
+        for formula in wanted:
+            update_formula(formula, store_change=False)
+            update_formula(formula, store_change=True)
     formulas = [value for value in gc.get_objects() if isinstance(value, Expression)]
     return sorted(formulas, key=lambda e: (e.name, repr(e.parameters)))
 

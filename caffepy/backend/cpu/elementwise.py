@@ -8,6 +8,7 @@ vectorised one.
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import math
 from collections.abc import Sequence
@@ -266,7 +267,7 @@ _EACH: dict[Expression, Expression] = {}
 def _all_each(expression: Expression) -> Expression:
     """The same formula with its `Channel` arguments taken element by element."""
     if expression not in _EACH:
-        copy = Expression(expression.function)
-        copy.kinds = [Kind.EACH if kind is Kind.CHANNEL else kind for kind in copy.kinds]
-        _EACH[expression] = copy
+        each = copy.copy(expression)
+        each.kinds = [Kind.EACH if kind is Kind.CHANNEL else kind for kind in each.kinds]
+        _EACH[expression] = each
     return _EACH[expression]

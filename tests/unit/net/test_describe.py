@@ -61,7 +61,7 @@ def test_a_step_shows_progress_where_it_is_wanted(
     prompt: bool,
     shown: bool,
 ) -> None:
-    monkeypatch.setattr("caffepy.solvers.base.interactive", lambda: prompt)
+    monkeypatch.setattr("caffepy.solvers.solver.interactive", lambda: prompt)
     monkeypatch.setattr("caffepy.progress._INTERVAL", 0.001)
     with build_solver('base_lr: 0.1 lr_policy: "fixed" max_iter: 9 ', TRAINED) as solver:
         solver.step(400, progress)

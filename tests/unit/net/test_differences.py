@@ -13,7 +13,7 @@ from caffepy.config.text import parse_text
 from caffepy.layers.core.base import LayerContext
 from caffepy.net import Net
 from caffepy.proto import caffe_pb2
-from caffepy.solvers.loss import LossWindow
+from caffepy.solvers.display import LossWindow
 
 Floats = NDArray[np.float32]
 FUSED = pytest.mark.parametrize("fuse", [False, True])

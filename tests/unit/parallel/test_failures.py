@@ -74,7 +74,7 @@ def test_the_first_failure_is_kept_and_releases_the_threads_once() -> None:
         (1, 2, ConfigError("wrong"), ConfigError, "^here: wrong$"),
         (1, 2, ValueError("wrong"), RunError, "^here: ValueError: wrong$"),
         (2, 1, ConfigError("wrong"), PeerError, "^rank 0 on h0, here: wrong$"),
-        (2, 1, NonFiniteError("iteration 5: the loss is nan"), PeerError, "^rank 0 on h0, here, iteration 5: the loss"),
+        (2, 1, NonFiniteError("the loss is nan", 5), PeerError, "^rank 0 on h0, here: the loss is nan$"),
         (
             1,
             1,

@@ -108,10 +108,10 @@ def failure_in_a_layer(error: Exception) -> Exception:
 
 def test_an_error_is_described_with_the_layer_that_was_at_work() -> None:
     assert describe_error(failure_in_a_layer(ValueError("odd"))) == "layer 'relu7' (ReLU): ValueError: odd"
-    own = NonFiniteError("layer 'relu7' (ReLU): NaN")
-    assert describe_error(failure_in_a_layer(own)) == "layer 'relu7' (ReLU): NaN"
+    own = NonFiniteError("layer 'relu7' (ReLU): NaN", 3)
+    assert describe_error(failure_in_a_layer(own)) == "iteration 3: layer 'relu7' (ReLU): NaN"
     assert describe_error(ValueError("odd")) == "ValueError: odd"
 
 
 def test_exit_status_is_the_errors_own() -> None:
-    assert [exit_status(error) for error in (ConfigError("x"), NonFiniteError("x"), KeyError("x"))] == [2, 1, 1]
+    assert [exit_status(error) for error in (ConfigError("x"), NonFiniteError("x", 0), KeyError("x"))] == [2, 1, 1]

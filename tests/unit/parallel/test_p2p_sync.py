@@ -25,6 +25,7 @@ from caffepy.parallel.communicators.collectives import FinishedWork, Work
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
 from caffepy.parallel.device_threads import DeviceSpec
+from caffepy.parallel.exchange import SolverExchange
 from caffepy.parallel.factory import Connector
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_sync import P2PSync
@@ -326,13 +327,13 @@ def test_devices_ask_each_other_once_a_block_of_byte_images(monkeypatch: pytest.
     net = image_net(tmp_path, [8], 2).replace("ImageData", "Data").replace("image_data_param", "data_param")
     net = net.replace("images.txt", "lmdb").replace("batch_size: 2", "batch_size: 2 backend: LMDB")
     asked: list[str] = []
-    minimum = P2PSync.min_over_devices
+    minimum = SolverExchange.min_over_devices
 
-    def noted(sync: P2PSync, number: float, what: str) -> float:
+    def noted(exchange: SolverExchange, number: float, what: str) -> float:
         asked.append(what)
-        return minimum(sync, number, what)
+        return minimum(exchange, number, what)
 
-    monkeypatch.setattr(P2PSync, "min_over_devices", noted)
+    monkeypatch.setattr(SolverExchange, "min_over_devices", noted)
     train(monkeypatch, Nccl, text=net, iterations=130)
     where = "at the first replay, where the first batch of 8 passes ends, and where a block of 64 begins"
     assert asked.count("the form of all devices' data") == 2 * 4, where

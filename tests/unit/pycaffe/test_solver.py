@@ -380,7 +380,7 @@ def test_graphs_are_made_anew_where_the_net_shares(solver_file: Path) -> None:
     solver.step(2)
     solver.test_all()
     solver.test_all()
-    assert solver.graph_runner.captured and solver.state.tests[0].captured
+    assert solver.graph_runner.captured and solver.tests[0].captured
     solver.net.share_data_with(other.net)
     assert not solver.graph_runner.captured
     first = solver.test_all()

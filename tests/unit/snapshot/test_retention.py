@@ -20,7 +20,8 @@ from caffepy.proto.caffe_pb2 import BlobProto, BlobShape, LayerParameter, NetPar
 from caffepy.snapshot.binary import blob_shape
 from caffepy.snapshot.caffemodel import read_layer_shapes
 from caffepy.snapshot.solverstate import read_solverstate
-from caffepy.solvers import Solver
+from caffepy.solvers import SingleDevice, Solver
+from caffepy.solvers.testing import Evaluator
 
 SCORED = NET + (
     'layer { name: "accuracy" type: "Accuracy" bottom: "ip" bottom: "label" top: "accuracy" include { phase: TEST } }'
@@ -94,7 +95,7 @@ def test_older_ones_stay_when_the_newest_cannot_be_read_back(
         solver.restore(Path("x_iter_4.solverstate"))
         solver.step(1)
         broken = lambda path, *_: path.write_bytes(b"no weights")  # noqa: E731
-        monkeypatch.setattr("caffepy.solvers.io.state.write_caffemodel", broken)
+        monkeypatch.setattr("caffepy.solvers.solver.write_caffemodel", broken)
         solver.snapshot()
     assert left(folder) == [2, 4, 5]
     assert "older snapshots are kept, because the newest cannot be read back: x_iter_5.caffemodel" in caplog.text
@@ -102,10 +103,11 @@ def test_older_ones_stay_when_the_newest_cannot_be_read_back(
 
 def test_devices_that_are_not_the_root_remove_nothing(folder: Path) -> None:
     train(4, "snapshot: 2")
-    with build_solver(SOLVER, NET, keep=RetentionPolicy(keep_last=1)) as solver:
+    other = SingleDevice()
+    other.is_root = False
+    with build_solver(SOLVER, NET, keep=RetentionPolicy(keep_last=1), callback=other) as solver:
         solver.restore(Path("x_iter_4.solverstate"))
-        solver.callback.is_root = False
-        solver._keeper.wrote(Path("x_iter_4.solverstate"))
+        solver.retention.wrote(Path("x_iter_4.solverstate"))
     assert left(folder) == [2, 4]
 
 
@@ -115,7 +117,7 @@ def test_a_snapshot_that_cannot_be_removed_does_not_end_training(
     def refuse(path: Path) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr("caffepy.solvers.io.retention.remove_snapshot", refuse)
+    monkeypatch.setattr("caffepy.solvers.retention.remove_snapshot", refuse)
     train(4, "snapshot: 2", keep=RetentionPolicy(keep_last=1))
     assert left(folder) == [2, 4]
     assert "x_iter_2.solverstate: cannot be removed: Operation not permitted" in caplog.text
@@ -123,12 +125,11 @@ def test_a_snapshot_that_cannot_be_removed_does_not_end_training(
 
 def scored(monkeypatch: pytest.MonkeyPatch, name: str, values: dict[int, float]) -> None:
     """Let tests find these scores, by iteration."""
-    import caffepy.solvers.io.testing as testing
 
-    def run_test(state: Any, index: int, interrupted: Any) -> dict[str, np.ndarray]:
-        return {name: np.array(values.get(state.iteration, 0.5), np.float64)}
+    def run_all(evaluator: Evaluator, runners: Any, iteration: int) -> list[dict[str, np.ndarray]]:
+        return [{name: np.array(values.get(iteration, 0.5), np.float64)}]
 
-    monkeypatch.setattr(testing, "run_test", run_test)
+    monkeypatch.setattr(Evaluator, "run_all", run_all)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ def test_the_loss_is_the_sum_of_the_weighted_ones(caplog: pytest.LogCaptureFixtu
     with build_solver(SOLVER, net, keep=RetentionPolicy(keep_best="loss")) as solver, caplog.at_level(logging.INFO):
         solver._snapshot_at = 0
         scores = solver.test_all()
-        assert solver.state.scores == {0: pytest.approx(2 * float(scores[0]["error"]))}
+        assert solver.retention.scores == {0: pytest.approx(2 * float(scores[0]["error"]))}
 
 
 def build(text: str, best: str) -> Solver:

@@ -16,7 +16,7 @@ from caffepy.errors import ConfigError
 from caffepy.pycaffe.mode import mode
 from caffepy.pycaffe.solver import SGDSolver
 from caffepy.solvers import Solver
-from caffepy.solvers.epochs import duration
+from caffepy.solvers.display import duration
 
 RECORDS = 40
 SOLVER = """base_lr: 0.1 lr_policy: "fixed" max_iter: 25 test_iter: 1 test_interval: 1000 test_initialization: false

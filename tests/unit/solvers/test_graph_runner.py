@@ -16,8 +16,8 @@ from training import solver_param, weights_of
 from caffepy.errors import NonFiniteError, RunError
 from caffepy.options import ExecutionOptions
 from caffepy.solvers import Action, Solver, create_solver
-from caffepy.solvers.base import CHECK_INTERVAL
 from caffepy.solvers.graph_runner import IN_FLIGHT
+from caffepy.solvers.solver import CHECK_INTERVAL
 from caffepy.trace import Trace
 
 SOLVER = 'base_lr: 0.1 lr_policy: "inv" gamma: 0.1 power: 0.75 momentum: 0.9 random_seed: 3 '

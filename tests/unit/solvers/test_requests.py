@@ -100,3 +100,10 @@ def test_what_was_received_before_a_test_is_not_sent_again() -> None:
     requests.receive()
     assert Action.SNAPSHOT in requests
     assert requests.flags() == [0.0, 0.0]
+
+
+def test_requests_of_a_device_alone_are_known_at_once() -> None:
+    asked = [Action.STOP]
+    requests = Requests(lambda: asked.pop() if asked else Action.NONE)
+    requests.poll()
+    assert Action.STOP in requests

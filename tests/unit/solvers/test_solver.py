@@ -13,6 +13,7 @@ from training import CPU, PLAIN, TESTED, TINY, build_solver, weights_of
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, NonFiniteError
 from caffepy.options import ExecutionOptions
+from caffepy.snapshot.solverstate import read_solverstate
 from caffepy.solvers import Action, Solver, create_solver
 
 
@@ -218,6 +219,11 @@ def test_a_snapshot_after_training_where_it_is_wanted(tmp_path: Path, wanted: st
     with build_solver(text, TINY) as solver:
         solver.solve()
     assert sorted(path.name for path in tmp_path.iterdir()) == files
+
+
+def test_layers_without_records_have_no_position_in_a_snapshot(tmp_path: Path) -> None:
+    with build_solver(PLAIN + f'snapshot_prefix: "{tmp_path}/x"', TINY) as solver:
+        assert not read_solverstate(solver.snapshot()).message.data_position
 
 
 def poison(solver: Solver) -> None:

@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 from training import build_solver
 
-from caffepy.solvers.statistics import preserve_running_stats
+from caffepy.solvers.solver import preserve_running_stats
 
 BITS, STREAMS, BATCHES = 8, 32, 40
 

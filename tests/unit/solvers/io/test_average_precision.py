@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caffepy.solvers.io.average_precision import average_precision
+from caffepy.solvers.detection import average_precision
 
 
 def caffes(hits: Sequence[bool], objects: int, version: str) -> float:  # noqa: C901

@@ -14,9 +14,9 @@ from training import build_solver
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError
 from caffepy.net.wiring import Node
-from caffepy.solvers import Solver
+from caffepy.solvers import Action, Solver
 from caffepy.solvers.callbacks import SingleDevice
-from caffepy.solvers.io.testing import run_test
+from caffepy.solvers.testing import Evaluator
 
 NET = """
 name: "detects"
@@ -109,8 +109,9 @@ def test_several_devices_give_the_same_score() -> None:
     def score(rank: int) -> float:
         with build_solver(DETECTION, NET) as solver:
             _play(solver, rank, devices)
-            solver.state.shard, solver.state.callback = Shard(rank, devices), shared
-            scores = run_test(solver.state, 0, lambda: False)
+            shard = Shard(rank, devices)
+            evaluator = Evaluator(solver.param, solver.net, shard, shared, solver.log, lambda: False)
+            scores = evaluator.run(solver.tests[0], solver.param.test_iter[0])
             assert scores is not None
             return float(scores["detection_eval"])
 
@@ -120,8 +121,8 @@ def test_several_devices_give_the_same_score() -> None:
 
 
 def test_an_interrupted_test_has_no_score() -> None:
-    with build_solver(DETECTION, NET) as solver:
-        assert run_test(solver.state, 0, lambda: True) is None
+    with build_solver(DETECTION, NET, request=lambda: Action.STOP) as solver:
+        assert solver.test_all() == []
 
 
 def test_a_net_that_does_not_detect_is_refused() -> None:
@@ -130,7 +131,7 @@ def test_a_net_that_does_not_detect_is_refused() -> None:
     with build_solver(DETECTION, net) as solver:
         error = r"the test net's output '\w+' is made by layer '\w+' \(\w+\), not by a DetectionEvaluate layer"
         with pytest.raises(ConfigError, match=error):
-            run_test(solver.state, 0, lambda: False)
+            solver.test_all()
 
 
 def test_detections_have_no_mean() -> None:

@@ -7,7 +7,7 @@ import pytest
 from training import build_solver
 
 from caffepy.errors import ConfigError
-from caffepy.solvers.io.testing import MeanScores
+from caffepy.solvers.testing import MeanScores
 
 SOLVER = 'base_lr: 0.1 lr_policy: "fixed" test_iter: 1 test_interval: 1 '
 NET = """
@@ -20,7 +20,7 @@ layer { name: "ip" type: "InnerProduct" bottom: "x" top: "y"
 def test_an_output_that_changes_its_size_has_no_mean():
     with build_solver(SOLVER, NET) as solver:
         net = solver.test_nets[0]
-        scores = MeanScores(solver.state, net)
+        scores = MeanScores(net, solver.callback, solver.log)
         net.forward()
         scores.take(0)
         net.blobs["x"].reshape((5, 3))

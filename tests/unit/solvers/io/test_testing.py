@@ -15,7 +15,7 @@ from training import build_solver, solver_param, weights_of
 
 from caffepy.net.fold import FoldedConvolution
 from caffepy.options import ExecutionOptions
-from caffepy.solvers import SingleDevice, Solver, create_solver
+from caffepy.solvers import Action, SingleDevice, Solver, create_solver
 
 SOLVER = (
     'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 random_seed: 3 test_iter: 3 test_interval: 2 '
@@ -77,7 +77,7 @@ def score(solver: Solver) -> dict[str, float]:
 
 
 def graphs(solver: Solver) -> bool:
-    return solver.state.tests[0].captured
+    return solver.tests[0].captured
 
 
 def test_scores_are_those_of_eager_and_unfused_tests() -> None:
@@ -137,7 +137,7 @@ def test_a_restored_seed_drops_the_graphs(tmp_path: Path) -> None:
 def test_debug_info_shows_every_layer(caplog: pytest.LogCaptureFixture) -> None:
     with training(SOLVER + "debug_info: true ") as solver, caplog.at_level(logging.INFO):
         solver.test_all()
-        assert not solver.state.tests[0].wanted
+        assert not solver.tests[0].wanted
         assert "Layer n, top blob c" in caplog.text
 
 
@@ -160,3 +160,15 @@ def test_nobody_captures_tests_where_one_device_cannot() -> None:
         assert not graphs(solver)
         assert callback.meetings == [1], "after that nobody asks any more"
         assert len(scores) == 3
+
+
+def test_a_device_alone_asks_before_every_batch_whether_to_end() -> None:
+    asked = []
+
+    def request() -> Action:
+        asked.append(solver.test_nets[0].context.passes.number)
+        return Action.STOP if asked[-1] == 1 else Action.NONE
+
+    with build_solver(SOLVER, NET, request=request) as solver:
+        assert solver.test_all() == []
+        assert solver.test_nets[0].context.passes.number == 1

@@ -8,7 +8,7 @@ import pytest
 
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import SolverParameter
-from caffepy.solvers.rules import policies
+from caffepy.solvers import policies
 
 
 @pytest.mark.parametrize(

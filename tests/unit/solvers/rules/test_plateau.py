@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from training import build_solver, weights_of
 
-from caffepy.solvers.rules.plateau import Plateau
+from caffepy.solvers.policies import Plateau
 
 SOLVER = """base_lr: 0.5 lr_policy: "plateau" gamma: 0.1 plateau_winsize: 1 plateau_winsize: 2 display: 1
     average_loss: 2 random_seed: 3 """

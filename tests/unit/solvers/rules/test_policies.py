@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from training import solver_param
 
 from caffepy.errors import ConfigError
-from caffepy.solvers.rules.policies import learning_rate, momentum, weight_decay
+from caffepy.solvers.policies import learning_rate, momentum, weight_decay
 
 
 def rate(text: str, iteration: int, current_step: int = 0) -> float:

@@ -26,7 +26,7 @@ def bvlc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loss_scale(solver: Solver) -> float:
-    return float(solver.update.loss_scale)
+    return float(solver.update.guard.loss_scale)
 
 
 @pytest.mark.parametrize("scale", ["global_grad_scale: 128 ", "global_grad_scale_adaptive: true "])
@@ -104,7 +104,7 @@ def test_the_loss_scale_reaches_every_loss_weight() -> None:
 def test_an_adaptive_scale_grows_after_many_good_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     with build_solver(SOLVER, "global_grad_scale_adaptive: true " + CLASSIFIER) as solver:
         assert loss_scale(solver) == 4096
-        solver.backend.fill(solver.update._good, 998)
+        solver.backend.fill(solver.update.guard._good, 998)
         solver.step(1)
         assert loss_scale(solver) == 4096
         solver.step(1)
@@ -114,7 +114,7 @@ def test_an_adaptive_scale_grows_after_many_good_steps(monkeypatch: pytest.Monke
 def test_snapshots_hold_the_adaptive_scale(tmp_path: Path) -> None:
     text, net = SOLVER + f'snapshot_prefix: "{tmp_path}/x"', "global_grad_scale_adaptive: true " + CLASSIFIER
     with build_solver(text, net) as solver:
-        solver.update.restore_loss_scale(64, 0)
+        solver.update.guard.restore_loss_scale(64, 0)
         solver.step(1)
         state = solver.snapshot()
     with build_solver(text, net) as solver:
@@ -141,7 +141,7 @@ ADAPTIVE = "global_grad_scale_adaptive: true " + CLASSIFIER
 def test_snapshots_hold_the_count_of_good_steps(tmp_path: Path, form: str) -> None:
     text = SOLVER + f'snapshot_prefix: "{tmp_path}/x" snapshot_format: {form}'
     with build_solver(text, ADAPTIVE) as solver:
-        solver.backend.fill(solver.update._good, 997)
+        solver.backend.fill(solver.update.guard._good, 997)
         solver.step(1)
         state = solver.snapshot()
     with build_solver(text, ADAPTIVE) as solver:
@@ -177,7 +177,7 @@ def test_clipping_shows_the_norm_without_the_loss_scale(caplog: pytest.LogCaptur
     for net in (CLASSIFIER, "global_grad_scale: 128 " + CLASSIFIER, ADAPTIVE):
         caplog.clear()
         with build_solver(SOLVER + "clip_gradients: 0.01 display: 1", net) as solver, caplog.at_level("INFO"):
-            solver.backend.fill(solver.update._good, 998)  # the adaptive scale is doubled in the second step
+            solver.backend.fill(solver.update.guard._good, 998)  # the adaptive scale is doubled in the second step
             solver.step(3)
         shown.append([re.sub(r"(\d\.\d{3})\d*", r"\1", line) for line in messages(caplog, "Gradient clipping")])
     assert len(shown[0]) == 3
@@ -259,7 +259,7 @@ def test_clipping_scales_gradients_of_any_norm(large: float) -> None:
         gradients = solver.net.parameters.gradients
         gradients[...] = 0
         gradients[:8] = np.linspace(0.5, 1, 8) * large
-        scale, found_inf = solver.update._control(1.0)
+        scale, found_inf = solver.update.guard.run(1.0)
         assert float(found_inf) == 0
         clipped = np.linalg.norm(gradients.astype(np.float64) * float(scale))
         assert clipped == pytest.approx(1e-4, rel=1e-3 if large < 1e38 else 0.5)
@@ -272,16 +272,16 @@ def test_what_is_not_finite_is_found_beside_gradients_of_any_size(value: float, 
         gradients = solver.net.parameters.gradients
         for index in (0, 17, len(gradients) - 1):
             gradients[...] = others
-            assert float(solver.update._control(1.0)[1]) == 0
+            assert float(solver.update.guard.run(1.0)[1]) == 0
             gradients[index] = value
-            assert float(solver.update._control(1.0)[1]) == 1
+            assert float(solver.update.guard.run(1.0)[1]) == 1
 
 
 def test_too_many_skipped_updates_that_are_over_are_an_error_too() -> None:
     """A device that works behind the host is looked at now and then."""
     with build_solver(SOLVER, "global_grad_scale: 2 " + CLASSIFIER, max_skipped=3) as solver:
         solver.step(1)
-        solver.backend.fill(solver.update._bad, 3)
+        solver.backend.fill(solver.update.guard._bad, 3)
         with pytest.raises(NonFiniteError, match="3 updates in a row .* so that the layer is not known"):
             solver.step(1)
 

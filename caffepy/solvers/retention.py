@@ -11,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
+from caffepy.config.paths import PathResolver
 from caffepy.errors import ConfigError, SnapshotError
 from caffepy.net import Net
 from caffepy.options import RetentionPolicy
+from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.registry import suggest
 from caffepy.snapshot.caffemodel import first_difference, read_layer_shapes
 from caffepy.snapshot.files import (
@@ -24,8 +26,8 @@ from caffepy.snapshot.files import (
     stored_weights,
     weights_beside,
 )
-from caffepy.solvers.io.state import snapshot_paths
-from caffepy.solvers.train_state import TrainState
+from caffepy.solvers.display import RootLog
+from caffepy.solvers.state import snapshot_paths
 
 log = logging.getLogger(__name__)
 
@@ -37,16 +39,34 @@ class SnapshotRetention:
     """Removes snapshots with the solver's prefix, after a newer one was written whole; every device may call it.
 
     Args:
-        state: of training.
+        param: the solver.
+        resolve: finds the files that the solver names.
+        net: the train net.
+        test_nets: in Caffe's order.
         keep: what stays.
+        log: for lines that only the root shows; the root alone removes.
 
     Raises:
         ConfigError: no test net has the score.
     """
 
-    def __init__(self, state: TrainState, keep: RetentionPolicy) -> None:
-        self._state = state
+    def __init__(
+        self,
+        param: SolverParameter,
+        resolve: PathResolver,
+        net: Net,
+        test_nets: list[Net],
+        keep: RetentionPolicy,
+        log: RootLog,
+    ) -> None:
+        self.scores: dict[int, float] = {}
+        """Of snapshots in the tests that followed them, by iteration."""
+        self._param = param
+        self._resolve = resolve
+        self._net = net
+        self._test_nets = test_nets
         self._keep = keep
+        self._log = log
         self._written: Path | None = None
         """The newest snapshot of this run."""
         self._sign = 1.0
@@ -58,10 +78,9 @@ class SnapshotRetention:
 
     def _find_score(self) -> None:
         """Which test net has the score, and whether larger is better."""
-        name, nets = self._keep.keep_best, self._state.test_nets
-        if not nets or not self._state.param.test_interval:
+        name, nets = self._keep.keep_best, self._test_nets
+        if not nets or not self._param.test_interval:
             raise ConfigError(f"--keep-best {name} needs tests: set test_iter and test_interval in the solver")
-        self._state.score_name = name
         having = [index for index, net in enumerate(nets) if name in net.outputs]
         losing = [index for index, net in enumerate(nets) if name == LOSS and _weighted(net)]
         if not having and not losing:
@@ -84,8 +103,7 @@ class SnapshotRetention:
         Raises:
             ConfigError: a file of another net would be replaced or removed.
         """
-        state, net = self._state, self._state.net
-        prefix = state.resolve.output(state.param.snapshot_prefix)
+        prefix = self._resolve.output(self._param.snapshot_prefix)
         earlier = snapshots(prefix)
         if earlier and (resumed is None or resumed.resolve() not in [path.resolve() for path in earlier]):
             log.warning(
@@ -96,11 +114,11 @@ class SnapshotRetention:
         removed = [weights_beside(path) for path in earlier] if self._keep.keep_last or self._keep.keep_best else []
         for path in stored_weights(prefix):
             iteration = iteration_of(path)
-            replaced = writes(iteration) and path == snapshot_paths(state, iteration)[0]
+            replaced = writes(iteration) and path == snapshot_paths(self._param, self._resolve, iteration)[0]
             if not replaced and path not in removed:
                 continue
             try:
-                difference = first_difference(net.layers, read_layer_shapes(path).layer)
+                difference = first_difference(self._net.layers, read_layer_shapes(path).layer)
             except SnapshotError as error:
                 log.warning("%s; training will replace it", error)
                 continue
@@ -110,16 +128,21 @@ class SnapshotRetention:
                     f"{'replaced' if replaced else 'removed'}: set snapshot_prefix to another one, or give --overwrite"
                 )
 
-    def note_scores(self, scores: list[dict[str, np.ndarray]]) -> None:
-        """Remember the score of the snapshot of this iteration, which was written before its test."""
+    @property
+    def score_name(self) -> str:
+        """What is scored, as `RetentionPolicy.keep_best` names it; empty: nothing."""
+        return self._keep.keep_best
+
+    def note_scores(self, iteration: int, scores: list[dict[str, np.ndarray]]) -> None:
+        """Remember the score of an iteration's snapshot, which was written before its test."""
         if not self._keep.keep_best or self._index >= len(scores):
             return
-        found, net = scores[self._index], self._state.test_nets[self._index]
+        found, net = scores[self._index], self._test_nets[self._index]
         if self._keep.keep_best in found:
             value = float(found[self._keep.keep_best].mean())
         else:
             value = sum(weight * float(found[name].sum()) for name, weight in _weighted(net).items())
-        self._state.scores[self._state.iteration] = value
+        self.scores[iteration] = value
         self._tidy()
 
     def wrote(self, path: Path) -> None:
@@ -128,10 +151,10 @@ class SnapshotRetention:
         self._tidy()
 
     def _tidy(self) -> None:
-        keep, state = self._keep, self._state
-        if self._written is None or not state.callback.is_root or not (keep.keep_last or keep.keep_best):
+        keep = self._keep
+        if self._written is None or not self._log.is_root or not (keep.keep_last or keep.keep_best):
             return
-        prefix = state.resolve.output(state.param.snapshot_prefix)
+        prefix = self._resolve.output(self._param.snapshot_prefix)
         found = [path for path in snapshots(prefix) if path.name != self._written.name]
         staying = {*found[: max(keep.keep_last, 1) - 1], self._best([self._written, *found])}
         doomed = [path for path in found if path not in staying]
@@ -140,14 +163,14 @@ class SnapshotRetention:
         for path in doomed:
             try:
                 remove_snapshot(path)
-                state.scores.pop(iteration_of(path), None)
-                state.log("Removed snapshot %s", path)
+                self.scores.pop(iteration_of(path), None)
+                self._log("Removed snapshot %s", path)
             except OSError as error:
                 log.warning("%s: cannot be removed: %s", path, error.strerror)
 
     def _best(self, found: list[Path]) -> Path | None:
         """The snapshot that tested best, of equals the oldest; None if none was tested."""
-        scores = {path: self._state.scores.get(iteration_of(path), math.nan) * self._sign for path in reversed(found)}
+        scores = {path: self.scores.get(iteration_of(path), math.nan) * self._sign for path in reversed(found)}
         tested = {path: score for path, score in scores.items() if not math.isnan(score)}
         return max(tested, key=lambda path: tested[path]) if tested else None
 

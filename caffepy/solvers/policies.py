@@ -7,7 +7,8 @@ do nothing unless their fields are set.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import SolverParameter
@@ -16,6 +17,8 @@ from caffepy.registry import Registry
 Policy = Callable[[SolverParameter, int, int], "tuple[float, int]"]
 
 POLICIES: Registry[Policy] = Registry("lr_policy")
+NO_LOSS = 1e38
+"""The smallest loss before the first one, as in the schema."""
 
 
 def learning_rate(param: SolverParameter, iteration: int, current_step: int) -> tuple[float, int]:
@@ -91,6 +94,37 @@ def multistep(param: SolverParameter, iteration: int, current_step: int) -> tupl
 def plateau(param: SolverParameter, iteration: int, current_step: int) -> tuple[float, int]:
     """base_lr * gamma^(steps taken), which `Plateau` counts."""
     return param.base_lr * power(param.gamma, current_step), current_step
+
+
+@dataclass
+class Plateau:
+    """What the learning-rate policy "plateau" remembers: a step down whenever the loss has not fallen for some time.
+
+    Defined by the solver of Caffe's SSD branch; NVIDIA Caffe has its fields without effect.
+
+    Args:
+        minimum_loss: the smallest loss so far, as averaged by `average_loss`.
+        last_event: the iteration of that loss or of the last step.
+    """
+
+    minimum_loss: float = NO_LOSS
+    last_event: int = 0
+
+    def next_step(self, iteration: int, loss: float | None, step: int, windows: Sequence[int]) -> int:
+        """The number of steps taken, of which each multiplies the rate by gamma.
+
+        Args:
+            iteration: updates made so far.
+            loss: the last iteration's averaged loss over all devices; None before the first one.
+            step: steps taken so far.
+            windows: `plateau_winsize`: the iterations without a smaller loss that each step waits for.
+        """
+        if loss is not None and loss < self.minimum_loss:
+            self.minimum_loss, self.last_event = loss, iteration
+        if step < len(windows) and iteration >= self.last_event + windows[step]:
+            self.last_event = iteration
+            return step + 1
+        return step
 
 
 @POLICIES.register("poly")

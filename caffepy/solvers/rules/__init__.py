@@ -1,1 +1,0 @@
-"""Update rules and learning-rate policies. The root of solvers imports it."""
