@@ -26,9 +26,9 @@ from typing import Any
 import cv2
 import numpy as np
 
+from caffepy.backend.cpu.jit.cpus import cpu_count
 from caffepy.data.conversion.image_records import ImageOptions
 from caffepy.data.conversion.image_sets import Database, convert_image_set
-from caffepy.data.conversion.progress import all_cores
 
 
 def make_images(folder: Path, count: int, rows: int, columns: int) -> list[str]:
@@ -46,7 +46,7 @@ def make_images(folder: Path, count: int, rows: int, columns: int) -> list[str]:
 
     for number in range(min(count, 100)):
         (folder / f"{number:02d}").mkdir()
-    with ThreadPoolExecutor(all_cores()) as pool:
+    with ThreadPoolExecutor(cpu_count()) as pool:
         names = list(pool.map(make, range(count)))
     (folder / "list.txt").write_text("".join(f"{name} {n % 1000}\n" for n, name in enumerate(names)))
     return names
@@ -63,7 +63,7 @@ def decode_all(folder: Path, names: list[str], resize: int, encode: bool = False
                 cv2.imencode(".jpg", image)
 
     cv2.setNumThreads(1)
-    with ThreadPoolExecutor(all_cores()) as pool:
+    with ThreadPoolExecutor(cpu_count()) as pool:
         list(pool.map(decode, [names[first : first + 16] for first in range(0, len(names), 16)]))
 
 
@@ -89,7 +89,7 @@ def main() -> None:
     try:
         names = make_images(folder, args.count, args.rows, args.columns)
         size = sum(os.path.getsize(folder / name) for name in names) / len(names)
-        print(f"{len(names)} JPEGs of {args.columns} x {args.rows}, {size / 1e3:.0f} kB each; {all_cores()} cores")
+        print(f"{len(names)} JPEGs of {args.columns} x {args.rows}, {size / 1e3:.0f} kB each; {cpu_count()} cores")
         compare(folder, names, args.resize, args.rounds)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -98,7 +98,6 @@ def run_convert_imageset(args: argparse.Namespace) -> int:
 def image_options(args: argparse.Namespace, **others: int) -> ImageOptions:
     """What the flags say of images."""
     from caffepy.data.conversion.image_records import ImageOptions
-    from caffepy.data.conversion.progress import all_cores
 
     return ImageOptions(
         gray=args.gray,
@@ -107,7 +106,7 @@ def image_options(args: argparse.Namespace, **others: int) -> ImageOptions:
         encoded=args.encoded,
         encode_type=args.encode_type,
         check_size=args.check_size,
-        threads=args.threads or all_cores(),
+        threads=args.threads or None,
         **others,
     )
 
@@ -239,7 +238,7 @@ def run_convert_mnist_data(args: argparse.Namespace) -> int:
         RunError: writing failed.
     """
     from caffepy.data.conversion.image_sets import Database
-    from caffepy.data.conversion.known_sets import convert_digits
+    from caffepy.data.conversion.mnist_cifar import convert_digits
 
     target = Database(args.db_name, args.backend, args.force)
     print(f"{args.db_name}: {convert_digits(args.image_file, args.label_file, target)} images")
@@ -272,7 +271,7 @@ def run_convert_cifar_data(args: argparse.Namespace) -> int:
         DataError: files are missing or are not CIFAR-10's, or a database is there already.
         RunError: writing failed.
     """
-    from caffepy.data.conversion.known_sets import convert_cifar
+    from caffepy.data.conversion.mnist_cifar import convert_cifar
 
     for path, count in convert_cifar(args.input_folder, args.output_folder, args.backend, args.force).items():
         print(f"{path}: {count} images")

@@ -1,1 +1,1 @@
-"""From records to batches: the order of samples, transformation, prefetching. layers/input and cli import it."""
+"""Data pipeline from records to batches: record order, transformation, prefetching. Used by layers/input and cli."""

@@ -1,7 +1,7 @@
-"""Prefetching: each data layer has a thread that fills batches while the device computes on earlier ones.
+"""Prefetching: each data layer has a thread that fills batches while the device computes.
 
-Owns the queue between the prefetch thread and the solver's. No wait is endless: the solver's ends with the batch,
-with the prefetch thread's error, with `close`, by what `check_wait` raises, or after `timeout`.
+Holds the queue between the prefetch thread and the solver's thread. Every wait is bounded: the solver's wait ends with
+the batch, the prefetch thread's error, `close`, an exception from `check_wait`, or `timeout`.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ logger = logging.getLogger(__name__)
 
 
 _GROWTH = 8
-"""How many times as many passes each of the first batches of bytes has as the one before, up to a whole block."""
+"""Growth factor of the passes per uint8 batch, from 1 up to a whole block."""
 _POLL_SECONDS = 0.1
-"""Interval at which a waiting solver checks its timeout, and whether it is to wait any longer."""
+"""Interval at which a waiting solver checks its timeout and calls `check_wait`."""
 
 _waits: dict[int, tuple[Callable[[], str], float]] = {}
-"""By thread identifier: what a solver thread waits for, and since when."""
+"""Maps the identifier of a waiting solver thread to the record it waits for and the start time."""
 
 
 def awaited_data(thread: int) -> tuple[str, float] | None:
-    """The record that a thread waits for, and since when; None if it waits for no data.
+    """Return the record that a thread waits for and the start time of the wait, or None.
 
     Args:
-        thread: its identifier, `threading.get_ident`.
+        thread: thread identifier (`threading.get_ident`).
 
     Returns:
-        For example ``record 12 of LMDB 'x'``, and a time of `suspend_aware_seconds`.
+        For example ``record 12 of LMDB 'x'``, and a time from `suspend_aware_seconds`.
     """
     wait = _waits.get(thread)
     return None if wait is None else (wait[0](), wait[1])
 
 
 def never_cancel() -> None:
-    """The `check_wait` that never ends a wait."""
+    """Default `check_wait`: does not cancel the wait."""
 
 
 Memory = Callable[[int], NDArray[np.uint8]]
-"""Allocates so many bytes: a 1-D array."""
+"""Allocates a 1-D array of the given number of bytes."""
 
 
 def plain_memory(size: int) -> NDArray[np.uint8]:
-    """Pageable host memory."""
+    """Allocate pageable host memory."""
     return np.empty(size, np.uint8)
 
 
 class Batch:
-    """One device's samples: of one pass as float32 arrays, or of several passes as uint8 images. Reused.
+    """One device's samples: one pass as float32 arrays, or several passes as uint8 images. Batches are reused.
 
     Args:
         tops: number of float32 arrays.
@@ -80,7 +80,7 @@ class Batch:
         self._memory = memory
 
     def array(self, top: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """The array of a top, of the given logical shape; images are channels last in memory, as on the devices."""
+        """Return the array of a top with the given logical shape; images are channels-last in memory, as on devices."""
         if self.arrays[top].shape != shape:
             flat = self._memory(4 * math.prod(shape)).view(np.float32)
             self.arrays[top] = view(flat, shape)
@@ -95,43 +95,43 @@ class Batch:
 
 
 class Loader(Protocol):
-    """Fills batches from a source. Used by one thread at a time."""
+    """Fills batches from a source. Not thread-safe."""
 
     @property
     def reading(self) -> str:
-        """The record that is being read, for messages: ``record 12 of LMDB 'x'``."""
+        """The current record, for messages: ``record 12 of LMDB 'x'``."""
 
     def load(self, first: int, count: int, batch: Batch) -> None:
-        """Fill `batch` with the floats of the global samples [first, first + count)."""
+        """Fill `batch` with the samples [first, first + count) as float32."""
 
     def load_bytes(self, firsts: Sequence[int], count: int, slot: ImageSlot, block: NDArray[np.uint8]) -> int:
-        """Fill each slot with `count` samples from one of `firsts` on; returns how many slots are filled."""
+        """Fill each slot with `count` samples starting at one of `firsts`; return the number of filled slots."""
 
     def close(self) -> None:
         """Stop worker threads. Idempotent."""
 
 
-def _said(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
 class Prefetcher:
-    """Fills the batches of consecutive passes in a thread, which starts with the first `get`.
+    """Fills the batches of consecutive passes in a thread, which the first `get` starts.
 
     Args:
         loader: fills the batches.
-        first_sample: the global number of the first sample that this device takes in a pass.
+        first_sample: maps a pass to the global number of this device's first sample.
         count: samples in a batch.
         tops: arrays in a batch.
-        depth: batches that are filled in advance.
+        depth: maximum number of prefetched batches.
         where: the layer, for messages.
-        slot: the layout of a pass of uint8 images; None: batches are float32. From the first record on that does not
-            fit the layout, batches are float32.
-        block: passes of a batch of bytes; each batch ends before a multiple of it.
+        slot: layout of a pass of uint8 images; None: batches are float32. After a record that does not fit the layout,
+            batches are float32.
+        block: maximum passes of a uint8 batch; each batch ends at or before a multiple of `block`.
         memory: allocates the batches' memory.
-        warn_after: seconds without a batch after which the log says what is being read.
-        timeout: seconds without a batch after which training fails.
-        check_wait: called every 0.1 s while `get` waits; ends the wait by raising.
+        warn_after: seconds of waiting after which the log names the current record.
+        timeout: seconds of waiting after which training fails.
+        check_wait: called every 0.1 s while `get` waits; cancels the wait by raising.
     """
 
     def __init__(  # noqa: PLR0913 -- one keyword a setting
@@ -154,16 +154,16 @@ class Prefetcher:
         self._count = count
         self._tops = tops
         self._next = 0
-        """The first pass of the batch that the thread fills next: in the beginning that of the first `get`."""
+        """First pass of the next batch to fill; the first `get` initialises it."""
         self._depth = max(depth, 1)
         self._where = where
         self._slot = slot
         self._block = block
-        self._at_once = 1
-        """Passes of the next batch of bytes, at most: few at first, so that the first one comes soon."""
+        self._max_passes = 1
+        """Maximum passes of the next uint8 batch. Starts small so that the first batch is ready early."""
         self._memory = memory
         self.waited = 0.0
-        """Seconds that `get` has waited for batches."""
+        """Total seconds that `get` waited for batches."""
         self._warn_after = warn_after
         self._timeout = timeout
         self._check_wait = check_wait
@@ -177,20 +177,20 @@ class Prefetcher:
         tell_after_fork(self)
 
     def forked(self) -> None:
-        """Begin anew in a child: with the batch of the next `get`, in a thread of the child's."""
+        """Reset after a fork: the next `get` starts a thread in the child."""
         self._changed = threading.Condition()
         self._ready.clear()
         self._free.clear()
         self._error, self._ended, self._thread = None, False, None
 
     def get(self, number: int) -> Batch:
-        """The batch that begins with pass `number`; call with consecutive batches.
+        """Return the batch that begins with pass `number`. Batches must be consecutive.
 
         Raises:
-            AbortedError: `close` was called meanwhile.
-            RunError: nothing came within the timeout, or reading failed unexpectedly.
-            CaffepyError: what the loader raised.
-            Exception: what `check_wait` raised; the batch is still to come.
+            AbortedError: `close` was called during the wait.
+            RunError: no batch arrived within the timeout, or reading failed unexpectedly.
+            CaffepyError: the loader raised it.
+            Exception: `check_wait` raised it; a later `get` returns the batch.
         """
         with self._changed:
             if self._thread is None and not self._closed:
@@ -204,19 +204,21 @@ class Prefetcher:
         return batch
 
     def release(self, batch: Batch) -> None:
-        """Return a batch to the prefetch thread, which fills it again."""
+        """Return a batch to the prefetch thread for reuse."""
         with self._changed:
             self._free.append(batch)
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Stop the thread and wake waiters; returns whether it ended within `timeout`. Idempotent."""
+        """Stop the thread and wake waiters; return whether it ended within `timeout`. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
             if self._thread.is_alive():
-                logger.warning("%s: the reading thread does not end; busy with %s", self._where, self._loader.reading)
+                logger.warning(
+                    "%s: the prefetch thread did not stop; it is reading %s", self._where, self._loader.reading
+                )
                 return False
         return True
 
@@ -227,12 +229,12 @@ class Prefetcher:
         started, thread = suspend_aware_seconds(), threading.get_ident()
         _waits[thread] = (lambda: self._loader.reading, started)
         try:
-            self._wait_since(started)
+            self._poll_until_ready(started)
         finally:
             del _waits[thread]
             self.waited += suspend_aware_seconds() - started
 
-    def _wait_since(self, started: float) -> None:
+    def _poll_until_ready(self, started: float) -> None:
         warn_at = started + self._warn_after
         while not self._ready:
             if self._error is not None:
@@ -240,13 +242,13 @@ class Prefetcher:
             if self._closed:
                 raise AbortedError(f"{self._where}: closed while waiting for data")
             if self._ended or not (self._thread and self._thread.is_alive()):
-                raise RunError(f"{self._where}: the thread that reads its data has ended; see the log above")
+                raise RunError(f"{self._where}: the prefetch thread has ended; see the log above")
             self._check_wait()
             now = suspend_aware_seconds()
             if now >= started + self._timeout:
                 raise RunError(
                     f"{self._where}: no data for {now - started:.0f} s while reading {self._loader.reading}; "
-                    "is the disk or network drive still there?"
+                    "is the disk or network drive available?"
                 )
             if now >= warn_at:
                 logger.warning(
@@ -276,8 +278,8 @@ class Prefetcher:
 
     def _fill(self, batch: Batch) -> None:
         if self._slot is not None:
-            end = min((self._next // self._block + 1) * self._block, self._next + self._at_once)
-            passes, self._at_once = range(self._next, end), min(_GROWTH * self._at_once, self._block)
+            end = min((self._next // self._block + 1) * self._block, self._next + self._max_passes)
+            passes, self._max_passes = range(self._next, end), min(_GROWTH * self._max_passes, self._block)
             firsts = [self._first_sample(number) for number in passes]
             block = batch.reserve(self._slot, self._block)
             batch.passes = self._loader.load_bytes(firsts, self._count, self._slot, block)
@@ -290,8 +292,8 @@ class Prefetcher:
     def _fail(self, error: BaseException) -> None:
         if not isinstance(error, CaffepyError):
             try:
-                failure = RunError(f"{self._where}: reading {self._loader.reading} failed: {_said(error)}")
-            except Exception:  # the loader cannot even say what it reads: out of memory, or the cause of the failure
+                failure = RunError(f"{self._where}: reading {self._loader.reading} failed: {_describe_error(error)}")
+            except Exception:  # `reading` failed too, for example out of memory
                 failure = RunError(f"{self._where}: reading failed: {type(error).__name__}")
             failure.__cause__ = error
             error = failure

@@ -1,9 +1,9 @@
-"""What happens to an image on its way into a net: Caffe's `data_transformer.cpp`.
+"""Image transformation before the net (Caffe's `data_transformer.cpp`).
 
-First it may get another size or noise (`Transformer.prepare`, see `caffepy.data.transforms`). Then
+`Transformer.preprocess` optionally resizes the image and adds noise (see `caffepy.data.transforms`). Then
 y[c, h, w] = (x[c, top + h, left + w'] - mean[c, top + h, left + w']) * scale, where w' is w, or crop - 1 - w when
-mirrored. In training the crop lies anywhere, in testing in the centre, at ((H - crop) // 2, (W - crop) // 2). Mirroring
-happens in both phases, if asked for.
+mirrored. TRAIN crops at a random offset, TEST at the center, ((H - crop) // 2, (W - crop) // 2). `mirror` acts in both
+phases.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from caffepy.data.images.mean import read_mean
 from caffepy.data.random import below, sample_words
 from caffepy.data.sources.source import hash_of
-from caffepy.data.transforms.draws import Draws
 from caffepy.data.transforms.im_transforms import (
     apply_noise,
     apply_resize,
@@ -31,20 +30,21 @@ from caffepy.data.transforms.im_transforms import (
     resizes_randomly,
 )
 from caffepy.data.transforms.pixels import Image, Pixels, to_image, to_pixels
+from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import ConfigError, DataError
 from caffepy.proto import caffe_pb2
 
 logger = logging.getLogger(__name__)
 _MAX_CROP = 1 << 16
-_SSD_ALONE = ("distort_param", "expand_param", "emit_constraint")
-"""What AnnotatedData alone does."""
+_ANNOTATED_ONLY = ("distort_param", "expand_param", "emit_constraint")
+"""Fields that only AnnotatedData applies."""
 
 
 def check_transform(param: caffe_pb2.TransformationParameter, where: str) -> None:
-    """Refuse contradictions.
+    """Refuse contradictory or out-of-range fields.
 
     Raises:
-        ConfigError: naming the field.
+        ConfigError: the message names the field.
     """
     if param.HasField("mean_file") and param.mean_value:
         raise ConfigError(f"{where}: transform_param has both mean_file and mean_value; keep one of them")
@@ -61,21 +61,21 @@ def check_transform(param: caffe_pb2.TransformationParameter, where: str) -> Non
     check_distort(param.distort_param, where)
 
 
-def warn_of_unused(param: caffe_pb2.TransformationParameter, nvidia: bool, where: str) -> None:
-    """Say which of SSD's fields a layer that reads no boxes does not apply."""
-    unused = [field for field in _SSD_ALONE if param.HasField(field)]
+def warn_about_unused_fields(param: caffe_pb2.TransformationParameter, nvidia: bool, where: str) -> None:
+    """Warn about fields that act only in AnnotatedData or, in NVIDIA's dialect, not in this layer."""
+    unused = [field for field in _ANNOTATED_ONLY if param.HasField(field)]
     if unused:
         logger.warning("%s: %s is for AnnotatedData and has no effect here", where, " and ".join(unused))
     if nvidia and (param.HasField("resize_param") or param.HasField("noise_param")):
         logger.warning(
-            "%s: resize_param and noise_param have no effect here in NVIDIA Caffe, and with its numbers have none "
-            "(CAFFEPY_DIALECT=bvlc applies them)", where,
+            "%s: resize_param and noise_param have no effect here in NVIDIA's dialect, as in NVIDIA Caffe; "
+            "--dialect bvlc (CAFFEPY_DIALECT=bvlc in scripts) applies them", where,
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Choices:
-    """What chance decided for some samples: 32-bit words, scaled to each image's size when it is known."""
+class CropParams:
+    """Mirror flags and crop offsets of N samples. Offsets are random words, scaled when the image's size is known."""
 
     mirror: NDArray[np.bool_]
     top: NDArray[np.uint64] | None
@@ -83,18 +83,19 @@ class Choices:
 
 
 class Transformer:
-    """Turns images (C, H, W) into what the net takes.
+    """Crops, mirrors, subtracts the mean and scales images (C, H, W).
 
     Args:
         param: the layer's transform_param.
         phase: caffe_pb2.TRAIN or TEST.
-        resolve: turns the written path of the mean file into one that exists.
-        where: what messages call the layer.
-        nvidia: whether NVIDIA Caffe's numbers are wanted where the two Caffes differ.
-        annotated: whether the layer is one of SSD's, which apply `resize_param` and `noise_param` in NVIDIA Caffe too.
+        resolve: resolves the path of the mean file.
+        where: layer name for messages.
+        nvidia: whether to compute as NVIDIA Caffe where the two Caffes differ.
+        annotated: whether the layer is SSD's AnnotatedData, which applies `resize_param` and `noise_param` in both
+            dialects.
 
     Raises:
-        ConfigError: fields that contradict each other.
+        ConfigError: fields contradict each other.
         DataError: the mean file cannot be read.
     """
 
@@ -114,47 +115,48 @@ class Transformer:
         self._param = param
         self._where = where
         if not annotated:
-            warn_of_unused(param, nvidia, where)
+            warn_about_unused_fields(param, nvidia, where)
         self._height, self._width = (param.crop_size or size for size in (param.crop_h, param.crop_w))
         self.crop: int = max(self._height, self._width)
-        """Height or width of what is cut out, the larger one; 0: images are taken whole."""
+        """The larger side of the crop; 0: no crop."""
         self.mirror: bool = param.mirror
-        """Whether chance mirrors images."""
+        """Whether to mirror random images."""
         self.random_crop = bool(self.crop) and phase == caffe_pb2.TRAIN
-        """Whether chance decides where to cut; else it is the centre."""
+        """Whether the crop offset is random; else the crop is centered."""
         self.resizes_randomly = resizes_randomly(param)
-        """Whether a field of NVIDIA Caffe's random resize is given."""
+        """Whether NVIDIA Caffe's random resize is configured."""
         self._ssd = annotated or not nvidia
-        self.damages = self._ssd and param.HasField("noise_param")
-        """Whether `prepare` applies noise."""
-        self.prepares = self.resizes_randomly or self.damages or (self._ssd and param.HasField("resize_param"))
-        """Whether `prepare` changes images."""
-        self.centers_mean = False
-        """Whether mean_file is cut at its own centre, wherever the image is cut: NVIDIA Caffe does so with decoded and
-        with randomly resized images. Set by the loader, which knows the first record."""
+        self.adds_noise = self._ssd and param.HasField("noise_param")
+        """Whether `preprocess` applies noise."""
+        self.preprocesses = self.resizes_randomly or self.adds_noise or (self._ssd and param.HasField("resize_param"))
+        """Whether `preprocess` changes images."""
+        self.center_crops_mean = False
+        """Whether to subtract the center crop of mean_file at every crop offset, as NVIDIA Caffe does for decoded and
+        for randomly resized images. The loader sets it from the first record."""
         self.scale = np.float32(param.scale)
         self._seed = param.random_seed if param.random_seed >= 0 else None
         self._mean_file = read_mean(resolve(param.mean_file)) if param.HasField("mean_file") else None
         self._mean_values = np.array(param.mean_value, np.float32)
-        self._last: tuple[tuple[int, ...], tuple[int, int, int]] = ((), (0, 0, 0))
-        """The shape that came last, and what became of it."""
+        self._last_shape: tuple[tuple[int, ...], tuple[int, int, int]] = ((), (0, 0, 0))
+        """The last input shape of `output_shape` and its result."""
 
     def fingerprint(self) -> dict[str, str]:
-        """`RecordSource.fingerprint` of the mean file, where there is one."""
+        """Return `RecordSource.fingerprint` entries for the mean file; empty without one."""
         return {} if self._mean_file is None else {"the hash of the mean": hash_of(self._mean_file.tobytes())}
 
     @property
-    def whole_size(self) -> tuple[int, int]:
-        """The height and width that all images must have because of the mean; (0, 0): any."""
+    def mean_size(self) -> tuple[int, int]:
+        """Height and width of mean_file, which all images must have; (0, 0): no mean_file."""
         return (0, 0) if self._mean_file is None else (self._mean_file.shape[1], self._mean_file.shape[2])
 
     def output_shape(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
-        """What an image (C, H, W) becomes: (C, crop, crop), or its own shape without a crop.
+        """Return the shape of a transformed image (C, H, W): (C, crop_h, crop_w), or its own shape without a crop.
 
         Raises:
-            DataError: the image is smaller than the crop, or the mean does not fit it; continues a record's name.
+            DataError: the image is smaller than the crop, or the mean does not fit it. The message follows a record's
+                name.
         """
-        last, output = self._last
+        last, output = self._last_shape
         if shape == last:
             return output
         channels, height, width = shape
@@ -164,87 +166,91 @@ class Transformer:
             )
             raise DataError(f"is {height} x {width}, smaller than {name}")
         output = (channels, self._height, self._width) if self.crop else shape
-        self.mean(output if self.centers_mean else shape)
-        self._last = shape, output  # at once: several threads may ask
+        self.mean(output if self.center_crops_mean else shape)
+        self._last_shape = shape, output  # one assignment: other threads may read it
         return output
 
-    def prepare(self, image: Image, draws: Draws, encoded: bool = True) -> Image:
-        """The image in the size and with the noise that chance decides, before it is cut.
+    def preprocess(self, image: Image, rng: SampleRng, encoded: bool = True) -> Image:
+        """Resize the image randomly and add noise, before the crop.
 
         Args:
             image: (C, H, W), uint8 or float32.
-            draws: the sample's.
-            encoded: whether its record held JPEG or the like; Caffe damages no other images.
+            rng: the sample's random numbers.
+            encoded: whether the record was an encoded image; Caffe adds noise to no others.
 
         Raises:
             DataError: OpenCV cannot do it, or the image would be too large or too small.
         """
-        if not self.prepares:
+        if not self.preprocesses:
             return image
         pixels: Pixels = to_pixels(image)
         if self.resizes_randomly:
-            pixels = random_resize(pixels, self._param, (self._height, self._width), draws)
+            pixels = random_resize(pixels, self._param, (self._height, self._width), rng)
         if self._ssd and self._param.HasField("resize_param"):
-            pixels = apply_resize(pixels, self._param.resize_param, draws)
-        if encoded and self.damages:
-            pixels = apply_noise(pixels, self._param.noise_param, draws)
+            pixels = apply_resize(pixels, self._param.resize_param, rng)
+        if encoded and self.adds_noise:
+            pixels = apply_noise(pixels, self._param.noise_param, rng)
         return to_image(pixels)
 
-    def choose(self, seed: int, stream: int, samples: NDArray[np.int64]) -> Choices:
-        """What chance decides for some global samples, whoever asks."""
+    def draw_crops(self, seed: int, stream: int, samples: NDArray[np.int64]) -> CropParams:
+        """Draw mirror flags and crop offsets of global samples."""
         if not (self.mirror or self.random_crop):
-            return Choices(np.zeros(samples.size, np.bool_), None, None)
+            return CropParams(np.zeros(samples.size, np.bool_), None, None)
         words = sample_words(self.seed(seed), stream, samples)
         mirror = below(words[0], 2).astype(np.bool_) if self.mirror else np.zeros(samples.size, np.bool_)
-        return Choices(mirror, words[1], words[2]) if self.random_crop else Choices(mirror, None, None)
+        return CropParams(mirror, words[1], words[2]) if self.random_crop else CropParams(mirror, None, None)
 
     def seed(self, seed: int) -> int:
-        """The seed of what chance decides, given the solver's."""
+        """Return `transform_param.random_seed` if set, else the solver's seed."""
         return seed if self._seed is None else self._seed
 
-    def corner(self, height: int, width: int, choices: Choices, place: int) -> tuple[int, int]:
-        """The row and column at which the image at `place`, of this size, is cut."""
+    def crop_offset(self, height: int, width: int, crop_params: CropParams, index: int) -> tuple[int, int]:
+        """Return the row and column of the crop of sample `index`, for an image of this size."""
         if not self.crop:
             return 0, 0
         free_rows, free_columns = height - self._height, width - self._width
-        if choices.top is None or choices.left is None:
+        if crop_params.top is None or crop_params.left is None:
             return free_rows // 2, free_columns // 2
-        return int(below(choices.top[place], free_rows + 1)), int(below(choices.left[place], free_columns + 1))
+        return int(below(crop_params.top[index], free_rows + 1)), int(below(crop_params.left[index], free_columns + 1))
 
-    def apply(self, image: NDArray[np.generic], choices: Choices, place: int, out: NDArray[np.float32]) -> None:
+    def apply(self, image: NDArray[np.generic], crop_params: CropParams, index: int, out: NDArray[np.float32]) -> None:
         """Transform one image.
 
         Args:
             image: (C, H, W), uint8 or float32, any strides, of a shape that `output_shape` accepts.
-            choices: those of its batch.
-            place: the image's place in the batch.
-            out: (C, h, w), any strides.
+            crop_params: crop offsets and mirror flags of the batch.
+            index: the image's index in the batch.
+            out: output (C, h, w), any strides.
         """
-        top, left = self.corner(image.shape[1], image.shape[2], choices, place)
+        top, left = self.crop_offset(image.shape[1], image.shape[2], crop_params, index)
         part = (slice(None), slice(top, top + out.shape[1]), slice(left, left + out.shape[2]))
-        target = out[:, :, ::-1] if choices.mirror[place] else out
-        cut = image[part]
-        mean = self.mean(cut.shape) if self.centers_mean else np.broadcast_to(self.mean(image.shape), image.shape)[part]
-        np.subtract(cut, mean, out=target, dtype=np.float32)
+        target = out[:, :, ::-1] if crop_params.mirror[index] else out
+        crop = image[part]
+        mean = (
+            self.mean(crop.shape)
+            if self.center_crops_mean
+            else np.broadcast_to(self.mean(image.shape), image.shape)[part]
+        )
+        np.subtract(crop, mean, out=target, dtype=np.float32)
         if self.scale != 1:
             out *= self.scale
 
     def mean(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """The mean for images of one shape: (C, H, W) from a file, else (C, 1, 1).
+        """Return the mean for images of one shape: (C, H, W) from a file, else (C, 1, 1).
 
-        With `centers_mean` the shape is what is cut out of images, and so is the mean.
+        With `center_crops_mean`, `shape` is the crop's shape.
 
         Raises:
-            DataError: the file's mean has another shape, or there are neither one nor C mean values.
+            DataError: the file's mean has another shape, or the number of mean values is neither 1 nor C.
         """
         channels, height, width = shape
         if self._mean_file is not None:
-            if self.centers_mean:
+            if self.center_crops_mean:
                 return self._center_of_mean(channels, height, width)
             if self._mean_file.shape != shape:
                 raise DataError(
                     f"is {channels} x {height} x {width}, but the mean in mean_file is "
-                    f"{' x '.join(map(str, self._mean_file.shape))}; make the mean of this set"
+                    f"{' x '.join(map(str, self._mean_file.shape))}; compute the mean of this database"
                 )
             return self._mean_file
         if self._mean_values.size not in (0, 1, channels):
@@ -263,13 +269,13 @@ class Transformer:
         if whole[0] != channels or whole[1] < height or whole[2] < width:
             raise DataError(
                 f"makes {channels} x {height} x {width}, but the mean in mean_file is {' x '.join(map(str, whole))}; "
-                "it must have as many channels and be as large"
+                "it needs as many channels and at least this size"
             )
         top, left = (whole[1] - height) // 2, (whole[2] - width) // 2
         return self._mean_file[:, top : top + height, left : left + width]
 
     def channel_means(self, channels: int) -> NDArray[np.float32]:
-        """What is subtracted from each channel, on average."""
+        """Return the average mean of each channel."""
         if self._mean_file is not None and self._mean_file.shape[0] == channels:
             return np.asarray(self._mean_file.mean((1, 2)))
         return self.mean((channels, 1, 1)).reshape(-1)

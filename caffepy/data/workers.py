@@ -11,11 +11,11 @@ from caffepy.errors import RunError
 from caffepy.forks import tell_after_fork
 
 _POLL_SECONDS = 1.0
-"""Interval at which the caller looks whether the threads that it waits for are still alive."""
+"""Interval at which the caller checks that the worker threads are alive."""
 
 
 class _Job:
-    """A queue of items, worked off by several threads."""
+    """A queue of items that several threads process."""
 
     def __init__(self, function: Callable[[int], None], items: Iterable[int]) -> None:
         self._function = function
@@ -24,12 +24,12 @@ class _Job:
         self._working: set[threading.Thread] = set()
         self.error: BaseException | None = None
 
-    def work(self) -> None:
+    def process(self) -> None:
         thread = threading.current_thread()
         with self._changed:
             self._working.add(thread)
         try:
-            while self.error is None and (item := self._next()) is not None:
+            while self.error is None and (item := self._pop()) is not None:
                 self._function(item)
         except BaseException as error:
             self.error = error
@@ -39,7 +39,7 @@ class _Job:
                 self._changed.notify_all()
 
     def wait(self) -> None:
-        """Wait until no thread works on an item any more; one that died counts as an error."""
+        """Wait until no thread processes an item. A dead thread counts as an error."""
         with self._changed:
             while self._working:
                 if dead := [thread.name for thread in self._working if not thread.is_alive()]:
@@ -47,7 +47,7 @@ class _Job:
                     return
                 self._changed.wait(_POLL_SECONDS)
 
-    def _next(self) -> int | None:
+    def _pop(self) -> int | None:
         try:
             return self._items.popleft()
         except IndexError:
@@ -55,13 +55,13 @@ class _Job:
 
 
 class Workers:
-    """A pool in which the calling thread works too; its threads start with the first work that needs them.
+    """A thread pool in which the caller works too. Threads start on first use.
 
-    They are daemons, so that one that hangs in a dead network drive does not keep the process alive.
+    The threads are daemons: a thread that hangs on a dead network drive does not keep the process alive.
 
     Args:
-        threads: their number, the caller included.
-        name: of the threads.
+        threads: number of threads, including the caller.
+        name: thread name.
     """
 
     def __init__(self, threads: int, name: str = "worker") -> None:
@@ -72,30 +72,30 @@ class Workers:
         tell_after_fork(self)
 
     def forked(self) -> None:
-        """Start threads of the child's with the next work."""
+        """Reset after a fork; the next `run` starts threads in the child."""
         self._jobs = queue.SimpleQueue()
         self._started.clear()
 
     def run(self, function: Callable[[int], None], items: Iterable[int]) -> None:
-        """Call `function` with each item, in any order. The first error stops the work and is raised."""
+        """Call `function` with each item, in any order. The first error stops the pool and is raised."""
         numbers = list(items)
         helpers = min(self.threads, len(numbers)) - 1
         self._started = [thread for thread in self._started if thread.is_alive()]
         while len(self._started) < helpers:
-            thread = threading.Thread(target=self._help, name=self._name, daemon=True)
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._started.append(thread)
             thread.start()
         job = _Job(function, numbers)
         for _ in range(helpers):
             self._jobs.put(job)
-        job.work()
+        job.process()
         job.wait()
         if job.error is not None:
             raise job.error
 
-    def _help(self) -> None:
+    def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job.work()
+            job.process()
 
     def close(self) -> None:
         """Stop the threads. Idempotent."""

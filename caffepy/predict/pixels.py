@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.data.images.datum import opencv
-from caffepy.data.images.png import is_png, whole_png
+from caffepy.data.images.png import is_png, sanitize_png
 from caffepy.errors import DataError, MissingExtraError, UserError
 from caffepy.files import read_regular
 
@@ -53,7 +53,7 @@ def _decode(filename: str | Path) -> NDArray[Any]:
     cv2 = opencv()
     try:
         data: bytes | memoryview = read_regular(filename, _MAX_BYTES)
-        data = whole_png(data) if is_png(data) else data
+        data = sanitize_png(data) if is_png(data) else data
         pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED) if data else None
     except OSError as error:
         raise DataError(f"image '{filename}' cannot be read: {error.strerror}") from error

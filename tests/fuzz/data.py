@@ -82,7 +82,7 @@ class ChangingLmdb(Lmdb):
         source = LmdbSource(self.path.parent)
         try:
             with contextlib.suppress(_data_error()):
-                source.concurrent(min(len(source), data[0]))
+                source.allows_concurrent_reads(min(len(source), data[0]))
             with open(self.path, "r+b") as file:
                 file.write(data[1:])
                 file.truncate()

@@ -83,11 +83,11 @@ class Subject:
         source = LmdbSource(self.path)
         loader, slot, block = self._loader(source)
         assert loader.load_bytes([0], len(source), slot, block) == 1
-        source.concurrent = self._changing(source.concurrent, rng)  # type: ignore[method-assign]
+        source.allows_concurrent_reads = self._changing(source.allows_concurrent_reads, rng)  # type: ignore[method-assign]
         try:
             loader.load_bytes([0], len(source), slot, block)
         except DataError as error:
-            assert "while it was read" in str(error) or "for a moment" in str(error), error
+            assert "during reading" in str(error) or "temporarily" in str(error), error
             return "refused"
         raise AssertionError("the change was not noticed")
 

@@ -28,7 +28,7 @@ class Records:
     def record_name(self, number: int) -> str:
         return f"record {number} (key 'k{number}')"
 
-    def concurrent(self, count: int) -> bool:
+    def allows_concurrent_reads(self, count: int) -> bool:
         return True
 
     def close(self) -> None:

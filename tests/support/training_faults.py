@@ -214,7 +214,7 @@ def loses_its_data(place: Place, training: SubprocessTraining, number: int) -> f
     fault = time.time()
     os.truncate(folder / "data.mdb", (folder / "data.mdb").stat().st_size // 2)
     outcome = training.finish(started, fault=fault)
-    check_message(outcome, rf"LMDB '{folder}' was cut off while it was read", 2)
+    check_message(outcome, rf"LMDB '{folder}' was truncated during reading", 2)
     return check_end(outcome)
 
 

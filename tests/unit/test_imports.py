@@ -79,7 +79,7 @@ FOLDERS = {
         "data.transforms",
         "data.sources",
         "data.transform",
-        "data.images.image_bytes",
+        "data.images.bulk_copy",
         "data.loader",
         "data.conversion",
     ),

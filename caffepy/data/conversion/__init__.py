@@ -1,1 +1,1 @@
-"""What Caffe's tools do to data: databases out of images, their mean, maps of labels. cli imports it."""
+"""Caffe's data tools: databases from images, mean images, label maps. Used by cli."""

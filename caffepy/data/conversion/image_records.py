@@ -1,4 +1,4 @@
-"""An image file as the Datum that Caffe's tools make of it (`ReadImageToDatum` in `io.cpp`)."""
+"""Conversion of an image file to a Datum, as Caffe's tools do (`ReadImageToDatum` in `io.cpp`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import PurePath
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.backend.cpu.jit.cpus import cpu_count
 from caffepy.config.messages import field_head
-from caffepy.data.conversion.progress import all_cores
 from caffepy.data.images.datum import MAX_PIXELS, decode_image, opencv
 from caffepy.data.sources.image_list import MAX_IMAGE_BYTES
 from caffepy.errors import ConfigError, DataError
@@ -21,32 +21,32 @@ from caffepy.proto import caffe_pb2
 
 
 class UnreadableImageError(DataError):
-    """An image that a conversion leaves out; the message continues a sentence that begins with the file's name."""
+    """An image that a conversion skips. The message follows the file's name."""
 
 
 Pixels = NDArray[np.uint8]
-"""(H, W, 3) in the order blue, green, red, or (H, W)."""
+"""(H, W, 3) in BGR order, or (H, W)."""
 
 _DATA_TAG = b"\x22"
 
 
 @dataclass(frozen=True)
 class ImageOptions:
-    """What Caffe's flags of the same names say.
+    """Image options, named as Caffe's flags.
 
     Args:
-        gray: one channel instead of three.
-        resize_height: of every image; 0: as it is.
-        resize_width: of every image; 0: as it is.
-        min_dim: a smaller side is scaled up to this, the other with it; 0: as it is.
-        max_dim: a larger side is scaled down to this, the other with it; 0: as it is.
-        encoded: store files instead of pixels.
-        encode_type: in this format, e.g. ``jpg``, which implies `encoded`; empty: in that of each file's name.
-        check_size: all images must be of one size.
-        threads: that decode.
+        gray: convert to one channel.
+        resize_height: height of all images; 0: unchanged.
+        resize_width: width of all images; 0: unchanged.
+        min_dim: minimum of the shorter side; smaller images are scaled up. 0: unchanged.
+        max_dim: maximum of the longer side; larger images are scaled down. 0: unchanged.
+        encoded: store encoded images instead of pixels.
+        encode_type: image format, e.g. ``jpg``; implies `encoded`. Empty: the format of each file's extension.
+        check_size: require images of equal size.
+        threads: number of decoding threads.
 
     Raises:
-        ConfigError: one of the two sizes alone, a size too large, or a format that OpenCV cannot write.
+        ConfigError: only one of the two sizes is set, a size is too large, or OpenCV cannot write the format.
     """
 
     gray: bool = False
@@ -57,33 +57,35 @@ class ImageOptions:
     encoded: bool = False
     encode_type: str = ""
     check_size: bool = False
-    threads: int = field(default_factory=all_cores)
+    threads: int = field(default_factory=cpu_count)
 
     def __post_init__(self) -> None:
         if bool(self.resize_height) != bool(self.resize_width):
-            raise ConfigError("resize_height and resize_width work together only, as in Caffe; give both")
+            raise ConfigError("resize_height and resize_width must be set together, as in Caffe")
         if self.resize_height * self.resize_width > MAX_PIXELS:
             raise ConfigError(
-                f"images of {self.resize_height} x {self.resize_width} pixels are more than the {MAX_PIXELS} that are "
-                "read again; give a smaller size"
+                f"images of {self.resize_height} x {self.resize_width} pixels exceed the limit of {MAX_PIXELS} for "
+                "reading; give a smaller size"
             )
         if self.encode_type and not _can_write(self.encode_type):
-            raise ConfigError(f"encode_type '{self.encode_type}' is no format that OpenCV writes; jpg and png are")
+            raise ConfigError(
+                f"encode_type '{self.encode_type}' is not a format that OpenCV writes; use for example jpg or png"
+            )
 
     @property
     def resizes(self) -> bool:
-        """Whether an image may change its size."""
+        """Whether images may be resized."""
         return any((self.resize_height, self.resize_width, self.min_dim, self.max_dim))
 
 
 @dataclass(frozen=True)
 class ImageRecord:
-    """An image on its way into a database.
+    """An image converted to a Datum.
 
     Args:
-        datum: the bytes of the Datum.
-        shape: (C, H, W) of the image that the Datum holds.
-        original: height and width of the file's image.
+        datum: the serialised Datum.
+        shape: (C, H, W) of the Datum's image.
+        original: height and width of the image in the file.
     """
 
     datum: bytes | memoryview
@@ -92,19 +94,19 @@ class ImageRecord:
 
 
 def read_image_record(path: str, label: int, options: ImageOptions, with_shape: bool = False) -> ImageRecord:
-    """Read, decode, resize and, if so wished, encode an image file.
+    """Read, decode, resize and optionally encode an image file.
 
-    A file that is to be stored in its own format at its own size is stored byte for byte; it is decoded nevertheless,
-    so that no damaged file comes into a database.
+    If format and size are unchanged, the file's bytes are stored. It is decoded nevertheless, so that no damaged file
+    enters the database.
 
     Args:
         path: the file.
-        label: of the image.
-        options: what to do to it.
-        with_shape: an encoded Datum has channels, height and width too, as convert_annoset's do.
+        label: the image's label.
+        options: resizing and encoding options.
+        with_shape: set channels, height and width of encoded Datums too, as convert_annoset does.
 
     Raises:
-        UnreadableImageError: it cannot be read, decoded, resized or encoded.
+        UnreadableImageError: the image cannot be read, decoded, resized or encoded.
     """
     content, original = _read_pixels(path, options.gray)
     try:
@@ -112,9 +114,9 @@ def read_image_record(path: str, label: int, options: ImageOptions, with_shape: 
         shape = (1 if pixels.ndim == 2 else pixels.shape[2], *pixels.shape[:2])
         encoding = _encoding(path, options)
         if not encoding:
-            return ImageRecord(_plain_datum(pixels, shape, label), shape, original.shape[:2])
-        same = not options.resizes and _extension(path) in (encoding, {"jpg": "jpeg"}.get(encoding))
-        datum = caffe_pb2.Datum(data=content if same else _encode(pixels, encoding), label=label, encoded=True)
+            return ImageRecord(_raw_datum(pixels, shape, label), shape, original.shape[:2])
+        unchanged = not options.resizes and _extension(path) in (encoding, {"jpg": "jpeg"}.get(encoding))
+        datum = caffe_pb2.Datum(data=content if unchanged else _encode(pixels, encoding), label=label, encoded=True)
     except DataError as error:
         raise UnreadableImageError(str(error)) from error
     if with_shape:
@@ -123,29 +125,29 @@ def read_image_record(path: str, label: int, options: ImageOptions, with_shape: 
 
 
 def image_size(path: str) -> tuple[int, int]:
-    """Height and width of an image file, turned as its EXIF says.
+    """Return height and width of an image file, after its EXIF rotation.
 
     Raises:
-        UnreadableImageError: it cannot be read or decoded.
+        UnreadableImageError: the image cannot be read or decoded.
     """
     height, width = _read_pixels(path, False)[1].shape[:2]
     return height, width
 
 
 @contextmanager
-def one_thread_an_image() -> Iterator[None]:
-    """OpenCV's own threads wait within the block: there is one image for each core already."""
+def single_threaded_opencv() -> Iterator[None]:
+    """Limit OpenCV to one thread per call within the block; images are processed in parallel instead."""
     cv2 = opencv()
-    before = cv2.getNumThreads()
+    previous = cv2.getNumThreads()
     cv2.setNumThreads(1)
     try:
         yield
     finally:
-        cv2.setNumThreads(before)
+        cv2.setNumThreads(previous)
 
 
 def _read_pixels(path: str, gray: bool) -> tuple[bytes, Pixels]:
-    """A file's bytes and its image."""
+    """Return a file's bytes and its image."""
     try:
         content = read_regular(path, MAX_IMAGE_BYTES)
         image = decode_image(content, force_color=not gray, force_gray=gray)
@@ -157,7 +159,7 @@ def _read_pixels(path: str, gray: bool) -> tuple[bytes, Pixels]:
 
 
 def _resized(image: Pixels, options: ImageOptions) -> Pixels:
-    """As SSD's `ReadImageToCVMat`: min_dim and max_dim come before the fixed size."""
+    """Resize as SSD's `ReadImageToCVMat`: min_dim and max_dim take precedence over the fixed size."""
     if not options.resizes:
         return image
     if options.min_dim or options.max_dim:
@@ -171,7 +173,7 @@ def _resized(image: Pixels, options: ImageOptions) -> Pixels:
 
 
 def _scale(smaller: int, larger: int, options: ImageOptions) -> float:
-    """In float32, as Caffe computes it: the result's size is rounded from it."""
+    """Return the scale in float32, as Caffe computes it; the size is rounded from it."""
     scale = np.float32(1)
     if options.min_dim > 0 and smaller < options.min_dim:
         scale = np.float32(options.min_dim) / np.float32(smaller)
@@ -190,11 +192,11 @@ def _opencv_resize(image: Pixels, size: tuple[int, int] | None, scale: float) ->
 
 
 def _encoding(path: str, options: ImageOptions) -> str:
-    """The format in which an image is stored; empty: as pixels."""
+    """Return the format in which an image is stored; empty: uncompressed pixels."""
     if options.encode_type or not options.encoded:
         return options.encode_type.lower()
     if not (extension := _extension(path)):
-        raise DataError("has no extension that says its format; give --encode_type")
+        raise DataError("has no extension that names its format; pass --encode_type")
     return extension
 
 
@@ -205,35 +207,35 @@ def _extension(path: str) -> str:
 def _encode(pixels: Pixels, encoding: str) -> bytes:
     cv2 = opencv()
     try:
-        done, data = cv2.imencode(f".{encoding}", pixels)
+        ok, data = cv2.imencode(f".{encoding}", pixels)
     except cv2.error as error:
         raise DataError(f"cannot be encoded as '{encoding}' ({' '.join(str(error).split())})") from error
-    if not done:
+    if not ok:
         raise DataError(f"cannot be encoded as '{encoding}'")
     return bytes(data)
 
 
-def _plain_datum(pixels: Pixels, shape: tuple[int, int, int], label: int) -> memoryview:
-    """The bytes of ``Datum(channels, height, width, data, label, encoded=False)``; OpenCV writes the planes in them."""
-    head = _plain_head(shape)
-    tail = caffe_pb2.Datum(label=label, encoded=False).SerializeToString()
+def _raw_datum(pixels: Pixels, shape: tuple[int, int, int], label: int) -> memoryview:
+    """Serialise ``Datum(channels, height, width, data, label, encoded=False)``; OpenCV writes the planes in place."""
+    header = _datum_header(shape)
+    trailer = caffe_pb2.Datum(label=label, encoded=False).SerializeToString()
     size = shape[0] * shape[1] * shape[2]
-    datum = np.empty(len(head) + size + len(tail), np.uint8)
-    datum[: len(head)] = np.frombuffer(head, np.uint8)
-    datum[len(head) + size :] = np.frombuffer(tail, np.uint8)
-    planes = datum[len(head) : len(head) + size].reshape(shape)
+    datum = np.empty(len(header) + size + len(trailer), np.uint8)
+    datum[: len(header)] = np.frombuffer(header, np.uint8)
+    datum[len(header) + size :] = np.frombuffer(trailer, np.uint8)
+    planes = datum[len(header) : len(header) + size].reshape(shape)
     if shape[0] == 1:
         planes[0] = pixels
-    else:  # whole copies in Python would hold the other threads up
+    else:  # copies in Python would block the other threads
         for plane, written in zip(planes, opencv().split(pixels, list(planes)), strict=True):
-            if not np.may_share_memory(plane, written):  # OpenCV may write elsewhere than it was told
+            if not np.may_share_memory(plane, written):  # OpenCV may ignore the given output
                 plane[...] = written
     return datum.data
 
 
 @lru_cache(64)
-def _plain_head(shape: tuple[int, int, int]) -> bytes:
-    """What precedes the pixels."""
+def _datum_header(shape: tuple[int, int, int]) -> bytes:
+    """Return the serialised fields before the pixels."""
     channels, height, width = shape
     size = field_head(_DATA_TAG, channels * height * width)
     return caffe_pb2.Datum(channels=channels, height=height, width=width).SerializeToString() + size

@@ -1,4 +1,4 @@
-"""Databases of images, as Caffe's `convert_imageset.cpp` makes them."""
+"""Conversion of image lists to databases, as Caffe's `convert_imageset.cpp`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from caffepy.data.conversion.image_records import (
     ImageOptions,
     ImageRecord,
     UnreadableImageError,
-    one_thread_an_image,
     read_image_record,
+    single_threaded_opencv,
 )
-from caffepy.data.conversion.ordered import ordered_map
+from caffepy.data.conversion.ordered_map import ordered_map
 from caffepy.data.conversion.progress import Progress
 from caffepy.data.sources.image_list import labelled_lines
 from caffepy.data.sources.lmdb_write import record_key
-from caffepy.data.sources.record_write import RecordWriter, check_free, open_writer
+from caffepy.data.sources.record_write import RecordWriter, check_overwrite, open_writer
 from caffepy.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -31,12 +31,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Database:
-    """Where the records go.
+    """A database to write.
 
     Args:
-        path: its folder.
+        path: the database's folder.
         backend: lmdb or leveldb.
-        force: replace what is there.
+        force: replace an existing database.
     """
 
     path: Path
@@ -45,15 +45,15 @@ class Database:
 
 
 @dataclass(frozen=True)
-class Line:
-    """A line of the list.
+class ListEntry:
+    """A line of an image list.
 
     Args:
-        number: in the list, from 1.
-        name: of the image, as it is written.
-        path: of the image.
-        label: of the image; -1 where boxes have labels.
-        annotation: the path of the file with boxes; empty if there is none.
+        number: line number, from 1.
+        name: the image's path as written in the list.
+        path: the image's path with the root prefix.
+        label: the image's label; -1 if its boxes have labels.
+        annotation: path of the annotation file; empty if there is none.
     """
 
     number: int
@@ -64,126 +64,127 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Converted:
-    """What became of a list.
+class ConversionResult:
+    """The result of a conversion.
 
     Args:
-        records: in the database.
-        skipped: images that could not be read.
+        records: number of written records.
+        skipped: number of unreadable images.
     """
 
     records: int
     skipped: int
 
 
-Reader = Callable[[Line], tuple[ImageRecord, bytes | memoryview]]
-"""Gives an image and its whole record."""
+Reader = Callable[[ListEntry], tuple[ImageRecord, bytes | memoryview]]
+"""Returns an image and its serialised record."""
 
 
 def convert_image_set(
     root: str, listing: Path, target: Database, options: ImageOptions, seed: int | None = None,
     progress: Progress | None = None,
-) -> Converted:  # fmt: skip
-    """Make a database of Datums out of the images that a list names with their labels.
+) -> ConversionResult:  # fmt: skip
+    """Create a database of Datums from an image list.
 
-    The keys are the number of the line in the order of writing, and the path as the list has it. An image that cannot
-    be read is logged and left out, as in Caffe.
+    A key is the index in writing order and the path in the list. Unreadable images are logged and skipped, as in Caffe.
 
     Args:
-        root: put before each path, as it is; after a folder a slash is added.
-        listing: the list, a path and a label a line.
-        target: where the records go.
-        options: what to do to the images.
-        seed: of a random order; None: the order of the list.
-        progress: is told how far it is.
+        root: prefix of each path; a slash is added after a folder.
+        listing: the image list: a path and a label per line.
+        target: the database.
+        options: image options.
+        seed: seed of a random order; None: the list's order.
+        progress: reports the progress.
 
     Raises:
-        DataError: the list cannot be read, none of its images can, `check_size` found another size, or there is
-            something at the database's path.
-        RunError: the database cannot be written.
+        DataError: the list or all of its images cannot be read, `check_size` finds different sizes, or the database
+            exists.
+        RunError: writing failed.
     """
     prefix = root_prefix(root)
-    lines = [Line(number, name, prefix + name, label) for number, name, label in labelled_lines(listing)]
-    return convert_lines(lines, listing, target, options, partial(_read, options), seed, progress or Progress())
+    entries = [ListEntry(number, name, prefix + name, label) for number, name, label in labelled_lines(listing)]
+    return convert_entries(entries, listing, target, options, partial(_read, options), seed, progress or Progress())
 
 
-def convert_lines(
-    lines: list[Line], listing: Path, target: Database, options: ImageOptions, reader: Reader, seed: int | None,
+def convert_entries(
+    entries: list[ListEntry], listing: Path, target: Database, options: ImageOptions, reader: Reader, seed: int | None,
     progress: Progress,
-) -> Converted:  # fmt: skip
-    """Write what a reader makes of each line.
+) -> ConversionResult:  # fmt: skip
+    """Write the record that `reader` returns for each list entry.
 
     Raises:
-        DataError, RunError: as `convert_image_set`, and what the reader raises beyond unreadable images.
+        DataError, RunError: as in `convert_image_set`, or raised by `reader`.
     """
-    if not lines:
+    if not entries:
         raise DataError(f"image list '{listing}' names no images")
-    check_free(target.path, target.force)
+    check_overwrite(target.path, target.force)
     if seed is not None:
-        lines = shuffled(lines, seed)
-    progress.total = len(lines)
-    logger.info("A total of %d images.", len(lines))
-    with open_writer(target.path, target.backend, target.force) as writer, one_thread_an_image():
-        skipped = _write_all(lines, listing, options, reader, writer, progress)
+        entries = shuffled(entries, seed)
+    progress.total = len(entries)
+    logger.info("A total of %d images.", len(entries))  # Caffe's message
+    with open_writer(target.path, target.backend, target.force) as writer, single_threaded_opencv():
+        skipped = _write_all(entries, listing, options, reader, writer, progress)
     progress.finish(writer.count)
     if skipped:
-        logger.warning("%d of %d images could not be read and were left out; see above", skipped, len(lines))
-    return Converted(writer.count, skipped)
+        logger.warning("%d of %d images could not be read and were skipped; see above", skipped, len(entries))
+    return ConversionResult(writer.count, skipped)
 
 
 def shuffled(items: Sequence[T], seed: int) -> list[T]:
-    """Items in a random order that the seed alone decides."""
+    """Return the items in a random order determined by the seed."""
     from caffepy.data.random import permutation
 
     return [items[number] for number in permutation(seed, 0, 0, len(items)).tolist()]
 
 
 def root_prefix(root: str) -> str:
-    """What Caffe's tools put before each path: the root folder as it is written, with the slash that it needs."""
+    """Return the path prefix for a root folder: the folder as written, with a trailing slash if it is a folder."""
     return f"{root}/" if root and not root.endswith("/") and os.path.isdir(root) else root
 
 
 def _write_all(
-    lines: list[Line], listing: Path, options: ImageOptions, reader: Reader, writer: RecordWriter,
+    entries: list[ListEntry], listing: Path, options: ImageOptions, reader: Reader, writer: RecordWriter,
     progress: Progress,
 ) -> int:  # fmt: skip
-    """Write the records in the order of the lines; returns how many images could not be read."""
+    """Write the records in list order; return the number of unreadable images."""
     skipped, first, size = 0, "", None
-    attempts = ordered_map(partial(_attempt, reader), lines, options.threads)
-    for index, (line, found) in enumerate(attempts):
+    attempts = ordered_map(partial(_try_read, reader), entries, options.threads)
+    for index, (entry, result) in enumerate(attempts):
         progress.advance()
-        if isinstance(found, UnreadableImageError):
+        if isinstance(result, UnreadableImageError):
             skipped += 1
-            logger.error("'%s':%d: left out: '%s' %s", listing, line.number, line.path, found)
+            logger.error("'%s':%d: skipped: '%s' %s", listing, entry.number, entry.path, result)
             continue
-        image, record = found
+        image, record = result
         if size is None:
-            first, size = line.path, image.shape
+            first, size = entry.path, image.shape
         elif options.check_size and image.shape != size:
             raise DataError(
-                f"'{listing}':{line.number}: '{line.path}' is {_format(image.shape)}, but '{first}' is {_format(size)};"
-                " give --resize_height and --resize_width, or leave --check_size out"
+                f"'{listing}':{entry.number}: '{entry.path}' is {_format(image.shape)}, but '{first}' is "
+                f"{_format(size)}; pass --resize_height and --resize_width, or omit --check_size"
             )
-        writer.put(record_key(index, line.name), record)
+        writer.put(record_key(index, entry.name), record)
     if writer.count == 0:
         raise DataError(
-            f"none of the {skipped} images of '{listing}' can be read; are they in the root folder? The first would be "
-            f"'{lines[0].path}'"
+            f"none of the {skipped} images of '{listing}' can be read; check the root folder. The first path is "
+            f"'{entries[0].path}'"
         )
     return skipped
 
 
-def _read(options: ImageOptions, line: Line) -> tuple[ImageRecord, bytes | memoryview]:
-    image = read_image_record(line.path, line.label, options)
+def _read(options: ImageOptions, entry: ListEntry) -> tuple[ImageRecord, bytes | memoryview]:
+    image = read_image_record(entry.path, entry.label, options)
     return image, image.datum
 
 
-def _attempt(reader: Reader, line: Line) -> tuple[Line, tuple[ImageRecord, bytes | memoryview] | UnreadableImageError]:
-    """What a line gives, or why its image cannot be read."""
+def _try_read(
+    reader: Reader, entry: ListEntry
+) -> tuple[ListEntry, tuple[ImageRecord, bytes | memoryview] | UnreadableImageError]:
+    """Return the reader's result for a list entry, or the error of an unreadable image."""
     try:
-        return line, reader(line)
+        return entry, reader(entry)
     except UnreadableImageError as error:
-        return line, error
+        return entry, error
 
 
 def _format(shape: tuple[int, ...]) -> str:

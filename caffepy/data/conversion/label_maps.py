@@ -1,4 +1,4 @@
-"""Maps of labels: which number a class has, as SSD's tools write and read them."""
+"""Label maps: class names and label numbers, as SSD's tools write and read them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _LABELS = range(-(2**31), 2**31)
 
 
 def read_label_map(path: Path, unique: bool = False) -> dict[str, int]:
-    """The label of each name in a LabelMap's prototxt.
+    """Read a LabelMap prototxt; return the label of each name.
 
     Args:
         path: the file.
-        unique: refuse a name that comes twice; otherwise its last label holds.
+        unique: refuse duplicate names; otherwise the last label wins.
 
     Raises:
-        ConfigError: it is no LabelMap.
-        DataError: it cannot be read, or has a name twice.
+        ConfigError: the file is not a LabelMap.
+        DataError: the file cannot be read, is empty, or has a duplicate name.
     """
     text = decode_text(_read(path), str(path))
     labels: dict[str, int] = {}
     for item in parse_text(text, caffe_pb2.LabelMap(), str(path)).item:
         if unique and item.name in labels:
-            raise DataError(f"{path}: the name '{item.name}' is there twice; remove one, or leave --check_label out")
+            raise DataError(f"{path}: the name '{item.name}' occurs twice; remove one, or omit --check_label")
         labels[item.name] = item.label
     if not labels:
         raise DataError(f"{path}: has no names; `caffepy create_label_map` writes such files")
@@ -40,27 +40,27 @@ def read_label_map(path: Path, unique: bool = False) -> dict[str, int]:
 
 
 def create_label_map(source: Path, target: Path, delimiters: str = " ", background: bool = False) -> int:
-    """Write the LabelMap of a list of classes (`ReadLabelFileToLabelMap` of SSD's `io.cpp`).
+    """Write a LabelMap from a list of classes (`ReadLabelFileToLabelMap` of SSD's `io.cpp`).
 
-    Each line is a name, or a name and a label, or those and the name that people are shown. Labels that are not given
-    count from 0, or from 1 with `background`.
+    Each line is a name; a name and a label; or a name, a label and a display name. Labels that are not given count
+    from 0, or from 1 with `background`.
 
     Args:
-        source: the list.
+        source: the list of classes.
         target: the prototxt to write.
-        delimiters: each of its characters divides fields.
-        background: add the class ``none_of_the_above``, label 0, first.
+        delimiters: characters that separate fields.
+        background: add the class ``none_of_the_above`` with label 0 first.
 
     Returns:
         The number of classes.
 
     Raises:
-        ConfigError: there are no delimiters.
-        DataError: the list cannot be read, or its lines have not all the same one, two or three fields.
+        ConfigError: `delimiters` is empty.
+        DataError: the list cannot be read, or its lines differ in the number of fields or have more than three.
         RunError: the file cannot be written.
     """
     if not delimiters:
-        raise ConfigError("--delimiter is empty; give the characters that divide the fields of a line")
+        raise ConfigError("--delimiter is empty; give the characters that separate the fields of a line")
     result = caffe_pb2.LabelMap()
     if background:
         result.item.add(name="none_of_the_above", label=0, display_name="background")
@@ -70,8 +70,8 @@ def create_label_map(source: Path, target: Path, delimiters: str = " ", backgrou
         first = next(iter(fields.values()))
         if len(parts) != len(first) or not 1 <= len(parts) <= 3:
             raise DataError(
-                f"{source}:{number}: has {len(parts)} fields, and the first line {len(first)}; every line is a name, "
-                "or a name and a label, or these and a display name"
+                f"{source}:{number}: has {len(parts)} fields, but the first line has {len(first)}; every line is a "
+                "name, a name and a label, or a name, a label and a display name"
             )
         label = _label(parts[1], f"{source}:{number}") if len(parts) > 1 else len(result.item)
         result.item.add(name=parts[0], label=label, display_name=parts[2] if len(parts) > 2 else parts[0])
@@ -82,7 +82,7 @@ def create_label_map(source: Path, target: Path, delimiters: str = " ", backgrou
 
 def _label(text: str, where: str) -> int:
     if not re.fullmatch(r"[-+]?[0-9]{1,10}", text.strip()) or int(text) not in _LABELS:
-        raise DataError(f"{where}: '{text[:40]}' is no label; the second field is a whole number")
+        raise DataError(f"{where}: '{text[:40]}' is not a label; the second field is an integer")
     return int(text)
 
 

@@ -1,4 +1,4 @@
-"""The mean image of a database, as Caffe's `compute_image_mean.cpp` computes it."""
+"""Computation of a database's mean image, as Caffe's `compute_image_mean.cpp`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.conversion.ordered import ordered_map
-from caffepy.data.conversion.progress import Progress, all_cores
+from caffepy.backend.cpu.jit.cpus import cpu_count
+from caffepy.data.conversion.ordered_map import ordered_map
+from caffepy.data.conversion.progress import Progress
 from caffepy.data.images.datum import datum_shape, decode_image, parse_datum
 from caffepy.data.sources.leveldb import LevelDbSource, is_leveldb
 from caffepy.data.sources.lmdb import LmdbSource
@@ -19,18 +20,18 @@ from caffepy.errors import DataError
 from caffepy.files import atomic_write
 from caffepy.proto import caffe_pb2
 
-_RECORDS = 64
-"""Of one thread's share."""
+_TASK_RECORDS = 64
+"""Records per task."""
 
-Sum = NDArray[np.float64]
+Total = NDArray[np.float64]
 Values = NDArray[np.uint8] | NDArray[np.float32]
 
 
 def open_source(path: Path, backend: str) -> RecordSource:
-    """The records of a database; one of the other kind than `backend` is taken for what it is, as by data layers.
+    """Open a database. The files decide between LMDB and LevelDB where they contradict `backend`, as in data layers.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the database cannot be read.
     """
     leveldb = is_leveldb(path) or (backend == "leveldb" and not (path / "data.mdb").exists())
     return LevelDbSource(path) if leveldb else LmdbSource(path)
@@ -39,31 +40,31 @@ def open_source(path: Path, backend: str) -> RecordSource:
 def compute_mean(
     path: Path, backend: str = "lmdb", threads: int | None = None, progress: Progress | None = None
 ) -> NDArray[np.float32]:
-    """The mean of a database's images: (C, H, W).
+    """Compute the mean image of a database: (C, H, W).
 
-    Sums of bytes are exact; Caffe's are rounded to float32 at each step.
+    Sums of uint8 images are exact; Caffe rounds to float32 at each image.
 
     Args:
         path: the database.
         backend: lmdb or leveldb.
-        threads: that read and decode; None: all cores.
-        progress: is told how far it is.
+        threads: threads that read and decode; None: one per core.
+        progress: reports the progress.
 
     Raises:
-        DataError: it cannot be read, or its images differ in size.
+        DataError: the database cannot be read, or its images differ in size.
     """
     source, progress = open_source(path, backend), progress or Progress()
     try:
         count = progress.total = len(source)
-        threads = threads or all_cores()
-        if not source.concurrent(count):
+        threads = threads or cpu_count()
+        if not source.allows_concurrent_reads(count):
             threads = 1
         shape = _image(source, 0).shape
         total = np.zeros(shape, np.float64)
-        shares = (range(first, min(first + _RECORDS, count)) for first in range(0, count, _RECORDS))
-        for part, done in ordered_map(partial(_sum_of, source, shape), shares, threads):
-            total += part
-            progress.advance(done)
+        batches = (range(first, min(first + _TASK_RECORDS, count)) for first in range(0, count, _TASK_RECORDS))
+        for partial_total, count_done in ordered_map(partial(_sum_images, source, shape), batches, threads):
+            total += partial_total
+            progress.advance(count_done)
     finally:
         source.close()
     progress.finish(count)
@@ -71,10 +72,10 @@ def compute_mean(
 
 
 def write_mean(path: Path, mean: NDArray[np.float32]) -> None:
-    """Write a mean as the BlobProto that `mean_file` names.
+    """Write a mean image as a BlobProto for `mean_file`.
 
     Raises:
-        RunError: it cannot be written.
+        RunError: writing failed.
     """
     channels, height, width = mean.shape
     blob = caffe_pb2.BlobProto(num=1, channels=channels, height=height, width=width, data=mean.ravel().tolist())
@@ -83,19 +84,19 @@ def write_mean(path: Path, mean: NDArray[np.float32]) -> None:
 
 
 def channel_means(mean: NDArray[np.float32]) -> list[float]:
-    """The mean of each channel, for `mean_value`."""
+    """Return the mean of each channel, for `mean_value`."""
     return [float(value) for value in mean.mean((1, 2), dtype=np.float64)]
 
 
-def _sum_of(source: RecordSource, shape: tuple[int, ...], numbers: range) -> tuple[Sum, int]:
+def _sum_images(source: RecordSource, shape: tuple[int, ...], numbers: range) -> tuple[Total, int]:
     total = np.zeros(shape, np.float64)
-    whole = np.zeros(shape, np.uint32)
+    byte_total = np.zeros(shape, np.uint32)
     for image in _images(source, shape, numbers):
         if image.dtype == np.uint8:
-            np.add(whole, image, out=whole)
+            np.add(byte_total, image, out=byte_total)
         else:
             total += image
-    return total + whole, len(numbers)
+    return total + byte_total, len(numbers)
 
 
 def _images(source: RecordSource, shape: tuple[int, ...], numbers: range) -> Iterator[Values]:
@@ -104,14 +105,14 @@ def _images(source: RecordSource, shape: tuple[int, ...], numbers: range) -> Ite
         if image.shape != shape:
             raise DataError(
                 f"{source.description}: {source.record_name(number)} is {_format(image.shape)}, but the first is "
-                f"{_format(shape)}; a mean needs images of one size: convert them with --resize_height and "
+                f"{_format(shape)}; a mean needs images of equal size: convert them with --resize_height and "
                 "--resize_width"
             )
         yield image
 
 
 def _image(source: RecordSource, number: int) -> Values:
-    """An image as it was stored: an encoded one with the channels that its file has."""
+    """Return the image of a record; an encoded image keeps its channels."""
     try:
         datum, data = parse_datum(source.read(number))
         if datum.encoded:
@@ -121,7 +122,7 @@ def _image(source: RecordSource, number: int) -> Values:
         values = np.array(datum.float_data, np.float32)
         return values.reshape(datum_shape(datum, values.size, "floats"))
     except DataError as error:
-        if str(error).startswith(source.description):  # not of this record alone
+        if str(error).startswith(source.description):  # an error of the whole database
             raise
         raise DataError(f"{source.description}: {source.record_name(number)} {error}") from error
 

@@ -1,43 +1,37 @@
-"""How far a conversion is, for whoever shows it."""
+"""Progress of a conversion."""
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 
 logger = logging.getLogger(__name__)
 
 _LOG_SECONDS = 10.0
-"""Between two lines of the log."""
+"""Interval between log lines."""
 
 
 class Progress:
-    """Counts what is done, and says so in the log from time to time.
+    """Counts processed items and logs the count periodically.
 
     Args:
-        what: what is counted, in the plural.
+        unit: name of the items, in the plural.
     """
 
-    def __init__(self, what: str = "files") -> None:
+    def __init__(self, unit: str = "files") -> None:
         self.done = 0
         self.total = 0
-        self._what = what
+        self._unit = unit
         self._logged = time.monotonic()
 
     def advance(self, count: int = 1) -> None:
-        """Count `count` more."""
+        """Add `count` to the processed items."""
         self.done += count
         now = time.monotonic()
         if now - self._logged >= _LOG_SECONDS:
             self._logged = now
-            logger.info("Processed %d of %d %s.", self.done, self.total, self._what)
+            logger.info("Processed %d of %d %s.", self.done, self.total, self._unit)
 
     def finish(self, count: int) -> None:
-        """Log what came of it, in the words of Caffe's tools."""
-        logger.info("Processed %d %s.", count, self._what)
-
-
-def all_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        """Log the final count, in the words of Caffe's tools."""
+        logger.info("Processed %d %s.", count, self._unit)

@@ -1,1 +1,1 @@
-"""Datums, mean images and the copying of images into batches. data, layers/input and cli import it."""
+"""Datum parsing, image decoding, mean images and the bulk copy into batches. Used by data, layers/input and cli."""

@@ -1,4 +1,4 @@
-"""Decoded images kept in memory, as ImageData's `cache` asks for."""
+"""In-memory cache of decoded images, for ImageData's `cache` option."""
 
 from __future__ import annotations
 
@@ -20,47 +20,47 @@ Version = tuple[int, int, int, int]
 
 
 class ImageCache:
-    """Images by their file, until they fill the memory. Thread-safe.
+    """Decoded images by file path, up to a memory limit. Thread-safe.
 
-    A file that was written again since is decoded again. An image whose file was removed stays.
+    A modified file is decoded again. The image of a removed file stays.
 
     Args:
-        most: bytes that the images may take.
+        max_bytes: memory limit for the images.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self._images: dict[str, tuple[Version, Image]] = {}
-        self._left = most
+        self._free_bytes = max_bytes
         self.full = False
-        """Whether an image did not fit any more."""
+        """Whether the limit was reached."""
 
     def __contains__(self, path: str) -> bool:
         return path in self._images
 
     def image(self, path: str, decode: Callable[[], Image]) -> Image:
-        """The image of a file: the one that is kept, else what `decode` gives, which is kept if it fits."""
+        """Return the cached image of a file, or call `decode` and cache its result if it fits."""
         version = _version(path)
-        kept = self._images.get(path)
-        if kept is not None and version in (kept[0], None):
-            return kept[1]
+        entry = self._images.get(path)
+        if entry is not None and version in (entry[0], None):
+            return entry[1]
         image = decode()
         if version is not None:
-            self._put(path, version, image)
+            self._store(path, version, image)
         return image
 
-    def _put(self, path: str, version: Version, image: Image) -> None:
+    def _store(self, path: str, version: Version, image: Image) -> None:
         with _lock:
-            before = self._images.pop(path, None)
-            if before is not None:
-                self._left += before[1].nbytes
-            self.full = self.full or image.nbytes > self._left
+            previous = self._images.pop(path, None)
+            if previous is not None:
+                self._free_bytes += previous[1].nbytes
+            self.full = self.full or image.nbytes > self._free_bytes
             if not self.full:
-                self._left -= image.nbytes
+                self._free_bytes -= image.nbytes
                 self._images[path] = version, image
 
 
 def _version(path: str) -> Version | None:
-    """What changes when a file is replaced or written to; None where there is no file."""
+    """Return values that change when a file is replaced or modified; None if it does not exist."""
     try:
         status = os.stat(path)
     except OSError:
@@ -69,10 +69,10 @@ def _version(path: str) -> Version | None:
 
 
 def shared_cache(key: Hashable) -> ImageCache:
-    """The cache of all layers of this process with the same `key`; it takes half of the free memory.
+    """Return the process-wide cache for `key`, limited to half of the free memory.
 
     Args:
-        key: what decides, beside the file, how an image is decoded and resized.
+        key: the settings that affect decoding and resizing.
     """
     with _lock:
         cache = _shared.get(key)

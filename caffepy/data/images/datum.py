@@ -1,4 +1,4 @@
-"""Datum: Caffe's record of one image and its label, parsed and checked (Caffe's `io.cpp`)."""
+"""Datum parsing, checks and image decoding (Caffe's `io.cpp`)."""
 
 from __future__ import annotations
 
@@ -11,71 +11,71 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from caffepy.data.images.png import is_png, whole_png
+from caffepy.data.images.png import is_png, sanitize_png
 from caffepy.errors import DataError
 from caffepy.proto import caffe_pb2
 
-LARGE = 1 << 14
-"""Records of more bytes than this are parsed without copying their data."""
+VIEW_MIN_BYTES = 1 << 14
+"""Records above this size are parsed without copying their `data`."""
 _DATA_TAG = 0x22
 MAX_PIXELS = 1 << 26
-"""Of an encoded image: 945 kB of PNG can unpack to gigabytes. A square one of this size has 8192 rows."""
+"""Pixel limit of encoded images: a PNG of 945 kB can unpack to gigabytes. A square image at the limit has 8192 rows."""
 _JPEG = b"\xff\xd8"
 _JPEG_SIZES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
-"""Markers of the segments that hold a JPEG's height and width."""
+"""Markers of the JPEG segments (SOFn) that hold height and width."""
 
 
 def parse_datum(record: bytes | memoryview) -> tuple[caffe_pb2.Datum, bytes | memoryview]:
-    """Parse a record: the Datum and its `data`, which are left out of the Datum of a large record.
+    """Parse a record; return the Datum and its `data`.
 
-    There they are a view of the record, because copying megabytes would dominate the time of parsing.
+    For large records `data` is a view of the record and is not in the Datum: copying would dominate parsing.
 
     Raises:
-        DataError: the record is no Datum. The message continues a sentence that begins with the record's name.
+        DataError: the record is not a Datum. The message follows a record's name.
     """
     try:
-        if len(record) > LARGE and (span := _find_data(record)) is not None:
+        if len(record) > VIEW_MIN_BYTES and (span := _find_data(record)) is not None:
             start, stop, following = span
             datum = caffe_pb2.Datum.FromString(bytes(record[:start]) + bytes(record[following:]))
             if not datum.data:
                 return datum, memoryview(record)[stop:following]
         datum = caffe_pb2.Datum.FromString(record)  # type: ignore[arg-type]
     except (DecodeError, ValueError) as error:
-        raise DataError(f"is not a Datum ({error}); build the set again with `caffepy convert_imageset`") from error
+        raise DataError(f"is not a Datum ({error}); rebuild the database with `caffepy convert_imageset`") from error
     return datum, datum.data
 
 
 def _find_data(record: bytes | memoryview) -> tuple[int, int, int] | None:
-    """Offsets of the field `data`, of its bytes and of their end; None if another field than a number precedes it."""
-    at = 0
-    while at < len(record):
-        tag = record[at]
+    """Return the offsets of the field `data`, its first byte and its end; None if a non-varint field precedes it."""
+    offset = 0
+    while offset < len(record):
+        tag = record[offset]
         if tag == _DATA_TAG:
-            length, start = _varint(record, at + 1)
-            return (at, start, start + length) if start + length <= len(record) else None
+            length, start = _varint(record, offset + 1)
+            return (offset, start, start + length) if start + length <= len(record) else None
         if tag & 7 or tag & 0x80:
             return None
-        _, at = _varint(record, at + 1)
+        _, offset = _varint(record, offset + 1)
     return None
 
 
-def _varint(record: bytes | memoryview, at: int) -> tuple[int, int]:
-    """A varint, and the offset behind it."""
+def _varint(record: bytes | memoryview, offset: int) -> tuple[int, int]:
+    """Return a varint and the offset after it."""
     value = 0
-    for shift, byte in enumerate(record[at : at + 10]):
+    for shift, byte in enumerate(record[offset : offset + 10]):
         value |= (byte & 127) << (7 * shift)
         if byte < 128:
-            return value, at + shift + 1
-    raise ValueError("a number does not end")
+            return value, offset + shift + 1
+    raise ValueError("unterminated varint")
 
 
 def datum_shape(datum: caffe_pb2.Datum, values: int, kind: str) -> tuple[int, int, int]:
-    """(C, H, W) of a Datum that is not encoded.
+    """Return the shape (C, H, W) of a Datum that is not encoded.
 
     Args:
         datum: the record.
-        values: how many values it holds.
-        kind: what they are: bytes or floats.
+        values: number of stored values.
+        kind: "bytes" or "floats", for messages.
 
     Raises:
         DataError: the dimensions are not positive or do not fit the number of values.
@@ -92,27 +92,27 @@ def datum_shape(datum: caffe_pb2.Datum, values: int, kind: str) -> tuple[int, in
 def decode_image(
     data: bytes | memoryview, force_color: bool = False, force_gray: bool = False, nvidia: bool = False
 ) -> NDArray[np.uint8]:
-    """A JPEG, PNG or other image file as (C, H, W), channels blue, green, red; a view of (H, W, C) memory.
+    """Decode an image file to (C, H, W) in BGR order; a view of (H, W, C) memory.
 
     Args:
-        data: the file's bytes.
-        force_color: make it 3 channels.
-        force_gray: make it 1 channel. With neither it keeps the channels that it has.
-        nvidia: as NVIDIA Caffe: no transparency, 16 bits become 8, and JPEGs are not turned as their EXIF says.
+        data: the file's content.
+        force_color: convert to 3 channels.
+        force_gray: convert to 1 channel. With neither, the file's channels stay.
+        nvidia: decode as NVIDIA Caffe: drop alpha, reduce 16 bits to 8, ignore the EXIF orientation of JPEGs.
 
     Raises:
-        DataError: OpenCV cannot decode it, it is a damaged PNG, or it has more than 8 bits a channel or 2^26 pixels.
+        DataError: OpenCV fails, a PNG is damaged, or the image has more than 8 bits per channel or 2^26 pixels.
     """
     cv2 = opencv()
     height, width = _encoded_size(data)
     if height * width > MAX_PIXELS:
-        raise DataError(f"is an image of {height} x {width} pixels; more than {MAX_PIXELS} are refused, shrink it")
+        raise DataError(f"is an image of {height} x {width} pixels; the limit is {MAX_PIXELS}, shrink it")
     native = cv2.IMREAD_ANYCOLOR if nvidia else cv2.IMREAD_UNCHANGED
     flag = cv2.IMREAD_COLOR if force_color else cv2.IMREAD_GRAYSCALE if force_gray else native
     if nvidia and bytes(data[:2]) == _JPEG:
         flag |= cv2.IMREAD_IGNORE_ORIENTATION
     if is_png(data):
-        data = whole_png(data)
+        data = sanitize_png(data)
     try:
         image = cv2.imdecode(np.frombuffer(data, np.uint8), flag) if data else None
     except (cv2.error, MemoryError) as error:
@@ -123,7 +123,7 @@ def decode_image(
 
 
 def resize_image(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    """An image (C, H, W) in another size, bilinear as `cv::resize` does it by default."""
+    """Resize an image (C, H, W) bilinearly (the default of `cv::resize`)."""
     cv2 = opencv()
     try:
         resized = cv2.resize(image.transpose(1, 2, 0), (width, height))
@@ -133,7 +133,7 @@ def resize_image(image: NDArray[np.uint8], height: int, width: int) -> NDArray[n
 
 
 def opencv() -> Any:
-    """cv2, told when it is loaded to refuse large images of every format; some decoders allocate before we could."""
+    """Import cv2 with its pixel limit set: some decoders allocate before `decode_image` could check the size."""
     os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(MAX_PIXELS))
     import cv2
 
@@ -141,26 +141,26 @@ def opencv() -> Any:
 
 
 def _encoded_size(data: bytes | memoryview) -> tuple[int, int]:
-    """Height and width that a PNG or JPEG declares; (0, 0) of other formats and of damaged headers."""
+    """Return height and width from a PNG or JPEG header; (0, 0) for other formats and damaged headers."""
     if is_png(data) and len(data) >= 24:
         width, height = struct.unpack_from(">2I", data, 16)
         return height, width
-    at = 2 if bytes(data[:2]) == _JPEG else len(data)
-    while at + 9 <= len(data) and data[at] == 0xFF:
-        marker, length = data[at + 1], data[at + 2] << 8 | data[at + 3]
+    offset = 2 if bytes(data[:2]) == _JPEG else len(data)
+    while offset + 9 <= len(data) and data[offset] == 0xFF:
+        marker, length = data[offset + 1], data[offset + 2] << 8 | data[offset + 3]
         if marker in _JPEG_SIZES:
-            return data[at + 5] << 8 | data[at + 6], data[at + 7] << 8 | data[at + 8]
-        at += 1 if marker == 0xFF else 2 + length
+            return data[offset + 5] << 8 | data[offset + 6], data[offset + 7] << 8 | data[offset + 8]
+        offset += 1 if marker == 0xFF else 2 + length
     return 0, 0
 
 
 def as_channels_first(image: NDArray[np.generic]) -> NDArray[np.uint8]:
-    """OpenCV's (H, W) or (H, W, C) as a (C, H, W) view.
+    """Return a (C, H, W) view of OpenCV's (H, W) or (H, W, C).
 
     Raises:
-        DataError: it has more than 8 bits a channel.
+        DataError: the image has more than 8 bits per channel.
     """
     if image.dtype != np.uint8:
-        raise DataError(f"is an image of {image.dtype} values; Caffe takes 8 bits a channel")
+        raise DataError(f"is an image of {image.dtype} values; Caffe reads 8 bits per channel")
     image8 = image.view(np.uint8)
     return image8[None] if image8.ndim == 2 else image8.transpose(2, 0, 1)

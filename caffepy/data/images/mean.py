@@ -1,4 +1,4 @@
-"""The mean image that a net subtracts: a BlobProto in a file, as Caffe's `compute_image_mean` writes it."""
+"""Mean image files: a BlobProto, as Caffe's `compute_image_mean` writes it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _RAW_TYPES = {caffe_pb2.FLOAT: "<f4", caffe_pb2.DOUBLE: "<f8", caffe_pb2.FLOAT16
 
 
 def read_mean(path: Path) -> NDArray[np.float32]:
-    """The mean image in `path`: (C, H, W).
+    """Read a mean image: (C, H, W).
 
     Raises:
-        DataError: there is no such file, or it is not one whole BlobProto of one image.
+        DataError: the file cannot be read or is not a BlobProto of one image.
     """
     blob = _read_proto(path, "mean_file")
     shape = tuple(blob.shape.dim) if blob.HasField("shape") else (blob.num, blob.channels, blob.height, blob.width)
@@ -37,29 +37,29 @@ def read_mean(path: Path) -> NDArray[np.float32]:
     return values.reshape(shape)
 
 
-def read_blob(path: Path, what: str) -> NDArray[np.float32]:
-    """The elements of a BlobProto in a file, 1-D.
+def read_blob(path: Path, field: str) -> NDArray[np.float32]:
+    """Read the elements of a BlobProto file: 1-D.
 
     Args:
         path: the file.
-        what: the field that names it, for messages.
+        field: the field that names the file, for messages.
 
     Raises:
-        DataError: there is no such file, or it is not a BlobProto.
+        DataError: the file cannot be read or is not a BlobProto.
     """
-    return _values(_read_proto(path, what), f"{what} '{path}'")
+    return _values(_read_proto(path, field), f"{field} '{path}'")
 
 
-def _read_proto(path: Path, what: str) -> caffe_pb2.BlobProto:
+def _read_proto(path: Path, field: str) -> caffe_pb2.BlobProto:
     try:
         content = read_regular(path, _MAX_BYTES)
     except OSError as error:
-        raise DataError(f"{what} '{path}' cannot be read: {error.strerror}") from error
+        raise DataError(f"{field} '{path}' cannot be read: {error.strerror}") from error
     try:
         return caffe_pb2.BlobProto.FromString(content)
     except DecodeError as error:
         raise DataError(
-            f"{what} '{path}' is not a BlobProto, as `caffepy compute_image_mean` writes them: "
+            f"{field} '{path}' is not a BlobProto (`caffepy compute_image_mean` writes one): "
             f"{describe_content(content)}"
         ) from error
 
@@ -69,12 +69,12 @@ def _values(blob: caffe_pb2.BlobProto, where: str) -> NDArray[np.float32]:
         with np.errstate(over="ignore"):
             return np.array(blob.double_data, np.float64).astype(np.float32)
     if blob.raw_data and blob.raw_data_type in _RAW_TYPES:
-        kind = np.dtype(_RAW_TYPES[blob.raw_data_type])
-        if len(blob.raw_data) % kind.itemsize:
+        dtype = np.dtype(_RAW_TYPES[blob.raw_data_type])
+        if len(blob.raw_data) % dtype.itemsize:
             raise DataError(
-                f"{where} has {len(blob.raw_data)} bytes of raw_data, no whole number of values of "
-                f"{kind.itemsize} bytes; is it whole?"
+                f"{where} has {len(blob.raw_data)} bytes of raw_data, not a multiple of "
+                f"{dtype.itemsize}; the file is damaged"
             )
         with np.errstate(over="ignore"):
-            return np.frombuffer(blob.raw_data, kind).astype(np.float32)
+            return np.frombuffer(blob.raw_data, dtype).astype(np.float32)
     return np.array(blob.data, np.float32)

@@ -1,1 +1,1 @@
-"""Records on disk: LMDB, LevelDB, lists of images, MNIST's files. data, layers/input and cli import it."""
+"""Record sources and writers: LMDB, LevelDB, image lists, MNIST files. Used by data, layers/input and cli."""

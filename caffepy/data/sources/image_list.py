@@ -1,4 +1,4 @@
-"""Lists of image files with labels, as Caffe's ImageData takes them: one `path label` a line."""
+"""Image lists of Caffe's ImageData: one `path label` per line."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from caffepy.files import read_list, read_regular
 _MAX_LIST_BYTES = 1 << 30
 MAX_IMAGE_BYTES = 1 << 28
 _LABELS = range(-(2**31), 2**31)
-"""Those of Caffe, whose labels are C's int."""
+"""Valid labels: C's int, as in Caffe."""
 
 
 def list_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The numbers, from 1, and texts of a list's lines, without those that are blank.
+    """Yield number (from 1) and text of each line that is not blank.
 
     Raises:
         DataError: the list cannot be read, or a line has a NUL character.
@@ -28,13 +28,13 @@ def list_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise DataError(f"image list '{path}' cannot be read: {error.strerror}") from error
     for number, line in enumerate(lines, 1):
         if "\0" in line:
-            raise DataError(f"'{path}':{number}: the line has a NUL character, which no path can have")
+            raise DataError(f"'{path}':{number}: the line has a NUL character, which a path cannot contain")
         if line.strip():
             yield number, line.rstrip()
 
 
 def labelled_lines(path: Path) -> Iterator[tuple[int, str, int]]:
-    """The number, path and label of each line of a list that is not blank.
+    """Yield number, path and label of each line that is not blank.
 
     Raises:
         DataError: the list cannot be read, or has a line without a label or with a NUL character.
@@ -43,18 +43,17 @@ def labelled_lines(path: Path) -> Iterator[tuple[int, str, int]]:
         name, _, label = line.rpartition(" ")
         if not re.fullmatch(r"[-+]?[0-9]{1,20}", label) or int(label) not in _LABELS:
             raise DataError(
-                f"'{path}':{number}: '{label[:40]}' is no label; a line is a path, a space and a whole number of 32 "
-                "bits"
+                f"'{path}':{number}: '{label[:40]}' is not a label; a line is a path, a space and a 32-bit integer"
             )
         yield number, name, int(label)
 
 
 class ImageListSource:
-    """The image files that a list names, in its order; a `RecordSource`.
+    """The image files of a list, in its order; a `RecordSource`.
 
     Args:
         path: the list.
-        root_folder: put before each path as it is, without a slash, as Caffe does.
+        root_folder: prefix of each path; no slash is added, as in Caffe.
 
     Raises:
         DataError: the list cannot be read, has a line without a label or with a NUL character, or is empty.
@@ -81,7 +80,7 @@ class ImageListSource:
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror}; see root_folder in image_data_param") from error
 
-    def concurrent(self, count: int) -> bool:
+    def allows_concurrent_reads(self, count: int) -> bool:
         return True
 
     def record_name(self, number: int) -> str:
@@ -103,4 +102,4 @@ class ImageListSource:
             raise DataError(f"{self.description}: {self.record_name(number)} {error}") from error
 
     def close(self) -> None:
-        """There is nothing open between reads."""
+        """No file is open between reads."""

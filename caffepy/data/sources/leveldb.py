@@ -1,4 +1,4 @@
-"""LevelDB record sources, by plyvel."""
+"""LevelDB record source (plyvel)."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from caffepy.data.sources.source import hash_of
 from caffepy.errors import DataError, MissingExtraError
 from caffepy.forks import free_after_fork
 
-_COPIED = ("CURRENT", "MANIFEST-", "LOG")
-"""Files that LevelDB rewrites or that name others; its tables (.ldb, .sst) are never changed once they are written."""
+_COPIED_FILES = ("CURRENT", "MANIFEST-", "LOG")
+"""Files that LevelDB rewrites, which must be copied. Tables (.ldb, .sst) are immutable and can be linked."""
 
 
 def is_leveldb(path: Path) -> bool:
-    """Whether a folder holds a LevelDB."""
+    """Return whether a folder holds a LevelDB."""
     return os.path.exists(path / "CURRENT")
 
 
 class LevelDbSource:
-    """The records of a LevelDB in the order of their keys; a `RecordSource`. Any thread may read it.
+    """The records of a LevelDB in key order; a `RecordSource`. Thread-safe.
 
-    LevelDB lets one process at a time open a folder, and writes to it even then. So what is opened is a temporary
-    folder with links to the tables and copies of the small files: any number of processes may read one database, and
-    nothing in it is changed.
+    LevelDB allows one process at a time to open a folder, and writes to it. Therefore the source opens a temporary
+    folder with links to the tables and copies of the small files: several processes can read one database, which stays
+    unchanged.
 
     Args:
         path: the LevelDB's folder.
 
     Raises:
-        DataError: absent, damaged, no LevelDB, or empty.
+        DataError: the database is absent, damaged, empty or not a LevelDB.
         MissingExtraError: plyvel is not installed.
     """
 
@@ -45,7 +45,7 @@ class LevelDbSource:
         self._folder: Path | None = None
         self._process = os.getpid()
         if not is_leveldb(path):
-            raise DataError(f"'{path}' is neither a LevelDB nor an LMDB: there is no CURRENT and no data.mdb in it")
+            raise DataError(f"'{path}' is neither a LevelDB nor an LMDB: it has no CURRENT and no data.mdb")
         self._plyvel = _plyvel()
         try:
             self._folder = _private_view(path)
@@ -53,7 +53,7 @@ class LevelDbSource:
             self._keys: list[bytes] = list(self._db.iterator(include_value=False))
         except (OSError, self._plyvel.Error) as error:
             self.close()
-            raise DataError(f"{self.description} cannot be opened: {_said(error)}") from error
+            raise DataError(f"{self.description} cannot be opened: {_message(error)}") from error
         if not self._keys:
             self.close()
             raise DataError(f"{self.description} holds no records")
@@ -65,26 +65,26 @@ class LevelDbSource:
         try:
             record: bytes | None = self._db.get(self._keys[number])
         except (OSError, RuntimeError, self._plyvel.Error) as error:
-            raise DataError(f"cannot be read: {_said(error)}") from error
+            raise DataError(f"cannot be read: {_message(error)}") from error
         if record is None:
-            raise DataError("is gone; is the database damaged?")
+            raise DataError("is missing; the database is damaged")
         return record
 
-    def concurrent(self, count: int) -> bool:
+    def allows_concurrent_reads(self, count: int) -> bool:
         return True
 
     def record_name(self, number: int) -> str:
         return f"record {number} (key '{_text(self._keys[number])}')"
 
     def fingerprint(self) -> dict[str, str]:
-        found = {"the number of records": str(len(self))}
+        result = {"the number of records": str(len(self))}
         for which, number in (("first", 0), ("last", len(self) - 1)):
-            found[f"the {which} key"] = f"'{_text(self._keys[number])}'"
+            result[f"the {which} key"] = f"'{_text(self._keys[number])}'"
             try:
-                found[f"the hash of the {which} record"] = hash_of(self.read(number))
+                result[f"the hash of the {which} record"] = hash_of(self.read(number))
             except DataError as error:
                 raise DataError(f"{self.description}: {self.record_name(number)} {error}") from error
-        return found
+        return result
 
     def close(self) -> None:
         with self._lock:
@@ -92,7 +92,7 @@ class LevelDbSource:
             folder, self._folder = self._folder, None
         if database is not None:
             database.close()
-        if folder is not None and os.getpid() == self._process:  # not of the parent of a forked process
+        if folder is not None and os.getpid() == self._process:  # a forked child must not remove it
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -105,13 +105,13 @@ def _plyvel() -> Any:
 
 
 def _private_view(path: Path) -> Path:
-    """A temporary folder that LevelDB may open and write in as if it were `path`."""
+    """Return a temporary folder that LevelDB may open and write to instead of `path`."""
     folder = Path(tempfile.mkdtemp(prefix="caffepy-leveldb-"))
     try:
         for file in path.iterdir():
             if file.suffix in (".ldb", ".sst"):
                 (folder / file.name).symlink_to(file.resolve())
-            elif file.suffix == ".log" or file.name.startswith(_COPIED):
+            elif file.suffix == ".log" or file.name.startswith(_COPIED_FILES):
                 shutil.copyfile(file, folder / file.name)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -119,7 +119,7 @@ def _private_view(path: Path) -> Path:
     return folder
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return " ".join((getattr(error, "strerror", None) or str(error)).split())
 
 

@@ -1,4 +1,4 @@
-"""LMDB record sources: the records of a data file that all sources of the process share an index of."""
+"""LMDB record source; all sources of a process share one index per data file."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from caffepy.files import working_folder
 
 
 class LmdbSource:
-    """The records of an LMDB in the order of their keys; a `RecordSource`. Any thread may read it.
+    """The records of an LMDB in key order; a `RecordSource`. Thread-safe.
 
     Args:
-        path: the LMDB's folder, or its data file.
+        path: folder or data file of the LMDB.
 
     Raises:
-        DataError: absent, truncated, not LMDB, or empty.
+        DataError: the database is absent, truncated, empty or not an LMDB.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,43 +33,43 @@ class LmdbSource:
         self._length = self.index.entries
         if self._length == 0:
             raise DataError(f"{self.description} holds no records")
-        with self._named():
+        with self._prefix_errors():
             self.index.record(0)
 
     def __len__(self) -> int:
         return self._length
 
     def read(self, number: int) -> bytes:
-        with self._named():
+        with self._prefix_errors():
             return self.index.record(number)
 
-    def concurrent(self, count: int) -> bool:
-        with self._named():
+    def allows_concurrent_reads(self, count: int) -> bool:
+        with self._prefix_errors():
             self.index.check()
         return self.index.find(count)
 
     def record_name(self, number: int) -> str:
-        """As the protocol says; any thread may ask."""
+        """Return the record's name for messages. Thread-safe."""
         try:
             return f"record {number} (key '{_text(self.index.key(number))}')"
         except DataError:
             return f"record {number}"
 
     def fingerprint(self) -> dict[str, str]:
-        with self._named():
+        with self._prefix_errors():
             first = self.index.key(0), self.index.record(0)
-            found = {"the number of records": str(self._length)}
+            result = {"the number of records": str(self._length)}
             for which, (key, record) in (("first", first), ("last", self.index.last())):
-                found[f"the {which} key"] = f"'{_text(key)}'"
-                found[f"the hash of the {which} record"] = hash_of(record)
-        return found
+                result[f"the {which} key"] = f"'{_text(key)}'"
+                result[f"the hash of the {which} record"] = hash_of(record)
+        return result
 
     def close(self) -> None:
-        """The index closes the file when no source and no reader has it any more."""
+        """Do nothing: the index closes the file when it has no more users."""
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Begin the messages of the index with the LMDB's name."""
+    def _prefix_errors(self) -> Iterator[None]:
+        """Prefix errors of the index with the LMDB's name."""
         try:
             yield
         except DataError as error:
@@ -84,12 +84,12 @@ def _check_folder(path: Path) -> None:
     if not os.path.lexists(path):
         raise DataError(
             f"LMDB '{path}' does not exist (looked from {working_folder()}); `caffepy data mnist` and "
-            "`caffepy convert_imageset` make LMDBs"
+            "`caffepy convert_imageset` create LMDBs"
         )
     if os.path.isdir(path) and not os.path.lexists(path / "data.mdb"):
         if os.path.exists(path / "CURRENT"):
             raise DataError(
-                f"'{path}' is a LevelDB where an LMDB is expected; say backend: LEVELDB, or make an LMDB with `caffepy "
+                f"'{path}' is a LevelDB, not an LMDB; set backend: LEVELDB, or create an LMDB with `caffepy "
                 "convert_imageset`"
             )
-        raise DataError(f"'{path}' is not an LMDB: there is no data.mdb in it")
+        raise DataError(f"'{path}' is not an LMDB: it has no data.mdb")

@@ -1,4 +1,4 @@
-"""Writing LMDBs of Datums, as Caffe's converters do, but whole or not at all."""
+"""Atomic writing of Datum databases, with the keys of Caffe's converters."""
 
 from __future__ import annotations
 
@@ -11,29 +11,27 @@ from caffepy.proto import caffe_pb2
 
 
 def record_key(number: int, name: str = "") -> bytes:
-    """The key of a record as Caffe's converters write it: ``00000012``, with a file's name ``00000012_cat/1.jpg``."""
+    """Return a record's key as Caffe's converters write it: ``00000012``, or ``00000012_cat/1.jpg``."""
     return os.fsencode(f"{number:08d}_{name}" if name else f"{number:08d}")
 
 
 def write_datums(
     path: Path, datums: Iterable[tuple[bytes, caffe_pb2.Datum]], force: bool = False, backend: str = "lmdb"
 ) -> int:
-    """Make a database of keys and Datums; it appears under its name only when it is complete.
+    """Write a database of keys and Datums atomically.
 
     Args:
         path: the database's folder.
-        datums: keys, each greater than the one before, and Datums.
-        force: replace what is there.
+        datums: pairs of key and Datum, in ascending key order.
+        force: replace an existing database.
         backend: lmdb or leveldb.
 
     Returns:
         The number of records.
 
     Raises:
-        DataError: there is something at `path` already.
-        RunError: it cannot be written, e.g. the disk is full; nothing is left behind.
-
-    What processes have left that were killed while they wrote it is removed, at the latest when it is complete.
+        DataError: `path` already exists.
+        RunError: writing failed, for example because the disk is full; temporary files are removed.
     """
     with open_writer(path, backend, force) as writer:
         for key, datum in datums:

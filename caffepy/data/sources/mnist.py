@@ -1,6 +1,6 @@
-"""MNIST: its idx files, where they come from, and the LMDBs that nets read.
+"""MNIST: idx files, their download, and conversion to LMDB.
 
-Owns the format: big-endian words (magic number, sizes), then bytes. See http://yann.lecun.com/exdb/mnist/.
+Format: big-endian words (magic number, sizes), then bytes. See http://yann.lecun.com/exdb/mnist/.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from caffepy.data.images.datum import datum_shape, parse_datum
 from caffepy.data.sources.lmdb import LmdbSource
 from caffepy.data.sources.lmdb_write import record_key, write_datums
-from caffepy.data.sources.record_write import check_free
+from caffepy.data.sources.record_write import check_overwrite
 from caffepy.errors import DataError, RunError
 from caffepy.files import open_regular
 from caffepy.proto import caffe_pb2
@@ -35,23 +35,23 @@ MIRRORS = (
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
 )
 SUBSET = Path(__file__).parents[1] / "mnist_subset"
-"""The digits that come with caffepy."""
+"""The subset of MNIST in the package."""
 
 _IMAGES_MAGIC, _LABELS_MAGIC = 2051, 2049
 CLASSES = 10
-"""Of digits."""
+"""Number of digit classes."""
 _MAX_BYTES = 600_000_000
-"""An idx file is not read further than this: EMNIST's, the largest of the kind, has 547 MB."""
+"""Read limit of an idx file; EMNIST's, the largest of the kind, has 547 MB."""
 
 
 @dataclass(frozen=True)
 class IdxFile:
-    """One of the four files.
+    """One of MNIST's four files.
 
     Args:
-        name: without .gz.
-        size: of the original file, unpacked.
-        sha256: of the original file, unpacked, so that it does not depend on who packed it.
+        name: file name without .gz.
+        size: unpacked size of the original file.
+        sha256: hash of the original file, unpacked (independent of the compressor).
     """
 
     name: str
@@ -71,40 +71,40 @@ FILES = {
         IdxFile("t10k-labels-idx1-ubyte", 10008, "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"),
     ),
 }
-"""Images and labels of each part."""
+"""Image and label file of each split."""
 
-Opener = Callable[[IdxFile], bytes]
-"""Gets a file's bytes, unpacked."""
+IdxReader = Callable[[IdxFile], bytes]
+"""Returns the unpacked content of a file."""
 
 
 def lmdb_paths(target: Path) -> dict[str, Path]:
-    """Where the LMDB of each part lies in a folder."""
-    return {part: target / f"mnist_{part}_lmdb" for part in FILES}
+    """Return the LMDB path of each split."""
+    return {split: target / f"mnist_{split}_lmdb" for split in FILES}
 
 
-def build_lmdbs(target: Path, read: Opener, force: bool = False) -> dict[Path, int]:
-    """Make `mnist_train_lmdb` and `mnist_test_lmdb` in a folder; one that holds the same digits already is left alone.
+def build_lmdbs(target: Path, read: IdxReader, force: bool = False) -> dict[Path, int]:
+    """Create `mnist_train_lmdb` and `mnist_test_lmdb`; an LMDB that already holds the same digits stays.
 
     Args:
-        target: the folder.
-        read: `fetch_file`, or what `folder_reader` gives.
-        force: replace LMDBs that are there.
+        target: the folder of the LMDBs.
+        read: `fetch_file`, or the result of `folder_reader`.
+        force: replace existing LMDBs.
 
     Returns:
-        The records in each of the two.
+        The number of records of each LMDB.
 
     Raises:
-        DataError: files are missing or are not idx files, or an LMDB of other records is there already.
-        RunError: fetching or writing failed.
+        DataError: a file is missing or not an idx file, or an LMDB with other records exists.
+        RunError: a download or writing failed.
     """
     paths = lmdb_paths(target)
-    counts = {path: None if force else _count_of_same(path, FILES[part], read) for part, path in paths.items()}
+    counts = {path: None if force else _count_of_same(path, FILES[split], read) for split, path in paths.items()}
     for path in (path for path, count in counts.items() if count is None):
-        check_free(path, force)
-    return {path: counts[path] or _build(path, FILES[part], read, force) for part, path in paths.items()}
+        check_overwrite(path, force)
+    return {path: counts[path] or _build(path, FILES[split], read, force) for split, path in paths.items()}
 
 
-def _build(path: Path, files: tuple[IdxFile, IdxFile], read: Opener, force: bool) -> int:
+def _build(path: Path, files: tuple[IdxFile, IdxFile], read: IdxReader, force: bool) -> int:
     images_file, labels_file = files
     images = parse_images(read(images_file), images_file.name)
     labels = parse_labels(read(labels_file), labels_file.name)
@@ -113,8 +113,8 @@ def _build(path: Path, files: tuple[IdxFile, IdxFile], read: Opener, force: bool
     return write_datums(path, digit_datums(images, labels), force)
 
 
-def _count_of_same(path: Path, files: tuple[IdxFile, IdxFile], read: Opener) -> int | None:
-    """How many digits an LMDB holds, None unless they are those of the two files; what would be fetched is not."""
+def _count_of_same(path: Path, files: tuple[IdxFile, IdxFile], read: IdxReader) -> int | None:
+    """Return an LMDB's number of digits if they equal those of the two files, else None. Does not download."""
     if not path.is_dir():
         return None
     try:
@@ -122,17 +122,17 @@ def _count_of_same(path: Path, files: tuple[IdxFile, IdxFile], read: Opener) -> 
     except DataError:
         return None
     for file, content in zip(files, contents, strict=True):
-        wanted = file.sha256 if read is fetch_file else hashlib.sha256(read(file)).hexdigest()
-        if hashlib.sha256(content).hexdigest() != wanted:
+        expected = file.sha256 if read is fetch_file else hashlib.sha256(read(file)).hexdigest()
+        if hashlib.sha256(content).hexdigest() != expected:
             return None
     return count
 
 
 def _as_idx(path: Path) -> tuple[int, tuple[bytes, bytes]]:
-    """The records of an LMDB and the two idx files that they came from.
+    """Return an LMDB's number of records and its idx files (images, labels).
 
     Raises:
-        DataError: it cannot be read, or its images are not of one size.
+        DataError: the LMDB cannot be read, or its images differ in size.
     """
     source = LmdbSource(path)
     images, labels, shapes = bytearray(), bytearray(), set()
@@ -142,7 +142,7 @@ def _as_idx(path: Path) -> tuple[int, tuple[bytes, bytes]]:
         images += data
         labels.append(min(max(datum.label, 0), 255))
         if len(shapes) > 1 or len(images) > _MAX_BYTES:
-            raise DataError(f"LMDB '{path}' holds other images than digits")
+            raise DataError(f"LMDB '{path}' does not hold MNIST's digits")
     [(_, height, width)] = shapes
     images_header = struct.pack(">4I", _IMAGES_MAGIC, len(source), height, width)
     labels_header = struct.pack(">2I", _LABELS_MAGIC, len(source))
@@ -150,7 +150,7 @@ def _as_idx(path: Path) -> tuple[int, tuple[bytes, bytes]]:
 
 
 def digit_datums(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Iterator[tuple[bytes, caffe_pb2.Datum]]:
-    """Keys and records as Caffe's `convert_mnist_data` makes them."""
+    """Yield keys and Datums as Caffe's `convert_mnist_data` writes them."""
     _, height, width = images.shape
     for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
         datum = caffe_pb2.Datum(channels=1, height=height, width=width, data=image.tobytes(), label=label)
@@ -161,10 +161,10 @@ def digit_datums(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Iterat
 
 
 def parse_images(content: bytes, where: str) -> NDArray[np.uint8]:
-    """The images of an idx3 file: (N, H, W).
+    """Return the images of an idx3 file: (N, H, W).
 
     Raises:
-        DataError: it is none, or has another length than its header says.
+        DataError: the content is not an idx3 file, or its length contradicts its header.
     """
     count, height, width = _header(content, where, _IMAGES_MAGIC, ">3I", "images")
     pixels = _body(content, where, 16, count * height * width)
@@ -172,10 +172,11 @@ def parse_images(content: bytes, where: str) -> NDArray[np.uint8]:
 
 
 def parse_labels(content: bytes, where: str, classes: int = CLASSES) -> NDArray[np.uint8]:
-    """The labels of an idx1 file: (N,), all of them below `classes`.
+    """Return the labels of an idx1 file: (N,).
 
     Raises:
-        DataError: it is none, has another length than its header says, or a label that is too large.
+        DataError: the content is not an idx1 file, its length contradicts its header, or a label is not below
+            `classes`.
     """
     (count,) = _header(content, where, _LABELS_MAGIC, ">I", "labels")
     labels = _body(content, where, 8, count)
@@ -187,9 +188,9 @@ def parse_labels(content: bytes, where: str, classes: int = CLASSES) -> NDArray[
 def _header(content: bytes, where: str, magic: int, sizes: str, what: str) -> tuple[int, ...]:
     if len(content) < 4 + struct.calcsize(sizes):
         raise DataError(f"{where}: has {len(content)} bytes, too few for an idx file of {what}")
-    found = struct.unpack_from(">I", content)[0]
-    if found != magic:
-        raise DataError(f"{where}: is not an idx file of {what} (it begins with {found}, not {magic})")
+    actual = struct.unpack_from(">I", content)[0]
+    if actual != magic:
+        raise DataError(f"{where}: is not an idx file of {what} (it begins with {actual}, not {magic})")
     shape = struct.unpack_from(sizes, content, 4)
     if min(shape) == 0:
         raise DataError(f"{where}: holds no {what}")
@@ -198,15 +199,17 @@ def _header(content: bytes, where: str, magic: int, sizes: str, what: str) -> tu
 
 def _body(content: bytes, where: str, start: int, count: int) -> NDArray[np.uint8]:
     if len(content) - start != count:
-        raise DataError(f"{where}: its header promises {count} bytes, {len(content) - start} are there; get it again")
+        raise DataError(
+            f"{where}: its header announces {count} bytes, but it has {len(content) - start}; download it again"
+        )
     return np.frombuffer(content, np.uint8, count, start)
 
 
 # -- where files come from -------------------------------------------------------------------------------
 
 
-def folder_reader(folder: Path) -> Opener:
-    """An opener of the files in a folder, packed by gzip or not."""
+def folder_reader(folder: Path) -> IdxReader:
+    """Return a function that reads idx files from a folder, gzipped or not."""
 
     def read(file: IdxFile) -> bytes:
         stem, _, kind = file.name.rpartition("-idx")
@@ -220,41 +223,41 @@ def folder_reader(folder: Path) -> Opener:
 
 
 def read_idx(path: Path) -> bytes:
-    """The contents of an idx file, unpacked if its name ends in .gz.
+    """Read an idx file; decompress it if its name ends in .gz.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the file cannot be read.
     """
     try:
         with open_regular(path) as raw:
             return gzip.GzipFile(fileobj=raw).read(_MAX_BYTES) if path.suffix == ".gz" else raw.read(_MAX_BYTES)
     except (OSError, EOFError, zlib.error, MemoryError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise DataError(f"'{path}' cannot be read: {why}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"'{path}' cannot be read: {reason}") from error
 
 
 def fetch_file(file: IdxFile, mirrors: tuple[str, ...] = MIRRORS, timeout: float = 30.0) -> bytes:
-    """One of MNIST's own files from the first mirror that gives it unharmed.
+    """Download a MNIST file from the first mirror that returns it with the right hash.
 
     Raises:
-        RunError: no mirror did; the message says why for each.
+        RunError: all mirrors failed; the message has each mirror's error.
     """
     failures = []
     for mirror in mirrors:
-        address = f"{mirror}{file.name}.gz"
+        url = f"{mirror}{file.name}.gz"
         try:
-            logger.info("fetching %s", address)
-            with urllib.request.urlopen(address, timeout=timeout) as answer:
-                return _verified(answer.read(file.size), file)
+            logger.info("fetching %s", url)
+            with urllib.request.urlopen(url, timeout=timeout) as response:
+                return _unpack_verified(response.read(file.size), file)
         except (OSError, HTTPException, zlib.error, DataError) as error:
-            failures.append(f"{address}: {error}")
+            failures.append(f"{url}: {error}")
     raise RunError(
-        f"cannot fetch {file.name} ({'; '.join(failures)}); get the four files otherwise and give --from DIR, "
-        "or take the digits that come with caffepy with --subset"
+        f"cannot fetch {file.name} ({'; '.join(failures)}); download the four files yourself and pass --from DIR, "
+        "or use the subset in the package with --subset"
     )
 
 
-def _verified(packed: bytes, file: IdxFile) -> bytes:
+def _unpack_verified(packed: bytes, file: IdxFile) -> bytes:
     unpacker = zlib.decompressobj(wbits=31)
     content = unpacker.decompress(packed, file.size + 1)
     digest = hashlib.sha256(content).hexdigest()

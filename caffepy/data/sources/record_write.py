@@ -1,4 +1,4 @@
-"""Writing databases of records, LMDB or LevelDB, as Caffe's converters do, but whole or not at all."""
+"""Atomic writing of LMDB and LevelDB databases."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ if TYPE_CHECKING:
 
 BACKENDS = ("lmdb", "leveldb")
 _COMMIT_EVERY = 1000
-"""Records a transaction, as in Caffe's converters."""
+"""Records per transaction, as in Caffe's converters."""
 _COMMIT_BYTES = 1 << 20
-"""A transaction ends early when it has so many bytes: records and LMDB's dirty pages stay in memory until then. Many
-megabytes of these cost more in page faults than smaller transactions cost (benchmarks/convert_imageset.py)."""
+"""Maximum bytes per transaction: records and LMDB's dirty pages stay in memory until the commit. Larger transactions
+cost more in page faults than they save (benchmarks/convert_imageset.py)."""
 _FIRST_MAP = 1 << 24
 _MAX_KEY_BYTES = 511
-"""LMDB is built with this limit."""
+"""LMDB's compiled-in limit."""
 _MIN_FREE = 1 << 16
-"""Bytes; LMDB says of a disk with less than it needs that input or output failed."""
+"""Free bytes below which a disk counts as full: LMDB reports a full disk as an I/O error."""
 _LMDB_FILES = frozenset({"data.mdb", "lock.mdb"})
 _LEVELDB_ENDINGS = (".ldb", ".sst", ".log")
 _LEVELDB_NAMES = ("CURRENT", "LOCK", "LOG", "LOG.old")
 
 
 class RecordWriter(ABC):
-    """Takes records in the order of their keys and commits them a thousand at a time."""
+    """Writes records in key order, in transactions of up to 1000."""
 
     def __init__(self) -> None:
         self.count = 0
-        """Records so far."""
+        """Number of records put."""
         self._pending: list[tuple[bytes, bytes | memoryview]] = []
         self._bytes = 0
 
     def put(self, key: bytes, record: bytes | memoryview) -> None:
-        """Add a record; its key is greater than the one before.
+        """Add a record. Keys must ascend.
 
         Raises:
-            DataError: the key is longer than the database allows.
+            DataError: the key exceeds the database's limit.
         """
         self._pending.append((key, record))
         self._bytes += len(key) + len(record)
@@ -54,7 +54,7 @@ class RecordWriter(ABC):
             self.commit()
 
     def commit(self) -> None:
-        """Write what was put since the last commit."""
+        """Write the pending records."""
         self.write(self._pending)
         self._pending.clear()
         self._bytes = 0
@@ -65,7 +65,7 @@ class RecordWriter(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Bring what was committed to the disk."""
+        """Flush committed records to the disk."""
 
     @abstractmethod
     def close(self) -> None:
@@ -73,25 +73,24 @@ class RecordWriter(ABC):
 
 
 class LmdbWriter(RecordWriter):
-    """Writes an LMDB into a folder; its map grows with the data."""
+    """Writes an LMDB. The map grows with the data."""
 
     def __init__(self, folder: Path) -> None:
         import lmdb
 
         super().__init__()
-        # Nobody sees the folder before it is complete, so one sync at the end does.
+        # Other processes do not see the folder before it is complete: one sync at the end suffices.
         self._environment = lmdb.open(os.fspath(folder), map_size=_FIRST_MAP, lock=False, sync=False)
 
     def put(self, key: bytes, record: bytes | memoryview) -> None:
         if len(key) > _MAX_KEY_BYTES:
             raise DataError(
-                f"the key '{os.fsdecode(key[:40])}...' has {len(key)} bytes, and LMDB takes {_MAX_KEY_BYTES}; use "
+                f"the key '{os.fsdecode(key[:40])}...' has {len(key)} bytes; LMDB's limit is {_MAX_KEY_BYTES}; use "
                 "shorter paths in the list, or --backend leveldb"
             )
         super().put(key, record)
 
     def write(self, records: list[tuple[bytes, bytes | memoryview]]) -> None:
-        """A map that is too small is doubled."""
         _commit(self._environment, records)
 
     def sync(self) -> None:
@@ -102,7 +101,7 @@ class LmdbWriter(RecordWriter):
 
 
 class LevelDbWriter(RecordWriter):
-    """Writes a LevelDB into a folder, in blocks and with buffers of Caffe's sizes (`db_leveldb.cpp`)."""
+    """Writes a LevelDB with Caffe's block and buffer sizes (`db_leveldb.cpp`)."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -120,7 +119,7 @@ class LevelDbWriter(RecordWriter):
                 batch.put(key, record)
 
     def sync(self) -> None:
-        self._database.write_batch(sync=True).write()  # what precedes it in the log is synced with it
+        self._database.write_batch(sync=True).write()  # also syncs the preceding log entries
 
     def close(self) -> None:
         self._database.close()
@@ -131,28 +130,28 @@ _WRITERS: dict[str, Callable[[Path], RecordWriter]] = {"lmdb": LmdbWriter, "leve
 
 @contextmanager
 def open_writer(path: Path, backend: str = "lmdb", force: bool = False) -> Iterator[RecordWriter]:
-    """A writer of the database at `path`, which appears there when the block has ended without an error.
+    """Yield a writer whose database appears at `path` when the block ends without an error.
 
     Args:
         path: the database's folder.
         backend: one of `BACKENDS`.
-        force: replace what is there.
+        force: replace an existing database.
 
     Raises:
-        DataError: there is something at `path` already.
-        MissingExtraError: a LevelDB is wanted and plyvel is not installed.
-        RunError: it cannot be written, e.g. the disk is full; nothing is left behind.
+        DataError: `path` already exists.
+        MissingExtraError: the backend is leveldb and plyvel is not installed.
+        RunError: writing failed, for example because the disk is full; temporary files are removed.
 
-    What processes have left that were killed while they wrote it is removed, at the latest when it is complete.
+    Temporary folders of killed processes are removed too, at the latest when the database is complete.
     """
-    check_free(path, force)
+    check_overwrite(path, force)
     temporary = temporary_beside(path)
     try:
-        with _naming(path, backend):
+        with _translate_errors(path, backend):
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists():  # else what a process has left that was killed may be the only one: this one may fail too
+            if path.exists():  # otherwise a leftover may be the only copy, and this run may fail too
                 remove_leftover_folders(path, _is_database_or_empty)
-            with locked_folder(temporary):  # fails where somebody has laid a link
+            with locked_folder(temporary):  # fails if the path is a symbolic link
                 writer = _WRITERS[backend](temporary)
                 try:
                     yield writer
@@ -160,23 +159,23 @@ def open_writer(path: Path, backend: str = "lmdb", force: bool = False) -> Itera
                     writer.sync()
                 finally:
                     writer.close()
-                _put_in_place(temporary, path)
+                _replace(temporary, path)
             remove_leftover_folders(path, _is_database_or_empty)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager
-def _naming(path: Path, backend: str) -> Iterator[None]:
-    """Errors of the file system and of the database's library as ours, with the database's name."""
+def _translate_errors(path: Path, backend: str) -> Iterator[None]:
+    """Convert errors of the file system and the database library to RunError with the database's name."""
     errors = _library_errors(backend)
     try:
         yield
     except errors as error:
-        said = " ".join(_as_text(error).split())
+        message = " ".join(_message(error).split())
         if _is_full(path.parent):
-            said += "; the disk is full: free space there"
-        raise RunError(f"cannot write {'LMDB' if backend == 'lmdb' else 'LevelDB'} '{path}': {said}") from error
+            message += "; the disk is full: free space there"
+        raise RunError(f"cannot write {'LMDB' if backend == 'lmdb' else 'LevelDB'} '{path}': {message}") from error
 
 
 def _library_errors(backend: str) -> tuple[type[Exception], ...]:
@@ -186,38 +185,38 @@ def _library_errors(backend: str) -> tuple[type[Exception], ...]:
         return (OSError, lmdb.Error)
     try:
         import plyvel
-    except ImportError:  # which `LevelDbWriter` says
+    except ImportError:  # `LevelDbWriter` reports it
         return (OSError,)
     return (OSError, plyvel.Error)
 
 
-def check_free(path: Path, force: bool) -> None:
-    """Refuse to replace what is there without `force`, and a database in what is no folder.
+def check_overwrite(path: Path, force: bool) -> None:
+    """Check that a database may be created at `path`.
 
     Raises:
-        DataError: there is something, or it is not even a database, or a file is named as its folder.
+        DataError: `path` exists and `force` is false, `path` is not a database, or a parent is not a folder.
     """
-    above = next((folder for folder in path.parents if os.path.lexists(folder)), None)
-    if above is not None and not above.is_dir():
-        raise DataError(f"'{path}' cannot be made: '{above}' is not a folder; name another one")
+    parent = next((folder for folder in path.parents if os.path.lexists(folder)), None)
+    if parent is not None and not parent.is_dir():
+        raise DataError(f"'{path}' cannot be created: '{parent}' is not a folder; choose another path")
     if os.path.lexists(path) and not force:
-        raise DataError(f"'{path}' is there already; remove it, or give --force to replace it")
+        raise DataError(f"'{path}' already exists; remove it, or give --force to replace it")
     if os.path.lexists(path) and not (path.is_dir() and _is_database_or_empty(set(os.listdir(path)))):
         raise DataError(
-            f"'{path}' is not an LMDB or LevelDB and will not be replaced, --force or not; choose another place"
+            f"'{path}' is not an LMDB or LevelDB and is not replaced, even with --force; choose another path"
         )
 
 
 def _is_database_or_empty(names: set[str]) -> bool:
-    return names <= _LMDB_FILES or ("CURRENT" in names and all(map(_is_of_leveldb, names)))
+    return names <= _LMDB_FILES or ("CURRENT" in names and all(map(_is_leveldb_file, names)))
 
 
-def _is_of_leveldb(name: str) -> bool:
+def _is_leveldb_file(name: str) -> bool:
     return name in _LEVELDB_NAMES or name.startswith("MANIFEST-") or name.endswith(_LEVELDB_ENDINGS)
 
 
 def _commit(environment: lmdb.Environment, records: list[tuple[bytes, bytes | memoryview]]) -> None:
-    """Write records in one transaction; a map that is too small is doubled."""
+    """Write records in one transaction; double the map size while it is too small."""
     import lmdb
 
     while True:
@@ -230,7 +229,7 @@ def _commit(environment: lmdb.Environment, records: list[tuple[bytes, bytes | me
             environment.set_mapsize(2 * environment.info()["map_size"])
 
 
-def _put_in_place(temporary: Path, path: Path) -> None:
+def _replace(temporary: Path, path: Path) -> None:
     old = temporary_beside(path)
     if path.exists():
         path.rename(old)
@@ -238,10 +237,10 @@ def _put_in_place(temporary: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _as_text(error: Exception) -> str:
-    """What an error says; LevelDB's says it in bytes."""
-    said = error.args[0] if error.args else ""
-    return said.decode(errors="backslashreplace") if isinstance(said, bytes) else str(error)
+def _message(error: Exception) -> str:
+    """Return an error's message; plyvel's messages are bytes."""
+    message = error.args[0] if error.args else ""
+    return message.decode(errors="backslashreplace") if isinstance(message, bytes) else str(error)
 
 
 def _is_full(folder: Path) -> bool:

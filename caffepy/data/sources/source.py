@@ -1,4 +1,4 @@
-"""What a record source is: numbered records on disk, the common face of LMDB and lists of images."""
+"""The RecordSource protocol: numbered records on disk (LMDB, LevelDB, image lists)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def hash_of(*parts: bytes | memoryview) -> str:
-    """A short hash of bytes, for fingerprints."""
+    """Return a short hash of bytes, for fingerprints."""
     digest = hashlib.blake2b(digest_size=6)
     for part in parts:
         digest.update(part)
@@ -18,40 +18,40 @@ def hash_of(*parts: bytes | memoryview) -> str:
 
 
 class RecordSource(Protocol):
-    """Records numbered from 0, read by one thread at a time unless they say otherwise.
+    """Records numbered from 0. One thread at a time may read, unless `allows_concurrent_reads`.
 
-    Reading record n + 1 after record n is cheap; any other jump costs at most one search.
+    Sequential reading is cheap; random access costs at most one search.
     """
 
     description: str
-    """What messages call the source: ``LMDB 'examples/mnist/mnist_train_lmdb'``."""
+    """Name of the source in messages: ``LMDB 'examples/mnist/mnist_train_lmdb'``."""
 
     @property
     def index(self) -> LmdbIndex | None:
-        """Where the records lie in one file, if they do; None if they have to be read one by one."""
+        """Offsets of the records in one file; None if records must be read individually."""
 
     def __len__(self) -> int:
         """The number of records, at least 1."""
 
     def read(self, number: int) -> bytes | memoryview:
-        """The bytes of record `number`, valid until `close`.
+        """Return the bytes of record `number`, valid until `close`.
 
         Raises:
             DataError: the record cannot be read.
         """
 
-    def concurrent(self, count: int) -> bool:
-        """Whether several threads may read the first `count` records at once, and the index, if any, has them."""
+    def allows_concurrent_reads(self, count: int) -> bool:
+        """Return whether several threads may read the first `count` records; the index, if any, has located them."""
 
     def record_name(self, number: int) -> str:
-        """What messages call the record: ``record 12 (key '00000012')``."""
+        """Return the record's name for messages: ``record 12 (key '00000012')``."""
 
     def fingerprint(self) -> dict[str, str]:
-        """What tells this source from another one of the same name, by what messages call it; cheap, without paths.
+        """Return values, by their name in messages, that differ between sources. Cheap; does not use paths.
 
         Raises:
-            DataError: it cannot be read.
+            DataError: a record cannot be read.
         """
 
     def close(self) -> None:
-        """Give back what is open. Callable twice."""
+        """Release resources. Idempotent."""

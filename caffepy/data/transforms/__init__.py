@@ -1,4 +1,1 @@
-"""Random changes of images and of the boxes in them: sizes, colors, noise, patches.
-
-The root of data and layers/input import it.
-"""
+"""Random augmentation of images and their boxes: size, color, noise, patches."""

@@ -1,7 +1,7 @@
-"""The boxes of one image: read from an AnnotatedDatum, changed with the image, and patches sampled to fit them.
+"""Boxes of one image: parsing AnnotatedDatum, transforming boxes with the image, and sampling patches.
 
-Boxes are in parts of the image's width and height. Defined by NVIDIA Caffe's `bbox_util.cpp`, `im_transforms.cpp` and
-`sampler.cpp`; computed in float32, in their order of operations.
+Boxes are normalised to the image's width and height. Defined by NVIDIA Caffe's `bbox_util.cpp`, `im_transforms.cpp`
+and `sampler.cpp`; computed in float32 in the same order of operations.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from caffepy.data.transforms.draws import Draws
+from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import ConfigError, DataError
 from caffepy.proto import caffe_pb2
 
 Floats = NDArray[np.float32]
 COLUMNS = 8
-"""Of the rows that a net takes: item, label, instance, xmin, ymin, xmax, ymax, difficult."""
+"""Columns of a label row: item, label, instance, xmin, ymin, xmax, ymax, difficult."""
 _MAX_BOXES = 1 << 16
-"""Of one image: more would take the memory of a batch."""
-_FARTHEST = 100.0
-"""Widths or heights of the image that a corner may lie beyond it. Corners in pixels are mostly farther."""
+"""Maximum boxes of one image; bounds the memory of a batch."""
+_MAX_COORDINATE = 100.0
+"""Maximum absolute normalised coordinate. Coordinates in pixels usually exceed it."""
 
 
 @dataclass(frozen=True)
 class Annotations:
-    """The boxes of one image, in the order of the record.
+    """The boxes of one image, in the record's order.
 
     Args:
-        labels: of their groups.
-        instances: their numbers.
-        boxes: (boxes, 4): xmin, ymin, xmax, ymax in parts of the image's width and height.
-        difficult: whether they are hard to see.
+        labels: (boxes,) labels of the boxes' groups.
+        instances: (boxes,) instance numbers.
+        boxes: (boxes, 4) normalised xmin, ymin, xmax, ymax.
+        difficult: (boxes,) whether the box is marked difficult.
     """
 
     labels: NDArray[np.int64]
@@ -46,14 +46,14 @@ class Annotations:
         return len(self.labels)
 
     def rows(self, item: int) -> Floats:
-        """(boxes, 8) as `COLUMNS` says; `item` is the image's index in the batch."""
+        """Return label rows (boxes, 8); `item` is the image's index in the batch."""
         rows = np.empty((len(self), COLUMNS), np.float32)
         rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 7] = item, self.labels, self.instances, self.difficult
         rows[:, 3:7] = self.boxes
         return rows
 
-    def among(self, chosen: NDArray[np.bool_], boxes: Floats) -> Annotations:
-        """Those that are chosen, with other boxes."""
+    def select(self, chosen: NDArray[np.bool_], boxes: Floats) -> Annotations:
+        """Return the annotations where `chosen` is true, with `boxes` replaced."""
         return Annotations(self.labels[chosen], self.instances[chosen], boxes[chosen], self.difficult[chosen])
 
 
@@ -61,17 +61,17 @@ def parse_annotated_datum(record: bytes | memoryview) -> tuple[caffe_pb2.Annotat
     """Parse a record and check its boxes.
 
     Raises:
-        DataError: it is no AnnotatedDatum, or its boxes cannot be boxes. The message continues a sentence that begins
-            with the record's name.
+        DataError: the record is not a valid AnnotatedDatum, or a box has invalid coordinates. The message follows a
+            record's name.
     """
     try:
         parsed = caffe_pb2.AnnotatedDatum.FromString(bytes(record))
     except (DecodeError, ValueError) as error:
         raise DataError(
-            f"is not an AnnotatedDatum ({error}); build the set again with `caffepy convert_annoset`"
+            f"is not an AnnotatedDatum ({error}); rebuild the database with `caffepy convert_annoset`"
         ) from error
     if not parsed.HasField("datum"):
-        raise DataError("is an AnnotatedDatum without a datum; build the set again with `caffepy convert_annoset`")
+        raise DataError("is an AnnotatedDatum without a datum; rebuild the database with `caffepy convert_annoset`")
     return parsed, _annotations(parsed)
 
 
@@ -79,24 +79,24 @@ def _annotations(parsed: caffe_pb2.AnnotatedDatum) -> Annotations:
     count = sum(len(group.annotation) for group in parsed.annotation_group)
     if count > _MAX_BOXES:
         raise DataError(f"has {count} boxes; more than {_MAX_BOXES} are refused")
-    found = [(group.group_label, one) for group in parsed.annotation_group for one in group.annotation]
-    values = [(one.bbox.xmin, one.bbox.ymin, one.bbox.xmax, one.bbox.ymax) for _, one in found]
+    labelled = [(group.group_label, item) for group in parsed.annotation_group for item in group.annotation]
+    values = [(item.bbox.xmin, item.bbox.ymin, item.bbox.xmax, item.bbox.ymax) for _, item in labelled]
     boxes = np.array(values, np.float32).reshape(-1, 4)
-    if not (np.abs(boxes) <= _FARTHEST).all():  # neither is a NaN
-        bad = boxes[~(np.abs(boxes) <= _FARTHEST).all(1)][0]
+    if not (np.abs(boxes) <= _MAX_COORDINATE).all():  # also false for NaN
+        bad = boxes[~(np.abs(boxes) <= _MAX_COORDINATE).all(1)][0]
         raise DataError(
-            f"has a box ({', '.join(f'{value:g}' for value in bad)}), which lies nowhere near the image; the corners "
-            "must be in parts of its width and height, not in pixels"
+            f"has a box ({', '.join(f'{value:g}' for value in bad)}), which lies far outside the image; corners must "
+            "be normalised to its width and height, not in pixels"
         )
     return Annotations(
-        np.array([label for label, _ in found], np.int64),
-        np.array([one.instance_id for _, one in found], np.int64),
+        np.array([label for label, _ in labelled], np.int64),
+        np.array([item.instance_id for _, item in labelled], np.int64),
         boxes,
-        np.array([one.bbox.difficult for _, one in found], np.bool_),
+        np.array([item.bbox.difficult for _, item in labelled], np.bool_),
     )
 
 
-# -- what resizing, cropping and mirroring make of boxes -----------------------------------------------
+# -- boxes under resizing, cropping and mirroring ------------------------------------------------------
 
 
 Resize = caffe_pb2.ResizeParameter
@@ -104,95 +104,97 @@ _f32 = np.float32
 
 
 def areas(boxes: Floats) -> Floats:
-    """Of each box; 0 where a maximum is less than its minimum."""
+    """Return the area of each box; 0 if a maximum is less than its minimum."""
     width, height = boxes[..., 2] - boxes[..., 0], boxes[..., 3] - boxes[..., 1]
     return np.where((width < 0) | (height < 0), _f32(0), width * height)
 
 
 def intersections(first: Floats, second: Floats) -> Floats:
-    """The areas that boxes share; the arguments broadcast."""
+    """Return the intersection areas; the arguments broadcast."""
     low = np.maximum(first[..., :2], second[..., :2])
     high = np.minimum(first[..., 2:], second[..., 2:])
     return areas(np.concatenate((low, high), -1))
 
 
 def overlaps(first: Floats, second: Floats) -> Floats:
-    """Intersection over union; the arguments broadcast."""
+    """Return the intersection over union; the arguments broadcast."""
     shared = intersections(first, second)
     with np.errstate(all="ignore"):
         return np.where(shared > 0, shared / (areas(first) + areas(second) - shared), _f32(0))
 
 
 def coverages(covered: Floats, by: Floats) -> Floats:
-    """Which part of `covered` lies in `by`; the arguments broadcast."""
+    """Return intersection / area of `covered`; the arguments broadcast."""
     shared = intersections(covered, by)
     with np.errstate(all="ignore"):
         return np.where(shared > 0, shared / areas(covered), _f32(0))
 
 
 def clip(boxes: Floats) -> Floats:
-    """Within the image."""
+    """Clip boxes to [0, 1]."""
     return np.asarray(np.clip(boxes, _f32(0), _f32(1)), np.float32)
 
 
 def crop_annotations(
-    found: Annotations, crop: Floats, constraint: caffe_pb2.EmitConstraint | None = None
+    annotations: Annotations, crop: Floats, constraint: caffe_pb2.EmitConstraint | None = None
 ) -> Annotations:
-    """The boxes as parts of the crop, which may be larger than the image; those outside are left out.
+    """Normalise boxes to a crop, which may exceed the image; boxes outside of it are dropped.
 
     Args:
-        found: boxes of the image.
-        crop: (4,), in parts of the image.
-        constraint: which boxes stay besides those that have a part in the crop.
+        annotations: boxes of the image.
+        crop: (4,), normalised to the image.
+        constraint: additional condition for keeping a box.
     """
-    boxes = found.boxes
-    meets = np.ones(len(found), np.bool_) if constraint is None else _emitted(boxes, crop, constraint)
+    boxes = annotations.boxes
+    meets = np.ones(len(annotations), np.bool_) if constraint is None else _meets_constraint(boxes, crop, constraint)
     outside = (boxes[:, :2] >= crop[2:]).any(1) | (boxes[:, 2:] <= crop[:2]).any(1)
     size = np.tile(crop[2:] - crop[:2], 2)
     projected = clip(np.asarray((boxes - np.tile(crop[:2], 2)) / size, np.float32))
-    return found.among(meets & ~outside & (areas(projected) > 0), projected)
+    return annotations.select(meets & ~outside & (areas(projected) > 0), projected)
 
 
-def _emitted(boxes: Floats, crop: Floats, constraint: caffe_pb2.EmitConstraint) -> NDArray[np.bool_]:
+def _meets_constraint(boxes: Floats, crop: Floats, constraint: caffe_pb2.EmitConstraint) -> NDArray[np.bool_]:
     if constraint.emit_type == caffe_pb2.EmitConstraint.MIN_OVERLAP:
         return np.asarray(coverages(boxes, crop) > _f32(constraint.emit_overlap))
     centers = (boxes[:, :2] + boxes[:, 2:]) / _f32(2)
     return np.asarray(((centers >= crop[:2]) & (centers <= crop[2:])).all(1))
 
 
-def mirror_annotations(found: Annotations) -> Annotations:
-    """Left to right."""
-    boxes = found.boxes.copy()
-    boxes[:, 0], boxes[:, 2] = _f32(1) - found.boxes[:, 2], _f32(1) - found.boxes[:, 0]
-    return replace(found, boxes=boxes)
+def mirror_annotations(annotations: Annotations) -> Annotations:
+    """Mirror boxes horizontally."""
+    boxes = annotations.boxes.copy()
+    boxes[:, 0], boxes[:, 2] = _f32(1) - annotations.boxes[:, 2], _f32(1) - annotations.boxes[:, 0]
+    return replace(annotations, boxes=boxes)
 
 
-def resize_annotations(found: Annotations, param: caffe_pb2.ResizeParameter, height: int, width: int) -> Annotations:
-    """The boxes in the resized and perhaps padded image.
+def resize_annotations(
+    annotations: Annotations, param: caffe_pb2.ResizeParameter, height: int, width: int
+) -> Annotations:
+    """Return the boxes in the image that `apply_resize` returns.
 
     Args:
-        found: boxes of the image.
-        param: how it was resized.
-        height: the image's before.
-        width: the image's before.
+        annotations: boxes of the image.
+        param: the image's resize_param.
+        height: the image's height before resizing.
+        width: the image's width before resizing.
     """
     new = np.array([param.width, param.height], np.float32)
     old = np.array([width, height], np.float32)
     ratio = old[0] / old[1]
-    corners = found.boxes.reshape(-1, 2, 2) * old  # (boxes, minimum or maximum, x or y)
+    corners = annotations.boxes.reshape(-1, 2, 2) * old  # (boxes, minimum or maximum, x or y)
     if param.resize_mode == Resize.FIT_LARGE_SIZE_AND_PAD:
-        return replace(found, boxes=_padded(corners, new, old, ratio))
+        return replace(annotations, boxes=_padded(corners, new, old, ratio))
     if param.resize_mode == Resize.FIT_SMALL_SIZE:
         if ratio < new[0] / new[1]:
             new[1] = new[0] / ratio
         else:
             new[0] = ratio * new[1]
     corners = corners * new / old
-    return replace(found, boxes=(_bounded(corners, new) / new).reshape(-1, 4))
+    return replace(annotations, boxes=(_clamp(corners, new) / new).reshape(-1, 4))
 
 
-def _bounded(corners: Floats, size: Floats) -> Floats:
-    """Minima at least 0, maxima at most the size."""
+def _clamp(corners: Floats, size: Floats) -> Floats:
+    """Clamp minima to 0 and maxima to the size."""
     return np.stack((np.maximum(corners[:, 0], _f32(0)), np.minimum(corners[:, 1], size)), 1)
 
 
@@ -202,28 +204,28 @@ def _padded(corners: Floats, new: Floats, old: Floats, ratio: np.float32) -> Flo
         padding[1] = (new[1] - new[0] / ratio) / _f32(2)
     else:
         padding[0] = (new[0] - ratio * new[1]) / _f32(2)
-    moved = _bounded(corners * (new - _f32(2) * padding) / old, new) + padding
+    moved = _clamp(corners * (new - _f32(2) * padding) / old, new) + padding
     return (moved / new).reshape(-1, 4)
 
 
 def extrapolate_annotations(
-    found: Annotations, param: caffe_pb2.ResizeParameter, height: int, width: int, crop: Floats
+    annotations: Annotations, param: caffe_pb2.ResizeParameter, height: int, width: int, crop: Floats
 ) -> Annotations:
-    """The boxes in parts of height_scale and width_scale, where FIT_SMALL_SIZE has them.
+    """Normalise boxes to height_scale and width_scale, for FIT_SMALL_SIZE.
 
     Args:
-        found: boxes of the crop.
-        param: how the image was resized.
-        height: the image's before that.
-        width: the image's before that.
-        crop: (4,), in parts of the resized image.
+        annotations: boxes of the crop.
+        param: the image's resize_param.
+        height: the image's height before resizing.
+        width: the image's width before resizing.
+        crop: (4,), normalised to the resized image.
 
     Raises:
-        DataError: the crop is smaller than the scales, and there are boxes.
+        DataError: there are boxes and the crop is smaller than the scales.
     """
     scales = np.array([param.width_scale, param.height_scale], np.float32)
-    if param.resize_mode != Resize.FIT_SMALL_SIZE or not (scales > 0).all() or not len(found.boxes):
-        return found
+    if param.resize_mode != Resize.FIT_SMALL_SIZE or not (scales > 0).all() or not len(annotations.boxes):
+        return annotations
     ratio = _f32(width) / _f32(height)
     new = np.array([param.width, param.height], np.float32)
     if ratio < new[0] / new[1]:
@@ -236,21 +238,21 @@ def extrapolate_annotations(
             f"is {cropped[1]:g} x {cropped[0]:g} after resizing and cropping, less than height_scale "
             f"{param.height_scale} x width_scale {param.width_scale}"
         )
-    return replace(found, boxes=(found.boxes.reshape(-1, 2, 2) * cropped / scales).reshape(-1, 4))
+    return replace(annotations, boxes=(annotations.boxes.reshape(-1, 2, 2) * cropped / scales).reshape(-1, 4))
 
 
 # -- batch samplers -----------------------------------------------------------------------------------
 
 
-_AT_ONCE = 64
-"""Patches that are tried at once."""
+_CHUNK = 64
+"""Candidate patches per batch."""
 
 
 def check_samplers(samplers: Sequence[caffe_pb2.BatchSampler], where: str) -> None:
-    """Refuse ranges that are none.
+    """Refuse invalid ranges of samplers.
 
     Raises:
-        ConfigError: naming the field.
+        ConfigError: the message names the fields.
     """
     for batch_sampler in samplers:
         sampler = batch_sampler.sampler
@@ -266,45 +268,45 @@ def check_samplers(samplers: Sequence[caffe_pb2.BatchSampler], where: str) -> No
             )
 
 
-def sample_patch(samplers: Sequence[caffe_pb2.BatchSampler], objects: Floats, draws: Draws) -> Floats | None:
-    """One of the patches (4,) that all samplers together find; None if they find none.
+def sample_patch(samplers: Sequence[caffe_pb2.BatchSampler], objects: Floats, rng: SampleRng) -> Floats | None:
+    """Return a random patch (4,) among the patches of all samplers; None if there are none.
 
     Args:
-        samplers: the prototxt's.
-        objects: (boxes, 4) of the image.
-        draws: the sample's random numbers.
+        samplers: the layer's batch_sampler.
+        objects: (boxes, 4), the image's boxes.
+        rng: the sample's random numbers.
     """
-    found = [patch for one in samplers if one.use_original_image for patch in _patches(one, objects, draws)]
-    return found[draws.below(len(found))] if found else None
+    patches = [patch for each in samplers if each.use_original_image for patch in _patches(each, objects, rng)]
+    return patches[rng.below(len(patches))] if patches else None
 
 
-def _patches(batch_sampler: caffe_pb2.BatchSampler, objects: Floats, draws: Draws) -> list[Floats]:
-    found: list[Floats] = []
-    most = batch_sampler.max_sample if batch_sampler.HasField("max_sample") else batch_sampler.max_trials
-    left = batch_sampler.max_trials
-    while left > 0 and len(found) < most:
-        count = min(left, _AT_ONCE)
-        patches = random_patches(batch_sampler.sampler, count, draws)
-        found.extend(patches[satisfies(patches, objects, batch_sampler.sample_constraint)])
-        left -= count
-    return found[:most]
+def _patches(batch_sampler: caffe_pb2.BatchSampler, objects: Floats, rng: SampleRng) -> list[Floats]:
+    accepted: list[Floats] = []
+    max_patches = batch_sampler.max_sample if batch_sampler.HasField("max_sample") else batch_sampler.max_trials
+    trials = batch_sampler.max_trials
+    while trials > 0 and len(accepted) < max_patches:
+        count = min(trials, _CHUNK)
+        patches = random_patches(batch_sampler.sampler, count, rng)
+        accepted.extend(patches[satisfies(patches, objects, batch_sampler.sample_constraint)])
+        trials -= count
+    return accepted[:max_patches]
 
 
-def random_patches(sampler: caffe_pb2.Sampler, count: int, draws: Draws) -> Floats:
-    """(count, 4) patches: sides scale * sqrt(ratio) and scale / sqrt(ratio), at a random place within the image."""
-    scale = draws.uniforms(sampler.min_scale, sampler.max_scale, count)
-    ratio = draws.uniforms(sampler.min_aspect_ratio, sampler.max_aspect_ratio, count)
+def random_patches(sampler: caffe_pb2.Sampler, count: int, rng: SampleRng) -> Floats:
+    """Draw (count, 4) patches with sides scale * sqrt(ratio) and scale / sqrt(ratio) at random positions."""
+    scale = rng.uniforms(sampler.min_scale, sampler.max_scale, count)
+    ratio = rng.uniforms(sampler.min_aspect_ratio, sampler.max_aspect_ratio, count)
     ratio = np.minimum(np.maximum(ratio, scale * scale), _f32(1) / (scale * scale))
     size = np.stack((scale * np.sqrt(ratio), scale / np.sqrt(ratio)), 1)
-    corner = np.stack([draws.uniforms(0, np.maximum(_f32(1) - size[:, axis], 0), count) for axis in (0, 1)], 1)
+    corner = np.stack([rng.uniforms(0, np.maximum(_f32(1) - size[:, axis], 0), count) for axis in (0, 1)], 1)
     return np.concatenate((corner, corner + size), 1)
 
 
 def satisfies(patches: Floats, objects: Floats, constraint: caffe_pb2.SampleConstraint) -> NDArray[np.bool_]:
-    """Whether each patch meets the constraint with one of the objects; True without a constraint.
+    """Return whether each patch meets the constraint with one of the objects; True without a constraint.
 
-    Of several measures that are limited the first decides, in the order jaccard_overlap, sample_coverage and
-    object_coverage: Caffe's SatisfySampleConstraint does not take back what it found by the first.
+    If several measures are limited, only the first counts, in the order jaccard_overlap, sample_coverage,
+    object_coverage, as in Caffe's SatisfySampleConstraint.
     """
     pairs = patches[:, None], objects[None]
     measures: dict[str, Callable[[], Floats]] = {
@@ -313,14 +315,14 @@ def satisfies(patches: Floats, objects: Floats, constraint: caffe_pb2.SampleCons
         "object_coverage": lambda: coverages(pairs[1], pairs[0]),
     }
     for name, measure in measures.items():
-        least, most = f"min_{name}", f"max_{name}"
-        if not (constraint.HasField(least) or constraint.HasField(most)):
+        lower, upper = f"min_{name}", f"max_{name}"
+        if not (constraint.HasField(lower) or constraint.HasField(upper)):
             continue
         values = measure()
         meets = np.ones(values.shape, np.bool_)
-        if constraint.HasField(least):
-            meets &= values >= _f32(getattr(constraint, least))
-        if constraint.HasField(most):
-            meets &= values <= _f32(getattr(constraint, most))
+        if constraint.HasField(lower):
+            meets &= values >= _f32(getattr(constraint, lower))
+        if constraint.HasField(upper):
+            meets &= values <= _f32(getattr(constraint, upper))
         return np.asarray(meets.any(1))
     return np.ones(len(patches), np.bool_)

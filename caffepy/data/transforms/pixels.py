@@ -1,4 +1,4 @@
-"""Images as OpenCV takes them, (H, W, C), and as a net takes them, (C, H, W)."""
+"""Conversion between OpenCV's layout (H, W, C) and the net's (C, H, W), and OpenCV calls that raise DataError."""
 
 from __future__ import annotations
 
@@ -17,51 +17,51 @@ Pixels: TypeAlias = "NDArray[Any]"
 
 
 def to_pixels(image: Image) -> Pixels:
-    """(C, H, W) to (H, W, C)."""
+    """Convert (C, H, W) to contiguous (H, W, C)."""
     return np.ascontiguousarray(image.transpose(1, 2, 0))
 
 
 def to_image(pixels: Pixels) -> Image:
-    """(H, W, C) to (C, H, W), a view."""
+    """Convert (H, W, C) to a (C, H, W) view."""
     image: Image = pixels.transpose(2, 0, 1)
     return image
 
 
-def call(function: str, *arguments: Any, **named: Any) -> Pixels:
-    """A function of OpenCV, its result with three axes; without Intel's IPP, which rounds otherwise.
+def call_opencv(function: str, *args: Any, **kwargs: Any) -> Pixels:
+    """Call an OpenCV function without Intel IPP, which rounds differently; return an array of three axes.
 
     Raises:
-        DataError: OpenCV cannot do it. The message continues a sentence that begins with the record's name.
+        DataError: OpenCV failed. The message follows a record's name.
     """
     cv2 = opencv()
-    before = cv2.ipp.useIPP()
-    cv2.ipp.setUseIPP(False)  # of this thread
+    use_ipp = cv2.ipp.useIPP()
+    cv2.ipp.setUseIPP(False)  # for this thread
     try:
-        result = np.asarray(getattr(cv2, function)(*arguments, **named))
+        result = np.asarray(getattr(cv2, function)(*args, **kwargs))
     except (cv2.error, MemoryError, OverflowError) as error:
         raise DataError(f"cannot be transformed: OpenCV's {function} says {' '.join(str(error).split())}") from error
     finally:
-        cv2.ipp.setUseIPP(before)
+        cv2.ipp.setUseIPP(use_ipp)
     return np.atleast_3d(result)
 
 
 def resize(pixels: Pixels, height: int, width: int, interpolation: int) -> Pixels:
-    """`cv::resize`, with OpenCV's number of the interpolation.
+    """Resize an image with `cv::resize`; `interpolation` is an OpenCV constant.
 
     Raises:
-        DataError: one of the sides would be 0, or OpenCV cannot do it.
+        DataError: a side would be 0, or OpenCV failed.
     """
     if height <= 0 or width <= 0:
         raise DataError(f"is {pixels.shape[0]} x {pixels.shape[1]} and would be resized to {height} x {width}")
-    return call("resize", pixels, (width, height), interpolation=interpolation)
+    return call_opencv("resize", pixels, (width, height), interpolation=interpolation)
 
 
 def recompress(image: Image) -> Image:
-    """What JPEG makes of an image at OpenCV's default quality: Caffe keeps what it changed in a record as such."""
+    """Compress and decompress an image as JPEG at OpenCV's default quality, as Caffe stores a changed record."""
     cv2 = opencv()
     try:
-        done, data = cv2.imencode(".jpg", to_pixels(image))
-        pixels = cv2.imdecode(data, cv2.IMREAD_ANYCOLOR) if done else None
+        ok, data = cv2.imencode(".jpg", to_pixels(image))
+        pixels = cv2.imdecode(data, cv2.IMREAD_ANYCOLOR) if ok else None
     except (cv2.error, MemoryError) as error:
         raise DataError(f"cannot be written as JPEG ({' '.join(str(error).split())})") from error
     if pixels is None:

@@ -19,7 +19,7 @@ from caffepy.blob import check_shape
 from caffepy.data.loader import DatumLoader, Shape
 from caffepy.data.prefetch import Batch
 from caffepy.data.sources.source import RecordSource
-from caffepy.data.transform import Choices, Transformer
+from caffepy.data.transform import CropParams, Transformer
 from caffepy.data.transforms.boxes import (
     COLUMNS,
     Annotations,
@@ -33,9 +33,9 @@ from caffepy.data.transforms.boxes import (
     resize_annotations,
     sample_patch,
 )
-from caffepy.data.transforms.draws import Draws
 from caffepy.data.transforms.im_transforms import distort
 from caffepy.data.transforms.pixels import Image, recompress, to_image, to_pixels
+from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import DataError
 from caffepy.layers.core.base import register_layer
 from caffepy.layers.input.data import DataLayer
@@ -159,7 +159,7 @@ class AnnotatedLoader(DatumLoader):
     def __init__(self, *others: Any, settings: AnnotatedSettings, **more: Any) -> None:
         super().__init__(*others, **more)
         self._settings = settings
-        self._transformer.centers_mean = True
+        self._transformer.center_crops_mean = True
         self._rows = _MIN_ROWS
 
     # -- the first record ----------------------------------------------------------------------------
@@ -167,17 +167,17 @@ class AnnotatedLoader(DatumLoader):
     def _first_image(self) -> tuple[Image, Shape]:
         try:
             sample = self._sample_of(0)
-            sample = replace(sample, image=self._transformer.prepare(sample.image, self._draws(0), sample.encoded))
+            sample = replace(sample, image=self._transformer.preprocess(sample.image, self._rng(0), sample.encoded))
             return sample.image, self._transformer.output_shape(sample.image.shape)
         except DataError as error:
-            raise self._named(error, 0) from error
+            raise self._add_record_name(error, 0) from error
 
     # -- batches -------------------------------------------------------------------------------------
 
     def load(self, first: int, count: int, batch: Batch) -> None:
-        self._learn_channels()
+        self._set_channels()
         samples = np.arange(first, first + count, dtype=np.int64)
-        choices = self._transformer.choose(self._seed, self._stream, samples)
+        crop_params = self._transformer.draw_crops(self._seed, self._stream, samples)
         records = self._order.records_of(samples)
         results: list[Annotations | None] = [None] * count
         labels = np.empty(count, np.float32)
@@ -186,15 +186,15 @@ class AnnotatedLoader(DatumLoader):
         def fill(index: int) -> None:
             number = self._record = int(records[index])
             try:
-                sample = self._varied(number, self._draws(first + index))
+                sample = self._varied(number, self._rng(first + index))
                 labels[index] = sample.label
                 image, height, width = sample.image, *sample.image.shape[1:]
-                draws = self._draws(first + index, stage=1)
-                sample = replace(sample, image=self._transformer.prepare(image, draws, sample.encoded))
-                self._put(sample, index, count, choices, batch, out)
-                results[index] = self._transformed(sample, index, choices, height, width)
+                rng = self._rng(first + index, stage=1)
+                sample = replace(sample, image=self._transformer.preprocess(image, rng, sample.encoded))
+                self._put(sample, index, count, crop_params, batch, out)
+                results[index] = self._transformed(sample, index, crop_params, height, width)
             except DataError as error:
-                raise self._named(error, number) from error
+                raise self._add_record_name(error, number) from error
 
         fill(0)  # its shape is the batch's
         self._workers.run(fill, range(1, count))
@@ -202,14 +202,20 @@ class AnnotatedLoader(DatumLoader):
             self._put_boxes([one for one in results if one is not None], batch)
         elif len(batch.arrays) > 1:
             batch.array(1, (count, *LABEL_SHAPE))[...] = labels.reshape(count, *LABEL_SHAPE)
-        self._order.prepare()
+        self._order.prepare_next_epoch()
 
-    def _draws(self, sample: int, stage: int = 0) -> Draws:
+    def _rng(self, sample: int, stage: int = 0) -> SampleRng:
         """Random numbers of a sample: for the patch (0) or for the size and noise (1)."""
-        return Draws(self._transformer.seed(self._seed), self._stream ^ (stage << 31), sample)
+        return SampleRng(self._transformer.seed(self._seed), self._stream ^ (stage << 31), sample)
 
     def _put(
-        self, sample: Sample, index: int, count: int, choices: Choices, batch: Batch, out: list[NDArray[np.float32]]
+        self,
+        sample: Sample,
+        index: int,
+        count: int,
+        crop_params: CropParams,
+        batch: Batch,
+        out: list[NDArray[np.float32]],
     ) -> None:
         """Transform the pixels into the batch, which the first image shapes."""
         result = self._transformer.output_shape(sample.image.shape)
@@ -219,7 +225,7 @@ class AnnotatedLoader(DatumLoader):
         elif result != out[0].shape[1:]:
             made, others = (" x ".join(map(str, shape)) for shape in (result, out[0].shape[1:]))
             raise DataError(f"makes {made}, but others of its batch make {others}; set resize_param, or batch_size: 1")
-        self._transformer.apply(sample.image, choices, index, out[0][index])
+        self._transformer.apply(sample.image, crop_params, index, out[0][index])
 
     def _put_boxes(self, results: list[Annotations], batch: Batch) -> None:
         rows = np.concatenate([found.rows(item) for item, found in enumerate(results)])
@@ -237,28 +243,28 @@ class AnnotatedLoader(DatumLoader):
         parsed, found = parse_annotated_datum(self._source.read(number))
         if self._settings.needs_type and not parsed.HasField("type"):
             raise DataError(
-                "has no type of annotation, but others have; build the set again with `caffepy convert_annoset`"
+                "has no type of annotation, but others have; rebuild the database with `caffepy convert_annoset`"
             )
         datum = parsed.datum
         return Sample(self.image_of(datum, datum.data), found, datum.encoded, datum.label)
 
-    def _varied(self, number: int, draws: Draws) -> Sample:
+    def _varied(self, number: int, rng: SampleRng) -> Sample:
         """The record in other colors, on a larger canvas, or a patch of it."""
         sample = self._sample_of(number)
         self._check_channels(sample.image)
         transform = self._settings.transform
         if transform.HasField("distort_param"):
-            sample = self._distorted(sample, draws)
+            sample = self._distorted(sample, rng)
         if transform.HasField("expand_param"):
-            sample = self._expanded(sample, draws)
-        patch = sample_patch(self._settings.samplers, sample.found.boxes, draws) if self._settings.samplers else None
+            sample = self._expanded(sample, rng)
+        patch = sample_patch(self._settings.samplers, sample.found.boxes, rng) if self._settings.samplers else None
         return sample if patch is None else self._cropped(sample, clip(patch))
 
-    def _distorted(self, sample: Sample, draws: Draws) -> Sample:
+    def _distorted(self, sample: Sample, rng: SampleRng) -> Sample:
         if not sample.encoded:
-            self._warn_once("distort_param changes encoded records alone, as in Caffe")
+            self._warn_once("distort_param affects encoded records only, as in Caffe")
             return sample
-        image = to_image(distort(to_pixels(sample.image), self._settings.transform.distort_param, draws))
+        image = to_image(distort(to_pixels(sample.image), self._settings.transform.distort_param, rng))
         return self._kept(replace(sample, image=image))
 
     def _kept(self, sample: Sample) -> Sample:
@@ -271,20 +277,20 @@ class AnnotatedLoader(DatumLoader):
         transform = self._settings.transform
         return transform.emit_constraint if transform.HasField("emit_constraint") else None
 
-    def _expanded(self, sample: Sample, draws: Draws) -> Sample:
+    def _expanded(self, sample: Sample, rng: SampleRng) -> Sample:
         """The image at a random place of a canvas, up to max_expand_ratio as large, of the mean's color."""
         param = self._settings.transform.expand_param
-        if draws.uniform(0, 1) > param.prob or abs(param.max_expand_ratio - 1) < 1e-2:
+        if rng.uniform(0, 1) > param.prob or abs(param.max_expand_ratio - 1) < 1e-2:
             return sample
-        ratio = _f32(draws.uniform(1, param.max_expand_ratio))
+        ratio = _f32(rng.uniform(1, param.max_expand_ratio))
         channels, height, width = sample.image.shape
         rows, columns = int(_f32(height) * ratio), int(_f32(width) * ratio)
         if rows * columns > _MAX_PIXELS:
             raise DataError(
                 f"is {height} x {width} and would be expanded to {rows} x {columns}; lower max_expand_ratio"
             )
-        top = math.floor(draws.uniform(0, rows - height))
-        left = math.floor(draws.uniform(0, columns - width))
+        top = math.floor(rng.uniform(0, rows - height))
+        left = math.floor(rng.uniform(0, columns - width))
         canvas = np.empty((rows, columns, channels), sample.image.dtype).transpose(2, 0, 1)
         color = np.clip(np.rint(self._transformer.channel_means(channels)), 0, 255)
         canvas[...] = color.astype(canvas.dtype)[:, None, None]
@@ -304,18 +310,18 @@ class AnnotatedLoader(DatumLoader):
         found = crop_annotations(sample.found, patch, self._constraint())
         return self._kept(replace(sample, image=image, found=found))
 
-    def _transformed(self, sample: Sample, index: int, choices: Choices, height: int, width: int) -> Annotations:
+    def _transformed(self, sample: Sample, index: int, crop_params: CropParams, height: int, width: int) -> Annotations:
         """The boxes after resizing, cropping and mirroring an image that was height x width."""
         transform, found = self._settings.transform, sample.found
         if transform.HasField("resize_param"):
             found = resize_annotations(found, transform.resize_param, height, width)
         _, rows, columns = sample.image.shape
-        top, left = self._transformer.corner(rows, columns, choices, index)
+        top, left = self._transformer.corner(rows, columns, crop_params, index)
         _, out_rows, out_columns = self._transformer.output_shape(sample.image.shape)
         size = np.array([columns, rows, columns, rows], np.float32)
         crop = np.array([left, top, left + out_columns, top + out_rows], np.float32) / size
         found = crop_annotations(found, crop, self._constraint())
-        if choices.mirror[index]:
+        if crop_params.mirror[index]:
             found = mirror_annotations(found)
         if transform.HasField("resize_param"):
             found = extrapolate_annotations(found, transform.resize_param, height, width, crop)

@@ -77,7 +77,7 @@ class DataLayer(ImagesLayer):
     def record_order(self, seed: int, stream: int) -> RecordOrder:
         """In which order the records are read."""
         param = self.param.data_param
-        skip = random.skip(seed, stream, param.rand_skip) if param.rand_skip else 0
+        skip = random.rand_skip_count(seed, stream, param.rand_skip) if param.rand_skip else 0
         shuffle = param.shuffle and self.context.phase == caffe_pb2.TRAIN
         return RecordOrder(len(self._records), skip, shuffle, seed, stream)
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from caffepy.data.images.datum import opencv
 from caffepy.data.images.mean import read_mean
-from caffepy.data.transforms.draws import Draws
-from caffepy.data.transforms.pixels import Pixels, call, to_pixels
+from caffepy.data.transforms.pixels import Pixels, call_opencv, to_pixels
+from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import DataError
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.proto import caffe_pb2
@@ -94,7 +94,7 @@ class DetectNetTransformationLayer(Layer):
             return Augmentation(self._output)
         stream = self.random_stream()
         return choose(
-            self.param.detectnet_augmentation_param, size, self._output, Draws(stream.seed, stream.stream, sample)
+            self.param.detectnet_augmentation_param, size, self._output, SampleRng(stream.seed, stream.stream, sample)
         )
 
     def _mean(self, size: tuple[int, int]) -> NDArray[np.float32]:
@@ -102,7 +102,7 @@ class DetectNetTransformationLayer(Layer):
             return np.array(list(self.param.transform_param.mean_value) or [0], np.float32)
         from caffepy.data.images.datum import opencv
 
-        return call("resize", to_pixels(self._mean_file), size[::-1], interpolation=opencv().INTER_CUBIC)
+        return call_opencv("resize", to_pixels(self._mean_file), size[::-1], interpolation=opencv().INTER_CUBIC)
 
     def _boxes(self, rows: NDArray[np.float32], index: int) -> NDArray[np.float32]:
         """The labels of one image.
@@ -162,30 +162,30 @@ class Augmentation:
         return abs(self.rotation) > _EPSILON
 
 
-def choose(param: caffe_pb2.DetectNetAugmentationParameter, size: Size, output: Size, draws: Draws) -> Augmentation:
+def choose(param: caffe_pb2.DetectNetAugmentationParameter, size: Size, output: Size, rng: SampleRng) -> Augmentation:
     """What happens to an image in training.
 
     Args:
         param: the chances and ranges.
         size: the image's.
         output: the net's.
-        draws: the sample's random numbers.
+        rng: the sample's random numbers.
     """
 
     def happens(chance: float) -> bool:
-        return draws.uniform(0, 1) <= chance
+        return rng.uniform(0, 1) <= chance
 
     def around_zero(most: float) -> float:
-        return draws.uniform(-most, most)
+        return rng.uniform(-most, most)
 
     chosen = Augmentation(size)
     if happens(param.hue_rotation_prob):
         chosen = replace(chosen, hue=max(min(around_zero(param.hue_rotation), 180.0), -180.0))
     if happens(param.desaturation_prob):
-        chosen = replace(chosen, saturation=1 - draws.uniform(0, 1) * param.desaturation_max)
+        chosen = replace(chosen, saturation=1 - rng.uniform(0, 1) * param.desaturation_max)
     chosen = replace(chosen, flip=happens(param.flip_prob))
     if happens(param.scale_prob):
-        factor = _f32(draws.uniform(param.scale_min, param.scale_max))
+        factor = _f32(rng.uniform(param.scale_min, param.scale_max))
         chosen = replace(chosen, scale=(_rounded(float(size[0] * factor)), _rounded(float(size[1] * factor))))
     if happens(param.rotation_prob):
         chosen = replace(chosen, rotation=around_zero(param.max_rotate_degree))
@@ -194,7 +194,7 @@ def choose(param: caffe_pb2.DetectNetAugmentationParameter, size: Size, output: 
     before = rotated_size(chosen.scale, chosen.rotation) if chosen.rotates else chosen.scale
     parts, shifts = (0.5, 0.5), (0, 0)
     if happens(param.crop_prob):
-        parts, shifts = (draws.uniform(0, 1), draws.uniform(0, 1)), (param.shift_y, param.shift_x)
+        parts, shifts = (rng.uniform(0, 1), rng.uniform(0, 1)), (param.shift_y, param.shift_x)
     top, left = (
         _rounded(part * (have - want + shift) - shift // 2)
         for part, have, want, shift in zip(parts, before, output, shifts, strict=True)
@@ -225,22 +225,22 @@ def augment_image(pixels: Pixels, chosen: Augmentation, mean: Floats, output: Si
         pixels = pixels[:, ::-1]
     pixels = np.ascontiguousarray(pixels)
     if pixels.shape[:2] != chosen.scale:
-        pixels = call("resize", pixels, chosen.scale[::-1], interpolation=cv2.INTER_CUBIC)
+        pixels = call_opencv("resize", pixels, chosen.scale[::-1], interpolation=cv2.INTER_CUBIC)
     if chosen.rotates:
         size = rotated_size(pixels.shape[:2], chosen.rotation)
         matrix, canvas = _rotation_matrix(pixels.shape[:2], chosen.rotation), np.zeros((*size, 3), np.float32)
-        pixels = call("warpAffine", pixels, matrix, size[::-1], canvas, cv2.INTER_LINEAR, cv2.BORDER_TRANSPARENT)
+        pixels = call_opencv("warpAffine", pixels, matrix, size[::-1], canvas, cv2.INTER_LINEAR, cv2.BORDER_TRANSPARENT)
     result: Pixels = _cut(pixels, chosen.crop, output) * _f32(255)
     return result
 
 
 def _in_other_colors(pixels: Pixels, chosen: Augmentation) -> Pixels:
     cv2 = opencv()
-    hsv = np.array(call("cvtColor", pixels, cv2.COLOR_BGR2HSV))
+    hsv = np.array(call_opencv("cvtColor", pixels, cv2.COLOR_BGR2HSV))
     hsv[:, :, 0] += _f32(chosen.hue if abs(chosen.hue) > _EPSILON else 0)
     if chosen.saturation < 1 - 1 / 255:
         hsv[:, :, 1] *= _f32(chosen.saturation)
-    return call("cvtColor", hsv, cv2.COLOR_HSV2BGR)
+    return call_opencv("cvtColor", hsv, cv2.COLOR_HSV2BGR)
 
 
 def _cut(pixels: Pixels, crop: tuple[int, int], output: Size) -> Floats:

@@ -54,7 +54,7 @@ class ImageDataLayer(ImagesLayer):
 
     def image_loader(self, seed: int, stream: int) -> ImageFileLoader:
         param = self.param.image_data_param
-        skip = random.skip(seed, stream, param.rand_skip) if param.rand_skip else 0
+        skip = random.rand_skip_count(seed, stream, param.rand_skip) if param.rand_skip else 0
         whole = len(self._list)
         order = RecordOrder(self._used(whole), skip, param.shuffle, seed, stream, whole)
         size = (param.new_height, param.new_width) if param.new_height else None

@@ -16,8 +16,8 @@ from caffepy.data.images.datum import as_channels_first, opencv
 from caffepy.data.prefetch import Batch
 from caffepy.data.sources.source import hash_of
 from caffepy.data.transform import Transformer
-from caffepy.data.transforms.draws import Draws
 from caffepy.data.transforms.pixels import Image
+from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import DataError
 from caffepy.files import working_folder
 from caffepy.layers.core.base import register_layer
@@ -117,14 +117,14 @@ class VideoLoader:
         Raises:
             DataError: the video has ended, or a frame cannot be transformed.
         """
-        choices = self._transformer.choose(*self._key, np.arange(first, first + count, dtype=np.int64))
+        crop_params = self._transformer.draw_crops(*self._key, np.arange(first, first + count, dtype=np.int64))
         for index in range(count):
             self._sample = first + index
             try:
                 image = self._frame(self._sample)
                 shape = self._transformer.output_shape(image.shape)
                 check_shape((count, *shape), self._where)
-                self._transformer.apply(image, choices, index, batch.array(0, (count, *shape))[index])
+                self._transformer.apply(image, crop_params, index, batch.array(0, (count, *shape))[index])
             except DataError as error:
                 raise DataError(f"{self._where}: {self.describe(self._sample)} {error}") from error
         if len(batch.arrays) > 1:
@@ -141,12 +141,14 @@ class VideoLoader:
             image = self._source.frame(1)
         else:
             image = self._source.frame(self._number(sample))
-        return self._transformer.prepare(image, Draws(self._transformer.seed(self._key[0]), self._key[1], sample))
+        return self._transformer.preprocess(
+            image, SampleRng(self._transformer.seed(self._key[0]), self._key[1], sample)
+        )
 
     def sample_shape(self) -> tuple[int, int, int]:
         """The shape of a frame after the transformation."""
         try:
-            first = self._transformer.prepare(self._source.frame(0), Draws(*self._key, 0))
+            first = self._transformer.preprocess(self._source.frame(0), SampleRng(*self._key, 0))
             return self._transformer.output_shape(first.shape)
         except DataError as error:
             raise DataError(f"{self._where}: {self._source.description}: frame 0 {error}") from error

@@ -22,8 +22,8 @@ from caffepy.data.images.mean import read_mean
 from caffepy.data.prefetch import Batch
 from caffepy.data.sources.source import hash_of
 from caffepy.data.transform import check_transform
-from caffepy.data.transforms.draws import Draws
 from caffepy.data.transforms.pixels import Image, Pixels, resize, to_pixels
+from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.data.workers import Workers
 from caffepy.errors import DataError
 from caffepy.files import read_list, read_regular
@@ -179,7 +179,7 @@ class WindowLoader:
 
     def _choose(self, sample: int) -> tuple[Windows, int, bool]:
         """The window of a global sample: the list, its index there, and whether it is mirrored."""
-        settings, draws = self._settings, Draws(*self._key, sample)
+        settings, rng = self._settings, SampleRng(*self._key, sample)
         wanted = int(_f32(settings.batch_size) * _f32(settings.fg_fraction))
         is_foreground = sample % settings.batch_size >= settings.batch_size - wanted
         windows = self._source.foreground if is_foreground else self._source.background
@@ -189,7 +189,7 @@ class WindowLoader:
                 f"{self._where}: {self._source.description} has no {kind} windows; see fg_threshold, bg_threshold and "
                 "fg_fraction"
             )
-        return windows, draws.below(len(windows)), settings.mirror and bool(draws.below(2))
+        return windows, rng.below(len(windows)), settings.mirror and bool(rng.below(2))
 
     def _put(self, pixels: Pixels, corners: NDArray[np.int64], mirror: bool, out: Floats) -> None:
         settings, image = self._settings, pixels.shape[:2]

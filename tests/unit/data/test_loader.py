@@ -107,7 +107,7 @@ def test_force_color_leaves_other_records_alone(caplog):
     with caplog.at_level(logging.WARNING):
         subject = loader([image_datum(0, 1)], "force_color: true")
         load(subject, 0, 3)
-    assert caplog.text.count("layer 'd' (Data): force_color and force_gray only change encoded images") == 1
+    assert caplog.text.count("layer 'd' (Data): force_color and force_gray affect encoded images") == 1
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -153,7 +153,7 @@ def test_a_first_image_that_is_gray_does_not_fit_three_means():
 
 
 def test_raw_images_of_other_channels_are_named():
-    with pytest.raises(DataError, match=r"record 1 \(key 'k1'\) is gray .*, but record 0 has 3: build the set again"):
+    with pytest.raises(DataError, match=r"record 1 \(key 'k1'\) is gray .*, but record 0 has 3: rebuild the database"):
         load(loader([image_datum(0, 3), image_datum(1, 1)]), 0, 2)
 
 
@@ -270,8 +270,8 @@ def test_a_fingerprint_tells_lists_apart_and_not_their_places(tmp_path):
     ("lines", "message"),
     [
         ([], r"image list '.*list\.txt' names no images; each line must be a path, a space and a label"),
-        (["a.png 1", "b.png"], r"list\.txt':2: 'b\.png' is no label; a line is a path, a space and a whole number"),
-        (["a.png one"], r"list\.txt':1: 'one' is no label"),
+        (["a.png 1", "b.png"], r"list\.txt':2: 'b\.png' is not a label; a line is a path, a space"),
+        (["a.png one"], r"list\.txt':1: 'one' is not a label"),
     ],
 )
 def test_bad_lists(tmp_path, lines, message):

@@ -31,11 +31,11 @@ def test_every_epoch_has_every_record_once_in_an_order_of_its_own():
     assert len({epoch.tobytes() for epoch in records}) == 3
 
 
-def test_an_order_that_was_prepared_is_the_one_that_is_made_at_need():
+def test_a_precomputed_order_equals_one_computed_on_demand():
     plain, prepared = RecordOrder(30, 0, True, 4), RecordOrder(30, 0, True, 4)
     for first in range(0, 200, 7):
         assert prepared.records(first, 7).tolist() == plain.records(first, 7).tolist()
-        prepared.prepare()
+        prepared.prepare_next_epoch()
     prepared.close()
     assert not any(t.name == "permutation" for t in threading.enumerate())
 
@@ -43,4 +43,4 @@ def test_an_order_that_was_prepared_is_the_one_that_is_made_at_need():
 def test_samples_need_not_be_neighbours():
     order = RecordOrder(10, 3, True, 1)
     assert order.records_of(np.array([4, 25, 7])).tolist() == [int(order.records(s, 1)[0]) for s in (4, 25, 7)]
-    assert order.another().records(40, 9).tolist() == order.records(40, 9).tolist()
+    assert order.copy().records(40, 9).tolist() == order.records(40, 9).tolist()

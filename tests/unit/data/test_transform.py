@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from caffepy.data.random import below, sample_words
 from caffepy.data.transform import Transformer
-from caffepy.data.transforms.draws import Draws
+from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import ConfigError, DataError
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, BlobProto, BlobShape, TransformationParameter
 
@@ -31,11 +31,11 @@ def oracle(image, top, left, mirror, crop, mean, scale):
 
 
 def run(subject, images, first=0, seed=0, stream=0):
-    choices = subject.choose(seed, stream, np.arange(first, first + len(images)))
+    crop_params = subject.draw_crops(seed, stream, np.arange(first, first + len(images)))
     n, h, w, c = (len(images), *[subject.output_shape(images.shape[1:])[i] for i in (1, 2, 0)])
     out = np.full((n, h, w, c), np.nan, np.float32).transpose(0, 3, 1, 2)
     for place, image in enumerate(images):
-        subject.apply(image, choices, place, out[place])
+        subject.apply(image, crop_params, place, out[place])
     return out
 
 
@@ -161,9 +161,7 @@ def test_images_that_do_not_fit(text, error, message):
 def test_a_mean_of_another_shape(tmp_path):
     path = tmp_path / "mean"
     path.write_bytes(BlobProto(num=1, channels=1, height=2, width=2, data=range(4)).SerializeToString())
-    with pytest.raises(
-        DataError, match="is 3 x 5 x 7, but the mean in mean_file is 1 x 2 x 2; make the mean of this set"
-    ):
+    with pytest.raises(DataError, match="is 3 x 5 x 7, but the mean in mean_file is 1 x 2 x 2"):
         transformer("mean_file: 'm'", resolve=lambda _: path).output_shape((3, 5, 7))
 
 
@@ -173,7 +171,7 @@ def test_a_mean_of_another_shape(tmp_path):
 def prepared(text, image, sample=0, **settings):
     param = text_format.Parse(text, TransformationParameter())
     subject = Transformer(param, TRAIN, where="layer 'data' (Data)", **settings)
-    return subject, subject.prepare(image, Draws(1, 2, sample))
+    return subject, subject.preprocess(image, SampleRng(1, 2, sample))
 
 
 def gray(height, width, seed=0):
@@ -196,7 +194,7 @@ def test_resize_param_holds_but_for_nvidias_data_layers(nvidia, annotated, appli
     text = "resize_param { height: 4 width: 5 }"
     subject, found = prepared(text, gray(8, 9), nvidia=bool(nvidia), annotated=bool(annotated))
     assert found.shape == ((1, 4, 5) if applied else (1, 8, 9))
-    assert subject.prepares is applied
+    assert subject.preprocesses is applied
     assert ("resize_param and noise_param have no effect here" in caplog.text) is not applied
 
 
@@ -225,11 +223,9 @@ def test_a_centred_mean_lies_at_its_own_centre(phase, tmp_path):
     path = tmp_path / "mean"
     path.write_bytes(BlobProto(shape=BlobShape(dim=mean.shape), data=mean.ravel()).SerializeToString())
     subject = transformer("mean_file: 'mean' crop_size: 3 mirror: true", phase, lambda _: path)
-    subject.centers_mean = True
+    subject.center_crops_mean = True
     found = run(subject, np.zeros((8, 2, 20, 30), np.uint8))
     wanted = -mean[:, 2:5, 3:6]
     assert all((one == wanted).all() or (one == wanted[:, :, ::-1]).all() for one in found)
-    with pytest.raises(
-        DataError, match="makes 3 x 3 x 3, but the mean in mean_file is 2 x 7 x 9; it must have as many"
-    ):
+    with pytest.raises(DataError, match="makes 3 x 3 x 3, but the mean in mean_file is 2 x 7 x 9; it needs as many"):
         subject.output_shape((3, 20, 30))

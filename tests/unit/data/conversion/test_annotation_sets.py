@@ -106,14 +106,14 @@ def test_boxes_of_text_need_no_label_map():
 def test_an_image_without_its_annotation_gets_no_boxes(caplog: pytest.LogCaptureFixture):
     Path("1.anno").unlink()
     assert convert(**DETECTION) == expected()
-    assert "'1.anno' is not there: '1.png' gets no boxes" in caplog.messages
+    assert "'1.anno' does not exist: '1.png' gets no boxes" in caplog.messages
 
 
 def test_boxes_count_in_the_size_that_the_annotation_says(caplog: pytest.LogCaptureFixture):
     write_xml(("cat", 0, (0, 0, 30, 20)), height=20, width=30)
     [group] = convert(**DETECTION).annotation_group
     assert (group.annotation[0].bbox.xmax, group.annotation[0].bbox.ymax) == (1, 1)
-    assert "'1.anno': says 20 x 30, but the image is 40 x 60" in caplog.messages
+    assert "'1.anno': declares 20 x 30, but the image is 40 x 60" in caplog.messages
 
 
 def test_without_a_size_the_images_own_counts(caplog: pytest.LogCaptureFixture):
@@ -121,7 +121,7 @@ def test_without_a_size_the_images_own_counts(caplog: pytest.LogCaptureFixture):
     [group] = convert(**DETECTION).annotation_group
     assert group.annotation[0].bbox.xmax == 1
     assert caplog.messages[:2] == [
-        "'1.anno' does not say the image's size; the image's own is taken",
+        "'1.anno' has no image size; using the image's own size",
         "'1.anno': the box (0, 0, 60, 41) does not lie within 40 x 60",
     ]
 
@@ -166,8 +166,8 @@ BOMB = '<!DOCTYPE x [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;">]><annotatio
          "'1.anno': the class 'dgo' is not in the label map; did you mean 'dog'"),
         ("xml", "<annotation><object>", "'1.anno' is not XML: no element found"),
         ("xml", "", "'1.anno' is not XML: no element found"),
-        ("xml", BOMB, "'1.anno' has a DOCTYPE, which annotations do not need; remove it"),
-        ("xml", "<a/>", "its outermost element is <a>, not VOC's <annotation>"),
+        ("xml", BOMB, "'1.anno' has a DOCTYPE"),
+        ("xml", "<a/>", "the root element is <a>, not VOC's <annotation>"),
         ("xml", XML.format(height=0, width=1, objects=""), "'1.anno': the image's size is 0 x 1; correct it"),
         ("xml", XML.format(height=1, width="9" * 400, objects=OBJECT.format(name="dog", difficult=0, box=(0, 0, 1, 1))),
          "'1.anno': the image's size is 1 x 9+; correct it"),
@@ -175,12 +175,12 @@ BOMB = '<!DOCTYPE x [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;">]><annotatio
         ("xml", XML.format(height=1, width=1, objects=OBJECT.format(name="dog", difficult=0, box="x123")),
          "'1.anno': object 1: xmin is 'x', not a number"),
         ("xml", XML.format(height=1, width=1, objects=OBJECT.format(name="dog", difficult=0, box=("nan", 1, 1, 1))),
-         "is not of numbers"),
+         "not finite"),
         ("json", "{", "'1.anno' is not JSON"),
         ("json", "[" * 200_000, "'1.anno' is not JSON"),
-        ("json", '{"annotation": [{"category_id": 1}]}', "is not COCO's annotation of one image"),
+        ("json", '{"annotation": [{"category_id": 1}]}', "is not a COCO annotation of one image"),
         ("json", '{"annotation": [{"category_id": "dog", "bbox": [1]}]}', "annotation 1: bbox has 1 numbers"),
-        ("txt", "dog 1 2 3 4", "'1.anno':1: a line is a label's number, xmin, ymin, xmax and ymax"),
+        ("txt", "dog 1 2 3 4", "'1.anno':1: a line is a label number, xmin"),
         ("txt", "1 1 2 3 x", "'1.anno':1: a corner is 'x', not a number"),
     ],
 )  # fmt: skip
@@ -192,12 +192,10 @@ def test_annotations_that_are_none(kind: str, text: str, message: str):
 
 
 def test_label_maps_that_are_none():
-    with pytest.raises(ConfigError, match="--label_map_file must say their labels"):
+    with pytest.raises(ConfigError, match="--label_map_file"):
         convert(anno_type="detection")
     Path("map.prototxt").write_text('item { name: "dog" label: 7 } item { name: "dog" label: 1 }')
-    with pytest.raises(
-        DataError, match="map.prototxt: the name 'dog' is there twice; remove one, or leave --check_label"
-    ):
+    with pytest.raises(DataError, match="map.prototxt: the name 'dog' occurs twice"):
         convert(check_label=True, **DETECTION)
 
 
@@ -215,7 +213,7 @@ def test_sizes_of_images(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO):
         done = write_image_sizes("", Path("list.txt"), Path("sizes.txt"), threads=1)
     assert Path("sizes.txt").read_text() == "1 40 60\n" and (done.records, done.skipped) == (1, 1)
-    assert "'list.txt':2: left out: 'absent.png' cannot be read: No such file or directory" in caplog.messages
+    assert "'list.txt':2: skipped: 'absent.png' cannot be read: No such file or directory" in caplog.messages
 
 
 def test_numbers_instead_of_names():

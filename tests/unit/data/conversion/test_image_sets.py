@@ -123,10 +123,10 @@ def test_unreadable_images_are_named_and_left_out(caplog: pytest.LogCaptureFixtu
         found = convert()
     assert [key for key, _ in found] == [b"00000001_2.PNG", b"00000003_3.jpg"]  # numbers of lines, as in Caffe
     said = caplog.messages
-    assert "'list.txt':1: left out: 'img/absent.png' cannot be read: No such file or directory" in said
-    assert any(line.startswith("'list.txt':3: left out: 'img/broken.png' is an image of 8 bytes") for line in said)
+    assert "'list.txt':1: skipped: 'img/absent.png' cannot be read: No such file or directory" in said
+    assert any(line.startswith("'list.txt':3: skipped: 'img/broken.png' is an image of 8 bytes") for line in said)
     assert "Processed 2 files." in said
-    assert "2 of 4 images could not be read and were left out; see above" in said
+    assert "2 of 4 images could not be read and were skipped; see above" in said
 
 
 def test_a_list_of_windows_with_a_byte_order_mark_loses_no_image():
@@ -136,7 +136,7 @@ def test_a_list_of_windows_with_a_byte_order_mark_loses_no_image():
 
 def test_no_readable_image_is_an_error():
     with pytest.raises(
-        DataError, match=r"none of the 3 images of 'list.txt' can be read.* would be 'elsewhere/a b/1.png'"
+        DataError, match=r"none of the 3 images of 'list.txt' can be read.* first path is 'elsewhere/a b/1.png'"
     ):
         convert(root="elsewhere/")
     assert not Path("db").exists()
@@ -156,7 +156,7 @@ def test_a_destination_that_is_there_is_refused_before_any_work(backend: str, mo
     target = Database(Path("db"), backend)
     convert_image_set("img/", Path("list.txt"), target, ImageOptions())
     monkeypatch.setattr(image_sets, "read_image_record", None)
-    with pytest.raises(DataError, match="'db' is there already; remove it, or give --force to replace it"):
+    with pytest.raises(DataError, match="'db' already exists; remove it, or give --force to replace it"):
         convert_image_set("img/", Path("list.txt"), target, ImageOptions())
 
 
@@ -177,15 +177,15 @@ def test_an_interrupted_run_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("size", [{"resize_height": 3}, {"resize_width": 3}])
 def test_one_size_alone(size: dict[str, int]):
-    with pytest.raises(ConfigError, match="resize_height and resize_width work together only, as in Caffe; give both"):
+    with pytest.raises(ConfigError, match="resize_height and resize_width must be set together"):
         ImageOptions(**size)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"encode_type": "abc"}, "encode_type 'abc' is no format that OpenCV writes; jpg and png are"),
-        ({"encode_type": "../x"}, "is no format"),
+        ({"encode_type": "abc"}, "encode_type 'abc' is not a format that OpenCV writes"),
+        ({"encode_type": "../x"}, "is not a format"),
         ({"resize_height": 1 << 20, "resize_width": 1 << 20}, "give a smaller size"),
     ],
 )
@@ -201,7 +201,7 @@ def test_long_paths_do_not_fit_lmdbs_keys():
     cv2.imwrite(f"img/{name}", PICTURE)
     Path("list.txt").write_text(f"{name} 1\n")
     with pytest.raises(
-        DataError, match="has 617 bytes, and LMDB takes 511; use shorter paths in the list, or --backend"
+        DataError, match="has 617 bytes; LMDB's limit is 511; use shorter paths in the list, or --backend"
     ):
         convert()
     pytest.importorskip("plyvel")
@@ -218,7 +218,7 @@ def test_names_that_are_not_utf8():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("2.PNG\n", "'list.txt':1: '2.PNG' is no label"),
+        ("2.PNG\n", "'list.txt':1: '2.PNG' is not a label"),
         ("\n", "image list 'list.txt' names no images"),
         ("a\0 1", "'list.txt':1: the line has a NUL character"),
     ],

@@ -42,11 +42,11 @@ def test_a_database_that_is_written_to_is_named_once(tmp_path: Path, monkeypatch
 
     def changed(index: LmdbIndex, number: int) -> bytes:
         if number > 100:
-            raise DataError("was changed while it was read")
+            raise DataError("was modified during reading")
         return record(index, number)
 
     monkeypatch.setattr(LmdbIndex, "record", changed)
-    with pytest.raises(DataError, match=f"^LMDB '{tmp_path}/db' was changed while it was read$"):
+    with pytest.raises(DataError, match=f"^LMDB '{tmp_path}/db' was modified during reading$"):
         compute_mean(tmp_path / "db")
 
 

@@ -30,7 +30,11 @@ def test_large_data_are_not_copied():
 @settings(max_examples=50)
 @given(st.binary(max_size=50), st.integers(0, 2))
 def test_any_bytes_give_a_datum_or_an_error(content, padding):
-    for record in (content, content + b"\0" * padding * module.LARGE, b"\x08" * padding * module.LARGE + content):
+    for record in (
+        content,
+        content + b"\0" * padding * module.VIEW_MIN_BYTES,
+        b"\x08" * padding * module.VIEW_MIN_BYTES + content,
+    ):
         try:
             parse_datum(record)
         except DataError as error:
@@ -38,7 +42,7 @@ def test_any_bytes_give_a_datum_or_an_error(content, padding):
 
 
 def test_what_is_no_datum_is_refused():
-    with pytest.raises(DataError, match=r"is not a Datum \(.*\); build the set again"):
+    with pytest.raises(DataError, match=r"is not a Datum \(.*\); rebuild the database"):
         parse_datum(b"\xff\xff\xff")
 
 
@@ -80,7 +84,7 @@ def test_what_cannot_be_decoded(content):
 
 
 def test_sixteen_bits_are_too_many():
-    with pytest.raises(DataError, match="is an image of uint16 values; Caffe takes 8 bits a channel"):
+    with pytest.raises(DataError, match="is an image of uint16 values; Caffe reads 8 bits per channel"):
         decode_image(png(np.zeros((4, 4), np.uint16)))
 
 

@@ -30,9 +30,9 @@ def test_means_are_read_as_every_caffe_writes_them(tmp_path, blob):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\xff\1", "is not a BlobProto, as `caffepy compute_image_mean` writes them: it is truncated"),
-        (gzip.compress(b"mean", mtime=0), "is not a BlobProto, .*: it is packed with gzip; unpack it first"),
-        (b"layer { }", r"is not a BlobProto, .*: it is text \('layer { }'\); give the binary file"),
+        (b"\xff\1", "is not a BlobProto.*: it is truncated"),
+        (gzip.compress(b"mean", mtime=0), "is not a BlobProto .*: it is packed with gzip; unpack it first"),
+        (b"layer { }", r"is not a BlobProto .*: it is text \('layer { }'\); give the binary file"),
         (b"", "holds 0 values in the shape 0 x 0 x 0 x 0; a mean is one image"),
         (
             BlobProto(shape=BlobShape(dim=[2, 3]), data=range(6)).SerializeToString(),

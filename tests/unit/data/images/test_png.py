@@ -14,7 +14,7 @@ import pytest
 from damage import damaged
 
 from caffepy.data.images.datum import decode_image
-from caffepy.data.images.png import whole_png
+from caffepy.data.images.png import sanitize_png
 from caffepy.errors import DataError
 
 HEAD = struct.pack(">2I5B", 4, 3, 8, 2, 0, 0, 0)
@@ -43,38 +43,38 @@ IHDR, IDAT, IEND = chunk(b"IHDR", HEAD), chunk(b"IDAT", STREAM), chunk(b"IEND")
     ],
     ids=["plain", "two chunks", "animated", "a text with a wrong checksum"],
 )
-def test_whole_ones_are_decoded(data: bytes) -> None:
+def test_valid_files_are_decoded(data: bytes) -> None:
     np.testing.assert_array_equal(decode_image(data).transpose(1, 2, 0), PIXELS)
 
 
-def test_chunks_that_do_not_change_pixels_do_not_come_to_the_decoder() -> None:
+def test_chunks_that_do_not_affect_pixels_are_dropped() -> None:
     plain = png(IHDR, IDAT, IEND)
-    assert whole_png(plain) is plain
-    assert whole_png(png(IHDR, chunk(b"acTL", bytes(8)), IDAT, IEND)) == plain
+    assert sanitize_png(plain) is plain
+    assert sanitize_png(png(IHDR, chunk(b"acTL", bytes(8)), IDAT, IEND)) == plain
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (png(IHDR, IDAT), "it ends before its last chunk"),
+        (png(IHDR, IDAT), "it ends before IEND"),
         (
             png(IHDR, struct.pack(">I", 2**32 - 2**20) + IDAT[4:], IEND),
-            "a chunk of 4293918720 bytes goes beyond its end",
+            "a chunk of 4293918720 bytes exceeds the file",
         ),
-        (png(IHDR[:-1] + b"?", IDAT, IEND), "the checksum of its IHDR is wrong"),
-        (png(chunk(b"tEXt", bytes(9)), IHDR, IDAT, IEND), "it does not begin with its header"),
-        (png(IHDR, IHDR, IDAT, IEND), "its header is not one"),
-        (png(chunk(b"IHDR", HEAD + b"0"), IDAT, IEND), "its header is not one"),
-        (png(chunk(b"IHDR", struct.pack(">2I5B", 4, 0, 8, 2, 0, 0, 0)), IDAT, IEND), "its header has sizes or a kind"),
-        (png(chunk(b"IHDR", struct.pack(">2I5B", 4, 3, 8, 5, 0, 0, 0)), IDAT, IEND), "its header has sizes or a kind"),
-        (png(chunk(b"IHDR", struct.pack(">2I5B", 4, 3, 8, 2, 0, 0, 2)), IDAT, IEND), "its header has sizes or a kind"),
-        (png(IHDR, IEND), "it has no pixels"),
-        (png(IHDR, chunk(b"IDAT", b"no zlib"), IEND), "its pixels are no zlib stream"),
-        (png(IHDR, IDAT, chunk(b"tEXt"), IDAT, IEND), "its pixels are not in one piece"),
-        (png(IHDR, chunk(b"IDAX"), IDAT, IEND), "it has a chunk that no PNG has"),
+        (png(IHDR[:-1] + b"?", IDAT, IEND), "the CRC of IHDR is wrong"),
+        (png(chunk(b"tEXt", bytes(9)), IHDR, IDAT, IEND), "it does not begin with IHDR"),
+        (png(IHDR, IHDR, IDAT, IEND), "IHDR is misplaced"),
+        (png(chunk(b"IHDR", HEAD + b"0"), IDAT, IEND), "IHDR is misplaced"),
+        (png(chunk(b"IHDR", struct.pack(">2I5B", 4, 0, 8, 2, 0, 0, 0)), IDAT, IEND), "IHDR has an invalid size"),
+        (png(chunk(b"IHDR", struct.pack(">2I5B", 4, 3, 8, 5, 0, 0, 0)), IDAT, IEND), "IHDR has an invalid size"),
+        (png(chunk(b"IHDR", struct.pack(">2I5B", 4, 3, 8, 2, 0, 0, 2)), IDAT, IEND), "IHDR has an invalid size"),
+        (png(IHDR, IEND), "it has no IDAT"),
+        (png(IHDR, chunk(b"IDAT", b"no zlib"), IEND), "IDAT is not a zlib stream"),
+        (png(IHDR, IDAT, chunk(b"tEXt"), IDAT, IEND), "its IDAT chunks are not consecutive"),
+        (png(IHDR, chunk(b"IDAX"), IDAT, IEND), "it has an unknown critical chunk"),
     ],
 )
-def test_damaged_ones_are_refused(data: bytes, message: str) -> None:
+def test_damaged_files_are_refused(data: bytes, message: str) -> None:
     with pytest.raises(DataError, match=f"^is a damaged PNG: {message}.*; replace it$"):
         decode_image(data)
 

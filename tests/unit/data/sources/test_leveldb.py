@@ -32,7 +32,7 @@ def test_records_in_the_order_of_their_keys(database):
 
 
 def test_what_is_none(database, tmp_path):
-    with pytest.raises(DataError, match="is neither a LevelDB nor an LMDB: there is no CURRENT"):
+    with pytest.raises(DataError, match="is neither a LevelDB nor an LMDB"):
         LevelDbSource(tmp_path)
     (database / "CURRENT").write_text("nonsense\n")
     with pytest.raises(DataError, match="LevelDB '.*db' cannot be opened: "):

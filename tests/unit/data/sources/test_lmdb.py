@@ -122,13 +122,13 @@ def test_absent(tmp_path):
 
 
 def test_a_folder_without_data(tmp_path):
-    with pytest.raises(DataError, match=r"is not an LMDB: there is no data\.mdb in it"):
+    with pytest.raises(DataError, match=r"is not an LMDB: it has no data\.mdb"):
         LmdbSource(tmp_path)
 
 
 def test_leveldb_is_recognised(tmp_path):
     (tmp_path / "CURRENT").write_text("MANIFEST-000001\n")
-    with pytest.raises(DataError, match="is a LevelDB where an LMDB is expected; say backend: LEVELDB"):
+    with pytest.raises(DataError, match="is a LevelDB, not an LMDB; set backend: LEVELDB"):
         LmdbSource(tmp_path)
 
 
@@ -148,7 +148,7 @@ def test_cut_in_half(tmp_path):
     path = make(tmp_path / "db", numbered(5000))
     size = (path / "data.mdb").stat().st_size
     os.truncate(path / "data.mdb", size // 2)
-    with pytest.raises(DataError, match=rf"is truncated: it has {size // 2} bytes, its own header asks for {size}; "):
+    with pytest.raises(DataError, match=rf"is truncated: it has {size // 2} bytes, but its header requires {size}; "):
         LmdbSource(path)
 
 
@@ -156,10 +156,10 @@ def test_cut_while_it_is_read(tmp_path):
     path = make(tmp_path / "db", numbered(5000))
     source = LmdbSource(path)
     size = (path / "data.mdb").stat().st_size
-    assert source.concurrent(10) and bytes(source.read(4999)) == b"value 4999"
+    assert source.allows_concurrent_reads(10) and bytes(source.read(4999)) == b"value 4999"
     os.truncate(path / "data.mdb", size // 2)
-    for read in (lambda: source.read(4999), lambda: source.concurrent(5000)):
-        with pytest.raises(DataError, match=rf"cut off while it was read: it has {size // 2} of {size} bytes; build"):
+    for read in (lambda: source.read(4999), lambda: source.allows_concurrent_reads(5000)):
+        with pytest.raises(DataError, match=rf"truncated during reading: it has {size // 2} of {size} bytes; build"):
             read()
     source.close()
 
@@ -192,7 +192,7 @@ def test_whole_files_are_never_called_truncated(tmp_path_factory, seed):
             expected = [bytes(value) for _, value in transaction.cursor()]
     if expected:
         source = LmdbSource(path)
-        assert source.concurrent(len(expected))
+        assert source.allows_concurrent_reads(len(expected))
         assert [source.read(n) for n in range(len(source))] == expected
 
 

@@ -96,11 +96,11 @@ def test_other_numbers_of_entries_are_refused(tmp_path, entries, message):
 @pytest.mark.parametrize(
     ("offset", "fmt", "value", "message"),
     [
-        (4, "<H", 4, r"several values a key \(MDB_DUPSORT\)"),
-        (6, "<H", 0, "names 2 records without a tree"),
-        (6, "<H", 33, "names 2 records without a tree"),
-        (40, "<Q", 2**64 - 1, "names 2 records without a tree"),
-        (32, "<Q", 2**61, "promises 2305843009213693952 records in"),
+        (4, "<H", 4, r"several values per key \(MDB_DUPSORT\)"),
+        (6, "<H", 0, "has 2 records but no tree"),
+        (6, "<H", 33, "has 2 records but no tree"),
+        (40, "<Q", 2**64 - 1, "has 2 records but no tree"),
+        (32, "<Q", 2**61, "announces 2305843009213693952 records in"),
     ],
 )
 def test_headers_that_cannot_be_are_refused(tmp_path, offset, fmt, value, message):
@@ -115,7 +115,7 @@ def test_a_version_of_the_format_that_is_not_known_is_named(tmp_path):
     content = bytearray(file.read_bytes())
     content[20] = content[4096 + 20] = 2
     file.write_bytes(content)
-    with pytest.raises(DataError, match="is LMDB's format 2; only format 1 is read"):
+    with pytest.raises(DataError, match="has LMDB format 2; only format 1"):
         LmdbIndex(file)
 
 
@@ -187,7 +187,7 @@ def test_files_that_change_while_they_are_read_are_noticed(tmp_path, change):
         with file.open("r+b") as opened:
             opened.seek(0, 2 if change == "grown" else 0)
             opened.write(b"?")
-    with pytest.raises(DataError, match="was cut off while it was read" if change == "cut" else "was changed while it"):
+    with pytest.raises(DataError, match="was truncated during reading" if change == "cut" else "was modified during"):
         index.record(2000)
 
 
@@ -199,7 +199,7 @@ def test_a_large_record_whose_pages_are_another_ones_is_refused(tmp_path):
     file.write_bytes(content)
     index = LmdbIndex(file)
     assert len(index.record(0)) == 9000
-    with pytest.raises(DataError, match="is damaged at record 1: its page has the header of another"):
+    with pytest.raises(DataError, match="is damaged at record 1: its overflow page has a wrong header"):
         index.record(1)
 
 
@@ -238,9 +238,9 @@ def test_sources_share_an_index(tmp_path):
     make(tmp_path / "db", [(b"%08d" % n, b"value %d" % n) for n in range(2000)])
     source, other = LmdbSource(tmp_path / "db"), LmdbSource(tmp_path / "db")
     assert source.index is other.index
-    assert source.concurrent(1000)
+    assert source.allows_concurrent_reads(1000)
     assert [bytes(source.read(n)) for n in (0, 999, 1500, 3)] == [b"value 0", b"value 999", b"value 1500", b"value 3"]
-    assert not source.concurrent(2001)
+    assert not source.allows_concurrent_reads(2001)
     kept = source.read(5)
     source.close()
     other.close()

@@ -35,7 +35,7 @@ def test_the_map_grows_with_the_data(tmp_path):
 
 def test_what_is_there_stays_unless_forced(tmp_path):
     write_datums(tmp_path / "db", datums(3))
-    with pytest.raises(DataError, match=r"db' is there already; remove it, or give --force to replace it"):
+    with pytest.raises(DataError, match=r"db' already exists; remove it, or give --force to replace it"):
         write_datums(tmp_path / "db", datums(5))
     assert labels(tmp_path / "db") == [0, 1, 2]
     write_datums(tmp_path / "db", datums(5), force=True)
@@ -46,7 +46,7 @@ def test_what_is_there_stays_unless_forced(tmp_path):
 def test_force_spares_what_is_no_lmdb(tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.jpg").write_text("dear to me")
-    with pytest.raises(DataError, match="photos' is not an LMDB or LevelDB and will not be replaced, --force or not"):
+    with pytest.raises(DataError, match="photos' is not an LMDB or LevelDB and is not replaced"):
         write_datums(tmp_path / "photos", datums(3), force=True)
     assert (tmp_path / "photos" / "a.jpg").exists()
 
@@ -77,7 +77,7 @@ def test_a_full_disk_is_a_failure_while_running(tmp_path, monkeypatch):
 @pytest.mark.parametrize("below", ["db", "deeper/db"])
 def test_a_file_where_a_folder_is_wanted_is_named(tmp_path, below):
     (tmp_path / "file").write_bytes(b"kept")
-    with pytest.raises(DataError, match=f"file/{below}' cannot be made: '.*/file' is not a folder; name another one"):
+    with pytest.raises(DataError, match=f"file/{below}' cannot be created: '.*/file' is not a folder"):
         write_datums(tmp_path / "file" / below, datums(3))
     assert (tmp_path / "file").read_bytes() == b"kept"
 

@@ -48,10 +48,10 @@ def test_lmdbs_are_those_of_convert_mnist_data(folder, tmp_path):
 def test_lmdbs_of_other_digits_are_kept(folder, tmp_path, monkeypatch):
     before = mnist.build_lmdbs(tmp_path, mnist.folder_reader(folder))
     monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("must not even be fetched"))
-    with pytest.raises(DataError, match="mnist_train_lmdb' is there already"):
+    with pytest.raises(DataError, match="mnist_train_lmdb' already exists"):
         mnist.build_lmdbs(tmp_path, mnist.fetch_file)
     (folder / "t10k-images-idx3-ubyte.gz").write_bytes(gzip.compress(images_file(20, 2)))
-    with pytest.raises(DataError, match="mnist_test_lmdb' is there already"):
+    with pytest.raises(DataError, match="mnist_test_lmdb' already exists"):
         mnist.build_lmdbs(tmp_path, mnist.folder_reader(folder))
     assert mnist.build_lmdbs(tmp_path, mnist.folder_reader(folder), force=True) == before
 
@@ -79,7 +79,7 @@ def test_lmdbs_of_the_same_digits_are_found(folder, tmp_path, monkeypatch):
 def test_a_damaged_lmdb_is_not_taken_for_the_digits(folder, tmp_path, content):
     train, _ = mnist.build_lmdbs(tmp_path, mnist.folder_reader(folder))
     (train / "data.mdb").write_bytes(content)
-    with pytest.raises(DataError, match="mnist_train_lmdb' is there already"):
+    with pytest.raises(DataError, match="mnist_train_lmdb' already exists"):
         mnist.build_lmdbs(tmp_path, mnist.folder_reader(folder))
 
 
@@ -100,10 +100,10 @@ def test_the_shipped_subset_is_whole(tmp_path):
     [
         (b"", "f: has 0 bytes, too few for an idx file of images"),
         (labels_file(20), r"f: is not an idx file of images \(it begins with 2049, not 2051\)"),
-        (images_file(2)[:-1], "f: its header promises 1568 bytes, 1567 are there"),
-        (images_file(2) + b"x", "f: its header promises 1568 bytes, 1569 are there"),
+        (images_file(2)[:-1], "f: its header announces 1568 bytes, but it has 1567"),
+        (images_file(2) + b"x", "f: its header announces 1568 bytes, but it has 1569"),
         (struct.pack(">4I", 2051, 0, 28, 28), "f: holds no images"),
-        (struct.pack(">4I", 2051, *[2**32 - 1] * 3), r"f: its header promises \d{29} bytes, 0 are there"),
+        (struct.pack(">4I", 2051, *[2**32 - 1] * 3), r"f: its header announces \d{29} bytes, but it has 0"),
     ],
 )
 def test_bad_images(content, message):
@@ -115,7 +115,7 @@ def test_bad_images(content, message):
     ("content", "message"),
     [
         (images_file(1), r"f: is not an idx file of labels \(it begins with 2051, not 2049\)"),
-        (labels_file(5) + b"1", "f: its header promises 5 bytes, 6 are there"),
+        (labels_file(5) + b"1", "f: its header announces 5 bytes, but it has 6"),
         (struct.pack(">2I", 2049, 2) + b"\x01\x0a", "f: label 1 is 10; digits end at 9"),
     ],
 )
@@ -175,7 +175,7 @@ def test_the_first_mirror_that_has_the_file_unharmed_is_taken(mirror):
     folders = [f"{address}/{name}/" for name in ("absent", "harmed", "cut", "good")]
     assert mnist.fetch_file(file, tuple(folders), timeout=300) == content
     with pytest.raises(
-        RunError, match=r"cannot fetch digits \(.*absent.*404.*harmed.*SHA-256 .*; .*cut.*; get the four files"
+        RunError, match=r"cannot fetch digits \(.*absent.*404.*harmed.*SHA-256 .*; .*cut.*; download the four files"
     ):
         mnist.fetch_file(file, tuple(folders[:3]), timeout=300)
 

@@ -4,10 +4,10 @@ import pytest
 from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_draws import Parts, ScriptedDraws
+from scripted_rng import Parts, ScriptedRng
 
-from caffepy.data.transforms.draws import Draws
 from caffepy.data.transforms.im_transforms import distort, scale_bytes
+from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import DataError
 from caffepy.proto.caffe_pb2 import DistortionParameter
 
@@ -19,7 +19,7 @@ def image(seed=0):
 
 
 def distorted(pixels, text, sample=0):
-    return distort(pixels, text_format.Parse(text, DistortionParameter()), Draws(5, 6, sample))
+    return distort(pixels, text_format.Parse(text, DistortionParameter()), SampleRng(5, 6, sample))
 
 
 def saturated(values):
@@ -69,7 +69,7 @@ CHANCES = st.lists(st.sampled_from([0.02, 0.3, 0.45, 0.52, 0.58, 0.65, 0.8, 0.97
 def test_all_changes_against_a_plain_computation(parts):
     param = text_format.Parse(DISTORTION, DistortionParameter())
     wanted = plain_distortion(image(3), param, parts)
-    np.testing.assert_array_equal(distort(image(3), param, ScriptedDraws(parts)), wanted)
+    np.testing.assert_array_equal(distort(image(3), param, ScriptedRng(parts)), wanted)
 
 
 @pytest.mark.parametrize("name", ["brightness", "contrast", "saturation", "hue", "random_order"])
@@ -162,7 +162,7 @@ def test_rounding_is_opencvs():
 
 
 def test_what_cannot_be_distorted():
-    with pytest.raises(DataError, match="holds floats; distort_param changes the colors of bytes only"):
+    with pytest.raises(DataError, match="distort_param needs uint8"):
         distorted(np.zeros((2, 2, 3), np.float32), "")
     with pytest.raises(DataError, match="cannot be transformed: OpenCV's cvtColor says"):
         distorted(np.zeros((2, 2, 1), np.uint8), "hue_prob: 1 hue_delta: 2")

@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from caffepy.data.transforms.draws import Draws
 from caffepy.data.transforms.im_transforms import apply_noise
+from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import DataError
 from caffepy.proto.caffe_pb2 import NoiseParameter
 
@@ -15,7 +15,7 @@ def image(channels=3):
 
 def noisy(text, pixels=None, sample=0):
     return apply_noise(
-        image() if pixels is None else pixels, text_format.Parse(text, NoiseParameter()), Draws(7, 8, sample)
+        image() if pixels is None else pixels, text_format.Parse(text, NoiseParameter()), SampleRng(7, 8, sample)
     )
 
 

@@ -6,10 +6,10 @@ import pytest
 from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_draws import Parts, ScriptedDraws
+from scripted_rng import Parts, ScriptedRng
 
-from caffepy.data.transforms.draws import Draws
 from caffepy.data.transforms.im_transforms import apply_resize, random_resize, random_size, resizes_randomly
+from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import DataError
 from caffepy.proto.caffe_pb2 import ResizeParameter, TransformationParameter
 
@@ -25,7 +25,7 @@ def pixels(height, width, channels=3, seed=0):
 
 
 def sizes(text, height, width, least=(0, 0), count=400):
-    return [random_size(param(text), height, width, least, Draws(1, 2, n)) for n in range(count)]
+    return [random_size(param(text), height, width, least, SampleRng(1, 2, n)) for n in range(count)]
 
 
 # -- the random resize -----------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ PART = st.floats(0, 0.999)
 def test_sizes_against_a_plain_computation(chosen, up, parts, height, width, crop):
     settings = param(" ".join(sorted(chosen)) + f" allow_upscale: {str(up).lower()}")
     wanted = plain_size(settings, height, width, crop, parts)
-    assert random_size(settings, height, width, crop, ScriptedDraws(parts)) == wanted
+    assert random_size(settings, height, width, crop, ScriptedRng(parts)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_sizes_against_a_plain_computation(chosen, up, parts, height, width, cro
     ],
 )
 def test_the_middle_of_each_range(more, height, width, size):
-    assert random_size(param(more), height, width, (0, 0), ScriptedDraws([0.5] * 4)) == size
+    assert random_size(param(more), height, width, (0, 0), ScriptedRng([0.5] * 4)) == size
 
 
 def test_every_length_is_as_likely():
@@ -138,7 +138,7 @@ def test_a_square_becomes_wide_or_high_by_chance():
     either = [cv2.resize(square, size, interpolation=NEAREST) for size in ((12, 10), (10, 12))]
     text = "rand_resize_ratio_lower: 1.18 rand_resize_ratio_upper: 1.18 allow_upscale: true "
     text += "interpolation_algo_up: INTER_NEAREST"
-    found = [random_resize(square, param(text), (8, 8), Draws(1, 2, n)) for n in range(20)]
+    found = [random_resize(square, param(text), (8, 8), SampleRng(1, 2, n)) for n in range(20)]
     assert {tuple(np.array_equal(one, other) for other in either) for one in found} == {(True, False), (False, True)}
 
 
@@ -174,7 +174,7 @@ def test_interpolation_downwards_and_upwards(size, more, shape, downwards, down,
     cv2.setUseOptimized(False)  # without Intel's IPP
     try:
         wanted = cv2.resize(image, shape[::-1], interpolation=algorithm)
-        np.testing.assert_array_equal(random_resize(image, param(text), (0, 0), Draws(0, 0, 0)), wanted)
+        np.testing.assert_array_equal(random_resize(image, param(text), (0, 0), SampleRng(0, 0, 0)), wanted)
     finally:
         cv2.setUseOptimized(True)
 
@@ -184,24 +184,24 @@ def test_down_and_up_have_their_own_interpolation():
     text = (
         "img_rand_resize_lower: {0} img_rand_resize_upper: {0} allow_upscale: true interpolation_algo_up: INTER_NEAREST"
     )
-    up = random_resize(image, param(text.format(16)), (0, 0), Draws(0, 0, 0))
+    up = random_resize(image, param(text.format(16)), (0, 0), SampleRng(0, 0, 0))
     np.testing.assert_array_equal(up, image.repeat(2, 0).repeat(2, 1))
     text = text.replace("_up:", "_down:") + " interpolation_algo_up: INTER_LINEAR"
-    down = random_resize(image, param(text.format(4)), (0, 0), Draws(0, 0, 0))
+    down = random_resize(image, param(text.format(4)), (0, 0), SampleRng(0, 0, 0))
     np.testing.assert_array_equal(down, image[::2, ::2])
 
 
 def test_a_stretch_beyond_all_bounds_is_refused():
     text = "vertical_stretch_lower: 60000 vertical_stretch_upper: 60000 allow_upscale: true"
     with pytest.raises(DataError, match="is 8 x 8 and would be resized to 480000 x 8"):
-        random_resize(pixels(8, 8), param(text), (0, 0), Draws(0, 0, 0))
+        random_resize(pixels(8, 8), param(text), (0, 0), SampleRng(0, 0, 0))
 
 
 # -- resize_param ----------------------------------------------------------------------------------------
 
 
 def resized(image, text, sample=0):
-    return apply_resize(image, text_format.Parse(text, ResizeParameter()), Draws(3, 4, sample))
+    return apply_resize(image, text_format.Parse(text, ResizeParameter()), SampleRng(3, 4, sample))
 
 
 def test_warp_ignores_the_ratio_and_the_chance():

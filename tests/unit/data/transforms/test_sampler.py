@@ -3,10 +3,10 @@ import pytest
 from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_draws import Parts, ScriptedDraws
+from scripted_rng import Parts, ScriptedRng
 
 from caffepy.data.transforms.boxes import check_samplers, random_patches, sample_patch, satisfies
-from caffepy.data.transforms.draws import Draws
+from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import BatchSampler, SampleConstraint, Sampler
 
@@ -28,7 +28,7 @@ def plain_area(a):
 
 def test_patches_lie_within_the_image_and_have_the_scale_and_ratio():
     text = "min_scale: 0.3 max_scale: 0.9 min_aspect_ratio: 0.5 max_aspect_ratio: 2"
-    patches = random_patches(text_format.Parse(text, Sampler()), 4000, Draws(1, 2, 3))
+    patches = random_patches(text_format.Parse(text, Sampler()), 4000, SampleRng(1, 2, 3))
     width, height = patches[:, 2] - patches[:, 0], patches[:, 3] - patches[:, 1]
     assert patches.min() >= 0
     assert patches.max() <= 1 + 1e-6
@@ -67,7 +67,7 @@ SAMPLERS = [
 def test_patches_against_a_plain_computation(text, parts):
     param = text_format.Parse(text, Sampler())
     wanted = plain_patch(param, *parts)
-    np.testing.assert_allclose(random_patches(param, 1, ScriptedDraws(parts))[0], wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(random_patches(param, 1, ScriptedRng(parts))[0], wanted, rtol=1e-5, atol=1e-6)
 
 
 @given(st.lists(PART, min_size=97, max_size=97))
@@ -89,7 +89,7 @@ def test_what_samplers_find_against_a_plain_computation(parts):
             shares = [[plain_overlap(patch, box) / plain_area(box) for box in objects] for patch in patches]
             patches = [patch for patch, own in zip(patches, shares, strict=True) if max(own) >= 0.5][:2]
         wanted += patches
-    drawn = ScriptedDraws(parts)
+    drawn = ScriptedRng(parts)
     found = sample_patch(samplers, OBJECTS, drawn)
     np.testing.assert_allclose(found, wanted[int(chances.next() * len(wanted))], rtol=1e-4, atol=1e-5)
     assert not drawn.left
@@ -97,7 +97,7 @@ def test_what_samplers_find_against_a_plain_computation(parts):
 
 @pytest.mark.parametrize("kind", ["jaccard_overlap", "sample_coverage", "object_coverage"])
 def test_constraints(kind):
-    patches = random_patches(text_format.Parse("min_scale: 0.2 max_scale: 0.8", Sampler()), 300, Draws(1, 2, 3))
+    patches = random_patches(text_format.Parse("min_scale: 0.2 max_scale: 0.8", Sampler()), 300, SampleRng(1, 2, 3))
     for limits in ((0.2, None), (None, 0.1), (0.1, 0.6)):
         names = (f"min_{kind}", f"max_{kind}")
         given = {name: limit for name, limit in zip(names, limits, strict=True) if limit is not None}
@@ -143,7 +143,7 @@ def test_each_limit_parts_the_patches_at_its_value(field, value):
 def test_the_first_measure_that_is_limited_decides(first):
     """As in Caffe's loop over the objects, which never takes back what it found by the first measure."""
     kinds = ["jaccard_overlap", "sample_coverage", "object_coverage"][first:]
-    patches = random_patches(text_format.Parse("min_scale: 0.2 max_scale: 0.8", Sampler()), 300, Draws(1, 2, 3))
+    patches = random_patches(text_format.Parse("min_scale: 0.2 max_scale: 0.8", Sampler()), 300, SampleRng(1, 2, 3))
     alone = satisfies(patches, OBJECTS, SampleConstraint(**{f"min_{kinds[0]}": 0.2}))
     more = satisfies(
         patches, OBJECTS, SampleConstraint(**{f"min_{kind}": 0.2 + 0.6 * n for n, kind in enumerate(kinds)})
@@ -155,9 +155,9 @@ def test_the_first_measure_that_is_limited_decides(first):
 def test_without_objects_only_a_sampler_without_constraints_finds_patches():
     none = np.empty((0, 4), np.float32)
     text = "sampler { min_scale: 0.5 } "
-    assert sample_patch([sampler(text)], none, Draws(0, 0, 0)) is not None
+    assert sample_patch([sampler(text)], none, SampleRng(0, 0, 0)) is not None
     constrained = sampler(text + "sample_constraint { min_jaccard_overlap: 0 }")
-    assert sample_patch([constrained], none, Draws(0, 0, 0)) is None
+    assert sample_patch([constrained], none, SampleRng(0, 0, 0)) is None
 
 
 def test_samplers_give_as_many_patches_as_they_may():
@@ -168,18 +168,18 @@ def test_samplers_give_as_many_patches_as_they_may():
     small.max_sample = 3
     counts = {True: 0, False: 0}
     for sample in range(400):
-        patch = sample_patch([whole, small], OBJECTS, Draws(1, 1, sample))
+        patch = sample_patch([whole, small], OBJECTS, SampleRng(1, 1, sample))
         counts[bool((patch == [0, 0, 1, 1]).all())] += 1
     assert 60 < counts[True] < 140  # one of four
 
 
 def test_a_sampler_may_not_take_the_image():
-    assert sample_patch([sampler("use_original_image: false")], OBJECTS, Draws(0, 0, 0)) is None
+    assert sample_patch([sampler("use_original_image: false")], OBJECTS, SampleRng(0, 0, 0)) is None
 
 
 def test_a_hopeless_constraint_ends_after_its_trials():
     text = "sampler { min_scale: 0.1 max_scale: 0.2 } sample_constraint { min_jaccard_overlap: 0.99 } max_trials: 200"
-    assert sample_patch([sampler(text)], OBJECTS, Draws(0, 0, 0)) is None
+    assert sample_patch([sampler(text)], OBJECTS, SampleRng(0, 0, 0)) is None
 
 
 @pytest.mark.parametrize(

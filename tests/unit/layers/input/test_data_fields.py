@@ -150,7 +150,7 @@ def test_noise_changes_encoded_records_alone(folder, caplog):
     np.testing.assert_array_equal(run(text.format(folder, "png"), 1)[0][0], 255 - inputs)
     assert "noise_param" not in caplog.text
     np.testing.assert_array_equal(run(text.format(folder, "raw"), 1)[0][0], inputs)
-    assert "layer 'd' (Data): noise_param changes encoded records alone, as in Caffe" in caplog.text
+    assert "layer 'd' (Data): noise_param affects encoded records only" in caplog.text
 
 
 @pytest.mark.parametrize("transform", ["", "force_gray: true"])
@@ -262,7 +262,7 @@ def test_nvidias_mean_of_decoded_images_is_cut_at_its_centre(folder, tmp_path):
     found = run(f"{text} mean_file: '{path}' crop_size: 10 }}", 1, dialect=Dialect.NVIDIA, seed=1)[0][0]
     plain = run(f"{text} crop_size: 10 }}", 1, dialect=Dialect.NVIDIA, seed=1)[0][0]
     np.testing.assert_allclose(plain - found, np.broadcast_to(mean[:, 12:22, 17:27], found.shape), atol=1e-4)
-    with pytest.raises(DataError, match="but the mean in mean_file is 3 x 34 x 44; make the mean of this set"):
+    with pytest.raises(DataError, match="but the mean in mean_file is 3 x 34 x 44"):
         run(f"{text} mean_file: '{path}' crop_size: 10 }}", 1, dialect=Dialect.BVLC)
 
 

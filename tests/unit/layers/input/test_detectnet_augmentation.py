@@ -5,9 +5,9 @@ import pytest
 from google.protobuf import text_format
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from scripted_draws import Parts, ScriptedDraws
+from scripted_rng import Parts, ScriptedRng
 
-from caffepy.data.transforms.draws import Draws
+from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import DataError
 from caffepy.layers.input.detectnet_transformation import (
     Augmentation,
@@ -26,7 +26,7 @@ NEVER = "crop_prob: -1 scale_prob: -1 flip_prob: -1 rotation_prob: -1 hue_rotati
 def chosen(text, sample=0, output=SIZE):
     param = text_format.Parse(NEVER, DetectNetAugmentationParameter())
     param.MergeFrom(text_format.Parse(text, DetectNetAugmentationParameter()))
-    return choose(param, SIZE, output, Draws(1, 2, sample))
+    return choose(param, SIZE, output, SampleRng(1, 2, sample))
 
 
 BOX = np.array([[20, 30, 40, 20]], np.float32)
@@ -106,7 +106,7 @@ def test_choices_against_a_plain_computation(parts):
     for factor in (1 - 1e-5, 1 + 1e-5):  # what the last bits of a draw decide is rounded otherwise in float32
         other = plain_choice(param, SIZE, (70, 100), [part * factor for part in parts])
         assume((other[2], other[3], other[5]) == (flip, scale, crop))
-    found = choose(param, SIZE, (70, 100), ScriptedDraws(parts))
+    found = choose(param, SIZE, (70, 100), ScriptedRng(parts))
     np.testing.assert_allclose(
         [found.hue, found.saturation, found.rotation], [hue, saturation, rotation], rtol=1e-4, atol=1e-4
     )

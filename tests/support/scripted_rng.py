@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.transforms.draws import Draws
+from caffepy.data.transforms.sample_rng import SampleRng
 
 
-class ScriptedDraws(Draws):
+class ScriptedRng(SampleRng):
     """Gives these parts of the range that is asked for, one after the other; asking for more of them is an error.
 
     Args:

@@ -1,4 +1,4 @@
-"""Random numbers of one sample, in the order in which its transformations ask for them."""
+"""The random number generator of one sample's augmentation."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from numpy.typing import NDArray
 from caffepy.data.random import below, more_words
 
 _BLOCKS = 16
-"""Blocks of four words that are computed at once: the cost of a call is mostly its start."""
+"""Blocks of four words per call of `more_words`, whose cost is mostly overhead."""
 
 
-class Draws:
-    """A sequence of random numbers that depends on the seed, the layer's stream and the global sample alone.
+class SampleRng:
+    """A random number generator that depends only on the seed, the layer's stream and the global sample number.
 
-    It does not touch the words that decide mirroring and the place of the crop (`random.sample_words`).
+    Its words are disjoint from those of mirroring and cropping (`random.sample_words`).
 
     Args:
-        seed: of the solver, or `transform_param.random_seed`.
-        stream: of the layer.
-        sample: the sample's global number.
+        seed: the solver's seed, or `transform_param.random_seed`.
+        stream: the layer's random stream.
+        sample: the global sample number.
     """
 
     def __init__(self, seed: int, stream: int, sample: int) -> None:
@@ -28,7 +28,7 @@ class Draws:
         self._next_block = 1
 
     def words(self, count: int) -> NDArray[np.uint64]:
-        """The next `count` 32-bit words."""
+        """Return the next `count` 32-bit words."""
         if self._words.size < count:
             blocks = max(_BLOCKS, -(-(count - self._words.size) // 4))
             more = more_words(*self._key, self._next_block, blocks)
@@ -38,18 +38,18 @@ class Draws:
         return taken
 
     def below(self, limit: int) -> int:
-        """An integer in [0, limit)."""
+        """Return an integer in [0, limit)."""
         return int(self.words(1)[0]) * limit >> 32
 
     def integers(self, limit: int, count: int) -> NDArray[np.int64]:
-        """`count` integers in [0, limit)."""
+        """Return `count` integers in [0, limit)."""
         return below(self.words(count), limit)
 
     def uniform(self, low: float, high: float) -> float:
-        """A float32 between two bounds; the bound itself where both are the same."""
+        """Return a float32 between the bounds."""
         return float(self.uniforms(low, high, 1)[0])
 
     def uniforms(self, low: float, high: float | NDArray[np.float32], count: int) -> NDArray[np.float32]:
-        """`count` float32 between bounds; the upper ones may differ."""
-        parts = self.words(count).astype(np.float64) / 2.0**32
-        return (low + (np.asarray(high, np.float64) - low) * parts).astype(np.float32)
+        """Return `count` float32 between the bounds; `high` may be one bound per number."""
+        fractions = self.words(count).astype(np.float64) / 2.0**32
+        return (low + (np.asarray(high, np.float64) - low) * fractions).astype(np.float32)

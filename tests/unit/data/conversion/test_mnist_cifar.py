@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from caffepy.data.conversion.image_sets import Database
-from caffepy.data.conversion.known_sets import convert_cifar, convert_digits
 from caffepy.data.conversion.label_maps import create_label_map, read_label_map
+from caffepy.data.conversion.mnist_cifar import convert_cifar, convert_digits
 from caffepy.data.images.mean import read_mean
 from caffepy.errors import ConfigError, DataError
 from caffepy.proto.caffe_pb2 import Datum
@@ -74,7 +74,7 @@ def test_cifar_becomes_two_databases_and_a_mean():
     assert [key for key, _ in records(Path("out/cifar10_test_lmdb"))] == [b"00000"]
     mean = data[:6, 1:].mean(0).reshape(3, 32, 32).astype(np.float32)
     np.testing.assert_array_equal(read_mean(Path("out/mean.binaryproto")), mean)
-    with pytest.raises(DataError, match="'out/cifar10_train_lmdb' is there already"):
+    with pytest.raises(DataError, match="'out/cifar10_train_lmdb' already exists"):
         convert_cifar(Path("in"), Path("out"))
 
 
@@ -85,7 +85,7 @@ def test_files_that_are_not_cifars():
         convert_cifar(Path("in"), Path("out"))
     write_cifar(Path("in"))
     Path("in/test_batch.bin").write_bytes(bytes(3074))
-    with pytest.raises(DataError, match="'in/test_batch.bin' has 3074 bytes, no whole number of CIFAR-10's records"):
+    with pytest.raises(DataError, match="'in/test_batch.bin' has 3074 bytes, not a multiple of CIFAR-10's record size"):
         convert_cifar(Path("in"), Path("out"))
     assert not Path("out").exists()
 
@@ -113,9 +113,9 @@ def test_label_maps(text: str, delimiters: str, background: bool, items: list[tu
 @pytest.mark.parametrize(
     ("text", "delimiters", "error", "message"),
     [
-        ("cat 1\ndog\n", " ", DataError, "map.txt:2: has 1 fields, and the first line 2"),
+        ("cat 1\ndog\n", " ", DataError, "map.txt:2: has 1 fields, but the first line has 2"),
         ("a b c d\n", " ", DataError, "map.txt:1: has 4 fields"),
-        ("cat one\n", " ", DataError, "map.txt:1: 'one' is no label; the second field is a whole number"),
+        ("cat one\n", " ", DataError, "map.txt:1: 'one' is not a label"),
         ("cat\n", "", ConfigError, "--delimiter is empty"),
     ],
 )

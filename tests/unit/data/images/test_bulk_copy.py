@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.backend.input_ring import ImageSlot
-from caffepy.data.images import image_bytes
-from caffepy.data.images.image_bytes import copy_records
+from caffepy.data.images import bulk_copy
+from caffepy.data.images.bulk_copy import copy_records
 from caffepy.data.transform import Transformer
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, BlobProto, BlobShape, Datum, TransformationParameter
 
@@ -36,16 +36,16 @@ def index_of(records, large=False):
 def compiled():
     """The kernel copies, however few the records are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(image_bytes._copy_records, "should_compile", lambda items, compiling: True)
+        patch.setattr(bulk_copy._copy_records, "should_compile", lambda items, compiling: True)
         yield
 
 
 def test_few_records_are_left_to_the_loader(monkeypatch):
-    monkeypatch.setattr(image_bytes._copy_records, "should_compile", lambda items, compiling: items > compiling)
+    monkeypatch.setattr(bulk_copy._copy_records, "should_compile", lambda items, compiling: items > compiling)
     records = [datum(n) for n in range(4)]
-    monkeypatch.setattr(image_bytes, "_COMPILING", 4)
+    monkeypatch.setattr(bulk_copy, "_COMPILE_COST_IMAGES", 4)
     assert copy(records, (3, 4, 5))[0].tolist() == [1] * 4
-    monkeypatch.setattr(image_bytes, "_COMPILING", 3)
+    monkeypatch.setattr(bulk_copy, "_COMPILE_COST_IMAGES", 3)
     assert copy(records, (3, 4, 5))[0].tolist() == [0] * 4
 
 
@@ -80,13 +80,13 @@ def test_crops_and_mirrors_are_the_transformers(channels, sizes, crop, mirror, p
     text = f"crop_size: {crop} mirror: {str(mirror).lower()}"
     left, slots, transformer = copy(datums, shape, text, phase, 2, first, threads, large=large)
     assert not left.any()
-    choices = transformer.choose(5, 6, np.arange(first, first + 4))
+    crop_params = transformer.draw_crops(5, 6, np.arange(first, first + 4))
     for n, (one, size) in enumerate(zip(datums, sizes, strict=True)):
         labels, places, pixels = (part[n % 2] for part in slots[n // 2])
-        top, at = transformer.corner(*size, choices, n)
+        top, at = transformer.crop_offset(*size, crop_params, n)
         image = np.frombuffer(one.data, np.uint8).reshape(channels, *size)
         np.testing.assert_array_equal(pixels, image[:, top : top + shape[1], at : at + shape[2]])
-        assert places.tolist() == [choices.mirror[n], top, at]
+        assert places.tolist() == [crop_params.mirror[n], top, at]
         assert labels == n - 1
 
 

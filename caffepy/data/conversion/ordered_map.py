@@ -1,4 +1,4 @@
-"""Work shared by threads whose results come in the order of the items."""
+"""A parallel map that yields results in the order of the items."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _CHUNK = 4
-"""Items of one task: handing a task over costs as much Python as a small image's own calls."""
+"""Items per task: submitting a task costs as much Python time as a small image."""
 _TASKS_AHEAD = 3
-"""For each thread, finished ones included: what is decoded and waits to be written has to fit the memory."""
+"""Submitted tasks per thread, including finished ones; bounds the memory of decoded images."""
 
 
 def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
-    """``map(function, items)``, computed by threads some items ahead of the one who reads the results.
+    """Yield ``map(function, items)``; threads compute the results ahead of the consumer.
 
-    The first error that an item raises is raised in its turn. A reader that stops early, or is interrupted, waits only
-    for the items that are being worked on.
+    An item's exception is raised at its position. If the consumer stops early, it waits only for running tasks.
     """
     remaining = iter(items)
     chunks = iter(lambda: list(islice(remaining, _CHUNK)), [])

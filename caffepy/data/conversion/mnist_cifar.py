@@ -1,4 +1,4 @@
-"""MNIST's and CIFAR-10's files as databases (Caffe's `convert_mnist_data.cpp` and `convert_cifar_data.cpp`)."""
+"""Conversion of MNIST and CIFAR-10 to databases (Caffe's `convert_mnist_data.cpp`, `convert_cifar_data.cpp`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from caffepy.data.conversion.image_sets import Database
 from caffepy.data.conversion.mean import compute_mean, write_mean
 from caffepy.data.sources.lmdb_write import write_datums
 from caffepy.data.sources.mnist import digit_datums, parse_images, parse_labels, read_idx
-from caffepy.data.sources.record_write import check_free
+from caffepy.data.sources.record_write import check_overwrite
 from caffepy.errors import DataError
 from caffepy.files import read_regular
 from caffepy.proto import caffe_pb2
@@ -22,20 +22,20 @@ from caffepy.proto import caffe_pb2
 
 
 _MAX_CLASSES = 128
-"""Caffe's labels are C's char here."""
+"""Caffe's converter stores labels as C char."""
 
 
 def convert_digits(images_file: Path, labels_file: Path, target: Database) -> int:
-    """Make a database of an idx file of images and one of labels, packed by gzip or not.
+    """Create a database from an idx file of images and one of labels, gzipped or not.
 
     Returns:
         The number of records.
 
     Raises:
-        DataError: a file is no idx file, the two do not belong together, or there is something at the database's path.
-        RunError: the database cannot be written.
+        DataError: a file is not an idx file, the numbers of images and labels differ, or the database exists.
+        RunError: writing failed.
     """
-    check_free(target.path, target.force)
+    check_overwrite(target.path, target.force)
     images = parse_images(read_idx(images_file), str(images_file))
     labels = parse_labels(read_idx(labels_file), str(labels_file), _MAX_CLASSES)
     if len(images) != len(labels):
@@ -47,55 +47,55 @@ def convert_digits(images_file: Path, labels_file: Path, target: Database) -> in
 
 
 _SIDE = 32
-_RECORD = 1 + 3 * _SIDE * _SIDE
-"""A label and three planes."""
+_RECORD_BYTES = 1 + 3 * _SIDE * _SIDE
+"""Bytes of a record: a label and three planes."""
 _MAX_BYTES = 1 << 30
-_PARTS = {"train": [f"data_batch_{number}.bin" for number in range(1, 6)], "test": ["test_batch.bin"]}
+_SPLITS = {"train": [f"data_batch_{number}.bin" for number in range(1, 6)], "test": ["test_batch.bin"]}
 
 
 def convert_cifar(source: Path, target: Path, backend: str = "lmdb", force: bool = False) -> dict[Path, int]:
-    """Make ``cifar10_train_lmdb``, ``cifar10_test_lmdb`` and ``mean.binaryproto``, the mean of the former, in a folder.
+    """Create ``cifar10_train_lmdb``, ``cifar10_test_lmdb`` and the training set's ``mean.binaryproto`` in a folder.
 
     Args:
-        source: the folder of the binary version's files.
-        target: where to put the databases.
-        backend: lmdb or leveldb, which is also the end of their names.
-        force: replace what is there.
+        source: folder of CIFAR-10's binary version.
+        target: folder of the databases.
+        backend: lmdb or leveldb; also the suffix of the databases' names.
+        force: replace existing databases.
 
     Returns:
-        The records of each database.
+        The number of records of each database.
 
     Raises:
-        DataError: a file is missing or is none of CIFAR-10's, or there is something at a database's path.
+        DataError: a file is missing or not from CIFAR-10, or a database exists.
         RunError: writing failed.
     """
-    paths = {part: target / f"cifar10_{part}_{backend}" for part in _PARTS}
+    paths = {split: target / f"cifar10_{split}_{backend}" for split in _SPLITS}
     for path in paths.values():
-        check_free(path, force)
-    images = {part: [_read(source / name) for name in names] for part, names in _PARTS.items()}
-    counts = {path: write_datums(path, _datums(images[part]), force, backend) for part, path in paths.items()}
+        check_overwrite(path, force)
+    images = {split: [_read(source / name) for name in names] for split, names in _SPLITS.items()}
+    counts = {path: write_datums(path, _datums(images[split]), force, backend) for split, path in paths.items()}
     write_mean(target / "mean.binaryproto", compute_mean(paths["train"], backend))
     return counts
 
 
 def _read(path: Path) -> NDArray[np.uint8]:
-    """The records of a file: (N, 1 + 3072)."""
+    """Read the records of a file: (N, 1 + 3072)."""
     try:
         content = read_regular(path, _MAX_BYTES)
     except OSError as error:
         raise DataError(
-            f"'{os.fspath(path)}' cannot be read: {error.strerror}; give the folder of CIFAR-10's binary version"
+            f"'{os.fspath(path)}' cannot be read: {error.strerror}; pass the folder of CIFAR-10's binary version"
         ) from error
-    if not content or len(content) % _RECORD:
+    if not content or len(content) % _RECORD_BYTES:
         raise DataError(
-            f"'{os.fspath(path)}' has {len(content)} bytes, no whole number of CIFAR-10's records of {_RECORD}; get it "
-            "again"
+            f"'{os.fspath(path)}' has {len(content)} bytes, not a multiple of CIFAR-10's record size {_RECORD_BYTES}; "
+            "download it again"
         )
-    return np.frombuffer(content, np.uint8).reshape(-1, _RECORD)
+    return np.frombuffer(content, np.uint8).reshape(-1, _RECORD_BYTES)
 
 
 def _datums(files: list[NDArray[np.uint8]]) -> Iterator[tuple[bytes, caffe_pb2.Datum]]:
-    """Keys and records as Caffe writes them: the keys have five digits."""
+    """Yield keys and Datums as Caffe writes them, with keys of five digits."""
     number = 0
     for records in files:
         for record in records:
