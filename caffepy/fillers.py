@@ -1,7 +1,7 @@
 """Fillers: initial values of parameters (Caffe's `filler.hpp`).
 
-Random numbers come from Philox on the host, keyed by the solver's seed and the parameter, so they are the same on every
-device and rank.
+Random numbers come from a host Philox keyed by the solver's seed and the parameter, so they are equal on every device
+and rank.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ Draw: TypeAlias = "Callable[[np.random.Generator], Values]"
 Filler: TypeAlias = "Callable[[caffe_pb2.FillerParameter, tuple[int, ...], str], Draw]"
 
 FILLERS: Registry[Filler] = Registry("filler")
-"""Each checks its settings and returns a function that draws the values from a generator."""
+"""Fillers by type. Each checks its settings and returns a function that draws values from a generator."""
 
-_WORD = 2**64 - 1
+_WORD_MASK = 2**64 - 1
 
 
 def fill(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], stream: RandomStream, where: str) -> Values:
-    """The initial values of a parameter, float32 in logical order; arguments and errors are those of `filling`."""
+    """Return a parameter's initial values, float32 in logical order; arguments and errors as `filling`."""
     return filling(filler, shape, stream, where)()
 
 
 def filling(
     filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], stream: RandomStream, where: str
 ) -> Callable[[], Values]:
-    """Return a function that draws the initial values of a parameter; any thread may call it.
+    """Return a thread-safe function that draws a parameter's initial values.
 
     Args:
-        filler: type and settings.
-        shape: of the parameter; axis 0 counts outputs.
+        filler: the filler's type and settings.
+        shape: the parameter's shape; axis 0 counts outputs.
         stream: key of the random numbers.
-        where: the layer, for messages.
+        where: layer name for messages.
 
     Raises:
-        ConfigError: there is no such filler, or it cannot fill that shape.
+        ConfigError: the filler is unknown or cannot fill that shape.
     """
     function = FILLERS.get(filler.type, where)
     where = f"{where}: filler '{filler.type}'"
     if filler.sparse != -1 and filler.type != "gaussian":
-        raise ConfigError(f"{where} does not know sparse; only gaussian does")
+        raise ConfigError(f"{where} does not support sparse; only gaussian does")
     if math.prod(shape) == 0:
         return lambda: np.zeros(shape, np.float32)
     draw = function(filler, shape, where)
-    key = np.array([stream.seed & _WORD, stream.stream & _WORD], np.uint64)
+    key = np.array([stream.seed & _WORD_MASK, stream.stream & _WORD_MASK], np.uint64)
     return lambda: draw(np.random.Generator(np.random.Philox(key=key)))
 
 
 @FILLERS.register("constant")
 def constant(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], where: str) -> Draw:
-    """Every element is `value`."""
+    """Fill with `value`."""
     value = filler.value
     return lambda _: np.full(shape, value, np.float32)
 
@@ -77,7 +77,7 @@ def uniform(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], where: st
 
 @FILLERS.register("gaussian")
 def gaussian(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], where: str) -> Draw:
-    """Normal with `mean` and `std`; with `sparse`, each element is kept with probability sparse / outputs, else 0."""
+    """Normal with `mean` and `std`; with `sparse`, each element is nonzero with probability sparse / outputs."""
     if filler.std < 0:
         raise ConfigError(f"{where} has a negative std, {filler.std:g}")
     dense = partial(_gaussian, shape, filler.mean, filler.std)
@@ -85,19 +85,19 @@ def gaussian(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], where: s
         return dense
     outputs, sparse = shape[0] if shape else 1, filler.sparse
     if not 0 <= sparse <= outputs:
-        raise ConfigError(f"{where} has sparse {sparse}, but must be from 0 to the {outputs} outputs")
+        raise ConfigError(f"{where} has sparse {sparse}; it must be from 0 to the {outputs} outputs")
 
     def draw(generator: np.random.Generator) -> Values:
         values = dense(generator)
-        kept = generator.random(shape, dtype=np.float32) < sparse / outputs
-        return np.where(kept, values, np.float32(0))
+        mask = generator.random(shape, dtype=np.float32) < sparse / outputs
+        return np.where(mask, values, np.float32(0))
 
     return draw
 
 
 @FILLERS.register("positive_unitball")
 def positive_unitball(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], where: str) -> Draw:
-    """Uniform in [0, 1), then divided so that the elements of each output add up to 1."""
+    """Uniform in [0, 1), normalised so that the elements of each output sum to 1."""
 
     def draw(generator: np.random.Generator) -> Values:
         values = _uniform(shape, 0, 1, generator)
@@ -110,20 +110,20 @@ def positive_unitball(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...],
 
 @FILLERS.register("xavier")
 def xavier(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], where: str) -> Draw:
-    """Uniform in [-a, a), a = sqrt(3 / n), n chosen by `variance_norm` (Glorot and Bengio 2010)."""
+    """Uniform in [-a, a), a = sqrt(3 / n), n by `variance_norm` (Glorot and Bengio 2010)."""
     bound = math.sqrt(3 / _fan(filler, shape))
     return partial(_uniform, shape, -bound, bound)
 
 
 @FILLERS.register("msra")
 def msra(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], where: str) -> Draw:
-    """Normal with mean 0 and std sqrt(2 / n), n chosen by `variance_norm` (He, Zhang, Ren and Sun 2015)."""
+    """Normal with mean 0 and std sqrt(2 / n), n by `variance_norm` (He, Zhang, Ren and Sun 2015)."""
     return partial(_gaussian, shape, 0, math.sqrt(2 / _fan(filler, shape)))
 
 
 @FILLERS.register("bilinear")
 def bilinear(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], where: str) -> Draw:
-    """Interpolation weights for upsampling by a Deconvolution layer, the same for every channel.
+    """Bilinear interpolation weights for upsampling by a Deconvolution layer, equal for all channels.
 
     Shape (outputs, inputs, K, K); along each axis 1 - |i / f - c| with f = ceil(K / 2) and c = (K - 1) / (2 f).
     """
@@ -136,7 +136,7 @@ def bilinear(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], where: s
 
 
 def _fan(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...]) -> float:
-    """n of xavier and msra: count / shape[0] inputs, count / shape[1] outputs (all of a vector), or their mean."""
+    """Return n of xavier and msra: count / shape[0] inputs, count / shape[1] outputs (all of a vector), or mean."""
     count = math.prod(shape)
     inputs = count / (shape[0] if shape else 1)
     outputs = count / (shape[1] if len(shape) > 1 else 1)

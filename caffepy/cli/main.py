@@ -182,9 +182,9 @@ def _dialect(name: str | None) -> AbstractContextManager[None]:
     """The dialect that --dialect names, if it is given, in effect within a block."""
     if name is None:
         return nullcontext()
-    from caffepy.config.dialect import overriding
+    from caffepy.config.dialect import override_dialect
 
-    return overriding(name)
+    return override_dialect(name)
 
 
 def build_parser(arguments: Sequence[str] = ()) -> Parser:

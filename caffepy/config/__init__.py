@@ -1,4 +1,1 @@
-"""Reading what users wrote: prototxt files of every age, upgraded and checked.
-
-data and every part above import it.
-"""
+"""Configuration: reads, upgrades and checks prototxt files of every Caffe version; data and higher layers import it."""

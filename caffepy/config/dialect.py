@@ -1,7 +1,7 @@
-"""Which of the two Caffes' numbers a net gets where they differ: BVLC's or NVIDIA's.
+"""Dialect: whether a net computes as BVLC Caffe or as NVIDIA Caffe where the two differ.
 
-The net decides: NVIDIA's where the net or its solver uses a field that NVIDIA Caffe alone has, BVLC's otherwise.
-`caffepy --dialect` overrides it, for scripts the variable CAFFEPY_DIALECT. What differs: docs/reference/differences.md.
+A field that only NVIDIA Caffe has, in the net or its solver, selects NVIDIA's dialect; otherwise it is BVLC's.
+`caffepy --dialect` or, for scripts, the variable CAFFEPY_DIALECT overrides it. See docs/reference/differences.md.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 VARIABLE = "CAFFEPY_DIALECT"
 
 LEAST_EPSILON = 1e-5
-"""BatchNorm's eps is at least this in NVIDIA's dialect, as cuDNN demands (`batch_norm_layer.cpp` of NVIDIA Caffe)."""
+"""Minimum eps of BatchNorm in NVIDIA's dialect, as cuDNN requires (`batch_norm_layer.cpp` of NVIDIA Caffe)."""
 
 
 class Dialect(Enum):
-    """The Caffe whose numbers are computed where the two differ; the values are what --dialect takes."""
+    """The Caffe to follow where the two differ; the values are those of --dialect."""
 
     BVLC = "bvlc"
     NVIDIA = "nvidia"
@@ -57,14 +57,14 @@ NVIDIA_FIELDS: dict[str, frozenset[str]] = {
         "use_gpu_transform vertical_stretch_lower vertical_stretch_upper",
     }.items()
 }
-"""By message the fields that neither BVLC Caffe nor its SSD branch has (NVIDIA Caffe took over the latter's)."""
+"""Fields, by message, that neither BVLC Caffe nor its SSD branch has (NVIDIA Caffe adopted the SSD fields)."""
 
 
-def named_dialect(name: str) -> Dialect:
-    """The dialect that CAFFEPY_DIALECT names.
+def parse_dialect(name: str) -> Dialect:
+    """Return the dialect of a CAFFEPY_DIALECT value.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the name is unknown.
     """
     try:
         return Dialect(name.strip().lower())
@@ -73,42 +73,42 @@ def named_dialect(name: str) -> Dialect:
 
 
 @contextmanager
-def overriding(name: str) -> Iterator[None]:
-    """Let `choose_dialect` give the dialect of that name within the block, in all threads."""
-    before = os.environ.get(VARIABLE)
+def override_dialect(name: str) -> Iterator[None]:
+    """Set the dialect that `choose_dialect` returns within the block, in all threads."""
+    previous = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = name
     try:
         yield
     finally:
-        if before is None:
+        if previous is None:
             del os.environ[VARIABLE]
         else:
-            os.environ[VARIABLE] = before
+            os.environ[VARIABLE] = previous
 
 
-def choose_dialect(messages: Iterable[Message], say: Callable[..., None] = log.info) -> Dialect:
-    """The dialect that CAFFEPY_DIALECT names, else that of the nets and solvers in `messages`.
+def choose_dialect(messages: Iterable[Message], log_line: Callable[..., None] = log.info) -> Dialect:
+    """Return CAFFEPY_DIALECT's dialect if set, else the dialect of the nets and solvers.
 
     Args:
-        messages: nets and solvers; the first field of theirs that only NVIDIA Caffe has decides.
-        say: takes the line that says which it is and why, as `logging.info` does.
+        messages: nets and solvers; the first field that only NVIDIA Caffe has decides.
+        log_line: logs the choice and its reason; called as `logging.info`.
 
     Raises:
-        ConfigError: the variable names no dialect.
+        ConfigError: the variable has an unknown name.
     """
     if name := os.environ.get(VARIABLE):
-        dialect = named_dialect(name)
-        say("Dialect: %s, as --dialect or %s says", dialect.value, VARIABLE)
+        dialect = parse_dialect(name)
+        log_line("Dialect: %s, set by --dialect or %s", dialect.value, VARIABLE)
         return dialect
     for message in messages:
         if field := nvidia_field(message):
-            say("Dialect: nvidia, because of %s, which only NVIDIA Caffe has (--dialect bvlc overrides)", field)
+            log_line("Dialect: nvidia, because of %s, which only NVIDIA Caffe has (--dialect bvlc overrides)", field)
             return Dialect.NVIDIA
     return Dialect.BVLC
 
 
 def nvidia_field(message: Message) -> str:
-    """The first field of a message or of those within it that only NVIDIA Caffe has, as Message.field; else ''."""
+    """Return the first field in a message that only NVIDIA Caffe has, as Message.field, or ''."""
     for owner, field, _, _ in walk_fields(message):
         name = owner.DESCRIPTOR.name
         if field.name in NVIDIA_FIELDS.get(name, frozenset()):

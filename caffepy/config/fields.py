@@ -1,6 +1,6 @@
-"""Fields of the schema that are refused, and fields that have no meaning in caffepy, each with the reason.
+"""Refused fields of the schema, and fields without meaning in caffepy, each with the reason.
 
-Every other field of `proto/caffe.proto` acts; `tests/unit/config/field_proofs.txt` names the test of each.
+All other fields of `proto/caffe.proto` have an effect; `tests/unit/config/field_proofs.txt` names each one's test.
 `docs/reference/fields.md` lists all fields.
 """
 
@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from caffepy.config.messages import walk_fields
 from caffepy.errors import ConfigError
 
-# A sentence or reason, and the fields, as Message.field, that it is about.
+# Reason -> fields, as Message.field.
 _REFUSED = {
     "TRT is a layer of NVIDIA Caffe that caffepy does not have": (
         "LayerParameter.trt_param TRTParameter.trt_mode TRTParameter.top_k TRTParameter.deploy TRTParameter.model "
@@ -100,29 +100,29 @@ _NO_MEANING = {
     ),
 }
 
-REFUSED = {field: sentence for sentence, fields in _REFUSED.items() for field in fields.split()}
-"""Fields that end with an error when they are given, with the sentence of the error."""
+REFUSED = {field: reason for reason, fields in _REFUSED.items() for field in fields.split()}
+"""Fields that raise an error when set, with the reason."""
 NO_MEANING = {field: reason for reason, fields in _NO_MEANING.items() for field in fields.split()}
-"""Fields that are accepted and change no result, with the reason."""
+"""Fields that are accepted and do not change results, with the reason."""
 
 
-def path_of(message: Any) -> str:
-    """The name of a message's descriptor within the schema: ``ConvolutionParameter``, or ``Outer.Inner``."""
+def schema_name(message: Any) -> str:
+    """Return a message's name within the schema: ``ConvolutionParameter``, or ``Outer.Inner``."""
     return str(message.full_name).partition(".")[2]
 
 
 def refuse_fields(param: Message, where: str) -> None:
-    """Raise an error for a refused field whose value is not its default.
+    """Refuse fields of `REFUSED` whose value is not their default.
 
     Args:
-        param: a net, layer or solver.
-        where: begins the message.
+        param: net, layer or solver.
+        where: prefix of the error message.
 
     Raises:
-        ConfigError: a field of `param` or within it is refused; the message has the field and the reason.
+        ConfigError: `param` contains a refused field; the message has field and reason.
     """
     for owner, field, value, _ in walk_fields(param):
-        message = path_of(owner.DESCRIPTOR)
-        sentence = REFUSED.get(f"{message}.{field.name}")
-        if sentence is not None and (field.message_type is not None or value != field.default_value):
-            raise ConfigError(f"{where}: {field.name} of {message} is refused: {sentence}")
+        message = schema_name(owner.DESCRIPTOR)
+        reason = REFUSED.get(f"{message}.{field.name}")
+        if reason is not None and (field.message_type is not None or value != field.default_value):
+            raise ConfigError(f"{where}: {field.name} of {message} is refused: {reason}")

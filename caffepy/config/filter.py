@@ -1,4 +1,4 @@
-"""Which layers of a net are in: phase, level and stage rules."""
+"""Filtering of a net's layers by phase, level and stage rules."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, NetState, NetS
 
 
 def net_state(phase: int, *overrides: NetState) -> NetState:
-    """The state under which a net is built: `phase`, then each of `overrides` merged in.
+    """Return the state for building a net: `phase`, then each of `overrides` merged in.
 
-    A solver passes the net's own ``state`` and then its ``train_state`` or ``test_state``, so that the
-    latter has the last word. Stages add up.
+    A solver passes the net's ``state`` and then its ``train_state`` or ``test_state``, so the latter wins. Stages
+    accumulate.
     """
     state = NetState(phase=Phase.Name(phase))
     for override in overrides:
@@ -19,10 +19,10 @@ def net_state(phase: int, *overrides: NetState) -> NetState:
 
 
 def filter_net(param: NetParameter, state: NetState) -> NetParameter:
-    """A copy of `param` with the layers that `state` includes, each with its ``phase`` set.
+    """Return a copy of `param` with the layers that `state` includes, each with its ``phase`` set.
 
-    Follows ``Net::FilterNet`` and ``Net::StateMeetsRule`` of Caffe: a layer without ``include`` rules is
-    in unless one of its ``exclude`` rules holds; with ``include`` rules it is in when one of them holds.
+    As Caffe's ``Net::FilterNet`` and ``Net::StateMeetsRule``: a layer without ``include`` rules is included unless one
+    of its ``exclude`` rules holds; with ``include`` rules it is included if one of them holds.
 
     Raises:
         ConfigError: a layer has both ``include`` and ``exclude`` rules.
@@ -43,10 +43,10 @@ def filter_net(param: NetParameter, state: NetState) -> NetParameter:
 
 
 def is_included(layer: LayerParameter | V1LayerParameter, state: NetState) -> bool:
-    """Whether the rules of `layer` let it into a net in `state`.
+    """Return whether a net in `state` includes `layer`.
 
     Raises:
-        ConfigError: it has both kinds of rules.
+        ConfigError: the layer has both ``include`` and ``exclude`` rules.
     """
     if layer.include and layer.exclude:
         raise ConfigError(f"layer '{layer.name}' has both include and exclude rules; keep one kind")
@@ -56,7 +56,7 @@ def is_included(layer: LayerParameter | V1LayerParameter, state: NetState) -> bo
 
 
 def meets_rule(state: NetState, rule: NetStateRule) -> bool:
-    """Whether everything that `rule` asks for holds in `state`; an empty rule always holds."""
+    """Return whether all conditions of `rule` hold in `state`; an empty rule always holds."""
     if rule.HasField("phase") and rule.phase != state.phase:
         return False
     if rule.HasField("min_level") and state.level < rule.min_level:

@@ -1,4 +1,4 @@
-"""Reading nets and solvers from prototxt files."""
+"""Reads nets and solvers from prototxt files."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
 
 MAX_TEXT_BYTES = 2**24
-"""Longest prototxt; the largest nets have a few hundred kB."""
+"""Size limit of a prototxt; the largest nets have a few hundred kB."""
 
-_MAX_REMEMBERED = 2**20
-"""Longest prototxt whose message is remembered."""
+_MAX_CACHED_BYTES = 2**20
+"""Size limit of a prototxt whose parsed message is cached."""
 
 
 def read_net(path: Path | str) -> NetParameter:
-    """The net that a prototxt describes, upgraded to the current format.
+    """Read a net from a prototxt and upgrade it to the current format.
 
     Raises:
-        ConfigError: the file is absent, not a net's prototxt, or cannot be upgraded.
+        ConfigError: the file is absent, not a net, or cannot be upgraded.
     """
     param = read_prototxt(path, "net", NetParameter())
     upgrade_net(param, str(path))
@@ -38,13 +38,13 @@ def read_net(path: Path | str) -> NetParameter:
 
 
 def read_solver(path: Path | str) -> SolverParameter:
-    """The solver that a prototxt describes, upgraded, with ``snapshot_prefix`` filled in as Caffe does.
+    """Read a solver from a prototxt, upgrade it, and complete ``snapshot_prefix`` as Caffe does.
 
-    Without a prefix snapshots go beside the solver's prototxt, under its name; a prefix that is a folder
-    gets that name appended.
+    Without a prefix, snapshots are named after the solver's prototxt, in its folder. If the prefix is a folder, the
+    prototxt's name is appended.
 
     Raises:
-        ConfigError: the file is absent, not a solver's prototxt, or cannot be upgraded.
+        ConfigError: the file is absent, not a solver, or cannot be upgraded.
     """
     param = read_prototxt(path, "solver", SolverParameter())
     upgrade_solver(param, str(path))
@@ -53,40 +53,45 @@ def read_solver(path: Path | str) -> SolverParameter:
 
 
 def read_prototxt(path: Path | str, kind: str, message: M) -> M:
-    """Merges the text in a file, which is a `kind`, into `message` and returns it as it was written.
+    """Merge the text of a prototxt into `message` without upgrading, and return it.
+
+    Args:
+        path: the file.
+        kind: "net" or "solver", for messages.
+        message: the message to fill.
 
     Raises:
-        ConfigError: the file is absent or no prototxt of such a message.
+        ConfigError: the file is absent or not a prototxt of this message type.
     """
-    advice = f"no {kind}'s prototxt is that long; give the text definition"
+    advice = f"a {kind}'s prototxt is shorter; give the text definition"
     text = decode_text(read_input(path, kind, ConfigError, MAX_TEXT_BYTES, advice), str(path))
-    if len(text) > _MAX_REMEMBERED:
+    if len(text) > _MAX_CACHED_BYTES:
         return parse_text(text, message, str(path))
-    new: Any = type(message)
-    message.MergeFrom(_parsed(text, new, str(path)))
+    message_type: Any = type(message)
+    message.MergeFrom(_parse_cached(text, message_type, str(path)))
     return message
 
 
 @lru_cache(maxsize=8)
-def _parsed(text: str, new: Any, origin: str) -> Any:
-    """`parse_text` into a new message, which must not be changed: a training reads its net for each device and purpose.
+def _parse_cached(text: str, message_type: Any, origin: str) -> Any:
+    """Parse text into a new message, which callers must not modify.
 
-    Python's reader of protobuf text takes 40 ms for ResNet-50.
+    A run reads the same net several times, and protobuf's Python parser takes 40 ms for ResNet-50.
     """
-    return parse_text(text, new(), origin)
+    return parse_text(text, message_type(), origin)
 
 
 def _complete_snapshot_prefix(param: SolverParameter, path: Path) -> None:
     if not param.HasField("snapshot_prefix"):
-        param.snapshot_prefix = _as_text(str(path.with_suffix("")), path)
+        param.snapshot_prefix = _check_utf8(str(path.with_suffix("")), path)
         log.info("snapshot_prefix is not given; snapshots will be named %s_iter_N", param.snapshot_prefix)
     elif is_folder(param.snapshot_prefix):
-        param.snapshot_prefix = _as_text(str(Path(param.snapshot_prefix) / path.stem), path)
+        param.snapshot_prefix = _check_utf8(str(Path(param.snapshot_prefix) / path.stem), path)
         log.info("snapshot_prefix is a folder; snapshots will be named %s_iter_N", param.snapshot_prefix)
 
 
-def _as_text(prefix: str, path: Path) -> str:
-    """A prefix made of the solver's path, which may hold bytes that no text can."""
+def _check_utf8(prefix: str, path: Path) -> str:
+    """Check that a prefix made from the solver's path is valid UTF-8."""
     try:
         prefix.encode()
     except UnicodeEncodeError:

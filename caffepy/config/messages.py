@@ -1,4 +1,4 @@
-"""protobuf messages: walking their fields, reading and writing fields on the wire, telling binary files apart."""
+"""Protobuf helpers: walk a message's fields, read and write the wire format, recognise binary files."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from google.protobuf.message import DecodeError, Message
 from caffepy.proto.caffe_pb2 import BlobProto, NetParameter, SolverState
 
 Part = bytes | memoryview
-"""Bytes of a file; those of an array are not copied."""
+"""Bytes of a file; a memoryview for arrays, which are not copied."""
 VARINT, EIGHT_BYTES, DELIMITED, FOUR_BYTES = 0, 1, 2, 5
-"""Wire types; the two of groups are in no file of Caffe's."""
+"""Wire types; Caffe's files have no groups."""
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 LFS_MAGIC = b"version https://git-lfs"
 _GZIP_MAGIC, _ZIP_MAGIC = b"\x1f\x8b", b"PK\x03\x04"
 _FIXED = {EIGHT_BYTES: 8, FOUR_BYTES: 4}
 
 
-class Indexed(Protocol):
-    """Bytes that are read one by one: a memoryview, or a file that is not in memory."""
+class IndexableBytes(Protocol):
+    """Bytes read by index: a memoryview, or a file that is not in memory."""
 
     def __getitem__(self, at: int, /) -> int: ...
 
 
 class WireError(Exception):
-    """These bytes are no fields, or groups, which neither Caffe writes."""
+    """The bytes are not valid fields, or are groups, which neither Caffe writes."""
 
 
 class WireField(NamedTuple):
     """A field of a serialised message.
 
     Args:
-        number: the schema's.
-        kind: the wire type.
-        start: where it begins.
-        begin: where its content begins.
-        end: where that ends.
+        number: field number in the schema.
+        kind: wire type.
+        start: offset of the field.
+        begin: offset of its content.
+        end: end of its content.
     """
 
     number: int
@@ -47,14 +47,14 @@ class WireField(NamedTuple):
     end: int
 
 
-class Found(NamedTuple):
-    """A field that has a value.
+class FieldValue(NamedTuple):
+    """A field that is set.
 
     Args:
-        message: whose field it is.
-        field: its descriptor.
-        value: one value, or the container of a repeated field's.
-        path: from the message that is walked: ``layer.convolution_param.pad``.
+        message: the message that has the field.
+        field: the field's descriptor.
+        value: the value, or the container of a repeated field.
+        path: path from the walked message: ``layer.convolution_param.pad``.
     """
 
     message: Message
@@ -63,18 +63,18 @@ class Found(NamedTuple):
     path: str
 
 
-def walk_fields(message: Message, prefix: str = "") -> Iterator[Found]:
-    """The fields of a message and of those within it, outer ones first; blobs are not entered, for they may be huge."""
+def walk_fields(message: Message, prefix: str = "") -> Iterator[FieldValue]:
+    """Yield the set fields of a message and its submessages, outer fields first. Blobs are not entered."""
     for field, value in message.ListFields():
         path = prefix + field.name
-        yield Found(message, field, value, path)
+        yield FieldValue(message, field, value, path)
         if field.message_type is not None and field.message_type.name != "BlobProto":
             for part in [value] if isinstance(value, Message) else value:
                 yield from walk_fields(part, f"{path}.")
 
 
-def field_head(tag: bytes, length: int) -> bytes:
-    """What precedes `length` bytes in protobuf's wire format."""
+def field_header(tag: bytes, length: int) -> bytes:
+    """Return a tag followed by `length` as a varint."""
     result = bytearray(tag)
     while length > 127:
         result.append(length & 127 | 128)
@@ -83,16 +83,16 @@ def field_head(tag: bytes, length: int) -> bytes:
     return bytes(result)
 
 
-def delimited(number: int, content: Sequence[Part]) -> list[Part]:
-    """A length-delimited field, its content in parts."""
-    return [field_head(field_head(b"", number << 3 | DELIMITED), sum(map(len, content))), *content]
+def encode_delimited(number: int, content: Sequence[Part]) -> list[Part]:
+    """Return the parts of a length-delimited field."""
+    return [field_header(field_header(b"", number << 3 | DELIMITED), sum(map(len, content))), *content]
 
 
-def wire_fields(view: Indexed, begin: int, end: int) -> Iterator[WireField]:
-    """The fields of the message that lies in these bytes.
+def wire_fields(view: IndexableBytes, begin: int, end: int) -> Iterator[WireField]:
+    """Yield the fields of the message in view[begin:end].
 
     Raises:
-        WireError: the bytes are no fields.
+        WireError: the bytes are not valid fields.
     """
     at = begin
     while at < end:
@@ -113,8 +113,8 @@ def wire_fields(view: Indexed, begin: int, end: int) -> Iterator[WireField]:
         yield WireField(tag >> 3, kind, start, content, at)
 
 
-def _varint(view: Indexed, at: int, end: int) -> tuple[int, int]:
-    """A number, and where it ends."""
+def _varint(view: IndexableBytes, at: int, end: int) -> tuple[int, int]:
+    """Return a varint and its end."""
     number = 0
     for shift in range(0, 64, 7):
         if at >= end:
@@ -127,7 +127,7 @@ def _varint(view: Indexed, at: int, end: int) -> tuple[int, int]:
 
 
 def describe_content(data: bytes) -> str:
-    """What the content of a binary file that was refused looks like instead, and what to do about it."""
+    """Describe the actual content of a rejected binary file and suggest a remedy."""
     if not data:
         return "it is empty; an interrupted copy or a full disk leaves such files, take an older one"
     if data.startswith(HDF5_MAGIC):
@@ -159,6 +159,6 @@ def _parses(data: bytes, message: Message, field: str) -> bool:
 
 
 def is_text(head: bytes) -> bool:
-    """Whether the beginning of a file is of printable ASCII characters."""
+    """Return whether the beginning of a file is printable ASCII."""
     printable = sum(byte >= 32 or byte in b"\t\n\r" for byte in head)
     return bool(head) and b"\0" not in head and printable == len(head)

@@ -1,4 +1,4 @@
-"""Where the relative paths in a prototxt lead."""
+"""Resolution of the relative paths in a prototxt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 def is_folder(path: Path | str) -> bool:
-    """Whether there is such a folder; False for what cannot be a path at all: with NUL, too long."""
+    """Return whether a folder exists; False for invalid paths (NUL, too long)."""
     try:
         return os.path.isdir(path)
     except (OSError, ValueError):
@@ -25,13 +25,13 @@ def _exists(path: Path) -> bool:
 
 
 class PathResolver:
-    """Finds files that a prototxt names.
+    """Resolves the paths in a prototxt.
 
-    A relative path counts from the working directory, as in Caffe; where nothing is there, from
-    the prototxt's own folder, and the log then says so.
+    A relative path is resolved from the working directory, as in Caffe. If nothing exists there, it is resolved from
+    the prototxt's folder, and the log reports it.
 
     Args:
-        prototxt: the file that holds the paths; ``None`` when there is none.
+        prototxt: the file that contains the paths, or None.
     """
 
     def __init__(self, prototxt: Path | None) -> None:
@@ -39,22 +39,22 @@ class PathResolver:
         self.folder = Path(prototxt).parent if prototxt is not None else None
         self._reported: set[str] = set()
 
-    def __call__(self, written: str) -> Path:
-        """The file or folder that `written` names; a path that does not exist is returned as Caffe would use it."""
-        path = Path(os.path.expanduser(written))
+    def __call__(self, name: str) -> Path:
+        """Return the existing file or folder for a path, else the path from the working directory."""
+        path = Path(os.path.expanduser(name))
         if self.folder is None or path.is_absolute() or _exists(path):
             return path
         beside = self.folder / path
         if not _exists(beside):
             return path
-        self._report(written, beside)
+        self._log_once(name, beside)
         return beside
 
-    def output(self, written: str) -> Path:
-        """Where to write what `written` names: always from the working directory, as in Caffe."""
-        return Path(os.path.expanduser(written))
+    def output(self, name: str) -> Path:
+        """Return the path of an output file, always from the working directory, as in Caffe."""
+        return Path(os.path.expanduser(name))
 
-    def _report(self, written: str, used: Path) -> None:
-        if written not in self._reported:
-            self._reported.add(written)
-            log.info("'%s' is not in the working directory; using %s, beside the prototxt", written, used)
+    def _log_once(self, name: str, path: Path) -> None:
+        if name not in self._reported:
+            self._reported.add(name)
+            log.info("'%s' is not in the working directory; using %s, beside the prototxt", name, path)

@@ -1,7 +1,7 @@
-"""The text of solver and nets in a training's log, from which the training can be made again.
+"""The solver and its nets in a training log, so that the run can be reproduced from the log (`--from-log`).
 
-Every line has the log's own prefix, because Caffe's log parsers read the time of each line after the first iteration,
-and a log goes on after a restart:
+Every line has the log's prefix, because Caffe's log parsers expect a time in each line after the first iteration,
+and a log continues after a restart:
 
     I1121 11:29:00.123456 12345 run_log.py:40] Initializing solver from parameters, 57 lines of a file in /home/a:
     I1121 11:29:00.123460 12345 run_log.py:40] | base_lr: 0.01
@@ -26,50 +26,50 @@ from caffepy.files import open_regular
 from caffepy.proto.caffe_pb2 import SolverParameter
 
 _PREFIX = r"[IWEF]\d{4} [\d:.]+ +\d+ \S+\] (?:\[rank \d+\] )?"
-_HEAD = re.compile(rf"{_PREFIX}Initializing solver from parameters, (\d{{1,9}}) lines of a file in (.*):")
+_HEADER = re.compile(rf"{_PREFIX}Initializing solver from parameters, (\d{{1,9}}) lines of a file in (.*):")
 _LINE = re.compile(rf"{_PREFIX}\| (.*)")
-_LONGEST_LINE = 1 << 24
-"""Characters of a line of the log; longer ones are none of ours."""
+_MAX_LINE = 1 << 24
+"""Maximum length of a log line; caffepy writes no longer ones."""
 _MAX_TEXT = 1 << 26
-"""Characters within which the solver must end; the longest prototxt has a quarter of them."""
+"""Maximum characters before the solver's end; four times the longest prototxt."""
 
 
 def describe_solver(param: SolverParameter, resolve: PathResolver) -> Iterator[str]:
-    """The log's messages: a head, then each line of the solver's text with its nets in it.
+    """Yield the log messages: a header, then the lines of the solver's text with its nets inlined.
 
     Raises:
         ConfigError: a net cannot be read.
     """
-    lines = text_format.MessageToString(with_nets(param, resolve), as_utf8=True).splitlines()
+    lines = text_format.MessageToString(inline_nets(param, resolve), as_utf8=True).splitlines()
     folder = (resolve.folder or Path()).absolute()
     yield f"Initializing solver from parameters, {len(lines)} lines of a file in {folder}:"
     for line in lines:
         yield f"| {line}"
 
 
-def with_nets(param: SolverParameter, resolve: PathResolver) -> SolverParameter:
-    """A solver that holds its nets instead of naming their files.
+def inline_nets(param: SolverParameter, resolve: PathResolver) -> SolverParameter:
+    """Return a copy of a solver whose nets are inlined instead of named by file.
 
     Raises:
         ConfigError: a net cannot be read.
     """
-    whole = SolverParameter()
-    whole.CopyFrom(param)
+    result = SolverParameter()
+    result.CopyFrom(param)
     for name in ("net", "train_net"):
-        if whole.HasField(name):
-            getattr(whole, f"{name}_param").CopyFrom(read_net(resolve(getattr(whole, name))))
-            whole.ClearField(name)
-    for name in whole.test_net:
-        whole.test_net_param.append(read_net(resolve(name)))
-    del whole.test_net[:]
-    return whole
+        if result.HasField(name):
+            getattr(result, f"{name}_param").CopyFrom(read_net(resolve(getattr(result, name))))
+            result.ClearField(name)
+    for name in result.test_net:
+        result.test_net_param.append(read_net(resolve(name)))
+    del result.test_net[:]
+    return result
 
 
 def read_logged_solver(path: Path) -> tuple[SolverParameter, Path]:
-    """The first solver in a log, with its nets, and the folder from which its paths count.
+    """Read the first solver in a log, with its nets, and the base folder of its relative paths.
 
     Raises:
-        ConfigError: the log cannot be read, holds none, or is cut off in it.
+        ConfigError: the log cannot be read, has no solver, or ends within the solver.
     """
     try:
         with open_regular(path) as file, io.TextIOWrapper(file, encoding="utf-8", errors="replace") as log:
@@ -84,17 +84,17 @@ def read_logged_solver(path: Path) -> tuple[SolverParameter, Path]:
 
 
 def _find_solver(log: TextIO, path: Path) -> tuple[str, Path]:
-    head, lines, left = None, list[str](), _MAX_TEXT
-    while line := log.readline(_LONGEST_LINE):
-        left -= len(line)
-        if left < 0:
+    header, lines, remaining = None, list[str](), _MAX_TEXT
+    while line := log.readline(_MAX_LINE):
+        remaining -= len(line)
+        if remaining < 0:
             raise ConfigError(f"--from-log {path}: its solver does not end within the first {_MAX_TEXT} characters")
-        if head is None:
-            head = _HEAD.match(line)
+        if header is None:
+            header = _HEADER.match(line)
         elif match := _LINE.match(line):
             lines.append(match[1])
-        if head is not None and len(lines) == int(head[1]):
-            return "\n".join(lines), Path(head[2])
-    if head is None:
-        raise ConfigError(f"--from-log {path}: it holds no solver; is it the log of a training of this version?")
-    raise ConfigError(f"--from-log {path}: it is cut off within the solver: {len(lines)} of {head[1]} lines are there")
+        if header is not None and len(lines) == int(header[1]):
+            return "\n".join(lines), Path(header[2])
+    if header is None:
+        raise ConfigError(f"--from-log {path}: it contains no solver; is it the log of a training run of this version?")
+    raise ConfigError(f"--from-log {path}: it ends within the solver: it has {len(lines)} of {header[1]} lines")

@@ -1,4 +1,4 @@
-"""Everything about a solver that can be checked before its net is built."""
+"""Checks of a solver's settings before its net is built."""
 
 from __future__ import annotations
 
@@ -23,17 +23,22 @@ LR_POLICIES: dict[str, tuple[str, ...]] = {
     "poly": ("power",),
     "sigmoid": ("gamma", "stepsize"),
 }
-"""The learning-rate policies of both Caffes and the SSD branch; the fields that each needs besides ``base_lr``."""
+"""Learning-rate policies of both Caffes and the SSD branch, with the fields that each needs besides ``base_lr``."""
 
-DIVISORS = {"step": ("stepsize",), "sigmoid": ("stepsize",), "plateau": ("plateau_winsize",), "poly": ("max_iter",)}
-"""What a policy has no learning rate without."""
+DIVISOR_FIELDS = {
+    "step": ("stepsize",),
+    "sigmoid": ("stepsize",),
+    "plateau": ("plateau_winsize",),
+    "poly": ("max_iter",),
+}
+"""Fields by which a policy's formula divides."""
 
 MOMENTUM_POLICIES = ("fixed", "poly", "opt")
 WEIGHT_DECAY_POLICIES = ("fixed", "poly")
 LARC_POLICIES = ("scale", "clip")
 REGULARIZATIONS = ("L1", "L2", "WD")
-DECOUPLED = ("SGD", "SAG")
-"""Solvers with `regularization_type: "WD"`."""
+DECOUPLED_DECAY_TYPES = ("SGD", "SAG")
+"""Solver types that support `regularization_type: "WD"` (decoupled weight decay)."""
 EVAL_TYPES = ("classification", "detection")
 AP_VERSIONS = ("Integral", "11point", "MaxIntegral")
 
@@ -53,60 +58,60 @@ MINIMUM = {
     "momentum_power": 0,
     "weight_decay_power": 0,
 }
-"""The least value of each field that has one."""
+"""Minimum of each bounded field."""
 
 MAX_PASSES = 2**16
-"""Largest iter_size: the random numbers and batches of an iteration's passes are prepared together."""
+"""Maximum iter_size: the random numbers and batches of all passes of an iteration are prepared together."""
 
-WITHOUT_MOMENTUM = ("AdaGrad", "RMSProp")
+TYPES_WITHOUT_MOMENTUM = ("AdaGrad", "RMSProp")
 
 
 def check_solver(param: SolverParameter, origin: str = "solver") -> None:
-    """Checks that a solver's settings are complete and do not contradict each other.
+    """Check that a solver's settings are complete and consistent.
 
     Args:
         param: an upgraded solver.
-        origin: its file, for messages.
+        origin: the solver's file, for messages.
 
     Raises:
-        ConfigError: the first thing that is wrong, and what to change. Whether ``type`` is known is
-            checked where solvers register.
+        ConfigError: a setting is wrong; the message says what to change. Whether ``type`` is known is checked where
+            solvers register.
     """
     _check_train_source(param, origin)
     _check_present(param, ("max_iter", "base_lr", "lr_policy"), "", origin)
     _check_finite(param, origin)
-    _check_least(param, origin)
+    _check_minimum(param, origin)
     _check_learning_rate(param, origin)
     _check_other_policies(param, origin)
     _check_rule(param, origin)
     _check_testing(param, origin)
     if "\0" in param.snapshot_prefix:
-        raise ConfigError(f"{origin}: snapshot_prefix has a NUL character, which no path can have; remove it")
+        raise ConfigError(f"{origin}: snapshot_prefix has a NUL character; remove it")
     if param.snapshot > 0 and not param.snapshot_prefix:
         raise ConfigError(f"{origin}: snapshot is {param.snapshot} but snapshot_prefix is empty; set snapshot_prefix")
 
 
 def check_values(param: SolverParameter, origin: str = "solver") -> None:
-    """Checks what Caffe checks in any solver, which a program may have made with less than a training needs.
+    """Check the values that any solver needs, as Caffe does; a script's solver may lack settings that training needs.
 
-    A program that makes steps by itself needs no `max_iter`, no `base_lr` where it sets the rate, and no `lr_policy`
-    where it changes the parameters itself.
+    A script that steps by itself needs no `max_iter`, no `base_lr` if it sets the rate, and no `lr_policy` if it
+    updates the parameters.
 
     Raises:
-        ConfigError: the first value that is wrong, and what to change.
+        ConfigError: a value is wrong; the message says what to change.
     """
     _check_finite(param, origin)
-    _check_least(param, origin)
+    _check_minimum(param, origin)
     if _has(param, "lr_policy"):
         _check_known("lr_policy", param.lr_policy, tuple(LR_POLICIES), origin)
-    for name in DIVISORS.get(param.lr_policy, ()):
+    for name in DIVISOR_FIELDS.get(param.lr_policy, ()):
         _check_present(param, (name,), f', and lr_policy "{param.lr_policy}" needs it', origin)
     _check_other_policies(param, origin)
     _check_rule(param, origin)
 
 
 def log_ignored(param: SolverParameter) -> None:
-    """Logs the settings that have no effect."""
+    """Log the settings that have no effect."""
     if param.solver_data_type != FLOAT:
         log.info("solver_data_type is ignored: parameters and history are always float32")
 
@@ -131,12 +136,13 @@ def _check_finite(param: SolverParameter, origin: str) -> None:
             raise ConfigError(f"{origin}: {field.name} is {value:g}; it must be a finite number")
 
 
-def _check_least(param: SolverParameter, origin: str) -> None:
-    for name, least in MINIMUM.items():
+def _check_minimum(param: SolverParameter, origin: str) -> None:
+    for name, minimum in MINIMUM.items():
         value = getattr(param, name)
-        falling = name == "gamma" and param.lr_policy == "sigmoid"  # NVIDIA Caffe trains so, BVLC's ends the program
-        if _has(param, name) and not value >= least and not falling:
-            raise ConfigError(f"{origin}: {name} is {value:g}; it must be at least {least}")
+        # NVIDIA Caffe accepts a negative gamma for sigmoid; BVLC Caffe aborts
+        may_be_negative = name == "gamma" and param.lr_policy == "sigmoid"
+        if _has(param, name) and not value >= minimum and not may_be_negative:
+            raise ConfigError(f"{origin}: {name} is {value:g}; it must be at least {minimum}")
     if param.iter_size > MAX_PASSES:
         raise ConfigError(f"{origin}: iter_size is {param.iter_size}; it must be at most {MAX_PASSES}")
 
@@ -157,7 +163,7 @@ def _check_other_policies(param: SolverParameter, origin: str) -> None:
     _check_known("momentum_policy", param.momentum_policy, MOMENTUM_POLICIES, origin)
     _check_known("weight_decay_policy", param.weight_decay_policy, WEIGHT_DECAY_POLICIES, origin)
     _check_known("regularization_type", param.regularization_type, REGULARIZATIONS, origin)
-    if param.regularization_type == "WD" and param.type not in DECOUPLED:
+    if param.regularization_type == "WD" and param.type not in DECOUPLED_DECAY_TYPES:
         raise ConfigError(
             f'{origin}: regularization_type "WD" is for solvers of type SGD and SAG, and type is {param.type}; use L2'
         )
@@ -168,7 +174,7 @@ def _check_other_policies(param: SolverParameter, origin: str) -> None:
 
 
 def _check_rule(param: SolverParameter, origin: str) -> None:
-    if param.type in WITHOUT_MOMENTUM and param.momentum:
+    if param.type in TYPES_WITHOUT_MOMENTUM and param.momentum:
         raise ConfigError(f"{origin}: {param.type} has no momentum, and momentum is {param.momentum:g}; remove it")
     if param.type == "Adam":
         for name in ("momentum", "momentum2"):
@@ -212,7 +218,7 @@ def _check_known(field: str, value: str, known: tuple[str, ...], origin: str) ->
 
 
 def _has(param: SolverParameter, name: str) -> bool:
-    """Whether a field was given; a repeated one, whether it has entries."""
+    """Return whether a field is set; for a repeated field, whether it has entries."""
     if hasattr(getattr(param, name), "append"):
         return len(getattr(param, name)) > 0
     return param.HasField(name)

@@ -1,4 +1,4 @@
-"""Protobuf text to messages, with errors that name file, line, column and the likely remedy."""
+"""Parsing of protobuf text, with errors that name file, line, column and a remedy."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from caffepy.registry import suggest
 M = TypeVar("M", bound=Message)
 
 MAX_BACKSLASHES = 1000
-"""Exclusive upper bound of backslashes in a row."""
-LONG_LIST = 15
-"""Above this many fields a message's names are not listed in an error; the schema is named instead."""
+"""Consecutive backslashes at which a text is refused."""
+MAX_LISTED_FIELDS = 15
+"""Maximum number of field names to list in an error; for larger messages the error names the schema."""
 
-OTHER_NAMES = {
+FIELD_ADVICE = {
     ("ConvolutionParameter", "hole"): "DeepLab's Caffe has this name for dilation; write dilation",
     ("ConvolutionParameter", "hole_h"): "DeepLab's Caffe has this name for dilation; write dilation, for each axis",
     ("ConvolutionParameter", "hole_w"): "DeepLab's Caffe has this name for dilation; write dilation, for each axis",
     ("LayerParameter", "blobs_lr"): "it is of the old format; write param { lr_mult: 1 }, one for each, in its place",
     ("LayerParameter", "weight_decay"): "it is of the old format; write param { decay_mult: 1 }, one for each",
 }
-"""What to write for fields that other Caffes have, by message and field."""
-CLOSE = 0.8
-"""How alike two names of a layer's parameters are, of 1, for the one to be offered in place of the other."""
+"""Advice for fields of other Caffe forks and old formats, by message and field."""
+MIN_SIMILARITY = 0.8
+"""Minimum similarity (0 to 1) at which the error suggests another layer parameter."""
 
 _UNKNOWN_FIELD = re.compile(r'Message type "caffepy\.([\w.]+)" has no field named "([^"]*)"')
 _UNKNOWN_VALUE = re.compile(r'Enum type "caffepy\.([\w.]+)" has no value (?:named|with number) (\S+?)\.?$')
@@ -42,35 +42,39 @@ _QUOTED_LINE = re.compile(r"^'.*?': (?=[A-Z])", re.DOTALL)
 _NO_NUMBER = re.compile(r"Couldn't parse (float|integer|number): (.+)")
 _NO_STRING = re.compile(r"[Ee]xpected string but found: ('.*')")
 _TOKEN = re.compile(r"""#[^\n]*|"(?:[^"\\\n]+|\\.)*"?|'(?:[^'\\\n]+|\\.)*'?|[{}]|\w+""")
-"""A text without its closing quote ends with its line: each character is looked at once."""
+"""An unterminated string ends with its line, so matching is linear in the text."""
 _WORD_BACKWARDS = re.compile(r"\s*(\w*)")
 _POSITION = re.compile(r"^\d+:\d+ : ")
 
 
 def parse_text(text: str, message: M, origin: str) -> M:
-    """Merges protobuf text into `message` and returns it.
+    """Merge protobuf text into `message` and return it.
 
     Args:
         text: the contents of a prototxt.
-        message: what the text describes, usually empty.
+        message: the message to fill, usually empty.
         origin: the file's name, for messages.
 
     Raises:
         ConfigError: the text cannot be parsed or lacks a required field;
-            ``origin:line:column: what was found; what to do``.
+            ``origin:line:column: problem; remedy``.
     """
     run = text.find("\\" * MAX_BACKSLASHES)
-    if run >= 0:  # protobuf takes a time that is quadratic in them
+    if run >= 0:  # protobuf's time is quadratic in their number
         line = text.count("\n", 0, run) + 1
-        raise ConfigError(f"{origin}:{line}: {MAX_BACKSLASHES} backslashes follow each other; leave them out")
+        raise ConfigError(f"{origin}:{line}: {MAX_BACKSLASHES} consecutive backslashes; remove them")
     try:
         text_format.Parse(text, message)
     except text_format.ParseError as error:
         where = f"{origin}:{error.GetLine()}:{error.GetColumn()}"
         position = _position(text, error.GetLine() or 1, error.GetColumn() or 1)
-        explained = _field_of_a_fork(str(error), text, position) or _block_for_a_value(str(error), text, position)
-        explained = explained or _explain(_bare(str(error)), message.DESCRIPTOR.name)
-        raise ConfigError(f"{where}: {explained}") from None
+        problem = str(error)
+        explanation = (
+            _explain_fork_field(problem, text, position)
+            or _explain_unexpected_block(problem, text, position)
+            or _explain(_strip_position(problem), message.DESCRIPTOR.name)
+        )
+        raise ConfigError(f"{where}: {explanation}") from None
     except RecursionError:
         raise ConfigError(f"{origin}: messages are nested too deeply to be a net or a solver") from None
     missing = message.FindInitializationErrors()  # type: ignore[attr-defined]
@@ -80,7 +84,7 @@ def parse_text(text: str, message: M, origin: str) -> M:
 
 
 def decode_text(data: bytes, origin: str) -> str:
-    """The bytes of a prototxt as text: UTF-8, where comments may be in any encoding.
+    """Decode a prototxt as UTF-8; comments may have any encoding.
 
     Raises:
         ConfigError: the bytes are not text, or a line is not UTF-8 outside its comment.
@@ -105,8 +109,8 @@ def _decode_line(line: bytes, number: int, origin: str) -> str:
         ) from None
 
 
-def _bare(message: str) -> str:
-    """protobuf's message without its position and without the quoted source line."""
+def _strip_position(message: str) -> str:
+    """Return protobuf's message without position and quoted source line."""
     return _QUOTED_LINE.sub("", _POSITION.sub("", message)).rstrip(".")
 
 
@@ -141,7 +145,7 @@ def _explain(message: str, root: str) -> str:
 
 
 def _text_advice(found: str) -> str:
-    """What to write instead; the word may be a layer's type as the old format spells it."""
+    """Return advice for an unquoted word, which may be a layer type of the old format."""
     old_names = caffe_pb2.V1LayerParameter.LayerType
     new_name = {old_names.Name(old): new for old, new in V1_TYPES.items()}.get(found.strip("'"))
     if not new_name:
@@ -157,10 +161,10 @@ def _descriptor(name: str) -> Descriptor:
 
 
 def _unknown_field(message: Descriptor, name: str, root: str) -> str:
-    if name[:1].isdigit():  # protobuf takes a comma for the end of a field
+    if name[:1].isdigit():  # protobuf reads a comma as the end of a field
         return (
-            f"'{name}' is found behind a number where a field's name is expected; a comma is no decimal point: write "
-            "0.01 for 0,01, 10000 for 10,000, and a field of several values once for each of them"
+            f"'{name}' follows a number where a field name is expected; a comma is not a decimal point: write 0.01 for "
+            "0,01, 10000 for 10,000, and repeat a field for each of its values"
         )
     other = _other_kind_of_file(message, name, root)
     if other:
@@ -169,7 +173,7 @@ def _unknown_field(message: Descriptor, name: str, root: str) -> str:
 
 
 def _other_kind_of_file(message: Descriptor, name: str, root: str) -> str:
-    """What to say when the field shows that a solver was given for a net, or the reverse."""
+    """Return an explanation if the field belongs to a solver where a net is expected, or the reverse."""
     if message.name != root:
         return ""
     if root == "SolverParameter" and name in caffe_pb2.NetParameter.DESCRIPTOR.fields_by_name:
@@ -183,8 +187,8 @@ def _position(text: str, line: int, column: int) -> int:
     return sum(len(row) + 1 for row in text.split("\n")[: line - 1]) + column - 1
 
 
-def _block_for_a_value(message: str, text: str, position: int) -> str:
-    """What to say of braces behind a field that is a number, a word or a text."""
+def _explain_unexpected_block(message: str, text: str, position: int) -> str:
+    """Return an explanation of a block after a field that takes a value."""
     if 'Expected ":"' not in message or text[position : position + 1] != "{":
         return ""
     name = _word_before(text, position)
@@ -196,17 +200,17 @@ def _block_for_a_value(message: str, text: str, position: int) -> str:
 
 
 def _word_before(text: str, position: int) -> str:
-    """The word that ends before a position, or before the white space there; empty if there is none.
+    """Return the word that ends before a position or before the white space there, or ''.
 
-    Searched from behind: an expression that ends with `$` is tried at each letter of each word before it.
+    It searches the reversed text: a pattern with `$` would be tried at every letter.
     """
     backwards = _WORD_BACKWARDS.match(text[:position][::-1])
     assert backwards is not None
     return backwards[1][::-1]
 
 
-def _field_of_a_fork(message: str, text: str, position: int) -> str:
-    """What to say of a layer's unknown parameters that resemble none, which those of a fork's own layer types do."""
+def _explain_fork_field(message: str, text: str, position: int) -> str:
+    """Return an explanation of an unknown layer parameter, which may belong to a fork's layer type."""
     unknown = _UNKNOWN_FIELD.search(message)
     if not unknown or unknown[1] != "LayerParameter" or not unknown[2].endswith("_param"):
         return ""
@@ -214,20 +218,20 @@ def _field_of_a_fork(message: str, text: str, position: int) -> str:
     if not type_name:
         return ""
     known = [name for name in caffe_pb2.LayerParameter.DESCRIPTOR.fields_by_name if name.endswith("_param")]
-    own = [name for name in known if name.replace("_", "") == f"{type_name}param".lower()]
+    same_type = [name for name in known if name.replace("_", "") == f"{type_name}param".lower()]
     stems = [name.removesuffix("_param") for name in known]
-    near = difflib.get_close_matches(unknown[2].removesuffix("_param"), stems, n=1, cutoff=CLOSE)
-    found = f"unknown field '{unknown[2]}' of LayerParameter"
-    if own or near:
-        return f"{found}; did you mean '{own[0] if own else f'{near[0]}_param'}'?"
+    similar = difflib.get_close_matches(unknown[2].removesuffix("_param"), stems, n=1, cutoff=MIN_SIMILARITY)
+    problem = f"unknown field '{unknown[2]}' of LayerParameter"
+    if same_type or similar:
+        return f"{problem}; did you mean '{same_type[0] if same_type else f'{similar[0]}_param'}'?"
     return (
-        f"{found}, in a layer of type '{type_name}'; if that is a type of another Caffe, docs/reference/layers.md "
-        "lists those that there are, and one that is missing can be written as a Python layer"
+        f"{problem}, in a layer of type '{type_name}'; if that is a layer type of a Caffe fork, see "
+        "docs/reference/layers.md for the supported types, or write it as a Python layer"
     )
 
 
 def _type_of_block(text: str, position: int) -> str:
-    """The `type` within the innermost braces around a position; empty if there is none."""
+    """Return the `type` in the innermost block around a position, or ''."""
     blocks: list[tuple[int, list[str]]] = []
     for token in _TOKEN.finditer(text):
         if token[0] == "{":
@@ -242,20 +246,20 @@ def _type_of_block(text: str, position: int) -> str:
 
 
 def _field_advice(message: Descriptor, name: str) -> str:
-    if (message.name, name) in OTHER_NAMES:
-        return OTHER_NAMES[message.name, name]
+    if (message.name, name) in FIELD_ADVICE:
+        return FIELD_ADVICE[message.name, name]
     advice = suggest(name, list(message.fields_by_name))
     if advice.startswith("did you mean"):
         return advice
-    holders = [field.name for field in message.fields if _has_field(field, name)]
+    holders = [field.name for field in message.fields if _contains_field(field, name)]
     if holders:
         return f"it belongs inside {' or '.join(holders)} {{ }}"
-    if len(message.fields) <= LONG_LIST:
+    if len(message.fields) <= MAX_LISTED_FIELDS:
         return advice
     return f"proto/caffe.proto lists the fields of {message.name}"
 
 
-def _has_field(field: FieldDescriptor, name: str) -> bool:
+def _contains_field(field: FieldDescriptor, name: str) -> bool:
     return field.message_type is not None and name in field.message_type.fields_by_name
 
 
@@ -276,10 +280,10 @@ _LAYER_TOKEN = re.compile(r"""#[^\n]*|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|[{
 
 
 def layer_blocks(text: str) -> Iterator[tuple[int, str]]:
-    """The line and text of each ``layer { }`` and ``layers { }`` of a net, also of one within a solver; linear in time.
+    """Yield line and text of each ``layer { }`` and ``layers { }`` of a net, also within a solver. Linear in time.
 
     Args:
-        text: a prototxt that `parse_text` has read, so that braces match.
+        text: a prototxt that `parse_text` accepts, so that braces match.
     """
     line, counted = 1, 0
     depth, begin, word = 0, 0, re.match("", text)

@@ -1,8 +1,8 @@
-"""Bringing nets and solvers written for older Caffes to the current format, in place.
+"""Upgrades of nets and solvers from older Caffe formats, in place.
 
-The order is that of Caffe's ``upgrade_proto.cpp``: V0 layers (``layers { layer { ... } }``, the format of Caffe's first
-months) to V1 (``layers`` with a type in capitals), data-transform fields, V1 to `layer` with a type in quotes, net
-inputs, BatchNorm's parameters.
+Steps in the order of Caffe's ``upgrade_proto.cpp``: V0 layers (``layers { layer { ... } }``, Caffe's first format) to
+V1 (``layers`` with a type in capitals), data-transform fields, V1 to `layer` with a type in quotes, net inputs,
+BatchNorm's parameters.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from caffepy.registry import suggest
 log = logging.getLogger(__name__)
 
 BATCH_NORM_BLOBS = 3
-"""Mean, variance and their common divisor: statistics, which no solver may touch."""
+"""Mean, variance and their common scale factor: statistics that the solver must not update."""
 
 INPUT_AXES = 4
-"""`input_dim` gives N, C, H and W of each input."""
+"""`input_dim` has N, C, H and W for each input."""
 
 SOLVER_TYPES = {
     SolverParameter.SGD: "SGD",
@@ -41,12 +41,12 @@ SOLVER_TYPES = {
 
 
 def upgrade_net(param: NetParameter, origin: str) -> None:
-    """Upgrades `param` in place and logs one line when there was something to upgrade.
+    """Upgrade `param` in place; log one line if anything changed.
 
     Raises:
-        ConfigError: old and new formats are mixed, or an old field has no meaning.
+        ConfigError: old and new formats are mixed, or an old field is invalid.
     """
-    done = [
+    steps = [
         name
         for name, step in (
             ("V0 layers", upgrade_v0),
@@ -57,13 +57,13 @@ def upgrade_net(param: NetParameter, origin: str) -> None:
         )
         if step(param, origin)
     ]
-    if done:
-        log.info("Upgraded from an older format in %s: %s", origin, ", ".join(done))
-    _warn_of_ignored_transforms(param, origin)
+    if steps:
+        log.info("Upgraded from an older format in %s: %s", origin, ", ".join(steps))
+    _warn_about_ignored_transforms(param, origin)
 
 
 def upgrade_solver(param: SolverParameter, origin: str) -> None:
-    """Upgrades `param` and the nets inside it in place; logs one line when ``solver_type`` was replaced.
+    """Upgrade `param` and its nets in place; log a line if ``solver_type`` was replaced.
 
     Raises:
         ConfigError: both ``type`` and ``solver_type`` are given.
@@ -83,12 +83,12 @@ def upgrade_solver(param: SolverParameter, origin: str) -> None:
 
 
 def upgrade_input(param: NetParameter, origin: str) -> bool:
-    """Turns ``input`` with ``input_shape`` or ``input_dim`` into an Input layer, the net's first.
+    """Convert ``input`` with ``input_shape`` or ``input_dim`` to an Input layer at the net's beginning.
 
-    Inputs without any shape, as in old .caffemodels, are dropped. Returns whether there was an input.
+    Inputs without a shape, as in old .caffemodels, are dropped. Return whether there was an input.
 
     Raises:
-        ConfigError: there are not as many shapes as inputs.
+        ConfigError: the numbers of shapes and inputs differ.
     """
     if not param.input:
         return False
@@ -100,9 +100,9 @@ def upgrade_input(param: NetParameter, origin: str) -> bool:
 
 
 def upgrade_batch_norm(param: NetParameter, origin: str) -> bool:
-    """Sets ``lr_mult`` and ``decay_mult`` to 0 in BatchNorm layers that declare their three parameters.
+    """Set ``lr_mult`` and ``decay_mult`` to 0 in BatchNorm layers that declare their three parameters.
 
-    Returns whether that changed anything.
+    Return whether anything changed.
     """
     changed = False
     for layer in param.layer:
@@ -140,7 +140,7 @@ def _input_shapes(param: NetParameter, origin: str) -> list[list[int]]:
     return [list(param.input_dim[INPUT_AXES * index : INPUT_AXES * (index + 1)]) for index in range(count)]
 
 
-def _warn_of_ignored_transforms(param: NetParameter, origin: str) -> None:
+def _warn_about_ignored_transforms(param: NetParameter, origin: str) -> None:
     for layer in param.layer:
         for holder in ("data_param", "image_data_param", "window_data_param"):
             if not layer.HasField(holder):
@@ -201,7 +201,7 @@ PARAM_MESSAGES = {
     "infogain_loss": "infogain_loss_param",
     "concat": "concat_param",
 }
-"""The message that holds the settings of each V0 type that has any."""
+"""Parameter message of each V0 type."""
 
 SETTINGS = {
     "num_output": ("num_output", ("conv", "innerproduct")),
@@ -231,17 +231,17 @@ SETTINGS = {
     "det_context_pad": ("context_pad", ("window_data",)),
     "det_crop_mode": ("crop_mode", ("window_data",)),
 }
-"""V0's flat settings: what each is called now, and the V0 types that it belongs to."""
+"""V0's flat settings: the current field name, and the V0 types that have the setting."""
 
-TRANSFORMS = {"scale": "scale", "meanfile": "mean_file", "cropsize": "crop_size", "mirror": "mirror"}
-COMMON = ("name", "blobs", "blobs_lr", "weight_decay")
+V0_TRANSFORM_FIELDS = {"scale": "scale", "meanfile": "mean_file", "cropsize": "crop_size", "mirror": "mirror"}
+V0_COMMON_FIELDS = ("name", "blobs", "blobs_lr", "weight_decay")
 
 
 def upgrade_v0(param: NetParameter, origin: str) -> bool:
-    """Upgrades V0 layers in place; padding layers go into the layer that they feed.
+    """Upgrade V0 layers in place; merge padding layers into the layers that they feed.
 
-    Returns whether there were any. A setting that its layer's type never had is dropped with a
-    warning, as Caffe does.
+    Return whether there were V0 layers. Settings that a layer type does not have are dropped with a warning, as in
+    Caffe.
 
     Raises:
         ConfigError: an unknown type, or a padding layer that cannot be merged.
@@ -256,7 +256,7 @@ def upgrade_v0(param: NetParameter, origin: str) -> bool:
 
 
 def merge_padding(param: NetParameter, origin: str) -> None:
-    """Removes padding layers and gives their ``pad`` to the convolution or pooling after them."""
+    """Remove padding layers and set ``pad`` in the convolution or pooling layers after them."""
     producers: dict[str, V1LayerParameter] = {}
     for connection in param.layers:
         for index, bottom in enumerate(connection.bottom):
@@ -273,19 +273,19 @@ def merge_padding(param: NetParameter, origin: str) -> None:
 
 
 def upgrade_v0_layer(connection: V1LayerParameter, origin: str) -> V1LayerParameter:
-    """The V1 layer that says what a V0 layer and its connections said."""
+    """Return the V1 layer equivalent to a V0 layer with its connections."""
     new = V1LayerParameter(bottom=connection.bottom, top=connection.top)
     old = connection.layer
     if old.HasField("type"):
         new.type = _layer_type(old, origin)
     for field, value in old.ListFields():
-        if field.name in COMMON:
+        if field.name in V0_COMMON_FIELDS:
             new.MergeFrom(V1LayerParameter(**{field.name: value}))
-        elif field.name in TRANSFORMS:
-            setattr(new.transform_param, TRANSFORMS[field.name], value)
+        elif field.name in V0_TRANSFORM_FIELDS:
+            setattr(new.transform_param, V0_TRANSFORM_FIELDS[field.name], value)
         elif field.name == "hdf5_output_param" and old.type == "hdf5_output":
             new.hdf5_output_param.CopyFrom(value)
-        elif field.name != "type" and not _set(new, old.type, field.name, value):
+        elif field.name != "type" and not _set_setting(new, old.type, field.name, value):
             log.warning(
                 "%s: layer '%s': %s has no meaning for type %s; ignored", origin, old.name, field.name, old.type
             )
@@ -314,8 +314,8 @@ def _layer_type(old: V0LayerParameter, origin: str) -> V1LayerParameter.LayerTyp
     return V0_TYPES[old.type]
 
 
-def _set(new: V1LayerParameter, old_type: str, name: str, value: object) -> bool:
-    """Puts a flat setting into the message of its layer's type; false when the type has no such setting."""
+def _set_setting(new: V1LayerParameter, old_type: str, name: str, value: object) -> bool:
+    """Set a flat setting in the parameter message of the layer's type; return False if the type does not have it."""
     current, types = SETTINGS.get(name, ("", ()))
     if old_type not in types:
         return False
@@ -376,18 +376,18 @@ TRANSFORM_HOLDERS = {
     V1LayerParameter.IMAGE_DATA: "image_data_param",
     V1LayerParameter.WINDOW_DATA: "window_data_param",
 }
-"""Data layers whose own fields have moved to ``transform_param``."""
+"""Data layers whose fields moved to ``transform_param``."""
 
 TRANSFORM_FIELDS = ("scale", "mean_file", "crop_size", "mirror")
 
 PER_PARAMETER = {"param": "name", "blob_share_mode": "share_mode", "blobs_lr": "lr_mult", "weight_decay": "decay_mult"}
-"""V1's parallel lists, one entry a parameter, and the field of ``ParamSpec`` that each became."""
+"""V1's parallel lists (one entry per parameter) and their fields in ``ParamSpec``."""
 
 
 def move_transforms(param: NetParameter, origin: str) -> bool:
-    """Moves scale, mean file, crop and mirror of V1 data layers into ``transform_param``.
+    """Move scale, mean file, crop and mirror of V1 data layers to ``transform_param``.
 
-    Returns whether there were any.
+    Return whether there were any.
     """
     moved = False
     for layer in param.layers:
@@ -398,7 +398,7 @@ def move_transforms(param: NetParameter, origin: str) -> bool:
 
 
 def upgrade_v1(param: NetParameter, origin: str) -> bool:
-    """Replaces ``layers`` by ``layer`` in place; returns whether there were any.
+    """Replace ``layers`` by ``layer`` in place; return whether there were any.
 
     Raises:
         ConfigError: the net has both.
@@ -417,10 +417,10 @@ def upgrade_v1(param: NetParameter, origin: str) -> bool:
 
 
 def upgrade_v1_layer(old: V1LayerParameter, new: LayerParameter) -> None:
-    """Fills `new` with what `old` says. Fields of one name carry over, parallel lists become ``param``."""
+    """Fill `new` from `old`. Fields of equal name are copied; parallel lists become ``param``."""
     for field, value in old.ListFields():
         if field.name in PER_PARAMETER:
-            _spread(field.name, value, new)
+            _set_param_specs(field.name, value, new)
         elif field.name == "type":
             new.type = V1_TYPES[value]
         elif field.name != "layer":
@@ -435,7 +435,7 @@ def _move_fields(holder: Message, layer: V1LayerParameter) -> bool:
     return bool(names)
 
 
-def _spread(name: str, values: list[object], new: LayerParameter) -> None:
+def _set_param_specs(name: str, values: list[object], new: LayerParameter) -> None:
     while len(new.param) < len(values):
         new.param.add()
     for spec, value in zip(new.param, values, strict=False):

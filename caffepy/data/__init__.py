@@ -1,1 +1,1 @@
-"""Data pipeline from records to batches: record order, transformation, prefetching. Used by layers/input and cli."""
+"""Data pipeline from records to batches: record order, transformation, prefetch; imported by layers/input and cli."""

@@ -27,12 +27,12 @@ from caffepy.config.messages import (
     DELIMITED,
     HDF5_MAGIC,
     LFS_MAGIC,
-    Indexed,
+    IndexableBytes,
     Part,
     WireError,
     WireField,
-    delimited,
     describe_content,
+    encode_delimited,
     is_text,
     walk_fields,
     wire_fields,
@@ -250,7 +250,7 @@ def split_large_fields(content: bytes, kind: type[NetParameter | SolverState]) -
 
 
 def fields_within(
-    view: Indexed, begin: int, end: int, within: Within, count: Iterator[int]
+    view: IndexableBytes, begin: int, end: int, within: Within, count: Iterator[int]
 ) -> Iterator[tuple[WireField, Within]]:
     """The fields of a message that `within` names, with the fields that it names in each of them."""
     for each in wire_fields(view, begin, end):
@@ -275,7 +275,7 @@ def _without_arrays(
             found += 1
             parts.append(_position(view, each, arrays))
         else:
-            parts += delimited(each.number, _without_arrays(view, each.begin, each.end, entered, arrays, count))
+            parts += encode_delimited(each.number, _without_arrays(view, each.begin, each.end, entered, arrays, count))
         taken = each.end
     if found > 1:  # protobuf joins them
         raise WireError
@@ -309,7 +309,7 @@ def blob_parts(data: np.ndarray, diff: np.ndarray | None = None) -> list[Part]:
     parts: list[Part] = []
     for number, array in ((_DATA, data), (_DIFF, diff)):
         if array is not None and array.size:
-            parts += delimited(number, [np.ascontiguousarray(array, "<f4").reshape(-1).data.cast("B")])
+            parts += encode_delimited(number, [np.ascontiguousarray(array, "<f4").reshape(-1).data.cast("B")])
     shape = BlobShape(dim=data.shape) if data.shape else None
     return [*parts, BlobProto(shape=shape).SerializeToString()]
 

@@ -23,7 +23,7 @@ import numpy as np
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from caffepy.blob import Blob, format_shape
-from caffepy.config.messages import DELIMITED, VARINT, Part, WireError, delimited
+from caffepy.config.messages import DELIMITED, VARINT, Part, WireError, encode_delimited
 from caffepy.config.upgrade import upgrade_net
 from caffepy.errors import ConfigError, SnapshotError
 from caffepy.files import open_regular
@@ -232,7 +232,7 @@ def _outline(view: _FileBytes, begin: int, end: int, within: Within, count: Iter
         elif each.kind != DELIMITED:
             raise WireError
         else:
-            yield from delimited(each.number, list(_outline(view, each.begin, each.end, entered, count)))
+            yield from encode_delimited(each.number, list(_outline(view, each.begin, each.end, entered, count)))
 
 
 # -- into a net's layers -------------------------------------------------------------------------------
@@ -490,9 +490,9 @@ def _net_parts(name: str, layers: Sequence[Layer], arrays_of: _ArraysOf) -> Iter
             (behind if field.number < _BLOBS else before).ClearField(field.name)
         parts: list[Part] = [before.SerializeToString()]
         for blob in layer.blobs:
-            parts += delimited(_BLOBS, blob_parts(*arrays_of(blob)))
+            parts += encode_delimited(_BLOBS, blob_parts(*arrays_of(blob)))
         parts.append(behind.SerializeToString())
-        yield from delimited(_LAYER, parts)
+        yield from encode_delimited(_LAYER, parts)
 
 
 def _saved_layers(layers: Sequence[Layer]) -> Iterator[Layer]:

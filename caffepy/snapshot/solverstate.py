@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from caffepy.config.messages import Part, delimited
+from caffepy.config.messages import Part, encode_delimited
 from caffepy.errors import SnapshotError
 from caffepy.proto.caffe_pb2 import SolverState
 from caffepy.snapshot.binary import (
@@ -143,4 +143,4 @@ def check_solverstate_size(path: Path, shapes: Iterable[tuple[int, ...]]) -> Non
 
 def _history_parts(values: np.ndarray) -> list[Part]:
     """A SolverState of one array of its history."""
-    return delimited(SolverState.HISTORY_FIELD_NUMBER, blob_parts(values))
+    return encode_delimited(SolverState.HISTORY_FIELD_NUMBER, blob_parts(values))

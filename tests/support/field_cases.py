@@ -14,7 +14,7 @@ from google.protobuf import text_format
 from google.protobuf.message import Message
 from training import CPU
 
-from caffepy.config.fields import path_of
+from caffepy.config.fields import schema_name
 from caffepy.errors import CaffepyError
 from caffepy.layers import LayerContext, layer_class
 from caffepy.net import Net
@@ -306,7 +306,7 @@ def changes(cases: tuple[Case, ...] = CASES) -> Iterator[tuple[str, Case, str]]:
     """Message.field, the case and the change's text, of every change."""
     for one in cases:
         layer = text_format.Parse(one.layer, caffe_pb2.LayerParameter())
-        message = path_of(held(layer, one.holder).DESCRIPTOR)
+        message = schema_name(held(layer, one.holder).DESCRIPTOR)
         for text in one.changes.split("|"):
             yield f"{message}.{text.split()[0].strip(':')}", one, text
 

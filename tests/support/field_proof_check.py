@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
-from caffepy.config.fields import path_of
+from caffepy.config.fields import schema_name
 from caffepy.config.messages import walk_fields
 from caffepy.config.text import parse_text
 
@@ -48,7 +48,7 @@ def cleaner(message_name: str, field: str) -> Callable[[Message], None]:
     def clear(message: Message) -> None:
         owners = [message, *(owner for owner, _, _, _ in walk_fields(message))]
         for owner in owners:
-            if path_of(owner.DESCRIPTOR) == message_name:
+            if schema_name(owner.DESCRIPTOR) == message_name:
                 owner.ClearField(field)
 
     return clear
@@ -69,7 +69,7 @@ def hide(name: str) -> None:
                 clear(result.__self__)  # so that no file has the field
             return
         if event == "return" and isinstance(result, Message) and code.co_filename.startswith(PACKAGE):
-            kind = path_of(result.DESCRIPTOR)
+            kind = schema_name(result.DESCRIPTOR)
             if code is parse or kind == message_name or kind in READ_WITHIN:
                 clear(result)
         if event != "call" or calls.get(code, 0) > BORING:
@@ -82,7 +82,7 @@ def hide(name: str) -> None:
             value = frame.f_locals.get(argument)
             if isinstance(value, Message):
                 calls[code] = 0
-                if outside or path_of(value.DESCRIPTOR) in (message_name, *READ_WITHIN):
+                if outside or schema_name(value.DESCRIPTOR) in (message_name, *READ_WITHIN):
                     clear(value)
 
     sys.setprofile(watch)

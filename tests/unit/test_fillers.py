@@ -99,8 +99,8 @@ def test_empty_and_scalar_parameters(name):
     ("text", "shape", "message"),
     [
         ("type: 'xaiver'", SHAPE, "layer 'conv1': unknown filler 'xaiver'; did you mean 'xavier'?"),
-        ("type: 'xavier' sparse: 3", SHAPE, "filler 'xavier' does not know sparse; only gaussian does"),
-        ("type: 'gaussian' sparse: 30", (20, 5), "sparse 30, but must be from 0 to the 20 outputs"),
+        ("type: 'xavier' sparse: 3", SHAPE, "filler 'xavier' does not support sparse"),
+        ("type: 'gaussian' sparse: 30", (20, 5), "sparse 30; it must be from 0 to the 20 outputs"),
         ("type: 'gaussian' std: -1", SHAPE, "negative std, -1"),
         ("type: 'uniform' min: 1 max: 0", SHAPE, "min 1 above max 0"),
         ("type: 'bilinear'", (3, 1, 4, 5), "square kernel"),

@@ -1,1 +1,1 @@
-"""Caffe's data tools: databases from images, mean images, label maps. Used by cli."""
+"""Caffe's data tools: databases from images, mean images, label maps; imported by cli."""

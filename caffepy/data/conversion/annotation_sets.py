@@ -20,7 +20,7 @@ from xml.parsers import expat
 import numpy as np
 
 from caffepy.backend.cpu.jit.cpus import cpu_count
-from caffepy.config.messages import field_head
+from caffepy.config.messages import field_header
 from caffepy.data.conversion.image_records import (
     ImageOptions,
     ImageRecord,
@@ -368,7 +368,7 @@ def _paired_entries(listing: Path, prefix: str) -> list[ListEntry]:
 
 def _read_labelled(options: ImageOptions, entry: ListEntry) -> tuple[ImageRecord, bytes]:
     image = read_image_record(entry.path, entry.label, options, with_shape=True)
-    return image, b"".join((field_head(_DATUM_TAG, len(image.datum)), image.datum))
+    return image, b"".join((field_header(_DATUM_TAG, len(image.datum)), image.datum))
 
 
 def _read_boxed(
@@ -380,7 +380,7 @@ def _read_boxed(
         read_boxes(entry.annotation, label_type, image.original, labels, rest)
     else:
         logger.warning("'%s' does not exist: '%s' gets no boxes", entry.annotation, entry.path)
-    return image, b"".join((field_head(_DATUM_TAG, len(image.datum)), image.datum, rest.SerializeToString()))
+    return image, b"".join((field_header(_DATUM_TAG, len(image.datum)), image.datum, rest.SerializeToString()))
 
 
 def _try_size(entry: ListEntry) -> tuple[ListEntry, tuple[int, int] | UnreadableImageError]:

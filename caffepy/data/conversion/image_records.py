@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePath
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend.cpu.jit.cpus import cpu_count
-from caffepy.config.messages import field_head
+from caffepy.config.messages import field_header
 from caffepy.data.images.datum import MAX_PIXELS, decode_image, opencv
 from caffepy.data.sources.image_list import MAX_IMAGE_BYTES
 from caffepy.errors import ConfigError, DataError
@@ -43,7 +42,7 @@ class ImageOptions:
         encoded: store encoded images instead of pixels.
         encode_type: image format, e.g. ``jpg``; implies `encoded`. Empty: the format of each file's extension.
         check_size: require images of equal size.
-        threads: number of decoding threads.
+        threads: decoding threads; None: one per core.
 
     Raises:
         ConfigError: only one of the two sizes is set, a size is too large, or OpenCV cannot write the format.
@@ -57,7 +56,7 @@ class ImageOptions:
     encoded: bool = False
     encode_type: str = ""
     check_size: bool = False
-    threads: int = field(default_factory=cpu_count)
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         if bool(self.resize_height) != bool(self.resize_width):
@@ -237,7 +236,7 @@ def _raw_datum(pixels: Pixels, shape: tuple[int, int, int], label: int) -> memor
 def _datum_header(shape: tuple[int, int, int]) -> bytes:
     """Return the serialised fields before the pixels."""
     channels, height, width = shape
-    size = field_head(_DATA_TAG, channels * height * width)
+    size = field_header(_DATA_TAG, channels * height * width)
     return caffe_pb2.Datum(channels=channels, height=height, width=width).SerializeToString() + size
 
 

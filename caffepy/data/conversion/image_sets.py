@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from caffepy.backend.cpu.jit.cpus import cpu_count
 from caffepy.data.conversion.image_records import (
     ImageOptions,
     ImageRecord,
@@ -148,7 +149,7 @@ def _write_all(
 ) -> int:  # fmt: skip
     """Write the records in list order; return the number of unreadable images."""
     skipped, first, size = 0, "", None
-    attempts = ordered_map(partial(_try_read, reader), entries, options.threads)
+    attempts = ordered_map(partial(_try_read, reader), entries, options.threads or cpu_count())
     for index, (entry, result) in enumerate(attempts):
         progress.advance()
         if isinstance(result, UnreadableImageError):

@@ -1,1 +1,1 @@
-"""Datum parsing, image decoding, mean images and the bulk copy into batches. Used by data, layers/input and cli."""
+"""Datum parsing, image decoding, mean images and the bulk copy into batches; imported by data, layers/input and cli."""

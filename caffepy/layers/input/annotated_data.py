@@ -316,7 +316,7 @@ class AnnotatedLoader(DatumLoader):
         if transform.HasField("resize_param"):
             found = resize_annotations(found, transform.resize_param, height, width)
         _, rows, columns = sample.image.shape
-        top, left = self._transformer.corner(rows, columns, crop_params, index)
+        top, left = self._transformer.crop_offset(rows, columns, crop_params, index)
         _, out_rows, out_columns = self._transformer.output_shape(sample.image.shape)
         size = np.array([columns, rows, columns, rows], np.float32)
         crop = np.array([left, top, left + out_columns, top + out_rows], np.float32) / size

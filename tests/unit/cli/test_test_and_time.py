@@ -81,7 +81,7 @@ def test_dialect_option_overrides(given: str, loss: float, capsys: pytest.Captur
     command = ["test", "--model=net.prototxt", "--weights=ip.caffemodel", "--iterations=1"]
     assert main([*command, f"--dialect={given}"]) == 0
     lines = messages(capsys)
-    assert f"Dialect: {given}, as --dialect or CAFFEPY_DIALECT says" in lines
+    assert f"Dialect: {given}, set by --dialect or CAFFEPY_DIALECT" in lines
     assert f"Loss: {loss:.6g}" in lines
     assert "CAFFEPY_DIALECT" not in os.environ
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from training import build_net, build_solver
 
-from caffepy.config.dialect import NVIDIA_FIELDS, Dialect, choose_dialect, named_dialect, nvidia_field
+from caffepy.config.dialect import NVIDIA_FIELDS, Dialect, choose_dialect, nvidia_field, parse_dialect
 from caffepy.config.text import parse_text
 from caffepy.errors import ConfigError
 from caffepy.proto import caffe_pb2
@@ -56,7 +56,7 @@ def test_variable_overrides(monkeypatch: pytest.MonkeyPatch):
 
 def test_unknown_name():
     with pytest.raises(ConfigError, match="CAFFEPY_DIALECT: unknown dialect 'caffe2'; give bvlc or nvidia"):
-        named_dialect("caffe2")
+        parse_dialect("caffe2")
 
 
 def test_all_nets_of_a_solver_have_one_dialect():

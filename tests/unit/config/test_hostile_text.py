@@ -58,7 +58,7 @@ def test_a_folder_that_has_been_removed(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_prototxt_of_that_size_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "MAX_TEXT_BYTES", 10)
     (tmp_path / "n").write_text("name: 'longer than that'")
-    with pytest.raises(ConfigError, match="more than the 10 that are read; no net's prototxt is that long"):
+    with pytest.raises(ConfigError, match="more than the 10 that are read; a net's prototxt is shorter"):
         read_net(tmp_path / "n")
 
 
@@ -135,7 +135,7 @@ LONG = "a" * 10_000_000
         ('layer { name: "x" top' + " " * 2_000_000 + "{ } }", "braces are found where 'top' takes a value"),
         ('layer { type: "X" zzz_param { } "' + '\\"' * 2_000_000, "unknown field 'zzz_param' of LayerParameter"),
         ('layer { type: "X" zzz_param { } ' + "'\\" * 2_000_000, "unknown field 'zzz_param' of LayerParameter"),
-        ('name: "a"\nlayer { name: "' + "\\" * 200_000 + '" }', "prototxt:2: 1000 backslashes follow each other"),
+        ('name: "a"\nlayer { name: "' + "\\" * 200_000 + '" }', "prototxt:2: 1000 consecutive backslashes"),
         ("layer { " + "type: 'X' name: 'x' " * 1000 + "}", "field 'type' of LayerParameter is given twice"),
         ("input_dim: 0x" + "9" * 1_000_000, "a number is outside the range of its field"),
         ("input_dim: " + "9" * 1_000_000, "a whole number is expected"),

@@ -59,10 +59,10 @@ def test_it_may_have_the_prefixes_of_ranks(log: Path) -> None:
 def test_what_cannot_be_read(log: Path, tmp_path: Path) -> None:
     whole = log.read_text().splitlines(keepends=True)
     log.write_text("".join(whole[:12]))
-    with pytest.raises(ConfigError, match=r"is cut off within the solver: \d+ of \d+ lines are there"):
+    with pytest.raises(ConfigError, match=r"ends within the solver: it has \d+ of \d+ lines"):
         read_logged_solver(log)
     log.write_text("Iteration 1\n")
-    with pytest.raises(ConfigError, match="it holds no solver; is it the log"):
+    with pytest.raises(ConfigError, match="it contains no solver; is it the log"):
         read_logged_solver(log)
     with pytest.raises(ConfigError, match="there is no such file"):
         read_logged_solver(tmp_path / "absent")

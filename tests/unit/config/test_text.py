@@ -88,7 +88,8 @@ def test_an_error_says_what_where_and_what_to_do(text: str, message: str) -> Non
 @pytest.mark.parametrize("text", ["base_lr: 0,01", "momentum: -0,9e1 max_iter: 1", "max_iter: 10,000", "display: 1, 2"])
 def test_a_comma_is_no_decimal_point(text: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"^s\.prototxt:1:\d+: '\d+e?1?' is found .* comma is no decimal point: write 0\.01 for"
+        ConfigError,
+        match=r"^s\.prototxt:1:\d+: '\d+e?1?' follows a number .* comma is not a decimal point: write 0\.01",
     ):
         parse_text(text, SolverParameter(), "s.prototxt")
 

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from onnx_nets import assert_exported, layer_net, layer_text, net_of
 
-from caffepy.config.dialect import overriding
+from caffepy.config.dialect import override_dialect
 from caffepy.errors import ConfigError, ShapeError
 from caffepy.layers.core.base import LAYERS, import_layer_types
 from caffepy.onnx.check import larger_batch, random_inputs, run_net
@@ -200,7 +200,7 @@ def test_layers_in_place_and_blobs_with_several_readers():
 
 @pytest.mark.parametrize("dialect", ["bvlc", "nvidia"])
 def test_folding_gives_the_same_numbers_with_fewer_layers(dialect: str):
-    with overriding(dialect):
+    with override_dialect(dialect):
         net = net_of(CHAIN.replace('layer { name: "quiet"', 'layer { exclude { phase: TEST } name: "quiet"'))
         folded = fold_batch_norms(with_parameters(inference_net(net.param, Settings()), net), dialect == "nvidia")
     assert [layer.type for layer in folded.layer if layer.type in ("BatchNorm", "Scale")] == ["Scale", "Scale"]

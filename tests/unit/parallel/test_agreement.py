@@ -16,7 +16,7 @@ from process_groups import run_threads
 from training import build_solver, solver_param
 
 from caffepy import version
-from caffepy.config.dialect import overriding
+from caffepy.config.dialect import override_dialect
 from caffepy.errors import ConfigError
 from caffepy.options import ExecutionOptions
 from caffepy.parallel.agreement import (
@@ -210,7 +210,7 @@ def described(net: str, solver: str = PLAIN) -> dict[str, str]:
 
 def test_dialects_are_compared() -> None:
     options = TrainOptions(solver_param(SOLVER))
-    with overriding("nvidia"):
+    with override_dialect("nvidia"):
         other = describe_run(options)
     wanted = Difference("--dialect or CAFFEPY_DIALECT", "not given", "nvidia")
     assert first_difference(describe_run(options), other) == wanted

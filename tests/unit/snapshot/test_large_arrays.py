@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caffepy.backend import create_backend
-from caffepy.config.messages import field_head
+from caffepy.config.messages import field_header
 from caffepy.config.text import parse_text
 from caffepy.errors import SnapshotError
 from caffepy.layers import LayerContext
@@ -82,7 +82,7 @@ def test_any_net_is_read_alike(net: NetParameter, unknown: bytes) -> None:
     """Old and new layers, blobs of every kind, and bytes behind the net."""
     content = net.SerializeToString()
     assert brought_back(content) == net
-    number = field_head(b"", 3000 << 3 | 2) + field_head(b"", len(unknown)) + unknown
+    number = field_header(b"", 3000 << 3 | 2) + field_header(b"", len(unknown)) + unknown
     assert split_large_fields(content + number, NetParameter)[0].endswith(number)
     assert (
         brought_back(content + number).SerializeToString()
@@ -109,14 +109,14 @@ def test_damaged_bytes_are_left_to_protobuf(net: NetParameter, data: st.DataObje
 
 def blobs_file(*blobs: bytes) -> bytes:
     """A file with a layer of these serialised blobs."""
-    inner = b"".join(field_head(b"\x3a", len(blob)) + blob for blob in blobs)
-    return field_head(b"\xa2\x06", len(inner)) + inner
+    inner = b"".join(field_header(b"\x3a", len(blob)) + blob for blob in blobs)
+    return field_header(b"\xa2\x06", len(inner)) + inner
 
 
 def data_field(count: int) -> bytes:
     """`data` of so many numbers."""
     content = np.arange(count, dtype="<f4").tobytes()
-    return field_head(b"\x2a", len(content)) + content
+    return field_header(b"\x2a", len(content)) + content
 
 
 @pytest.mark.parametrize(

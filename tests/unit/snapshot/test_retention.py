@@ -13,7 +13,7 @@ import pytest
 from snapshot_runs import FORMATS, NET, SOLVER, train
 from training import build_solver
 
-from caffepy.config.messages import field_head
+from caffepy.config.messages import field_header
 from caffepy.errors import ConfigError
 from caffepy.options import RetentionPolicy
 from caffepy.proto.caffe_pb2 import BlobProto, BlobShape, LayerParameter, NetParameter
@@ -296,12 +296,12 @@ def test_a_damaged_file_does_not_stop_training(
 def test_shapes_are_read_without_arrays(folder: Path) -> None:
     """Of a file of 2 GB that takes no room on the disk."""
     elements = 500_000_000
-    blob = field_head(bytes([BlobProto.DATA_FIELD_NUMBER << 3 | 2]), 4 * elements)
+    blob = field_header(bytes([BlobProto.DATA_FIELD_NUMBER << 3 | 2]), 4 * elements)
     shape = BlobProto(shape=BlobShape(dim=[1000, elements // 1000])).SerializeToString()
     head = LayerParameter(name="ip", type="InnerProduct").SerializeToString()
-    inner = field_head(bytes([LayerParameter.BLOBS_FIELD_NUMBER << 3 | 2]), len(blob) + 4 * elements + len(shape))
+    inner = field_header(bytes([LayerParameter.BLOBS_FIELD_NUMBER << 3 | 2]), len(blob) + 4 * elements + len(shape))
     length = len(head) + len(inner) + len(blob) + 4 * elements + len(shape)
-    layer = field_head(field_head(b"", NetParameter.LAYER_FIELD_NUMBER << 3 | 2), length)
+    layer = field_header(field_header(b"", NetParameter.LAYER_FIELD_NUMBER << 3 | 2), length)
     with (folder / "x.caffemodel").open("wb") as file:
         file.write(b"".join((layer, head, inner, blob)))
         file.seek(4 * elements, os.SEEK_CUR)

@@ -307,7 +307,7 @@ HOSTILE = [
     (record(0, [[0, 0, float("inf"), 1]]), r"has a box \(0, 0, inf, 1\)"),
     (
         record(0, [[10, 20, 300, 200]]),
-        r"has a box \(10, 20, 300, 200\), .* in parts of its width and height, not in pix",
+        r"has a box \(10, 20, 300, 200\), .* normalised to its width and height, not in pix",
     ),
     (record(0, np.tile(BOX, (66000, 1))), "has 66000 boxes; more than 65536 are refused"),
     (AnnotatedDatum(datum=Datum(channels=3, height=2, width=2, data=b"x"), type=0), "is a Datum of 1 bytes"),

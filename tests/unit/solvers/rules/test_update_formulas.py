@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from training import build_solver
 
-from caffepy.config.dialect import overriding
+from caffepy.config.dialect import override_dialect
 from caffepy.solvers import Solver
 
 NET = """
@@ -172,7 +172,7 @@ def solvers(draw: st.DrawFn) -> dict[str, Any]:
 @example({"type": "SAG", **PLAIN, "clip": 0.5, "larc": "scale"})
 def test_every_combination_is_its_formula(given: dict[str, Any]) -> None:
     rule = Rule(given)
-    with overriding("nvidia"), build_solver(text_of(given), NET) as solver:
+    with override_dialect("nvidia"), build_solver(text_of(given), NET) as solver:
         sums = watch(solver)
         for t in range(MAX_ITER):
             before = values_of(solver)
