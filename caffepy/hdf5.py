@@ -1,16 +1,16 @@
-"""A reader of HDF5 files in Python, as safe with a file of a stranger as with the user's own.
+"""A reader of HDF5 files in Python that is safe for untrusted files.
 
-libhdf5 ends the process, hangs or takes gigabytes on some damaged files, which a program that calls it cannot prevent.
-This reader takes each byte through one function that compares it with the file's length, and stops when it has read
-twice the file's length in metadata: a structure that refers to itself is an error after a time in proportion to the
-file. Array sizes are compared with the bytes that are stored before memory is taken.
+libhdf5 crashes, hangs or allocates gigabytes on some damaged files, and its caller cannot prevent this. This reader
+checks every access against the file's length and limits the metadata that it reads to twice the file's length, so a
+structure that refers to itself is an error after a time proportional to the file's size. Array sizes are compared
+with the stored bytes before memory is allocated.
 
-Read: superblocks 0 to 3 with a user block; both forms of object headers and groups, soft links; numbers (integers, IEEE
-floats of 2, 4 and 8 bytes, both byte orders) and strings; compact, contiguous and chunked layout with every chunk
-index; the filters deflate, shuffle and fletcher32. Refused by name: other types and filters, virtual datasets, external
-storage and external links. Checksums of metadata are not compared.
+Supported: superblocks 0 to 3 with a user block; both versions of object headers and groups, soft links; integers, IEEE
+floats of 2, 4 and 8 bytes, both byte orders, strings; compact, contiguous and chunked layout with all chunk indexes;
+the filters deflate, shuffle and fletcher32. Refused by name: other types and filters, virtual datasets, external
+storage and external links. Metadata checksums are not verified.
 
-The format: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html
+Specification: https://support.hdfgroup.org/documentation/hdf5/latest/_f_m_t3.html
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from caffepy.errors import UserError
 from caffepy.files import open_regular
 
 _MAX_LINKS = 16
-"""Soft links in a row, as in libhdf5."""
+"""Maximum length of a chain of soft links, as in libhdf5."""
 _MAX_AXES = 32
-"""As in libhdf5."""
+"""Maximum rank, as in libhdf5."""
 _MAX_NAME = 200
-"""Characters of a path in messages."""
-_SMALL = 1 << 26
-"""Bytes that a dataset may always have."""
-_MAX_PACKED = 1032
-"""Bytes that deflate makes of one at most: no filter that is read packs more densely."""
-_CHUNK_BYTES = 512
-"""What a stored chunk counts at least in a dataset's size: memory and time that it takes in Python."""
-_PIECE = 1 << 22
-"""Elements that are converted at a time."""
+"""Maximum characters of a path in messages."""
+_MIN_SIZE_LIMIT = 1 << 26
+"""Dataset size in bytes that is always allowed."""
+_MAX_COMPRESSION_RATIO = 1032
+"""Maximum compression ratio of deflate, the densest of the supported filters."""
+_MIN_CHUNK_SIZE = 512
+"""Minimum size that a chunk counts for in limits: its overhead in Python."""
+_CONVERT_ELEMENTS = 1 << 22
+"""Elements converted per step."""
 _MIN_BUDGET = 1 << 16
-"""Bytes of metadata that may always be read."""
+"""Metadata bytes that are always allowed."""
 _DAMAGE = (ArithmeticError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
-"""What reading a damaged file raises."""
+"""Exceptions that reading a damaged file raises."""
 
 _Chunk = tuple[int, int, int]
-"""Where a chunk is: address, bytes, and a mask of the filters that were skipped."""
+"""A chunk's address, size, and mask of skipped filters."""
 
 _MAGIC = b"\x89HDF\r\n\x1a\n"
 _DATASPACE, _LINK_INFO, _DATATYPE, _OLD_FILL, _FILL, _LINK, _EXTERNAL, _LAYOUT = 1, 2, 3, 4, 5, 6, 7, 8
 _FILTERS, _ATTRIBUTE, _CONTINUATION, _SYMBOL_TABLE, _ATTRIBUTE_INFO = 11, 12, 16, 17, 21
-"""Types of messages in object headers."""
+"""Message types of object headers."""
 _COMPACT, _CONTIGUOUS, _CHUNKED, _VIRTUAL = range(4)
 _DEFLATE, _SHUFFLE, _FLETCHER32 = 1, 2, 3
 _FILTER_NAMES = {4: "szip", 5: "nbit", 6: "scaleoffset", 307: "bzip2", 32000: "lzf", 32001: "blosc", 32015: "zstd"}
@@ -66,20 +66,20 @@ _TYPE_NAMES = (
     "enumerations", "sequences", "arrays", "complex numbers",
 )  # fmt: skip
 _IEEE = {2: (10, 5, 10, 15), 4: (23, 8, 23, 127), 8: (52, 11, 52, 1023)}
-"""By size: the exponent's position and bits, the bits of the mantissa, the exponent's bias."""
+"""Float formats by size: exponent position, exponent bits, mantissa bits, exponent bias."""
 
 
 @contextmanager
 def open_hdf5(path: Path, failure: type[UserError], name: str = "HDF5 file") -> Iterator[Group]:
-    """Open a regular HDF5 file for reading; the value is its root group.
+    """Open an HDF5 file for reading; yield its root group.
 
     Args:
         path: the file.
-        failure: the kind of error to raise.
-        name: what messages call the file.
+        failure: the error type to raise.
+        name: kind of file, for messages.
 
     Raises:
-        failure: it cannot be opened; or reading it in the block raised an error.
+        failure: the file cannot be opened or read.
     """
     try:
         with open_regular(path) as stream:
@@ -89,20 +89,20 @@ def open_hdf5(path: Path, failure: type[UserError], name: str = "HDF5 file") -> 
 
 
 def read_hdf5(stream: BinaryIO) -> Group:
-    """The root group of a file that is open for reading.
+    """Return the root group of an open file.
 
     Raises:
-        ValueError: it is damaged or no HDF5 file.
+        ValueError: the file is damaged or not an HDF5 file.
     """
     file = _File(stream)
     root = file.object(file.root, "/")
     if not isinstance(root, Group):
-        raise ValueError("it has no root group; is it whole?")
+        raise ValueError("it has no root group; the file is damaged")
     return root
 
 
 def _reason(error: Exception) -> str:
-    """The first line of an error's message, without the quotes of a KeyError."""
+    """Return the first line of an error's message, without KeyError's quotes."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     text = str(error.args[0]) if error.args else ""
@@ -110,10 +110,10 @@ def _reason(error: Exception) -> str:
 
 
 def find_object(group: Group, name: str) -> Group | Dataset | None:
-    """The group or dataset of a path below a group, None if there is none; soft links are followed, others are not.
+    """Return the group or dataset at a path below a group, or None. Soft links are followed.
 
     Raises:
-        ValueError: an external link, which names another file; too many links; or the file is damaged.
+        ValueError: the path has an external link or too many soft links, or the file is damaged.
     """
     return _find(group, name, [_MAX_LINKS])
 
@@ -131,7 +131,7 @@ def _find(group: Group, name: str, links: list[int]) -> Group | Dataset | None:
         if isinstance(link, str):
             links[0] -= 1
             if links[0] < 0:
-                raise ValueError(f"'{name[:_MAX_NAME]}' is reached by more than {_MAX_LINKS} links")
+                raise ValueError(f"'{name[:_MAX_NAME]}' needs more than {_MAX_LINKS} soft links")
             group.file.charge(len(link))
             item = _find(item, link, links)
         else:
@@ -139,30 +139,30 @@ def _find(group: Group, name: str, links: list[int]) -> Group | Dataset | None:
     return item
 
 
-def check_dataset(dataset: Dataset, before: int = 0) -> int:
-    """Refuse a dataset that is far larger than its stored bytes. No values are read.
+def check_dataset(dataset: Dataset, total: int = 0) -> int:
+    """Check that a dataset is not far larger than its stored bytes. No values are read.
 
     Args:
-        dataset: found by `find_object`.
-        before: bytes of the datasets that are read from the file besides: many names may mean the same bytes.
+        dataset: the dataset.
+        total: sum of the sizes of previous datasets of the file: several names may share the same bytes.
 
     Returns:
-        The bytes that all of them take with this one.
+        `total` plus the size of this dataset.
 
     Raises:
-        ValueError: the file cannot fill the size, or is damaged.
+        ValueError: the dataset or the total is too large for the file, or the file is damaged.
     """
-    length, packed = dataset.file.length, _MAX_PACKED if dataset.layout == _CHUNKED else 1
+    length, ratio = dataset.file.length, _MAX_COMPRESSION_RATIO if dataset.layout == _CHUNKED else 1
     stored = min(dataset.stored_bytes, length)
-    size = max(dataset.needed_bytes, len(dataset.chunks) * _CHUNK_BYTES)
-    if size > max(_SMALL, stored * packed) or before + size > _SMALL + length * packed:
+    size = max(dataset.needed_bytes, len(dataset.chunks) * _MIN_CHUNK_SIZE)
+    if size > max(_MIN_SIZE_LIMIT, stored * ratio) or total + size > _MIN_SIZE_LIMIT + length * ratio:
         raise _too_large(dataset, stored)
-    return before + size
+    return total + size
 
 
 def _too_large(dataset: Dataset, stored: int) -> ValueError:
     return ValueError(
-        f"'{dataset.name}' would take {dataset.needed_bytes} bytes, but the file has only {stored} of it; is it whole?"
+        f"'{dataset.name}' would take {dataset.needed_bytes} bytes, but the file has only {stored} of it; it is damaged"
     )
 
 
@@ -170,13 +170,13 @@ def _too_large(dataset: Dataset, stored: int) -> ValueError:
 
 
 class _File:
-    """The bytes of a file from its superblock on, and the objects that have been read.
+    """A file's bytes from its superblock, and a cache of its objects.
 
     Args:
-        stream: the file, to be read from any position.
+        stream: a seekable file.
 
     Raises:
-        ValueError: it is damaged or no HDF5 file.
+        ValueError: the file is damaged or not an HDF5 file.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -190,7 +190,7 @@ class _File:
         start = self.metadata(8, 8)
         version = start.number(1)
         if version > 3:
-            raise ValueError(f"its superblock has the version {version}, which is not known")
+            raise ValueError(f"its superblock has the unknown version {version}")
         if version < 2:
             start.skip(4)
         self.offset_size, self.length_size = start.number(1), start.number(1)
@@ -199,42 +199,42 @@ class _File:
         rest = self.metadata({0: 24, 1: 28}.get(version, 12), 6 * self.offset_size)
         base, _, end = rest.offset() or 0, rest.offset(), _defined(rest.offset())
         if self.length < end - base:
-            raise ValueError(f"it is truncated: {self.length} of {end - base} bytes are there; copy it again")
-        if version < 2:  # a driver's block, and the name of the root group
+            raise ValueError(f"it is truncated: {self.length} of {end - base} bytes exist; copy it again")
+        if version < 2:  # driver information block, and name of the root group
             rest.skip(2 * self.offset_size)
         self.root = _defined(rest.offset())
 
     def _find_superblock(self) -> int:
-        """Where the superblock is: at the beginning, or behind a user block of 512 bytes times a power of two."""
+        """Return the superblock's offset: 0, or 512 times a power of two after a user block."""
         at = 0
         while at + len(_MAGIC) <= self.length:
             self._stream.seek(at)
             if self._stream.read(len(_MAGIC)) == _MAGIC:
                 return at
             at = 2 * at or 512
-        raise ValueError("it is no HDF5 file (its signature is not there)")
+        raise ValueError("it is not an HDF5 file (it has no HDF5 signature)")
 
     def charge(self, size: int) -> None:
-        """Count bytes of metadata.
+        """Add metadata bytes to the budget.
 
         Raises:
-            ValueError: more have been read than a file of this length can have.
+            ValueError: the budget is exceeded: structures are cyclic or overlap.
         """
         self._budget -= size
         if self._budget < 0:
-            raise ValueError("its structures refer to themselves or overlap; is it whole?")
+            raise ValueError("its structures refer to themselves or overlap; the file is damaged")
 
     def metadata(self, address: int, size: int) -> _Cursor:
-        """Bytes of the file's structure.
+        """Read metadata.
 
         Raises:
-            ValueError: they are not within the file, or it has no end.
+            ValueError: the range is outside the file, or the budget is exceeded.
         """
         self.charge(size)
         return _Cursor(self, self.read(address, size))
 
     def read(self, address: int, size: int) -> bytes:
-        """Bytes at an address.
+        """Read bytes at an address.
 
         Raises:
             ValueError: they are not within the file.
@@ -246,7 +246,7 @@ class _File:
         return data
 
     def read_into(self, address: int, array: NDArray[Any]) -> None:
-        """Fill a contiguous array with bytes at an address.
+        """Read bytes at an address into a contiguous array.
 
         Raises:
             ValueError: they are not within the file.
@@ -261,29 +261,29 @@ class _File:
 
     def _seek(self, address: int, size: int) -> None:
         if address + size > self.length:
-            raise ValueError(f"it ends before byte {self._base + address + size}; is it whole?")
+            raise ValueError(f"it ends before byte {self._base + address + size}; the file is damaged")
         self._stream.seek(self._base + address)
 
     def object(self, address: int, name: str) -> Group | Dataset | None:
-        """The group or dataset whose header is at an address; None if it is something else.
+        """Return the group or dataset whose header is at an address; None for other objects.
 
         Args:
-            address: of the object header.
-            name: what messages call it.
+            address: address of the object header.
+            name: the object's path, for messages.
         """
         if address not in self._objects:
             header = _Header(self, address)
-            made: Group | Dataset | None = None
+            item: Group | Dataset | None = None
             if header.has(_LAYOUT):
-                made = Dataset(header, name)
+                item = Dataset(header, name)
             elif header.has(_SYMBOL_TABLE) or header.has(_LINK_INFO) or header.has(_LINK):
-                made = Group(header, name)
-            self._objects[address] = made
+                item = Group(header, name)
+            self._objects[address] = item
         return self._objects[address]
 
 
 class _Cursor:
-    """Bytes that are read from front to back; reading beyond their end is a ValueError."""
+    """Sequential reader of bytes; reading beyond the end raises ValueError."""
 
     def __init__(self, file: _File, data: bytes) -> None:
         self.file = file
@@ -291,50 +291,50 @@ class _Cursor:
         self.at = 0
 
     @property
-    def left(self) -> int:
-        """Bytes that were not read."""
+    def remaining(self) -> int:
+        """Number of remaining bytes."""
         return len(self.data) - self.at
 
     def take(self, size: int) -> bytes:
-        """The next bytes."""
-        if size > self.left:
-            raise ValueError("a structure ends early; is it whole?")
+        """Return the next `size` bytes."""
+        if size > self.remaining:
+            raise ValueError("a structure ends early; the file is damaged")
         self.at += size
         return self.data[self.at - size : self.at]
 
     def skip(self, size: int) -> None:
-        """Pass over bytes."""
+        """Skip bytes."""
         self.take(size)
 
     def number(self, size: int) -> int:
-        """A number without sign."""
+        """Return an unsigned number."""
         return int.from_bytes(self.take(size), "little")
 
     def length(self) -> int:
-        """A number of the size of the file's lengths."""
+        """Return a number of the file's length size."""
         return self.number(self.file.length_size)
 
     def offset(self) -> int | None:
-        """An address; None if it is undefined."""
+        """Return an address, or None if it is undefined."""
         size = self.file.offset_size
         address = self.number(size)
         return None if address == (1 << 8 * size) - 1 else address
 
     def expect(self, signature: bytes) -> _Cursor:
-        """Pass over a signature, of four bytes."""
+        """Check and skip a 4-byte signature."""
         if self.take(4) != signature:
-            raise ValueError(f"its structure '{signature.decode()}' is not where it should be; is it whole?")
+            raise ValueError(f"its structure '{signature.decode()}' is missing; the file is damaged")
         return self
 
 
 def _defined(address: int | None) -> int:
     if address is None:
-        raise ValueError("an address is not set; is it whole?")
+        raise ValueError("an address is not set; the file is damaged")
     return address
 
 
 def _bytes_for(value: int) -> int:
-    """How many bytes hold a number."""
+    """Return the number of bytes that a value needs."""
     return (max(value, 1).bit_length() + 7) // 8
 
 
@@ -342,7 +342,7 @@ def _bytes_for(value: int) -> int:
 
 
 class _Header:
-    """The messages of an object header, of either version."""
+    """The messages of an object header (version 1 or 2)."""
 
     def __init__(self, file: _File, address: int) -> None:
         self.file = file
@@ -350,34 +350,34 @@ class _Header:
         self._messages: list[tuple[int, int, bytes]] = []
         start = file.metadata(address, 6)
         if start.data[:4] == b"OHDR":
-            self._read_new(start.data[5])
+            self._read_v2(start.data[5])
         elif start.data[0] == 1:
             start = file.metadata(address, 12)
             start.skip(8)
-            self._read_blocks(address + 16, start.number(4), self._read_old_block)
+            self._read_blocks(address + 16, start.number(4), self._read_v1_block)
         else:
             raise ValueError("an object header is damaged")
 
-    def _read_new(self, flags: int) -> None:
+    def _read_v2(self, flags: int) -> None:
         at = self.address + 6 + (16 if flags & 0x20 else 0) + (4 if flags & 0x10 else 0)
         width = 1 << (flags & 3)
         size = self.file.metadata(at, width).number(width)
-        more = 2 if flags & 4 else 0
+        extra = 2 if flags & 4 else 0
 
         def read(block: _Cursor) -> Iterator[tuple[int, int, bytes]]:
             if block.data[:4] == b"OCHK":
                 block.skip(4)
                 block.data = block.data[:-4]
-            while block.left >= 4 + more:
+            while block.remaining >= 4 + extra:
                 kind, length, flag = block.number(1), block.number(2), block.number(1)
-                block.skip(more)
+                block.skip(extra)
                 yield kind, flag, block.take(length)
 
         self._read_blocks(at + width, size, read)
 
     @staticmethod
-    def _read_old_block(block: _Cursor) -> Iterator[tuple[int, int, bytes]]:
-        while block.left >= 8:
+    def _read_v1_block(block: _Cursor) -> Iterator[tuple[int, int, bytes]]:
+        while block.remaining >= 8:
             kind, length, flag = block.number(2), block.number(2), block.number(1)
             block.skip(3)
             yield kind, flag, block.take(length)
@@ -385,43 +385,43 @@ class _Header:
     def _read_blocks(
         self, address: int, size: int, read: Callable[[_Cursor], Iterator[tuple[int, int, bytes]]]
     ) -> None:
-        """The messages of a block and of its continuation blocks."""
+        """Read the messages of a block and its continuation blocks."""
         blocks = [(address, size)]
         for start, length in blocks:
             for message in read(self.file.metadata(start, length)):
                 if message[0] == _CONTINUATION:
                     cursor = _Cursor(self.file, message[2])
                     blocks.append((_defined(cursor.offset()), cursor.length()))
-                    self.file.charge(8)  # also of a block of no bytes
+                    self.file.charge(8)  # also for an empty block
                 else:
                     self._messages.append(message)
 
     def has(self, kind: int) -> bool:
-        """Whether there is a message of a type."""
+        """Return whether there is a message of a type."""
         return any(message[0] == kind for message in self._messages)
 
     def all(self, kind: int) -> Iterator[_Cursor]:
-        """The messages of a type."""
-        for found, flags, data in self._messages:
-            if found == kind:
+        """Yield the messages of a type."""
+        for message_kind, flags, data in self._messages:
+            if message_kind == kind:
                 yield self._shared(kind, data) if flags & 2 else _Cursor(self.file, data)
 
     def first(self, kind: int) -> _Cursor | None:
-        """The first message of a type."""
+        """Return the first message of a type, or None."""
         return next(self.all(kind), None)
 
     def _shared(self, kind: int, data: bytes) -> _Cursor:
-        """A message that is in another object's header, as a committed datatype is."""
+        """Return a message stored in another object's header, such as a committed datatype."""
         cursor = _Cursor(self.file, data)
         version, where = cursor.number(1), cursor.number(1)
         if version == 3 and where != 2:
             raise ValueError("it has shared object header messages, which are not read; copy it with h5repack")
         cursor.skip(6 if version == 1 else 0)
         other = _Header(self.file, _defined(cursor.offset()))
-        for found, flags, content in other._messages:
-            if found == kind and not flags & 2:
+        for message_kind, flags, content in other._messages:
+            if message_kind == kind and not flags & 2:
                 return _Cursor(self.file, content)
-        raise ValueError("a committed datatype is not there; is it whole?")
+        raise ValueError("a committed datatype is missing; the file is damaged")
 
 
 @dataclass(frozen=True)
@@ -429,10 +429,10 @@ class _Type:
     """A datatype.
 
     Args:
-        name: for messages.
-        size: bytes of an element.
-        dtype: NumPy's; None if it is none of numbers or strings of a fixed size.
-        text: whether it is a string of variable length.
+        name: name for messages.
+        size: bytes per element.
+        dtype: NumPy dtype; None unless the type is a number or a fixed-size string.
+        text: whether it is a variable-length string.
     """
 
     name: str
@@ -446,14 +446,14 @@ def _read_type(cursor: _Cursor) -> _Type:
     bits, size = cursor.number(3), cursor.number(4)
     name = _TYPE_NAMES[kind] if kind < len(_TYPE_NAMES) else "an unknown type"
     if not size:
-        raise ValueError("a datatype has no bytes; is it whole?")
+        raise ValueError("a datatype has no bytes; the file is damaged")
     order = "<>"[bits & 1]
     if kind == 0 and size in (1, 2, 4, 8) and (cursor.number(2), cursor.number(2)) == (0, 8 * size):
         return _Type(name, size, np.dtype(f"{order}{'i' if bits & 8 else 'u'}{size}"))
     if kind == 1 and size in _IEEE and not bits & 64:
         exponent, exponent_bits, mantissa_bits, bias = _IEEE[size]
-        found = (cursor.number(2), cursor.number(2), *cursor.take(4), cursor.number(4), bits >> 8 & 255)
-        if found == (0, 8 * size, exponent, exponent_bits, 0, mantissa_bits, bias, 8 * size - 1):
+        layout = (cursor.number(2), cursor.number(2), *cursor.take(4), cursor.number(4), bits >> 8 & 255)
+        if layout == (0, 8 * size, exponent, exponent_bits, 0, mantissa_bits, bias, 8 * size - 1):
             return _Type(name, size, np.dtype(f"{order}f{size}"))
     if kind == 3 and size < 1 << 31:
         return _Type(name, size, np.dtype(f"S{size}"))
@@ -463,7 +463,7 @@ def _read_type(cursor: _Cursor) -> _Type:
 
 
 def _read_space(cursor: _Cursor) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """The shape, None of a null dataspace, and the greatest shape."""
+    """Return the shape (None for a null dataspace) and the maximum shape."""
     version, rank, flags, kind = (cursor.number(1) for _ in range(4))
     if version not in (1, 2) or rank > _MAX_AXES:
         raise ValueError("a dataspace is damaged")
@@ -476,11 +476,11 @@ def _read_space(cursor: _Cursor) -> tuple[tuple[int, ...] | None, tuple[int, ...
 
 
 class Group:
-    """A group.
+    """A group with its links and attributes.
 
     Args:
-        header: its object header.
-        name: its path, for messages.
+        header: the object header.
+        name: the group's path, for messages.
     """
 
     def __init__(self, header: _Header, name: str) -> None:
@@ -491,8 +491,8 @@ class Group:
 
     @cached_property
     def links(self) -> dict[str, int | str | None]:
-        """By name: the address of an object, the path of a soft link, None for links to other files."""
-        links: dict[str, int | str | None] = dict(self._old_links(symbol) for symbol in self._symbols())
+        """Links by name: an object's address, a soft link's path, or None for an external link."""
+        links: dict[str, int | str | None] = dict(self._symbol_link(symbol) for symbol in self._symbols())
         for message in self._header.all(_LINK):
             links.update([self._read_link(message)])
         info = self._header.first(_LINK_INFO)
@@ -503,7 +503,7 @@ class Group:
             heap, tree = info.offset(), info.offset()
             if heap is not None and tree is not None:
                 objects = _FractalHeap(self.file, heap)
-                for record in _tree_records(self.file, tree, 5):
+                for record in _btree_v2_records(self.file, tree, 5):
                     data = objects.get(record.data[4:])
                     if data is None:
                         raise ValueError(f"a link in '{self.name}' has too long a name")
@@ -511,7 +511,7 @@ class Group:
         return links
 
     def _symbols(self) -> Iterator[tuple[bytes, _Cursor]]:
-        """The symbol table's heap of names, and its entries."""
+        """Yield the symbol table's name heap with each entry."""
         message = self._header.first(_SYMBOL_TABLE)
         if message is None:
             return
@@ -522,13 +522,13 @@ class Group:
         heap.skip(self.file.length_size)
         names = self.file.metadata(_defined(heap.offset()), size).data
         width = 2 * self.file.offset_size + 24
-        for _, child in _old_tree(self.file, tree, 0, self.file.length_size):
+        for _, child in _btree_v1(self.file, tree, 0, self.file.length_size):
             count = self.file.metadata(child, 8).expect(b"SNOD").data[6:]
             entries = self.file.metadata(child + 8, int.from_bytes(count, "little") * width)
-            while entries.left:
+            while entries.remaining:
                 yield names, _Cursor(self.file, entries.take(width))
 
-    def _old_links(self, symbol: tuple[bytes, _Cursor]) -> tuple[str, int | str]:
+    def _symbol_link(self, symbol: tuple[bytes, _Cursor]) -> tuple[str, int | str]:
         names, entry = symbol
         name, address, kind = entry.number(self.file.offset_size), entry.offset(), entry.number(4)
         entry.skip(4)
@@ -538,9 +538,9 @@ class Group:
     def _heap_text(self, names: bytes, at: int) -> str:
         end = names.find(0, at)
         if end < 0:
-            raise ValueError("a name is not where it should be; is it whole?")
+            raise ValueError("a name is missing; the file is damaged")
         self.file.charge(end - at)
-        return _text(names[at:end])
+        return _decode(names[at:end])
 
     @staticmethod
     def _read_link(cursor: _Cursor) -> tuple[str, int | str | None]:
@@ -548,15 +548,15 @@ class Group:
         flags = cursor.number(1)
         kind = cursor.number(1) if flags & 8 else 0
         cursor.skip((8 if flags & 4 else 0) + (1 if flags & 16 else 0))
-        name = _text(cursor.take(cursor.number(1 << (flags & 3))))
+        name = _decode(cursor.take(cursor.number(1 << (flags & 3))))
         if kind == 0:
             return name, _defined(cursor.offset())
-        return name, _text(cursor.take(cursor.number(2))) if kind == 1 else None
+        return name, _decode(cursor.take(cursor.number(2))) if kind == 1 else None
 
     @cached_property
     def attributes(self) -> dict[str, int | None]:
-        """By name: the value of a scalar that is a whole number, None of others."""
-        found = dict(self._read_attribute(message) for message in self._header.all(_ATTRIBUTE))
+        """Attributes by name: the value of an integer scalar, or None for other types."""
+        attributes = dict(self._read_attribute(message) for message in self._header.all(_ATTRIBUTE))
         info = self._header.first(_ATTRIBUTE_INFO)
         if info is not None:
             info.skip(1)
@@ -564,9 +564,11 @@ class Group:
             heap, tree = info.offset(), info.offset()
             if heap is not None and tree is not None:
                 objects = _FractalHeap(self.file, heap)
-                contents = (objects.get(record.data[:8]) for record in _tree_records(self.file, tree, 8))
-                found.update(self._read_attribute(_Cursor(self.file, data)) for data in contents if data is not None)
-        return found
+                contents = (objects.get(record.data[:8]) for record in _btree_v2_records(self.file, tree, 8))
+                attributes.update(
+                    self._read_attribute(_Cursor(self.file, data)) for data in contents if data is not None
+                )
+        return attributes
 
     @staticmethod
     def _read_attribute(cursor: _Cursor) -> tuple[str, int | None]:
@@ -574,7 +576,7 @@ class Group:
         sizes = [cursor.number(2) for _ in range(3)]
         cursor.skip(1 if version == 3 else 0)
         parts = [cursor.take(-(-size // 8) * 8 if version == 1 else size) for size in sizes]
-        name = _text(parts[0].partition(b"\0")[0])
+        name = _decode(parts[0].partition(b"\0")[0])
         if version > 1 and flags & 3:  # a committed type or dataspace
             return name, None
         kind = _read_type(_Cursor(cursor.file, parts[1])).dtype
@@ -584,7 +586,7 @@ class Group:
         return name, int(np.frombuffer(cursor.take(kind.itemsize), kind)[0])
 
 
-def _text(data: bytes) -> str:
+def _decode(data: bytes) -> str:
     return data.decode(errors="surrogateescape")
 
 
@@ -592,11 +594,11 @@ class Dataset:
     """A dataset.
 
     Args:
-        header: its object header.
-        name: its path, for messages.
+        header: the object header.
+        name: the dataset's path, for messages.
 
     Raises:
-        ValueError: it is damaged, virtual, or has external storage.
+        ValueError: the dataset is damaged, virtual, or has external storage.
     """
 
     def __init__(self, header: _Header, name: str) -> None:
@@ -605,37 +607,37 @@ class Dataset:
         self._header = header
         layout, space, kind = (header.first(message) for message in (_LAYOUT, _DATASPACE, _DATATYPE))
         if layout is None or space is None or kind is None:
-            raise ValueError(f"'{name}' has no shape or type; is it whole?")
+            raise ValueError(f"'{name}' has no shape or type; the file is damaged")
         if header.has(_EXTERNAL):
             raise ValueError(f"'{name}' has external storage, which would read another file; copy the data into it")
         self._type = _read_type(kind)
         self._kind = self._type.name
         self.shape, self._max_shape = _read_space(space)
-        """None of a null dataspace."""
+        """The shape; None for a null dataspace."""
         self.dtype = self._type.dtype
-        """None if it is none of numbers or strings of a fixed size."""
-        self.cell: tuple[int, ...] = ()
+        """NumPy dtype; None unless the type is a number or a fixed-size string."""
+        self.chunk_shape: tuple[int, ...] = ()
         """The shape of a chunk."""
         self._address: int | None = None
         self._compact = b""
         self._index = 0
         self._index_settings = layout
-        self._edges_unpacked = False
+        self._edges_unfiltered = False
         self._read_layout(layout)
 
     @property
     def kind(self) -> str:
-        """What messages call the type of the elements."""
+        """Name of the element type, for messages."""
         return str(self.dtype) if self.dtype is not None else self._kind
 
     @property
     def is_text(self) -> bool:
-        """Whether the elements are strings of variable length."""
+        """Whether the elements are variable-length strings."""
         return self._type.text
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape) if self.shape is not None else 0
 
     # -- layout
@@ -643,57 +645,62 @@ class Dataset:
     def _read_layout(self, cursor: _Cursor) -> None:
         version = cursor.number(1)
         if not 1 <= version <= 5:
-            raise ValueError(f"'{self.name}' has a layout of version {version}, which is not known")
+            raise ValueError(f"'{self.name}' has the unknown layout version {version}")
         if version < 3:
             rank, self.layout = cursor.number(1), cursor.number(1)
             cursor.skip(5)
             self._address = cursor.offset() if self.layout != _COMPACT else None
-            cell = tuple(cursor.number(4) for _ in range(rank))
+            chunk_shape = tuple(cursor.number(4) for _ in range(rank))
             if self.layout == _COMPACT:
                 self._compact = cursor.take(cursor.number(4))
         else:
-            self.layout, cell = cursor.number(1), ()
+            self.layout, chunk_shape = cursor.number(1), ()
             if self.layout == _COMPACT:
                 self._compact = cursor.take(cursor.number(2))
             elif self.layout == _CONTIGUOUS:
                 self._address = cursor.offset()
             elif self.layout == _CHUNKED and version == 3:
                 rank, self._address = cursor.number(1), cursor.offset()
-                cell = tuple(cursor.number(4) for _ in range(rank))
+                chunk_shape = tuple(cursor.number(4) for _ in range(rank))
             elif self.layout == _CHUNKED:
-                cell = self._read_new_chunks(cursor)
+                chunk_shape = self._read_new_chunks(cursor)
         if self.layout == _VIRTUAL:
             raise ValueError(
                 f"'{self.name}' is a virtual dataset, which would read other files; copy the data into one"
             )
         if self.layout > _VIRTUAL:
-            raise ValueError(f"'{self.name}' has a layout that is not known; is it whole?")
+            raise ValueError(f"'{self.name}' has an unknown layout; the file is damaged")
         if self.layout == _CHUNKED:
-            self.cell = cell[:-1]  # the last is the size of an element
-            if self.shape is None or len(self.cell) != len(self.shape) or not self.cell or not all(self.cell):
-                raise ValueError(f"the chunks of '{self.name}' do not fit its shape; is it whole?")
+            self.chunk_shape = chunk_shape[:-1]  # the last entry is the element size
+            if (
+                self.shape is None
+                or len(self.chunk_shape) != len(self.shape)
+                or not self.chunk_shape
+                or not all(self.chunk_shape)
+            ):
+                raise ValueError(f"the chunks of '{self.name}' do not fit its shape; the file is damaged")
 
     def _read_new_chunks(self, cursor: _Cursor) -> tuple[int, ...]:
         flags, rank, width = cursor.number(1), cursor.number(1), cursor.number(1)
-        cell = tuple(cursor.number(width) for _ in range(rank))
-        self._edges_unpacked = bool(flags & 1)
+        chunk_shape = tuple(cursor.number(width) for _ in range(rank))
+        self._edges_unfiltered = bool(flags & 1)
         self._index = cursor.number(1)
         if not 1 <= self._index <= 5:
-            raise ValueError(f"'{self.name}' has an index of chunks that is not known; is it whole?")
-        packed = 4 + self.file.length_size if flags & 2 else 0
-        settings = {1: packed, 2: 0, 3: 1, 4: 5, 5: 6}[self._index]
+            raise ValueError(f"'{self.name}' has an unknown chunk index; the file is damaged")
+        filtered_size = 4 + self.file.length_size if flags & 2 else 0
+        settings = {1: filtered_size, 2: 0, 3: 1, 4: 5, 5: 6}[self._index]
         self._index_settings = _Cursor(self.file, cursor.take(settings))
         self._address = cursor.offset()
-        return cell
+        return chunk_shape
 
     @property
     def needed_bytes(self) -> int:
-        """What reading takes: the values, or a chunk if that is larger."""
-        return max(self.size, math.prod(self.cell) if self.cell else 0) * self._type.size
+        """Bytes that reading needs: the values, or one chunk if that is larger."""
+        return max(self.size, math.prod(self.chunk_shape) if self.chunk_shape else 0) * self._type.size
 
     @property
     def stored_bytes(self) -> int:
-        """The values' bytes in the file, as they are packed there."""
+        """Size of the (compressed) values in the file."""
         if self.layout == _CHUNKED:
             return sum(size for _, size, _ in self.chunks.values())
         if self.layout == _COMPACT:
@@ -702,85 +709,85 @@ class Dataset:
 
     @property
     def _grid(self) -> tuple[int, ...]:
-        """The number of chunks along each axis."""
-        return tuple(-(-length // part) for length, part in zip(self.shape or (), self.cell, strict=True))
+        """Number of chunks along each axis."""
+        return tuple(-(-length // part) for length, part in zip(self.shape or (), self.chunk_shape, strict=True))
 
     @cached_property
     def chunks(self) -> dict[tuple[int, ...], _Chunk]:
-        """Of the chunks that are stored, by the index of their first element: address, bytes, mask of skipped filters.
+        """Stored chunks by the index of their first element.
 
         Raises:
-            ValueError: the index is damaged; or there are more chunks than a file of this length can hold.
+            ValueError: the index is damaged or has more chunks than the file can hold.
         """
-        found: dict[tuple[int, ...], _Chunk] = {}
+        chunks: dict[tuple[int, ...], _Chunk] = {}
         if self.layout != _CHUNKED or self._address is None:
-            return found
-        if self.needed_bytes > max(_SMALL, self.file.length * _MAX_PACKED):
+            return chunks
+        if self.needed_bytes > max(_MIN_SIZE_LIMIT, self.file.length * _MAX_COMPRESSION_RATIO):
             raise _too_large(self, self.file.length)
         entries = self._tree_chunks() if self._index in (0, 5) else self._array_chunks()
         for start, entry in entries:
-            places = zip(start, self.shape or (), self.cell, strict=True)
-            if start in found or not all(at < length and not at % part for at, length, part in places):
-                raise ValueError(f"'{self.name}' has a chunk where none can be; is it whole?")
-            found[start] = entry
-        return found
+            axes = zip(start, self.shape or (), self.chunk_shape, strict=True)
+            if start in chunks or not all(index < length and not index % step for index, length, step in axes):
+                raise ValueError(f"'{self.name}' has a chunk at an invalid position; the file is damaged")
+            chunks[start] = entry
+        return chunks
 
     @property
-    def _cell_bytes(self) -> int:
-        return math.prod(self.cell) * self._type.size
+    def _chunk_bytes(self) -> int:
+        return math.prod(self.chunk_shape) * self._type.size
 
     def _tree_chunks(self) -> Iterator[tuple[tuple[int, ...], _Chunk]]:
-        """The chunks in a B-tree of either version."""
-        rank, address = len(self.cell), _defined(self._address)
+        """Yield the chunks of a B-tree (version 1 or 2)."""
+        rank, address = len(self.chunk_shape), _defined(self._address)
         if not self._index:
-            for key, child in _old_tree(self.file, address, 1, 16 + 8 * rank):
-                size, mask, *place = struct.unpack(f"<II{rank}Q", key[: 8 + 8 * rank])
-                yield tuple(place), (child, size, mask)
+            for key, child in _btree_v1(self.file, address, 1, 16 + 8 * rank):
+                size, mask, *start = struct.unpack(f"<II{rank}Q", key[: 8 + 8 * rank])
+                yield tuple(start), (child, size, mask)
             return
-        for record in _tree_records(self.file, address, 11 if self._filters else 10):
-            chunk = self._chunk_entry(record, record.left - 8 * rank)
-            start = tuple(record.number(8) * part for part in self.cell)
+        for record in _btree_v2_records(self.file, address, 11 if self._filters else 10):
+            chunk = self._chunk_entry(record, record.remaining - 8 * rank)
+            start = tuple(record.number(8) * part for part in self.chunk_shape)
             if chunk is not None:
                 yield start, chunk
 
     def _array_chunks(self) -> Iterator[tuple[tuple[int, ...], _Chunk]]:
-        """The chunks of a single chunk, an implicit index, a fixed array or an extensible array."""
+        """Yield the chunks of a single-chunk, implicit, fixed-array or extensible-array index."""
         address, settings, shape = _defined(self._address), self._index_settings, self._max_shape
-        order = list(range(len(self.cell)))
-        if self._index == 4:  # the axis without a limit varies slowest
+        order = list(range(len(self.chunk_shape)))
+        if self._index == 4:  # the unlimited axis varies slowest
             order.sort(key=lambda axis: shape[axis] != (1 << 8 * self.file.length_size) - 1)
         steps, step = [0] * len(order), 1
         for axis in reversed(order):
             steps[axis] = step
-            step *= max(-(-shape[axis] // self.cell[axis]), 1)
+            step *= max(-(-shape[axis] // self.chunk_shape[axis]), 1)
         grid = self._grid
         count = 1 + sum((length - 1) * step for length, step in zip(grid, steps, strict=True)) if all(grid) else 0
         if self._index == 1:
-            size, mask = (settings.length(), settings.number(4)) if settings.left else (self._cell_bytes, 0)
+            size, mask = (settings.length(), settings.number(4)) if settings.remaining else (self._chunk_bytes, 0)
             entries = {0: (address, size, mask)}
         elif self._index == 2:
-            if self._cell_bytes * count > self.file.length:
+            if self._chunk_bytes * count > self.file.length:
                 raise _too_large(self, self.file.length)
-            entries = {n: (address + n * self._cell_bytes, self._cell_bytes, 0) for n in range(count)}
+            entries = {n: (address + n * self._chunk_bytes, self._chunk_bytes, 0) for n in range(count)}
         else:
             blocks = _fixed_array if self._index == 3 else _extensible_array
             entries = {}
             for first, width, block in blocks(self.file, address, count):
-                for number in range(first, first + block.left // width):
+                for number in range(first, first + block.remaining // width):
                     chunk = self._chunk_entry(block, width)
                     if chunk is not None and number < count:
                         entries[number] = chunk
         for number, entry in entries.items():
             rest, start = number, [0] * len(order)
             for axis in order:
-                start[axis], rest = rest // steps[axis] * self.cell[axis], rest % steps[axis]
+                start[axis], rest = rest // steps[axis] * self.chunk_shape[axis], rest % steps[axis]
             if all(at < length for at, length in zip(start, self.shape or (), strict=True)):
                 yield tuple(start), entry
 
     def _chunk_entry(self, block: _Cursor, width: int) -> _Chunk | None:
-        """An element of an index: an address, and with filters the size and the filters that were left out."""
+        """Return a chunk from an index element: address and, with filters, size and mask of skipped filters."""
         extra = width - self.file.offset_size
-        address, size, mask = block.offset(), self._cell_bytes, 0
+        address, size, mask = block.offset(), self._chunk_bytes, 0
         if extra:
             if not 4 < extra <= 12:
                 raise ValueError(f"the index of chunks of '{self.name}' is damaged")
@@ -791,11 +798,11 @@ class Dataset:
 
     @cached_property
     def _filters(self) -> list[int]:
-        """The filters' numbers, in the order in which they were applied."""
+        """Filter identifiers in the order of application."""
         cursor = self._header.first(_FILTERS)
-        found: list[int] = []
+        filters: list[int] = []
         if cursor is None:
-            return found
+            return filters
         version, count = cursor.number(1), cursor.number(1)
         cursor.skip(6 if version == 1 else 0)
         for _ in range(count):
@@ -805,12 +812,12 @@ class Dataset:
             values = cursor.number(2)
             cursor.skip(-(-name // 8) * 8 if version == 1 else name)
             cursor.skip(4 * (values + values % 2 if version == 1 else values))
-            found.append(number)
-        return found
+            filters.append(number)
+        return filters
 
     @cached_property
     def _fill(self) -> NDArray[Any]:
-        """The value of elements that are not stored."""
+        """Fill value: the value of elements that are not stored."""
         dtype = np.dtype(self.dtype)
         value = b""
         cursor = self._header.first(_FILL)
@@ -825,28 +832,28 @@ class Dataset:
         return np.frombuffer(value, dtype, 1) if len(value) == dtype.itemsize else np.zeros(1, dtype)
 
     def read(self, dtype: DTypeLike | None = None, rows: int | None = None) -> NDArray[Any]:
-        """The values.
+        """Read the values.
 
         Args:
-            dtype: the type of the result; None: the stored one.
-            rows: read so many rows of the first axis only; None: all.
+            dtype: dtype of the result; None: the stored type.
+            rows: maximum number of rows of the first axis; None: all.
 
         Raises:
-            ValueError: the file is damaged, or too short for them.
-            TypeError: they are neither numbers nor strings of a fixed size.
-            MemoryError: they do not fit the memory.
+            ValueError: the file is damaged or truncated.
+            TypeError: the values are neither numbers nor fixed-size strings.
+            MemoryError: the values do not fit into memory.
         """
         check_dataset(self)
         if self.dtype is None or self.shape is None:
             raise TypeError(f"'{self.name}' holds {self._kind if self.shape is not None else 'nothing'}")
         shape = self.shape if rows is None else (min(rows, self.shape[0]), *self.shape[1:])
         kind = self.dtype if dtype is None else np.dtype(dtype)
-        with np.errstate(all="ignore"):  # doubles beyond the range of floats become infinite
+        with np.errstate(all="ignore"):  # float64 values beyond float32 become infinite
             if self.layout == _CHUNKED:
                 return self._read_chunks(shape, kind)
             if self.layout == _COMPACT:
                 if len(self._compact) < self.size * self._type.size:
-                    raise ValueError(f"'{self.name}' is shorter than its shape says; is it whole?")
+                    raise ValueError(f"'{self.name}' is shorter than its shape says; the file is damaged")
                 return np.frombuffer(self._compact, self.dtype, math.prod(shape)).reshape(shape).astype(kind)
             if self._address is None:
                 return np.full(shape, self._fill[0], kind)
@@ -854,13 +861,13 @@ class Dataset:
 
     def _read_contiguous(self, shape: tuple[int, ...], kind: np.dtype[Any], address: int) -> NDArray[Any]:
         count = math.prod(shape)
-        self.file.read(address + count * self._type.size, 0)  # its end is in the file
+        self.file.read(address + count * self._type.size, 0)  # checks that the end is within the file
         out = np.empty(shape, kind)
         if kind == self.dtype:
             self.file.read_into(address, out)
             return out
-        flat, piece = out.reshape(-1), np.empty(min(count, _PIECE), self.dtype)
-        for first in range(0, count, _PIECE):
+        flat, piece = out.reshape(-1), np.empty(min(count, _CONVERT_ELEMENTS), self.dtype)
+        for first in range(0, count, _CONVERT_ELEMENTS):
             part = piece[: count - first]
             self.file.read_into(address + first * self._type.size, part)
             flat[first : first + len(part)] = part
@@ -870,61 +877,63 @@ class Dataset:
         unknown = [number for number in self._filters if number not in (_DEFLATE, _SHUFFLE, _FLETCHER32)]
         if unknown:
             raise ValueError(
-                f"'{self.name}' is packed with the filter {_FILTER_NAMES.get(unknown[0], unknown[0])}, which is not "
-                "read; pack it anew: h5repack -f GZIP=4 old.h5 new.h5"
+                f"'{self.name}' is compressed with the filter {_FILTER_NAMES.get(unknown[0], unknown[0])}, which is "
+                "not supported; recompress it: h5repack -f GZIP=4 old.h5 new.h5"
             )
-        whole = len(self.chunks) == math.prod(self._grid)
-        out = np.empty(shape, kind) if whole else np.full(shape, self._fill[0], kind)
+        complete = len(self.chunks) == math.prod(self._grid)
+        out = np.empty(shape, kind) if complete else np.full(shape, self._fill[0], kind)
         for start, (address, size, mask) in self.chunks.items():
-            ends = [min(at + part, end) for at, part, end in zip(start, self.cell, shape, strict=True)]
+            ends = [min(at + part, end) for at, part, end in zip(start, self.chunk_shape, shape, strict=True)]
             if start[0] >= shape[0]:
                 continue
-            if self._edges_unpacked and any(
-                at + part > end for at, part, end in zip(start, self.cell, self.shape or (), strict=True)
+            if self._edges_unfiltered and any(
+                at + part > end for at, part, end in zip(start, self.chunk_shape, self.shape or (), strict=True)
             ):
                 mask = -1
-            values = np.frombuffer(self._unpacked(self.file.read(address, size), mask), self.dtype)
+            values = np.frombuffer(self._undo_filters(self.file.read(address, size), mask), self.dtype)
             inner = tuple(slice(0, end - at) for at, end in zip(start, ends, strict=True))
             outer = tuple(slice(at, end) for at, end in zip(start, ends, strict=True))
-            out[outer] = values.reshape(self.cell)[inner]
+            out[outer] = values.reshape(self.chunk_shape)[inner]
         return out
 
-    def _unpacked(self, data: bytes, mask: int) -> bytes:
-        """A chunk's bytes without its filters.
+    def _undo_filters(self, data: bytes, mask: int) -> bytes:
+        """Return a chunk's bytes with its filters undone.
 
         Raises:
-            ValueError: they are not as many as a chunk has, or a checksum is wrong.
+            ValueError: the size or a checksum is wrong.
         """
-        for place in reversed(range(len(self._filters))):
-            if mask >> place & 1:
+        for index in reversed(range(len(self._filters))):
+            if mask >> index & 1:
                 continue
-            if self._filters[place] == _DEFLATE:
-                most = self._cell_bytes + 4 * len(self._filters)  # each checksum has 4 bytes
+            if self._filters[index] == _DEFLATE:
+                max_size = self._chunk_bytes + 4 * len(self._filters)  # each checksum has 4 bytes
                 try:
-                    data = zlib.decompressobj().decompress(data, most)
+                    data = zlib.decompressobj().decompress(data, max_size)
                 except zlib.error as error:
                     raise ValueError(f"a chunk of '{self.name}' is damaged: {error}") from error
-            elif self._filters[place] == _SHUFFLE:
-                data = _unshuffled(data, self._type.size)
+            elif self._filters[index] == _SHUFFLE:
+                data = _unshuffle(data, self._type.size)
             else:
                 if len(data) < 4 or _fletcher32(data[:-4]) != tuple(
                     word % 65535 for word in struct.unpack("<HH", data[-4:])
                 ):
                     raise ValueError(f"a chunk of '{self.name}' is damaged: its checksum is wrong")
                 data = data[:-4]
-        if len(data) != self._cell_bytes:
-            raise ValueError(f"a chunk of '{self.name}' has {len(data)} bytes and not {self._cell_bytes}; is it whole?")
+        if len(data) != self._chunk_bytes:
+            raise ValueError(
+                f"a chunk of '{self.name}' has {len(data)} bytes and not {self._chunk_bytes}; the file is damaged"
+            )
         return data
 
     def text(self) -> bytes:
-        """The value of a scalar string of variable length.
+        """Return the value of a scalar variable-length string.
 
         Raises:
             ValueError: the file is damaged.
-            TypeError: it is something else.
+            TypeError: the dataset is not such a string.
         """
         if not self._type.text or self.shape != ():
-            raise TypeError(f"'{self.name}' is no string")
+            raise TypeError(f"'{self.name}' is not a string")
         if self.layout == _CONTIGUOUS and self._address is None:
             return b""
         size = 8 + self.file.offset_size
@@ -935,20 +944,20 @@ class Dataset:
             return b""
         start = self.file.metadata(heap, 8 + self.file.length_size).expect(b"GCOL")
         start.skip(4)
-        head = start.left
+        head = start.remaining
         content = self.file.metadata(heap + 8 + head, max(start.length() - 8 - head, 0))
-        while content.left > 8:
+        while content.remaining > 8:
             index = content.number(2)
             content.skip(6)
             size = content.length()
             if index == wanted:
                 return content.take(min(size, length))
             content.skip(-(-size // 8) * 8)
-        raise ValueError(f"the string '{self.name}' is not where it should be; is it whole?")
+        raise ValueError(f"the string '{self.name}' is missing; the file is damaged")
 
 
-def _unshuffled(data: bytes, size: int) -> bytes:
-    """Bytes of which the first of each element came first, then the second of each, and so on."""
+def _unshuffle(data: bytes, size: int) -> bytes:
+    """Undo the shuffle filter: interleave the byte planes of elements."""
     count = len(data) // size
     if size == 1 or count < 2:
         return data
@@ -957,7 +966,7 @@ def _unshuffled(data: bytes, size: int) -> bytes:
 
 
 def _fletcher32(data: bytes) -> tuple[int, int]:
-    """The two sums modulo 65535 over words of 16 bits, the most significant byte first."""
+    """Return the two Fletcher-32 sums modulo 65535 over big-endian 16-bit words."""
     words = np.frombuffer(data + b"\0" * (len(data) % 2), ">u2")
     first = second = 0
     for at in range(0, len(words), 1 << 16):
@@ -971,61 +980,61 @@ def _fletcher32(data: bytes) -> tuple[int, int]:
 # -- indexes ---------------------------------------------------------------------------------------------
 
 _Element = tuple[int, int, _Cursor]
-"""Elements of an index: the number of the first, bytes of each, and their bytes."""
+"""Elements of an index: number of the first, bytes per element, and their data."""
 
 
-def _old_tree(file: _File, address: int, kind: int, key_size: int) -> Iterator[tuple[bytes, int]]:
-    """Keys and addresses in the leaves of a B-tree of version 1, from left to right.
+def _btree_v1(file: _File, address: int, kind: int, key_size: int) -> Iterator[tuple[bytes, int]]:
+    """Yield keys and addresses in the leaves of a version 1 B-tree, in order.
 
     Args:
-        file: where it is.
-        address: of the root.
-        kind: 0 of groups, 1 of chunks.
-        key_size: bytes of a key.
+        file: the file.
+        address: address of the root.
+        kind: 0 for groups, 1 for chunks.
+        key_size: bytes per key.
     """
-    waiting: list[tuple[int, int | None]] = [(address, None)]
-    while waiting:
-        at, level = waiting.pop()
+    stack: list[tuple[int, int | None]] = [(address, None)]
+    while stack:
+        at, level = stack.pop()
         node = file.metadata(at, 8 + 2 * file.offset_size).expect(b"TREE")
-        found, depth, count = node.number(1), node.number(1), node.number(2)
-        if found != kind or level not in (None, depth):
+        node_kind, depth, count = node.number(1), node.number(1), node.number(2)
+        if node_kind != kind or level not in (None, depth):
             raise ValueError("a B-tree is damaged")
         entries = file.metadata(at + 8 + 2 * file.offset_size, count * (key_size + file.offset_size))
         children = [(entries.take(key_size), _defined(entries.offset())) for _ in range(count)]
         if depth:
-            waiting += ((child, depth - 1) for _, child in reversed(children))
+            stack += ((child, depth - 1) for _, child in reversed(children))
         else:
             yield from children
 
 
-def _tree_records(file: _File, address: int, kind: int) -> Iterator[_Cursor]:
-    """The records of a B-tree of version 2, in no certain order.
+def _btree_v2_records(file: _File, address: int, kind: int) -> Iterator[_Cursor]:
+    """Yield the records of a version 2 B-tree, in undefined order.
 
     Args:
-        file: where it is.
-        address: of its header.
-        kind: the type of the records.
+        file: the file.
+        address: address of the header.
+        kind: record type.
     """
     header = file.metadata(address, 16 + file.offset_size + 2).expect(b"BTHD")
     header.skip(1)
-    found, node_size, record_size, depth = (header.number(size) for size in (1, 4, 2, 2))
+    record_kind, node_size, record_size, depth = (header.number(size) for size in (1, 4, 2, 2))
     header.skip(2)
     root, root_count = header.offset(), header.number(2)
-    if found != kind or not record_size or node_size <= 10 or depth > 64:
+    if record_kind != kind or not record_size or node_size <= 10 or depth > 64:
         raise ValueError("a B-tree is damaged")
     if root is None:
         return
-    # bytes of the number of records in a child, and of that in all below it, by level
-    most = total = (node_size - 10) // record_size
-    width, below = _bytes_for(most), [0]
+    # widths of the fields: records in a child, and records in a child's subtree, by level
+    max_records = total = (node_size - 10) // record_size
+    width, below = _bytes_for(max_records), [0]
     for _ in range(depth):
         pointer = file.offset_size + width + below[-1]
-        most = max(node_size - 10 - pointer, 0) // (record_size + pointer)
-        total = (most + 1) * total + most
+        max_records = max(node_size - 10 - pointer, 0) // (record_size + pointer)
+        total = (max_records + 1) * total + max_records
         below.append(_bytes_for(total))
-    waiting = [(root, root_count, depth)]
-    while waiting:
-        at, count, level = waiting.pop()
+    stack = [(root, root_count, depth)]
+    while stack:
+        at, count, level = stack.pop()
         pointer = file.offset_size + width + below[level - 1] if level else 0
         size = 6 + count * record_size + (count + 1) * pointer
         if size > node_size:
@@ -1035,12 +1044,12 @@ def _tree_records(file: _File, address: int, kind: int) -> Iterator[_Cursor]:
         for _ in range(count):
             yield _Cursor(file, node.take(record_size))
         for _ in range(count + 1 if level else 0):
-            waiting.append((_defined(node.offset()), node.number(width), level - 1))
+            stack.append((_defined(node.offset()), node.number(width), level - 1))
             node.skip(below[level - 1])
 
 
 class _FractalHeap:
-    """The small objects in a fractal heap: links and attributes of groups that have many."""
+    """A fractal heap: links and attributes of groups that have many."""
 
     def __init__(self, file: _File, address: int) -> None:
         self._file = file
@@ -1056,13 +1065,13 @@ class _FractalHeap:
         header.skip(2)
         self._root, self._rows = header.offset(), header.number(2)
         if filters or not self._width or not self._start or not self._largest_block or bits > 64:
-            raise ValueError("a heap is damaged or packed")
+            raise ValueError("a heap is damaged or filtered_size")
         self._offset_size = -(-bits // 8)
         self._length_size = min(_bytes_for(self._largest_block), _bytes_for(largest))
         self._blocks: dict[int, bytes] = {}
 
     def get(self, identity: bytes) -> bytes | None:
-        """An object; None if it is too large to be in the heap's blocks."""
+        """Return an object; None for huge objects, which are not in the heap's blocks."""
         cursor = _Cursor(self._file, identity)
         flags = cursor.number(1)
         kind = flags >> 4 & 3
@@ -1078,17 +1087,17 @@ class _FractalHeap:
         return self._file.metadata(block, length).data
 
     def _direct_block(self, at: int) -> tuple[int, int]:
-        """The address of a position in the heap, and the bytes from there to its block's end."""
+        """Return the address of a heap offset and the bytes from there to the end of its block."""
         address, rows = _defined(self._root), self._rows
         if not rows:
             return address + at, self._start - at
         while True:
             row = (at // (self._start * self._width)).bit_length()
             size = self._start << max(row - 1, 0)
-            before = size * self._width if row else 0
+            start = size * self._width if row else 0
             if row >= rows:
                 raise ValueError("a heap is damaged")
-            column, at = divmod(at - before, size)
+            column, at = divmod(at - start, size)
             address = self._child(address, row * self._width + column)
             if size <= self._largest_block:
                 return address + at, size - at
@@ -1098,7 +1107,7 @@ class _FractalHeap:
             rows = smaller
 
     def _child(self, address: int, number: int) -> int:
-        """The address of a block in an indirect block."""
+        """Return the address of entry `number` of an indirect block."""
         size = self._file.offset_size
         head = 5 + size + self._offset_size
         at = address + head + number * size
@@ -1109,61 +1118,61 @@ class _FractalHeap:
 
 
 def _fixed_array(file: _File, address: int, count: int) -> Iterator[_Element]:
-    """The blocks of elements of a fixed array: the number of the first, bytes of an element, the block.
+    """Yield the blocks of elements of a fixed array.
 
     Args:
-        file: where it is.
-        address: of its header.
-        count: elements that are wanted.
+        file: the file.
+        address: address of the header.
+        count: number of elements to read.
     """
     header = file.metadata(address, 8 + file.length_size + file.offset_size).expect(b"FAHD")
     header.skip(2)
-    width, page_bits, held, block = header.number(1), header.number(1), header.length(), header.offset()
-    if not width or count > held:
+    width, page_bits, capacity, block = header.number(1), header.number(1), header.length(), header.offset()
+    if not width or count > capacity:
         raise ValueError("an index of chunks is damaged")
     if block is None:
         return
     file.metadata(block, 4).expect(b"FADB")
     at = block + 6 + file.offset_size
     page = 1 << min(page_bits, 64)
-    if held <= page:
+    if capacity <= page:
         yield 0, width, file.metadata(at, count * width)
         return
-    pages = -(-held // page)
+    pages = -(-capacity // page)
     bitmap = file.metadata(at, -(-pages // 8)).data
-    yield from _pages(file, at + len(bitmap) + 4, (0, held, page), width, bitmap)
+    yield from _pages(file, at + len(bitmap) + 4, (0, capacity, page), width, bitmap)
 
 
 def _pages(file: _File, at: int, counts: tuple[int, int, int], width: int, bitmap: bytes) -> Iterator[_Element]:
-    """The pages of elements of a block that are in use, each of which is followed by a checksum.
+    """Yield the used pages of elements of a block; a checksum follows each page.
 
     Args:
-        file: where they are.
-        at: the address of the first page.
-        counts: the first element's number, the elements of the block, and those of a page.
-        width: bytes of an element.
-        bitmap: a bit for each page, whether it is in use.
+        file: the file.
+        at: address of the first page.
+        counts: number of the first element, elements per block, and elements per page.
+        width: bytes per element.
+        bitmap: one bit per page: whether it is used.
     """
-    first, held, page = counts
-    for number in range(-(-held // page)):
-        size = min(page, held - number * page) * width
+    first, capacity, page = counts
+    for number in range(-(-capacity // page)):
+        size = min(page, capacity - number * page) * width
         if bitmap[number // 8] & 0x80 >> number % 8:
             yield first + number * page, width, file.metadata(at + number * (page * width + 4), size)
 
 
 def _extensible_array(file: _File, address: int, count: int) -> Iterator[_Element]:
-    """The blocks of elements of an extensible array, as of `_fixed_array`."""
+    """Yield the blocks of elements of an extensible array, as `_fixed_array`."""
     header = file.metadata(address, 12 + 6 * file.length_size + file.offset_size).expect(b"EAHD")
     header.skip(2)
-    width, bits, in_index, least, pointers, page_bits = (header.number(1) for _ in range(6))
+    width, bits, in_index, min_elements, pointers, page_bits = (header.number(1) for _ in range(6))
     header.skip(6 * file.length_size)
     index = header.offset()
-    powers = least and pointers and not (least & least - 1 or pointers & pointers - 1)
+    powers = min_elements and pointers and not (min_elements & min_elements - 1 or pointers & pointers - 1)
     if not width or not powers or not 0 < bits <= 64:
         raise ValueError("an index of chunks is damaged")
     if index is None:
         return
-    direct_levels, levels = 2 * (pointers.bit_length() - 1), 2 + bits - least.bit_length()
+    direct_levels, levels = 2 * (pointers.bit_length() - 1), 2 + bits - min_elements.bit_length()
     addresses = 2 * (pointers - 1) + max(levels - direct_levels, 0)
     file.metadata(index, 4).expect(b"EAIB")
     at = index + 6 + file.offset_size
@@ -1172,15 +1181,15 @@ def _extensible_array(file: _File, address: int, count: int) -> Iterator[_Elemen
     head = 6 + file.offset_size + -(-bits // 8)
     first, page = in_index, 1 << min(page_bits, 64)
     for level in range(levels):
-        number, held = 1 << level // 2, least << (level + 1) // 2
+        number, capacity = 1 << level // 2, min_elements << (level + 1) // 2
         if first >= count:
             return
-        pages = held // page if held > page else 0
+        pages = capacity // page if capacity > page else 0
         table, bitmap = blocks, b""
         if level >= direct_levels:
             block = blocks.offset()
             if block is None:
-                first += number * held
+                first += number * capacity
                 continue
             file.metadata(block, 4).expect(b"EASB")
             table = file.metadata(block + head, number * (-(-pages // 8) + file.offset_size))
@@ -1193,7 +1202,7 @@ def _extensible_array(file: _File, address: int, count: int) -> Iterator[_Elemen
                 file.metadata(block, 4).expect(b"EADB")
                 if pages:
                     used = bitmap[child * -(-pages // 8) :]
-                    yield from _pages(file, block + head + 4, (first, held, page), width, used)
+                    yield from _pages(file, block + head + 4, (first, capacity, page), width, used)
                 else:
-                    yield first, width, file.metadata(block + head, held * width)
-            first += held
+                    yield first, width, file.metadata(block + head, capacity * width)
+            first += capacity

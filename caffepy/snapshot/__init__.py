@@ -1,4 +1,4 @@
-"""Reads and writes .caffemodel and .solverstate, binary and HDF5, of both Caffes and any age.
+"""Snapshots: reads and writes .caffemodel and .solverstate, binary and HDF5, of both Caffes and all versions.
 
-net and every part above import it.
+net and all higher layers import it.
 """

@@ -1,11 +1,11 @@
-"""Caffe's binary format: one serialised message, whose large arrays stay in the file's bytes.
+"""Caffe's binary format: one serialised message, whose large arrays are not parsed.
 
-protobuf makes each array two or three times: in the message, in its copy when an old format is upgraded, and in the
-bytes that NumPy reads. So a message is parsed without its large arrays; its blobs say where in the file they lie
-(`data_begin`, `data_end`), and `from_blob_proto` makes a view of them. Arrays are written as bytes, too, in parts.
+protobuf would copy each array two or three times: into the message, when an old format is upgraded, and into the bytes
+for NumPy. Therefore a message is parsed without its large arrays. Its blobs hold their file offsets (`data_begin`,
+`data_end`), and `from_blob_proto` returns views of the file's bytes. Arrays are also written as bytes, in parts.
 
-A file of ours shows that it is whole: its number of blobs comes first, a CRC-32C (RFC 3720) last. Both are fields that
-either Caffe passes over. Caffe's own files have neither, and are not checked.
+caffepy's files begin with the number of blobs and end with a CRC-32C (RFC 3720). Both Caffes ignore these fields.
+Caffe's own files have neither and are not checked.
 """
 
 from __future__ import annotations
@@ -55,35 +55,35 @@ from caffepy.proto.caffe_pb2 import (
 S = TypeVar("S", NetParameter, SolverState)
 
 MAX_BYTES = 2**31 - 1
-"""protobuf's own limit for one message."""
+"""protobuf's limit for one message."""
 MIN_BYTES = 1 << 16
-"""Of an array that stays in the file's bytes."""
+"""Minimum size of an array that is left in the file's bytes."""
 MAX_FIELDS = 100_000
-"""Of a file whose fields are looked at; in one with more of them, numbers one by one for example, no array stays."""
+"""Maximum number of fields to scan. A file with more (for example numbers that are not packed) is parsed entirely."""
 MAX_AXES = 32
 MAX_ELEMENTS = 2**31 - 1
 """Caffe's limits for one blob."""
 _MAX_LAYERS, _MAX_BLOBS = 100_000, 1000
-"""More layers (and history blobs) than any net has, and blobs than any layer."""
-OLDER_FILES = "the files of older snapshots are as they were"
-"""What a failed write leaves, for its message."""
-_CHECKSUM_STEP = 1 << 24
-"""Bytes taken at a time: the library takes `bytes` alone, so that each step is a copy."""
-_PATHS = ("source", "root_folder", "mean_file", "meanfile", "file_name", "label_map_file", "video_file")
-"""Settings of layers that Caffe writes into a .caffemodel in the encoding of the machine that trained it."""
+"""Maximum layers (and history blobs), and maximum blobs per layer, beyond those of any net."""
+WRITE_FAILURE_NOTE = "the files of older snapshots are as they were"
+"""Note in the message of a failed write."""
+_CHECKSUM_CHUNK = 1 << 24
+"""Bytes per call: google_crc32c accepts only `bytes`, so each call copies."""
+_PATH_FIELDS = ("source", "root_folder", "mean_file", "meanfile", "file_name", "label_map_file", "video_file")
+"""Path fields of layer settings, which Caffe stores in the encoding of the training machine."""
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
-"""Errors that Python, NumPy, protobuf and the HDF5 reader raise on damaged files."""
+"""Exceptions that Python, NumPy, protobuf and the HDF5 reader raise on damaged files."""
 _RAW_TYPES = {DOUBLE: "<f8", FLOAT: "<f4", FLOAT16: "<f2"}
-"""NumPy's names of the types of ``raw_data``."""
-_KINDS = {NetParameter: (".caffemodel", ("layer", "layers")), SolverState: (".solverstate", ("iter",))}
-"""What a file of each message is called, and the fields of which it has one."""
+"""NumPy dtypes of ``raw_data_type``."""
+_MESSAGE_KINDS = {NetParameter: (".caffemodel", ("layer", "layers")), SolverState: (".solverstate", ("iter",))}
+"""File extension of each message, and the fields of which it needs one."""
 _DATA, _DIFF = BlobProto.DATA_FIELD_NUMBER, BlobProto.DIFF_FIELD_NUMBER
 
-Within: TypeAlias = "Mapping[int, Within]"
-"""Numbers of the fields whose messages are entered, and what is entered in these; `_ARRAY` is what is looked for."""
-_ARRAY: Within = {}
-_BLOB: Within = {_DATA: _ARRAY}
-_WITHIN: dict[type[NetParameter | SolverState], Within] = {
+FieldTree: TypeAlias = "Mapping[int, FieldTree]"
+"""Field numbers to enter, with the fields to enter in their messages; `_ARRAY` marks the target."""
+_ARRAY: FieldTree = {}
+_BLOB: FieldTree = {_DATA: _ARRAY}
+_ARRAY_FIELDS: dict[type[NetParameter | SolverState], FieldTree] = {
     NetParameter: {
         NetParameter.LAYER_FIELD_NUMBER: {LayerParameter.BLOBS_FIELD_NUMBER: _BLOB},
         NetParameter.LAYERS_FIELD_NUMBER: {V1LayerParameter.BLOBS_FIELD_NUMBER: _BLOB},
@@ -96,12 +96,12 @@ _WITHIN: dict[type[NetParameter | SolverState], Within] = {
 
 
 @dataclass(frozen=True)
-class Stored(Generic[S]):
-    """A message that was read, with its arrays.
+class StoredMessage(Generic[S]):
+    """A parsed message and the file's bytes that hold its large arrays.
 
     Args:
-        message: the values of a blob that has `data_end` are `content[data_begin:data_end]`, float32.
-        content: the file, if any array lies there.
+        message: a blob with `data_end` has the float32 values `content[data_begin:data_end]`.
+        content: the file's bytes; empty if all arrays are in the message.
     """
 
     message: S
@@ -109,7 +109,7 @@ class Stored(Generic[S]):
 
 
 def is_hdf5(path: Path) -> bool:
-    """Whether a regular file is there and begins as HDF5 files do."""
+    """Return whether `path` is a regular file with HDF5's signature."""
     try:
         with open_regular(path) as file:
             return file.read(len(HDF5_MAGIC)) == HDF5_MAGIC
@@ -117,35 +117,35 @@ def is_hdf5(path: Path) -> bool:
         return False
 
 
-def read_message(path: Path, kind: type[S], whole: bool = False) -> Stored[S]:
-    """The message in a binary file, to be called within `refusing_damage`.
+def read_message(path: Path, kind: type[S], inline_arrays: bool = False) -> StoredMessage[S]:
+    """Read the message in a binary file. Call it within `convert_errors`.
 
-    Its checksum and its number of blobs are checked, the values of its fields are not.
+    It checks the checksum and the number of blobs, not the values of fields.
 
     Args:
         path: the file.
-        kind: of message.
-        whole: all arrays are in the message.
+        kind: message type.
+        inline_arrays: parse large arrays into the message.
 
     Raises:
-        SnapshotError: the file is absent, truncated, too large, or of another kind; the message says which.
+        SnapshotError: the file is absent, truncated, too large, or of another kind.
     """
     content = read_input(
         path, "file", SnapshotError, MAX_BYTES, "protobuf can read no more; store larger snapshots as HDF5"
     )
-    rest, arrays = (content, set[tuple[int, int]]()) if whole else split_large_fields(content, kind)
+    rest, arrays = (content, set[tuple[int, int]]()) if inline_arrays else split_large_fields(content, kind)
     message = kind()
     if content.startswith((HDF5_MAGIC, LFS_MAGIC)) or is_text(content[:4096]) or not _parse(rest, message):
         raise SnapshotError(f"{path}: not a binary {kind.DESCRIPTOR.name}: {describe_content(content)}")
-    check_whole(message, content, str(path))
-    if field := _damaged_text(message):
+    check_integrity(message, content, str(path))
+    if field := _find_invalid_utf8(message):
         raise SnapshotError(f"{path}: {field} is not UTF-8; the file is damaged")
-    name, required = _KINDS[kind]
+    name, required = _MESSAGE_KINDS[kind]
     if not any(field.name in required for field, _ in message.ListFields()):
         raise SnapshotError(f"{path}: not a {name}: {describe_content(content)}")
     _check_counts(message, str(path))
-    _check_positions(message, arrays, str(path))
-    return Stored(message, content if arrays else b"")
+    _check_offsets(message, arrays, str(path))
+    return StoredMessage(message, content if arrays else b"")
 
 
 def _parse(content: bytes, message: Message) -> bool:
@@ -157,40 +157,42 @@ def _parse(content: bytes, message: Message) -> bool:
 
 
 @contextmanager
-def refusing_damage(origin: str) -> Iterator[None]:
-    """Turn the errors that a reader raises on a damaged snapshot into an error that names the file.
+def convert_errors(origin: str) -> Iterator[None]:
+    """Convert the errors of reading a damaged snapshot to a SnapshotError that names the file.
 
     Raises:
-        SnapshotError: the block raised another of caffepy's errors, protobuf's or one of Python's for wrong values.
+        SnapshotError: the block raised a ConfigError, a protobuf error or one of `_DAMAGE`.
     """
     try:
         yield
-    except ConfigError as error:  # of a net that cannot be upgraded
+    except ConfigError as error:  # the net cannot be upgraded
         raise SnapshotError(str(error)) from error
     except (*_DAMAGE, DecodeError) as error:
-        said = (str(error).partition("\n")[0] or type(error).__name__).rstrip(".")
-        raise SnapshotError(f"{origin}: cannot be read: {said}; it is damaged or needs too much memory") from error
+        message_text = (str(error).partition("\n")[0] or type(error).__name__).rstrip(".")
+        raise SnapshotError(
+            f"{origin}: cannot be read: {message_text}; it is damaged or needs too much memory"
+        ) from error
 
 
-def _damaged_text(message: Message) -> str:
-    """The first text in a message that is not UTF-8, for which protobuf gives bytes; empty if there is none.
+def _find_invalid_utf8(message: Message) -> str:
+    """Return the path of the first string that is not UTF-8, which protobuf returns as bytes; '' if there is none.
 
-    Paths in the settings of a layer, which no weights need, may be in another encoding: their bytes become escapes.
+    `_PATH_FIELDS` fields may have another encoding: their bytes are escaped.
     """
     for holder, field, value, path in walk_fields(message):
         texts = value if hasattr(value, "append") else [value]
         if field.type == field.TYPE_STRING and any(isinstance(text, bytes) for text in texts):
-            if field.name not in _PATHS:
+            if field.name not in _PATH_FIELDS:
                 return path
             setattr(holder, field.name, value.decode(errors="backslashreplace"))
     return ""
 
 
 def _check_counts(message: NetParameter | SolverState, origin: str) -> None:
-    """Refuse what a few bytes each can make so many of that looking at them takes minutes.
+    """Refuse excessive numbers of layers or blobs, which need few bytes but much time.
 
     Raises:
-        SnapshotError: there are more layers or history blobs than any net has, or more blobs than any layer.
+        SnapshotError: there are too many layers, history blobs, or blobs of a layer.
     """
     if isinstance(message, SolverState):
         if len(message.history) > _MAX_LAYERS:
@@ -205,22 +207,22 @@ def _check_counts(message: NetParameter | SolverState, origin: str) -> None:
         raise SnapshotError(f"{origin}: has a layer of {blobs} blobs; the file is damaged")
 
 
-def _check_positions(message: NetParameter | SolverState, arrays: set[tuple[int, int]], origin: str) -> None:
-    """Refuse positions of arrays that were in the file before.
+def _check_offsets(message: NetParameter | SolverState, arrays: set[tuple[int, int]], origin: str) -> None:
+    """Refuse array offsets that the file itself contains.
 
     Raises:
-        SnapshotError: there are such.
+        SnapshotError: a blob has offsets that `split_large_fields` did not set.
     """
-    for blob in stored_blobs(message):
+    for blob in iter_blobs(message):
         given = blob.HasField("data_begin") or blob.HasField("data_end")
         if given and (blob.data_begin, blob.data_end) not in arrays:
             raise SnapshotError(
-                f"{origin}: a blob has data_begin or data_end, which are in no file; the file is damaged"
+                f"{origin}: a blob has data_begin or data_end, which no file contains; the file is damaged"
             )
 
 
-def stored_blobs(message: NetParameter | SolverState) -> Iterator[BlobProto]:
-    """The blobs of a message of any age."""
+def iter_blobs(message: NetParameter | SolverState) -> Iterator[BlobProto]:
+    """Yield the blobs of a message of any format version."""
     if isinstance(message, SolverState):
         yield from message.history
         return
@@ -229,61 +231,61 @@ def stored_blobs(message: NetParameter | SolverState) -> Iterator[BlobProto]:
         yield from layer.blobs
 
 
-# -- large arrays stay in the file ---------------------------------------------------------------------
+# -- large arrays -----------------------------------------------------------------------------------------
 
 
 def split_large_fields(content: bytes, kind: type[NetParameter | SolverState]) -> tuple[bytes, set[tuple[int, int]]]:
-    """A serialised message without the large arrays of its blobs.
+    """Split a serialised message from the large arrays of its blobs.
 
-    All of it where it is damaged, or written as neither Caffe does: protobuf is to read that.
+    A message that is damaged or not written as by either Caffe is returned entirely, for protobuf to parse.
 
     Returns:
-        The serialised message, in which `data_begin` and `data_end` stand for each large array; where in `content`
-        these arrays lie, (begin, end).
+        The serialised message, with `data_begin` and `data_end` in place of each large array, and the (begin, end)
+        offsets of these arrays in `content`.
     """
     arrays: set[tuple[int, int]] = set()
     try:
-        parts = _without_arrays(memoryview(content), 0, len(content), _WITHIN[kind], arrays, itertools.count())
+        parts = _without_arrays(memoryview(content), 0, len(content), _ARRAY_FIELDS[kind], arrays, itertools.count())
     except WireError:
         return content, set()
     return (b"".join(parts), arrays) if arrays else (content, arrays)
 
 
-def fields_within(
-    view: IndexableBytes, begin: int, end: int, within: Within, count: Iterator[int]
-) -> Iterator[tuple[WireField, Within]]:
-    """The fields of a message that `within` names, with the fields that it names in each of them."""
+def matching_fields(
+    view: IndexableBytes, begin: int, end: int, tree: FieldTree, count: Iterator[int]
+) -> Iterator[tuple[WireField, FieldTree]]:
+    """Yield the fields of a message that are in `tree`, with their subtrees."""
     for each in wire_fields(view, begin, end):
         if next(count) >= MAX_FIELDS:
             raise WireError
-        entered = within.get(each.number)
-        if entered is not None:
-            yield each, entered
+        subtree = tree.get(each.number)
+        if subtree is not None:
+            yield each, subtree
 
 
 def _without_arrays(
-    view: memoryview, begin: int, end: int, within: Within, arrays: set[tuple[int, int]], count: Iterator[int]
+    view: memoryview, begin: int, end: int, tree: FieldTree, arrays: set[tuple[int, int]], count: Iterator[int]
 ) -> list[Part]:
-    """The bytes of a message, in parts, without its arrays, which are added to `arrays`."""
+    """Return the parts of a message without its arrays; add the arrays' offsets to `arrays`."""
     parts: list[Part] = []
-    taken, found = begin, 0
-    for each, entered in fields_within(view, begin, end, within, count):
+    copied_to, array_count = begin, 0
+    for each, subtree in matching_fields(view, begin, end, tree, count):
         if each.kind != DELIMITED:
             raise WireError
-        parts.append(view[taken : each.start])
-        if entered is _ARRAY:
-            found += 1
-            parts.append(_position(view, each, arrays))
+        parts.append(view[copied_to : each.start])
+        if subtree is _ARRAY:
+            array_count += 1
+            parts.append(_offset_fields(view, each, arrays))
         else:
-            parts += encode_delimited(each.number, _without_arrays(view, each.begin, each.end, entered, arrays, count))
-        taken = each.end
-    if found > 1:  # protobuf joins them
+            parts += encode_delimited(each.number, _without_arrays(view, each.begin, each.end, subtree, arrays, count))
+        copied_to = each.end
+    if array_count > 1:  # protobuf concatenates them
         raise WireError
-    return [*parts, view[taken:end]]
+    return [*parts, view[copied_to:end]]
 
 
-def _position(view: memoryview, array: WireField, arrays: set[tuple[int, int]]) -> Part:
-    """The fields of a BlobProto that stand for a large array; a small array stays."""
+def _offset_fields(view: memoryview, array: WireField, arrays: set[tuple[int, int]]) -> Part:
+    """Return the offset fields that replace a large array; small arrays stay."""
     size = array.end - array.begin
     if size < MIN_BYTES:
         return view[array.start : array.end]
@@ -297,15 +299,15 @@ def _position(view: memoryview, array: WireField, arrays: set[tuple[int, int]]) 
 
 
 def to_blob_proto(data: np.ndarray, diff: np.ndarray | None = None) -> BlobProto:
-    """A BlobProto of a float32 array in logical order (and its derivatives), as BVLC Caffe writes it.
+    """Return a BlobProto of a float32 array in logical order (and its gradient), as BVLC Caffe writes it.
 
-    That of an array without axes has no `shape`.
+    An array without axes has no `shape`.
     """
     return BlobProto.FromString(b"".join(blob_parts(data, diff)))
 
 
 def blob_parts(data: np.ndarray, diff: np.ndarray | None = None) -> list[Part]:
-    """The bytes of `to_blob_proto`, in parts; float32 arrays in C order are not copied."""
+    """Return the parts of a serialised `to_blob_proto`; C-contiguous float32 arrays are not copied."""
     parts: list[Part] = []
     for number, array in ((_DATA, data), (_DIFF, diff)):
         if array is not None and array.size:
@@ -315,17 +317,17 @@ def blob_parts(data: np.ndarray, diff: np.ndarray | None = None) -> list[Part]:
 
 
 def from_blob_proto(blob: BlobProto, where: str, content: bytes = b"") -> np.ndarray:
-    """The values of a BlobProto, float32 in its own shape; the array may be read-only.
+    """Return the values of a BlobProto, float32 in its shape; the array may be read-only.
 
-    Takes `data`, `double_data` and NVIDIA's `raw_data`.
+    Supports `data`, `double_data` and NVIDIA's `raw_data`.
 
     Args:
-        blob: with its values.
-        where: for messages.
-        content: the file in which they lie if `blob` has `data_end`; see `Stored`.
+        blob: the blob.
+        where: prefix of error messages.
+        content: the file's bytes, if `blob` has `data_end`; see `StoredMessage`.
 
     Raises:
-        SnapshotError: the number of values is not that of the shape.
+        SnapshotError: the number of values does not match the shape.
     """
     check_values(blob, where)
     if blob.data_end:
@@ -342,13 +344,13 @@ def from_blob_proto(blob: BlobProto, where: str, content: bytes = b"") -> np.nda
 
 
 def check_values(blob: BlobProto, where: str) -> None:
-    """Refuse a BlobProto that has not all the values that its shape needs, before any array is made of it.
+    """Check that a BlobProto has all values of its shape, without allocating an array.
 
     Raises:
-        SnapshotError: a value is missing.
+        SnapshotError: values are missing.
     """
     check_blob(blob, where)
-    count, shape = stored_values(blob, where), blob_shape(blob)
+    count, shape = count_values(blob, where), blob_shape(blob)
     if count != math.prod(shape):
         raise SnapshotError(
             f"{where}: holds {count} values for shape {format_shape(shape)}; the file is damaged or incomplete"
@@ -356,36 +358,37 @@ def check_values(blob: BlobProto, where: str) -> None:
 
 
 def check_blob(blob: BlobProto, where: str) -> None:
-    """Check that a stored blob holds as many values as its shape says, or none.
+    """Check that a stored blob has the number of values of its shape, or none.
 
     Raises:
-        SnapshotError: it does not, has no possible shape, or has its values twice or in a type of no Caffe's.
+        SnapshotError: the number of values is wrong, the shape is invalid, or values are stored twice or in an unknown
+            type.
     """
     axes = len(blob.shape.dim)
     if axes > MAX_AXES:
-        raise SnapshotError(f"{where} has {axes} axes, and blobs have at most {MAX_AXES}; the file is damaged")
+        raise SnapshotError(f"{where} has {axes} axes, but blobs have at most {MAX_AXES}; the file is damaged")
     shape = blob_shape(blob)
     count = math.prod(shape)
     if any(size < 0 for size in shape) or count > MAX_ELEMENTS:
         raise SnapshotError(f"{where} has the impossible shape {shape}; the file is damaged")
     if sum(map(bool, (blob.data, blob.data_end, blob.double_data, blob.raw_data))) > 1:
         raise SnapshotError(f"{where} holds its values in several ways at once; the file is damaged")
-    stored = stored_values(blob, where)
+    stored = count_values(blob, where)
     if stored not in (0, count):
         raise SnapshotError(f"{where} holds {stored} values where its shape {shape} needs {count}; the file is damaged")
 
 
-def stored_values(blob: BlobProto, where: str) -> int:
-    """The number of values that a stored blob holds, in whichever of its fields.
+def count_values(blob: BlobProto, where: str) -> int:
+    """Return the number of values in a stored blob.
 
     Raises:
-        SnapshotError: ``raw_data`` is of a type that Caffe does not store, or ends within a value.
+        SnapshotError: ``raw_data`` has an unsupported type or ends within a value.
     """
     if not blob.raw_data:
         return max(len(blob.data), (blob.data_end - blob.data_begin) // 4, len(blob.double_data))
     if blob.raw_data_type not in _RAW_TYPES:
         kind = Type.Name(blob.raw_data_type)
-        raise SnapshotError(f"{where} has raw_data of type {kind}, in which no Caffe stores blobs; the file is damaged")
+        raise SnapshotError(f"{where} has raw_data of type {kind}, which is not a type of blobs; the file is damaged")
     size = np.dtype(_RAW_TYPES[blob.raw_data_type]).itemsize
     if len(blob.raw_data) % size:
         raise SnapshotError(f"{where} has {len(blob.raw_data)} bytes of raw_data, which end within a value")
@@ -393,9 +396,9 @@ def stored_values(blob: BlobProto, where: str) -> int:
 
 
 def blob_shape(blob: BlobProto) -> tuple[int, ...]:
-    """The shape of a stored blob; old files give N, C, H and W instead of ``shape``.
+    """Return the shape of a stored blob; old files have N, C, H and W instead of ``shape``.
 
-    A blob with neither has no axes: Caffe's `blob.cpp` writes ``shape`` only where there is an axis to write.
+    A blob with neither has no axes: Caffe's `blob.cpp` omits an empty ``shape``.
     """
     if has_old_shape(blob):
         return (blob.num, blob.channels, blob.height, blob.width)
@@ -403,12 +406,12 @@ def blob_shape(blob: BlobProto) -> tuple[int, ...]:
 
 
 def has_old_shape(blob: BlobProto) -> bool:
-    """Whether a blob's shape is given as N, C, H and W alone."""
+    """Return whether a blob's shape is stored only as N, C, H and W."""
     return not blob.HasField("shape") and any(map(blob.HasField, ("num", "channels", "height", "width")))
 
 
 def is_stored(blob: BlobProto) -> bool:
-    """Whether a BlobProto has values; an empty one is a shared parameter, stored with its owner only."""
+    """Return whether a BlobProto has values; an empty one is a shared parameter, stored with its owner only."""
     return (
         bool(blob.data or blob.data_end or blob.double_data or blob.raw_data)
         or blob.HasField("shape")
@@ -417,7 +420,7 @@ def is_stored(blob: BlobProto) -> bool:
 
 
 def same_shape(blob: BlobProto, shape: tuple[int, ...]) -> bool:
-    """Whether a BlobProto fits; an old four-number shape fits when it is `shape` with ones before it."""
+    """Return whether a BlobProto has this shape; leading ones of an old four-number shape are ignored."""
     saved = blob_shape(blob)
     if not has_old_shape(blob):
         return saved == shape
@@ -425,10 +428,10 @@ def same_shape(blob: BlobProto, shape: tuple[int, ...]) -> bool:
 
 
 def _packed_data(blob: BlobProto) -> np.ndarray:
-    """The `data` of a BlobProto without a Python object for each number."""
+    """Return the `data` of a BlobProto without creating a Python object per number."""
     if len(blob.data) < 1024:
         return np.array(blob.data, np.float32)
-    blob.DiscardUnknownFields()  # a group among them would end the walk
+    blob.DiscardUnknownFields()  # a group would end the loop
     wire = memoryview(blob.SerializeToString())
     for each in wire_fields(wire, 0, len(wire)):
         if each.number == _DATA:
@@ -440,20 +443,20 @@ def _packed_data(blob: BlobProto) -> np.ndarray:
 
 
 def extend_checksum(checksum: int, content: Part) -> int:
-    """The CRC-32C of what had `checksum` (0: nothing) followed by `content`."""
+    """Return the CRC-32C of `content` appended to data with CRC `checksum` (0: no data)."""
     view = memoryview(content)
-    for start in range(0, len(view), _CHECKSUM_STEP):
-        checksum = google_crc32c.extend(checksum, bytes(view[start : start + _CHECKSUM_STEP]))
+    for start in range(0, len(view), _CHECKSUM_CHUNK):
+        checksum = google_crc32c.extend(checksum, bytes(view[start : start + _CHECKSUM_CHUNK]))
     return checksum
 
 
-def checksummed(kind: type[NetParameter | SolverState], count: int, parts: Iterable[Part]) -> Iterator[Part]:
-    """The parts of a file, with the fields that come first and last.
+def with_checksum(kind: type[NetParameter | SolverState], count: int, parts: Iterable[Part]) -> Iterator[Part]:
+    """Yield the parts of a file, with the leading blob count and the trailing checksum.
 
     Args:
-        kind: the message that they make.
-        count: of its blobs.
-        parts: the message, serialised in parts, which protobuf merges.
+        kind: message type.
+        count: number of blobs.
+        parts: serialised parts of the message, which protobuf merges.
     """
     checksum = 0
     for part in itertools.chain([kind(blob_count=count).SerializeToString()], parts):
@@ -462,36 +465,36 @@ def checksummed(kind: type[NetParameter | SolverState], count: int, parts: Itera
     yield kind(crc32c=checksum).SerializeToString()
 
 
-def check_whole(message: NetParameter | SolverState, content: bytes, origin: str) -> None:
-    """Refuse a file of ours that is cut off or changed; a file of Caffe's has nothing to check.
+def check_integrity(message: NetParameter | SolverState, content: bytes, origin: str) -> None:
+    """Check blob count and checksum of a file of caffepy's; Caffe's files have none.
 
     Args:
-        message: what was read.
-        content: the file.
-        origin: its name.
+        message: the parsed message.
+        content: the file's bytes.
+        origin: the file's name.
 
     Raises:
-        SnapshotError: it has not its number of blobs, or not its checksum.
+        SnapshotError: the number of blobs or the checksum is wrong.
     """
     if not message.HasField("blob_count") and not message.HasField("crc32c"):
         return
-    count = sum(1 for _ in stored_blobs(message))
+    count = sum(1 for _ in iter_blobs(message))
     last = type(message)(crc32c=message.crc32c).SerializeToString()
     if count != message.blob_count or not message.HasField("crc32c") or not content.endswith(last):
         raise SnapshotError(
-            f"{origin}: holds {count} of {message.blob_count} blobs, or its end is not there: it is truncated or "
-            "damaged; copy it again or take an older one"
+            f"{origin}: holds {count} of {message.blob_count} blobs, or its end is missing: it is truncated or "
+            "damaged; copy it again or use an older one"
         )
     checksum = extend_checksum(0, memoryview(content)[: -len(last)])
     if checksum != message.crc32c:
-        raise SnapshotError(wrong_checksum(origin, checksum, message.crc32c))
+        raise SnapshotError(checksum_message(origin, checksum, message.crc32c))
 
 
-def wrong_checksum(origin: str, found: int, written: int) -> str:
-    """The message about a file whose checksum is not the one that was written."""
+def checksum_message(origin: str, actual: int, expected: int) -> str:
+    """Return the error message for a wrong checksum."""
     return (
-        f"{origin}: its checksum is {found:08x}, and {written:08x} when it was written: it is damaged; copy it again "
-        "or take an older one"
+        f"{origin}: its checksum is {actual:08x}, but {expected:08x} was written: the file is damaged; copy it again "
+        "or use an older one"
     )
 
 
@@ -499,13 +502,13 @@ def wrong_checksum(origin: str, found: int, written: int) -> str:
 
 
 def write_parts(path: Path, parts: Iterable[Part]) -> None:
-    """Write one message in parts, which protobuf reads as if they were merged; holds one layer in memory at a time.
+    """Write the parts of one message, which protobuf merges. Holds one layer in memory at a time.
 
     Raises:
-        RunError: the file cannot be written, or would be larger than protobuf can read.
+        RunError: the file cannot be written or exceeds protobuf's limit.
     """
     size = 0
-    with atomic_write(path, OLDER_FILES) as file:
+    with atomic_write(path, WRITE_FAILURE_NOTE) as file:
         for part in parts:
             size += len(part)
             if size > MAX_BYTES:
@@ -514,10 +517,10 @@ def write_parts(path: Path, parts: Iterable[Part]) -> None:
 
 
 def check_size(path: Path, size: int) -> None:
-    """Refuse a file of so many bytes before training, not at its first snapshot.
+    """Check before training that a file of `size` bytes does not exceed protobuf's limit.
 
     Raises:
-        ConfigError: protobuf could not read it.
+        ConfigError: the file would be too large.
     """
     if size > MAX_BYTES:
         raise ConfigError(_too_large(path))

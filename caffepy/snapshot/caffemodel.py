@@ -1,11 +1,10 @@
-""".caffemodel: layers with their parameters, read, copied into a net's layers of the same name, and written.
+""".caffemodel files: reads and writes layers with parameters, and copies parameters into a net's layers by name.
 
-A binary file holds the whole net with the layers' settings, an HDF5 file (`hdf5.py`) names and parameters of its
+A binary file contains the net with the layers' settings; an HDF5 file (`hdf5.py`) contains names and parameters of its
 layers. Formats: Caffe's `net.cpp`, ToProto, ToHDF5 and CopyTrainedLayersFrom.
 
-Caffe lets layers have the same name and takes the last one's parameters for the first; here the first of a name gets
-the first one's, the second the second one's. If the two sides have different numbers of them, nothing says which belong
-together, and it is an error.
+Caffe allows several layers of one name and copies the last one's parameters to the first. caffepy matches layers of one
+name in order: the first to the first, the second to the second. Different numbers of layers of one name are an error.
 """
 
 from __future__ import annotations
@@ -30,32 +29,32 @@ from caffepy.files import open_regular
 from caffepy.layers.core.base import Layer
 from caffepy.proto.caffe_pb2 import BlobProto, LayerParameter, NetParameter, Type, V1LayerParameter
 from caffepy.snapshot.binary import (
-    Stored,
-    Within,
+    FieldTree,
+    StoredMessage,
     blob_parts,
     blob_shape,
     check_blob,
     check_size,
     check_values,
-    checksummed,
-    fields_within,
+    convert_errors,
     from_blob_proto,
     is_hdf5,
     is_stored,
+    matching_fields,
     read_message,
-    refusing_damage,
     same_shape,
     to_blob_proto,
+    with_checksum,
     write_parts,
 )
 
 log = logging.getLogger(__name__)
-Named = TypeVar("Named", Layer, LayerParameter)
-TrainedLayers: TypeAlias = Stored[NetParameter]
-"""Layers with their parameters, as `read_caffemodel` returns them."""
+LayerT = TypeVar("LayerT", Layer, LayerParameter)
+TrainedLayers: TypeAlias = StoredMessage[NetParameter]
+"""Layers with their parameters: the result of `read_caffemodel`."""
 
 MAX_OUTLINE_BYTES = 1 << 24
-"""Of all names and shapes of a .caffemodel."""
+"""Maximum size of all names and shapes in a .caffemodel."""
 _BLOBS, _LAYER = LayerParameter.BLOBS_FIELD_NUMBER, NetParameter.LAYER_FIELD_NUMBER
 
 
@@ -63,33 +62,33 @@ _BLOBS, _LAYER = LayerParameter.BLOBS_FIELD_NUMBER, NetParameter.LAYER_FIELD_NUM
 
 
 def read_caffemodel(path: Path | str) -> TrainedLayers:
-    """The layers in a .caffemodel of either format, of either Caffe and any age, upgraded to the current schema.
+    """Read a .caffemodel of either format, Caffe and any version, upgraded to the current schema.
 
-    The large arrays of a binary file are not in the message. Files that caffepy wrote have `crc32c` and `blob_count`.
+    Large arrays of a binary file are not in the message. `crc32c` and `blob_count` are set if caffepy wrote the file.
 
     Raises:
-        SnapshotError: the file is absent, truncated, too large, or not a .caffemodel; the message says
-            what it looks like. Also when a blob does not hold as many values as its shape says.
+        SnapshotError: the file is absent, truncated, too large or not a .caffemodel, or a blob's number of values does
+            not match its shape.
     """
-    return _read(Path(path), whole=False)
+    return _read(Path(path), inline_arrays=False)
 
 
 def read_weights(path: Path | str) -> NetParameter:
-    """The net in a .caffemodel, as `read_caffemodel`, with all arrays in the message.
+    """Read a .caffemodel as `read_caffemodel`, with all arrays in the message.
 
     Raises:
         SnapshotError: as `read_caffemodel`.
     """
-    return _read(Path(path), whole=True).message
+    return _read(Path(path), inline_arrays=True).message
 
 
 def read_layer_shapes(path: Path) -> NetParameter:
-    """The layers in a .caffemodel of either format with names and shapes of blobs alone; arrays are not read.
+    """Read layer names and blob shapes of a .caffemodel of either format, without the arrays.
 
     Raises:
         SnapshotError: the file is absent, truncated or not a .caffemodel.
     """
-    with refusing_damage(str(path)):
+    with convert_errors(str(path)):
         if not is_hdf5(path):
             return _read_outline(path)
         from caffepy.snapshot.hdf5 import read_layer_shapes_hdf5
@@ -97,14 +96,14 @@ def read_layer_shapes(path: Path) -> NetParameter:
         return read_layer_shapes_hdf5(path)
 
 
-def _read(path: Path, whole: bool) -> TrainedLayers:
-    with refusing_damage(str(path)):
+def _read(path: Path, inline_arrays: bool) -> TrainedLayers:
+    with convert_errors(str(path)):
         if is_hdf5(path):
             from caffepy.snapshot.hdf5 import read_caffemodel_hdf5
 
-            stored = Stored(read_caffemodel_hdf5(path))
+            stored = StoredMessage(read_caffemodel_hdf5(path))
         else:
-            stored = read_message(path, NetParameter, whole)
+            stored = read_message(path, NetParameter, inline_arrays)
             adopt_nvidia_fields(stored.message)
             upgrade_net(stored.message, str(path))
         for layer in stored.message.layer:
@@ -114,7 +113,7 @@ def _read(path: Path, whole: bool) -> TrainedLayers:
 
 
 class _UnknownField(Protocol):
-    """What protobuf keeps of a field that the schema does not have; its stubs do not say so."""
+    """An unknown field of a message; protobuf's stubs lack this type."""
 
     field_number: int
     wire_type: int
@@ -126,7 +125,7 @@ _NVIDIA_RECURRENT = 151
 
 
 def adopt_nvidia_fields(param: NetParameter) -> bool:
-    """Move the fields of a binary net of NVIDIA Caffe that BVLC Caffe numbers otherwise to where our schema has them.
+    """Move fields that NVIDIA Caffe numbers differently from BVLC Caffe to their place in our schema.
 
     ===== ============================ ==========================
     field NVIDIA Caffe                 BVLC Caffe and our schema
@@ -138,17 +137,17 @@ def adopt_nvidia_fields(param: NetParameter) -> bool:
     151   recurrent_param (a message)  unused
     ===== ============================ ==========================
 
-    An enum and a message differ in their wire type, so protobuf leaves NVIDIA's among the unknown fields. A prototxt
-    has names.
+    Enums and messages differ in wire type, so protobuf keeps NVIDIA's fields as unknown fields. Prototxt files use
+    names and are not affected.
 
     Returns:
-        Whether there were any.
+        Whether any field was moved.
     """
-    adopted = [_adopt(layer) for layer in param.layer]
+    adopted = [_move_nvidia_fields(layer) for layer in param.layer]
     return any(adopted)
 
 
-def _adopt(layer: LayerParameter) -> bool:
+def _move_nvidia_fields(layer: LayerParameter) -> bool:
     adopted = False
     for field in cast("Iterable[_UnknownField]", UnknownFieldSet(layer)):
         if field.field_number in _NVIDIA_TYPES and field.wire_type == VARINT and field.data in Type.values():
@@ -162,15 +161,15 @@ def _adopt(layer: LayerParameter) -> bool:
     return adopted
 
 
-# -- names and shapes alone ----------------------------------------------------------------------------
+# -- names and shapes only ------------------------------------------------------------------------------
 
 
-_SHAPE: Within = {
+_SHAPE: FieldTree = {
     field.number: {}
     for name, field in BlobProto.DESCRIPTOR.fields_by_name.items()
     if name in ("shape", "num", "channels", "height", "width")
 }
-_OUTLINE: Within = {
+_OUTLINE: FieldTree = {
     NetParameter.LAYER_FIELD_NUMBER: {
         LayerParameter.NAME_FIELD_NUMBER: {},
         LayerParameter.BLOBS_FIELD_NUMBER: _SHAPE,
@@ -180,21 +179,21 @@ _OUTLINE: Within = {
         V1LayerParameter.BLOBS_FIELD_NUMBER: _SHAPE,
     },
 }
-"""Fields that say of which net a .caffemodel is."""
+"""Fields with layer names and blob shapes."""
 
 
 def _read_outline(path: Path) -> NetParameter:
-    """The layers in a binary .caffemodel with names and shapes of blobs; arrays are passed over, not read.
+    """Read layer names and blob shapes of a binary .caffemodel; skip the arrays.
 
     Raises:
-        SnapshotError: these are no fields, or more names and shapes than any net has.
+        SnapshotError: the file is not a valid message, or its names and shapes are too large.
         IndexError, google.protobuf.message.DecodeError: the file is damaged.
     """
     param = NetParameter()
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         try:
-            parts = list(_outline(_FileBytes(file), 0, size, _OUTLINE, itertools.count()))
+            parts = list(_outline_parts(_FileBytes(file), 0, size, _OUTLINE, itertools.count()))
         except WireError:
             parts = []
     param.MergeFromString(b"".join(parts))
@@ -205,37 +204,37 @@ def _read_outline(path: Path) -> NetParameter:
 
 
 class _FileBytes:
-    """A file's bytes, read one by one through its buffer, and `MAX_OUTLINE_BYTES` of them at once."""
+    """A file's bytes by index, read through its buffer, and up to `MAX_OUTLINE_BYTES` bytes in ranges."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._taken = 0
+        self._bytes_read = 0
 
     def __getitem__(self, at: int, /) -> int:
         self._file.seek(at)
         return self._file.read(1)[0]
 
-    def part(self, begin: int, end: int) -> bytes:
-        """Some of them at once."""
-        self._taken += end - begin
-        if self._taken > MAX_OUTLINE_BYTES:
+    def read_range(self, begin: int, end: int) -> bytes:
+        """Return the bytes [begin, end)."""
+        self._bytes_read += end - begin
+        if self._bytes_read > MAX_OUTLINE_BYTES:
             raise WireError
         self._file.seek(begin)
         return self._file.read(end - begin)
 
 
-def _outline(view: _FileBytes, begin: int, end: int, within: Within, count: Iterator[int]) -> Iterator[Part]:
-    """The bytes of a message with the fields of `within` alone; those that enter no further are taken whole."""
-    for each, entered in fields_within(view, begin, end, within, count):
-        if not entered:
-            yield view.part(each.start, each.end)
+def _outline_parts(view: _FileBytes, begin: int, end: int, tree: FieldTree, count: Iterator[int]) -> Iterator[Part]:
+    """Yield the parts of a message with only the fields in `tree`; leaves of the tree are copied entirely."""
+    for each, subtree in matching_fields(view, begin, end, tree, count):
+        if not subtree:
+            yield view.read_range(each.start, each.end)
         elif each.kind != DELIMITED:
             raise WireError
         else:
-            yield from encode_delimited(each.number, list(_outline(view, each.begin, each.end, entered, count)))
+            yield from encode_delimited(each.number, list(_outline_parts(view, each.begin, each.end, subtree, count)))
 
 
-# -- into a net's layers -------------------------------------------------------------------------------
+# -- copying into a net's layers -----------------------------------------------------------------------
 
 
 def copy_trained_layers(
@@ -244,26 +243,25 @@ def copy_trained_layers(
     origin: str,
     log_level: int = logging.INFO,
 ) -> list[str]:
-    """Copy stored parameters into the layers that have the same name; returns the names of those copied.
+    """Copy stored parameters into layers of the same name; return the names of the copied layers.
 
-    All are checked before the first is copied, so that layers keep what they had where something does not fit.
+    All layers are checked before the first is copied: after an error no layer has changed.
 
     Args:
-        layers: the net's.
-        weights: layers with their blobs.
-        origin: the file, for messages.
-        log_level: for stored layers that the net does not have.
+        layers: the net's layers.
+        weights: stored layers with blobs.
+        origin: file name for messages.
+        log_level: log level of messages about stored layers that the net does not have.
 
     Raises:
-        SnapshotError: a layer has another number of parameters or other shapes, or the stored layers of a name are not
-            as many as the net's.
+        SnapshotError: a layer's number of parameters or shapes differ, or the numbers of layers of one name differ.
     """
-    stored = weights if isinstance(weights, Stored) else Stored(weights)
+    stored = weights if isinstance(weights, StoredMessage) else StoredMessage(weights)
     pairs = []
-    if problem := _ambiguous(stored.message.layer, layers):
+    if problem := _name_mismatch(stored.message.layer, layers):
         raise SnapshotError(f"{origin}: {problem}")
-    targets = dict(_numbered(layers))
-    for key, source in _numbered(stored.message.layer):
+    targets = dict(_with_name_index(layers))
+    for key, source in _with_name_index(stored.message.layer):
         target = targets.get(key)
         if target is None:
             log.log(log_level, "Ignoring source layer %s", source.name)
@@ -271,29 +269,29 @@ def copy_trained_layers(
         _check_layer(source, target, origin)
         pairs.append((source, target))
     for source, target in pairs:
-        for index, blob in _stored(source, target).items():
+        for index, blob in _stored_parameters(source, target).items():
             values = from_blob_proto(blob, _where(origin, target, index), stored.content)
             target.blobs[index].load(values.reshape(target.blobs[index].shape))
         target.adopt(len(source.blobs))
     copied = [source.name for source, target in pairs if target.blobs]
     own = [layer.name for layer in layers if layer.blobs]
     if own and not copied:
-        log.warning("%s: nothing is copied: the net's layers (%s) are not in it; is it of another net?", origin,
+        log.warning("%s: no layer was copied: it has none of the net's layers (%s); is it from another net?", origin,
                     ", ".join(own[:3]) + ", ..." * (len(own) > 3))  # fmt: skip
     return copied
 
 
 def first_difference(layers: Sequence[Layer], stored: Iterable[LayerParameter]) -> str:
-    """The first difference in name or shape between learned layers and stored ones, as a clause; empty: there is none.
+    """Return the first difference in name or shape between the net's and stored layers as a clause, or ''.
 
-    A parameter that a layer shares with an earlier one need not be stored.
+    A parameter shared with an earlier layer need not be stored.
 
     Args:
-        layers: the net's.
-        stored: layers with the shapes of their blobs; their values are not looked at.
+        layers: the net's layers.
+        stored: stored layers; only the shapes of their blobs are used.
     """
-    sources = dict(_numbered(layer for layer in stored if layer.blobs))
-    for key, layer in _numbered(layer for layer in layers if layer.blobs):
+    sources = dict(_with_name_index(layer for layer in stored if layer.blobs))
+    for key, layer in _with_name_index(layer for layer in layers if layer.blobs):
         own = [index for index, blob in enumerate(layer.blobs) if blob.gradient_owner is blob]
         source = sources.pop(key, None)
         if source is None and own:
@@ -318,10 +316,10 @@ def _different_shape(layer: Layer, own: Sequence[int], source: LayerParameter) -
     return ""
 
 
-def _numbered(layers: Iterable[Named]) -> Iterator[tuple[tuple[str, int], Named]]:
-    """The layers by name and number among those of the same name.
+def _with_name_index(layers: Iterable[LayerT]) -> Iterator[tuple[tuple[str, int], LayerT]]:
+    """Yield layers with the key (name, index among layers of that name).
 
-    Layers without parameters do not count where others of their name have some.
+    Layers without parameters are skipped if another layer of the same name has parameters.
     """
     layers = list(layers)
     learned = {layer.name for layer in layers if layer.blobs}
@@ -332,20 +330,20 @@ def _numbered(layers: Iterable[Named]) -> Iterator[tuple[tuple[str, int], Named]
             numbers[layer.name] += 1
 
 
-def _ambiguous(sources: Sequence[Named], targets: Sequence[Layer]) -> str:
-    """The problem where both sides have learned layers of one name, but not as many; empty where there is none."""
+def _name_mismatch(sources: Sequence[LayerT], targets: Sequence[Layer]) -> str:
+    """Return a problem description if both sides have layers of one name but different numbers of them, else ''."""
     there, here = (Counter(layer.name for layer in layers if layer.blobs) for layers in (sources, targets))
     for name, count in here.items():
         if there[name] and there[name] != count:
             return (
-                f"layers of the name '{name}' that have parameters: {there[name]} there, {count} in the net, so that "
-                "nothing says which belong together; give each layer a name of its own, and train and save it anew"
+                f"layers named '{name}' with parameters: {there[name]} there, {count} in the net, so they cannot be "
+                "matched; give each layer a unique name, then train and save again"
             )
     return ""
 
 
-def _stored(source: LayerParameter, target: Layer) -> dict[int, BlobProto]:
-    """A stored layer's parameters by the net's index, without those that another layer holds."""
+def _stored_parameters(source: LayerParameter, target: Layer) -> dict[int, BlobProto]:
+    """Return a stored layer's parameters by the net's index, without shared ones that another layer stores."""
     order = target.stored_order([math.prod(blob_shape(blob)) for blob in source.blobs])
     return {index: source.blobs[at] for index, at in enumerate(order) if is_stored(source.blobs[at])}
 
@@ -355,15 +353,15 @@ def _where(origin: str, target: Layer, index: int) -> str:
 
 
 def _check_layer(source: LayerParameter, target: Layer, origin: str) -> None:
-    """Refuse a stored layer that has not the parameters of the net's; those of an earlier layer need not be stored.
+    """Check that a stored layer has the net's parameters; shared ones need not be stored.
 
     Raises:
-        SnapshotError: other parameters or shapes, or values that are not whole.
+        SnapshotError: parameters or shapes differ, or values are missing.
     """
-    stored = _stored(source, target)
+    stored = _stored_parameters(source, target)
     missing = [i for i, blob in enumerate(target.blobs) if i not in stored and blob.gradient_owner is blob]
     if len(source.blobs) > len(target.blobs) or missing:
-        lacking = f" (not there: {', '.join(map(str, missing))})" if len(stored) < len(source.blobs) else ""
+        lacking = f" (missing: {', '.join(map(str, missing))})" if len(stored) < len(source.blobs) else ""
         raise SnapshotError(
             f"{origin}: layer '{target.name}' has {len(stored)} parameters there and {len(target.blobs)} "
             f"in the net{lacking}; {target.advice_on_stored(len(source.blobs))}"
@@ -380,21 +378,21 @@ def _check_layer(source: LayerParameter, target: Layer, origin: str) -> None:
 
 
 def share_trained_layers(layers: Sequence[Layer], others: Sequence[Layer], share: Callable[[Blob, Blob], None]) -> None:
-    """Let the parameters of `layers` share with those of the layers of `others` that have the same name.
+    """Share the parameters of `layers` with layers of the same name in `others`.
 
     Args:
-        layers: that share.
-        others: with which they share.
-        share: called with a parameter of `layers` and that of `others`.
+        layers: the layers whose parameters become shared.
+        others: the layers that own the parameters.
+        share: called with a parameter of `layers` and its counterpart in `others`.
 
     Raises:
-        ConfigError: numbers or shapes of parameters differ, or numbers of layers of one name; nothing is shared.
+        ConfigError: parameters or numbers of layers of one name differ; nothing is shared.
     """
-    if problem := _ambiguous(others, layers):
+    if problem := _name_mismatch(others, layers):
         raise ConfigError(f"cannot share the parameters of another net: {problem}")
-    targets = dict(_numbered(layers))
+    targets = dict(_with_name_index(layers))
     pairs: list[tuple[Blob, Blob]] = []
-    for key, source in _numbered(others):
+    for key, source in _with_name_index(others):
         target = targets.get(key)
         if target is None:
             continue
@@ -413,13 +411,13 @@ def share_trained_layers(layers: Sequence[Layer], others: Sequence[Layer], share
 
 
 def write_caffemodel(path: Path, name: str, layers: Sequence[Layer], write_diff: bool = False) -> None:
-    """Write a net's name and parameters; HDF5 if the path ends in .h5, else the binary format.
+    """Write a net's name and parameters: HDF5 if the path ends in .h5, else binary.
 
     Args:
         path: the file.
-        name: the net's.
-        layers: the net's. In the binary format a shared parameter is stored with every layer that uses it.
-        write_diff: with gradients.
+        name: the net's name.
+        layers: the net's layers. The binary format stores a shared parameter with every layer that uses it.
+        write_diff: also store gradients.
 
     Raises:
         RunError: the file cannot be written.
@@ -433,25 +431,25 @@ def write_caffemodel(path: Path, name: str, layers: Sequence[Layer], write_diff:
 
 
 def write_binary(path: Path, name: str, layers: Sequence[Layer], write_diff: bool = False) -> None:
-    """Write the binary format, whatever the path ends in; as `write_caffemodel` otherwise."""
+    """Write the binary format for any path; otherwise as `write_caffemodel`."""
     parts = _net_parts(name, layers, _arrays(write_diff))
-    write_parts(path, checksummed(NetParameter, _blob_count(layers), parts))
+    write_parts(path, with_checksum(NetParameter, _blob_count(layers), parts))
 
 
 def check_caffemodel_size(path: Path, name: str, layers: Sequence[Layer], write_diff: bool) -> None:
-    """Refuse a net whose binary .caffemodel protobuf could not read; arguments as `write_caffemodel`.
+    """Check that a net's binary .caffemodel does not exceed protobuf's limit; arguments as `write_caffemodel`.
 
     Raises:
-        ConfigError: it would be too large.
+        ConfigError: the file would be too large.
     """
-    ends = checksummed(NetParameter, _blob_count(layers), [])
+    ends = with_checksum(NetParameter, _blob_count(layers), [])
     check_size(path, sum(map(len, itertools.chain(ends, _net_parts(name, layers, _zeros(write_diff))))))
 
 
 def layer_protos(layers: Sequence[Layer], write_diff: bool) -> Iterator[LayerParameter]:
-    """Each layer's prototxt with its parameters (and gradients), as binary files hold it, one at a time.
+    """Yield each layer's LayerParameter with its parameters (and gradients), as in binary files.
 
-    Cast layers are left out: they come from the net's dtypes and are in no prototxt.
+    Cast layers are omitted: the net inserts them for dtypes, and no prototxt has them.
     """
     for layer in _saved_layers(layers):
         saved = _settings(layer)
@@ -459,16 +457,16 @@ def layer_protos(layers: Sequence[Layer], write_diff: bool) -> Iterator[LayerPar
         yield saved
 
 
-_ArraysOf: TypeAlias = Callable[[Blob], "tuple[np.ndarray, np.ndarray | None]"]
-"""A blob's values and gradients in host memory."""
+_ArrayGetter: TypeAlias = Callable[[Blob], "tuple[np.ndarray, np.ndarray | None]"]
+"""Returns a blob's values and gradients in host memory."""
 
 
-def _arrays(write_diff: bool) -> _ArraysOf:
+def _arrays(write_diff: bool) -> _ArrayGetter:
     return lambda blob: (blob.host_data(), blob.host_diff() if write_diff else None)
 
 
-def _zeros(write_diff: bool) -> _ArraysOf:
-    """For a program that counts bytes: the system gives these arrays memory only where they are read."""
+def _zeros(write_diff: bool) -> _ArrayGetter:
+    """Return zeros of the blobs' shapes, for counting bytes; untouched pages use no memory."""
 
     def zeros_of(blob: Blob) -> tuple[np.ndarray, np.ndarray | None]:
         zeros = np.zeros(blob.shape, np.float32)
@@ -481,17 +479,17 @@ def _blob_count(layers: Sequence[Layer]) -> int:
     return sum(len(layer.blobs) for layer in layers)
 
 
-def _net_parts(name: str, layers: Sequence[Layer], arrays_of: _ArraysOf) -> Iterator[Part]:
-    """The bytes of a NetParameter in parts, in the order in which protobuf writes fields, without copies of arrays."""
+def _net_parts(name: str, layers: Sequence[Layer], get_arrays: _ArrayGetter) -> Iterator[Part]:
+    """Yield the parts of a NetParameter in protobuf's field order, without copying arrays."""
     yield NetParameter(name=name).SerializeToString()
     for layer in _saved_layers(layers):
-        before, behind = _settings(layer), _settings(layer)
+        before, after = _settings(layer), _settings(layer)
         for field in LayerParameter.DESCRIPTOR.fields:
-            (behind if field.number < _BLOBS else before).ClearField(field.name)
+            (after if field.number < _BLOBS else before).ClearField(field.name)
         parts: list[Part] = [before.SerializeToString()]
         for blob in layer.blobs:
-            parts += encode_delimited(_BLOBS, blob_parts(*arrays_of(blob)))
-        parts.append(behind.SerializeToString())
+            parts += encode_delimited(_BLOBS, blob_parts(*get_arrays(blob)))
+        parts.append(after.SerializeToString())
         yield from encode_delimited(_LAYER, parts)
 
 
@@ -500,7 +498,7 @@ def _saved_layers(layers: Sequence[Layer]) -> Iterator[Layer]:
 
 
 def _settings(layer: Layer) -> LayerParameter:
-    """A layer's prototxt as it is saved, without its parameters."""
+    """Return the LayerParameter to store, without parameters."""
     saved = LayerParameter()
     saved.CopyFrom(layer.param)
     del saved.blobs[:]

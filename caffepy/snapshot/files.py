@@ -1,6 +1,6 @@
-"""Snapshot files, `<prefix>_iter_<N>.caffemodel` and `.solverstate`: named, checked, found, removed.
+"""Snapshot files `<prefix>_iter_<N>.caffemodel` and `.solverstate`: names, checks, search and removal.
 
-A solver writes the .caffemodel first, so that a complete .solverstate always names complete weights.
+The solver writes the .caffemodel first, so a complete .solverstate always refers to complete weights.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from caffepy.errors import ConfigError, RunError, SnapshotError
 from caffepy.files import check_writable, remove_leftovers
 from caffepy.layers.core.base import Layer
 from caffepy.proto.caffe_pb2 import SolverState
-from caffepy.snapshot.binary import stored_blobs
+from caffepy.snapshot.binary import iter_blobs
 from caffepy.snapshot.caffemodel import read_caffemodel
 from caffepy.snapshot.solverstate import find_learned_net, read_solverstate
 
 log = logging.getLogger(__name__)
 
-_STATE = re.compile(r"\.solverstate(\.h5)?$")
+_STATE_EXTENSION = re.compile(r"\.solverstate(\.h5)?$")
 
 
 def snapshot_names(prefix: str, iteration: int, hdf5: bool = False) -> tuple[str, str]:
-    """The names of .caffemodel and .solverstate."""
+    """Return the names of .caffemodel and .solverstate."""
     stem, ending = f"{prefix}_iter_{iteration}", ".h5" if hdf5 else ""
     return f"{stem}.caffemodel{ending}", f"{stem}.solverstate{ending}"
 
 
 def check_snapshot(path: Path, layers: Sequence[Layer]) -> None:
-    """Fail before training, not at its first snapshot, if a net of these layers cannot be written to `path`.
+    """Check before training that a net of these layers can be written to `path`.
 
     Raises:
-        ConfigError: its folder is not there, or no file can be made there.
-        RunError: the file is HDF5, and two layers that have parameters have one name.
+        ConfigError: the folder does not exist or is not writable.
+        RunError: the format is HDF5 and two layers with parameters have the same name.
     """
     if not path.parent.is_dir():
         raise ConfigError(
-            f"snapshot_prefix: the folder {path.parent} does not exist; make it, or set snapshot_prefix to another one"
+            f"snapshot_prefix: the folder {path.parent} does not exist; create it or change snapshot_prefix"
         )
     try:
         check_writable(path)
     except RunError as error:
-        raise ConfigError(f"snapshot_prefix: {error}; or set snapshot_prefix to another one") from error
+        raise ConfigError(f"snapshot_prefix: {error}; or change snapshot_prefix") from error
     if path.suffix == ".h5":
         from caffepy.snapshot.hdf5 import layer_paths
 
@@ -55,26 +55,26 @@ def check_snapshot(path: Path, layers: Sequence[Layer]) -> None:
 
 
 def describe_snapshot(path: Path) -> str:
-    """What a .caffemodel or .solverstate holds and how far that was checked; all of it is read.
+    """Read a .caffemodel or .solverstate completely and describe its content and checks.
 
     Raises:
-        SnapshotError: it is absent, damaged or something else.
+        SnapshotError: the file is absent, damaged or of another kind.
     """
-    is_state = _STATE.search(path.name)
+    is_state = _STATE_EXTENSION.search(path.name)
     message = read_solverstate(path).message if is_state else read_caffemodel(path).message
-    count = sum(1 for _ in stored_blobs(message))
-    what = f"iteration {message.iter}" if isinstance(message, SolverState) else f"{len(message.layer)} layers"
-    blobs = f"{what}, {count} blob{'s' * (count != 1)}"
+    count = sum(1 for _ in iter_blobs(message))
+    content = f"iteration {message.iter}" if isinstance(message, SolverState) else f"{len(message.layer)} layers"
+    blobs = f"{content}, {count} blob{'s' * (count != 1)}"
     if message.HasField("crc32c"):
         return f"whole: {blobs}, checksum {message.crc32c:08x}"
-    return f"readable: {blobs}; it has no checksum, as either Caffe writes it"
+    return f"readable: {blobs}; no checksum (a file of Caffe's)"
 
 
 # -- finding -------------------------------------------------------------------------------------------
 
 
 def newest_snapshot(prefix: Path | str) -> Path | None:
-    """The .solverstate written last that can be read, and its weights too; None if there is none."""
+    """Return the newest .solverstate that can be read together with its weights, or None."""
     for path in snapshots(prefix):
         try:
             read_caffemodel(find_learned_net(read_solverstate(path).message, path))
@@ -86,50 +86,51 @@ def newest_snapshot(prefix: Path | str) -> Path | None:
 
 
 def snapshots(prefix: Path | str) -> list[Path]:
-    """All .solverstates with a prefix, the newest first; they are not read.
+    """Return all .solverstates with a prefix, newest first, without reading them.
 
-    The last written comes first, not the highest iteration: an older training with the same prefix may have gone
-    further. Files of the same second (a copied folder) count by iteration.
+    They are sorted by modification time, not by iteration: an older run with the same prefix may have run longer. Files
+    of
+    the same second (a copied folder) are sorted by iteration.
     """
     return _find(prefix, "solverstate")
 
 
 def stored_weights(prefix: Path | str) -> list[Path]:
-    """All .caffemodels with a prefix, the newest first; they are not read."""
+    """Return all .caffemodels with a prefix, newest first, without reading them."""
     return _find(prefix, "caffemodel")
 
 
 def _find(prefix: Path | str, kind: str) -> list[Path]:
-    """All files of one kind with a prefix, the newest first."""
+    """Return all files of one kind with a prefix, newest first."""
     candidates = []
     pattern = _pattern(str(prefix), kind)
     for name in glob.glob(glob.escape(str(prefix)) + f"_iter_*.{kind}*"):
         match = pattern.fullmatch(os.path.basename(name))
-        with suppress(OSError):  # removed meanwhile
+        with suppress(OSError):  # removed concurrently
             if match and stat.S_ISREG(os.stat(name).st_mode):
                 candidates.append((int(os.path.getmtime(name)), int(match[1]), name))
     return [Path(name) for _, _, name in sorted(candidates, reverse=True)]
 
 
 def iteration_of(path: Path) -> int:
-    """The iteration of a file, by its name, which `snapshots` or `stored_weights` has found."""
+    """Return the iteration in the name of a file that `snapshots` or `stored_weights` returned."""
     return int(path.name.rpartition("_iter_")[2].partition(".")[0])
 
 
 def weights_beside(path: Path) -> Path:
-    """The name of the .caffemodel that a solver writes with a .solverstate."""
-    return path.with_name(_STATE.sub(r".caffemodel\1", path.name))
+    """Return the path of the .caffemodel that belongs to a .solverstate."""
+    return path.with_name(_STATE_EXTENSION.sub(r".caffemodel\1", path.name))
 
 
 def restore_first(paths: Sequence[Path], restore: Callable[[Path], None]) -> Path:
-    """Restore the first of some snapshots that can be; returns which.
+    """Restore the first snapshot that can be restored; return its path.
 
     Args:
-        paths: the newest first.
-        restore: changes nothing where it raises a SnapshotError.
+        paths: snapshots, newest first.
+        restore: restores a snapshot; must change nothing if it raises a SnapshotError.
 
     Raises:
-        SnapshotError: none can be restored; it says why not the first.
+        SnapshotError: none can be restored; the message has the first one's error.
     """
     first: SnapshotError | None = None
     for path in paths:
@@ -140,11 +141,13 @@ def restore_first(paths: Sequence[Path], restore: Callable[[Path], None]) -> Pat
             log.warning("skipping a snapshot that cannot be restored: %s", error)
             continue
         return path
-    raise SnapshotError(f"{first}; nor can an older one with this prefix be restored: move them away to start anew")
+    raise SnapshotError(
+        f"{first}; older snapshots with this prefix cannot be restored either: move them away to start anew"
+    )
 
 
 def _pattern(prefix: str, kind: str) -> re.Pattern[str]:
-    """The file names of a prefix's snapshots; group 1 is the iteration, the last one .h5 or nothing."""
+    """Return the pattern of a prefix's file names; group 1 is the iteration, group 2 ".h5" or nothing."""
     return re.compile(re.escape(os.path.basename(prefix)) + rf"_iter_(\d{{1,10}})\.(?:{kind})(\.h5)?", re.ASCII)
 
 
@@ -152,22 +155,22 @@ def _pattern(prefix: str, kind: str) -> re.Pattern[str]:
 
 
 def remove_snapshot(path: Path) -> None:
-    """Remove a .solverstate and the .caffemodel that was written with it, by its name; links are left alone.
+    """Remove a .solverstate and its .caffemodel; symbolic links are kept.
 
-    The state goes first, so that what is left of an interrupted removal is no snapshot.
+    The state is removed first, so an interrupted removal leaves no incomplete snapshot.
 
     Raises:
-        OSError: one of them cannot be removed.
+        OSError: a file cannot be removed.
     """
     pair = [path, weights_beside(path)]
-    modes = [os.lstat(one).st_mode for one in pair if os.path.lexists(one)]
+    modes = [os.lstat(file).st_mode for file in pair if os.path.lexists(file)]
     if all(stat.S_ISREG(mode) for mode in modes):
-        for one in pair:
-            one.unlink(missing_ok=True)
+        for file in pair:
+            file.unlink(missing_ok=True)
 
 
 def remove_unfinished(prefix: Path) -> None:
-    """Remove what killed processes have left of snapshots with a prefix that they were writing."""
+    """Remove temporary files of killed processes for snapshots with a prefix."""
     pattern = _pattern(str(prefix), "caffemodel|solverstate")
     for path in remove_leftovers(prefix.parent, lambda name: pattern.fullmatch(name) is not None):
-        log.info("removed %s, which a process that was killed has left", path)
+        log.info("removed %s, a temporary file of a killed process", path)

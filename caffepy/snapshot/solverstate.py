@@ -1,7 +1,7 @@
-""".solverstate: a solver's state with the history of its update rule, read and written.
+""".solverstate files: a solver's state and the history of its update rule.
 
-The binary format is a SolverState message; the HDF5 form is in `hdf5.py`. The weights are in the .caffemodel that the
-state names.
+The binary format is a SolverState message; the HDF5 format is in `hdf5.py`. The state names the .caffemodel with the
+weights.
 """
 
 from __future__ import annotations
@@ -18,69 +18,69 @@ from caffepy.config.messages import Part, encode_delimited
 from caffepy.errors import SnapshotError
 from caffepy.proto.caffe_pb2 import SolverState
 from caffepy.snapshot.binary import (
-    Stored,
+    StoredMessage,
     blob_parts,
     check_blob,
     check_size,
-    checksummed,
+    convert_errors,
     from_blob_proto,
     is_hdf5,
     read_message,
-    refusing_damage,
+    with_checksum,
     write_parts,
 )
 
-_MAX_COUNTED = 2**62
-"""Exclusive limit of a state's counts; sums of them fit in 64 bits."""
-_HEAD_BYTES = 1 << 16
-"""Room for all of a state but its history, most of which is not known before training."""
+_MAX_COUNTER = 2**62
+"""Exclusive limit of a state's counters; their sums fit in 64 bits."""
+_HEADER_BYTES = 1 << 16
+"""Size estimate of a state without its history, for the check before training."""
 
 
 # -- reading -------------------------------------------------------------------------------------------
 
 
-def read_solverstate(path: Path) -> Stored[SolverState]:
-    """The state in a .solverstate of either format, with `crc32c` and `blob_count` if caffepy wrote it.
+def read_solverstate(path: Path) -> StoredMessage[SolverState]:
+    """Read a .solverstate of either format; `crc32c` and `blob_count` are set if caffepy wrote it.
 
-    The large arrays of a binary file are not in the message.
+    Large arrays of a binary file are not in the message.
 
     Raises:
-        SnapshotError: the file is absent, truncated, too large, or not a .solverstate; the message
-            says what it looks like. Also when a blob does not hold as many values as its shape says.
+        SnapshotError: the file is absent, truncated, too large or not a .solverstate, or a blob's number of values does
+            not match its shape.
     """
-    with refusing_damage(str(path)):
+    with convert_errors(str(path)):
         if is_hdf5(path):
             from caffepy.snapshot.hdf5 import read_solverstate_hdf5
 
-            stored = Stored(read_solverstate_hdf5(path))
+            stored = StoredMessage(read_solverstate_hdf5(path))
         else:
             stored = read_message(path, SolverState)
         _check_state(stored.message, str(path))
     return stored
 
 
-def history_arrays(stored: Stored[SolverState], path: Path) -> Iterator[np.ndarray]:
-    """The arrays of a history, float32; those of a binary file are views of its bytes.
+def history_arrays(stored: StoredMessage[SolverState], path: Path) -> Iterator[np.ndarray]:
+    """Yield the arrays of a history, float32; for a binary file they are views of its bytes.
 
     Raises:
-        SnapshotError: an array has not as many values as its shape says.
+        SnapshotError: the number of values does not match an array's shape.
     """
     for index, blob in enumerate(stored.message.history):
         yield from_blob_proto(blob, f"{path}: history blob {index}", stored.content)
 
 
 def _check_state(state: SolverState, origin: str) -> None:
-    """Check numbers and blobs.
+    """Check counters, loss scale and history blobs.
 
     Raises:
-        SnapshotError: one of them makes no sense.
+        SnapshotError: a value is invalid.
     """
     counts = {"iter": state.iter, "current_step": state.current_step, "pass_number": state.pass_number}
     counts |= {"data_position": max((position.position for position in state.data_position), default=0)}
     counts |= {"test_pass_number": max(state.test_pass_number, default=0)}
     for field, count in counts.items():
-        if not 0 <= count < _MAX_COUNTED:
-            raise SnapshotError(f"{origin}: {field} is {count}, which no training comes to; the file is damaged")
+        if not 0 <= count < _MAX_COUNTER:
+            raise SnapshotError(f"{origin}: {field} is {count}, which is out of range; the file is damaged")
     if not 0 <= state.loss_scale < math.inf:
         raise SnapshotError(f"{origin}: loss_scale is {state.loss_scale}; the file is damaged")
     for index, blob in enumerate(state.history):
@@ -88,19 +88,19 @@ def _check_state(state: SolverState, origin: str) -> None:
 
 
 def find_learned_net(state: SolverState, path: Path) -> Path:
-    """The .caffemodel that a state names: as written, else beside the .solverstate.
+    """Return the .caffemodel that a state names: at the stored path, else beside the .solverstate.
 
     Raises:
-        SnapshotError: it is in neither place.
+        SnapshotError: neither file exists.
     """
     written = Path(state.learned_net)
     beside = path.parent / written.name
     for candidate in (written, beside):
-        with suppress(OSError):  # a name that is too long, a folder that may not be read
+        with suppress(OSError):  # the name is too long, or a folder is not readable
             if candidate.is_file():
                 return candidate
     raise SnapshotError(
-        f"{path}: its weights {written} are not there, nor {beside}; put the .caffemodel beside the .solverstate"
+        f"{path}: its weights {written} do not exist, nor does {beside}; put the .caffemodel beside the .solverstate"
     )
 
 
@@ -108,12 +108,12 @@ def find_learned_net(state: SolverState, path: Path) -> Path:
 
 
 def write_solverstate(path: Path, state: SolverState, history: Iterable[np.ndarray]) -> None:
-    """Write a solver's state and its history; HDF5 if the name ends in .h5, else the binary format.
+    """Write a solver's state and history: HDF5 if the path ends in .h5, else binary.
 
     Args:
         path: the file.
-        state: `blob_count` is the number of arrays in the history.
-        history: made one array at a time.
+        state: the state; `blob_count` is the number of history arrays.
+        history: the arrays, consumed one at a time.
 
     Raises:
         RunError: the file cannot be written.
@@ -123,24 +123,24 @@ def write_solverstate(path: Path, state: SolverState, history: Iterable[np.ndarr
 
         write_solverstate_hdf5(path, state, history)
         return
-    head = SolverState()
-    head.CopyFrom(state)
-    head.ClearField("blob_count")
+    header = SolverState()
+    header.CopyFrom(state)
+    header.ClearField("blob_count")
     blobs = itertools.chain.from_iterable(map(_history_parts, history))
-    parts = itertools.chain([head.SerializeToString()], blobs)
-    write_parts(path, checksummed(SolverState, state.blob_count, parts))
+    parts = itertools.chain([header.SerializeToString()], blobs)
+    write_parts(path, with_checksum(SolverState, state.blob_count, parts))
 
 
 def check_solverstate_size(path: Path, shapes: Iterable[tuple[int, ...]]) -> None:
-    """Refuse a history of these shapes if protobuf could not read its binary .solverstate.
+    """Check that a binary .solverstate with a history of these shapes does not exceed protobuf's limit.
 
     Raises:
-        ConfigError: it would be too large.
+        ConfigError: the file would be too large.
     """
-    zeros = (np.zeros(shape, np.float32) for shape in shapes)  # without memory, as they are not read
-    check_size(path, _HEAD_BYTES + sum(len(part) for values in zeros for part in _history_parts(values)))
+    zeros = (np.zeros(shape, np.float32) for shape in shapes)  # never touched, so no memory is used
+    check_size(path, _HEADER_BYTES + sum(len(part) for values in zeros for part in _history_parts(values)))
 
 
 def _history_parts(values: np.ndarray) -> list[Part]:
-    """A SolverState of one array of its history."""
+    """Return the parts of a SolverState with one history array."""
     return encode_delimited(SolverState.HISTORY_FIELD_NUMBER, blob_parts(values))

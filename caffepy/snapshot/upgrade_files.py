@@ -1,4 +1,4 @@
-"""Files of older Caffes written in the current format, as Caffe's upgrade_net_proto_text and its siblings do."""
+"""Upgrade of files of older Caffes, as Caffe's upgrade_net_proto_text and related tools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from caffepy.config.load import read_prototxt
 from caffepy.config.upgrade import upgrade_net, upgrade_solver
 from caffepy.files import atomic_write, read_regular
 from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter
-from caffepy.snapshot.binary import MAX_BYTES, read_message, refusing_damage
+from caffepy.snapshot.binary import MAX_BYTES, convert_errors, read_message
 from caffepy.snapshot.caffemodel import read_weights
 
 log = logging.getLogger(__name__)
@@ -22,10 +22,10 @@ def upgrade_net_text(source: Path, target: Path) -> bool:
     """Write the net of a prototxt in the current format. Comments are lost.
 
     Returns:
-        Whether there was something to upgrade.
+        Whether anything changed.
 
     Raises:
-        ConfigError: the source is absent, no net's prototxt, or cannot be upgraded.
+        ConfigError: the source is absent, not a net, or cannot be upgraded.
         RunError: the target cannot be written.
     """
     before = read_prototxt(source, "net", NetParameter())
@@ -36,7 +36,7 @@ def upgrade_net_text(source: Path, target: Path) -> bool:
 
 
 def upgrade_solver_text(source: Path, target: Path) -> bool:
-    """Write the solver of a prototxt in the current format, as `upgrade_net_text`."""
+    """Write the solver of a prototxt in the current format; like `upgrade_net_text`."""
     before = read_prototxt(source, "solver", SolverParameter())
     after = SolverParameter()
     after.CopyFrom(before)
@@ -48,17 +48,17 @@ def upgrade_net_binary(source: Path, target: Path) -> bool:
     """Write the net and weights of a .caffemodel in the current format.
 
     Returns:
-        Whether there was something to upgrade.
+        Whether anything changed.
 
     Raises:
-        SnapshotError: the source is absent, damaged or no .caffemodel.
+        SnapshotError: the source is absent, damaged or not a .caffemodel.
         RunError: the target cannot be written.
     """
-    with refusing_damage(str(source)):
-        before = read_message(source, NetParameter, whole=True).message
+    with convert_errors(str(source)):
+        before = read_message(source, NetParameter, inline_arrays=True).message
     after = read_weights(source)
     changed = after != before
-    after.ClearField("crc32c")  # of the bytes that were read
+    after.ClearField("crc32c")  # the checksum of the source file
     after.ClearField("blob_count")
     _write(target, after.SerializeToString() if changed else read_regular(source, MAX_BYTES))
     _report(changed, source, target)

@@ -15,14 +15,14 @@ from fuzz.mutate_hdf5 import damage_hdf5, damage_structure
 from fuzz.target import BinaryTarget, FileTarget
 
 from caffepy.proto import caffe_pb2
-from caffepy.snapshot.binary import checksummed, stored_blobs
+from caffepy.snapshot.binary import iter_blobs, with_checksum
 
 
 def resealed(message: caffe_pb2.NetParameter | caffe_pb2.SolverState) -> bytes:
     """A message with the number of blobs and the checksum of what it is now."""
     message.ClearField("crc32c")
     message.ClearField("blob_count")
-    return b"".join(checksummed(type(message), len(list(stored_blobs(message))), [message.SerializePartialToString()]))
+    return b"".join(with_checksum(type(message), len(list(iter_blobs(message))), [message.SerializePartialToString()]))
 
 
 def reseal_hdf5(file: h5py.File, buffer: io.BytesIO) -> None:

@@ -45,7 +45,7 @@ def virtual(file: Any) -> None:
         (virtual, "'/data' is a virtual dataset"),
         (lambda file: file.create_dataset("data", (9,), "u1", external=[("/etc/passwd", 0, 9)]), "external storage"),
         (lambda file: file.update(data=h5py.ExternalLink("/etc/passwd", "x")), "'data' is an external link"),
-        (lambda file: file.update(data=h5py.SoftLink("/data")), "more than 16 links"),
+        (lambda file: file.update(data=h5py.SoftLink("/data")), "more than 16 soft links"),
         (lambda file: file.create_dataset("data", (2**31 - 1,), "f4"), "would take 8589934588 bytes"),
         (
             lambda file: file.create_dataset("data", (5,), "f4", chunks=(1 << 25,), maxshape=(None,)),
@@ -191,8 +191,8 @@ def test_a_committed_datatype_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "more, message",
     [
-        ({"compression": "lzf"}, r"'/data' is packed with the filter lzf, which is not read; .*h5repack"),
-        ({"scaleoffset": 3}, "'/data' is packed with the filter scaleoffset"),
+        ({"compression": "lzf"}, r"'/data' is compressed with the filter lzf, which is not supported; .*h5repack"),
+        ({"scaleoffset": 3}, "'/data' is compressed with the filter scaleoffset"),
     ],
 )
 def test_filters_that_are_not_read_are_named(tmp_path: Path, more: dict[str, Any], message: str) -> None:
@@ -284,7 +284,7 @@ def test_structures_that_contain_themselves_end() -> None:
     damaged.append(whole)
     for data in damaged:
         start = time.thread_time()
-        with pytest.raises(ValueError, match="damaged|is it whole"):
+        with pytest.raises(ValueError, match="damaged"):
             dataset = find_object(read_hdf5(io.BytesIO(data)), "data")
             assert isinstance(dataset, Dataset)
             dataset.read()

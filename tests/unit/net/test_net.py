@@ -141,7 +141,7 @@ def test_weights_of_another_net_are_said(caplog: pytest.LogCaptureFixture) -> No
     weights.layer.add(name="fc7").blobs.add(data=[1])
     with caplog.at_level("WARNING"):
         assert build_net(DATA + IP + LOSS).copy_trained_layers_from(weights, "vgg.caffemodel") == []
-    assert "vgg.caffemodel: nothing is copied: the net's layers (ip) are not in it; is it" in caplog.text
+    assert "vgg.caffemodel: no layer was copied: it has none of the net's layers (ip)" in caplog.text
 
 
 def test_old_four_number_shapes_fit() -> None:

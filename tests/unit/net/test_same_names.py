@@ -94,14 +94,14 @@ def test_one_that_shares_a_parameter_does_not_make_the_others_share_theirs() -> 
     learned[2].blobs[0].Clear()  # stored with its owner only, as in HDF5
     build_net(SHARED, seed=5).copy_trained_layers_from(stored, "file")
     learned[1].blobs[0].Clear()
-    with pytest.raises(SnapshotError, match=r"layer 'ip' has 1 parameters there and 2 in the net \(not there: 0\)"):
+    with pytest.raises(SnapshotError, match=r"layer 'ip' has 1 parameters there and 2 in the net \(missing: 0\)"):
         build_net(SHARED, seed=5).copy_trained_layers_from(stored, "file")
 
 
 def test_layers_of_one_name_that_are_not_as_many_have_no_partners() -> None:
     """As where a deploy net has left one of them out: the others would get parameters of the wrong ones."""
     fewer = build_net(INPUT + FIRST.replace('top: "a"', 'top: "b"'), caffe_pb2.TEST)
-    message = r"layers of the name 'ip' that have parameters: 2 there, 1 in the net, so that nothing says which belong"
+    message = r"layers named 'ip' with parameters: 2 there, 1 in the net, so they cannot be matched"
     with pytest.raises(SnapshotError, match=f"file: {message}"):
         fewer.copy_trained_layers_from(build_net(NET).to_proto(), "file")
     with pytest.raises(ConfigError, match=message):
@@ -182,6 +182,6 @@ def test_each_goes_on_with_its_own_data(tmp_path: Path) -> None:
 
 def test_hdf5_which_cannot_hold_them_is_refused_before_training(tmp_path: Path) -> None:
     text = f'base_lr: 0 lr_policy: "fixed" snapshot: 5 snapshot_prefix: "{tmp_path}/s" snapshot_format: HDF5'
-    message = "^two layers of the name 'ip' have parameters, which HDF5 cannot hold; "
+    message = "^two layers named 'ip' have parameters, "
     with pytest.raises(RunError, match=message), build_solver(text, NET):
         pytest.fail("this training would end at its first snapshot")

@@ -23,7 +23,7 @@ from caffepy.errors import ConfigError, RunError
 from caffepy.proto.caffe_pb2 import NetParameter, SolverState
 from caffepy.snapshot.binary import (
     blob_parts,
-    check_whole,
+    check_integrity,
     extend_checksum,
     to_blob_proto,
 )
@@ -187,5 +187,5 @@ def test_large_arrays_are_written_and_checked_in_steps(folder: Path) -> None:
     state = SolverState.FromString(content)
     assert (state.iter, len(state.history[0].data)) == (3, history.size)
     with allocating_at_most(history.nbytes // 2):
-        check_whole(state, content, "x.solverstate")
+        check_integrity(state, content, "x.solverstate")
     assert extend_checksum(extend_checksum(0, content[:5]), memoryview(content)[5:]) == extend_checksum(0, content)

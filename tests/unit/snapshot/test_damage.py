@@ -141,7 +141,7 @@ def test_a_state_cut_between_two_blobs(written: dict[str, bytes]) -> None:
     with pytest.raises(SnapshotError, match=f"{name}: holds 6 of 7 blobs, .* it is truncated or damaged"):
         read_state(Path(name))
     Path(name).write_bytes(content[:-6])
-    with pytest.raises(SnapshotError, match=f"{name}: holds 7 of 7 blobs, or its end is not there"):
+    with pytest.raises(SnapshotError, match=f"{name}: holds 7 of 7 blobs, or its end is missing"):
         read_state(Path(name))
 
 
@@ -164,7 +164,7 @@ def test_a_changed_weight_is_noticed(written: dict[str, bytes]) -> None:
     weights = NetParameter.FromString(bytes(content))
     content[content.index(np.array(weights.layer[1].blobs[0].data[:4], "<f4").tobytes())] ^= 1
     Path("w").write_bytes(content)
-    with pytest.raises(SnapshotError, match="w: its checksum is .*, and .* when it was written: it is damaged"):
+    with pytest.raises(SnapshotError, match="w: its checksum is .*, but .* was written: the file is damaged"):
         read_weights(Path("w"))
 
 
@@ -172,12 +172,12 @@ def test_a_changed_weight_is_noticed(written: dict[str, bytes]) -> None:
     ("blob", "message"),
     [
         (BlobProto(shape=BlobShape(dim=[2]), raw_data_type=caffe_pb2.BFLOAT16, raw_data=b"1234"),
-         "has raw_data of type BFLOAT16, in which no Caffe stores blobs"),
+         "has raw_data of type BFLOAT16, which is not a type of blobs"),
         (BlobProto(shape=BlobShape(dim=[1]), raw_data_type=caffe_pb2.INT, raw_data=b"1234"), "raw_data of type INT"),
         (BlobProto(shape=BlobShape(dim=[1]), raw_data_type=caffe_pb2.FLOAT, raw_data=b"12345"), "end within a value"),
         (BlobProto(shape=BlobShape(dim=[2]), data=[1, 2], raw_data_type=caffe_pb2.FLOAT, raw_data=b"12345678"),
          "holds its values in several ways at once"),
-        (BlobProto(shape=BlobShape(dim=[1] * 33), data=[1]), "has 33 axes, and blobs have at most 32"),
+        (BlobProto(shape=BlobShape(dim=[1] * 33), data=[1]), "has 33 axes, but blobs have at most 32"),
         (BlobProto(shape=BlobShape(dim=[2**62, 2**62])), "has the impossible shape"),
         (BlobProto(shape=BlobShape(dim=[2**40])), "has the impossible shape"),
         (BlobProto(shape=BlobShape(dim=[-2, -1]), data=[1, 2]), "has the impossible shape"),
@@ -218,7 +218,7 @@ def field(number: int, content: bytes) -> bytes:
         (field(2, b"\xff\xfe"), "learned_net is not UTF-8"),
         (field(2003, b"\xff\xfe"), "solver_type is not UTF-8"),
         (field(2000, field(1, b"\xff")), "data_position.layer is not UTF-8"),
-        (SolverState(current_step=-1).SerializeToString(), "current_step is -1, which no training comes to"),
+        (SolverState(current_step=-1).SerializeToString(), "current_step is -1, which is out of range"),
         (SolverState(pass_number=2**64 - 1).SerializeToString(), "pass_number is 18446744073709551615"),
         (SolverState(test_pass_number=[2**63]).SerializeToString(), "test_pass_number is 9223372036854775808"),
         (SolverState(loss_scale=float("nan")).SerializeToString(), "loss_scale is nan"),
@@ -232,7 +232,7 @@ def test_states_whose_fields_make_no_sense(content: bytes, message: str) -> None
 
 def test_a_negative_iteration() -> None:
     Path("s").write_bytes(SolverState(iter=-5).SerializeToString())
-    with pytest.raises(SnapshotError, match="s: iter is -5, which no training comes to"):
+    with pytest.raises(SnapshotError, match="s: iter is -5, which is out of range"):
         read_state(Path("s"))
 
 
@@ -281,7 +281,7 @@ def test_a_fifo_and_a_device_are_not_waited_for() -> None:
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "/dev/zero", ""])
 def test_weights_that_cannot_be_there(name: str) -> None:
-    with pytest.raises(SnapshotError, match="its weights .* are not there, nor"):
+    with pytest.raises(SnapshotError, match="its weights .* do not exist, nor"):
         find_learned_net(SolverState(learned_net=name), Path("s"))
 
 
@@ -336,6 +336,6 @@ def test_verify_says_it_of_each_file(written: dict[str, bytes], capsys: pytest.C
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
     assert "truncated" in lines[0]
-    assert lines[1].endswith("readable: iteration 2, 7 blobs; it has no checksum, as either Caffe writes it")
+    assert lines[1].endswith("readable: iteration 2, 7 blobs; no checksum (a file of Caffe's)")
     assert "absent: no such file" in lines[2]
     assert "x_iter_2.solverstate.h5: whole: iteration 2, 7 blobs" in lines[3]

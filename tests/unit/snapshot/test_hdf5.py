@@ -98,9 +98,7 @@ def test_a_parameter_that_is_nowhere_is_refused() -> None:
     write_caffemodel(Path("w.h5"), net.name, net.layers)
     alone = build_net(SHARING.replace('name: "b" type: "InnerProduct" bottom: "a" top: "b" param { name: "w" }',
                                       'name: "b" type: "InnerProduct" bottom: "a" top: "b"'))  # fmt: skip
-    with pytest.raises(
-        SnapshotError, match=r"w.h5: layer 'b' has 1 parameters there and 2 in the net \(not there: 0\)"
-    ):
+    with pytest.raises(SnapshotError, match=r"w.h5: layer 'b' has 1 parameters there and 2 in the net \(missing: 0\)"):
         alone.copy_trained_layers_from(read_weights(Path("w.h5")), "w.h5")
 
 
@@ -108,7 +106,7 @@ def test_a_parameter_that_is_nowhere_is_refused() -> None:
 def test_a_dataset_that_is_no_parameter_is_refused(key: str) -> None:
     with h5py.File("w.h5", "w") as file:
         file[f"data/a/{key}"] = np.zeros(3, np.float32)
-    with pytest.raises(SnapshotError, match=f"w.h5: layer 'a' has a dataset '{key}', which is no parameter's number"):
+    with pytest.raises(SnapshotError, match=f"w.h5: layer 'a' has a dataset '{key}', which is not a parameter index"):
         read_weights(Path("w.h5"))
 
 
@@ -177,5 +175,5 @@ def diffs_of(file: Any) -> list[tuple[str, tuple[int, ...]]]:
 
 def test_two_layers_of_one_name_cannot_be_held_in_hdf5() -> None:
     net = Net(named_layers(["a", "a"]), LayerContext(CPU))
-    with pytest.raises(RunError, match="two layers of the name 'a' have parameters.* set snapshot_format: BINARYPROTO"):
+    with pytest.raises(RunError, match="two layers named 'a' have parameters.* set snapshot_format: BINARYPROTO"):
         write_caffemodel(Path("w.h5"), net.name, net.layers)

@@ -155,7 +155,7 @@ def test_positions_in_a_file_are_refused(position: dict[str, int], tmp_path: Pat
     path.write_bytes(NetParameter(layer=[layer]).SerializeToString())
     for read in (read_caffemodel, read_weights):
         with pytest.raises(
-            SnapshotError, match=r"x\.caffemodel: a blob has data_begin or data_end, which are in no file"
+            SnapshotError, match=r"x\.caffemodel: a blob has data_begin or data_end, which no file contains"
         ):
             read(path)
 

@@ -80,7 +80,7 @@ def test_other_files_are_told_apart(tmp_path: Path, reader: object, data: bytes,
 
 
 def test_hdf5_is_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(SnapshotError, match="f: is no .caffemodel.h5 but something else"):
+    with pytest.raises(SnapshotError, match="f: is not a .caffemodel.h5 but another file"):
         read_weights(write(tmp_path / "f", _hdf5(tmp_path / "h")))
 
 

@@ -63,7 +63,7 @@ def test_weights_are_also_found_beside_the_state(folder: Path) -> None:
         (folder / f"x_iter_2.{kind}").rename(folder / "moved" / f"x_iter_2.{kind}")
     train(4, resume="moved/x_iter_2.solverstate")
     (folder / "moved" / "x_iter_2.caffemodel").unlink()
-    with pytest.raises(SnapshotError, match="its weights x_iter_2.caffemodel are not there, nor moved/x_iter_2"):
+    with pytest.raises(SnapshotError, match="its weights x_iter_2.caffemodel do not exist, nor does moved/x_iter_2"):
         train(4, resume="moved/x_iter_2.solverstate")
 
 
@@ -150,7 +150,9 @@ def test_caffes_state_of_another_rule_is_refused_by_its_history() -> None:
 @pytest.mark.parametrize("form", FORMATS)
 def test_weights_in_place_of_a_state_are_refused(form: str) -> None:
     train(2, form)
-    with pytest.raises(SnapshotError, match="it is a .caffemodel; load it with --weights|is no .solverstate.h5 but a"):
+    with pytest.raises(
+        SnapshotError, match="it is a .caffemodel; load it with --weights|is not a .solverstate.h5 but a"
+    ):
         train(4, form, "x_iter_2.caffemodel" + (".h5" if form else ""))
 
 

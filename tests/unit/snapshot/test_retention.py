@@ -195,7 +195,7 @@ def test_what_a_killed_run_has_left_is_removed_at_the_start(folder: Path, caplog
         os.utime(path, (0, 0))
     with caplog.at_level(logging.INFO), build_solver(SOLVER, NET):
         assert sorted(p.name.split(".0")[0] for p in folder.iterdir()) == [".trace.json", ".xy_iter_2.caffemodel"]
-    assert "removed .x_iter_2.caffemodel." in caplog.text and "which a process that was killed has left" in caplog.text
+    assert "removed .x_iter_2.caffemodel." in caplog.text and "a temporary file of a killed process" in caplog.text
 
 
 # -- snapshots of an earlier training ------------------------------------------------------------------

@@ -73,7 +73,9 @@ def test_restoring_goes_on_to_older_ones(caplog: pytest.LogCaptureFixture) -> No
     assert restore_first([Path(name) for name in "abcd"], restore) == Path("c")
     assert tried == ["a", "b", "c"]
     assert "skipping a snapshot that cannot be restored: b does not fit" in caplog.text
-    with pytest.raises(SnapshotError, match="a does not fit; nor can an older one with this prefix be restored: move"):
+    with pytest.raises(
+        SnapshotError, match="a does not fit; older snapshots with this prefix cannot be restored either: move"
+    ):
         restore_first([Path("a"), Path("b")], restore)
 
 

@@ -7,7 +7,7 @@ import pytest
 from caffepy.config.load import read_net
 from caffepy.errors import ConfigError, SnapshotError
 from caffepy.proto.caffe_pb2 import BlobProto, LayerParameter, NetParameter, V1LayerParameter
-from caffepy.snapshot.binary import checksummed
+from caffepy.snapshot.binary import with_checksum
 from caffepy.snapshot.caffemodel import read_weights
 from caffepy.snapshot.upgrade_files import upgrade_net_binary, upgrade_net_text, upgrade_solver_text
 
@@ -69,7 +69,7 @@ def test_a_caffemodel():
 def test_a_file_in_the_current_format_stays_as_it_is():
     """One of ours has a checksum of its bytes, which come in another order than protobuf's."""
     part = NetParameter(layer=[LayerParameter(name="ip", blobs=[BlobProto(data=[1.0])])]).SerializeToString()
-    content = b"".join(checksummed(NetParameter, 1, [part]))
+    content = b"".join(with_checksum(NetParameter, 1, [part]))
     Path("old").write_bytes(content)
     assert not upgrade_net_binary(Path("old"), Path("new"))
     assert Path("new").read_bytes() == content
