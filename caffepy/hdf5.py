@@ -741,8 +741,8 @@ class Dataset:
         rank, address = len(self.chunk_shape), _defined(self._address)
         if not self._index:
             for key, child in _btree_v1(self.file, address, 1, 16 + 8 * rank):
-                size, mask, *start = struct.unpack(f"<II{rank}Q", key[: 8 + 8 * rank])
-                yield tuple(start), (child, size, mask)
+                size, mask, *offsets = struct.unpack(f"<II{rank}Q", key[: 8 + 8 * rank])
+                yield tuple(offsets), (child, size, mask)
             return
         for record in _btree_v2_records(self.file, address, 11 if self._filters else 10):
             chunk = self._chunk_entry(record, record.remaining - 8 * rank)
@@ -939,7 +939,7 @@ class Dataset:
         size = 8 + self.file.offset_size
         data = self._compact if self.layout == _COMPACT else self.file.read(_defined(self._address), size)
         cursor = _Cursor(self.file, data)
-        length, heap, wanted = cursor.number(4), cursor.offset(), cursor.number(4)
+        length, heap, heap_index = cursor.number(4), cursor.offset(), cursor.number(4)
         if not heap or not length:
             return b""
         start = self.file.metadata(heap, 8 + self.file.length_size).expect(b"GCOL")
@@ -950,7 +950,7 @@ class Dataset:
             index = content.number(2)
             content.skip(6)
             size = content.length()
-            if index == wanted:
+            if index == heap_index:
                 return content.take(min(size, length))
             content.skip(-(-size // 8) * 8)
         raise ValueError(f"the string '{self.name}' is missing; the file is damaged")

@@ -129,7 +129,7 @@ def _varint(view: IndexableBytes, at: int, end: int) -> tuple[int, int]:
 def describe_content(data: bytes) -> str:
     """Describe the actual content of a rejected binary file and suggest a remedy."""
     if not data:
-        return "it is empty; an interrupted copy or a full disk leaves such files, take an older one"
+        return "it is empty, for example after an interrupted copy or on a full disk; use an older one"
     if data.startswith(HDF5_MAGIC):
         return "it is an HDF5 file"
     if data.startswith(LFS_MAGIC):
@@ -147,7 +147,7 @@ def describe_content(data: bytes) -> str:
         return "it is a .caffemodel; load it with --weights"
     if _parses(data, BlobProto(), "data"):
         return "it is a single blob, such as a mean image"
-    return "it is truncated or of another format; copy it again or take an older one"
+    return "it is truncated or of another format; copy it again or use an older one"
 
 
 def _parses(data: bytes, message: Message, field: str) -> bool:

@@ -129,10 +129,10 @@ def _explain(message: str, root: str) -> str:
     no_number = _NO_NUMBER.search(message)
     if no_number:
         kind = "whole number" if no_number[1] == "integer" else "number"
-        return f"{no_number[2]} is found where a {kind} is expected; write one, without quotes"
+        return f"found {no_number[2]} where a {kind} is expected; write a {kind} without quotes"
     no_string = _NO_STRING.search(message)
     if no_string:
-        return f"{no_string[1]} is found where a text in quotes is expected; {_text_advice(no_string[1])}"
+        return f"found {no_string[1]} where a quoted string is expected; {_quote_advice(no_string[1])}"
     if 'Expected "}"' in message:
         return "the text ends or continues where a '}' is expected; close the block that is still open"
     if "got }" in message:
@@ -144,10 +144,10 @@ def _explain(message: str, root: str) -> str:
     return message[:1].lower() + message[1:]
 
 
-def _text_advice(found: str) -> str:
+def _quote_advice(word: str) -> str:
     """Return advice for an unquoted word, which may be a layer type of the old format."""
     old_names = caffe_pb2.V1LayerParameter.LayerType
-    new_name = {old_names.Name(old): new for old, new in V1_TYPES.items()}.get(found.strip("'"))
+    new_name = {old_names.Name(old): new for old, new in V1_TYPES.items()}.get(word.strip("'"))
     if not new_name:
         return "put it into quotes"
     return f'in layer {{ }} write type: "{new_name}", or make it layers {{ }}, the old format'
@@ -196,7 +196,7 @@ def _explain_unexpected_block(message: str, text: str, position: int) -> str:
         return ""
     if name == "param":
         return "in layers { }, the old format, param is a name; write blobs_lr and weight_decay, or make it layer { }"
-    return f"braces are found where '{name}' takes a value; write {name}: and the value"
+    return f"found a block where '{name}' takes a value; write {name}: and the value"
 
 
 def _word_before(text: str, position: int) -> str:

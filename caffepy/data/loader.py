@@ -38,11 +38,11 @@ _NUMBA_IMPORT_IMAGES = 4000
 
 
 class ImageLoader(ABC):
-    """Fill batches from a source of images; a `Loader`.
+    """Fills batches from a source of images; a `Loader`.
 
     Args:
         source: the records.
-        order: the order in which they are read.
+        order: the order of reading.
         transformer: applied to each image.
         seed: the solver's seed.
         stream: the layer's random stream.
@@ -78,7 +78,7 @@ class ImageLoader(ABC):
         """Return the image of record `number` and its label.
 
         Raises:
-            DataError: its message continues a sentence that begins with the record's name.
+            DataError: the record cannot be read or decoded. The message follows the record's name.
         """
 
     @property
@@ -128,7 +128,7 @@ class ImageLoader(ABC):
             raise self._add_record_name(error, 0) from error
 
     def is_encoded(self) -> bool:
-        """Whether the first record is an encoded image.
+        """Return whether the first record is an encoded image.
 
         Raises:
             DataError: as `parse`.
@@ -248,7 +248,7 @@ class ImageLoader(ABC):
         return int(remaining[0]) // count if remaining.size else len(firsts)
 
     def _benefits_from_threads(self, slot: ImageSlot) -> bool:
-        """Whether decoding or copying a record releases the GIL long enough for several threads to pay off."""
+        """Return whether decoding or copying a record releases the GIL long enough for several threads to pay off."""
         return True
 
     def _copy_bulk(

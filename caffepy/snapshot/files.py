@@ -142,7 +142,7 @@ def restore_first(paths: Sequence[Path], restore: Callable[[Path], None]) -> Pat
             continue
         return path
     raise SnapshotError(
-        f"{first}; older snapshots with this prefix cannot be restored either: move them away to start anew"
+        f"{first}; older snapshots with this prefix cannot be restored either: move them away to start from scratch"
     )
 
 

@@ -35,7 +35,7 @@ def read_label_map(path: Path, unique: bool = False) -> dict[str, int]:
             raise DataError(f"{path}: the name '{item.name}' occurs twice; remove one, or omit --check_label")
         labels[item.name] = item.label
     if not labels:
-        raise DataError(f"{path}: has no names; `caffepy create_label_map` writes such files")
+        raise DataError(f"{path}: has no names; `caffepy create_label_map` writes label maps")
     return labels
 
 

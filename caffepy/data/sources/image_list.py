@@ -102,4 +102,4 @@ class ImageListSource:
             raise DataError(f"{self.description}: {self.record_name(number)} {error}") from error
 
     def close(self) -> None:
-        """No file is open between reads."""
+        """Do nothing: no file is open between reads."""

@@ -145,13 +145,13 @@ _HEIGHT, _FOUND, _PAGES, _DAMAGE, _PAGE, _KEY_SIZE = 0, 1, 2, 3, 4, 5
 last key."""
 _DAMAGE_MESSAGES = (
     "",
-    "page {page} is not the page that its place in the tree asks for",
-    "records in page {page} lie outside of it or over each other",
+    "page {page} has an unexpected page number or type",
+    "records in page {page} overlap or exceed the page",
     "the keys in page {page} are not in order",
     "it has fewer records than its header says",
     "it has more records than its header says",
-    "page {page} holds a database or several values of a key, not a record",
-    "page {page} cannot be read, or lies outside of the file",
+    "page {page} holds a subdatabase or several values per key",
+    "page {page} cannot be read or lies outside the file",
 )
 _TOO_MANY_RECORDS = 5
 _MAX_READAHEAD = 1024
@@ -319,16 +319,16 @@ class _TreeWalk:
         """Continue until `wanted` records are located or damage is found; return the number of located records."""
         if self.state[_FOUND] < wanted and not self.state[_DAMAGE]:
             tables = (self.state, self._stack)
-            pages, found = address_of(self._pages), (self.nodes, self.offsets, self.sizes)
+            pages, record_tables = address_of(self._pages), (self.nodes, self.offsets, self.sizes)
             if _walk.should_compile(wanted - int(self.state[_FOUND]), _COMPILE_COST_RECORDS, _NUMBA_IMPORT_RECORDS):
                 _walk.run(
                     1, 1, 1, *self._settings, wanted, *self._ordered, *tables, self._pages, pages, self._last_key,
-                    self._marks, *found,
+                    self._marks, *record_tables,
                 )  # fmt: skip
             else:
                 _walk.interpret(
                     0, 1, *self._settings, wanted, *self._ordered, *tables, self._pages.data, pages,
-                    self._last_key.data, self._marks.data, *found,
+                    self._last_key.data, self._marks.data, *record_tables,
                 )  # fmt: skip
             if wanted == self._entries and not self._ordered[0] and self.state[_HEIGHT] and not self.state[_DAMAGE]:
                 self.state[_DAMAGE], self.state[_FOUND] = _TOO_MANY_RECORDS, wanted - 1
@@ -476,13 +476,13 @@ class LmdbIndex:
 
     def _bytes(self, number: int, offset: int, size: int) -> bytes:
         try:
-            found = os.pread(self.descriptor, size, offset)
+            data = os.pread(self.descriptor, size, offset)
         except OSError as error:
             raise DataError(f"cannot be read at record {number}: {error.strerror}; check the disk") from error
         self.check()
-        if len(found) < size:
+        if len(data) < size:
             raise DataError(f"ends within record {number}; build it again")
-        return found
+        return data
 
 
 def _status(descriptor: int) -> tuple[int, int]:

@@ -31,7 +31,7 @@ class RecordSource(Protocol):
         """Offsets of the records in one file; None if records must be read individually."""
 
     def __len__(self) -> int:
-        """The number of records, at least 1."""
+        """Return the number of records, at least 1."""
 
     def read(self, number: int) -> bytes | memoryview:
         """Return the bytes of record `number`, valid until `close`.

@@ -40,7 +40,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("command", "message"),
     [
         ("train --cpu --solver solver.prototxt", r"solver: net: 'nte.prototxt' does not exist \(looked from "),
-        ("train --cpu --solver words.prototxt", r"words.prototxt:1:30: fast is found where a number is expected"),
+        ("train --cpu --solver words.prototxt", r"words.prototxt:1:30: found fast where a number is expected"),
         ("net --model v1.prototxt", r'v1.prototxt:3:26: .* write type: "InnerProduct", or make it layers { }'),
         ("net --model empty.prototxt", "empty.prototxt: the net has no layers in the TRAIN phase"),
         ("test --model empty.prototxt --weights x", "empty.prototxt: the net has no layers in the TEST phase"),

@@ -131,8 +131,8 @@ LONG = "a" * 10_000_000
     ("text", "message"),
     [
         (f'name: "{LONG}" x: 1', "unknown field 'x'"),
-        (f'layer {{ name: "{LONG}" top {{ }} }}', "braces are found where 'top' takes a value"),
-        ('layer { name: "x" top' + " " * 2_000_000 + "{ } }", "braces are found where 'top' takes a value"),
+        (f'layer {{ name: "{LONG}" top {{ }} }}', "found a block where 'top' takes a value"),
+        ('layer { name: "x" top' + " " * 2_000_000 + "{ } }", "found a block where 'top' takes a value"),
         ('layer { type: "X" zzz_param { } "' + '\\"' * 2_000_000, "unknown field 'zzz_param' of LayerParameter"),
         ('layer { type: "X" zzz_param { } ' + "'\\" * 2_000_000, "unknown field 'zzz_param' of LayerParameter"),
         ('name: "a"\nlayer { name: "' + "\\" * 200_000 + '" }', "prototxt:2: 1000 consecutive backslashes"),

@@ -65,7 +65,7 @@ def _hdf5(path: Path) -> bytes:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "it is empty; an interrupted copy or a full disk"),
+        (b"", "it is empty, for example after an interrupted copy"),
         (b'layer { name: "x" }', r"it is text \('layer \{ name: \"x\" \}'\); give the binary file"),
         (b"version https://git-lfs.github.com/spec/v1\noid 1", "it is a Git LFS pointer; .*git lfs pull"),
         (gzip.compress(b"net", mtime=0), "it is packed with gzip; unpack it first, with gunzip"),

@@ -282,7 +282,7 @@ def test_a_negative_seed_is_drawn() -> None:
         (PLAIN + 'type: "Adma"', "unknown solver type 'Adma'; did you mean 'Adam'?"),
         (
             PLAIN + 'snapshot: 5 snapshot_prefix: "/nowhere/x"',
-            "the folder /nowhere does not exist; create it snap",
+            "the folder /nowhere does not exist; create it or change snap",
         ),
         (
             PLAIN + 'snapshot: 5 snapshot_prefix: "/proc/x"',

@@ -128,5 +128,5 @@ def test_lists_of_classes_that_are_none(text: str, delimiters: str, error: type[
 
 def test_an_empty_label_map():
     Path("map.prototxt").write_text("# nothing\n")
-    with pytest.raises(DataError, match="map.prototxt: has no names; `caffepy create_label_map` writes such files"):
+    with pytest.raises(DataError, match="map.prototxt: has no names; `caffepy create_label_map` writes label maps"):
         read_label_map(Path("map.prototxt"))

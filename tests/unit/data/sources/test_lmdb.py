@@ -203,6 +203,6 @@ def test_damaged_pages_give_an_error(tmp_path):
         file.write(b"\0" * (os.path.getsize(path / "data.mdb") - 2 * 4096))
     with pytest.raises(
         DataError,
-        match=r"LMDB '.*db' is damaged at record 0: page \d+ is not the page that its place in the tree asks for",
+        match=r"LMDB '.*db' is damaged at record 0: page \d+ has an unexpected page number or type",
     ):
         LmdbSource(path)

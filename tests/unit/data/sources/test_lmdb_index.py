@@ -135,7 +135,7 @@ def test_a_database_within_the_lmdb_is_no_record(tmp_path):
             transaction.put(b"a", b"1")
     index = LmdbIndex(tmp_path / "db" / "data.mdb")
     with pytest.raises(
-        DataError, match=r"is damaged at record 0: page \d+ holds a database or several values of a key"
+        DataError, match=r"is damaged at record 0: page \d+ holds a subdatabase or several values per key"
     ):
         index.record(0)
 
