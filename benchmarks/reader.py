@@ -30,7 +30,7 @@ from scaling import images_per_second, write_solver
 
 from caffepy.backend import Backend, create_backend
 from caffepy.blob import Blob
-from caffepy.data.sources.lmdb_write import record_key, write_datums
+from caffepy.data.sources.record_write import record_key, write_datums
 from caffepy.layers.core.base import LayerContext, layer_class
 from caffepy.layers.input.prefetching import passes_per_block
 from caffepy.proto import caffe_pb2

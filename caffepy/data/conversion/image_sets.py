@@ -21,8 +21,7 @@ from caffepy.data.conversion.image_records import (
 from caffepy.data.conversion.ordered_map import ordered_map
 from caffepy.data.conversion.progress import Progress
 from caffepy.data.sources.image_list import labelled_lines
-from caffepy.data.sources.lmdb_write import record_key
-from caffepy.data.sources.record_write import RecordWriter, check_overwrite, open_writer
+from caffepy.data.sources.record_write import RecordWriter, check_overwrite, open_writer, record_key
 from caffepy.errors import DataError
 
 logger = logging.getLogger(__name__)

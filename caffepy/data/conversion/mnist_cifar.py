@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from caffepy.data.conversion.image_sets import Database
 from caffepy.data.conversion.mean import compute_mean, write_mean
-from caffepy.data.sources.lmdb_write import write_datums
 from caffepy.data.sources.mnist import digit_datums, parse_images, parse_labels, read_idx
-from caffepy.data.sources.record_write import check_overwrite
+from caffepy.data.sources.record_write import check_overwrite, write_datums
 from caffepy.errors import DataError
 from caffepy.files import read_regular
 from caffepy.proto import caffe_pb2

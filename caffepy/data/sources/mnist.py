@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from caffepy.data.images.datum import datum_shape, parse_datum
 from caffepy.data.sources.lmdb import LmdbSource
-from caffepy.data.sources.lmdb_write import record_key, write_datums
-from caffepy.data.sources.record_write import check_overwrite
+from caffepy.data.sources.record_write import check_overwrite, record_key, write_datums
 from caffepy.errors import DataError, RunError
 from caffepy.files import open_regular
 from caffepy.proto import caffe_pb2

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from caffepy.errors import DataError, MissingExtraError, RunError
 from caffepy.files import locked_folder, remove_leftover_folders, temporary_beside
-
-if TYPE_CHECKING:
-    import lmdb
+from caffepy.proto import caffe_pb2
 
 BACKENDS = ("lmdb", "leveldb")
 _COMMIT_EVERY = 1000
@@ -91,7 +89,17 @@ class LmdbWriter(RecordWriter):
         super().put(key, record)
 
     def write(self, records: list[tuple[bytes, bytes | memoryview]]) -> None:
-        _commit(self._environment, records)
+        """Write records in one transaction; double the map size while it is too small."""
+        import lmdb
+
+        while True:
+            try:
+                with self._environment.begin(write=True) as transaction:
+                    for key, value in records:
+                        transaction.put(key, value, append=True)
+                return
+            except lmdb.MapFullError:
+                self._environment.set_mapsize(2 * self._environment.info()["map_size"])
 
     def sync(self) -> None:
         self._environment.sync(True)
@@ -165,6 +173,35 @@ def open_writer(path: Path, backend: str = "lmdb", force: bool = False) -> Itera
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def record_key(number: int, name: str = "") -> bytes:
+    """Return a record's key as Caffe's converters write it: ``00000012``, or ``00000012_cat/1.jpg``."""
+    return os.fsencode(f"{number:08d}_{name}" if name else f"{number:08d}")
+
+
+def write_datums(
+    path: Path, datums: Iterable[tuple[bytes, caffe_pb2.Datum]], force: bool = False, backend: str = "lmdb"
+) -> int:
+    """Write a database of keys and Datums atomically.
+
+    Args:
+        path: the database's folder.
+        datums: pairs of key and Datum, in ascending key order.
+        force: replace an existing database.
+        backend: lmdb or leveldb.
+
+    Returns:
+        The number of records.
+
+    Raises:
+        DataError: `path` already exists.
+        RunError: writing failed, for example because the disk is full; temporary files are removed.
+    """
+    with open_writer(path, backend, force) as writer:
+        for key, datum in datums:
+            writer.put(key, datum.SerializeToString())
+    return writer.count
+
+
 @contextmanager
 def _translate_errors(path: Path, backend: str) -> Iterator[None]:
     """Convert errors of the file system and the database library to RunError with the database's name."""
@@ -213,20 +250,6 @@ def _is_database_or_empty(names: set[str]) -> bool:
 
 def _is_leveldb_file(name: str) -> bool:
     return name in _LEVELDB_NAMES or name.startswith("MANIFEST-") or name.endswith(_LEVELDB_ENDINGS)
-
-
-def _commit(environment: lmdb.Environment, records: list[tuple[bytes, bytes | memoryview]]) -> None:
-    """Write records in one transaction; double the map size while it is too small."""
-    import lmdb
-
-    while True:
-        try:
-            with environment.begin(write=True) as transaction:
-                for key, value in records:
-                    transaction.put(key, value, append=True)
-            return
-        except lmdb.MapFullError:
-            environment.set_mapsize(2 * environment.info()["map_size"])
 
 
 def _replace(temporary: Path, path: Path) -> None:

@@ -12,7 +12,7 @@ import caffepy
 from caffepy.backend import create_backend
 from caffepy.cli.main import main
 from caffepy.config.load import read_net
-from caffepy.data.sources.lmdb_write import write_datums
+from caffepy.data.sources.record_write import write_datums
 from caffepy.errors import ConfigError
 from caffepy.layers import LayerContext
 from caffepy.net import Net

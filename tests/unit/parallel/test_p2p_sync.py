@@ -16,7 +16,7 @@ from fake_graph_backend import NET, FakeGraphBackend
 from training import solver_param, weights_of
 
 from caffepy.data.schedule import Shard
-from caffepy.data.sources.lmdb_write import record_key, write_datums
+from caffepy.data.sources.record_write import record_key, write_datums
 from caffepy.errors import ConfigError, DeviceError
 from caffepy.layers.common.inner_product import InnerProductLayer
 from caffepy.options import ExecutionOptions

@@ -18,7 +18,7 @@ from training import solver_param
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.data.loader import DatumLoader
 from caffepy.data.schedule import Shard
-from caffepy.data.sources.lmdb_write import record_key, write_datums
+from caffepy.data.sources.record_write import record_key, write_datums
 from caffepy.options import ExecutionOptions
 from caffepy.parallel import p2p_sync
 from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup

@@ -7,7 +7,7 @@ from training import build_net
 
 from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
-from caffepy.data.sources.lmdb_write import record_key, write_datums
+from caffepy.data.sources.record_write import record_key, write_datums
 from caffepy.data.transform import Transformer
 from caffepy.errors import DataError
 from caffepy.layers.input.annotated_data import AnnotatedLoader, AnnotatedSettings, first_boxes

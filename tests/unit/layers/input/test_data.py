@@ -13,7 +13,7 @@ from caffepy.backend import create_backend
 from caffepy.backend.meta import MetaBackend
 from caffepy.blob import Blob
 from caffepy.data.schedule import Shard
-from caffepy.data.sources.lmdb_write import record_key, write_datums
+from caffepy.data.sources.record_write import record_key, write_datums
 from caffepy.errors import AbortedError, ConfigError, DataError, ShapeError
 from caffepy.layers.core.base import LayerContext, layer_class
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, Datum, LayerParameter

@@ -10,7 +10,7 @@ from google.protobuf import text_format
 from caffepy.backend import create_backend
 from caffepy.config.dialect import Dialect
 from caffepy.data.schedule import Shard
-from caffepy.data.sources.lmdb_write import record_key, write_datums
+from caffepy.data.sources.record_write import record_key, write_datums
 from caffepy.errors import ConfigError, DataError
 from caffepy.layers import LayerContext
 from caffepy.net.net import Net

@@ -14,7 +14,7 @@ from caffepy.backend.input_ring import ImageSlot
 from caffepy.blob import Blob
 from caffepy.data.prefetch import Prefetcher
 from caffepy.data.schedule import Shard
-from caffepy.data.sources.lmdb_write import record_key, write_datums
+from caffepy.data.sources.record_write import record_key, write_datums
 from caffepy.errors import AbortedError, RunError
 from caffepy.layers.core.base import LayerContext, layer_class
 from caffepy.layers.input.prefetching import blocks_needed, passes_per_block
