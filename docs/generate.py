@@ -148,11 +148,13 @@ def layers_page() -> str:
 def section(name: str) -> str:
     """The part of docs/reference/layers.md on one type."""
     cls = layer_class(name)
+    text, _, errors = inspect.cleandoc(own_docstring(cls)).partition("\n\nRaises:\n")
     facts = [f"- bottoms {count(cls.bottoms)}, tops {count(cls.tops)}; dtypes {dtypes(cls)}"]
     facts += [f"- settings: {settings}" for settings in [", ".join(settings_of(cls, name))] if settings]
     facts.append(f"- compared with: {reference(name)}; defined by {module_source(cls)}")
+    facts += [f"- raises {error}" for error in re.split(r"\n(?! )", textwrap.dedent(errors)) if error]
     filled = [textwrap.fill(fact, WIDTH, subsequent_indent="  ", break_on_hyphens=False) for fact in facts]
-    return "\n".join([f"## {name}\n", inspect.cleandoc(own_docstring(cls)), "", *filled, ""])
+    return "\n".join([f"## {name}\n", text, "", *filled, ""])
 
 
 def own_docstring(cls: type[Layer]) -> str:

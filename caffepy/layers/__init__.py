@@ -1,7 +1,4 @@
-"""Layer types, one family a file; `layer_class` finds them by the name that prototxts use.
-
-net, solvers and all parts above import it.
-"""
+"""Layer types, one family a file. `layer_class` returns the class of a type named in a prototxt."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class FusedShuffle(FusedLayer):
 class FusedActivation(FusedLayer):
     """y = f(weights * x + bias): a Convolution and its ReLU, or an InnerProduct and its ReLU, Sigmoid or TanH.
 
-    f is the ReLU where the second member has no formula `behind_bias`.
+    f is the ReLU where the second member has no formula `forward_with_bias`.
     """
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -133,7 +133,7 @@ class FusedActivation(FusedLayer):
             first.compute(bottom[0], top[0], relu=True)
             return
         assert isinstance(first, InnerProductLayer)
-        first.compute(bottom[0], top[0], self._activation.behind_bias or rectified_with_channel)
+        first.compute(bottom[0], top[0], self._activation.forward_with_bias or rectified_with_channel)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         """The activation's gradient overwrites the top's diff, which no other layer reads."""
@@ -141,7 +141,7 @@ class FusedActivation(FusedLayer):
         assert isinstance(first, ConvolutionLayer | InnerProductLayer)
         wanted = len(first.blobs) > 1 and first.propagate_to_params[1]
         dbias = first.blobs[1].diff if wanted else None
-        accumulate, gradient = wanted and first.accumulate(1), self._activation.gradient_of_top
+        accumulate, gradient = wanted and first.accumulate(1), self._activation.gradient_from_top
         if gradient is None:
             self.backend.relu_backward(y.data, y.diff, y.diff, dbias, accumulate)
         else:

@@ -1,1 +1,1 @@
-"""Elementwise layers. Found by name. Nothing imports it."""
+"""Elementwise layers."""

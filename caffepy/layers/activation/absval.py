@@ -21,7 +21,7 @@ def absolute_gradient(x: Each, dy: Each) -> Each:
 
 @register_layer("AbsVal")
 class AbsValLayer(ActivationLayer):
-    """y = |x|; the gradient at 0 is 0."""
+    """y = |x|. dx = sign(x) * dy, 0 at x = 0 (Caffe's `absval_layer.cpp`)."""
 
     def reads_bottom(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""The base class of layers that map each element by itself (Caffe's `neuron_layer.hpp`)."""
+"""The base class of elementwise layers (Caffe's `neuron_layer.hpp`)."""
 
 from __future__ import annotations
 
@@ -8,40 +8,43 @@ from caffepy.layers.core.buffer import ScratchBuffer
 
 
 class ActivationLayer(Layer):
-    """A layer whose top has its bottom's shape and may be its bottom (in place).
+    """An elementwise layer. The top has the bottom's shape and may be the bottom (in place).
 
-    Subclasses write `activate` and `differentiate`. Where the gradient needs the bottom and the layer works in place,
-    the bottom is kept in a buffer.
+    Subclasses define `activate` and `differentiate`. In place, a buffer saves the bottom if the gradient needs it.
     """
 
     supports_half = True
     recordable = True
     keeps_labels = True
 
-    behind_bias: Expression | None = None
-    """y of a product and its channel's bias, where a fully connected layer may compute it with them."""
+    forward_with_bias: Expression | None = None
+    """Formula of y from a product and the bias of its channel. InnerProduct applies it as the epilogue of the product;
+    None: no fusion."""
 
-    gradient_of_top: Expression | None = None
-    """dx of y and dy, where these are enough and there is `behind_bias`."""
+    gradient_from_top: Expression | None = None
+    """Formula of dx from y and dy, for a layer with `forward_with_bias`."""
 
     _saved_bottom: ScratchBuffer | None = None
 
     def reads_bottom(self) -> bool:
-        """Whether the gradient needs the bottom's data; if not, the top's are enough."""
+        """Whether the gradient is computed from the bottom's data; if not, from the top's."""
         return False
 
     def activate(self, x: Array, y: Array) -> None:
-        """Compute y from x; they may be one array."""
+        """Compute y from x, which may be the same array."""
         raise NotImplementedError
 
     def differentiate(self, source: Array, dy: Array, dx: Array) -> None:
-        """Compute dx from dy, maybe in place; `source` is the bottom's data if `reads_bottom`, else the top's."""
+        """Compute dx from dy, which may be the same array.
+
+        `source` is the bottom's data if `reads_bottom()`, else the top's.
+        """
         raise NotImplementedError
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         top[0].reshape(bottom[0].shape)
-        keep = bottom[0] is top[0] and self.reads_bottom()
-        self._saved_bottom = self.scratch("saved bottom", bottom[0].shape, self.dtype) if keep else None
+        save = bottom[0] is top[0] and self.reads_bottom()
+        self._saved_bottom = self.scratch("saved bottom", bottom[0].shape, self.dtype) if save else None
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         if self._saved_bottom is not None and not self.context.forward_only:
@@ -55,7 +58,7 @@ class ActivationLayer(Layer):
             self.differentiate(self.source(top, bottom), top[0].diff, bottom[0].diff)
 
     def source(self, top: Blobs, bottom: Blobs) -> Array:
-        """What the gradient is computed from: the bottom's data, or the top's if they are enough."""
+        """Return the data for `differentiate`: the bottom's if `reads_bottom()`, else the top's."""
         if not self.reads_bottom():
             return self.saved_top(top)
         return bottom[0].data if self._saved_bottom is None else self._saved_bottom.array

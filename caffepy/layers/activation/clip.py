@@ -19,7 +19,11 @@ def clip_gradient(x: Each, dy: Each, low: Scalar, high: Scalar) -> Each:
 
 @register_layer("Clip")
 class ClipLayer(ActivationLayer):
-    """y = x held within [min, max]; the gradient passes where min <= x <= max."""
+    """y = min(max(x, `min`), `max`). dx = dy where `min` <= x <= `max`, else 0 (Caffe's `clip_layer.cpp`).
+
+    Raises:
+        ConfigError: `min` is above `max`.
+    """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.clip_param

@@ -1,4 +1,4 @@
-"""Dropout (Srivastava et al. 2014), scaled at training time as Caffe's `dropout_layer.cpp`."""
+"""Dropout."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from caffepy.proto import caffe_pb2
 
 @register_layer("Dropout")
 class DropoutLayer(Layer):
-    """In training y = x / (1 - dropout_ratio) with probability 1 - dropout_ratio, else 0; in testing y = x.
+    """In TRAIN y = x / (1 - dropout_ratio) with probability 1 - dropout_ratio, else 0. In TEST y = x.
 
-    Which elements are dropped depends on the seed, the layer's name, the pass and the global number of the sample, not
-    on the device that holds it.
+    The mask depends on the seed, the layer's name, the pass and the global number of the sample. It does not depend on
+    the number of devices. Srivastava et al. 2014; scaled in training as Caffe's `dropout_layer.cpp`.
+
+    Raises:
+        ConfigError: dropout_ratio is outside [0, 1).
     """
 
     supports_half = True
@@ -36,12 +39,12 @@ class DropoutLayer(Layer):
         self._drop(bottom[0].data, top[0].data)
 
     def _stream(self) -> RandomStream:
-        """The layer's random stream; read in each pass, because restoring a snapshot may change the seed."""
+        """Return the random stream. Called in each pass: restoring a snapshot may change the seed."""
         stream, seed = self.random_stream(), self.param.dropout_param.random_seed
         return RandomStream(seed, stream.stream) if seed >= 0 else stream
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        """dx = dy / (1 - dropout_ratio) where the element was kept, else 0."""
+        """dx = dy / (1 - dropout_ratio) where the mask kept the element, else 0."""
         if propagate_down[0]:
             self._drop(top[0].diff, bottom[0].diff)
 

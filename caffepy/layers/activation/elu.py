@@ -38,8 +38,8 @@ def nvidia_gradient_from_bottom(x: Each, dy: Each, alpha: Scalar, scale: Scalar)
 class ELULayer(ActivationLayer):
     """y = lambda * x where x > 0, lambda * alpha * (e^x - 1) elsewhere (Clevert, Unterthiner and Hochreiter 2015).
 
-    `lambda` is NVIDIA Caffe's (1 in BVLC's). In NVIDIA's dialect dx = lambda * dy * (alpha + y) where x <= 0
-    (`elu_layer.cpp`), which is the derivative where lambda is 1 alone; in BVLC's dx is the derivative.
+    BVLC Caffe has no `lambda` (1). In BVLC's dialect dx is the derivative times dy. In NVIDIA's dialect
+    dx = lambda * dy * (alpha + y) where x <= 0 (`elu_layer.cpp`), which is the derivative for lambda 1 only.
     """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

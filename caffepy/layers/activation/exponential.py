@@ -10,11 +10,11 @@ from caffepy.layers.activation.base import ActivationLayer
 from caffepy.layers.core.base import Blobs, register_layer
 
 LARGEST_EXPONENT = 700.0
-"""e^700 is near the largest double."""
+"""e^700 is near the largest double-precision number."""
 
 
 def _natural_log(layer: ActivationLayer, base: float) -> float:
-    """log(base) for Exp and Log, where -1 stands for e."""
+    """Return log(base) for Exp and Log; a base of -1 stands for e."""
     if base == -1:
         return 1.0
     if not 0 < base < math.inf or base == 1:
@@ -34,7 +34,11 @@ def exponential_gradient(y: Each, dy: Each, inner: Scalar) -> Each:
 
 @register_layer("Exp")
 class ExpLayer(ActivationLayer):
-    """y = base^(shift + scale * x), base e if -1 (Caffe's `exp_layer.cpp`)."""
+    """y = base^(shift + scale * x); a base of -1 stands for e (Caffe's `exp_layer.cpp`).
+
+    Raises:
+        ConfigError: the base is 0, negative or infinite, or the result overflows for x = 0.
+    """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.exp_param
@@ -42,7 +46,7 @@ class ExpLayer(ActivationLayer):
         self._inner, exponent = log_base * param.scale, log_base * param.shift
         if not (math.isfinite(self._inner) and abs(exponent) <= LARGEST_EXPONENT):
             raise self.error(
-                f"base {param.base:g}, scale {param.scale:g} and shift {param.shift:g} give numbers beyond the largest"
+                f"base {param.base:g}, scale {param.scale:g} and shift {param.shift:g} overflow double precision"
             )
         self._outer = math.exp(exponent)
 
@@ -65,7 +69,11 @@ def logarithm_gradient(x: Each, dy: Each, factor: Scalar, scale: Scalar, shift: 
 
 @register_layer("Log")
 class LogLayer(ActivationLayer):
-    """y = log_base(shift + scale * x), base e if -1 (Caffe's `log_layer.cpp`)."""
+    """y = log_base(shift + scale * x); a base of -1 stands for e (Caffe's `log_layer.cpp`).
+
+    Raises:
+        ConfigError: the base is 0, 1, negative or infinite.
+    """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.log_param

@@ -69,7 +69,7 @@ class PowerLayer(ActivationLayer):
 
 
 def _real_power(base: float, exponent: float) -> float:
-    """base^exponent as C's pow: NaN and infinity instead of complex numbers and errors."""
+    """Return base^exponent as C's pow does: NaN or infinity in place of complex numbers and exceptions."""
     if exponent == 0:
         return 1.0
     if base == 0 and exponent < 0:

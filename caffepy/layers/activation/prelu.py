@@ -27,8 +27,11 @@ def prelu_slope_gradient(x: Each, dy: Each) -> Each:
 class PReLULayer(ActivationLayer):
     """y = max(x, 0) + slope_c * min(x, 0) with learned slopes (He, Zhang, Ren and Sun 2015).
 
-    The parameter has shape (C,), or () if channel_shared; it starts at 0.25 unless `filler` says otherwise
-    (Caffe's `prelu_layer.cpp`). dslope = sum of x * dy where x <= 0.
+    x is (N, C, ...). The parameter has shape (C,), or () with `channel_shared`. `filler` initialises it, by default to
+    0.25. dslope = sum of x * dy where x <= 0 (Caffe's `prelu_layer.cpp`).
+
+    Raises:
+        ShapeError: the bottom has fewer than two axes, or C differs from the number of slopes.
     """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -59,7 +62,7 @@ class PReLULayer(ActivationLayer):
         self.backend.apply(prelu_gradient, (source, dy, self.blobs[0].data), (dx,))
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        # The slopes come first: in place, the bottom's diff overwrites the top's.
+        # The slopes' gradient comes first: in place, the bottom's diff overwrites the top's.
         if self.propagate_to_params[0]:
             inputs = (self.source(top, bottom), top[0].diff)
             output = self.blobs[0].diff

@@ -21,8 +21,8 @@ def relu_gradient(source: Each, dy: Each, slope: Scalar) -> Each:
 class ReLULayer(ActivationLayer):
     """y = max(x, 0) + negative_slope * min(x, 0) (Caffe's `relu_layer.cpp`).
 
-    For slopes >= 0 the top's sign is the bottom's, so the gradient needs the top alone. dx = dy where x > 0,
-    negative_slope * dy elsewhere.
+    dx = dy where x > 0, else negative_slope * dy. For slopes >= 0 the top has the bottom's sign, so that the gradient
+    needs only the top.
     """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

@@ -19,9 +19,9 @@ def relu6_gradient(source: Each, dy: Each, slope: Scalar) -> Each:
 
 @register_layer("ReLU6")
 class ReLU6Layer(ActivationLayer):
-    """y = min(max(x, 0), 6) + negative_slope * min(x, 0), with `relu_param` (MobileNet's forks of Caffe).
+    """y = min(max(x, 0), 6) + negative_slope * min(x, 0) (MobileNet's forks of Caffe); the slope is in `relu_param`.
 
-    dx = dy where 0 < x < 6, negative_slope * dy where x <= 0, else 0. For slopes >= 0 the top tells these apart.
+    dx = dy where 0 < x < 6, negative_slope * dy where x <= 0, else 0. For slopes >= 0 the gradient needs only the top.
     """
 
     def reads_bottom(self) -> bool:

@@ -26,10 +26,10 @@ def sigmoid_gradient(y: Each, dy: Each) -> Each:
 
 @register_layer("Sigmoid")
 class SigmoidLayer(ActivationLayer):
-    """y = 1 / (1 + e^-x); dx = dy * y * (1 - y)."""
+    """y = 1 / (1 + e^-x). dx = dy * y * (1 - y) (Caffe's `sigmoid_layer.cpp`)."""
 
-    behind_bias = sigmoid_with_channel
-    gradient_of_top = sigmoid_gradient
+    forward_with_bias = sigmoid_with_channel
+    gradient_from_top = sigmoid_gradient
 
     def activate(self, x: Array, y: Array) -> None:
         self.backend.apply(sigmoid, (x,), (y,))
@@ -55,10 +55,10 @@ def tanh_gradient(y: Each, dy: Each) -> Each:
 
 @register_layer("TanH")
 class TanHLayer(ActivationLayer):
-    """y = tanh(x); dx = dy * (1 - y^2)."""
+    """y = tanh(x). dx = dy * (1 - y^2) (Caffe's `tanh_layer.cpp`)."""
 
-    behind_bias = tanh_with_channel
-    gradient_of_top = tanh_gradient
+    forward_with_bias = tanh_with_channel
+    gradient_from_top = tanh_gradient
 
     def activate(self, x: Array, y: Array) -> None:
         self.backend.apply(hyperbolic_tangent, (x,), (y,))

@@ -14,7 +14,7 @@ def above(x: Each, threshold: Scalar) -> Each:
 
 @register_layer("Threshold")
 class ThresholdLayer(ActivationLayer):
-    """y = 1 where x > threshold, 0 elsewhere; it has no gradient."""
+    """y = 1 where x > threshold, else 0. It has no gradient (Caffe's `threshold_layer.cpp`)."""
 
     has_backward = False
 

@@ -6,7 +6,7 @@ import math
 
 from caffepy.backend import Array
 from caffepy.layers.core.base import Blobs, Layer, register_layer
-from caffepy.layers.core.order import LayoutAdapter
+from caffepy.layers.core.layout_adapter import LayoutAdapter
 
 
 @register_layer("ArgMax")
@@ -34,7 +34,7 @@ class ArgMaxLayer(Layer):
         self._axis = 1
         seen: tuple[int, ...] = (shape[0], math.prod(shape[1:]))
         if param.HasField("axis"):
-            self._axis = bottom[0].axis(param.axis, f"layer '{self.name}' ({self.type})")
+            self._axis = bottom[0].axis(param.axis, self.where)
             seen = shape
         if param.top_k > seen[self._axis]:
             raise self.shape_error(f"top_k is {param.top_k}, but there are only {seen[self._axis]} elements", bottom[0])

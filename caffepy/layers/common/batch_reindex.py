@@ -6,7 +6,7 @@ import numpy as np
 
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.core.index_check import IndexCheck
-from caffepy.layers.core.order import LayoutAdapter
+from caffepy.layers.core.layout_adapter import LayoutAdapter
 
 
 @register_layer("BatchReindex")
@@ -33,7 +33,7 @@ class BatchReindexLayer(Layer):
         top[0].reshape((bottom[1].shape[0], *bottom[0].shape[1:]))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        self.backend.gather_rows(bottom[0].data, bottom[1].data, top[0].data, self._check.bad)
+        self.backend.gather_rows(bottom[0].data, bottom[1].data, top[0].data, self._check.bad_index)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if propagate_down[0]:
@@ -80,7 +80,7 @@ class FilterLayer(Layer):
         self.backend.from_host(wanted, self._index)
         for blob, target in zip(bottom[:-1], top, strict=True):
             target.reshape((len(wanted), *blob.shape[1:]))
-            self.backend.gather_rows(blob.data, self._index, target.data, self._check.bad)
+            self.backend.gather_rows(blob.data, self._index, target.data, self._check.bad_index)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         for blob, wanted in zip(bottom, propagate_down, strict=True):

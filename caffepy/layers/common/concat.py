@@ -30,7 +30,7 @@ class AxisLayer(Layer):
 
     def _read_axis(self, blob: Blob, axis: int, old_axis: int | None) -> int:
         """The axis, given as `axis` or in the old way as `concat_dim` or `slice_dim`."""
-        return blob.axis(axis if old_axis is None else old_axis, f"layer '{self.name}' ({self.type})")
+        return blob.axis(axis if old_axis is None else old_axis, self.where)
 
 
 @register_layer("Concat")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.core.formulas import identity, total_with_channel
 from caffepy.layers.core.index_check import IndexCheck
-from caffepy.layers.core.order import LayoutAdapter
+from caffepy.layers.core.layout_adapter import LayoutAdapter
 
 
 @register_layer("Embed")
@@ -48,7 +48,7 @@ class EmbedLayer(Layer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         y = self._y.target(top[0].data)
         index = self._index.load(bottom[0].data)
-        self.backend.gather_rows(self.blobs[0].data, index, y, self._check.bad)
+        self.backend.gather_rows(self.blobs[0].data, index, y, self._check.bad_index)
         if self.param.embed_param.bias_term:
             self.backend.apply(total_with_channel, (y, self.blobs[1].data), (y,))
         self._y.store(top[0].data)

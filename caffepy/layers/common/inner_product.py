@@ -8,7 +8,7 @@ from caffepy.backend import Array, Expression
 from caffepy.blob import Blob
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.core.formulas import identity, total_with_channel
-from caffepy.layers.core.order import LayoutAdapter
+from caffepy.layers.core.layout_adapter import LayoutAdapter
 
 
 @register_layer("InnerProduct")
@@ -30,7 +30,7 @@ class InnerProductLayer(Layer):
         param = self.param.inner_product_param
         if param.num_output < 1:
             raise self.error("inner_product_param needs num_output")
-        axis = bottom[0].axis(param.axis, f"layer '{self.name}' ({self.type})")
+        axis = bottom[0].axis(param.axis, self.where)
         self._inputs = math.prod(bottom[0].shape[axis:])
         shape = (param.num_output, self._inputs)
         self.add_parameter(shape[::-1] if param.transpose else shape, param.weight_filler)
@@ -40,7 +40,7 @@ class InnerProductLayer(Layer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.inner_product_param
         shape = bottom[0].shape
-        axis = bottom[0].axis(param.axis, f"layer '{self.name}' ({self.type})")
+        axis = bottom[0].axis(param.axis, self.where)
         if math.prod(shape[axis:]) != self._inputs:
             raise self.shape_error(
                 f"the axes from {axis} on have {math.prod(shape[axis:])} elements, but the weights need {self._inputs}",

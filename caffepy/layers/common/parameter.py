@@ -15,7 +15,7 @@ class ParameterLayer(Layer):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         shape = tuple(self.param.parameter_param.shape.dim)
-        check_shape(shape, f"layer '{self.name}' ({self.type})")
+        check_shape(shape, self.where)
         self.add_parameter(shape, caffe_pb2.FillerParameter())
         top[0].reshape(shape)
 

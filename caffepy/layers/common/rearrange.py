@@ -24,7 +24,7 @@ class RearrangingLayer(Layer):
         Raises:
             ShapeError: there is none.
         """
-        return blob.axis(axis, f"layer '{self.name}' ({self.type})")
+        return blob.axis(axis, self.where)
 
 
 @register_layer("Permute")

@@ -52,7 +52,7 @@ class ReductionLayer(Layer):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.reduction_param
-        axis = bottom[0].axis(param.axis, f"layer '{self.name}' ({self.type})")
+        axis = bottom[0].axis(param.axis, self.where)
         top[0].reshape(bottom[0].shape[:axis])
         self._factor = param.coeff
         if param.operation == _Parameter.MEAN:

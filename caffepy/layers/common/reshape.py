@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from caffepy.layers.core.base import Blobs, Layer, register_layer
-from caffepy.layers.core.order import LayoutAdapter
+from caffepy.layers.core.layout_adapter import LayoutAdapter
 
 
 class ReshapingLayer(Layer):
@@ -58,8 +58,7 @@ class FlattenLayer(ReshapingLayer):
 
     def top_shape(self, bottom: Blobs) -> tuple[int, ...]:
         param = self.param.flatten_param
-        where = f"layer '{self.name}' ({self.type})"
-        begin, end = bottom[0].axis(param.axis, where), bottom[0].axis(param.end_axis, where) + 1
+        begin, end = bottom[0].axis(param.axis, self.where), bottom[0].axis(param.end_axis, self.where) + 1
         if begin >= end:
             raise self.shape_error(f"axis {param.axis} comes after end_axis {param.end_axis}", bottom[0])
         shape = bottom[0].shape

@@ -12,7 +12,7 @@ class SoftmaxLayer(Layer):
     recordable = True
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        self._axis = bottom[0].axis(self.param.softmax_param.axis, f"layer '{self.name}' ({self.type})")
+        self._axis = bottom[0].axis(self.param.softmax_param.axis, self.where)
         top[0].reshape(bottom[0].shape)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:

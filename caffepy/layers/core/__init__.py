@@ -1,3 +1,1 @@
-"""What every layer is made of: the base class, buffers, logical order, labels. All other folders of layers, net and
-solvers import it.
-"""
+"""The Layer base class, scratch buffers, the layout adapter and checks of labels and indices."""

@@ -1,4 +1,4 @@
-"""Scratch buffers of layers, which a memory plan may let share memory."""
+"""Scratch buffers of layers. A memory plan may alias them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from caffepy.backend.types import Array
 class ScratchBuffer:
     """A layer's buffer that every pass overwrites before it reads it: masks, saved bottoms, hidden values.
 
-    Allocated on first use, as a blob's arrays are, unless a memory plan has bound it to a slice of its arena.
+    It is allocated on first use, unless a memory plan binds it to a slice of its arena.
 
     Args:
-        backend: where it lives.
-        shape: its dimensions.
-        dtype: of its elements, as `Backend.zeros` takes it.
+        backend: allocates the buffer.
+        shape: of the array.
+        dtype: of the elements, as `Backend.zeros` takes it.
     """
 
     def __init__(self, backend: Backend, shape: tuple[int, ...], dtype: str) -> None:
@@ -26,12 +26,12 @@ class ScratchBuffer:
 
     @property
     def array(self) -> Array:
-        """The buffer's array; do not keep it beyond the pass, a plan may bind another one."""
+        """The buffer's array. Do not keep it beyond the pass: a plan may bind another one."""
         if self.allocated is None:
             self.allocated = self._backend.zeros(self.shape, self.dtype)
         return self.allocated
 
     def bind(self, array: Array) -> None:
-        """Use `array`, which another owner allocated, instead of memory of its own."""
+        """Use `array`, memory of another owner, as the buffer."""
         assert tuple(array.shape) == self.shape, (array.shape, self.shape)
         self.allocated = array

@@ -1,4 +1,4 @@
-"""What becomes of indices that name nothing: the device notes one, the host raises."""
+"""Check of indices: a kernel records one that is out of range, the host raises later."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from caffepy.layers.core.base import Layer
 
 
 class IndexCheck:
-    """The device's flag for indices that name nothing.
+    """A device flag that kernels set for an index out of range.
 
     Args:
         layer: the layer, for messages.
-        problem: what is said of an index that names nothing, and what to do; `{}` stands for its position.
+        problem: the message, with advice; `{}` stands for the position of the index.
     """
 
     def __init__(self, layer: Layer, problem: str) -> None:
         self._layer = layer
         self._problem = problem
-        self.bad = layer.backend.zeros((1,), "int32")
-        """Position of an index that names nothing, -1 if there was none."""
-        layer.backend.fill(self.bad, -1)
+        self.bad_index = layer.backend.zeros((1,), "int32")
+        """Position of an index out of range, int32 of shape (1,); -1: none."""
+        layer.backend.fill(self.bad_index, -1)
 
     def raise_device_errors(self) -> None:
-        """Raise if there was such an index since the last check; waits for the device.
+        """Raise if an index was out of range since the last check. Waits for the device.
 
         Raises:
-            DataError: with the position of one of them.
+            DataError: with the position of one such index.
         """
-        position = int(self._layer.backend.to_host(self.bad)[0])
+        position = int(self._layer.backend.to_host(self.bad_index)[0])
         if position < 0:
             return
-        self._layer.backend.fill(self.bad, -1)
-        raise DataError(f"layer '{self._layer.name}' ({self._layer.type}): {self._problem.format(position)}")
+        self._layer.backend.fill(self.bad_index, -1)
+        raise DataError(f"{self._layer.where}: {self._problem.format(position)}")

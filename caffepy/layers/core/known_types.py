@@ -1,4 +1,4 @@
-"""The layer types that caffepy has, by module, and those of both Caffes."""
+"""The layer types of both Caffes, and the module of each layer type of caffepy."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ _ADVICE = {"TRT": "it runs a net with TensorRT; run the net that its deploy fiel
 
 
 def describe_missing(type_name: str) -> str:
-    """A sentence on a type that a Caffe has; empty if none does."""
+    """Return the message for a layer type of one of the Caffes that caffepy lacks; empty for any other name."""
     for names, owner in ((OF_BOTH, "both Caffes"), (OF_BVLC, "BVLC Caffe"), (OF_NVIDIA, "NVIDIA Caffe")):
         if type_name in names:
-            advice = _ADVICE.get(type_name, "docs/reference/layers.md lists those that it has")
+            advice = _ADVICE.get(type_name, "docs/reference/layers.md lists the layer types of caffepy")
             return f"{type_name} is a layer of {owner} that caffepy does not have: {advice}"
     return ""
 
@@ -105,13 +105,14 @@ _NAME = re.compile(r"[\"'](\w+)[\"']")
 
 @cache
 def layer_modules() -> dict[str, str]:
-    """The module of each type, as the sources say; empty where there are no sources.
+    """Return the module of each layer type, found by scanning the sources for `@register_layer`.
 
-    Importing all modules takes longer than most nets need.
+    A new file needs no entry in a list, and a net imports only the modules of its own layers. The result is empty where
+    the sources are not installed.
     """
-    found = {}
+    modules = {}
     for path in sorted(_FOLDER.rglob("*.py")):
         module = ".".join(("caffepy.layers", *path.relative_to(_FOLDER).with_suffix("").parts))
         for registered in _REGISTERED.finditer(path.read_text(encoding="utf-8")):
-            found.update(dict.fromkeys(_NAME.findall(registered[1]), module))
-    return found
+            modules.update(dict.fromkeys(_NAME.findall(registered[1]), module))
+    return modules

@@ -83,7 +83,7 @@ class PriorBoxLayer(Layer):
         sizes = len(self.param.prior_box_param.min_size)
         kinds = sizes * (len(self._ratios) + 1) + len(self.param.prior_box_param.max_size)
         shape = (1, 2, bottom[0].shape[2] * bottom[0].shape[3] * kinds * 4)
-        check_shape(shape, f"layer '{self.name}' ({self.type})")
+        check_shape(shape, self.where)
         if not shape[2]:
             raise self.shape_error("the feature map has no positions", bottom[0])
         top[0].reshape(shape)

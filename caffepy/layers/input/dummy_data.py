@@ -42,7 +42,7 @@ class DummyDataLayer(Layer):
         self._fillers = fillers * len(top) if len(fillers) == 1 else fillers
         self._filled: list[tuple[int, ...] | None] = [None] * len(top)
         for blob, shape in zip(top, self._shapes(len(top)), strict=True):
-            check_shape(shape, f"layer '{self.name}' ({self.type})")
+            check_shape(shape, self.where)
             blob.reshape(shape)
         self.context.number_samples(top[0].shape[0] if top[0].shape else 1)
 
@@ -81,11 +81,10 @@ class DummyDataLayer(Layer):
         return "it fills its tops with random numbers on the host in every pass" if drawn else None
 
     def _random(self, index: int, filler: caffe_pb2.FillerParameter, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        where = f"layer '{self.name}' ({self.type})"
         values = np.empty(shape, np.float32)
         samples = values.reshape(shape[0] if shape else 1, *shape[1:])
         first = self.first_sample()
         for i in range(len(samples)):
             key = zlib.crc32(f"{self.random_name}/{index}/{first + i}".encode())
-            samples[i] = fill(filler, (1, *shape[1:]), RandomStream(self.context.seed, key), where)[0]
+            samples[i] = fill(filler, (1, *shape[1:]), RandomStream(self.context.seed, key), self.where)[0]
         return values

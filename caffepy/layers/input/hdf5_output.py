@@ -47,7 +47,7 @@ class HDF5OutputLayer(Layer):
                 for name, values in arrays.items():
                     file[name] = values.reshape(values.shape + (1,) * (4 - values.ndim))
         except OSError as error:
-            raise RunError(f"layer '{self.name}' ({self.type}): '{self._path}' cannot be written: {error}") from error
+            raise RunError(f"{self.where}: '{self._path}' cannot be written: {error}") from error
         log.debug("layer '%s' wrote %d rows to %s", self.name, len(arrays["data"]), self._path)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:

@@ -19,11 +19,6 @@ class ImagesLayer(PrefetchingLayer):
     def image_loader(self, seed: int, stream: int) -> ImageLoader:
         """A loader whose crops, mirroring and order follow from this seed and stream."""
 
-    @property
-    def where(self) -> str:
-        """The layer in messages."""
-        return f"layer '{self.name}' ({self.type})"
-
     def make_transformer(self) -> Transformer:
         """The transformation that `transform_param` asks for."""
         param, context = self.param.transform_param, self.context

@@ -53,16 +53,15 @@ class MemoryDataLayer(Layer):
         Raises:
             ShapeError: they have other shapes.
         """
-        where = f"layer '{self.name}' ({self.type})"
         if data.ndim != 4 or data.shape[1:] != self._shape[1:]:
-            raise ShapeError(f"{where}: data of shape {data.shape} do not fit {('n', *self._shape[1:])}")
+            raise ShapeError(f"{self.where}: data of shape {data.shape} do not fit {('n', *self._shape[1:])}")
         if labels.size != len(data) or not len(data) or len(data) % self._shape[0]:
             raise ShapeError(
-                f"{where}: {len(data)} rows of data and {labels.size} labels; there must be as many of "
+                f"{self.where}: {len(data)} rows of data and {labels.size} labels; there must be as many of "
                 f"both, a multiple of the batch size {self._shape[0]}"
             )
         if self.param.HasField("transform_param"):
-            log.warning("%s does not transform the arrays it is given; transform_param has no effect", where)
+            log.warning("%s does not transform the arrays it is given; transform_param has no effect", self.where)
         self._arrays = (data, labels.reshape(-1))
         self._position = 0
 
@@ -71,7 +70,7 @@ class MemoryDataLayer(Layer):
             self._copy(np.zeros(self._shape, np.float32), np.zeros(self._shape[:1], np.float32), top)
             return
         if self._arrays is None:
-            raise RunError(f"layer '{self.name}' ({self.type}) has no data; call its reset_arrays before a pass")
+            raise RunError(f"{self.where} has no data; call its reset_arrays before a pass")
         rows = slice(self._position, self._position + self._shape[0])
         self._copy(self._arrays[0][rows], self._arrays[1][rows], top)
         self._position = rows.stop % len(self._arrays[0])

@@ -198,7 +198,7 @@ class PrefetchingLayer(Layer):
         if number in self._prefetched or not self.backend.holds_values:
             return
         if self._closed:
-            raise AbortedError(f"layer '{self.name}' ({self.type}): closed")
+            raise AbortedError(f"{self.where}: closed")
         if number not in self._brought:
             self._copy_batch(number)
         assert self._transfer is not None
@@ -264,12 +264,9 @@ class PrefetchingLayer(Layer):
         started = suspend_aware_seconds()
         while not ring.ready():
             if self._closed:
-                raise AbortedError(f"layer '{self.name}' ({self.type}): closed while waiting for the device")
+                raise AbortedError(f"{self.where}: closed while waiting for the device")
             if suspend_aware_seconds() > started + self.context.timeout:
-                raise RunError(
-                    f"layer '{self.name}' ({self.type}): {self.backend.name} has taken no input for "
-                    f"{self.context.timeout:.0f} s"
-                )
+                raise RunError(f"{self.where}: {self.backend.name} has taken no input for {self.context.timeout:.0f} s")
             time.sleep(0.0002)
 
     def _start_prefetcher(self) -> Prefetcher:
@@ -283,7 +280,7 @@ class PrefetchingLayer(Layer):
                 self._count,
                 tops=len(self.param.top),
                 depth=self.prefetch_depth(),
-                where=f"layer '{self.name}' ({self.type})",
+                where=self.where,
                 slot=slot,
                 block=1 if slot is None else passes_per_block(slot),
                 memory=self.backend.host_memory,
@@ -316,7 +313,7 @@ class PrefetchingLayer(Layer):
         """Continue with global sample `position` on all devices; batches that were read ahead are dropped."""
         if self._prefetcher is not None:
             if not self._prefetcher.close():  # two threads at one cursor would read anything
-                raise RunError(f"layer '{self.name}' ({self.type}): still reading; is the disk or network drive there?")
+                raise RunError(f"{self.where}: still reading; is the disk or network drive there?")
             self._waited += self._prefetcher.waited
             self._prefetcher = None
         self._brought = range(0)

@@ -42,7 +42,7 @@ class VideoDataLayer(PrefetchingLayer):
 
     def open(self) -> tuple[Source, list[tuple[int, ...]]]:
         param, context = self.param.video_data_param, self.context
-        self._where = f"layer '{self.name}' ({self.type})"
+        self._where = self.where
         is_file = param.video_type == caffe_pb2.VideoDataParameter.VIDEO
         if is_file and not param.video_file:
             raise self.error("video_type: VIDEO needs video_file")

@@ -45,7 +45,7 @@ class WindowDataLayer(PrefetchingLayer):
         return self.param.window_data_param.batch_size
 
     def open(self) -> tuple[Source, list[tuple[int, ...]]]:
-        param, where = self.param.window_data_param, f"layer '{self.name}' ({self.type})"
+        param, where = self.param.window_data_param, self.where
         check_transform(self.param.transform_param, where)
         self._settings = self._read_settings()
         self._windows = WindowSource(
@@ -83,7 +83,7 @@ class WindowDataLayer(PrefetchingLayer):
     def make_loader(self) -> DescribingLoader:
         stream, own = self.random_stream(), self.param.transform_param.random_seed
         seed = stream.seed if own < 0 else own
-        where, threads = f"layer '{self.name}' ({self.type})", self.threads(0)
+        where, threads = self.where, self.threads(0)
         return WindowLoader(self._windows, self._settings, seed, stream.stream, where, threads)
 
 

@@ -59,7 +59,7 @@ class AccuracyLayer(Layer):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.accuracy_param
-        self._axis = bottom[0].axis(param.axis, f"layer '{self.name}' ({self.type})")
+        self._axis = bottom[0].axis(param.axis, self.where)
         self._labels.reshape(bottom[0], bottom[1], self._axis)
         if param.top_k > self._labels.classes:
             raise self.shape_error(f"top_k is {param.top_k}, but there are {self._labels.classes} classes", bottom[0])
@@ -82,7 +82,7 @@ class AccuracyLayer(Layer):
         backend, labels = self.backend, self._labels.load()
         # Ignored labels may lie outside the classes (255 in segmentation), which is no fault of theirs.
         backend.apply(without_ignored, (labels, self._ignored), (self._safe_labels,))
-        ranked = (bottom[0].data, self._safe_labels, self._ranks, self._labels.bad, self._axis)
+        ranked = (bottom[0].data, self._safe_labels, self._ranks, self._labels.bad_index, self._axis)
         backend.label_ranks(*ranked, self.context.nvidia)
         inputs = (self._ranks, labels, self._top_k, self._ignored)
         backend.reduce(hits, inputs, (self._hits, self._count))

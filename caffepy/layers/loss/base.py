@@ -5,7 +5,7 @@ from __future__ import annotations
 from caffepy.backend import Array, Each, Scalar, expression
 from caffepy.layers.core.base import Blobs, Layer
 from caffepy.layers.core.formulas import product_with_channel, scaled
-from caffepy.layers.core.order import LayoutAdapter
+from caffepy.layers.core.layout_adapter import LayoutAdapter
 from caffepy.proto import caffe_pb2
 
 _Parameter = caffe_pb2.LossParameter

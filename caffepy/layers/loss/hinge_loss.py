@@ -9,7 +9,7 @@ from caffepy.backend import Array, Each, Expression, Scalar, expression
 from caffepy.blob import Blob
 from caffepy.layers.core.base import Blobs, register_layer
 from caffepy.layers.core.labels import Labels
-from caffepy.layers.core.order import LayoutAdapter
+from caffepy.layers.core.layout_adapter import LayoutAdapter
 from caffepy.layers.loss.base import LossLayer
 from caffepy.proto import caffe_pb2
 
@@ -81,7 +81,7 @@ class SampleLabelLoss(LossLayer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         hot: Array = self._hot.array
-        self.backend.one_hot(self._labels.load(), hot, self._labels.bad)
+        self.backend.one_hot(self._labels.load(), hot, self._labels.bad_index)
         self.backend.reduce(self.formulas()[0], (self._x.load(bottom[0].data), hot, self._factor()), (top[0].data,))
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:

@@ -10,7 +10,7 @@ from caffepy.data.images.mean import read_blob
 from caffepy.layers.core.base import Blobs, register_layer
 from caffepy.layers.core.formulas import identity
 from caffepy.layers.core.labels import Labels
-from caffepy.layers.core.order import LayoutAdapter
+from caffepy.layers.core.layout_adapter import LayoutAdapter
 from caffepy.layers.loss.base import LossLayer
 from caffepy.proto import caffe_pb2
 
@@ -75,7 +75,7 @@ class InfogainLossLayer(LossLayer):
         if len(bottom) < 3 and not source:
             raise self.error("needs the matrix: a third bottom, or a file named by infogain_loss_param.source")
         if len(bottom) < 3:
-            values = read_blob(self.context.resolve(source), f"layer '{self.name}' ({self.type}): source")
+            values = read_blob(self.context.resolve(source), f"{self.where}: source")
             size = round(values.size**0.5)
             if size * size != values.size:
                 raise self.error(f"the matrix in '{source}' has {values.size} elements, which make no square")
@@ -87,7 +87,7 @@ class InfogainLossLayer(LossLayer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)
         shape = bottom[0].shape
-        self._axis = bottom[0].axis(self.param.infogain_loss_param.axis, f"layer '{self.name}' ({self.type})")
+        self._axis = bottom[0].axis(self.param.infogain_loss_param.axis, self.where)
         self._labels.reshape(bottom[0], bottom[1], self._axis)
         self._check_matrix(bottom)
         mode = _Parameter.BATCH_SIZE if self.context.nvidia else _Parameter.VALID
@@ -125,7 +125,7 @@ class InfogainLossLayer(LossLayer):
         rows = self._probabilities(bottom, top)
         matrix = self._matrix if len(bottom) < 3 else self._square.load(bottom[2].data)
         backend.apply(valid_labels, (self._labels.load(), ignored), (self._safe.array, valid))
-        backend.gather_rows(matrix, self._safe.array, gains, self._labels.bad)
+        backend.gather_rows(matrix, self._safe.array, gains, self._labels.bad_index)
         backend.reduce(infogain, (rows, gains, valid), (self._total,), 0)
         backend.reduce(identity, (valid,), (self._count,))
         self.put_loss(self._total, self._count, self._divisor, top[0].data)
@@ -173,7 +173,7 @@ class ClassRows:
         return self._backend.zeros((self.positions, self.classes))
 
     def load(self, array: Array) -> Array:
-        """The rows of an array; the next load overwrites them."""
+        """The rows of an array; the next pull overwrites them."""
         self._backend.copy(array.transpose(*self._order), self.rows.reshape(self._ordered))
         return self.rows
 

@@ -7,7 +7,7 @@ from math import fabs
 from caffepy.backend import Array, Each, Scalar, expression
 from caffepy.layers.core.base import Blobs, register_layer
 from caffepy.layers.core.formulas import product
-from caffepy.layers.core.order import LayoutAdapter
+from caffepy.layers.core.layout_adapter import LayoutAdapter
 from caffepy.layers.loss.base import ElementLossLayer
 
 

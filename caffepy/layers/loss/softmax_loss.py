@@ -35,7 +35,7 @@ class SoftmaxWithLossLayer(LossLayer):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)
-        self._axis = bottom[0].axis(self.param.softmax_param.axis, f"layer '{self.name}' ({self.type})")
+        self._axis = bottom[0].axis(self.param.softmax_param.axis, self.where)
         self._labels.reshape(bottom[0], bottom[1], self._axis)
         self._divisor = self.divisor(_Parameter.VALID, self._labels.size, self._labels.outer)
         if len(top) > 1:
@@ -50,11 +50,11 @@ class SoftmaxWithLossLayer(LossLayer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         probabilities = self._probabilities(bottom, top)
         self.backend.softmax_loss_forward(
-            bottom[0].data, self._labels.load(), probabilities, self._totals, self._labels.bad, self._axis,
+            bottom[0].data, self._labels.load(), probabilities, self._totals, self._labels.bad_index, self._axis,
             self.ignored,
         )  # fmt: skip
         if self._smoothing:
-            labels = self._labels.kept()
+            labels = self._labels.loaded()
             self.backend.smooth_loss_forward(
                 probabilities, labels, self._totals, self._axis, self.ignored, self._smoothing
             )
@@ -66,7 +66,7 @@ class SoftmaxWithLossLayer(LossLayer):
         if not propagate_down[0]:
             return
         totals = self._totals if self._divisor is None else None
-        labels, scale = self._labels.kept(), self.scale()
+        labels, scale = self._labels.loaded(), self.scale()
         self.backend.softmax_loss_backward(
             self._probabilities(bottom, top), labels, bottom[0].diff, totals, self._axis, self.ignored, scale
         )

@@ -7,7 +7,7 @@ from math import sqrt
 from caffepy.backend import Array, Channel, Each, Scalar, expression
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.core.formulas import product, scaled
-from caffepy.layers.core.order import LayoutAdapter, by_samples
+from caffepy.layers.core.layout_adapter import LayoutAdapter, flatten_samples
 
 
 @expression
@@ -71,7 +71,7 @@ class MVNLayer(Layer):
 
     def _rows(self, image: Array) -> Array:
         """An array of images such that the first axes are those of which there are statistics."""
-        return by_samples(self.backend, image) if len(self._kept) == 1 else image
+        return flatten_samples(self.backend, image) if len(self._kept) == 1 else image
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         backend, found = self.backend, self._statistics

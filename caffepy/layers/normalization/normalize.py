@@ -7,7 +7,7 @@ from math import sqrt
 from caffepy.backend import Array, Channel, Each, Scalar, expression
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.core.formulas import product, product_with_channel, scaled
-from caffepy.layers.core.order import LayoutAdapter, by_pixels, by_samples
+from caffepy.layers.core.layout_adapter import LayoutAdapter, flatten_pixels, flatten_samples
 from caffepy.proto import caffe_pb2
 
 SMALLEST = 1.1754943508222875e-38
@@ -76,9 +76,8 @@ class NormalizeLayer(Layer):
 
     def _by_rows(self, image: Array) -> Array:
         """An array of images as (rows, elements that are added up)."""
-        return (
-            by_samples(self.backend, image) if self.param.norm_param.across_spatial else by_pixels(self.backend, image)
-        )
+        flatten = flatten_samples if self.param.norm_param.across_spatial else flatten_pixels
+        return flatten(self.backend, image)
 
     def _apply_scale(self, source: Array, destination: Array) -> None:
         formula = scaled if self.param.norm_param.channel_shared else product_with_channel

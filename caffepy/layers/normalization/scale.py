@@ -55,7 +55,7 @@ class BroadcastLayer(Layer):
             ShapeError: they have other sizes.
         """
         shape = bottom[0].shape
-        self._axis = bottom[0].axis(axis, f"layer '{self.name}' ({self.type})") if operand.shape else 0
+        self._axis = bottom[0].axis(axis, self.where) if operand.shape else 0
         fitting = shape[self._axis : self._axis + len(operand.shape)]
         if operand.shape != fitting:
             raise self.shape_error(
@@ -94,7 +94,7 @@ class BiasLayer(BroadcastLayer):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.bias_param
         if len(bottom) == 1:
-            axis = bottom[0].axis(param.axis, f"layer '{self.name}' ({self.type})")
+            axis = bottom[0].axis(param.axis, self.where)
             self.add_operand(bottom[0].shape, axis, param.num_axes, param.filler)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -132,7 +132,7 @@ class ScaleLayer(BroadcastLayer):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.scale_param
-        axis = bottom[0].axis(param.axis, f"layer '{self.name}' ({self.type})")
+        axis = bottom[0].axis(param.axis, self.where)
         one = caffe_pb2.FillerParameter(value=1)
         if len(bottom) == 1:
             filler = param.filler if param.HasField("filler") else one

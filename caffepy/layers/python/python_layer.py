@@ -79,9 +79,9 @@ class PythonLayer(Layer):
         param = self.param.python_param
         if not param.module or not param.layer:
             raise self.error("python_param needs module and layer")
-        found = find_class(param.module, param.layer, self.context.resolve, self._where)
+        found = find_class(param.module, param.layer, self.context.resolve, self.where)
         shared = param.share_in_parallel and self.context.shard.training
-        self._object = make_object(found, self._key(found) if shared else None, self._where)
+        self._object = make_object(found, self._key(found) if shared else None, self.where)
         self._blobs: dict[Blob, HostBlob] = {}
         self._parameters = ParameterBlobs(self._make_parameter)
         self._call("setup", self._hosts(bottom), self._hosts(top))
@@ -108,7 +108,7 @@ class PythonLayer(Layer):
 
     def _call(self, method: str, *arguments: Any) -> None:
         """Call a method of the user's object while no other device does."""
-        with self._object.lock, user_errors(method, self._object.instance, self._where):
+        with self._object.lock, user_errors(method, self._object.instance, self.where):
             instance = self._object.instance
             instance.param_str, instance.phase = self.param.python_param.param_str, int(self.context.phase)
             for host, blob in zip(self._parameters, self.blobs, strict=True):

@@ -1,1 +1,1 @@
-"""Layers that run over time steps: RNN, LSTM and the LSTM's unit. Found by name."""
+"""Recurrent layers: RNN, LSTM and LSTMUnit."""

@@ -1,4 +1,4 @@
-"""LSTM (Hochreiter and Schmidhuber 1997, with forget gates) and its unit as a layer."""
+"""LSTM (Hochreiter and Schmidhuber 1997, with forget gates) and LSTMUnit, one time step of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from caffepy.backend import Array
 from caffepy.blob import Blob
 from caffepy.layers.core.base import Blobs, Layer, register_layer
-from caffepy.layers.recurrent.base import Named, RecurrentLayer
+from caffepy.layers.recurrent.base import NamedArrays, RecurrentLayer
 
 
 @register_layer("LSTM")
@@ -15,21 +15,21 @@ class LSTMLayer(RecurrentLayer):
     """The hidden states of an LSTM (Caffe's `lstm_layer.cpp`, after Donahue et al. 2015).
 
     (i, f, o, g) = W_xc x_t + b_c + W_static x_static + W_hc (cont_t h_t-1), each of D numbers;
-    c_t = cont_t sigmoid(f) c_t-1 + sigmoid(i) tanh(g); h_t = sigmoid(o) tanh(c_t). The top is h.
-    Parameters: W_xc (4 D, K), b_c (4 D,), W_static where there is a static input, W_hc (4 D, D). States: h, c.
+    c_t = cont_t sigmoid(f) c_t-1 + sigmoid(i) tanh(g); h_t = sigmoid(o) tanh(c_t). The top is h (T, N, D).
+    Parameters: W_xc (4 D, K), b_c (4 D,), W_static (4 D, K_static) with a static input, W_hc (4 D, D). States: h, c.
     """
 
-    states = 2
-    sums = 4
+    state_count = 2
+    gate_count = 4
 
     def add_recurrent_parameters(self, size: int) -> None:
         self.add_parameter((4 * size, size), self.param.recurrent_param.weight_filler)
 
-    def run(self, cont: Array, first: Sequence[Array], top: Array) -> Sequence[Array]:
+    def forward_steps(self, cont: Array, first: Sequence[Array], top: Array) -> Sequence[Array]:
         hidden, cell = first
-        gates, cells, carried = self.sums_of_steps(), self.steps_buffer("cells"), self.steps_buffer("carried")
+        gates, cells, carried = self.preactivations(), self.steps_buffer("cells"), self.steps_buffer("carried")
         weights, steps = self.blobs[-1].data, cont.shape[0]
-        self.continued(hidden, cont[0], carried[0])
+        self.mask_state(hidden, cont[0], carried[0])
         for t in range(steps):
             self.backend.gemm(carried[t], weights, gates[t], transpose_b=True, accumulate=True)
             following = (cont[t + 1], carried[t + 1]) if t + 1 < steps else ()
@@ -37,9 +37,9 @@ class LSTMLayer(RecurrentLayer):
             cell = cells[t]
         return top[steps - 1], cell
 
-    def run_back(self, cont: Array, first: Sequence[Array], top: Blob) -> None:
+    def backward_steps(self, cont: Array, first: Sequence[Array], top: Blob) -> None:
         backend, weights, steps = self.backend, self.blobs[-1].data, cont.shape[0]
-        gates, cells, carried = self.sums_of_steps(), self.steps_buffer("cells"), self.steps_buffer("carried")
+        gates, cells, carried = self.preactivations(), self.steps_buffer("cells"), self.steps_buffer("carried")
         d_carried, d_cell = self.step_buffer("hidden gradient"), self.step_buffer("cell gradient")
         backend.fill(d_cell, 0)
         for t in reversed(range(steps)):
@@ -49,10 +49,10 @@ class LSTMLayer(RecurrentLayer):
             backend.lstm_step_backward(step, before, cont[t], cells[t], d_cell, top.diff[t], step, *following)
             if t:
                 backend.gemm(step, weights, d_carried)
-        self.put_weight_gradient(len(self.blobs) - 1, self.as_rows(gates), self.as_rows(carried))
+        self.compute_weight_gradient(len(self.blobs) - 1, self.as_rows(gates), self.as_rows(carried))
 
-    def inner_blobs(self) -> Named:
-        gates, cells, carried = self.sums_of_steps(), self.steps_buffer("cells"), self.steps_buffer("carried")
+    def inner_blobs(self) -> NamedArrays:
+        gates, cells, carried = self.preactivations(), self.steps_buffer("cells"), self.steps_buffer("carried")
         for t in range(cells.shape[0]):
             yield f"h_conted_{t}", f"h_conted_{t}", carried[t]
             yield f"unit_{t + 1}", f"gates_{t + 1}", gates[t]
@@ -82,7 +82,7 @@ class LSTMUnitLayer(Layer):
             blob.reshape(cell)
 
     def _rows(self, *arrays: Array) -> list[Array]:
-        """The arrays without their first axis."""
+        """Return views of the arrays without the first axis."""
         return [array.reshape(array.shape[1:]) for array in arrays]
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:

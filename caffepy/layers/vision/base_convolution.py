@@ -10,7 +10,7 @@ from caffepy.backend import Array, Backend, Convolution, Geometry
 from caffepy.blob import MAX_ELEMENTS, format_shape
 from caffepy.layers.core.base import Blobs, Layer
 from caffepy.layers.core.formulas import identity
-from caffepy.layers.core.order import Extended, LayoutAdapter
+from caffepy.layers.core.layout_adapter import LayoutAdapter, ZeroPadded
 
 Shape = tuple[int, ...]
 
@@ -57,22 +57,22 @@ class Operand:
 
     def __init__(self, backend: Backend, shape: Shape, planned: Shape, larger: Shape, dtype: str) -> None:
         self.is_same = shape == larger
-        self._reordered = LayoutAdapter(backend, shape, planned, dtype)
-        self._extended = Extended(backend, planned, larger, dtype)
+        self._adapter = LayoutAdapter(backend, shape, planned, dtype)
+        self._padded = ZeroPadded(backend, planned, larger, dtype)
 
     def load(self, array: Array) -> Array:
-        """What an array holds; where it is a copy, the next load overwrites it."""
-        return array if self.is_same else self._extended.load(self._reordered.load(array))
+        """What an array holds; where it is a copy, the next pull overwrites it."""
+        return array if self.is_same else self._padded.load(self._adapter.load(array))
 
     def target(self, array: Array) -> Array:
         """The array to write the elements of `array` to; call `store` afterwards."""
-        return array if self.is_same else self._extended.target(self._reordered.target(array))
+        return array if self.is_same else self._padded.target(self._adapter.target(array))
 
     def store(self, array: Array) -> None:
         """Copy from `target(array)` to `array`, unless it is a view of it."""
         if not self.is_same:
-            self._extended.store(self._reordered.target(array))
-            self._reordered.store(array)
+            self._padded.store(self._adapter.target(array))
+            self._adapter.store(array)
 
 
 class BaseConvolutionLayer(Layer):
@@ -99,7 +99,7 @@ class BaseConvolutionLayer(Layer):
         self.refuse_in_place(bottom, top)
         param = self.param.convolution_param
         shape = bottom[0].shape
-        self.axis = bottom[0].axis(param.axis, f"layer '{self.name}' ({self.type})")
+        self.axis = bottom[0].axis(param.axis, self.where)
         self._geometry = self._read_geometry(len(shape) - self.axis - 1)
         self._check_channels(bottom)
         self.add_parameter(self._weights_shape(shape[self.axis]), param.weight_filler)

@@ -18,7 +18,7 @@ class ConvolutionDepthwiseLayer(ConvolutionLayer):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.convolution_param
-        channels = bottom[0].shape[bottom[0].axis(param.axis, f"layer '{self.name}' ({self.type})")]
+        channels = bottom[0].shape[bottom[0].axis(param.axis, self.where)]
         if param.num_output and param.num_output != channels:
             raise self.shape_error(
                 f"num_output is {param.num_output}; a depthwise convolution has as many outputs as channels, "

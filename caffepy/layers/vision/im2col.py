@@ -8,7 +8,7 @@ import numpy as np
 
 from caffepy.backend import Backend, Geometry
 from caffepy.layers.core.base import Blobs, register_layer
-from caffepy.layers.core.order import LayoutAdapter
+from caffepy.layers.core.layout_adapter import LayoutAdapter
 from caffepy.layers.vision.base_convolution import BaseConvolutionLayer, Shape
 from caffepy.layers.vision.spatial_map import SpatialMap
 
@@ -30,7 +30,7 @@ class Im2colLayer(BaseConvolutionLayer):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)
-        self.axis = bottom[0].axis(self.param.convolution_param.axis, f"layer '{self.name}' ({self.type})")
+        self.axis = bottom[0].axis(self.param.convolution_param.axis, self.where)
         axes = len(bottom[0].shape) - self.axis - 1
         if axes < 1:
             raise self.shape_error(f"there must be spatial axes behind axis {self.axis}", bottom[0])

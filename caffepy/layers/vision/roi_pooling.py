@@ -64,7 +64,7 @@ class ROIPoolingLayer(RegionLayer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         scale = self.param.roi_pooling_param.spatial_scale
         x, rois = bottom[0].data, bottom[1].data
-        self.backend.roi_max_forward(x, rois, top[0].data, self._mask.array, scale, self._check.bad)
+        self.backend.roi_max_forward(x, rois, top[0].data, self._mask.array, scale, self._check.bad_index)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         self.clear_region_gradient(propagate_down, bottom)
@@ -97,7 +97,7 @@ class PSROIPoolingLayer(RegionLayer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         scale = self.param.psroi_pooling_param.spatial_scale
         x, rois = bottom[0].data, bottom[1].data
-        self.backend.roi_average_forward(x, rois, top[0].data, scale, self._check.bad)
+        self.backend.roi_average_forward(x, rois, top[0].data, scale, self._check.bad_index)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         self.clear_region_gradient(propagate_down, bottom)

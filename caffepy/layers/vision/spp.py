@@ -7,7 +7,7 @@ import math
 from caffepy.backend import Array
 from caffepy.blob import Blob
 from caffepy.layers.core.base import Blobs, Layer, register_layer
-from caffepy.layers.core.order import LayoutAdapter
+from caffepy.layers.core.layout_adapter import LayoutAdapter
 from caffepy.layers.vision.pooling import PoolingLayer
 from caffepy.proto import caffe_pb2
 

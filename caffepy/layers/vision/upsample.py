@@ -74,7 +74,7 @@ class UpsampleLayer(Layer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         if len(bottom) > 1:
-            self.backend.unpool_forward(bottom[0].data, bottom[1].data, top[0].data, self._check.bad)
+            self.backend.unpool_forward(bottom[0].data, bottom[1].data, top[0].data, self._check.bad_index)
         else:
             self._map.forward(bottom[0].data, top[0].data)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from layer_harness import BACKENDS, Runner, backend_named, check_layer, gaussian
 
 from caffepy.errors import ConfigError, ShapeError
-from caffepy.layers.core.order import LayoutAdapter
+from caffepy.layers.core.layout_adapter import LayoutAdapter
 
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple)
 
@@ -86,8 +86,8 @@ def test_reordered_there_and_back(shape, other):
     array, back = backend.zeros(shape), backend.zeros(shape)
     backend.from_host(values, array)
     reordered = LayoutAdapter(backend, shape, target)
-    pulled = backend.to_host(reordered.load(array))
-    assert np.array_equal(pulled, values.reshape(target))
-    backend.from_host(2 * pulled, reordered.target(back))
+    loaded = backend.to_host(reordered.load(array))
+    assert np.array_equal(loaded, values.reshape(target))
+    backend.from_host(2 * loaded, reordered.target(back))
     reordered.store(back)
     assert np.array_equal(backend.to_host(back), 2 * values)
