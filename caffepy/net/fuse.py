@@ -16,7 +16,7 @@ from caffepy.backend.types import BatchNormState, NormalisedBottom, mask_bytes
 from caffepy.blob import Blob
 from caffepy.layers.activation.base import ActivationLayer
 from caffepy.layers.common.inner_product import InnerProductLayer
-from caffepy.layers.common.rearrange import turn_channels
+from caffepy.layers.common.rearrange import transpose_channels
 from caffepy.layers.core.base import Blobs, Layer
 from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.layers.normalization.batch_norm import BatchNormLayer
@@ -98,7 +98,7 @@ class FusedShuffle(FusedLayer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         outer = self.outer(bottom[0], top[0])
         if outer:
-            turn_channels(self.backend, bottom[0].data, top[0].data, outer)
+            transpose_channels(self.backend, bottom[0].data, top[0].data, outer)
             return
         for member, before, after in self._steps(bottom, top):  # with images of another size they may do more
             member.forward([before], [after])
@@ -106,7 +106,7 @@ class FusedShuffle(FusedLayer):
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         outer = self.outer(bottom[0], top[0])
         if outer and propagate_down[0]:
-            turn_channels(self.backend, top[0].diff, bottom[0].diff, bottom[0].shape[1] // outer)
+            transpose_channels(self.backend, top[0].diff, bottom[0].diff, bottom[0].shape[1] // outer)
         elif propagate_down[0]:
             for member, before, after in reversed(self._steps(bottom, top)):
                 member.backward([after], [True], [before])
@@ -230,7 +230,7 @@ class FusedNormalisation(FusedLayer):
         elif self._measured:
             assert self.sums is not None
             self.backend.batch_norm_measure_sums(self.sums, x.count // x.shape[1], n)
-            self._norm.keep_statistics()
+            self._norm.update_running_averages()
         else:
             self._norm.compute_statistics(x.data, n)
         self._measured, self._added = False, None
@@ -257,7 +257,7 @@ class FusedNormalisation(FusedLayer):
         if propagate_down[0]:
             dy = dys[0] if total is None else total
             masked = self._relu and total is None
-            sums = self._norm.all_reduced(scale, bias)
+            sums = self._norm.all_reduce_sums(scale, bias)
             self.backend.batch_norm_backward_data(x, dy, n, sums, bottom[0].diff, masked)
 
     def _total(self, dys: list[Array], bottom: Blobs, propagate_down: list[bool]) -> Array | None:

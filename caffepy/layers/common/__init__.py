@@ -1,1 +1,1 @@
-"""Layers that combine, reshape or multiply blobs. Found by name; net/fuse and net/fold import its classes."""
+"""Layers that combine, reshape, reduce or multiply blobs."""

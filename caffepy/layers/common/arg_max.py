@@ -11,11 +11,15 @@ from caffepy.layers.core.layout_adapter import LayoutAdapter
 
 @register_layer("ArgMax")
 class ArgMaxLayer(Layer):
-    """Indices or values of the `top_k` largest elements, falling (Caffe's `argmax_layer.cpp`).
+    """Indices or values of the `top_k` largest elements in descending order (Caffe's `argmax_layer.cpp`).
 
-    Without `axis` all of a sample is one row and the top is (N, 1, top_k), or with `out_max_val` (N, 2, top_k): indices
-    and then values. With `axis` the top has the bottom's shape but for top_k along that axis, and holds the values if
-    `out_max_val` says so, else the indices. Of equal elements the one of the larger index comes first.
+    Without `axis` each sample is one row. The top (N, 1, top_k) holds the indices; with `out_max_val` the top
+    (N, 2, top_k) holds indices and values. With `axis` the top has the bottom's shape with top_k along that axis, and
+    holds the values with `out_max_val`, else the indices. Of equal elements the larger index comes first.
+
+    Raises:
+        ConfigError: top_k is 0.
+        ShapeError: top_k is larger than the number of elements.
     """
 
     has_backward = False
@@ -32,25 +36,25 @@ class ArgMaxLayer(Layer):
         if not shape:
             raise self.shape_error("the bottom needs a first axis, N", bottom[0])
         self._axis = 1
-        seen: tuple[int, ...] = (shape[0], math.prod(shape[1:]))
+        rows: tuple[int, ...] = (shape[0], math.prod(shape[1:]))
         if param.HasField("axis"):
             self._axis = bottom[0].axis(param.axis, self.where)
-            seen = shape
-        if param.top_k > seen[self._axis]:
-            raise self.shape_error(f"top_k is {param.top_k}, but there are only {seen[self._axis]} elements", bottom[0])
-        result = (*seen[: self._axis], param.top_k, *seen[self._axis + 1 :])
+            rows = shape
+        if param.top_k > rows[self._axis]:
+            raise self.shape_error(f"top_k is {param.top_k}, but there are only {rows[self._axis]} elements", bottom[0])
+        result = (*rows[: self._axis], param.top_k, *rows[self._axis + 1 :])
         if param.HasField("axis"):
             top[0].reshape(result)
         else:
             top[0].reshape((shape[0], 2 if param.out_max_val else 1, param.top_k) + (1,) * (len(shape) - 3))
         if shape != self._shape:
             self._shape = shape
-            self._row = LayoutAdapter(self.backend, shape, seen)
+            self._rows = LayoutAdapter(self.backend, shape, rows)
             self._results = [self.backend.zeros(result) for _ in range(2)]
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         param, (indices, values) = self.param.argmax_param, self._results
-        self.backend.largest(self._row.load(bottom[0].data), self._axis, indices, values)
+        self.backend.largest(self._rows.load(bottom[0].data), self._axis, indices, values)
         if param.HasField("axis"):
             self.backend.copy(values if param.out_max_val else indices, top[0].data)
             return
@@ -59,5 +63,5 @@ class ArgMaxLayer(Layer):
             self.backend.copy(values, self._part(top[0].data, 1))
 
     def _part(self, data: Array, number: int) -> Array:
-        """The indices (0) or values (1) of the top, (N, top_k)."""
+        """Return the indices (0) or values (1) of the top, (N, top_k)."""
         return data[(slice(None), number, slice(None)) + (0,) * (len(data.shape) - 3)]

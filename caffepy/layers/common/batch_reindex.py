@@ -1,4 +1,4 @@
-"""BatchReindex and Filter: some samples of a batch."""
+"""BatchReindex and Filter: selection of samples of a batch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from caffepy.layers.core.layout_adapter import LayoutAdapter
 
 @register_layer("BatchReindex")
 class BatchReindexLayer(Layer):
-    """y[i] = x[index[i]]: samples in any order, repeated or left out (Caffe's `batch_reindex_layer.cpp`).
+    """y[i] = x[index[i]] (Caffe's `batch_reindex_layer.cpp`).
 
-    Shapes: x (N, …), index (M,), y (M, …). dx[n] is the sum of dy over all i that name n, in their order.
+    Shapes: x (N, …), index (M,), y (M, …). dx[n] = sum of dy[i] over all i with index[i] = n, in ascending order of i.
+
+    Raises:
+        ShapeError: the index does not have one axis, or x has none.
+        DataError: an index is outside 0 to N - 1.
     """
 
     bottoms = (2, 2)
@@ -22,7 +26,8 @@ class BatchReindexLayer(Layer):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)
         self._check = IndexCheck(
-            self, f"entry {{}} of '{bottom[1].name}' names no sample of '{bottom[0].name}'; entries count from 0"
+            self,
+            f"entry {{}} of '{bottom[1].name}' is not the index of a sample of '{bottom[0].name}', from 0",
         )
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -46,10 +51,14 @@ class BatchReindexLayer(Layer):
 
 @register_layer("Filter")
 class FilterLayer(Layer):
-    """The samples of each bottom whose entry in the last bottom is not 0 (Caffe's `filter_layer.cpp`).
+    """The samples of each bottom whose entry in the last bottom, the selector, is not 0 (Caffe's `filter_layer.cpp`).
 
     Shapes: bottoms (N, …), selector (N, 1, …), tops (M, …), where M changes from pass to pass. The gradient of a sample
-    that was left out is 0.
+    that is not selected is 0.
+
+    Raises:
+        ConfigError: the number of tops is not the number of bottoms less one.
+        ShapeError: a bottom has another number of samples than the selector.
     """
 
     bottoms = (2, None)
@@ -74,12 +83,12 @@ class FilterLayer(Layer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         selector = self.backend.to_host(self._row.load(bottom[-1].data))
-        # On the meta device nothing is known of the numbers; all samples are the most memory that can be needed.
-        wanted = np.flatnonzero(selector.astype(np.int64)) if self.backend.holds_values else np.arange(selector.size)
-        self._index = self.backend.zeros((len(wanted),))
-        self.backend.from_host(wanted, self._index)
+        # The meta backend has no values: selecting all samples gives the upper bound of the memory.
+        selected = np.flatnonzero(selector.astype(np.int64)) if self.backend.holds_values else np.arange(selector.size)
+        self._index = self.backend.zeros((len(selected),))
+        self.backend.from_host(selected, self._index)
         for blob, target in zip(bottom[:-1], top, strict=True):
-            target.reshape((len(wanted), *blob.shape[1:]))
+            target.reshape((len(selected), *blob.shape[1:]))
             self.backend.gather_rows(blob.data, self._index, target.data, self._check.bad_index)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
@@ -91,4 +100,4 @@ class FilterLayer(Layer):
                 self.backend.scatter_add_rows(source.diff, self._index, blob.diff)
 
     def capture_blocker(self) -> str | None:
-        return "how many samples it lets through is known only to the host"
+        return "only the host knows the number of samples that it selects"

@@ -1,4 +1,4 @@
-"""Cast: the same values in another dtype; the net puts it between layers that want different ones."""
+"""Cast: conversion to another dtype. The net inserts it between layers of different dtypes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from caffepy.layers.core.base import Blobs, Layer, register_layer
 
 @register_layer("Cast")
 class CastLayer(Layer):
-    """y = x, rounded once to the top's dtype; dx = dy, likewise."""
+    """y = x, rounded to the top's dtype. dx = dy, rounded to the bottom's dtype."""
 
     supports_half = True
 

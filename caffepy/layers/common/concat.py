@@ -1,4 +1,4 @@
-"""Concat and its inverse Slice: joining and cutting blobs along one axis."""
+"""Concat and its inverse Slice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from caffepy.layers.core.base import Blobs, Layer, register_layer
 
 
 class AxisLayer(Layer):
-    """A layer whose blobs agree in every axis but one."""
+    """A layer whose blobs have the same shape except along one axis."""
 
     supports_half = True
     recordable = True
@@ -18,7 +18,7 @@ class AxisLayer(Layer):
 
     _axis: int
     _bounds: list[tuple[int, int]]
-    """Where each part begins and ends along the axis."""
+    """Begin and end of each part along the axis."""
 
     def _part(self, whole: Array, number: int) -> Array:
         begin, end = self._bounds[number]
@@ -29,13 +29,18 @@ class AxisLayer(Layer):
         self._bounds = [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
     def _read_axis(self, blob: Blob, axis: int, old_axis: int | None) -> int:
-        """The axis, given as `axis` or in the old way as `concat_dim` or `slice_dim`."""
+        """Return the axis, given as `axis` or as the old field `concat_dim` or `slice_dim`."""
         return blob.axis(axis if old_axis is None else old_axis, self.where)
 
 
 @register_layer("Concat")
 class ConcatLayer(AxisLayer):
-    """The top is all bottoms side by side along `axis` (Caffe's `concat_layer.cpp`)."""
+    """Concatenates the bottoms along `axis` (Caffe's `concat_layer.cpp`).
+
+    Raises:
+        ConfigError: both `axis` and `concat_dim` are set.
+        ShapeError: the bottoms' shapes differ in another axis.
+    """
 
     bottoms = (1, None)
 
@@ -75,7 +80,12 @@ class ConcatLayer(AxisLayer):
 
 @register_layer("Slice")
 class SliceLayer(AxisLayer):
-    """The tops are parts of the bottom along `axis`, cut at `slice_point` or evenly (Caffe's `slice_layer.cpp`)."""
+    """Splits the bottom along `axis`, at `slice_point` or evenly (Caffe's `slice_layer.cpp`).
+
+    Raises:
+        ConfigError: both `axis` and `slice_dim` are set, or the number of slice points does not match the tops.
+        ShapeError: the axis does not divide evenly, or the slice points do not ascend within the axis.
+    """
 
     tops = (1, None)
 

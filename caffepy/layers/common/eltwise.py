@@ -1,4 +1,4 @@
-"""Eltwise: the sum, product or maximum of several blobs of one shape (Caffe's `eltwise_layer.cpp`)."""
+"""Eltwise: the elementwise sum, product or maximum of several blobs (Caffe's `eltwise_layer.cpp`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def larger_next(y: Each, winner: Each, b: Each, number: Scalar) -> tuple[Each, E
 
 
 @expression
-def won(dy: Each, winner: Each, number: Scalar) -> Each:
+def maximum_gradient(dy: Each, winner: Each, number: Scalar) -> Each:
     return dy if winner == number else 0.0
 
 
@@ -38,14 +38,19 @@ def unstable_product_gradient(x: Each, y: Each, dy: Each) -> Each:
 
 @register_layer("Eltwise")
 class EltwiseLayer(Layer):
-    """SUM: y = sum of coeff_i * x_i; PROD: y = product of x_i; MAX: y = max x_i.
+    """SUM: y = sum of coeff_i * x_i. PROD: y = product of x_i. MAX: y = max x_i. All blobs have one shape.
 
-    MAX gives the gradient to the bottom that won: of equals the first, but the second of the first two. PROD's gradient
-    is dy times the product of the other bottoms, or dy * y / x_i if stable_prod_grad is false.
+    MAX passes the gradient to the bottom with the maximum. Of equal bottoms the first one gets it, but of bottoms 0 and
+    1 the second. PROD's gradient is dy times the product of the other bottoms, or dy * y / x_i without
+    `stable_prod_grad`.
 
-    May work in place on its first bottom, which is where Caffe's nets can name the top as a bottom. NVIDIA Caffe adds
-    there (`eltwise_mem_sharing`). BVLC Caffe's SUM and MAX overwrite that bottom before they read it, and the gradients
-    of PROD and MAX are wrong there in both; here all are those of the same layer with a top of its own.
+    The top may be the first bottom (in place). The results are then those of the layer with a separate top. (NVIDIA
+    Caffe adds in place with `eltwise_mem_sharing`. In place, BVLC Caffe's SUM and MAX overwrite the bottom before they
+    read it, and the gradients of PROD and MAX are wrong in both Caffes.)
+
+    Raises:
+        ConfigError: `coeff` does not have one entry for each bottom, or the operation is not SUM.
+        ShapeError: the bottoms' shapes differ.
     """
 
     supports_half = True
@@ -81,20 +86,20 @@ class EltwiseLayer(Layer):
         if operation == _Parameter.SUM:
             self._sum(xs, y)
         elif operation == _Parameter.PROD:
-            self._keep_first(bottom)
+            self._save_first(bottom)
             self._product(xs, y)
             if not self.param.eltwise_param.stable_prod_grad:
                 self.save_top(top)
         else:
             self._maximum(xs, y)
 
-    def _keep_first(self, bottom: Blobs) -> None:
-        """Copy the first bottom where the top overwrites it, for gradients that need it."""
+    def _save_first(self, bottom: Blobs) -> None:
+        """Copy the first bottom for the gradient if the top overwrites it."""
         if self._in_place:
             self.backend.copy(bottom[0].data, self.scratch("first", bottom[0].shape, self.dtype).array)
 
-    def _kept(self, bottom: Blobs) -> list[Array]:
-        """The bottoms' data as they were before `forward`."""
+    def _saved_inputs(self, bottom: Blobs) -> list[Array]:
+        """Return the bottoms' data before `forward`."""
         xs = [blob.data for blob in bottom]
         if self._in_place:
             xs[0] = self.scratch("first", bottom[0].shape, self.dtype).array
@@ -118,20 +123,20 @@ class EltwiseLayer(Layer):
             self.backend.apply(larger_next, (y, winner, x, float(number)), (y, winner))
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        for number, wanted in reversed(list(enumerate(propagate_down))):  # the first one's may overwrite the top's
-            if wanted:
+        for number, needs_gradient in reversed(list(enumerate(propagate_down))):  # bottom 0 last: it may be the top
+            if needs_gradient:
                 self._differentiate(number, top, bottom)
 
     def _differentiate(self, number: int, top: Blobs, bottom: Blobs) -> None:
         param = self.param.eltwise_param
         dy, dx = top[0].diff, bottom[number].diff
         if param.operation == _Parameter.MAX:
-            self.backend.apply(won, (dy, self._winner.array, float(number)), (dx,))
+            self.backend.apply(maximum_gradient, (dy, self._winner.array, float(number)), (dx,))
         elif param.operation == _Parameter.PROD and param.stable_prod_grad:
-            others = [x for i, x in enumerate(self._kept(bottom)) if i != number]
+            others = [x for i, x in enumerate(self._saved_inputs(bottom)) if i != number]
             self._product([dy, *others], dx)
         elif param.operation == _Parameter.PROD:
-            x = self._kept(bottom)[number]
+            x = self._saved_inputs(bottom)[number]
             self.backend.apply(unstable_product_gradient, (x, self.saved_top(top), dy), (dx,))
         elif self._coefficients[number] != 1:
             self.backend.apply(scaled, (dy, self._coefficients[number]), (dx,))

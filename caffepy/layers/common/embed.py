@@ -10,10 +10,14 @@ from caffepy.layers.core.layout_adapter import LayoutAdapter
 
 @register_layer("Embed")
 class EmbedLayer(Layer):
-    """y = the row of a table that each number names, plus a bias (Caffe's `embed_layer.cpp`).
+    """y = table[x] + bias (Caffe's `embed_layer.cpp`).
 
-    Shapes: x any, table (input_dim, num_output), bias (num_output,) unless `bias_term` is false, y x's and num_output.
-    Numbers are rounded towards 0. The table's gradient is the sum of dy over the numbers that name a row.
+    Shapes: x any, table (input_dim, num_output), bias (num_output,) unless `bias_term` is false, y (*x, num_output).
+    Indices are rounded towards 0. The gradient of a row of the table is the sum of dy over its indices.
+
+    Raises:
+        ConfigError: num_output or input_dim is 0.
+        DataError: an index is outside 0 to input_dim - 1.
     """
 
     recordable = True

@@ -1,4 +1,4 @@
-"""Fully connected layers."""
+"""InnerProduct, the fully connected layer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from caffepy.layers.core.layout_adapter import LayoutAdapter
 
 @register_layer("InnerProduct")
 class InnerProductLayer(Layer):
-    """y = x weights^T + bias, where the axes from `axis` on are flattened to K and the ones before to M.
+    """y = x weights^T + bias, where x is (M, K): the axes before `axis` form M, the others K.
 
     Parameters: weights (num_output, K), or (K, num_output) with `transpose`; bias (num_output,) unless bias_term is
     false. Shapes: bottom (d0, ..., d_axis-1, ...), top (d0, ..., d_axis-1, num_output) (Caffe's
     `inner_product_layer.cpp`).
+
+    Raises:
+        ConfigError: num_output is missing.
+        ShapeError: K differs from the weights'.
     """
 
     supports_half = True
@@ -59,14 +63,14 @@ class InnerProductLayer(Layer):
         self.compute(bottom[0], top[0], total_with_channel)
 
     def compute(self, bottom: Blob, top: Blob, with_bias: Expression) -> None:
-        """The top's data, given the formula that takes the product and the bias."""
+        """Compute the top's data. `with_bias` is the formula of product and bias, with a fused activation."""
         param = self.param.inner_product_param
         x, y = self._x.load(bottom.data), self._y.target(top.data)
-        weights, turned = self.weights(), not param.transpose
+        weights, transpose = self.weights(), not param.transpose
         if param.bias_term:
-            self.backend.gemm_and_apply(with_bias, x, weights, self.blobs[1].data, y, transpose_b=turned)
+            self.backend.gemm_and_apply(with_bias, x, weights, self.blobs[1].data, y, transpose_b=transpose)
         else:
-            self.backend.gemm(x, weights, y, transpose_b=turned)
+            self.backend.gemm(x, weights, y, transpose_b=transpose)
         self._y.store(top.data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
@@ -77,7 +81,7 @@ class InnerProductLayer(Layer):
         self.propagate(bottom[0], top[0].diff, propagate_down[0])
 
     def propagate(self, bottom: Blob, top_diff: Array, down: bool) -> None:
-        """The gradients of the weights and, if `down`, of the bottom, given that of the top."""
+        """Compute the gradients of the weights and, with `down`, of the bottom from `top_diff`."""
         param = self.param.inner_product_param
         dy = self._y.load(top_diff)
         if self.propagate_to_params[0]:

@@ -9,7 +9,7 @@ from caffepy.proto import caffe_pb2
 
 @register_layer("Parameter")
 class ParameterLayer(Layer):
-    """The top is a learned parameter of the shape `parameter_param.shape`, at first 0 (`parameter_layer.hpp`)."""
+    """y = a learned parameter of shape `parameter_param.shape`, initially 0 (Caffe's `parameter_layer.hpp`)."""
 
     bottoms = (0, 0)
 

@@ -1,14 +1,13 @@
-"""Permute, Crop, Tile and ShuffleChannel: elements that move, and nothing else."""
+"""Permute, Crop, Tile and ShuffleChannel, which move elements without arithmetic."""
 
 from __future__ import annotations
 
 from caffepy.backend import Array, Backend
-from caffepy.blob import Blob
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 
 
 class RearrangingLayer(Layer):
-    """A layer whose top has elements of its first bottom in another order."""
+    """A layer that copies elements of its first bottom to other positions."""
 
     supports_half = True
     keeps_labels = True
@@ -18,18 +17,14 @@ class RearrangingLayer(Layer):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)
 
-    def axis_of(self, blob: Blob, axis: int) -> int:
-        """The axis, counted from 0.
-
-        Raises:
-            ShapeError: there is none.
-        """
-        return blob.axis(axis, self.where)
-
 
 @register_layer("Permute")
 class PermuteLayer(RearrangingLayer):
-    """Axis i of the top is axis order[i] of the bottom; axes left out of `order` follow (SSD's `permute_layer.cpp`)."""
+    """Axis i of the top is axis order[i] of the bottom; axes missing in `order` follow (SSD's `permute_layer.cpp`).
+
+    Raises:
+        ConfigError: `order` has an axis twice, or one that the bottom lacks.
+    """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         super().setup(bottom, top)
@@ -53,16 +48,20 @@ class PermuteLayer(RearrangingLayer):
 
 @register_layer("Crop")
 class CropLayer(RearrangingLayer):
-    """The part of the first bottom that has the second one's sizes from `axis` on (Caffe's `crop_layer.cpp`).
+    """Crops the first bottom to the second bottom's sizes from `axis` on (Caffe's `crop_layer.cpp`).
 
-    It begins at `offset`: one number for all these axes, or one for each; 0 where none is given.
+    The crop starts at `offset`: one number for all these axes, or one for each axis; by default 0.
+
+    Raises:
+        ConfigError: the number of offsets does not match the axes.
+        ShapeError: the numbers of axes differ, or the crop exceeds the first bottom.
     """
 
     bottoms = (2, 2)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         offsets = list(self.param.crop_param.offset)
-        axis, axes = self.axis_of(bottom[0], self.param.crop_param.axis), len(bottom[0].shape)
+        axis, axes = bottom[0].axis(self.param.crop_param.axis, self.where), len(bottom[0].shape)
         if len(offsets) > 1 and len(offsets) != axes - axis:
             raise self.error(f"crop_param has {len(offsets)} offsets; give one, or one for each of {axes - axis} axes")
         if len(bottom[1].shape) != axes:
@@ -72,19 +71,19 @@ class CropLayer(RearrangingLayer):
         for i, begin in enumerate(offsets, axis):
             if begin + bottom[1].shape[i] > bottom[0].shape[i]:
                 raise self.shape_error(
-                    f"along axis {i} {bottom[1].shape[i]} elements from offset {begin} on are more than there are",
+                    f"axis {i}: a crop of {bottom[1].shape[i]} elements from offset {begin} exceeds the first bottom",
                     bottom[0], bottom[1],
                 )  # fmt: skip
             part.append(slice(begin, begin + bottom[1].shape[i]))
         self._part = tuple(part)
-        top[0].reshape(tuple(one.stop - one.start for one in part))
+        top[0].reshape(tuple(index.stop - index.start for index in part))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         self.backend.copy(bottom[0].data[self._part], top[0].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        for blob, wanted in zip(bottom, propagate_down, strict=True):
-            if wanted:
+        for blob, needs_gradient in zip(bottom, propagate_down, strict=True):
+            if needs_gradient:
                 self.backend.fill(blob.diff, 0)
         if propagate_down[0]:
             self.backend.copy(top[0].diff, bottom[0].diff[self._part])
@@ -92,7 +91,11 @@ class CropLayer(RearrangingLayer):
 
 @register_layer("Tile")
 class TileLayer(RearrangingLayer):
-    """`tiles` copies of the bottom one after the other along `axis` (Caffe's `tile_layer.cpp`)."""
+    """Repeats the bottom `tiles` times along `axis` (Caffe's `tile_layer.cpp`).
+
+    Raises:
+        ConfigError: `tiles` is below 1.
+    """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         super().setup(bottom, top)
@@ -102,7 +105,7 @@ class TileLayer(RearrangingLayer):
             )
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        shape, axis = bottom[0].shape, self.axis_of(bottom[0], self.param.tile_param.axis)
+        shape, axis = bottom[0].shape, bottom[0].axis(self.param.tile_param.axis, self.where)
         size, tiles = shape[axis], self.param.tile_param.tiles
         top[0].reshape((*shape[:axis], size * tiles, *shape[axis + 1 :]))
         self._parts = [(slice(None),) * axis + (slice(i * size, (i + 1) * size),) for i in range(tiles)]
@@ -124,9 +127,12 @@ class TileLayer(RearrangingLayer):
 
 @register_layer("ShuffleChannel")
 class ShuffleChannelLayer(RearrangingLayer):
-    """Channels in the order (c, group) instead of (group, c): every group gets channels of all groups.
+    """Transposes the channels from (group, C / group) to (C / group, group) (ShuffleNet; Zhang et al. 2017).
 
-    x (N, C, …), C a multiple of `group` (ShuffleNet; Zhang et al. 2017).
+    x and y are (N, C, …).
+
+    Raises:
+        ShapeError: `group` does not divide C.
     """
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -136,17 +142,17 @@ class ShuffleChannelLayer(RearrangingLayer):
         top[0].reshape(shape)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        turn_channels(self.backend, bottom[0].data, top[0].data, self.param.shuffle_channel_param.group)
+        transpose_channels(self.backend, bottom[0].data, top[0].data, self.param.shuffle_channel_param.group)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if propagate_down[0]:
             group = self.param.shuffle_channel_param.group
-            turn_channels(self.backend, top[0].diff, bottom[0].diff, bottom[0].shape[1] // group)
+            transpose_channels(self.backend, top[0].diff, bottom[0].diff, bottom[0].shape[1] // group)
 
 
-def turn_channels(backend: Backend, source: Array, destination: Array, outer: int) -> None:
-    """The channels, seen as (outer, inner), turned into (inner, outer)."""
+def transpose_channels(backend: Backend, source: Array, destination: Array, outer: int) -> None:
+    """Copy `source` with its channels transposed from (outer, inner) to (inner, outer)."""
     samples, channels, *rest = source.shape
     parts = source.reshape(samples, outer, channels // outer, *rest)
-    turned = parts.transpose(0, 2, 1, *range(3, len(parts.shape)))
-    backend.copy(turned, destination.reshape(samples, channels // outer, outer, *rest))
+    transposed = parts.transpose(0, 2, 1, *range(3, len(parts.shape)))
+    backend.copy(transposed, destination.reshape(samples, channels // outer, outer, *rest))

@@ -42,9 +42,9 @@ _FORWARD = {_Parameter.SUM: scaled, _Parameter.MEAN: scaled, _Parameter.ASUM: ma
 
 @register_layer("Reduction")
 class ReductionLayer(Layer):
-    """y = coeff * the sum (SUM), sum of |x| (ASUM), sum of x^2 (SUMSQ) or mean (MEAN) of x, over axes from `axis` on.
+    """y = coeff * sum of x (SUM), |x| (ASUM) or x^2 (SUMSQ), or coeff * mean of x (MEAN), over the axes from `axis` on.
 
-    The top has the axes before it; none for axis 0 (Caffe's `reduction_layer.cpp`).
+    The top has the axes before `axis`; it is a scalar for axis 0 (Caffe's `reduction_layer.cpp`).
     """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

@@ -1,4 +1,4 @@
-"""Flatten and Reshape: the same elements in the same order under another shape."""
+"""Flatten and Reshape."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from caffepy.layers.core.layout_adapter import LayoutAdapter
 
 
 class ReshapingLayer(Layer):
-    """A layer whose top holds its bottom's elements in logical order; it shares their memory where it can.
+    """A layer whose top has the bottom's elements in the same logical order and another shape.
 
-    Subclasses write `top_shape`.
+    The top shares the bottom's memory where the layout allows. Subclasses define `top_shape`.
     """
 
     supports_half = True
@@ -26,7 +26,7 @@ class ReshapingLayer(Layer):
         self.refuse_in_place(bottom, top)
 
     def top_shape(self, bottom: Blobs) -> tuple[int, ...]:
-        """The top's shape, of the bottom's count."""
+        """Return the top's shape, which has the bottom's count."""
         raise NotImplementedError
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -54,7 +54,11 @@ class ReshapingLayer(Layer):
 
 @register_layer("Flatten")
 class FlattenLayer(ReshapingLayer):
-    """Joins the axes from `axis` to `end_axis` into one (Caffe's `flatten_layer.cpp`)."""
+    """Flattens the axes from `axis` to `end_axis` into one (Caffe's `flatten_layer.cpp`).
+
+    Raises:
+        ShapeError: `axis` comes after `end_axis`.
+    """
 
     def top_shape(self, bottom: Blobs) -> tuple[int, ...]:
         param = self.param.flatten_param
@@ -67,9 +71,14 @@ class FlattenLayer(ReshapingLayer):
 
 @register_layer("Reshape")
 class ReshapeLayer(ReshapingLayer):
-    """Replaces `num_axes` axes from `axis` on by `shape`; 0 there keeps the bottom's axis, -1 is worked out.
+    """Replaces `num_axes` axes from `axis` on by `shape` (Caffe's `reshape_layer.cpp`).
 
-    A negative `axis` counts from behind the last one: -1 adds axes at the end (Caffe's `reshape_layer.cpp`).
+    A 0 in `shape` copies the size of the bottom's axis, -1 is inferred from the count. A negative `axis` counts from
+    the end: -1 appends axes.
+
+    Raises:
+        ConfigError: `shape` has more than one -1 or another negative number.
+        ShapeError: the axes do not exist, or the count changes.
     """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -92,13 +101,13 @@ class ReshapeLayer(ReshapingLayer):
             if dim == 0:
                 if begin + i >= len(shape):
                     raise self.shape_error(
-                        f"shape {_text(param.shape.dim)} keeps axis {begin + i}, which is not there", bottom[0]
+                        f"shape {_text(param.shape.dim)} copies axis {begin + i}, which does not exist", bottom[0]
                     )
                 dims[i] = shape[begin + i]
         return self._complete((*shape[:begin], *dims, *shape[end:]), bottom)
 
     def _complete(self, shape: tuple[int, ...], bottom: Blobs) -> tuple[int, ...]:
-        """Work out -1 and check the count."""
+        """Replace -1 and check the count."""
         count = bottom[0].count
         known = math.prod(d for d in shape if d != -1)
         if -1 in shape and known and count % known == 0:

@@ -7,7 +7,7 @@ from caffepy.layers.core.base import Blobs, Layer, register_layer
 
 @register_layer("Silence")
 class SilenceLayer(Layer):
-    """Takes blobs that nobody else reads, so that they do not count as the net's outputs; its gradient is 0."""
+    """Consumes blobs, so that they are not outputs of the net (Caffe's `silence_layer.cpp`). Their gradient is 0."""
 
     supports_half = True
     inherits_dtype = True
@@ -16,12 +16,12 @@ class SilenceLayer(Layer):
     tops = (0, 0)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """There are no tops to shape."""
+        """Does nothing: there are no tops."""
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """There is nothing to compute."""
+        """Does nothing: there are no tops."""
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        for blob, wanted in zip(bottom, propagate_down, strict=True):
-            if wanted:
+        for blob, needs_gradient in zip(bottom, propagate_down, strict=True):
+            if needs_gradient:
                 self.backend.fill(blob.diff, 0)

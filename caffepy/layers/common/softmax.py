@@ -7,7 +7,7 @@ from caffepy.layers.core.base import Blobs, Layer, register_layer
 
 @register_layer("Softmax")
 class SoftmaxLayer(Layer):
-    """y = exp(x - max) / sum of it along `axis` (Caffe's `softmax_layer.cpp`)."""
+    """y = exp(x - max x) / sum of exp(x - max x) along `axis` (Caffe's `softmax_layer.cpp`)."""
 
     recordable = True
 

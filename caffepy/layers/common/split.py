@@ -7,9 +7,9 @@ from caffepy.layers.core.base import Blobs, Layer, register_layer
 
 @register_layer("Split")
 class SplitLayer(Layer):
-    """Hands one blob to several layers: the tops share its data, and its diff is the sum of theirs.
+    """Copies one blob to several readers: the tops share its data, and its diff is the sum of their diffs.
 
-    The net inserts it where a blob has more than one reader (Caffe's `split_layer.cpp`).
+    The net inserts this layer where a blob has more than one reader (Caffe's `split_layer.cpp`).
     """
 
     supports_half = True

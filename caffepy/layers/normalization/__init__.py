@@ -1,1 +1,1 @@
-"""BatchNorm, LRN, Scale and Bias. Found by name; net/fuse and net/fold import its classes."""
+"""Normalisation layers, Scale and Bias."""

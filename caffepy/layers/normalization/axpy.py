@@ -1,4 +1,4 @@
-"""Axpy, of SENet: a channel-wise factor and a sum."""
+"""Axpy: a factor for each channel and a residual sum, as in SENet."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ def scaled_sum(x: Each, b: Each, a: Channel) -> Each:
 
 @register_layer("Axpy")
 class AxpyLayer(Layer):
-    """y = a * x + b, with one factor for each channel of each image (Hu et al. 2018; NVIDIA's `axpy_layer.cpp`).
+    """y = a * x + b with one factor for each channel of each image (Hu et al. 2018; NVIDIA's `axpy_layer.cpp`).
 
-    Shapes: a (N, C) or (N, C, 1, 1), x and b (N, C, …). da = the sum of x * dy over positions, dx = a * dy, db = dy.
+    Shapes: a (N, C) or (N, C, 1, 1), x and b (N, C, …). da = sum of x * dy over positions, dx = a * dy, db = dy.
+
+    Raises:
+        ConfigError: the top is the first or the second bottom.
+        ShapeError: the bottoms' shapes do not match.
     """
 
     supports_half = True
@@ -38,13 +42,13 @@ class AxpyLayer(Layer):
         top[0].reshape(x.shape)
 
     def _factors(self, a: Array) -> Array:
-        """The factors as (N, C) in float32."""
+        """Return the factors as (N, C) in float32."""
         rows = self.backend.flat(a).reshape(a.shape[:2])
         if self.dtype == "float32":
             return rows
-        wide = self.scratch("factors", a.shape[:2]).array
-        self.backend.copy(rows, wide)
-        return wide
+        factors = self.scratch("factors", a.shape[:2]).array
+        self.backend.copy(rows, factors)
+        return factors
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         a, x, b = (blob.data for blob in bottom)

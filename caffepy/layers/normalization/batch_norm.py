@@ -1,4 +1,4 @@
-"""Batch normalisation (Ioffe and Szegedy 2015), with the statistics that Caffe keeps."""
+"""Batch normalisation (Ioffe and Szegedy 2015) with Caffe's running statistics."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.proto import caffe_pb2
 
 STATISTICS = 3
-"""Blobs 0 to 2 are running sums, not learned."""
+"""Number of blobs with running statistics: mean, variance, count."""
 WITH_SCALE_AND_BIAS = 5
-"""Blobs of a layer with NVIDIA Caffe's own scale and bias."""
+"""Number of blobs with NVIDIA Caffe's scale and bias."""
 
 COPIED_PASSES = 2
-"""How many training passes copy the statistics in NVIDIA's dialect."""
+"""Training passes that copy the batch's statistics instead of averaging, in NVIDIA's dialect."""
 
 
 @expression
 def blended(
     mean: Each, inverse: Each, old_mean: Each, old_variance: Each, passes: Channel, fraction: Scalar
 ) -> tuple[Each, Each]:
-    kept = 0.0 if passes < COPIED_PASSES else fraction
-    return old_mean * kept + mean * (1 - kept), old_variance * kept + (1 - kept) / (inverse * inverse)
+    momentum = 0.0 if passes < COPIED_PASSES else fraction
+    return old_mean * momentum + mean * (1 - momentum), old_variance * momentum + (1 - momentum) / (inverse * inverse)
 
 
 @expression
@@ -43,16 +43,20 @@ def stored_input_gradient(dy: Each, inverse: Channel, scale: Channel) -> Each:
 class BatchNormLayer(Layer):
     """y = (x - mean) / sqrt(variance + eps) for each channel (Caffe's `batch_norm_layer.cpp`).
 
-    Training takes the statistics of the device's batch and adds them to running sums: with f = moving_average_fraction
-    and m elements a channel, blob 0 = f * blob 0 + mean, blob 1 = f * blob 1 + m / (m - 1) * variance,
-    blob 2 = f * blob 2 + 1. With `use_global_stats`, by default in testing, mean and variance are blobs 0 and 1 over
-    blob 2. Shapes: (C,), (C,), (1,).
+    x and y are (N, C, ...). Training uses the statistics of the device's batch and adds them to running sums. With
+    f = moving_average_fraction and m elements a channel, blob 0 = f * blob 0 + mean, blob 1 = f * blob 1 +
+    m / (m - 1) * variance, blob 2 = f * blob 2 + 1. With `use_global_stats`, the default in TEST, mean is
+    blob 0 / blob 2 and variance is blob 1 / blob 2. Shapes of the blobs: (C,), (C,), (1,).
 
-    NVIDIA Caffe's `scale_bias` adds y * scale + bias with learned blobs 3 and 4 of shape (C,), starting at 1 and 0.
+    NVIDIA Caffe's `scale_bias` computes y * scale + bias with learned blobs 3 and 4 of shape (C,), initially 1 and 0.
 
-    In NVIDIA's dialect eps is at least 1e-5, and blobs 0 and 1 are the statistics themselves: f * old + (1 - f) * new,
-    where the new variance is that of the batch over m, with eps in it; the first two training passes copy the new ones,
-    after a resume too. Blob 2 is 1; what a file holds there divides the others if it holds three blobs.
+    In NVIDIA's dialect eps is at least 1e-5. Blobs 0 and 1 are moving averages, f * old + (1 - f) * new. The new
+    variance is the batch's variance over m plus eps. The first two training passes of each run copy the new values.
+    Blob 2 is 1. If a file has three blobs, blobs 0 and 1 are divided by its blob 2 when it is loaded.
+
+    Raises:
+        ConfigError: lr_mult of a statistics blob is not 0, in BVLC's dialect.
+        ShapeError: the bottom has fewer than two axes, or another number of channels than the statistics.
     """
 
     supports_half = True
@@ -83,7 +87,7 @@ class BatchNormLayer(Layer):
         self._make_buffers(channels)
 
     def _fix_statistics(self) -> None:
-        """Keep the solver from the statistics: their learning rate is 0."""
+        """Set the learning rate of the statistics to 0."""
         specs = self.param.param
         for index in range(STATISTICS):
             if index == len(specs):
@@ -98,19 +102,19 @@ class BatchNormLayer(Layer):
             self._one, self._zero = self.backend.zeros((channels,)), self.backend.zeros((channels,))
             self.backend.fill(self._one, 1)
         if self._nvidia:
-            # Kernels keep BVLC's sums of one pass here; `keep_statistics` makes the stored statistics.
+            # Kernels write BVLC's sums of one pass here; `update_running_averages` updates the blobs.
             self._pass_mean, self._pass_variance = (self.backend.zeros((channels,)) for _ in range(2))
             self._pass_count, self._unit_count, self._passes = (self.backend.zeros((1,)) for _ in range(3))
             self.backend.fill(self._unit_count, 1)
 
     @property
     def uses_stored(self) -> bool:
-        """Whether mean and variance are the stored ones, not the batch's."""
+        """Whether mean and variance come from the blobs, not from the batch."""
         return self._use_stored
 
     @property
     def scale_bias(self) -> bool:
-        """Whether the layer has NVIDIA Caffe's own scale and bias."""
+        """Whether the layer has NVIDIA Caffe's scale and bias."""
         return self._scale_bias
 
     def capture_blocker(self) -> str | None:
@@ -125,15 +129,15 @@ class BatchNormLayer(Layer):
         return () if self._use_stored else range(STATISTICS)
 
     def local_statistics(self) -> Sequence[int]:
-        """Mean and variance, sums over all passes; their factor counts the passes, which is alike everywhere."""
+        """Mean and variance. The count in blob 2 is the same on all devices."""
         return () if self._use_stored or self.context.all_reduce_mean is not None else (0, 1)
 
     def state(self) -> Sequence[Array]:
-        """In NVIDIA's dialect how many training passes there were."""
+        """The number of training passes, in NVIDIA's dialect."""
         return (self._passes,) if self._nvidia and not self._use_stored else ()
 
     def stored_order(self, counts: Sequence[int]) -> Sequence[int]:
-        """NVIDIA Caffe 0.14 and 0.15 stored scale, bias, mean, variance and one unused number, (1, C, 1, 1) each."""
+        """NVIDIA Caffe 0.14 and 0.15 store scale, bias, mean and variance, (1, C, 1, 1) each, and an unused number."""
         if len(counts) == WITH_SCALE_AND_BIAS and counts[-1] == 1 != counts[0]:
             return (2, 3, 4, 0, 1)
         return range(len(counts))
@@ -160,13 +164,13 @@ class BatchNormLayer(Layer):
         self.backend.fill(count.data, 1)
 
     def _count_statistics(self) -> None:
-        """Let statistics of a file of NVIDIA's that counts no passes be those of one pass."""
+        """Set the count of an NVIDIA file without one to 1."""
         variance, count = self.blobs[1:STATISTICS]
         if not count.host_data()[0] and variance.host_data().any():
             self.backend.fill(count.data, 1)
 
-    def keep_statistics(self) -> None:
-        """Blend the batch's statistics into the stored ones in NVIDIA's dialect; in BVLC's they are there already."""
+    def update_running_averages(self) -> None:
+        """Update blobs 0 and 1 from the batch's statistics in NVIDIA's dialect. In BVLC's the kernels have done so."""
         if not self._nvidia:
             return
         mean, variance = self.blobs[0].data, self.blobs[1].data
@@ -183,37 +187,37 @@ class BatchNormLayer(Layer):
         self.backend.apply(next_pass, (self._passes,), (self._passes,))
 
     def compute_statistics(self, x: Array, n: BatchNormState) -> None:
-        """Take mean and variance of x, over all devices where they are to be global (`--sync-bn`), and keep them."""
+        """Compute mean and variance of x, over all devices with `--sync-bn`, and update the running statistics."""
         if self.context.all_reduce_mean is None:
             self.backend.batch_norm_measure(x, n)
         else:
-            self._measure_everywhere(x, n, self.context.all_reduce_mean)
-        self.keep_statistics()
+            self._compute_global_statistics(x, n, self.context.all_reduce_mean)
+        self.update_running_averages()
 
-    def _measure_everywhere(self, x: Array, n: BatchNormState, all_reduce_mean: Callable[[Array], None]) -> None:
+    def _compute_global_statistics(self, x: Array, n: BatchNormState, all_reduce_mean: Callable[[Array], None]) -> None:
         elements, variance = x.size // self._channels, self._sum_dy
-        # The variance is around the global mean: squares of large means would swallow the digits that count.
+        # E[x^2] - E[x]^2 would cancel for large means, so the variance is computed around the global mean.
         self.backend.reduce(scaled, (x, 1 / elements), (n.mean,))
         all_reduce_mean(n.mean)
         self.backend.reduce(squared_distance, (x, n.mean, 1 / elements), (variance,))
         all_reduce_mean(variance)
         self.backend.batch_norm_finish(variance, elements * self.context.shard.world_size, n)
 
-    def all_reduced(self, sum_dy_x: Array, sum_dy: Array) -> tuple[Array, Array]:
-        """The sums that the bottom's gradient needs: this device's, or where statistics are global all devices' mean.
+    def all_reduce_sums(self, sum_dy_x: Array, sum_dy: Array) -> tuple[Array, Array]:
+        """Return the sums for the bottom's gradient: this device's, or with global statistics the mean over devices.
 
-        Each device's gradients are those of its own mean loss, and are averaged afterwards.
+        The mean is right because each device computes the gradient of its own mean loss, and gradients are averaged.
         """
         if self.context.all_reduce_mean is None:
             return sum_dy_x, sum_dy
-        for own, total in ((sum_dy_x, self._sum_dy_x), (sum_dy, self._sum_dy)):
-            if own is not total:
-                self.backend.copy(own, total)
+        for local, total in ((sum_dy_x, self._sum_dy_x), (sum_dy, self._sum_dy)):
+            if local is not total:
+                self.backend.copy(local, total)
             self.context.all_reduce_mean(total)
         return self._sum_dy_x, self._sum_dy
 
     def normalisation(self, scale: Array | None = None, bias: Array | None = None) -> BatchNormState:
-        """The layer's arrays, with a Scale layer's parameters where there is one."""
+        """Return the arrays of the layer for the backend's primitives, with the parameters of a fused Scale layer."""
         param = self.param.batch_norm_param
         own = (self.blobs[3].data, self.blobs[4].data) if self._scale_bias else (self._one, self._zero)
         scale, bias = own[0] if scale is None else scale, own[1] if bias is None else bias
@@ -262,7 +266,7 @@ class BatchNormLayer(Layer):
         if self._use_stored:
             self.backend.apply(stored_input_gradient, (dy, n.inverse, n.scale), (dx,))
         else:
-            self.backend.batch_norm_backward_data(x, dy, n, self.all_reduced(self._sum_dy_x, self._sum_dy), dx)
+            self.backend.batch_norm_backward_data(x, dy, n, self.all_reduce_sums(self._sum_dy_x, self._sum_dy), dx)
 
     def _wants(self, index: int) -> bool:
         return self._scale_bias and self.propagate_to_params[index]

@@ -11,7 +11,7 @@ from caffepy.layers.core.formulas import product
 from caffepy.proto import caffe_pb2
 
 LARGEST_SIZE = 2**14
-"""Channels, or pixels along an axis, of a window; larger than any blob that is normalised."""
+"""Largest local_size, which is far above that of real nets."""
 
 
 @expression
@@ -52,16 +52,20 @@ def within_gradient_by_roots(
 
 GENERAL = normalised, average_gradient, within_gradient
 BY_ROOTS = normalised_by_roots, average_gradient_by_roots, within_gradient_by_roots
-"""For a beta of 0.75, which nearly all nets have: two square roots take a fraction of a power's time."""
+"""For beta = 0.75, the value of nearly all nets: two square roots are several times faster than a power."""
 
 
 @register_layer("LRN")
 class LRNLayer(Layer):
-    """Divides each value by a power of the squares around it.
+    """Normalises each value by the squares of its neighbours. x and y are (N, C, H, W), n is `local_size`.
 
-    ACROSS_CHANNELS: y = x * (k + alpha / n * sum of x^2 over n channels around)^-beta.
-    WITHIN_CHANNEL: y = x * (1 + alpha * average of x^2 over n x n places around)^-beta; as in Caffe, `k` has no say,
-    and the average is that of a padded pooling layer.
+    ACROSS_CHANNELS: y = x * (k + alpha / n * sum of x^2 over n neighbouring channels)^-beta.
+    WITHIN_CHANNEL: y = x * (1 + alpha * average of x^2 over n x n neighbouring pixels)^-beta. As in Caffe, `k` is
+    ignored there, and the average is that of a padded pooling layer.
+
+    Raises:
+        ConfigError: local_size is even or above 2^14.
+        ShapeError: the bottom does not have four axes.
     """
 
     supports_half = True
@@ -84,9 +88,9 @@ class LRNLayer(Layer):
         if len(shape) != 4:
             raise self.shape_error("the bottom must have four axes, (N, C, H, W)", bottom[0])
         top[0].reshape(shape)
-        kept = not self._across or self.backend.keeps_lrn_scale
-        self._scale: ScratchBuffer | None = self.scratch("scale", shape) if kept else None
-        """The power's base (across), or the average of squares (within)."""
+        needs_scale = not self._across or self.backend.keeps_lrn_scale
+        self._scale: ScratchBuffer | None = self.scratch("scale", shape) if needs_scale else None
+        """The base of the power (across), or the average of squares (within)."""
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.lrn_param
@@ -116,7 +120,7 @@ class LRNLayer(Layer):
             y = None if scale is None else self.saved_top(top)
             self.backend.lrn_across_backward(x, y, scale, dy, dx, self._window())
             return
-        # Pooling keeps the dtype, and these products may be too small for half precision.
+        # Pooling does not change the dtype, and these products may underflow in half precision.
         part = dx if bottom[0].dtype == "float32" else self.scratch("part", x.shape).array
         self.backend.apply(self._formulas[1], (x, dy, scale, param.alpha, param.beta), (part,))
         squares = self.scratch("squares", x.shape).array

@@ -1,4 +1,4 @@
-"""Normalize, of SSD: each position's channels get one length."""
+"""Normalize: L2 normalisation over channels, as in SSD."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from caffepy.layers.core.formulas import product, product_with_channel, scaled
 from caffepy.layers.core.layout_adapter import LayoutAdapter, flatten_pixels, flatten_samples
 from caffepy.proto import caffe_pb2
 
-SMALLEST = 1.1754943508222875e-38
-"""FLT_MIN: the least eps."""
+FLT_MIN = 1.1754943508222875e-38
+"""The smallest eps."""
 
 
 @expression
@@ -36,12 +36,15 @@ def unit_gradient(unit: Each, dy: Each, inner: Channel, norm: Channel) -> Each:
 
 @register_layer("Normalize")
 class NormalizeLayer(Layer):
-    """y = x / sqrt(sum of x^2 + eps) * scale (SSD's `normalize_layer.cpp`).
+    """y = x / norm * scale, norm = sqrt(sum of x^2 + eps) (SSD's `normalize_layer.cpp`).
 
-    x (N, C[, H[, W]]). The sum is over all of an image with `across_spatial`, else over the channels of each position.
-    scale is learned: one number with `channel_shared`, else (C,). With u = x / sqrt(…), dscale = the sum of u * dy and
-    dx = scale * (dy - u * the sum of u * dy) / sqrt(…): as in SSD's Caffe the inner sum is without the scale, which is
-    the derivative only where all channels have the same.
+    x and y are (N, C), (N, C, H) or (N, C, H, W). The sum is over a whole image with `across_spatial`, else over the
+    channels of each pixel. The learned scale is () with `channel_shared`, else (C,), initially 1.
+    With u = x / norm, dscale = sum of u * dy and dx = scale * (dy - u * sum of u * dy) / norm. As in SSD's Caffe, the
+    inner sum leaves out the scale: dx is the derivative only if all channels have the same scale.
+
+    Raises:
+        ShapeError: the bottom has fewer than two or more than four axes, or C differs from the scale's size.
     """
 
     _shape: tuple[int, ...] | None = None
@@ -75,7 +78,7 @@ class NormalizeLayer(Layer):
         self._norm, self._inner = (self.scratch(name, self._rows[:1]) for name in ("norm", "inner"))
 
     def _by_rows(self, image: Array) -> Array:
-        """An array of images as (rows, elements that are added up)."""
+        """Return `image` as (rows, elements of one norm)."""
         flatten = flatten_samples if self.param.norm_param.across_spatial else flatten_pixels
         return flatten(self.backend, image)
 
@@ -87,7 +90,7 @@ class NormalizeLayer(Layer):
         backend, norm, unit = self.backend, self._norm.array, self._unit.array
         x = self._by_rows(self._x.load(bottom[0].data))
         backend.reduce(squared, (x,), (norm,), 0)
-        backend.apply(length, (norm, max(self.param.norm_param.eps, SMALLEST)), (norm,))
+        backend.apply(length, (norm, max(self.param.norm_param.eps, FLT_MIN)), (norm,))
         backend.apply(over, (x, norm), (self._by_rows(unit),), 0)
         self._apply_scale(unit, self._y.target(top[0].data))
         self._y.store(top[0].data)

@@ -1,4 +1,4 @@
-"""Scale and Bias: factors and terms for some of the axes, learned or from a second bottom."""
+"""Scale and Bias: broadcast factors and terms, learned or from a second bottom."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from caffepy.proto import caffe_pb2
 
 
 class BroadcastLayer(Layer):
-    """A layer that combines its bottom with an operand which has some of the bottom's axes, from `axis` on.
+    """A layer that broadcasts an operand over its bottom: the operand has some of the bottom's axes, from `axis` on.
 
-    The operand is the second bottom, or parameter 0 with the bottom's `num_axes` axes (-1: all from `axis` on).
+    The operand is the second bottom, or parameter 0 with the shape of `num_axes` axes of the bottom (-1: all axes from
+    `axis` on).
     """
 
     supports_half = True
@@ -34,62 +35,68 @@ class BroadcastLayer(Layer):
 
     @property
     def axis(self) -> int:
-        """The first axis that the operand stands for."""
+        """The bottom's axis that corresponds to axis 0 of the operand."""
         return self._axis
 
     def add_operand(self, shape: tuple[int, ...], axis: int, num_axes: int, filler: caffe_pb2.FillerParameter) -> None:
-        """Make the next parameter, for `num_axes` axes of a bottom of this shape."""
+        """Make the next parameter, with the shape of `num_axes` axes of a bottom of this shape."""
         end = len(shape) if num_axes == -1 else axis + num_axes
         if num_axes < -1 or end > len(shape):
             raise self.error(f"num_axes {num_axes} from axis {axis} on goes past the bottom's {len(shape)} axes")
         self.add_parameter(shape[axis:end], filler)
 
     def operand(self, bottom: Blobs) -> Blob:
-        """The blob that the bottom is combined with."""
+        """Return the second bottom, or parameter 0."""
         return bottom[1] if len(bottom) > 1 else self.blobs[0]
 
-    def place_operand(self, operand: Blob, bottom: Blobs, axis: int) -> None:
-        """Find the axes that the operand stands for, and check them.
+    def align_operand(self, operand: Blob, bottom: Blobs, axis: int) -> None:
+        """Align the operand with the bottom's axes from `axis` on.
 
         Raises:
-            ShapeError: they have other sizes.
+            ShapeError: the sizes of the axes differ.
         """
         shape = bottom[0].shape
         self._axis = bottom[0].axis(axis, self.where) if operand.shape else 0
-        fitting = shape[self._axis : self._axis + len(operand.shape)]
-        if operand.shape != fitting:
+        if operand.shape != shape[self._axis : self._axis + len(operand.shape)]:
             raise self.shape_error(
                 f"'{operand.name}' must have the shape of the bottom's axes from {self._axis} on", bottom[0], operand
             )
-        self._whole = operand.shape == shape
+        self._same_shape = operand.shape == shape
         """Whether the operand has all of the bottom's axes."""
 
     def combine(self, by_channel: Expression, by_element: Expression, inputs: Sequence[Array], output: Array) -> None:
-        """output = formula(inputs), where all inputs but the first have the operand's axes."""
-        self.backend.apply(by_element if self._whole else by_channel, inputs, (output,), self._axis)
+        """output = formula(inputs), where the first input has the bottom's axes and the others the operand's."""
+        self.backend.apply(by_element if self._same_shape else by_channel, inputs, (output,), self._axis)
 
-    def put_sum(self, terms: tuple[Array, ...], output: Array, accumulate: bool) -> None:
-        """output (+)= the sum, over the axes that the operand has not, of the product of one or two terms."""
+    def reduce_product(self, terms: tuple[Array, ...], output: Array, accumulate: bool) -> None:
+        """output (+)= the product of one or two terms, summed over the axes that the operand lacks."""
         formula = product if len(terms) == 2 else identity
-        if not self._whole:
+        if not self._same_shape:
             self.backend.reduce(formula, terms, (output,), self._axis, accumulate)
         elif not accumulate:
             self.backend.apply(formula, terms, (output,))
         else:
             self.backend.apply(product_plus if len(terms) == 2 else total, (*terms, output), (output,))
 
-    def put_operand_gradient(self, terms: tuple[Array, ...], propagate_down: list[bool], bottom: Blobs) -> None:
-        """The operand's gradient, where it is wanted."""
+    def compute_operand_gradient(self, terms: tuple[Array, ...], propagate_down: list[bool], bottom: Blobs) -> None:
+        """Compute the operand's gradient, the reduced product of `terms`, if it is needed."""
         if len(bottom) > 1:
             if propagate_down[1]:
-                self.put_sum(terms, bottom[1].diff, False)
+                self.reduce_product(terms, bottom[1].diff, False)
         elif self.propagate_to_params[0]:
-            self.put_sum(terms, self.blobs[0].diff, self.accumulate(0))
+            self.reduce_product(terms, self.blobs[0].diff, self.accumulate(0))
 
 
 @register_layer("Bias")
 class BiasLayer(BroadcastLayer):
-    """y = x + bias (Caffe's `bias_layer.cpp`). The parameter starts at 0."""
+    """y = x + bias (Caffe's `bias_layer.cpp`).
+
+    The bias is the second bottom, or a parameter with the shape of `num_axes` axes of x from `axis` on, initially 0.
+
+    Raises:
+        ConfigError: num_axes goes past the bottom's axes.
+        ShapeError: the bias does not have the shape of the bottom's axes.
+    """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.bias_param
@@ -98,14 +105,14 @@ class BiasLayer(BroadcastLayer):
             self.add_operand(bottom[0].shape, axis, param.num_axes, param.filler)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        self.place_operand(self.operand(bottom), bottom, self.param.bias_param.axis)
+        self.align_operand(self.operand(bottom), bottom, self.param.bias_param.axis)
         top[0].reshape(bottom[0].shape)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         self.combine(total_with_channel, total, (bottom[0].data, self.operand(bottom).data), top[0].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        self.put_operand_gradient((top[0].diff,), propagate_down, bottom)
+        self.compute_operand_gradient((top[0].diff,), propagate_down, bottom)
         if propagate_down[0] and bottom[0] is not top[0]:
             self.backend.copy(top[0].diff, bottom[0].diff)
 
@@ -122,10 +129,15 @@ def gradients(x: Each, dy: Each) -> tuple[Each, Each]:
 
 @register_layer("Scale")
 class ScaleLayer(BroadcastLayer):
-    """y = x * scale, + bias if `bias_term` (Caffe's `scale_layer.cpp`).
+    """y = x * scale, + bias with `bias_term` (Caffe's `scale_layer.cpp`).
 
-    Parameters: the scale, starting at 1, unless it is the second bottom; then the bias, of the scale's shape, starting
-    at 0. In place, the bottom's data are kept for the scale's gradient.
+    Parameters: the scale, initially 1, with the shape of `num_axes` axes of x from `axis` on, unless it is the second
+    bottom; with `bias_term` the bias, of the scale's shape, initially 0. In place, the layer saves the bottom's data
+    for the scale's gradient.
+
+    Raises:
+        ConfigError: num_axes goes past the bottom's axes.
+        ShapeError: the scale does not have the shape of the bottom's axes.
     """
 
     _saved_bottom: ScratchBuffer | None = None
@@ -142,10 +154,10 @@ class ScaleLayer(BroadcastLayer):
             self.add_operand(bottom[0].shape, axis if num_axes else 0, num_axes, param.bias_filler)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        for operand in (*self.blobs[-1:], self.operand(bottom)):  # the bias, which has a parameter's shape of its own
-            self.place_operand(operand, bottom, self.param.scale_param.axis)
+        for operand in (*self.blobs[-1:], self.operand(bottom)):  # the bias, and the scale
+            self.align_operand(operand, bottom, self.param.scale_param.axis)
         top[0].reshape(bottom[0].shape)
-        self._saved_bottom = self.scratch("kept", bottom[0].shape, self.dtype) if bottom[0] is top[0] else None
+        self._saved_bottom = self.scratch("saved bottom", bottom[0].shape, self.dtype) if bottom[0] is top[0] else None
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         x, y, scale = bottom[0].data, top[0].data, self.operand(bottom).data
@@ -159,17 +171,17 @@ class ScaleLayer(BroadcastLayer):
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         x = bottom[0].data if self._saved_bottom is None else self._saved_bottom.array
         dy = top[0].diff
-        if not self._both_at_once(x, dy, bottom):
+        if not self._fused_parameter_gradients(x, dy):
             index = len(self.blobs) - 1
             if self.param.scale_param.bias_term and self.propagate_to_params[index]:
-                self.put_sum((dy,), self.blobs[index].diff, self.accumulate(index))
-            self.put_operand_gradient((x, dy), propagate_down, bottom)
+                self.reduce_product((dy,), self.blobs[index].diff, self.accumulate(index))
+            self.compute_operand_gradient((x, dy), propagate_down, bottom)
         if propagate_down[0]:
             self.combine(product_with_channel, product, (dy, self.operand(bottom).data), bottom[0].diff)
 
-    def _both_at_once(self, x: Array, dy: Array, bottom: Blobs) -> bool:
-        """The gradients of both parameters in one pass, in the common case; whether that was it."""
-        if len(self.blobs) < 2 or self._whole or not all(self.propagate_to_params):
+    def _fused_parameter_gradients(self, x: Array, dy: Array) -> bool:
+        """Compute the gradients of scale and bias in one pass over the data, if that is possible; return whether."""
+        if len(self.blobs) < 2 or self._same_shape or not all(self.propagate_to_params):
             return False
         scale, bias = self.blobs
         if scale.gradient_started != bias.gradient_started or scale.gradient_owner is bias.gradient_owner:

@@ -1,4 +1,1 @@
-"""Layers that a user wrote in Python: the layer type, the blobs that it hands out, and how its class is found.
-
-Nothing outside imports it; types register themselves.
-"""
+"""The Python layer type: loading of the user's class, and the host blobs that its methods receive."""

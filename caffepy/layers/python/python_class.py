@@ -1,4 +1,4 @@
-"""Finding and making a user's class for a Python layer; errors that name the user's file and line."""
+"""Loading of a user's class for a Python layer, and errors that name the user's file and line."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from weakref import WeakValueDictionary
 
 from caffepy.errors import CaffepyError, ConfigError, RunError
 
-METHODS = ("setup", "reshape", "forward", "backward")
+REQUIRED_METHODS = ("setup", "reshape", "forward")
 
-_importing = threading.RLock()
+_lock = threading.RLock()
+"""Guards imports and `_shared`: the devices of a process build their nets at the same time."""
 
 
 class UserCodeError(CaffepyError):
-    """A user's own Python code raised; what it raised is the cause."""
+    """An exception in a user's Python code. The original exception is the cause."""
 
 
 class _SetupError(UserCodeError, ConfigError):
@@ -32,7 +33,7 @@ class _PassError(UserCodeError, RunError):
 
 
 class PythonObject:
-    """A user's object and the lock by which the devices that share it take turns."""
+    """A user's object, and the lock that serialises the devices that share it."""
 
     def __init__(self, instance: Any) -> None:
         self.instance = instance
@@ -43,26 +44,26 @@ _shared: WeakValueDictionary[tuple[Any, ...], PythonObject] = WeakValueDictionar
 
 
 def find_class(module_name: str, class_name: str, resolve: Callable[[str], Path], where: str) -> Any:
-    """The class of that name; the module is looked for in sys.path, then beside the prototxt.
+    """Import the module from sys.path or from the prototxt's folder, and return the class.
 
     Args:
-        module_name: as Python imports it.
+        module_name: dotted name of the module.
         class_name: in that module.
-        resolve: turns a relative path into one that exists.
+        resolve: turns a relative path into an existing one.
         where: the layer, for messages.
 
     Raises:
-        ConfigError: there is no such module or class, it cannot be imported, or it lacks methods.
+        ConfigError: the module or the class does not exist, the import fails, or the class lacks methods.
     """
-    with _importing:
+    with _lock:
         module = _import(module_name, resolve, where)
-    found = getattr(module, class_name, None)
-    if found is None:
+    cls = getattr(module, class_name, None)
+    if cls is None:
         raise ConfigError(f"{where}: module '{module_name}' ({module.__file__}) has no class '{class_name}'")
-    missing = [name for name in METHODS[:-1] if not callable(getattr(found, name, None))]
+    missing = [name for name in REQUIRED_METHODS if not callable(getattr(cls, name, None))]
     if missing:
         raise ConfigError(f"{where}: class '{class_name}' of {module.__file__} lacks {', '.join(missing)}")
-    return found
+    return cls
 
 
 def _import(name: str, resolve: Callable[[str], Path], where: str) -> Any:
@@ -71,47 +72,47 @@ def _import(name: str, resolve: Callable[[str], Path], where: str) -> Any:
     except ModuleNotFoundError as error:
         beside = resolve(name.replace(".", "/") + ".py")
         if error.name not in (name, name.split(".")[0]):
-            raise _not_importable(name, error, where) from error
+            raise _import_error(name, error, where) from error
         if not beside.is_file():
             raise ConfigError(
                 f"{where}: no module '{name}' on PYTHONPATH, in the working directory or beside the prototxt; add its "
                 "folder to PYTHONPATH"
             ) from None
     except Exception as error:
-        raise _not_importable(name, error, where) from error
+        raise _import_error(name, error, where) from error
     sys.path.append(str(beside.resolve().parents[name.count(".")]))
     importlib.invalidate_caches()
     try:
         return importlib.import_module(name)
     except Exception as error:
-        raise _not_importable(name, error, where) from error
+        raise _import_error(name, error, where) from error
 
 
-def _not_importable(name: str, error: Exception, where: str) -> ConfigError:
+def _import_error(name: str, error: Exception, where: str) -> ConfigError:
     if isinstance(error, ModuleNotFoundError) and error.name == "caffe":
         return ConfigError(
-            f"{where}: module '{name}' imports caffe, which is not installed; import caffepy.as_caffe before it, which "
-            "makes 'import caffe' give caffepy's"
+            f"{where}: module '{name}' imports caffe, which is not installed; import caffepy.as_caffe before it: it "
+            "registers caffepy.pycaffe as 'caffe'"
         )
     return ConfigError(f"{where}: cannot import module '{name}': {describe(error)}")
 
 
 def describe(error: BaseException, file: str = "") -> str:
-    """An error in one line: the user's file and line, then what was raised."""
+    """Return an exception as one line: file, line, type and message. Prefer the last frame in `file`."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == file] or frames
+    user_frames = [frame for frame in frames if frame.filename == file] or frames
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
-    return f"{own[-1].filename}:{own[-1].lineno}: {type(error).__name__}: {error}"
+    return f"{user_frames[-1].filename}:{user_frames[-1].lineno}: {type(error).__name__}: {error}"
 
 
 @contextmanager
 def user_errors(method: str, instance: Any, where: str) -> Iterator[None]:
-    """Give errors of a user's method one line with the layer, the file and the line.
+    """Turn an exception in a user's method into one line with the layer, the file and the line.
 
     Raises:
-        ConfigError: `setup` or `reshape` raised.
-        RunError: another method did.
+        ConfigError: `setup` or `reshape` raised an exception.
+        RunError: another method raised an exception.
     """
     try:
         yield
@@ -123,21 +124,21 @@ def user_errors(method: str, instance: Any, where: str) -> Iterator[None]:
         raise (_SetupError if method in ("setup", "reshape") else _PassError)(message) from error
 
 
-def make_object(made_of: Any, key: tuple[Any, ...] | None, where: str) -> PythonObject:
-    """An object of a user's class: a new one, or with a `key` the one that all layers of that key share.
+def make_object(cls: Any, key: tuple[Any, ...] | None, where: str) -> PythonObject:
+    """Return a new object of a user's class, or with a `key` the object that all layers of that key share.
 
     Raises:
-        ConfigError: it cannot be made without arguments.
+        ConfigError: the constructor raised an exception.
     """
 
     def make() -> PythonObject:
-        with user_errors("setup", made_of, where):
-            return PythonObject(made_of())
+        with user_errors("setup", cls, where):
+            return PythonObject(cls())
 
     if key is None:
         return make()
-    with _importing:
-        found = _shared.get(key)
-        if found is None:
-            found = _shared[key] = make()
-        return found
+    with _lock:
+        shared = _shared.get(key)
+        if shared is None:
+            shared = _shared[key] = make()
+        return shared

@@ -1,7 +1,7 @@
-"""Layers that users write in Python: `python_param { module layer param_str share_in_parallel }`.
+"""The layer type Python, which calls a user's class: `python_param { module layer param_str share_in_parallel }`.
 
-The user's class has the methods of pycaffe's `caffe.Layer`: setup, reshape, forward and backward. It sees blobs as
-NumPy arrays on the host, as pycaffe's `Blob` has them.
+The class has the methods of pycaffe's `caffe.Layer`: setup, reshape, forward and backward. They receive blobs whose
+data and diff are NumPy arrays on the host.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from caffepy.proto import caffe_pb2
 
 
 class PythonLayerBase:
-    """What a user's class may derive from; any class with these methods will do.
+    """Optional base class of a user's class. Any class with these methods is accepted.
 
-    Before each call a layer sets `param_str`, `phase` (0: training, 1: testing), `blobs` (the parameters; `add_blob`
-    makes one of a shape), `rank` and `world_size` (the device among those that train together). bottom and top are
-    lists of blobs with `data` and `diff`, NumPy arrays that are to be written in place (`top[0].data[...] = …`),
-    `shape`, `num`, `channels`, `height`, `width`, `count` and `reshape(*shape)`.
+    The layer sets these attributes before each call: `param_str`, `phase` (0: TRAIN, 1: TEST), `blobs` (the parameters;
+    `add_blob(*shape)` makes one), `rank` and `world_size` (of this device in training). bottom and top are lists of
+    blobs with `shape`, `num`, `channels`, `height`, `width`, `count`, `reshape(*shape)`, and the NumPy arrays `data`
+    and `diff`, which are written in place (`top[0].data[...] = …`).
     """
 
     type: ClassVar[str] = "Python"
@@ -35,10 +35,10 @@ class PythonLayerBase:
     world_size: int
 
     def setup(self, bottom: Sequence[HostBlob], top: Sequence[HostBlob]) -> None:
-        """Read `param_str`, check the blobs, make parameters. Called once."""
+        """Read `param_str`, check the blobs and make parameters. Called once."""
 
     def reshape(self, bottom: Sequence[HostBlob], top: Sequence[HostBlob]) -> None:
-        """Give the tops their shapes. Called before every forward pass."""
+        """Set the tops' shapes. Called before every forward pass."""
         raise NotImplementedError
 
     def forward(self, bottom: Sequence[HostBlob], top: Sequence[HostBlob]) -> None:
@@ -52,23 +52,27 @@ class PythonLayerBase:
 
 @register_layer("Python")
 class PythonLayer(Layer):
-    """Calls a user's object (Caffe's `python_layer.hpp`).
+    """Calls the methods of a user's object (Caffe's `python_layer.hpp`).
 
-    Data of bottoms and parameters are fetched from the device when the object reads them; tops' data, and after
-    `backward` the diffs of bottoms and parameters, are copied back. What the object writes to a bottom's diff in
-    `forward` is still there in `backward`. Every device has an object of its own. With `share_in_parallel` the devices
-    of a process that train together take turns with one, whose `setup` each of them calls.
+    Data of bottoms and parameters are copied to the host when the object reads them. Data of tops are copied to the
+    device after `forward`, diffs of bottoms and parameters after `backward`. A bottom's diff that the object writes in
+    `forward` keeps its values until `backward`. Each device has its own object. With `share_in_parallel` the training
+    devices of a process share one object: they call it in turns, and each of them calls its `setup`.
+
+    Raises:
+        ConfigError: module or class cannot be loaded, or `setup` or `reshape` raised an exception.
+        RunError: `forward` or `backward` raised an exception.
     """
 
     bottoms = (0, None)
     tops = (0, None)
     changes_shapes: ClassVar[bool] = True
-    """Whether each forward pass sets the tops' shapes: `reshape` may look at data."""
+    """`reshape` may read the bottoms' data."""
     may_keep_shapes = True
 
     _object: PythonObject
     blobs_between_calls: Any = None
-    """What the user's object has as `blobs` while none of its methods runs; None: what the methods have."""
+    """The value of the object's attribute `blobs` between calls of its methods (pycaffe); None: as in its methods."""
 
     @property
     def instance(self) -> Any:
@@ -79,23 +83,19 @@ class PythonLayer(Layer):
         param = self.param.python_param
         if not param.module or not param.layer:
             raise self.error("python_param needs module and layer")
-        found = find_class(param.module, param.layer, self.context.resolve, self.where)
+        cls = find_class(param.module, param.layer, self.context.resolve, self.where)
         shared = param.share_in_parallel and self.context.shard.training
-        self._object = make_object(found, self._key(found) if shared else None, self.where)
+        self._object = make_object(cls, self._key(cls) if shared else None, self.where)
         self._blobs: dict[Blob, HostBlob] = {}
         self._parameters = ParameterBlobs(self._make_parameter)
         self._call("setup", self._hosts(bottom), self._hosts(top))
         for blob in self._parameters:
-            blob.put("data")
+            blob.upload("data")
 
-    def _key(self, found: Any) -> tuple[Any, ...]:
-        """The same for this layer of this net on all devices that train together in this process, and for no other."""
+    def _key(self, cls: Any) -> tuple[Any, ...]:
+        """Return the key that the replicas of this layer on the training devices of this process have in common."""
         training, number = self.context.shard.training, self.context.net_number
-        return (found, training, number, self.random_name, self.param.python_param.param_str, self.backend.holds_values)
-
-    @property
-    def _where(self) -> str:
-        return f"layer '{self.name}' (Python)"
+        return (cls, training, number, self.random_name, self.param.python_param.param_str, self.backend.holds_values)
 
     def _make_parameter(self, shape: tuple[int, ...]) -> Blob:
         return self.add_parameter(shape, caffe_pb2.FillerParameter(value=0))
@@ -107,12 +107,12 @@ class PythonLayer(Layer):
         return [self._blobs[blob] for blob in blobs]
 
     def _call(self, method: str, *arguments: Any) -> None:
-        """Call a method of the user's object while no other device does."""
+        """Call a method of the user's object under its lock."""
         with self._object.lock, user_errors(method, self._object.instance, self.where):
             instance = self._object.instance
             instance.param_str, instance.phase = self.param.python_param.param_str, int(self.context.phase)
             for host, blob in zip(self._parameters, self.blobs, strict=True):
-                host.blob = blob  # that of an earlier layer, where the net shares it by name after `setup`
+                host.blob = blob  # after `setup` the net may replace it by a parameter shared by name
             instance.blobs = self._parameters
             instance.rank, instance.world_size = self.context.shard.rank, self.context.shard.world_size
             try:
@@ -123,48 +123,47 @@ class PythonLayer(Layer):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         for host in self._hosts(bottom):
-            host.expect("data")
+            host.invalidate("data")
         self._call("reshape", self._hosts(bottom), self._hosts(top))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         if not self.backend.holds_values:
-            self._note([blob.data for blob in bottom], [blob.data for blob in top])
+            self._trace([blob.data for blob in bottom], [blob.data for blob in top])
             return
         bottoms, tops = self._hosts(bottom), self._hosts(top)
         for host in tops:
-            host.expect(own="data")
-        for host in bottoms:
-            host.expect("data", own="diff")
-        for host in self._parameters:
-            host.expect("data", own="diff")
+            host.mark_current("data")
+        for host in (*bottoms, *self._parameters):
+            host.invalidate("data")
+            host.mark_current("diff")
         self._call("reshape", bottoms, tops)
         self._call("forward", bottoms, tops)
         for host in tops:
-            host.put("data")
+            host.upload("data")
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         wanted = [blob for blob, down in zip(bottom, propagate_down, strict=True) if down]
         if not self.backend.holds_values:
             read = [array for blob in top for array in (blob.data, blob.diff)] + [blob.data for blob in bottom]
-            self._note(read, [blob.diff for blob in wanted])
+            self._trace(read, [blob.diff for blob in wanted])
             return
         tops, bottoms = self._hosts(top), self._hosts(bottom)
         for host in tops:
-            host.expect("diff")
+            host.invalidate("diff")
         for index, host in enumerate(self._parameters):
             if self.accumulate(index):
-                host.expect("diff")
+                host.invalidate("diff")
             else:
-                host.clear("diff")
+                host.clear_diff()
         self._call("backward", tops, list(propagate_down), bottoms)
         for host in self._hosts(wanted):
-            host.put("diff")
+            host.upload("diff")
         for host, learned in zip(self._parameters, self.propagate_to_params, strict=True):
             if learned:
-                host.put("diff")
+                host.upload("diff")
 
-    def _note(self, read: list[Any], written: list[Any]) -> None:
-        """Tell a backend that computes nothing what the object may read and write."""
+    def _trace(self, read: list[Any], written: list[Any]) -> None:
+        """Report the reads and writes of the object to a backend without values (memory planning)."""
         for array in read:
             self.backend.to_host(array)
         for array in written:
@@ -181,30 +180,28 @@ class PythonLayer(Layer):
 
 
 class HostBlob(FourAxes):
-    """A blob's values and derivatives as C-contiguous float32 arrays on the host.
+    """A blob's data and diff as C-contiguous float32 arrays on the host.
 
-    Values are copied from the device when they are first asked for in a pass. The arrays stay the layer's own between
-    passes; the layer copies back what the user's method is to have written.
+    They are copied from the device at the first access in a pass. The layer copies the arrays that the user's method
+    writes back to the device.
 
     Args:
-        blob: the net's.
+        blob: of the net.
     """
 
     def __init__(self, blob: Blob) -> None:
         self.blob = blob
         self._arrays: dict[str, Any] = {}
         self._current: set[str] = set()
-        """The parts that need not be fetched before they are read."""
+        """Names of the arrays that are up to date on the host."""
 
     @property
     def data(self) -> Any:
-        """The values."""
-        return self._part("data")
+        return self._array("data")
 
     @property
     def diff(self) -> Any:
-        """The derivatives."""
-        return self._part("diff")
+        return self._array("diff")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -215,10 +212,10 @@ class HostBlob(FourAxes):
         return self.blob.count
 
     def reshape(self, *shape: int) -> None:
-        """Give the blob another shape; without arguments a single number."""
+        """Set the blob's shape; without arguments the blob is a scalar."""
         self.blob.reshape(tuple(shape))
 
-    def _part(self, name: str) -> Any:
+    def _array(self, name: str) -> Any:
         array = self._arrays.get(name)
         if array is None or array.shape != self.blob.shape:
             array = self._arrays[name] = np.zeros(self.blob.shape, np.float32)
@@ -228,28 +225,30 @@ class HostBlob(FourAxes):
             array[...] = blob.backend.to_host(blob.data if name == "data" else blob.diff)
         return array
 
-    # -- for the layer -------------------------------------------------------------------------------
+    # -- used by the layer ---------------------------------------------------------------------------
 
-    def expect(self, fetched: str = "", own: str = "") -> None:
-        """Say what the next method of the user reads: part `fetched` comes from the device, `own` is the host's."""
-        self._current.discard(fetched)
-        if own:
-            self._current.add(own)
+    def invalidate(self, name: str) -> None:
+        """Copy the array `name` from the device at its next access."""
+        self._current.discard(name)
 
-    def clear(self, name: str) -> None:
-        """Let a part begin at 0."""
+    def mark_current(self, name: str) -> None:
+        """Use the host's array `name` at the next access, without a copy from the device."""
         self._current.add(name)
-        self._part(name)[...] = 0
 
-    def put(self, name: str) -> None:
-        """Copy a part to the device."""
+    def clear_diff(self) -> None:
+        """Fill the host's diff with zeros."""
+        self._current.add("diff")
+        self._array("diff")[...] = 0
+
+    def upload(self, name: str) -> None:
+        """Copy the array `name` to the device."""
         self._current.add(name)
         blob = self.blob
-        blob.backend.from_host(self._part(name), blob.data if name == "data" else blob.diff)
+        blob.backend.from_host(self._array(name), blob.data if name == "data" else blob.diff)
 
 
 class ParameterBlobs(Sequence[HostBlob]):
-    """A user's layer's parameters; `add_blob` makes the next one, as in pycaffe.
+    """The parameters of a user's layer. `add_blob` appends one, as in pycaffe.
 
     Args:
         make: makes a parameter of a shape, filled with zeros.
@@ -260,7 +259,7 @@ class ParameterBlobs(Sequence[HostBlob]):
         self._blobs: list[HostBlob] = []
 
     def add_blob(self, *shape: int) -> HostBlob:
-        """Make the next parameter, filled with zeros; only in `setup`."""
+        """Make the next parameter, filled with zeros. Call it in `setup` only."""
         assert math.prod(shape) >= 0
         self._blobs.append(HostBlob(self._make(tuple(int(size) for size in shape))))
         return self._blobs[-1]

@@ -59,7 +59,7 @@ def test_memory_is_shared_where_its_order_allows(backend):
     [
         ("shape { dim: 5 }", ShapeError, r"16 elements cannot take the shape 5 \('a' is 2 8 \(16\)\)"),
         ("shape { dim: 3 dim: -1 }", ShapeError, "16 elements cannot take the shape 3 -1"),
-        ("shape { dim: 0 dim: 8 dim: 0 }", ShapeError, "shape 0 8 0 keeps axis 2, which is not there"),
+        ("shape { dim: 0 dim: 8 dim: 0 }", ShapeError, "shape 0 8 0 .*axis 2"),
         ("shape { dim: -1 dim: -1 }", ConfigError, "may hold one -1"),
         ("shape { dim: 16 } axis: 3", ShapeError, "axis 3 and num_axes -1 go past"),
         ("shape { dim: 16 } num_axes: 3", ShapeError, "axis 0 and num_axes 3 go past"),

@@ -27,7 +27,7 @@ def test_batch_reindex_names_what_is_not_there(backend, index):
     runner = Runner("type: 'BatchReindex'", [gaussian((4, 2)), np.array(index, np.float32)], backend)
     runner.forward()
     with backend_named(backend).activate():
-        with pytest.raises(DataError, match=r"layer 'L' \(BatchReindex\): entry 1 of 'b' names no sample of 'a'"):
+        with pytest.raises(DataError, match=r"layer 'L' \(BatchReindex\): entry 1 of 'b' .* of 'a'"):
             runner.layer.raise_device_errors()
         runner.layer.raise_device_errors()
 
@@ -74,7 +74,7 @@ def test_filter_changes_shapes_and_is_not_captured(backend):
             np.testing.assert_allclose(net.blobs["i"].host_data(), wanted, rtol=1e-5, atol=1e-6)
         blockers = dict(zip([node.layer.name for node in net.schedule], capture_blockers(net.schedule), strict=True))
     assert blockers["a"] is None
-    assert "known only to the host" in str(blockers["f"])
+    assert "number of samples" in str(blockers["f"])
     assert blockers["i"] == "the shapes change from pass to pass behind layer 'f'"
 
 
