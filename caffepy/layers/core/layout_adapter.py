@@ -100,7 +100,7 @@ class ZeroPadded:
     def load(self, array: Array) -> Array:
         """Return the elements of `array` with the zeros. A later `load` overwrites the buffer."""
         if not self._is_same:
-            self._backend.copy(array, self._own)
+            self._backend.copy(array, self._unpadded)
         return self.target(array)
 
     def target(self, array: Array) -> Array:

@@ -133,7 +133,7 @@ class MultiBoxLossLayer(LossLayer):
             self._device_loss.forward(locations, scores, priors, objects, self._totals, self._problem.array)
         else:
             self._forward_on_host(bottom)
-        self.put_loss(self._sum, self._count, self._divisor, top[0].data)
+        self.write_loss(self._sum, self._count, self._divisor, top[0].data)
 
     def _forward_on_host(self, bottom: Blobs) -> None:
         values = [self.backend.to_host(blob.data) for blob in bottom]
@@ -153,7 +153,7 @@ class MultiBoxLossLayer(LossLayer):
                 self.backend.apply(over_matches, (blob.diff, self._count, self.scale()), (blob.diff,), 0)
             else:
                 self.backend.apply(scaled, (blob.diff, self.scale()), (blob.diff,))
-            self.finish(top, blob.diff)
+            self.apply_top_gradient(top, blob.diff)
 
     def _put_gradient(self, index: int, bottom: Blobs) -> None:
         """The gradient of a bottom, not divided by anything."""

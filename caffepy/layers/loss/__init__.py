@@ -1,1 +1,1 @@
-"""Losses and Accuracy. Found by name. layers/detection imports its base."""
+"""Losses and Accuracy."""

@@ -1,4 +1,4 @@
-"""Accuracy: how often the label is among the best-scored classes."""
+"""Accuracy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import numpy as np
 from caffepy.backend import Array, Channel, Each, Scalar, expression
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.core.labels import Labels
+from caffepy.layers.loss.base import NO_IGNORED_LABEL
 
 
 @expression
@@ -31,17 +32,18 @@ def without_ignored(label: Each, ignored: Scalar) -> Each:
     return 0.0 if label == ignored else label
 
 
-NONE_IGNORED = -1e30
-"""The ignored label where the prototxt has none: no label has this value."""
-
-
 @register_layer("Accuracy")
 class AccuracyLayer(Layer):
-    """The share of labels that are among the `top_k` best classes (Caffe's `accuracy_layer.cpp`, BVLC 1.0).
+    """The fraction of labels among the `top_k` highest scores (Caffe's `accuracy_layer.cpp`, BVLC 1.0).
 
-    A label counts as right if fewer than top_k other classes score at least as high, so ties count against it; in
-    NVIDIA's dialect those of a higher number alone do. A second
-    top, of shape (classes,), gets the share for each class, 0 for a class without labels. `ignore_label` is left out.
+    Shapes: scores (N, C, ...) with classes along `axis`, one label for each position, top (). A label is a hit if fewer
+    than top_k other classes score at least as high, so that ties count against it. In NVIDIA's dialect only ties with
+    classes of a higher index count. A second top (C,) holds the accuracy of each class, 0 for a class without labels.
+    Labels equal to `ignore_label` are not counted.
+
+    Raises:
+        ShapeError: top_k exceeds the number of classes, or the number of labels is not the number of positions.
+        DataError: a label is outside the classes.
     """
 
     bottoms = (2, 2)
@@ -54,7 +56,7 @@ class AccuracyLayer(Layer):
         param = self.param.accuracy_param
         self._labels = Labels(self)
         self._hits, self._count = self.backend.zeros(()), self.backend.zeros(())
-        self._ignored = float(param.ignore_label) if param.HasField("ignore_label") else NONE_IGNORED
+        self._ignored = float(param.ignore_label) if param.HasField("ignore_label") else NO_IGNORED_LABEL
         self._top_k = float(param.top_k)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -80,7 +82,7 @@ class AccuracyLayer(Layer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         backend, labels = self.backend, self._labels.load()
-        # Ignored labels may lie outside the classes (255 in segmentation), which is no fault of theirs.
+        # The ignored label may be outside the classes (255 in segmentation), which is not an error.
         backend.apply(without_ignored, (labels, self._ignored), (self._safe_labels,))
         ranked = (bottom[0].data, self._safe_labels, self._ranks, self._labels.bad_index, self._axis)
         backend.label_ranks(*ranked, self.context.nvidia)

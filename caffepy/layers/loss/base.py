@@ -1,4 +1,4 @@
-"""The base classes of losses, layers whose first top is a number to be minimised (Caffe's `loss_layer.hpp`)."""
+"""The base classes of losses (Caffe's `loss_layer.hpp`)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,26 @@ from caffepy.proto import caffe_pb2
 
 _Parameter = caffe_pb2.LossParameter
 
+LOG_THRESHOLD = 1e-20
+"""The smallest probability whose logarithm is computed: Caffe's kLOG_THRESHOLD."""
+
+NO_IGNORED_LABEL = -1e30
+"""Stands for a missing `ignore_label` in formulas: no label has this value."""
+
 
 @expression
-def over_count(total: Each, count: Each, devices: Scalar) -> Each:
+def divided_by_count(total: Each, count: Each, devices: Scalar) -> Each:
     return total * devices / max(count, 1.0)
 
 
 class LossLayer(Layer):
-    """A layer that compares bottom 0 with bottom 1 and gives one number, of shape ().
+    """A layer that compares bottoms 0 and 1, (N, …) each, and computes a scalar loss of shape ().
 
-    Losses and gradients of devices that train together are averaged, so that each device's are made such that the
-    average is what one device with the whole batch has.
+    Training averages losses and gradients over devices. Each device scales its own such that the average equals the
+    result of one device with the whole batch.
+
+    Raises:
+        ShapeError: the bottoms differ in N.
     """
 
     bottoms = (2, 2)
@@ -32,7 +41,7 @@ class LossLayer(Layer):
         self.refuse_in_place(bottom, top)
 
     _divisor: float | None = 1.0
-    """What `divisor` said of the present shapes."""
+    """The result of `divisor` for the current shapes."""
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         for blob in bottom[:2]:
@@ -43,48 +52,49 @@ class LossLayer(Layer):
         top[0].reshape(())
 
     @property
-    def _is_weighted(self) -> bool:
-        """Whether the first top's gradient begins as its loss weight: not where a layer above writes that gradient.
+    def _starts_gradient(self) -> bool:
+        """Whether backpropagation starts at the first top: it has a loss weight and no later layer writes its diff.
 
-        Then the unwritten weight 1 counts in the loss that is reported, but not in the gradient, as in Caffe.
+        If a later layer writes the gradient, the default weight 1 counts in the reported loss but not in the gradient,
+        as in Caffe.
         """
         return bool(self.loss_weights and self.loss_weights[0]) and not self.reader_propagates
 
     @property
-    def _knows_weight(self) -> bool:
-        """Whether the first top's gradient is its loss weight, and no program has written another one."""
-        return self._is_weighted and not self.program_writes_diff
+    def _gradient_is_weight(self) -> bool:
+        """Whether the first top's gradient is its loss weight, so that it is known without reading the device."""
+        return self._starts_gradient and not self.program_writes_diff
 
     def weight(self) -> float:
-        """The gradient of the loss by the first top, if it is known beforehand; else 1 (see `finish`)."""
-        return self.loss_weights[0] if self._knows_weight else 1.0
+        """Return the first top's gradient if it is known on the host; else 1, and `apply_top_gradient` multiplies."""
+        return self.loss_weights[0] if self._gradient_is_weight else 1.0
 
-    def finish(self, top: Blobs, dx: Array) -> None:
-        """Multiply a bottom's diff by the first top's, where that is not a loss weight but comes from layers above.
+    def apply_top_gradient(self, top: Blobs, dx: Array) -> None:
+        """Multiply a bottom's diff by the first top's diff unless `weight` did, and by the loss scale.
 
-        The loss scale comes in as well where no layer above has brought it.
+        A gradient that a later layer wrote contains the loss scale already.
         """
-        if not self._knows_weight:
+        if not self._gradient_is_weight:
             self.backend.apply(product_with_channel, (dx, top[0].diff), (dx,), 0)
-        if self._is_weighted and self.context.loss_scale is not None:
+        if self._starts_gradient and self.context.loss_scale is not None:
             self.backend.apply(scaled, (dx, self.context.loss_scale), (dx,))
 
     def normalization(self, default: int) -> int:
-        """The mode that the prototxt chooses by `normalization` or the old `normalize`; `default` where by neither."""
+        """Return the mode of the field `normalization` or of the old `normalize`; `default` if neither is set."""
         param = self.param.loss_param
         if param.HasField("normalize") and not param.HasField("normalization"):
             return _Parameter.VALID if param.normalize else _Parameter.BATCH_SIZE
         return param.normalization if param.HasField("normalization") else default
 
     def divisor(self, default: int, labels: int, batch: int) -> float | None:
-        """What the sum of losses is divided by; None: the number of valid labels, counted on the device.
+        """Return the divisor of the sum of losses; None: the number of valid labels, counted on the device.
 
-        Where nothing is divided (NONE) it is 1 over the devices, since an average over these follows.
+        For the mode NONE it is 1 / devices, because training averages over the devices.
 
         Args:
-            default: the mode where the prototxt has neither `normalization` nor the old `normalize`.
-            labels: losses added up if none is ignored.
-            batch: samples.
+            default: the mode if the prototxt has neither `normalization` nor the old `normalize`.
+            labels: number of labels, ignored ones included.
+            batch: number of samples.
         """
         mode = self.normalization(default)
         if mode == _Parameter.VALID and self.param.loss_param.HasField("ignore_label"):
@@ -103,33 +113,37 @@ class LossLayer(Layer):
         return "it counts labels over all devices through the host"
 
     @property
-    def _counted_devices(self) -> int:
-        """How many devices' labels a count is of."""
+    def _label_devices(self) -> int:
+        """Number of devices whose labels the count includes."""
         return self.context.shard.world_size if self.communicates() else 1
 
     def scale(self) -> float:
-        """The gradient's factor, without what is counted on the device."""
-        return self.weight() * self._counted_devices if self._divisor is None else self.weight() / self._divisor
+        """Return the factor of the gradient, without a divisor that is counted on the device."""
+        return self.weight() * self._label_devices if self._divisor is None else self.weight() / self._divisor
 
-    def put_loss(self, total: Array, count: Array, divisor: float | None, loss: Array) -> None:
-        """loss = total / divisor, or over the count that the device made; that becomes the count of all devices."""
+    def write_loss(self, total: Array, count: Array, divisor: float | None, loss: Array) -> None:
+        """loss = total / divisor. Without a divisor loss = total / count, after an all-reduce of `count`."""
         if divisor is None:
             if self.communicates():
                 assert self.context.all_reduce_sum is not None
                 self.context.all_reduce_sum(count.reshape(1))
-            self.backend.apply(over_count, (total, count, float(self._counted_devices)), (loss,))
+            self.backend.apply(divided_by_count, (total, count, float(self._label_devices)), (loss,))
         else:
             self.backend.apply(scaled, (total, 1 / divisor), (loss,))
 
     @property
     def ignored(self) -> int | None:
-        """The label that is left out."""
+        """The label that the loss ignores, or None."""
         param = self.param.loss_param
         return param.ignore_label if param.HasField("ignore_label") else None
 
 
 class ElementLossLayer(LossLayer):
-    """A loss that compares elements one by one; the second bottom may have another shape of the same count."""
+    """An elementwise loss. The second bottom has the first one's count and may have another shape.
+
+    Raises:
+        ShapeError: the counts differ.
+    """
 
     _shapes: tuple[tuple[int, ...], ...] | None = None
 

@@ -9,7 +9,7 @@ from caffepy.layers.core.base import Blobs, register_layer
 from caffepy.layers.loss.base import LossLayer
 
 MIN_DISTANCE = 1e-4
-"""Added to a distance before something is divided by it."""
+"""Added to a distance before a division by it, as in Caffe."""
 
 
 @expression
@@ -47,10 +47,13 @@ def pair_gradient(a: Each, b: Each, slope: Channel, factor: Scalar) -> Each:
 
 @register_layer("ContrastiveLoss")
 class ContrastiveLossLayer(LossLayer):
-    """loss = sum of (d^2 for similar pairs, max(margin - d, 0)^2 for others) / (2 N), d = |a - b| (Hadsell 2006).
+    """loss = sum of (similar ? d^2 : max(margin - d, 0)^2) / (2 N), d = |a - b| (Hadsell, Chopra and LeCun 2006).
 
-    Shapes: a and b (N, C), similar (N), which is 0 for pairs that differ. `legacy_version` takes max(margin - d^2, 0)
-    for these. Gradients are those of Caffe's `contrastive_loss_layer.cpp`, which adds 1e-4 to the d that it divides by.
+    Shapes: a and b (N, C), similar (N,): 1, or 0 for dissimilar pairs. With `legacy_version` dissimilar pairs have the
+    loss max(margin - d^2, 0). The gradient divides by d + 1e-4 (Caffe's `contrastive_loss_layer.cpp`).
+
+    Raises:
+        ShapeError: the bottoms are not (N, C), (N, C) and (N,).
     """
 
     bottoms = (3, 3)
@@ -67,7 +70,7 @@ class ContrastiveLossLayer(LossLayer):
         self._slopes = self.scratch("slopes", (a.shape[0],))
 
     def _inputs(self, bottom: Blobs) -> tuple[Array, Array, Array]:
-        """a and b as (N, C), similar as (N,)."""
+        """Return a and b as (N, C), similar as (N,)."""
         samples, width = bottom[0].shape[:2]
         a, b = (self.backend.flat(blob.data).reshape(samples, width) for blob in bottom[:2])
         return a, b, self.backend.flat(bottom[2].data).reshape(samples)
@@ -87,9 +90,9 @@ class ContrastiveLossLayer(LossLayer):
         a, b, similar = self._inputs(bottom)
         formula = legacy_pair_slope if param.legacy_version else pair_slope
         self.backend.apply(formula, (self._squares.array, similar, param.margin), (self._slopes.array,))
-        for blob, wanted, sign in zip(bottom, propagate_down[:2], (1, -1), strict=False):
-            if wanted:
+        for blob, needs_gradient, sign in zip(bottom, propagate_down[:2], (1, -1), strict=False):
+            if needs_gradient:
                 dx = self.backend.flat(blob.diff).reshape(a.shape)
                 factor = sign * self.weight() / max(bottom[0].shape[0], 1)
                 self.backend.apply(pair_gradient, (a, b, self._slopes.array, factor), (dx,), 0)
-                self.finish(top, dx)
+                self.apply_top_gradient(top, dx)

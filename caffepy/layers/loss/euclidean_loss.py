@@ -36,9 +36,9 @@ class EuclideanLossLayer(ElementLossLayer):
         factor = self.weight() / max(bottom[0].shape[0], 1)
         if propagate_down[0]:
             self.backend.apply(difference, (a, b, factor), (bottom[0].diff,))
-            self.finish(top, bottom[0].diff)
+            self.apply_top_gradient(top, bottom[0].diff)
         if propagate_down[1]:
             db = self._target_diffs.target(bottom[1].diff)
             self.backend.apply(difference, (a, b, -factor), (db,))
-            self.finish(top, db)
+            self.apply_top_gradient(top, db)
             self._target_diffs.store(bottom[1].diff)

@@ -1,4 +1,4 @@
-"""HingeLoss and MultinomialLogisticLoss: losses of one label a sample, over all elements of the sample."""
+"""HingeLoss and MultinomialLogisticLoss, losses with one label for each sample."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from caffepy.blob import Blob
 from caffepy.layers.core.base import Blobs, register_layer
 from caffepy.layers.core.labels import Labels
 from caffepy.layers.core.layout_adapter import LayoutAdapter
-from caffepy.layers.loss.base import LossLayer
+from caffepy.layers.loss.base import LOG_THRESHOLD, LossLayer
 from caffepy.proto import caffe_pb2
 
 _Norm = caffe_pb2.HingeLossParameter
-
-SMALLEST = 1e-20
-"""The least probability whose logarithm is taken: Caffe's kLOG_THRESHOLD."""
 
 
 @expression
@@ -42,25 +39,28 @@ def squared_hinge_gradient(x: Each, hot: Each, factor: Scalar) -> Each:
 
 
 @expression
-def surprise(x: Each, hot: Each, factor: Scalar) -> Each:
-    return -log(max(x, SMALLEST)) * factor if hot > 0 else 0.0
+def negative_log(x: Each, hot: Each, factor: Scalar) -> Each:
+    return -log(max(x, LOG_THRESHOLD)) * factor if hot > 0 else 0.0
 
 
 @expression
-def surprise_gradient(x: Each, hot: Each, factor: Scalar) -> Each:
-    return -factor / max(x, SMALLEST) if hot > 0 else 0.0
+def negative_log_gradient(x: Each, hot: Each, factor: Scalar) -> Each:
+    return -factor / max(x, LOG_THRESHOLD) if hot > 0 else 0.0
 
 
 class SampleLabelLoss(LossLayer):
-    """loss = the sum of a formula over x (N, …) and the one-hot row of each label, divided by N.
+    """loss = sum of formula(x, one-hot label) / N. Subclasses define `formulas`.
 
-    Subclasses write `formulas`.
+    Shapes: x (N, …), labels (N,), which index the elements of a sample.
+
+    Raises:
+        DataError: a label is outside the elements of a sample.
     """
 
     _shape: tuple[int, ...] | None = None
 
     def formulas(self) -> tuple[Expression, Expression]:
-        """Of the loss and of its gradient: (x, one-hot, factor) each."""
+        """Return the formulas of the loss and of its gradient, with arguments (x, one-hot label, factor)."""
         raise NotImplementedError
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -90,7 +90,7 @@ class SampleLabelLoss(LossLayer):
         inputs = (self._x.load(bottom[0].data), self._hot.array, self.weight() * self._factor())
         dx = self._dx.target(bottom[0].diff)
         self.backend.apply(self.formulas()[1], inputs, (dx,))
-        self.finish(top, dx)
+        self.apply_top_gradient(top, dx)
         self._dx.store(bottom[0].diff)
 
     def raise_device_errors(self) -> None:
@@ -99,9 +99,9 @@ class SampleLabelLoss(LossLayer):
 
 @register_layer("HingeLoss")
 class HingeLossLayer(SampleLabelLoss):
-    """loss = sum of max(0, 1 - t x)^p / N, t = 1 for the label's element and -1 for others (`hinge_loss_layer.cpp`).
+    """loss = sum of max(0, 1 - t x)^p / N, t = 1 for the label's element, else -1 (Caffe's `hinge_loss_layer.cpp`).
 
-    p is 1 with `norm: L1` and 2 with `norm: L2`.
+    p is 1 with `norm: L1` and 2 with `norm: L2`. Shapes: x (N, …), labels (N,).
     """
 
     def formulas(self) -> tuple[Expression, Expression]:
@@ -112,7 +112,10 @@ class HingeLossLayer(SampleLabelLoss):
 
 @register_layer("MultinomialLogisticLoss")
 class MultinomialLogisticLossLayer(SampleLabelLoss):
-    """loss = sum of -log max(x[label], 1e-20) / N, x being probabilities (`multinomial_logistic_loss_layer.cpp`)."""
+    """loss = sum of -log max(x[label], 1e-20) / N for probabilities x (Caffe's `multinomial_logistic_loss_layer.cpp`).
+
+    Shapes: x (N, …), labels (N,).
+    """
 
     def formulas(self) -> tuple[Expression, Expression]:
-        return surprise, surprise_gradient
+        return negative_log, negative_log_gradient

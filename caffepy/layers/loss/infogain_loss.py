@@ -11,16 +11,10 @@ from caffepy.layers.core.base import Blobs, register_layer
 from caffepy.layers.core.formulas import identity
 from caffepy.layers.core.labels import Labels
 from caffepy.layers.core.layout_adapter import LayoutAdapter
-from caffepy.layers.loss.base import LossLayer
+from caffepy.layers.loss.base import LOG_THRESHOLD, NO_IGNORED_LABEL, LossLayer
 from caffepy.proto import caffe_pb2
 
 _Parameter = caffe_pb2.LossParameter
-
-SMALLEST = 1e-20
-"""The least probability whose logarithm is taken: Caffe's kLOG_THRESHOLD."""
-
-NONE_IGNORED = -1e30
-"""The ignored label where the prototxt has none: no label has this value."""
 
 
 @expression
@@ -30,7 +24,7 @@ def valid_labels(label: Each, ignored: Scalar) -> tuple[Each, Each]:
 
 @expression
 def infogain(p: Each, gain: Each, valid: Channel) -> Each:
-    return -gain * log(max(p, SMALLEST)) * valid
+    return -gain * log(max(p, LOG_THRESHOLD)) * valid
 
 
 @expression
@@ -42,20 +36,26 @@ def score_gradient(
 
 @expression
 def probability_gradient(p: Each, gain: Each, valid: Channel, factor: Scalar, count: Scalar) -> Each:
-    return -gain / max(p, SMALLEST) * valid * factor / max(count, 1.0)
+    return -gain / max(p, LOG_THRESHOLD) * valid * factor / max(count, 1.0)
 
 
 @register_layer("InfogainLoss")
 class InfogainLossLayer(LossLayer):
-    """loss = -sum over positions and classes of H[label, k] * log max(p[k], 1e-20) / divisor.
+    """loss = -sum over positions and classes k of H[label, k] * log max(p[k], 1e-20) / divisor.
 
-    Shapes: x (N, …) with K classes along `infogain_loss_param.axis`, a label for each position, H of K * K elements:
-    the third bottom, or a BlobProto in the file `source`. The divisor is the number of labels not ignored (VALID,
-    the default), of all (FULL), of samples (BATCH_SIZE), or 1 (NONE). Both Caffes: `infogain_loss_layer.cpp`.
+    Shapes: x (N, …) with K classes along `infogain_loss_param.axis`, one label for each position, H of K * K elements.
+    H is the third bottom, or a BlobProto in the file `source`. The divisor is the number of labels that are not ignored
+    (VALID, the default), of all labels (FULL), of samples (BATCH_SIZE), or 1 (NONE). Both Caffes:
+    `infogain_loss_layer.cpp`.
 
-    In BVLC's dialect p = softmax(x), which a second top gets, and dx = (p * the sum of H[label] - H[label]) / divisor.
-    In NVIDIA's x holds the probabilities, dx = -H[label] / x / divisor, and the divisor is N unless the prototxt says
-    otherwise.
+    In BVLC's dialect p = softmax(x), which is also the optional second top, and
+    dx = (p * sum of H[label] - H[label]) / divisor. In NVIDIA's dialect x holds the probabilities,
+    dx = -H[label] / x / divisor, and the default divisor is N.
+
+    Raises:
+        ConfigError: `normalize` is set, H is missing or not square, or there is a second top in NVIDIA's dialect.
+        ShapeError: H does not have K * K elements.
+        DataError: a label is outside the classes.
     """
 
     bottoms = (2, 3)
@@ -110,7 +110,7 @@ class InfogainLossLayer(LossLayer):
             self._square = LayoutAdapter(self.backend, bottom[2].shape, (classes, classes))
 
     def _probabilities(self, bottom: Blobs, top: Blobs) -> Array:
-        """The probabilities as (positions, classes)."""
+        """Return the probabilities as (positions, classes)."""
         if self.context.nvidia:
             return self._rows.load(bottom[0].data)
         probabilities = self.scratch("probabilities", bottom[0].shape).array
@@ -121,14 +121,14 @@ class InfogainLossLayer(LossLayer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         backend, gains, valid = self.backend, self._gains.array, self._valid.array
-        ignored = NONE_IGNORED if self.ignored is None else float(self.ignored)
+        ignored = NO_IGNORED_LABEL if self.ignored is None else float(self.ignored)
         rows = self._probabilities(bottom, top)
         matrix = self._matrix if len(bottom) < 3 else self._square.load(bottom[2].data)
         backend.apply(valid_labels, (self._labels.load(), ignored), (self._safe.array, valid))
         backend.gather_rows(matrix, self._safe.array, gains, self._labels.bad_index)
         backend.reduce(infogain, (rows, gains, valid), (self._total,), 0)
         backend.reduce(identity, (valid,), (self._count,))
-        self.put_loss(self._total, self._count, self._divisor, top[0].data)
+        self.write_loss(self._total, self._count, self._divisor, top[0].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if not propagate_down[0]:
@@ -143,19 +143,19 @@ class InfogainLossLayer(LossLayer):
             backend.reduce(identity, (gains,), (self._sums.array,), 0)
             backend.apply(score_gradient, (rows, gains, self._sums.array, valid, self.scale(), count), (dx,), 0)
         self._gradients.store(bottom[0].diff)
-        self.finish(top, bottom[0].diff)
+        self.apply_top_gradient(top, bottom[0].diff)
 
     def raise_device_errors(self) -> None:
         self._labels.raise_device_errors()
 
 
 class ClassRows:
-    """Arrays of one shape seen as (positions, classes), positions in logical order.
+    """Presents arrays of `shape` as (positions, classes), with the positions in logical order.
 
     Args:
-        backend: where they live.
-        shape: theirs.
-        axis: the one of the classes.
+        backend: of the arrays.
+        shape: of the arrays.
+        axis: of the classes.
     """
 
     def __init__(self, backend: Backend, shape: tuple[int, ...], axis: int) -> None:
@@ -169,14 +169,14 @@ class ClassRows:
 
     @cached_property
     def rows(self) -> Array:
-        """The matrix that `load` fills and `store` reads."""
+        """The buffer (positions, classes)."""
         return self._backend.zeros((self.positions, self.classes))
 
     def load(self, array: Array) -> Array:
-        """The rows of an array; the next pull overwrites them."""
+        """Return an array as (positions, classes). A later `load` overwrites it."""
         self._backend.copy(array.transpose(*self._order), self.rows.reshape(self._ordered))
         return self.rows
 
     def store(self, array: Array) -> None:
-        """Copy the rows to an array."""
+        """Copy `rows` to an array of the original shape."""
         self._backend.copy(self.rows.reshape(self._ordered), array.transpose(*self._order))

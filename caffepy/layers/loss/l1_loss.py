@@ -1,4 +1,4 @@
-"""L1Loss and SmoothL1Loss: losses of regression that grow no faster than the difference."""
+"""L1Loss and SmoothL1Loss."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def smooth_slope(d: Each, factor: Scalar, sharpness: Scalar) -> Each:
 
 @register_layer("L1Loss")
 class L1LossLayer(ElementLossLayer):
-    """loss = sum of |a - b| / N; da = sign(a - b) / N, db = -da (NVIDIA's `l1_loss_layer.cpp`)."""
+    """loss = sum of |a - b| / N. da = sign(a - b) / N, db = -da (NVIDIA's `l1_loss_layer.cpp`). Shapes: (N, …)."""
 
     no_gradient_bottoms = frozenset()
 
@@ -66,18 +66,18 @@ class L1LossLayer(ElementLossLayer):
         self.backend.reduce(magnitude, (self._subtract(bottom), self._factor()), (top[0].data,))
 
     def slope(self, dx: Array, factor: float) -> None:
-        """dx = the derivative of the loss by a, times `factor`."""
+        """dx = factor * derivative of the loss by a."""
         self.backend.apply(direction, (self._difference.array, factor), (dx,))
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         factor = self.weight() * self._factor()
         if propagate_down[0]:
             self.slope(bottom[0].diff, factor)
-            self.finish(top, bottom[0].diff)
+            self.apply_top_gradient(top, bottom[0].diff)
         if propagate_down[1]:
             db = self._target_diffs.target(bottom[1].diff)
             self.slope(db, -factor)
-            self.finish(top, db)
+            self.apply_top_gradient(top, db)
             self._target_diffs.store(bottom[1].diff)
 
 
@@ -85,8 +85,13 @@ class L1LossLayer(ElementLossLayer):
 class SmoothL1LossLayer(L1LossLayer):
     """loss = sum of v f(w (a - b)) / N, where f(d) = sigma^2 d^2 / 2 if |d| < 1 / sigma^2, else |d| - 1 / (2 sigma^2).
 
-    w is the third bottom, v the fourth, both of a's count, 1 where there is none; `sigma` is that of
-    `smooth_l1_loss_param` (Girshick 2015; NVIDIA's `smooth_L1_loss_layer.cpp` has two bottoms and sigma 1).
+    a and b are (N, …). The optional third bottom is w, the optional fourth v; they have a's count and default to 1.
+    `sigma` is a field of `smooth_l1_loss_param` (Girshick 2015; NVIDIA's `smooth_L1_loss_layer.cpp` has two bottoms and
+    sigma 1).
+
+    Raises:
+        ConfigError: sigma is not above 0.
+        ShapeError: the counts differ.
     """
 
     bottoms = (2, 4)
@@ -106,7 +111,7 @@ class SmoothL1LossLayer(L1LossLayer):
         self._weights = [LayoutAdapter(self.backend, blob.shape, bottom[0].shape) for blob in bottom[2:]]
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        weights = [order.load(blob.data) for order, blob in zip(self._weights, bottom[2:], strict=True)]
+        weights = [adapter.load(blob.data) for adapter, blob in zip(self._weights, bottom[2:], strict=True)]
         d = self._subtract(bottom)
         if weights:
             self.backend.apply(product, (weights[0], d), (d,))
@@ -117,10 +122,12 @@ class SmoothL1LossLayer(L1LossLayer):
             self.backend.reduce(smooth, (d, self._factor(), self._sharpness), (top[0].data,))
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        self._pulled = [order.load(blob.data) for order, blob in zip(self._weights, bottom[2:], strict=True)]
+        self._loaded_weights = [
+            adapter.load(blob.data) for adapter, blob in zip(self._weights, bottom[2:], strict=True)
+        ]
         super().backward(top, propagate_down, bottom)
 
     def slope(self, dx: Array, factor: float) -> None:
         self.backend.apply(smooth_slope, (self._difference.array, factor, self._sharpness), (dx,))
-        for weight in self._pulled:
+        for weight in self._loaded_weights:
             self.backend.apply(product, (dx, weight), (dx,))

@@ -36,7 +36,7 @@ def cross_entropy_gradient_ignoring(x: Each, target: Each, scale: Scalar, ignore
 
 
 @expression
-def over_count_channel(x: Each, count: Channel) -> Each:
+def divided_by_channel_count(x: Each, count: Channel) -> Each:
     return x / max(count, 1.0)
 
 
@@ -44,8 +44,8 @@ def over_count_channel(x: Each, count: Channel) -> Each:
 class SigmoidCrossEntropyLossLayer(ElementLossLayer):
     """loss = sum of -(t log p + (1 - t) log(1 - p)) / divisor, p = 1 / (1 + e^-x).
 
-    Targets t are from [0, 1]; those whose whole part is `ignore_label` are left out. The divisor is the number of
-    samples unless `normalization` or `normalize` says otherwise. dx = (p - t) * loss weight / divisor (Caffe's
+    x and the targets t are (N, …); t is in [0, 1]. Targets whose integer part equals `ignore_label` are ignored. The
+    default divisor is N; `normalization` and `normalize` select another. dx = (p - t) * loss weight / divisor (Caffe's
     `sigmoid_cross_entropy_loss_layer.cpp`).
     """
 
@@ -59,12 +59,12 @@ class SigmoidCrossEntropyLossLayer(ElementLossLayer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         x, t = bottom[0].data, self._targets.load(bottom[1].data)
-        if self.ignored is None:  # nothing is counted then
+        if self.ignored is None:  # the divisor is known on the host
             assert self._divisor is not None
             self.backend.reduce(cross_entropy, (x, t, 1 / self._divisor), (top[0].data,))
             return
         self.backend.reduce(cross_entropy_ignoring, (x, t, float(self.ignored)), (self._sum, self._count))
-        self.put_loss(self._sum, self._count, self._divisor, top[0].data)
+        self.write_loss(self._sum, self._count, self._divisor, top[0].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if not propagate_down[0]:
@@ -76,5 +76,5 @@ class SigmoidCrossEntropyLossLayer(ElementLossLayer):
         else:
             self.backend.apply(cross_entropy_gradient_ignoring, (x, t, scale, float(self.ignored)), (dx,))
         if self._divisor is None:
-            self.backend.apply(over_count_channel, (dx, self._count), (dx,), 0)
-        self.finish(top, dx)
+            self.backend.apply(divided_by_channel_count, (dx, self._count), (dx,), 0)
+        self.apply_top_gradient(top, dx)

@@ -15,10 +15,15 @@ _Parameter = caffe_pb2.LossParameter
 class SoftmaxWithLossLayer(LossLayer):
     """loss = sum of -log softmax(x)[label] / divisor (Caffe's `softmax_loss_layer.cpp`).
 
-    Shapes: x (N, C, ...) with classes along `softmax_param.axis`, a label for each position. The divisor is the number
-    of labels not ignored (VALID, the default), of all (FULL), of samples (BATCH_SIZE), or 1 (NONE). A second top gets
-    the probabilities. dx = (softmax(x) - onehot(label)) * loss weight / divisor. With `label_smoothing` s the target is
-    not onehot(label) but (1 - s) onehot(label) + s / C, in the loss as in the gradient (Szegedy et al. 2015).
+    Shapes: x (N, C, ...) with classes along `softmax_param.axis`, one label for each position. The divisor is the
+    number of labels that are not ignored (VALID, the default), of all labels (FULL), of samples (BATCH_SIZE), or 1
+    (NONE). An optional second top holds softmax(x). dx = (softmax(x) - onehot(label)) * loss weight / divisor. With
+    `label_smoothing` s the target of loss and gradient is (1 - s) onehot(label) + s / C (Szegedy et al. 2015).
+
+    Raises:
+        ConfigError: label_smoothing is outside [0, 1].
+        ShapeError: the number of labels is not the number of positions.
+        DataError: a label is outside the classes.
     """
 
     tops = (1, 2)
@@ -28,7 +33,7 @@ class SoftmaxWithLossLayer(LossLayer):
         super().setup(bottom, top)
         self._smoothing = self.param.loss_param.label_smoothing
         if not 0 <= self._smoothing <= 1:
-            raise self.error(f"loss_param's label_smoothing is {self._smoothing:g}; give a part from 0 to 1")
+            raise self.error(f"loss_param's label_smoothing is {self._smoothing:g}; it must be from 0 to 1")
         self._labels = Labels(self)
         self._totals = self.backend.zeros((2,))
         self._sum, self._count = (self.backend.view(self._totals[i : i + 1], ()) for i in range(2))
@@ -42,7 +47,7 @@ class SoftmaxWithLossLayer(LossLayer):
             top[1].reshape(bottom[0].shape)
 
     def _probabilities(self, bottom: Blobs, top: Blobs) -> Array:
-        """Where they are kept for the backward pass."""
+        """Return the array for the probabilities, which `backward` reads."""
         if len(top) > 1 and not self.tops_overwritten:
             return top[1].data
         return self.scratch("probabilities", bottom[0].shape).array
@@ -60,7 +65,7 @@ class SoftmaxWithLossLayer(LossLayer):
             )
         if len(top) > 1 and self.tops_overwritten:
             self.backend.copy(probabilities, top[1].data)
-        self.put_loss(self._sum, self._count, self._divisor, top[0].data)
+        self.write_loss(self._sum, self._count, self._divisor, top[0].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if not propagate_down[0]:
@@ -73,7 +78,7 @@ class SoftmaxWithLossLayer(LossLayer):
         if self._smoothing:
             smoothed = scale * self._smoothing
             self.backend.smooth_loss_backward(labels, bottom[0].diff, totals, self._axis, self.ignored, smoothed)
-        self.finish(top, bottom[0].diff)
+        self.apply_top_gradient(top, bottom[0].diff)
 
     def raise_device_errors(self) -> None:
         self._labels.raise_device_errors()

@@ -1,1 +1,1 @@
-"""Convolution and pooling. Found by name; net/fuse and net/fold import its classes."""
+"""Convolution, pooling and resampling of images."""

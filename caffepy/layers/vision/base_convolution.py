@@ -1,4 +1,4 @@
-"""What Convolution and Deconvolution share, over any number of spatial axes (Caffe's `base_conv_layer.cpp`)."""
+"""The base class of Convolution, Deconvolution and Im2col (Caffe's `base_conv_layer.cpp`)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from caffepy.layers.core.layout_adapter import LayoutAdapter, ZeroPadded
 Shape = tuple[int, ...]
 
 LARGEST_KERNEL = 2**14
-"""Along an axis; planning a convolution takes time for each of a kernel's rows."""
+"""Limit of the kernel's size along an axis: the time to plan a convolution grows with it."""
 
 
 class EmptyConvolution:
-    """A `Convolution` of no images, which leaves nothing but gradients of 0."""
+    """A `Convolution` for a batch of 0 images: it only sets the weights' gradient to 0."""
 
     gives_sums = False
     forward_normalised = None
@@ -31,57 +31,58 @@ class EmptyConvolution:
     def forward(
         self, x: Array, weights: Array, bias: Array | None, y: Array, relu: bool = False, sums: Array | None = None
     ) -> None:
-        """Nothing, as y is empty."""
+        """Does nothing: y is empty."""
 
     def backward_data(self, dy: Array, weights: Array, dx: Array) -> None:
-        """Nothing, as dx is empty."""
+        """Does nothing: dx is empty."""
 
     def backward_weights(self, x: Array, dy: Array, dweights: Array, accumulate: bool) -> None:
-        """dweights = 0, or what they are."""
+        """dweights = 0, unless `accumulate`."""
         if not accumulate:
             self._backend.fill(dweights, 0.0)
 
 
 class Operand:
-    """A blob's arrays as a plan takes them: (N, C, spatial...), perhaps with zeros behind the image.
-
-    Where the blob has that shape already, they are the very arrays.
+    """Presents a blob's arrays in the shape of a convolution plan: (N, C, spatial...), with zeros at the end of axes.
 
     Args:
-        backend: where they live.
-        shape: the blob's.
-        planned: (N, C, spatial...) of the same count.
-        larger: the same with the zeros.
-        dtype: of their elements.
+        backend: of the arrays.
+        shape: of the blob.
+        planned: (N, C, spatial...), of the same count.
+        padded: `planned` with the zeros.
+        dtype: of the elements.
     """
 
-    def __init__(self, backend: Backend, shape: Shape, planned: Shape, larger: Shape, dtype: str) -> None:
-        self.is_same = shape == larger
+    def __init__(self, backend: Backend, shape: Shape, planned: Shape, padded: Shape, dtype: str) -> None:
+        self.is_same = shape == padded
+        """Whether the plan takes the blob's arrays unchanged."""
         self._adapter = LayoutAdapter(backend, shape, planned, dtype)
-        self._padded = ZeroPadded(backend, planned, larger, dtype)
+        self._padded = ZeroPadded(backend, planned, padded, dtype)
 
     def load(self, array: Array) -> Array:
-        """What an array holds; where it is a copy, the next pull overwrites it."""
+        """Return the array in the shape of the plan. A later `load` overwrites a copy."""
         return array if self.is_same else self._padded.load(self._adapter.load(array))
 
     def target(self, array: Array) -> Array:
-        """The array to write the elements of `array` to; call `store` afterwards."""
         return array if self.is_same else self._padded.target(self._adapter.target(array))
 
     def store(self, array: Array) -> None:
-        """Copy from `target(array)` to `array`, unless it is a view of it."""
+        """Copy `target(array)` to `array`. Does nothing if they share memory."""
         if not self.is_same:
             self._padded.store(self._adapter.target(array))
             self._adapter.store(array)
 
 
 class BaseConvolutionLayer(Layer):
-    """What both directions share: the prototxt, the parameters and the plan.
+    """Reads the prototxt, makes the parameters and plans the convolution.
 
-    The bottom's axis `axis` has the channels, those before it are the batch, those behind it (there may be none) are
-    spatial. Parameters: weights (out, in / group, kernel...), bias (num_output,) unless bias_term is false. All bottoms
-    have one shape and share them. `engine`, `force_nd_im2col` and NVIDIA's settings of cuDNN change no result and are
-    ignored.
+    Shapes: (batch axes..., C, spatial axes...) with the channels at `axis` and any number of spatial axes, also none.
+    All bottoms have one shape and share the parameters: weights (out, in / group, kernel...), bias (num_output,) unless
+    bias_term is false. `engine`, `force_nd_im2col` and NVIDIA's cuDNN settings change no result and are ignored.
+
+    Raises:
+        ConfigError: a setting is missing, 0, contradictory or beyond its limit.
+        ShapeError: the channels do not divide into groups, or kernel, stride and padding do not fit the bottom.
     """
 
     supports_half = True
@@ -91,7 +92,7 @@ class BaseConvolutionLayer(Layer):
     equal_bottoms_and_tops = True
 
     axis: int
-    """The channels' axis, from 0."""
+    """Index of the channels' axis."""
     _plan: Convolution
     _plan_shape: Shape | None = None
 
@@ -108,7 +109,7 @@ class BaseConvolutionLayer(Layer):
 
     @property
     def geometry(self) -> Geometry:
-        """Kernel, stride, pad and dilation for each spatial axis, and the groups."""
+        """Kernel, stride, pad and dilation for each spatial axis, and the number of groups."""
         return self._geometry
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -130,17 +131,17 @@ class BaseConvolutionLayer(Layer):
 
     def _plan_for(self, bottom: Shape, top: Shape) -> None:
         x, y = self._planned(bottom), self._planned(top)
-        larger = (*x[:2], *map(self._needed_size, x[2:], range(len(x))))
+        padded = (*x[:2], *map(self._needed_size, x[2:], range(len(x))))
         self._check_size(x, y)
-        self._plan = self._make_plan(larger, y) if x[0] else EmptyConvolution(self.backend)
-        self._x, self._dx = (Operand(self.backend, bottom, x, larger, self.dtype) for _ in range(2))
+        self._plan = self._make_plan(padded, y) if x[0] else EmptyConvolution(self.backend)
+        self._x, self._dx = (Operand(self.backend, bottom, x, padded, self.dtype) for _ in range(2))
         self._y = Operand(self.backend, top, y, y, self.dtype)
 
     def _check_size(self, bottom: Shape, top: Shape) -> None:
-        """Refuse kernels and pads with which one image is beyond Caffe's limit: padded, or as im2col's columns.
+        """Check the size of the padded image and of im2col's columns of one image.
 
         Raises:
-            ShapeError: more than 2^31 - 1 elements.
+            ShapeError: one has more than 2^31 - 1 elements, Caffe's limit.
         """
         g = self._planned_geometry
         image, windows = self._directed(bottom, top)
@@ -154,11 +155,11 @@ class BaseConvolutionLayer(Layer):
                 )
 
     def _directed(self, bottom: Shape, top: Shape) -> tuple[Shape, Shape]:
-        """The side with the image and the one with the windows of the convolution that is planned."""
+        """Return the shapes of image and windows of the planned convolution: Deconvolution swaps bottom and top."""
         return bottom, top
 
     def _planned(self, shape: Shape) -> Shape:
-        """(N, C, spatial...) as plans take it: all batch axes as one, an image of one pixel without spatial axes."""
+        """Return the plan's (N, C, spatial...): batch axes joined, and 1 x 1 pixel if there are no spatial axes."""
         return (math.prod(shape[: self.axis]), shape[self.axis], *(shape[self.axis + 1 :] or (1, 1)))
 
     @property
@@ -168,17 +169,17 @@ class BaseConvolutionLayer(Layer):
 
     @property
     def _filter_shape(self) -> Shape:
-        """The weights' shape as plans take it."""
+        """The weights' shape in the plan."""
         shape = self.blobs[0].shape
         return shape if len(shape) > 2 else (*shape, 1, 1)
 
     def _filters(self, weights: Array) -> Array:
-        """The weights, or their gradients, as plans take them."""
+        """Return the weights, or their gradient, in the shape of the plan."""
         if len(weights.shape) > 2:
             return weights
         return self.backend.view(self.backend.flat(weights), self._filter_shape)
 
-    # -- the two directions differ in these ----------------------------------------------------------
+    # -- overridden by Convolution and Deconvolution -------------------------------------------------
 
     def _weights_shape(self, channels: int) -> Shape:
         raise NotImplementedError
@@ -187,7 +188,7 @@ class BaseConvolutionLayer(Layer):
         raise NotImplementedError
 
     def _needed_size(self, size: int, axis: int) -> int:
-        """The image's size along a spatial axis with the zeros that windows find behind it, apart from the padding."""
+        """Return the image's size along a spatial axis with the zeros that the windows read beyond the padding."""
         return size
 
     def _make_plan(self, bottom: Shape, top: Shape) -> Convolution:
@@ -201,7 +202,7 @@ class BaseConvolutionLayer(Layer):
             g = self._geometry
             raise self.shape_error(
                 f"kernel {g.kernel} with stride {g.stride}, pad {g.pad} and dilation {g.dilation} leaves a spatial "
-                f"output of {sizes}; a smaller kernel or more padding would fit",
+                f"output of {sizes}; use a smaller kernel or more padding",
                 bottom[0],
             )
         return sizes
@@ -212,7 +213,7 @@ class BaseConvolutionLayer(Layer):
         if param.num_output < 1:
             raise self.error("convolution_param needs num_output")
         if self._channels < 1:
-            raise self.shape_error("the bottom has no channels, so there is nothing to convolve", bottom[0])
+            raise self.shape_error("the bottom has no channels", bottom[0])
         if param.group < 1 or self._channels % param.group or param.num_output % param.group:
             raise self.shape_error(
                 f"group {param.group} must divide both the {self._channels} input channels and num_output "
@@ -226,7 +227,7 @@ class BaseConvolutionLayer(Layer):
             kernel=self._per_axis("kernel", param.kernel_size, "kernel_size", axes, None),
             stride=self._per_axis("stride", param.stride, "stride", axes, 1),
             pad=self._per_axis("pad", param.pad, "pad", axes, 0),
-            dilation=self._spread(param.dilation, "dilation", axes, 1),
+            dilation=self._one_per_axis(param.dilation, "dilation", axes, 1),
             group=param.group,
         )
         for what in ("kernel", "stride", "dilation"):
@@ -239,18 +240,18 @@ class BaseConvolutionLayer(Layer):
     def _per_axis(
         self, stem: str, values: Sequence[int], field: str, axes: int, default: int | None
     ) -> tuple[int, ...]:
-        """A setting for each spatial axis, from `<stem>_h` and `<stem>_w` or from the repeated `field`."""
+        """Return a setting for each spatial axis, from `<stem>_h` and `<stem>_w` or from the repeated `field`."""
         param = self.param.convolution_param
         if not (param.HasField(f"{stem}_h") or param.HasField(f"{stem}_w")):
-            return self._spread(values, field, axes, default)
+            return self._one_per_axis(values, field, axes, default)
         if axes != 2:
             raise self.error(f"{stem}_h and {stem}_w are for two spatial axes, but here are {axes}; use {field}")
         if values:
             raise self.error(f"give either {field} or {stem}_h and {stem}_w, not both")
         return (getattr(param, f"{stem}_h"), getattr(param, f"{stem}_w"))
 
-    def _spread(self, values: Sequence[int], field: str, axes: int, default: int | None) -> tuple[int, ...]:
-        """A repeated field, given once, once for each spatial axis, or not at all if it has a default."""
+    def _one_per_axis(self, values: Sequence[int], field: str, axes: int, default: int | None) -> tuple[int, ...]:
+        """Expand a repeated field: given once, once for each spatial axis, or not at all if it has a default."""
         if not values and default is not None:
             return (default,) * axes
         if len(values) == 1:
@@ -260,7 +261,7 @@ class BaseConvolutionLayer(Layer):
         return tuple(values)
 
     def _bias_gradient(self, blob_diffs: list[object]) -> None:
-        """Add up the tops' diffs over all but the channels."""
+        """Sum the tops' diffs over all axes but the channels'."""
         if self.param.convolution_param.bias_term and self.propagate_to_params[1]:
             for diff in blob_diffs:
                 dy = self._y.load(diff)

@@ -12,11 +12,12 @@ from caffepy.layers.vision.base_convolution import BaseConvolutionLayer, Shape
 
 @register_layer("Convolution")
 class ConvolutionLayer(BaseConvolutionLayer):
-    """y = weights * x + bias, cross-correlation over windows (Caffe's `conv_layer.cpp`).
+    """y = cross-correlation of x and the weights, + bias (Caffe's `conv_layer.cpp`).
 
-    Output size along an axis: (size + 2 pad - (dilation (kernel - 1) + 1)) / stride + 1, the quotient rounded towards
-    0 as C++ does. So a kernel that reaches past the padded image by less than the stride has one window, whose
-    elements past the image are 0.
+    Shapes: x (N, C, H, W), weights (num_output, C / group, kernel_h, kernel_w), bias (num_output,),
+    y (N, num_output, H', W'); with other numbers of axes accordingly. The output size along an axis is
+    (size + 2 pad - (dilation (kernel - 1) + 1)) / stride + 1. The quotient is rounded towards 0 as in C++: a kernel
+    that exceeds the padded image by less than the stride has one window, with zeros beyond the image.
     """
 
     recordable = True
@@ -26,7 +27,7 @@ class ConvolutionLayer(BaseConvolutionLayer):
         return (param.num_output, channels // param.group, *self._geometry.kernel)
 
     def _span(self, size: int, axis: int) -> int:
-        """How far the first window can be moved; negative where it reaches past the padded image."""
+        """Return the padded size less the window's; negative if the window exceeds the padded image."""
         g = self._geometry
         return size + 2 * g.pad[axis] - (g.dilation[axis] * (g.kernel[axis] - 1) + 1)
 
@@ -42,12 +43,12 @@ class ConvolutionLayer(BaseConvolutionLayer):
 
     @property
     def plan(self) -> Convolution:
-        """The convolution of the present shapes."""
+        """The plan for the current shapes."""
         return self._plan
 
     @property
     def bias(self) -> Array | None:
-        """The bias, if there is one."""
+        """The bias, or None."""
         return self.blobs[1].data if self.param.convolution_param.bias_term else None
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
@@ -55,7 +56,7 @@ class ConvolutionLayer(BaseConvolutionLayer):
             self.compute(x, y)
 
     def compute(self, x: Blob, y: Blob, relu: bool = False, sums: Array | None = None) -> None:
-        """The top's data, perhaps rectified, and their sums as `Convolution.forward` gives them."""
+        """Compute the top's data with an optional fused ReLU, and the channel sums of `Convolution.forward`."""
         weights, out = self._filters(self.weights()), self._y.target(y.data)
         self._plan.forward(self._x.load(x.data), weights, self.bias, out, relu=relu, sums=sums)
         self._y.store(y.data)
@@ -63,7 +64,7 @@ class ConvolutionLayer(BaseConvolutionLayer):
     def convolve(
         self, x: Blob, y: Blob, weights: Array | None, bias: Array | None, residual: Array | None, relu: bool
     ) -> None:
-        """The top's data with other weights (None: the layer's own) and bias, a residual added, perhaps rectified."""
+        """Compute the top's data with folded weights and bias, residual sum and ReLU (weights None: the layer's)."""
         filters = self._filters(self.weights() if weights is None else weights)
         image, out = self._x.load(x.data), self._y.target(y.data)
         if residual is None:
@@ -73,10 +74,14 @@ class ConvolutionLayer(BaseConvolutionLayer):
         self._y.store(y.data)
 
     def keep_weights(self, weights: Array, given: Array | None = None) -> bool:
-        """Let `convolve` with the weights `given` (None: with these) rely on the present values of these.
+        """Let the plan cache transformed `weights`, which must not change; `convolve` receives `given` in their place.
+
+        Args:
+            weights: the weights to transform.
+            given: the array that `convolve` will receive; None: `weights`.
 
         Returns:
-            Whether it does, until this is called again or a bottom of another shape brings another plan.
+            Whether the plan caches them. A bottom of another shape makes a new plan without the cache.
         """
         if self._plan_shape is None:
             return False
@@ -85,30 +90,30 @@ class ConvolutionLayer(BaseConvolutionLayer):
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         self._bias_gradient([y.diff for y in top])
-        for x, y, wanted in zip(bottom, top, propagate_down, strict=True):
-            self.propagate(x, y.diff, wanted)
+        for x, y, down in zip(bottom, top, propagate_down, strict=True):
+            self.propagate(x, y.diff, down)
 
     @property
     def gradients(self) -> NormalisedGradients | None:
-        """What computes the gradients of weights and bottom in one pass, if both are wanted and it can."""
+        """The plan's fused computation of the gradients of weights and bottom, or None."""
         return self._plan.backward_normalised if self._x.is_same and self.propagate_to_params[0] else None
 
     def compute_normalised(
         self, forward: NormalisedForward, bottom: NormalisedBottom, y: Blob, sums: Array | None
     ) -> None:
-        """The top's data by `forward`, and their sums."""
+        """Compute the top's data and channel sums by `forward`, which normalises the bottom as it reads it."""
         forward(bottom, self._filters(self.weights()), self._y.target(y.data), sums)
         self._y.store(y.data)
 
     def propagate_normalised(
         self, gradients: NormalisedGradients, bottom: NormalisedBottom, dy: Array, dx: Array
     ) -> None:
-        """`gradients` of the weights and the bottom, and what the normalisation that the bottom comes from needs."""
+        """Compute the gradients of the weights, of the bottom and of the bottom's normalisation by `gradients`."""
         filters, dweights = self._filters(self.weights()), self._filters(self.blobs[0].diff)
         gradients(bottom, self._y.load(dy), filters, dx, dweights, self.accumulate(0))
 
     def propagate(self, x: Blob, dy: Array, down: bool) -> None:
-        """The gradients of the weights and, if `down`, of the bottom, given that of the top."""
+        """Compute the gradients of the weights and, with `down`, of the bottom from the top's diff `dy`."""
         dy = self._y.load(dy)
         if self.propagate_to_params[0]:
             dweights = self._filters(self.blobs[0].diff)

@@ -10,9 +10,10 @@ from caffepy.layers.vision.base_convolution import BaseConvolutionLayer, Shape
 
 @register_layer("Deconvolution")
 class DeconvolutionLayer(BaseConvolutionLayer):
-    """The transpose of a convolution: its forward pass is a convolution's backward pass (Caffe's `deconv_layer.cpp`).
+    """Transposed convolution: y is the data gradient of a convolution with output gradient x (`deconv_layer.cpp`).
 
-    Weights have shape (C, num_output / group, kernel...). Output size along an axis:
+    Shapes: x (N, C, H, W), weights (C, num_output / group, kernel_h, kernel_w), y (N, num_output, H', W'); with other
+    numbers of axes accordingly. The output size along an axis is
     stride (size - 1) + dilation (kernel - 1) + 1 - 2 pad.
     """
 
@@ -42,11 +43,11 @@ class DeconvolutionLayer(BaseConvolutionLayer):
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         self._bias_gradient([y.diff for y in top])
-        for x, y, wanted in zip(bottom, top, propagate_down, strict=True):
+        for x, y, needs_gradient in zip(bottom, top, propagate_down, strict=True):
             dy = self._y.load(y.diff)
             if self.propagate_to_params[0]:
                 dweights = self._filters(self.blobs[0].diff)
                 self._plan.backward_weights(dy, self._x.load(x.data), dweights, self.accumulate(0))
-            if wanted:
+            if needs_gradient:
                 self._plan.forward(dy, self._filters(self.weights()), None, self._dx.target(x.diff))
                 self._dx.store(x.diff)

@@ -9,12 +9,18 @@ from caffepy.proto import caffe_pb2
 
 @register_layer("DepthwiseConvolution")
 class DepthwiseConvolutionLayer(ConvolutionLayer):
-    """Convolution, whose `group` the prototxt gives; MobileNet's forks of Caffe have faster code for it."""
+    """Convolution with `group` of the prototxt, under the name that MobileNet's forks of Caffe use."""
 
 
 @register_layer("ConvolutionDepthwise")
 class ConvolutionDepthwiseLayer(ConvolutionLayer):
-    """Convolution with as many groups as channels, whatever `group` says; weights (C, 1, kernel…)."""
+    """Convolution with one group for each channel; the field `group` is ignored.
+
+    Shapes: x and y (N, C, …), weights (C, 1, kernel…), bias (C,).
+
+    Raises:
+        ShapeError: num_output is not the number of channels.
+    """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.convolution_param
@@ -25,8 +31,8 @@ class ConvolutionDepthwiseLayer(ConvolutionLayer):
                 f"{channels}: leave it out or use Convolution with group",
                 bottom[0],
             )
-        own = caffe_pb2.LayerParameter()
-        own.CopyFrom(self.param)
-        own.convolution_param.group = own.convolution_param.num_output = channels
-        self.param = own
+        depthwise = caffe_pb2.LayerParameter()
+        depthwise.CopyFrom(self.param)
+        depthwise.convolution_param.group = depthwise.convolution_param.num_output = channels
+        self.param = depthwise
         super().setup(bottom, top)

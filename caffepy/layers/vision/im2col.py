@@ -17,9 +17,12 @@ from caffepy.layers.vision.spatial_map import SpatialMap
 class Im2colLayer(BaseConvolutionLayer):
     """y[n, c * K + k, window] = element k of the window of channel c, 0 in the padding (Caffe's `im2col_layer.cpp`).
 
-    x (batch axes…, C, spatial…), the channels at `axis`, with K elements in a window; y (batch axes…, C * K, windows…).
-    Takes the kernel, stride, pad and dilation of `convolution_param` for any number of spatial axes. It has no
-    parameters, and nothing else with a convolution in common.
+    Shapes: x (batch axes…, C, spatial…) with the channels at `axis`, y (batch axes…, C * K, windows…), where K is the
+    number of elements of a window. It reads kernel, stride, pad and dilation of `convolution_param` for any number of
+    spatial axes, and has no parameters.
+
+    Raises:
+        ShapeError: there are no spatial axes after `axis`, or their number changes.
     """
 
     supports_half = False
@@ -33,7 +36,7 @@ class Im2colLayer(BaseConvolutionLayer):
         self.axis = bottom[0].axis(self.param.convolution_param.axis, self.where)
         axes = len(bottom[0].shape) - self.axis - 1
         if axes < 1:
-            raise self.shape_error(f"there must be spatial axes behind axis {self.axis}", bottom[0])
+            raise self.shape_error(f"there must be spatial axes after axis {self.axis}", bottom[0])
         self._geometry = self._read_geometry(axes)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -53,7 +56,7 @@ class Im2colLayer(BaseConvolutionLayer):
     def _output_size(self, size: int, axis: int) -> int:
         g = self._geometry
         span = size + 2 * g.pad[axis] - (g.dilation[axis] * (g.kernel[axis] - 1) + 1)
-        # C++ rounds towards 0.
+        # Rounded towards 0 as in C++.
         return (span // g.stride[axis] if span >= 0 else -(-span // g.stride[axis])) + 1
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
@@ -67,7 +70,7 @@ class Im2colLayer(BaseConvolutionLayer):
 
 
 def window_map(backend: Backend, g: Geometry, image: Shape, windows: Shape) -> SpatialMap:
-    """The map from an image's pixels to (element of the window, window)."""
+    """Return the map from the pixels of an image to (element of the window, window)."""
     indices = np.indices((*g.kernel, *windows)).reshape(2 * len(image), -1)
     pixel, inside = np.zeros(indices.shape[1], np.int64), np.ones(indices.shape[1], bool)
     for axis, size in enumerate(image):

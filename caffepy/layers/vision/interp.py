@@ -14,11 +14,14 @@ Weights = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 @register_layer("Interp")
 class InterpLayer(Layer):
-    """x (N, C, H, W) resized bilinearly such that the corner pixels' centres stay (DeepLab's `interp_layer.cpp`).
+    """Bilinear resizing of x (N, C, H, W) with aligned corners (DeepLab's `interp_layer.cpp`).
 
-    The top's size is `height` and `width`, or follows from the bottom's: (size - 1) / `shrink_factor` + 1, and then
-    size + (size - 1) * (`zoom_factor` - 1). `pad_beg` and `pad_end`, which may not be above 0, leave rows and columns
-    out first.
+    The top's size is `height` and `width`, or computed from the bottom's size: first (size - 1) / `shrink_factor` + 1,
+    then size + (size - 1) * (`zoom_factor` - 1). Before that, negative `pad_beg` and `pad_end` crop rows and columns.
+
+    Raises:
+        ConfigError: the size is missing or given twice, a factor is below 1, or a pad is above 0.
+        ShapeError: the bottom does not have four axes, or cropping leaves no pixel.
     """
 
     supports_half = True
@@ -30,7 +33,7 @@ class InterpLayer(Layer):
         self.refuse_in_place(bottom, top)
         param = self.param.interp_param
         if param.pad_beg > 0 or param.pad_end > 0:
-            raise self.error("pad_beg and pad_end of interp_param may not be above 0: they leave rows and columns out")
+            raise self.error("pad_beg and pad_end of interp_param may not be above 0: they crop rows and columns")
         sized, factors = ([param.HasField(f) for f in pair] for pair in (("height", "width"), _FACTORS))
         if any(sized) and not all(sized):
             raise self.error("height and width of interp_param are needed together")
@@ -43,23 +46,23 @@ class InterpLayer(Layer):
         param, shape = self.param.interp_param, bottom[0].shape
         if len(shape) != 4:
             raise self.shape_error("the bottom must have four axes, (N, C, H, W)", bottom[0])
-        kept = tuple(size + param.pad_beg + param.pad_end for size in shape[2:])
-        if min(kept) < 1:
+        cropped = tuple(size + param.pad_beg + param.pad_end for size in shape[2:])
+        if min(cropped) < 1:
             raise self.shape_error("pad_beg and pad_end of interp_param leave nothing of the image", bottom[0])
-        sizes = (param.height, param.width) if param.HasField("height") else tuple(map(self._resized, kept))
+        sizes = (param.height, param.width) if param.HasField("height") else tuple(map(self._resized, cropped))
         top[0].reshape((*shape[:2], *sizes))
         if shape != self._shape:
             self._shape = shape
-            self._map = self._make_map((shape[2], shape[3]), kept, sizes)
+            self._map = self._make_map((shape[2], shape[3]), cropped, sizes)
 
     def _resized(self, size: int) -> int:
         param = self.param.interp_param
         size = (size - 1) // param.shrink_factor + 1
         return size + (size - 1) * (param.zoom_factor - 1)
 
-    def _make_map(self, image: tuple[int, int], kept: tuple[int, ...], sizes: tuple[int, ...]) -> SpatialMap:
+    def _make_map(self, image: tuple[int, int], cropped: tuple[int, ...], sizes: tuple[int, ...]) -> SpatialMap:
         begin = -self.param.interp_param.pad_beg
-        (rows, row_weights), (columns, column_weights) = map(_between, kept, sizes)
+        (rows, row_weights), (columns, column_weights) = map(_interpolation_weights, cropped, sizes)
         pixels = (rows + begin)[:, None, :, None] * image[1] + (columns + begin)[None, :, None, :]
         weights = row_weights[:, None, :, None] * column_weights[None, :, None, :]
         targets = np.broadcast_to(np.arange(sizes[0] * sizes[1]).reshape(*sizes, 1, 1), pixels.shape)
@@ -78,14 +81,14 @@ class InterpLayer(Layer):
 _FACTORS = ("zoom_factor", "shrink_factor")
 
 
-def _between(size: int, target: int) -> Weights:
-    """The neighbours along one axis, in float32 as the reference computes them."""
+def _interpolation_weights(size: int, target: int) -> Weights:
+    """Return the two neighbours of each target position along one axis and their weights, in float32 as DeepLab."""
     ratio = np.float32(size - 1) / np.float32(target - 1) if target > 1 else np.float32(0)
-    at = ratio * np.arange(target, dtype=np.float32)
-    first = np.minimum(at.astype(np.int64), size - 1)
-    share = (at - first.astype(np.float32)).astype(np.float32)
+    position = ratio * np.arange(target, dtype=np.float32)
+    first = np.minimum(position.astype(np.int64), size - 1)
+    fraction = (position - first.astype(np.float32)).astype(np.float32)
     neighbours = np.stack([first, np.minimum(first + 1, size - 1)], 1)
-    weights = np.stack([1 - share, share], 1)
+    weights = np.stack([1 - fraction, fraction], 1)
     if size == target:
         weights = np.tile(np.array([1, 0], np.float32), (size, 1))
         neighbours[:, 0] = np.arange(size)

@@ -32,18 +32,22 @@ def weighted_gradient(x: Each, slope: Each, share: Each) -> Each:
 
 
 SMALL_WINDOW = 255
-"""Largest window whose positions fit a mask of one byte an element."""
+"""Largest window whose positions fit in one byte of the mask."""
 
 
 @register_layer("Pooling")
 class PoolingLayer(Layer):
-    """The maximum, the average or a drawn element of each window of (N, C, H, W).
+    """The maximum, the average or a random element of each window of x (N, C, H, W) (Caffe's `pooling_layer.cpp`).
 
     Output size: ceil((size + 2 pad - kernel) / stride) + 1, or floor with `round_mode: FLOOR` or, in prototxts of
-    forks, `ceil_mode: false`; with padding of either axis a last window that would begin past size + pad is left out.
-    The average divides by the window's area, padding included up to size + pad. MAX gives the index h * W + w of the
-    maximum in a second top. STOCHASTIC, which has no padding, draws an element of the window in proportion to its value
-    in TRAIN; in TEST it gives sum of x^2 / sum of x, 0 where the sum is not positive (Zeiler and Fergus 2013).
+    forks, `ceil_mode: false`. With padding of either axis, a last window that would begin at or past size + pad is
+    dropped. AVE divides by the window's area, which includes padding up to size + pad. An optional second top of MAX
+    holds the index h * W + w of the maximum. STOCHASTIC draws an element with a probability in proportion to its value
+    in TRAIN; in TEST y = sum of x^2 / sum of x, 0 if the sum of x is not positive (Zeiler and Fergus 2013).
+
+    Raises:
+        ConfigError: settings are missing, 0 or contradictory, or STOCHASTIC has padding.
+        ShapeError: the bottom does not have four axes, or a window holds no pixel.
     """
 
     supports_half = True
@@ -58,13 +62,13 @@ class PoolingLayer(Layer):
         self.refuse_in_place(bottom, top)
         param = self.param.pooling_param
         self._is_max = param.pool == _Parameter.MAX
-        self._is_drawn = param.pool == _Parameter.STOCHASTIC
+        self._is_stochastic = param.pool == _Parameter.STOCHASTIC
         if len(top) > 1 and not self._is_max:
             raise self.error("only pool: MAX has a second top, the mask")
         self._check_settings()
         self._stride = self._pair("stride", param.stride)
         self._pad = self._pair("pad", param.pad)
-        if self._is_drawn and self._pad != (0, 0):
+        if self._is_stochastic and self._pad != (0, 0):
             raise self.error("pool: STOCHASTIC has no padding; remove pad, or use MAX or AVE")
 
     def _check_settings(self) -> None:
@@ -76,7 +80,7 @@ class PoolingLayer(Layer):
         one, both = param.HasField("kernel_size"), param.HasField("kernel_h") and param.HasField("kernel_w")
         if param.global_pooling:
             if one or param.HasField("kernel_h") or param.HasField("kernel_w"):
-                raise self.error("global_pooling takes the whole image; leave the kernel's size out")
+                raise self.error("global_pooling takes the whole image; remove the kernel's size")
         elif one == both:
             raise self.error("give the window as kernel_size, or as kernel_h and kernel_w")
         for name in ("stride", "pad"):
@@ -114,7 +118,7 @@ class PoolingLayer(Layer):
 
     @property
     def geometry(self) -> Geometry:
-        """Kernel, stride and pad along both spatial axes; of a global layer the kernel is the image's size."""
+        """Kernel, stride and pad along both spatial axes. With global_pooling the kernel has the image's size."""
         return self._geometry
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -130,11 +134,15 @@ class PoolingLayer(Layer):
         if self._is_max:
             small = len(top) == 1 and geometry.kernel[0] * geometry.kernel[1] <= SMALL_WINDOW
             self._mask = self.scratch("mask", shape, self.backend.mask_dtype if small else "int32")
-        elif self._is_drawn:
+        elif self._is_stochastic:
             self._mask = self.scratch("mask", shape, "int32")
 
     def _check_windows(self, bottom: Blobs, sizes: tuple[int, ...]) -> None:
-        """Refuse windows that hold no element: Caffe gives -FLT_MAX for them, and writes its gradient out of bounds."""
+        """Check that each window holds a pixel. (For an empty one Caffe computes -FLT_MAX and writes out of bounds.)
+
+        Raises:
+            ShapeError: a window is empty.
+        """
         g = self._geometry
         if min(sizes) < 1:
             raise self.shape_error(f"kernel {g.kernel} does not fit into the image; use a smaller one", bottom[0])
@@ -149,13 +157,13 @@ class PoolingLayer(Layer):
     def _output_size(self, size: int, kernel: int, stride: int, pad: int) -> int:
         span = size + 2 * pad - kernel
         pooled = (-(-span // stride) if self._ceil else span // stride) + 1
-        # Padding of one axis lets Caffe leave out such windows of both.
+        # Padding of one axis makes Caffe drop such windows along both axes.
         return pooled - 1 if any(self._pad) and (pooled - 1) * stride >= size + pad else pooled
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         x, y = bottom[0].data, top[0].data
-        if self._is_drawn:
-            self._draw(bottom, top)
+        if self._is_stochastic:
+            self._stochastic_forward(bottom, top)
             return
         if not self._is_max:
             self.backend.pool_average_forward(x, y, self._geometry)
@@ -165,7 +173,7 @@ class PoolingLayer(Layer):
             self.backend.copy(self._mask.array, top[1].data)
 
     def _weighted_backward(self, top: Blobs, bottom: Blobs) -> None:
-        """dx = 2 x * the sum of dy / total over windows, less the sum of y * dy / total."""
+        """STOCHASTIC in TEST: dx = 2 x * sum over windows of dy / total - sum over windows of y * dy / total."""
         backend, g = self.backend, self._geometry
         squares, totals = (self.scratch(name, top[0].shape).array for name in ("squares", "totals"))
         by_total, by_square = (self.scratch(name, top[0].shape).array for name in ("dy", "y dy"))
@@ -176,7 +184,7 @@ class PoolingLayer(Layer):
         backend.pool_average_backward(by_square, part, g)
         backend.apply(weighted_gradient, (x, dx, part), (bottom[0].diff,))
 
-    def _draw(self, bottom: Blobs, top: Blobs) -> None:
+    def _stochastic_forward(self, bottom: Blobs, top: Blobs) -> None:
         backend, g, x, y = self.backend, self._geometry, bottom[0].data, top[0].data
         if self.dtype != "float32":
             x, y = (self.scratch(name, b.shape).array for name, b in (("x", bottom[0]), ("y", top[0])))
@@ -196,12 +204,12 @@ class PoolingLayer(Layer):
             backend.copy(y, top[0].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        """The gradient goes to each window's maximum or drawn element, or evenly over the window."""
+        """Pass the gradient to each window's maximum or random element, or evenly to the window's elements."""
         if not propagate_down[0]:
             return
-        if self._is_drawn and self.context.phase != caffe_pb2.TRAIN:
+        if self._is_stochastic and self.context.phase != caffe_pb2.TRAIN:
             self._weighted_backward(top, bottom)
-        elif self._is_max or self._is_drawn:
+        elif self._is_max or self._is_stochastic:
             self.backend.pool_max_backward(top[0].diff, self._mask.array, bottom[0].diff, self._geometry)
         else:
             self.backend.pool_average_backward(top[0].diff, bottom[0].diff, self._geometry)

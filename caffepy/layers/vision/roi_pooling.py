@@ -1,4 +1,4 @@
-"""ROIPooling and PSROIPooling: features of regions of images."""
+"""ROIPooling and PSROIPooling."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from caffepy.layers.core.index_check import IndexCheck
 
 
 class RegionLayer(Layer):
-    """A layer whose second bottom has regions of the first one's images: (R, 5) of sample, x1, y1, x2, y2."""
+    """A layer over regions of images. Bottoms: x (N, C, H, W), regions (R, 5) as sample, x1, y1, x2, y2.
+
+    Raises:
+        ShapeError: the bottoms have other shapes.
+        DataError: a region's sample is outside the batch.
+    """
 
     bottoms = (2, 2)
     exact_bottoms = frozenset({1})
@@ -15,14 +20,14 @@ class RegionLayer(Layer):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)
         self._check = IndexCheck(
-            self, f"region {{}} of '{bottom[1].name}' names a sample that '{bottom[0].name}' does not have"
+            self, f"region {{}} of '{bottom[1].name}' has a sample number outside the batch of '{bottom[0].name}'"
         )
 
     def check_shapes(self, bottom: Blobs) -> int:
-        """How many regions there are.
+        """Check the bottoms' shapes and return the number of regions.
 
         Raises:
-            ShapeError: the bottoms are no images or no regions.
+            ShapeError: the bottoms are not images and regions.
         """
         if len(bottom[0].shape) != 4:
             raise self.shape_error("the first bottom must have four axes, (N, C, H, W)", bottom[0])
@@ -32,7 +37,7 @@ class RegionLayer(Layer):
         return regions
 
     def clear_region_gradient(self, propagate_down: list[bool], bottom: Blobs) -> None:
-        """Regions have none."""
+        """Set the gradient of the regions to 0."""
         if propagate_down[1]:
             self.backend.fill(bottom[1].diff, 0)
 
@@ -42,10 +47,15 @@ class RegionLayer(Layer):
 
 @register_layer("ROIPooling")
 class ROIPoolingLayer(RegionLayer):
-    """The maximum of each of `pooled_h` by `pooled_w` bins of each region (Fast R-CNN's `roi_pooling_layer.cpp`).
+    """Max pooling of each region to `pooled_h` x `pooled_w` bins (Fast R-CNN's `roi_pooling_layer.cpp`).
 
-    x (N, C, H, W), y (R, C, pooled_h, pooled_w), 0 where a bin is empty. Regions are multiplied by `spatial_scale`,
-    rounded, and have their last row and column within them.
+    Shapes: x (N, C, H, W), regions (R, 5), y (R, C, pooled_h, pooled_w). An empty bin gives 0. Corners are multiplied
+    by `spatial_scale`, rounded, and inclusive.
+
+    Raises:
+        ConfigError: pooled_h or pooled_w is 0.
+        ShapeError: the bottoms have other shapes.
+        DataError: a region's sample is outside the batch.
     """
 
     recordable = True
@@ -75,10 +85,15 @@ class ROIPoolingLayer(RegionLayer):
 
 @register_layer("PSROIPooling")
 class PSROIPoolingLayer(RegionLayer):
-    """The mean of each of `group_size` by `group_size` bins of each region, each over a channel of its own (R-FCN).
+    """Average pooling of each region to `group_size` x `group_size` bins, each over its own channel (R-FCN).
 
-    x (N, output_dim * group_size^2, H, W), y (R, output_dim, group_size, group_size), 0 where a bin is empty. Regions
-    are rounded, include their last row and column, and are multiplied by `spatial_scale` (`psroi_pooling_layer.cu`).
+    Shapes: x (N, output_dim * group_size^2, H, W), regions (R, 5), y (R, output_dim, group_size, group_size). An empty
+    bin gives 0. Corners are rounded, inclusive, and then multiplied by `spatial_scale` (`psroi_pooling_layer.cu`).
+
+    Raises:
+        ConfigError: output_dim, group_size or spatial_scale is not above 0.
+        ShapeError: the bottoms have other shapes.
+        DataError: a region's sample is outside the batch.
     """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

@@ -1,4 +1,4 @@
-"""Linear maps from the pixels of one plane to those of another, the same for all samples and channels."""
+"""Sparse linear maps between the pixels of two images, the same for all samples and channels."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class SpatialMap:
     """y[n, c] = M x[n, c], and its gradient.
 
     Args:
-        backend: where the matrix lies.
-        shape: pixels of y and of x.
-        rows: for each entry of M the pixel of y.
-        columns: for each the pixel of x.
-        weights: for each its value; None: 1.
+        backend: holds the matrix.
+        shape: (pixels of y, pixels of x).
+        rows: the pixel of y of each entry of M.
+        columns: the pixel of x of each entry.
+        weights: the value of each entry; None: 1.
     """
 
     def __init__(
@@ -49,5 +49,5 @@ class SpatialMap:
         self._backend.spatial_product(self._forward, x, y)
 
     def backward(self, dy: Array, dx: Array) -> None:
-        """dx = the transpose of M times dy."""
+        """dx = M^T dy."""
         self._backend.spatial_product(self._backward, dy, dx)

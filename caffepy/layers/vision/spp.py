@@ -16,10 +16,15 @@ _Methods = caffe_pb2.SPPParameter.PoolMethod
 
 @register_layer("SPP")
 class SPPLayer(Layer):
-    """Each channel pooled over 1, 4, 16, … windows, side by side (He et al. 2014; Caffe's `spp_layer.cpp`).
+    """Pooling of each channel over 1, 4, 16, … windows, concatenated (He et al. 2014; Caffe's `spp_layer.cpp`).
 
-    x (N, C, H, W). Level l of `pyramid_height` has 2^l by 2^l windows of ceil(H / 2^l) by ceil(W / 2^l) pixels, with as
-    much padding as they need. y (N, C * (4^pyramid_height - 1) / 3), level after level; of one level (N, C, 1, 1).
+    x is (N, C, H, W). Level l of `pyramid_height` has 2^l x 2^l windows of ceil(H / 2^l) x ceil(W / 2^l) pixels, with
+    the padding that they need. y is (N, C * (4^pyramid_height - 1) / 3), level after level, or (N, C, 1, 1) for one
+    level.
+
+    Raises:
+        ConfigError: pyramid_height is 0.
+        ShapeError: the bottom does not have four axes of at least one pixel.
     """
 
     _shape: tuple[int, ...] | None = None
@@ -37,7 +42,7 @@ class SPPLayer(Layer):
             self._shape = shape
             self._levels = [self._make_level(bottom, number) for number in range(levels)]
             self._pooled = [Blob(self.backend, (), f"{self.name}'s level {number}") for number in range(levels)]
-            # Every level but the first adds its gradient to the bottom's; it is computed here.
+            # Levels after the first write their gradient here; it is added to the bottom's.
             self._gradient = Blob(self.backend, shape, bottom[0].name)
         for level, blob in zip(self._levels, self._pooled, strict=True):
             level.reshape(bottom, [blob])
@@ -52,7 +57,7 @@ class SPPLayer(Layer):
 
     @property
     def levels(self) -> list[tuple[PoolingLayer, Blob]]:
-        """The pooling layer of each level with its top."""
+        """The pooling layers with their tops."""
         return list(zip(self._levels, self._pooled, strict=True))
 
     def _make_level(self, bottom: Blobs, number: int) -> PoolingLayer:
@@ -70,7 +75,7 @@ class SPPLayer(Layer):
         return level
 
     def _parts(self, whole: Array) -> list[Array]:
-        """The part of each level."""
+        """Return the part of the top of each level."""
         parts, begin = [], 0
         for blob in self._pooled:
             size = blob.count // max(blob.shape[0], 1)

@@ -1,4 +1,4 @@
-"""Upsample: larger images, by MAX pooling's mask or by repeating pixels."""
+"""Upsample: max unpooling, or nearest-neighbour upsampling."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from caffepy.layers.vision.spatial_map import SpatialMap
 
 @register_layer("Upsample")
 class UpsampleLayer(Layer):
-    """Each value of x (N, C, H, W) returns to where its maximum was, or is repeated.
+    """Max unpooling with a mask (SegNet's `upsample_layer.cpp`), or repetition of pixels (YOLO's forks of Caffe).
 
-    With a second bottom, the mask that MAX pooling gave as its second top, y[n, c, mask] = x and all else is 0; of two
-    values for one pixel the later one stays (SegNet's `upsample_layer.cpp`). The size is `upsample_h` and `upsample_w`,
-    or H * `scale_h` - pad_out_h and W * `scale_w` - pad_out_w, where `scale` (2) may stand for both factors. Without
-    one, each pixel becomes `scale` by `scale` pixels (YOLO's).
+    x is (N, C, H, W). With a second bottom, the mask that MAX pooling writes to its second top, y[n, c, mask] = x and
+    the other pixels are 0; of two values for one pixel the later one wins. The size of y is `upsample_h` and
+    `upsample_w`, or H * `scale_h` - pad_out_h and W * `scale_w` - pad_out_w; `scale`, by default 2, sets both factors.
+    Without a mask, each pixel becomes `scale` x `scale` pixels.
+
+    Raises:
+        ConfigError: the size is given twice or in part, a factor is below 1, or a setting needs a mask.
+        ShapeError: the bottom does not have four axes, or the mask has another shape.
+        DataError: an element of the mask is outside the top.
     """
 
     recordable = True
@@ -30,8 +35,8 @@ class UpsampleLayer(Layer):
         self._check_settings(len(bottom) > 1)
         if len(bottom) > 1:
             self._check = IndexCheck(
-                self, f"element {{}} of the mask '{bottom[1].name}' lies outside of the top; its size must be that of "
-                "the image that was pooled (scale, pad_out_h, pad_out_w, upsample_h, upsample_w)"
+                self, f"element {{}} of the mask '{bottom[1].name}' is outside of the top; set the pooled image's size "
+                "by scale, pad_out_h, pad_out_w, upsample_h and upsample_w"
             )  # fmt: skip
 
     def _check_settings(self, masked: bool) -> None:
@@ -39,9 +44,9 @@ class UpsampleLayer(Layer):
         for pair in (("scale_h", "scale_w"), ("upsample_h", "upsample_w")):
             if param.HasField(pair[0]) != param.HasField(pair[1]):
                 raise self.error(f"{pair[0]} and {pair[1]} of upsample_param are needed together")
-        ways = [name for name in ("scale", "scale_h", "upsample_h") if param.HasField(name)]
-        if len(ways) > 1:
-            raise self.error(f"upsample_param has both {ways[0]} and {ways[1]}; give the size in one way")
+        sizes = [name for name in ("scale", "scale_h", "upsample_h") if param.HasField(name)]
+        if len(sizes) > 1:
+            raise self.error(f"upsample_param has both {sizes[0]} and {sizes[1]}; keep one of them")
         if not masked and (param.pad_out_h or param.pad_out_w or param.HasField("upsample_h")):
             raise self.error("pad_out_h, pad_out_w, upsample_h and upsample_w of upsample_param need a mask")
         if any(getattr(param, name) < 1 for name in ("scale", "scale_h", "scale_w") if param.HasField(name)):

@@ -123,7 +123,7 @@ def test_label_smoothing(case, smoothing, mode):
 
 @pytest.mark.parametrize("part", [-0.1, 1.5])
 def test_label_smoothing_is_a_part(part):
-    with pytest.raises(ConfigError, match="label_smoothing is .*; give a part from 0 to 1"):
+    with pytest.raises(ConfigError, match="label_smoothing is .* from 0 to 1"):
         Runner(
             f"type: 'SoftmaxWithLoss' loss_param {{ label_smoothing: {part} }}",
             [gaussian((2, 3)), np.zeros(2, np.float32)],

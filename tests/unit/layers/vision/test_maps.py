@@ -46,11 +46,11 @@ def test_im2col(shape, axis, fields, numbers):
 
 
 def test_im2col_refuses():
-    with pytest.raises(ShapeError, match="there must be spatial axes behind axis 3"):
+    with pytest.raises(ShapeError, match="spatial axes after axis 3"):
         Runner("type: 'Im2col' convolution_param { axis: 3 kernel_size: 2 }", [gaussian((2, 3, 4, 5))])
     with pytest.raises(ConfigError, match="kernel_size is given 0 times"):
         Runner("type: 'Im2col'", [gaussian((2, 3, 4, 5))])
-    with pytest.raises(ShapeError, match="a smaller kernel or more padding would fit"):
+    with pytest.raises(ShapeError, match="a smaller kernel or more padding"):
         Runner("type: 'Im2col' convolution_param { kernel_size: 9 }", [gaussian((2, 3, 4, 5))])
 
 
@@ -132,14 +132,14 @@ def test_upsample_finds_masks_of_other_images(backend):
     mask = np.full((1, 1, 2, 2), 16, np.float32)
     runner = Runner("type: 'Upsample'", [gaussian((1, 1, 2, 2)), mask], backend)
     runner.forward()
-    with pytest.raises(DataError, match="of the mask 'b' lies outside of the top; its size must be that of the image"):
+    with pytest.raises(DataError, match="of the mask 'b' is outside of the top"):
         runner.layer.raise_device_errors()
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ("scale: 2 scale_h: 2 scale_w: 2", "has both scale and scale_h; give the size in one way"),
+        ("scale: 2 scale_h: 2 scale_w: 2", "has both scale and scale_h"),
         ("scale_h: 2", "scale_h and scale_w of upsample_param are needed together"),
         ("scale: 2 pad_out_h: true", "need a mask"),
         ("scale: 0", "must be at least 1"),

@@ -64,7 +64,7 @@ def test_regions_of_images_that_are_not_there(backend):
     for text in (one, other):
         runner = Runner(text, [gaussian((2, 4, 8, 8)), rois], backend)
         assert not runner.forward()[0][1].any()
-        with pytest.raises(DataError, match="region 1 of 'b' names a sample that 'a' does not have"):
+        with pytest.raises(DataError, match="region 1 of 'b' .* 'a'"):
             runner.layer.raise_device_errors()
 
 
