@@ -1,1 +1,1 @@
-"""Data layers: Input, DummyData, Data, ImageData, HDF5Data. Found by name; net imports its prefetching."""
+"""Data layers, and HDF5Output."""

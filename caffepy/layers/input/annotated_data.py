@@ -1,6 +1,6 @@
-"""AnnotatedData: images and the boxes in them from an LMDB, for SSD.
+"""AnnotatedData: images and their boxes from an LMDB, for SSD.
 
-A sample goes through distortion, expansion, sampling, resizing, cropping and mirroring. Defined by NVIDIA Caffe's
+The augmentation distorts, expands, samples, resizes, crops and mirrors. Defined by NVIDIA Caffe's
 `annotated_data_layer.cpp` and `data_transformer.cpp`.
 """
 
@@ -47,10 +47,14 @@ from caffepy.proto import caffe_pb2
 class AnnotatedDataLayer(DataLayer):
     """Images and boxes from a database of AnnotatedDatums (NVIDIA Caffe's `annotated_data_layer.cpp`).
 
-    Tops: (N, C, H, W), and the boxes of all images (1, 1, boxes, 8): index of the image, label, instance, xmin, ymin,
-    xmax, ymax in parts of width and height, difficult; one row of -1 if there are none. Records without a type of
-    annotation give their labels, (N, 1, 1, 1), instead. On a GPU in training rows of image -1 fill the boxes up to a
-    number that seldom changes.
+    Tops: images (N, C, H, W), and the boxes of all images (1, 1, boxes, 8) with the columns image index, label,
+    instance, xmin, ymin, xmax, ymax as fractions of width and height, difficult; one row of -1 if there are no boxes.
+    For records without a type of annotation the second top holds labels, (N, 1, 1, 1). In training on a GPU, rows with
+    image -1 pad the boxes to a power of two, so that captured graphs stay valid.
+
+    Raises:
+        ConfigError: FIT_SMALL_SIZE is used with a batch_size other than 1.
+        DataError: a record cannot be read or transformed, or has no annotation while others have.
     """
 
     made_by = "`caffepy convert_annoset` makes LMDBs of images with boxes"
@@ -82,10 +86,10 @@ class AnnotatedDataLayer(DataLayer):
 
     def image_loader(self, seed: int, stream: int) -> AnnotatedLoader:
         param = self.param.annotated_data_param
-        fill_up = self.backend.asynchronous and self.context.phase == caffe_pb2.TRAIN
+        pad_rows = self.backend.asynchronous and self.context.phase == caffe_pb2.TRAIN
         needs_type = self._has_boxes and not param.HasField("anno_type")
         settings = AnnotatedSettings(
-            self.param.transform_param, list(param.batch_sampler), self._has_boxes, needs_type, fill_up
+            self.param.transform_param, list(param.batch_sampler), self._has_boxes, needs_type, pad_rows
         )
         threads = self.threads(self.param.data_param.threads)
         order = self.record_order(seed, stream)
@@ -100,64 +104,64 @@ class AnnotatedDataLayer(DataLayer):
 _f32 = np.float32
 _MAX_PIXELS = 1 << 26
 _MIN_ROWS = 16
-"""Of a label top that is filled up."""
+"""Smallest number of rows with `pad_rows`."""
 LABEL_SHAPE = (1, 1, 1)
-"""Of one image's label, where the records have no boxes."""
+"""Shape of one image's label, for records without boxes."""
 
 
 @dataclass(frozen=True)
 class AnnotatedSettings:
-    """What AnnotatedData is to do besides `Transformer`.
+    """Settings of AnnotatedData in addition to `Transformer`'s.
 
     Args:
         transform: the layer's transform_param.
-        samplers: the prototxt's.
-        has_boxes: whether the second top holds boxes; else it holds the Datums' labels.
+        samplers: the prototxt's batch_sampler.
+        has_boxes: whether the second top holds boxes; else it holds the labels of Datums.
         needs_type: whether each record must have a type of annotation.
-        fill_up: whether rows of image -1 fill the boxes up to a number that seldom changes: MultiBoxLoss passes over
-            them, and a captured graph need not be captured again for each batch.
+        pad_rows: whether rows of image -1, which MultiBoxLoss ignores, pad the boxes to a power of two. The shape then
+            seldom changes, and a captured graph can be replayed for other batches.
     """
 
     transform: caffe_pb2.TransformationParameter
     samplers: Sequence[caffe_pb2.BatchSampler] = ()
     has_boxes: bool = True
     needs_type: bool = False
-    fill_up: bool = False
+    pad_rows: bool = False
 
 
 @dataclass(frozen=True)
 class Sample:
-    """An image with its boxes on the way into a batch; `encoded` if its record held JPEG or the like."""
+    """An image with its boxes during augmentation. `encoded`: the record holds a compressed image (JPEG, PNG)."""
 
     image: Image
-    found: Annotations
+    annotations: Annotations
     encoded: bool
     label: float = 0.0
 
 
 def first_boxes(source: RecordSource, where: str) -> int | None:
-    """How many boxes the first record has; None if it has no type of annotation.
+    """Return the number of boxes in the first record; None if it has no type of annotation.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the record cannot be read.
     """
     try:
-        parsed, found = parse_annotated_datum(source.read(0))
+        parsed, annotations = parse_annotated_datum(source.read(0))
     except DataError as error:
         raise DataError(f"{where}: {source.description}: {source.record_name(0)} {error}") from error
-    return len(found) if parsed.HasField("type") else None
+    return len(annotations) if parsed.HasField("type") else None
 
 
 class AnnotatedLoader(DatumLoader):
-    """Records are AnnotatedDatums.
+    """Loads AnnotatedDatums.
 
     Args:
         settings: of the layer.
-        others: of `ImageLoader`.
+        args: of `DatumLoader`.
     """
 
-    def __init__(self, *others: Any, settings: AnnotatedSettings, **more: Any) -> None:
-        super().__init__(*others, **more)
+    def __init__(self, *args: Any, settings: AnnotatedSettings) -> None:
+        super().__init__(*args)
         self._settings = settings
         self._transformer.center_crops_mean = True
         self._rows = _MIN_ROWS
@@ -186,26 +190,26 @@ class AnnotatedLoader(DatumLoader):
         def fill(index: int) -> None:
             number = self._record = int(records[index])
             try:
-                sample = self._varied(number, self._rng(first + index))
+                sample = self._augmented(number, self._rng(first + index))
                 labels[index] = sample.label
                 image, height, width = sample.image, *sample.image.shape[1:]
                 rng = self._rng(first + index, stage=1)
                 sample = replace(sample, image=self._transformer.preprocess(image, rng, sample.encoded))
                 self._put(sample, index, count, crop_params, batch, out)
-                results[index] = self._transformed(sample, index, crop_params, height, width)
+                results[index] = self._transform_boxes(sample, index, crop_params, height, width)
             except DataError as error:
                 raise self._add_record_name(error, number) from error
 
-        fill(0)  # its shape is the batch's
+        fill(0)  # sets the batch's shape
         self._workers.run(fill, range(1, count))
         if len(batch.arrays) > 1 and self._settings.has_boxes:
-            self._put_boxes([one for one in results if one is not None], batch)
+            self._put_boxes([annotations for annotations in results if annotations is not None], batch)
         elif len(batch.arrays) > 1:
             batch.array(1, (count, *LABEL_SHAPE))[...] = labels.reshape(count, *LABEL_SHAPE)
         self._order.prepare_next_epoch()
 
     def _rng(self, sample: int, stage: int = 0) -> SampleRng:
-        """Random numbers of a sample: for the patch (0) or for the size and noise (1)."""
+        """Return the random numbers of a sample: stage 0 for colours and patch, stage 1 for size and noise."""
         return SampleRng(self._transformer.seed(self._seed), self._stream ^ (stage << 31), sample)
 
     def _put(
@@ -217,20 +221,22 @@ class AnnotatedLoader(DatumLoader):
         batch: Batch,
         out: list[NDArray[np.float32]],
     ) -> None:
-        """Transform the pixels into the batch, which the first image shapes."""
+        """Transform the pixels into the batch. The first image determines the batch's shape."""
         result = self._transformer.output_shape(sample.image.shape)
         if not out:
             check_shape((count, *result), self._where)
             out.append(batch.array(0, (count, *result)))
         elif result != out[0].shape[1:]:
-            made, others = (" x ".join(map(str, shape)) for shape in (result, out[0].shape[1:]))
-            raise DataError(f"makes {made}, but others of its batch make {others}; set resize_param, or batch_size: 1")
+            size, first_size = (" x ".join(map(str, shape)) for shape in (result, out[0].shape[1:]))
+            raise DataError(
+                f"becomes {size}, but the first image of its batch {first_size}; set resize_param, or batch_size: 1"
+            )
         self._transformer.apply(sample.image, crop_params, index, out[0][index])
 
     def _put_boxes(self, results: list[Annotations], batch: Batch) -> None:
-        rows = np.concatenate([found.rows(item) for item, found in enumerate(results)])
+        rows = np.concatenate([annotations.rows(item) for item, annotations in enumerate(results)])
         count = max(len(rows), 1)
-        if self._settings.fill_up:
+        if self._settings.pad_rows:
             self._rows = count = max(self._rows, 1 << (count - 1).bit_length())
         top = batch.array(1, (1, 1, count, COLUMNS))[0, 0]
         top[...] = -1
@@ -239,17 +245,17 @@ class AnnotatedLoader(DatumLoader):
     # -- one sample ----------------------------------------------------------------------------------
 
     def _sample_of(self, number: int) -> Sample:
-        """The record: its image as it is, and its boxes."""
-        parsed, found = parse_annotated_datum(self._source.read(number))
+        """Read a record."""
+        parsed, annotations = parse_annotated_datum(self._source.read(number))
         if self._settings.needs_type and not parsed.HasField("type"):
             raise DataError(
                 "has no type of annotation, but others have; rebuild the database with `caffepy convert_annoset`"
             )
         datum = parsed.datum
-        return Sample(self.image_of(datum, datum.data), found, datum.encoded, datum.label)
+        return Sample(self.image_of(datum, datum.data), annotations, datum.encoded, datum.label)
 
-    def _varied(self, number: int, rng: SampleRng) -> Sample:
-        """The record in other colors, on a larger canvas, or a patch of it."""
+    def _augmented(self, number: int, rng: SampleRng) -> Sample:
+        """Read a record, distort its colours, expand it to a larger canvas and crop a patch."""
         sample = self._sample_of(number)
         self._check_channels(sample.image)
         transform = self._settings.transform
@@ -257,7 +263,9 @@ class AnnotatedLoader(DatumLoader):
             sample = self._distorted(sample, rng)
         if transform.HasField("expand_param"):
             sample = self._expanded(sample, rng)
-        patch = sample_patch(self._settings.samplers, sample.found.boxes, rng) if self._settings.samplers else None
+        patch = (
+            sample_patch(self._settings.samplers, sample.annotations.boxes, rng) if self._settings.samplers else None
+        )
         return sample if patch is None else self._cropped(sample, clip(patch))
 
     def _distorted(self, sample: Sample, rng: SampleRng) -> Sample:
@@ -265,10 +273,10 @@ class AnnotatedLoader(DatumLoader):
             self._warn_once("distort_param affects encoded records only, as in Caffe")
             return sample
         image = to_image(distort(to_pixels(sample.image), self._settings.transform.distort_param, rng))
-        return self._kept(replace(sample, image=image))
+        return self._recompressed(replace(sample, image=image))
 
-    def _kept(self, sample: Sample) -> Sample:
-        """The sample after one more change: an encoded record is written as JPEG again, as in Caffe."""
+    def _recompressed(self, sample: Sample) -> Sample:
+        """Compress an encoded record's image to JPEG and decode it, as Caffe does after each change."""
         if not sample.encoded:
             return sample
         return replace(sample, image=recompress(sample.image))
@@ -278,7 +286,7 @@ class AnnotatedLoader(DatumLoader):
         return transform.emit_constraint if transform.HasField("emit_constraint") else None
 
     def _expanded(self, sample: Sample, rng: SampleRng) -> Sample:
-        """The image at a random place of a canvas, up to max_expand_ratio as large, of the mean's color."""
+        """Place the image at random on a canvas of the mean's colour, up to max_expand_ratio times as large."""
         param = self._settings.transform.expand_param
         if rng.uniform(0, 1) > param.prob or abs(param.max_expand_ratio - 1) < 1e-2:
             return sample
@@ -297,32 +305,34 @@ class AnnotatedLoader(DatumLoader):
         canvas[:, top : top + height, left : left + width] = sample.image
         size = np.array([width, height, width, height], np.float32)
         box = np.array([-left, -top, columns - left, rows - top], np.float32) / size
-        found = crop_annotations(sample.found, box, self._constraint())
-        return self._kept(replace(sample, image=canvas, found=found))
+        annotations = crop_annotations(sample.annotations, box, self._constraint())
+        return self._recompressed(replace(sample, image=canvas, annotations=annotations))
 
     def _cropped(self, sample: Sample, patch: Floats) -> Sample:
-        """A patch of the image, which lies within it."""
+        """Crop the image to a patch within it."""
         _, height, width = sample.image.shape
         corners = patch * np.array([width, height, width, height], np.float32)
         left, top = (min(int(corner), size - 1) for corner, size in zip(corners[:2], (width, height), strict=True))
         columns, rows = (max(int(side), 1) for side in corners[2:] - corners[:2])
         image = sample.image[:, top : top + rows, left : left + columns]
-        found = crop_annotations(sample.found, patch, self._constraint())
-        return self._kept(replace(sample, image=image, found=found))
+        annotations = crop_annotations(sample.annotations, patch, self._constraint())
+        return self._recompressed(replace(sample, image=image, annotations=annotations))
 
-    def _transformed(self, sample: Sample, index: int, crop_params: CropParams, height: int, width: int) -> Annotations:
-        """The boxes after resizing, cropping and mirroring an image that was height x width."""
-        transform, found = self._settings.transform, sample.found
+    def _transform_boxes(
+        self, sample: Sample, index: int, crop_params: CropParams, height: int, width: int
+    ) -> Annotations:
+        """Return the boxes after resizing, cropping and mirroring of an image of height x width."""
+        transform, annotations = self._settings.transform, sample.annotations
         if transform.HasField("resize_param"):
-            found = resize_annotations(found, transform.resize_param, height, width)
+            annotations = resize_annotations(annotations, transform.resize_param, height, width)
         _, rows, columns = sample.image.shape
         top, left = self._transformer.crop_offset(rows, columns, crop_params, index)
         _, out_rows, out_columns = self._transformer.output_shape(sample.image.shape)
         size = np.array([columns, rows, columns, rows], np.float32)
         crop = np.array([left, top, left + out_columns, top + out_rows], np.float32) / size
-        found = crop_annotations(found, crop, self._constraint())
+        annotations = crop_annotations(annotations, crop, self._constraint())
         if crop_params.mirror[index]:
-            found = mirror_annotations(found)
+            annotations = mirror_annotations(annotations)
         if transform.HasField("resize_param"):
-            found = extrapolate_annotations(found, transform.resize_param, height, width, crop)
-        return found
+            annotations = extrapolate_annotations(annotations, transform.resize_param, height, width, crop)
+        return annotations

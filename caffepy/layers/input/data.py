@@ -1,4 +1,4 @@
-"""Data: images from an LMDB or a LevelDB."""
+"""Data: images from an LMDB or LevelDB."""
 
 from __future__ import annotations
 
@@ -24,14 +24,18 @@ logger = logging.getLogger(__name__)
 
 @register_layer("Data")
 class DataLayer(ImagesLayer):
-    """Images, and their labels if there is a second top, from a database of Datums (Caffe's `data_layer.cpp`).
+    """Images, and with a second top labels, from a database of Datums (Caffe's `data_layer.cpp`).
 
     Tops: (N, C, H, W), (N,).
+
+    Raises:
+        ConfigError: a setting is missing or contradictory.
+        DataError: the database does not exist, or it or a record cannot be read.
     """
 
     tops = (1, 2)
     made_by = "`caffepy data mnist` and `caffepy convert_imageset` make such databases"
-    """What makes such a database, for messages."""
+    """The command that makes such a database, for messages."""
 
     def batch_size(self) -> int:
         return self.param.data_param.batch_size
@@ -56,11 +60,11 @@ class DataLayer(ImagesLayer):
             raise
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shape of one sample of each top; the records are open."""
+        """Return the shape of one sample of each top. Called when the records are open."""
         return [self.image_loader(0, 0).sample_shape(), ()]
 
     def _open_records(self, path: Path) -> RecordSource:
-        """The default of `backend` is LevelDB, so an LMDB is taken as one whatever the prototxt says."""
+        """Open the database. An LMDB is recognised by its files, because the default of `backend` is LevelDB."""
         leveldb = self.param.data_param.backend == caffe_pb2.DataParameter.LEVELDB
         if not os.path.lexists(path):
             kind = "database" if leveldb else "LMDB"  # the default of `backend` is LevelDB
@@ -75,7 +79,7 @@ class DataLayer(ImagesLayer):
         return LevelDbSource(path)
 
     def record_order(self, seed: int, stream: int) -> RecordOrder:
-        """In which order the records are read."""
+        """Return the order in which the records are read."""
         param = self.param.data_param
         skip = random.rand_skip_count(seed, stream, param.rand_skip) if param.rand_skip else 0
         shuffle = param.shuffle and self.context.phase == caffe_pb2.TRAIN

@@ -1,7 +1,7 @@
-"""DetectNetTransformation: random changes of images, and coverage maps of the boxes in them.
+"""DetectNetTransformation: augmentation of images, and coverage maps of their boxes.
 
 Defined by NVIDIA Caffe's `detectnet_transform_layer.cpp` and `detectnet_coverage_rectangular.cpp`. Sizes are (height,
-width). A coverage map says which squares of a grid lie in an object, and where its box is; it is computed in float32.
+width). A coverage map marks the cells of a grid that lie in an object and holds the position of its box, in float32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.proto import caffe_pb2
 
 _COLUMNS = 16
-"""Of a label: left, top, width, height, alpha, class, and ten that are not read."""
+"""Columns of a label: left, top, width, height, alpha, class, and ten unused ones."""
 _CLASS = 5
 
 
@@ -30,8 +30,13 @@ class DetectNetTransformationLayer(Layer):
     """Augmented images and their ground truth for DetectNet (NVIDIA Caffe's `detectnet_transform_layer.cpp`).
 
     Bottoms: images (N, 3, H, W); labels (N, 1, rows, 16), whose first row holds the number of boxes and 16. Tops:
-    (N, 3, image_size_y, image_size_x); (N, 8 + classes, rows, columns of the grid), see `CoverageMap`. Images change at
-    random in training and are resized in testing. Computed on the host.
+    images (N, 3, image_size_y, image_size_x); coverage maps (N, 8 + classes, grid rows, grid columns), see
+    `CoverageMap`. TRAIN augments images at random, TEST resizes them. Computed on the host.
+
+    Raises:
+        ConfigError: a size is missing, or the mean does not fit.
+        ShapeError: the bottoms have other shapes.
+        DataError: a label is malformed.
     """
 
     bottoms = (2, 2)
@@ -75,25 +80,26 @@ class DetectNetTransformationLayer(Layer):
         maps = np.empty(top[1].shape, np.float32)
         for index, (image, rows) in enumerate(zip(images, labels, strict=True)):
             boxes = self._boxes(rows[0], index)
-            chosen = self._choose(size, first + index)
-            pixels = augment_image(to_pixels(image), chosen, mean, self._output)
+            augmentation = self._augmentation(size, first + index)
+            pixels = augment_image(to_pixels(image), augmentation, mean, self._output)
             data[index] = pixels.transpose(2, 0, 1)
-            maps[index] = self._coverage.generate(augment_boxes(boxes[:, :4], chosen, size), self._classes(boxes))
+            classes = boxes[:, _CLASS].astype(np.int64)
+            maps[index] = self._coverage.generate(augment_boxes(boxes[:, :4], augmentation, size), classes)
         self.backend.from_host(data, top[0].data)
         self.backend.from_host(maps, top[1].data)
 
     def _first_sample(self, count: int) -> int:
-        """Of this pass; without a data layer that numbers them, as if each pass brought new ones."""
+        """Return the number of the pass's first sample. Without a data layer, samples are numbered by pass."""
         if self.context.first_sample is not None:
             return self.first_sample()
         shard = self.context.shard
         return (self.context.passes.number * shard.world_size + shard.rank) * count
 
-    def _choose(self, size: tuple[int, int], sample: int) -> Augmentation:
+    def _augmentation(self, size: tuple[int, int], sample: int) -> Augmentation:
         if self.context.phase != caffe_pb2.TRAIN:
             return Augmentation(self._output)
         stream = self.random_stream()
-        return choose(
+        return draw_augmentation(
             self.param.detectnet_augmentation_param, size, self._output, SampleRng(stream.seed, stream.stream, sample)
         )
 
@@ -105,10 +111,10 @@ class DetectNetTransformationLayer(Layer):
         return call_opencv("resize", to_pixels(self._mean_file), size[::-1], interpolation=opencv().INTER_CUBIC)
 
     def _boxes(self, rows: NDArray[np.float32], index: int) -> NDArray[np.float32]:
-        """The labels of one image.
+        """Return the labels of one image.
 
         Raises:
-            DataError: their number or length is wrong, or one is no number.
+            DataError: their number or length is wrong, or one is not finite.
         """
         count, length = rows[0, :2].tolist()
         name = f"{self.where}: '{self.param.bottom[1]}' of image {index} of the batch"
@@ -119,33 +125,30 @@ class DetectNetTransformationLayer(Layer):
             )
         boxes = rows[1 : 1 + int(count)]
         if not np.isfinite(boxes[:, : _CLASS + 1]).all():
-            raise DataError(f"{name} has a box or class that is no finite number")
+            raise DataError(f"{name} has a box or class that is not finite")
         return boxes
 
-    def _classes(self, boxes: NDArray[np.float32]) -> NDArray[np.int64]:
-        return boxes[:, _CLASS].astype(np.int64)
 
-
-# -- random changes ------------------------------------------------------------------------------------
+# -- augmentation --------------------------------------------------------------------------------------
 
 
 Floats = NDArray[np.float32]
 Size = tuple[int, int]
 _f32 = np.float32
 _EPSILON = float(np.finfo(np.float32).eps)
-_FARTHEST = 1 << 15
+_MAX_SIDE = 1 << 15
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What chance has decided for an image.
+    """The random parameters of one image's augmentation.
 
     Args:
-        scale: the size that it is resized to.
-        crop: the row and column of the resized and rotated image at which the output begins; may be negative.
-        hue: rotation in degrees.
-        saturation: factor.
-        flip: left to right.
+        scale: size after resizing.
+        crop: first row and column of the output in the resized and rotated image; may be negative.
+        hue: rotation of the hue in degrees.
+        saturation: factor on the saturation.
+        flip: whether to mirror left to right.
         rotation: in degrees.
     """
 
@@ -158,96 +161,101 @@ class Augmentation:
 
     @property
     def rotates(self) -> bool:
-        """Whether the image is rotated at all."""
         return abs(self.rotation) > _EPSILON
 
 
-def choose(param: caffe_pb2.DetectNetAugmentationParameter, size: Size, output: Size, rng: SampleRng) -> Augmentation:
-    """What happens to an image in training.
+def draw_augmentation(
+    param: caffe_pb2.DetectNetAugmentationParameter, size: Size, output: Size, rng: SampleRng
+) -> Augmentation:
+    """Draw the augmentation of an image in training.
 
     Args:
-        param: the chances and ranges.
-        size: the image's.
-        output: the net's.
+        param: probabilities and ranges.
+        size: of the image.
+        output: size of the top.
         rng: the sample's random numbers.
     """
 
-    def happens(chance: float) -> bool:
-        return rng.uniform(0, 1) <= chance
+    def happens(probability: float) -> bool:
+        return rng.uniform(0, 1) <= probability
 
-    def around_zero(most: float) -> float:
-        return rng.uniform(-most, most)
+    def symmetric(limit: float) -> float:
+        return rng.uniform(-limit, limit)
 
-    chosen = Augmentation(size)
+    augmentation = Augmentation(size)
     if happens(param.hue_rotation_prob):
-        chosen = replace(chosen, hue=max(min(around_zero(param.hue_rotation), 180.0), -180.0))
+        augmentation = replace(augmentation, hue=max(min(symmetric(param.hue_rotation), 180.0), -180.0))
     if happens(param.desaturation_prob):
-        chosen = replace(chosen, saturation=1 - rng.uniform(0, 1) * param.desaturation_max)
-    chosen = replace(chosen, flip=happens(param.flip_prob))
+        augmentation = replace(augmentation, saturation=1 - rng.uniform(0, 1) * param.desaturation_max)
+    augmentation = replace(augmentation, flip=happens(param.flip_prob))
     if happens(param.scale_prob):
         factor = _f32(rng.uniform(param.scale_min, param.scale_max))
-        chosen = replace(chosen, scale=(_rounded(float(size[0] * factor)), _rounded(float(size[1] * factor))))
+        augmentation = replace(
+            augmentation, scale=(_rounded(float(size[0] * factor)), _rounded(float(size[1] * factor)))
+        )
     if happens(param.rotation_prob):
-        chosen = replace(chosen, rotation=around_zero(param.max_rotate_degree))
-    if max(chosen.scale) > _FARTHEST or min(chosen.scale) < 1:
-        raise DataError(f"would be resized to {chosen.scale[0]} x {chosen.scale[1]}; see scale_min and scale_max")
-    before = rotated_size(chosen.scale, chosen.rotation) if chosen.rotates else chosen.scale
-    parts, shifts = (0.5, 0.5), (0, 0)
+        augmentation = replace(augmentation, rotation=symmetric(param.max_rotate_degree))
+    if max(augmentation.scale) > _MAX_SIDE or min(augmentation.scale) < 1:
+        raise DataError(
+            f"would be resized to {augmentation.scale[0]} x {augmentation.scale[1]}; see scale_min and scale_max"
+        )
+    rotated = rotated_size(augmentation.scale, augmentation.rotation) if augmentation.rotates else augmentation.scale
+    fractions, shifts = (0.5, 0.5), (0, 0)
     if happens(param.crop_prob):
-        parts, shifts = (rng.uniform(0, 1), rng.uniform(0, 1)), (param.shift_y, param.shift_x)
+        fractions, shifts = (rng.uniform(0, 1), rng.uniform(0, 1)), (param.shift_y, param.shift_x)
     top, left = (
-        _rounded(part * (have - want + shift) - shift // 2)
-        for part, have, want, shift in zip(parts, before, output, shifts, strict=True)
+        _rounded(fraction * (side - output_side + shift) - shift // 2)
+        for fraction, side, output_side, shift in zip(fractions, rotated, output, shifts, strict=True)
     )
-    return replace(chosen, crop=(top, left))
+    return replace(augmentation, crop=(top, left))
 
 
 def _rounded(value: float) -> int:
-    """As C's round: halves away from 0."""
+    """Round halves away from 0, as C's round."""
     return int(math.copysign(math.floor(abs(value) + 0.5), value))
 
 
-def augment_image(pixels: Pixels, chosen: Augmentation, mean: Floats, output: Size) -> Pixels:
-    """The image minus the mean after what was chosen.
+def augment_image(pixels: Pixels, augmentation: Augmentation, mean: Floats, output: Size) -> Pixels:
+    """Return the augmented image less the mean.
 
     Args:
         pixels: (H, W, 3), values from 0 to 255.
-        chosen: what to do.
-        mean: (H, W, 3), or anything that broadcasts to it.
-        output: the result's size.
+        augmentation: the augmentation.
+        mean: broadcasts to (H, W, 3).
+        output: size of the result.
     """
     cv2 = opencv()
     pixels = pixels * _f32(1 / 255)
-    if abs(chosen.hue) > _EPSILON or chosen.saturation < 1 - 1 / 255:
-        pixels = _in_other_colors(pixels, chosen)
+    if abs(augmentation.hue) > _EPSILON or augmentation.saturation < 1 - 1 / 255:
+        pixels = _change_colors(pixels, augmentation)
     pixels = pixels - mean * _f32(1 / 255)
-    if chosen.flip:
+    if augmentation.flip:
         pixels = pixels[:, ::-1]
     pixels = np.ascontiguousarray(pixels)
-    if pixels.shape[:2] != chosen.scale:
-        pixels = call_opencv("resize", pixels, chosen.scale[::-1], interpolation=cv2.INTER_CUBIC)
-    if chosen.rotates:
-        size = rotated_size(pixels.shape[:2], chosen.rotation)
-        matrix, canvas = _rotation_matrix(pixels.shape[:2], chosen.rotation), np.zeros((*size, 3), np.float32)
+    if pixels.shape[:2] != augmentation.scale:
+        pixels = call_opencv("resize", pixels, augmentation.scale[::-1], interpolation=cv2.INTER_CUBIC)
+    if augmentation.rotates:
+        size = rotated_size(pixels.shape[:2], augmentation.rotation)
+        matrix, canvas = _rotation_matrix(pixels.shape[:2], augmentation.rotation), np.zeros((*size, 3), np.float32)
         pixels = call_opencv("warpAffine", pixels, matrix, size[::-1], canvas, cv2.INTER_LINEAR, cv2.BORDER_TRANSPARENT)
-    result: Pixels = _cut(pixels, chosen.crop, output) * _f32(255)
+    result: Pixels = _crop(pixels, augmentation.crop, output) * _f32(255)
     return result
 
 
-def _in_other_colors(pixels: Pixels, chosen: Augmentation) -> Pixels:
+def _change_colors(pixels: Pixels, augmentation: Augmentation) -> Pixels:
     cv2 = opencv()
     hsv = np.array(call_opencv("cvtColor", pixels, cv2.COLOR_BGR2HSV))
-    hsv[:, :, 0] += _f32(chosen.hue if abs(chosen.hue) > _EPSILON else 0)
-    if chosen.saturation < 1 - 1 / 255:
-        hsv[:, :, 1] *= _f32(chosen.saturation)
+    hsv[:, :, 0] += _f32(augmentation.hue if abs(augmentation.hue) > _EPSILON else 0)
+    if augmentation.saturation < 1 - 1 / 255:
+        hsv[:, :, 1] *= _f32(augmentation.saturation)
     return call_opencv("cvtColor", hsv, cv2.COLOR_HSV2BGR)
 
 
-def _cut(pixels: Pixels, crop: tuple[int, int], output: Size) -> Floats:
-    """The part from `crop` on; zeros outside of the image."""
+def _crop(pixels: Pixels, crop: tuple[int, int], output: Size) -> Floats:
+    """Return the part of size `output` from `crop` on, with zeros outside of the image."""
     result = np.zeros((*output, 3), np.float32)
     begins = [max(start, 0) for start in crop]
-    ends = [min(start + side, have) for start, side, have in zip(crop, output, pixels.shape[:2], strict=True)]
+    ends = [min(start + side, size) for start, side, size in zip(crop, output, pixels.shape[:2], strict=True)]
     if all(end > begin for begin, end in zip(begins, ends, strict=True)):
         top, left = (begin - start for begin, start in zip(begins, crop, strict=True))
         part = pixels[begins[0] : ends[0], begins[1] : ends[1]]
@@ -255,22 +263,22 @@ def _cut(pixels: Pixels, crop: tuple[int, int], output: Size) -> Floats:
     return result
 
 
-def augment_boxes(boxes: Floats, chosen: Augmentation, size: Size) -> Floats:
-    """(boxes, 4) left, top, width and height after what was chosen for their image of `size`."""
+def augment_boxes(boxes: Floats, augmentation: Augmentation, size: Size) -> Floats:
+    """Return the augmented boxes (boxes, 4), as left, top, width and height, of an image of `size`."""
     boxes = boxes.astype(np.float32)
-    if chosen.flip:
+    if augmentation.flip:
         boxes[:, 0] = _f32(size[1]) - boxes[:, 0] - boxes[:, 2] - _f32(1)
-    if chosen.scale != size:
-        factors = np.array(chosen.scale[::-1], np.float32) / np.array(size[::-1], np.float32)
+    if augmentation.scale != size:
+        factors = np.array(augmentation.scale[::-1], np.float32) / np.array(size[::-1], np.float32)
         boxes *= np.tile(factors, 2)
-    if chosen.rotates:
-        boxes = _rotated(boxes, _rotation_matrix(chosen.scale, chosen.rotation).astype(np.float32))
-    boxes[:, :2] -= np.array(chosen.crop[::-1], np.float32)
+    if augmentation.rotates:
+        boxes = _rotate_boxes(boxes, _rotation_matrix(augmentation.scale, augmentation.rotation).astype(np.float32))
+    boxes[:, :2] -= np.array(augmentation.crop[::-1], np.float32)
     return boxes
 
 
-def _rotated(boxes: Floats, matrix: Floats) -> Floats:
-    """Their centres move; they stay as large and upright."""
+def _rotate_boxes(boxes: Floats, matrix: Floats) -> Floats:
+    """Move the centres of boxes by a rotation. The boxes keep their sizes and stay upright."""
     high = boxes[:, :2] + boxes[:, 2:]
     center = (boxes[:, :2] + high) * _f32(0.5)
     moved = center @ matrix[:, :2].T + matrix[:, 2]
@@ -278,20 +286,20 @@ def _rotated(boxes: Floats, matrix: Floats) -> Floats:
 
 
 def _bounds(center: tuple[float, float], size: Size, rotation: float) -> tuple[int, int, int, int]:
-    """Left, top, width and height in whole pixels of a rotated rectangle, as `cv::RotatedRect::boundingRect`."""
+    """Return left, top, width and height in whole pixels of a rotated rectangle (`cv::RotatedRect::boundingRect`)."""
     points = opencv().boxPoints((center, (size[1], size[0]), rotation))
     (left, top), (right, bottom) = np.floor(points.min(0)).astype(int), np.ceil(points.max(0)).astype(int)
     return int(left), int(top), int(right - left + 1), int(bottom - top + 1)
 
 
 def rotated_size(size: Size, rotation: float) -> Size:
-    """Of the smallest upright rectangle around an image that is rotated."""
+    """Return the size of the bounding box of a rotated image."""
     _, _, width, height = _bounds((size[1] // 2, size[0] // 2), size, rotation)
     return height, width
 
 
 def _rotation_matrix(size: Size, rotation: float) -> NDArray[np.float64]:
-    """(2, 3): rotates an image about its centre and moves it so that nothing lies left of or above the origin."""
+    """Return the matrix (2, 3) that rotates an image about its centre and moves its bounding box to the origin."""
     cv2 = opencv()
     center = (size[1] * 0.5, size[0] * 0.5)
     left, top, _, _ = _bounds(center, size, rotation)
@@ -303,15 +311,15 @@ def _rotation_matrix(size: Size, rotation: float) -> NDArray[np.float64]:
 # -- coverage maps -------------------------------------------------------------------------------------
 
 
-_LEAST_SHARE = np.finfo(np.float32).eps
+_MIN_COVERAGE = np.finfo(np.float32).eps
 CHANNELS = 8
-"""Before those of the classes: whether there is an object, its left, top, right and bottom relative to the square's
-corner, one over its width and height, and the norm."""
+"""Channels before those of the classes: object present; left, top, right and bottom of the box relative to the cell's
+corner; 1 / width; 1 / height; norm."""
 _Parameter = caffe_pb2.DetectNetGroundTruthParameter
 
 
 class CoverageMap:
-    """Makes the maps of one setting.
+    """Computes coverage maps.
 
     Args:
         param: the layer's detectnet_groundtruth_param.
@@ -327,17 +335,17 @@ class CoverageMap:
         """Channels, rows and columns of a map."""
 
     def generate(self, boxes: Floats, classes: NDArray[np.int64]) -> Floats:
-        """The map of one image.
+        """Return the map of one image, with the shape of `shape`.
 
         Args:
             boxes: (boxes, 4): left, top, width and height in pixels.
-            classes: their numbers in the labels.
+            classes: the class of each box in the labels.
         """
         result = np.zeros(self.shape, np.float32)
         for box, number in zip(boxes, classes.tolist(), strict=True):
             if self._param.crop_bboxes:
                 box = _intersection(box, self._image)
-            if number in self._classes and box[2] * box[3] >= _LEAST_SHARE:
+            if number in self._classes and box[2] * box[3] >= _MIN_COVERAGE:
                 self._mark(result, box, CHANNELS + self._classes[number])
         return result
 
@@ -356,12 +364,12 @@ class CoverageMap:
             for axis, corner in enumerate(corners)
         ]
         shared = np.maximum(sides[1], 0)[:, None] * np.maximum(sides[0], 0)
-        inside = shared / (stride * stride) > _LEAST_SHARE
+        inside = shared / (stride * stride) > _MIN_COVERAGE
         part = result[:, top:bottom, left:right]
         part[:, inside] = self._values(box, covered, corners, channel)[:, inside]
 
     def _covered(self, box: Floats) -> Floats:
-        """The region within the box that counts as covered: scale_cvg of it, at most or at least so many pixels."""
+        """Return the covered region: the box scaled by scale_cvg about its centre, limited by min_ or max_cvg_len."""
         param, size = self._param, box[2:]
         center = (box[:2] + (box[:2] + size)) * _f32(0.5)
         shrunk = size * _f32(param.scale_cvg)
@@ -373,7 +381,7 @@ class CoverageMap:
         return np.concatenate((center - half, (center + half) - (center - half)))
 
     def _values(self, box: Floats, covered: Floats, corners: list[Floats], channel: int) -> Floats:
-        """All channels of the squares with these left and top corners."""
+        """Return all channels of the cells with these left and top corners."""
         norm = _f32(self._param.stride) ** 2 / (covered[2] * covered[3])
         values = np.zeros((self.shape[0], corners[1].size, corners[0].size), np.float32)
         values[0] = values[channel] = 1
@@ -385,7 +393,7 @@ class CoverageMap:
 
 
 def _intersection(box: Floats, other: Floats) -> Floats:
-    """As OpenCV's of two rectangles: all 0 where they share nothing."""
+    """Return the intersection of two rectangles, all 0 if they are disjoint, as OpenCV does."""
     low = np.maximum(box[:2], other[:2])
     size = np.minimum(box[:2] + box[2:], other[:2] + other[2:]) - low
     return np.concatenate((low, size)) if (size > 0).all() else np.zeros(4, np.float32)

@@ -19,10 +19,13 @@ T = TypeVar("T")
 
 @register_layer("DummyData")
 class DummyDataLayer(Layer):
-    """Tops made by fillers (Caffe's `dummy_data_layer.cpp`).
+    """Tops with the values of fillers (Caffe's `dummy_data_layer.cpp`).
 
-    Constant tops are filled once, random ones in every pass; their numbers depend on the global number of each sample.
-    Shapes are those of one device, as in both Caffes: they are never divided.
+    Constant tops are filled once, random ones in every pass. Random values depend on the global number of each sample.
+    As in both Caffes, each device has tops of the prototxt's shapes: the batch is not divided among devices.
+
+    Raises:
+        ConfigError: fillers or shapes are not given once or once for each top.
     """
 
     supports_half = True
@@ -65,7 +68,7 @@ class DummyDataLayer(Layer):
         return values if len(values) == tops else values * tops
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """The tops keep the shapes that they were given."""
+        """Does nothing: `setup` shapes the tops."""
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         for i, (filler, blob) in enumerate(zip(self._fillers, top, strict=True)):
@@ -77,8 +80,8 @@ class DummyDataLayer(Layer):
                 self.backend.from_host(self._random(i, filler, blob.shape), blob.data)
 
     def capture_blocker(self) -> str | None:
-        drawn = any(filler.type != "constant" for filler in self._fillers)
-        return "it fills its tops with random numbers on the host in every pass" if drawn else None
+        random = any(filler.type != "constant" for filler in self._fillers)
+        return "it fills its tops with random numbers on the host in every pass" if random else None
 
     def _random(self, index: int, filler: caffe_pb2.FillerParameter, shape: tuple[int, ...]) -> NDArray[np.float32]:
         values = np.empty(shape, np.float32)

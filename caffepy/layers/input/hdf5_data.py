@@ -1,4 +1,4 @@
-"""HDF5Data: a list of files whose datasets are the tops, row by row (Caffe's `hdf5_data_layer.cpp`)."""
+"""HDF5Data: rows of the datasets in a list of HDF5 files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer,
 
 @register_layer("HDF5Data")
 class HDF5DataLayer(PrefetchingLayer):
-    """Rows of the datasets that have the tops' names (Caffe's `hdf5_data_layer.cpp`). Tops: (N, …) each."""
+    """Rows of the HDF5 datasets named like the tops (Caffe's `hdf5_data_layer.cpp`). Tops: (N, …) each.
+
+    Raises:
+        ConfigError: `source` is missing, or transform_param is set.
+        DataError: the list or a file cannot be read, or a dataset does not fit.
+    """
 
     tops = (1, None)
     supports_half = False
@@ -50,22 +55,20 @@ class HDF5DataLayer(PrefetchingLayer):
 
 _MAX_LIST_BYTES = 1 << 26
 _MAX_NAMES = 20
-"""Of a file's datasets in a message."""
+"""Number of dataset names in a message."""
 
 
 class Hdf5Source:
-    """The rows of the HDF5 files that a list names, one after the other.
-
-    One file at a time is held in memory, as float32.
+    """The rows of a list of HDF5 files. One file at a time is held in memory, as float32.
 
     Args:
-        path: the list: file names, divided by white space.
-        datasets: a dataset's name for each top.
-        resolve: turns a written path into one that exists.
+        path: the list: file names, separated by white space.
+        datasets: the name of a dataset for each top.
+        resolve: turns a path of the list into an existing one.
 
     Raises:
-        DataError: the list or a file cannot be read; a dataset is missing, is not numbers, is empty, is larger than a
-            blob may be, has another number of rows than its neighbours, or rows of other shapes than in the first file.
+        DataError: the list or a file cannot be read; a dataset is missing, empty, not numeric or larger than a blob;
+            the datasets of a file differ in their number of rows; or rows differ in shape from the first file's.
     """
 
     def __init__(self, path: Path, datasets: Sequence[str], resolve: Callable[[str], Path] = Path) -> None:
@@ -86,15 +89,15 @@ class Hdf5Source:
         """Rows of each file."""
 
     def _scan(self, path: Path) -> int:
-        """The rows of a file, after checking its datasets."""
+        """Check the datasets of a file and return its number of rows."""
         if not os.path.lexists(path):
             raise DataError(f"HDF5 file '{path}' does not exist (looked from {working_folder()})")
         with open_hdf5(path, DataError) as file:
-            shapes = [shape for _, shape in self._find(file, path)]
+            shapes = [shape for _, shape in self._find_datasets(file, path)]
         rows = {name: shape[0] for name, shape in zip(self._datasets, shapes, strict=True)}
         if len(set(rows.values())) > 1:
-            found = ", ".join(f"'{name}' has {count}" for name, count in rows.items())
-            raise DataError(f"HDF5 file '{path}': datasets of different numbers of rows: {found}")
+            counts = ", ".join(f"'{name}' has {count}" for name, count in rows.items())
+            raise DataError(f"HDF5 file '{path}': datasets of different numbers of rows: {counts}")
         row_shapes = [shape[1:] for shape in shapes]
         if self.row_shapes and row_shapes != self.row_shapes:
             raise DataError(
@@ -104,62 +107,62 @@ class Hdf5Source:
         return int(next(iter(rows.values())))
 
     def arrays(self, number: int) -> list[NDArray[np.float32]]:
-        """Each top's whole dataset in file `number`.
+        """Return the whole dataset of each top in file `number`.
 
         Raises:
-            DataError: the file cannot be read any more, or does not fit the memory.
+            DataError: the file cannot be read or does not fit in memory.
         """
         if number != self._loaded:
-            self._arrays, self._loaded = [], -1  # the file before goes first: two may not fit the memory
+            self._arrays, self._loaded = [], -1  # free the last file first: two files may not fit in memory
             self._arrays = self._read(self.files[number])
             self._loaded = number
         return self._arrays
 
     def _read(self, path: Path) -> list[NDArray[np.float32]]:
         with open_hdf5(path, DataError) as file:
-            arrays = [dataset.read(np.float32) for dataset, _ in self._find(file, path)]
+            arrays = [dataset.read(np.float32) for dataset, _ in self._find_datasets(file, path)]
         shapes = [(self.rows[self.files.index(path)], *shape) for shape in self.row_shapes]
         if [array.shape for array in arrays] != shapes:
             raise DataError(f"HDF5 file '{path}' was changed while it was read; start again, and write to a copy of it")
         return arrays
 
-    def _find(self, file: Group, path: Path) -> list[tuple[Dataset, tuple[int, ...]]]:
-        """The datasets of the tops and their shapes; none takes more memory than the file justifies."""
-        found, size = [], 0
+    def _find_datasets(self, file: Group, path: Path) -> list[tuple[Dataset, tuple[int, ...]]]:
+        """Return the datasets of the tops and their shapes, after a check of their sizes against the file's."""
+        datasets, size = [], 0
         for dataset in [_dataset(file, name, path) for name in self._datasets]:
             size = check_dataset(dataset, size)
-            found.append((dataset, _check_values(dataset, path)))
-        return found
+            datasets.append((dataset, _check_values(dataset, path)))
+        return datasets
 
     def fingerprint(self) -> dict[str, str]:
-        """`RecordSource.fingerprint`, of the rows of each file and the first file's first row."""
+        """Return the number of rows of each file and the hash of the first row (see `RecordSource.fingerprint`)."""
         with open_hdf5(self.files[0], DataError) as file:
-            rows = [dataset.read(np.float32, rows=1)[0] for dataset, _ in self._find(file, self.files[0])]
+            rows = [dataset.read(np.float32, rows=1)[0] for dataset, _ in self._find_datasets(file, self.files[0])]
         return {
             "the number of rows of each file": ", ".join(map(str, self.rows)),
             "the hash of the first row": hash_of(*(np.asarray(row).tobytes() for row in rows)),
         }
 
     def __len__(self) -> int:
-        """Rows of all files."""
+        """Return the number of rows of all files."""
         return sum(self.rows)
 
     def close(self) -> None:
-        """Give back the memory. Callable twice."""
+        """Free the arrays. Idempotent."""
         self._arrays, self._loaded = [], -1
 
 
 class Hdf5Loader:
     """Fills batches with rows; a `Loader`.
 
-    Files in the order of the list, rows in the order of the file; with `shuffle` both in a random order, another one
-    in each epoch.
+    Files come in the order of the list and rows in the order of the file. With `shuffle` both have a random order,
+    which changes in each epoch.
 
     Args:
         source: the rows.
-        shuffle: whether to change the order.
+        shuffle: whether to shuffle.
         seed: of the solver.
-        stream: of the layer.
+        stream: random stream of the layer.
     """
 
     def __init__(self, source: Hdf5Source, shuffle: bool = False, seed: int = 0, stream: int = 0) -> None:
@@ -181,7 +184,7 @@ class Hdf5Loader:
         done = 0
         while done < count:
             epoch, index = divmod(first + done, self._total)
-            file, row = self._find(epoch, index)
+            file, row = self._locate(epoch, index)
             self.reading = f"row {row} of HDF5 file '{self._source.files[file]}'"
             stop = min(row + count - done, self._source.rows[file])
             rows = self._row_order(epoch, file)[row:stop] if self._shuffle else slice(row, stop)
@@ -190,28 +193,28 @@ class Hdf5Loader:
             done += stop - row
 
     def load_bytes(self, firsts: Sequence[int], count: int, slot: ImageSlot, block: NDArray[np.uint8]) -> int:
-        """Rows are floats: no slots are filled."""
+        """Return 0: batches are float32."""
         return 0
 
     def close(self) -> None:
-        """There are no threads to end."""
+        """Does nothing: the layer closes the source."""
 
     def describe(self, sample: int) -> str:
-        """What messages call a global sample; may be called by any thread."""
-        other = Hdf5Loader(self._source, self._shuffle, self._seed, self._stream)
+        """Return the name of a global sample, for messages. Thread-safe: it works on a copy."""
+        copy = Hdf5Loader(self._source, self._shuffle, self._seed, self._stream)
         epoch, index = divmod(sample, self._total)
-        file, row = other._find(epoch, index)
-        number = other._row_order(epoch, file)[row] if self._shuffle else row
+        file, row = copy._locate(epoch, index)
+        number = copy._row_order(epoch, file)[row] if self._shuffle else row
         return f"row {number} of HDF5 file '{self._source.files[file]}'"
 
-    def _find(self, epoch: int, index: int) -> tuple[int, int]:
-        """The file and the row in it of an epoch's row with this index."""
+    def _locate(self, epoch: int, index: int) -> tuple[int, int]:
+        """Return the file of row `index` of an epoch, and the row's number in this file."""
         if self._shuffle and epoch != self._epoch:
             self._files = permutation(self._seed, self._stream, epoch, len(self._source.files))
             self._ends = np.cumsum(np.array(self._source.rows)[self._files])
             self._epoch = epoch
-        turn = int(np.searchsorted(self._ends, index, side="right"))
-        return int(self._files[turn]), index - (int(self._ends[turn - 1]) if turn else 0)
+        position = int(np.searchsorted(self._ends, index, side="right"))
+        return int(self._files[position]), index - (int(self._ends[position - 1]) if position else 0)
 
     def _row_order(self, epoch: int, file: int) -> NDArray[np.int64]:
         if self._rows_key != (epoch, file):
@@ -221,25 +224,33 @@ class Hdf5Loader:
 
 
 def _beside(list_path: Path, name: str, resolve: Callable[[str], Path]) -> Path:
-    """Where a file of the list is: as for all paths, or else beside the list."""
-    found = resolve(name)
+    """Return the path of a file in the list: as the prototxt's paths, or else relative to the list's folder."""
+    resolved = resolve(name)
     beside = list_path.parent / name
-    return beside if not os.path.exists(found) and os.path.exists(beside) else found
+    return beside if not os.path.exists(resolved) and os.path.exists(beside) else resolved
 
 
 def _dataset(file: Group, name: str, path: Path) -> Dataset:
-    """The dataset of a top."""
+    """Return the dataset of a top.
+
+    Raises:
+        DataError: the file lacks it; the message lists the datasets that exist.
+    """
     dataset = find_object(file, name)
     if not isinstance(dataset, Dataset):
         names = sorted(file.links)
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-        there = ", ".join(names[:_MAX_NAMES]) or "none"
-        raise DataError(f"HDF5 file '{path}' has no dataset '{name}'; it has: {there}{more}")
+        known = ", ".join(names[:_MAX_NAMES]) or "none"
+        raise DataError(f"HDF5 file '{path}' has no dataset '{name}'; it has: {known}{more}")
     return dataset
 
 
 def _check_values(dataset: Dataset, path: Path) -> tuple[int, ...]:
-    """The shape of a dataset; one that no top can take is refused."""
+    """Return the shape of a dataset.
+
+    Raises:
+        DataError: it is not numeric, empty, or larger than a blob may be.
+    """
     name = dataset.name.removeprefix("/")
     if dataset.dtype is None or dataset.dtype.kind not in "fiu":
         raise DataError(f"HDF5 file '{path}': dataset '{name}' holds {dataset.kind}; a top takes numbers")

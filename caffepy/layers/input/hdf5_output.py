@@ -1,4 +1,4 @@
-"""HDF5Output: blobs written to a file."""
+"""HDF5Output."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ log = logging.getLogger(__name__)
 class HDF5OutputLayer(Layer):
     """Writes its bottoms to `file_name` as the datasets "data" and "label" (Caffe's `hdf5_output_layer.cpp`).
 
-    Every pass of rank 0 replaces what the one before wrote, where Caffe fails at the second. The file is there when a
-    pass is over. Datasets have the bottoms' shapes with at least four axes, as Caffe's.
+    Rank 0 writes the file in every pass and replaces the last one (Caffe fails at the second pass). The file is
+    complete when the pass returns. As in Caffe, datasets have the bottoms' shapes with at least four axes.
+
+    Raises:
+        ConfigError: `file_name` is missing.
+        ShapeError: the bottoms differ in N.
+        RunError: the file cannot be written.
     """
 
     bottoms = (2, 2)
@@ -51,8 +56,8 @@ class HDF5OutputLayer(Layer):
         log.debug("layer '%s' wrote %d rows to %s", self.name, len(arrays["data"]), self._path)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        for blob, wanted in zip(bottom, propagate_down, strict=True):
-            if wanted:
+        for blob, needs_gradient in zip(bottom, propagate_down, strict=True):
+            if needs_gradient:
                 self.backend.fill(blob.diff, 0)
 
     def has_side_effects(self) -> bool:

@@ -17,7 +17,12 @@ from caffepy.proto import caffe_pb2
 
 @register_layer("ImageData")
 class ImageDataLayer(ImagesLayer):
-    """Images and labels from a list of files (Caffe's `image_data_layer.cpp`). Tops: (N, C, H, W), (N,)."""
+    """Images and labels from a list of files (Caffe's `image_data_layer.cpp`). Tops: (N, C, H, W), (N,).
+
+    Raises:
+        ConfigError: a setting is missing or contradictory.
+        DataError: the list or an image cannot be read.
+    """
 
     tops = (2, 2)
 
@@ -41,7 +46,7 @@ class ImageDataLayer(ImagesLayer):
         return self._list, [shape, ()]
 
     def _open_cache(self) -> ImageCache | None:
-        """The memory for decoded images, which all layers of the process that decode them alike share."""
+        """Return the cache of decoded images. Layers of the process with the same decoding settings share it."""
         param = self.param.image_data_param
         if not (param.cache or param.precache):
             return None
@@ -55,8 +60,8 @@ class ImageDataLayer(ImagesLayer):
     def image_loader(self, seed: int, stream: int) -> ImageFileLoader:
         param = self.param.image_data_param
         skip = random.rand_skip_count(seed, stream, param.rand_skip) if param.rand_skip else 0
-        whole = len(self._list)
-        order = RecordOrder(self._used(whole), skip, param.shuffle, seed, stream, whole)
+        total = len(self._list)
+        order = RecordOrder(self._epoch_images(total), skip, param.shuffle, seed, stream, total)
         size = (param.new_height, param.new_width) if param.new_height else None
         threads = self.threads(param.threads if param.HasField("threads") else 0)
         return ImageFileLoader(
@@ -64,9 +69,9 @@ class ImageDataLayer(ImagesLayer):
             color=param.is_color, size=size, short_side=param.short_side, cache=self._cache,
         )  # fmt: skip
 
-    def _used(self, whole: int) -> int:
-        """How many of the images are used: in training one in dataset_share_per_node, where that is more than 1."""
+    def _epoch_images(self, total: int) -> int:
+        """Return the number of images in an epoch: in TRAIN total / dataset_share_per_node if that is above 1."""
         share = self.param.image_data_param.dataset_share_per_node
         if not share > 1 or self.context.phase != caffe_pb2.TRAIN:
-            return whole
-        return max(math.floor(whole / share + 0.5), 1)
+            return total
+        return max(math.floor(total / share + 0.5), 1)

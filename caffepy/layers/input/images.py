@@ -1,4 +1,4 @@
-"""What layers whose records are images share."""
+"""The base class of data layers that read images."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer
 
 
 class ImagesLayer(PrefetchingLayer):
-    """A layer whose records are images."""
+    """A data layer whose records are images."""
 
     _transformer: Transformer
 
     @abstractmethod
     def image_loader(self, seed: int, stream: int) -> ImageLoader:
-        """A loader whose crops, mirroring and order follow from this seed and stream."""
+        """Return a loader. Crops, mirroring and order follow from `seed` and `stream`."""
 
     def make_transformer(self) -> Transformer:
-        """The transformation that `transform_param` asks for."""
+        """Return the transformation of `transform_param`."""
         param, context = self.param.transform_param, self.context
         return Transformer(param, context.phase, context.resolve, self.where, context.nvidia)
 

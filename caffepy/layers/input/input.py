@@ -7,7 +7,11 @@ from caffepy.layers.core.base import Blobs, Layer, register_layer
 
 @register_layer("Input")
 class InputLayer(Layer):
-    """Tops that the caller fills (Caffe's `input_layer.cpp`): one shape for each of them, or one for all."""
+    """Tops that the caller fills (Caffe's `input_layer.cpp`), with one shape for each top or one for all.
+
+    Raises:
+        ConfigError: the number of shapes is neither 0, 1 nor the number of tops.
+    """
 
     supports_half = True
     recordable = True
@@ -28,7 +32,7 @@ class InputLayer(Layer):
                 blob.reshape(tuple(shapes[i if len(shapes) > 1 else 0].dim))
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """The tops keep the shapes that they were given."""
+        """Does nothing: `setup` or the caller shapes the tops."""
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """There is nothing to compute."""
+        """Does nothing: the caller fills the tops."""

@@ -1,4 +1,4 @@
-"""MemoryData: batches of arrays that the program hands over."""
+"""MemoryData: batches from arrays of the calling program."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ log = logging.getLogger(__name__)
 
 @register_layer("MemoryData")
 class MemoryDataLayer(Layer):
-    """Tops (batch_size, channels, height, width) and (batch_size,): the next batch of the arrays of `reset_arrays`.
+    """Consecutive batches of the arrays given to `reset_arrays` (Caffe's `memory_data_layer.cpp`).
 
-    The second top has the shape (batch_size, 1, 1, 1) from the first pass on (Caffe's `memory_data_layer.cpp`). After
-    the last batch the first follows. Arrays are not transformed, as in Caffe.
-    They are those of one device, and so is `batch_size`.
+    Tops: (batch_size, channels, height, width) and (batch_size,); the second is (batch_size, 1, 1, 1) from the first
+    pass on. The first batch follows the last one. As in Caffe, arrays are not transformed. Arrays and `batch_size`
+    belong to one device: the batch is not divided among devices.
+
+    Raises:
+        ConfigError: a size is missing.
+        RunError: a pass runs before `reset_arrays`.
     """
 
     bottoms = (0, 0)
@@ -41,17 +45,17 @@ class MemoryDataLayer(Layer):
         top[1].reshape(self._shape[:1])
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Leave the tops as the last pass has shaped them."""
+        """Does nothing: `forward` shapes the tops."""
 
     def reset_arrays(self, data: NDArray[np.float32], labels: NDArray[np.float32]) -> None:
-        """Take batches from these arrays, from their first row on; they are not copied.
+        """Read the next batches from these arrays, starting at row 0. The arrays are not copied.
 
         Args:
             data: (n, channels, height, width), n a multiple of the batch size.
             labels: n elements.
 
         Raises:
-            ShapeError: they have other shapes.
+            ShapeError: the arrays have other shapes.
         """
         if data.ndim != 4 or data.shape[1:] != self._shape[1:]:
             raise ShapeError(f"{self.where}: data of shape {data.shape} do not fit {('n', *self._shape[1:])}")
@@ -61,7 +65,7 @@ class MemoryDataLayer(Layer):
                 f"both, a multiple of the batch size {self._shape[0]}"
             )
         if self.param.HasField("transform_param"):
-            log.warning("%s does not transform the arrays it is given; transform_param has no effect", self.where)
+            log.warning("%s does not transform its arrays; transform_param has no effect", self.where)
         self._arrays = (data, labels.reshape(-1))
         self._position = 0
 
@@ -82,4 +86,4 @@ class MemoryDataLayer(Layer):
         self.backend.from_host(labels.reshape(top[1].shape), top[1].data)
 
     def capture_blocker(self) -> str | None:
-        return "its numbers come from the host in every pass"
+        return "it copies its arrays from the host in every pass"

@@ -17,7 +17,7 @@ import numpy as np
 from caffepy.backend.input_ring import ByteImages, ImageSlot, InputRing, aligned_size
 from caffepy.backend.interface import Backend
 from caffepy.backend.layout import memory_order
-from caffepy.backend.types import Array, Counter
+from caffepy.backend.types import Counter
 from caffepy.data.prefetch import Batch, Loader, Prefetcher
 from caffepy.data.schedule import TestSchedule, TrainSchedule
 from caffepy.errors import AbortedError, RunError
@@ -31,17 +31,18 @@ _MAX_THREADS = 8
 """Memory bandwidth limits the readers: more threads copy no faster."""
 
 _CLOSE_SECONDS = 2.0
-"""How long closing waits for a reader that may be stuck in a dead network drive; it is a daemon."""
+"""Limit of the wait for the reader thread when the layer is closed. The thread is a daemon: a dead network drive may
+block it for ever."""
 
 
 class Source(Protocol):
-    """What a data layer reads from; opened in `setup`, closed in `close`."""
+    """The records of a data layer. `PrefetchingLayer.setup` opens it, `PrefetchingLayer.close` closes it."""
 
     def fingerprint(self) -> dict[str, str]:
-        """What tells it from another source of the same name; see `caffepy.data.sources.source.RecordSource`."""
+        """Return properties by which ranks compare their sources (`caffepy.data.sources.source.RecordSource`)."""
 
     def __len__(self) -> int:
-        """The number of records."""
+        """Return the number of records."""
 
     def close(self) -> None:
         """Close files and mappings. Idempotent."""
@@ -51,15 +52,20 @@ class DescribingLoader(Loader, Protocol):
     """A loader that can name records."""
 
     def describe(self, sample: int) -> str:
-        """The record of a global sample, for messages. Thread-safe."""
+        """Return the name of the record of a global sample, for messages. Thread-safe."""
 
 
 class PrefetchingLayer(Layer):
     """A layer whose batches are read by a prefetch thread.
 
-    In training the tops hold this device's part of the global batch, in testing one batch of those that this device
-    scores; see `caffepy.data.schedule`. Seed and pass number are read when the first batch is requested, so a snapshot
+    In training the tops hold this device's part of the global batch, in testing one of the batches that this device
+    scores (`caffepy.data.schedule`). The layer reads seed and pass number at the first request of a batch: a snapshot
     can be restored before that.
+
+    Raises:
+        ConfigError: batch_size is missing, or the number of tops does not match the source.
+        DataError: the source cannot be read.
+        RunError: reading, or the wait for a free slot of the input ring, takes longer than the timeout.
     """
 
     supports_half = True
@@ -72,55 +78,55 @@ class PrefetchingLayer(Layer):
 
     @abstractmethod
     def batch_size(self) -> int:
-        """The prototxt's batch_size."""
+        """Return the prototxt's batch_size."""
 
     @abstractmethod
     def open(self) -> tuple[Source, list[tuple[int, ...]]]:
-        """The source, and the shape of one sample of each top."""
+        """Open the source, and return it with the shape of one sample of each top."""
 
     @abstractmethod
     def make_loader(self) -> DescribingLoader:
-        """The loader that fills this layer's batches; called after a snapshot was restored."""
+        """Return the loader that fills the batches. Called after a snapshot was restored."""
 
     def byte_images(self, count: int) -> ByteImages | None:
-        """The layout of batches of `count` uint8 images; None: batches are float32."""
+        """Return the layout of batches of `count` uint8 images; None: batches are float32."""
         return None
 
     def fingerprint(self) -> dict[str, str]:
-        """Properties of the data by which ranks compare theirs: descriptions to values.
+        """Return properties by which ranks compare their data, as descriptions with values.
 
         Raises:
             DataError: the source cannot be read.
         """
         return {} if self._source is None else self._source.fingerprint()
 
-    def threads(self, asked: int) -> int:
-        """The number of reader threads, given the prototxt's (0: automatic).
+    def threads(self, requested: int) -> int:
+        """Return the number of reader threads; `requested` is the prototxt's, 0 for automatic.
 
-        A GPU leaves the cores of its process to the readers; on the CPU they belong to the solver.
+        With a GPU the readers use the cores of the process. On the CPU backend the solver uses them.
         """
-        if asked:
-            return asked
+        if requested:
+            return requested
         from caffepy.backend.cpu.jit.cpus import cpu_count
 
-        shared = cpu_count() // max(self.context.shard.devices_per_rank, 1)
-        return min(max(shared - 1, 1), _MAX_THREADS) if self.backend.asynchronous else 1
+        cores = cpu_count() // max(self.context.shard.devices_per_rank, 1)
+        return min(max(cores - 1, 1), _MAX_THREADS) if self.backend.asynchronous else 1
 
     def prefetch_depth(self) -> int:
-        """Batches to read ahead."""
+        """Return the number of batches to read ahead."""
         return self.depth
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self._closed = False
         self._tops = list(top)
-        self._brought = range(0)
-        """The passes of the batch that was brought last; its own numbers change once it is released."""
+        self._copied_passes = range(0)
+        """The passes of the batch that was copied last. (The batch's own numbers change when it is reused.)"""
         self._transfer: HostToDeviceTransfer | None = None
         self._images: ByteImages | None = None
         self._last_transfer: HostToDeviceTransfer | None = None
-        """What the last `forward` used; a captured graph goes on using it."""
+        """The transfer that the last `forward` read, and a captured graph still reads."""
         self._prefetched: dict[int, HostToDeviceTransfer] = {}
-        """The transfer of each pass that was prefetched and not yet released."""
+        """The transfer of each pass that is prefetched and not released."""
         self._restarted = False
         self._waited = 0.0
         self._prefetcher: Prefetcher | None = None
@@ -137,7 +143,7 @@ class PrefetchingLayer(Layer):
         shapes = self._sample_shapes()
         if len(shapes) != len(top):
             raise self.error(
-                f"has {len(top)} tops, but the samples of its source have {len(shapes)} parts; give it one top for each"
+                f"has {len(top)} tops, but the samples of its source have {len(shapes)} parts; use one top for each"
             )
         for index, (blob, shape) in enumerate(zip(top, shapes, strict=True)):
             blob.reshape(self.batch_shape(index, shape))
@@ -148,7 +154,7 @@ class PrefetchingLayer(Layer):
             self.context.describe_sample = self.describe_sample
 
     def batch_shape(self, index: int, sample_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a top before the first batch, given that of one sample."""
+        """Return the shape of a top before the first batch, given the shape of one sample."""
         return (self._count, *sample_shape)
 
     def _sample_shapes(self) -> Sequence[tuple[int, ...]]:
@@ -172,10 +178,10 @@ class PrefetchingLayer(Layer):
         return self.context.shard.rank == 0 and self.backend.holds_values
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """The tops have their shapes from `setup`, and from each batch."""
+        """Does nothing: `setup` and each batch shape the tops."""
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Fill the tops from the prefetched batch; without a net that prefetches, the layer does so itself."""
+        """Fill the tops from the prefetched batch. If the net has not prefetched it, the layer does so now."""
         if not self.backend.holds_values:
             for blob in top:
                 self.backend.fill(blob.data, 0.0)
@@ -199,14 +205,14 @@ class PrefetchingLayer(Layer):
             return
         if self._closed:
             raise AbortedError(f"{self.where}: closed")
-        if number not in self._brought:
+        if number not in self._copied_passes:
             self._copy_batch(number)
         assert self._transfer is not None
         self._prefetched[number] = self._transfer
         _reshape(self._tops, self._transfer)
 
     def ring_bytes(self) -> int:
-        """Bytes of the device's input ring; an estimate before the first batch."""
+        """Return the bytes of the device's input ring; before the first batch an estimate."""
         if self._transfer is not None:
             return self._transfer.ring.slot_size * self._transfer.ring.slots
         can_be_bytes = type(self).byte_images is not PrefetchingLayer.byte_images
@@ -217,19 +223,19 @@ class PrefetchingLayer(Layer):
         if transfer is None:
             return
         transfer.ring.consumed(number)
-        present = self._transfer is not None and transfer.ring is self._transfer.ring
-        if not present and all(other.ring is not transfer.ring for other in self._prefetched.values()):
+        is_current = self._transfer is not None and transfer.ring is self._transfer.ring
+        if not is_current and all(other.ring is not transfer.ring for other in self._prefetched.values()):
             transfer.ring.close()
 
     def transfer_changed(self) -> bool:
         return self._last_transfer is not None and self._transfer is not self._last_transfer
 
     def shapes_known_until(self, number: int) -> int:
-        return max(number, self._brought.stop)
+        return max(number, self._copied_passes.stop)
 
     @property
     def waited(self) -> float:
-        """Seconds that the solver has waited for this layer's batches."""
+        """Seconds that the solver waited for this layer's batches."""
         return self._waited + (self._prefetcher.waited if self._prefetcher is not None else 0.0)
 
     def _copy_batch(self, number: int) -> None:
@@ -238,12 +244,12 @@ class PrefetchingLayer(Layer):
         batch = prefetcher.get(number)
         transfer = self._transfer_for(batch)
         self._wait_for_free_slots(transfer.ring)
-        self._brought = range(batch.number, batch.number + batch.passes)
+        self._copied_passes = range(batch.number, batch.number + batch.passes)
         transfer.put(batch, lambda: prefetcher.release(batch))
         self._transfer = transfer
 
     def _transfer_for(self, batch: Batch) -> HostToDeviceTransfer:
-        """The transfer for a batch's layout: the present one if it fits."""
+        """Return the transfer for a batch's layout: the current one if it fits, else a new one."""
         transfer, ahead = self._transfer, self.context.iter_size
         if self._restarted and transfer is not None:
             transfer.ring.restart()
@@ -260,7 +266,12 @@ class PrefetchingLayer(Layer):
         return transfer
 
     def _wait_for_free_slots(self, ring: InputRing) -> None:
-        """Wait while the device still reads every slot of the ring, until `close` or the timeout."""
+        """Wait while the device reads every slot of the ring.
+
+        Raises:
+            AbortedError: the layer was closed.
+            RunError: the wait took longer than the timeout.
+        """
         started = suspend_aware_seconds()
         while not ring.ready():
             if self._closed:
@@ -293,7 +304,7 @@ class PrefetchingLayer(Layer):
 
     @property
     def schedule(self) -> TrainSchedule | TestSchedule:
-        """Which samples this device takes; fixed by the first call, so call it after a snapshot was restored."""
+        """The schedule of samples of this device. The first access creates it: restore a snapshot before."""
         if self._schedule is None:
             shard, first_pass = self.context.shard, self.context.passes.number
             if self.context.phase == caffe_pb2.TRAIN:
@@ -306,36 +317,36 @@ class PrefetchingLayer(Layer):
         return len(self._source) if self._source is not None else None
 
     def position(self) -> int:
-        """The global sample number at which the next pass (training) or the present test begins on all devices."""
+        """Return the global number of the first sample of the next pass (TRAIN) or of the current test (TEST)."""
         return self.schedule.position(self.context.passes.number)
 
     def seek(self, position: int) -> None:
-        """Continue with global sample `position` on all devices; batches that were read ahead are dropped."""
+        """Continue with global sample `position` on all devices. Batches that were read ahead are dropped."""
         if self._prefetcher is not None:
-            if not self._prefetcher.close():  # two threads at one cursor would read anything
+            if not self._prefetcher.close():  # a second thread must not use the source at the same time
                 raise RunError(f"{self.where}: still reading; is the disk or network drive there?")
             self._waited += self._prefetcher.waited
             self._prefetcher = None
-        self._brought = range(0)
+        self._copied_passes = range(0)
         self._prefetched.clear()
         self._restarted = True
         self._start = position
         self._schedule = None
 
     def describe_sample(self, number: int, index: int) -> str:
-        """The record at `index` of this device's batch of pass `number`, for messages."""
+        """Return the name of the record at `index` of this device's batch of pass `number`, for messages."""
         loader = self._loader or self.make_loader()
         return loader.describe(self.schedule.first_sample(number) + index)
 
     def close(self) -> None:
         self._closed = True
         prefetcher, self._prefetcher = getattr(self, "_prefetcher", None), None
-        ended = prefetcher is None or prefetcher.close(_CLOSE_SECONDS)
+        stopped = prefetcher is None or prefetcher.close(_CLOSE_SECONDS)
         for transfer in (getattr(self, "_transfer", None), *getattr(self, "_prefetched", {}).values()):
             if transfer is not None:
                 transfer.ring.close()
         source = getattr(self, "_source", None)
-        if source is not None and ended:  # a thread that still reads would fall into unmapped memory
+        if source is not None and stopped:  # a reader that is still running would access unmapped memory
             self._source = None
             source.close()
 
@@ -349,32 +360,32 @@ def _reshape(tops: Blobs, transfer: HostToDeviceTransfer) -> None:
 
 
 _BLOCK_BYTES = 1 << 21
-"""Passes are copied in blocks of about this many bytes, since the cost of starting a copy dominates small batches."""
+"""Bytes of a block of passes that are copied at once: small copies are dominated by the cost of their launch."""
 _MAX_PASSES = 64
 _MIN_BLOCKS = 4
 
 
 def passes_per_block(slot: ImageSlot) -> int:
-    """How many passes are copied at once; a power of two."""
+    """Return the number of passes that are copied at once, a power of two."""
     return 1 << min(max(_BLOCK_BYTES // slot.size, 1), _MAX_PASSES).bit_length() - 1
 
 
 def blocks_needed(passes_ahead: int, block: int) -> int:
-    """How many blocks a ring needs if `passes_ahead` passes are prefetched before the first runs; a power of two.
+    """Return the number of blocks of a ring, a power of two, if `passes_ahead` passes are prefetched at once.
 
-    The ring holds the batches of one iteration and those of the next at the same time.
+    The ring holds the batches of two consecutive iterations at the same time.
     """
     blocks = max(_MIN_BLOCKS, -(-2 * passes_ahead // block) + (block > 1))
     return 1 << (blocks - 1).bit_length()
 
 
 def expected_bytes(shapes: Sequence[tuple[int, ...]], as_bytes: bool, passes_ahead: int) -> int:
-    """Estimated bytes of a ring for tops of these shapes, before the first batch is known.
+    """Return an estimate of a ring's bytes for tops of these shapes, before the first batch.
 
     Args:
         shapes: of the tops.
         as_bytes: whether images are copied as uint8 and transformed on the device.
-        passes_ahead: passes that are prefetched before the first of them runs.
+        passes_ahead: passes that are prefetched at once.
     """
     if as_bytes and len(shapes[0]) == 4:
         slot = ImageSlot(*shapes[0])
@@ -384,7 +395,7 @@ def expected_bytes(shapes: Sequence[tuple[int, ...]], as_bytes: bool, passes_ahe
 
 
 class HostToDeviceTransfer(ABC):
-    """Copies batches of one layout to the device and fills the tops from there.
+    """Copies batches of one layout to slots on the device and fills the tops from the slots.
 
     Args:
         ring: the slots.
@@ -401,17 +412,17 @@ class HostToDeviceTransfer(ABC):
 
     @abstractmethod
     def fill_tops(self, counter: Counter, tops: Blobs) -> None:
-        """Fill the tops with the batch of the pass that `counter` names."""
+        """Fill the tops with the batch of the pass of `counter`."""
 
 
 class ByteTransfer(HostToDeviceTransfer):
     """Images copied as uint8 and transformed on the device.
 
     Args:
-        backend: the device.
-        images: their layout, mean and scale.
-        tops: how many there are: images, and perhaps labels.
-        passes_ahead: passes that are prefetched before the first of them runs.
+        backend: of the tops.
+        images: layout, mean and scale.
+        tops: 1 for images, 2 for images and labels.
+        passes_ahead: passes that are prefetched at once.
     """
 
     def __init__(self, backend: Backend, images: ByteImages, tops: int, passes_ahead: int) -> None:
@@ -436,13 +447,13 @@ class ByteTransfer(HostToDeviceTransfer):
 
 
 class FloatTransfer(HostToDeviceTransfer):
-    """Batches that come as floats, in the tops' own order in memory; one after the other in a slot.
+    """Batches of float32 in the memory layout of the tops; a slot holds all tops of a pass.
 
     Args:
-        backend: the device.
+        backend: of the tops.
         shapes: of the tops.
-        passes_ahead: passes that are prefetched before the first of them runs.
-        ring: another form's, which is used if its slots are large enough.
+        passes_ahead: passes that are prefetched at once.
+        ring: of the last layout, which is reused if its slots are large enough.
     """
 
     def __init__(
@@ -456,11 +467,8 @@ class FloatTransfer(HostToDeviceTransfer):
         self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
 
     def put(self, batch: Batch, done: Callable[[], None]) -> None:
-        flats = [self._flat(array).view(np.uint8) for array in batch.arrays]
+        flats = [memory_order(array).reshape(-1).view(np.uint8) for array in batch.arrays]
         self.ring.put(batch.number, 1, list(zip(self._offsets, flats, strict=True)), done)
-
-    def _flat(self, array: Array) -> Array:
-        return memory_order(array).reshape(-1)
 
     def fill_tops(self, counter: Counter, tops: Blobs) -> None:
         for offset, top in zip(self._offsets, tops, strict=True):

@@ -27,9 +27,13 @@ from caffepy.proto import caffe_pb2
 
 @register_layer("VideoData")
 class VideoDataLayer(PrefetchingLayer):
-    """Frames in their order, and labels of 0 if there is a second top (NVIDIA Caffe's `video_data_layer.cpp`).
+    """Consecutive frames, and with a second top labels of 0 (NVIDIA Caffe's `video_data_layer.cpp`).
 
-    Tops: (N, C, H, W), (N,). When a file has no more frames the run ends with an error that says so.
+    Tops: (N, C, H, W), (N,).
+
+    Raises:
+        ConfigError: `video_file` is missing, or several devices read one camera.
+        DataError: the video cannot be opened, or has no more frames.
     """
 
     tops = (1, 2)
@@ -42,14 +46,13 @@ class VideoDataLayer(PrefetchingLayer):
 
     def open(self) -> tuple[Source, list[tuple[int, ...]]]:
         param, context = self.param.video_data_param, self.context
-        self._where = self.where
         is_file = param.video_type == caffe_pb2.VideoDataParameter.VIDEO
         if is_file and not param.video_file:
             raise self.error("video_type: VIDEO needs video_file")
         if not is_file and context.shard.world_size > 1:
             raise self.error("a camera serves one device; train or test on one, or set video_type: VIDEO")
         self._transformer = Transformer(
-            self.param.transform_param, context.phase, context.resolve, self._where, context.nvidia, annotated=True
+            self.param.transform_param, context.phase, context.resolve, self.where, context.nvidia, annotated=True
         )
         self._video = VideoSource(context.resolve(param.video_file) if is_file else None, param.device_id)
         try:
@@ -61,7 +64,7 @@ class VideoDataLayer(PrefetchingLayer):
 
     def _loader_of(self, seed: int, stream: int) -> VideoLoader:
         skip = self.param.video_data_param.skip_frames
-        return VideoLoader(self._video, self._transformer, skip, seed, stream, self._where)
+        return VideoLoader(self._video, self._transformer, skip, seed, stream, self.where)
 
     def make_loader(self) -> DescribingLoader:
         stream = self.random_stream()
@@ -81,10 +84,10 @@ class VideoLoader:
 
     Args:
         source: the frames.
-        transformer: applied to each.
-        skip: frames that are left out before each.
+        transformer: applied to each frame.
+        skip: number of frames to skip before each.
         seed: of the solver.
-        stream: of the layer.
+        stream: random stream of the layer.
         where: the layer, for messages.
     """
 
@@ -103,7 +106,7 @@ class VideoLoader:
         return self.describe(self._sample)
 
     def close(self) -> None:
-        """The layer closes the source."""
+        """Does nothing: the layer closes the source."""
 
     def describe(self, sample: int) -> str:
         return f"frame {self._number(sample)} of {self._source.description}"
@@ -115,7 +118,7 @@ class VideoLoader:
         """Fill `batch` with the global samples [first, first + count).
 
         Raises:
-            DataError: the video has ended, or a frame cannot be transformed.
+            DataError: the video has no more frames, or a frame cannot be transformed.
         """
         crop_params = self._transformer.draw_crops(*self._key, np.arange(first, first + count, dtype=np.int64))
         for index in range(count):
@@ -131,7 +134,7 @@ class VideoLoader:
             batch.array(1, (count,))[...] = 0
 
     def load_bytes(self, *_: object) -> int:
-        """Batches are floats."""
+        """Return 0: batches are float32."""
         return 0
 
     def _frame(self, sample: int) -> Image:
@@ -146,7 +149,7 @@ class VideoLoader:
         )
 
     def sample_shape(self) -> tuple[int, int, int]:
-        """The shape of a frame after the transformation."""
+        """Return the shape of a frame after the transformation."""
         try:
             first = self._transformer.preprocess(self._source.frame(0), SampleRng(*self._key, 0))
             return self._transformer.output_shape(first.shape)
@@ -158,14 +161,14 @@ class VideoLoader:
 
 
 class VideoSource:
-    """Frames in their order. One thread reads at a time.
+    """The frames of a video file or camera. One thread reads at a time.
 
     Args:
         path: the file; None: a camera.
         device: number of the camera.
 
     Raises:
-        DataError: it cannot be opened, or has no frames.
+        DataError: the video cannot be opened, or has no frames.
     """
 
     index = None
@@ -177,7 +180,7 @@ class VideoSource:
         self._lock = Lock()
         self._next = 0
         if path is not None and not os.path.isfile(path):
-            raise DataError(f"{self.description} does not exist or is no file (looked from {working_folder()})")
+            raise DataError(f"{self.description} does not exist or is not a file (looked from {working_folder()})")
         self._capture: Any
         self._open()
         frames = 0 if path is None else int(self._capture.get(opencv().CAP_PROP_FRAME_COUNT))
@@ -196,34 +199,36 @@ class VideoSource:
             raise DataError(f"{self.description} cannot be opened by OpenCV")
 
     def __len__(self) -> int:
-        """Frames; a huge number where that is not known."""
+        """Return the number of frames; sys.maxsize if it is unknown."""
         return self._length
 
     def frame(self, number: int) -> NDArray[np.uint8]:
-        """A frame (C, H, W). A camera gives the present one, and frame 0 twice: a net learns its shape from it.
+        """Return a frame (C, H, W). A camera returns its current frame.
+
+        The first frame is stored, because the net's shapes follow from it: `frame(0)` returns it again.
 
         Raises:
-            DataError: there is none. The message continues a sentence that begins with the frame's name.
+            DataError: there is no such frame. The message lacks the subject, which the caller prepends.
         """
         with self._lock:
             if number == 0 and self._first is not None:
                 return self._first
             if not self.is_camera:
-                self._go_to(number)
+                self._skip_to(number)
             done, image = self._capture.read()
             self._next += 1
             if not done or image is None:
-                raise DataError("cannot be read" if self.is_camera else "is not there: the video has ended")
+                raise DataError("cannot be read" if self.is_camera else "does not exist: the video has ended")
             return as_channels_first(image)
 
-    def _go_to(self, number: int) -> None:
-        """Frames are decoded up to the wanted one: seeking is inexact in many formats."""
+    def _skip_to(self, number: int) -> None:
+        """Decode frames up to `number`, because seeking is inexact in many formats."""
         if number < self._next:
             self._capture.release()
             self._open()
         while self._next < number:
             if not self._capture.grab():
-                raise DataError("is not there: the video has ended")
+                raise DataError("does not exist: the video has ended")
             self._next += 1
 
     def fingerprint(self) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """WindowData: windows of images, warped to one size, for R-CNN.
 
-Defined by Caffe's `window_data_layer.cpp`; places and sizes are computed in float32 as there. A window file has for
-each image `# number`, path, channels, height, width, number of windows, and for each window class, overlap, x1, y1, x2,
-y2. A window is foreground or background by its overlap with objects.
+Defined by Caffe's `window_data_layer.cpp`; positions and sizes are computed in float32 as in Caffe. A window file has,
+for each image, `# number`, path, channels, height, width and number of windows, and for each window class, overlap, x1,
+y1, x2, y2. The overlap with objects decides whether a window is foreground or background.
 """
 
 from __future__ import annotations
@@ -33,10 +33,14 @@ from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer,
 
 @register_layer("WindowData")
 class WindowDataLayer(PrefetchingLayer):
-    """Random windows of images, fg_fraction of each batch foreground (Caffe's `window_data_layer.cpp`).
+    """Random windows of images; fg_fraction of each batch is foreground (Caffe's `window_data_layer.cpp`).
 
-    Of every batch_size samples in a row the first are background and the last foreground. Tops: (N, 3, crop_size,
-    crop_size), (N,).
+    In each group of batch_size consecutive samples, background windows come first. Tops: (N, 3, crop_size, crop_size),
+    (N,).
+
+    Raises:
+        ConfigError: a setting is missing or out of range.
+        DataError: the window file or an image cannot be read, or a window does not lie in its image.
     """
 
     tops = (2, 2)
@@ -45,8 +49,8 @@ class WindowDataLayer(PrefetchingLayer):
         return self.param.window_data_param.batch_size
 
     def open(self) -> tuple[Source, list[tuple[int, ...]]]:
-        param, where = self.param.window_data_param, self.where
-        check_transform(self.param.transform_param, where)
+        param = self.param.window_data_param
+        check_transform(self.param.transform_param, self.where)
         self._settings = self._read_settings()
         self._windows = WindowSource(
             self.context.resolve(param.source), param.root_folder, (param.fg_threshold, param.bg_threshold),
@@ -66,7 +70,7 @@ class WindowDataLayer(PrefetchingLayer):
                 f"transform_param.crop_size {crop} must be more than twice context_pad {param.context_pad}"
             )
         if not 0 <= param.fg_fraction <= 1:
-            raise self.error(f"fg_fraction is {param.fg_fraction:g}; give a part of the batch, from 0 to 1")
+            raise self.error(f"fg_fraction is {param.fg_fraction:g}; it must be from 0 to 1")
         return WindowSettings(
             param.batch_size, param.fg_fraction, crop, param.context_pad, param.crop_mode == "square",
             transform.mirror or param.mirror, self._read_mean(crop), param.scale * transform.scale, self.context.nvidia,
@@ -81,10 +85,9 @@ class WindowDataLayer(PrefetchingLayer):
         return np.array(list(transform.mean_value) or [0], np.float32).reshape(-1, 1, 1)
 
     def make_loader(self) -> DescribingLoader:
-        stream, own = self.random_stream(), self.param.transform_param.random_seed
-        seed = stream.seed if own < 0 else own
-        where, threads = self.where, self.threads(0)
-        return WindowLoader(self._windows, self._settings, seed, stream.stream, where, threads)
+        stream, layer_seed = self.random_stream(), self.param.transform_param.random_seed
+        seed = stream.seed if layer_seed < 0 else layer_seed
+        return WindowLoader(self._windows, self._settings, seed, stream.stream, self.where, self.threads(0))
 
 
 # -- batches -------------------------------------------------------------------------------------------
@@ -96,18 +99,18 @@ _f32 = np.float32
 
 @dataclass(frozen=True)
 class WindowSettings:
-    """What WindowData is to do.
+    """Settings of WindowData.
 
     Args:
-        batch_size: of the prototxt: so many windows in a row are background and then foreground.
-        fg_fraction: the part of them that is foreground.
+        batch_size: of the prototxt.
+        fg_fraction: fraction of foreground windows in a batch.
         crop: height and width of the result.
-        context_pad: pixels of the result around the window.
-        square: whether to take the tightest square around the window.
-        mirror: whether chance mirrors.
-        mean: (C, H, W) whose centre is subtracted, (C, 1, 1) or (1, 1, 1).
+        context_pad: pixels of context around the window, in the result.
+        square: whether to use the tightest square around the window.
+        mirror: whether to mirror at random.
+        mean: subtracted from the pixels: (C, H, W), (C, 1, 1) or (1, 1, 1).
         scale: factor on the values.
-        nvidia: how images are decoded.
+        nvidia: whether images are decoded as by NVIDIA Caffe.
     """
 
     batch_size: int
@@ -128,9 +131,9 @@ class WindowLoader:
         source: the windows.
         settings: of the layer.
         seed: of the solver, or random_seed.
-        stream: of the layer.
+        stream: random stream of the layer.
         where: the layer, for messages.
-        threads: threads that decode.
+        threads: number of decoder threads.
     """
 
     def __init__(
@@ -174,14 +177,14 @@ class WindowLoader:
         self._workers.run(fill, range(count))
 
     def load_bytes(self, *_: object) -> int:
-        """Batches are floats."""
+        """Return 0: batches are float32."""
         return 0
 
     def _choose(self, sample: int) -> tuple[Windows, int, bool]:
-        """The window of a global sample: the list, its index there, and whether it is mirrored."""
+        """Return the window of a global sample: the list, its index in it, and whether it is mirrored."""
         settings, rng = self._settings, SampleRng(*self._key, sample)
-        wanted = int(_f32(settings.batch_size) * _f32(settings.fg_fraction))
-        is_foreground = sample % settings.batch_size >= settings.batch_size - wanted
+        foreground_count = int(_f32(settings.batch_size) * _f32(settings.fg_fraction))
+        is_foreground = sample % settings.batch_size >= settings.batch_size - foreground_count
         windows = self._source.foreground if is_foreground else self._source.background
         if not len(windows):
             kind = "foreground" if is_foreground else "background"
@@ -193,16 +196,16 @@ class WindowLoader:
 
     def _put(self, pixels: Pixels, corners: NDArray[np.int64], mirror: bool, out: Floats) -> None:
         settings, image = self._settings, pixels.shape[:2]
-        place = place_window(corners.tolist(), (image[0], image[1]), settings, mirror)
-        left, top, right, bottom = place.corners
+        crop = crop_window(corners.tolist(), (image[0], image[1]), settings, mirror)
+        left, top, right, bottom = crop.corners
         if left < 0 or top < 0 or right >= image[1] or bottom >= image[0] or right < left or bottom < top:
             raise DataError(
                 f"is {image[0]} x {image[1]}, but has a window ({', '.join(map(str, corners.tolist()))}); x1, y1, x2 "
                 "and y2 must lie within it"
             )
         part = np.ascontiguousarray(pixels[top : bottom + 1, left : right + 1])
-        warped = resize(part, place.height, place.width, opencv().INTER_LINEAR).transpose(2, 0, 1)
-        rows, columns = slice(place.top, place.top + place.height), slice(place.left, place.left + place.width)
+        warped = resize(part, crop.height, crop.width, opencv().INTER_LINEAR).transpose(2, 0, 1)
+        rows, columns = slice(crop.top, crop.top + crop.height), slice(crop.left, crop.left + crop.width)
         values = warped[:, :, ::-1] if mirror else warped
         mean = np.broadcast_to(settings.mean, out.shape)
         out[...] = 0
@@ -210,15 +213,15 @@ class WindowLoader:
 
 
 @dataclass(frozen=True)
-class WindowPlace:
-    """Which part of an image goes where in the result.
+class WindowCrop:
+    """A crop of an image, and its position in the result.
 
     Args:
-        corners: x1, y1, x2, y2 in the image, both ends included.
-        height: of what the part is warped to.
-        width: of it.
-        top: row of the result at which it begins; around it are zeros.
-        left: column.
+        corners: x1, y1, x2, y2 in the image, inclusive.
+        height: of the warped crop.
+        width: of the warped crop.
+        top: first row of the warped crop in the result. Pixels around it are 0.
+        left: first column.
     """
 
     corners: tuple[int, int, int, int]
@@ -229,16 +232,15 @@ class WindowPlace:
 
 
 def _rounded(value: np.float32 | float) -> int:
-    """As C's round: halves away from 0."""
+    """Round halves away from 0, as C's round."""
     return int(math.copysign(math.floor(abs(float(value)) + 0.5), float(value)))
 
 
-def _along(
+def _crop_axis(
     low: int, high: int, half: np.float32, size: int, settings: WindowSettings
 ) -> tuple[int, int, int, int, int]:
-    """One axis of the window with its context: first and last pixel in the image, zeros before and after, and length.
-
-    The zeros and the length are in pixels of the result.
+    """Return first and last pixel in the image along one axis of a window with context, then the padding before and
+    after and the length, in pixels of the result.
     """
     context = _f32(settings.crop) / _f32(settings.crop - 2 * settings.context_pad)
     center = _f32(low) + _f32(high - low + 1) / _f32(2)
@@ -250,33 +252,33 @@ def _along(
     return low, high, _rounded(_f32(before) * scale), _rounded(_f32(after) * scale), length
 
 
-def place_window(corners: list[int], image: tuple[int, int], settings: WindowSettings, mirror: bool) -> WindowPlace:
-    """Where a window goes.
+def crop_window(corners: list[int], image: tuple[int, int], settings: WindowSettings, mirror: bool) -> WindowCrop:
+    """Return the crop of a window with its context.
 
     Args:
-        corners: x1, y1, x2, y2.
-        image: its height and width.
+        corners: x1, y1, x2, y2 of the window.
+        image: height and width of the image.
         settings: crop, context_pad and square.
-        mirror: whether the result is mirrored, zeros included.
+        mirror: whether the result is mirrored, with its padding.
     """
     x1, y1, x2, y2 = corners
     crop = settings.crop
     if not (settings.context_pad or settings.square):
-        return WindowPlace((x1, y1, x2, y2), crop, crop)
+        return WindowCrop((x1, y1, x2, y2), crop, crop)
     half_height, half_width = _f32(y2 - y1 + 1) / _f32(2), _f32(x2 - x1 + 1) / _f32(2)
     if settings.square:
         half_height = half_width = max(half_height, half_width)
-    x1, x2, left, right, width = _along(x1, x2, half_width, image[1], settings)
-    y1, y2, top, _, height = _along(y1, y2, half_height, image[0], settings)
+    x1, x2, left, right, width = _crop_axis(x1, x2, half_width, image[1], settings)
+    y1, y2, top, _, height = _crop_axis(y1, y2, half_height, image[0], settings)
     left = right if mirror else left
-    return WindowPlace((x1, y1, x2, y2), min(height, crop - top), min(width, crop - left), top, left)
+    return WindowCrop((x1, y1, x2, y2), min(height, crop - top), min(width, crop - left), top, left)
 
 
 def window_mean(mean: Image, crop: int) -> Floats:
-    """The part of a mean image that is subtracted from results.
+    """Return the centre of a mean image with the results' size.
 
     Raises:
-        DataError: it is smaller than they are, or not of three channels.
+        DataError: the mean image is smaller, or does not have three channels.
     """
     offset = (mean.shape[2] - crop) // 2
     if mean.shape[0] != 3 or offset < 0 or mean.shape[1] < offset + crop:
@@ -292,18 +294,18 @@ def window_mean(mean: Image, crop: int) -> Floats:
 
 _MAX_LIST_BYTES = 1 << 30
 _MAX_IMAGE_BYTES = 1 << 28
-_FARTHEST = 1 << 24
-"""Pixels: a float32 holds any whole number up to it."""
+_MAX_COORDINATE = 1 << 24
+"""In pixels: float32 represents all integers up to it."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Some windows of all images.
+    """The foreground or background windows of all images.
 
     Args:
-        images: the number of each one's image.
-        labels: 0 for background.
-        corners: (windows, 4): x1, y1, x2, y2, both ends within the window.
+        images: index of each window's image.
+        labels: class of each window, 0 for background.
+        corners: (windows, 4): x1, y1, x2, y2, inclusive.
     """
 
     images: NDArray[np.int64]
@@ -315,13 +317,13 @@ class Windows:
 
 
 class WindowSource:
-    """The windows that a file names, and its images.
+    """The images and windows of a window file.
 
     Args:
-        path: the file.
-        root_folder: put before each image's path as it is, without a slash, as Caffe does.
+        path: of the file.
+        root_folder: prefix of each image's path, without an added slash, as in Caffe.
         thresholds: overlap from which a window is foreground, and below which it is background.
-        cache: keep the bytes of image files in memory.
+        cache: whether to keep the bytes of image files in memory.
 
     Raises:
         DataError: the file cannot be read, or has another format.
@@ -330,7 +332,7 @@ class WindowSource:
     def __init__(self, path: Path, root_folder: str, thresholds: tuple[float, float], cache: bool) -> None:
         self.description = f"window file '{path}'"
         self.channels = 0
-        """Of the images, by what the file says of the last one."""
+        """Number of channels in the file's entry of the last image."""
         self.files: list[str] = []
         self._cache: dict[int, bytes] | None = {} if cache else None
         try:
@@ -361,26 +363,26 @@ class WindowSource:
                 for _ in range(count):
                     label, overlap = int(next(words)), float(next(words))
                     corners = [int(next(words)) for _ in range(4)]
-                    if any(abs(value) > _FARTHEST for value in (label, *corners)):
-                        raise DataError(f"{self.description}: image {image} has a path or a window that cannot be one")
+                    if any(abs(value) > _MAX_COORDINATE for value in (label, *corners)):
+                        raise DataError(f"{self.description}: image {image} has an invalid path or window")
                     rows.append((image, label, *corners))
                     overlaps.append(overlap)
             except (ValueError, StopIteration, RuntimeError) as error:
-                raise DataError(f"{self.description}: image {image} is not whole; {_FORMAT}") from error
+                raise DataError(f"{self.description}: image {image} is incomplete; {_FORMAT}") from error
             if number != image:
                 raise DataError(f"{self.description}: '# {number}' where '# {image}' was expected")
             if "\0" in name:
-                raise DataError(f"{self.description}: image {image} has a path or a window that cannot be one")
+                raise DataError(f"{self.description}: image {image} has an invalid path or window")
             self.files.append(root + name)
 
     def __len__(self) -> int:
         return len(self.foreground) + len(self.background)
 
     def read(self, image: int) -> bytes:
-        """The bytes of an image's file.
+        """Return the bytes of an image file.
 
         Raises:
-            DataError: it cannot be read.
+            DataError: the file cannot be read.
         """
         if self._cache is not None and image in self._cache:
             return self._cache[image]
@@ -396,7 +398,7 @@ class WindowSource:
         return {"the number of windows": str(len(self)), "the hash of the window file": self._hash}
 
     def close(self) -> None:
-        """There is nothing open between reads."""
+        """Does nothing: no file stays open between reads."""
 
 
 _FORMAT = "each is '# number path channels height width windows', and each window 'class overlap x1 y1 x2 y2'"

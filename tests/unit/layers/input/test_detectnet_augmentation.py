@@ -14,7 +14,7 @@ from caffepy.layers.input.detectnet_transformation import (
     CoverageMap,
     augment_boxes,
     augment_image,
-    choose,
+    draw_augmentation,
     rotated_size,
 )
 from caffepy.proto.caffe_pb2 import DetectNetAugmentationParameter, DetectNetGroundTruthParameter
@@ -26,7 +26,7 @@ NEVER = "crop_prob: -1 scale_prob: -1 flip_prob: -1 rotation_prob: -1 hue_rotati
 def chosen(text, sample=0, output=SIZE):
     param = text_format.Parse(NEVER, DetectNetAugmentationParameter())
     param.MergeFrom(text_format.Parse(text, DetectNetAugmentationParameter()))
-    return choose(param, SIZE, output, SampleRng(1, 2, sample))
+    return draw_augmentation(param, SIZE, output, SampleRng(1, 2, sample))
 
 
 BOX = np.array([[20, 30, 40, 20]], np.float32)
@@ -106,7 +106,7 @@ def test_choices_against_a_plain_computation(parts):
     for factor in (1 - 1e-5, 1 + 1e-5):  # what the last bits of a draw decide is rounded otherwise in float32
         other = plain_choice(param, SIZE, (70, 100), [part * factor for part in parts])
         assume((other[2], other[3], other[5]) == (flip, scale, crop))
-    found = choose(param, SIZE, (70, 100), ScriptedRng(parts))
+    found = draw_augmentation(param, SIZE, (70, 100), ScriptedRng(parts))
     np.testing.assert_allclose(
         [found.hue, found.saturation, found.rotation], [hue, saturation, rotation], rtol=1e-4, atol=1e-4
     )

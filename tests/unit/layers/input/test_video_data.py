@@ -88,12 +88,12 @@ def test_frames_are_resized_and_cut(path):
 
 
 def test_the_end_is_said(path):
-    with pytest.raises(DataError, match=r"layer 'v': frame 12 of video '.*a.avi' is not there: the video has ended"):
+    with pytest.raises(DataError, match=r"layer 'v': frame 12 of video '.*a.avi' .*the video has ended"):
         frames(loader(path), 10, 4)
 
 
 def test_what_is_no_video(tmp_path):
-    with pytest.raises(DataError, match="video '.*none.avi' does not exist or is no file"):
+    with pytest.raises(DataError, match="video '.*none.avi' does not exist"):
         VideoSource(tmp_path / "none.avi")
     (tmp_path / "text.avi").write_text("text")
     with pytest.raises(DataError, match="video '.*text.avi' cannot be opened by OpenCV"):
