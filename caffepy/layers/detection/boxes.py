@@ -1,4 +1,4 @@
-"""Boxes: their sizes, overlaps and codes relative to prior boxes (`bbox_util.cpp`)."""
+"""Sizes and overlaps of boxes, and their encoding relative to prior boxes (`bbox_util.cpp`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from caffepy.layers.core.base import Layer
 from caffepy.proto import caffe_pb2
 
 Rows: TypeAlias = Any
-"""A NumPy array of float32: boxes (..., 4), or a number for each of some boxes."""
+"""A NumPy array of float32: boxes (..., 4), or one number for each box."""
 
 CORNER = caffe_pb2.PriorBoxParameter.CORNER
 CENTER_SIZE = caffe_pb2.PriorBoxParameter.CENTER_SIZE
@@ -22,17 +22,23 @@ CENTER_SIZE = caffe_pb2.PriorBoxParameter.CENTER_SIZE
 
 @exact_function
 def overlap(a: Floats, a_sizes: Floats, i: Int, b: Floats, b_sizes: Floats, j: Int, extra: Float) -> Float:
-    """Intersection over union of box i of `a` and box j of `b`, of these sizes; 0 where they do not meet.
+    """Return intersection over union of box i of `a` and box j of `b`; 0 if they are disjoint.
 
     Args:
-        extra: added to the intersection's width and height: 0, or 1 for boxes in pixels. Boxes that do not meet then
-            have an intersection of 1, as in Caffe.
+        a: boxes.
+        a_sizes: areas of `a`.
+        i: index in `a`.
+        b: boxes.
+        b_sizes: areas of `b`.
+        j: index in `b`.
+        extra: added to the intersection's width and height: 0, or 1 for boxes in pixels. Disjoint boxes then have an
+            intersection of 1, as in Caffe.
     """
     left, top, right, bottom = a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]
     other_left, other_top, other_right, other_bottom = b[4 * j], b[4 * j + 1], b[4 * j + 2], b[4 * j + 3]
     width = height = extra
     if not (other_left > right or other_right < left or other_top > bottom or other_bottom < top):
-        # Written out, because NaN must fall as in C++'s min and max.
+        # Not min and max: NaN must propagate as with C++'s.
         left = other_left if left < other_left else left
         top = other_top if top < other_top else top
         right = other_right if other_right < right else right
@@ -46,7 +52,7 @@ def overlap(a: Floats, a_sizes: Floats, i: Int, b: Floats, b_sizes: Floats, j: I
 
 
 def box_sizes(boxes: Rows, extra: float = 0.0) -> Rows:
-    """The area of each box (..., 4), 0 where a side is negative; `extra` is added to the sides, 1 for pixels."""
+    """Return the area of each box (..., 4), 0 if a side is negative. `extra` is added to the sides: 1 for pixels."""
     width, height = boxes[..., 2] - boxes[..., 0], boxes[..., 3] - boxes[..., 1]
     valid = ~((boxes[..., 2] < boxes[..., 0]) | (boxes[..., 3] < boxes[..., 1]))
     more = np.float32(extra)
@@ -54,7 +60,7 @@ def box_sizes(boxes: Rows, extra: float = 0.0) -> Rows:
 
 
 def overlap_matrix(a: Rows, a_sizes: Rows, b: Rows, b_sizes: Rows, extra: float = 0.0) -> Rows:
-    """`overlap` of each box (A, 4) with each (B, 4), for few boxes; -1 where it is not a number."""
+    """Return the `overlap` of each box of `a` (A, 4) with each of `b` (B, 4), as (A, B); -1 in place of NaN."""
     one, other, more = a[:, None], b[None], np.float32(extra)
     meet = ~((other[..., :2] > one[..., 2:]) | (other[..., 2:] < one[..., :2])).any(-1)
     sides = np.minimum(one[..., 2:], other[..., 2:]) - np.maximum(one[..., :2], other[..., :2])
@@ -66,9 +72,9 @@ def overlap_matrix(a: Rows, a_sizes: Rows, b: Rows, b_sizes: Rows, extra: float 
 
 
 def clip_boxes(boxes: Rows, height: float = 1.0, width: float = 1.0) -> Rows:
-    """The boxes within an image of this size."""
-    most = np.array([width, height, width, height], np.float32)
-    return np.maximum(np.minimum(boxes, most), np.float32(0))
+    """Clip boxes to an image of this size."""
+    limits = np.array([width, height, width, height], np.float32)
+    return np.maximum(np.minimum(boxes, limits), np.float32(0))
 
 
 @dataclass(frozen=True)
@@ -79,8 +85,8 @@ class Priors:
     sizes: Rows
     variances: Rows
 
-    def part(self, indices: NDArray[np.intp]) -> Priors:
-        """Those of these numbers; one may come more than once."""
+    def select(self, indices: NDArray[np.intp]) -> Priors:
+        """Return the priors with these indices, which may repeat."""
         return Priors(self.boxes[indices], self.sizes[indices], self.variances[indices])
 
     @property
@@ -95,11 +101,10 @@ class Priors:
 
 
 def read_priors(layer: Layer, values: Rows, code: int) -> Priors:
-    """The priors that a PriorBox layer's top (1, 2, 4 P) holds.
+    """Return the priors in a PriorBox layer's top (1, 2, 4 P).
 
     Raises:
-        ShapeError: the blob has another form.
-        DataError: `code` cannot be computed with one of them.
+        DataError: a prior has a variance, or with another `code` than CORNER a side, that is not above 0.
     """
     boxes, variances = np.ascontiguousarray(values, np.float32).reshape(2, -1, 4)
     priors = Priors(boxes, box_sizes(boxes), variances)
@@ -113,7 +118,7 @@ def read_priors(layer: Layer, values: Rows, code: int) -> Priors:
 
 
 def bad_prior(layer: Layer, number: int, box: Rows, variances: Rows, code: int) -> DataError:
-    """The error that prior `number` of bottom 2 cannot be computed with."""
+    """Return the error that prior `number` of bottom 2 is invalid."""
     corners, factors = (" ".join(f"{v:g}" for v in values) for values in (box, variances))
     return layer.data_error(
         f"prior {number} of '{layer.param.bottom[2]}' is ({corners}) with variances ({factors}): it needs variances "
@@ -122,12 +127,14 @@ def bad_prior(layer: Layer, number: int, box: Rows, variances: Rows, code: int) 
 
 
 def decode(priors: Priors, codes: Rows, code: int, variance_in_target: bool) -> Rows:
-    """The boxes (..., P, 4) that predictions (..., P, 4) stand for.
+    """Return the boxes (..., P, 4) that predictions encode.
 
     Args:
+        priors: P priors.
+        codes: the predictions (..., P, 4).
         code: CodeType: CORNER adds the prediction to the corners, CORNER_SIZE in units of the prior's sides;
-            CENTER_SIZE moves the center likewise and multiplies the sides by exp(prediction).
-        variance_in_target: the predictions are not to be multiplied by the priors' variances.
+            CENTER_SIZE adds it to the center likewise and multiplies the sides by exp(prediction).
+        variance_in_target: whether predictions are not multiplied by the priors' variances.
     """
     codes = codes if variance_in_target else priors.variances * codes
     if code == CORNER:
@@ -142,7 +149,7 @@ def decode(priors: Priors, codes: Rows, code: int, variance_in_target: bool) -> 
 
 
 def encode(priors: Priors, boxes: Rows, code: int) -> Rows:
-    """What predictions should be for `boxes` (P, 4), one for each prior: the inverse of `decode`, variances divided."""
+    """Return the targets of predictions for `boxes` (P, 4), one for each prior: the inverse of `decode`."""
     if code == CORNER:
         return (boxes - priors.boxes) / priors.variances
     extents = priors.extents

@@ -23,12 +23,17 @@ COLUMNS = 7
 
 @register_layer("DetectionOutput")
 class DetectionOutputLayer(Layer):
-    """The boxes that a net predicts, after suppression of those that overlap a better one of their class.
+    """The boxes that a net predicts, after non-maximum suppression in each class (`detection_output_layer.cpp`).
 
     Shapes: predictions (N, 4 P L), scores (N, P C), priors (1, 2, 4 P); L is 1 or, without share_location, C. The top
     is (1, 1, D, 7) with rows (image, label, score, xmin, ymin, xmax, ymax), ordered by image and label; D changes from
-    pass to pass. Where nothing is found in the whole batch there is a row (image, -1, ...) for each image. Computed on
-    the host (`detection_output_layer.cpp`). `save_output_param` writes result files.
+    pass to pass. If the whole batch has no detections, the top has a row (image, -1, ...) for each image. Computed on
+    the host. `save_output_param` writes result files.
+
+    Raises:
+        ConfigError: a setting is missing or out of range.
+        ShapeError: the bottoms' shapes do not match num_classes.
+        DataError: a prior is invalid, or a file of save_output_param cannot be read.
     """
 
     bottoms = (3, 4)
@@ -45,9 +50,10 @@ class DetectionOutputLayer(Layer):
                 f"nms_threshold {nms.nms_threshold:g} must be at least 0, and eta {nms.eta:g} above 0 and at most 1"
             )
         if param.visualize:
-            raise self.error("visualize is not supported; leave it out and draw the boxes that the top holds")
-        least = param.confidence_threshold if param.HasField("confidence_threshold") else np.finfo(np.float32).min
-        self._how = Suppression(nms.nms_threshold, nms.eta, nms.top_k if nms.HasField("top_k") else -1, float(least))
+            raise self.error("visualize is not supported; remove it and draw the boxes of the top")
+        min_score = param.confidence_threshold if param.HasField("confidence_threshold") else np.finfo(np.float32).min
+        top_k = nms.top_k if nms.HasField("top_k") else -1
+        self._suppression = Suppression(nms.nms_threshold, nms.eta, top_k, float(min_score))
         self._all_classes = param.num_classes
         self._locations = 1 if param.share_location else self._all_classes
         numbers = [c for c in range(self._all_classes) if c != param.background_label_id]
@@ -102,15 +108,17 @@ class DetectionOutputLayer(Layer):
         self.backend.from_host(rows[None, None], top[0].data)
 
     def _detect(self, loc: Rows, conf: Rows, prior_values: Rows) -> Rows:
-        """The rows of all images."""
+        """Return the rows of all images."""
         param = self.param.detection_output_param
         images, count = self._shape
         priors = read_priors(self, prior_values, param.code_type)
         codes = loc.reshape(images, count, self._locations, 4).transpose(0, 2, 1, 3)
         boxes = decode(priors, codes, param.code_type, param.variance_encoded_in_target)
         scores = conf.reshape(images, count, self._all_classes)
-        order, counts = suppress_classes(host_threads(self), boxes, box_sizes(boxes), scores, self._classes, self._how)
-        found = []
+        order, counts = suppress_classes(
+            host_threads(self), boxes, box_sizes(boxes), scores, self._classes, self._suppression
+        )
+        detections = []
         if self._files is not None:
             self._files.begin(self.first_sample())
         for image in range(images):
@@ -118,24 +126,24 @@ class DetectionOutputLayer(Layer):
             numbers = np.concatenate(
                 [np.empty(0, np.int32), *(row[:kept] for row, kept in zip(order[image], counts[image], strict=True))]
             )
-            labels, numbers = self._best(labels, numbers, scores[image])
-            places = labels if self._locations > 1 else 0
-            found.append(_rows(image, labels, scores[image, numbers, labels], boxes[image, places, numbers]))
+            labels, numbers = self._keep_top(labels, numbers, scores[image])
+            indices = labels if self._locations > 1 else 0
+            detections.append(_rows(image, labels, scores[image, numbers, labels], boxes[image, indices, numbers]))
             if self._files is not None:
-                self._files.add(found[-1])
-        rows = np.concatenate([np.empty((0, COLUMNS), np.float32), *found])
-        return rows if len(rows) else _nothing_found(images)
+                self._files.add(detections[-1])
+        rows = np.concatenate([np.empty((0, COLUMNS), np.float32), *detections])
+        return rows if len(rows) else _empty_rows(images)
 
-    def _best(self, labels: Rows, numbers: Rows, scores: Rows) -> tuple[Rows, Rows]:
-        """The `keep_top_k` best of an image's boxes, ordered by label."""
+    def _keep_top(self, labels: Rows, numbers: Rows, scores: Rows) -> tuple[Rows, Rows]:
+        """Keep an image's `keep_top_k` boxes with the highest scores, ordered by label."""
         keep = self.param.detection_output_param.keep_top_k
         if keep < 0 or len(labels) <= keep:
             return labels, numbers
-        places = np.arange(len(labels), dtype=np.int32)
-        sort_like_cpp(scores[numbers, labels], places)
-        places = places[:keep]
-        places = places[np.argsort(labels[places], kind="stable")]
-        return labels[places], numbers[places]
+        indices = np.arange(len(labels), dtype=np.int32)
+        sort_like_cpp(scores[numbers, labels], indices)
+        indices = indices[:keep]
+        indices = indices[np.argsort(labels[indices], kind="stable")]
+        return labels[indices], numbers[indices]
 
 
 def _rows(image: int, labels: Rows, scores: Rows, boxes: Rows) -> Rows:
@@ -144,7 +152,7 @@ def _rows(image: int, labels: Rows, scores: Rows, boxes: Rows) -> Rows:
     return rows
 
 
-def _nothing_found(images: int) -> Rows:
+def _empty_rows(images: int) -> Rows:
     rows = np.full((images, COLUMNS), -1, np.float32)
     rows[:, 0] = np.arange(images)
     return rows
@@ -155,19 +163,19 @@ def _nothing_found(images: int) -> Rows:
 
 FORMATS = ("VOC", "COCO", "ILSVRC")
 _MAX_BYTES = 1 << 24
-"""Of a label map file."""
+"""Size limit of a label map file."""
 _MAX_DIGITS = 300
-"""Of a number; a longer one has no value as a double."""
-_Found = tuple[ImageSize, int, float, list[float]]
-"""Image, label, score, and the box as left edge, top edge, width and height."""
+"""Longest number that a double can represent."""
+_Detection = tuple[ImageSize, int, float, list[float]]
+"""Image, label, score, and the box as left, top, width and height."""
 
 
 def read_label_map(layer: Layer, name: str) -> dict[int, str]:
-    """The names of the classes in a label map file.
+    """Return the names of the classes in a label map file.
 
     Raises:
-        DataError: it cannot be read, or names a class twice.
-        ConfigError: it is no label map.
+        DataError: the file cannot be read, or has a class twice.
+        ConfigError: the file is not a label map.
     """
     path = layer.context.resolve(name)
     label_map = caffe_pb2.LabelMap()
@@ -185,7 +193,7 @@ def read_label_map(layer: Layer, name: str) -> dict[int, str]:
 
 
 def _number(word: str) -> int | float | str:
-    """The number that a word is, for JSON; else, and where no double has its value, the word."""
+    """Return the word as a number for JSON if it is one that a double can represent, else the word."""
     if len(word) > _MAX_DIGITS:
         return word
     if word.lstrip("-").isdecimal() and word.count("-") <= word.startswith("-"):
@@ -195,16 +203,16 @@ def _number(word: str) -> int | float | str:
 
 
 class ResultFiles:
-    """Collects the detections of `num_test_image` images and then writes them; begins anew with the next image.
+    """Collects the detections of `num_test_image` images, writes the result files, and starts again.
 
-    An image's name and size come from the lines of name_size_file, in order.
+    The lines of name_size_file give the names and sizes of the images, in order.
 
     Args:
-        layer: the layer whose `save_output_param` says where and how.
+        layer: the layer with the `save_output_param`.
 
     Raises:
-        ConfigError: the settings do not hold together.
-        DataError: a file that they name cannot be read.
+        ConfigError: the settings contradict each other.
+        DataError: a file of the settings cannot be read.
     """
 
     def __init__(self, layer: Layer) -> None:
@@ -223,8 +231,8 @@ class ResultFiles:
             )
         self._folder = Path(self._param.output_directory)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._next, self._missing, self._begun = 0, 0, False
-        self._found: list[_Found] = []
+        self._next, self._missing, self._started = 0, 0, False
+        self._detections: list[_Detection] = []
 
     def _check(self, param: caffe_pb2.DetectionOutputParameter) -> None:
         if self._param.output_format not in FORMATS:
@@ -242,23 +250,23 @@ class ResultFiles:
                 raise self._layer.data_error(f"label_map_file: the name '{name}' cannot be part of a file's name")
 
     def begin(self, first_sample: int) -> None:
-        """Let the first pass, of a resumed run perhaps, begin with the name of its first image; later passes go on.
+        """Set the line of name_size_file for the first pass, also of a resumed run. Later calls do nothing.
 
         Args:
-            first_sample: the pass's first, among all that are tested.
+            first_sample: global number of the pass's first sample in the test.
         """
-        if not self._begun:
+        if not self._started:
             self._next = self._missing = first_sample % self._count
-        self._begun = True
+        self._started = True
 
     def add(self, rows: Rows) -> None:
-        """Take the detections (K, 7) of the next image; writes the files if it is the last."""
+        """Add the detections (K, 7) of the next image, and write the files after the last one."""
         image = self._images[self._next]
         boxes = to_pixels(rows[:, 3:], image, self._resize)[0].astype(np.float64)
         boxes[:, 2:] = np.float32(boxes[:, 2:]) - np.float32(boxes[:, :2])
         rounded = np.copysign(np.floor(np.abs(boxes * 100) + 0.5), boxes) / 100
         for row, box in zip(rows, rounded, strict=True):
-            self._found.append((image, int(row[1]), float(row[2]), [float(v) for v in box]))
+            self._detections.append((image, int(row[1]), float(row[2]), [float(v) for v in box]))
         self._next += 1
         if self._next == self._count:
             self._write()
@@ -268,22 +276,23 @@ class ResultFiles:
                     f"the result files lack {self._missing} images that were tested before the run was resumed",
                 )
             self._next = self._missing = 0
-            self._found.clear()
+            self._detections.clear()
 
     def _write(self) -> None:
         prefix = self._param.output_name_prefix
         if self._param.output_format == "COCO":
-            self._write_text(f"{prefix}.json", json.dumps(list(map(self._as_json, self._found)), indent=4) + "\n")
+            self._write_text(f"{prefix}.json", json.dumps(list(map(self._as_json, self._detections)), indent=4) + "\n")
         elif self._param.output_format == "ILSVRC":
-            lines = [f"{image.name} {label} {_line(score, box)}" for image, label, score, box in self._found]
+            lines = [f"{image.name} {label} {_line(score, box)}" for image, label, score, box in self._detections]
             self._write_text(f"{prefix}.txt", "".join(lines))
         else:
             for label in self._classes:
-                lines = [f"{image.name} {_line(score, box)}" for image, own, score, box in self._found if own == label]
+                of_class = [detection for detection in self._detections if detection[1] == label]
+                lines = [f"{image.name} {_line(score, box)}" for image, _, score, box in of_class]
                 self._write_text(f"{prefix}{self._names[label]}.txt", "".join(lines))
 
-    def _as_json(self, found: _Found) -> dict[str, object]:
-        image, label, score, box = found
+    def _as_json(self, detection: _Detection) -> dict[str, object]:
+        image, label, score, box = detection
         return {
             "image_id": _number(image.name),
             "category_id": _number(self._names[label]),
@@ -297,6 +306,6 @@ class ResultFiles:
 
 
 def _line(score: float, box: list[float]) -> str:
-    """Score and whole pixels: xmin, ymin, xmax, ymax."""
+    """Return a line of score, xmin, ymin, xmax and ymax, in whole pixels."""
     left, top, width, height = (int(value) for value in box)
     return f"{score:.6g} {left} {top} {left + width} {top + height}\n"

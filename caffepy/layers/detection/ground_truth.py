@@ -1,6 +1,6 @@
-"""The objects of a batch as AnnotatedData gives them.
+"""The ground-truth objects of a batch, as rows of AnnotatedData.
 
-Rows are (image, label, instance, xmin, ymin, xmax, ymax, difficult).
+The columns are image, label, instance, xmin, ymin, xmax, ymax, difficult.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COLUMNS = 8
 
 @dataclass(frozen=True)
 class GroundTruth:
-    """Objects in the order of their images; within an image in the order of their rows."""
+    """Objects, ordered by image and row."""
 
     images: NDArray[np.int64]
     labels: NDArray[np.int64]
@@ -31,19 +31,19 @@ class GroundTruth:
         return len(self.images)
 
     def begins(self, images: int) -> NDArray[np.int64]:
-        """Where the objects of each image begin, and the end of the last one's (images + 1,)."""
+        """Return the index of each image's first object, and the number of objects at the end (images + 1,)."""
         return np.searchsorted(self.images, np.arange(images + 1))
 
 
 def bad_object(layer: Layer, blob: str, number: int, row: Rows) -> DataError:
-    """The error that row `number` of a blob has an image or a label that is no number."""
+    """Return the error that row `number` of a blob has an image or a label that is not a number."""
     return layer.data_error(
         f"row {number} of '{blob}' has the image {row[0]:g} and the label {row[1]:g}; both must be whole numbers"
     )
 
 
 def bad_class(layer: Layer, blob: str, image: int, label: int) -> DataError:
-    """The error that an object of a blob has a label that names no class of a MultiBoxLoss."""
+    """Return the error that an object of a blob has a label outside the classes of a MultiBoxLoss."""
     classes = layer.param.multibox_loss_param.num_classes
     return layer.data_error(
         f"'{blob}' has an object of class {label} in image {image} of the batch, but there are {classes} classes, 0 to "
@@ -52,39 +52,39 @@ def bad_class(layer: Layer, blob: str, image: int, label: int) -> DataError:
 
 
 def _rounded(values: Rows) -> NDArray[np.int64]:
-    """As C's round: halves away from 0."""
+    """Round halves away from 0, as C's round."""
     rounded: NDArray[np.int64] = np.trunc(values + np.copysign(np.float32(0.5), values)).astype(np.int64)
     return rounded
 
 
 def read_ground_truth(
-    layer: Layer, values: Rows, blob: str, background: int, ends_at_mark: bool = False, difficult: bool = True
+    layer: Layer, values: Rows, blob: str, background: int, stop_at_padding: bool = False, difficult: bool = True
 ) -> GroundTruth:
-    """The objects in the rows of a blob (GetGroundTruth in `bbox_util.cpp`).
+    """Return the objects in the rows of a blob (GetGroundTruth in `bbox_util.cpp`).
 
-    Rows of image -1 are no objects; objects with the background's label or a smaller one are left out.
+    Rows of image -1 are padding. Objects whose label is not above the background's are dropped.
 
     Args:
         layer: for messages.
-        values: the blob's, 8 for each row.
-        blob: its name.
+        values: of the blob, 8 for each row.
+        blob: name of the blob.
         background: label of the background.
-        ends_at_mark: whether the first row of image -1 ends the objects.
-        difficult: whether to take objects marked difficult.
+        stop_at_padding: whether to ignore the rows after the first padding row.
+        difficult: whether to include objects marked difficult.
 
     Raises:
-        DataError: an image's number or a label is no number.
+        DataError: an image or a label is not finite.
     """
     rows = np.asarray(values, np.float32).reshape(-1, COLUMNS)
     if not np.isfinite(rows[:, :2]).all():
         number = int(np.flatnonzero(~np.isfinite(rows[:, :2]).all(1))[0])
         raise bad_object(layer, blob, number, rows[number])
     images = rows[:, 0].astype(np.int64)
-    if ends_at_mark and (images == -1).any():
+    if stop_at_padding and (images == -1).any():
         end = int(np.argmax(images == -1))
         rows, images = rows[:end], images[:end]
     labels, hard = _rounded(rows[:, 1]), rows[:, 7] != 0
-    wanted = np.flatnonzero((images != -1) & (labels > background) & (difficult | ~hard))
-    order = wanted[np.argsort(images[wanted], kind="stable")]
+    included = np.flatnonzero((images != -1) & (labels > background) & (difficult | ~hard))
+    order = included[np.argsort(images[included], kind="stable")]
     boxes = np.ascontiguousarray(rows[order, 3:7])
     return GroundTruth(images[order], labels[order], boxes, box_sizes(boxes), hard[order])

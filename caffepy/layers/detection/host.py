@@ -1,4 +1,4 @@
-"""What layers that compute on the host share."""
+"""Thread count and warnings of layers that compute on the host."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ logger = logging.getLogger(__name__)
 
 
 def host_threads(layer: Layer) -> int:
-    """How many CPU threads a layer may use: its backend's own, or on a GPU its device's part of the process's cores."""
+    """Return the number of CPU threads: the CPU backend's, or with a GPU the device's share of the process's cores."""
     return layer.backend.threads or max(cpu_count() // max(layer.context.shard.devices_per_rank, 1), 1)
 
 
 def warn(layer: Layer, message: str) -> None:
-    """Log a warning that names the layer, once among all devices."""
+    """Log a warning that names the layer, on rank 0 only."""
     if layer.context.shard.rank == 0 and layer.backend.holds_values:
-        logger.warning("layer '%s' (%s): %s", layer.name, layer.type, message)
+        logger.warning("%s: %s", layer.where, message)

@@ -1,4 +1,4 @@
-"""Which objects prior boxes, or predicted boxes, belong to, and which priors a MultiBoxLoss takes as background.
+"""Matching of boxes with objects, and mining of background priors, for MultiBoxLoss.
 
 `bbox_util.cpp` of SSD's Caffe: MatchBBox, FindMatches, MineHardExamples.
 """
@@ -19,19 +19,19 @@ from caffepy.layers.detection.suppression import suppress_mined
 from caffepy.proto import caffe_pb2
 
 UNMATCHED, IGNORED = -1, -2
-"""In place of an object's number: the box belongs to none, or lies across the image's border and is left out."""
-_LEAST = 1e-6
-"""Overlaps up to this count as none."""
+"""In place of an object's index: the box has no object, or crosses the image's border and is ignored."""
+_MIN_OVERLAP = 1e-6
+"""Overlaps up to this value count as 0."""
 
 
 @dataclass(frozen=True)
 class Matching:
-    """How boxes are matched.
+    """The rules of matching.
 
     Args:
-        per_prediction: beside the best box of each object, every box whose overlap with one is large enough.
-        threshold: that overlap.
-        ignore_crossing: leave out boxes that cross the image's border.
+        per_prediction: whether to match, after each object's best box, every box that overlaps an object enough.
+        threshold: the overlap that is enough.
+        ignore_crossing: whether to ignore boxes that cross the image's border.
     """
 
     per_prediction: bool
@@ -52,7 +52,7 @@ def _measure(
     boxes: Floats, sizes: Floats, first: Int, count: Int, objects: Floats, object_sizes: Floats, begin: Int, end: Int,
     ignore_crossing: Int, at: Int, matches: Ints, overlaps: Floats, nearest: Ints, best: Floats, best_box: Words,
 ) -> None:  # fmt: skip
-    """Each box's largest overlap and the object that it is with; each object's largest overlap and its box."""
+    """Compute the largest overlap of each box and its object, and the largest overlap of each object and its box."""
     for i in range(count):
         matches[at + i] = nearest[at + i] = UNMATCHED
         overlaps[at + i] = 0
@@ -61,7 +61,7 @@ def _measure(
             continue
         for j in range(begin, end):
             shared = overlap(boxes, sizes, first + i, objects, object_sizes, j, np.float32(0))
-            if shared > _LEAST:
+            if shared > _MIN_OVERLAP:
                 if shared > overlaps[at + i]:
                     overlaps[at + i] = shared
                     nearest[at + i] = j
@@ -71,30 +71,30 @@ def _measure(
 
 
 @device_function
-def _next_best(
+def _best_free_box(
     boxes: Floats, sizes: Floats, first: Int, count: Int, objects: Floats, object_sizes: Floats, j: Int, at: Int,
     matches: Ints, best: Floats, best_box: Words,
 ) -> None:  # fmt: skip
-    """The largest overlap of object j with a box that is still free, and which box."""
+    """Find the unmatched box with the largest overlap with object j."""
     best[j], best_box[j] = -1, -1
     for i in range(count):
         if matches[at + i] == UNMATCHED:
             shared = overlap(boxes, sizes, first + i, objects, object_sizes, j, np.float32(0))
-            if shared > _LEAST and shared > best[j]:
+            if shared > _MIN_OVERLAP and shared > best[j]:
                 best[j] = shared
                 best_box[j] = i
 
 
 @device_function
-def _strongest(begin: Int, end: Int, best: Floats, best_box: Words) -> Int:
-    """The object with the largest overlap of all, -1: none; of equal ones that of the first box, then the first."""
-    chosen = -1
+def _best_object(begin: Int, end: Int, best: Floats, best_box: Words) -> Int:
+    """Return the object with the largest overlap, or -1. On ties the first box wins, then the first object."""
+    selected = -1
     for j in range(begin, end):
         if best_box[j] < 0:
             continue
-        if chosen < 0 or best[j] > best[chosen] or (best[j] == best[chosen] and best_box[j] < best_box[chosen]):
-            chosen = j
-    return chosen
+        if selected < 0 or best[j] > best[selected] or (best[j] == best[selected] and best_box[j] < best_box[selected]):
+            selected = j
+    return selected
 
 
 @kernel
@@ -103,7 +103,7 @@ def _match(
     object_sizes: Floats, begins: Words, ends: Words, ignore_crossing: Int, per_prediction: Int, threshold: Float,
     matches: Ints, overlaps: Floats, nearest: Ints, best: Floats, best_box: Words,
 ) -> None:  # fmt: skip
-    """Item: a set of boxes and a range of objects."""
+    """An item is a set of boxes and a range of objects."""
     for item in range(start, stop):
         first, begin, end, at = firsts[item], begins[item], ends[item], item * count
         _measure(
@@ -111,7 +111,7 @@ def _match(
             nearest, best, best_box,
         )  # fmt: skip
         while True:
-            j = _strongest(begin, end, best, best_box)
+            j = _best_object(begin, end, best, best_box)
             if j < 0:
                 break
             box = best_box[j]
@@ -120,7 +120,9 @@ def _match(
             best_box[j] = -1
             for other in range(begin, end):
                 if best_box[other] == box:
-                    _next_best(boxes, sizes, first, count, objects, object_sizes, other, at, matches, best, best_box)
+                    _best_free_box(
+                        boxes, sizes, first, count, objects, object_sizes, other, at, matches, best, best_box
+                    )
         if per_prediction:
             for i in range(count):
                 if matches[at + i] == UNMATCHED and nearest[at + i] >= 0 and overlaps[at + i] >= threshold:
@@ -129,24 +131,24 @@ def _match(
 
 def match_boxes(
     threads: int, boxes: Rows, firsts: NDArray[np.int64], count: int, truth: GroundTruth, begins: NDArray[np.int64],
-    ends: NDArray[np.int64], how: Matching,
+    ends: NDArray[np.int64], rules: Matching,
 ) -> tuple[NDArray[np.int32], Rows]:  # fmt: skip
-    """Match sets of `count` boxes with ranges of objects; T of each.
+    """Match T sets of `count` boxes with T ranges of objects.
 
-    Each object first gets the box that it overlaps most, the strongest pair of all first.
+    Greedy: the pair of box and object with the largest overlap is matched first, until each object has a box.
 
     Args:
-        threads: how many to use.
+        threads: number of threads.
         boxes: (..., 4).
-        firsts: number of each set's first box (T,).
+        firsts: index of each set's first box (T,).
         count: boxes of a set.
         truth: the objects.
         begins: first object of each range (T,).
         ends: end of each range (T,).
-        how: the rules.
+        rules: of the matching.
 
     Returns:
-        (T, count) each: the object's number, `UNMATCHED` or `IGNORED`; the overlap with it, or the largest overlap.
+        (T, count) each: the object's index, `UNMATCHED` or `IGNORED`; the overlap with it, or the largest overlap.
     """
     assert all(array.flags.c_contiguous for array in (boxes, truth.boxes, truth.sizes, begins, ends))
     shape = (len(firsts), count)
@@ -154,7 +156,7 @@ def match_boxes(
     best, best_box = np.full(len(truth), -1, np.float32), np.full(len(truth), -1, np.int64)
     _match.run(
         threads, len(firsts), 1, boxes, box_sizes(boxes), firsts, count, truth.boxes, truth.sizes, begins, ends,
-        int(how.ignore_crossing), int(how.per_prediction), how.threshold, matches, overlaps,
+        int(rules.ignore_crossing), int(rules.per_prediction), rules.threshold, matches, overlaps,
         np.empty(shape, np.int32), best, best_box,
     )  # fmt: skip
     return matches, overlaps
@@ -168,21 +170,21 @@ _Parameter = caffe_pb2.MultiBoxLossParameter
 
 @dataclass(frozen=True)
 class Mining:
-    """How an image's examples are chosen; the fields of MultiBoxLossParameter."""
+    """Selection of an image's background priors, by the fields of MultiBoxLossParameter."""
 
     hard: bool
-    """HARD_EXAMPLE: of all priors the `sample_size` worst. Otherwise background is chosen, `ratio` for each match."""
+    """HARD_EXAMPLE: the `sample_size` priors with the largest losses. Else `ratio` background priors for each match."""
     ratio: float
-    most_overlap: float
-    """Priors that overlap an object as much as this are no background."""
+    max_overlap: float
+    """Priors with at least this overlap with an object are not background."""
     sample_size: int
     nms_threshold: float
-    """0: no suppression among the candidates."""
+    """Of the suppression among the candidates; 0: none."""
     nms_top_k: int
 
     @classmethod
     def of(cls, param: caffe_pb2.MultiBoxLossParameter) -> Mining:
-        """As the prototxt says."""
+        """Return the settings of the prototxt."""
         suppresses = param.HasField("nms_param")
         return cls(
             param.mining_type == _Parameter.HARD_EXAMPLE,
@@ -193,37 +195,37 @@ class Mining:
             param.nms_param.top_k,
         )
 
-    def choose(
+    def select(
         self, matches: NDArray[np.int32], overlaps: Rows, losses: Rows, boxes: Callable[[], Rows]
     ) -> NDArray[np.intp]:
-        """The priors of one image that are taken as background.
+        """Return the indices of one image's background priors.
 
         Args:
-            matches: of each prior (P,); with HARD_EXAMPLE those that are not taken become `UNMATCHED`.
-            overlaps: largest overlap of each (P,).
-            losses: of each (P,).
-            boxes: gives the boxes (P, 4) that are suppressed where they overlap.
+            matches: of each prior (P,). With HARD_EXAMPLE, matched priors that are not mined become `UNMATCHED`.
+            overlaps: largest overlap of each prior (P,).
+            losses: of each prior (P,).
+            boxes: returns the boxes (P, 4) for the suppression.
         """
         free = matches == UNMATCHED
-        eligible = np.full(len(matches), True) if self.hard else free & (overlaps < np.float32(self.most_overlap))
+        eligible = np.full(len(matches), True) if self.hard else free & (overlaps < np.float32(self.max_overlap))
         candidates = np.flatnonzero(eligible)
-        # A loss that is not a number counts as the largest: the loss of the batch will not be one either.
+        # NaN counts as the largest loss: the loss of the batch becomes NaN too.
         keys = np.where(np.isnan(losses), np.float32(np.inf), losses)[candidates]
-        wanted = min(self._wanted(int((matches >= 0).sum())), len(candidates))
-        chosen = candidates[self._best(keys, candidates, boxes)[:wanted]]
-        taken = np.zeros(len(matches), bool)
-        taken[chosen] = True
+        count = min(self._quota(int((matches >= 0).sum())), len(candidates))
+        selected = candidates[self._ranked(keys, candidates, boxes)[:count]]
+        mined = np.zeros(len(matches), bool)
+        mined[selected] = True
         if self.hard:
-            matches[(matches >= 0) & ~taken] = UNMATCHED
-        return np.flatnonzero(free & taken)
+            matches[(matches >= 0) & ~mined] = UNMATCHED
+        return np.flatnonzero(free & mined)
 
-    def _wanted(self, matched: int) -> int:
+    def _quota(self, matched: int) -> int:
         if self.hard:
             return self.sample_size
         return int(np.float32(matched) * np.float32(self.ratio))
 
-    def _best(self, keys: Rows, candidates: NDArray[np.intp], boxes: Callable[[], Rows]) -> NDArray[np.int32]:
-        """The candidates' indices, the largest key first."""
+    def _ranked(self, keys: Rows, candidates: NDArray[np.intp], boxes: Callable[[], Rows]) -> NDArray[np.int32]:
+        """Return the candidates' indices in descending order of keys."""
         if self.nms_threshold > 0:
             return suppress_mined(boxes()[candidates], keys, self.nms_threshold, self.nms_top_k)
         order = np.arange(len(keys), dtype=np.int32)

@@ -1,8 +1,7 @@
 """MultiBoxLoss: the loss of SSD.
 
-The backend of a device computes it for the settings of SSD's own training: priors are matched as they are, predictions
-are shared by all classes, and background is mined without suppression among the candidates. The layer computes the
-others on the host.
+A GPU computes it for the settings of SSD's training: matching by priors, locations shared by all classes, and mining
+without suppression (`device_settings`). With other settings, and on the CPU, the layer computes it on the host.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _LOC, _CONF, _PRIORS, _TRUTH = range(4)
 
 
 @expression
-def over_matches(gradient: Each, matches: Channel, factor: Scalar) -> Each:
+def divided_by_matches(gradient: Each, matches: Channel, factor: Scalar) -> Each:
     return gradient * factor / max(matches, 1.0)
 
 
@@ -41,13 +40,17 @@ class MultiBoxLossLayer(LossLayer):
     """loss = (loc_weight * loss of the boxes + loss of the scores) / divisor (`multibox_loss_layer.cpp`).
 
     Shapes: predictions (N, 4 P L), scores (N, P C), priors (1, 2, 4 P), objects (1, 1, G, 8); L is 1 or, without
-    share_location, C. Priors are matched with objects; matched predictions are compared with their encoded object by
-    SMOOTH_L1 or L2, scores with the object's label or the background's by SOFTMAX or LOGISTIC. With mining only some
-    of the scores count. The divisor is the number of matches (VALID, the default; over all devices), of priors (FULL),
-    of images (BATCH_SIZE), or 1 (NONE), at least 1. `propagate_down: false` at the predictions or scores leaves out
-    their loss, as in Caffe. A GPU computes all of it where it can (`device_settings`); else, and on the CPU, matching
-    and both losses are computed on the host. Of equal losses a GPU mines the first prior's, the host whichever Caffe's
-    `std::sort` puts first.
+    share_location, C. Priors are matched with objects. The loss of a matched prediction is SMOOTH_L1 or L2 of its
+    difference from the encoded object. The loss of scores is SOFTMAX or LOGISTIC with the label of the object or of the
+    background. Mining selects the background priors whose scores count. The divisor is the number of matches on all
+    devices (VALID, the default), of priors (FULL), of images (BATCH_SIZE), or 1 (NONE), at least 1. As in Caffe,
+    `propagate_down: false` at the predictions or scores drops their loss. Among equal losses the GPU mines the first
+    prior, the host the one that Caffe's `std::sort` puts first.
+
+    Raises:
+        ConfigError: settings are missing or contradict each other.
+        ShapeError: the bottoms' shapes do not match num_classes.
+        DataError: a prior or an object is invalid.
     """
 
     bottoms = (4, 4)
@@ -64,8 +67,8 @@ class MultiBoxLossLayer(LossLayer):
             param.match_type == _Parameter.PER_PREDICTION, param.overlap_threshold, param.ignore_cross_boundary_bbox
         )
         self._squared = param.loc_loss_type == _Parameter.L2
-        self._counts = [self.param.propagate_down[i] if self.param.propagate_down else True for i in (_LOC, _CONF)]
-        settings = device_settings(param, self._counts)
+        self._enabled = [self.param.propagate_down[i] if self.param.propagate_down else True for i in (_LOC, _CONF)]
+        settings = device_settings(param, self._enabled)
         self._settings = settings if self.backend.computes_box_loss else None
         self._problem = DeviceProblem(self) if self._settings is not None else None
         self._totals = self.backend.zeros((2,))
@@ -83,8 +86,8 @@ class MultiBoxLossLayer(LossLayer):
         if param.HasField("do_neg_mining") and param.do_neg_mining != mines:
             kind = _Parameter.MiningType.Name(param.mining_type)
             raise self.error(
-                f"do_neg_mining: {str(param.do_neg_mining).lower()} contradicts mining_type: {kind}; leave out the "
-                "first, which is deprecated, and write the second"
+                f"do_neg_mining: {str(param.do_neg_mining).lower()} contradicts mining_type: {kind}; remove "
+                "do_neg_mining, which is deprecated"
             )
         if mines and not param.share_location:
             raise self.error("mining needs share_location: true; write mining_type: NONE or share_location: true")
@@ -94,7 +97,7 @@ class MultiBoxLossLayer(LossLayer):
             raise self.error(f"sample_size is {param.sample_size}; HARD_EXAMPLE needs at least 1")
 
     def _warn(self, param: caffe_pb2.MultiBoxLossParameter) -> None:
-        """Name settings whose effect is none in either Caffe, or not what one expects."""
+        """Warn of settings without effect or with an unexpected effect, as in Caffe."""
         nms = param.nms_param
         if param.HasField("nms_param") and not nms.HasField("top_k") and nms.nms_threshold > 0:
             warn(self, "nms_param without top_k leaves no candidates for mining, as in Caffe; write top_k")
@@ -139,7 +142,7 @@ class MultiBoxLossLayer(LossLayer):
         values = [self.backend.to_host(blob.data) for blob in bottom]
         totals = np.zeros(2, np.float32)
         if self.backend.holds_values:
-            with np.errstate(all="ignore"):  # a loss that is not finite is the solver's matter
+            with np.errstate(all="ignore"):  # the solver handles a loss that is not finite
                 totals[0], totals[1] = self._compute(*values)
         self.backend.from_host(totals, self._totals)
 
@@ -148,15 +151,15 @@ class MultiBoxLossLayer(LossLayer):
             if not propagate_down[index]:
                 continue
             blob = bottom[index]
-            self._put_gradient(index, bottom)
+            self._write_gradient(index, bottom)
             if self._divisor is None:
-                self.backend.apply(over_matches, (blob.diff, self._count, self.scale()), (blob.diff,), 0)
+                self.backend.apply(divided_by_matches, (blob.diff, self._count, self.scale()), (blob.diff,), 0)
             else:
                 self.backend.apply(scaled, (blob.diff, self.scale()), (blob.diff,))
             self.apply_top_gradient(top, blob.diff)
 
-    def _put_gradient(self, index: int, bottom: Blobs) -> None:
-        """The gradient of a bottom, not divided by anything."""
+    def _write_gradient(self, index: int, bottom: Blobs) -> None:
+        """Write the gradient of a bottom before the division by the divisor."""
         blob, device = bottom[index], self._device_loss
         if device is not None and index == _LOC:
             device.boxes_gradient(blob.data, bottom[_PRIORS].data, bottom[_TRUTH].data, blob.diff)
@@ -170,7 +173,7 @@ class MultiBoxLossLayer(LossLayer):
     # -- on the host ---------------------------------------------------------------------------------
 
     def _compute(self, loc: Rows, conf: Rows, prior_values: Rows, truth_values: Rows) -> tuple[float, float]:
-        """The sum of both losses and the number of matches; keeps their gradients, not divided by anything."""
+        """Return the sum of both losses and the number of matches, and store the gradients before the division."""
         param = self.param.multibox_loss_param
         images, count = self._shape
         locations = np.ascontiguousarray(loc.reshape(images, count, self._locations, 4).transpose(0, 2, 1, 3))
@@ -179,17 +182,17 @@ class MultiBoxLossLayer(LossLayer):
         truth = self._read_truth(truth_values)
         matches, overlaps = self._match(priors, locations, truth)
         negatives = self._mine(matches, overlaps, priors, locations, scores, truth)
-        found = Positives.of(matches)
-        loc_loss, loc_gradient = self._compare_boxes(differences(priors, locations, truth, found, param), found)
-        conf_loss, conf_gradient = self._compare_scores(scores, truth, found, negatives)
+        positives = Positives.of(matches)
+        loc_loss, loc_gradient = self._compare_boxes(differences(priors, locations, truth, positives, param), positives)
+        conf_loss, conf_gradient = self._compare_scores(scores, truth, positives, negatives)
         self._gradients = (loc_gradient, conf_gradient)
-        return loc_loss * self._counts[_LOC] + conf_loss * self._counts[_CONF], len(found.images)
+        return loc_loss * self._enabled[_LOC] + conf_loss * self._enabled[_CONF], len(positives.images)
 
     def _read_truth(self, values: Rows) -> GroundTruth:
-        """The objects of the batch's images.
+        """Return the objects of the batch's images.
 
         Raises:
-            DataError: a label names no class.
+            DataError: a label is outside the classes.
         """
         param, name = self.param.multibox_loss_param, self.param.bottom[_TRUTH]
         truth = read_ground_truth(self, values, name, param.background_label_id, difficult=param.use_difficult_gt)
@@ -199,7 +202,7 @@ class MultiBoxLossLayer(LossLayer):
         return truth
 
     def _match(self, priors: Priors, locations: Rows, truth: GroundTruth) -> tuple[NDArray[np.int32], Rows]:
-        """Objects of the predictions (N, L, P), and overlaps (N, P), which only mining needs."""
+        """Return the objects of the predictions (N, L, P), and the overlaps (N, P) for mining."""
         param, threads = self.param.multibox_loss_param, host_threads(self)
         images, count = self._shape
         begins = truth.begins(images)
@@ -213,13 +216,13 @@ class MultiBoxLossLayer(LossLayer):
             return matches[:, None], overlaps
         labels = np.full(matches.shape, -1)
         labels[matches >= 0] = truth.labels[matches[matches >= 0]]
-        own = labels[:, None] == np.arange(self._classes)[:, None]
-        return np.where(own, matches[:, None], np.int32(UNMATCHED)), overlaps
+        same_class = labels[:, None] == np.arange(self._classes)[:, None]
+        return np.where(same_class, matches[:, None], np.int32(UNMATCHED)), overlaps
 
     def _match_predictions(
         self, priors: Priors, locations: Rows, truth: GroundTruth, begins: NDArray[np.int64]
     ) -> tuple[NDArray[np.int32], Rows]:
-        """The same by the predicted boxes, those of each class with the objects of that class."""
+        """`_match` by predicted boxes; without share_location each class matches its own objects."""
         param, threads = self.param.multibox_loss_param, host_threads(self)
         images, count = self._shape
         boxes = decode(priors, locations, param.code_type, param.encode_variance_in_target)
@@ -231,10 +234,10 @@ class MultiBoxLossLayer(LossLayer):
             return matches[:, None], overlaps
         order = np.lexsort((truth.labels, truth.images))
         by_class = GroundTruth(*(part[order] for part in vars(truth).values()))
-        most = max(self._classes, int(by_class.labels.max(initial=0)) + 1)
-        keys = by_class.images * most + by_class.labels
-        wanted = sets // self._locations * most + sets % self._locations
-        ranges = np.searchsorted(keys, wanted), np.searchsorted(keys, wanted, side="right")
+        stride = max(self._classes, int(by_class.labels.max(initial=0)) + 1)
+        keys = by_class.images * stride + by_class.labels
+        set_keys = sets // self._locations * stride + sets % self._locations
+        ranges = np.searchsorted(keys, set_keys), np.searchsorted(keys, set_keys, side="right")
         matches, overlaps = match_boxes(threads, boxes, sets * count, count, by_class, *ranges, self._matching)
         matches = np.where(matches >= 0, order[matches].astype(np.int32), matches) if len(order) else matches
         shape = (images, self._locations, count)
@@ -244,20 +247,20 @@ class MultiBoxLossLayer(LossLayer):
         self, matches: NDArray[np.int32], overlaps: Rows, priors: Priors, locations: Rows, scores: Rows,
         truth: GroundTruth,
     ) -> NDArray[np.bool_] | None:  # fmt: skip
-        """Which priors (N, P) are taken as background; None: all that are not matched. May take back matches."""
+        """Return a mask (N, P) of background priors; None: all unmatched priors. HARD_EXAMPLE may remove matches."""
         if self._mining is None:
             return None
         param = self.param.multibox_loss_param
-        found = Positives.of(matches)
+        positives = Positives.of(matches)
         begins = truth.begins(self._shape[0])
         with_objects = begins[1:] > begins[:-1]
         labels = np.where(with_objects[:, None], np.int32(param.background_label_id), np.int32(-1))
         labels = np.broadcast_to(labels, self._shape).copy()
-        labels[found.images, found.priors] = self._labels(truth, found)
+        labels[positives.images, positives.priors] = self._labels(truth, positives)
         losses = class_losses(host_threads(self), scores, labels, param.conf_loss_type == _Parameter.LOGISTIC)
         if self._mining.hard:
-            own = box_losses(differences(priors, locations, truth, found, param), self._squared)
-            losses[found.images, found.priors] += ((own[:, 0] + own[:, 1]) + own[:, 2]) + own[:, 3]
+            loss = box_losses(differences(priors, locations, truth, positives, param), self._squared)
+            losses[positives.images, positives.priors] += ((loss[:, 0] + loss[:, 1]) + loss[:, 2]) + loss[:, 3]
         negatives = np.zeros(self._shape, bool)
         for image in np.flatnonzero(with_objects):
 
@@ -266,61 +269,62 @@ class MultiBoxLossLayer(LossLayer):
                     return priors.boxes
                 return decode(priors, locations[image, 0], param.code_type, param.encode_variance_in_target)
 
-            chosen = self._mining.choose(matches[image, 0], overlaps[image], losses[image], boxes)
-            negatives[image, chosen] = True
+            selected = self._mining.select(matches[image, 0], overlaps[image], losses[image], boxes)
+            negatives[image, selected] = True
         return negatives
 
-    def _labels(self, truth: GroundTruth, found: Positives) -> NDArray[np.int64]:
+    def _labels(self, truth: GroundTruth, positives: Positives) -> NDArray[np.int64]:
         param = self.param.multibox_loss_param
-        labels = truth.labels[found.objects]
+        labels = truth.labels[positives.objects]
         return np.full_like(labels, param.background_label_id + 1) if param.map_object_to_agnostic else labels
 
-    def _compare_boxes(self, difference: Rows, found: Positives) -> tuple[float, Rows]:
-        """The weighted loss of the predictions and its gradient (N, P, L, 4)."""
+    def _compare_boxes(self, difference: Rows, positives: Positives) -> tuple[float, Rows]:
+        """Return the weighted loss of the predictions and its gradient (N, P, L, 4)."""
         images, count = self._shape
         weight = np.float32(self.param.multibox_loss_param.loc_weight)
         gradient = np.zeros((images, count, self._locations, 4), np.float32)
-        gradient[found.images, found.priors, found.classes] = weight * box_gradients(difference, self._squared)
+        slopes = box_gradients(difference, self._squared)
+        gradient[positives.images, positives.priors, positives.classes] = weight * slopes
         return float(weight * box_losses(difference, self._squared).sum(dtype=np.float64)), gradient
 
     def _compare_scores(
-        self, scores: Rows, truth: GroundTruth, found: Positives, negatives: NDArray[np.bool_] | None
+        self, scores: Rows, truth: GroundTruth, positives: Positives, negatives: NDArray[np.bool_] | None
     ) -> tuple[float, Rows]:
-        """The loss of the scores that count and its gradient (N, P, C)."""
+        """Return the loss of the scores of positive and mined priors, and its gradient (N, P, C)."""
         param = self.param.multibox_loss_param
-        matched, labels = found.images * self._shape[1] + found.priors, self._labels(truth, found)
+        matched, labels = positives.images * self._shape[1] + positives.priors, self._labels(truth, positives)
         if negatives is None:
             rows = np.arange(scores.size // self._classes)
         else:
-            negatives[found.images, found.priors] = True
+            negatives[positives.images, positives.priors] = True
             rows = np.flatnonzero(negatives)
-        places = np.searchsorted(rows, matched)
+        indices = np.searchsorted(rows, matched)
         if param.conf_loss_type == _Parameter.SOFTMAX:
-            wanted = np.full(len(rows), param.background_label_id, np.int32)
-            wanted[places] = labels
-            return softmax_loss(host_threads(self), scores, rows, wanted)
-        # Every target begins as the background's number, as in multibox_loss_layer.cpp: 0 only where that is class 0.
+            row_labels = np.full(len(rows), param.background_label_id, np.int32)
+            row_labels[indices] = labels
+            return softmax_loss(host_threads(self), scores, rows, row_labels)
+        # As in multibox_loss_layer.cpp, targets start as the background's index, which is 0 only for class 0.
         targets = np.full((len(rows), self._classes), param.background_label_id, np.float32)
         if negatives is not None:
             targets[:, param.background_label_id] = 1
-            targets[places, param.background_label_id] = param.background_label_id
-        targets[places, labels] = 1
+            targets[indices, param.background_label_id] = param.background_label_id
+        targets[indices, labels] = 1
         return logistic_loss(scores, rows, targets)
 
 
 # -- confidence losses ---------------------------------------------------------------------------------
 
 
-_SMALLEST = float(np.finfo(np.float32).tiny)
-_GRAIN = 4096
-"""Rows for each thread, at least."""
+_FLT_MIN = float(np.finfo(np.float32).tiny)
+_ROWS_PER_THREAD = 4096
+"""Minimum number of rows for each thread."""
 
 
 @kernel
 def _class_losses(
     begin: Int, end: Int, scores: Floats, labels: Ints, classes: Int, logistic: Int, losses: Floats
 ) -> None:
-    """losses = how wrong each row of scores is about its label; 0 where the label is negative."""
+    """losses = loss of each row of scores for its label; 0 if the label is negative."""
     for row in range(begin, end):
         losses[row] = 0
         label = labels[row]
@@ -343,13 +347,13 @@ def _class_losses(
         total = np.float32(0)
         for c in range(classes):
             total += math.exp(scores[at + c] - largest)
-        losses[row] = -math.log(max(math.exp(scores[at + label] - largest) / total, np.float32(_SMALLEST)))
+        losses[row] = -math.log(max(math.exp(scores[at + label] - largest) / total, np.float32(_FLT_MIN)))
 
 
 def class_losses(threads: int, scores: Rows, labels: NDArray[np.int32], logistic: bool) -> Rows:
-    """The loss of each prior's scores (N, P, C) by its label (N, P); 0 where that is negative."""
+    """Return the loss of each prior's scores (N, P, C) for its label (N, P); 0 if the label is negative."""
     losses = np.empty(labels.shape, np.float32)
-    _class_losses.run(threads, labels.size, _GRAIN, scores, labels, scores.shape[-1], int(logistic), losses)
+    _class_losses.run(threads, labels.size, _ROWS_PER_THREAD, scores, labels, scores.shape[-1], int(logistic), losses)
     return losses
 
 
@@ -357,7 +361,7 @@ def class_losses(threads: int, scores: Rows, labels: NDArray[np.int32], logistic
 def _softmax_rows(
     begin: Int, end: Int, scores: Floats, rows: Words, labels: Ints, classes: Int, losses: Floats, gradients: Floats
 ) -> None:
-    """losses = -log softmax(row)[label], gradients = softmax(row) - onehot(label), for the rows of these numbers."""
+    """losses = -log softmax(row)[label], gradients = softmax(row) - onehot(label), for the rows of these indices."""
     for i in range(begin, end):
         at = rows[i] * classes
         largest = scores[at]
@@ -369,19 +373,19 @@ def _softmax_rows(
             total += gradients[at + c]
         for c in range(classes):
             gradients[at + c] /= total
-        losses[i] = -math.log(max(gradients[at + labels[i]], np.float32(_SMALLEST)))
+        losses[i] = -math.log(max(gradients[at + labels[i]], np.float32(_FLT_MIN)))
         gradients[at + labels[i]] -= np.float32(1)
 
 
 def softmax_loss(threads: int, scores: Rows, rows: NDArray[np.int64], labels: NDArray[np.int32]) -> tuple[float, Rows]:
-    """The loss of those rows of the scores (..., C) by their labels (K,), and its gradient, 0 in all other rows."""
+    """Return the loss of the given rows of scores (..., C) for labels (K,), and its gradient, 0 in all other rows."""
     losses, gradients = np.empty(len(rows), np.float32), np.zeros(scores.shape, np.float32)
-    _softmax_rows.run(threads, len(rows), _GRAIN, scores, rows, labels, scores.shape[-1], losses, gradients)
+    _softmax_rows.run(threads, len(rows), _ROWS_PER_THREAD, scores, rows, labels, scores.shape[-1], losses, gradients)
     return float(losses.sum(dtype=np.float64)), gradients
 
 
 def logistic_loss(scores: Rows, rows: NDArray[np.int64], targets: Rows) -> tuple[float, Rows]:
-    """The same of the sum over classes of the cross entropy of sigmoid(score) and the target; targets are (K, C)."""
+    """As `softmax_loss`, for the sum over classes of the cross entropy of sigmoid(score) and targets (K, C)."""
     classes = scores.shape[-1]
     x = scores.reshape(-1, classes)[rows]
     small = np.exp(-np.abs(x))
@@ -396,7 +400,7 @@ def logistic_loss(scores: Rows, rows: NDArray[np.int64], targets: Rows) -> tuple
 
 @dataclass(frozen=True)
 class Positives:
-    """Predictions that belong to an object: their image, class of location, prior and object (K,)."""
+    """The K predictions that are matched with an object: image, location class, prior and object (K,) of each."""
 
     images: NDArray[np.intp]
     classes: NDArray[np.intp]
@@ -405,32 +409,32 @@ class Positives:
 
     @classmethod
     def of(cls, matches: NDArray[np.int32]) -> Positives:
-        """Those in matches (N, L, P) with objects."""
+        """Return the positives of matches (N, L, P)."""
         images, classes, priors = np.nonzero(matches >= 0)
         return cls(images, classes, priors, matches[images, classes, priors])
 
     def rows(self, locations: Rows) -> Rows:
-        """Their predictions (K, 4), of (N, L, P, 4)."""
+        """Return the positives' predictions (K, 4) from (N, L, P, 4)."""
         return locations[self.images, self.classes, self.priors]
 
 
 def differences(
-    priors: Priors, locations: Rows, truth: GroundTruth, found: Positives, param: caffe_pb2.MultiBoxLossParameter
+    priors: Priors, locations: Rows, truth: GroundTruth, positives: Positives, param: caffe_pb2.MultiBoxLossParameter
 ) -> Rows:
-    """Prediction less encoded object (K, 4); 0 where `bp_inside` leaves out what lies outside of the image."""
-    own, codes = priors.part(found.priors), found.rows(locations)
-    predicted = codes / own.variances if param.encode_variance_in_target else codes
-    result = predicted - encode(own, truth.boxes[found.objects], param.code_type)
+    """Return prediction - encoded object (K, 4); with `bp_inside` 0 for coordinates outside of the image."""
+    matched_priors, codes = priors.select(positives.priors), positives.rows(locations)
+    predicted = codes / matched_priors.variances if param.encode_variance_in_target else codes
+    result = predicted - encode(matched_priors, truth.boxes[positives.objects], param.code_type)
     if param.bp_inside:
-        boxes = own.boxes
+        boxes = matched_priors.boxes
         if not param.use_prior_for_matching:
-            boxes = decode(own, codes, param.code_type, param.encode_variance_in_target)
+            boxes = decode(matched_priors, codes, param.code_type, param.encode_variance_in_target)
         result[(boxes < 0) | (boxes > 1)] = 0
     return result
 
 
 def box_losses(difference: Rows, squared: bool) -> Rows:
-    """Each coordinate's loss: d^2 / 2, or |d| - 1 / 2 from |d| = 1 on unless `squared`."""
+    """Return the loss of each coordinate: d^2 / 2, or smooth L1 (|d| - 1 / 2 for |d| >= 1) unless `squared`."""
     size = np.abs(difference)
     half = np.float32(0.5)
     square = half * difference * difference
@@ -438,7 +442,7 @@ def box_losses(difference: Rows, squared: bool) -> Rows:
 
 
 def box_gradients(difference: Rows, squared: bool) -> Rows:
-    """The derivative of `box_losses`."""
+    """Return the derivative of `box_losses`."""
     return difference if squared else np.clip(difference, -1, 1)
 
 
@@ -446,21 +450,21 @@ def box_gradients(difference: Rows, squared: bool) -> Rows:
 
 
 _OBJECT, _CLASS, _PRIOR = 1, 2, 3
-"""What `BoxLoss.forward` calls a problem."""
+"""Kinds of errors that `BoxLoss.forward` records."""
 PROBLEM = 10
-"""Numbers of which its description consists."""
+"""Size of the record of an error."""
 
 
 def device_settings(param: caffe_pb2.MultiBoxLossParameter, counts: Sequence[bool]) -> BoxLossSettings | None:
-    """The loss as a backend may compute it; None where it must be computed on the host.
+    """Return the settings of a backend's BoxLoss; None if the loss must be computed on the host.
 
     Args:
         param: of the layer.
-        counts: whether the boxes' loss, and that of the scores, is part of the loss.
+        counts: whether the loss includes the boxes' loss and the scores' loss.
     """
     logistic, mines = param.conf_loss_type == _Parameter.LOGISTIC, param.mining_type != _Parameter.NONE
     background, fractions = param.background_label_id, (param.overlap_threshold, param.neg_overlap, param.loc_weight)
-    can = (
+    supported = (
         param.share_location
         and param.use_prior_for_matching
         and param.mining_type != _Parameter.HARD_EXAMPLE
@@ -469,7 +473,7 @@ def device_settings(param: caffe_pb2.MultiBoxLossParameter, counts: Sequence[boo
         and all(map(math.isfinite, fractions))
         and 0 <= param.neg_pos_ratio < math.inf
     )
-    if not can:
+    if not supported:
         return None
     return BoxLossSettings(
         classes=param.num_classes,
@@ -494,7 +498,7 @@ def device_settings(param: caffe_pb2.MultiBoxLossParameter, counts: Sequence[boo
 
 
 class DeviceProblem:
-    """Where the device describes the first object or prior that it cannot compute with.
+    """The record in which the device stores the first invalid object or prior.
 
     Args:
         layer: the layer, for messages.
@@ -505,10 +509,10 @@ class DeviceProblem:
         self.array: Array = layer.backend.zeros((PROBLEM,))
 
     def raise_device_errors(self) -> None:
-        """Raise if there was one since the last check; waits for the device.
+        """Raise if the device recorded an error since the last check. Waits for the device.
 
         Raises:
-            DataError: with its number and values.
+            DataError: with the number and values of the object or prior.
         """
         layer = self._layer
         kind, number, *values = (float(value) for value in layer.backend.to_host(self.array))

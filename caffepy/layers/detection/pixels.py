@@ -1,4 +1,4 @@
-"""Boxes in the pixels of the image that was read, and the files that name images and their sizes."""
+"""Conversion of boxes to pixels of the original image, and name_size_file, which lists the images' sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from caffepy.proto import caffe_pb2
 
 _Resize = caffe_pb2.ResizeParameter
 _MAX_BYTES = 1 << 26
-"""Of a name_size_file."""
+"""Size limit of a name_size_file."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class ImageSize:
 
 
 def read_image_sizes(layer: Layer, name: str) -> list[ImageSize]:
-    """The lines "name height width" of a name_size_file.
+    """Read the lines "name height width" of a name_size_file.
 
     Raises:
-        DataError: a line is something else, or there is none.
+        DataError: the file cannot be read, is empty, or has a malformed line.
     """
     path = layer.context.resolve(name)
     sizes = []
@@ -51,25 +51,25 @@ def read_image_sizes(layer: Layer, name: str) -> list[ImageSize]:
 
 
 def check_resize(layer: Layer, param: caffe_pb2.ResizeParameter) -> None:
-    """Check a resize_param that boxes are to be taken back from.
+    """Check the resize_param of `to_pixels`.
 
     Raises:
-        ConfigError: it has no height or width.
+        ConfigError: height or width is missing.
     """
     if not (param.height and param.width):
-        raise layer.error("resize_param needs height and width above 0, those of the net's input")
+        raise layer.error("resize_param needs the height and width of the net's input, above 0")
 
 
 def to_pixels(boxes: Rows, image: ImageSize, resize: caffe_pb2.ResizeParameter | None) -> tuple[Rows, Rows]:
-    """Boxes (K, 4) of the net's input in pixels of the image, cut at its border, and their sizes (OutputBBox).
+    """Convert boxes (K, 4) of the net's input to pixels of the image, clipped to it (OutputBBox).
 
     Args:
-        boxes: as parts of the input's width and height.
-        image: the image.
-        resize: how the image was made the net's input; None: stretched.
+        boxes: as fractions of the input's width and height.
+        image: the original image.
+        resize: how the image was resized to the net's input; None: warped.
 
     Returns:
-        The boxes, and sizes that count the pixels on the border.
+        The boxes, and their areas in pixels, borders included.
     """
     height, width = image.height, image.width
     mode = resize.resize_mode if resize is not None else _Resize.WARP
@@ -84,16 +84,16 @@ def to_pixels(boxes: Rows, image: ImageSize, resize: caffe_pb2.ResizeParameter |
 
 
 def _without_padding(boxes: Rows, image: ImageSize, resize: caffe_pb2.ResizeParameter) -> Rows:
-    """The boxes as parts of the image within the padded input; those beside it stay as they are, as in Caffe."""
-    wanted_height, wanted_width = np.float32(resize.height), np.float32(resize.width)
+    """Convert fractions of the padded input to fractions of the image in it. As in Caffe, boxes outside stay."""
+    input_height, input_width = np.float32(resize.height), np.float32(resize.width)
     aspect = np.float32(image.width) / np.float32(image.height)
     source = np.array([0, 0, 1, 1], np.float32)
-    if aspect > wanted_width / wanted_height:
-        part = (wanted_height - wanted_width / aspect) / np.float32(2) / wanted_height
+    if aspect > input_width / input_height:
+        part = (input_height - input_width / aspect) / np.float32(2) / input_height
         source[1], source[3] = part, 1 - float(part)
     else:
-        part = (wanted_width - wanted_height * aspect) / np.float32(2) / wanted_width
+        part = (input_width - input_height * aspect) / np.float32(2) / input_width
         source[0], source[2] = part, 1 - float(part)
-    beside = (boxes[:, :2] >= source[2:]).any(1) | (boxes[:, 2:] <= source[:2]).any(1)
+    outside = (boxes[:, :2] >= source[2:]).any(1) | (boxes[:, 2:] <= source[:2]).any(1)
     extents = np.tile(source[2:] - source[:2], 2)
-    return np.where(beside[:, None], boxes, clip_boxes((boxes - np.tile(source[:2], 2)) / extents))
+    return np.where(outside[:, None], boxes, clip_boxes((boxes - np.tile(source[:2], 2)) / extents))

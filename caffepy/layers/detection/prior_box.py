@@ -11,12 +11,16 @@ from caffepy.layers.detection.boxes import Rows
 
 @register_layer("PriorBox")
 class PriorBoxLayer(Layer):
-    """The boxes that predictions start from, at every position of a feature map (`prior_box_layer.cpp`).
+    """The prior boxes at each position of a feature map (`prior_box_layer.cpp`).
 
-    Shapes: feature map (N, C, H, W), image (N, C, h, w); the top is (1, 2, H W K 4): the boxes and their variances. At
-    each position there are for each min_size a square of that side, one of sqrt(min_size * max_size) if there are
-    max_sizes, and one box of the first one's area for each aspect_ratio but 1, and with `flip` for its inverse. Sizes
-    are cut to whole pixels, as in Caffe. The boxes depend on shapes alone: they are computed when these change.
+    Shapes: feature map (N, C, H, W), image (N, C, h, w), top (1, 2, H W K 4): boxes and variances. Each position has,
+    for each min_size, a square of this side, with max_size a square of side sqrt(min_size * max_size), and for each
+    aspect_ratio other than 1, with `flip` also for its inverse, a box of the first square's area. As in Caffe, sizes
+    are truncated to whole pixels. The boxes are computed when the shapes change.
+
+    Raises:
+        ConfigError: a setting is missing, given twice or out of range.
+        ShapeError: a bottom does not have four axes, or the feature map is empty.
     """
 
     bottoms = (2, 2)
@@ -52,7 +56,7 @@ class PriorBoxLayer(Layer):
             raise self.error("aspect_ratio must be above 0; correct prior_box_param")
 
     def _all_ratios(self) -> list[np.float32]:
-        """The ratios but 1, each once, with the inverse of each behind it if asked for."""
+        """Return the distinct ratios other than 1; with `flip` the inverse follows each."""
         param, ratios = self.param.prior_box_param, [np.float32(1)]
         for ratio in np.array(param.aspect_ratio, np.float32):
             if all(abs(ratio - other) >= 1e-6 for other in ratios):
@@ -60,10 +64,10 @@ class PriorBoxLayer(Layer):
         return ratios[1:]
 
     def _pair(self, both: str, height: str, width: str) -> tuple[float, float] | None:
-        """A setting given as one number or as two; None if it is not given.
+        """Return a setting (height, width), given as one number or two; None if it is not given.
 
         Raises:
-            ConfigError: it is given in both ways, or is not above 0.
+            ConfigError: it is given in both forms, or is not above 0.
         """
         param = self.param.prior_box_param
         names = [name for name in (height, width) if param.HasField(name)]
@@ -94,7 +98,7 @@ class PriorBoxLayer(Layer):
             self.backend.from_host(np.stack([boxes, variances])[None], self._priors)
 
     def _boxes(self, features: Blob, image: Blob) -> Rows:
-        """All boxes (H, W, K, 4)."""
+        """Return all boxes (H, W, K, 4)."""
         height, width = features.shape[2:]
         image_height, image_width = (np.float32(v) for v in self._image or image.shape[2:])
         steps = self._step or (image_height / np.float32(height), image_width / np.float32(width))
@@ -110,7 +114,7 @@ class PriorBoxLayer(Layer):
         return np.clip(boxes, 0, 1) if self.param.prior_box_param.clip else boxes
 
     def _extents(self) -> np.ndarray:
-        """Width and height of the boxes of one position (K, 2), in pixels."""
+        """Return width and height of the boxes of one position (K, 2), in pixels."""
         param = self.param.prior_box_param
         extents: list[tuple[float, float]] = []
         for index, size in enumerate(map(int, param.min_size)):

@@ -1,8 +1,8 @@
-"""Sorting of scores, the largest first, with ties in the order in which Caffe's C++ leaves them.
+"""Sorting of scores in descending order, with ties in the order of Caffe's `std::sort`.
 
-`std::sort` does not keep the order of equal scores, and which of them are mined or kept depends on it. Owns the
-introsort of libstdc++ (`bits/stl_algo.h`, `bits/stl_heap.h`), with which both Caffes are built, and the choice of the
-best scores in the order of a stable sort.
+`std::sort` is not stable, and its order of equal scores decides which boxes are mined or suppressed. This module
+implements the introsort of libstdc++ (`bits/stl_algo.h`, `bits/stl_heap.h`), with which both Caffes are built, and a
+stable selection of the best scores.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, Ints, Words, device_function, kernel
 
-_DEPTH = 2 * 64
-"""More than any stack of unsorted ranges needs: introsort goes 2 log2(n) deep."""
+_MAX_DEPTH = 2 * 64
+"""Upper bound of the recursion depth: introsort needs 2 log2(n)."""
 
 
 @device_function
@@ -24,17 +24,17 @@ def _swap(keys: Floats, order: Ints, i: Int, j: Int) -> None:
 
 @device_function
 def _median_to_first(keys: Floats, order: Ints, first: Int, a: Int, b: Int, c: Int) -> None:
-    """Swap the median of three with the first; a key that is larger comes before."""
+    """Swap the median of three keys with the first, in descending order."""
     if keys[a] > keys[b]:
-        chosen = b if keys[b] > keys[c] else (c if keys[a] > keys[c] else a)
+        median = b if keys[b] > keys[c] else (c if keys[a] > keys[c] else a)
     else:
-        chosen = a if keys[a] > keys[c] else (c if keys[b] > keys[c] else b)
-    _swap(keys, order, first, chosen)
+        median = a if keys[a] > keys[c] else (c if keys[b] > keys[c] else b)
+    _swap(keys, order, first, median)
 
 
 @device_function
 def _partition(keys: Floats, order: Ints, first: Int, last: Int) -> Int:
-    """Divide [first, last) around the median of three of its keys; where the second part begins."""
+    """Partition [first, last) around the median of three keys, and return the begin of the second part."""
     _median_to_first(keys, order, first, first + 1, first + (last - first) // 2, last - 1)
     pivot = keys[first]
     low, high = first + 1, last
@@ -51,8 +51,8 @@ def _partition(keys: Floats, order: Ints, first: Int, last: Int) -> Int:
 
 
 @device_function
-def _sift(keys: Floats, order: Ints, first: Int, hole: Int, length: Int, key: Float, number: Int) -> None:
-    """Let a key sink from `hole` to a leaf of the heap and rise from there (`__adjust_heap`)."""
+def _adjust_heap(keys: Floats, order: Ints, first: Int, hole: Int, length: Int, key: Float, number: Int) -> None:
+    """Sift a key down from `hole` to a leaf of the heap and up from there (`__adjust_heap`)."""
     top, child = hole, hole
     while child < (length - 1) // 2:
         child = 2 * (child + 1)
@@ -75,11 +75,11 @@ def _sift(keys: Floats, order: Ints, first: Int, hole: Int, length: Int, key: Fl
 def _heap_sort(keys: Floats, order: Ints, first: Int, last: Int) -> None:
     length = last - first
     for parent in range((length - 2) // 2, -1, -1):
-        _sift(keys, order, first, parent, length, keys[first + parent], order[first + parent])
+        _adjust_heap(keys, order, first, parent, length, keys[first + parent], order[first + parent])
     for end in range(last - 1, first, -1):
         key, number = keys[end], order[end]
         keys[end], order[end] = keys[first], order[first]
-        _sift(keys, order, first, 0, end - first, key, number)
+        _adjust_heap(keys, order, first, 0, end - first, key, number)
 
 
 @device_function
@@ -117,12 +117,12 @@ def _sort(begin: Int, end: Int, keys: Floats, order: Ints, count: Int, stack: Wo
 
 
 def sort_like_cpp(keys: NDArray[np.float32], order: NDArray[np.int32]) -> None:
-    """Sort keys (n,) in descending order and `order` (n,) with them, in place, ties as `std::sort` leaves them.
+    """Sort keys (n,) in descending order and `order` (n,) with them, in place, with ties as `std::sort`.
 
     No key may be NaN.
     """
     assert keys.flags.c_contiguous and order.flags.c_contiguous
-    stack = np.empty(3 * _DEPTH, np.int64)
+    stack = np.empty(3 * _MAX_DEPTH, np.int64)
     _sort.run(1, 1, 1, keys, order, len(keys), stack)
 
 
@@ -132,8 +132,8 @@ def _is_worse(key: Float, number: Int, other: Float, other_number: Int) -> bool:
 
 
 @device_function
-def _sink(keys: Floats, order: Ints, at: Int, hole: Int, length: Int, key: Float, number: Int) -> None:
-    """Put a key into a heap of the best, whose root is the worst, in place of `hole` or below it."""
+def _sift_down(keys: Floats, order: Ints, at: Int, hole: Int, length: Int, key: Float, number: Int) -> None:
+    """Sift a key down from `hole` in the heap of the best scores, whose root is the worst of them."""
     child = 2 * hole + 1
     while child < length:
         if child + 1 < length and _is_worse(
@@ -152,10 +152,10 @@ def _sink(keys: Floats, order: Ints, at: Int, hole: Int, length: Int, key: Float
 def best_scores(
     scores: Floats, begin: Int, step: Int, count: Int, threshold: Float, keys: Floats, order: Ints, at: Int, limit: Int
 ) -> Int:
-    """Write the `limit` best of the scores above `threshold`, and their numbers, from `at` on, the best first.
+    """Write the `limit` largest scores above `threshold` and their indices from `at` on, in descending order.
 
-    Equal scores stand in the order of their numbers. Returns how many there are. The scores are `count` from `begin`
-    on, each `step` behind the last.
+    Equal scores are in the order of their indices. The scores are `scores[begin::step]`, `count` of them. Returns how
+    many scores were written.
     """
     found = 0
     for number in range(count):
@@ -167,14 +167,14 @@ def best_scores(
             found += 1
             if found == limit:
                 for hole in range(limit // 2 - 1, -1, -1):
-                    _sink(keys, order, at, hole, limit, keys[at + hole], order[at + hole])
+                    _sift_down(keys, order, at, hole, limit, keys[at + hole], order[at + hole])
         elif key > keys[at]:
-            _sink(keys, order, at, 0, limit, key, number)
+            _sift_down(keys, order, at, 0, limit, key, number)
     if found < limit:
         for hole in range(found // 2 - 1, -1, -1):
-            _sink(keys, order, at, hole, found, keys[at + hole], order[at + hole])
+            _sift_down(keys, order, at, hole, found, keys[at + hole], order[at + hole])
     for last in range(found - 1, 0, -1):
         key, number = keys[at + last], order[at + last]
         keys[at + last], order[at + last] = keys[at], order[at]
-        _sink(keys, order, at, 0, last, key, number)
+        _sift_down(keys, order, at, 0, last, key, number)
     return found
