@@ -1,7 +1,7 @@
-"""Pictures of nets by Graphviz: boxes and edges of a net, written in the dot language or by Graphviz's program `dot`.
+"""Pictures of nets: the graph of a net, written in the DOT language or rendered by Graphviz's program `dot`.
 
-An in-place layer is a row in the box of the layer before it unless another layer has read the blob in between. A blob
-without a producer or without a consumer is an octagon. Colours are those of Caffe's `python/caffe/draw.py`.
+An in-place layer is a row in the box of the preceding layer, unless another layer reads the blob in between. A blob
+without a producer or without a consumer is an octagon. The colours are those of Caffe's `python/caffe/draw.py`.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ log = logging.getLogger(__name__)
 
 
 def blob_shapes(net: caffe_pb2.NetParameter, phase: int | None) -> dict[str, tuple[int, ...]]:
-    """The shapes of a net's blobs by name, as far as they follow from the prototxt: Input layers, sizes of crops.
+    """Return the shapes of a net's blobs by name, as far as they follow from the prototxt (Input layers, crop sizes).
 
-    Data are not opened, and a net with Python layers is not built: their code would run.
+    No data source is opened. A net with Python layers is not built, because that would run their code.
 
     Args:
         net: the net.
-        phase: of the net; None: TRAIN, and TEST for the blobs that are only there.
+        phase: of the net; None: TRAIN, and TEST for blobs that exist only in TEST.
     """
     phases = (caffe_pb2.TEST, caffe_pb2.TRAIN) if phase is None else (phase,)
     shapes: dict[str, tuple[int, ...]] = {}
-    for one in phases:
+    for number in phases:
         try:
-            shapes |= _shapes_in(net, one)
+            shapes |= _shapes_in(net, number)
         except CaffepyError as error:
-            log.debug("no shapes of blobs in phase %s: %s", caffe_pb2.Phase.Name(one), error)
+            log.debug("no shapes of blobs in phase %s: %s", caffe_pb2.Phase.Name(number), error)
     return shapes
 
 
@@ -72,7 +72,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 LAYER_COLOUR = "#6495ED"
 NEURON_COLOUR = "#90EE90"
-"""Of a layer that works in place."""
+"""Of an in-place layer."""
 BLOB_COLOUR = "#E0E0E0"
 _COLOURS = {
     "Convolution": "#FF5050",
@@ -81,16 +81,16 @@ _COLOURS = {
     "InnerProduct": "#CC33FF",
 }
 LONGEST = 48
-"""Characters of a name or a line; the middle of a longer one is left out."""
+"""In characters: an ellipsis replaces the middle of a longer name or line."""
 
 
 @dataclass(frozen=True)
-class Row:
+class BoxRow:
     """One layer, or blob, in a box.
 
     Args:
-        lines: its name and what it is.
-        colour: the fill, as #RRGGBB.
+        lines: of text: name, type, settings.
+        colour: of the background, as #RRGGBB.
     """
 
     lines: tuple[str, ...]
@@ -102,37 +102,35 @@ class Box:
     """A node: a layer with the in-place layers that follow it, or a blob.
 
     Args:
-        rows: from first to last.
-        is_blob: drawn as an octagon.
+        rows: from top to bottom.
+        is_blob: whether it is a blob, drawn as an octagon.
     """
 
-    rows: list[Row]
+    rows: list[BoxRow]
     is_blob: bool = False
 
 
 @dataclass(frozen=True)
 class Edge:
-    """A blob on its way from the box at index `source` to the one at `target`, which is always later.
+    """A blob as an edge from the box at index `source` to the box at index `target`.
 
     Args:
         source: index of the box that makes it.
         target: index of the box that reads it.
-        blob: number of the blob among those that `source` makes.
-        label: its name, where that is not the layer's, and its shape, where known.
+        label: the blob's name, unless it is the layer's, and its shape, if known.
     """
 
     source: int
     target: int
-    blob: int
     label: str
 
 
 @dataclass
-class Graph:
+class NetGraph:
     """Boxes and edges of a net.
 
     Args:
-        name: the net's.
+        name: of the net.
         boxes: in the order of the layers.
         edges: between them.
     """
@@ -144,44 +142,44 @@ class Graph:
 
 @dataclass
 class _Source:
-    """The producer of a blob: a box, and the index of the blob among its tops."""
+    """The producer of a blob: the index of its box, and its layer."""
 
     box: int
-    blob: int
     layer: str
     phases: frozenset[str] = frozenset()
     was_read: bool = False
 
 
 class _Builder:
-    """Makes the graph, layer by layer."""
+    """Builds the graph, layer by layer."""
 
     def __init__(self, name: str, shapes: Shapes, rates: bool, all_phases: bool) -> None:
-        self.graph = Graph(printable(name))
+        self.graph = NetGraph(printable(name))
         self._shapes = shapes
         self._rates = rates
         self._all_phases = all_phases
         self._sources: dict[str, list[_Source]] = {}
-        self._blobs: defaultdict[int, int] = defaultdict(int)
+        self._top_counts: defaultdict[int, int] = defaultdict(int)
+        """Number of tops of each box."""
 
     def add(self, layer: caffe_pb2.LayerParameter) -> None:
-        """A layer as a box, or as a row of the box before it."""
+        """Add a layer as a box, or as a row of the preceding box."""
         lines = (printable(layer.name), *describe(layer, self._rates))
         in_place = len(layer.bottom) == len(layer.top) == 1 and layer.bottom[0] == layer.top[0]
         before = self._sources.get(layer.bottom[0], []) if in_place else []
         if len(before) == 1 and self._can_follow(before[0]):
-            self.graph.boxes[before[0].box].rows.append(Row(lines, NEURON_COLOUR))
+            self.graph.boxes[before[0].box].rows.append(BoxRow(lines, NEURON_COLOUR))
             return
         sources = {bottom: self._sources_of(bottom) for bottom in layer.bottom}
-        index = self._new_box(Box([Row(lines, colour(layer))]))
+        index = self._new_box(Box([BoxRow(lines, colour(layer))]))
         own = phases(layer)
-        for bottom, makers in sources.items():
-            meeting = [maker for maker in makers if not own or not maker.phases or own & maker.phases]
-            self._connect(bottom, meeting, index)
+        for bottom, candidates in sources.items():
+            same_phase = [source for source in candidates if not own or not source.phases or own & source.phases]
+            self._connect(bottom, same_phase, index)
         for top in layer.top:
-            self._make(top, index, layer)
+            self._add_top(top, index, layer)
 
-    def finish(self) -> Graph:
+    def finish(self) -> NetGraph:
         """Add octagons for blobs without a consumer, and return the graph."""
         for name, sources in self._sources.items():
             unread = [source for source in sources if not source.was_read]
@@ -190,29 +188,29 @@ class _Builder:
         return self.graph
 
     def _sources_of(self, name: str) -> list[_Source]:
-        """The producers of a blob; a new octagon if there is none."""
+        """Return the producers of a blob; a new octagon if there is none."""
         if name not in self._sources:
             box = self._new_box(self._octagon(name))
-            self._blobs[box] = 1
-            self._sources[name] = [_Source(box, 0, name)]
+            self._top_counts[box] = 1
+            self._sources[name] = [_Source(box, name)]
         return self._sources[name]
 
     def _octagon(self, name: str) -> Box:
-        return Box([Row((printable(name), *self._shape(name)), BLOB_COLOUR)], is_blob=True)
+        return Box([BoxRow((printable(name), *self._shape(name)), BLOB_COLOUR)], is_blob=True)
 
     def _can_follow(self, source: _Source) -> bool:
-        """Whether an in-place layer can be a row: its blob is the only top of the box and has no consumer yet."""
+        """Whether an in-place layer can be a row: its blob is the only top of the box and has no consumer so far."""
         is_layer = not self.graph.boxes[source.box].is_blob
-        return is_layer and not source.was_read and self._blobs[source.box] == 1
+        return is_layer and not source.was_read and self._top_counts[source.box] == 1
 
     def _new_box(self, box: Box) -> int:
         self.graph.boxes.append(box)
         return len(self.graph.boxes) - 1
 
-    def _make(self, name: str, box: int, layer: caffe_pb2.LayerParameter) -> None:
-        """Add a top. It replaces an earlier producer of the name, except those of other phases."""
-        source = _Source(box, self._blobs[box], layer.name, phases(layer))
-        self._blobs[box] += 1
+    def _add_top(self, name: str, box: int, layer: caffe_pb2.LayerParameter) -> None:
+        """Add a top. It replaces earlier producers of the name, except those of other phases."""
+        source = _Source(box, layer.name, phases(layer))
+        self._top_counts[box] += 1
         others = self._sources.get(name, []) if self._all_phases and name not in layer.bottom else []
         self._sources[name] = [*(other for other in others if not other.was_read), source]
 
@@ -220,7 +218,7 @@ class _Builder:
         for source in sources:
             source.was_read = True
             label = self._label(name, source) if labelled else ""
-            self.graph.edges.append(Edge(source.box, target, source.blob, label))
+            self.graph.edges.append(Edge(source.box, target, label))
 
     def _label(self, name: str, source: _Source) -> str:
         own = [printable(name)] if name != source.layer else []
@@ -230,14 +228,14 @@ class _Builder:
         return [dimensions(self._shapes[name])] if name in self._shapes else []
 
 
-def make_graph(net: caffe_pb2.NetParameter, phase: int | None, shapes: Shapes, rates: bool = False) -> Graph:
-    """The boxes and edges of a net.
+def make_graph(net: caffe_pb2.NetParameter, phase: int | None, shapes: Shapes, rates: bool = False) -> NetGraph:
+    """Return the boxes and edges of a net.
 
     Args:
-        net: the net, of the current format.
-        phase: draw the layers of this phase; None: all layers, those of one phase with its name.
-        shapes: of blobs, by name, where known.
-        rates: say the lr_mult of layers that learn.
+        net: in the current format.
+        phase: of the layers to draw; None: all layers, with the phase in the text of a layer of one phase.
+        shapes: of the blobs, by name, as far as known.
+        rates: whether to show the lr_mult of layers with weights.
     """
     layers = net.layer if phase is None else filter_net(net, net_state(phase, net.state, net_state(phase))).layer
     builder = _Builder(net.name or "Net", shapes, rates, phase is None)
@@ -247,7 +245,7 @@ def make_graph(net: caffe_pb2.NetParameter, phase: int | None, shapes: Shapes, r
 
 
 def printable(text: str) -> str:
-    """A name as one short line: control, format and unassigned characters as escapes."""
+    """Shorten a name to one line, and escape control, format and unassigned characters."""
     shown = [c if unicodedata.category(c)[0] != "C" else c.encode("unicode_escape").decode() for c in text[:1000]]
     line = "".join(shown)
     half = LONGEST // 2
@@ -255,18 +253,18 @@ def printable(text: str) -> str:
 
 
 def colour(layer: caffe_pb2.LayerParameter) -> str:
-    """The fill colour of a layer that has a box of its own."""
+    """Return the background colour of a layer's box."""
     if len(layer.bottom) == len(layer.top) == 1 and layer.bottom[0] == layer.top[0]:
         return NEURON_COLOUR
     return _COLOURS.get(layer.type, LAYER_COLOUR)
 
 
 def describe(layer: caffe_pb2.LayerParameter, rates: bool = False) -> list[str]:
-    """The lines below a layer's name: its type, phases and what it computes with.
+    """Return the lines below a layer's name: type, phases and settings.
 
     Args:
         layer: the layer.
-        rates: add the lr_mult of a layer that learns, where one is not 0.
+        rates: whether to add the lr_mult of a layer with weights, unless all are 0.
     """
     kind = f"{layer.type} {_pool_method(layer)}".rstrip()
     named = ", ".join(sorted(phases(layer)))
@@ -280,12 +278,12 @@ def describe(layer: caffe_pb2.LayerParameter, rates: bool = False) -> list[str]:
 
 
 def dimensions(shape: Sequence[int]) -> str:
-    """A blob's shape: `1x3x224x224`."""
+    """Return a blob's shape as text: `1x3x224x224`."""
     return "x".join(map(str, shape)) or "scalar"
 
 
 def phases(layer: caffe_pb2.LayerParameter) -> frozenset[str]:
-    """The phases that a layer's rules name, for a picture of all phases; empty: both."""
+    """Return the phases in a layer's include and exclude rules; empty: both."""
     included = {caffe_pb2.Phase.Name(rule.phase) for rule in layer.include if rule.HasField("phase")}
     excluded = {caffe_pb2.Phase.Name(rule.phase) for rule in layer.exclude if rule.HasField("phase")}
     return frozenset({"TRAIN", "TEST"} - excluded if excluded and not included else included)
@@ -316,16 +314,16 @@ def _numbers(layer: caffe_pb2.LayerParameter) -> list[str]:
 
 
 def _of_convolution(param: caffe_pb2.ConvolutionParameter) -> list[str]:
-    """Outputs, kernel, stride and padding; a stride of 1, no padding and the like are not said."""
+    """Return outputs, kernel, stride, padding, dilation and group, without those that have their default."""
     kernel = _pair(param.kernel_size, param.kernel_h, param.kernel_w, 1)
-    said = [f"{param.num_output} outputs", f"{kernel}"]
+    parts = [f"{param.num_output} outputs", f"{kernel}"]
     stride = _pair(param.stride, param.stride_h, param.stride_w, 1)
     pad = _pair(param.pad, param.pad_h, param.pad_w, 0)
     dilation = _pair(param.dilation, 0, 0, 1)
-    said += [f"stride {stride}"] if stride != "1x1" else []
-    said += [f"pad {pad}"] if pad != "0x0" else []
-    said += [f"dilation {dilation}"] if dilation != "1x1" else []
-    return [*said, *([f"group {param.group}"] if param.group > 1 else [])]
+    parts += [f"stride {stride}"] if stride != "1x1" else []
+    parts += [f"pad {pad}"] if pad != "0x0" else []
+    parts += [f"dilation {dilation}"] if dilation != "1x1" else []
+    return [*parts, *([f"group {param.group}"] if param.group > 1 else [])]
 
 
 def _of_pooling(param: caffe_pb2.PoolingParameter) -> list[str]:
@@ -333,13 +331,13 @@ def _of_pooling(param: caffe_pb2.PoolingParameter) -> list[str]:
         return ["global"]
     stride = _pair([param.stride], param.stride_h, param.stride_w, 1)
     pad = _pair([param.pad], param.pad_h, param.pad_w, 0)
-    said = [_pair([param.kernel_size], param.kernel_h, param.kernel_w, 1)]
-    said += [f"stride {stride}"] if stride != "1x1" else []
-    return said + ([f"pad {pad}"] if pad != "0x0" else [])
+    parts = [_pair([param.kernel_size], param.kernel_h, param.kernel_w, 1)]
+    parts += [f"stride {stride}"] if stride != "1x1" else []
+    return parts + ([f"pad {pad}"] if pad != "0x0" else [])
 
 
 def _pair(sizes: Sequence[int], height: int, width: int, otherwise: int) -> str:
-    """`3x3` of a repeated field, or of the fields for height and width where one of these is set."""
+    """Return `3x3` for a repeated field, or for the fields of height and width if one of them is set."""
     if height or width:
         return f"{height}x{width}"
     given = list(sizes) or [otherwise]
@@ -348,10 +346,10 @@ def _pair(sizes: Sequence[int], height: int, width: int, otherwise: int) -> str:
 
 RANKDIRS = ("LR", "RL", "TB", "BT")
 DOT_FORMATS = ("dot", "gv", "raw")
-"""Endings of files in the dot language; raw is pydot's name."""
+"""Endings of files in the DOT language; pydot calls the format raw."""
 FORMATS = ("svg", "png", "pdf", *DOT_FORMATS)
 TIMEOUT = 120
-"""Seconds for one run of `dot`; the layout of a net with thousands of layers takes minutes."""
+"""Limit of one run of `dot`, in seconds. (The layout of a net with thousands of layers takes minutes.)"""
 
 
 def draw_net(
@@ -365,14 +363,14 @@ def draw_net(
     """Draw a net into a file.
 
     Args:
-        net: the net; one of an older format is upgraded in a copy.
-        path: the file; its ending is one of `FORMATS`.
-        rankdir: where the net goes: LR (left to right), RL, TB (top to bottom) or BT.
-        phase: draw the layers of this phase, caffe_pb2.TRAIN or TEST; None: those of all phases.
-        rates: say the lr_mult of layers that learn.
+        net: the net; a copy of it is upgraded if it has an older format.
+        path: of the file; its ending is one of `FORMATS`.
+        rankdir: direction of the graph: LR (left to right), RL, TB (top to bottom) or BT.
+        phase: of the layers to draw, caffe_pb2.TRAIN or TEST; None: layers of all phases.
+        rates: whether to show the lr_mult of layers with weights.
 
     Raises:
-        ConfigError: the ending or rankdir is unknown, the net does not hold together, or Graphviz is not installed.
+        ConfigError: the ending or rankdir is unknown, the net is invalid, or Graphviz is not installed.
         RunError: `dot` fails, or the file cannot be written.
     """
     path = Path(path)
@@ -389,7 +387,7 @@ def render_net(
     *,
     rates: bool = False,
 ) -> bytes:
-    """The bytes of a picture's file; the arguments and errors are those of `draw_net`."""
+    """Return the bytes of a picture; arguments and errors as in `draw_net`."""
     file_format, rankdir = file_format.lower(), rankdir.upper()
     if file_format not in FORMATS:
         raise ConfigError(f"pictures of nets end in .{', .'.join(FORMATS)}, not in '.{file_format}'; name another file")
@@ -405,8 +403,8 @@ def render_net(
     return text if file_format in DOT_FORMATS else run_dot(text, file_format)
 
 
-def dot_text(graph: Graph, rankdir: str) -> str:
-    """The net in the dot language. Names appear in escaped labels only; nodes are numbered."""
+def dot_text(graph: NetGraph, rankdir: str) -> str:
+    """Return the graph in the DOT language. Nodes are numbered; names appear in escaped labels only."""
     lines = [
         "digraph net {",
         f"  graph [rankdir={rankdir}, label={_html(graph.name)}, labelloc=t, labeljust=l];",
@@ -419,7 +417,7 @@ def dot_text(graph: Graph, rankdir: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _edges(graph: Graph) -> Iterator[str]:
+def _edges(graph: NetGraph) -> Iterator[str]:
     for edge in graph.edges:
         label = f" [label={_html(edge.label)}]" if edge.label else ""
         yield f"  n{edge.source} -> n{edge.target}{label};"
@@ -443,7 +441,7 @@ def _html(text: str) -> str:
 
 
 def run_dot(text: bytes, file_format: str) -> bytes:
-    """The picture that Graphviz's `dot` makes of a text in its language.
+    """Render a text in the DOT language by Graphviz's `dot`, and return the picture.
 
     Raises:
         ConfigError: Graphviz is not installed.

@@ -1,10 +1,7 @@
-"""Reads the logs of trainings, of BVLC's Caffe, NVIDIA's and ours, and writes them as tables and charts.
-
-cli imports it.
-"""
+"""Reading of training logs of BVLC Caffe, NVIDIA Caffe and caffepy, and output as tables and charts."""
 
 from caffepy.logs.plot import CHARTS, plot_logs
-from caffepy.logs.read import Row, TrainingLog, read_log
+from caffepy.logs.read import LogRow, TrainingLog, read_log
 from caffepy.logs.table import write_tables
 
-__all__ = ["CHARTS", "Row", "TrainingLog", "plot_logs", "read_log", "write_tables"]
+__all__ = ["CHARTS", "LogRow", "TrainingLog", "plot_logs", "read_log", "write_tables"]

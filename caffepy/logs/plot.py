@@ -1,6 +1,6 @@
-"""Charts of one log or several, by matplotlib.
+"""Charts of training logs, drawn by matplotlib.
 
-`CHARTS` are the numbered ones of Caffe's `tools/extra/plot_training_log.py.example`.
+`CHARTS` are the numbered chart types of Caffe's `tools/extra/plot_training_log.py.example`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 from caffepy.errors import ConfigError, DataError
 from caffepy.files import atomic_write
-from caffepy.logs.read import Row, TrainingLog
+from caffepy.logs.read import LogRow, TrainingLog
 
 FORMATS = ("png", "svg", "pdf")
 AXES = {"iterations": "Iters", "seconds": "Seconds"}
 _QUANTITIES = ("Test accuracy", "Test loss", "Train learning rate", "Train loss")
 CHARTS = tuple((quantity, axis) for quantity in _QUANTITIES for axis in AXES)
-"""Caffe's chart types by their number: what is shown, against what."""
-_MANY = 150
-"""Points of a line from which on a running mean is drawn over it."""
+"""Caffe's chart types by number: quantity and x axis."""
+_MANY_POINTS = 150
+"""Lines with at least this number of points get a running mean."""
 _STYLES = ("-", "--", ":", "-.")
 _SAFE_NAME = 60
 
@@ -32,12 +32,12 @@ class Curve:
     """A line of a chart.
 
     Args:
-        label: its name in the legend.
+        label: name in the legend.
         x: iterations or seconds.
-        y: values; NaN where a restart divides the line.
-        log: number of the log, which gives the colour.
-        style: number of the quantity, which gives the line style.
-        marked: whether its points are marked.
+        y: values; NaN at a restart, where the line is interrupted.
+        log: number of the log, which selects the colour.
+        style: number of the quantity, which selects the line style.
+        marked: whether points are marked.
     """
 
     label: str
@@ -59,16 +59,16 @@ def plot_logs(
     """Draw logs into one picture.
 
     Args:
-        logs: what to draw.
-        path: the file, ending in .png, .svg or .pdf.
-        chart: one of Caffe's chart types, an index of `CHARTS`; None: losses, and below them scores.
-        x: iterations or seconds; a chart type has its own.
-        outputs: draw these outputs of train and test nets, not losses and scores.
-        log_scale: of losses and the like.
+        logs: the logs.
+        path: of the file, ending in .png, .svg or .pdf.
+        chart: one of Caffe's chart types, an index of `CHARTS`; None: one chart of losses and one of scores.
+        x: iterations or seconds. A chart type overrides it.
+        outputs: names of outputs to draw in place of losses and scores.
+        log_scale: whether the y axis is logarithmic, except for scores.
 
     Raises:
-        ConfigError: the ending is unknown, there is no such chart, or matplotlib is not installed.
-        DataError: the logs have nothing of what is asked for.
+        ConfigError: the ending or the chart type is unknown, or matplotlib is not installed.
+        DataError: the logs have no values for a chart.
         RunError: the file cannot be written.
     """
     path = Path(path)
@@ -80,13 +80,13 @@ def plot_logs(
         file.write(picture)
 
 
-# -- what is drawn ----------------------------------------------------------------------------------------
+# -- curves -----------------------------------------------------------------------------------------------
 
 
 def _panels(
     logs: Sequence[TrainingLog], chart: int | None, x: str, outputs: Sequence[str]
 ) -> tuple[dict[str, list[Curve]], str]:
-    """The charts, one below the other, by their titles."""
+    """Return the charts by title, from top to bottom, and the x axis."""
     if chart is not None:
         if not 0 <= chart < len(CHARTS):
             raise ConfigError(f"there is no chart type {chart}; 'caffepy plot_training_log --help' lists them")
@@ -108,7 +108,7 @@ def _panels(
 
 
 def _chart(logs: Sequence[TrainingLog], quantity: str, x: str) -> Iterator[Curve]:
-    """One of Caffe's charts: a line for each log."""
+    """Yield the lines of one of Caffe's charts, one for each log."""
     for number, log in enumerate(logs):
         label = f"{_name(logs, log)}{quantity.lower()}"
         if quantity == "Train loss":
@@ -116,18 +116,18 @@ def _chart(logs: Sequence[TrainingLog], quantity: str, x: str) -> Iterator[Curve
         elif quantity == "Train learning rate":
             yield from _curve(label, log.train, lambda row: row.learning_rate, x, number)
         else:
-            chosen = _choose(log, loss=quantity == "Test loss")
-            yield from _curve(label, log.test, _output(chosen), x, number, 1, True)
+            output = _first_test_output(log, loss=quantity == "Test loss")
+            yield from _curve(label, log.test, _output(output), x, number, 1, True)
 
 
-def _choose(log: TrainingLog, loss: bool) -> str:
-    """The test net's first output that is a loss, or that is none; Caffe's tool takes #1 and #0."""
+def _first_test_output(log: TrainingLog, loss: bool) -> str:
+    """Return the test net's first output that is (or is not) a loss. (Caffe's tool uses #1 and #0.)"""
     names = list(dict.fromkeys(name for row in log.test for name in row.outputs))
     return next((name for name in names if _is_loss(name) == loss), "")
 
 
 def _scores(logs: Sequence[TrainingLog], x: str, losses: bool) -> Iterator[Curve]:
-    """The outputs of the test nets that are losses, or all others; then those of the train net that are no losses."""
+    """Yield the test nets' outputs that are losses; or the test nets' and the train net's other outputs."""
     kinds = [("test", True)] if losses else [("test", True), ("train", False)]
     names = [
         (kind, name)
@@ -142,33 +142,33 @@ def _scores(logs: Sequence[TrainingLog], x: str, losses: bool) -> Iterator[Curve
 def _of_output(
     logs: Sequence[TrainingLog], name: str, x: str, style: int = 0, only: str | None = None
 ) -> Iterator[Curve]:
-    """An output of train and test nets."""
+    """Yield the lines of an output of train and test nets."""
     for number, log in enumerate(logs):
         for kind in ("train", "test") if only is None else (only,):
-            rows: list[Row] = getattr(log, kind)
+            rows: list[LogRow] = getattr(log, kind)
             for net in sorted({row.net for row in rows}):
                 numbered = f" of net {net}" if net else ""
                 label = f"{_name(logs, log)}{kind} {name}{numbered}"
-                chosen = [row for row in rows if row.net == net]
+                net_rows = [row for row in rows if row.net == net]
                 shift = style + (kind == "test" and only is None)
-                yield from _curve(label, chosen, _output(name), x, number, shift, kind == "test")
+                yield from _curve(label, net_rows, _output(name), x, number, shift, kind == "test")
 
 
-def _output(name: str) -> Callable[[Row], float | None]:
-    """What takes an output from a row."""
+def _output(name: str) -> Callable[[LogRow], float | None]:
+    """Return a function that returns the output `name` of a row."""
     return lambda row: row.outputs.get(name)
 
 
 def _curve(
     label: str,
-    rows: Sequence[Row],
-    value: Callable[[Row], float | None],
+    rows: Sequence[LogRow],
+    value: Callable[[LogRow], float | None],
     x: str,
     log: int,
     style: int = 0,
     marked: bool = False,
 ) -> Iterator[Curve]:
-    """The line through rows that have the value, if there are any."""
+    """Yield the line through the rows that have the value, if any."""
     xs: list[float] = []
     ys: list[float] = []
     run = rows[0].run if rows else 0
@@ -190,7 +190,7 @@ def _is_loss(name: str) -> bool:
 
 
 def _name(logs: Sequence[TrainingLog], log: TrainingLog) -> str:
-    """The log's name, where there are several."""
+    """Return the log's name as a prefix of labels; empty if there is one log."""
     name = log.path.stem
     return "" if len(logs) == 1 else f"{name[:_SAFE_NAME]}: "
 
@@ -206,10 +206,10 @@ def _draw(panels: dict[str, list[Curve]], x_label: str, file_format: str, log_sc
         raise ConfigError("charts need matplotlib: pip install 'caffepy[plot]'") from error
     figure = Figure(figsize=(9, 1 + 3.6 * len(panels)), layout="constrained")
     FigureCanvasAgg(figure)
-    several = figure.subplots(len(panels), 1, sharex=True, squeeze=False)
-    for axes, (title, curves) in zip(several[:, 0], panels.items(), strict=True):
+    panel_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)
+    for axes, (title, curves) in zip(panel_axes[:, 0], panels.items(), strict=True):
         _draw_panel(axes, title, curves, log_scale and title != "scores", logs)
-    several[-1, 0].set_xlabel(x_label)
+    panel_axes[-1, 0].set_xlabel(x_label)
     buffer = io.BytesIO()
     figure.savefig(buffer, format=file_format, dpi=120)
     return buffer.getvalue()
@@ -219,13 +219,13 @@ def _draw_panel(axes: Any, title: str, curves: Sequence[Curve], log_scale: bool,
     for number, curve in enumerate(curves):
         colour = f"C{curve.log % 10}" if logs > 1 else f"C{number % 10}"
         style = _STYLES[curve.style % len(_STYLES)] if logs > 1 else "-"
-        marker = "o" if curve.marked and len(curve.x) < _MANY else ""
-        many = len(curve.x) >= _MANY and not curve.marked
-        look = {"color": colour, "linestyle": style, "marker": marker, "markersize": 3}
+        marker = "o" if curve.marked and len(curve.x) < _MANY_POINTS else ""
+        many = len(curve.x) >= _MANY_POINTS and not curve.marked
+        style_args = {"color": colour, "linestyle": style, "marker": marker, "markersize": 3}
         axes.plot(curve.x, curve.y, linewidth=0.8 if many else 1.4, alpha=0.3 if many else 1.0,
-                  label="_" if many else _plain(curve.label), **look)  # fmt: skip
+                  label="_" if many else _plain(curve.label), **style_args)  # fmt: skip
         if many:
-            axes.plot(curve.x, _running_mean(curve.y), linewidth=1.4, label=_plain(curve.label), **look)
+            axes.plot(curve.x, _running_mean(curve.y), linewidth=1.4, label=_plain(curve.label), **style_args)
     axes.set_title(_plain(title), fontsize=11, parse_math=False)
     axes.set_yscale("log" if log_scale else "linear")
     axes.grid(alpha=0.3)
@@ -235,13 +235,13 @@ def _draw_panel(axes: Any, title: str, curves: Sequence[Curve], log_scale: bool,
 
 
 def _plain(text: str) -> str:
-    """A label that can be drawn: no control characters, and not hidden by a leading underscore."""
+    """Return a printable label. matplotlib hides labels with a leading underscore, which gets a space."""
     shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[: 2 * _SAFE_NAME])
     return f" {shown}" if shown.startswith("_") else shown
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:
-    """Means over a window of a fortieth of the line, of its finite values."""
+    """Return the running mean of the finite values, over a window of 1/40 of the line."""
     half = max(2, len(values) // 80)
     means = []
     for index, value in enumerate(values):

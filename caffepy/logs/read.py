@@ -1,7 +1,7 @@
-"""Reads a training's log: its records, and from these losses, scores and learning rates.
+"""Reading of training logs: losses, scores and learning rates.
 
-A record is a line behind glog's prefix; lines that ran together are divided. The lines that are understood are those of
-Caffe's `solver.cpp` and `sgd_solver.cpp`, BVLC's or NVIDIA's:
+A record is the text after a glog prefix. Lines into which two threads wrote are split at the prefixes. The reader
+parses the lines of `solver.cpp` and `sgd_solver.cpp` of both Caffes:
 
     I0625 18:30:07.380233   173 solver.cpp:302] Iteration 100 (6.20402 iter/s, 15.7962s/100 iter), loss = 6.88429
     I0625 18:30:07.380303   173 solver.cpp:324]     Train net output #2: loss = 6.88429 (* 1 = 6.88429 loss)
@@ -29,7 +29,7 @@ _PREFIX = re.compile(
 )
 _FEBRUARY = 2
 _HALF = 6
-"""Months; who goes back by more has gone on to the next year."""
+"""In months: a larger step back means that a new year began."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Record:
     """A message of a log.
 
     Args:
-        thread: its number, as text; "" without a prefix.
-        seconds: since the log's first record; that of the record before without a prefix.
-        message: what follows the prefix.
+        thread: number of the thread, as text; "" without a prefix.
+        seconds: since the log's first record; without a prefix those of the preceding record.
+        message: text after the prefix.
     """
 
     thread: str
@@ -48,10 +48,10 @@ class Record:
 
 
 class Clock:
-    """Times of a log whose prefix has no year: of the possible years, the one nearest to the record before is meant.
+    """Parses times. BVLC's prefix has no year: the clock takes the year that is nearest to the preceding record.
 
     Args:
-        year: of the log's first record, where its prefix does not say it.
+        year: of the log's first record, if its prefix has no year.
     """
 
     def __init__(self, year: int) -> None:
@@ -60,7 +60,7 @@ class Clock:
         self._last: datetime | None = None
 
     def seconds(self, match: re.Match[str]) -> float | None:
-        """Seconds since the first record; None if there is no such date or time."""
+        """Return the seconds since the first record; None if date or time are invalid."""
         if match["year"]:
             time = _time(int(match["year"]), match)
         elif self._last is None:
@@ -89,11 +89,11 @@ def _time(year: int, match: re.Match[str]) -> datetime | None:
 
 
 def first_year(lines: Iterable[str], last: int) -> int:
-    """The year of a log's first record, from the year of its end, and from a 29 February, which only leap years have.
+    """Return the year of a log's first record, derived from the year of its end and from any 29 February.
 
     Args:
-        lines: the log.
-        last: the year in which the file was changed last.
+        lines: of the log.
+        last: year of the file's last change.
     """
     month, years, leap = 0, 0, None
     for line in lines:
@@ -111,11 +111,11 @@ def first_year(lines: Iterable[str], last: int) -> int:
 
 
 def records(lines: Iterable[str], year: int) -> Iterator[Record]:
-    """The records of a log; what threads wrote into one line is divided at the prefixes.
+    """Yield the records of a log.
 
     Args:
-        lines: the log.
-        year: of its first record.
+        lines: of the log.
+        year: of the first record.
     """
     clock, seconds = Clock(year), 0.0
     for line in lines:
@@ -124,8 +124,8 @@ def records(lines: Iterable[str], year: int) -> Iterator[Record]:
         if head := line[: begins[0] if begins else None].strip():
             yield Record("", seconds, head)
         for match, end in zip(matches, [*begins, len(line)][1:], strict=True):
-            found = clock.seconds(match)
-            seconds = seconds if found is None else found
+            now = clock.seconds(match)
+            seconds = seconds if now is None else now
             yield Record(match["thread"], seconds, line[match.end() : end].rstrip())
 
 
@@ -136,21 +136,21 @@ _RATE = re.compile(rf", lr = {_NUMBER}")
 _TESTING = re.compile(r", Testing net \(#(\d{1,4})\)")
 _OUTPUT = re.compile(rf"\b(Train|Test) net output (?:mAP )?#(\d{{1,6}}): (\S.*?) = {_NUMBER}(?= |$)")
 _LONGEST_LINE = 1 << 16
-"""Characters of a line that are read at a time."""
+"""In characters: longer lines are read in pieces."""
 
 
 @dataclass
-class Row:
+class LogRow:
     """One display of a training, or one test.
 
     Args:
-        iteration: its number.
-        seconds: since the training began to solve.
-        run: how often the training had been restarted before.
+        iteration: number of the iteration.
+        seconds: since the start of solving.
+        run: number of restarts before.
         net: number of the test net; 0 for the train net.
-        learning_rate: of the iteration, NaN where the log does not say.
-        loss: the train net's loss, averaged over `average_loss` iterations; None for a test.
-        outputs: the net's outputs by name; of several of one name the later have a number: `prob`, `prob[1]`.
+        learning_rate: of the iteration; NaN if the log does not contain it.
+        loss: of the train net, averaged over `average_loss` iterations; None for a test.
+        outputs: of the net, by name; outputs of equal name are numbered: `prob`, `prob[1]`.
     """
 
     iteration: int
@@ -164,28 +164,28 @@ class Row:
 
 @dataclass
 class TrainingLog:
-    """A training's log.
+    """The content of a training log.
 
     Args:
-        path: the file.
-        train: the displays, in the log's order.
-        test: the tests.
+        path: of the file.
+        train: the displays, in the order of the log.
+        test: the tests, in the order of the log.
     """
 
     path: Path
-    train: list[Row] = field(default_factory=list)
-    test: list[Row] = field(default_factory=list)
+    train: list[LogRow] = field(default_factory=list)
+    test: list[LogRow] = field(default_factory=list)
 
     def latest(self) -> TrainingLog:
-        """Without the rows that a later run, from a snapshot before them, has made again."""
+        """Return the log without rows that a later run, resumed from an earlier snapshot, repeated."""
         return TrainingLog(self.path, _latest(self.train), _latest(self.test))
 
 
 def read_log(path: Path | str) -> TrainingLog:
-    """Read a log; lines that say nothing of the above, or only half of it, are passed over.
+    """Read a log. Other lines and incomplete lines are ignored.
 
     Raises:
-        DataError: it cannot be read, or says nothing of any iteration.
+        DataError: the file cannot be read, or contains no iteration.
     """
     path = Path(path)
     try:
@@ -195,12 +195,12 @@ def read_log(path: Path | str) -> TrainingLog:
             year = first_year(_lines(file), changed.year)
             file.seek(0)
             for record in records(_lines(file), year):
-                reader.take(record)
+                reader.add(record)
     except OSError as error:
         raise DataError(f"log '{path}' cannot be read: {error.strerror}") from error
     log = reader.finish()
     if not log.train and not log.test:
-        raise DataError(f"log '{path}' has no line such as 'Iteration 100, loss = 0.5'; is it a training's log?")
+        raise DataError(f"log '{path}' has no line such as 'Iteration 100, loss = 0.5'; is it a training log?")
     return log
 
 
@@ -209,39 +209,39 @@ def _lines(file: IO[bytes]) -> Iterator[str]:
         yield line.decode("utf-8", "replace")
 
 
-def _latest(rows: Iterable[Row]) -> list[Row]:
-    kept: list[Row] = []
+def _latest(rows: Iterable[LogRow]) -> list[LogRow]:
+    latest: list[LogRow] = []
     run = 0
     for row in rows:
         if row.run > run:
             run = row.run
-            kept = [other for other in kept if other.iteration < row.iteration]
-        kept.append(row)
-    return kept
+            latest = [other for other in latest if other.iteration < row.iteration]
+        latest.append(row)
+    return latest
 
 
 class _Reader:
-    """Takes records one after the other; each thread goes on with the row that it began."""
+    """Builds a TrainingLog from records. Each thread continues its own current row."""
 
     def __init__(self, path: Path) -> None:
         self._log = TrainingLog(path)
-        self._began: float | None = None
+        self._start: float | None = None
         self._run = -1
         self._last_iteration = -1
-        self._current: dict[str, Row] = {}
+        self._current: dict[str, LogRow] = {}
         self._rates: dict[tuple[int, int], float] = {}
 
-    def take(self, record: Record) -> None:
-        """A record, of whatever kind."""
+    def add(self, record: Record) -> None:
+        """Add a record."""
         if re.match(r"\s*(\[rank 0\] |\S* )?Solving \S", record.message):
             self._begin_run(record.seconds)
-        if found := _OUTPUT.search(record.message):
-            self._take_output(record, found)
-        elif found := _ITERATION.search(record.message):
-            self._take_iteration(record, int(found[1]))
+        if match := _OUTPUT.search(record.message):
+            self._add_output(record, match)
+        elif match := _ITERATION.search(record.message):
+            self._add_iteration(record, int(match[1]))
 
     def finish(self) -> TrainingLog:
-        """The rows with their learning rates, and without displays that say nothing."""
+        """Return the log, with learning rates and without empty rows."""
         self._log.train = [row for row in self._log.train if row.outputs or row.loss is not None]
         self._log.test = [row for row in self._log.test if row.outputs]
         for rows in (self._log.train, self._log.test):
@@ -253,19 +253,19 @@ class _Reader:
         return self._log
 
     def _begin_run(self, seconds: float) -> None:
-        """A line "Solving NAME": all devices of a run print one before its first iteration."""
-        self._began = seconds if self._began is None else self._began
+        """Handle a line "Solving NAME". Each device of a run prints one before the first iteration."""
+        self._start = seconds if self._start is None else self._start
         if self._run < 0 or self._last_iteration >= 0:
             self._run += 1
             self._last_iteration = -1
             self._current.clear()
 
-    def _take_iteration(self, record: Record, iteration: int) -> None:
+    def _add_iteration(self, record: Record, iteration: int) -> None:
         loss, rate = _LOSS.search(record.message), _RATE.search(record.message)
         testing = _TESTING.search(record.message)
         if not (loss or rate or testing):
             return
-        if self._last_iteration > iteration:  # a restart whose "Solving" is not there
+        if self._last_iteration > iteration:  # a restart without a "Solving" line
             self._last_iteration = -1 if self._run < 0 else self._last_iteration
             self._begin_run(record.seconds)
         self._last_iteration = iteration
@@ -276,16 +276,15 @@ class _Reader:
         elif testing:
             self._log.test.append(self._new_row(record, iteration, net=int(testing[1])))
 
-    def _new_row(self, record: Record, iteration: int, net: int = 0, loss: float | None = None) -> Row:
-        began = record.seconds if self._began is None else self._began
-        self._began = began
-        row = Row(iteration, record.seconds - began, self._run, net, loss=loss)
+    def _new_row(self, record: Record, iteration: int, net: int = 0, loss: float | None = None) -> LogRow:
+        self._start = start = record.seconds if self._start is None else self._start
+        row = LogRow(iteration, record.seconds - start, self._run, net, loss=loss)
         self._current[record.thread] = row
         return row
 
-    def _take_output(self, record: Record, found: re.Match[str]) -> None:
-        """An output of the row that this thread has begun; a display without a loss line begins one here."""
-        kind, _, name, value = found.groups()
+    def _add_output(self, record: Record, match: re.Match[str]) -> None:
+        """Add an output to this thread's current row, or to the newest row if the thread has none."""
+        kind, _, name, value = match.groups()
         row = self._current.get(record.thread) or (next(reversed(self._current.values()), None))
         if row is None or (row.loss is None) != (kind == "Test"):
             return
@@ -296,8 +295,8 @@ class _Reader:
             key = f"{name}[{number}]"
         row.outputs[key] = float(value)
 
-    def _fill_rates(self, rows: list[Row]) -> None:
-        """Where the log does not say the rate of an iteration, that of the iteration before holds, or of the next."""
+    def _fill_rates(self, rows: list[LogRow]) -> None:
+        """Fill missing learning rates from the preceding row, or else from the next."""
         for ordered in (rows, rows[::-1]):
             last = math.nan
             for row in ordered:

@@ -1,4 +1,4 @@
-"""Logs as CSV files, with the columns of Caffe's `tools/extra/parse_log.py`."""
+"""Output of logs as CSV files with the columns of Caffe's `tools/extra/parse_log.py`."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from caffepy.files import atomic_write
-from caffepy.logs.read import Row, TrainingLog
+from caffepy.logs.read import LogRow, TrainingLog
 
 _NET = "TestNet"
 _LOSS = "loss"
 
 
 def write_tables(log: TrainingLog, folder: Path, delimiter: str = ",") -> list[Path]:
-    """Write `<log>.train` and `<log>.test` into a folder; a table without rows is not written.
+    """Write `<log>.train` and `<log>.test` to a folder. A table without rows is not written.
 
-    The columns are NumIters, Seconds, LearningRate, and the net's outputs; TestNet too if there are several test nets.
-    A train net without outputs has the column loss.
+    The columns are NumIters, Seconds, LearningRate, with several test nets TestNet, and the net's outputs. A train net
+    without outputs has the column loss.
 
     Args:
-        log: what to write.
-        folder: where.
+        log: the log.
+        folder: of the files.
         delimiter: between columns.
 
     Returns:
-        The files that were written.
+        The paths of the written files.
 
     Raises:
         RunError: a file cannot be written.
     """
-    written = []
+    paths = []
     for rows, ending in ((log.train, "train"), (log.test, "test")):
         path = folder / f"{log.path.name}.{ending}"
         if rows:
             with atomic_write(path) as file:
                 file.write(_table(rows, delimiter).encode())
-            written.append(path)
-    return written
+            paths.append(path)
+    return paths
 
 
-def _table(rows: Sequence[Row], delimiter: str) -> str:
+def _table(rows: Sequence[LogRow], delimiter: str) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row.outputs))
     head = ["NumIters", "Seconds", "LearningRate"]
-    several = any(row.net for row in rows)
-    head += [_NET] if several else []
+    several_nets = any(row.net for row in rows)
+    head += [_NET] if several_nets else []
     text = io.StringIO()
     writer = csv.writer(text, delimiter=delimiter, lineterminator="\n")
     writer.writerow([*head, *(map(_safe, names) if names else [_LOSS])])
@@ -53,12 +53,12 @@ def _table(rows: Sequence[Row], delimiter: str) -> str:
         if names and not row.outputs:  # the loss after the last iteration
             continue
         cells: list[object] = [row.iteration, f"{row.seconds:.6f}", _rounded(row.learning_rate)]
-        cells += [row.net] if several else []
+        cells += [row.net] if several_nets else []
         writer.writerow([*cells, *_values(row, names)])
     return text.getvalue()
 
 
-def _values(row: Row, names: Sequence[str]) -> Iterator[str]:
+def _values(row: LogRow, names: Sequence[str]) -> Iterator[str]:
     if not names:
         yield _rounded(row.loss or 0.0)
     for name in names:
@@ -70,5 +70,5 @@ def _rounded(value: float) -> str:
 
 
 def _safe(name: str) -> str:
-    """A column's name that no spreadsheet takes for a formula."""
+    """Escape a column's name that a spreadsheet would read as a formula."""
     return f"'{name}" if name[:1] in "=+-@\t" else name

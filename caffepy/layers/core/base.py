@@ -206,7 +206,7 @@ class Layer:
     """Whether the tops depend on the bottoms' shapes only (PriorBox), so that the layer has no gradient."""
     recordable: ClassVar[bool] = False
     """Whether `forward` in the TEST phase calls the same primitives of the backend in every pass and nothing else. The
-    CPU backend records its kernel calls once and replays them without Python (net/forward_runner.py). Subclasses
+    CPU backend captures its kernel calls once and replays them without Python (net/forward_runner.py). Subclasses
     inherit it: a layer that reads data or draws random numbers on the host sets it to False."""
 
     def __init__(self, param: caffe_pb2.LayerParameter, context: LayerContext) -> None:
