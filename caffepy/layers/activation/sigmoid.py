@@ -7,6 +7,7 @@ from math import exp, tanh
 from caffepy.backend import Array, Channel, Each, expression
 from caffepy.layers.activation.base import ActivationLayer
 from caffepy.layers.core.base import register_layer
+from caffepy.layers.core.formulas import hyperbolic_tangent, tanh_gradient
 
 
 @expression
@@ -39,18 +40,8 @@ class SigmoidLayer(ActivationLayer):
 
 
 @expression
-def hyperbolic_tangent(x: Each) -> Each:
-    return tanh(x)
-
-
-@expression
 def tanh_with_channel(x: Each, bias: Channel) -> Each:
     return tanh(x + bias)
-
-
-@expression
-def tanh_gradient(y: Each, dy: Each) -> Each:
-    return dy * (1 - y * y)
 
 
 @register_layer("TanH")

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from caffepy.backend import Array
 from caffepy.blob import Blob
-from caffepy.layers.activation.sigmoid import hyperbolic_tangent, tanh_gradient
 from caffepy.layers.core.base import register_layer
-from caffepy.layers.core.formulas import total_with_channel
+from caffepy.layers.core.formulas import hyperbolic_tangent, tanh_gradient, total_with_channel
 from caffepy.layers.recurrent.base import NamedArrays, RecurrentLayer
 
 
