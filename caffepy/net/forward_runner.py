@@ -207,7 +207,7 @@ class ForwardRunner:
         """Let layers read the number of the pass from the device's memory, where it is another in each replay."""
         self.net.context.forward_only = True
         passes = self.net.context.passes
-        if passes.draws:
+        if passes.uses_random:
             self._random = self.net.backend.device_scalars(1, 1)
             self._send_counter(self._random)
             passes.on_device = self._random.counters[0]
@@ -341,7 +341,7 @@ class ShapeRunners:
         self._last = None
 
     def _make(self, shapes: Shapes) -> ForwardRunner:
-        context = replace(self._net.context, passes=PassCounter(), fills=False)
+        context = replace(self._net.context, passes=PassCounter(), run_fillers=False)
         param = self._with_shapes(shapes)
         try:
             return prepare_inference(param, context, self._state, shared_with=self._net, eager=self._eager)

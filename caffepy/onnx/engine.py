@@ -146,7 +146,7 @@ class RuntimeRunner:
                 self._runtimes.clear()
             wanted = {blob.name: shape for blob, shape in zip(self._inputs, shapes, strict=True)}
             param = deploy_net(self._param, Deploy(wanted, [blob.name for blob in self._outputs]))
-            body = Net(param, replace(self.net.context, passes=PassCounter(), fills=False))
+            body = Net(param, replace(self.net.context, passes=PassCounter(), run_fillers=False))
             body.share_trained_layers_with(self.net)
             self._runtimes[shapes] = RuntimeNet(body, self.net.backend.threads)
         return self._runtimes[shapes]

@@ -272,7 +272,7 @@ def copy_trained_layers(
         for index, blob in _stored_parameters(source, target).items():
             values = from_blob_proto(blob, _where(origin, target, index), stored.content)
             target.blobs[index].load(values.reshape(target.blobs[index].shape))
-        target.adopt(len(source.blobs))
+        target.convert_loaded(len(source.blobs))
     copied = [source.name for source, target in pairs if target.blobs]
     own = [layer.name for layer in layers if layer.blobs]
     if own and not copied:
@@ -302,7 +302,7 @@ def first_difference(layers: Sequence[Layer], stored: Iterable[LayerParameter]) 
 
 
 def _different_shape(layer: Layer, own: Sequence[int], source: LayerParameter) -> str:
-    order = layer.stored_order([math.prod(blob_shape(blob)) for blob in source.blobs])
+    order = layer.file_blob_order([math.prod(blob_shape(blob)) for blob in source.blobs])
     if len(source.blobs) > len(layer.blobs) or len(order) <= max(own, default=-1):
         return f"the layer '{layer.name}' has {len(source.blobs)} parameters there and {len(layer.blobs)} in the net"
     for index in own:
@@ -344,7 +344,7 @@ def _name_mismatch(sources: Sequence[LayerT], targets: Sequence[Layer]) -> str:
 
 def _stored_parameters(source: LayerParameter, target: Layer) -> dict[int, BlobProto]:
     """Return a stored layer's parameters by the net's index, without shared ones that another layer stores."""
-    order = target.stored_order([math.prod(blob_shape(blob)) for blob in source.blobs])
+    order = target.file_blob_order([math.prod(blob_shape(blob)) for blob in source.blobs])
     return {index: source.blobs[at] for index, at in enumerate(order) if is_stored(source.blobs[at])}
 
 
@@ -364,7 +364,7 @@ def _check_layer(source: LayerParameter, target: Layer, origin: str) -> None:
         lacking = f" (missing: {', '.join(map(str, missing))})" if len(stored) < len(source.blobs) else ""
         raise SnapshotError(
             f"{origin}: layer '{target.name}' has {len(stored)} parameters there and {len(target.blobs)} "
-            f"in the net{lacking}; {target.advice_on_stored(len(source.blobs))}"
+            f"in the net{lacking}; {target.blob_count_advice(len(source.blobs))}"
         )
     for index, blob in stored.items():
         mine, where = target.blobs[index], _where(origin, target, index)

@@ -283,7 +283,7 @@ def try_layer(text: str, bottoms: Sequence[Shape], tops: int) -> Tried | None:
     layer.top.extend(f"t{index}" for index in range(tops))
     del layer.propagate_down[:]
     try:
-        made = Net(net, LayerContext(_CPU, phase=caffe_pb2.TRAIN, seed=1, fills=False))
+        made = Net(net, LayerContext(_CPU, phase=caffe_pb2.TRAIN, seed=1, run_fillers=False))
     except UserError:
         return None
     return Tried([made.blobs[f"t{index}"].shape for index in range(tops)], len(made.layers[-1].blobs))

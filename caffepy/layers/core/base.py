@@ -73,7 +73,7 @@ class PassCounter:
     number: int = 0
     on_device: Counter | None = None
     """The pass number and the number of its first sample in device memory, for captured graphs."""
-    draws: bool = False
+    uses_random: bool = False
     """Whether a layer draws random numbers (it has called `Layer.counter`)."""
 
 
@@ -93,7 +93,7 @@ class LayerContext:
         timeout: seconds without data from the disk, or without a free slot on the device, after which training fails.
         check_wait: called every 0.1 s while a layer waits for data; it raises to end the wait.
         dialect: which Caffe's numbers layers compute where the two differ; None: the net decides when it is built.
-        fills: whether parameters are allocated and get their fillers' values; False for a net that shares the
+        run_fillers: whether parameters are allocated and get their fillers' values; False for a net that shares the
             parameters of another.
     """
 
@@ -108,7 +108,7 @@ class LayerContext:
     timeout: float = 600.0
     check_wait: Callable[[], None] = never_cancel
     dialect: Dialect | None = None
-    fills: bool = True
+    run_fillers: bool = True
     net_number: int = 0
     """Index among the solver's nets. With `shard.training` it identifies the replicas of a net in this process."""
     forward_only: bool = False
@@ -138,7 +138,7 @@ class LayerContext:
     @property
     def log_level(self) -> int:
         """The level for messages about the net: INFO on rank 0, DEBUG on other ranks and for replicas of a net."""
-        shown = self.shard.rank == 0 and self.backend.holds_values and self.fills
+        shown = self.shard.rank == 0 and self.backend.holds_values and self.run_fillers
         return logging.INFO if shown else logging.DEBUG
 
     def number_samples(self, batch: int) -> None:
@@ -193,7 +193,7 @@ class Layer:
     float32_tops_from: ClassVar[int | None] = None
     """Index of the first top that is always float32 (labels)."""
     prefetches: ClassVar[bool] = False
-    """Whether the layer has `prefetch_to_device`, `prefetch_zeros` and `release_batch`. No graph captures these."""
+    """Whether the layer has `prefetch_to_device` and `release_batch`. No graph captures these."""
     changes_shapes: ClassVar[bool] = False
     """Whether `forward` sets the tops' shapes from the bottoms' data. Later layers cannot be captured then."""
     may_keep_shapes: ClassVar[bool] = False
@@ -310,26 +310,19 @@ class Layer:
         """Return the arrays other than parameters that a pass hands to the next pass (the hidden state of LSTM)."""
         return ()
 
-    def stored_order(self, counts: Sequence[int]) -> Sequence[int]:
+    def file_blob_order(self, counts: Sequence[int]) -> Sequence[int]:
         """Return the index in a file of each parameter, given the counts of the file's blobs (older files differ)."""
         return range(len(counts))
 
-    def advice_on_stored(self, number: int) -> str:
+    def blob_count_advice(self, number: int) -> str:
         """Return advice for the error that a file has `number` parameters for this layer, too few or too many."""
         return "rename the layer in the net to learn it from scratch"
 
-    def adopt(self, stored: int) -> None:
+    def convert_loaded(self, stored: int) -> None:
         """Convert the parameters after they were copied from a file that holds `stored` blobs for this layer."""
 
     def prefetch_to_device(self, number: int) -> None:
         """Copy the batch of pass `number` to the device. Called before `forward` if `prefetches` is set."""
-        raise NotImplementedError
-
-    def prefetch_zeros(self, number: int) -> None:
-        """Use an empty batch (zeros, or rows that mean "no boxes") for pass `number`, which was not prefetched.
-
-        Does not wait. No batch is prefetched afterwards.
-        """
         raise NotImplementedError
 
     def transfer_changed(self) -> bool:
@@ -357,7 +350,7 @@ class Layer:
         from caffepy.fillers import filling
 
         blob = Blob(self.backend, shape, f"{self.name}[{len(self.blobs)}]")
-        if self.backend.holds_values and self.context.fills:
+        if self.backend.holds_values and self.context.run_fillers:
             # Values and gradient in float32, and the filler's values in double precision.
             self.check_memory(16 * blob.count, f"its parameter {format_shape(shape)}")
             values = filling(filler, shape, self.random_stream(len(self.blobs)), where=f"layer '{self.name}'")
@@ -425,7 +418,7 @@ class Layer:
 
     def counter(self) -> Counter:
         """Return the counter of per-sample random numbers: (pass, first sample), or the same in device memory."""
-        self.context.passes.draws = True
+        self.context.passes.uses_random = True
         on_device = self.context.passes.on_device
         return (self.context.passes.number, self.first_sample()) if on_device is None else on_device
 

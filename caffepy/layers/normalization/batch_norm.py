@@ -136,20 +136,20 @@ class BatchNormLayer(Layer):
         """The number of training passes, in NVIDIA's dialect."""
         return (self._passes,) if self._nvidia and not self._use_stored else ()
 
-    def stored_order(self, counts: Sequence[int]) -> Sequence[int]:
+    def file_blob_order(self, counts: Sequence[int]) -> Sequence[int]:
         """NVIDIA Caffe 0.14 and 0.15 store scale, bias, mean and variance, (1, C, 1, 1) each, and an unused number."""
         if len(counts) == WITH_SCALE_AND_BIAS and counts[-1] == 1 != counts[0]:
             return (2, 3, 4, 0, 1)
         return range(len(counts))
 
-    def advice_on_stored(self, number: int) -> str:
+    def blob_count_advice(self, number: int) -> str:
         if number == WITH_SCALE_AND_BIAS:
             return "the file has NVIDIA Caffe's scale and bias: give it batch_norm_param { scale_bias: true }"
         if number == STATISTICS:
             return "the file has no scale and bias: remove scale_bias, scale_filler and bias_filler"
-        return super().advice_on_stored(number)
+        return super().blob_count_advice(number)
 
-    def adopt(self, stored: int) -> None:
+    def convert_loaded(self, stored: int) -> None:
         if stored == WITH_SCALE_AND_BIAS:
             self._count_statistics()
         if not self._nvidia or stored != STATISTICS:

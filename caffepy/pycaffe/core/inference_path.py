@@ -77,7 +77,7 @@ class InferencePath:
         if self._runners is None or not self._begun:
             return False
         with self._device.computing():
-            if self._net.context.passes.draws or self._is_held():  # asked after what was written has been uploaded
+            if self._net.context.passes.uses_random or self._is_held():  # asked after the upload
                 return False
             try:
                 self._run(self._runners)

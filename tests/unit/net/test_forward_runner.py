@@ -86,7 +86,7 @@ def test_each_replay_draws_new_numbers_and_the_same_as_an_eager_pass() -> None:
 def test_dropout_draws_nothing_in_a_test() -> None:
     runner = ForwardRunner(build())
     values(runner)
-    assert not runner.net.context.passes.draws
+    assert not runner.net.context.passes.uses_random
 
 
 def test_layers_of_the_host_run_between_the_graphs() -> None:

@@ -152,10 +152,10 @@ def test_three_blobs_of_a_file_are_divided_by_the_third(dialect, scaled, count):
     five, layer = (
         Runner("type: 'BatchNorm'", [gaussian((2, 3, 4, 4))], params=stored, dialect=dialect).layer for _ in range(2)
     )
-    five.adopt(5)
+    five.convert_loaded(5)
     assert np.array_equal(five.blobs[0].host_data(), stored[0])
     assert five.blobs[2].host_data() == (count or 1)
-    layer.adopt(3)
+    layer.convert_loaded(3)
     factor = (1 / count if count else 0) if scaled else 1
     for blob, values in zip(layer.blobs[:2], stored, strict=False):
         assert np.allclose(blob.host_data(), values * factor, rtol=1e-6)
