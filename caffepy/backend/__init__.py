@@ -1,6 +1,6 @@
-"""The device boundary: `Backend`'s primitives, implemented on NumPy and numba and on CuPy and cuDNN.
+"""The device boundary: `Backend`'s primitives, implemented with NumPy and numba and with CuPy and cuDNN.
 
-Every part above imports its root; the tables of tests/unit/test_imports.py say who imports more of it.
+Modules above import this package's root; the tables of tests/unit/test_imports.py list the exceptions.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ def create_backend(
     autotune: bool = True,
     deterministic: bool = True,
 ) -> Backend:
-    """A backend of one device for one solver thread.
+    """Create a backend for one device and one solver thread.
 
     Args:
-        device: number of a CUDA device, or None for the CPU.
-        threads: CPU threads that the backend may use; None takes all that the process may use.
-        math: one of MATH_MODES; the CPU computes in full float32 whatever it says.
-        autotune: whether a GPU tries ways of computing each convolution and keeps the fastest.
+        device: CUDA device number, or None for the CPU.
+        threads: CPU threads that the backend may use; None: all that the process may use.
+        math: one of MATH_MODES; the CPU always computes in float32.
+        autotune: whether a GPU times several algorithms for each convolution and keeps the fastest.
         deterministic: whether a GPU must give the same bits in every run; the CPU always does.
 
     Raises:
-        DeviceError: the device is not there.
+        DeviceError: the device does not exist.
         MissingExtraError: CuPy or cuDNN is not installed.
     """
     if device is None:

@@ -1,4 +1,4 @@
-"""What a backend hands out whose primitives have finished when they return: the CPU's, and the meta backend's."""
+"""Returned objects of backends whose primitives finish before they return: the CPU backend and the meta backend."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class HostScalars:
     """A `DeviceScalars` in host memory.
 
     Args:
-        values: how many numbers there are.
-        counters: how many counters.
+        values: number of values.
+        counters: number of counters.
     """
 
     def __init__(self, values: int, counters: int) -> None:
@@ -25,13 +25,12 @@ class HostScalars:
         self.counters: Sequence[Counter | None] = [None] * counters
 
     def send(self, values: Sequence[float], counters: Sequence[tuple[int, int]]) -> None:
-        """Set the numbers for the work that follows."""
         self.array[:] = values
         self.values = list(values)
 
 
 class HostAsyncCopy:
-    """A copy of an array that was finished when it was asked for."""
+    """An `AsyncCopy` that is complete when created."""
 
     def __init__(self, array: Array) -> None:
         self._copy = np.array(array)
@@ -41,7 +40,7 @@ class HostAsyncCopy:
 
 
 class HostTimedEvent:
-    """A `TimedEvent` of work that is finished already."""
+    """A `TimedEvent` of finished work."""
 
     def __init__(self) -> None:
         self._time = time.perf_counter()
@@ -51,10 +50,10 @@ class HostTimedEvent:
 
 
 class HostTimer:
-    """A `DeviceTimer` of work that is finished when it was asked for.
+    """A `DeviceTimer` on the host's clock.
 
     Args:
-        count: how many stopwatches.
+        count: number of stopwatches.
         now: the clock, in seconds.
     """
 
@@ -80,17 +79,17 @@ class HostTimer:
 
 
 class Done:
-    """An `Event` of work that is finished already."""
+    """An `Event` of finished work."""
 
     def wait(self) -> None:
-        """Returns at once."""
+        """Return at once."""
 
 
 class Synchronous:
-    """Part of a `Backend` whose work is done, and whose time is the host's, when a primitive returns."""
+    """Part of a `Backend` whose primitives finish before they return and whose clock is the host's."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once: no work is pending."""
 
     def device_scalars(self, values: int, counters: int) -> DeviceScalars:
         return HostScalars(values, counters)

@@ -26,7 +26,7 @@ from typing import Any
 
 
 class Kind(Enum):
-    """What an argument of a formula stands for in a call on whole arrays."""
+    """Meaning of a formula's argument in a call on whole arrays."""
 
     EACH = "Each"
     CHANNEL = "Channel"
@@ -34,11 +34,11 @@ class Kind(Enum):
 
 
 Each = float
-"""Annotation: one value for each element."""
+"""Annotation: one value per element."""
 Channel = float
-"""Annotation: one value for each position along the axis given to `apply` or `reduce`."""
+"""Annotation: one value per position along the axis passed to `apply` or `reduce`."""
 Scalar = float
-"""Annotation: one number for the whole call."""
+"""Annotation: one number per call."""
 
 FUNCTIONS = {
     "exp": "expf",
@@ -76,12 +76,12 @@ _OPERATORS: dict[type[ast.AST], str] = {
 
 
 def cuda_name(name: str) -> str:
-    """A formula's variable in CUDA C, whose own words (`new`, `double`) may not be names there."""
+    """Return a formula variable's name in CUDA C, prefixed so that it cannot be a keyword (`new`, `double`)."""
     return f"v_{name}"
 
 
 class Expression:
-    """A formula that backends can run over arrays.
+    """A formula that backends run over arrays.
 
     Args:
         function: plain Python within the language above, its parameters annotated Each, Channel or Scalar.
@@ -95,41 +95,41 @@ class Expression:
         self.__doc__ = function.__doc__
 
     def __call__(self, *arguments: Any) -> Any:
-        """The formula on plain numbers (or anything with arithmetic): the oracle in tests."""
+        """Evaluate the formula on numbers or NumPy arrays; the tests' oracle."""
         return self.function(*arguments)
 
     def __repr__(self) -> str:
         return f"Expression({self.name})"
 
     def with_copies(self, count: int) -> Expression:
-        """The same formula, its first value returned so many times more, behind the others."""
+        """Return the formula with `count` copies of its first result appended."""
         return self if count == 0 else _returning(self, f"{count}_copies", (ast.unparse(self._returned()[0]),) * count)
 
     def returning(self, what: str, value: str) -> Expression:
-        """The same formula that returns one value more, behind the others.
+        """Return the formula with one more result appended.
 
         Args:
-            what: the value's name, for the formula's.
-            value: in the formula's language, of its arguments and variables.
+            what: suffix of the new formula's name.
+            value: the result, in the formula's language, of its arguments and variables.
         """
         return _returning(self, what, (value,))
 
     def of(self, argument: str, formula: Expression) -> Expression:
-        """The composition of two formulas in one: `argument` is what another formula returns.
+        """Return the composition with another formula, whose result replaces `argument`.
 
         Args:
-            argument: this formula's; the other formula's arguments take its place. Arguments of the same name are one,
-                of the kind that they have here.
-            formula: returns one value; its variables have other names than those of this formula.
+            argument: an argument of this formula, replaced by the other formula's arguments. Arguments of equal names
+                are merged and keep the kind of this formula.
+            formula: returns one value. Its variables' names must differ from this formula's.
         """
         return _composed(self, argument, formula)
 
     def unless(self, flag: str, kept: tuple[str, ...]) -> Expression:
-        """The same formula that returns arguments of it unchanged where a flag is set.
+        """Return a formula that returns arguments unchanged if a flag is set.
 
         Args:
-            flag: the name of a further argument, a Scalar: set where it is above 0.
-            kept: the arguments, one for each value that the formula returns.
+            flag: name of an additional Scalar argument; set if above 0.
+            kept: the arguments, one per result.
         """
         return _unless(self, flag, kept)
 
@@ -144,7 +144,7 @@ class Expression:
 
     @cached_property
     def output_count(self) -> int:
-        """How many values the formula returns."""
+        """Number of results."""
         return len(self._returned())
 
     @property
@@ -167,12 +167,12 @@ class Expression:
         return assignments
 
     def python_lines(self, outputs: list[str]) -> list[str]:
-        """The formula as Python statements on scalars that assign `outputs`, numbers as float32 for numba."""
+        """Return the formula as Python statements that assign `outputs`; literals are float32, for numba."""
         lines = [f"{name} = {self._python(value)}" for name, value in self._assignments()]
         return lines + [f"{o} = {self._python(v)}" for o, v in zip(outputs, self._returned(), strict=True)]
 
     def cuda_lines(self, outputs: list[str]) -> list[str]:
-        """The formula as CUDA C statements on floats, called `cuda_name` of their names, that assign `outputs`."""
+        """Return the formula as CUDA C statements that assign `outputs`; variables are named by `cuda_name`."""
         declared: set[str] = set()
         lines = []
         for name, value in self._assignments():
@@ -229,14 +229,14 @@ class Expression:
 
 
 class _Derived(Expression):
-    """A formula made of others.
+    """A formula derived from others.
 
     Args:
-        name: the formula's.
-        sources: the formulas that it is made of, the first one defining its file.
-        kinds: of the arguments, by name.
+        name: the formula's name.
+        sources: the formulas that it is derived from; the first one defines its source file.
+        kinds: kind of each argument, by name.
         assignments: the statements before `return`.
-        returned: the values.
+        returned: the results.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ def _kinds(formula: Expression) -> dict[str, Kind]:
     return dict(zip(formula.parameters, formula.kinds, strict=True))
 
 
-# Kernels are cached by the formula's object, so that equal formulas must be one.
+# Kernels are cached by the formula object, so equal formulas must be one object.
 
 
 @cache
@@ -316,5 +316,5 @@ def _parse(text: str) -> ast.expr:
 
 
 def expression(function: Callable[..., Any]) -> Expression:
-    """Decorator that makes a formula of a function; see the module's text for what it may contain."""
+    """Make a formula of a function; the module's docstring defines the language."""
     return Expression(function)

@@ -1,4 +1,4 @@
-"""Formulas of the primitives' plain forms, and of layers."""
+"""Formulas of the reference implementations and of layers."""
 
 from __future__ import annotations
 

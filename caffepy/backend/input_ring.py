@@ -1,7 +1,7 @@
-"""How a net's input comes to a device: batches go through a ring of slots, and a primitive makes blobs of them.
+"""Input transfer to a device: batches pass through a ring of slots, and a primitive converts them to blobs.
 
-Owns the layout of a batch of images as bytes, the contract of the ring, and its plain implementation in host memory,
-which backends without memory of their own use and others are compared with.
+Defines the byte layout of an image batch, the ring's interface, and its reference implementation in host memory.
+Backends without device memory use the reference implementation; tests compare the others with it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ def aligned_size(size: int) -> int:
 
 @dataclass(frozen=True)
 class ImageSlot:
-    """A batch of images as bytes: where its parts lie in a slot.
+    """Byte layout of an image batch in a slot.
 
-    From byte 0 on float32 (N,), the labels; then int32 (N, 3), for each image whether it is mirrored and the row and
-    column of the whole image at which it begins; then uint8 (N, C, H, W), the pixels.
+    Labels, float32 (N,), from byte 0; then crops, int32 (N, 3): mirror flag, row and column of the crop in the full
+    image; then pixels, uint8 (N, C, H, W).
 
     Args:
         count: N.
         channels: C.
-        height: H of what is cut out of each image.
-        width: W of it.
+        height: H of the crop.
+        width: W of the crop.
     """
 
     count: int
@@ -47,12 +47,12 @@ class ImageSlot:
 
     @property
     def crops_at(self) -> int:
-        """Byte offset of the mirrors and crop offsets."""
+        """Byte offset of the crops."""
         return aligned_size(4 * self.count)
 
     @property
     def pixels_at(self) -> int:
-        """The byte at which the pixels begin."""
+        """Byte offset of the pixels."""
         return self.crops_at + aligned_size(12 * self.count)
 
     @property
@@ -61,7 +61,7 @@ class ImageSlot:
         return self.pixels_at + aligned_size(math.prod(self.shape))
 
     def parts(self, memory: Any) -> tuple[Any, Any, Any]:
-        """Labels, crops and pixels as views of a slot's bytes (a NumPy array)."""
+        """Return labels, crops and pixels as views of a slot's bytes (a NumPy array)."""
         n, size = self.count, math.prod(self.shape)
         return (
             memory[: 4 * n].view("float32"),
@@ -72,12 +72,12 @@ class ImageSlot:
 
 @dataclass(frozen=True)
 class ByteImages:
-    """What becomes of images that come as bytes.
+    """Preprocessing of images that arrive as bytes.
 
     Args:
-        slot: how a batch of them lies in memory.
-        mean: what is subtracted, float32 (NumPy), (C, H, W) of whole images or (C, 1, 1).
-        scale: what they are multiplied by then.
+        slot: byte layout of a batch.
+        mean: subtracted from the pixels; float32 (NumPy), (C, H, W) of full images or (C, 1, 1).
+        scale: factor after the subtraction.
     """
 
     slot: ImageSlot
@@ -86,15 +86,15 @@ class ByteImages:
 
 
 class InputRing(ABC):
-    """Slots on the device, which forward passes use in turn: pass p has slot p % slots.
+    """Input slots on the device, used in turn: pass p reads slot p % slots.
 
-    Consecutive passes are brought together in blocks, the first of which begins at pass 0. Every call is made by the
-    solver's thread.
+    Consecutive passes are transferred together in blocks; the first block begins at pass 0. Only the solver's thread
+    calls the methods.
 
     Args:
         slot_size: bytes of a slot, a multiple of SLOT_ALIGNMENT.
-        block: passes that are brought together at most, a power of two.
-        blocks: how many blocks the ring holds, a power of two.
+        block: maximum passes per transfer, a power of two.
+        blocks: blocks in the ring, a power of two.
     """
 
     def __init__(self, slot_size: int, block: int, blocks: int) -> None:
@@ -108,37 +108,35 @@ class InputRing(ABC):
 
     @abstractmethod
     def ready(self) -> bool:
-        """Whether one more `put` fits in the ring now; does not wait for the device."""
+        """Return whether another `put` fits in the ring now; does not wait for the device."""
 
     @abstractmethod
     def put(self, number: int, passes: int, parts: Sequence[tuple[int, Any]], done: Callable[[], None]) -> None:
-        """Bring the data of some passes of one block to their slots.
-
-        What the backend is asked for afterwards finds them there.
+        """Copy the data of passes of one block to their slots. Work queued afterwards sees the data.
 
         Args:
             number: the first pass.
-            passes: how many there are.
-            parts: byte offsets in its slot and the bytes to copy there (NumPy, uint8, 1-D); the following passes' bytes
-                follow directly.
-            done: called when the bytes may be written again.
+            passes: number of passes.
+            parts: pairs of a byte offset in the first slot and the bytes to copy there (NumPy, uint8, 1-D). The bytes
+                of later passes follow without a gap.
+            done: called when the source bytes may be overwritten.
         """
 
     @abstractmethod
     def consumed(self, number: int) -> None:
-        """All that reads the data of pass `number` has been asked of the backend."""
+        """Mark pass `number` as consumed: all work that reads its data is queued."""
 
     @abstractmethod
     def restart(self) -> None:
-        """Forget the passes that were put and not consumed: the next `put` may be of any pass."""
+        """Discard the passes that are not consumed; the next `put` may start at any pass."""
 
     @abstractmethod
     def close(self, timeout: float = 10.0) -> None:
-        """Give the memory back once nothing is on the way any more. Callable twice."""
+        """Free the memory once all transfers have finished. Idempotent."""
 
 
 class HostRing(InputRing):
-    """Slots that are the very memory in which batches were made: nothing is copied."""
+    """A ring whose slots are the source buffers themselves, without a copy."""
 
     def __init__(self, slot_size: int, block: int, blocks: int) -> None:
         super().__init__(slot_size, block, blocks)
@@ -162,7 +160,7 @@ class HostRing(InputRing):
         self.restart()
 
     def bytes_of(self, number: int, offset: int, size: int) -> Any:
-        """`size` bytes of the slot of pass `number`, from `offset` on."""
+        """Return `size` bytes at `offset` of the slot of pass `number`."""
         for first, stop, parts, _ in self._held:
             if first <= number < stop:
                 position = (number - first) * self.slot_size + offset

@@ -1,21 +1,21 @@
-"""The device boundary: every primitive that a layer or solver may ask of a device.
+"""The device boundary: all primitives that layers and solvers call.
 
-A layer says what is computed, a backend how. A backend belongs to one device and one solver thread.
-Each group of primitives is an abstract class here; the modules of the same names in `cpu/` (NumPy and numba) and
-`cuda/` (CuPy and cuDNN) implement it: `PoolingPrimitives` in `cpu/pooling.py` and `cuda/pooling.py`. Some primitives
-have a plain form here, composed of elementary ones: a backend uses it until it has a kernel of its own, which tests
-compare with it. What primitives take is in `types.py`, what a backend returns in `handles.py`.
+A layer states what to compute; a backend decides how. A backend belongs to one device and one solver thread.
+Each group of primitives is an abstract class in this module. The modules of the same names in `cpu/` (NumPy and numba)
+and `cuda/` (CuPy and cuDNN) implement it: `PoolingPrimitives` in `cpu/pooling.py` and `cuda/pooling.py`. Some
+primitives have a reference implementation here, composed of elementary primitives. A backend inherits it until it has
+its own kernel; tests compare the kernel with it. `types.py` defines argument types, `handles.py` returned objects.
 
-Arrays are NumPy's or CuPy's. Their logical order is Caffe's, (N, C, H, W) or (N, C, D, H, W); in memory such an image
-that the backend allocated is channels last, (N, H, W, C) or (N, D, H, W, C), all others are C-contiguous. Two arrays of
-one shape from one backend therefore have the same strides, and a primitive may treat them as flat in memory order; an
-array that is a slice of another (Concat, Slice) may only be given to `copy` and `add`.
+Arrays are NumPy or CuPy arrays. Their logical order is Caffe's, (N, C, H, W) or (N, C, D, H, W). Images that a backend
+allocates are channels last in memory, (N, H, W, C) or (N, D, H, W, C); all other arrays are C-contiguous. Two arrays of
+one shape from one backend therefore have the same strides, and a primitive may treat them as flat in memory order.
+Slices of other arrays (Concat, Slice) may only be passed to `copy` and `add`.
 
-Elements are float32, or where a net asks for it float16 or bfloat16 (`DTYPES`); a bfloat16 array has the dtype uint16
-and holds the upper halves of float32 numbers. Whatever the dtype, primitives compute and sum in float32 or
+Elements are float32, or float16 or bfloat16 where the net asks for it (`DTYPES`). A bfloat16 array has the dtype uint16
+and holds the upper halves of float32 numbers. For every dtype, primitives compute and accumulate in float32 or
 better and round once, at the end. Parameters, their gradients and every array of shape (C,) are float32.
 
-Everything on a CUDA backend is ordered on the backend's stream and may be captured: primitives do not synchronise,
+All work of a CUDA backend is ordered on the backend's stream and may be captured. Primitives do not synchronise,
 except `to_host`, `from_host` of pageable memory, and `synchronize`.
 """
 
@@ -79,74 +79,74 @@ def _address(array: Array) -> int:
 
 
 class MemoryPrimitives(ABC):
-    """The device and its arrays. All floating-point arrays are float32 unless said otherwise."""
+    """Device and array management. Floating-point arrays are float32 unless stated otherwise."""
 
     name: str
     """``cpu`` or ``cuda:0``."""
 
     dtypes: tuple[str, ...] = ("float32",)
-    """Which of DTYPES its blobs can be kept in."""
+    """Blob dtypes that the device supports, a subset of DTYPES."""
 
     holds_values: bool = True
-    """Whether arrays hold numbers; false on the meta device, where filling them is needless."""
+    """Whether arrays hold numbers. False on the meta device, so that fillers can be skipped."""
 
     @abstractmethod
     def activate(self) -> AbstractContextManager[None]:
-        """Make this the calling thread's device (and stream, or number of CPU threads) within a `with` block."""
+        """Make this the calling thread's device, with its stream or CPU thread count, within a `with` block."""
 
     @abstractmethod
     def device_description(self) -> str:
-        """The device in words for the log: ``NVIDIA H200 (device 0, 139.7 GiB)``, ``CPU, 2 threads``."""
+        """Return the device description for the log: ``NVIDIA H200 (device 0, 139.7 GiB)``, ``CPU, 2 threads``."""
 
     @abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
-        """A zeroed array in this backend's memory order for that shape.
+        """Return a zeroed array in this backend's memory order for that shape.
 
         Raises:
-            DeviceError: out of memory, saying how much was asked for.
+            DeviceError: out of memory; the message states the requested size.
         """
 
     @abstractmethod
     def view(self, flat: Array, shape: tuple[int, ...]) -> Array:
-        """A logical view of prod(shape) elements of a 1-D array, in the same memory order as `zeros` chooses."""
+        """Return a logical view of prod(shape) elements of a 1-D array, in the memory order of `zeros`."""
 
     @abstractmethod
     def flat(self, array: Array) -> Array:
-        """The elements of an array of this backend as 1-D view in memory order (inverse of `view`)."""
+        """Return the elements of an array as a 1-D view in memory order (inverse of `view`)."""
 
     def workspace(self, own: int) -> int:
-        """Most bytes that a backend takes for itself if its largest convolution has arrays of `own` bytes."""
+        """Return the most workspace bytes for a net whose largest convolution has arrays of `own` bytes."""
         return 0
 
     def available_memory(self) -> int | None:
-        """Bytes that could be allocated; None where nobody says so beforehand."""
+        """Return the bytes that can still be allocated, or None if unknown."""
         return None
 
     def arena(self, size: int) -> Array:
-        """Memory of `size` bytes, 1-D uint8, for many arrays, see `view_at`.
+        """Return `size` bytes of memory, 1-D uint8, to be divided into arrays by `view_at`.
 
         Raises:
-            OutOfMemoryError: there is not so much.
+            OutOfMemoryError: the allocation failed.
         """
         return self.zeros((size,), "uint8")
 
     def view_at(self, arena: Array, offset: int, shape: tuple[int, ...], dtype: str = "float32") -> Array:
-        """An array of undefined values within an arena, from byte `offset` on, in the memory order of `zeros`."""
-        import numpy as np  # not above: the command line's options read constants of this package
+        """Return an uninitialised array at byte `offset` of an arena, in the memory order of `zeros`."""
+        import numpy as np  # imported lazily: the command line's options import constants of this package
 
         element = element_dtype(dtype)
         size = math.prod(shape) * np.dtype(element).itemsize
         return self.view(arena[offset : offset + size].view(element), shape)
 
     def workspace_lease(self, buffer: Array | None) -> AbstractContextManager[None]:
-        """In a `with` block, primitives take workspaces from `buffer` (1-D uint8) as long as they fit."""
+        """Within a `with` block, primitives take workspaces from `buffer` (1-D uint8) as long as they fit."""
         return nullcontext()
 
     @abstractmethod
     def reshaped(self, array: Array, shape: tuple[int, ...]) -> Array:
-        """The elements in logical (C) order under another shape: a view if memory order allows, else a copy.
+        """Return the elements in logical (C) order under another shape: a view if memory order allows, else a copy.
 
-        An image has the backend's order, all else is C-contiguous.
+        An image has the backend's memory order; any other array is C-contiguous.
         """
 
     @cached_property
@@ -154,7 +154,7 @@ class MemoryPrimitives(ABC):
         return {}
 
     def _buffer(self, purpose: str, shape: tuple[int, ...]) -> Array:
-        """Memory that lasts for one primitive in its plain form."""
+        """Return a cached temporary array, valid within one call of a reference implementation."""
         key = (purpose, tuple(shape))
         if key not in self._buffers:
             self._buffers[key] = self.zeros(tuple(shape))
@@ -162,7 +162,7 @@ class MemoryPrimitives(ABC):
 
 
 class CopyPrimitives(MemoryPrimitives):
-    """Filling and copying."""
+    """Fill and copy."""
 
     @abstractmethod
     def fill(self, array: Array, value: float) -> None:
@@ -178,15 +178,15 @@ class CopyPrimitives(MemoryPrimitives):
 
     @abstractmethod
     def from_host(self, host: Any, destination: Array) -> None:
-        """Copy a NumPy array (logical order, equal shape, converted to the destination's dtype) to the device."""
+        """Copy a NumPy array (logical order, equal shape) to the device, converted to the destination's dtype."""
 
     @abstractmethod
     def to_host(self, array: Array) -> Any:
-        """A C-contiguous NumPy copy in logical order; waits for the device."""
+        """Return a C-contiguous NumPy copy in logical order. Waits for the device."""
 
 
 class ElementwisePrimitives(CopyPrimitives):
-    """Formulas of elements."""
+    """Elementwise formulas."""
 
     @abstractmethod
     def apply(
@@ -194,14 +194,13 @@ class ElementwisePrimitives(CopyPrimitives):
     ) -> None:
         """outputs = expression(*inputs) for each element; see `Expression`.
 
-        Arguments of kind `Each` and all outputs have one shape. Arguments of kind `Channel` have the shape of
-        those axes that start at `axis`: (C,) for axis 1 of an (N, C, H, W) array, (C, H) likewise.
-        An output may be one of the inputs.
+        Arguments of kind `Each` and all outputs have one shape. Arguments of kind `Channel` have the shape of the axes
+        that start at `axis`: (C,) for axis 1 of an (N, C, H, W) array, or (C, H). An output may alias an input.
         """
 
     def add_n(self, sources: Sequence[Array], destination: Array) -> None:
-        """destination = the sum of two or more arrays of its shape; it may be one of them."""
-        # What lies in the destination has to be read before it is overwritten.
+        """destination = the sum of two or more arrays of its shape. It may alias one of them."""
+        # Read the operand that aliases the destination before the destination is overwritten.
         first, second, *more = sorted(sources, key=lambda array: _address(array) != _address(destination))
         self.apply(plus, (first, second), (destination,))
         for array in more:
@@ -209,7 +208,7 @@ class ElementwisePrimitives(CopyPrimitives):
 
 
 class ReductionPrimitives(ElementwisePrimitives):
-    """Sums over axes."""
+    """Reductions over axes."""
 
     @abstractmethod
     def reduce(
@@ -220,19 +219,19 @@ class ReductionPrimitives(ElementwisePrimitives):
         axis: int = 1,
         accumulate: bool = False,
     ) -> None:
-        """outputs (+)= the sum of expression(*inputs) over all axes but those of the output.
+        """outputs (+)= the sum of expression(*inputs) over all axes that the output lacks.
 
-        An output of shape (C,) with axis 1 keeps the channels; of shape () it is the sum over everything.
-        Sums are made pairwise or in float64, always in the same order: same input, same bits.
+        An output of shape (C,) with axis 1 keeps the channels; an output of shape () is the sum of all elements.
+        Sums are pairwise or in float64, always in the same order: same input, same bits.
         """
 
     @abstractmethod
     def all_finite(self, array: Array) -> bool:
-        """Whether no element is NaN or infinite; waits for the device."""
+        """Return whether every element is finite. Waits for the device."""
 
 
 class DensePrimitives(ElementwisePrimitives):
-    """Matrix products, with a formula of each element behind them."""
+    """Matrix products, with an optional elementwise epilogue."""
 
     @abstractmethod
     def gemm(
@@ -244,7 +243,7 @@ class DensePrimitives(ElementwisePrimitives):
         transpose_b: bool = False,
         accumulate: bool = False,
     ) -> None:
-        """out (+)= op(a) @ op(b), 2-D arrays with a unit stride in one axis."""
+        """out (+)= op(a) @ op(b) for 2-D arrays with a unit stride in one axis."""
 
     def gemm_and_apply(
         self,
@@ -256,90 +255,88 @@ class DensePrimitives(ElementwisePrimitives):
         transpose_a: bool = False,
         transpose_b: bool = False,
     ) -> None:
-        """out = expression(op(a) @ op(b), channel), 2-D arrays as `gemm` takes them.
+        """out = expression(op(a) @ op(b), channel), for 2-D arrays as in `gemm`.
 
-        `channel` is float32, with an element for each column of out. The formula has an Each argument, then a Channel
-        argument, and one result. Whether the product is rounded to out's dtype before the formula takes it is the
-        backend's choice.
+        `channel` is float32, with one element per column of out. The formula takes an Each and a Channel argument and
+        has one result. The backend may round the product to out's dtype before it applies the formula.
         """
         self.gemm(a, b, out, transpose_a, transpose_b)
         self.apply(expression, (out, channel), (out,))
 
 
 class ConvolutionPrimitives(ElementwisePrimitives):
-    """Convolutions, planned for shapes."""
+    """Convolutions, planned per shape."""
 
     @abstractmethod
     def plan_convolution(
         self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry, dtype: str = "float32"
     ) -> Convolution:
-        """A convolution of these shapes, any number of spatial axes."""
+        """Plan a convolution of these shapes with any number of spatial axes."""
 
     def convolve_and_add(
         self, plan: Convolution, x: Array, weights: Array, bias: Array | None, residual: Array, y: Array, relu: bool
     ) -> None:
-        """y = the plan's forward pass + residual, or max(that, 0). Residual, of y's shape and dtype, is not y."""
+        """y = the plan's forward pass + residual, then ReLU if `relu`. residual: y's shape and dtype, not y itself."""
         plan.forward(x, weights, bias, y)
         self.apply(plus_rectified if relu else plus, (y, residual), (y,))
 
     def keep_weights(self, plan: Convolution, weights: Array, given: Array | None = None) -> bool:
-        """Let the plan's forward passes with `given` (None: `weights`) rely on the present values of `weights`.
+        """Let the plan cache `weights` in its own layout for forward passes that are given `given` (None: `weights`).
 
-        Returns whether the plan, which has them in an order of its own, does so and needs `weights` no more.
+        Returns True if the plan cached the values and does not need `weights` any more.
         """
         return False
 
 
 class PoolingPrimitives(ABC):
-    """Maxima, means and random elements of windows."""
+    """Maximum, average and stochastic pooling."""
 
     mask_dtype: str = "int32"
-    """dtype of max pooling's mask where nobody reads it: int32, or uint8 for windows of up to 255 elements."""
+    """dtype of max pooling's mask if it is not a top: int32, or uint8 for windows of up to 255 elements."""
 
     @abstractmethod
     def pool_max_forward(self, x: Array, y: Array, mask: Array, geometry: Geometry) -> None:
         """y = maximum over each window of x (N, C, H, W), clipped to the image; the first maximum or NaN wins.
 
-        mask (shape of y) becomes its index: h * W + w in the plane if int32; if uint8, its index in the window, whose
-        rows and columns are counted from the window's own beginning, padding included. Windows: Caffe's
-        `pooling_layer.cpp`.
+        mask has y's shape and receives the index of the maximum. int32: h * W + w in the plane. uint8: the index in the
+        window, counted from the window's origin, which may lie in the padding. Windows: Caffe's `pooling_layer.cpp`.
         """
 
     @abstractmethod
     def pool_max_backward(self, dy: Array, mask: Array, dx: Array, geometry: Geometry) -> None:
-        """dx = sum of dy over the windows whose maximum lies there."""
+        """dx = sum of dy over the windows whose maximum has this position."""
 
     @abstractmethod
     def pool_average_forward(self, x: Array, y: Array, geometry: Geometry) -> None:
-        """y = sum over each window / its area, where the area counts padding but ends at H + pad, W + pad (Caffe)."""
+        """y = window sum / window area. The area includes padding up to H + pad, W + pad (as Caffe)."""
 
     @abstractmethod
     def pool_average_backward(self, dy: Array, dx: Array, geometry: Geometry) -> None:
-        """dx = each dy / area, spread over its window."""
+        """dx = each dy / area, distributed over its window."""
 
     @abstractmethod
     def pool_stochastic_forward(self, x: Array, chance: Array, y: Array, mask: Array, geometry: Geometry) -> None:
         """y = an element of each window of x, drawn in proportion to its value by `chance`, uniform in [0, 1).
 
-        It is the first, row by row, at which the running sum reaches chance * the window's sum. mask, int32, becomes
-        its h * W + w, as `pool_max_backward` takes it. Windows are clipped to the image and have no padding.
+        It is the first element, row by row, at which the running sum reaches chance * the window's sum. mask, int32,
+        receives h * W + w, as `pool_max_backward` expects. Windows are clipped to the image and have no padding.
         """
 
 
 class NormalisationPrimitives(ReductionPrimitives):
-    """Batch normalisation, gradients of activations, local response normalisation."""
+    """Batch normalisation, activation gradients, local response normalisation."""
 
     keeps_lrn_scale: bool = True
     """Whether LRN's backward pass needs the scale of its forward pass."""
 
     def batch_norm_measure(self, x: Array, n: BatchNormState) -> None:
-        """n.mean and n.inverse = those of x (N, C, ...) for each channel; the running sums take them in.
+        """Compute n.mean and n.inverse of x (N, C, ...) per channel and update the running sums.
 
-        With f = n.fraction and m elements a channel: sum_mean = f * sum_mean + mean,
-        sum_variance = f * sum_variance + m / (m - 1) * variance, count = f * count + 1. Exact also where the mean is
-        large beside the deviation.
+        With f = n.fraction and m elements per channel: sum_mean = f * sum_mean + mean,
+        sum_variance = f * sum_variance + m / (m - 1) * variance, count = f * count + 1. Accurate also if the mean is
+        large relative to the deviation.
         """
-        # Two passes: E(x^2) - E(x)^2 loses all digits where the mean is large.
+        # Two passes: E(x^2) - E(x)^2 cancels if the mean is large.
         elements = math.prod(x.shape) // max(x.shape[1], 1)
         per_element = 1 / max(elements, 1)
         variance = self._buffer("variance", n.mean.shape)
@@ -348,20 +345,20 @@ class NormalisationPrimitives(ReductionPrimitives):
         self.batch_norm_finish(variance, elements, n)
 
     def batch_norm_measure_sums(self, sums: Array, elements: int, n: BatchNormState) -> None:
-        """The same from a convolution's `sums`, each over so many elements."""
+        """As `batch_norm_measure`, from a convolution's `sums` over `elements` elements per channel."""
         variance = self._buffer("variance", n.mean.shape)
         self.apply(moments, (sums[0], sums[1], 1 / max(elements, 1)), (n.mean, variance), axis=0)
         self.batch_norm_finish(variance, elements, n)
 
     def batch_norm_finish(self, variance: Array, elements: int, n: BatchNormState) -> None:
-        """n.inverse, and the running sums as above, from n.mean and a variance (C,) over so many elements a channel."""
+        """Compute n.inverse and update the running sums from n.mean and a variance (C,) over `elements` per channel."""
         correction = elements / (elements - 1) if elements > 1 else 1.0
         inputs = (n.mean, variance, n.sum_mean, n.sum_variance, n.fraction, correction, n.epsilon)
         self.apply(finished, inputs, (n.inverse, n.sum_mean, n.sum_variance), axis=0)
         self.apply(running_count, (n.count, n.fraction), (n.count,), axis=0)
 
     def batch_norm_load(self, n: BatchNormState) -> None:
-        """n.mean and n.inverse = the running sums over their count; 0 and 1 / sqrt(epsilon) if the count is 0."""
+        """Set n.mean and n.inverse from the running sums; 0 and 1 / sqrt(epsilon) if the count is 0."""
         count = self.view(n.count, ())
         self.apply(stored_statistics, (n.sum_mean, n.sum_variance, count, n.epsilon), (n.mean, n.inverse))
 
@@ -369,10 +366,10 @@ class NormalisationPrimitives(ReductionPrimitives):
         self, x: Array, n: BatchNormState, y: Array, residual: Array | None = None, relu: bool = False,
         mask: Array | None = None,
     ) -> None:  # fmt: skip
-        """y = (x - mean) * inverse * scale + bias (+ residual), or max(that, 0).
+        """y = (x - mean) * inverse * scale + bias (+ residual), then ReLU if `relu`. y may alias x.
 
-        `mask` (uint8, `mask_bytes(x.size)` elements) gets one bit for each element in memory order, bit i % 8 of byte
-        i // 8: whether the sum was above 0. y may be x.
+        `mask` (uint8, `mask_bytes(x.size)` elements) receives one bit per element in memory order, bit i % 8 of byte
+        i // 8: whether the value before the ReLU was above 0.
         """
         inputs = (x, n.mean, n.inverse, n.scale, n.bias)
         if residual is None and mask is None:
@@ -387,7 +384,7 @@ class NormalisationPrimitives(ReductionPrimitives):
             self.apply(rectified, (y,), (y,))
 
     def _write_mask(self, y: Array, mask: Array) -> None:
-        """One bit an element, worked out on the host: only backends without kernels of their own come here."""
+        """Write one bit per element, computed on the host. Only the reference implementation uses it."""
         import numpy as np
 
         bits = np.packbits(self.to_host(self.flat(y)) > 0, bitorder="little")
@@ -409,13 +406,13 @@ class NormalisationPrimitives(ReductionPrimitives):
     ) -> None:  # fmt: skip
         """First pass: `sums` (sum_dy_x, sum_dy) = (sum of g * normal, sum of g).
 
-        g = the sum of `dys`, 0 where the ReLU was off; normal = (x - mean) * inverse. `mask` says where it was off;
-        without one that is computed from x. `total` gets g; it may be one of `dys`, and must be given if there are
-        several.
+        g = the sum of `dys`, 0 where the ReLU was inactive; normal = (x - mean) * inverse. The ReLU's state is read
+        from `mask`, or recomputed from x without a mask. `total` receives g. It may alias one of `dys` and is required
+        if there are several.
         """
         g = dys[0]
         if len(dys) > 1:
-            assert total is not None, "several gradients need an array for their sum"
+            assert total is not None, "several gradients need `total`"
             self.add_n(dys, total)
             g = total
         if relu:
@@ -432,9 +429,9 @@ class NormalisationPrimitives(ReductionPrimitives):
     def batch_norm_backward_data(
         self, x: Array, dy: Array, n: BatchNormState, sums: Sequence[Array], dx: Array, relu: bool = False
     ) -> None:
-        """Second pass: dx = scale * inverse * (g - (sum_dy + normal * sum_dy_x) / m), m elements a channel.
+        """Second pass: dx = scale * inverse * (g - (sum_dy + normal * sum_dy_x) / m), m elements per channel.
 
-        g = dy, 0 where the ReLU was off as x tells if `relu`. dx may be dy.
+        g = dy, or 0 where `relu` is set and the ReLU, recomputed from x, was inactive. dx may alias dy.
         """
         if relu:
             self.apply(where_normal_positive, (x, dy, n.mean, n.inverse, n.scale, n.bias), (dx,))
@@ -444,15 +441,15 @@ class NormalisationPrimitives(ReductionPrimitives):
         self.apply(input_gradient, inputs, (dx,))
 
     def relu_backward(self, y: Array, dy: Array, dx: Array, dbias: Array | None, accumulate: bool) -> None:
-        """dx = dy where y > 0, else 0; dbias (+)= the sum of dx for each channel (axis 1). dx may be dy."""
+        """dx = dy where y > 0, else 0; dbias (+)= the sum of dx per channel (axis 1). dx may alias dy."""
         self.activation_backward(where_positive, y, dy, dx, dbias, accumulate)
 
     def activation_backward(
         self, expression: Expression, y: Array, dy: Array, dx: Array, dbias: Array | None, accumulate: bool
     ) -> None:
-        """dx = expression(y, dy), a formula of two Each arguments; dbias (+)= the sum of dx for each channel (axis 1).
+        """dx = expression(y, dy), a formula of two Each arguments; dbias (+)= the sum of dx per channel (axis 1).
 
-        Whether dx is rounded to its dtype before it is added up is the backend's choice. dx may be dy.
+        The backend may round dx to its dtype before the sum. dx may alias dy.
         """
         self.apply(expression, (y, dy), (dx,))
         if dbias is not None:
@@ -460,27 +457,27 @@ class NormalisationPrimitives(ReductionPrimitives):
 
     @abstractmethod
     def lrn_across_forward(self, x: Array, y: Array, scale: Array | None, window: LrnWindow) -> None:
-        """scale = k + alpha / size * (sum of x^2 over `size` channels around); y = x * scale^-beta.
+        """scale = k + alpha / size * (sum of x^2 over the `size` nearest channels); y = x * scale^-beta.
 
-        `scale` is kept for the backward pass where the backend `keeps_lrn_scale`, else None.
+        `scale` is kept for the backward pass if the backend `keeps_lrn_scale`, else it is None.
         """
 
     @abstractmethod
     def lrn_across_backward(
         self, x: Array, y: Array | None, scale: Array | None, dy: Array, dx: Array, window: LrnWindow
     ) -> None:
-        """dx = dy * scale^-beta - 2 alpha beta / size * x * sum over the channels around of (dy * y / scale).
+        """dx = dy * scale^-beta - 2 alpha beta / size * x * sum over the nearest channels of (dy * y / scale).
 
-        `y` and `scale` are None where the backend does not keep the scale and works both out again from x.
+        `y` and `scale` are None if the backend recomputes both from x.
         """
 
 
 class SoftmaxPrimitives(ABC):
-    """Softmax, its loss, and the ranks of labels."""
+    """Softmax, softmax loss, and label ranks."""
 
     @abstractmethod
     def softmax_forward(self, x: Array, y: Array, axis: int) -> None:
-        """y = exp(x - max) / sum of it, along `axis`."""
+        """y = exp(x - max) / sum(exp(x - max)) along `axis`."""
 
     @abstractmethod
     def softmax_backward(self, y: Array, dy: Array, dx: Array, axis: int) -> None:
@@ -500,8 +497,8 @@ class SoftmaxPrimitives(ABC):
         """probabilities = softmax(x); totals[0] = sum of -log max(p[label], FLT_MIN); totals[1] = labels counted.
 
         labels: float32, one for each position, in the logical order of x without `axis`. totals: float32 (2,).
-        bad_label: int32 (1,): set to the index of some label outside [0, classes), which is then not counted;
-        left alone (callers set -1) if there is none.
+        bad_label: int32 (1,): receives the index of a label outside [0, classes), which is then not counted. It is
+        unchanged if all labels are valid; callers initialise it to -1.
         """
 
     @abstractmethod
@@ -515,34 +512,34 @@ class SoftmaxPrimitives(ABC):
         ignore_label: int | None,
         scale: float,
     ) -> None:
-        """dx = (probabilities - onehot(label)) * scale, 0 where ignored; over max(totals[1], 1) if given."""
+        """dx = (probabilities - onehot(label)) * scale, 0 where ignored; divided by max(totals[1], 1) if given."""
 
     @abstractmethod
     def smooth_loss_forward(
         self, probabilities: Array, labels: Array, totals: Array, axis: int, ignore_label: int | None, smoothing: float
     ) -> None:
-        """What label smoothing makes of the sum of losses: each label that counts has part `smoothing` of its target
-        spread evenly over all classes.
+        """Add label smoothing's share of the loss: `smoothing` of each target is spread evenly over all classes.
 
-        totals[0] += smoothing * the sum of (mean over all classes of -log max(p, FLT_MIN)) - (that of the label's own).
+        totals[0] += smoothing * sum of (mean over classes of -log max(p, FLT_MIN) + log max(p[label], FLT_MIN)).
         """
 
     @abstractmethod
     def smooth_loss_backward(
         self, labels: Array, dx: Array, totals: Array | None, axis: int, ignore_label: int | None, scale: float
     ) -> None:
-        """dx += (onehot(label) - 1 / classes) * scale, nothing where ignored; over max(totals[1], 1) if given.
+        """dx += (onehot(label) - 1 / classes) * scale, except where ignored; divided by max(totals[1], 1) if given.
 
-        That is what smoothing adds to `softmax_loss_backward`, with its scale times the smoothing.
+        This is label smoothing's correction of `softmax_loss_backward`; `scale` is that call's scale times the
+        smoothing.
         """
 
     @abstractmethod
     def label_ranks(
         self, x: Array, labels: Array, ranks: Array, bad_label: Array, axis: int, higher_wins: bool = False
     ) -> None:
-        """ranks = how many classes score higher than the label's own, or as high.
+        """ranks = how many other classes score at least as high as the label's class.
 
-        Of those that score as high all count (BVLC's Accuracy), with `higher_wins` those of a higher number (NVIDIA's).
+        Among equal scores all count (BVLC's Accuracy), or with `higher_wins` only higher classes (NVIDIA's Accuracy).
         labels and ranks: float32, logical order of x without `axis`. bad_label as in `softmax_loss_forward`; a bad
         label's rank is -1.
         """
@@ -555,8 +552,8 @@ class RandomPrimitives(ElementwisePrimitives):
     def random_uniform(self, out: Array, stream: RandomStream, counter: Counter) -> None:
         """Fill `out` (first axis: samples) with float32 in [0, 1), the same bits on every backend.
 
-        Counter words: (i // 4, sample low 32 bits, sample high 32 bits, pass_number); key: (seed low ^ stream,
-        seed high); word i % 4 of the result; the upper 24 bits times 2^-24.
+        Counter words: (i // 4, sample low 32 bits, sample high 32 bits, pass_number). Key: (seed low ^ stream, seed
+        high). Element i takes word i % 4 of the result: its upper 24 bits times 2^-24.
         """
 
     @cached_property
@@ -566,7 +563,7 @@ class RandomPrimitives(ElementwisePrimitives):
     def dropout(self, source: Array, destination: Array, ratio: float, stream: RandomStream, counter: Counter) -> None:
         """destination = source / (1 - ratio) where the element's random number is at least ratio, else 0.
 
-        The same counter keeps the same elements, so this is the backward pass as well.
+        The same counter keeps the same elements, so the backward pass calls it too.
         """
         key = (stream.stream, tuple(source.shape))
         cached = self._chances.get(key)
@@ -578,44 +575,44 @@ class RandomPrimitives(ElementwisePrimitives):
 
 
 class IndexingPrimitives(ABC):
-    """Elements moved by index: rows, sparse maps of pixels, the largest elements, regions of interest.
+    """Indexed access: row gather and scatter, sparse pixel maps, top-k, unpooling, regions of interest.
 
-    Arrays are dense and float32 unless said otherwise. The rows of an array are its parts along axis 0. Every sum is
-    made in a fixed order: same input, same bits.
+    Arrays are dense and float32 unless stated otherwise. Rows are slices along axis 0. Every sum has a fixed order:
+    same input, same bits.
 
-    `bad`: int32 (1,), set to the position in `index` (or `labels`, `mask`, `rois`) of an entry that names nothing, left
-    alone (callers set -1) if there is none. Such entries give zeros and take part in no gradient.
+    `bad`: int32 (1,), receives the position in `index` (or `labels`, `mask`, `rois`) of an entry that is out of range.
+    It is unchanged if all entries are valid; callers initialise it to -1. Invalid entries give zeros and no gradient.
     """
 
     @abstractmethod
     def gather_rows(self, source: Array, index: Array, destination: Array, bad: Array) -> None:
-        """destination[i] = source[index[i]], with `index` float32 (rows of destination,), rounded towards 0."""
+        """destination[i] = source[index[i]]. index: float32 (rows of destination,), rounded towards 0."""
 
     @abstractmethod
     def scatter_add_rows(self, source: Array, index: Array, destination: Array) -> None:
-        """destination[index[i]] += source[i], in the order of i; the gradient of `gather_rows`."""
+        """destination[index[i]] += source[i] in the order of i; the gradient of `gather_rows`."""
 
     @abstractmethod
     def one_hot(self, labels: Array, out: Array, bad: Array) -> None:
-        """out[i, labels[i]] = 1, all else 0; labels (size,), out (size, classes)."""
+        """out[i, labels[i]] = 1, all others 0; labels (size,), out (size, classes)."""
 
     @abstractmethod
     def spatial_product(self, matrix: SparseMatrix, x: Array, y: Array) -> None:
-        """y[n, c] = matrix @ x[n, c], the axes from the third on being one in logical order; in any dtype.
+        """y[n, c] = matrix @ x[n, c], with the axes from the third on flattened in logical order; any dtype.
 
-        x (N, C, ...) has as many elements a channel as the matrix has columns, y (N, C, ...) as it has rows.
+        x (N, C, ...) has one element per matrix column and channel, y (N, C, ...) one per matrix row and channel.
         """
 
     @abstractmethod
     def largest(self, x: Array, axis: int, indices: Array, values: Array) -> None:
-        """The largest elements along `axis`, falling; the one of the larger index comes first where two are equal.
+        """Write the largest elements along `axis` in descending order; of equal elements the larger index comes first.
 
-        indices and values have x's shape but along `axis`, where they have as many as are wanted.
+        indices and values have x's shape except along `axis`, where their size is the number of elements to find.
         """
 
     @abstractmethod
     def unpool_forward(self, x: Array, mask: Array, y: Array, bad: Array) -> None:
-        """y[n, c, mask] = x, all else 0, where mask (x's shape) is h * W + w in y's plane; of equals the last stays."""
+        """y[n, c, mask] = x, all others 0. mask (x's shape) is h * W + w in y's plane; the last duplicate wins."""
 
     @abstractmethod
     def unpool_backward(self, dy: Array, mask: Array, dx: Array) -> None:
@@ -625,35 +622,35 @@ class IndexingPrimitives(ABC):
     def roi_max_forward(self, x: Array, rois: Array, y: Array, mask: Array, scale: float, bad: Array) -> None:
         """y (R, C, h, w) = the maximum of each bin of each region of x (N, C, H, W); 0 where a bin is empty.
 
-        rois, float32 of R * 5 elements: sample, x1, y1, x2, y2 before `scale`. mask (int32, y's shape) becomes
+        rois, float32 of R * 5 elements: sample, x1, y1, x2, y2 before `scale`. mask (int32, y's shape) receives
         h * W + w, or -1. Bins: Fast R-CNN's `roi_pooling_layer.cpp`.
         """
 
     @abstractmethod
     def roi_max_backward(self, dy: Array, rois: Array, mask: Array, dx: Array, scale: float) -> None:
-        """dx = the sum of dy over the bins whose maximum lies there, in the regions' order."""
+        """dx = the sum of dy over the bins whose maximum has this position, in the regions' order."""
 
     @abstractmethod
     def roi_average_forward(self, x: Array, rois: Array, y: Array, scale: float, bad: Array) -> None:
-        """y (R, D, g, g) = the mean over each bin of each region, of the bin's own channel of x (N, D * g * g, H, W).
+        """y (R, D, g, g) = the mean over each bin of each region, of the bin's channel of x (N, D * g * g, H, W).
 
-        Bin (h, w) of output d takes channel (d * g + h) * g + w (R-FCN's `psroi_pooling_layer.cu`).
+        Bin (h, w) of output d reads channel (d * g + h) * g + w (R-FCN's `psroi_pooling_layer.cu`).
         """
 
     @abstractmethod
     def roi_average_backward(self, dy: Array, rois: Array, dx: Array, scale: float) -> None:
-        """dx = each dy / the bin's area, spread over its bin of its channel, added up in the regions' order."""
+        """dx = each dy / the bin's area, distributed over its bin of its channel, summed in the regions' order."""
 
 
 class RecurrentPrimitives(ElementwisePrimitives):
-    """The gates of an LSTM at one time step, for N streams. All arrays are float32 unless said otherwise."""
+    """LSTM gates of one time step, for N streams. Arrays are float32 unless stated otherwise."""
 
     @abstractmethod
     def lstm_unit_forward(self, gates: Array, cell_before: Array, cont: Array, cell: Array, hidden: Array) -> None:
-        """One time step (Caffe's `lstm_unit_layer.cpp`), given the gates' inputs of shape (N, 4 D).
+        """Compute one time step (Caffe's `lstm_unit_layer.cpp`) from the gates' pre-activations of shape (N, 4 D).
 
         gates become (i, f, o, g) = (sigmoid, sigmoid, sigmoid, tanh) of their four parts;
-        cell = f * cell_before + i * g, without the first term where cont is 0 and with it times cont elsewhere;
+        cell = cont * f * cell_before + i * g, where the first term is skipped if cont is 0;
         hidden = o * tanh(cell). cell_before, cell and hidden: (N, D); cont: (N,).
         """
 
@@ -661,32 +658,32 @@ class RecurrentPrimitives(ElementwisePrimitives):
     def lstm_unit_backward(
         self, gates: Array, cell_before: Array, cont: Array, cell: Array, d_cell: Array, d_hidden: Array
     ) -> None:
-        """The gradients by the gates' inputs and by cell_before, given those by cell and hidden.
+        """Compute the gradients by the gates' pre-activations and by cell_before from those by cell and hidden.
 
-        gates hold (i, f, o, g) and become the gradient by their inputs; d_cell becomes that by cell_before.
+        gates hold (i, f, o, g) and become the gradient by their pre-activations; d_cell becomes that by cell_before.
         """
 
     def lstm_step_forward(
         self, gates: Array, cell_before: Array, cont: Array, cell: Array, hidden: Array,
         next_cont: Array | None = None, carried: Array | None = None,
     ) -> None:  # fmt: skip
-        """`lstm_unit_forward` within a loop over time: carried = next_cont hidden as well, for the next step's product.
+        """`lstm_unit_forward` within a loop over time, which also sets carried = next_cont * hidden for the next step.
 
-        At the last step there is neither. hidden and carried, both (N, D), are of any dtype of blobs.
+        The last step has neither next_cont nor carried. hidden and carried, both (N, D), have any blob dtype.
         """
         self.lstm_unit_forward(gates, cell_before, cont, cell, hidden)
         if next_cont is not None and carried is not None:
             self.apply(times, (hidden, next_cont), (carried,), axis=0)
 
-    def lstm_step_backward(  # noqa: PLR0913 -- what a step reads and writes
+    def lstm_step_backward(  # noqa: PLR0913 -- inputs and outputs of one step
         self, gates: Array, cell_before: Array, cont: Array, cell: Array, d_cell: Array, dy: Array, d_gates: Array,
         next_cont: Array | None = None, d_carried: Array | None = None,
     ) -> None:  # fmt: skip
-        """`lstm_unit_backward` within a loop over time, given d_hidden = dy + next_cont d_carried.
+        """`lstm_unit_backward` within a loop over time, with d_hidden = dy + next_cont * d_carried.
 
-        dy is the top's gradient, d_carried that by the next step's `carried`; the last step has none. The gradient by
-        the gates' inputs goes to d_gates, which may be gates. dy and d_gates, of one dtype of blobs: (N, D), (N, 4 D);
-        d_carried, (N, D), is overwritten.
+        dy is the top's gradient, d_carried the gradient by the next step's `carried`; the last step has none. d_gates
+        receives the gradient by the gates' pre-activations and may alias gates. dy (N, D) and d_gates (N, 4 D) share
+        one blob dtype; d_carried, (N, D), is overwritten.
         """
         d_hidden = dy
         if next_cont is not None and d_carried is not None:
@@ -699,48 +696,48 @@ class RecurrentPrimitives(ElementwisePrimitives):
 
 
 class DetectionPrimitives:
-    """SSD's loss, whose priors, objects and choices stay on the device."""
+    """SSD's loss with prior matching and hard negative mining on the device."""
 
     computes_box_loss: bool = False
-    """Whether `box_loss` gives SSD's loss; where not, the layer computes it on the host."""
+    """Whether the backend implements `box_loss`; otherwise the layer computes it on the host."""
 
     def box_loss(self, settings: BoxLossSettings, images: int, priors: int) -> BoxLoss:
-        """SSD's loss for so many images and priors of each, where `computes_box_loss` holds."""
+        """Plan SSD's loss for a batch of `images` with `priors` each. Requires `computes_box_loss`."""
         raise AssertionError("SSD's loss is computed on the host")
 
 
 class InputPrimitives(CopyPrimitives):
-    """A net's input; here in host memory, by NumPy."""
+    """Net input. The reference implementation uses host memory and NumPy."""
 
     def host_memory(self, size: int) -> Any:
-        """Host memory (NumPy, uint8, 1-D) from which `InputRing.put` copies at full speed; any thread may ask."""
+        """Return host memory (NumPy, uint8, 1-D) from which `InputRing.put` copies at full speed. Thread-safe."""
         import numpy as np
 
         return np.empty(size, np.uint8)
 
     def adopt(self, array: Any) -> Array | None:
-        """An array of another library as one of this backend without a copy; None where it does not lie on its device.
+        """Wrap another library's array without a copy; None if it is not in this device's memory.
 
-        All work that fills the array has finished when this returns.
+        Work that fills the array has finished when this returns.
         """
         return None
 
     def upload(self, host: Any, destination: Array) -> None:
-        """As `from_host`, through memory that the device copies from at full speed; does not wait for the copy.
+        """As `from_host`, through a staging buffer for full-speed transfers; does not wait for the copy.
 
-        The host array may be changed when this returns.
+        The caller may change the host array when this returns.
         """
         self.from_host(host, destination)
 
     def download(self, arrays: Sequence[Array]) -> list[Any]:
-        """As `to_host` of each, through memory that the device copies to at full speed; waits once for all."""
+        """As `to_host` of each array, through a staging buffer for full-speed transfers; waits once for all."""
         return [self.to_host(array) for array in arrays]
 
     def input_ring(self, slot_size: int, block: int, blocks: int) -> InputRing:
-        """A ring of slots; see `InputRing`.
+        """Return a ring of input slots; see `InputRing`.
 
         Raises:
-            DeviceError: there is no memory for it.
+            DeviceError: out of memory.
         """
         return HostRing(slot_size, block, blocks)
 
@@ -748,10 +745,10 @@ class InputPrimitives(CopyPrimitives):
         self, ring: InputRing, counter: Counter, slot: ImageSlot, mean: Array, scale: float, images: Array,
         labels: Array | None,
     ) -> None:  # fmt: skip
-        """images[n, c, h, w] = (pixel - mean[c, top + h, left + w']) * scale of the pass that `counter` names.
+        """images[n, c, h, w] = (pixel - mean[c, top + h, left + w']) * scale, for the pass in `counter`.
 
-        w' is w, or W - 1 - w where the image is mirrored. mean: float32 of shape (C, whole H, whole W) for images cut
-        out of wholes, or (C, 1, 1) for one number a channel. images: (N, C, H, W) of any dtype; labels: float32 (N,).
+        w' is w, or W - 1 - w if the image is mirrored. mean: float32 of shape (C, full H, full W) if images are crops
+        of larger images, or (C, 1, 1) for one value per channel. images: (N, C, H, W), any dtype. labels: float32 (N,).
         """
         import numpy as np
 
@@ -768,7 +765,7 @@ class InputPrimitives(CopyPrimitives):
             self.from_host(label_values, labels)
 
     def take_values(self, ring: InputRing, counter: Counter, offset: int, values: Array) -> None:
-        """values = the float32 numbers, in the memory order of `values`, from byte `offset` of the pass's slot on."""
+        """Read float32 values, in the memory order of `values`, from byte `offset` of the pass's slot."""
         assert isinstance(ring, HostRing)
         source = ring.bytes_of(counter[0], offset, 4 * values.size).view("float32")
         self.copy(self.view(source, values.shape), values)
@@ -786,59 +783,59 @@ class Backend(
     DetectionPrimitives,
     InputPrimitives,
 ):
-    """One device, as layers and solvers see it: all groups of primitives, streams, events and graphs."""
+    """One device as seen by layers and solvers: all groups of primitives, streams, events and graphs."""
 
     asynchronous: bool
-    """Whether primitives return before their result is there."""
+    """Whether primitives return before their result is available."""
 
     threads: int = 0
-    """How many CPU threads its primitives use; 0: they do not run on the CPU."""
+    """CPU threads that primitives use; 0 if they do not run on the CPU."""
 
     captures: bool = False
-    """Whether `capture` takes everything that solvers do."""
+    """Whether `capture` supports complete solver iterations."""
 
     captures_inference: bool = False
-    """Whether it takes forward passes of layers that are `recordable`; so it does where `captures` holds."""
+    """Whether `capture` supports forward passes of `recordable` layers. Implied by `captures`."""
 
     capturing: bool = False
-    """Whether work is being captured now."""
+    """Whether a graph capture is in progress."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until everything asked of this backend is done."""
+        """Wait until all work of this backend has finished."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back streams, handles and workspaces; the backend cannot be used any more. Callable twice."""
+        """Release streams, handles and workspaces. The backend is unusable afterwards. Idempotent."""
 
     def capture(self, *works: Callable[[], None]) -> Graph:
-        """A graph of what works, in this order, ask of this backend; nothing is computed.
+        """Capture the work that these functions queue, in this order, in a graph; nothing is computed.
 
-        They must have run once before, and the arrays that they touch must not move afterwards.
+        Each function must have run once before. The arrays that they use must not move afterwards.
 
         Raises:
-            RunError: something in them cannot be captured.
+            RunError: the work cannot be captured.
         """
-        raise AssertionError(f"{self.name} captures no graphs")
+        raise AssertionError(f"{self.name} does not support graph capture")
 
     def trim(self) -> None:
-        """Give the system back what is allocated and not used; nothing changes for what is."""
+        """Return unused cached memory to the system."""
 
     @abstractmethod
     def device_scalars(self, values: int, counters: int) -> DeviceScalars:
-        """Storage for so many numbers and counters, which captured work reads."""
+        """Allocate device numbers and counters that captured work reads."""
 
     @abstractmethod
     def record_event(self) -> Event:
-        """An event after the work that was queued so far."""
+        """Record an event after the work queued so far."""
 
     @abstractmethod
     def record_timed_event(self) -> TimedEvent:
-        """An event on the current stream, with its time; cannot be captured."""
+        """Record an event with timing on the current stream. Cannot be captured."""
 
     @abstractmethod
     def device_timer(self, count: int) -> DeviceTimer:
-        """`count` stopwatches that captured work can start and stop."""
+        """Create `count` stopwatches that captured work can start and stop."""
 
     @abstractmethod
     def copy_to_host_async(self, array: Array) -> AsyncCopy:

@@ -1,7 +1,7 @@
-"""How arrays lie in memory: which order their axes have there, and what they are aligned to.
+"""Memory layout of arrays: axis order and alignment.
 
-Images, (N, C, H, W) or (N, C, D, H, W), are channels last: they lie in memory as (N, H, W, C) or (N, D, H, W, C).
-Arrays of other numbers of axes are C-contiguous.
+Images, (N, C, H, W) or (N, C, D, H, W), are channels last in memory: (N, H, W, C) or (N, D, H, W, C).
+Arrays with any other number of axes are C-contiguous.
 """
 
 from __future__ import annotations
@@ -12,67 +12,67 @@ from functools import lru_cache
 from caffepy.backend.types import Array
 
 CHANNELS_LAST = {4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
-"""For each number of axes of an image their order in memory."""
+"""Memory order of an image's axes, by number of axes."""
 
 CHANNELS_FIRST = {4: (0, 3, 1, 2), 5: (0, 4, 1, 2, 3)}
-"""Axes of the same with the channels last, in the order N, C, D, H, W."""
+"""The inverse permutation: from memory order to N, C, (D,) H, W."""
 
 ARENA_ALIGNMENT = 512
-"""Arrays that share an arena begin at multiples of so many bytes, as those that CUDA allocates."""
+"""Alignment in bytes of arrays in an arena, as of CUDA's allocations."""
 
 SLOT_ALIGNMENT = 256
-"""Slots of an input ring and their parts begin at multiples of so many bytes."""
+"""Alignment in bytes of an input ring's slots and their parts."""
 
 WIDE_LOAD = 16
-"""Bytes that one thread of a GPU loads at once at most; the address must be a multiple of them."""
+"""Bytes of a GPU thread's widest load; the address must be a multiple of it."""
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The least multiple that is not below `number`."""
+    """Return the least multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple
 
 
 def aligned_bytes(size: int) -> int:
-    """`size` rounded up to ARENA_ALIGNMENT."""
+    """Return `size` rounded up to ARENA_ALIGNMENT."""
     return round_up(size, ARENA_ALIGNMENT)
 
 
 def address(array: Array) -> int:
-    """The address of an array's first element in the device's memory."""
+    """Return the device address of an array's first element."""
     interface = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
     return int(interface["data"][0])
 
 
 def memory_axes(ndim: int) -> tuple[int, ...]:
-    """Logical axes in the order in which they lie in memory, outermost first."""
+    """Return the logical axes in memory order, outermost first."""
     return CHANNELS_LAST.get(ndim) or tuple(range(ndim))
 
 
 def memory_order(array: Array) -> Array:
-    """The array with its axes in the order in which they lie in memory; a view."""
+    """Return a view of the array with its axes in memory order."""
     return array.transpose(CHANNELS_LAST[array.ndim]) if array.ndim in CHANNELS_LAST else array
 
 
 def view(flat: Array, shape: tuple[int, ...]) -> Array:
-    """The elements of a 1-D array in memory order as an array of a logical shape."""
+    """Return a 1-D array in memory order as a view of a logical shape."""
     if len(shape) not in CHANNELS_LAST:
         return flat.reshape(shape)
     return flat.reshape([shape[axis] for axis in CHANNELS_LAST[len(shape)]]).transpose(CHANNELS_FIRST[len(shape)])
 
 
 def is_plain(shape: tuple[int, ...]) -> bool:
-    """Whether memory order and logical (C) order are the same for a shape."""
+    """Return whether memory order equals logical (C) order for a shape."""
     return len(shape) not in CHANNELS_LAST or shape[1] == 1 or math.prod(shape[2:]) == 1
 
 
 def channels_and_pixels(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(C, pixels) of an image's samples; of other arrays each element is a channel."""
+    """Return (C, pixels) of one sample of an image; in other arrays each element is a channel."""
     return (shape[1], math.prod(shape[2:])) if len(shape) in CHANNELS_LAST else (math.prod(shape[1:]), 1)
 
 
 @lru_cache(maxsize=4096)
 def is_dense(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Whether an array with these strides (in bytes) fills its memory in the order above; a slice does not."""
+    """Return whether an array with these strides (bytes) is contiguous in memory order; a slice is not."""
     step = itemsize
     for axis in reversed(memory_axes(len(shape))):
         if shape[axis] != 1 and strides[axis] != step and 0 not in shape:

@@ -1,7 +1,7 @@
-"""A backend that computes nothing: its arrays are shapes, and it notes when each primitive reads and writes them.
+"""A backend without data: arrays are shapes, and primitives record which arrays they read and write at each step.
 
-Owns the record from which `caffepy.net.memory_plan` learns which arrays of a net are never needed at the same time.
-A net is built and run on it as on any device; that takes milliseconds and no memory.
+`caffepy.net.memory_plan` derives from the record which arrays of a net are never live together. A net is built and run
+on this backend as on any device, in milliseconds and without allocating.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from caffepy.backend.layout import is_plain
 from caffepy.backend.types import Array, BoxLossSettings, Geometry, element_dtype, gpu_workspace, spatial_output
 
 SETUP = -1
-"""The step before a net's first one."""
+"""The step number during setup, before the first step."""
 
 Box = tuple[tuple[int, int], ...]
-"""Part of an array: where it begins and ends along each axis."""
+"""A region of an array: begin and end along each axis."""
 
 
 @dataclass(eq=False)
 class Memory:
-    """One allocation, and what became of it.
+    """One allocation and its live range.
 
     Args:
-        shape: what was asked for.
-        dtype: of its elements, as `Backend.zeros` was told.
-        made: the step in which it was made.
+        shape: its shape.
+        dtype: its element type, as passed to `Backend.zeros`.
+        made: the step that allocated it.
     """
 
     shape: tuple[int, ...]
@@ -47,8 +47,7 @@ class Memory:
     last: int | None = None
     """The last step that uses it."""
     lasting: bool = False
-    """Whether it holds something before the first step, or is read where no step has written yet: its owner relies on
-    what was there before, be it zeros."""
+    """Whether it is written during setup, or read before any step has written it: its initial contents matter."""
     _written: list[Box] = field(default_factory=list)
     _complete: bool = False
 
@@ -61,13 +60,13 @@ class Memory:
         return tuple((0, size) for size in self.shape)
 
     def read(self, step: int, part: Box | None) -> None:
-        """Note that `part` is read; None: nobody knows which part."""
+        """Record a read of `part`; None: an unknown part."""
         self._use(step)
         if not self._complete and part not in self._written:
             self.lasting = True
 
     def write(self, step: int, part: Box | None) -> None:
-        """Note that `part` is overwritten."""
+        """Record that `part` is overwritten."""
         self._use(step)
         if self.lasting or self._complete or part is None or any(_overlap(part, other) for other in self._written):
             return
@@ -90,12 +89,12 @@ def _count(box: Box) -> int:
 
 
 class MetaArray:
-    """A shape over an allocation, with what layers ask of an array.
+    """A shape over an allocation, with the attributes and methods of an array that layers use.
 
     Args:
         memory: the allocation.
         shape: the logical shape.
-        part: which part of the allocation; None: a part that cannot be told.
+        part: region of the allocation; None if unknown.
     """
 
     def __init__(self, memory: Memory, shape: tuple[int, ...], part: Box | None) -> None:
@@ -124,7 +123,7 @@ class MetaArray:
         return self.size * self.itemsize
 
     def reshape(self, *shape: Any) -> MetaArray:
-        """As NumPy's; always a view."""
+        """Return a view, as NumPy's `reshape`."""
         sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
         if -1 in sizes:
             sizes[sizes.index(-1)] = self.size // max(-math.prod(sizes), 1)
@@ -156,7 +155,7 @@ class MetaArray:
 
 
 def _arrays(values: Iterable[Any]) -> Iterator[MetaArray]:
-    """The arrays among arguments, which may be numbers, None or sequences of arrays."""
+    """Yield the arrays among arguments, which may be numbers, None or sequences of arrays."""
     for value in values:
         if isinstance(value, MetaArray):
             yield value
@@ -165,13 +164,13 @@ def _arrays(values: Iterable[Any]) -> Iterator[MetaArray]:
 
 
 def _primitive(name: str, reads: Sequence[str] = (), writes: Sequence[str] = (), sums: Sequence[str] = ()) -> Any:
-    """A method that notes what the primitive `name` does to its arguments.
+    """Return a method that records the memory accesses of the primitive `name`.
 
     Args:
-        name: of the primitive.
+        name: the primitive's name.
         reads: arguments that it reads; `n.mean` is a field of one.
         writes: arguments that it overwrites.
-        sums: arguments that it adds to if its argument `accumulate` says so, and overwrites otherwise.
+        sums: arguments that it adds to if `accumulate` is set, and overwrites otherwise.
     """
     signature = inspect.signature(getattr(Backend, name))
 
@@ -199,10 +198,10 @@ _RUNNING = ("n.sum_mean", "n.sum_variance", "n.count")
 
 
 class MetaBackend(Synchronous, Backend):
-    """Like a GPU, but for computing.
+    """A backend that behaves as a GPU to layers and records memory accesses.
 
     Args:
-        like: another backend that it shall ask layers for the same of.
+        like: the backend whose properties layers shall see; None: a GPU's.
     """
 
     asynchronous = True
@@ -216,14 +215,14 @@ class MetaBackend(Synchronous, Backend):
         self.computes_box_loss = like.computes_box_loss if like else True
         self._like = like
         self.convolutions: dict[int, int] = {}
-        """For each step with a convolution the bytes of the largest one's arrays."""
+        """Total array bytes of the largest convolution of each step."""
         self.step = SETUP
-        """What is under way; set by whoever runs the net."""
+        """The current step; set by the caller that runs the net."""
         self.memories: weakref.WeakSet[Memory] = weakref.WeakSet()
-        """The allocations that somebody still holds."""
+        """Allocations that are still referenced."""
 
     def note(self, read: Iterable[Any], written: Iterable[Any]) -> None:
-        """Note that the arrays among these values are read, and then written, in the present step."""
+        """Record that the arrays among these values are read, and then written, in the current step."""
         for array in _arrays(read):
             array.memory.read(self.step, array.part)
         for array in _arrays(written):
@@ -235,10 +234,10 @@ class MetaBackend(Synchronous, Backend):
         return nullcontext()
 
     def close(self) -> None:
-        """Returns at once."""
+        """Do nothing."""
 
     def copy_to_host_async(self, array: Array) -> AsyncCopy:
-        raise AssertionError("the meta backend computes nothing that could be copied")
+        raise AssertionError("the meta backend has no data to copy")
 
     def device_description(self) -> str:
         return "no device"
@@ -273,7 +272,7 @@ class MetaBackend(Synchronous, Backend):
         self.note([array], [])
         return np.zeros(array.shape, array.dtype)
 
-    # -- what computes --------------------------------------------------------------------------------
+    # -- computation ------------------------------------------------------------------------------------
 
     apply = _primitive("apply", ["inputs"], ["outputs"])
     reduce = _primitive("reduce", ["inputs"], sums=["outputs"])
@@ -361,17 +360,17 @@ class MetaBackend(Synchronous, Backend):
 
 
 class MetaConvolution:
-    """A `Convolution` that notes what it would read and write.
+    """A `Convolution` that records its memory accesses.
 
     Args:
-        backend: where it is noted.
+        backend: receives the record.
         own: bytes of its arrays.
     """
 
     gives_sums = True
     forward_normalised = None
     backward_normalised = None
-    """By themselves they read the bottom as well, so memory that is shared by this plan suits both ways."""
+    """Separate gradients also read the bottom, so a plan made without fusion is valid for both paths."""
 
     def __init__(self, backend: MetaBackend, own: int) -> None:
         self._backend = backend
@@ -395,10 +394,10 @@ class MetaConvolution:
 
 
 class MetaBoxLoss:
-    """A `BoxLoss` that notes what it would read and write.
+    """A `BoxLoss` that records its memory accesses.
 
     Args:
-        note: notes arrays that are read, and those that are written.
+        note: called with the arrays that are read and the arrays that are written.
     """
 
     def __init__(self, note: Callable[[Iterable[Any], Iterable[Any]], None]) -> None:

@@ -1,7 +1,7 @@
-"""What primitives take: arrays and their dtypes, geometry of windows, random sequences, statistics; sizes.
+"""Argument types of primitives: arrays and dtypes, window geometry, random streams, statistics; workspace sizes.
 
-Nothing here computes or belongs to a device. The sizes are those that a net must know before there are arrays: of
-outputs, of masks, and of what a GPU takes for itself.
+Nothing here computes or belongs to a device. The size functions give what a net must know before it allocates arrays:
+sizes of outputs, masks and GPU workspaces.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ Counter = Any
 in device memory, which a captured graph reads at each launch."""
 
 PRODUCT_WORKSPACE = 32 * 2**20
-"""Bytes of workspace that cuBLAS is given: what NVIDIA recommends for Hopper and newer."""
+"""Bytes of cuBLAS's workspace, as NVIDIA recommends for Hopper and newer."""
 
 
 def element_dtype(dtype: str) -> str:
-    """The NumPy dtype of the arrays that hold a blob dtype: bfloat16 numbers lie in uint16."""
+    """Return the NumPy dtype that stores a blob dtype: uint16 for bfloat16."""
     return "uint16" if dtype == "bfloat16" else dtype
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a window moves over the spatial axes of a blob, one entry for each spatial axis.
+    """Window geometry over the spatial axes of a blob, one entry per spatial axis.
 
     Args:
         kernel: window size.
         stride: step.
-        pad: zeros put before and after.
-        dilation: distance of the window's elements.
-        group: into how many groups input and output channels are divided (convolution only).
+        pad: zeros before and after.
+        dilation: distance between window elements.
+        group: number of groups of input and output channels (convolution only).
     """
 
     kernel: tuple[int, ...]
@@ -55,7 +55,7 @@ class LrnWindow:
         size: channels of a window, odd.
         alpha: factor of the window's sum of squares, divided by `size`.
         beta: exponent.
-        k: constant of the base.
+        k: additive constant.
     """
 
     size: int
@@ -69,11 +69,11 @@ class RandomStream:
     """Key of a counter-based random sequence (Philox 4x32-10, Salmon et al., SC11).
 
     The number for element i (logical order, within its sample) of global sample s is a function of
-    (seed, stream, pass_number, s, i) alone, so it does not depend on how samples are spread over devices.
+    (seed, stream, pass_number, s, i) only, independent of how samples are distributed over devices.
 
     Args:
         seed: the solver's random_seed, 64 bits.
-        stream: tells apart the users of randomness of one net, e.g. a hash of the layer's name; 32 bits.
+        stream: identifies the user of random numbers within a net, e.g. a hash of the layer's name; 32 bits.
     """
 
     seed: int
@@ -82,18 +82,18 @@ class RandomStream:
 
 @dataclass
 class BatchNormState:
-    """Statistics and parameters of one batch normalisation: float32 arrays of shape (C,), but for the count.
+    """Statistics and parameters of one batch normalisation: float32 arrays of shape (C,), except the count.
 
     Args:
-        mean: of the present batch, or the stored one.
-        inverse: 1 / sqrt(variance + epsilon), likewise.
-        scale: factor after normalising.
-        bias: term after that.
+        mean: of the current batch, or the stored mean.
+        inverse: 1 / sqrt(variance + epsilon) of the same.
+        scale: factor after normalisation.
+        bias: term added after the factor.
         sum_mean: running sum of means (Caffe's blob 0).
         sum_variance: running sum of variances (blob 1).
-        count: shape (1,), the weight of what the sums hold (blob 2).
+        count: shape (1,), total weight of the running sums (blob 2).
         epsilon: added to the variance.
-        fraction: what of the running sums is kept at each batch.
+        fraction: decay of the running sums per batch.
     """
 
     mean: Array
@@ -109,13 +109,13 @@ class BatchNormState:
 
 @dataclass(frozen=True)
 class NormalisedBottom:
-    """The bottom of a convolution, as the batch normalisation that it comes from.
+    """A convolution's bottom, expressed by the batch normalisation that produces it.
 
     Args:
-        x: what is normalised, of the bottom's shape.
+        x: the normalisation's input, of the bottom's shape.
         n: statistics and parameters of the normalisation.
-        relu: whether the bottom is max(normal, 0).
-        sums: where in a backward pass the gradients of scale and bias go, float32 (C,) each:
+        relu: whether a ReLU follows the normalisation.
+        sums: receives the gradients of scale and bias in a backward pass, float32 (C,) each:
             `Backend.batch_norm_backward_sums`.
     """
 
@@ -127,12 +127,12 @@ class NormalisedBottom:
 
 @dataclass(frozen=True)
 class SparseMatrix:
-    """A matrix in compressed sparse rows, in device memory.
+    """A matrix in compressed sparse row (CSR) format, in device memory.
 
     Args:
-        begins: int32 (rows + 1,), where each row's entries begin in the other two.
-        columns: int32 (entries,), each within [0, columns).
-        weights: float32 (entries,).
+        begins: row offsets, int32 (rows + 1,).
+        columns: column indices, int32 (entries,), each within [0, columns).
+        weights: values, float32 (entries,).
         shape: (rows, columns).
     """
 
@@ -144,27 +144,27 @@ class SparseMatrix:
 
 @dataclass(frozen=True)
 class BoxLossSettings:
-    """What SSD's loss is to compute: fields of MultiBoxLossParameter; see `MultiBoxLossLayer`.
+    """Options of SSD's loss: fields of MultiBoxLossParameter; see `MultiBoxLossLayer`.
 
     Args:
-        classes: with the background.
-        background: its label.
-        code: value of CodeType, how predictions stand for boxes.
-        threshold: overlap from which on a prior belongs to an object.
-        per_prediction: priors beside the best of each object may belong to it.
-        ignore_crossing: priors that cross the image's border are left out.
-        difficult: objects that are marked so count.
-        agnostic: all objects are of the class behind the background's.
-        mines: of the priors without an object `ratio` for each match count, those with the largest losses.
-        ratio: see there.
-        most_overlap: priors that overlap an object as much as this are not mined.
-        logistic: scores are compared by cross entropy of their sigmoids, else by that of their softmax.
-        squared: boxes are compared by d^2 / 2, else by the smooth L1 loss.
-        variance_in_target: predictions are not to be divided by the priors' variances.
-        inside: coordinates of priors beside the image do not count.
-        weight: of the boxes' loss.
-        boxes_count: whether the boxes' loss is part of the loss.
-        scores_count: whether that of the scores is.
+        classes: number of classes, with the background.
+        background: label of the background.
+        code: value of CodeType, the encoding of predicted boxes.
+        threshold: minimum overlap of a prior with its object.
+        per_prediction: match every prior above the threshold, not only the best of each object.
+        ignore_crossing: ignore priors that cross the image's border.
+        difficult: include objects marked as difficult.
+        agnostic: give all objects the class after the background's.
+        mines: keep only the `ratio` unmatched priors per match that have the largest losses.
+        ratio: see `mines`.
+        most_overlap: do not mine priors with at least this overlap with an object.
+        logistic: use sigmoid cross entropy for the scores, else softmax cross entropy.
+        squared: use d^2 / 2 for the boxes, else the smooth L1 loss.
+        variance_in_target: do not divide predictions by the priors' variances.
+        inside: ignore prior coordinates outside the image.
+        weight: weight of the boxes' loss.
+        boxes_count: whether the loss includes the boxes' loss.
+        scores_count: whether the loss includes the scores' loss.
     """
 
     classes: int
@@ -188,20 +188,20 @@ class BoxLossSettings:
 
 
 def convolution_workspace(own: int) -> int:
-    """Bytes that a convolution on a GPU may use beside its arrays of `own` bytes: small nets should stay small."""
+    """Return the workspace bytes that a GPU convolution may use if its arrays have `own` bytes."""
     return min(2**30, 2**25 + 4 * own)
 
 
 def gpu_workspace(own: int) -> int:
-    """`Backend.workspace` of a GPU: what its largest convolution may use, and what cuBLAS has."""
+    """Return `Backend.workspace` of a GPU: the workspaces of its largest convolution and of cuBLAS."""
     return PRODUCT_WORKSPACE + (convolution_workspace(own) if own else 0)
 
 
 def mask_bytes(size: int) -> int:
-    """Bytes of a mask with one bit for each of `size` elements; a multiple of 16, so that it can be written wide."""
+    """Return the bytes of a bit mask of `size` elements, rounded up to 16 for wide stores."""
     return -(-size // 128) * 16
 
 
 def spatial_output(size: int, kernel: int, stride: int, pad: int, dilation: int) -> int:
-    """Convolution's output size along one axis: floor((size + 2 pad - (dilation (kernel - 1) + 1)) / stride) + 1."""
+    """Return convolution's output size: floor((size + 2 pad - (dilation (kernel - 1) + 1)) / stride) + 1."""
     return (size + 2 * pad - (dilation * (kernel - 1) + 1)) // stride + 1
