@@ -1,9 +1,9 @@
 """The CUDA backend: `Backend`'s primitives on one GPU, with CuPy's memory, own kernels, cuBLAS and cuDNN.
 
-Owns one device's stream and library handles. Everything is ordered on the stream; nothing waits for the device but
-`to_host`, `synchronize` and `all_finite`. Primitives that compute run on the thread's current stream, which `activate`
-makes the backend's. Those that allocate, fill, copy or move memory always run on the backend's stream: nets are also
-built outside of `activate` (`CudaMemory`). Import this module only when a GPU is asked for: it imports CuPy.
+Owns one device's stream and library handles. All work is ordered on the stream; only `to_host`, `synchronize` and
+`all_finite` wait for the device. Primitives that compute run on the thread's current stream, which `activate` sets to
+the backend's. Primitives that allocate, fill, copy or move memory always run on the backend's stream, because nets are
+also built outside `activate` (`CudaMemory`). Importing this module imports CuPy; import it only if a GPU is requested.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ class CudaBackend(
     """One GPU for one solver thread.
 
     Args:
-        device: CUDA's number of the GPU.
-        math: ``fp32`` for products of full float32, ``tf32`` to let tensor cores round factors to ten bits.
-        autotune: whether ways of computing a convolution are tried and the fastest kept.
+        device: CUDA device number.
+        math: ``fp32`` for full float32 products, ``tf32`` to let tensor cores round factors to ten bits.
+        autotune: whether to time convolution algorithms and keep the fastest.
         deterministic: whether every run must give the same bits.
 
     Raises:
-        DeviceError: there is no such GPU.
+        DeviceError: the GPU does not exist.
         MissingExtraError: cuDNN or its frontend is not installed.
     """
 

@@ -1,11 +1,11 @@
-"""CUDA C text of kernels that run a formula over arrays, or add one up.
+"""Code generation: CUDA C kernels that apply a formula to arrays or reduce its results.
 
-Given a formula, the dtypes of its arguments and how they are indexed, it writes a kernel that stands on
-kernels/common.cu, sums also on kernels/reduce.cu; `elementwise.py` and `reduction.py` choose the variant and launch it.
-Names ending in an underscore are ours, so no argument of a formula can clash with them.
+Each function returns the kernel text for a formula, the dtypes of its arguments and their indexing. The text requires
+kernels/common.cu, and for reductions kernels/reduce.cu. `elementwise.py` and `reduction.py` choose the variant and
+launch it. Generated names end in an underscore, so they cannot clash with a formula's arguments.
 
-In a sum a thread adds up a few values in float and these sums in double. Where several blocks share a result, the last
-of them to finish adds up what all have left behind, in the order of their numbers.
+In a reduction a thread sums a few values in float and these sums in double. If several blocks share a result, the last
+block to finish adds the partial sums of all blocks in the order of their numbers.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from caffepy.backend.elementwise import Expression, Kind, cuda_name
 
 @dataclass(frozen=True)
 class Access:
-    """How a thread finds its part of a Channel argument from the number of a pack.
+    """How a thread computes the index into a Channel argument from a pack's number.
 
     Args:
-        divides: the number is divided by the packs that share an element.
-        wraps: that index is taken modulo the argument's size.
-        packed: the part is as wide as a pack; else it is one element for the whole pack.
-        once: all packs of a thread share it.
+        divides: divide the number by the packs that share an element.
+        wraps: take that index modulo the argument's size.
+        packed: load as many elements as a pack has; otherwise one element for the whole pack.
+        once: all packs of a thread share the load.
     """
 
     divides: bool = False
@@ -36,15 +36,15 @@ class Access:
 
 @dataclass(frozen=True)
 class Variant:
-    """What beside the formula decides the text of a kernel.
+    """Everything besides the formula that determines the kernel's text.
 
     Args:
         inputs: C type of each Each argument, in the formula's order.
         outputs: C type of each output.
-        width: elements that lie side by side in a pack, a power of two.
-        unroll: packs that a thread loads before it computes any.
+        width: contiguous elements in a pack, a power of two.
+        unroll: packs that a thread loads before it computes.
         index: C type of a pack's number.
-        device_scalars: which scalars are read from device memory.
+        device_scalars: scalars that are read from device memory.
         channels: the access of each Channel argument, in the formula's order.
     """
 
@@ -70,7 +70,7 @@ def accesses(expression: Expression, variant: Variant) -> dict[str, Access]:
 
 
 def formula_text(expression: Expression) -> str:
-    """The formula as a device function `formula_(arguments..., float &o0_, ...)`."""
+    """Return the formula as a device function `formula_(arguments..., float &o0_, ...)`."""
     outputs = output_names(expression)
     parameters = [f"float {cuda_name(name)}" for name in expression.parameters]
     parameters += [f"float &{name}" for name in outputs]
@@ -80,13 +80,13 @@ def formula_text(expression: Expression) -> str:
 
 @cache
 def formula_of(expression: Expression, *kinds: Kind) -> str:
-    """`formula_text` of a formula with arguments of these kinds and one result, for kernels written by hand."""
+    """Return `formula_text` for hand-written kernels; the formula has these argument kinds and one result."""
     assert expression.kinds == list(kinds) and expression.output_count == 1, (expression, kinds)
     return formula_text(expression)
 
 
 def argument_list(expression: Expression, variant: Variant) -> list[str]:
-    """Kernel parameters of the formula's arguments, in the formula's order."""
+    """Return the kernel parameters of the formula's arguments, in the formula's order."""
     types: Iterator[str] = iter(variant.inputs)
     parameters = []
     for name, kind in zip(expression.parameters, expression.kinds, strict=True):
@@ -108,22 +108,22 @@ def output_list(expression: Expression, variant: Variant) -> list[str]:
 
 
 def scalar_loads(variant: Variant) -> list[str]:
-    """Statements that read scalars from device memory."""
+    """Return statements that load scalars from device memory."""
     return [f"const float {cuda_name(name)} = *{name}_p_;" for name in sorted(variant.device_scalars)]
 
 
 def part_type(access: Access, width: int) -> str:
-    """C type of a thread's part of a Channel argument."""
+    """Return the C type of the elements that a thread loads of a Channel argument."""
     return f"Pack<float, {width}>" if access.packed else "float"
 
 
 def part(name: str, access: Access, width: int, offset: str) -> str:
-    """A thread's part of a Channel argument."""
+    """Return the expression for the elements that a thread loads of a Channel argument."""
     return f"load<{width}>({name}_p_, {offset})" if access.packed else f"{name}_p_[{offset}]"
 
 
 def channel_offset(name: str, access: Access, index: str, pack: str) -> str:
-    """Where the pack of a number finds its part of a Channel argument."""
+    """Return the offset into a Channel argument for a pack's number."""
     wide = index != "unsigned int"
     offset = pack
     if access.divides:
@@ -141,7 +141,7 @@ __device__ __forceinline__ unsigned int remainder_(unsigned int n, unsigned int 
 
 
 def call(expression: Expression, variant: Variant, loaded: str) -> str:
-    """A call of the formula on element k_ of the packs in registers; `loaded` tells those of one thread apart."""
+    """Return a call of the formula on element k_ of the packs in registers; `loaded` is the register suffix."""
     access_of = accesses(expression, variant)
     inputs = []
     for name, kind in zip(expression.parameters, expression.kinds, strict=True):
@@ -156,7 +156,7 @@ def call(expression: Expression, variant: Variant, loaded: str) -> str:
 
 
 def load_lines(expression: Expression, variant: Variant, loaded: str, pack: str) -> list[str]:
-    """Statements that load what belongs to the pack of a number."""
+    """Return statements that load the operands of one pack."""
     lines = [
         f"{cuda_name(name)}{loaded} = load_raw<{variant.width}>({name}_p_, {pack});"
         for name in named(expression, Kind.EACH)
@@ -169,7 +169,7 @@ def load_lines(expression: Expression, variant: Variant, loaded: str, pack: str)
 
 
 def registers(expression: Expression, variant: Variant) -> list[str]:
-    """Declarations of what a thread keeps of `unroll` packs."""
+    """Return declarations of the registers for `unroll` packs."""
     lines = [
         f"Pack<{t}, {variant.width}> {cuda_name(name)}[{variant.unroll}];"
         for t, name in zip(variant.inputs, named(expression, Kind.EACH), strict=True)
@@ -181,7 +181,7 @@ def registers(expression: Expression, variant: Variant) -> list[str]:
 
 
 def once_lines(expression: Expression, variant: Variant, pack: str) -> list[str]:
-    """Statements that load what all packs of a thread share; `pack` is the number of one of them."""
+    """Return statements that load the operands shared by all packs of a thread; `pack` is the number of any of them."""
     lines = []
     for name, access in accesses(expression, variant).items():
         if access.once:
@@ -193,7 +193,7 @@ def once_lines(expression: Expression, variant: Variant, pack: str) -> list[str]
 
 @cache
 def apply_text(expression: Expression, variant: Variant) -> str:
-    """A kernel `apply_` that sets outputs to the formula of inputs for each of n_ packs."""
+    """Return a kernel `apply_` that sets outputs to the formula of inputs for each of n_ packs."""
     names = output_names(expression)
     parameters = [f"{variant.index} n_", *argument_list(expression, variant), *output_list(expression, variant)]
     before = scalar_loads(variant) + once_lines(expression, variant, "threadIdx.x")
@@ -223,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(512) apply_({", ".join(parameters)}
 
 
 def lines_of(lines: list[str], indent: int) -> str:
-    """Lines of a text, all but the first indented."""
+    """Return the lines joined, all but the first indented."""
     return ("\n" + " " * indent).join(lines)
 
 
@@ -237,7 +237,7 @@ def _sums(expression: Expression, variant: Variant) -> list[str]:
 
 
 def _loop(expression: Expression, variant: Variant, start: str, end: str, step: str, pack: list[str]) -> str:
-    """Add up the packs at_ = start, start + step, ... below end; `pack` are statements that make i_ of at_."""
+    """Return the summation loop over at_ = start, start + step, ... below end; `pack` computes i_ from at_."""
     unroll = variant.unroll
     few = [f"float {name}few_[{variant.width}] = {{0.0f}};" for name in output_names(expression)]
     add = [f"{name}few_[k_] += {name}[k_];" for name in output_names(expression)]
@@ -269,10 +269,10 @@ def _loop(expression: Expression, variant: Variant, start: str, end: str, step: 
 
 @cache
 def reduce_columns_text(expression: Expression, variant: Variant, across: int) -> str:
-    """A kernel `reduce_` that sums each column of a matrix of rows_ rows and size_ packs.
+    """Return a kernel `reduce_` that sums each column of a matrix of rows_ rows and size_ packs.
 
     A block takes `across` packs of columns; blockIdx.y takes a range of rows. Channel arguments that are the same for
-    all packs of a thread (`once`) repeat as the columns do.
+    all packs of a thread (`once`) have the period of the columns.
     """
     columns = across * variant.width
     outputs = output_names(expression)
@@ -316,9 +316,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK) reduce_(unsigned int rows_, 
 
 @cache
 def reduce_segments_text(expression: Expression, variant: Variant) -> str:
-    """A kernel `reduce_` that sums an (outer, size, inner) array for each of size; blockIdx.y takes a range.
+    """Return a kernel `reduce_` that sums an (outer, size, inner) array for each of size; blockIdx.y takes a range.
 
-    inner_ counts packs. Channel arguments that are `once` have an element for each of size.
+    inner_ counts packs. `once` Channel arguments have one element for each of size.
     """
     outputs = output_names(expression)
     lanes = range(variant.width)

@@ -1,4 +1,4 @@
-"""Kernels over arrays of channels: how an array is divided among blocks and threads; kernels/columns.cu has the scheme.
+"""Kernels over channel arrays: partitioning into blocks and threads; kernels/columns.cu documents the scheme.
 
 Kernels are compiled for the layout and dtype of their arrays.
 """
@@ -16,24 +16,24 @@ from caffepy.backend.cuda.memory import Scratch
 from caffepy.backend.types import Array
 
 SUM_BLOCKS = 132
-"""Blocks that add up channels; fixed, so that the order of a sum depends on no device."""
+"""Blocks of a channel reduction. Fixed, so that the summation order does not depend on the device."""
 
 SUM_GROUPS = 32
-"""Most groups of columns that a block adds up: the fewer, the less is left to do for the block that finishes them."""
+"""Maximum column groups per block of a reduction. Fewer groups leave less work for the finishing block."""
 
 NEEDS = {"normalise_measure": ("statistics",)}
-"""Files that a kernel file needs before it, beside the usual ones."""
+"""Additional files that a kernel file requires."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a kernel is cut into threads; what each number is worth was measured, see benchmarks/gpu_normalise.py.
+    """Launch parameters of a kernel; the values were measured with benchmarks/gpu_normalise.py.
 
     Args:
-        threads: most threads of a block.
-        rows: rows that a thread loads before it works on the first.
-        width: columns that a thread takes at most; 8 needs an array of 16-bit numbers.
-        sums: whether the kernel adds up over rows, for which there are few blocks.
+        threads: maximum threads per block.
+        rows: rows that a thread loads before it computes on the first.
+        width: maximum columns per thread; 8 requires an array of 16-bit elements.
+        sums: whether the kernel reduces over rows, with a limited number of blocks.
     """
 
     threads: int
@@ -44,13 +44,13 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Layout:
-    """An array of channels in memory: (rows, columns), or (rows / inner, columns, inner) where inner is not 1.
+    """Memory layout of a channel array: (rows, columns), or (rows / inner, columns, inner) if inner is not 1.
 
     Args:
-        rows: elements of each channel.
+        rows: elements per channel.
         columns: channels.
-        inner: neighbours that belong to one channel.
-        width: columns that a thread takes, 1 where inner is not 1.
+        inner: contiguous elements of one channel.
+        width: columns per thread, 1 if inner is not 1.
     """
 
     rows: int
@@ -69,17 +69,17 @@ class Plan:
     layout: Layout
 
     def between_blocks(self, scratch: Scratch) -> tuple[Array, Array]:
-        """Memory for the sums that blocks leave and for the tickets by which they find out who is last."""
+        """Return memory for the blocks' partial sums, and the tickets that identify the last block."""
         return scratch.get("column sums", 2 * self.grid[1] * self.layout.columns), scratch.tickets(self.grid[0])
 
     def launch(self, *arguments: Any) -> None:
-        """Run it; rows, columns and inner follow the arguments."""
+        """Launch the kernel; rows, columns and inner are appended to the arguments."""
         sizes = (self.layout.rows, self.layout.columns, self.layout.inner)
         self.kernel(self.grid, self.block, tuple(map(argument, (*arguments, *sizes))))
 
 
 def find_layout(arrays: Sequence[Array], per_channel: Sequence[Array], widest: int) -> Layout:
-    """How arrays of one shape lie in memory, and how many columns a thread can take at once."""
+    """Return the memory layout of arrays of one shape, with the columns that a thread can load at once."""
     shape = arrays[0].shape
     period = find_period(tuple(shape), (shape[1],), 1)
     assert period is not None, shape
@@ -89,7 +89,7 @@ def find_layout(arrays: Sequence[Array], per_channel: Sequence[Array], widest: i
 
 
 def flat_layout(arrays: Sequence[Array], widest: int) -> Layout:
-    """Arrays without channels: as many columns as a thread takes at once."""
+    """Return the layout of arrays without channels, with the elements that a thread can load at once."""
     width = _width(arrays[0].size, arrays, (), widest)
     return Layout(arrays[0].size // width, width, 1, width)
 
@@ -107,14 +107,14 @@ def make_plan(
     file: str, layout: Layout, tuning: Tuning, types: dict[str, Array], entry: str = "",
     formula: str = "", **settings: Any,
 ) -> Plan:  # fmt: skip
-    """The kernel of kernels/<file>.cu for this layout, the dtype of arrays, its formula and further constants."""
+    """Return the plan of kernels/<file>.cu for this layout, the arrays' dtypes, a formula and further constants."""
     dtype = tuple((letter, array.dtype.char) for letter, array in types.items())
     key = (layout, tuning, dtype, tuple(settings.items()), formula, device_number())
     return _plan(file, entry or file, *key)
 
 
 @lru_cache(maxsize=4096)
-def _plan(  # noqa: PLR0913 -- all of it is the cache's key
+def _plan(  # noqa: PLR0913 -- all arguments are the cache's key
     file: str, entry: str, layout: Layout, tuning: Tuning, dtype: tuple[tuple[str, str], ...],
     settings: tuple[tuple[str, Any], ...], formula: str, device: int,
 ) -> Plan:  # fmt: skip
@@ -130,7 +130,7 @@ def _plan(  # noqa: PLR0913 -- all of it is the cache's key
 
 
 def _cut(layout: Layout, tuning: Tuning) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Grid and block: (groups of columns, rows)."""
+    """Return grid and block: (column groups, rows)."""
     groups = layout.columns // layout.width
     together = 1 if layout.inner > 1 else SUM_GROUPS if tuning.sums else tuning.threads
     column_blocks = -(-groups // together)

@@ -1,7 +1,7 @@
-"""Own CUDA kernels: reads the .cu files beside this module, compiles each once in a process, launches them.
+"""Own CUDA kernels: read the .cu files beside this module, compile each once per process, launch them.
 
-Owns launch sizes. Kernels walk their elements with a grid stride, so any size is covered by any grid. CuPy compiles
-them with NVRTC and keeps the machine code in its own cache folder.
+Defines launch sizes. Kernels use grid-stride loops, so any grid covers any size. CuPy compiles them with NVRTC and
+caches the machine code in its own folder.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ logger = logging.getLogger(__name__)
 
 THREADS = 256
 MULTIPROCESSORS = 132
-"""Of an H200. Grids are sized for it on every GPU, so that the order of a sum depends on no device."""
+"""Multiprocessors of an H200. Grids are sized for it on every GPU, so that summation order is device-independent."""
 
 RESIDENT_BLOCKS = 2 * MULTIPROCESSORS
-"""Blocks that run at once where a multiprocessor has registers or shared memory for two of them."""
+"""Resident blocks if registers or shared memory allow two per multiprocessor."""
 
 MAX_BLOCKS = 16 * MULTIPROCESSORS
-"""Blocks that fill the largest GPU of today several times over; more would only add starts and ends."""
+"""Blocks that fill the largest current GPU several times over; more would only add launch overhead."""
 
 OPTIONS = ("--std=c++17",)
-"""NVRTC's, beside those that CuPy gives it."""
+"""NVRTC options in addition to CuPy's."""
 
 _compiling = threading.RLock()
 
 
 @cache
 def kernel_text(name: str) -> str:
-    """The text of kernels/<name>.cu."""
+    """Return the text of kernels/<name>.cu."""
     return (resources.files("caffepy.backend.cuda") / "kernels" / f"{name}.cu").read_text(encoding="utf-8")
 
 
 def device_number() -> int:
-    """CUDA's number of the present device: plans depend on it."""
+    """Return the current CUDA device number, a key of cached plans."""
     return int(cupy.cuda.runtime.getDevice())
 
 
@@ -57,18 +57,18 @@ def _module(text: str) -> Any:
 
 
 class _Building:
-    """Seconds in which kernels were built; CuPy does not tell whether it reads a kernel or compiles it."""
+    """Total seconds of building kernels. CuPy does not report whether it loaded or compiled a kernel."""
 
     seconds = 0.0
 
 
 _COMPILES = 1.0
-"""Seconds after which kernels are being compiled: CuPy reads one in a millisecond and compiles one in a hundred."""
+"""Seconds that indicate compilation: CuPy loads a kernel in about 1 ms and compiles one in about 100 ms."""
 
 
 @cache
 def say_first_use() -> None:
-    """Log, once in a process, what takes long when a net first runs on a machine, and that later starts do not."""
+    """Log once per process that the first run on a machine compiles and tunes, and that later starts do not."""
     folder = os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache"
     logger.info(
         "Compiling CUDA kernels and tuning convolutions for the first time; for later starts CuPy keeps kernels in %s, "
@@ -86,7 +86,7 @@ def _function(text: str, name: str, device: int) -> Any:
         os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
         function = _module(text).get_function(name)
     except cupy.cuda.compiler.CompileException as error:
-        raise RunError(f"NVRTC refuses a CUDA kernel of caffepy's: {' '.join(str(error).split())}") from error
+        raise RunError(f"NVRTC cannot compile a caffepy kernel: {' '.join(str(error).split())}") from error
     _Building.seconds += time.monotonic() - begin
     if _Building.seconds > _COMPILES:
         say_first_use()
@@ -94,10 +94,10 @@ def _function(text: str, name: str, device: int) -> Any:
 
 
 def compiled(text: str, name: str) -> Any:
-    """A kernel of some CUDA text, compiled on first use; solver threads share what one of them compiled.
+    """Return a kernel of some CUDA text, compiled on first use and shared by all solver threads.
 
     Raises:
-        RunError: it does not compile.
+        RunError: compilation failed.
     """
     with _compiling:
         return _function(text, name, device_number())
@@ -113,17 +113,17 @@ TF32_PRODUCTS = ("tensor_cores",)
 
 
 def library_kernel(file: str, name: str, defines: str = "", parts: tuple[str, ...] = ()) -> Any:
-    """The kernel `name` of kernels/<file>.cu, which stands on other files and has C++ text put before it."""
+    """Return the kernel `name` of kernels/<file>.cu, with `defines` and the files in `parts` prepended."""
     return compiled(_library_text(file, defines, parts), name)
 
 
 def defines(**values: Any) -> str:
-    """C++ text that defines macros, to be put before a kernel file."""
+    """Return macro definitions to prepend to a kernel file."""
     return "".join(f"#define {name} {value}\n" for name, value in values.items())
 
 
 def argument(value: Any) -> Any:
-    """A kernel argument: arrays stay, whole numbers become 32-bit and others float, as all our kernels expect."""
+    """Convert a kernel argument: int to 32 bits, float to float32; arrays are unchanged."""
     if isinstance(value, (bool, int)):
         return np.uint32(value) if value > 2**31 - 1 else np.int32(value)
     if isinstance(value, float):
@@ -132,7 +132,7 @@ def argument(value: Any) -> Any:
 
 
 class Launch(NamedTuple):
-    """A kernel ready to be launched for any arrays of the same description, which it is planned for once."""
+    """A planned launch, reusable for all arrays with the same description."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -141,7 +141,7 @@ class Launch(NamedTuple):
 
 
 def launch(kernel: Any, work_items: int, arguments: tuple[Any, ...], threads: int = THREADS) -> None:
-    """Run a kernel with one thread a work item, up to a grid that fills the GPU."""
+    """Launch a kernel with one thread per work item, up to a grid that fills the GPU."""
     if work_items == 0:
         return
     blocks = min(-(-work_items // threads), MAX_BLOCKS)
@@ -149,26 +149,26 @@ def launch(kernel: Any, work_items: int, arguments: tuple[Any, ...], threads: in
 
 
 def launch_blocks(kernel: Any, grid: tuple[int, ...], block: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
-    """Run a kernel on exactly this grid."""
+    """Launch a kernel on exactly this grid."""
     kernel(grid, block, tuple(map(argument, arguments)))
 
 
 C_TYPES = {"f": "float", "e": "float16", "H": "bfloat16", "i": "int", "B": "unsigned char", "d": "double"}
-"""The type in kernels/common.cu of each dtype character; uint16 holds bfloat16."""
+"""Type name in kernels/common.cu by dtype character; uint16 holds bfloat16."""
 
 
 def c_type(array: Array) -> str:
-    """What an array's elements are called in our kernels."""
+    """Return the type name of an array's elements in our kernels."""
     return C_TYPES[array.dtype.char]
 
 
 @cache
 def divider(number: int) -> Any:
-    """The argument of type `Divider` (kernels/common.cu) that divides by a number from 1 to 2^31."""
+    """Return the `Divider` argument (kernels/common.cu) for a divisor from 1 to 2^31."""
     shift = 31 + (number - 1).bit_length()
     return np.uint64((shift << 32) | ((1 << shift) // number + 1))
 
 
 def aligned(array: Array, size: int = WIDE_LOAD) -> bool:
-    """Whether an array's first element lies at a multiple of `size` bytes, so that wide loads are allowed."""
+    """Return whether an array is aligned to `size` bytes, as wide loads require."""
     return int(array.data.ptr) % size == 0

@@ -1,7 +1,7 @@
-"""Copies and sums between arrays of any dtype and any strides: launches kernels/copy.cu.
+"""Copies and additions between arrays of any dtype and strides (kernels/copy.cu), and host-device transfers.
 
-Owns the choice among a plain copy of memory, packs of neighbouring elements (casts, Concat, Slice) and tiles that turn
-rows into columns (from channels last to C order and back), and the ways from the host to the device and back.
+Chooses among a memcpy, packs of contiguous elements (casts, Concat, Slice) and tiled transposition (between channels
+last and C order).
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from caffepy.backend.layout import is_plain, memory_order, view
 from caffepy.backend.types import Array
 
 AXES = 4
-"""Axes that a kernel walks along; arrays that have more go slice by slice."""
+"""Axes that a kernel supports; arrays with more axes are copied slice by slice."""
 
 EACH = 4
-"""Packs that a thread moves."""
+"""Packs per thread."""
 
 TILE = 32
-"""Rows and columns of a tile that is turned."""
+"""Rows and columns of a transposed tile."""
 
 MAX_PACKS = 2**31 - 1
 FLOATS = ("f", "e", "H")
-"""dtype characters of what can be rounded to."""
+"""dtype characters that values can be rounded to."""
 
 
 SLOTS = 3
-"""Pinned buffers of a `Staging` for arrays on their way to the device."""
+"""Pinned upload buffers of a `Staging`."""
 
 PART = 2**19
-"""Numbers that are copied into pinned memory, and on to the device, at once."""
+"""Elements per chunk of a pipelined upload through pinned memory."""
 
 MAX_THREADS = 4
-"""Threads that copy into pinned memory: one alone is slower than the bus."""
+"""Threads that copy into pinned memory; a single thread is slower than the bus."""
 
 
 class Ends(NamedTuple):
-    """What the choice of a kernel needs to know of source and destination."""
+    """The properties of source and destination that determine the kernel."""
 
     shape: tuple[int, ...]
     strides: tuple[tuple[int, ...], tuple[int, ...]]
@@ -79,7 +79,7 @@ def add(source: Array, destination: Array) -> None:
 
 
 def upload(host: Any, destination: Array, scratch: Scratch) -> None:
-    """Copy a NumPy array to the device and there into the destination's memory order and dtype."""
+    """Copy a NumPy array to the device and convert it to the destination's memory order and dtype."""
     kind = np.dtype(np.float32) if destination.dtype.char in FLOATS else destination.dtype
     host = np.asarray(host, dtype=kind)
     assert tuple(host.shape) == tuple(destination.shape), (host.shape, destination.shape)
@@ -97,11 +97,11 @@ def upload(host: Any, destination: Array, scratch: Scratch) -> None:
 
 
 class Staging:
-    """Pinned memory between host arrays and the device, from and to which it copies at the bus's full speed.
+    """Pinned staging buffers for full-speed transfers between host arrays and the device.
 
     Args:
-        stream: the backend's.
-        scratch: of the backend.
+        stream: the backend's stream.
+        scratch: the backend's workspaces.
     """
 
     def __init__(self, stream: Any, scratch: Scratch) -> None:
@@ -109,7 +109,7 @@ class Staging:
         self._scratch = scratch
         self._slots = [np.empty(0, np.float32)] * SLOTS
         self._copied: list[Any] = [None] * SLOTS
-        """When the device has taken what lies in each slot."""
+        """Event of each slot's last transfer."""
         self._turn = 0
         self._results = np.empty(0, np.float32)
         self._threads: ThreadPoolExecutor | None = None
@@ -132,7 +132,7 @@ class Staging:
             copy(staged, destination)
 
     def _send(self, host: Any, pinned: Any, staged: Array) -> None:
-        """Copy the numbers part by part, so that a part is on its way while the next ones are being copied."""
+        """Copy the elements chunk by chunk, so that transfers overlap with the copies into pinned memory."""
         if not host.flags.c_contiguous or host.size <= 2 * PART:
             np.copyto(pinned.reshape(host.shape), host, casting="unsafe")
             self._send_part(pinned, staged, slice(0, host.size))
@@ -166,7 +166,7 @@ class Staging:
         return [view.copy() for view in views]
 
     def _as_numbers(self, array: Array) -> Array:
-        """The elements as float32 in C order; where it is a copy, the next one overwrites it."""
+        """Return the elements as float32 in C order. A copy is valid until the next call."""
         if array.dtype == np.float32 and array.flags.c_contiguous:
             return array
         staged = self._scratch.get("download", array.size).reshape(array.shape)
@@ -174,20 +174,20 @@ class Staging:
         return staged
 
     def close(self) -> None:
-        """End its threads."""
+        """Stop the copy threads."""
         if self._threads is not None:
             self._threads.shutdown()
 
 
 def _at_least(pinned: Any, count: int) -> Any:
-    """Pinned memory for so many float32 numbers: the present or a larger one."""
+    """Return pinned memory for at least `count` float32 elements: the given buffer or a larger one."""
     if pinned.size >= count:
         return pinned
     return np.frombuffer(cupy.cuda.alloc_pinned_memory(4 * count), np.float32, count)
 
 
 def in_c_order(array: Array, scratch: Scratch, purpose: str) -> Array:
-    """The elements in logical order, C-contiguous: the array itself or a copy in scratch memory."""
+    """Return the elements in logical order, C-contiguous: the array itself or a copy in scratch memory."""
     if array.flags.c_contiguous:
         return array
     result = scratch.get(purpose, array.size, array.dtype.name).reshape(array.shape)
@@ -214,7 +214,7 @@ def _move(source: Array, destination: Array, add: bool) -> None:
 
 @lru_cache(maxsize=4096)
 def _plan(ends: Ends) -> Launch | None:
-    """The kernel for these arrays; None if they have more axes or elements than one launch takes."""
+    """Return the launch for these arrays, or None if they exceed a launch's axes or elements."""
     items = [np.dtype(char).itemsize for char in ends.dtypes]
     steps = [tuple(s // item for s in strides) for strides, item in zip(ends.strides, items, strict=True)]
     axes = collapse(ends.shape, steps[0], steps[1])
@@ -247,7 +247,7 @@ def _filled(axes: list[Axis]) -> list[Axis]:
 
 
 def _width(ends: Ends, axes: list[Axis], items: list[int]) -> int:
-    """How many neighbours one thread can move at once."""
+    """Return how many contiguous elements a thread can move at once."""
     inner = axes[-1]
     if (inner.source, inner.destination) != (1, 1):
         return 1
@@ -259,7 +259,7 @@ def _width(ends: Ends, axes: list[Axis], items: list[int]) -> int:
 
 
 def _turns(axes: list[Axis]) -> bool:
-    """Whether neighbours in the source are far apart in the destination and the other way round."""
+    """Return whether source and destination have different innermost axes, as in a transposition."""
     rows = [axis for axis in axes if axis.source == 1]
     columns = axes[-1]
     wide = len(rows) == 1 and rows[0] is not columns and min(rows[0].size, columns.size) >= TILE // 2

@@ -1,15 +1,16 @@
-"""Matrix products on the GPU: by cuBLAS, by a kernel of our own where products are small, in parts where rows are odd.
+"""Matrix products on the GPU: cuBLAS, an own kernel for small products, and split products for odd sizes.
 
-Owns a handle per backend. CuPy's own wrapper refuses cuBLAS while a stream is captured and resets the handle's
-workspace at each call, so these few functions are bound here; their stream, workspace and math mode are set once.
+Owns one cuBLAS handle per backend. CuPy's wrapper refuses cuBLAS during stream capture and resets the handle's
+workspace at each call. Therefore this module binds the few functions itself and sets stream, workspace and math mode
+once.
 
-Small products are the fully connected layers of small nets. cuBLAS divides a long depth among blocks and adds their
-parts in a second kernel; kernels/small_product.cu has the warps of a block do that in one, where wanted with a formula
-of each result.
+Small products are the fully connected layers of small nets. For a deep product cuBLAS splits K over blocks and adds the
+partial sums in a second kernel. kernels/small_product.cu splits K over the warps of a block in one kernel, with an
+optional elementwise epilogue.
 
-For half-precision products one of whose lengths is odd cuBLAS has slow kernels alone. Such a product is divided into a
-part whose length is a multiple of eight, over copies whose rows begin at multiples of 16 bytes, and the few rows,
-columns or terms that are left over. An output layer over a vocabulary is one: 8,801 words are rows of 17,602 bytes.
+For half-precision products with an odd size cuBLAS has only slow kernels. Such a product is split into a part whose
+size is a multiple of eight, over copies with rows aligned to 16 bytes, and the remaining rows, columns or terms. An
+example is an output layer over a vocabulary: 8,801 words give rows of 17,602 bytes.
 """
 
 from __future__ import annotations
@@ -41,26 +42,26 @@ from caffepy.backend.types import PRODUCT_WORKSPACE, Array
 from caffepy.errors import MissingExtraError, RunError
 
 MAX_RESULTS = 2**17
-"""Elements of a product up to which it may be small."""
+"""Maximum elements of a small product."""
 
 MIN_DEPTH, MAX_DEPTH = 32, 8192
-"""Lengths of the sums of small products: less is no work to divide, more is too much for one block."""
+"""Range of K of a small product: below it splitting does not pay, above it one block takes too long."""
 
 MIN_DEPTH_WITH_FORMULA = 16
-"""Length of the sums from which a product with a formula may be small: it saves the formula's launch."""
+"""Minimum K of a small product with a formula, which also saves the formula's launch."""
 
 MAX_MULTIPLICATIONS = 2**26
 
 FEW_WARPS, MANY_WARPS = 8, 16
-"""Warps of a block: each takes 32 of the depth at a time."""
+"""Warps per block; each takes 32 of K at a time."""
 
 
 class Epilogue(NamedTuple):
-    """What is done to the elements of a product.
+    """An elementwise epilogue of a product.
 
     Args:
         formula: `formula_(element, channel, result)` in CUDA C.
-        channel: float32, an element for each column of the product.
+        channel: float32, one element per column of the product.
     """
 
     formula: str
@@ -68,7 +69,7 @@ class Epilogue(NamedTuple):
 
 
 def suits_small_product(shape: tuple[int, ...], depth: int, min_depth: int = MIN_DEPTH) -> bool:
-    """Whether a product of this shape and depth is small, and the GPU able."""
+    """Return whether a product of this shape and K is small and the GPU supports the kernel."""
     results = shape[0] * shape[1]
     if not (results <= MAX_RESULTS and min_depth <= depth <= MAX_DEPTH):
         return False
@@ -76,7 +77,7 @@ def suits_small_product(shape: tuple[int, ...], depth: int, min_depth: int = MIN
 
 
 def small_product(a: Array, b: Array, out: Array, accumulate: bool, epilogue: Epilogue | None = None) -> None:
-    """out (+)= a @ b, or out = the epilogue of a @ b; each with a unit stride in one axis."""
+    """out (+)= a @ b, or out = epilogue(a @ b), for matrices with a unit stride in one axis."""
     (rows, depth), columns = a.shape, b.shape[1]
     tiles = _tiles(rows, columns)
     a_first, a_pitch = lines(a)
@@ -93,19 +94,19 @@ def small_product(a: Array, b: Array, out: Array, accumulate: bool, epilogue: Ep
     if epilogue is None:
         launch_blocks(library_kernel("small_product", "product", text, TF32_PRODUCTS), grid, (32 * warps,), arguments)
         return
-    assert not accumulate, "a formula of a product overwrites"
-    assert epilogue.channel.dtype == "float32", f"a formula's Channel argument of {epilogue.channel.dtype}"
+    assert not accumulate, "a product with an epilogue cannot accumulate"
+    assert epilogue.channel.dtype == "float32", f"epilogue's Channel argument: {epilogue.channel.dtype}"
     launch_blocks(_with_formula(text, epilogue.formula), grid, (32 * warps,), (*arguments, epilogue.channel))
 
 
 def _with_formula(text: str, formula: str) -> Any:
-    """The kernel with a formula, which stands on kernels/common.cu and so comes behind it."""
+    """Return the kernel with a formula inserted after kernels/common.cu, which it requires."""
     before = "".join(map(kernel_text, ("common", *TF32_PRODUCTS)))
     return compiled(text + defines(FORMULA=1) + before + formula + kernel_text("small_product"), "product")
 
 
 def _tiles(rows: int, columns: int) -> int:
-    """Tiles of eight columns for a block: few where there would be fewer blocks than multiprocessors."""
+    """Return the tiles of eight columns per block: few if there would be fewer blocks than multiprocessors."""
     for tiles in (4, 2):
         if -(-rows // 16) * -(-columns // (8 * tiles)) >= 96:
             return tiles
@@ -113,12 +114,12 @@ def _tiles(rows: int, columns: int) -> int:
 
 
 def _in_vectors(matrix: Array, pitch: int, depth: int) -> bool:
-    """Whether every fourth element along the depth begins where a load of four may."""
+    """Return whether loads of four elements along K are aligned."""
     return pitch % 4 == 0 and depth % 4 == 0 and aligned(matrix)
 
 
 def lines(matrix: Array) -> tuple[bool, int]:
-    """Whether the last axis of a matrix is the one that is contiguous, and the distance of its lines in elements."""
+    """Return whether the last axis of a matrix is contiguous, and its leading dimension in elements."""
     lines, length = matrix.shape
     item = matrix.itemsize
     if matrix.strides[1] == item or length == 1:
@@ -128,27 +129,27 @@ def lines(matrix: Array) -> tuple[bool, int]:
 
 
 MULTIPLE = 8
-"""Numbers of 16 bits that a row must hold a multiple of."""
+"""Required multiple of a row's 16-bit elements."""
 
 MIN_LENGTH = 256
-"""Rows, columns and terms from which a copy of a factor takes less time than the product gains."""
+"""Minimum rows, columns and terms for which a copy of a factor costs less than it saves."""
 
 MIN_MULTIPLICATIONS = 2**31
-"""Those of a product worth dividing: a thirtieth of a millisecond in the slow kernels of an H200."""
+"""Minimum multiplications of a split product: 1/30 ms in the slow kernels of an H200."""
 
 ROWS, DEPTH, COLUMNS = "rows", "depth", "columns"
 
 Gemm = Callable[[Array, Array, Array, bool], None]
-"""out (+)= a @ b, given a, b, out and whether it is added."""
+"""out (+)= a @ b, with arguments a, b, out, accumulate."""
 
 
 class AlignedProduct(NamedTuple):
-    """A product that is divided.
+    """A product split because of an odd size.
 
     Args:
-        axis: the one whose length is odd.
+        axis: the axis of odd size.
         gemm: computes the parts.
-        scratch: where the copies lie.
+        scratch: memory of the aligned copies.
     """
 
     axis: str
@@ -176,7 +177,7 @@ class AlignedProduct(NamedTuple):
         self.gemm(a, b[:, whole:], out[:, whole:], accumulate)
 
     def _terms(self, a: Array, b: Array, out: Array, accumulate: bool) -> None:
-        """The last terms are added in float32, so that a result of 16 bits is rounded once."""
+        """Add the remaining terms in float32, so that a 16-bit result is rounded once."""
         whole, total = _whole(a.shape[1]), out
         if out.dtype != "float32":
             total = self.scratch.get("sums of two parts", out.size).reshape(out.shape)
@@ -189,14 +190,14 @@ class AlignedProduct(NamedTuple):
             copy(total, out)
 
     def _copied(self, matrix: Array, purpose: str) -> Array:
-        """The matrix, or a copy of it whose rows are aligned."""
+        """Return the matrix, or a copy with aligned rows."""
         result = self._like(matrix, purpose)
         if result is not matrix:
             copy(matrix, result)
         return result
 
     def _like(self, matrix: Array, purpose: str) -> Array:
-        """The matrix if its rows are aligned, else memory for one of its shape and order whose rows are."""
+        """Return the matrix if its rows are aligned, else memory of its shape and order with aligned rows."""
         along_rows, pitch = lines(matrix)
         if aligned(matrix, WIDE_LOAD) and pitch * matrix.itemsize % WIDE_LOAD == 0:
             return matrix
@@ -210,7 +211,7 @@ def _whole(length: int) -> int:
 
 
 def odd_axis(a: Array, b: Array, out: Array) -> str | None:
-    """The axis along which rows of a large product a @ b are not multiples of 16 bytes; None if none or two are."""
+    """Return the axis of a large product a @ b whose rows are not multiples of 16 bytes; None if none or two are."""
     lengths = {ROWS: out.shape[0], DEPTH: a.shape[1], COLUMNS: out.shape[1]}
     if a.itemsize != 2 or min(lengths.values()) < MIN_LENGTH:
         return None
@@ -227,18 +228,18 @@ logger = logging.getLogger(__name__)
 DEFAULT_MATH = 0
 TF32_MATH = 3
 WHOLE_SUMS = 16
-"""Added to a math mode: sums of half-precision products are never rounded on the way."""
+"""Math mode flag: do not round half-precision partial sums."""
 
 NO_TRANSPOSE, TRANSPOSE = 0, 1
 COMPUTE_32F = 68
 DEFAULT_ALGORITHM = -1
 DATA_TYPES = {"float32": 0, "float16": 2, "uint16": 14}
-"""cuBLAS's names of dtypes; uint16 holds bfloat16."""
+"""cuBLAS's type enumeration by dtype; uint16 holds bfloat16."""
 
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The cuBLAS library that CuPy itself uses."""
+    """Load the cuBLAS library that CuPy uses."""
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib  # type: ignore[import-not-found,unused-ignore]
 
@@ -263,8 +264,8 @@ class Blas:
 
     Args:
         stream: address of the CUDA stream.
-        tf32: whether products of float32 numbers may round them to TF32.
-        scratch: where the workspace and aligned copies of factors come from.
+        tf32: whether products of float32 numbers may use TF32.
+        scratch: memory of the workspace and of aligned copies of factors.
     """
 
     def __init__(self, stream: int, tf32: bool, scratch: Scratch) -> None:
@@ -292,7 +293,7 @@ class Blas:
             self._handle = ctypes.c_void_p()
 
     def gemm(self, a: Array, b: Array, out: Array, transpose_a: bool, transpose_b: bool, accumulate: bool) -> None:
-        """out (+)= op(a) @ op(b), see `Backend.gemm`: a and b of one dtype, out of that or float32."""
+        """out (+)= op(a) @ op(b), see `Backend.gemm`. a and b share a dtype; out has it or is float32."""
         assert a.dtype == b.dtype, f"gemm: factors of {a.dtype} and {b.dtype}"
         assert out.dtype in (a.dtype, "float32"), f"gemm: factors of {a.dtype}, result of {out.dtype}"
         if out.size == 0:
@@ -314,7 +315,7 @@ class Blas:
     def gemm_with_epilogue(
         self, a: Array, b: Array, out: Array, transpose_a: bool, transpose_b: bool, epilogue: Epilogue
     ) -> bool:
-        """out = the epilogue of op(a) @ op(b) in one launch; False where no kernel does that and nothing was done."""
+        """out = epilogue(op(a) @ op(b)) in one launch. Return False, without any work, if no kernel supports it."""
         depth = a.shape[0] if transpose_a else a.shape[1]
         rounds = self._tf32 or a.dtype != "float32"
         if not (rounds and out.size and suits_small_product(out.shape, depth, MIN_DEPTH_WITH_FORMULA)):
@@ -326,11 +327,11 @@ class Blas:
     def library_gemm(
         self, a: Array, b: Array, out: Array, transpose_a: bool, transpose_b: bool, accumulate: bool
     ) -> None:
-        """`gemm` by cuBLAS, whatever the size."""
+        """Compute `gemm` with cuBLAS for any size."""
         depth = a.shape[0] if transpose_a else a.shape[1]
         row_major, leading = _dtype(out)
         rows, columns = out.shape
-        if row_major:  # cuBLAS counts in columns: it computes the transposed product
+        if row_major:  # cuBLAS is column-major: compute the transposed product
             a, b, transpose_a, transpose_b = b, a, not transpose_b, not transpose_a
             rows, columns = columns, rows
         beta = self._one if accumulate else self._zero
@@ -341,13 +342,13 @@ class Blas:
     def gemm_of_parts(
         self, a: Array, b: Array, out: Array, transpose_a: bool, transpose_b: bool, accumulate: bool
     ) -> None:
-        """out[p] (+)= op(a[p]) @ op(b[p]) for each p of their first axis, one launch; rows of out[p] are contiguous."""
+        """out[p] (+)= op(a[p]) @ op(b[p]) for each p of axis 0, in one launch; rows of out[p] are contiguous."""
         depth = a.shape[1] if transpose_a else a.shape[2]
         parts, rows, columns = out.shape
         row_major, leading = _dtype(out[0])
         assert row_major and a.dtype == b.dtype, f"products of parts: strides {out.strides}, {a.dtype} and {b.dtype}"
         kind, out_kind = DATA_TYPES[a.dtype.name], DATA_TYPES[out.dtype.name]
-        # cuBLAS counts in columns: it computes the transposed products
+        # cuBLAS is column-major: compute the transposed products.
         first, second = _operand(b[0], not transpose_b), _operand(a[0], not transpose_a)
         steps = [ctypes.c_longlong(array.strides[0] // array.itemsize) for array in (b, a, out)]
         status = self._batch(
@@ -377,7 +378,7 @@ Operand = tuple[int, int, int, str]
 
 
 def _dtype(matrix: Array) -> tuple[bool, int]:
-    """Whether a matrix is stored row after row, and the distance of its rows (or columns) in elements."""
+    """Return whether a matrix is row-major, and its leading dimension in elements."""
     rows, columns = matrix.shape
     item = matrix.itemsize
     if matrix.strides[1] == item or columns == 1:

@@ -1,7 +1,7 @@
 """SSD's loss on the GPU: launches kernels/box_loss.cu.
 
-Owns what the backward pass needs of the forward pass: each prior's object, and the class that its scores are compared
-with. The rest lies in workspaces.
+Keeps each prior's matched object and target class from the forward pass for the backward pass. Other temporaries are in
+workspaces.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from caffepy.backend.interface import DetectionPrimitives
 from caffepy.backend.types import Array, BoxLossSettings
 
 THREADS = 512
-"""Of the block that matches an image's priors, or chooses among them."""
+"""Threads of the block that matches or mines the priors of one image."""
 WARP = 32
 COLUMNS = 8
-"""Of the row of an object."""
+"""Values of an object's row."""
 
 
 @cache
@@ -58,10 +58,10 @@ class CudaBoxLoss:
     """See `BoxLoss`.
 
     Args:
-        settings: of the loss.
-        images: of a batch.
-        priors: of an image.
-        scratch: for what one pass needs.
+        settings: options of the loss.
+        images: batch size.
+        priors: priors per image.
+        scratch: temporaries of one pass.
     """
 
     def __init__(self, settings: BoxLossSettings, images: int, priors: int, scratch: Scratch) -> None:
@@ -114,7 +114,7 @@ class CudaBoxLoss:
         return [in_c_order(array, self._scratch, f"boxes {number}") for number, array in enumerate(arrays)]
 
     def _result(self, gradient: Array) -> Array:
-        """Where a kernel writes what `gradient` shall hold."""
+        """Return the array that a kernel writes `gradient` to."""
         if gradient.flags.c_contiguous:
             return gradient
         return self._scratch.get("boxes result", gradient.size).reshape(gradient.shape)

@@ -1,6 +1,6 @@
-"""Which GPUs there are: the only module that imports CuPy and cuDNN for the first time and explains what is missing.
+"""GPU enumeration. This module is the first to import CuPy and cuDNN, and reports missing components.
 
-Owns the translation of their errors into caffepy's.
+Translates their errors into caffepy's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NO_DRIVER = "this machine has no NVIDIA driver"
 
 
 def _has_driver() -> bool:
-    """Whether the NVIDIA driver's library is there."""
+    """Return whether the NVIDIA driver's library is installed."""
     try:
         load_library("libcuda.so.1")
     except (OSError, AttributeError):
@@ -58,19 +58,19 @@ except ImportError as error:
 GIBIBYTE = 2**30
 
 AMPERE = 80
-"""Compute capability, times ten, of the first GPUs whose tensor cores take TF32 and bfloat16."""
+"""Ten times the compute capability from which on tensor cores support TF32 and bfloat16."""
 
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """What `caffepy device_query` prints of one GPU.
+    """Properties of one GPU for `caffepy device_query`.
 
     Args:
-        number: CUDA's number of the device in this process.
-        name: the product's name.
+        number: CUDA device number in this process.
+        name: product name.
         memory: bytes of device memory.
         compute_capability: e.g. ``9.0``.
-        multiprocessors: how many streaming multiprocessors it has.
+        multiprocessors: number of streaming multiprocessors.
         pci_bus_id: e.g. ``0000:1B:00.0``.
         driver_version: newest CUDA version that the driver supports, e.g. ``13.0``.
         runtime_version: version of the CUDA runtime that CuPy uses.
@@ -91,7 +91,7 @@ def _version(number: int) -> str:
 
 
 def device_count() -> int:
-    """How many GPUs this process can use; 0 without a driver."""
+    """Return how many GPUs this process can use; 0 without a driver."""
     try:
         return int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError:
@@ -99,15 +99,15 @@ def device_count() -> int:
 
 
 def device_names() -> list[str]:
-    """The product names of all GPUs, in CUDA's order."""
+    """Return the product names of all GPUs, in CUDA's order."""
     return [device_properties(number).name for number in range(device_count())]
 
 
 def device_properties(number: int) -> DeviceProperties:
-    """The properties of one GPU.
+    """Return the properties of one GPU.
 
     Raises:
-        DeviceError: there is no such GPU.
+        DeviceError: the GPU does not exist.
     """
     check_device(number)
     runtime = cupy.cuda.runtime
@@ -125,10 +125,10 @@ def device_properties(number: int) -> DeviceProperties:
 
 
 def free_memory(number: int) -> int:
-    """Bytes of a GPU that nobody uses, this process's own CUDA context being there.
+    """Return the free bytes of a GPU after this process has created its CUDA context.
 
     Raises:
-        DeviceError: there is no such GPU.
+        DeviceError: the GPU does not exist.
     """
     check_device(number)
     with cupy.cuda.Device(number):
@@ -136,12 +136,12 @@ def free_memory(number: int) -> int:
 
 
 def has_tensor_cores() -> bool:
-    """Whether the tensor cores of the present GPU take all factors that own kernels give them: TF32 and both halves."""
+    """Return whether the current GPU's tensor cores support TF32, float16 and bfloat16."""
     return int(cupy.cuda.Device().compute_capability) >= AMPERE
 
 
 def _no_device_reason() -> str:
-    """Why CUDA sees no GPU at all, in the driver's words."""
+    """Return the driver's reason why CUDA finds no GPU."""
     try:
         cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -150,10 +150,10 @@ def _no_device_reason() -> str:
 
 
 def check_device(number: int) -> None:
-    """Refuse a GPU that is not there.
+    """Check that a GPU exists.
 
     Raises:
-        DeviceError: the message lists the GPUs of this machine, or says why there is none.
+        DeviceError: the message lists this machine's GPUs, or states why there is none.
     """
     count = device_count()
     if 0 <= number < count:
@@ -171,11 +171,11 @@ _importing = threading.Lock()
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """Let `import torch` fail within a `with` block, unless this process has it already.
+    """Make `import torch` fail within a `with` block, unless PyTorch is already imported.
 
-    cuDNN's frontend imports PyTorch where it is installed, for its class `Graph` of `cudnn.wrapper`, which caffepy does
-    not use; that takes three seconds. A program that imports PyTorch later loses that class alone, and nothing where it
-    imports PyTorch before. An import of PyTorch that another thread begins in this tenth of a second fails.
+    cuDNN's frontend imports PyTorch if it is installed, for `cudnn.wrapper.Graph`, which caffepy does not use. That
+    import takes three seconds. A program that imports PyTorch later loses only this class; a program that imports
+    PyTorch earlier loses nothing. An import of PyTorch that another thread starts within the block (0.1 s) fails.
     """
     with _importing:
         hidden = "torch" not in sys.modules and "cudnn" not in sys.modules
@@ -189,7 +189,7 @@ def _without_torch() -> Iterator[None]:
 
 
 def import_cudnn() -> Any:
-    """cuDNN's frontend, with the cuDNN library behind it.
+    """Return cuDNN's frontend with the cuDNN library loaded.
 
     Raises:
         MissingExtraError: one of the two is not installed.
@@ -211,10 +211,10 @@ def device_memory(what: str) -> Iterator[None]:
     """Translate CuPy's out-of-memory error within a `with` block.
 
     Args:
-        what: what was being allocated, for the message.
+        what: the object of the allocation, for the message.
 
     Raises:
-        OutOfMemoryError: with the bytes asked for, those free and what to do.
+        OutOfMemoryError: the message states the requested and the free bytes, and a remedy.
     """
     try:
         yield

@@ -1,9 +1,9 @@
-"""Formulas over arrays of any dtype on the GPU: chooses the kernel for the arrays' geometry and launches it.
+"""Elementwise formulas on the GPU for any dtype: kernel selection by geometry, and launches.
 
-Owns how many neighbours a thread takes at once and how Channel arguments are indexed: by nothing but the thread's
-number where a block's size is a multiple of their period, else by a division and a remainder; where they follow no
-period at all they are spread out over the whole shape first. The choice is remembered for each combination of formula,
-shapes, dtypes and alignment, so that a call costs little more than its launch.
+Chooses the vector width and the indexing of Channel arguments. If the block size is a multiple of their period, the
+thread's number alone gives the index; otherwise the kernel divides and takes a remainder. Arguments without a period
+are first broadcast to the whole shape. Plans are cached by formula, shapes, dtypes and alignment, so that a call costs
+little more than its launch.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ Argument = Any
 """An array or a number."""
 
 MAX_SOURCES = 8
-"""Arrays that one launch of `add_n` adds up."""
+"""Maximum arrays per launch of `add_n`."""
 
 TOTAL = Tuning(128, 4)
 TOTAL_OF_MANY = Tuning(128, 1)
 
 MAX_THREADS = 512
-"""Threads of a block up to which a period of Channel arguments is worth a block of its own size."""
+"""Maximum period of Channel arguments for which the block size is adapted to it."""
 
 FEW_PACKS = 2**17
-"""Packs below which every one gets a thread of its own, so that small arrays are spread over the whole GPU."""
+"""Packs below which each pack has its own thread, to spread small arrays over the whole GPU."""
 
 SLOW_FUNCTIONS = ("powf(", "expf(", "logf(", "log1pf(", "tanhf(")
-"""Calls that are long enough to hide a load, and too long to be written down several times."""
+"""Calls that hide load latency and are too long to be unrolled."""
 
 
 class Signature(NamedTuple):
-    """What the choice of a kernel needs to know of an array."""
+    """The properties of an array that determine the kernel."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -60,19 +60,19 @@ class Signature(NamedTuple):
         return np.dtype(self.dtype).itemsize
 
     def allows(self, width: int) -> bool:
-        """Whether packs of so many elements lie where they can be loaded at once."""
+        """Return whether packs of `width` elements are aligned."""
         return self.alignment % min(16, width * self.item) == 0
 
 
 def _signature(value: Argument) -> Signature | None:
-    """None for a number."""
+    """Return an array's signature, or None for a number."""
     if not is_array(value):
         return None
     return Signature(value.shape, value.strides, math.gcd(int(value.data.ptr), 16), value.dtype.char)
 
 
 class Call(NamedTuple):
-    """A formula with the signatures of its arguments: the key under which plans are remembered."""
+    """A formula with its arguments' signatures: the key of cached plans."""
 
     expression: Expression
     inputs: tuple[Signature | None, ...]
@@ -85,11 +85,11 @@ class Call(NamedTuple):
         return {name: s for name, k, s in named if k is kind and s is not None}
 
     def periods(self, shape: tuple[int, ...]) -> dict[str, Period | None]:
-        """How the index of each Channel argument follows from an element's index."""
+        """Return the period of each Channel argument."""
         return {name: find_period(shape, s.shape, self.axis) for name, s in self.of_kind(Kind.CHANNEL).items()}
 
     def check(self) -> None:
-        """Refuse slices and other types: the kernels walk through memory."""
+        """Check that all arrays are dense and of supported types; the kernels index memory directly."""
         plain = {*self.of_kind(Kind.CHANNEL).values(), *self.of_kind(Kind.SCALAR).values()}
         for s in (*self.inputs, *self.outputs):
             assert s is None or is_dense(s.shape, s.strides, s.item), (self.expression, s)
@@ -106,7 +106,7 @@ class Call(NamedTuple):
 
 
 def make_call(expression: Expression, inputs: Sequence[Argument], outputs: Sequence[Array], axis: int) -> Call:
-    """The key of a call of `apply` or `reduce`."""
+    """Return the key of a call of `apply` or `reduce`."""
     device = device_number()
     results = tuple(s for s in map(_signature, outputs) if s is not None)
     return Call(expression, tuple(map(_signature, inputs)), results, axis, device)
@@ -114,14 +114,14 @@ def make_call(expression: Expression, inputs: Sequence[Argument], outputs: Seque
 
 @dataclass(frozen=True)
 class FormulaLaunch:
-    """A kernel ready to be launched for any arrays of one `Call`.
+    """A planned launch, reusable for all arrays of one `Call`.
 
     Args:
         kernel: the compiled kernel.
         grid: blocks.
         block: threads.
-        head: arguments before the formula's.
-        extras: arguments that follow each of the formula's.
+        head: arguments before the formula's arguments.
+        extras: arguments after each of the formula's arguments.
     """
 
     kernel: Any
@@ -142,12 +142,12 @@ def apply(
     expression: Expression, inputs: Sequence[Argument], outputs: Sequence[Array], axis: int,
     scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
-    """outputs = expression(*inputs), see `Backend.apply`; Channel arguments without a period need `scratch`."""
+    """outputs = expression(*inputs), see `Backend.apply`. Channel arguments without a period need `scratch`."""
     if outputs[0].size == 0:
         return
     plan = _plan_apply(make_call(expression, inputs, outputs, axis))
     if plan is None:
-        assert scratch is not None, f"{expression}: a Channel argument follows no period"
+        assert scratch is not None, f"{expression}: a Channel argument has no period"
         apply(expression, spread_out(expression, inputs, tuple(outputs[0].shape), axis, scratch), outputs, 0)
     else:
         plan.run(inputs, outputs)
@@ -156,7 +156,7 @@ def apply(
 def spread_out(
     expression: Expression, inputs: Sequence[Argument], shape: tuple[int, ...], axis: int, scratch: Scratch
 ) -> list[Argument]:
-    """The inputs, each Channel argument repeated over the whole shape, so that its axis is 0."""
+    """Return the inputs with each Channel argument broadcast to the whole shape, so that its axis is 0."""
     spread = list(inputs)
     for i, kind in enumerate(expression.kinds):
         if kind is Kind.CHANNEL:
@@ -169,7 +169,7 @@ def spread_out(
 
 @lru_cache(maxsize=4096)
 def _plan_apply(call: Call) -> FormulaLaunch | None:
-    """The kernel of an elementwise call; None if a Channel argument has no period."""
+    """Return the kernel of an elementwise call, or None if a Channel argument has no period."""
     shape = call.outputs[0].shape
     periods = {name: period for name, period in call.periods(shape).items() if period is not None}
     if len(periods) < len(call.of_kind(Kind.CHANNEL)):
@@ -189,17 +189,17 @@ def _plan_apply(call: Call) -> FormulaLaunch | None:
 
 
 def index_type(packs: int) -> str:
-    """The C type in which packs are counted."""
+    """Return the C type of pack numbers."""
     return "unsigned int" if packs < 2**31 else "unsigned long long"
 
 
 def count_argument(value: int, index: str) -> Any:
-    """A number of packs as an argument of that type."""
+    """Return a pack count as an argument of that type."""
     return np.uint32(value) if index == "unsigned int" else np.uint64(value)
 
 
 def pack_width(call: Call, each: Sequence[Signature], periods: Mapping[str, Period], span: int) -> int:
-    """How many neighbours a thread takes at once, given that `span` of them follow on each other."""
+    """Return the elements per pack, given that `span` elements are contiguous."""
     channels = call.of_kind(Kind.CHANNEL)
 
     def fits(width: int) -> bool:
@@ -216,12 +216,12 @@ def pack_width(call: Call, each: Sequence[Signature], periods: Mapping[str, Peri
 
 
 def _is_splat(period: Period, width: int) -> bool:
-    """Whether neighbours see one element of the Channel argument."""
+    """Return whether all elements of a pack use one element of the Channel argument."""
     return period.size == 1 or period.inner % width == 0
 
 
 def _is_packed(period: Period, width: int, channel: Signature) -> bool:
-    """Whether neighbours see neighbours of the Channel argument."""
+    """Return whether the elements of a pack use contiguous elements of the Channel argument."""
     return period.inner == 1 and period.size % width == 0 and channel.allows(width)
 
 
@@ -230,7 +230,7 @@ def _packed(period: Period, width: int) -> bool:
 
 
 def _repeat(period: Period, width: int) -> int:
-    """After how many packs a Channel argument begins anew; 0 if a thread's number cannot tell."""
+    """Return a Channel argument's period in packs; 0 if the thread's number does not determine the index."""
     if period.size == 1 or period.outer == 1:
         return 0
     if _packed(period, width):
@@ -239,7 +239,7 @@ def _repeat(period: Period, width: int) -> int:
 
 
 def _threads(repeats: list[int]) -> int:
-    """A block's size, a multiple of all repeats if that can be: of full warps, and near the usual one."""
+    """Return the block size: full warps near the default, and a multiple of all periods if possible."""
     common = math.lcm(*repeats)
     if common == 1 or common > MAX_THREADS:
         return THREADS
@@ -247,7 +247,7 @@ def _threads(repeats: list[int]) -> int:
 
 
 def access(period: Period, width: int, threads: int) -> Access:
-    """How a thread of an elementwise kernel finds its part of a Channel argument."""
+    """Return how a thread of an elementwise kernel indexes a Channel argument."""
     if period.size == 1:
         return Access(once=True)
     repeat = _repeat(period, width)
@@ -261,7 +261,7 @@ def access(period: Period, width: int, threads: int) -> Access:
 
 
 def extras(call: Call, periods: Mapping[str, Period], width: int) -> tuple[tuple[Any, ...], ...]:
-    """Divisor and modulus of each Channel argument, counted in packs, nothing for others."""
+    """Return divisor and modulus of each Channel argument in packs; nothing for other arguments."""
     dividers: list[tuple[Any, ...]] = []
     for name in call.expression.parameters:
         period = periods.get(name)
@@ -275,7 +275,7 @@ def extras(call: Call, periods: Mapping[str, Period], width: int) -> tuple[tuple
 
 
 def _unroll(call: Call, packs: int, channels: Sequence[Access]) -> int:
-    """How many packs a thread takes at once: several where they share what is loaded once, else one is fastest."""
+    """Return the packs per thread: several if they share loads, else one, which is fastest."""
     shared = any(channel.once and channel.wraps for channel in channels)
     slow = any(name in formula_text(call.expression) for name in SLOW_FUNCTIONS)
     return 4 if shared and packs >= FEW_PACKS and not slow else 1

@@ -1,6 +1,6 @@
-"""Captured work, and numbers on their way between host and device while graphs are in flight.
+"""CUDA graphs, events, and asynchronous host-device transfers of numbers while graphs run.
 
-Owns pinned memory and events. Capture is thread-local: several solver threads of a process capture at once.
+Owns pinned memory and events. Capture is thread-local, so several solver threads of a process may capture concurrently.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from caffepy.backend.types import Array, Counter
 from caffepy.errors import RunError
 
 IN_FLIGHT = 4
-"""Messages to the device that may be on their way; a later one waits for the oldest to have arrived."""
+"""Maximum outstanding messages to the device; another one waits for the oldest."""
 
 
 CAPTURE_ERRORS = range(900, 909)
-"""CUDA's error codes (of runtime and driver alike) that say that a capture was disturbed, from
-cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread."""
+"""Error codes, common to CUDA's runtime and driver, of an invalidated capture: cudaErrorStreamCaptureUnsupported to
+cudaErrorStreamCaptureWrongThread."""
 
 
 class _GarbageCollection:
     """Suspends Python's garbage collection while any thread captures.
 
-    A collection runs in whichever thread allocates. In a thread that captures, destructors of cuDNN's plans or of
-    graphs that earlier nets left would unload modules and free memory, which ends the capture with an error.
+    A collection runs in any thread that allocates. In a capturing thread, destructors of cuDNN plans or old graphs
+    would unload modules and free memory, which invalidates the capture.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class _GarbageCollection:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """No collection begins within a `with` block."""
+        """Suspend garbage collection within a `with` block."""
         with self._lock:
             if self._captures == 0:
                 self._was_enabled = gc.isenabled()
@@ -60,15 +60,14 @@ _garbage_collection = _GarbageCollection()
 
 
 class CudaGraph:
-    """A `Graph`: what works put on a stream, in order.
+    """A `Graph` of the work that functions queue on a stream, in order.
 
     Args:
-        stream: the capturing stream; it must be idle enough for nothing else to be put on it meanwhile.
-        works: put kernels on it. They may allocate nothing: what they need is there after an eager run.
+        stream: the capturing stream; no other work may be queued on it meanwhile.
+        works: functions that launch kernels on it. They must not allocate; an eager run has allocated their memory.
 
     Raises:
-        RunError: something in them cannot be captured, or CUDA says that the capture was disturbed; another attempt
-            may succeed.
+        RunError: the work cannot be captured, or CUDA reports an invalidated capture; another attempt may succeed.
     """
 
     def __init__(self, stream: Any, works: Sequence[Callable[[], None]]) -> None:
@@ -79,7 +78,7 @@ class CudaGraph:
             except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
                 if error.status not in CAPTURE_ERRORS:
                     raise
-                raise RunError(f"CUDA ended the capture of a graph: {error}") from error
+                raise RunError(f"CUDA invalidated the capture of a graph: {error}") from error
 
     def _captured(self, works: Sequence[Callable[[], None]]) -> Any:
         stream = self._stream
@@ -102,11 +101,11 @@ class CudaGraph:
 
 
 def _refuse(size: int) -> Any:
-    raise RunError(f"device memory ({size} bytes) was asked for while a graph was being captured")
+    raise RunError(f"device memory ({size} bytes) was requested during a graph capture")
 
 
 def _end_quietly(stream: Any) -> None:
-    """Leave capture mode after a failure; the failure itself is what matters."""
+    """Leave capture mode after a failure, without raising another error."""
     try:
         stream.end_capture()
     except cupy.cuda.runtime.CUDARuntimeError:
@@ -114,12 +113,12 @@ def _end_quietly(stream: Any) -> None:
 
 
 class CudaScalars:
-    """A `DeviceScalars` whose numbers are read from device memory when the work runs.
+    """A `DeviceScalars` in device memory, which kernels read when they run.
 
     Args:
-        stream: the backend's.
-        values: how many numbers there are.
-        counters: how many counters.
+        stream: the backend's stream.
+        values: number of values.
+        counters: number of counters.
     """
 
     def __init__(self, stream: Any, values: int, counters: int) -> None:
@@ -137,7 +136,7 @@ class CudaScalars:
         self._turn = 0
 
     def send(self, values: Sequence[float], counters: Sequence[tuple[int, int]]) -> None:
-        """Put the numbers on the stream, before the work that is to see them."""
+        """Queue a transfer of the numbers before the work that reads them."""
         if len(self._sent) == IN_FLIGHT:
             self._sent.popleft().synchronize()
         host = self._host[self._turn]
@@ -157,7 +156,7 @@ class CudaEvent:
         self.event.record(stream)
 
     def wait(self) -> None:
-        """Wait until the device got there; other threads can run meanwhile."""
+        """Wait until the device reaches the event, with the GIL released."""
         self.event.synchronize()
 
 
@@ -167,17 +166,17 @@ class CudaTimedEvent:
         self.event.record(stream)
 
     def seconds_since(self, earlier: CudaTimedEvent) -> float:
-        """Seconds of the device's clock between the two; waits for this one."""
+        """Return the device's seconds between the two events; waits for this one."""
         self.event.synchronize()
         return float(cupy.cuda.get_elapsed_time(earlier.event, self.event)) * 1e-3
 
 
 class CudaAsyncCopy:
-    """A small array on its way to the host.
+    """A small array in transfer to the host.
 
     Args:
-        stream: the backend's.
-        array: what to copy, as it is when the stream gets here.
+        stream: the backend's stream.
+        array: copied in stream order.
     """
 
     def __init__(self, stream: Any, array: Array) -> None:
@@ -187,6 +186,6 @@ class CudaAsyncCopy:
         self._mark = CudaEvent(stream)
 
     def get(self) -> Array:
-        """The array; waits for its arrival."""
+        """Return the array; waits for the transfer."""
         self._mark.wait()
         return self._host

@@ -1,7 +1,7 @@
-"""Index arithmetic: the offset of an element of one array from that of an element of another.
+"""Index arithmetic: map an element's offset in one array to its offset in another.
 
-Owns the arithmetic behind `axis`: Channel arguments, reductions and classes all see a large array in memory as
-(outer, size, inner) and use (index / inner) % size. Owns the axes that a copy walks along as well.
+Implements `axis`: Channel arguments, reductions and classes treat a large array in memory as (outer, size, inner) and
+index the small one by (index / inner) % size. Also determines the axes of a strided copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from caffepy.backend.types import Array
 
 @dataclass(frozen=True)
 class Period:
-    """The large array in memory as a C-ordered (outer, size, inner); `size` runs over the small array."""
+    """The large array in memory order as (outer, size, inner), where `size` indexes the small array."""
 
     outer: int
     size: int
@@ -25,7 +25,7 @@ class Period:
 
 @lru_cache(maxsize=4096)
 def find_period(shape: tuple[int, ...], small: tuple[int, ...], axis: int) -> Period | None:
-    """How a small array of the axes from `axis` on repeats through a large one; None if not as one period.
+    """Return how a small array of the axes from `axis` on repeats in a large one; None if not with one period.
 
     Both are in the backend's memory order. A small array of one element has size 1.
     """
@@ -46,7 +46,7 @@ def find_period(shape: tuple[int, ...], small: tuple[int, ...], axis: int) -> Pe
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis that a copy walks along; steps are counted in elements."""
+    """One axis of a strided copy; steps are counted in elements."""
 
     size: int
     source: int
@@ -54,9 +54,10 @@ class Axis:
 
 
 def collapse(shape: tuple[int, ...], source: tuple[int, ...], destination: tuple[int, ...]) -> list[Axis]:
-    """The axes of two arrays of one shape, given the steps of each: the destination's order in memory, outermost first.
+    """Return the collapsed axes of two arrays of one shape and given steps, in the destination's order, outermost
+    first.
 
-    Axes that follow on each other in both arrays become one. There is always at least one.
+    Axes that are contiguous in both arrays are merged. At least one axis remains.
     """
     axes = [Axis(*numbers) for numbers in zip(shape, source, destination, strict=True) if numbers[0] != 1]
     axes.sort(key=lambda axis: -axis.destination)
@@ -72,18 +73,18 @@ def collapse(shape: tuple[int, ...], source: tuple[int, ...], destination: tuple
 
 
 def widest(numbers: list[int], limit: int) -> int:
-    """The largest power of two up to `limit` (one itself) that divides all the numbers."""
+    """Return the largest power of two up to `limit` (a power of two) that divides all numbers."""
     while any(number % limit for number in numbers):
         limit //= 2
     return limit
 
 
 MAX_INDEX = 2**31 - 1
-"""Largest number of items that kernels with 32-bit indices take."""
+"""Maximum number of items for kernels with 32-bit indices."""
 
 
 def vector_width(channels: int, arrays: tuple[Array, ...]) -> int:
-    """How many neighbouring channels a thread loads at once from channels-last arrays."""
+    """Return how many contiguous channels a thread loads at once from channels-last arrays."""
     width = widest([channels], WIDE_LOAD // max(arrays[0].itemsize, 1))
     while any(int(a.data.ptr) % min(WIDE_LOAD, width * a.itemsize) for a in arrays):
         width //= 2

@@ -1,4 +1,4 @@
-"""Elements moved by index on the GPU: launches kernels/rows.cu and kernels/roi.cu."""
+"""Indexed access on the GPU: launches kernels/rows.cu and kernels/roi.cu."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from caffepy.backend.layout import CHANNELS_LAST
 from caffepy.backend.types import Array, SparseMatrix
 
 MAX_COLUMN_BLOCKS = 64
-"""Blocks over which the columns of a scattered row are spread at most."""
+"""Maximum blocks for the columns of one scattered row."""
 
 
 def _run(file: str, name: str, items: int, *arguments: object, stored: str = "float") -> None:
@@ -45,7 +45,7 @@ class CudaIndexing(IndexingPrimitives, CudaMemory):
     def spatial_product(self, matrix: SparseMatrix, x: Array, y: Array) -> None:
         inner = x.shape[1] if x.ndim in CHANNELS_LAST else 1
         arrays = (matrix.begins, matrix.columns, matrix.weights, raw(x), raw(y))
-        assert x.dtype == y.dtype, "a sparse map keeps the dtype"
+        assert x.dtype == y.dtype, "x and y must have the same dtype"
         _run("rows", "spatial_product", y.size, *arrays, *matrix.shape, inner, stored=c_type(x))
 
     def largest(self, x: Array, axis: int, indices: Array, values: Array) -> None:

@@ -1,7 +1,6 @@
-"""How input reaches a GPU: pinned memory, a copy stream beside the backend's own, and kernels that make blobs of slots.
+"""GPU input: pinned memory, a copy stream beside the backend's stream, and kernels that convert slots to blobs.
 
-Owns the copy stream and the events between the two streams. The host waits for none of them: it only asks whether they
-came.
+Owns the copy stream and the events between the two streams. The host only queries the events and never waits for them.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ logger = logging.getLogger(__name__)
 _TILE_BYTES = 24576
 """Shared memory of a block; eight such blocks fit a multiprocessor."""
 _MAX_PIXELS = 2
-"""Of a thread. On an H200 a CaffeNet batch takes 51 us in float16 with 2, 72 with 1, 61 with 4 and 75 with 8."""
+"""Pixels per thread. A float16 CaffeNet batch on an H200 takes 51 us with 2, 72 with 1, 61 with 4 and 75 with 8."""
 
 _stuck: list[Any] = []
-"""Memory that a copy may still use although nobody waits for it any more; never given back."""
+"""Memory that a timed-out copy may still use; never freed."""
 
 
 class CudaRing(InputRing):
-    """Slots in device memory, filled on a stream of their own.
+    """Slots in device memory, filled on a separate copy stream.
 
     Args:
-        stream: the backend's.
-        others: as `InputRing`'s.
+        stream: the backend's stream.
+        others: as `InputRing`.
 
     Raises:
-        DeviceError: there is no memory for it.
+        DeviceError: out of memory.
     """
 
     def __init__(self, stream: Any, *others: int) -> None:
@@ -64,9 +63,9 @@ class CudaRing(InputRing):
         self._arrived = [cupy.cuda.Event(disable_timing=True) for _ in range(self.blocks)]
         self._free = [cupy.cuda.Event(disable_timing=True) for _ in range(self.blocks)]
         self._fed = [-1] * self.blocks
-        """Which block is in each part of the ring."""
+        """Block stored in each part of the ring."""
         self._consumed = [-1] * self.blocks
-        """Which block was consumed last in each part of the ring."""
+        """Last consumed block of each part of the ring."""
         self._under_way: deque[tuple[Any, Callable[[], None]]] = deque()
         self._closed = False
         self.restart()
@@ -79,9 +78,9 @@ class CudaRing(InputRing):
     def put(self, number: int, passes: int, parts: Sequence[tuple[int, Any]], done: Callable[[], None]) -> None:
         block = number // self.block
         position = block % self.blocks
-        assert len(self._under_way) < self.blocks, "put into a full ring"
+        assert len(self._under_way) < self.blocks, "the ring is full"
         assert self._consumed[position] == self._fed[position] or self._fed[position] == block, (
-            f"pass {number} was fed {self.slots} passes after one that is not consumed"
+            f"pass {number} overwrites a slot that is not consumed"
         )
         self._fed[position] = block
         self._copies.wait_event(self._free[position])
@@ -115,7 +114,7 @@ class CudaRing(InputRing):
             self.ready()
             time.sleep(0.0005)
         if self._under_way:
-            logger.warning("input is still on its way to the GPU after %.0f s; its memory is not given back", timeout)
+            logger.warning("input transfer to the GPU is not complete after %.0f s; its memory is not freed", timeout)
             _stuck.append((self.memory, self._copies, list(self._under_way)))
         self._under_way.clear()
         self.memory = None
@@ -143,7 +142,7 @@ class CudaInput(InputPrimitives, CudaMemory):
                 return np.frombuffer(cupy.cuda.alloc_pinned_memory(max(size, 1)), np.uint8, size)
             except (cupy.cuda.runtime.CUDARuntimeError, MemoryError) as error:
                 raise DeviceError(
-                    f"{size / GIBIBYTE:.2f} GiB of pinned host memory for input cannot be had ({error}): "
+                    f"{size / GIBIBYTE:.2f} GiB of pinned host memory for input cannot be allocated ({error}): "
                     "use a smaller batch_size or prefetch"
                 ) from error
 
@@ -180,16 +179,16 @@ class CudaInput(InputPrimitives, CudaMemory):
 
 
 def _pixels_a_thread(pixels: int, pixel_size: int) -> int:
-    """How many pixels each thread makes: enough to hide the way to memory, but all multiprocessors have some.
+    """Return the pixels per thread: enough to hide memory latency while all multiprocessors have work.
 
-    0 if not even one for each thread fits the tile.
+    Return 0 if the tile cannot hold one pixel per thread.
     """
     most = min(_TILE_BYTES // (THREADS * pixel_size), pixels // (THREADS * RESIDENT_BLOCKS), _MAX_PIXELS)
     return max(most, 1 if THREADS * pixel_size <= _TILE_BYTES else 0)
 
 
 def _place(ring: InputRing, counter: Counter) -> tuple[Any, ...]:
-    """The arguments by which a kernel finds its slot."""
+    """Return the arguments that locate the slot for a kernel."""
     assert isinstance(ring, CudaRing)
     eager = isinstance(counter, tuple)
     return (

@@ -1,4 +1,4 @@
-"""Arrays in GPU memory (how they lie there says `backend/layout.py`), and workspaces that outlive a call."""
+"""Arrays in GPU memory (memory layout: `backend/layout.py`), and workspaces that persist between calls."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from caffepy.backend.types import DTYPES, Array, element_dtype, gpu_workspace
 from caffepy.errors import DeviceError
 
 TICKETS = 1024
-"""By how many the tickets of `Scratch` grow."""
+"""Growth step of the tickets of `Scratch`."""
 
 DLPACK_CUDA = 2
 """kDLCUDA of DLPack's device types."""
 
 WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int"}
-"""The type in which kernels/fill.cu sets elements of so many bytes."""
+"""Type with which kernels/fill.cu sets elements, by element size."""
 
 LARGE = 2**20
-"""Bytes from which `Scratch` looks for a buffer in the leased memory."""
+"""Minimum bytes of a `Scratch` buffer to be taken from leased memory."""
 
 
 def allocate(shape: tuple[int, ...], dtype: str = "float32") -> Array:
-    """An array of undefined values in the backend's memory order for `shape`.
+    """Return an uninitialised array in the backend's memory order for `shape`.
 
     Raises:
         DeviceError: out of memory.
@@ -42,28 +42,28 @@ def allocate(shape: tuple[int, ...], dtype: str = "float32") -> Array:
 
 
 def is_array(value: Any) -> bool:
-    """Whether an argument of a primitive is an array, not a number."""
+    """Return whether a primitive's argument is an array rather than a number."""
     return isinstance(value, cupy.ndarray)
 
 
 def is_dense(array: Array) -> bool:
-    """Whether the array fills its memory in the backend's order, so that `flat` is a view."""
+    """Return whether the array is contiguous in the backend's memory order, so that `flat` is a view."""
     return layout.is_dense(array.shape, array.strides, array.itemsize)
 
 
 def raw(array: Array) -> Array:
-    """The array as an argument of a kernel that walks through memory; refuses slices."""
+    """Return the array as a kernel argument; slices are not allowed."""
     assert layout.is_dense(array.shape, array.strides, array.itemsize), f"{array.shape} is a slice: {array.strides}"
     return array
 
 
 def flat(array: Array) -> Array:
-    """The elements as 1-D view in memory order."""
+    """Return the elements as a 1-D view in memory order."""
     return memory_order(raw(array)).reshape(-1)
 
 
 def download(array: Array, stream: Any) -> Any:
-    """A C-contiguous NumPy copy in logical order, float16 and bfloat16 as float32; waits for the stream."""
+    """Return a C-contiguous NumPy copy in logical order, with halves as float32. Waits for the stream."""
     host = array.get(stream=stream, order="C")
     if host.dtype == np.float16:
         return host.astype(np.float32)
@@ -73,7 +73,7 @@ def download(array: Array, stream: Any) -> Any:
 
 
 def adopt(array: Any, device: int) -> Array | None:
-    """See `InputPrimitives.adopt`; other libraries are asked by DLPack."""
+    """See `InputPrimitives.adopt`; uses DLPack."""
     if isinstance(array, cupy.ndarray):
         found = array
     elif getattr(array, "__dlpack_device__", None) and array.__dlpack_device__()[0] == DLPACK_CUDA:
@@ -81,7 +81,7 @@ def adopt(array: Any, device: int) -> Array | None:
     else:
         return None
     if found.device.id != device:
-        raise DeviceError(f"the array lies on GPU {found.device.id}, the net on GPU {device}; move one of them")
+        raise DeviceError(f"the array is on GPU {found.device.id}, the net on GPU {device}; move one of them")
     cupy.cuda.runtime.deviceSynchronize()
     return cupy.ascontiguousarray(found) if any(stride < 0 for stride in found.strides) else found
 
@@ -101,13 +101,13 @@ def fill(array: Array, value: float) -> None:
 
 
 def _bits(array: Array, value: float) -> Any:
-    """A number as the unsigned integer that holds an element of an array."""
+    """Return a number's bit pattern as the unsigned integer that stores an element of an array."""
     word = np.dtype(f"u{array.itemsize}").type
     return word(_bfloat16(value)) if array.dtype == np.uint16 else np.array(value, array.dtype).view(word)[()]
 
 
 def _bfloat16(value: float) -> int:
-    """The upper half of a number's float32, rounded to the nearest even."""
+    """Return the upper half of a number's float32, rounded to nearest even."""
     if value != value:
         return 0x7FFF
     bits = int(np.float32(value).view(np.uint32))
@@ -115,11 +115,11 @@ def _bfloat16(value: float) -> int:
 
 
 class Scratch:
-    """Workspaces that primitives use within one call, kept from call to call.
+    """Workspaces of primitives, valid within one call and reused by later calls.
 
-    All calls of a backend run on one stream, so each purpose needs one buffer however many layers use it. A buffer only
-    grows; its content is lost then. A buffer that a captured graph uses is kept until the end, also when it was too
-    small for a later call. Large buffers are taken from the leased memory instead, while there is enough of it.
+    All calls of a backend run on one stream, so one buffer per purpose suffices for all layers. Buffers only grow, and
+    growing discards the content. A buffer used by a captured graph is kept until the end, even if a later call needs a
+    larger one. Large buffers are taken from leased memory while it suffices.
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class Scratch:
         self._outgrown: list[Array] = []
 
     def get(self, purpose: str, count: int, dtype: str = "float32") -> Array:
-        """A 1-D array of `count` undefined elements, valid until the next call with this purpose.
+        """Return an uninitialised 1-D array of `count` elements, valid until the next call with this purpose.
 
         Raises:
             DeviceError: out of memory.
@@ -143,12 +143,12 @@ class Scratch:
         return self._kept(purpose, count, dtype)
 
     def lease(self, buffer: Array | None) -> None:
-        """Take large workspaces from `buffer`, 1-D uint8, until the next lease; None: from memory of their own."""
+        """Take large workspaces from `buffer`, 1-D uint8, until the next lease; None: allocate them."""
         self._free = buffer
         self._leased.clear()
 
     def _from_lease(self, purpose: str, size: int) -> Array | None:
-        """A workspace in leased memory, None if it does not fit; one that grows moves behind all others."""
+        """Return a workspace in leased memory, or None if it does not fit. A growing workspace moves to the end."""
         assert self._free is not None
         workspace = self._leased.get(purpose)
         if workspace is None or workspace.size < size:
@@ -159,7 +159,7 @@ class Scratch:
         return workspace
 
     def _kept(self, purpose: str, count: int, dtype: str) -> Array:
-        """The workspace of a purpose in memory of its own."""
+        """Return the allocated workspace of a purpose."""
         workspace = self._views.get((purpose, count, dtype))
         if workspace is None:
             workspace = self._make(purpose, count, dtype)
@@ -168,7 +168,7 @@ class Scratch:
         return workspace
 
     def tickets(self, count: int) -> Array:
-        """`count` uint32 zeros, with which blocks of a kernel count themselves; the kernel leaves them at zero."""
+        """Return `count` uint32 zeros with which a kernel's blocks count themselves; the kernel resets them to zero."""
         before = self._buffers.get("tickets")
         tickets = self._kept("tickets", -(-count // TICKETS) * TICKETS, "uint32")
         if self._buffers["tickets"] is not before:
@@ -200,15 +200,15 @@ class Scratch:
 
 
 def is_capturing() -> bool:
-    """Whether the current stream records a graph instead of running."""
+    """Return whether the current stream is capturing."""
     return bool(cupy.cuda.runtime.streamIsCapturing(cupy.cuda.get_current_stream().ptr))
 
 
 class CudaMemory(MemoryPrimitives):
-    """Arrays in GPU memory, and what the GPU's primitives share: stream and workspaces.
+    """Arrays in GPU memory, with the stream and workspaces that the GPU's primitives share.
 
-    Memory is allocated, filled, copied and moved on the backend's stream, whatever stream is current: nets are also
-    built outside of `activate`.
+    Memory is allocated, filled, copied and moved on the backend's stream, regardless of the current stream, because
+    nets are also built outside `activate`.
     """
 
     dtypes = DTYPES
@@ -227,11 +227,11 @@ class CudaMemory(MemoryPrimitives):
         return f"{properties.name} (device {self.device}, {properties.memory / GIBIBYTE:.1f} GiB)"
 
     def _on_stream(self) -> AbstractContextManager[None]:
-        """Make the backend's stream current within a `with` block; nothing where it is current already.
+        """Make the backend's stream current within a `with` block, unless it is current already.
 
-        Work on two streams has no order: a fill on the caller's stream could run before the zeros of the same array on
-        the backend's. CuPy also keeps freed memory by stream: memory taken on the caller's could still be written to by
-        work that another stream has not finished.
+        Work on two streams is unordered: a fill on the caller's stream could run before the zeros of the same array on
+        the backend's stream. CuPy also pools freed memory per stream: memory allocated on the caller's stream could
+        still be written by unfinished work of another stream.
         """
         return nullcontext() if cupy.cuda.get_current_stream() is self.stream else self.activate()
 
@@ -239,7 +239,7 @@ class CudaMemory(MemoryPrimitives):
         return gpu_workspace(own)
 
     def arena(self, size: int) -> Array:
-        # Blocks that were freed stay in the pool, where they are too small to be part of an arena.
+        # Return freed blocks to the device; an arena needs contiguous memory.
         cupy.get_default_memory_pool().free_all_blocks(stream=self.stream)
         return super().arena(size)
 

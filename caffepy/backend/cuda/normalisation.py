@@ -1,7 +1,7 @@
-"""Batch normalisation, gradients of activations and local response normalisation on the GPU.
+"""Batch normalisation, activation gradients and local response normalisation on the GPU.
 
-Each primitive is one launch, sums included, and reads and writes every array once; `columns.py` says how an array is
-divided among blocks and threads.
+Each primitive is one launch, including its sums, and reads and writes every array once. `columns.py` defines the
+partitioning into blocks and threads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from caffepy.backend.interface import NormalisationPrimitives
 from caffepy.backend.types import Array, BatchNormState, LrnWindow
 
 MAX_GRADIENTS = 4
-"""Gradients that one launch of `backward_sums` adds up; each takes registers of every thread."""
+"""Maximum gradients per launch of `backward_sums`; each takes registers of every thread."""
 
 
 FORWARD = Tuning(128, 4)
@@ -47,12 +47,12 @@ LARGE_SIZE = 32
 
 def _launch_lrn(name: str, arrays: tuple[Array, ...], window: LrnWindow) -> None:
     channels, large = arrays[0].shape[1], window.size > LARGE_SIZE
-    assert len({a.dtype for a in arrays}) == 1, "LRN keeps the dtype"
+    assert len({a.dtype for a in arrays}) == 1, "LRN's arrays must have one dtype"
     width = 1 if large else vector_width(channels, arrays)
     count = arrays[0].size // width
     if count == 0:
         return
-    assert count <= MAX_INDEX, f"{arrays[0].shape}: too large for LRN in one piece"
+    assert count <= MAX_INDEX, f"{arrays[0].shape}: too large for one LRN launch"
     text = defines(STORED=c_type(arrays[0]), WIDTH=width, SIZE=window.size, LARGE=int(large))
     packs = channels // width
     numbers = map(np.float32, (window.alpha / window.size, window.beta, window.k))
@@ -111,7 +111,7 @@ class CudaNormalisation(NormalisationPrimitives, CudaMemory):
         dys = self._at_most_four(dys, total)
         arrays = [raw(a) for a in (x, *dys, *(() if total is None else (total,)))]
         assert len({a.dtype for a in arrays[1:]}) == 1, "gradients and their total are of one dtype"
-        assert total is not None or len(dys) == 1, "several gradients need an array for their sum"
+        assert total is not None or len(dys) == 1, "several gradients need `total`"
         per_channel = (n.mean, n.inverse, n.scale, n.bias)
         few = len(dys) <= 2 and x.itemsize == dys[0].itemsize == 2
         tuning = SUMS if total is None else SUMS_OF_TWO_HALVES if few else SUMS_OF_MANY
@@ -125,12 +125,12 @@ class CudaNormalisation(NormalisationPrimitives, CudaMemory):
         plan.launch(x, *sources, *per_channel, relu_source, out, *sums, *plan.between_blocks(self._scratch))
 
     def _at_most_four(self, dys: Sequence[Array], total: Array | None) -> Sequence[Array]:
-        """As many gradients as one launch adds up: the surplus is added up in `total`, which then is one of them."""
+        """Return at most as many gradients as one launch adds; the others are added to `total`, which replaces them."""
         if len(dys) <= MAX_GRADIENTS:
             return dys
-        assert total is not None, "several gradients need an array for their sum"
+        assert total is not None, "several gradients need `total`"
         here = total.data.ptr
-        # What lies in the total already must be in it afterwards.
+        # Keep the operand that aliases the total.
         first, *others = sorted(dys, key=lambda a: a.data.ptr != here)
         self.add_n([first, *others[MAX_GRADIENTS - 1 :]], total)
         return [total, *others[: MAX_GRADIENTS - 1]]
@@ -159,11 +159,11 @@ class CudaNormalisation(NormalisationPrimitives, CudaMemory):
             plan.launch(y, dy, dx, dbias, accumulate, *plan.between_blocks(self._scratch))
 
     def lrn_across_forward(self, x: Array, y: Array, scale: Array | None, window: LrnWindow) -> None:
-        assert scale is None, "the backward pass works the scale out again"
+        assert scale is None, "the backward pass recomputes the scale"
         _launch_lrn("lrn_forward", (x, y), window)
 
     def lrn_across_backward(
         self, x: Array, y: Array | None, scale: Array | None, dy: Array, dx: Array, window: LrnWindow
     ) -> None:
-        assert y is None and scale is None, "they are worked out again"
+        assert y is None and scale is None, "the backward pass recomputes y and scale"
         _launch_lrn("lrn_backward", (x, dy, dx), window)

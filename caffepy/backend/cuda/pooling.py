@@ -1,7 +1,7 @@
-"""Pooling on the GPU: launches kernels/pooling.cu, and for random elements of windows kernels/roi.cu.
+"""Pooling on the GPU: launches kernels/pooling.cu, and kernels/roi.cu for stochastic pooling.
 
-The dtype, the channels of a thread and the geometry are compiled into the kernel, so that small windows are unrolled
-and the windows around a pixel are found without a search.
+dtype, vector width and geometry are compile-time constants, so that small windows are unrolled and the windows that
+cover a pixel are computed directly.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from caffepy.backend.interface import PoolingPrimitives
 from caffepy.backend.types import Array, Geometry
 
 MAX_WINDOWS = 9
-"""Windows around a tile, and pixels in it, up to which gradients are gathered by tiles."""
+"""Maximum windows that cover a tile, and pixels of a tile, for gathering gradients by tiles."""
 
 SMALL_AREA = 9
-"""Elements of a window up to which overlapping windows are computed two at a time."""
+"""Maximum window area for computing two overlapping windows at a time."""
 
 LARGE_PLANE = 16
-"""Pixels of a window from which on many threads share it, where it is the whole plane."""
+"""Minimum pixels of a whole-plane window that many threads share."""
 
 MIN_WINDOW_FOR_NARROW_LOADS = 25
-"""Pixels of a window from which on a thread takes long enough for more threads to be worth narrower loads."""
+"""Minimum window pixels for which more threads with narrower loads are faster."""
 
 MIN_WIDTH = 2
-"""Channels of a thread, at least, where they are made fewer."""
+"""Minimum channels per thread when the vector width is reduced."""
 
 MAX_IMAGES = 65535
-"""Blocks of a grid along its second axis."""
+"""Maximum blocks of a grid along its second axis."""
 
 FEW_CHANNELS = 4
-"""Channels of a thread up to which it has registers for that."""
+"""Maximum channels per thread for which registers suffice for that."""
 
 
 class Pooling(NamedTuple):
-    """What decides the kernel of a pooling and its arguments."""
+    """The properties that determine a pooling kernel and its arguments."""
 
     name: str
     image: tuple[int, ...]
@@ -71,7 +71,7 @@ def _pool(name: str, arrays: tuple[Array, ...], image: Array, pooled: Array, mas
             _pool(name, halves, image[part], pooled[part], None if mask is None else mask[part], g)
         return
     every = arrays if mask is None else (*arrays, mask)
-    assert arrays[0].dtype == arrays[1].dtype, "pooling keeps the dtype"
+    assert arrays[0].dtype == arrays[1].dtype, "pooling's arrays must have one dtype"
     kind = "" if mask is None else c_type(mask)
     case = Pooling(
         name, tuple(image.shape), tuple(pooled.shape), g, c_type(arrays[0]), kind, vector_width(image.shape[1], every),
@@ -87,7 +87,7 @@ def _pool(name: str, arrays: tuple[Array, ...], image: Array, pooled: Array, mas
 
 
 def _is_too_large(image: tuple[int, ...], pooled: tuple[int, ...], g: Geometry) -> bool:
-    """Whether a kernel might have more threads than 32-bit numbers count: those over the padding come to the pixels."""
+    """Return whether a kernel could exceed 32-bit thread numbers; threads over padding count too."""
     if image[0] == 1:
         return False
     padded = math.prod(n + pad + stride for n, pad, stride in zip(image[2:], g.pad, g.stride, strict=True))
@@ -96,7 +96,7 @@ def _is_too_large(image: tuple[int, ...], pooled: tuple[int, ...], g: Geometry) 
 
 @lru_cache(maxsize=1024)
 def _plan(case: Pooling) -> Launch | None:
-    """The kernel of a pooling; None if there is nothing to do."""
+    """Return the launch of a pooling, or None if there is no work."""
     g = case.geometry
     assert len(case.image) == 4 and len(g.kernel) == 2, "pooling has two spatial axes"
     whole = _is_whole_plane(case)
@@ -107,7 +107,7 @@ def _plan(case: Pooling) -> Launch | None:
     packs = case.image[1] // case.width
     count = case.image[0] * rows * columns * packs
     largest = max(math.prod(case.image), math.prod(case.pooled)) // case.width
-    assert max(count, largest) <= MAX_INDEX, f"{case.image}: too large for pooling in one piece"
+    assert max(count, largest) <= MAX_INDEX, f"{case.image}: too large for one pooling launch"
     if count == 0:
         return None
     text = _geometry_text(g) + defines(STORED=case.element, WIDTH=case.width, TILES=int(tiles))
@@ -121,7 +121,7 @@ def _plan(case: Pooling) -> Launch | None:
 
 
 def _width(case: Pooling) -> int:
-    """Channels of a thread; with large windows fewer, but two, until there are blocks for all multiprocessors."""
+    """Return the channels per thread; fewer (at least two) for large windows until all multiprocessors have blocks."""
     width, count = case.width, math.prod(case.pooled)
     if case.name.endswith("forward") and math.prod(case.geometry.kernel) >= MIN_WINDOW_FOR_NARROW_LOADS:
         while width > MIN_WIDTH and count < MULTIPROCESSORS * THREADS * width:
@@ -130,14 +130,14 @@ def _width(case: Pooling) -> int:
 
 
 def _is_whole_plane(case: Pooling) -> bool:
-    """Whether a forward pass has one large window, the whole plane, for which a thread would take long."""
+    """Return whether a forward pass has one large window that covers the whole plane."""
     g, plane = case.geometry, case.image[2:]
     few = case.image[0] <= MAX_IMAGES and math.prod(plane) >= LARGE_PLANE
     return few and case.name.endswith("forward") and g.kernel == plane and case.pooled[2:] == (1, 1) and not any(g.pad)
 
 
 def _plan_whole(case: Pooling, text: str) -> Launch:
-    """Fewer packs side by side, and more threads for each, until there are blocks for all multiprocessors."""
+    """Reduce the packs side by side and add threads per pack until all multiprocessors have blocks."""
     images, packs, pixels = case.image[0], case.image[1] // case.width, math.prod(case.image[2:])
     side = 8
     while side > 2 and (side > packs or images * -(-packs // side) < MULTIPROCESSORS):
@@ -147,7 +147,7 @@ def _plan_whole(case: Pooling, text: str) -> Launch:
 
 
 def _rows_and_columns(case: Pooling, tiles: bool) -> tuple[int, int]:
-    """Rows and columns of a plane over which threads are spread."""
+    """Return the rows and columns of a plane over which threads are distributed."""
     g, (height, width) = case.geometry, case.image[2:]
     if case.name.endswith("backward"):
         if not tiles:
@@ -158,7 +158,7 @@ def _rows_and_columns(case: Pooling, tiles: bool) -> tuple[int, int]:
 
 
 def _together(case: Pooling) -> int:
-    """Rows of windows that a thread takes the maxima of."""
+    """Return the rows of windows per thread."""
     g = case.geometry
     overlap = g.kernel[0] > g.stride[0] and math.prod(g.kernel) <= SMALL_AREA
     return 2 if overlap and case.width <= FEW_CHANNELS else 1

@@ -1,6 +1,6 @@
-"""Random numbers and what is made of them on the way: launches kernels/philox.cu.
+"""Random numbers and dropout: launches kernels/philox.cu.
 
-Owns the key and the counter of a sequence as kernel arguments, and which kernel fits an array's order in memory.
+Builds the kernel arguments from a stream's key and counter, and chooses the kernel for an array's memory order.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _defines(*types: str, quads: bool) -> str:
 
 
 def _sequence(stream: RandomStream, counter: Counter) -> tuple[Any, ...]:
-    """Key and position of a sequence; a counter in device memory is read by the kernel."""
+    """Return key and counter of a sequence as kernel arguments; the kernel reads a counter in device memory."""
     keys = ((stream.seed & LOW) ^ stream.stream, (stream.seed >> 32) & LOW)
     if is_array(counter):
         assert counter.dtype == np.uint64 and counter.size == 2, counter

@@ -1,4 +1,4 @@
-"""The gates of an LSTM on a GPU: launches kernels/lstm.cu."""
+"""LSTM gates on the GPU: launches kernels/lstm.cu."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CudaRecurrent(RecurrentPrimitives, CudaMemory):
         own, next_own = (gates, cell_before, cont, cell), (next_cont, carried) if goes_on else (cont, hidden)
         _launch_step("lstm_step_forward", (*own, next_own[0]), (hidden, next_own[1]), goes_on)
 
-    def lstm_step_backward(  # noqa: PLR0913 -- what a step reads and writes
+    def lstm_step_backward(  # noqa: PLR0913 -- inputs and outputs of one step
         self, gates: Array, cell_before: Array, cont: Array, cell: Array, d_cell: Array, dy: Array, d_gates: Array,
         next_cont: Array | None = None, d_carried: Array | None = None,
     ) -> None:  # fmt: skip
@@ -38,15 +38,15 @@ class CudaRecurrent(RecurrentPrimitives, CudaMemory):
 
 def _launch(name: str, arrays: tuple[Array, ...]) -> None:
     cell = arrays[3]
-    assert all(array.dtype == "float32" for array in arrays), "the gates are computed in float32"
+    assert all(array.dtype == "float32" for array in arrays), "the gates must be float32"
     kernel = library_kernel("lstm", name, defines(Element="float"))
     launch(kernel, cell.size, (*map(raw, arrays), cell.shape[1], cell.size))
 
 
 def _launch_step(name: str, arrays: tuple[Array, ...], blobs: tuple[Array, Array], goes_on: bool) -> None:
-    """One step of the loop; `arrays` are float32, `blobs` of the layer's dtype; the fourth of `arrays` is the cell."""
+    """Launch one step of the loop. `arrays` are float32, the fourth is the cell; `blobs` have the layer's dtype."""
     cell = arrays[3]
-    assert all(array.dtype == "float32" for array in arrays), "the cells are kept in float32"
+    assert all(array.dtype == "float32" for array in arrays), "the cells must be float32"
     assert blobs[0].dtype == blobs[1].dtype, f"{name}: {blobs[0].dtype} and {blobs[1].dtype}"
     kernel = library_kernel("lstm", name, defines(Element=c_type(blobs[0])))
     launch(kernel, cell.size, (*map(raw, (*arrays, *blobs)), cell.shape[1], cell.size, int(goes_on)))

@@ -1,7 +1,7 @@
-"""Sums of formulas over arrays of any dtype on the GPU: chooses the kernel for the arrays' geometry and launches it.
+"""Reductions of formulas on the GPU for any dtype: kernel selection by geometry, and launches.
 
-Owns which of three kinds a sum is: of columns (channels last, or the rows of a matrix), of segments (everything, or
-axes that follow on each other) or general (rearranged into segments first), and into how many parts it is split.
+Distinguishes three kinds: columns (channels last, or the rows of a matrix), segments (the whole array, or contiguous
+axes) and general (first transposed into segments). Also chooses the number of partial sums.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ from caffepy.backend.layout import memory_axes, view
 from caffepy.backend.types import Array
 
 SPLIT_BLOCKS = 4 * MULTIPROCESSORS
-"""Blocks that a reduction aims at; fixed, so that the order of a sum depends on no device."""
+"""Target number of blocks of a reduction. Fixed, so that the summation order does not depend on the device."""
 
 PACKS_EACH = 8
-"""Fewest packs that a thread of a reduction adds up before its sum is worth splitting further."""
+"""Minimum packs per thread before a reduction is split further."""
 
 LOADS = 8
-"""Packs that a thread loads before it adds up any; half as many of columns, each of which has a sum of its own."""
+"""Packs that a thread loads before it adds; half as many for columns, which have one sum each."""
 
 SEGMENT = 128
-"""Bytes of a row that a block takes: the fewest that memory gives at once, so that few blocks share a result."""
+"""Bytes of a row per block: one memory transaction, so that few blocks share a result."""
 
 
 class Plan(NamedTuple):
-    """A reduction ready to be launched.
+    """A planned reduction.
 
     Args:
         launch: its kernel.
-        partial: how many partial sums its blocks leave behind, 0 where each result is one block's.
+        partial: number of partial sums; 0 if each result is computed by one block.
     """
 
     launch: FormulaLaunch
@@ -106,7 +106,7 @@ def _each_shape(formula: Expression, inputs: Sequence[Any]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _plan(call: Call, shape: tuple[int, ...]) -> Plan | None:
-    """The kernel of a reduction; None if the outputs or a Channel argument have no period."""
+    """Return the plan of a reduction, or None if the outputs or a Channel argument have no period."""
     target = find_period(shape, call.outputs[0].shape, call.axis)
     periods = {name: period for name, period in call.periods(shape).items() if period is not None}
     if target is None or len(periods) < len(call.of_kind(Kind.CHANNEL)):
@@ -127,7 +127,7 @@ def _plan(call: Call, shape: tuple[int, ...]) -> Plan | None:
 
 
 def _access(period: Period, target: Period, width: int, by_columns: bool) -> Access:
-    """How a thread finds its part of a Channel argument: by its result's number where both repeat alike."""
+    """Return how a thread indexes a Channel argument: by its result's number if both have the same period."""
     if period.size == 1:
         return Access(once=True)
     if period == target:
@@ -173,7 +173,7 @@ def _reduce_general(
     formula: Expression, inputs: Sequence[Argument], outputs: Sequence[Array], axis: int, accumulate: bool,
     scratch: Scratch,
 ) -> None:  # fmt: skip
-    """The same in three steps for rare geometries: values, a copy in which each sum is a segment, sums."""
+    """Reduce rare geometries in three steps: apply the formula, transpose into segments, sum."""
     shape = _each_shape(formula, inputs)
     values = [view(scratch.get(f"values {k}", math.prod(shape)), shape) for k in range(len(outputs))]
     apply(formula, inputs, values, axis, scratch)
@@ -186,7 +186,7 @@ def _reduce_general(
 
 
 def is_finite(array: Array, scratch: Scratch) -> bool:
-    """Whether no element is NaN or infinite; waits for the device."""
+    """Return whether every element is finite. Waits for the device."""
     flag = scratch.get("finite flag", 1, "int32")
     fill(flag, 0)
     width = widest([array.size, math.gcd(int(array.data.ptr), 16) // array.itemsize], 16 // array.itemsize)

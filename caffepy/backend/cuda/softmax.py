@@ -1,7 +1,7 @@
-"""Softmax, its loss and label ranks on the GPU: launches kernels/softmax.cu.
+"""Softmax, softmax loss and label ranks on the GPU: launches kernels/softmax.cu.
 
-Owns the map from a class axis to (outer, classes, inner) in memory. Where the positions along the other axes are
-not in logical order in memory, the kernels work on a C-ordered copy.
+Maps a class axis to (outer, classes, inner) in memory. If the positions along the other axes are not in logical order
+in memory, the kernels work on a C-ordered copy.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from caffepy.backend.layout import memory_axes
 from caffepy.backend.types import Array
 
 THREADS = 128
-"""Threads of a block: few, so that a small batch is spread over many multiprocessors."""
+"""Threads per block; few, so that a small batch is spread over many multiprocessors."""
 
 ONE_BLOCK = 1024
-"""Positions with few classes up to which one block computes all, so that no block waits for others."""
+"""Maximum positions with few classes that one block computes, without waiting for other blocks."""
 
 FEW_CLASSES = 32
-"""ClassLayout up to which one thread may take all of a position."""
+"""Maximum classes for which one thread computes a position."""
 
 MAX_ITEMS = 32
-"""ClassLayout that a lane keeps in registers."""
+"""Classes that a lane keeps in registers."""
 
 
 @dataclass(frozen=True)
 class ClassLayout:
-    """An array that is (outer, classes, inner) in memory, its positions in logical order, and how to launch on it."""
+    """An array as (outer, classes, inner) in memory, with positions in logical order, and its launch parameters."""
 
     classes: int
     inner: int
@@ -44,7 +44,7 @@ class ClassLayout:
 
     @property
     def small(self) -> bool:
-        """Whether one block computes everything, a thread for each position."""
+        """Whether one block computes everything, one thread per position."""
         return self.positions <= ONE_BLOCK and self.classes <= FEW_CLASSES
 
     @property
@@ -54,11 +54,11 @@ class ClassLayout:
 
     @property
     def blocks(self) -> int:
-        """How many blocks are launched; the same on every device."""
+        """Number of blocks; the same on every device."""
         return 1 if self.small else max(1, min(-(-self.positions * (32 if self.rows else 1) // THREADS), MAX_BLOCKS))
 
     def launch(self, name: str, arguments: tuple[Any, ...]) -> None:
-        """Run the variant of a kernel that suits the sizes."""
+        """Launch the kernel variant for the sizes."""
         kernel = _kernel(f"{name}_{'rows' if self.rows else 'columns'}", self._items() if self.rows else 0)
         threads = max(32, -(-self.positions // 32) * 32) if self.small else THREADS
         numbers = (np.int32(self.classes), np.int32(self.inner), np.uint32(self.positions))
@@ -71,7 +71,7 @@ class ClassLayout:
 
 @cache
 def _defines(name: str, items: int) -> str:
-    """Of the eleven kernels the one that is needed: to compile all of them takes ten times as long."""
+    """Return macros that select one of the eleven kernels; compiling all takes ten times as long."""
     return defines(ITEMS=items, **{f"WITH_{name}": 1})
 
 
@@ -80,7 +80,7 @@ def _kernel(name: str, items: int) -> Any:
 
 
 def _layout(shape: tuple[int, ...], axis: int) -> ClassLayout | None:
-    """None if the positions are not in logical order in memory."""
+    """Return the layout, or None if the positions are not in logical order in memory."""
     positions = [a for a in memory_axes(len(shape)) if a != axis and shape[a] != 1]
     period = find_period(shape, (shape[axis],), axis)
     if positions != sorted(positions) or period is None:
@@ -89,7 +89,7 @@ def _layout(shape: tuple[int, ...], axis: int) -> ClassLayout | None:
 
 
 def _arrays(arrays: tuple[Array, ...], axis: int, scratch: Scratch) -> tuple[tuple[Array, ...], ClassLayout]:
-    """Arrays of one shape as the kernels take them, themselves or as C-ordered copies, and their layout."""
+    """Return arrays of one shape in C order (themselves or copies) and their layout."""
     shape = tuple(arrays[0].shape)
     layout = _layout(shape, axis)
     if layout is not None:
@@ -100,7 +100,7 @@ def _arrays(arrays: tuple[Array, ...], axis: int, scratch: Scratch) -> tuple[tup
 
 
 def _result(array: Array, axis: int, scratch: Scratch) -> Array:
-    """Where a kernel writes what `array` shall hold; `_deliver` brings it there."""
+    """Return the array that a kernel writes `array` to; `_deliver` copies it back."""
     if _layout(tuple(array.shape), axis) is not None or array.flags.c_contiguous:
         return array
     return scratch.get("classes result", array.size).reshape(array.shape)

@@ -1,4 +1,4 @@
-"""Stopwatches on the GPU's own clock, which work in captured graphs."""
+"""Stopwatches on the GPU's clock that work in captured graphs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from caffepy.backend.cuda.device import cupy
 
 
 class CudaTimer:
-    """A `DeviceTimer` on one GPU's clock; its calls go on the current stream.
+    """A `DeviceTimer` on one GPU's clock; its calls are queued on the current stream.
 
     Args:
-        count: how many stopwatches.
-        stream: the backend's.
+        count: number of stopwatches.
+        stream: the backend's stream.
     """
 
     def __init__(self, count: int, stream: Any) -> None:
         self._count = count
         self._stream = stream
         self._times = cupy.zeros(2 * count, "int64")
-        # Kernels are loaded now: within a capture that may be refused.
+        # Load the kernels now; a capture may refuse it.
         self.start(0)
         self.stop(0)
         self.reset()
@@ -41,7 +41,7 @@ class CudaTimer:
         return self._seconds()[self._count :]
 
     def times(self) -> list[float]:
-        """When each stopwatch was started last, in seconds of the GPU's clock; waits for the device."""
+        """Return each stopwatch's last start, in seconds of the GPU's clock; waits for the device."""
         return self._seconds()[: self._count]
 
     def _seconds(self) -> list[float]:
