@@ -1,4 +1,4 @@
-"""Convolutions on the GPU: `plan.py` plans one, of the algorithms in `registry.py`, by trial (`autotune.py`).
+"""Convolutions on the GPU: `plan.py` plans one, with algorithms from `registry.py` chosen by `autotune.py`.
 
 cuda/backend imports it.
 """

@@ -1,4 +1,4 @@
-"""What all convolution algorithms share: their operands, the contract of a candidate, and the backend's resources."""
+"""Interfaces of convolution algorithms: operands, candidates, and the backend's shared resources."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from caffepy.backend.elementwise import Each, expression
 from caffepy.backend.types import Array
 
 UNFUSED = "unfused"
-"""Name of the candidate that computes bias, ReLU or sums in a kernel after the convolution."""
+"""Name of the candidate that computes bias, ReLU or sums in a separate kernel."""
 
 
 @dataclass(frozen=True)
 class Operands:
-    """The arrays of one call: in the problem's dtype, dense and aligned, but for the float32 ones.
+    """The arrays of one call: in the problem's dtype, dense and aligned, unless stated as float32.
 
     Args:
-        first: x, or dy for a gradient to data.
-        second: the weights, or dy for a gradient to weights.
-        out: y, dx, or dweights, which are float32.
+        first: x, or dy for a data gradient.
+        second: the weights, or dy for a weight gradient.
+        out: y, dx, or dweights (float32).
         bias: float32 (num_output,).
         sums: float32 (2, num_output).
-        residual: of the shape of y, added to it before the ReLU.
-        accumulate: whether dweights are added to.
+        residual: of y's shape, added to y before the ReLU.
+        accumulate: whether to add to dweights.
     """
 
     first: Array
@@ -46,10 +46,10 @@ class Candidate(Protocol):
     """One algorithm for one task."""
 
     name: str
-    """Unique among the candidates of a task, and the same in every process with the same libraries."""
+    """Unique among a task's candidates, and the same in every process with the same libraries."""
 
     def prepare(self) -> bool:
-        """Compile or build what it needs; False if it cannot do the task."""
+        """Compile or build kernels. Return False if the candidate does not support the task."""
 
     def run(self, operands: Operands) -> None:
         """Compute the task on the current stream; `prepare` must have returned True."""
@@ -57,22 +57,22 @@ class Candidate(Protocol):
 
 @runtime_checkable
 class KeepingCandidate(Candidate, Protocol):
-    """A candidate that takes long to prepare."""
+    """A candidate with expensive, cacheable preparation."""
 
     def keep(self) -> None:
-        """Once it is prepared, keep what took long, for itself and later processes."""
+        """Store the prepared result for this and later processes."""
 
 
 @dataclass(frozen=True)
 class AlgorithmFamily:
-    """Candidates of one kind. They are listed only when needed, since listing them may ask cuDNN or compile.
+    """Candidates of one kind. The list is created lazily, because it may query cuDNN or compile.
 
     Args:
-        name: what the candidates' names begin with.
-        candidates: all of them, likely best first.
-        last_resort: used only if no family before it can do the task.
-        checked: a candidate's result must agree with that of an unchecked family before it is used.
-        kept: the candidate of a name, if what takes long to prepare was kept by `KeepingCandidate.keep`.
+        name: prefix of the candidates' names.
+        candidates: all candidates, likely best first.
+        last_resort: use it only if no earlier family supports the task.
+        checked: compare a candidate's result with that of an unchecked family before use.
+        kept: the candidate of a name, if `KeepingCandidate.keep` stored its preparation.
     """
 
     name: str
@@ -86,27 +86,27 @@ class Tuner(Protocol):
     """Chooses among candidates."""
 
     enabled: bool
-    """Whether it tries them."""
+    """Whether candidates are timed."""
 
     def choose(
         self, task: Task, families: Sequence[AlgorithmFamily], operands: Operands | None, resources: Resources
     ) -> Candidate | None:
-        """The prepared candidate to use for a task, None if there is none; `operands` are arrays to time it on."""
+        """Return the prepared candidate for a task, or None; `operands` are arrays to time it on."""
 
 
 @dataclass
 class Resources:
-    """What the convolutions of one backend share.
+    """Resources shared by the convolutions of one backend.
 
     Args:
         cudnn: the frontend's module.
-        handle: cuDNN's, bound to the backend's stream.
+        handle: cuDNN's handle, bound to the backend's stream.
         blas: cuBLAS on that stream.
-        scratch: workspaces that last for one call.
-        tf32: whether products of float32 numbers may round them to TF32.
+        scratch: workspaces valid within one call.
+        tf32: whether products of float32 numbers may use TF32.
         tuner: chooses among candidates.
         deterministic: whether every run must give the same bits.
-        plans: those of cuDNN that earlier processes have kept.
+        plans: cuDNN plans stored by earlier processes.
     """
 
     cudnn: Any
@@ -130,7 +130,7 @@ def add_to(total: Each, value: Each) -> Each:
 
 
 def fits(array: Array, dtype: str) -> bool:
-    """Whether an array is of a dtype and begins where wide loads may."""
+    """Return whether an array has the dtype and the alignment for wide loads."""
     return array.dtype == dtype and aligned(array)
 
 
@@ -144,6 +144,6 @@ def write_result(result: Array, operands: Operands) -> None:
 
 
 def sum_parts(parts: Array, out: Array, number: int, accumulate: bool) -> None:
-    """out (+)= the sum of so many arrays of its size that lie behind one another, always in the same order."""
+    """out (+)= the sum of `number` contiguous arrays of its size, always in the same order."""
     kernel = library_kernel("split_k", "sum_parts")
     launch_blocks(kernel, (-(-out.size // 32),), (32, 8), (parts, out, out.size, number, accumulate))

@@ -1,9 +1,8 @@
-"""Autotuning: each candidate for a task is timed on the device once, the fastest correct one is kept and cached.
+"""Autotuning: time each candidate of a task on the device once, and cache the fastest correct one.
 
-Nothing is timed while a stream is captured. `Stopwatch` times runs of a candidate without the gaps that the host's
-launches would leave: the device idles before the runs for as long as the host is expected to need, for the first launch
-and for what each further launch takes longer than a run. When each launch was done says afterwards whether any of them
-came too late.
+Nothing is timed during stream capture. `Stopwatch` times runs without the gaps of host launches: the device first idles
+for the expected launch overhead, that is the first launch plus the excess of each further launch over a run. The
+recorded launch times then show whether a launch came too late.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ from caffepy.backend.types import Array
 from caffepy.errors import DeviceError, OutOfMemoryError, RunError
 
 FIRST_LAUNCH = 60_000
-"""Nanoseconds until the first run is taken to be launched, before that was timed; an event comes before it."""
+"""Assumed nanoseconds to launch the first run, which includes an event, before it is measured."""
 
 LAUNCH = 40_000
-"""The same for each further run."""
+"""Assumed nanoseconds to launch each further run."""
 
 MARGIN = 20_000
-"""Nanoseconds of idling more than expected, because launches differ."""
+"""Additional idle nanoseconds, because launch times vary."""
 
 LONGEST_IDLING = 20_000_000
-"""Nanoseconds of idling at most, where the host was held up."""
+"""Maximum idle nanoseconds, in case the host was delayed."""
 
 MAX_TRIES = 3
-"""How often the same runs are timed, as long as the host is held up."""
+"""Maximum repetitions of a timing while the host is delayed."""
 
 
 class Stopwatch:
-    """Times the runs of one candidate; learns how long the host takes to launch one.
+    """Times the runs of one candidate and learns its launch overhead.
 
     Args:
-        run: launches one.
+        run: launches one run.
     """
 
     def __init__(self, run: Callable[[], None]) -> None:
@@ -52,13 +51,13 @@ class Stopwatch:
         self._launch = LAUNCH
 
     def elapsed(self, runs: int, about: float = 0.0) -> float:
-        """Microseconds of one of several runs that follow each other without a gap.
+        """Return the microseconds per run of consecutive runs without gaps.
 
-        Runs that were launched too late are timed again behind a longer idling.
+        If a launch was late, the runs are timed again after a longer idle period.
 
         Args:
-            runs: how many.
-            about: microseconds that one takes, where that is known.
+            runs: number of runs.
+            about: expected microseconds of a run, if known.
         """
         wait = self._first + MARGIN + (runs - 1) * max(0, self._launch - int(about * 1e3))
         for _ in range(MAX_TRIES):
@@ -74,19 +73,19 @@ class Stopwatch:
 
 
 def lateness(launched: Sequence[int], wait: int, time: float) -> int:
-    """Nanoseconds by which the latest of some runs was launched after the device could have begun it.
+    """Return by how many nanoseconds the latest launch came after the device could have started it.
 
     Args:
-        launched: when each launch was done, in nanoseconds since the device began to idle.
-        wait: how many it idled.
-        time: microseconds of one run, gaps counted, which make every gap show: with a gap before run i of n, the time
-            that it adds to the first i runs is less than itself.
+        launched: completion time of each launch, in nanoseconds since the start of the idle period.
+        wait: nanoseconds of the idle period.
+        time: microseconds of one run including gaps. Gaps are still detected: a gap before run i of n adds less than
+            its own length to the first i runs.
     """
     return max(moment - wait - int(number * time * 1e3) for number, moment in enumerate(launched))
 
 
 def _timed(run: Callable[[], None], runs: int, wait: int) -> tuple[float, list[int]]:
-    """Microseconds of a run, and when each launch was done, in nanoseconds since the device's idling was launched."""
+    """Return microseconds per run, and each launch's completion in nanoseconds since the idle kernel's launch."""
     stream = cupy.cuda.get_current_stream()
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     idle = library_kernel("tuning", "idle")
@@ -105,49 +104,49 @@ def _timed(run: Callable[[], None], runs: int, wait: int) -> tuple[float, list[i
 logger = logging.getLogger(__name__)
 
 PRUNE_RATIO = 1.25
-"""A candidate whose first timed run takes so many times the best one's time is not run again."""
+"""A candidate is dropped if its first timed run exceeds the best time by this factor."""
 
 SHORT = 4.0
-"""Microseconds more than the best one's that do not tell two candidates apart after one timed run."""
+"""Microseconds above the best time that one timed run cannot resolve."""
 
 HOPELESS = 3.0
-"""A candidate whose first run takes more than so many times the best one's time is not run again."""
+"""A candidate is dropped if its first, untimed run exceeds the best time by this factor."""
 
 HELD_UP = 20_000.0
-"""Microseconds beyond that by which other threads, several GPUs' among them, may keep the host from noticing that the
-first run has ended."""
+"""Additional microseconds by which other threads (of several GPUs) may delay the host's detection that the first run
+has ended."""
 
 DOUBTFUL = 2.0
-"""A time of one run, up to so many times the best one's, may be that of a disturbed run; the run is repeated."""
+"""A single time up to this factor of the best time may be disturbed; the run is repeated."""
 
 TIMED = 300.0
-"""Microseconds of runs by which a candidate is timed, between 2 and 10 of them."""
+"""Microseconds of runs per timing, with 2 to 10 runs."""
 
 FINALISTS = 4
-"""How many of the fastest candidates are timed with more care."""
+"""Maximum number of finalists, which are timed again."""
 
 MIN_FINALISTS = 2
-"""How many at least: what disturbed the fastest one's runs, or another's, is not to decide alone."""
+"""Minimum number of finalists, so that one disturbed timing does not decide."""
 
 CLOSE = 1.05
-"""Further ones that take more than so many times the fastest one's time are not timed again."""
+"""Further finalists must be within this factor of the fastest time."""
 
 ROUNDS = 3
-"""How often each finalist is timed, in turn with the others; its shortest time counts."""
+"""Rounds in which the finalists are timed in turn; the shortest time counts."""
 
 TOLERANCE = 0.02
-"""How far two candidates' results may differ, relative to the largest: several roundings to eight bits."""
+"""Maximum difference of two candidates' results relative to the largest: several roundings to eight bits."""
 
 SMALLEST_STEP = 2.0**-23
-"""And how far besides: float16 numbers near zero are 2^-24 apart."""
+"""Additional absolute tolerance: float16 numbers near zero are 2^-24 apart."""
 
 
 class Autotuner:
     """Times candidates and keeps the fastest, for one backend.
 
     Args:
-        enabled: whether candidates are timed; otherwise the first that can do a task is used.
-        device: the GPU's and the libraries' names and versions: what decisions depend on beside the task.
+        enabled: whether to time candidates; otherwise the first that supports a task is used.
+        device: names and versions of the GPU and the libraries, part of the cache key.
     """
 
     def __init__(self, enabled: bool, device: str) -> None:
@@ -158,7 +157,7 @@ class Autotuner:
     def choose(
         self, task: Task, families: Sequence[AlgorithmFamily], operands: Operands | None, resources: Resources
     ) -> Candidate | None:
-        """The candidate to use for a task from now on; None if there is none."""
+        """Return the candidate for a task from now on, or None."""
         if not self.enabled:
             return _first(families)
         key = self._key(task, resources)
@@ -174,13 +173,13 @@ class Autotuner:
             say_first_use()
             chosen, microseconds, certain = _try_all(task, families, operands, resources)
             if chosen is not None:
-                # Where not all could be checked, another run may find more; but then it would not give the same bits.
+                # If candidates could not be checked, cache in this process only: another choice would change the bits.
                 lasting = certain or resources.deterministic
                 unavailable = None if known is None else known.name
                 kept = self._decisions.put(key, Decision(chosen.name, microseconds), unavailable, lasting)
                 if chosen.name == kept.name:
                     _keep(chosen)
-                chosen = _find(kept.name, families) or chosen  # a new object, without the plans not chosen
+                chosen = _find(kept.name, families) or chosen  # a new object, without the plans that were not chosen
         name = "nothing" if chosen is None else chosen.name
         logger.debug("%s: %s, %.1f us, chosen in %.2f s", key, name, microseconds, monotonic() - begin)
         return chosen
@@ -194,7 +193,7 @@ class Autotuner:
 
 
 def _first(families: Sequence[AlgorithmFamily]) -> Candidate | None:
-    """The first candidate that can do the task, of those that need no check."""
+    """Return the first unchecked candidate that supports the task."""
     for family in families:
         for candidate in () if family.checked else family.candidates():
             if candidate.prepare():
@@ -203,7 +202,7 @@ def _first(families: Sequence[AlgorithmFamily]) -> Candidate | None:
 
 
 def _find(name: str, families: Sequence[AlgorithmFamily]) -> Candidate | None:
-    """The candidate of this name, None if there is none any more."""
+    """Return the candidate of this name, or None if it no longer exists."""
     for family in families:
         if name.startswith(family.name):
             for candidate in _named(name, family):
@@ -214,14 +213,14 @@ def _find(name: str, families: Sequence[AlgorithmFamily]) -> Candidate | None:
 
 
 def _named(name: str, family: AlgorithmFamily) -> Iterator[Candidate]:
-    """The candidate of a name: as it was kept, and where it was not or cannot be used, anew."""
+    """Yield the candidate of a name: from the plan cache, then newly built if that fails."""
     if family.kept is not None:
         yield from family.kept(name)
     yield from (candidate for candidate in family.candidates() if candidate.name == name)
 
 
 def _keep(candidate: Candidate) -> None:
-    """Let later processes have a candidate, which is prepared, sooner."""
+    """Store a prepared candidate's plan for later processes."""
     if isinstance(candidate, KeepingCandidate):
         candidate.keep()
 
@@ -229,7 +228,7 @@ def _keep(candidate: Candidate) -> None:
 def _try_all(
     task: Task, families: Sequence[AlgorithmFamily], operands: Operands | None, resources: Resources
 ) -> tuple[Candidate | None, float, bool]:
-    """The fastest candidate, its microseconds, and whether all that might be faster could be checked."""
+    """Return the fastest candidate, its microseconds, and whether all faster candidates could be checked."""
     lasting = resources.scratch
     resources.scratch = Scratch()
     try:
@@ -243,11 +242,11 @@ def _try_all(
 
 @dataclass(eq=False)
 class Contender:
-    """A candidate that can do the task.
+    """A candidate that supports the task.
 
     Args:
         candidate: prepared.
-        microseconds: what it takes.
+        microseconds: its time.
         watch: times it.
         trusted: whether its result needs no check.
     """
@@ -259,12 +258,12 @@ class Contender:
 
 
 class Trial:
-    """The candidates of one task against each other.
+    """A comparison of one task's candidates.
 
     Args:
-        operands: the arrays that all are run on.
-        others: makes arrays on which results can be compared, where those of the first do not tell anything: a net's
-            first images may be zeros, its first gradients too large for their dtype.
+        operands: arrays that all candidates run on.
+        others: creates arrays for the comparison of results if the call's arrays are unsuitable: a net's first images
+            may be zeros, its first gradients may overflow their dtype.
     """
 
     def __init__(self, operands: Operands, others: Callable[[], Operands]) -> None:
@@ -288,7 +287,7 @@ class Trial:
                     self._trusted = candidate
 
     def best(self) -> tuple[Candidate | None, float]:
-        """The fastest whose result is right, after the first few were timed with more care."""
+        """Return the fastest candidate with a correct result, after the finalists were timed again."""
         remaining = sorted(self._contenders, key=lambda contender: contender.microseconds)
         while remaining:
             most = CLOSE * remaining[0].microseconds
@@ -307,7 +306,7 @@ class Trial:
         return [self._operands.out] if sums is None else [self._operands.out, sums]
 
     def _right_results(self) -> list[Array]:
-        """Those of a candidate that needs no check; none if there is no such, or no memory for them."""
+        """Return the results of a trusted candidate; empty without such a candidate or without memory."""
         if self._expected is None:
             try:
                 self._expected = [] if self._trusted is None else self._telling_results(self._trusted)
@@ -337,20 +336,20 @@ class Trial:
         for result, kept in zip(self._results(), expected, strict=True):
             error, limit = difference(flat(result), kept), TOLERANCE * largest(kept) + SMALLEST_STEP
             if error > limit:
-                logger.warning("%s is not used: its result is off by %g, allowed are %g", candidate.name, error, limit)
+                logger.warning("%s is not used: its error is %g, the limit is %g", candidate.name, error, limit)
                 return False
         return True
 
 
 def _copy_of(array: Array) -> Array:
-    """CuPy's own copies take a kernel, which it would compile."""
+    """Copy an array by memcpy; CuPy's copy would compile a kernel."""
     result = allocate(array.shape, array.dtype.name)
     copy(array, result)
     return result
 
 
 def _attempt(candidate: Candidate, operands: Operands, best: float) -> Contender | None:
-    """A candidate with its time; None if it fails or takes much longer than the best."""
+    """Return a timed candidate, or None if it fails or is much slower than the best."""
     try:
         if not candidate.prepare():
             return None
@@ -369,12 +368,12 @@ def _attempt(candidate: Candidate, operands: Operands, best: float) -> Contender
     except (DeviceError, RunError, RuntimeError) as error:
         if isinstance(error, (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)):
             raise
-        logger.debug("%s cannot be used: %s", candidate.name, error)
+        logger.debug("%s failed: %s", candidate.name, error)
         return None
 
 
 def _first_run(candidate: Candidate, operands: Operands) -> float:
-    """Microseconds of a run from its launch on: its kernel is loaded by then."""
+    """Return the microseconds of a run from its launch on; the kernel is loaded afterwards."""
     candidate.run(operands)
     launched = monotonic()
     cupy.cuda.get_current_stream().synchronize()
@@ -382,18 +381,18 @@ def _first_run(candidate: Candidate, operands: Operands) -> float:
 
 
 def _limit(best: float) -> float:
-    """Microseconds of one run that do not rule a candidate out."""
+    """Return the maximum microseconds of one run for a candidate to remain."""
     return max(PRUNE_RATIO * best, best + SHORT)
 
 
 def _time_of_one(watch: Stopwatch, best: float) -> float:
-    """Microseconds of one run; of the shorter of two where the first is not far from the best candidate's."""
+    """Return the microseconds of one run, or of the shorter of two if the first is close to the best time."""
     time = watch.elapsed(1)
     return min(time, watch.elapsed(1)) if _limit(best) < time <= DOUBTFUL * best else time
 
 
 def measure(contenders: Sequence[Contender]) -> None:
-    """Time some contenders in turn, so that all have what disturbs the device."""
+    """Time contenders in turn, so that disturbances affect all of them."""
     times: list[list[float]] = [[] for _ in contenders]
     for _ in range(ROUNDS):
         for contender, own in zip(contenders, times, strict=True):
@@ -404,7 +403,7 @@ def measure(contenders: Sequence[Contender]) -> None:
 
 
 def operands_for(task: Task, given: Operands | None) -> Operands:
-    """Arrays to time candidates on: the call's, but not its dweights, which may hold a sum; else new ones."""
+    """Return arrays for timing: the call's arrays except dweights, which may hold a sum; else new arrays."""
     problem = task.problem
     shapes = problem.arrays(task.direction)
     weights = task.direction is Direction.WEIGHTS
@@ -421,7 +420,7 @@ def operands_for(task: Task, given: Operands | None) -> Operands:
 
 
 def noise(shape: tuple[int, ...], dtype: str) -> Array:
-    """An array of ordinary numbers: what a GPU multiplies has a say in how fast it does."""
+    """Return an array of ordinary random numbers; a GPU's speed depends on the values it multiplies."""
     array = allocate(shape, dtype)
     kernel = library_kernel("tuning", "noise", f"#define Element {c_type(array)}\n")
     launch(kernel, array.size, (flat(array), array.size))
@@ -429,12 +428,12 @@ def noise(shape: tuple[int, ...], dtype: str) -> Array:
 
 
 def largest(array: Array) -> float:
-    """The largest magnitude in a flat array, infinity if it has a NaN; waits for the device."""
+    """Return the largest magnitude in a flat array, or infinity with a NaN. Waits for the device."""
     return _greatest("largest", array, array)
 
 
 def difference(array: Array, expected: Array) -> float:
-    """The largest distance of two flat arrays' elements, infinity if there is a NaN; waits for the device."""
+    """Return the largest difference of two flat arrays, or infinity with a NaN. Waits for the device."""
     return _greatest("difference", array, expected)
 
 

@@ -1,8 +1,8 @@
-"""The autotuning cache: which candidate is the fastest for which task, shared with other and earlier processes.
+"""The autotuning cache: the fastest candidate of each task, shared with concurrent and later processes.
 
-Owns the file of decisions in the user's cache folder. All processes that share the file, at once or one after the
-other, decide alike: one of them looks into a task while the others wait, and where two have looked all the same, what
-came into the file first holds. So the bits of a run do not depend on whether its decisions were cached.
+Owns the file of decisions in the user's cache folder. All processes that share the file use the same decisions: one
+process tunes a task while the others wait. If two processes tune a task nevertheless, the first entry in the file wins.
+Therefore the bits of a run do not depend on whether its decisions were cached.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from caffepy.files import atomic_write, read_regular
 logger = logging.getLogger(__name__)
 
 VERSION = 5
-"""To be raised when candidates change so that old decisions no longer hold."""
+"""Increment it when a change of candidates invalidates old decisions."""
 
 WAIT = 120.0
-"""Seconds that a thread waits for another one, of any process, that tries the same task, before it tries for itself."""
+"""Seconds to wait for another thread or process that tunes the same task, before tuning it here."""
 
 _WRITE_WAIT = 30.0
-"""Seconds that a thread waits for another process that is writing the file."""
+"""Seconds to wait for another process that writes the file."""
 
 _MAX_BYTES = 1 << 26
-"""Of the file."""
+"""Maximum bytes of the file."""
 
 _LOOK = 0.02
-"""Seconds between looks whether another process has given a lock back."""
+"""Polling interval of file locks in seconds."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Decision:
     """The choice for a task.
 
     Args:
-        name: the fastest candidate's.
-        microseconds: what it takes.
+        name: name of the fastest candidate.
+        microseconds: its time.
     """
 
     name: str
@@ -56,11 +56,11 @@ class Decision:
 
 
 class Decisions:
-    """Decisions of this process and of others, shared by all solver threads.
+    """Decisions of this and other processes, shared by all solver threads.
 
     Args:
-        path: file that they are kept in, if any; read once and whenever a task is looked into, written whenever there
-            is a new decision.
+        path: the file, or None. It is read at first use and before a task is tuned, and written after each new
+            decision.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -72,20 +72,20 @@ class Decisions:
         self._known = self._read()
 
     def get(self, key: str) -> Decision | None:
-        """What was decided, if anything."""
+        """Return the decision of a task, or None."""
         return self._known.get(key) or self._passing.get(key)
 
     def put(self, key: str, decision: Decision, instead: str | None = None, lasting: bool = True) -> Decision:
-        """Remember a decision; a file that cannot be written is no reason to stop.
+        """Store a decision. A failed write is logged and ignored.
 
         Args:
             key: the task.
             decision: the choice.
-            instead: the candidate that was decided on before and is not there any more.
-            lasting: other processes are to decide so too; else it holds in this one alone.
+            instead: a previous candidate that no longer exists, to be replaced.
+            lasting: whether to share the decision with other processes.
 
         Returns:
-            What holds from now on: the decision, or that of somebody who was faster.
+            The decision in effect: this one, or an earlier one of another thread or process.
         """
         with self._lock, self._locks.held(None, _WRITE_WAIT):
             known = {name: d for name, d in self._known.items() if name != key or d.name != instead}
@@ -102,12 +102,12 @@ class Decisions:
             try:
                 self._write()
             except (OSError, RunError) as error:
-                logger.debug("%s: autotuning is not remembered: %s", self._path, error)
+                logger.debug("%s: autotuning decisions are not stored: %s", self._path, error)
         return decision
 
     @contextmanager
     def turn(self, key: str) -> Iterator[None]:
-        """Let one thread at a time, of all processes, look into a task, so that the others find its decision."""
+        """Serialise the tuning of a task across threads and processes, so that others find its decision."""
         with self._lock:
             lock = self._turns.setdefault(key, threading.Lock())
         acquired = lock.acquire(timeout=WAIT)
@@ -145,10 +145,10 @@ class Decisions:
 
 
 class _FileLocks:
-    """Locks that processes share: one for each key, as far as their checksums differ, and one for all.
+    """Locks shared by processes: one per key (by checksum) and one global lock.
 
     Args:
-        path: a file of no content. Where there is none, or it cannot be locked (some network drives), nobody waits.
+        path: an empty lock file. Without it, or if it cannot be locked (some network drives), locks have no effect.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -158,9 +158,9 @@ class _FileLocks:
 
     @contextmanager
     def held(self, key: str | None, seconds: float) -> Iterator[None]:
-        """Hold a key's lock, or with None the one for all, in a `with` block, which begins without it after `seconds`.
+        """Hold a key's lock (None: the global lock) in a `with` block, which starts without it after `seconds`.
 
-        Of each lock a process may hold one at a time: locks belong to processes, not to threads.
+        Each process may hold one lock of each kind at a time, because file locks belong to processes, not to threads.
         """
         offset = 0 if key is None else 1 + zlib.crc32(key.encode())
         file = self._opened()
@@ -172,7 +172,7 @@ class _FileLocks:
                 fcntl.lockf(file, fcntl.LOCK_UN, 1, offset)
 
     def _opened(self) -> int | None:
-        """The file, open; it stays so, because to close it would give all locks of the process back."""
+        """Return the open file. It stays open, because closing it releases all locks of the process."""
         with self._opening:
             if self._file is None and self._path is not None:
                 try:
@@ -184,7 +184,7 @@ class _FileLocks:
 
 
 def _lock(file: int, offset: int, seconds: float) -> bool:
-    """Lock a byte of a file; False if that takes too long or cannot be done."""
+    """Lock a byte of a file. Return False after `seconds` or on failure."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -206,7 +206,7 @@ def _name(value: Any) -> str:
 
 
 def cache_file(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Where decisions are kept; None where there is no cache folder."""
+    """Return the file of decisions, or None without a cache folder."""
     folder = cache_folder(environment)
     return None if folder is None else folder / f"autotune-{VERSION}.json"
 
@@ -216,11 +216,11 @@ _making = threading.Lock()
 
 
 def decisions(path: Path | None) -> Decisions:
-    """The decisions of a file, the same for all threads.
+    """Return the decisions of a file, one object for all threads.
 
-    Threads with objects of their own would not wait for each other, and decide differently: file locks are a process's.
+    Separate objects would not exclude each other, because file locks belong to processes.
     """
-    with _making:  # functools.cache calls the function once in each thread that comes before the first has returned
+    with _making:  # functools.cache alone may call the function once per thread
         if path not in _decisions:
             _decisions[path] = Decisions(path)
         return _decisions[path]

@@ -1,6 +1,6 @@
-"""Convolutions and their gradients as correlations along each axis: sums over factors at equal distances.
+"""Convolutions and gradients as correlations along each axis: sums over equidistant taps.
 
-A gradient to data with a stride is one for each residue: every so-many-th result from the residue on.
+A data gradient with a stride is one correlation per residue: results residue, residue + stride, and so on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from caffepy.backend.cuda.convolution.problem import Direction, Problem
 
 
 class Residue(NamedTuple):
-    """Every so-many-th result along an axis: its first factor, where its pixels begin, and how many factors it has."""
+    """The results of one residue along an axis: first factor, pixel offset, and number of factors."""
 
     first: int
     offset: int
@@ -25,13 +25,13 @@ class Axis:
     """A correlation along one axis: result r of a residue sums factors k times pixels origin + offset + r * a + k * b.
 
     Args:
-        results: of each residue.
-        a: pixels from a result to the next.
-        b: pixels from a factor to the next.
-        factors: there are.
-        step: from a factor to the next: negative where they are turned round.
+        results: number of results of each residue.
+        a: pixel distance of neighbouring results.
+        b: pixel distance of neighbouring factors.
+        factors: number of factors.
+        step: factor index step, negative if the factors are reversed.
         origin: pixel of the first result.
-        residues: of the results.
+        residues: residues of the results.
     """
 
     results: int
@@ -44,18 +44,18 @@ class Axis:
 
     @property
     def taps(self) -> int:
-        """Factors of a result at most."""
+        """Maximum factors per result."""
         return max(residue.taps for residue in self.residues)
 
     def pixels(self, results: int, factors: int | None = None) -> int:
-        """That so many neighbouring results need, of so many factors if not all."""
+        """Return the pixels read by `results` neighbouring results, with `factors` factors (default: all)."""
         if factors is not None:
             return (results - 1) * self.a + (factors - 1) * self.b + 1
         return (results - 1) * self.a + max(p.offset + (p.taps - 1) * self.b for p in self.residues if p.taps) + 1
 
 
 def axis_of(problem: Problem, direction: Direction, number: int) -> Axis:
-    """Of a task the axis 0 or 1."""
+    """Return a task's correlation along axis 0 or 1."""
     g = problem.geometry
     kernel, stride, pad, dilation = g.kernel[number], g.stride[number], g.pad[number], g.dilation[number]
     if direction is Direction.FORWARD:
@@ -72,7 +72,7 @@ def axis_of(problem: Problem, direction: Direction, number: int) -> Axis:
 
 
 def _residue(kernel: int, stride: int, pad: int, dilation: int, residue: int) -> Residue:
-    """Of a gradient to data the results residue + stride * q, which are summed up from the last factor on."""
+    """Return a data gradient's results residue + stride * q, summed from the last factor on."""
     common = math.gcd(stride, dilation)
     step = stride // common
     meeting = [k for k in range(min(step, kernel)) if (residue + pad - k * dilation) % stride == 0]
@@ -85,5 +85,5 @@ def _residue(kernel: int, stride: int, pad: int, dilation: int, residue: int) ->
 
 
 def residues_text(axis: Axis) -> str:
-    """A C++ initialiser."""
+    """Return a C++ initialiser of the residues."""
     return f"{{{', '.join(f'{{{p.first}, {p.offset}, {p.taps}}}' for p in axis.residues)}}}"

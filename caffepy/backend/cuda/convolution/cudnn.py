@@ -1,10 +1,10 @@
-"""Convolutions by cuDNN: over the blobs as they lie, group by group, or over NCHW copies.
+"""Convolutions by cuDNN: over the blobs in place, group by group, or over NCHW copies.
 
-Owns how plans are built and run, their workspace, and cuDNN's operation graphs: their tensors, what is fused into a
-forward pass, and which of cuDNN's engines are allowed: none that rounds to TF32 in fp32 mode, none that says it is not
-deterministic. Those for sums do not say so, yet their sums differ from run to run in the last bits (cuDNN 9.19, all
-plans at the shapes of ResNet-50, sixty runs each, on an H200): they are for backends that need not be deterministic.
-Behaviour: NVIDIA's cuDNN frontend 1.x.
+Builds and runs plans, with their workspace and operation graphs: tensors, fusion into a forward pass, and the allowed
+engines. Engines that round to TF32 are excluded in fp32 mode, as are engines that declare themselves
+non-deterministic. Engines for sums do not declare it, yet their sums differ from run to run in the last bits (cuDNN
+9.19, all plans at ResNet-50's shapes, sixty runs each, on an H200). They are used only by backends that need not be
+deterministic. Behaviour: NVIDIA's cuDNN frontend 1.x.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from caffepy.backend.types import Array, convolution_workspace
 logger = logging.getLogger(__name__)
 
 MAX_PLANS = 10
-"""Plans of one graph that are candidates, those that are barred not counted: the best among them takes at most 0.1 %
-longer than the best of twenty (ResNet-50 and MobileNet in FLOAT16 on an H200, all tasks together)."""
+"""Maximum candidates per graph, excluding barred plans: the best of them is at most 0.1 % slower than the best of
+twenty (ResNet-50 and MobileNet in FLOAT16 on an H200, total of all tasks)."""
 
 MAX_COMPILED = 3
-"""The same where cuDNN compiles them at run time, which takes a third of a second each."""
+"""The same for plans that cuDNN compiles at run time, in about 0.3 s each."""
 
 FIRST, SECOND, OUT, BIAS, SUM, SQUARES, RESIDUAL = 1, 2, 3, 4, 5, 6, 7
-"""Identities of a graph's tensors."""
+"""Identifiers of a graph's tensors."""
 
 _INEXACT = ("TENSOR_CORE", "DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "FFT", "WINOGRAD",
             "WINOGRAD_TILE_4x4", "WINOGRAD_TILE_6x6", "WINOGRAD_TILE_13x13")  # fmt: skip
-"""Numerical notes of engines that are further from float32 arithmetic than its own rounding."""
+"""Numerical notes of engines that deviate from float32 arithmetic by more than its rounding."""
 _INEXACT_FOR_TF32 = ("DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "FFT", "WINOGRAD_TILE_6x6",
                      "WINOGRAD_TILE_13x13")  # fmt: skip
 _INEXACT_FOR_HALF = ("REDUCED_PRECISION_REDUCTION", "FFT", "WINOGRAD", "WINOGRAD_TILE_4x4", "WINOGRAD_TILE_6x6",
                      "WINOGRAD_TILE_13x13")  # fmt: skip
 
 _UNDECLARED = {Direction.WEIGHTS: ["eng17_", "eng67_"]}
-"""Engines that carry none of these notes and yet miss float32 results, the first by up to 9e-3 of the largest value,
-the other by up to 3e-5 (measured with cuDNN 9.19 at the shapes of LeNet, CaffeNet and ResNet-50)."""
+"""Engines without these notes that nevertheless miss float32 accuracy: the first by up to 9e-3 of the largest value,
+the second by up to 3e-5 (cuDNN 9.19 at the shapes of LeNet, CaffeNet and ResNet-50)."""
 
 
 def strides_of(shape: tuple[int, ...], channels_last: bool, pitch: int | None = None) -> list[int]:
-    """Element strides of (N, C, spatial...) in the order N, C, spatial... or N, spatial..., C.
+    """Return element strides of (N, C, spatial...) stored as N, C, spatial... or N, spatial..., C.
 
     Args:
-        shape: the array's, or that of some of its channels.
-        channels_last: the order in memory.
-        pitch: with channels last, how many channels the whole array has.
+        shape: shape of the array, or of some of its channels.
+        channels_last: the memory order.
+        pitch: with channels last, the channels of the whole array.
     """
     order = [0, *range(2, len(shape)), 1] if channels_last else list(range(len(shape)))
     strides = [0] * len(shape)
@@ -66,27 +66,27 @@ def strides_of(shape: tuple[int, ...], channels_last: bool, pitch: int | None = 
 
 
 def _at_least_four(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """cuDNN wants two spatial axes or more: (N, C, W) becomes (N, C, 1, W), which lies alike in memory."""
+    """Append spatial axes of size 1: cuDNN requires two, and (N, C, 1, W) has the memory layout of (N, C, W)."""
     return shape if len(shape) > 3 else (shape[0], shape[1], 1, shape[2])
 
 
 class Plans(Enum):
     """Kinds of plans that cuDNN proposes."""
 
-    READY = "cuDNN"  # heuristics' choice among its own kernels
-    COMPILED = "compiled cuDNN"  # heuristics' choice among kernels that it compiles at run time
-    FALLBACK = "fallback cuDNN"  # what works for many shapes, mostly slowly
+    READY = "cuDNN"  # heuristics, precompiled kernels
+    COMPILED = "compiled cuDNN"  # heuristics, kernels compiled at run time
+    FALLBACK = "fallback cuDNN"  # generic engines, mostly slow
 
 
 class CudnnGraph:
     """One operation graph with the plans that heuristics propose for it.
 
     Args:
-        task: what to compute.
-        resources: cuDNN and what products may round.
-        channels_last: how the arrays lie.
-        split: compute one group, its channels among those of the whole arrays.
-        rounded_bias: take the bias in the problem's dtype, which more engines can do.
+        task: the task to compute.
+        resources: cuDNN, and the allowed rounding of products.
+        channels_last: memory order of the arrays.
+        split: compute one group, as a channel range of the whole arrays.
+        rounded_bias: pass the bias in the problem's dtype, which more engines support.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class CudnnGraph:
         self.graph: Any = None
 
     def build(self, kind: Plans, several: bool = True) -> bool:
-        """Write the graph and ask for plans; False if cuDNN has none.
+        """Build the graph and request plans. Return False if cuDNN has none.
 
         Args:
-            kind: of the plans.
-            several: ask both of cuDNN's heuristics, not only the faster one, whose plans come first.
+            kind: kind of plans.
+            several: use both heuristics, not only the faster one, whose plans come first.
         """
         cudnn = self.resources.cudnn
         modes = [cudnn.heur_mode.FALLBACK] if kind is Plans.FALLBACK else [cudnn.heur_mode.A, cudnn.heur_mode.B]
@@ -124,7 +124,7 @@ class CudnnGraph:
             self._describe(graph)
             graph.validate()
             graph.build_operation_graph()
-            # In one call: release 1.18 mixes up the notes of plans that were asked for in several.
+            # Pass all notes in one call: release 1.18 confuses the notes of separate calls.
             graph.create_execution_plans(modes)
         except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError):
             return False
@@ -132,7 +132,7 @@ class CudnnGraph:
         return True
 
     def again(self) -> CudnnGraph:
-        """The same graph, not built; plans of this one go on to be usable."""
+        """Return the same graph, not built; this graph's plans stay valid."""
         return CudnnGraph(self.task, self.resources, self._channels_last, self._split, self.rounded_bias)
 
     def _bar(self, graph: Any) -> None:
@@ -147,33 +147,33 @@ class CudnnGraph:
         graph.deselect_workspace_greater_than(self._most_workspace())
 
     def _most_workspace(self) -> int:
-        """Bytes that a plan may use beside its arrays."""
+        """Return the maximum workspace bytes of a plan."""
         problem = self.task.problem
         item = 4 if problem.dtype == "float32" else 2
         return convolution_workspace(sum(math.prod(shape) for shape in problem.arrays(self.task.direction)) * item)
 
     def serialised(self, index: int) -> bytes:
-        """A plan that was built, for `load`.
+        """Serialise a built plan for `load`.
 
         Raises:
-            RuntimeError: cuDNN cannot write it.
+            RuntimeError: cuDNN cannot serialise it.
         """
-        self.graph.build_plan_at_index(index)  # `serialize` takes the plan that this was last called for
+        self.graph.build_plan_at_index(index)  # `serialize` applies to the last plan built
         return bytes(self.graph.serialize())
 
     def load(self, plan: bytes) -> bool:
-        """Take one plan that was kept, as number 0, instead of `build`; False if it cannot be used."""
+        """Load one serialised plan as number 0, instead of `build`. Return False if it is unusable."""
         cudnn = self.resources.cudnn
         graph = self.graph = cudnn.pygraph(handle=self.resources.handle)
         try:
             graph.deserialize(self.resources.handle, bytearray(plan))
             return self._is_of_this_task(graph)
         except (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-            logger.debug("a kept plan of cuDNN cannot be used: %s", error)
+            logger.debug("a stored cuDNN plan cannot be used: %s", error)
             return False
 
     def _is_of_this_task(self, graph: Any) -> bool:
-        """Whether a graph that was read has this one's tensors, and a workspace that is allowed."""
+        """Return whether a deserialised graph has this graph's tensors and an allowed workspace."""
         for position, (uid, shape) in enumerate(zip((FIRST, SECOND, OUT), self._shapes(), strict=True)):
             tensor = graph.query_tensor_attributes_of_uid(uid)
             lies = (list(tensor.get_dim()), list(tensor.get_stride()), tensor.get_data_type())
@@ -182,12 +182,12 @@ class CudnnGraph:
         return 0 <= int(graph.get_workspace_size_plan_at_index(0)) <= self._most_workspace()
 
     def kept_as(self, name: str) -> str:
-        """What a plan is kept under: all that its graph depends on, and its name."""
+        """Return the cache key of a plan: everything that the graph depends on, and the plan's name."""
         layout = f"{'NHWC' if self._channels_last else 'NCHW'} parts {self.groups} rounded {self.rounded_bias}"
         return f"{self.task} tf32 {self.resources.tf32} {layout}; {name}"
 
     def names(self, kind: Plans) -> Iterator[tuple[int, str]]:
-        """Number and name of each plan of a kind, those that were proposed twice once."""
+        """Yield number and name of each plan of a kind, without duplicates."""
         seen = set()
         for index in range(self.graph.get_execution_plan_count()):
             if kind is Plans.FALLBACK or self._is_compiled(index) is (kind is Plans.COMPILED):
@@ -201,7 +201,7 @@ class CudnnGraph:
         return self.resources.cudnn.behavior_note.RUNTIME_COMPILATION in notes
 
     def _shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of the two inputs and of the output, of one group if they are split."""
+        """Shapes of the two inputs and the output, or of one group's part if split."""
         problem, groups = self.task.problem, self.groups
         one = Problem(
             (problem.x[0], problem.x[1] // groups, *problem.x[2:]),
@@ -215,7 +215,7 @@ class CudnnGraph:
         return strides_of(shape, self._channels_last, shape[1] * (1 if is_weights else self.groups))
 
     def _describe(self, graph: Any) -> None:
-        """Write the operations and their tensors into an empty graph."""
+        """Add operations and tensors to an empty graph."""
         shapes = self._shapes()
         first, second = (
             graph.tensor(name=name, dim=list(shapes[i]), stride=self._strides(shapes[i], i), data_type=self._type,
@@ -233,7 +233,7 @@ class CudnnGraph:
         out.set_dim(list(shapes[2])).set_stride(self._strides(shapes[2], 2))
 
     def _finished(self, graph: Any, out: Any, shape: tuple[int, ...]) -> Any:
-        """What follows a forward convolution: bias, residual, ReLU, or sums for each channel."""
+        """Add the forward pass's epilogue: bias, residual and ReLU, or channel sums."""
         single = self.resources.cudnn.data_type.FLOAT
         channels = [1, shape[1], *(1,) * (len(shape) - 2)]
         strides = strides_of(tuple(channels), True)
@@ -272,20 +272,20 @@ class CudnnGraph:
 logger = logging.getLogger(__name__)
 
 ROUNDED_BIAS = f"{Plans.READY.value} rounded bias"
-"""What the names of plans with a rounded bias begin with."""
+"""Name prefix of plans with a rounded bias."""
 
 MAX_SPLIT_GROUPS = 8
-"""Groups up to which one convolution for each may be faster than cuDNN's engines for groups."""
+"""Maximum groups for which one convolution per group may beat cuDNN's grouped engines."""
 
 
 class CudnnPlan:
-    """A candidate: one plan of a graph, run once for each of its groups.
+    """A candidate: one plan of a graph, run once per group.
 
     Args:
-        graph: a graph that was built, or loaded.
-        index: the plan's number there.
-        name: the candidate's.
-        built: whether the plan is, because the graph was loaded with it.
+        graph: a built or loaded graph.
+        index: number of the plan in the graph.
+        name: the candidate's name.
+        built: whether the plan is built, as in a loaded graph.
     """
 
     def __init__(self, graph: CudnnGraph, index: int, name: str, built: bool = False) -> None:
@@ -295,25 +295,25 @@ class CudnnPlan:
         self._built = built
         self._size = 0
         self.is_usable = False
-        """Whether `prepare` was called and went well."""
+        """Whether `prepare` succeeded."""
 
     def prepare(self) -> bool:
-        """Build the plan; False if it is barred or cannot be built."""
+        """Build the plan. Return False if it is barred or cannot be built."""
         graph = self._graph.graph
         try:
             if not self._built:
                 graph.build_plan_at_index(self.index)
         except (self._graph.resources.cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError):
-            return False  # of a barred plan: a RuntimeError, from release 1.27 on a ValueError
+            return False  # a barred plan raises RuntimeError, from release 1.27 on ValueError
         self._size = int(graph.get_workspace_size_plan_at_index(self.index))
         self._workspace()
         self.is_usable = True
         return True
 
     def keep(self) -> None:
-        """Keep the plan, once prepared, for other processes.
+        """Store the prepared plan for other processes.
 
-        Not one with a ReLU: float32 plans that were read hid NaN, which those that were built pass on.
+        Plans with a ReLU are not stored: deserialised, float32 plans lose NaN.
         """
         plans = self._graph.resources.plans
         if self._built or plans is None or self._graph.task.relu:
@@ -321,13 +321,13 @@ class CudnnPlan:
         try:
             plans.write(self._graph.kept_as(self.name), self._graph.serialised(self.index))
         except (self._graph.resources.cudnn.cudnnGraphNotSupportedError, RuntimeError, AttributeError) as error:
-            logger.debug("%s is not kept: %s", self.name, error)
+            logger.debug("%s is not stored: %s", self.name, error)
 
     def _workspace(self) -> Array:
         return self._graph.resources.scratch.get("cuDNN workspace", self._size, "uint8")
 
     def run(self, operands: Operands) -> None:
-        """Execute the plan; weight gradients that cuDNN does not write as they are wanted go through scratch memory."""
+        """Execute the plan. Weight gradients in another dtype or order than dweights pass through scratch memory."""
         task, scratch = self._graph.task, self._graph.resources.scratch
         dtype = task.problem.array_dtype
         if task.direction is not Direction.WEIGHTS or (operands.out.dtype == dtype and not operands.accumulate):
@@ -360,7 +360,7 @@ class CudnnPlan:
             graph.graph.execute_plan_at_index(addresses, workspace, self.index, handle=graph.resources.handle)
 
     def _step(self, uid: int) -> int:
-        """Bytes from one group's part of a tensor to the next one's."""
+        """Return the bytes between two groups' parts of a tensor."""
         task, groups = self._graph.task, self._graph.groups
         problem = task.problem
         item = int(cupy.dtype(problem.array_dtype).itemsize)
@@ -374,7 +374,7 @@ class CudnnPlan:
 
 
 def rounds_bias(task: Task) -> bool:
-    """Whether there are plans that take the bias in the problem's dtype beside those that take it in float32."""
+    """Return whether there are separate plans with the bias in the problem's dtype and in float32."""
     return task.bias and task.problem.dtype != "float32"
 
 
@@ -385,14 +385,14 @@ def cudnn_candidates(
     rounded: bool | None = None,
     kept: str | None = None,
 ) -> Iterator[CudnnPlan]:
-    """Plans over the blobs as they lie: channels last for two and three spatial axes.
+    """Yield plans over the blobs in place: channels last for two and three spatial axes.
 
     Args:
-        task: what to compute.
+        task: the task to compute.
         resources: cuDNN and scratch memory.
-        kind: of the plans.
-        rounded: those with a rounded bias, or those without; None: both.
-        kept: the one candidate that is wanted, if it was kept.
+        kind: kind of plans.
+        rounded: with a rounded bias, or without; None: both.
+        kept: name of the only wanted candidate, if it is in the plan cache.
     """
     problem = task.problem
     if len(problem.x) not in (3, 4, 5) or (task.sums and problem.weights[0] % 4):
@@ -405,7 +405,7 @@ def cudnn_candidates(
 
 
 def split_candidates(task: Task, resources: Resources, kept: str | None = None) -> Iterator[CudnnPlan]:
-    """Plans that compute one group, run for each: faster than cuDNN's engines for a few large groups."""
+    """Yield plans for one group, run once per group: faster than grouped engines for a few large groups."""
     problem = task.problem
     item = 4 if problem.dtype == "float32" else 2
     groups = problem.geometry.group
@@ -424,7 +424,7 @@ def _plans(graph: CudnnGraph, kind: Plans, prefix: str, kept: str | None = None)
 
 
 def _proposed_plans(graph: CudnnGraph, kind: Plans, prefix: str) -> Iterator[CudnnPlan]:
-    """Plans until enough of them could be prepared; the slower heuristics are asked where the faster have too few."""
+    """Yield plans until enough could be prepared; query the slow heuristics if the fast ones give too few."""
     most = MAX_COMPILED if kind is Plans.COMPILED else MAX_PLANS
     seen: set[str] = set()
     usable = 0
@@ -450,7 +450,7 @@ def _kept_plan(graph: CudnnGraph, prefix: str, name: str) -> Iterator[CudnnPlan]
 
 
 class CopiedCudnn:
-    """cuDNN over copies in NCHW order, for shapes that its channels-last engines do not take.
+    """cuDNN over NCHW copies, for shapes that its channels-last engines do not support.
 
     Args:
         task: a plain task.
@@ -479,7 +479,7 @@ class CopiedCudnn:
                 yield plan
 
     def keep(self) -> None:
-        """Keep the plan, once prepared."""
+        """Store the prepared plan."""
         assert self._plan is not None
         self._plan.keep()
 
@@ -500,7 +500,7 @@ class CopiedCudnn:
 
 
 def channels_first(array: Array, scratch: Scratch, purpose: str) -> Array:
-    """A copy in C order, in scratch memory."""
+    """Return a copy in C order, in scratch memory."""
     copy = scratch.get(purpose, array.size, array.dtype.name).reshape(array.shape)
     cupy.copyto(copy, array)
     return copy

@@ -1,8 +1,8 @@
-"""Convolutions with several outputs for each channel (a channel multiplier) as depthwise ones, of repeated channels.
+"""Convolutions with a channel multiplier as depthwise convolutions of repeated channels.
 
-The image in which each channel stands as often as it has outputs makes every output a channel of its own: the kernels
-for depthwise convolutions take it, and take a fraction of the time of cuDNN's engines for groups. The gradient to data
-is that of the repeated image, its neighbours added up; only float32 results may be rounded before that.
+If each channel is repeated once per output, every output has its own channel and the depthwise kernels apply. They take
+a fraction of the time of cuDNN's grouped engines. The data gradient is the sum over the repeated channels' gradients;
+before the sum only float32 results are allowed, to round once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from caffepy.backend.types import Array, convolution_workspace
 
 
 def suits_depth_multiplier(task: Task) -> bool:
-    """Whether a task has a channel multiplier, and memory for what is repeated."""
+    """Return whether a task has a channel multiplier and memory for the repeated arrays."""
     problem, channels = task.problem, task.problem.x[1]
     if len(problem.x) != 4 or not problem.geometry.group == channels < problem.weights[0]:
         return False
@@ -34,18 +34,18 @@ def suits_depth_multiplier(task: Task) -> bool:
 
 
 def repeated(problem: Problem) -> Problem:
-    """The depthwise problem."""
+    """Return the depthwise problem."""
     outputs = problem.weights[0]
     x = (problem.x[0], outputs, *problem.x[2:])
     return Problem(x, problem.weights, replace(problem.geometry, group=outputs), problem.dtype)
 
 
 class DepthMultiplier:
-    """The candidate: the fastest of the depthwise problem.
+    """The candidate: the fastest candidate of the depthwise problem.
 
     Args:
-        task: a plain one that `suits_depth_multiplier`.
-        choose: gives the candidate of another task.
+        task: a plain task that `suits_depth_multiplier`.
+        choose: returns the candidate of another task.
         resources: scratch memory.
     """
 
@@ -59,12 +59,12 @@ class DepthMultiplier:
         self._inner: Candidate | None = None
 
     def prepare(self) -> bool:
-        """Choose the depthwise candidate, which may have to be tuned."""
+        """Choose the depthwise candidate, which may require tuning."""
         self._inner = self._choose(self._task, None)
         return self._inner is not None
 
     def run(self, operands: Operands) -> None:
-        """One launch, and those of the depthwise candidate."""
+        """Launch the repeat (or sum) kernel and the depthwise candidate."""
         assert self._inner is not None
         if self._task.direction is not Direction.DATA:
             self._inner.run(replace(operands, first=self._repeated(operands.first)))

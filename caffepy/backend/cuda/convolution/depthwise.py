@@ -1,8 +1,7 @@
-"""Depthwise convolutions, each channel with a window of its own, by own kernels: kernels/depthwise.cu, whose threads
-compute tiles, and kernels/depthwise_walk.cu, whose threads walk down their columns.
+"""Depthwise convolutions by own kernels: tiled (kernels/depthwise.cu) and walking (kernels/depthwise_walk.cu), where
+threads walk down their columns.
 
-cuDNN's plans for so many groups read the image once for every weight of the window, and its gradients to weights are
-slower still.
+cuDNN's plans for this many groups read the image once per weight of the window; its weight gradients are slower still.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ from caffepy.backend.types import Array, NormalisedBottom
 
 THREADS = 256
 CHANNELS = 128
-"""The most channels of a block of tiles, which has a thread for the sum of each."""
+"""Maximum channels per block of tiles, which has one thread per channel sum."""
 
 WALK_CHANNELS = 64
-"""The most channels of a block that walks: of two a thread, what a warp loads lies together."""
+"""Maximum channels per walking block: with two per thread, a warp's loads are contiguous."""
 
 BLOCKS = 4
-"""Blocks of tiles for each multiprocessor; more would only load weights again."""
+"""Blocks of tiles per multiprocessor; more would only reload weights."""
 
 NOTHING = np.uint64(0)
-"""A pointer that is not used."""
+"""Null pointer."""
 
 TILES = ("depthwise_tiles",)
-"""Files that the kernels' texts begin with."""
+"""Files prepended to the kernels' texts."""
 
 
 def depthwise_candidates(task: Task, resources: Resources) -> list[DepthwiseConvolution]:
-    """One for each tile, and one that walks."""
+    """Return one candidate per tile, and the walking one."""
     walk = None if task.direction is Direction.WEIGHTS else walk_of(task)
     walking = [] if walk is None else [DepthwiseWalk(task, walk, resources)]
     return [*(DepthwiseConvolution(task, tile, resources) for tile in tiles(task)), *walking]
@@ -62,13 +61,13 @@ class DepthwiseConvolution:
     """A candidate: one tile.
 
     Args:
-        task: what to compute.
+        task: the task to compute.
         tile: the results of a thread.
         resources: scratch memory.
     """
 
     _threads, _most_channels, _blocks = THREADS, CHANNELS, BLOCKS
-    """Threads and channels of a block, blocks of a multiprocessor."""
+    """Threads per block, channels per block, blocks per multiprocessor."""
 
     def __init__(self, task: Task, tile: Tile, resources: Resources) -> None:
         self.name = tile.name
@@ -80,14 +79,14 @@ class DepthwiseConvolution:
         self._lay_out()
 
     def _planes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of what tiles divide and of what they are gathered from."""
+        """Return the shapes of the tiled array and of the array that tiles read."""
         problem = self._task.problem
         if self._task.direction is Direction.DATA:
             return problem.x, problem.y
         return problem.y, problem.x
 
     def _lay_out(self) -> None:
-        """The grid: as many packs of channels side by side as the channels divide into evenly."""
+        """Compute the grid: as many packs of channels side by side as divide the channels evenly."""
         images, channels, height, width = self._result
         packs = channels // self._tile.channels
         self._across = -(-packs * self._tile.channels // self._most_channels)
@@ -101,7 +100,7 @@ class DepthwiseConvolution:
         self._arguments = (height, width, *self._source[2:], *own, packs, self._tiles, *divided)
 
     def _rows_of_threads(self, side_by_side: int) -> tuple[int, ...]:
-        """The rows that a thread takes, with further arguments of the kernel; `side_by_side`: tiles of a row."""
+        """Return the rows per thread and further kernel arguments; `side_by_side`: tiles of a row."""
         return (self._tile.rows,)
 
     def prepare(self) -> bool:
@@ -111,7 +110,7 @@ class DepthwiseConvolution:
         return True
 
     def _settings(self, **more: int) -> str:
-        """What the kernels' text needs before it."""
+        """Return constants prepended to the kernels' text."""
         task, g = self._task, self._task.problem.geometry
         pairs = zip(("KERNEL", "STRIDE", "PAD", "DILATION"), (g.kernel, g.stride, g.pad, g.dilation), strict=True)
         geometry = {f"{name}_{axis}": n for name, pair in pairs for axis, n in zip("HW", pair, strict=True)}
@@ -123,7 +122,7 @@ class DepthwiseConvolution:
         )  # fmt: skip
 
     def run(self, operands: Operands) -> None:
-        """One launch, and one more that adds up the blocks' parts of a weight gradient or of sums."""
+        """Launch the kernel, and for weight gradients or sums a second one that adds the blocks' partial sums."""
         if self._task.direction is Direction.WEIGHTS:
             number = self._down()
             parts = self._parts(number, operands.out)
@@ -133,7 +132,7 @@ class DepthwiseConvolution:
         self._convolve(operands, ())
 
     def _convolve(self, operands: Operands, per_channel: tuple[Any, ...]) -> None:
-        """Results that are no gradient to weights; `per_channel`: further arguments, about the bottom."""
+        """Compute y or dx; `per_channel`: additional kernel arguments of the bottom's normalisation."""
         number = self._down()
         bias = NOTHING if operands.bias is None else raw(operands.bias)
         parts = NOTHING if operands.sums is None else self._parts(number, operands.sums)
@@ -143,7 +142,7 @@ class DepthwiseConvolution:
             sum_parts(parts, raw(operands.sums), number, False)
 
     def _down(self) -> int:
-        """Blocks that take turns at the tiles of a pack of channels."""
+        """Return the blocks that share the tiles of a pack of channels."""
         return max(1, min(-(-self._tiles // self._block[1]), self._most_down()))
 
     def _most_down(self) -> int:
@@ -160,10 +159,10 @@ class DepthwiseWalk(DepthwiseConvolution):
     """A candidate whose threads walk down their columns.
 
     Args:
-        task: what to compute, no gradient to weights.
-        walk: how.
+        task: the task to compute, not a weight gradient.
+        walk: parameters of the walk.
         resources: scratch memory.
-        rectified: of a bottom that is normalised while it is loaded, whether it is rectified as well; else None.
+        rectified: if the bottom is normalised on load, whether it is rectified too; else None.
     """
 
     _most_channels = WALK_CHANNELS
@@ -190,7 +189,7 @@ class DepthwiseWalk(DepthwiseConvolution):
         return super()._settings(**{**bottom, **own, **self._always(), **more})
 
     def _always(self) -> dict[str, int]:
-        """Which of a strip's columns lie within the image everywhere."""
+        """Return bit masks of a strip's columns that are within the image at every position."""
         columns, width, stride = self._tile.columns, self._result[3], self._task.problem.geometry.stride[1]
         lefts = range(0, width, columns)
         first, number = source_columns(self._task, columns)
@@ -205,18 +204,18 @@ class DepthwiseWalk(DepthwiseConvolution):
         self._convolve(operands, (NOTHING,) * 4)
 
     def run_normalised(self, bottom: NormalisedBottom, operands: Operands) -> None:
-        """The same of a bottom that is normalised; `operands.first` is what is."""
+        """Compute the task of a normalised bottom; `operands.first` is the normalisation's input."""
         n = bottom.n
         self._convolve(operands, tuple(map(raw, (n.mean, n.inverse, n.scale, n.bias))))
 
 
 class DepthwiseGradients(DepthwiseWalk):
-    """Both gradients and the sums for the batch normalisation before, which is computed anew, in one pass.
+    """Both gradients and the preceding batch normalisation's sums in one pass, with the normalisation recomputed.
 
     Args:
         problem: the convolution.
         relu: whether its bottom is rectified.
-        walk: over the bottom.
+        walk: parameters of the walk over the bottom.
         resources: scratch memory.
     """
 
@@ -231,11 +230,11 @@ class DepthwiseGradients(DepthwiseWalk):
         return True
 
     def run_all(self, bottom: NormalisedBottom, operands: Operands, dweights: Array) -> None:
-        """One launch, and one more that adds up the blocks' parts.
+        """Launch the kernel, and one that adds the blocks' partial sums.
 
         Args:
-            bottom: of the convolution.
-            operands: dy, the weights and dx; whether dweights are added to.
+            bottom: bottom of the convolution.
+            operands: dy, the weights and dx; `accumulate` applies to dweights.
             dweights: float32.
         """
         assert bottom.sums is not None

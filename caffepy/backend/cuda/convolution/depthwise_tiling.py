@@ -1,4 +1,4 @@
-"""Which problems the depthwise kernels suit, and what of the results their threads compute."""
+"""Applicability of the depthwise kernels, and the results that each thread computes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from caffepy.backend.cuda.convolution.problem import Direction, Task
 from caffepy.backend.cuda.index_arithmetic import MAX_INDEX
 
 MAX_WEIGHTS = 72
-"""Weights of a window, and sums of weight gradients that a thread keeps in registers."""
+"""Maximum weights of a window, and weight gradient sums that a thread keeps in registers."""
 
 MAX_SHARED_WEIGHTS = 9
-"""Weights of a window for which threads walk, since they keep its rows, and of gradients the sums of its weights."""
+"""Maximum weights of a window for walking, which keeps its rows (for gradients its weights' sums) in registers."""
 
 MAX_DILATION = 8
-"""Of windows for which threads walk, along a row: their columns are bits of a number."""
+"""Maximum dilation of a row for walking: the columns are bits of a mask."""
 
 MAX_TILES = 2
-"""Tiles that are tried."""
+"""Maximum tiles to be tried."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Tile:
     """The results that a thread computes at once.
 
     Args:
-        channels: neighbouring ones, 1, 2, 4 or 8.
-        rows: of results.
-        columns: of results.
+        channels: contiguous channels, 1, 2, 4 or 8.
+        rows: rows of results.
+        columns: columns of results.
     """
 
     channels: int
@@ -43,13 +43,13 @@ class Tile:
 
 @dataclass(frozen=True)
 class Walk:
-    """How threads walk down their columns.
+    """Parameters of a column walk.
 
     Args:
         tile: the results of a step.
-        ahead: steps by which loads go before.
-        threads: of a block.
-        resident: blocks of a multiprocessor at a time, whose registers must do.
+        ahead: prefetch distance in steps.
+        threads: threads per block.
+        resident: resident blocks per multiprocessor, which limits registers.
     """
 
     tile: Tile
@@ -63,17 +63,17 @@ class Walk:
 
 
 START_STEPS = 3
-"""Steps whose time passes before a thread's first: its first loads come one after the other."""
+"""Latency of a thread's first loads, in steps."""
 
 
 def strip_rows(height: int, step: int, others: int, at_once: int) -> int:
-    """The rows of a strip, a multiple of a step's, with which the device is done first.
+    """Return the rows of a strip, a multiple of a step's rows, that minimise the device's time.
 
     Args:
-        height: of an image.
+        height: height of an image.
         step: rows of a step.
-        others: strips side by side, of all images.
-        at_once: strips that the device walks down at the same time.
+        others: strips side by side, over all images.
+        at_once: strips that are resident on the device.
     """
 
     def steps(strips: int) -> int:
@@ -87,13 +87,13 @@ def strip_rows(height: int, step: int, others: int, at_once: int) -> int:
 
 
 def always_within(begins: Iterable[int], columns: int, width: int) -> int:
-    """A bit for each of so many columns: whether it lies within the width, whichever of `begins` they start at."""
+    """Return a bit per column: whether it is within the width for all of `begins`."""
     rows = list(begins)
     return sum(1 << q for q in range(columns) if all(0 <= begin + q < width for begin in rows))
 
 
 def source_columns(task: Task, columns: int) -> tuple[int, int]:
-    """The first column of the source that a tile needs, counted from the tile's own, and how many it needs."""
+    """Return a tile's first source column, relative to the tile's, and the number of source columns."""
     g, data = task.problem.geometry, task.direction is Direction.DATA
     last, stride, pad = (g.kernel[1] - 1) * g.dilation[1], g.stride[1], g.pad[1]
     if data:
@@ -103,7 +103,7 @@ def source_columns(task: Task, columns: int) -> tuple[int, int]:
 
 
 def suits_depthwise(task: Task) -> bool:
-    """Whether the kernels can do a task."""
+    """Return whether the kernels support a task."""
     problem, g = task.problem, task.problem.geometry
     if len(problem.x) != 4 or not g.group == problem.x[1] == problem.weights[0]:
         return False
@@ -113,7 +113,7 @@ def suits_depthwise(task: Task) -> bool:
 
 
 def tiles(task: Task) -> list[Tile]:
-    """Those worth trying, the likely fastest first."""
+    """Return the tiles to try, the likely fastest first."""
     channels, g = task.problem.x[1], task.problem.geometry
     found = [Tile(*shape) for shape in _shapes(task)]
     if task.direction is Direction.DATA:
@@ -124,13 +124,13 @@ def tiles(task: Task) -> list[Tile]:
 
 
 def walk_of(task: Task) -> Walk | None:
-    """How threads walk; of a task of data also where both gradients are computed. None: windows are too large for that.
+    """Return the walk of a data task, also for both gradients at once. None if windows are too large.
 
-    At MobileNet's shapes (H200, 128 images, microseconds of all layers) what is chosen here is the fastest of seven, or
-    within 5 % of it, at nearly every layer. Both gradients take 834 instead of the 1187 of threads with a tile each,
-    which load most rows of dy three times, forward passes behind a normalisation 586 instead of the 1220 of the first
-    tile of `tiles`; memory alone needs 479 and 297. In float32 it is 1293 instead of 1533 and 912 instead of 1260. With
-    fewer columns, or more rows loaded ahead, each thread's numbers cost more registers than they save.
+    At MobileNet's shapes (H200, 128 images, microseconds of all layers) this choice is the fastest of seven, or within
+    5 % of it, at nearly every layer. Both gradients take 834, instead of 1187 with one tile per thread, which loads
+    most rows of dy three times. Forward passes after a normalisation take 586, instead of 1220 with the first of
+    `tiles`. Memory traffic alone takes 479 and 297. In float32 the times are 1293 instead of 1533, and 912 instead of
+    1260. Fewer columns or a longer prefetch distance cost more registers than they save.
     """
     g, channels = task.problem.geometry, task.problem.x[1]
     if not suits_depthwise(task) or math.prod(g.kernel) > MAX_SHARED_WEIGHTS or g.dilation[1] > MAX_DILATION:
@@ -148,7 +148,7 @@ def walk_of(task: Task) -> Walk | None:
 
 
 def _shapes(task: Task) -> tuple[tuple[int, int, int], ...]:
-    """Tiles that were fast at MobileNet's shapes (H200, 128 images), then some for fewer channels or larger windows."""
+    """Return tiles fast at MobileNet's shapes (H200, 128 images), then some for fewer channels or larger windows."""
     if task.direction is Direction.WEIGHTS:
         return (4, 4, 2), (4, 2, 2), (2, 2, 4), (1, 2, 4)
     strided = max(task.problem.geometry.stride) > 1

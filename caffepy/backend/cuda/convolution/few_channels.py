@@ -1,7 +1,7 @@
-"""Data gradients of one to four channels, with any window and stride, by own kernels (kernels/few_channels.cu).
+"""Data gradients of one to four channels, for any window and stride, by own kernels (kernels/few_channels.cu).
 
-Tensor cores compute eight channels at least, so most of what they do there is for nothing. These kernels multiply
-float32 numbers in full; the lanes of a warp share what is summed up: the outputs.
+Tensor cores compute at least eight channels, so most of their work would be wasted. These kernels multiply in full
+float32; the lanes of a warp split the sum over outputs.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from caffepy.backend.cuda.memory import raw
 from caffepy.backend.layout import CHANNELS_LAST
 
 MAX_CHANNELS, MIN_OUTPUTS = 4, 16
-"""Channels beyond which tensor cores are ahead, and outputs below which most lanes have nothing to do."""
+"""Maximum channels (above, tensor cores are faster) and minimum outputs (below, most lanes are idle)."""
 
 MAX_MULTIPLICATIONS = 2**35
-"""Beyond so many it takes more than a millisecond."""
+"""Maximum multiplications, about a millisecond."""
 
 RUN, THREADS, LANES = 8, 256, 32
-"""Results of a row that a warp has; threads of a block and of a warp, as in the kernels' text."""
+"""Results of a row per warp; threads per block and per warp, as in the kernels' text."""
 
 
 def suits_few_channels(task: Task) -> bool:
-    """Whether the kernels can do a task and may be ahead with it."""
+    """Return whether the kernels support a task and may be the fastest."""
     problem, g = task.problem, task.problem.geometry
     if task.direction is not Direction.DATA or len(problem.x) not in CHANNELS_LAST or g.group != 1:
         return False
@@ -41,12 +41,12 @@ def suits_few_channels(task: Task) -> bool:
 
 
 def runs_of(problem: Problem) -> int:
-    """Warps for a residue of a row."""
+    """Return the warps per residue of a row."""
     return -(-axis_of(problem, Direction.DATA, len(problem.x) - 3).results // RUN)
 
 
 def warps_of(problem: Problem) -> int:
-    """Of all results."""
+    """Return the warps for all results."""
     return problem.x[0] * math.prod(problem.x[2:-1]) * problem.geometry.stride[-1] * runs_of(problem)
 
 
@@ -80,7 +80,7 @@ class FewChannels:
         return True
 
     def run(self, operands: Operands) -> None:
-        """One launch that turns the weights, and one."""
+        """Launch the weight transposition, then the kernel."""
         problem = self._problem
         turned = self._resources.scratch.get("turned weights", operands.second.size)
         launch(self._turn, operands.second.size, (raw(operands.second), turned))
@@ -93,7 +93,7 @@ class FewChannels:
 
 
 def _window(problem: Problem) -> dict[str, int]:
-    """How it moves, over three axes; along a row its residues say that."""
+    """Return the window's constants over three axes; residues describe the row axis."""
     g, more = problem.geometry, 5 - len(problem.x)
     rows = {"STRIDE": (g.stride, 1), "PAD": (g.pad, 0), "DILATION": (g.dilation, 1)}
     settings = {

@@ -1,10 +1,10 @@
-"""Gradients that are computed as something else, where few engines of cuDNN are fast.
+"""Gradients rewritten as other operations, where few cuDNN engines are fast.
 
-Owns two rewritings. A data gradient with stride 1 is a forward convolution: of dy, padded, with the weights turned
-round, which is faster where windows are large and over one axis. The weights' gradient of a 1x1 convolution is a matrix
-product with one row for each output, one column for each channel and a sum over all pixels of all images: parts of the
-pixels have products of their own, for one alone leaves most multiprocessors idle where there are few channels, and are
-added up in a fixed order (split-K).
+A data gradient with stride 1 equals a forward convolution of padded dy with flipped weights, which is faster for large
+windows and for one axis. The weight gradient of a 1x1 convolution is a matrix product with one row per output, one
+column per channel and a sum over all pixels of all images. With few channels a single product leaves most
+multiprocessors idle. Therefore the pixels are split into parts with separate products, which are added in a fixed order
+(split-K).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from caffepy.backend.layout import CHANNELS_LAST, memory_order, view
 from caffepy.backend.types import Array
 
 CUDNN_SLOW_WINDOW = 81
-"""Pixels of a window from which on cuDNN is slow at data gradients of blobs that are channels last."""
+"""Minimum window pixels for which cuDNN's channels-last data gradients are slow."""
 
 Choose = Callable[[Task, Operands | None], Candidate | None]
 
 TILE = 64
-"""Side of the result's tile that one block is taken to compute."""
+"""Assumed side of a block's tile of the result."""
 
 MIN_DEPTH = 256
-"""Pixels of a part below which adding up costs more than is gained."""
+"""Minimum pixels of a part; below, the addition costs more than splitting saves."""
 
 MAX_NUMBERS = 2**22
-"""Of all parts together."""
+"""Maximum elements of all parts together."""
 
 
 def suits_flipping(task: Task) -> bool:
-    """Whether a task is a data gradient that this may be ahead with."""
+    """Return whether a task is a data gradient for which this may be the fastest."""
     g = task.problem.geometry
     return (
         task.direction is Direction.DATA
@@ -50,10 +50,10 @@ def suits_flipping(task: Task) -> bool:
 
 
 def flipped(problem: Problem) -> Problem:
-    """The forward convolution whose result is the problem's data gradient.
+    """Return the forward convolution whose result is the problem's data gradient.
 
-    Its weights (C, num_output, kernel...) are the problem's (num_output, C, kernel...), each spatial axis reversed,
-    its padding is dilation * (kernel - 1) - pad.
+    Its weights (C, num_output, kernel...) are the problem's (num_output, C, kernel...) with reversed spatial axes. Its
+    padding is dilation * (kernel - 1) - pad.
     """
     outputs, channels, *kernel = problem.weights
     geometry = replace(problem.geometry, pad=_padding(problem))
@@ -66,11 +66,11 @@ def _padding(problem: Problem) -> tuple[int, ...]:
 
 
 class FlippedForward:
-    """The candidate: the fastest forward convolution of the turned weights.
+    """The candidate: the fastest forward convolution with flipped weights.
 
     Args:
         task: one that `suits_flipping`.
-        choose: gives the candidate of another task.
+        choose: returns the candidate of another task.
         resources: scratch memory.
     """
 
@@ -83,12 +83,12 @@ class FlippedForward:
         self._forward: Candidate | None = None
 
     def prepare(self) -> bool:
-        """Choose the forward candidate, which may have to be tuned."""
+        """Choose the forward candidate, which may require tuning."""
         self._forward = self._choose(self._task, None)
         return self._forward is not None
 
     def run(self, operands: Operands) -> None:
-        """Turn the weights round in scratch memory, then one forward convolution."""
+        """Flip the weights in scratch memory, then run the forward convolution."""
         assert self._forward is not None
         self._forward.run(replace(operands, second=self._turned(operands.second)))
 
@@ -100,7 +100,7 @@ class FlippedForward:
 
 
 def parts_of(problem: Problem) -> tuple[int, int]:
-    """How many parts, and their pixels, which are a multiple of eight; one part where splitting gains nothing."""
+    """Return the number of parts and their pixels, a multiple of eight; one part if splitting does not pay."""
     outputs, channels = problem.weights[:2]
     pixels = problem.x[0] * math.prod(problem.x[2:])
     tiles = -(-outputs // TILE) * -(-channels // TILE)
@@ -111,7 +111,7 @@ def parts_of(problem: Problem) -> tuple[int, int]:
 
 
 def suits_split_k(task: Task) -> bool:
-    """Whether the candidate can do a task and may be ahead with it."""
+    """Return whether the candidate supports a task and may be the fastest."""
     problem = task.problem
     return (
         task.direction is Direction.WEIGHTS
@@ -140,7 +140,7 @@ class SplitKProducts:
         return True
 
     def run(self, operands: Operands) -> None:
-        """One launch for all parts, one for the pixels left over, and one that adds up."""
+        """Launch the products of all parts, one for the remaining pixels, and the addition."""
         outputs, channels = self._problem.weights[:2]
         x, dy = _pixels(operands.first), _pixels(operands.second)
         split = self._parts * self._depth
@@ -157,5 +157,5 @@ class SplitKProducts:
 
 
 def _pixels(images: Array) -> Array:
-    """The images as a matrix with a row for each pixel."""
+    """Return the images as a matrix with one row per pixel."""
     return memory_order(images).reshape(-1, images.shape[1])

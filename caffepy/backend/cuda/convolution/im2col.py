@@ -1,7 +1,7 @@
 """Convolutions as matrix products over unrolled windows: any number of axes, groups and dilation, any dtype.
 
-Owns the way that takes everything. In memory it is channels last, where the windows of many images times the weights
-are one matrix product per group. Behaviour: Caffe's `base_conv_layer.cpp`.
+This candidate supports every task. In channels-last memory, the windows of many images times the weights are one matrix
+product per group. Behaviour: Caffe's `base_conv_layer.cpp`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from caffepy.backend.cuda.device import cupy
 from caffepy.backend.types import Array
 
 COLUMNS_LIMIT = 2**26
-"""Elements of the column buffer; larger batches are computed in parts."""
+"""Maximum elements of the column buffer; larger batches are computed in parts."""
 
 
 def _channels_last(array: Array) -> Array:
-    """The array as (N, spatial..., C), contiguous: a view for images, a copy for others."""
+    """Return the array as contiguous (N, spatial..., C): a view of an image, a copy of other arrays."""
     turned = array.transpose(0, *range(2, array.ndim), 1)
     return turned if turned.flags.c_contiguous else cupy.ascontiguousarray(turned)
 
 
 class Im2colConvolution:
-    """The candidate that takes everything.
+    """The candidate that supports every task.
 
     Args:
         task: a plain task.
@@ -56,7 +56,7 @@ class Im2colConvolution:
         return True
 
     def run(self, operands: Operands) -> None:
-        """Go through the batch in parts, and through the groups of each."""
+        """Iterate over the batch in parts, and over the groups of each part."""
         out = operands.out
         a, b, result = _channels_last(operands.first), _channels_last(operands.second), _channels_last(out)
         if self._is_product and self._group > 1:
@@ -67,7 +67,7 @@ class Im2colConvolution:
             cupy.copyto(out, result.transpose(0, out.ndim - 1, *range(1, out.ndim - 1)))
 
     def _all_groups(self, a: Array, b: Array, result: Array, accumulate: bool) -> None:
-        """Windows of a pixel: the products of all groups in one launch."""
+        """Compute pointwise convolutions: the products of all groups in one launch."""
         group, gemm = self._group, self._blas.gemm_of_parts
         if self._task.direction is Direction.WEIGHTS:
             target = result.reshape(group, self._outputs, self._columns)
@@ -77,7 +77,7 @@ class Im2colConvolution:
         gemm(_groups_of(a, group), weights, _groups_of(result, group), False, forward, False)
 
     def _each_group(self, a: Array, b: Array, result: Array, accumulate: bool) -> None:
-        """Products of each part of the batch and each group."""
+        """Compute the products of each part of the batch and each group."""
         direction = self._task.direction
         for start in range(0, self._problem.x[0], self._batch):
             part = slice(start, min(start + self._batch, self._problem.x[0]))
@@ -95,7 +95,7 @@ class Im2colConvolution:
         return windows.reshape(images * self._pixels, self._columns)
 
     def _windows(self, x: Array, group: int) -> Array:
-        """The windows of some images, a row each; the images themselves where a window is one pixel or all of them."""
+        """Return the windows of images, one per row; the images themselves if a window is a pixel or an image."""
         if self._is_product:
             return self._pixels_or_images(x, group)
         columns = self._scratch_windows(x.shape[0], self._problem.array_dtype)
@@ -134,17 +134,17 @@ class Im2colConvolution:
 
 
 def _columns_of(array: Array, group: int, width: int) -> Array:
-    """A group's channels of a channels-last array, as a matrix with a row for each pixel."""
+    """Return a group's channels of a channels-last array as a matrix with one row per pixel."""
     return array.reshape(-1, array.shape[-1])[:, group * width : (group + 1) * width]
 
 
 def _groups_of(array: Array, number: int) -> Array:
-    """A channels-last array as a matrix for each group, with a row for each pixel; a view."""
+    """Return a channels-last array as one matrix per group with one row per pixel; a view."""
     return array.reshape(-1, number, array.shape[-1] // number).transpose(1, 0, 2)
 
 
 def _defines(problem: Problem) -> str:
-    """The constants that kernels/im2col.cu expects before its text."""
+    """Return the constants that kernels/im2col.cu requires."""
     g = problem.geometry
     values = {
         "SIZE": problem.x[2:], "OUT": problem.y[2:], "KERNEL": g.kernel, "STRIDE": g.stride, "PAD": g.pad,

@@ -1,7 +1,7 @@
-"""Convolutions of small images by kernels/small_convolution.cu, where cuDNN's take longer to start than to run.
+"""Convolutions of small images by kernels/small_convolution.cu, where cuDNN is bound by launch overhead.
 
-Owns when a problem is small; the tilings that are possible for it (how much a block takes at once and how its warps
-divide that); what a block of each keeps in shared memory; and a rough model of the time, which puts them in order.
+Decides when a problem is small, enumerates its tilings (the work of a block and its division among warps), lays out
+each block's shared memory, and ranks the tilings with an approximate cost model.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from caffepy.backend.cuda.memory import raw
 from caffepy.backend.layout import round_up
 
 SHARED_LIMIT = 220 * 1024
-"""Bytes of shared memory that a block may have (of 227 KiB on Hopper; smaller GPUs have less and refuse)."""
+"""Maximum shared memory bytes per block (Hopper has 227 KiB; on smaller GPUs `prepare` fails)."""
 
 PIXEL_COUNTS = (32, 64, 128, 256)
-"""About how many pixels of a result a block may compute at once."""
+"""Approximate result pixels that a block may compute at once."""
 
 MIN_WINDOW_BY_ROWS = 81
-"""Pixels of a window from which on blocks load only those of its rows that they need."""
+"""Minimum window pixels for which blocks load only the window rows that they need."""
 
 WORDS_A_CLOCK = 5.5
-"""What a multiprocessor of an H200 gets from the second-level cache while all others ask as well."""
+"""Words per clock from L2 to each multiprocessor of an H200 when all multiprocessors load."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A problem as the kernels see it, all sizes (height, width).
+    """A problem from the kernels' view; all sizes are (height, width).
 
     Args:
         images: N.
-        image: size of what the windows move over.
+        image: size of the image that the windows move over.
         channels: its channels.
-        out: size of the result: a pixel for each window.
+        out: size of the result, one pixel per window.
         outputs: its channels.
-        kernel: size of a window.
-        stride: its step.
+        kernel: window size.
+        stride: step of the window.
         pad: zeros before the image.
-        dilation: distance of its elements.
-        flipped: whether it is a gradient to data, as a convolution of dy with turned weights.
+        dilation: distance of window elements.
+        flipped: whether it is a data gradient, computed as a convolution of dy with flipped weights.
     """
 
     images: int
@@ -70,17 +70,17 @@ class Shape:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the work is divided; the names are the constants of the kernels.
+    """The division of work; field names are the kernels' constants.
 
     Args:
-        images: images that a block takes at once.
-        rows: rows of the result that it takes of each.
-        tiles_m: tiles of 16 lines for each warp.
-        tiles_n: tiles of 8 columns for each warp.
-        warps_m: warps for different lines.
-        warps_n: warps for different columns.
-        warps_k: warps for different parts of a sum.
-        parts: for weight gradients, how many blocks add up parts of each sum.
+        images: images per block at once.
+        rows: rows of the result per image.
+        tiles_m: tiles of 16 rows per warp.
+        tiles_n: tiles of 8 columns per warp.
+        warps_m: warps over different rows.
+        warps_n: warps over different columns.
+        warps_k: warps over parts of a sum.
+        parts: for weight gradients, blocks over parts of each sum.
     """
 
     images: int
@@ -103,7 +103,7 @@ class Tiling:
 
 
 def shape_of(task: Task) -> Shape:
-    """A task's problem as the kernels see it."""
+    """Return a task's problem from the kernels' view."""
     problem, g = task.problem, task.problem.geometry
     if task.direction is not Direction.DATA:
         return Shape(
@@ -117,11 +117,11 @@ def shape_of(task: Task) -> Shape:
 
 
 class Layout:
-    """What a block of one tiling keeps in shared memory, and what the kernel must be told of it.
+    """Shared memory layout of a tiling's block, and the kernel's parameters.
 
     Args:
         shape: the problem.
-        tiling: of its work.
+        tiling: the division of work.
         weights: whether it is a weight gradient.
     """
 
@@ -151,7 +151,7 @@ class Layout:
         self.pieces = -(-shape.images // tiling.images) * -(-shape.out[0] // tiling.rows)
 
     def _kernel_rows(self) -> int:
-        """Rows of the window that a block needs: all, but for weights of large windows those of its columns."""
+        """Window rows that a block needs: all, except for weight gradients of large windows."""
         shape, columns = self.shape, self.columns
         if not self.weights or math.prod(shape.kernel) < MIN_WINDOW_BY_ROWS:
             return shape.kernel[0]
@@ -161,7 +161,7 @@ class Layout:
 
     @property
     def words(self) -> int:
-        """Words of shared memory: patch, factors and table, or the warps' sums after them."""
+        """Words of shared memory: patch, factors and table, later reused for the warps' sums."""
         steps = self.pixel_steps if self.weights else self.depth_steps
         rows = steps * 8 if self.weights or self.shape.flipped else self.columns
         factors = rows * self.pitch
@@ -175,10 +175,10 @@ class Layout:
         return self.pieces, -(-self.shape.outputs // self.columns), 1
 
     def time(self, multiprocessors: int) -> float:
-        """About how many clocks it takes: loading, multiplying or reading shared memory, and parts written and read.
+        """Return the approximate clocks: loads, multiplications or shared memory reads, and partial sums.
 
-        The numbers were fitted to 155 tilings of LeNet's and cifar10's convolutions, measured on an H200 with an
-        earlier form of the kernels: there the better of the model's first two is within 6 % of the fastest.
+        The coefficients were fitted to 155 tilings of LeNet's and cifar10's convolutions on an H200, with an earlier
+        version of the kernels. For these, the better of the model's first two is within 6 % of the fastest.
         """
         t, blocks = self.tiling, math.prod(self.grid)
         factors = self.pixel_steps * 8 * self.lines if self.weights else self.columns * self.shape.depth
@@ -196,7 +196,7 @@ class Layout:
         return float(waves * max(alone, crowded) + (4 * parts if self.weights else 0))
 
     def constants(self) -> dict[str, int]:
-        """The constants that the kernels want defined."""
+        """Return the constants that the kernels require."""
         s, t = self.shape, self.tiling
         return {
             "HEIGHT": s.image[0], "WIDTH": s.image[1], "CHANNELS": s.channels, "OUT_HEIGHT": s.out[0],
@@ -209,7 +209,7 @@ class Layout:
 
 
 def _pixel(channels: int, weights: bool) -> int:
-    """Words from one pixel to the next, so that the lanes of a warp find theirs in different banks."""
+    """Return the words between pixels, chosen to avoid bank conflicts between a warp's lanes."""
     if channels < 4:
         return channels
     unit, rest = (16, 8) if weights else (8, 4)
@@ -217,7 +217,7 @@ def _pixel(channels: int, weights: bool) -> int:
 
 
 def _pieces(shape: Shape) -> Iterator[tuple[int, int]]:
-    """Images and rows that a block may take at once."""
+    """Yield images and rows that a block may take at once."""
     choices = set()
     for pixels in PIXEL_COUNTS:
         images = max(1, min(pixels // math.prod(shape.out), shape.images))
@@ -228,7 +228,7 @@ def _pieces(shape: Shape) -> Iterator[tuple[int, int]]:
 
 
 def tilings(shape: Shape, weights: bool, multiprocessors: int) -> list[Layout]:
-    """All tilings that fit, the likely fastest first."""
+    """Return all tilings that fit, the likely fastest first."""
     every = _for_weights(shape, multiprocessors) if weights else _for_pixels(shape)
     layouts = [Layout(shape, tiling, weights) for tiling in every]
     fitting = [layout for layout in layouts if 4 * layout.words <= SHARED_LIMIT]
@@ -236,7 +236,7 @@ def tilings(shape: Shape, weights: bool, multiprocessors: int) -> list[Layout]:
 
 
 def _fits_registers(tiles: int, warps: int) -> bool:
-    """Whether the sums of so many tiles leave a warp registers to work with."""
+    """Return whether the accumulators of this many tiles leave a warp enough registers."""
     return tiles <= (16 if warps > 8 else 28)
 
 
@@ -268,20 +268,20 @@ def _for_weights(shape: Shape, multiprocessors: int) -> Iterator[Tiling]:
 
 
 MAX_MULTIPLICATIONS = 2**30
-"""Beyond so many, cuDNN's kernels are ahead."""
+"""Maximum multiplications; above, cuDNN is faster."""
 
 MAX_FOR_LARGE_WINDOWS = 2**34
-"""The same for weights' gradients of large windows, where few channels leave cuDNN's tiles mostly empty."""
+"""The same for weight gradients of large windows, where few channels leave cuDNN's tiles mostly empty."""
 
 MAX_CHANNELS = 64
-"""Channels and outputs beyond which cuDNN's tensor cores have enough to do at once."""
+"""Maximum channels and outputs; above, cuDNN's tensor cores are well used."""
 
 MAX_CANDIDATES = 2
-"""Tilings that are tried, each of which takes half a second to compile."""
+"""Maximum tilings to be tried; each takes half a second to compile."""
 
 
 def suits_small_kernels(task: Task, resources: Resources) -> bool:
-    """Whether the kernels can do a task and may be ahead with it."""
+    """Return whether the kernels support a task and may be the fastest."""
     problem, g = task.problem, task.problem.geometry
     large = task.direction is Direction.WEIGHTS and math.prod(g.kernel) >= MIN_WINDOW_BY_ROWS
     most = MAX_FOR_LARGE_WINDOWS if large else MAX_MULTIPLICATIONS
@@ -297,7 +297,7 @@ def suits_small_kernels(task: Task, resources: Resources) -> bool:
 
 
 def small_candidates(task: Task, resources: Resources) -> list[SmallConvolution]:
-    """The likely fastest tilings of a task."""
+    """Return the likely fastest tilings of a task."""
     multiprocessors = int(cupy.cuda.Device().attributes["MultiProcessorCount"])
     layouts = tilings(shape_of(task), task.direction is Direction.WEIGHTS, multiprocessors)
     return [SmallConvolution(task, layout, resources) for layout in layouts[:MAX_CANDIDATES]]
@@ -307,8 +307,8 @@ class SmallConvolution:
     """A candidate: one tiling.
 
     Args:
-        task: what to compute.
-        layout: the tiling with what follows from it.
+        task: the task to compute.
+        layout: the tiling with its shared memory layout.
         resources: scratch memory.
     """
 
@@ -320,7 +320,7 @@ class SmallConvolution:
         self._kernel: Any = None
 
     def prepare(self) -> bool:
-        """Compile; False if the GPU has not the shared memory."""
+        """Compile. Return False if the GPU lacks shared memory."""
         layout = self._layout
         limit = cupy.cuda.Device().attributes["MaxSharedMemoryPerBlockOptin"]
         if 4 * layout.words > limit:
@@ -334,7 +334,7 @@ class SmallConvolution:
         return True
 
     def run(self, operands: Operands) -> None:
-        """One launch, and for weight gradients one more that adds up their parts."""
+        """Launch the kernel, and for weight gradients one that adds the partial sums."""
         if self._layout.weights:
             self._weights(operands)
             return

@@ -1,8 +1,8 @@
 """Depthwise convolutions with large windows or strides, and their gradients: kernels/large_depthwise.cu.
 
-cuDNN's plans for them take ten times what the arithmetic takes, or fifty times what moving the arrays takes. Here
-arithmetic limits large windows, memory limits large strides, whose results meet few weights each. Owns which
-convolutions the kernels suit, and what their blocks and threads compute of them.
+cuDNN's plans for them take ten times the arithmetic's time, or fifty times the memory traffic's. Large windows are
+bound by arithmetic. Large strides, with few weights per result, are bound by memory. This module decides which
+convolutions the kernels suit, and chooses the tilings.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ from caffepy.backend.cuda.memory import raw
 from caffepy.backend.layout import round_up
 
 MIN_AREA, MIN_STRIDE = 49, 5
-"""Weights of a window, or a stride, below which kernels/depthwise.cu is ahead."""
+"""Minimum weights of a window, or minimum stride; below, kernels/depthwise.cu is faster."""
 
 MAX_TAPS = 8
-"""Factors of a row that a thread has in registers, as in the kernels' text."""
+"""Taps of a row that a thread keeps in registers, as in the kernels' text."""
 
 MAX_BYTES = 96 * 1024
-"""Of shared memory: two blocks fit into a multiprocessor."""
+"""Maximum shared memory bytes per block, so that two blocks fit a multiprocessor."""
 
 MAX_THREADS, WARPS = 512, 12
-"""Threads of a block; warps with which a multiprocessor computes as fast as it can."""
+"""Maximum threads per block; warps that saturate a multiprocessor's arithmetic."""
 
 MAX_COLUMNS = 64
-"""Columns of dy that a block has at once."""
+"""Maximum columns of dy per block at once."""
 
 SPLITS, MIN_ROWS = (2, 4, 8), 4
-"""Threads that share a result, and rows of factors that each must have."""
+"""Threads that may share a result, and minimum rows of factors for each."""
 
 MAX_TILINGS = 3
-"""Those that are tried."""
+"""Maximum tilings to be tried."""
 
 MAX_FACTORS = 4
-"""Parts of dy that are compared, the largest that fit."""
+"""Number of dy part sizes to compare, the largest that fit."""
 
 SHARED_BY_BLOCKS, MAX_WARPS = 220 * 1024, 16
-"""Shared memory of a multiprocessor, and warps that it has registers for: each of its four parts has 128 for four."""
+"""Shared memory of a multiprocessor, and warps that its registers allow at 128 registers per thread."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """What a block and a thread compute.
+    """The results of a block and a thread.
 
     Args:
-        channels: of a block, a power of two up to 32.
-        run: columns of a thread.
-        rows: of a thread.
+        channels: channels per block, a power of two up to 32.
+        run: columns per thread.
+        rows: rows per thread.
         runs: threads across.
         groups: threads down.
         factors: rows and columns of factors at once.
-        shares: blocks that share the residues down.
-        split: threads that share the rows of factors of a result.
+        shares: blocks that share the vertical residues.
+        split: threads that share a result's rows of factors.
     """
 
     channels: int
@@ -80,7 +80,7 @@ class Tiling:
 
     @property
     def name(self) -> str:
-        """Unique among those of a task."""
+        """Unique among a task's tilings."""
         thread, factors = f"{self.channels}x{self.rows}x{self.run}", "x".join(map(str, self.factors))
         return f"large depthwise {thread} by {self.groups}x{self.runs}, {factors} in {self.shares} by {self.split}"
 
@@ -91,7 +91,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Correlation:
-    """A task as the kernels see it."""
+    """A task from the kernels' view."""
 
     task: Task
     down: Axis
@@ -99,51 +99,51 @@ class Correlation:
 
     @cached_property
     def numbers_of_taps(self) -> Counter[tuple[int, int]]:
-        """How many residues have so many rows and columns of factors."""
+        """Return the number of residues by rows and columns of taps."""
         return Counter((down.taps, across.taps) for down, across in product(self.down.residues, self.across.residues))
 
     def source(self, tiling: Tiling) -> tuple[int, int]:
-        """Rows and columns of the source that a block has in shared memory."""
+        """Return rows and columns of the source in a block's shared memory."""
         height, width = tiling.groups * tiling.rows, tiling.runs * tiling.run
         if self.task.direction is Direction.WEIGHTS:
             return self.down.pixels(height, tiling.factors[0]), self.across.pixels(width, tiling.factors[1])
         return self.down.pixels(height), self.across.pixels(width)
 
     def extra(self, tiling: Tiling) -> int:
-        """Pixels of shared memory left free behind those of a thread: with an odd distance no banks collide."""
+        """Return padding pixels of shared memory after a thread's pixels: an odd distance avoids bank conflicts."""
         return int(self.across.a > 1 and tiling.run * self.across.a % 2 == 0)
 
     def pixels(self, tiling: Tiling) -> int:
-        """Of shared memory from a row of the source to the next."""
+        """Return the row pitch of the source in shared memory, in pixels."""
         width = self.source(tiling)[1]
         return width + (width - 1) // (tiling.run * self.across.a) * self.extra(tiling)
 
     def shared_bytes(self, tiling: Tiling) -> int:
-        """The source and the factors."""
+        """Return shared memory bytes of source and factors."""
         source = round_up(self.source(tiling)[0] * self.pixels(tiling) * tiling.channels, 4)
         sums = tiling.threads * tiling.rows * tiling.run if tiling.split > 1 else 0
         return 4 * max(source + math.prod(tiling.factors) * tiling.channels, sums)
 
     def tiles(self, tiling: Tiling) -> tuple[int, int]:
-        """Of a plane of results."""
+        """Return the tiles of a result plane (rows, columns)."""
         height, width = tiling.groups * tiling.rows, tiling.runs * tiling.run
         return -(-self.down.results // height), -(-self.across.results // width)
 
     def packs(self, tiling: Tiling) -> int:
-        """Of channels."""
+        """Return the packs of channels."""
         return -(-self.task.problem.x[1] // tiling.channels)
 
     def pieces(self, tiling: Tiling) -> tuple[int, int]:
-        """Of a plane of factors."""
+        """Return the pieces of a factor plane (rows, columns)."""
         return -(-self.down.factors // tiling.factors[0]), -(-self.across.factors // tiling.factors[1])
 
     def resident(self, tiling: Tiling) -> int:
-        """Blocks that a multiprocessor has at once."""
+        """Return the resident blocks of a multiprocessor."""
         most = SHARED_BY_BLOCKS // (self.shared_bytes(tiling) + 1024)
         return max(1, min(most, MAX_WARPS // -(-tiling.threads // 32)))
 
     def parts(self, tiling: Tiling) -> int:
-        """Sums of gradients to weights that are added up at the end."""
+        """Return the partial sums of a weight gradient."""
         blocks = math.prod(self.tiles(tiling)) * self.packs(tiling)
         pieces = self.task.problem.x[0] * math.prod(self.pieces(tiling))
         return max(1, min(pieces, MULTIPROCESSORS * self.resident(tiling) // blocks))
@@ -156,7 +156,7 @@ def correlation_of(task: Task) -> Correlation:
 
 
 def suits_large_depthwise(task: Task) -> bool:
-    """Whether the kernels can do a task and may be ahead with it."""
+    """Return whether the kernels support a task and may be the fastest."""
     problem, g = task.problem, task.problem.geometry
     if len(problem.x) != 4 or not g.group == problem.x[1] == problem.weights[0] or task.sums or task.residual:
         return False
@@ -167,7 +167,7 @@ def suits_large_depthwise(task: Task) -> bool:
 
 @lru_cache(maxsize=256)
 def large_depthwise_tilings(task: Task) -> tuple[Tiling, ...]:
-    """For each number of channels the one that is likely the fastest, the likely fastest first."""
+    """Return the likely fastest tiling per channel count, the likely fastest first."""
     correlation = correlation_of(task)
     best: dict[int, tuple[float, Tiling]] = {}
     for tiling in _possible(correlation):
@@ -178,9 +178,9 @@ def large_depthwise_tilings(task: Task) -> tuple[Tiling, ...]:
 
 
 def _possible(correlation: Correlation) -> Iterator[Tiling]:
-    """Those that fit a multiprocessor."""
+    """Yield the tilings that fit a multiprocessor."""
     down, across, factors = correlation.down, correlation.across, _factors(correlation)
-    # Odd runs: threads that lie side by side read different banks.
+    # Odd runs: neighbouring threads read different banks.
     shapes = product(
         (1, 2, 4, 8, 16, 32), (7, 5, 3, 1) if across.a == 1 else (7, 4, 2, 1), (4, 2, 1) if down.a == 1 else (1,)
     )
@@ -204,7 +204,7 @@ def _possible(correlation: Correlation) -> Iterator[Tiling]:
 
 
 def _split(correlation: Correlation, tiling: Tiling) -> Iterator[Tiling]:
-    """The same with several threads for each result."""
+    """Yield the tiling with several threads per result."""
     for split in SPLITS:
         several = replace(tiling, split=split)
         possible = split * MIN_ROWS <= tiling.factors[0] and several.threads <= MAX_THREADS
@@ -213,25 +213,25 @@ def _split(correlation: Correlation, tiling: Tiling) -> Iterator[Tiling]:
 
 
 def _threads(results: int, each: int, multiple: int) -> list[int]:
-    """Numbers of threads along an axis with which several tiles, or one, cover the results."""
+    """Return thread counts along an axis with which whole tiles, or one tile, cover the results."""
     numbers = (math.ceil(math.ceil(results / tiles) / each) for tiles in (1, 2, 3, 4, 8, 16))
     return list(dict.fromkeys(round_up(number, multiple) for number in numbers))
 
 
 def _factors(correlation: Correlation) -> list[tuple[int, int]]:
-    """Rows and columns of factors at once: of dy parts, of a window all."""
+    """Return rows and columns of factors at once: parts of dy, or the whole window."""
     height, width = correlation.down.factors, correlation.across.factors
     if correlation.task.direction is not Direction.WEIGHTS:
         return [(height, width)]
     rows = [-(-height // parts) for parts in (1, 2, 3, 4, 6, 8, 12, height)]
-    # With a stride few pixels of dy need many of x.
+    # With a stride, few pixels of dy need many of x.
     most = {-(-width // MAX_COLUMNS) * parts for parts in ((1, 2, 4) if correlation.across.b > 1 else (1,))}
     columns = [-(-width // min(parts, width)) for parts in sorted(most)]
     return sorted(set(product(rows, columns)), key=lambda part: (-math.prod(part), part))
 
 
 def cycles_of(correlation: Correlation, tiling: Tiling) -> float:
-    """Roughly the cycles of a multiprocessor, to compare tilings by."""
+    """Return the approximate multiprocessor cycles of a tiling, for ranking."""
     resident, warps = correlation.resident(tiling), -(-tiling.threads // 32)
     blocks = math.prod(correlation.tiles(tiling)) * correlation.packs(tiling)
     images = correlation.task.problem.x[0]
@@ -258,14 +258,14 @@ def cycles_of(correlation: Correlation, tiling: Tiling) -> float:
 
 
 def _wait(correlation: Correlation, tiling: Tiling) -> float:
-    """Until a block's arrays are there."""
+    """Return the cycles until a block's arrays are loaded."""
     weights = correlation.task.direction is Direction.WEIGHTS
     numbers = math.prod(correlation.source(tiling)) + math.prod(tiling.factors) * (1 if weights else tiling.channels)
     return START + LOAD * (numbers / (8 * tiling.threads))
 
 
 def _loads(correlation: Correlation, tiling: Tiling) -> float:
-    """Of a block's arrays: memory gives 32 bytes at once, whether or not all are used."""
+    """Return the bytes of a block's loads, in 32-byte sectors."""
     item = 4 if correlation.task.problem.dtype == "float32" else 2
     together = max(1.0, tiling.channels * item / 32) + tiling.channels / 16
     planes = [correlation.source(tiling)]
@@ -275,13 +275,13 @@ def _loads(correlation: Correlation, tiling: Tiling) -> float:
 
 
 START, LOAD = 2500, 700
-"""Cycles of a block's beginning and end, and of eight loads of a thread."""
+"""Cycles of a block's start and end, and of eight loads of a thread."""
 
 
 def _cycles_of_warp(correlation: Correlation, tiling: Tiling, down: int, across: int) -> tuple[float, float]:
-    """Of so many taps of a thread's results: of the multiprocessor, and until a warp that is alone is done.
+    """Return the cycles for `down` x `across` taps of a warp: multiprocessor throughput, and latency of a lone warp.
 
-    Either arithmetic limits the first or loads from shared memory do.
+    Throughput is bound by arithmetic or by shared memory loads.
     """
     shift = correlation.across.b if correlation.across.a == 1 else correlation.across.a
     chunks = max(1, -(-across // MAX_TAPS))
@@ -296,11 +296,11 @@ def _cycles_of_warp(correlation: Correlation, tiling: Tiling, down: int, across:
 
 
 PARTIAL = 6
-"""Cycles of a store that does not fill the 32 bytes which memory has together; of one that does one."""
+"""Cycles of a store that fills a 32-byte sector partially, and of one that fills it."""
 
 
 def _stores(correlation: Correlation, tiling: Tiling) -> float:
-    """Of a warp's results: neighbouring channels are written together."""
+    """Return the cycles of a warp's stores; contiguous channels are stored together."""
     problem = correlation.task.problem
     item, channels = 4 if problem.dtype == "float32" else 2, min(tiling.channels, problem.x[1])
     together = channels * item / 32
@@ -310,14 +310,14 @@ def _stores(correlation: Correlation, tiling: Tiling) -> float:
 
 
 WIDEST = 4
-"""Channels of a load."""
+"""Channels per load."""
 
 NOTHING = np.uint64(0)
-"""A pointer that is not used."""
+"""Null pointer."""
 
 
 def large_depthwise_candidates(task: Task, resources: Resources) -> list[LargeDepthwise]:
-    """One for each tiling."""
+    """Return one candidate per tiling."""
     kind = LargeDepthwiseWeights if task.direction is Direction.WEIGHTS else LargeDepthwise
     return [kind(task, tiling, resources) for tiling in large_depthwise_tilings(task)]
 
@@ -327,7 +327,7 @@ class LargeDepthwise:
 
     Args:
         task: one that `suits_large_depthwise`.
-        tiling: of the results.
+        tiling: the division of the results.
         resources: scratch memory.
     """
 
@@ -350,7 +350,7 @@ class LargeDepthwise:
         return True
 
     def _settings(self) -> str:
-        """What the kernels' text needs before it."""
+        """Return constants prepended to the kernels' text."""
         task, tiling, down, across = self._task, self._tiling, self._correlation.down, self._correlation.across
         source = self._correlation.source(tiling)
         weights = task.direction is Direction.WEIGHTS
@@ -377,7 +377,7 @@ class LargeDepthwise:
         self._launch(source[0], (*arrays, problem.x[1], self._packs, *self._tiles, *sizes))
 
     def _launch(self, planes: int, arguments: tuple[Any, ...]) -> None:
-        """For each tile of so many planes and each pack of channels a block."""
+        """Launch one block per tile of `planes` planes and per pack of channels."""
         grid = (planes * math.prod(self._tiles) * self._packs, self._tiling.shares)
         self._kernel(grid, (self._tiling.threads,), tuple(map(argument, arguments)), shared_mem=self._bytes)
 
@@ -388,7 +388,7 @@ class LargeDepthwiseWeights(LargeDepthwise):
     _kernel_name = "large_depthwise_weights"
 
     def run(self, operands: Operands) -> None:
-        """One launch, and one more that adds up the blocks' parts."""
+        """Launch the kernel, and one that adds the blocks' partial sums."""
         problem, tiling, out = self._task.problem, self._tiling, raw(operands.out)
         number, pieces = self._correlation.parts(tiling), self._correlation.pieces(tiling)
         direct = number == 1 and not operands.accumulate

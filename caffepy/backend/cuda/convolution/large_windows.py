@@ -1,7 +1,7 @@
 """Data gradients of large windows over one to four channels, by own kernels (kernels/large_windows.cu).
 
-Tensor cores compute eight channels at least, so most of what they do there is for nothing, and cuDNN's plans take as
-long for one channel as for many. These kernels multiply float32 numbers in full.
+Tensor cores compute at least eight channels, so most of their work would be wasted. cuDNN's plans take as long for one
+channel as for many. These kernels multiply in full float32.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from caffepy.backend.cuda.memory import raw
 from caffepy.backend.layout import round_up
 
 MAX_CHANNELS = 4
-"""Channels beyond which tensor cores are ahead."""
+"""Maximum channels; above, tensor cores are faster."""
 
 MAX_MULTIPLICATIONS = 2**35
-"""Beyond so many it takes more than a millisecond."""
+"""Maximum multiplications, about a millisecond."""
 
 RUN, ROWS, TILE_W, SPLIT = 8, 8, 64, 4
-"""Pixels of a thread, rows and columns of a block, threads that share a pixel: as in the kernels' text."""
+"""Pixels per thread, rows and columns per block, threads that share a pixel, as in the kernels' text."""
 
 THREADS = 256
 
 MAX_FLOATS = 12288
-"""Of shared memory that a block may have without being granted it."""
+"""Floats of shared memory that a block may use without opting in."""
 
 MAX_IMAGES = 65535
-"""Blocks of a grid along its second axis."""
+"""Maximum blocks of a grid along its second axis."""
 
 
 def suits_large_windows(task: Task) -> bool:
-    """Whether the kernels can do a task and may be ahead with it."""
+    """Return whether the kernels support a task and may be the fastest."""
     problem, g = task.problem, task.problem.geometry
     if task.direction is not Direction.DATA or len(problem.x) != 4 or problem.dtype != "float32" or g.group != 1:
         return False
@@ -50,12 +50,12 @@ def suits_large_windows(task: Task) -> bool:
 
 
 def pitch_of(problem: Problem) -> int:
-    """Distance of two rows of dy in shared memory."""
+    """Return the row pitch of dy in shared memory."""
     return round_up(TILE_W - RUN + round_up(problem.geometry.kernel[1] + RUN - 1, 4) + 4, 8) - 4
 
 
 def shared_floats(problem: Problem) -> int:
-    """Numbers in shared memory: rows of dy, later the sums of all threads, and the window."""
+    """Return the floats in shared memory: the window and rows of dy, later reused for the threads' sums."""
     height, width = problem.geometry.kernel
     source = (ROWS + height - 1) * pitch_of(problem)
     return max(source, SPLIT * ROWS * TILE_W) + height * round_up(width, 4)
@@ -91,7 +91,7 @@ class LargeWindows:
         return True
 
     def run(self, operands: Operands) -> None:
-        """One launch, and one more that adds up parts of the outputs where images are few."""
+        """Launch the kernel, and for few images one that adds partial sums over the outputs."""
         problem, out = self._problem, raw(operands.out)
         n, channels, height, width = problem.x
         sums = out

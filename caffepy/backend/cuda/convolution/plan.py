@@ -1,6 +1,6 @@
-"""A convolution on the GPU: keeps one candidate for each task and converts arrays for it.
+"""A convolution on the GPU: holds one candidate per task and converts arrays for it.
 
-Which candidates there are is `registry.py`'s concern, which of them is the fastest `autotune.py`'s.
+`registry.py` lists the candidates, `autotune.py` chooses the fastest.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from caffepy.errors import RunError
 
 
 class CudaConvolutionPlan:
-    """A `Convolution` that chooses a candidate for each task when it is first needed.
+    """A `Convolution` that chooses a candidate for each task at first use.
 
     Args:
         problem: the shapes.
-        resources: what convolutions share.
+        resources: shared resources of the backend's convolutions.
     """
 
     def __init__(self, problem: Problem, resources: Resources) -> None:
@@ -48,7 +48,7 @@ class CudaConvolutionPlan:
         self._normalised: dict[tuple[Task, bool], DepthwiseWalk] = {}
 
     def candidate(self, task: Task, operands: Operands | None) -> Candidate | None:
-        """The candidate for a task, None if there is none; `operands` are arrays to time candidates on, if at hand."""
+        """Return the candidate for a task, or None; `operands` are arrays for timing, if available."""
         if task not in self._chosen:
             families = algorithm_families(task, self.run, self.candidate, self._resources)
             self._chosen[task] = self._resources.tuner.choose(task, families, operands, self._resources)
@@ -64,13 +64,13 @@ class CudaConvolutionPlan:
 
     @cached_property
     def gives_sums(self) -> bool:
-        """Whether sums from the convolution itself are allowed and cost less than reading y once more for them."""
+        """Whether the convolution may compute sums itself and does so faster than a second pass over y."""
         task = Task(self.problem, Direction.FORWARD, sums=True)
         exact = self.problem.dtype == "float32" and not self._resources.tf32
         if len(self.problem.x) != 4 or math.prod(self.problem.y) == 0:
             return False
         if suits_depthwise(task):
-            return True  # own kernels, which add up what they have in registers
+            return True  # own kernels sum the values in registers
         if self._resources.deterministic or exact:
             return False
         chosen = self.candidate(task, None)
@@ -80,7 +80,7 @@ class CudaConvolutionPlan:
         self, x: Array, weights: Array, bias: Array | None, y: Array, relu: bool = False, sums: Array | None = None,
         residual: Array | None = None,
     ) -> None:  # fmt: skip
-        assert sums is None or (self.gives_sums and bias is None and not relu), "sums are not for this convolution"
+        assert sums is None or (self.gives_sums and bias is None and not relu), "this convolution cannot compute sums"
         task = Task(self.problem, Direction.FORWARD, bias is not None, relu, sums is not None, residual is not None)
         bias = None if bias is None else self._as_operand(bias.reshape(-1), bias.size, "aligned bias", "float32")
         if residual is not None:
@@ -142,7 +142,7 @@ class CudaConvolutionPlan:
             write_result(operands.out, Operands(dy, weights, dx))
 
     def _convolve(self, task: Task, given: Operands) -> None:
-        """Bring the arrays into the problem's dtype, run, and bring the result into its own."""
+        """Convert the arrays to the problem's dtype, run, and convert the result to its dtype."""
         shapes = self.problem.arrays(task.direction)
         arrays = (given.first, given.second, given.out)
         assert all(tuple(a.shape) == s for a, s in zip(arrays, shapes, strict=True)), (task.direction, self.problem)
@@ -163,7 +163,7 @@ class CudaConvolutionPlan:
             write_result(operands.out, given)
 
     def _as_operand(self, array: Array, shape: Any, purpose: str, dtype: str) -> Array:
-        """The array itself if it has the dtype and alignment that candidates need, else a copy in scratch memory."""
+        """Return the array itself if it has the required dtype and alignment, else a copy in scratch memory."""
         if fits(array, dtype):
             return array
         copy = view(self._resources.scratch.get(purpose, array.size, dtype), tuple(array.shape))

@@ -1,9 +1,9 @@
-"""cuDNN's plans in its own serialised form, kept on disk for the processes that come later.
+"""cuDNN plans in cuDNN's serialised form, cached on disk for later processes.
 
-To build a plan asks heuristics for all plans of its graph first and may compile kernels; to read one does neither. Owns
-the files: one for each plan, in a folder for each kind of GPU and each release of cuDNN, of its frontend and of
-caffepy. What is in a file may be anything: it is read only up to a size, and used only if it says that it holds this
-very plan and its checksum is right. A file that cannot be read or written costs time and nothing else.
+Building a plan queries heuristics for all plans of its graph and may compile kernels; loading one does neither. There
+is one file per plan, in a folder per GPU model and release of cuDNN, of its frontend and of caffepy. Files are
+untrusted: they are read up to a maximum size, and used only if their header names this plan and the checksum matches. A
+file that cannot be read or written only costs time.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from caffepy.files import atomic_write, read_regular
 logger = logging.getLogger(__name__)
 
 _BEGINNING = b"caffepy's copy of a plan of cuDNN, 1\n"
-"""Of each file; to be changed when what follows changes."""
+"""File header; change it when the format changes."""
 
 _DIGEST = hashlib.sha256().digest_size
 
 MAX_BYTES = 1 << 24
-"""Of a plan; most have a few thousand."""
+"""Maximum bytes of a plan; most have a few thousand."""
 
 
 class PlanCache:
-    """The plans of one kind of GPU.
+    """The plans of one GPU model.
 
     Args:
-        device: the GPU's and the libraries' names and versions: what plans depend on beside what they are asked for.
+        device: names and versions of the GPU and the libraries, part of each key.
     """
 
     def __init__(self, device: str) -> None:
         self._device = device
 
     def read(self, key: str) -> bytes | None:
-        """The plan that was kept under a key; None if there is none that can be used."""
+        """Return the plan stored under a key, or None."""
         path = self._path(key)
         if path is None:
             return None
@@ -49,27 +49,27 @@ class PlanCache:
         except FileNotFoundError:
             return None
         except OSError as error:
-            logger.debug("%s: a plan of cuDNN cannot be read, it is built anew: %s", path, error)
+            logger.debug("%s: a cuDNN plan cannot be read and is rebuilt: %s", path, error)
             return None
         head, plan = content[: len(_BEGINNING) + 2 * _DIGEST], content[len(_BEGINNING) + 2 * _DIGEST :]
         if head != self._head(key, plan):
-            logger.debug("%s: not what was kept there, the plan is built anew", path)
+            logger.debug("%s: the header or checksum does not match, the plan is rebuilt", path)
             return None
         return plan
 
     def write(self, key: str, plan: bytes) -> None:
-        """Keep a plan, if that can be done."""
+        """Store a plan; failures are logged and ignored."""
         path = self._path(key)
         if path is None or len(plan) > MAX_BYTES:
             return
         try:
-            with atomic_write(path, durable=False) as file:  # a damaged one is noticed
+            with atomic_write(path, durable=False) as file:  # the checksum detects a damaged file
                 file.write(self._head(key, plan) + plan)
         except (OSError, RunError) as error:
-            logger.debug("%s: a plan of cuDNN is not kept: %s", path, error)
+            logger.debug("%s: a cuDNN plan is not stored: %s", path, error)
 
     def _head(self, key: str, plan: bytes) -> bytes:
-        """What a file begins with."""
+        """Return a file's header."""
         return _BEGINNING + self._digest(key) + hashlib.sha256(plan).digest()
 
     def _digest(self, key: str) -> bytes:

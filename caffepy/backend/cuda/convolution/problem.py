@@ -1,4 +1,4 @@
-"""What a convolution on the GPU is asked for: shapes, direction, and what is done to its result."""
+"""Convolution tasks on the GPU: shapes, direction, and epilogue."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from caffepy.backend.types import Geometry, element_dtype, spatial_output
 
 
 class Direction(Enum):
-    """What a convolution computes, and from which two arrays."""
+    """Result of a convolution task, and the two arrays that it is computed from."""
 
     FORWARD = "forward"  # x, weights -> y
     DATA = "backward to data"  # dy, weights -> dx
@@ -25,7 +25,7 @@ class Problem:
     Args:
         x: (N, C, spatial...).
         weights: (num_output, C / group, kernel...).
-        geometry: how the window moves.
+        geometry: window geometry.
         dtype: of x, y and the weights.
     """
 
@@ -43,16 +43,16 @@ class Problem:
 
     @property
     def array_dtype(self) -> str:
-        """dtype of the device's arrays: bfloat16 numbers lie in uint16."""
+        """dtype of the device's arrays; uint16 stores bfloat16."""
         return element_dtype(self.dtype)
 
     @property
     def multiplications(self) -> int:
-        """How many there are in each direction, those with padding counted."""
+        """Multiplications in each direction, including those with padding."""
         return math.prod(self.y) * math.prod(self.weights[1:])
 
     def arrays(self, direction: Direction) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Shapes of the two inputs and of the output."""
+        """Return the shapes of the two inputs and of the output."""
         if direction is Direction.FORWARD:
             return self.x, self.weights, self.y
         if direction is Direction.DATA:
@@ -62,7 +62,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Task:
-    """One direction of a problem, and what is done to the forward pass's result on its way to memory."""
+    """One direction of a problem, and the epilogue of the forward pass."""
 
     problem: Problem
     direction: Direction
@@ -73,22 +73,22 @@ class Task:
 
     @property
     def plain(self) -> Task:
-        """The same without anything done to the result."""
+        """The task without its epilogue."""
         return Task(self.problem, self.direction)
 
 
 def is_pointwise(geometry: Geometry) -> bool:
-    """Whether the convolution is 1x1 with stride 1 and no padding: a matrix product without im2col."""
+    """Return whether the convolution is 1x1 with stride 1 and no padding: a matrix product without im2col."""
     g = geometry
     return all(k == 1 and s == 1 and p == 0 for k, s, p in zip(g.kernel, g.stride, g.pad, strict=True))
 
 
 def is_whole_image(problem: Problem) -> bool:
-    """Whether the only window of each image is the image itself, in one group: an inner product of all its numbers."""
+    """Return whether each image has a single window, the image itself, in one group: an inner product."""
     g = problem.geometry
     return g.kernel == problem.x[2:] and g.group == 1 and not any(g.pad) and all(d == 1 for d in g.dilation)
 
 
 def is_product(problem: Problem) -> bool:
-    """Whether the convolution is a matrix product of its arrays as they are, without im2col."""
+    """Return whether the convolution is a matrix product of its arrays without im2col."""
     return is_pointwise(problem.geometry) or is_whole_image(problem)

@@ -1,9 +1,9 @@
 """The algorithm families for a task, the likely fastest first.
 
-cuDNN over the blobs in place, over blobs with padded channels or after space-to-depth, group by group, or over NCHW
-copies; im2col and matrix products; kernels of our own: depthwise ones, implicit-GEMM ones for small problems, and those
-for shapes that cuDNN leaves the device idle for; data gradients as forward convolutions, weights'
-gradients as parts of one product; and any of these followed by a kernel for bias and ReLU.
+Families: cuDNN over the blobs in place, over blobs with padded channels or after space-to-depth, group by group, or
+over NCHW copies; im2col and matrix products; own kernels for depthwise convolutions, for small problems (implicit GEMM)
+and for shapes that leave the device idle in cuDNN; data gradients as forward convolutions; weight gradients as split-K
+products; and any of these followed by a kernel for bias and ReLU.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from caffepy.backend.layout import CHANNELS_LAST
 from caffepy.backend.types import Array
 
 MAX_GROUPS = 4
-"""Groups up to which one matrix product per group is worth its launches."""
+"""Maximum groups for which one matrix product per group is worth its launches."""
 
 
 RunTask = Callable[[Task, Operands], None]
@@ -96,7 +96,7 @@ class UnfusedEpilogue:
     """The convolution, then one kernel over y for bias and ReLU, or for sums.
 
     Args:
-        task: with bias, ReLU or sums.
+        task: a task with bias, ReLU or sums.
         run_plain: computes the plain task.
         resources: scratch memory.
     """
@@ -133,17 +133,17 @@ class UnfusedEpilogue:
 
 
 def algorithm_families(task: Task, run_plain: RunTask, choose: Choose, resources: Resources) -> list[AlgorithmFamily]:
-    """All families for a task. Without tuning, the first candidate that can be prepared is used.
+    """Return all families for a task. Without tuning, the first candidate that can be prepared is used.
 
     Args:
-        task: what to compute.
+        task: the task to compute.
         run_plain: computes the task without bias, ReLU and sums, for the unfused epilogue.
-        choose: gives the candidate of another task, where a task is rewritten as that.
-        resources: of the backend.
+        choose: returns the candidate of another task, for rewritten tasks.
+        resources: resources of the backend.
     """
     unfused = AlgorithmFamily(UNFUSED, lambda: [UnfusedEpilogue(task, run_plain, resources)])
     if task.sums and suits_depthwise(task):
-        # cuDNN's sums are not the same bits in every run; these are.
+        # cuDNN's sums differ in their bits from run to run; these do not.
         own = AlgorithmFamily("depthwise", lambda: depthwise_candidates(task, resources), checked=True)
         return [own, unfused]
     if task.residual:
@@ -164,17 +164,17 @@ def algorithm_families(task: Task, run_plain: RunTask, choose: Choose, resources
     if suits_depth_multiplier(task):
         families.append(AlgorithmFamily("depth multiplier", lambda: [DepthMultiplier(task, choose, resources)]))
     families.append(_cudnn(task, resources, Plans.FALLBACK))
-    # Over three axes few engines take channels that are no multiple of a load's.
+    # Over three axes, few engines support channels that are not a multiple of a load's.
     copied = AlgorithmFamily("copied", lambda: _copied(task, resources), last_resort=len(task.problem.x) == 4)
     preferred = _prefers_products(task, resources)
-    # Without tensor cores cuDNN leaves most of the device idle where there are few images.
+    # Without tensor cores and with few images, cuDNN leaves most of the device idle.
     tried = is_product(task.problem) or _is_exact(task, resources)
     products = AlgorithmFamily("products", lambda: [Im2colConvolution(task, resources)], last_resort=not tried)
     return [products, *families, copied] if preferred else [*families, copied, products]
 
 
 def _own_kernels(task: Task, resources: Resources) -> list[AlgorithmFamily]:
-    """Families of kernels of our own that can do a task."""
+    """Return the own-kernel families that support a task."""
 
     def family(name: str, candidates: Callable[[], Iterable[Candidate]]) -> AlgorithmFamily:
         return AlgorithmFamily(name, candidates, checked=True)
@@ -196,7 +196,7 @@ def _own_kernels(task: Task, resources: Resources) -> list[AlgorithmFamily]:
 
 
 def _ready_cudnn(task: Task, resources: Resources) -> list[AlgorithmFamily]:
-    """Families of their own for plans with a rounded bias and others: which is the faster kind, nobody knows before."""
+    """Return separate families for plans with and without a rounded bias; either may be faster."""
 
     def family(name: str, rounded: bool) -> AlgorithmFamily:
         find = partial(cudnn_candidates, task, resources, Plans.READY, rounded)
@@ -222,16 +222,16 @@ def _copied(task: Task, resources: Resources) -> list[Candidate]:
 
 
 def _is_exact(task: Task, resources: Resources) -> bool:
-    """Whether products are those of float32 numbers in full."""
+    """Return whether products are computed in full float32."""
     return task.problem.dtype == "float32" and not resources.tf32
 
 
 def _prefers_products(task: Task, resources: Resources) -> bool:
-    """Whether in full float32 unrolling and cuBLAS beat cuDNN.
+    """Return whether im2col and cuBLAS beat cuDNN in full float32.
 
     Measured on an H200 with cuDNN 9.19 at the shapes of LeNet, CaffeNet and ResNet-50: without tensor cores cuDNN's
-    gradients take 0.8 to 13 times as long, mostly twice, and are less exact; its forward pass is ahead but for 1x1
-    windows.
+    gradients take 0.8 to 13 times as long, mostly twice, and are less accurate. Its forward pass is faster except for
+    1x1 windows.
     """
     problem = task.problem
     if not _is_exact(task, resources) or len(problem.x) != 4 or problem.geometry.group > MAX_GROUPS:

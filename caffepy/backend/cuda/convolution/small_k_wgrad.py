@@ -1,7 +1,7 @@
-"""Weights' gradients of few pixels, in halves, by own kernels (kernels/small_k_wgrad.cu).
+"""Weight gradients over few pixels, in half precision, by own kernels (kernels/small_k_wgrad.cu).
 
-Such a gradient has more results than its factors have numbers, and is float32: a plan of cuDNN, which writes halves,
-would have them converted by a second kernel. Here each block has whole sums, which are written once.
+Such a gradient has more results than its factors have elements, and is float32. A cuDNN plan writes halves, which a
+second kernel would convert. Here each block computes complete sums and writes them once.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from caffepy.backend.layout import CHANNELS_LAST
 from caffepy.backend.types import Geometry
 
 MAX_PIXELS = 256
-"""Pixels of all images up to which no block needs help with its sums."""
+"""Maximum pixels of all images; up to here one block per sum suffices."""
 
 MIN_RESULTS = 2**17
-"""Weights below which there are too few blocks."""
+"""Minimum weights; below, there are too few blocks."""
 
 UNIT = 8
-"""Channels and outputs are multiples of a load's halves."""
+"""Channels and outputs must be multiples of a load's halves."""
 
 TILES = ((128, 128), (64, 128), (64, 64))
-"""Outputs and elements of a window that a block takes, the largest first: it reads the least."""
+"""Outputs and window elements per block, the largest first, which reads the least."""
 
 THREADS = 256
 
 TYPES = {"float16": ("float16", "f16"), "bfloat16": ("bfloat16", "bf16")}
-"""What dtypes are called in kernels/common.cu and in PTX."""
+"""dtype names in kernels/common.cu and in PTX."""
 
 
 def suits_small_k_wgrad(task: Task) -> bool:
-    """Whether the kernels can do a task and may be ahead with it."""
+    """Return whether the kernels support a task and may be the fastest."""
     problem = task.problem
     if task != Task(problem, Direction.WEIGHTS) or problem.dtype not in TYPES or len(problem.x) not in CHANNELS_LAST:
         return False
@@ -53,12 +53,12 @@ def suits_small_k_wgrad(task: Task) -> bool:
 
 
 def pixels_of(problem: Problem) -> int:
-    """What a sum goes over."""
+    """Return the length of each sum."""
     return problem.y[0] * math.prod(problem.y[2:])
 
 
 def small_k_wgrad_candidates(task: Task) -> list[SmallKWgrad]:
-    """One for each tile."""
+    """Return one candidate per tile."""
     return [SmallKWgrad(task, tile) for tile in TILES]
 
 
@@ -67,7 +67,7 @@ class SmallKWgrad:
 
     Args:
         task: one that `suits_small_k_wgrad`.
-        tile: outputs and elements of a window that a block takes.
+        tile: outputs and window elements per block.
     """
 
     def __init__(self, task: Task, tile: tuple[int, int]) -> None:
@@ -96,7 +96,7 @@ class SmallKWgrad:
 
 
 def _arguments(problem: Problem) -> tuple[Any, ...]:
-    """The geometry as the kernel wants it: over three axes; a whole image is one pixel."""
+    """Return the geometry as kernel arguments over three axes; a whole image is one pixel."""
     if is_whole_image(problem):
         channels = math.prod(problem.x[1:])
         pixel = Geometry((1, 1), (1, 1), (0, 0), (1, 1))

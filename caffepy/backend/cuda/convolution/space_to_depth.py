@@ -1,10 +1,10 @@
-"""Equivalent problems with more channels, since cuDNN is slow for the one or three channels of first layers.
+"""Equivalent problems with more channels, because cuDNN is slow for first layers with one or three channels.
 
-Three rewritings leave a convolution's result unchanged. Padding adds channels of zeros, up to a multiple of what one
-load takes. Space-to-depth, for stride s, turns each s x s block of pixels into one pixel with s * s times as many
-channels, and a k x k window into one of ceil(k / s) x ceil(k / s) with stride 1. Row gathering, after space-to-depth,
-makes the channels of all pixels in a row of the window channels of its first pixel: windows are then one pixel wide.
-cuDNN computes the equivalent problem between two rearrangements (kernels/space_to_depth.cu).
+Three rewritings preserve a convolution's result. Padding adds channels of zeros up to a multiple of a load's width.
+Space-to-depth, for stride s, turns each s x s block of pixels into one pixel with s * s times as many channels, and a k
+x k window into one of ceil(k / s) x ceil(k / s) with stride 1. Row gathering, after space-to-depth, moves the channels
+of all pixels in a row of the window to its first pixel, so that windows are one pixel wide. cuDNN computes the
+equivalent problem between two rearrangements (kernels/space_to_depth.cu).
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from caffepy.backend.layout import CHANNELS_LAST, round_up, view
 from caffepy.backend.types import Array, Geometry, convolution_workspace
 
 MAX_CHANNELS = 64
-"""Channels after space-to-depth up to which it is offered: inputs with many channels do not need it."""
+"""Maximum channels after space-to-depth; inputs with many channels do not need it."""
 
 
 @dataclass(frozen=True)
 class SpaceToDepth:
-    """How one array is rearranged.
+    """Rearrangement of one array.
 
     Args:
-        source: shape (N, C, H, W) of the array, of which a third spatial axis is part of H.
+        source: shape (N, C, H, W) of the array, with a third spatial axis merged into H.
         target: shape (N, C', H', W') afterwards.
-        block: side of the block of pixels that becomes one pixel.
+        block: side of the pixel block that becomes one pixel.
         pad: rows and columns of zeros before the first.
-        row: how many neighbouring pixels of a row have their channels gathered in one, after that.
+        row: neighbouring pixels of a row whose channels are then gathered in one pixel.
     """
 
     source: tuple[int, ...]
@@ -52,13 +52,13 @@ class SpaceToDepth:
 
 @dataclass(frozen=True)
 class EquivalentProblem:
-    """A problem that gives the same result as another one, on rearranged arrays.
+    """A problem on rearranged arrays with the same result.
 
     Args:
-        problem: what cuDNN computes.
-        x: how the other problem's x becomes this one's.
-        weights: likewise.
-        y: likewise; only channels are added.
+        problem: the problem that cuDNN computes.
+        x: rearrangement of x.
+        weights: rearrangement of the weights.
+        y: rearrangement of y; only adds channels.
     """
 
     problem: Problem
@@ -67,7 +67,7 @@ class EquivalentProblem:
     y: SpaceToDepth
 
     def arrays(self, direction: Direction) -> tuple[SpaceToDepth, SpaceToDepth, SpaceToDepth]:
-        """How the two inputs and the output are rearranged."""
+        """Return the rearrangements of the two inputs and the output."""
         if direction is Direction.FORWARD:
             return self.x, self.weights, self.y
         if direction is Direction.DATA:
@@ -76,7 +76,7 @@ class EquivalentProblem:
 
 
 def equivalent_problems(problem: Problem, direction: Direction) -> Iterator[tuple[str, EquivalentProblem]]:
-    """Prefixes of candidates' names, and problems: with gathered rows or blocks if C is small, padded if C is odd."""
+    """Yield name prefixes and problems: gathered rows or blocks for small C, padded channels for odd C."""
     if len(problem.x) not in CHANNELS_LAST or problem.geometry.group != 1:
         return
     item = 4 if problem.dtype == "float32" else 2
@@ -106,7 +106,7 @@ def _has_blocks(problem: Problem) -> bool:
 
 
 def pad_channels(problem: Problem, channels: int, outputs: int) -> EquivalentProblem:
-    """The problem with this many channels and outputs."""
+    """Return the problem with this many channels and outputs."""
     x, w, y = problem.x, problem.weights, problem.y
     x_padded, w_padded = (x[0], channels, *x[2:]), (outputs, channels, *w[2:])
     inner = Problem(x_padded, w_padded, problem.geometry, problem.dtype)
@@ -115,12 +115,12 @@ def pad_channels(problem: Problem, channels: int, outputs: int) -> EquivalentPro
 
 
 def _as_planes(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """(N, C, H, W), with all spatial axes but the last as H."""
+    """Return (N, C, H, W) with all spatial axes but the last merged into H."""
     return (*shape[:2], math.prod(shape[2:-1]), shape[-1])
 
 
 def space_to_depth(problem: Problem, channels: int, outputs: int) -> EquivalentProblem:
-    """The problem with stride 1 over this many channels."""
+    """Return the problem with stride 1 over this many channels."""
     g, x, w, y = problem.geometry, problem.x, problem.weights, problem.y
     step = g.stride[0]
     kernel = tuple(-(-k // step) for k in g.kernel)
@@ -136,7 +136,7 @@ def space_to_depth(problem: Problem, channels: int, outputs: int) -> EquivalentP
 
 
 def gather_rows(blocks: EquivalentProblem) -> EquivalentProblem:
-    """A space-to-depth problem with the pixels of a window's row as channels of one; the weights need no copy."""
+    """Return a space-to-depth problem with gathered rows; the weights need no copy."""
     problem = blocks.problem
     n, channels, height, width = problem.x
     kernel_h, kernel_w = problem.geometry.kernel
@@ -147,7 +147,7 @@ def gather_rows(blocks: EquivalentProblem) -> EquivalentProblem:
 
 
 def rearrange(change: SpaceToDepth, array: Array, scratch: Scratch, purpose: str) -> Array:
-    """The rearranged array in scratch memory, or the array itself if there is nothing to change."""
+    """Return the rearranged array in scratch memory, or the array itself if nothing changes."""
     if change.source == change.target:
         return array
     out = view(scratch.get(purpose, math.prod(change.target), array.dtype.name), change.target)
@@ -161,7 +161,7 @@ def rearrange(change: SpaceToDepth, array: Array, scratch: Scratch, purpose: str
 
 
 def restore(change: SpaceToDepth, rearranged: Array, target: Array, accumulate: bool) -> None:
-    """target (+)= the array that `rearranged` was made of."""
+    """target (+)= the inverse rearrangement of `rearranged`."""
     assert change.row == 1, "gathered rows overlap: they have no inverse"
     kernel = library_kernel("space_to_depth", "unfold", _defines(change, rearranged, target, 1))
     launch(kernel, target.size, (rearranged, raw(target), accumulate, target.size))
@@ -177,13 +177,13 @@ def _defines(change: SpaceToDepth, source: Array, target: Array, pack: int) -> s
 
 
 class SpaceToDepthCandidate:
-    """A candidate for an equivalent problem, between copies of its arrays.
+    """A candidate for an equivalent problem, between rearrangements of its arrays.
 
     Args:
-        task: of the original problem.
+        task: the original problem's task.
         equivalent: the problem that is computed.
         inner: computes the same task of that problem.
-        name: the candidate's.
+        name: the candidate's name.
         resources: scratch memory.
     """
 
@@ -213,7 +213,7 @@ class SpaceToDepthCandidate:
 
 
 def space_to_depth_families(task: Task, resources: Resources) -> list[AlgorithmFamily]:
-    """A family for each equivalent problem: there are some where channels are few or odd in number."""
+    """Return one family per equivalent problem, if channels are few or odd in number."""
     return [_family(name, task, equivalent, resources) for name, equivalent in _equivalents(task)]
 
 
