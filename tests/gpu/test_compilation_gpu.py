@@ -32,7 +32,7 @@ def test_fill_with_what_has_a_sign_and_what_is_no_number(backend: Backend) -> No
 def test_a_text_that_does_not_compile_is_refused(backend: Backend) -> None:
     from caffepy.backend.cuda.compiler import compiled
 
-    with pytest.raises(RunError, match="NVRTC refuses .*undefined"):
+    with pytest.raises(RunError, match="NVRTC cannot compile .*undefined"):
         compiled('extern "C" __global__ void f() { undefined(); }', "f")
 
 

@@ -320,7 +320,7 @@ def test_an_array_on_another_gpu_is_refused(backend: Backend) -> None:
     model = model_of(NETS["residual blocks"], backend)
     with cupy.cuda.Device(1):
         there = cupy.zeros((2, 16, 14, 14), np.float32)
-    with pytest.raises(DeviceError, match="the array lies on GPU 1, the net on GPU 0; move one of them"):
+    with pytest.raises(DeviceError, match="the array is on GPU 1, the net on GPU 0; move one of them"):
         model(there)
     model.close()
 

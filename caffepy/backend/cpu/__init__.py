@@ -1,1 +1,1 @@
-"""The CPU's backend, on NumPy and numba. Only `caffepy.backend` imports it; data imports `cpu/jit`."""
+"""The CPU backend, on NumPy and numba. Only `caffepy.backend` imports it; data imports `cpu/jit`."""

@@ -1,4 +1,4 @@
-"""The CPU backend: NumPy for memory, machine code made by numba for everything that computes."""
+"""The CPU backend: NumPy manages memory, numba-compiled kernels compute."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ from caffepy.forks import free_after_fork
 
 
 class Blas:
-    """The number of threads of the BLAS that NumPy brings. It is the process's: several backends share one setting.
+    """The thread count of NumPy's BLAS, a process-wide setting shared by all backends.
 
-    caffepy's own products do not use it, but users' Python layers may, and its threads must not crowd the kernels'.
+    caffepy's own products do not use BLAS. Users' Python layers may, and its threads must not compete with the
+    kernels'.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,7 @@ class Blas:
 
     @contextlib.contextmanager
     def threads(self, count: int) -> Iterator[None]:
-        """Use `count` threads; what was set before is restored when the last user leaves."""
+        """Use `count` BLAS threads; the last user's exit restores the previous setting."""
         with self._lock:
             if self._users == 0:
                 self._before = self._controller.limit(limits=count)
@@ -83,10 +84,10 @@ class CpuBackend(
     CpuInput,
     Backend,
 ):
-    """One solver thread's share of the machine's cores.
+    """The CPU backend of one solver thread.
 
     Args:
-        threads: how many; None takes all that the process may use (its CPU affinity).
+        threads: number of threads; None: all that the process may use (its CPU affinity).
 
     Raises:
         DeviceError: fewer than one thread.
@@ -98,7 +99,7 @@ class CpuBackend(
 
     def __init__(self, threads: int | None = None) -> None:
         if threads is not None and threads < 1:
-            raise DeviceError(f"{threads} CPU threads are too few: give at least 1")
+            raise DeviceError(f"{threads} CPU threads: specify at least 1")
         self.threads = threads or cpu_count()
         self._workspace = Workspace()
         self._gemm = Gemm(self.threads, self._workspace)
@@ -109,7 +110,7 @@ class CpuBackend(
             yield
 
     def close(self) -> None:
-        """Give back the workspace; the threads are the process's."""
+        """Release the workspace; the thread pool belongs to the process."""
         self._workspace.clear()
 
     def copy_to_host_async(self, array: Array) -> AsyncCopy:

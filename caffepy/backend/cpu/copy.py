@@ -1,4 +1,4 @@
-"""Fills and copies on the CPU; kernels for images that lie in memory in different orders, or are parts of others."""
+"""Fills and copies on the CPU, with kernels for images in different memory orders and for slices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def copy_rows(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, source: Floats, source_n: Int, source_c: Int, source_h: Int, source_w: Int, target: Floats,
     target_n: Int, target_c: Int, target_h: Int, target_w: Int, channels: Int, height: Int, width: Int,
 ) -> None:  # fmt: skip
-    """Items are rows (n, h); steps along the axes count elements."""
+    """Items are rows (n, h); axis steps are in elements."""
     for item in range(begin, end):
         n, h = item // height, item % height
         at, to = n * source_n + h * source_h, n * target_n + h * target_h
@@ -42,7 +42,7 @@ def copy_lines(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, source: Floats, source_step: Int, target: Floats, target_step: Int, length: Int, part: Int,
     parts: Int,
 ) -> None:  # fmt: skip
-    """Items are (line, part of it); steps from one line to the next count elements."""
+    """Items are (line, part of the line); line steps are in elements."""
     for item in range(begin, end):
         line, first = item // parts, item % parts * part
         at, to = line * source_step + first, line * target_step + first
@@ -58,27 +58,27 @@ def copy_numbers(begin: Int, end: Int, source: Ints, target: Floats) -> None:
 
 
 def is_whole(array: Any, dtype: str) -> bool:
-    """Whether kernels may read the array as one line of elements in memory order."""
+    """Return whether kernels may read the array as contiguous elements in memory order."""
     return type(array) is np.ndarray and array.dtype == dtype and bool(memory_order(array).flags.c_contiguous)
 
 
 def are_whole_numbers(source: Any, target: Any) -> bool:
-    """Whether `copy_whole_numbers` can copy them: int32 to float32, each in one piece and in the same order."""
+    """Return whether `copy_whole_numbers` applies: int32 to float32, both contiguous in the same order."""
     return source.shape == target.shape and is_whole(source, "int32") and is_whole(target, "float32")
 
 
 def copy_whole_numbers(threads: int, source: Any, target: Any) -> None:
-    """target[...] = source, for what `are_whole_numbers` allows."""
+    """target[...] = source, if `are_whole_numbers`."""
     copy_numbers.run(threads, source.size, GRAIN, source, target)
 
 
 def is_images(source: Any, target: Any) -> bool:
-    """Whether `copy_images` can copy them: float32 (N, C, H, W) or (N, C, D, H, W) of one shape, apart in memory."""
+    """Return whether `copy_images` applies: disjoint float32 (N, C, H, W) or (N, C, D, H, W) of one shape."""
     return are_plain(source, target) and source.ndim in (4, 5)
 
 
 def are_plain(source: Any, target: Any) -> bool:
-    """Whether both are float32 arrays of one shape that kernels may read and write, apart in memory."""
+    """Return whether both are disjoint float32 arrays of one shape."""
     return (
         type(source) is np.ndarray
         and source.shape == target.shape
@@ -90,7 +90,7 @@ def are_plain(source: Any, target: Any) -> bool:
 
 
 def copy_images(threads: int, source: Any, target: Any) -> None:
-    """target[...] = source, for what `is_images` allows; volumes one after the other, each as D images."""
+    """target[...] = source, if `is_images`; volumes one by one, each as D images."""
     if source.ndim == 5:
         for volume, copied in zip(source, target, strict=True):
             copy_images(threads, volume.swapaxes(0, 1), copied.swapaxes(0, 1))
@@ -98,13 +98,13 @@ def copy_images(threads: int, source: Any, target: Any) -> None:
     n, channels, height, width = source.shape
     steps, others = _steps(source), _steps(target)
     grain = max(1, GRAIN // max(1, channels * width))
-    if steps[1] == others[1] == 1 and steps[3] == others[3] == channels:  # whole rows
+    if steps[1] == others[1] == 1 and steps[3] == others[3] == channels:  # contiguous rows
         channels, width = channels * width, 1
     copy_rows.run(threads, n * height, grain, source, *steps, target, *others, channels, height, width)
 
 
 def are_lines(source: Any, target: Any) -> bool:
-    """Whether `copy_as_lines` can copy them: one is cut along an axis, the other likewise or whole."""
+    """Return whether `copy_as_lines` applies: one array is sliced along an axis, the other likewise or contiguous."""
     if not (are_plain(source, target) and source.size):
         return False
     lines = _lines(source), _lines(target)
@@ -115,9 +115,9 @@ def are_lines(source: Any, target: Any) -> bool:
 
 
 def copy_as_lines(threads: int, source: Any, target: Any) -> None:
-    """target[...] = source, for what `are_lines` allows."""
+    """target[...] = source, if `are_lines`."""
     (first, step), (second, other) = (_lines(array) or (0, 0) for array in (source, target))
-    length = min(first, second)  # where they are not alike, the other is one line
+    length = min(first, second)  # if the lengths differ, the longer array is a single line
     steps = (step if first == length else length, other if second == length else length)
     part = min(length, GRAIN)
     parts = -(-length // part)
@@ -128,7 +128,7 @@ def copy_as_lines(threads: int, source: Any, target: Any) -> None:
 
 
 def _lines(array: Any) -> tuple[int, int] | None:
-    """(length, step): the array as equal lines of elements next to each other; None where it is none."""
+    """Return (length, step) of the array as equidistant contiguous lines, or None."""
     axes = [(size, stride // array.itemsize) for size, stride in zip(array.shape, array.strides, strict=True)]
     axes = [axis for axis in axes if axis[0] != 1]
     length = 1
@@ -142,7 +142,7 @@ def _lines(array: Any) -> tuple[int, int] | None:
 
 
 def _steps(images: Any) -> tuple[int, ...]:
-    """Strides in elements; channels and columns that are the only ones count as next to each other."""
+    """Return strides in elements; axes of size one count as contiguous."""
     n, c, h, w = (stride // images.itemsize for stride in images.strides)
     _, channels, _, width = images.shape
     return n, 1 if channels == 1 else c, h, channels if width == 1 else w
@@ -164,7 +164,7 @@ class CpuCopy(CopyPrimitives, CpuMemory):
     def copy(self, source: Array, destination: Array) -> None:
         if is_images(source, destination):
             copy_images(self.threads, source, destination)
-        elif CURRENT.calls is not None and are_lines(source, destination):  # else NumPy is as fast
+        elif CURRENT.calls is not None and are_lines(source, destination):  # otherwise NumPy is as fast
             copy_as_lines(self.threads, source, destination)
         elif are_whole_numbers(source, destination):
             copy_whole_numbers(self.threads, source, destination)

@@ -1,14 +1,14 @@
-"""Matrix products on the CPU, in register tiles, on the threads of all other kernels: no second pool fights them.
+"""Matrix products on the CPU, in register tiles, on the kernels' thread pool.
 
-The smaller factor is packed into panels as wide as a tile, the larger one is read without a copy. Inner products of a
-small batch are bound by the memory traffic of the weights, so each weight is read once and each gradient written once.
+The smaller factor is packed into panels as wide as a tile; the larger one is read in place. Inner products of a small
+batch are bound by the memory traffic of the weights, so each weight is read once and each gradient written once.
 
-Products of a matrix and a few vectors, both contiguous in depth (an inner product layer's for one to four images),
+Products of a matrix and few vectors, all contiguous along K (an inner product layer with one to four images),
 
     c[j, v] (+)= sum over k of w[j, k] * x[v, k]
 
-have a kernel of their own. The tile of `gemm.py` has results in its lanes and would leave all lanes but one empty for
-one image; here the lanes share the depth. What is left is the time to read the weights once.
+have their own kernel. The tile of `gemm.py` holds results in its lanes, so with one image all lanes but one would be
+idle. Here the lanes split K, and the time is that of reading the weights once.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from caffepy.backend.interface import DensePrimitives
 from caffepy.backend.types import Array
 
 DOT_ROWS = 4
-"""Rows of the matrix that are read side by side."""
+"""Matrix rows read side by side."""
 MAX_VECTORS = 4
-"""Vectors up to which this is faster than tiles."""
+"""Maximum vectors for which dots are faster than tiles."""
 _SPAN = 2
-"""Vector registers of a row in each step: sums enough to hide the latency of multiply-adds."""
+"""Vector registers per row and step: enough independent sums to hide multiply-add latency."""
 
 
 class _DotsWriter(Writer):
-    """Writes the instructions of four rows' dots with one vector."""
+    """Emits the dot products of four rows with one vector."""
 
     def __init__(self, builder: Any, arguments: list[Any]) -> None:
         super().__init__(builder)
         self.w, self.w_step, self.count, self.x, self.depth, self.c, self.c_step, self.accumulate = arguments
 
     def _row(self, row: int) -> Any:
-        """Address of a row; of the first for those beyond the count."""
+        """Return the address of a row; rows beyond the count alias the first."""
         there = self.builder.icmp_signed("<", self.word(row), self.count)
         index = self.builder.select(there, self.word(row), self.word(0))
         return self.builder.gep(self.w, [self.builder.mul(index, self.w_step)])
@@ -60,7 +60,7 @@ class _DotsWriter(Writer):
         return result
 
     def _total(self, vector: Any) -> Any:
-        """The sum of the lanes, halves added to halves."""
+        """Return the horizontal sum of the lanes, by pairwise halving."""
         half = WIDTH // 2
         while half:
             moved = [lane + half if lane < half else 0 for lane in range(WIDTH)]
@@ -106,7 +106,7 @@ class _DotsWriter(Writer):
 def _four_dots(  # noqa: PLR0913 -- a kernel
     typing_context: Any, w: Any, w_step: Any, count: Any, x: Any, depth: Any, c: Any, c_step: Any, accumulate: Any
 ) -> Any:
-    """c[r * c_step] (+)= the dot of row r and x, for up to four rows."""
+    """c[r * c_step] (+)= dot product of row r and x, for up to four rows."""
     numbers, word = types.CPointer(types.float32), types.int64
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
@@ -134,15 +134,15 @@ def dots(  # noqa: PLR0913 -- a kernel
 
 
 GROUP = 24
-"""Rows that pass over the panels together: a multiple of the rows of every tile."""
+"""Rows per pass over the panels, a multiple of every tile's rows."""
 DEPTH = 256
-"""Depth of the part of the factors worked on at a time; a sum of such parts loses fewer bits than one long sum."""
+"""K block size. Sums of blocks lose fewer bits than one long sum."""
 SMALL = 128 * 1024
-"""Elements of a packed factor that stays in the second cache."""
+"""Elements of a packed factor that fit the L2 cache."""
 BLOCK = 240
-"""Columns, about, that are packed at a time from a large factor."""
+"""Approximate columns to pack at a time from a large factor."""
 CACHED = 2**22
-"""Elements of a factor from which it comes from memory, in order only if few of its rows are read side by side."""
+"""Elements above which a factor comes from memory, which prefetches well only if few rows are read side by side."""
 _ZEROS = ConstantTable(np.zeros(4 * WIDTH, np.float32))
 _NO_OFFSET = ConstantTable(np.zeros(1, np.int64))
 
@@ -153,7 +153,7 @@ def product_by_rows(  # noqa: PLR0913 -- a kernel
     packed: Floats, table: Words, panels: Int, width: Int, depth: Int, part: Int, no_offset: Words,
     c: Floats, c_rows: Words, accumulate: Int, zeros: Floats, rows: Int, group: Int, groups: Int, items: Int,
 ) -> None:  # fmt: skip
-    """c (+)= a * packed. Items are parts of the groups of rows; `strip` holds a group not contiguous in depth."""
+    """c (+)= a * packed. Items are parts of the row groups; `strip` holds a transposed group if K is not contiguous."""
     for item in range(begin, end):
         for g in range(item * groups // items, (item + 1) * groups // items):
             first = g * group
@@ -191,9 +191,9 @@ def product_by_columns(  # noqa: PLR0913 -- a kernel
     c: Floats, c_rows: Words, accumulate: Int, zeros: Floats, high: Int, block: Int, blocks: Int, items: Int,
     direct: Int,
 ) -> None:  # fmt: skip
-    """c (+)= a * b, b contiguous along its columns. Items are parts of the blocks of columns.
+    """c (+)= a * b, b contiguous along its columns. Items are parts of the column blocks.
 
-    With `direct`, whole panels are read where they lie instead of being packed.
+    With `direct`, whole panels are read in place instead of being packed.
     """
     wide = vectors * width
     for item in range(begin, end):
@@ -248,7 +248,7 @@ def transpose(  # noqa: PLR0913 -- a kernel
 
 @lru_cache(maxsize=1024)
 def _offsets(count: int, step: int) -> ConstantTable:
-    """Offsets of rows `step` elements apart; a tile reads beyond the last, which is repeated."""
+    """Return offsets of rows `step` elements apart, padded by repeating the last, because tiles read beyond it."""
     return extended(np.arange(count) * step)
 
 
@@ -259,7 +259,7 @@ def _panels(depth: int, columns: int, rows: int) -> Panels:
 
 @lru_cache(maxsize=1024)
 def even_block(columns: int, panel: int, about: int, threads: int) -> int:
-    """Columns of a block, whole panels, about so many, such that the thread that has most has few more than others."""
+    """Return a block's columns: whole panels, near `about`, with an even load of all threads."""
     rounds = -(-columns // (about * threads))
     blocks = [-(-columns // (count * threads * panel)) * panel for count in range(max(1, rounds - 1), rounds + 3)]
     return min(
@@ -269,14 +269,14 @@ def even_block(columns: int, panel: int, about: int, threads: int) -> int:
 
 
 def _direct_rows(rows: int, size: int) -> int:
-    """Rows of b in a piece of those that are read without a copy, by the rows of a and the elements of b."""
+    """Return the rows of b per block that are read in place, given the rows of a and the size of b."""
     if size <= CACHED:
         return 32
     return 8 if rows <= 8 else 16
 
 
 def _strides(matrix: Any) -> tuple[int, int]:
-    """Strides in elements; an axis of one element may be taken for contiguous."""
+    """Return strides in elements; an axis of size one counts as contiguous."""
     first, second = (stride // matrix.itemsize for stride in matrix.strides)
     return (first if matrix.shape[0] > 1 else matrix.shape[1]), (second if matrix.shape[1] > 1 else 1)
 
@@ -285,8 +285,8 @@ class Gemm:
     """Matrix products of one backend.
 
     Args:
-        threads: of the backend.
-        workspace: of the backend.
+        threads: the backend's threads.
+        workspace: the backend's workspace.
     """
 
     def __init__(self, threads: int, workspace: Workspace) -> None:
@@ -314,18 +314,18 @@ class Gemm:
             self._by_columns(a, b, c, accumulate)
 
     def _by_dots(self, a: Any, b: Any, c: Any, accumulate: bool) -> None:
-        """Each element by itself, as the factors are contiguous in depth and one of them has few rows."""
+        """Compute dot products; both factors are contiguous along K and one has few rows."""
         if a.shape[0] < b.shape[1]:
             a, b, c = b.T, a.T, c.T
         (rows, depth), vectors = a.shape, b.shape[1]
-        items = min(4 * self._threads, -(-rows // 4))  # a thread that is late leaves some to the others
+        items = min(4 * self._threads, -(-rows // 4))  # more items than threads, for load balance
         dots.run(
             self._threads, items, 1 if rows * vectors * depth > 2**15 else items, a, _strides(a)[0], rows, b,
             _strides(b)[1], vectors, depth, c, *_strides(c), int(accumulate), items,
         )  # fmt: skip
 
     def _turned(self, a: Any, b: Any, c: Any, accumulate: bool) -> None:
-        """c transposed = b transposed @ a transposed, as b is the larger factor and contiguous in depth."""
+        """c transposed = b transposed @ a transposed, if b is larger and contiguous along K."""
         rows, columns = c.shape
         result = self._workspace.take("product", c.size)
         self._by_rows(b.T, a.T, result, rows, accumulate=False)
@@ -354,7 +354,7 @@ class Gemm:
         (rows, depth), columns = a.shape, b.shape[1]
         (a_row, a_step), (b_row, _) = _strides(a), _strides(b)
         vectors = min((2, 3), key=lambda v: COST[v] * -(-rows // ROWS[v]) / v)
-        # Few rows read a panel once or twice: then it is read without a copy, in long pieces of few rows of b.
+        # With few rows of a, a panel is read once or twice: read it in place, in long pieces of few rows of b.
         direct = rows <= 2 * ROWS[vectors]
         block, part = (8 * BLOCK, min(depth, _direct_rows(rows, b.size))) if direct else (BLOCK, min(depth, DEPTH))
         block = even_block(columns, vectors * WIDTH, block, self._threads)

@@ -1,8 +1,7 @@
-"""Formulas of elements on the CPU: generates, compiles and runs the loops around them.
+"""Elementwise formulas on the CPU: generates, compiles and runs their loops.
 
-Arrays arrive flat in memory order. Where an argument has one value for each channel, the elements are seen
-as (outer, channels, inner): for channels last and axis 1 inner is 1 and the loop over the channels is the
-vectorised one.
+Arrays are flat in memory order. With Channel arguments the elements are seen as (outer, channels, inner). For channels
+last and axis 1, inner is 1 and the loop over channels is vectorised.
 """
 
 from __future__ import annotations
@@ -39,23 +38,23 @@ _FUNCTIONS = {
     "select": select,
     "larger_of": larger_of,
     "smaller_of": smaller_of,
-    "floor": np.floor,  # math's makes an integer of a float
+    "floor": np.floor,  # math.floor returns an integer
     "isfinite": math.isfinite,
 }
 
 
 Same = tuple[int, ...]
-"""For each output the number of the input that it is, or -1."""
+"""For each output, the index of the aliased input, or -1."""
 
 
 def _same(inputs: Sequence[Any], outputs: Sequence[Any]) -> Same:
-    """Which outputs are inputs. Told so, the compiler sees that they do not overlap with a shift, and vectorises."""
+    """Return which outputs alias inputs, so that the compiler can rule out shifted overlap and vectorise."""
     addresses = [address_of(x) if type(x) is np.ndarray else 0 for x in inputs]
     return tuple(addresses.index(at) if (at := address_of(output)) in addresses else -1 for output in outputs)
 
 
 def unpacked(expression: Expression, outputs: str, count: int, same: Same = ()) -> list[str]:
-    """Lines that name the arguments. An output that is an input goes by the input's name (see `_same`)."""
+    """Return lines that unpack the arguments. An aliasing output uses the input's name (see `_same`)."""
     lines = []
     for i, (name, kind) in enumerate(zip(expression.parameters, expression.kinds, strict=True)):
         if kind is Kind.SCALAR:
@@ -94,16 +93,17 @@ def _values(count: int) -> list[str]:
 def formula_lines(expression: Expression, index: str, channel: str, same: Same = ()) -> list[str]:
     names = _values(expression.output_count)
     loads = loads_of(expression, Kind.EACH, index) + (loads_of(expression, Kind.CHANNEL, channel) if channel else [])
-    # In place, `a if c else x` would become a masked store of `a`, which is slow; a factor that the compiler does not
+    # In place, `a if c else x` would become a slow masked store of `a`. A factor of one that the compiler cannot fold
+    # prevents that.
     # know to be one prevents that.
     loads += [f"{expression.parameters[i]} *= _one" for i in sorted(set(same)) if i >= 0]
     return loads + [_without_branches(line) for line in expression.python_lines(names)]
 
 
 class _Select(ast.NodeTransformer):
-    """`a if c else b` as a call, which computes both: a branch around a store keeps the loop from being vectorised.
+    """Rewrites `a if c else b` as a call that evaluates both, because a branch around a store prevents vectorisation.
 
-    Likewise min and max, whose Python forms drop a NaN that is not the first.
+    Also rewrites min and max, whose Python versions drop a NaN that is not the first argument.
     """
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
@@ -136,9 +136,9 @@ def _apply_flat(expression: Expression, same: Same) -> Entry:
 
 @cache
 def _apply_rows(expression: Expression, same: Same, by_sample: bool) -> Entry:
-    """Items are the outer positions; the channels are next to each other.
+    """Items are the outer positions; channels are contiguous.
 
-    With `by_sample`, `Channel` arguments have values of their own for each sample, which is so many positions.
+    With `by_sample`, `Channel` arguments have separate values for each sample of that many positions.
     """
     count = expression.output_count
     first = len(expression.parameters) + count
@@ -159,7 +159,7 @@ def _apply_rows(expression: Expression, same: Same, by_sample: bool) -> Entry:
 
 @cache
 def _apply_planes(expression: Expression, same: Same) -> Entry:
-    """Items are the (outer, channel) pairs; each channel's elements are next to each other."""
+    """Items are the (outer, channel) pairs; each channel's elements are contiguous."""
     count = expression.output_count
     first = len(expression.parameters) + count
     stores = [f"_o{j}[_row + _k] = _v{j}" for j in range(count)]
@@ -179,7 +179,7 @@ def _apply_planes(expression: Expression, same: Same) -> Entry:
 
 
 def apply_flat(threads: int, expression: Expression, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-    """outputs = expression(inputs) over arrays of one size and order in memory, and numbers."""
+    """outputs = expression(inputs) for numbers and arrays of one size and memory order."""
     _apply_flat(expression, _same(inputs, outputs)).run(threads, outputs[0].size, GRAIN, *inputs, *outputs, 1)
 
 
@@ -187,9 +187,9 @@ def apply_channels(
     threads: int, expression: Expression, inputs: Sequence[Any], outputs: Sequence[Any], extents: tuple[int, int, int],
     samples: int = 1,
 ) -> None:  # fmt: skip
-    """The same where `Channel` arguments have extents[1] values for elements of (outer, channels, inner) = extents.
+    """As `apply_flat`, with `Channel` arguments of extents[1] values over elements (outer, channels, inner) = extents.
 
-    With several samples they have so many for each of them, next to each other; inner is 1 then.
+    With several samples, each has its own contiguous values; inner is then 1.
     """
     outer, channels, inner = extents
     if 0 in extents:
@@ -205,7 +205,7 @@ def apply_channels(
 
 
 def extents_of(shape: tuple[int, ...], axis: int, axes: int) -> tuple[int, int, int] | None:
-    """(outer, channels, inner) of the axes [axis, axis + axes) in memory order; None if not adjacent there."""
+    """Return (outer, channels, inner) of the axes [axis, axis + axes) in memory order; None if not adjacent."""
     last = len(shape) in CHANNELS_LAST
     if axes == 0 or (axis == 0 and axes in (1, len(shape)) if last else axes not in CHANNELS_LAST):
         return (
@@ -217,7 +217,7 @@ def extents_of(shape: tuple[int, ...], axis: int, axes: int) -> tuple[int, int, 
 
 
 def samples_of(shape: tuple[int, ...], axis: int, axes: int) -> int:
-    """How many samples have numbers of their own for each channel, whose pixels lie between these in memory."""
+    """Return the number of samples with separate channel values, whose pixels lie between these axes in memory."""
     return shape[0] if len(shape) in CHANNELS_LAST and (axis, axes) == (0, 2) else 1
 
 
@@ -254,7 +254,7 @@ class CpuElementwise(ElementwisePrimitives, CpuMemory):
             apply_channels(self.threads, expression, arguments, outputs, extents, samples)
 
     def _spread(self, channel: Array, shape: tuple[int, ...], axis: int) -> Array:
-        """A `Channel` argument as an array of the full shape."""
+        """Return a `Channel` argument broadcast to the full shape."""
         note_host_work()
         full = self.zeros(shape)
         full[...] = channel.reshape(channel.shape + (1,) * (len(shape) - axis - channel.ndim))
@@ -265,7 +265,7 @@ _EACH: dict[Expression, Expression] = {}
 
 
 def _all_each(expression: Expression) -> Expression:
-    """The same formula with its `Channel` arguments taken element by element."""
+    """Return the formula with its `Channel` arguments changed to `Each`."""
     if expression not in _EACH:
         each = copy.copy(expression)
         each.kinds = [Kind.EACH if kind is Kind.CHANNEL else kind for kind in each.kinds]

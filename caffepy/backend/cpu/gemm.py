@@ -1,16 +1,15 @@
-"""The innermost loop of matrix products and convolutions: one tile of the result held in vector registers.
+"""The innermost loop of matrix products and convolutions: one tile of the result in vector registers.
 
     c[r, j] = start[r, j] + sum over o, i of a[a_rows[r] + a_outer[o] + i * a_inner] * b[b_outer[o] + i * b_inner + j]
 
-and where it is wanted, on the way to memory: + addend[r, j], then max(that, 0).
+optionally followed by + addend[r, j] and max(., 0) before the store.
 
-A row's number of `a` is spread over a vector, which multiplies vectors of `b`. Because rows, outer and inner steps may
-lie anywhere, the same loop computes matrix products, convolutions straight from the image (no im2col) and their
-gradients.
-Numba cannot be brought to keep a tile in registers, so the loop is written in LLVM's own language; it is therefore good
-for every processor that numba knows, and 80 to 90 % of the peak on those with AVX2.
+An element of `a` is broadcast to a vector, which multiplies vectors of `b`. Rows, outer and inner steps have arbitrary
+offsets, so the same loop computes matrix products, convolutions straight from the image (no im2col) and their
+gradients. Numba does not keep a tile in registers, so the loop is emitted as LLVM IR. It works on every processor that
+numba supports and reaches 80 to 90 % of the peak on processors with AVX2.
 
-Owns the panels, as wide as a tile, into which the columns of a product are divided, and the packing of weights.
+Also defines the panels, as wide as a tile, of a product's columns, and the packing of weights.
 """
 
 from __future__ import annotations
@@ -29,29 +28,29 @@ from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, de
 from caffepy.backend.cpu.jit.vector import WIDTH, Writer, ahead, copy_vectors, turn_square
 
 LONG, LONG_TALL = 32, 128
-"""Inner steps from which each outer step has a sum of its own: sums of sums lose fewer bits than one long sum.
+"""Inner steps above which each outer step has its own sum: sums of sums lose fewer bits than one long sum.
 
-With 24 sums those before have to wait in memory.
+With 24 accumulators the previous sums must be spilled to memory.
 """
 ROWS = {1: 8, 2: 6, 3: 4}
-"""Rows of a tile, given its vectors: 12 sums (8 for the narrow one) leave registers, of 16, for the factors."""
+"""Rows of a tile by vectors: 12 accumulators (8 for the narrow tile) of 16 registers leave room for factors."""
 TALL = {1: 12, 2: 12, 3: 8} if WIDTH == 16 else ROWS
-"""Rows of a tall tile, whose 24 sums leave registers, of 32 with vectors of 16, for the factors.
+"""Rows of a tall tile: 24 accumulators of 32 registers (AVX-512) leave room for the factors.
 
-It reads b half as often. Tiles that read a straight from an image are faster with fewer rows, as these lie far apart.
+It reads b half as often. Tiles that read a from an image are faster with fewer rows, because the rows are far apart.
 """
 TALL1, TALL2, TALL3 = TALL[1], TALL[2], TALL[3]
 TOGETHER = 4
-"""Rows of `a` that lie next to each other in a tile of `FOURS`: one address for all of them."""
+"""Contiguous rows of `a` in a tile of `FOURS`, which share one address."""
 FOURS = {12: 6.5, 16: 8.5} if WIDTH == 16 else {}
-"""Rows of tiles of one vector that have few addresses, and the cycles of a step.
+"""Rows of single-vector tiles with few addresses, and their cycles per step.
 
-Twelve addresses are more than there are registers for: read again in each step they cost as much as the numbers do.
+Twelve addresses exceed the address registers: reloading them in each step costs as much as loading the elements.
 """
 
 
 class _TileWriter(Writer):
-    """Writes the tile's instructions."""
+    """Emits the tile's instructions."""
 
     def __init__(
         self, builder: Any, vectors: int, rows: int, arguments: list[Any], width: int, together: int
@@ -66,12 +65,12 @@ class _TileWriter(Writer):
         ) = arguments  # fmt: skip
 
     def _row(self, row: int) -> Any:
-        """Rows beyond the count read what the first one does: something that is there."""
+        """Rows beyond the count alias the first row, which is readable."""
         there = self.builder.icmp_signed("<", self.word(row), self.count)
         return self.builder.select(there, self.word(row), self.word(0))
 
     def _rows_of(self, source: Any, keep: Any, mask: Any) -> list[Any]:
-        """The tile's elements of an array whose rows lie as c's do; of one row for all where `keep` is 0."""
+        """Load the tile's elements of an array with c's row layout; one row for all if `keep` is 0."""
         sums = []
         for row in range(self.rows):
             offset = self.builder.mul(keep, self.table(self.c_rows, self._row(row)))
@@ -168,14 +167,14 @@ def _tile(vectors: int, rows: int, width: int = WIDTH, together: int = 1) -> Any
 
 
 HALF = WIDTH // 2 if WIDTH == 16 else 0
-"""Lanes of a last vector up to which tiles of one vector compute with half of it: as many multiplications take half the
-time where a processor has two units for half vectors, and no longer elsewhere."""
+"""Maximum lanes of a last vector for which single-vector tiles use half vectors: this halves the multiplications' time
+on processors with two half-vector units, and costs no more elsewhere."""
 
 
 def _tile_function(name: str, rows: dict[int, int]) -> Any:
-    """A function that kernels call, which writes a tile of 1, 2 or 3 vectors, or of half a one, with so many rows each.
+    """Return a function, callable by kernels, that emits a tile of 1, 2 or 3 vectors, or a half one, with these rows.
 
-    Its name tells it apart in the machine code that processes keep.
+    Its name identifies it in the cached machine code.
     """
     tile1, tile2, tile3 = (_tile(vectors, many) for vectors, many in rows.items())
     half_tile = _tile(1, rows[1], HALF or WIDTH)
@@ -211,10 +210,10 @@ def _tile_function(name: str, rows: dict[int, int]) -> Any:
 
 
 tile, tall_tile = _tile_function("tile", ROWS), _tile_function("tall_tile", TALL)
-"""Tiles of `vectors` vectors with the rows of `ROWS` and `TALL`. Tables are int64; `start` is added to c's row offset
-times `keep` (0 or 1), so that it is either one row for all (zeros, bias) or c itself; `count` rows are written, and
-`last` lanes of the last vector. With `adds` not 0, the rows of `addend`, which lie as c's do, are added; with `relu`
-not 0 the result is rectified."""
+"""Tiles of `vectors` vectors with the rows of `ROWS` and `TALL`. Tables are int64. `start` is indexed by c's row offset
+times `keep` (0 or 1): one row for all (zeros, bias) or c itself. `count` rows and `last` lanes of the last vector are
+written. If `adds` is not 0, the rows of `addend`, with c's layout, are added. If `relu` is not 0, the result is
+rectified."""
 
 
 _FEW, _MANY = list(FOURS) or [ROWS[1], ROWS[1]]
@@ -227,7 +226,7 @@ def tile_of_fours(  # noqa: PLR0913 -- a kernel
     rows: Any, a: Any, a_rows: Any, a_outer: Any, a_inner: Any, b: Any, b_outer: Any, b_inner: Any, outer: Any,
     inner: Any, start: Any, keep: Any, c: Any, c_rows: Any, count: Any, last: Any, addend: Any, adds: Any, relu: Any,
 ) -> None:  # fmt: skip
-    """As `tall_tile` for one vector and as many rows as `FOURS` has; of `a_rows` every fourth is read."""
+    """As `tall_tile` for one vector and a row count in `FOURS`; only every fourth of `a_rows` is read."""
     if rows == _MANY:
         if last <= HALF:
             _half_many(
@@ -252,23 +251,23 @@ def tile_of_fours(  # noqa: PLR0913 -- a kernel
 
 
 def rows_of_fours(rows: int, run: int) -> int:
-    """Rows of the tiles of one vector for so many rows, of which runs of `run` lie together; 0: not `tile_of_fours`."""
+    """Return the rows of `tile_of_fours` for rows that are contiguous in runs of `run`; 0: do not use it."""
     choices = FOURS if run % TOGETHER == 0 else {}
     return min(choices, key=lambda high: choices[high] * -(-rows // high), default=0)
 
 
 COST = {1: 4.5, 2: 6.0, 3: 6.0}
-"""Cycles of one step of a tile, given its vectors: bound by loads in the narrow one, else by multiplications."""
+"""Cycles of a tile's step by number of vectors: bound by loads in the narrow tile, else by multiplications."""
 COST_TALL = {1: 6.5, 2: 12.0, 3: 12.0} if WIDTH == 16 else COST
-"""Likewise of a tall tile."""
+"""Cycles of a tall tile's step."""
 
 
 SPARE = 16
-"""Entries that tables have beyond the last, as a tile reads whole."""
+"""Padding entries of tables, because tiles read whole."""
 
 
 def extended(table: Any) -> ConstantTable:
-    """A table as int64 with the last entry repeated as often as a tile may read beyond."""
+    """Return a table as int64, padded with its last entry for tiles that read beyond the end."""
     flat = np.asarray(table, np.int64).reshape(-1)
     if not flat.size:
         return ConstantTable(np.zeros(SPARE, np.int64))
@@ -277,7 +276,7 @@ def extended(table: Any) -> ConstantTable:
 
 @cache
 def panel_vectors(columns: int, rows: int, tall: bool = False) -> tuple[int, ...]:
-    """How many vectors each panel has, so that the fewest cycles are spent on `rows` by `columns`, waste included."""
+    """Return the vectors of each panel that minimise the cycles for `rows` by `columns`, including idle lanes."""
     vectors = -(-columns // WIDTH)
     choices = []
     for threes in range(vectors // 3 + 1):
@@ -296,9 +295,9 @@ def panel_vectors(columns: int, rows: int, tall: bool = False) -> tuple[int, ...
 
 
 class Panels:
-    """The panels of a factor of `depth` rows by `columns` columns, to be multiplied by one of `rows` rows.
+    """The panels of a factor of `depth` rows by `columns` columns, to be multiplied by a factor of `rows` rows.
 
-    They are meant for tiles or, with `tall`, for tall ones; with `widths` they have these vectors.
+    The widths suit tiles or, with `tall`, tall tiles; `widths` overrides them.
 
     Attributes:
         entries: int64 (panels, 4): vectors, first column, start in the packed buffer, lanes of the last vector.
@@ -327,7 +326,7 @@ def pack(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, source: Floats, rows: Words, depth: Int, step: Int, group_step: Int,
     packed: Floats, size: Int, table: Words, panels: Int, columns: Int, width: Int,
 ) -> None:  # fmt: skip
-    """Element (k, j) lies at rows[k] + j * step. Items are (group, panel); beyond the columns come zeros."""
+    """Element (k, j) is at rows[k] + j * step. Items are (group, panel); columns beyond the last are zero."""
     for item in range(begin, end):
         group = item // panels
         panel = 4 * (item % panels)
@@ -336,7 +335,7 @@ def pack(  # noqa: PLR0913 -- a kernel
         target = group * size + table[panel + 2]
         inside = min(wide, columns - first)
         turned = 0
-        if step != 1 and inside == wide:  # squares whose rows lie in the source as columns
+        if step != 1 and inside == wide:  # squares to transpose
             while turned + width <= depth and rows[turned + width - 1] - rows[turned] == width - 1:
                 origin = group * group_step + rows[turned] + first * step
                 for j in range(0, wide, width):
@@ -345,7 +344,7 @@ def pack(  # noqa: PLR0913 -- a kernel
                 turned += width
         for k in range(turned, depth):
             origin = group * group_step + rows[k] + first * step
-            if step == 1:  # a copy that can be vectorised
+            if step == 1:  # a vectorisable copy
                 for j in range(inside):
                     packed[target + k * wide + j] = source[origin + j]
             else:
@@ -360,7 +359,7 @@ def pack_rows(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, source: Floats, rows: Words, order: Words, depth: Int, group_step: Int, packed: Floats,
     size: Int, table: Words, panels: Int, columns: Int, width: Int,
 ) -> None:  # fmt: skip
-    """As `pack` for columns that lie together. Items are (group, row), rows in the order in which they lie."""
+    """As `pack` for contiguous columns. Items are (group, row), with rows in source order."""
     for item in range(begin, end):
         group, k = item // depth, order[item % depth]
         origin = group * group_step + rows[k]
@@ -380,14 +379,14 @@ def pack_rows(  # noqa: PLR0913 -- a kernel
 
 @dataclass(frozen=True)
 class WeightPacking:
-    """Where the weights to pack lie in their array, in elements.
+    """Memory layout of the weights to pack, in elements.
 
     Args:
         rows: offset of each row (an element of the sum).
-        step: from one column to the next.
-        groups: how many groups of weights there are.
-        group_step: from one group to the next.
-        order: of the rows as they lie, where that is another one: large weights are read in it.
+        step: distance of columns.
+        groups: number of weight groups.
+        group_step: distance of groups.
+        order: rows in source order, if different; large weights are read in this order.
     """
 
     rows: Any
@@ -398,7 +397,7 @@ class WeightPacking:
 
 
 def pack_weights(threads: int, panels: Panels, source: Any, packing: WeightPacking, packed: Any) -> None:
-    """Bring the weights of all groups into panel order."""
+    """Pack the weights of all groups into panels."""
     if packing.order is not None and packing.step == 1:
         pack_rows.run(
             threads, packing.groups * panels.depth, max(1, 4096 // max(1, panels.columns)), source, packing.rows,

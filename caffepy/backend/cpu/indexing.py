@@ -1,4 +1,4 @@
-"""Elements moved by index on the CPU: rows, sparse maps of pixels, the largest, unpooling, regions of interest."""
+"""Indexed access on the CPU: row gather and scatter, sparse pixel maps, top-k, unpooling, regions of interest."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from caffepy.backend.layout import CHANNELS_LAST, memory_order
 from caffepy.backend.types import Array, SparseMatrix
 
 GRAIN = 4096
-"""Elements below which a second thread costs more than it saves."""
+"""Minimum elements for a second thread."""
 
 BLOCK = 64
-"""Columns that one item of a scattered sum takes."""
+"""Columns per item of a scattered sum."""
 CHANNELS = 16
-"""Channels that one item of unpooling takes."""
+"""Channels per item of unpooling."""
 
 
 LEAST, MOST = np.float32(-1), np.float32(2**31)
-"""Between which, both left out, a float32 rounded towards 0 is a whole number from 0 on of 32 bits."""
+"""Exclusive bounds of float32 values that, rounded towards 0, are valid non-negative 32-bit integers."""
 
 
 def _rows(array: Any) -> Any:
-    """An array as (rows, elements of a row), a view."""
+    """Return an array as a (rows, elements of a row) view."""
     return memory_order(array).reshape(array.shape[0], math.prod(array.shape[1:]))
 
 
 def _numbers(index: Any, limit: int, bad: Any | None) -> Any:
-    """Whole numbers of an index, -1 for those outside [0, limit); `bad` gets the position of one of these."""
+    """Return an index as integers, -1 if outside [0, limit); `bad` receives the position of an invalid one."""
     with np.errstate(invalid="ignore"):
         numbers = np.ascontiguousarray(index).reshape(-1).astype(np.int64)
     wrong = (numbers < 0) | (numbers >= limit)
@@ -49,7 +49,7 @@ def _numbers(index: Any, limit: int, bad: Any | None) -> Any:
 def take_rows(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, source: Floats, index: Floats, destination: Floats, bad: Ints, limit: Int, size: Int
 ) -> None:
-    """Items are rows of the destination; those that no row is named for become 0."""
+    """Items are rows of the destination; rows with an invalid index become 0."""
     for item in range(begin, end):
         number = index[item]
         inside = number > LEAST and number < MOST
@@ -67,7 +67,7 @@ def take_rows(  # noqa: PLR0913 -- a kernel
 def scatter_add(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, source: Floats, numbers: Words, destination: Floats, count: Int, size: Int, block: Int
 ) -> None:
-    """Items are blocks of columns, so that no two threads add to one element."""
+    """Items are blocks of columns, so no two threads add to the same element."""
     for item in range(begin, end):
         for i in range(count):
             row = numbers[i]
@@ -99,7 +99,7 @@ def put_at_mask(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, x: Floats, mask: Floats, y: Floats, bad: Ints, channels: Int, pixels: Int, out_pixels: Int,
     block: Int, blocks: Int,
 ) -> None:  # fmt: skip
-    """Items are (sample, block of channels), so that the later of two values for one pixel stays."""
+    """Items are (sample, block of channels), so the last duplicate of a pixel wins."""
     for item in range(begin, end):
         sample, first = item // blocks, item % blocks * block
         last = min(channels, first + block)
@@ -137,25 +137,25 @@ def clear(begin: Int, end: Int, y: Floats) -> None:
 
 
 ROI_GRAIN = 2048
-"""Elements below which a second thread costs more than it saves."""
+"""Minimum elements for a second thread."""
 
 ROI_BLOCK = 32
-"""Channels that one item of a sum over regions takes."""
+"""Channels per item of a sum over regions."""
 HALF = np.float32(0.5)
 ONE = np.float32(1)
 MIN_SIDE = np.float32(0.1)
-"""The least height and width of a region of R-FCN, in pixels."""
+"""Minimum height and width of an R-FCN region, in pixels."""
 
 
 @device_function
 def rounded(value: Any) -> Any:
-    """C's roundf: halves away from 0."""
+    """C's roundf: round half away from 0."""
     return np.float32(math.floor(value + HALF)) if value >= 0 else np.float32(math.ceil(value - HALF))
 
 
 @device_function
 def max_bin(first: Any, last: Any, number: Any, bins: Any, size: Any) -> Any:
-    """Where bin `number` of `bins` begins and ends within [0, size), of a region of the pixels [first, last]."""
+    """Return begin and end of bin `number` of `bins`, clipped to [0, size), of a region of the pixels [first, last]."""
     length = np.float32(max(last - first + 1, 1)) / np.float32(bins)
     begin = int(math.floor(np.float32(number) * length)) + first
     end = int(math.ceil(np.float32(number + 1) * length)) + first
@@ -164,7 +164,7 @@ def max_bin(first: Any, last: Any, number: Any, bins: Any, size: Any) -> Any:
 
 @device_function
 def mean_bin(first: Any, last: Any, number: Any, bins: Any, size: Any) -> Any:
-    """The same of a region [first, last) that need not begin at a whole pixel."""
+    """As `max_bin` for a region [first, last) with fractional ends."""
     length = max(last - first, MIN_SIDE) / np.float32(bins)
     begin = int(math.floor(np.float32(number) * length + first))
     end = int(math.ceil(np.float32(number + 1) * length + first))
@@ -176,7 +176,7 @@ def roi_max(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, x: Floats, rois: Floats, y: Floats, mask: Ints, bad: Ints, scale: Float,
     samples: Int, channels: Int, height: Int, width: Int, rows: Int, columns: Int,
 ) -> None:  # fmt: skip
-    """Items are bins (region, row, column); `bad` gets the number of a region whose sample does not exist."""
+    """Items are bins (region, row, column); `bad` receives the number of a region with an invalid sample."""
     for item in range(begin, end):
         roi = item // (rows * columns)
         named = rois[roi * 5]
@@ -213,7 +213,7 @@ def roi_max_gradient(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, dy: Floats, rois: Floats, mask: Ints, dx: Floats,
     blocks: Int, channels: Int, pixels: Int, regions: Int, bins: Int,
 ) -> None:  # fmt: skip
-    """Items are (sample, block of channels), so that no two threads add to one element."""
+    """Items are (sample, block of channels), so no two threads add to the same element."""
     for item in range(begin, end):
         sample, first = item // blocks, item % blocks * ROI_BLOCK
         last = min(channels, first + ROI_BLOCK)
@@ -264,7 +264,7 @@ def roi_average_gradient(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, dy: Floats, rois: Floats, dx: Floats, scale: Float,
     channels: Int, height: Int, width: Int, outputs: Int, group: Int, regions: Int,
 ) -> None:  # fmt: skip
-    """Items are samples, so that no two threads add to one element."""
+    """Items are samples, so no two threads add to the same element."""
     for item in range(begin, end):
         for i in range(height * width * channels):
             dx[item * height * width * channels + i] = 0
@@ -288,7 +288,7 @@ def roi_average_gradient(  # noqa: PLR0913 -- a kernel
 
 
 def _note_bad(rois: Any, samples: int, bad: Any) -> None:
-    """`bad` gets the number of a region whose sample does not exist."""
+    """Write the number of a region with an invalid sample to `bad`."""
     named = np.ascontiguousarray(rois).reshape(-1, 5)[:, 0]
     wrong = np.flatnonzero(~((named > -1) & (named < samples)))
     if wrong.size:

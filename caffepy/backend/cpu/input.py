@@ -1,4 +1,4 @@
-"""Images from bytes on the CPU: one kernel that subtracts the mean, scales, mirrors and turns planes into pixels."""
+"""Images from bytes on the CPU: one kernel subtracts the mean, scales, mirrors and converts to channels last."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from caffepy.backend.interface import InputPrimitives
 from caffepy.backend.types import Array, Counter
 
 _COMPILING = 40_000_000
-"""Elements that NumPy makes in the time that the kernel takes to be compiled, about half a second."""
+"""Elements that NumPy processes in the kernel's compile time, about 0.5 s."""
 
 
 @kernel
@@ -23,8 +23,8 @@ def image_rows(  # noqa: PLR0913 -- a kernel
 ) -> None:  # fmt: skip
     """Items are rows (n, h); out[n, h, w, c] = (pixels[n, c, h, w'] - means[c, top + h, left + w']) * scale.
 
-    Without `moves` the means begin at the crop's own corner. Indices are unsigned where values go from right to left:
-    signed ones may wrap, and LLVM would not make vectors of them.
+    Without `moves` the means start at the crop's corner. Indices of right-to-left loops are unsigned: signed indices
+    may wrap, which prevents vectorisation by LLVM.
     """
     plane = height * width
     mean_plane = mean_height * mean_width

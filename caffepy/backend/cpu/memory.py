@@ -1,7 +1,7 @@
-"""Memory of the CPU's backend: arrays, scratch memory that layers share, and how much the process can still have.
+"""CPU memory: arrays, shared workspaces, and the memory available to the process.
 
-That is asked before what is large is allocated, since Linux grants every request. What is freed stays with the C
-library until it is told to give it back.
+Available memory is checked before large allocations, because Linux grants every request. The C library keeps freed
+memory until it is told to return it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ ALIGNMENT = 64
 
 
 def aligned(size: int) -> Any:
-    """An uninitialised float32 array that begins at a cache line."""
+    """Return an uninitialised float32 array aligned to a cache line."""
     raw = np.empty(4 * size + ALIGNMENT, np.uint8)
     start = -raw.__array_interface__["data"][0] % ALIGNMENT
     return raw[start : start + 4 * size].view(np.float32)
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: str) -> Any:
-    """A zeroed C-contiguous array that begins at a cache line: loads of whole vectors do not straddle two."""
+    """Return a zeroed C-contiguous array aligned to a cache line, so that vector loads do not straddle two lines."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.zeros(size + ALIGNMENT, np.uint8)
     start = -raw.__array_interface__["data"][0] % ALIGNMENT
@@ -42,13 +42,13 @@ def aligned_zeros(shape: tuple[int, ...], dtype: str) -> Any:
 
 
 class Workspace:
-    """One growing buffer for each purpose; what is in it lasts until the next `take` for that purpose."""
+    """One growing buffer per purpose, valid until the next `take` for that purpose."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Any] = {}
 
     def take(self, purpose: str, size: int) -> Any:
-        """At least `size` float32, contents undefined."""
+        """Return at least `size` uninitialised float32 elements."""
         buffer = self._buffers.get(purpose)
         if buffer is None or buffer.size < size:
             self._buffers.pop(purpose, None)
@@ -56,7 +56,7 @@ class Workspace:
         return buffer
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the buffers."""
         self._buffers.clear()
 
 
@@ -64,16 +64,16 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def give_back_memory() -> None:
-    """Give the system back what was freed but kept by the C library, where that is glibc; takes about a millisecond."""
+    """Return freed memory from glibc to the system (malloc_trim); takes about a millisecond."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def available_memory(system: Path = Path("/proc"), group: Path = _GROUP) -> int | None:
-    """Bytes that can be had without swapping or being killed; None where the system does not say.
+    """Return the bytes available without swapping or an OOM kill; None if the system does not report it.
 
-    The least of what the machine has free, the control group's limit and RLIMIT_AS leave.
+    It is the least of the machine's free memory and the remainders of the control group's limit and RLIMIT_AS.
     """
     found = [*_machine(system), *_group(group), *_limit(system)]
     return max(min(found), 0) if found else None
@@ -90,7 +90,7 @@ def _machine(system: Path) -> Iterator[int]:
 
 
 def _group(group: Path) -> Iterator[int]:
-    """What control group version 2 leaves; file pages that it holds could be given back."""
+    """Yield the remainder of the control group's (v2) limit; its page cache counts as free."""
     try:
         limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
         kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -112,11 +112,11 @@ def _limit(system: Path) -> Iterator[int]:
 
 
 LARGE = 2**28
-"""Bytes of an array before whose allocation the machine is asked what it has."""
+"""Minimum bytes of an array for checking available memory first."""
 
 
 class CpuMemory(MemoryPrimitives):
-    """Arrays in the host's memory, and what the CPU's primitives share."""
+    """Host memory arrays, and the state shared by the CPU's primitives."""
 
     threads: int
     _workspace: Workspace
@@ -130,14 +130,14 @@ class CpuMemory(MemoryPrimitives):
     def zeros(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
         size = math.prod(shape) * np.dtype(dtype).itemsize
         try:
-            # Linux would give memory that it does not have, and kill the process that uses it.
+            # Linux overcommits: it would grant memory that it lacks and kill the process on use.
             if size > LARGE and size > (self.available_memory() or size):
                 raise MemoryError
             return layout.view(aligned_zeros((math.prod(shape),), dtype), shape)
         except MemoryError:
             raise OutOfMemoryError(
                 f"{self.device_description()}: out of memory: {size / 2**30:.2f} GiB for an array of shape {shape} "
-                "could not be had",
+                "cannot be allocated",
                 "use a smaller batch_size",
             ) from None
 
@@ -146,7 +146,9 @@ class CpuMemory(MemoryPrimitives):
 
     def flat(self, array: Array) -> Array:
         in_memory = memory_order(array)
-        assert in_memory.flags.c_contiguous, f"shape {array.shape}, strides {array.strides}: a slice or foreign order"
+        assert in_memory.flags.c_contiguous, (
+            f"shape {array.shape}, strides {array.strides}: not contiguous in memory order"
+        )
         return in_memory.reshape(-1)
 
     def reshaped(self, array: Array, shape: tuple[int, ...]) -> Array:
@@ -164,7 +166,7 @@ class CpuMemory(MemoryPrimitives):
 
     def _check_dense(self, *arrays: Array) -> None:
         for array in arrays:
-            assert self._dense(array), f"shape {array.shape}, strides {array.strides}: a slice or foreign order"
+            assert self._dense(array), f"shape {array.shape}, strides {array.strides}: not contiguous in memory order"
 
     def _dense(self, array: Array) -> bool:
         return bool(memory_order(array).flags.c_contiguous)

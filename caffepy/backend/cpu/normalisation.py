@@ -1,10 +1,9 @@
-"""Batch normalisation, ReLU's gradient and local response normalisation on the CPU.
+"""Batch normalisation, ReLU gradient and local response normalisation on the CPU.
 
-Arrays of channels are flat and seen as rows of `period` numbers, a whole number of pixels and of vectors, so that a
-column always belongs to the same channel. The array may end within a row: its last vector may be a part of one. Arrays
-whose channels are not neighbours in memory, as those of three axes, take the plain forms. The kernels' inner steps are
-written in LLVM's language; each kernel has variants (with a residual, a mask, several gradients), compiled when they
-are first used.
+Channel arrays are flat and seen as rows of `period` elements, a multiple of both the channels and the vector width, so
+that each column belongs to one channel. The array may end within a row, and its last vector may be partial. Arrays with
+non-contiguous channels, such as those of three axes, use the reference implementation. The kernels' inner steps are
+emitted as LLVM IR. Each kernel has variants (with a residual, a mask, several gradients), compiled at first use.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from caffepy.backend.layout import CHANNELS_LAST
 from caffepy.backend.types import Array, BatchNormState, LrnWindow
 
 LANES = 16
-"""Numbers in a step; LLVM makes two vectors of eight of them where there are none of sixteen."""
+"""Elements per step; LLVM splits them into two vectors of eight without AVX-512."""
 
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 _BITS = ir.VectorType(ir.IntType(1), LANES)
@@ -43,11 +42,11 @@ _ZERO = ir.Constant(_VECTOR, [0.0] * LANES)
 
 
 class Step:
-    """Writes instructions on vectors at offsets of arrays.
+    """Emits instructions on vectors at offsets of arrays.
 
     Args:
-        builder: of the function.
-        count: how many lanes there are, a value of LLVM's; None: all.
+        builder: the function's IR builder.
+        count: LLVM value, number of valid lanes; None: all.
     """
 
     def __init__(self, builder: Any, count: Any | None) -> None:
@@ -65,7 +64,7 @@ class Step:
         return self.builder.bitcast(self.builder.gep(pointer, [offset]), kind.as_pointer())
 
     def row(self, pointer: Any, offset: Any) -> Any:
-        """Numbers of which there may be only some; 0 for the others."""
+        """Load the valid lanes of a row; other lanes are 0."""
         if self._mask is None:
             return self.whole(pointer, offset)
         kind = ir.FunctionType(_VECTOR, [_VECTOR.as_pointer(), ir.IntType(32), _BITS, _VECTOR])
@@ -73,11 +72,11 @@ class Step:
         return self.builder.call(self._intrinsic("load", kind), arguments)
 
     def whole(self, pointer: Any, offset: Any) -> Any:
-        """Numbers of a row that is there to its end."""
+        """Load a whole vector."""
         return self.builder.load(self._at(pointer, offset), align=4)
 
     def store(self, value: Any, pointer: Any, offset: Any) -> None:
-        """Write what there is."""
+        """Store the valid lanes."""
         address = self._at(pointer, offset)
         if self._mask is None:
             self.builder.store(value, address, align=4)
@@ -91,16 +90,16 @@ class Step:
         return module.globals.get(name) or ir.Function(module, kind, name)
 
     def keep(self, value: Any, pointer: Any, offset: Any) -> None:
-        """Write to a row that is there to its end."""
+        """Store a whole vector."""
         self.builder.store(value, self._at(pointer, offset), align=4)
 
     def bits(self, pointer: Any, offset: Any) -> Any:
-        """One bit for each lane from a mask, at an offset in bits."""
+        """Load one bit per lane from a mask, at an offset in bits."""
         word = self.builder.load(self._bits_at(pointer, offset), align=1)
         return self.builder.bitcast(word, _BITS)
 
     def store_bits(self, value: Any, pointer: Any, offset: Any) -> None:
-        """Write a bit for each lane, 0 where there is none."""
+        """Store one bit per lane, 0 for invalid lanes."""
         value = value if self._mask is None else self.builder.and_(value, self._mask)
         self.builder.store(self.builder.bitcast(value, ir.IntType(LANES)), self._bits_at(pointer, offset), align=1)
 
@@ -116,11 +115,11 @@ class Step:
         return self.builder.select(self.builder.fcmp_ordered("<", value, _ZERO), _ZERO, value)
 
     def where(self, condition: Any, value: Any) -> Any:
-        """The value or 0."""
+        """Return the value, or 0 where the condition is false."""
         return self.builder.select(condition, value, _ZERO)
 
     def there(self, value: Any) -> Any:
-        """The value, 0 in lanes that are not there."""
+        """Return the value, with 0 in invalid lanes."""
         return value if self._mask is None else self.where(self._mask, value)
 
     def plus(self, a: Any, b: Any) -> Any:
@@ -133,21 +132,21 @@ class Step:
         return self.builder.fmul(a, b, flags=_CONTRACT)
 
     def after(self, at: Any, rows: int, period: Any) -> Any:
-        """The position some rows further."""
+        """Return the position `rows` rows further."""
         return self.builder.add(at, self.builder.mul(period, ir.Constant(_WORD, rows)))
 
 
 Body = Callable[..., None]
-"""What a step does: (step, position in the array, position in the row, period, pointer, pointer, ...)."""
+"""A step's body: (step, position in the array, position in the row, period, pointer, pointer, ...)."""
 
 
 def step_function(body: Body, pointers: Sequence[types.Type], partial: bool) -> Any:
-    """A step that kernels call: (position in the array, position in the row, lanes, period, pointer, ...).
+    """Return a step that kernels call: (position in the array, position in the row, lanes, period, pointer, ...).
 
     Args:
-        body: writes it.
+        body: emits it.
         pointers: their types.
-        partial: whether there may be fewer than LANES lanes.
+        partial: whether fewer than LANES lanes may be valid.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -160,22 +159,22 @@ def step_function(body: Body, pointers: Sequence[types.Type], partial: bool) -> 
 
     names = ", ".join(f"p{i}" for i in range(len(pointers)))
     scope: dict[str, Any] = {"typed": typed}
-    # Numba takes the number of parameters from the function's own.
+    # Numba takes the parameter count from the function's own signature.
     exec(f"def step(typing_context, at, column, count, period, {names}):\n    return typed()\n", scope)
     return intrinsic(scope["step"])
 
 
 Gate = Literal["none", "bits", "normal", "output"]
-"""Where a ReLU's gradient sees that it was off: nowhere, in a mask, in x before it, in y behind it."""
+"""Source of a ReLU gradient's state: none, a mask, x before the ReLU, or y after it."""
 
 ROWS = 4
-"""Rows that a sum takes at a time: its numbers so far are read and written once for so many."""
+"""Rows per step of a sum, which loads and stores its accumulators once per step."""
 CHUNK = 32
-"""Rows that are added up in float32 before they are added to a float64 sum."""
+"""Rows that are added in float32 before they are added to a float64 sum."""
 SAMPLE = 8
-"""Rows whose mean squares are taken around, so that a large mean does not swallow their digits."""
+"""Rows whose mean is the shift of the squares, so that a large mean does not cancel their digits."""
 MAX_GRADIENTS = 4
-"""Gradients that one pass adds up."""
+"""Maximum gradients per pass."""
 
 _POINTERS = {
     "floats": types.CPointer(types.float32),
@@ -187,7 +186,7 @@ _POINTERS = {
 def _entry(
     name: str, kinds: Sequence[str], numbers: Sequence[str], text: Sequence[str], scope: dict[str, Any]
 ) -> Entry:
-    """A kernel of pointers `_p0`, `_p1`, ... followed by numbers."""
+    """Return a kernel of pointers `_p0`, `_p1`, ... followed by numbers."""
     lines = [f"_p{i} = {kind}(_a[{i}])" for i, kind in enumerate(kinds)]
     lines += [f"{number} = _a[{len(kinds) + i}]" for i, number in enumerate(numbers)]
     return Entry(name, __file__, [*lines, *text], scope, "q" * (len(kinds) + len(numbers)))
@@ -197,7 +196,7 @@ def _entry(
 
 
 def _each(name: str, kinds: Sequence[str], body: Body) -> Entry:
-    """Items are rows; the last one may be shorter."""
+    """Return a kernel whose items are rows; the last row may be shorter."""
     pointers = [_POINTERS[kind] for kind in kinds]
     arguments = ", ".join(f"_p{i}" for i in range(len(kinds)))
     scope = {f"{name}_{part}": step_function(body, pointers, part == "part") for part in ("whole", "part")}
@@ -215,16 +214,16 @@ def _each(name: str, kinds: Sequence[str], body: Body) -> Entry:
 
 
 def _normal(step: Step, x: Any, column: Any, mean: Any, factor: Any, bias: Any) -> Any:
-    """(x - mean) * factor + bias."""
+    """Return (x - mean) * factor + bias."""
     centred = step.minus(x, step.whole(mean, column))
     return step.plus(step.times(centred, step.whole(factor, column)), step.whole(bias, column))
 
 
 @cache
 def forward_kernel(residual: bool, relu: bool, mask: bool) -> Entry:
-    """y = (x - mean) * factor + bias (+ other), or max(that, 0), and the mask.
+    """y = (x - mean) * factor + bias (+ other), optionally rectified, and the mask.
 
-    Of x, mean, factor, bias, other, y, mask.
+    Parameters: x, mean, factor, bias, other, y, mask.
     """
 
     def body(  # noqa: PLR0913 -- a kernel
@@ -243,9 +242,9 @@ def forward_kernel(residual: bool, relu: bool, mask: bool) -> Entry:
 
 @cache
 def gradient_kernel(relu: bool) -> Entry:
-    """dx = (g - first - (x - mean) * second) * factor, g as `relu` says.
+    """dx = (g - first - (x - mean) * second) * factor, with g gated if `relu`.
 
-    Of x, dy, mean, factor, bias, first, second, dx.
+    Parameters: x, dy, mean, factor, bias, first, second, dx.
     """
 
     def body(  # noqa: PLR0913 -- a kernel
@@ -267,7 +266,7 @@ def gradient_kernel(relu: bool) -> Entry:
 
 
 def _row_loops(name: str, arguments: str) -> list[str]:
-    """Lines that add up the rows [_row, _chunk)."""
+    """Return lines that sum the rows [_row, _chunk)."""
     lines = [f"_many = _row + (_chunk - _row) // {ROWS} * {ROWS}"]
     for variant, start, stop, step in (("many", "_row", "_many", ROWS), ("one", "_many", "_chunk", 1)):
         lines += [
@@ -279,7 +278,7 @@ def _row_loops(name: str, arguments: str) -> list[str]:
 
 
 def _last_row(name: str, arguments: str) -> list[str]:
-    """Lines that add up what is left behind the last whole row."""
+    """Return lines that sum the partial last row."""
     return [
         "_at = _rows * _period",
         "_count = _size - _at",
@@ -296,14 +295,14 @@ def _indent(lines: Sequence[str], depth: int) -> list[str]:
 
 
 def _sums(name: str, kinds: Sequence[str], sums: int, make_body: Any, first: Sequence[str] = ()) -> Entry:
-    """Items are blocks of rows; each adds up `sums` numbers for each column.
+    """Return a kernel whose items are blocks of rows; each computes `sums` sums per column.
 
     Args:
-        name: of the kernel.
-        kinds: of its pointers, beginning with those of the sums: float32 and float64, (blocks, sums, period).
-        sums: how many sums a column has.
-        make_body: makes the step that takes so many rows.
-        first: lines that are done before each block.
+        name: the kernel's name.
+        kinds: pointer types, starting with the sums': float32 and float64, (blocks, sums, period).
+        sums: number of sums per column.
+        make_body: returns the step's body for a number of rows.
+        first: lines before each block.
     """
     pointers = [_POINTERS[kind] for kind in kinds if kind != "doubles"]
     arguments = ", ".join(["_sum", *(f"_p{i}" for i in range(2, len(kinds)))])
@@ -333,7 +332,7 @@ def _sums(name: str, kinds: Sequence[str], sums: int, make_body: Any, first: Seq
 
 
 def _add(step: Step, values: Sequence[Any], sums: Any, column: Any, index: int, period: Any) -> None:
-    """Add values, one for each row, to sum number `index` of a column."""
+    """Add values, one per row, to sum number `index` of a column."""
     at = step.after(column, index, period)
     total = step.whole(sums, at)
     for value in values:
@@ -357,7 +356,7 @@ _SAMPLE = [
 
 @cache
 def measure_kernel() -> Entry:
-    """Sums of x - shift and of its square, and the shift of each block and column. Of sums, totals, shift, x."""
+    """Sums of x - shift and of its square, and each block's and column's shift. Parameters: sums, totals, shift, x."""
 
     def make_body(rows: int) -> Body:
         def body(step: Step, at: Any, column: Any, period: Any, sums: Any, shift: Any, x: Any) -> None:
@@ -374,9 +373,9 @@ def measure_kernel() -> Entry:
 
 @cache
 def gradient_sums_kernel(sources: int, gate: Gate, total: bool, weighted: bool) -> Entry:
-    """Sums of g, and if `weighted` of g * (x - mean) after it; `total` gets g.
+    """Sums of g, and if `weighted` of g * (x - mean); `total` receives g.
 
-    Of sums, totals, x (y where the gate is "output"), mask, MAX_GRADIENTS gradients, total, mean, factor, bias.
+    Parameters: sums, totals, x (y if the gate is "output"), mask, MAX_GRADIENTS gradients, total, mean, factor, bias.
     """
 
     def gated(step: Step, at: Any, column: Any, g: Any, value: Any, bits: Any, normal: Sequence[Any]) -> Any:
@@ -414,7 +413,7 @@ def gradient_sums_kernel(sources: int, gate: Gate, total: bool, weighted: bool) 
 
 
 CHANNELS = 64
-"""Channels that are joined together: a few lines of the caches."""
+"""Channels per item when joining blocks: a few cache lines."""
 
 
 @kernel
@@ -424,8 +423,8 @@ def join_statistics(  # noqa: PLR0913 -- a kernel
 ) -> None:  # fmt: skip
     """Mean and variance of each channel, from sums of x - shift and of its square. Items are `CHANNELS` channels.
 
-    totals: (blocks, 2, period), shift (blocks, period). The last block has also what is left behind the last whole row.
-    Squares are around each block's own mean, then around that of all (Chan et al., 1979).
+    totals: (blocks, 2, period), shift: (blocks, period). The last block includes the partial last row. Squares are
+    around each block's mean, then corrected to the mean of all blocks (Chan et al., 1979).
     """
     rows, elements = size // period, size // channels
     for item in range(begin, end):
@@ -509,21 +508,22 @@ def spread_backward(  # noqa: PLR0913 -- a kernel
 
 
 MIN_PERIOD = 256
-"""Numbers in a row, where so many make sense: enough for the loop over them to run at full speed."""
+"""Minimum elements of a row, if possible: enough for a full-speed loop."""
 BLOCK = 65536
-"""Least numbers of a block of a sum."""
+"""Minimum elements of a block of a sum."""
 MAX_BLOCKS = 64
-"""Blocks of a sum."""
+"""Maximum blocks of a sum."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """An array of channels as rows of whole pixels and whole vectors; the last row may be shorter.
+    """A channel array as rows, whose length is a multiple of the channels and the vector width; the last may be
+    partial.
 
     Args:
-        channels: neighbours in memory.
-        size: numbers in the array.
-        period: numbers in a row.
+        channels: contiguous elements of a pixel.
+        size: elements of the array.
+        period: elements of a row.
     """
 
     channels: int
@@ -532,12 +532,12 @@ class Rows:
 
     @property
     def whole(self) -> int:
-        """Rows that are not shorter."""
+        """Number of complete rows."""
         return self.size // self.period
 
     @property
     def block(self) -> int:
-        """Rows in a block of a sum: a function of the shape alone, so that sums do not depend on the threads."""
+        """Rows per block of a sum; depends only on the shape, so sums do not depend on the thread count."""
         return max(1, -(-BLOCK // self.period), -(-self.whole // MAX_BLOCKS))
 
     @property
@@ -546,17 +546,17 @@ class Rows:
 
     @property
     def grain(self) -> int:
-        """Rows from which on there may be a second thread."""
+        """Minimum rows for a second thread."""
         return -(-GRAIN // self.period)
 
     @property
     def joining_grain(self) -> int:
-        """Items of `join_statistics` and `join_gradients` from which on there may be a second thread."""
+        """Minimum items of `join_statistics` and `join_gradients` for a second thread."""
         return max(1, GRAIN * self.channels // (self.blocks * self.period * CHANNELS))
 
 
 def rows_of(array: Array) -> Rows | None:
-    """How kernels see a matrix (N, C) or images; None: not at all."""
+    """Return the row layout of a matrix (N, C) or of images; None if kernels do not support the array."""
     if not (array.ndim == 2 or array.ndim in CHANNELS_LAST) or array.size == 0:
         return None
     channels = array.shape[1]
@@ -566,12 +566,12 @@ def rows_of(array: Array) -> Rows | None:
 
 
 LRN_GRAIN = 4096
-"""Elements below which a second thread costs more than it saves."""
+"""Minimum elements for a second thread."""
 
 
 @device_function
 def _power(scale: Any, beta: Any) -> Any:
-    """scale^-beta; 0.75, which nearly all nets use, by two square roots."""
+    """scale^-beta; the common beta 0.75 by two square roots."""
     if beta == 0.75:
         root = math.sqrt(scale)
         return 1 / (root * math.sqrt(root))
@@ -603,7 +603,7 @@ def lrn_pixels_gradient(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, x: Floats, y: Floats, scale: Floats, dy: Floats, dx: Floats,
     channels: Int, before: Int, after: Int, factor: Float, beta: Float,
 ) -> None:  # fmt: skip
-    """Items are pixels. A channel's window seen from its members is the mirrored window."""
+    """Items are pixels. The window of channels whose windows contain a channel is the mirrored window."""
     for item in range(begin, end):
         row = item * channels
         for c in range(channels):
@@ -630,7 +630,7 @@ class CpuNormalisation(NormalisationPrimitives, CpuMemory):
     """`NormalisationPrimitives` of the CPU."""
 
     def batch_norm_measure(self, x: Array, n: BatchNormState) -> None:
-        """Each block takes squares around the mean of its first rows."""
+        """Each block shifts its squares by the mean of its first rows."""
         rows = rows_of(x)
         if rows is None:
             super().batch_norm_measure(x, n)
@@ -646,7 +646,7 @@ class CpuNormalisation(NormalisationPrimitives, CpuMemory):
         self.batch_norm_finish(variance, rows.size // channels, n)
 
     def _sum_arrays(self, rows: Rows, sums: int) -> tuple[Array, Array]:
-        """Memory for sums of blocks, (blocks, sums, period) of float32 and of float64, which a kernel zeroes."""
+        """Return memory for block sums, (blocks, sums, period) of float32 and of float64; kernels zero it."""
         size = rows.blocks * sums * rows.period
         return self._workspace.take("sums", size), self._workspace.take("totals", 2 * size)
 
@@ -668,7 +668,7 @@ class CpuNormalisation(NormalisationPrimitives, CpuMemory):
         self._run_each(kernel, rows, x, *per_column, other, y, bits)
 
     def _columns(self, rows: Rows, n: BatchNormState) -> Sequence[Array]:
-        """Mean, factor and bias for each column of a row."""
+        """Return mean, factor and bias per column of a row."""
         period, count = rows.period, rows.period // rows.channels
         columns = self._workspace.take("columns", 3 * period)
         spread_forward.run(1, count, 1, n.mean, n.inverse, n.scale, n.bias, rows.channels, period, columns)
@@ -685,7 +685,7 @@ class CpuNormalisation(NormalisationPrimitives, CpuMemory):
         if rows is None or len(dys) > MAX_GRADIENTS:
             super().batch_norm_backward_sums(x, dys, n, sums, relu, mask, total)
             return
-        assert total is not None or len(dys) == 1, "several gradients need an array for their sum"
+        assert total is not None or len(dys) == 1, "several gradients need `total`"
         gate: Gate = "none" if not relu else "normal" if mask is None else "bits"
         if len(dys) == 1 and total is dys[0] and not relu:
             total = None
@@ -700,7 +700,7 @@ class CpuNormalisation(NormalisationPrimitives, CpuMemory):
         self, rows: Rows, gate: Gate, x: Array, mask: Array | None, dys: Sequence[Array], total: Array | None,
         per_column: Sequence[Any],
     ) -> Array:  # fmt: skip
-        """Sums of blocks as float64 (blocks, 1 or 2, period), in memory for float32."""
+        """Return the block sums as float64 (blocks, 1 or 2, period), in float32 workspace memory."""
         weighted = gate != "output"
         sources = [*dys, *[dys[0]] * (MAX_GRADIENTS - len(dys))]
         kernel = gradient_sums_kernel(len(dys), gate, total is not None, weighted)
@@ -729,7 +729,7 @@ class CpuNormalisation(NormalisationPrimitives, CpuMemory):
         if rows is None or dbias is None:
             super().relu_backward(y, dy, dx, dbias, accumulate)
             return
-        note_host_work()  # adds up what blocks have
+        note_host_work()  # NumPy adds the blocks' sums
         sums = self._gradient_sums(rows, "output", y, None, [dy], dx, (y, y, y))
         totals = sums[: 2 * rows.blocks * rows.period].view(np.float64)
         total = totals.reshape(-1, rows.channels).sum(axis=0)

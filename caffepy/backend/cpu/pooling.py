@@ -1,6 +1,6 @@
-"""Pooling on the CPU: maxima, averages and random elements of windows of channels-last images.
+"""Maximum, average and stochastic pooling on the CPU, over channels-last images.
 
-Owns the innermost loops: the maximum or the sum over a window for some vectors of channels, in registers.
+The innermost loops keep the maximum or sum of a window for several channel vectors in registers.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from caffepy.backend.interface import PoolingPrimitives
 from caffepy.backend.types import Array, Geometry
 
 GRAIN = 8192
-"""Elements below which a second thread costs more than it saves."""
+"""Minimum elements for a second thread."""
 STOCHASTIC_GRAIN = 2048
-"""The same for stochastic pooling."""
+"""Minimum elements for a second thread in stochastic pooling."""
 MIN_STRIPED_CHANNELS = 512
-"""Channels from which the pixels of a window lie so far apart that those of a few columns, with all their channels, are
-passed over before the next ones: memory is fetched ahead where it is read in order."""
+"""Minimum channels for processing windows in column strips: a window's pixels are then far apart, and the hardware
+prefetcher needs sequential reads."""
 COLUMNS = 8
-"""Columns that are passed over together then."""
+"""Columns per strip."""
 WORD, NUMBERS, INTEGERS = types.int64, types.CPointer(types.float32), types.CPointer(types.int32)
 
 
 class WindowWriter(Writer):
-    """Writes what is done with a window in some vectors of channels at once.
+    """Emits the work of a window for several channel vectors at once.
 
     Args:
-        builder: of the instructions.
+        builder: the function's IR builder.
         vectors: 4, 2 or 1.
-        goes_on: whether to start from what was found before.
-        left: channels from the first of these vectors to the last of the image: at least four vectors of them for four,
-            and one for two, of which the second then lies over the first.
+        goes_on: whether to start from the previous result.
+        left: channels from the first vector to the last channel: at least four vectors' for four, and one vector's for
+            two, where the second overlaps the first.
     """
 
     def __init__(self, builder: Any, vectors: int, goes_on: bool, left: Any) -> None:
@@ -103,7 +103,7 @@ class WindowWriter(Writer):
         self._write(y, self.loop(rows, start, [], over_rows))
 
     def _starts(self, pointer: Any) -> list[Any]:
-        """Where the vectors lie in a pixel."""
+        """Return the vectors' offsets within a pixel."""
         return [self.builder.gep(pointer, [offset]) for offset in self._offsets]
 
     def _values(self, starts: list[Any], offset: Any) -> list[Any]:
@@ -121,7 +121,7 @@ class WindowWriter(Writer):
                 self.store(value, address, self._left, self._mask)
 
     def _better(self, best: list[Any], value: Any, at: Any) -> list[Any]:
-        """The larger of what was best and `value` at index `at`, and its index; the first one or first NaN wins."""
+        """Return the larger of `best` and `value` at index `at`, with its index; the first maximum or NaN wins."""
         where = self.splat(self.builder.trunc(at, ir.IntType(32)))
         number = self.builder.fcmp_ordered("==", best[0], best[0])
         larger = self.builder.and_(self.builder.fcmp_unordered(">", value, best[0]), number)
@@ -131,13 +131,13 @@ class WindowWriter(Writer):
 def _window(
     write: Callable[[WindowWriter, list[Any]], None], more: tuple[Any, ...], vectors: int, goes_on: bool
 ) -> Any:
-    """An intrinsic for a window of x, `rows` times `columns` elements that are `row` and `column` apart.
+    """Return an intrinsic for a window of x: `rows` x `columns` elements at distances `row` and `column`.
 
     Args:
-        write: writes it.
-        more: types of four arguments beyond these; the channels that are left follow.
-        vectors: of channels.
-        goes_on: whether to start from what was found before.
+        write: emits it.
+        more: types of four further arguments; the number of remaining channels follows.
+        vectors: number of channel vectors.
+        goes_on: whether to start from the previous result.
     """
     signature = types.void(NUMBERS, WORD, WORD, WORD, WORD, *more, WORD)
 
@@ -168,19 +168,19 @@ window_sums, window_sums2, window_sums4 = (_window_sums(vectors) for vectors in 
 """Sums of a window, each element times high[h * step] and wide[w * step]. Arguments: high, wide, step, y."""
 more_maximum, more_maximum4 = (_window_maximum(vectors, goes_on=True) for vectors in (1, 4))
 more_sums, more_sums4 = (_window_sums(vectors, goes_on=True) for vectors in (1, 4))
-"""As these, from what y and mask hold."""
+"""The same, starting from the contents of y and mask."""
 
 
 @device_function
 def window_bounds(number: Any, stride: Any, pad: Any, kernel: Any, size: Any) -> Any:
-    """The first element of a window along an axis that lies within the image, and the end of those that do."""
+    """Return begin and end of a window along an axis, clipped to the image."""
     first = number * stride - pad
     end = min(first + kernel, size)
     return max(first, 0), end
 
 
 def rows_and_grain(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Items and grain of a kernel whose items are the rows of (N, C, H, W)."""
+    """Return items and grain of a kernel whose items are the rows of (N, C, H, W)."""
     samples, channels, height, width = shape
     return samples * height, max(1, GRAIN // max(1, channels * width))
 
@@ -231,7 +231,7 @@ def max_of_parts(  # noqa: PLR0913 -- a kernel
     channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
     kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int, pad_h: Int, pad_w: Int, part: Int, vector: Int,
 ) -> None:  # fmt: skip
-    """As `max_forward`, for many channels: those of `part` columns of a window's row before the next ones."""
+    """As `max_forward` for many channels, in strips of `part` columns of a row of windows."""
     many = channels // (4 * vector) * 4 * vector
     for item in range(begin, end):
         n = item // out_height
@@ -262,7 +262,7 @@ def max_backward(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, dy: Floats, mask: Ints, dx: Floats, channels: Int, block: Int, blocks: Int, pixels: Int,
     out_pixels: Int,
 ) -> None:  # fmt: skip
-    """Items are (n, block of channels), so that no two threads add to one element."""
+    """Items are (n, block of channels), so no two threads add to the same element."""
     for item in range(begin, end):
         n = item // blocks
         c0 = (item % blocks) * block
@@ -274,7 +274,7 @@ def max_backward(  # noqa: PLR0913 -- a kernel
             for p in range(pixels):
                 for c in range(c0, c1):
                     dx[(n * pixels + p) * channels + c] = 0
-        if channels == 1:  # a loop over one channel takes longer than what it does
+        if channels == 1:  # a loop over one channel has too much overhead
             for q in range(n * out_pixels, (n + 1) * out_pixels):
                 dx[n * pixels + mask[q]] += dy[q]
         else:
@@ -285,9 +285,9 @@ def max_backward(  # noqa: PLR0913 -- a kernel
 
 
 MAX_DIRECT_WINDOW = 9
-"""Elements whose sums are made anew for each window."""
+"""Maximum window elements for recomputing each window's sum."""
 FEW_CHANNELS = 4
-"""Channels that leave most lanes of a vector empty: the elements of a row fill it."""
+"""Maximum channels that leave most lanes idle; the lanes then hold the elements of a row."""
 
 
 @device_function
@@ -302,7 +302,7 @@ def _add_pixels(source: Any, at: Any, step: Any, count: Any, channels: Any, targ
 
 @device_function
 def _add_row(source: Any, at: Any, count: Any, channels: Any, target: Any, to: Any) -> None:
-    """target[to + c] += the sum over `count` pixels that lie next to each other of source[at + c]."""
+    """target[to + c] += the sum over `count` contiguous pixels of source[at + c]."""
     four = count // 4 * 4
     for i in range(0, four, 4):
         a = at + i * channels
@@ -316,7 +316,7 @@ def _add_row(source: Any, at: Any, count: Any, channels: Any, target: Any, to: A
 
 @device_function
 def _add_to_pixels(source: Any, at: Any, channels: Any, target: Any, to: Any, count: Any) -> None:
-    """target[to + c] += source[at + c] for `count` pixels that lie next to each other."""
+    """target[to + c] += source[at + c] for `count` contiguous pixels."""
     for i in range(count):
         for c in range(channels):
             target[to + i * channels + c] += source[at + c]
@@ -328,7 +328,7 @@ def average_forward(  # noqa: PLR0913 -- a kernel
     channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
     kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int, pad_h: Int, pad_w: Int,
 ) -> None:  # fmt: skip
-    """Items are parts of the rows (n, oh) of the output: first the rows of a window are added up, then its columns."""
+    """Items are parts of the output's rows (n, oh). Sums a window's rows first, then its columns."""
     size = width * channels
     for item in range(begin, end):
         line = ahead(lines, item * size)
@@ -339,7 +339,7 @@ def average_forward(  # noqa: PLR0913 -- a kernel
             high = h1 - h0
             h0, h1 = max(h0, 0), min(h1, height)
             source = (n * height + h0) * size
-            # Where no column is read twice a line would cost more.
+            # If no column is read twice, a line buffer does not pay.
             apart = stride_w >= kernel_w or out_width == 1
             for h in range(0 if apart else h1 - h0):
                 for i in range(size):
@@ -367,7 +367,7 @@ def average_backward(  # noqa: PLR0913 -- a kernel
     channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
     kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int, pad_h: Int, pad_w: Int,
 ) -> None:  # fmt: skip
-    """Items are parts of the rows (n, h) of the image: first the windows' rows that cover it are added up."""
+    """Items are parts of the image's rows (n, h). Sums the covering windows' rows first."""
     size = out_width * channels
     for item in range(begin, end):
         line = ahead(lines, item * size)
@@ -407,7 +407,7 @@ def _multiply(target: Any, at: Any, factors: Any, count: Any) -> None:
 
 @device_function
 def _sum_elements(line: Any, starts: Any, counts: Any, step: Any, target: Any, at: Any, count: Any) -> None:
-    """target[at + i] = the sum of counts[i] elements of a line, `step` apart, from starts[i] on."""
+    """target[at + i] = the sum of counts[i] elements of a line, `step` apart, starting at starts[i]."""
     for i in range(count):
         total = np.float32(0)
         for k in range(starts[i], starts[i] + counts[i] * step, step):
@@ -423,7 +423,7 @@ def _copy(source: Any, at: Any, count: Any, target: Any, to: Any) -> None:
 
 @device_function
 def _repeats(rows: Any, row: Any) -> Any:
-    """Whether a row meets what the one before it met."""
+    """Return whether a row reads the same rows as the row before it."""
     return row > 0 and rows[2 * row] == rows[2 * row - 2] and rows[2 * row + 1] == rows[2 * row - 1]
 
 
@@ -434,8 +434,8 @@ def average_windows(  # noqa: PLR0913 -- a kernel
 ) -> None:  # fmt: skip
     """Sums of small windows, in registers. Items are the rows (n, oh) of y.
 
-    `rows` and `columns` have for each row and column of y the first that it meets in x, and how many; `high` and
-    `wide` what these are multiplied with: one for each of y with `step` 0, of x with 1.
+    `rows` and `columns` give for each row and column of y the first row or column of x and their number. `high` and
+    `wide` are the factors: one per element of y with `step` 0, of x with 1.
     """
     size, out_size = width * channels, out_width * channels
     for item in range(begin, end):
@@ -477,7 +477,7 @@ def average_of_parts(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, x: Floats, y: Floats, channels: Int, height: Int, width: Int, out_height: Int,
     out_width: Int, rows: Words, columns: Words, high: Floats, wide: Floats, part: Int, vector: Int,
 ) -> None:  # fmt: skip
-    """As `average_windows` with step 0, for many channels: those of `part` columns of a row before the next ones."""
+    """As `average_windows` with step 0 for many channels, in strips of `part` columns of a row."""
     size = width * channels
     many = channels // (4 * vector) * 4 * vector
     for item in range(begin, end):
@@ -506,11 +506,11 @@ def average_few(  # noqa: PLR0913 -- a kernel
     size: Int, out_height: Int, out_size: Int, rows: Words, high: Floats, starts: Words, counts: Words, wide: Floats,
     step: Int, most: Int,
 ) -> None:  # fmt: skip
-    """Averages where an image has few channels. Items are parts of the rows (n, oh) of y.
+    """Averages for images with few channels. Items are parts of the rows (n, oh) of y.
 
-    The rows of x that a row of y meets are added up, whole vectors of their `size` elements, then for each of
-    `out_size` elements the `counts` pixels from `starts` on; `most` is the largest count. `high` and `wide` are what
-    rows and elements are multiplied with: one for each of y with `step` 0, of x with 1.
+    First sums the rows of x for a row of y, as vectors of their `size` elements; then, for each of `out_size` elements,
+    the `counts` pixels from `starts` on. `most` is the largest count. `high` and `wide` are the factors of rows and
+    elements: one per element of y with `step` 0, of x with 1.
     """
     for item in range(begin, end):
         line = ahead(lines, item * (size + 1))
@@ -539,9 +539,9 @@ def average_few(  # noqa: PLR0913 -- a kernel
 
 
 def _axis(size: int, out: int, kernel: int, stride: int, pad: int, down: bool) -> tuple[ConstantTable, ConstantTable]:
-    """Along one axis what each of y meets in x (first, how many), and one over each window's length.
+    """Return for each position of y along an axis (first, count) of x, and the reciprocal window lengths.
 
-    With `down` each element of the image meets the windows that cover it.
+    With `down`, x and y are exchanged: each image element maps to the windows that cover it.
     """
     begins = np.arange(out) * stride - pad
     lengths = np.minimum(begins + kernel, size + pad) - begins
@@ -558,9 +558,9 @@ def _axis(size: int, out: int, kernel: int, stride: int, pad: int, down: bool) -
 def _elements(
     columns: ConstantTable, wide: ConstantTable, channels: int, nothing: int
 ) -> tuple[ConstantTable, ConstantTable, ConstantTable, int]:
-    """For the elements of a row of y the first in a row of x that each meets (or `nothing`), and how many pixels.
+    """Return for each element of y's row the first element of x's row (or `nothing`) and the number of pixels.
 
-    Then what these are multiplied with, for each element, and the most pixels that one meets.
+    Also return the factor of each element and the largest number of pixels.
     """
     first, count = np.repeat(columns.array, channels, axis=0).T
     starts = np.where(count > 0, first * channels + np.arange(len(first)) % channels, nothing)
@@ -570,14 +570,14 @@ def _elements(
 
 @dataclass(frozen=True)
 class _Average:
-    """How averages of one shape are computed.
+    """The average computation of one shape.
 
     Args:
-        kernel: which reads x and writes y.
-        items: of the kernel.
-        grain: of the kernel.
-        line: elements of workspace for each item.
-        settings: what the kernel is called with beyond x, y and the workspace.
+        kernel: reads x and writes y.
+        items: number of items.
+        grain: minimum items per thread.
+        line: workspace elements per item.
+        settings: kernel arguments after x, y and the workspace.
     """
 
     kernel: Kernel
@@ -595,7 +595,7 @@ class _Average:
 def _plan(
     threads: int, image: tuple[int, ...], pooled: tuple[int, ...], geometry: Geometry, down: bool
 ) -> _Average:  # fmt: skip
-    """The averages of the windows of images of a shape, or with `down` the gradient of these images."""
+    """Plan the window averages of images of a shape, or with `down` their gradient."""
     g, (x, y) = geometry, (pooled, image) if down else (image, pooled)
     rows, columns = (
         _axis(image[2 + i], pooled[2 + i], g.kernel[i], g.stride[i], g.pad[i], down) for i in range(2)

@@ -23,7 +23,7 @@ _SCALE = np.float32(2.0**-24)
 
 @device_function
 def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
-    """Ten rounds on a counter of four words with a key of two, all 32-bit words held as uint64."""
+    """Return ten rounds on a counter of four words with a key of two; 32-bit words held as uint64."""
     for _ in range(10):
         p0 = _M0 * c0
         p1 = _M1 * c2
@@ -38,7 +38,7 @@ def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
 
 @device_function
 def fraction(word: Any) -> Any:
-    """The upper 24 bits of a word as a number in [0, 1)."""
+    """Return the upper 24 bits of a word as a number in [0, 1)."""
     return np.float32(np.int32(word >> _DROPPED)) * _SCALE
 
 
@@ -74,7 +74,7 @@ def uniform_images(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, out: Floats, pixels: Int, channels: Int, first_sample: Int, pass_number: Int, key0: Int,
     key1: Int,
 ) -> None:  # fmt: skip
-    """The same of images of a multiple of four pixels: items are (sample, four pixels), whose channels are vectors."""
+    """As `uniform` for images of 4 n pixels. Items are (sample, four pixels); channels are vectorised."""
     quads = pixels // 4
     for item in range(begin, end):
         row = item // quads
@@ -94,7 +94,7 @@ def uniform_images(  # noqa: PLR0913 -- a kernel
 def uniform_blocks(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, out: Floats, quads: Int, block: Int, first_sample: Int, pass_number: Int, key0: Int, key1: Int
 ) -> None:
-    """The same of samples of four times `quads` elements in their order: items are (sample, block of fours)."""
+    """As `uniform` for samples of four times `quads` elements in logical order. Items are (sample, block of fours)."""
     blocks = -(-quads // block)
     for item in range(begin, end):
         row = item // blocks
@@ -111,7 +111,7 @@ def uniform_blocks(  # noqa: PLR0913 -- a kernel
 
 
 BLOCK = 256
-"""Fours of elements that are computed one after the other."""
+"""Groups of four elements per block."""
 
 
 class CpuRandom(RandomPrimitives, CpuMemory):
@@ -119,7 +119,7 @@ class CpuRandom(RandomPrimitives, CpuMemory):
 
     def random_uniform(self, out: Array, stream: RandomStream, counter: Counter) -> None:
         self._check_dense(out)
-        note_host_work()  # the counter is another in each pass
+        note_host_work()  # the counter changes with every pass
         pass_number, first_sample = counter
         samples = out.shape[0] if out.ndim else 1
         count = out.size // max(1, samples)

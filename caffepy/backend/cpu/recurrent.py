@@ -1,4 +1,4 @@
-"""The gates of an LSTM on the CPU."""
+"""LSTM gates on the CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from caffepy.backend.interface import RecurrentPrimitives
 from caffepy.backend.types import Array
 
 GRAIN = 2048
-"""Elements of the hidden state below which a second thread costs more than it saves."""
+"""Minimum elements of the hidden state for a second thread."""
 
 
 @device_function
@@ -21,7 +21,7 @@ def _sigmoid(x: Any) -> Any:
 
 @device_function
 def _continued(value: Any, cont: Any) -> Any:
-    """Nothing at the beginning of a sequence, even if the value is not finite."""
+    """Return 0 at the start of a sequence, even if the value is not finite."""
     return value * cont if cont != 0 else cont
 
 

@@ -1,6 +1,6 @@
-"""Sums of formulas over axes on the CPU: generates, compiles and runs the loops around them.
+"""Reductions of formulas on the CPU: generates, compiles and runs their loops.
 
-Arrays are seen as `elementwise.py` sees them.
+Array views are those of `elementwise.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from caffepy.backend.layout import memory_order
 from caffepy.backend.types import Array
 
 LANES = 64
-"""Independent partial sums of a reduction, so that it can be vectorised and its order is fixed."""
+"""Independent partial sums of a reduction, for vectorisation in a fixed order."""
 UNROLLED = 8
 """Values that are added in float32 before they are added to a float64 sum."""
 
@@ -57,7 +57,7 @@ def _single(expression: Expression, index: str, target: str, channel: str) -> li
 
 
 def _lanes(expression: Expression, start: str, stop: str, target: str, base: str) -> list[str]:
-    """Sums over [start, stop) into LANES partial sums."""
+    """Sum [start, stop) into LANES partial sums."""
     step = LANES * UNROLLED
     return [
         f"_whole = {start} + (({stop}) - ({start})) // {step} * {step}",
@@ -72,7 +72,7 @@ def _lanes(expression: Expression, start: str, stop: str, target: str, base: str
 
 @cache
 def _reduce_flat(expression: Expression) -> Entry:
-    """Items are blocks of elements; each block has LANES partial sums for each output."""
+    """Items are blocks of elements; each block has LANES partial sums per output."""
     count = expression.output_count
     first = len(expression.parameters) + count
     text = [
@@ -89,7 +89,7 @@ def _reduce_flat(expression: Expression) -> Entry:
 
 @cache
 def _reduce_rows(expression: Expression) -> Entry:
-    """Items are blocks of outer positions; each block has one partial sum for each channel and output."""
+    """Items are blocks of outer positions; each block has one partial sum per channel and output."""
     count = expression.output_count
     first = len(expression.parameters) + count
     text = [
@@ -116,7 +116,7 @@ def _reduce_rows(expression: Expression) -> Entry:
 
 @cache
 def _reduce_planes(expression: Expression) -> Entry:
-    """Items are channels; each has LANES partial sums for each output."""
+    """Items are channels; each has LANES partial sums per output."""
     count = expression.output_count
     first = len(expression.parameters) + count
     text = [
@@ -134,20 +134,20 @@ def _reduce_planes(expression: Expression) -> Entry:
 
 
 def _blocks(items: int, size: int) -> tuple[int, int]:
-    """Items in a block and number of blocks: a function of the shape alone, so that sums do not depend on threads."""
+    """Return the items per block and the blocks; they depend only on the shape, so sums do not depend on threads."""
     block = max(-(-GRAIN // max(size, 1)), -(-items // 256))
     return block, -(-items // block)
 
 
 def _sample_blocks(pixels: int, samples: int, channels: int) -> tuple[int, int]:
-    """The same for blocks that do not reach from one sample into the next: so many equal parts of its pixels."""
+    """As `_blocks`, with blocks that do not cross samples: equal parts of a sample's pixels."""
     wanted = max(1, min(pixels * channels // GRAIN, 256 // samples))
     parts = max(part for part in range(1, wanted + 1) if pixels % part == 0)
     return pixels // parts, samples * parts
 
 
 def reduce_flat(threads: int, expression: Expression, inputs: Sequence[Any], size: int) -> list[Any]:
-    """Sums of expression(inputs) over arrays of `size` elements: one float64 for each output."""
+    """Return the sums of expression(inputs) over arrays of `size` elements: one float64 per output."""
     block, blocks = _blocks(size, 1)
     block = -(-block // LANES) * LANES
     partial = [np.zeros((blocks, LANES)) for _ in range(expression.output_count)]
@@ -158,9 +158,10 @@ def reduce_flat(threads: int, expression: Expression, inputs: Sequence[Any], siz
 def reduce_channels(
     threads: int, expression: Expression, inputs: Sequence[Any], extents: tuple[int, int, int], samples: int = 1
 ) -> list[Any]:
-    """Sums of expression(inputs) over outer and inner of extents = (outer, channels, inner): float64 (channels,).
+    """Return the sums of expression(inputs) over outer and inner of extents = (outer, channels, inner): float64
+    (channels,).
 
-    With several samples, whose inner is 1, each has sums of its own: (samples * channels,).
+    With several samples, where inner is 1, return sums per sample: (samples * channels,).
     """
     outer, channels, inner = extents
     if 0 in extents:
@@ -182,7 +183,7 @@ def reduce_channels(
 
 @kernel
 def _count_not_finite(begin: Int, end: Int, bits: Ints, block: Int, size: Int, counts: Ints) -> None:
-    """Items are blocks of elements; a float32 whose exponent bits are all ones is infinite or no number."""
+    """Items are blocks of elements. A float32 with all exponent bits set is infinite or NaN."""
     for item in range(begin, end):
         count = 0
         for i in range(item * block, min(size, (item + 1) * block)):
@@ -201,7 +202,7 @@ class CpuReduction(ReductionPrimitives, CpuMemory):
         axis: int = 1,
         accumulate: bool = False,
     ) -> None:
-        note_host_work()  # adds up what blocks have
+        note_host_work()  # NumPy adds the blocks' sums
         kinds = expression.kinds
         inputs = [float(a) if k is Kind.SCALAR else a for a, k in zip(inputs, kinds, strict=True)]
         shape = next(a.shape for a, k in zip(inputs, kinds, strict=True) if k is Kind.EACH)
@@ -218,13 +219,13 @@ class CpuReduction(ReductionPrimitives, CpuMemory):
                 sums = reduce_flat(self.threads, expression, inputs, math.prod(shape))
             else:
                 samples = samples_of(shape, axis, axes)
-                if samples > 1 and channels:  # the sums' kernel knows one number for each channel
+                if samples > 1 and channels:  # the sums' kernel supports one value per channel
                     sums = self._reduce_general(expression, inputs, shape, axis, kept)
                 else:
                     sums = reduce_channels(self.threads, expression, inputs, extents, samples)
             if kept == ():
                 sums = [s.sum() for s in sums]
-        with np.errstate(over="ignore"):  # a sum beyond float32 is infinite there, as on a GPU
+        with np.errstate(over="ignore"):  # a sum beyond float32 becomes infinite, as on a GPU
             for total, output in zip(sums, outputs, strict=True):
                 if accumulate:
                     total = total + self.flat(output).reshape(np.shape(total))
@@ -233,7 +234,7 @@ class CpuReduction(ReductionPrimitives, CpuMemory):
     def _reduce_general(
         self, expression: Expression, inputs: Sequence[Any], shape: tuple[int, ...], axis: int, kept: tuple[int, ...]
     ) -> list[Any]:
-        """Sums over axes that are scattered in memory: by way of the whole array of values."""
+        """Sum over axes that are not adjacent in memory: apply the formula to a temporary array, then sum."""
         values = [self.zeros(shape) for _ in range(expression.output_count)]
         self.apply(expression, inputs, values, axis)
         summed = tuple(i for i in range(len(shape)) if not axis <= i < axis + len(kept))

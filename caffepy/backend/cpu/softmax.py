@@ -1,4 +1,4 @@
-"""Softmax, its loss and the ranks of labels, along one axis of arrays seen as (outer, classes, inner)."""
+"""Softmax, softmax loss and label ranks along one axis of arrays seen as (outer, classes, inner)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from caffepy.backend.layout import is_plain
 from caffepy.backend.types import Array
 
 GRAIN = 2048
-"""Elements below which a second thread costs more than it saves."""
+"""Minimum elements for a second thread."""
 SMALLEST = 1.1754943508222875e-38
-"""FLT_MIN: Caffe's lower bound of a probability whose logarithm is taken."""
+"""FLT_MIN: Caffe's lower bound of a probability before its logarithm."""
 
 
 @kernel
 def forward_rows(begin: Int, end: Int, x: Floats, y: Floats, classes: Int) -> None:
-    """Items are positions, whose classes lie next to each other; four sums and maxima do not wait for each other."""
+    """Items are positions with contiguous classes. Four independent accumulators hide latency."""
     whole = classes // 4 * 4
     for item in range(begin, end):
         base = item * classes
@@ -80,7 +80,7 @@ def loss(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, probabilities: Floats, labels: Floats, losses: Doubles, counted: Ints,
     classes: Int, inner: Int, ignoring: Int, ignored: Int,
 ) -> None:  # fmt: skip
-    """Items are positions. counted becomes 1, 0 (ignored) or -1 (no such class)."""
+    """Items are positions. counted becomes 1, 0 (ignored) or -1 (label out of range)."""
     for item in range(begin, end):
         label = int(labels[item])
         losses[item] = 0
@@ -117,7 +117,7 @@ def smooth(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, probabilities: Floats, labels: Floats, losses: Doubles,
     classes: Int, inner: Int, ignoring: Int, ignored: Int,
 ) -> None:  # fmt: skip
-    """Items are positions: the mean loss of all classes less that of the label's own, 0 where it does not count."""
+    """Items are positions: the mean loss of all classes minus the loss of the label's class, 0 if ignored."""
     for item in range(begin, end):
         label = int(labels[item])
         losses[item] = 0
@@ -148,7 +148,7 @@ def smooth_backward(  # noqa: PLR0913 -- a kernel
 def count_higher(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, x: Floats, labels: Floats, out: Floats, classes: Int, inner: Int, higher_wins: Int
 ) -> None:
-    """Items are positions; -1 where the label is no class."""
+    """Items are positions; -1 if the label is out of range."""
     for item in range(begin, end):
         label = int(labels[item])
         base = (item // inner) * classes * inner + item % inner
@@ -165,7 +165,7 @@ def count_higher(  # noqa: PLR0913 -- a kernel
 
 
 def _extents(shape: tuple[int, ...], axis: int) -> tuple[int, int, int] | None:
-    """(outer, classes, inner) in memory order, with positions in logical order; None if the two disagree."""
+    """Return (outer, classes, inner) in memory order with positions in logical order; None if the orders differ."""
     if not is_plain(shape):
         if axis != 1:
             return None
@@ -174,7 +174,7 @@ def _extents(shape: tuple[int, ...], axis: int) -> tuple[int, int, int] | None:
 
 
 class _ClassView:
-    """Arrays seen as (outer, classes, inner), copied to the plain order where memory has another, and back."""
+    """Arrays seen as (outer, classes, inner), copied to and from C order if the memory order differs."""
 
     def __init__(self, threads: int, axis: int, shape: tuple[int, ...]) -> None:
         self.threads = threads
@@ -185,19 +185,19 @@ class _ClassView:
         )  # fmt: skip
 
     def of(self, array: Any) -> Any:
-        """The array, or a C-ordered copy."""
+        """Return the array, or a C-ordered copy."""
         if not self.plain:
             return array
         note_host_work()
         return np.ascontiguousarray(array)
 
     def back(self, result: Any, array: Any) -> None:
-        """Write a result that `of` made for `array` to it."""
+        """Copy a result that `of` created for `array` back to it."""
         if self.plain:
             array[...] = result
 
     def run(self, entry: Kernel, *arguments: Any) -> None:
-        """Call a kernel whose items are the positions."""
+        """Run a kernel whose items are the positions."""
         entry.run(self.threads, self.outer * self.inner, GRAIN // self.classes, *arguments)
 
 

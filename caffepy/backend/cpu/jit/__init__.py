@@ -1,1 +1,1 @@
-"""Compiles CPU kernels, keeps them in the cache folder and runs them on threads. cpu and data import it."""
+"""Compilation, caching and multithreaded execution of CPU kernels. cpu and data import it."""

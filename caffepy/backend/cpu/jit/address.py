@@ -1,4 +1,4 @@
-"""Addresses of arrays' elements, for compiled kernels and for Python's calls of the system."""
+"""Addresses of array elements, for compiled kernels and for system calls from Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HEADER = object.__basicsize__
 
 
 def _field_address(array: Any) -> int:
-    """Where an array's elements are: the first field of NumPy's array object."""
+    """Read the data pointer, the first field of NumPy's array object."""
     return ctypes.c_ssize_t.from_address(id(array) + _HEADER).value
 
 
@@ -22,7 +22,7 @@ def _documented_address(array: Any) -> int:
 
 
 def _choose_address() -> Callable[[Any], int]:
-    # The documented way takes 2 us, as much as a small kernel, and a kernel has up to ten arrays.
+    # The documented way takes 2 us, as long as a small kernel, and a kernel has up to ten arrays.
     probes = [np.zeros(3), np.zeros((4, 5))[1:, 2:], np.zeros(())]
     try:
         same = all(_field_address(probe) == _documented_address(probe) for probe in probes)
@@ -32,4 +32,4 @@ def _choose_address() -> Callable[[Any], int]:
 
 
 address_of: Callable[[Any], int] = _choose_address()
-"""The address of an array's first element."""
+"""Return the address of an array's first element."""

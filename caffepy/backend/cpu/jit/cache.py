@@ -1,12 +1,12 @@
-"""Compiles CPU kernels and keeps their machine code in the user's cache folder.
+"""Compilation of CPU kernels, with a machine code cache in the user's cache folder.
 
-Numba's own ways to choose a folder (NUMBA_CACHE_DIR, its list of locators) act on all functions of the process, and
-its default is the __pycache__ beside the source. Here the functions that this module compiles get a cache of their
-own. A cache that cannot be read or written, now or later, costs time and nothing else.
+Numba's ways to choose a folder (NUMBA_CACHE_DIR, its list of locators) affect all functions of the process, and its
+default is the __pycache__ beside the source. The functions that this module compiles have their own cache. An
+unreadable or unwritable cache only costs time.
 
-The folder's name changes with caffepy's version, with the kernels' sources, with numba, llvmlite and Python, and with
-the processor: machines of several kinds share home folders, and in numba's index of a function two processes
-cannot write about two processors at once. Within one folder all writers of a file write the same.
+The folder's name depends on caffepy's version, the kernels' sources, numba, llvmlite, Python and the processor.
+Different machines may share a home folder, and numba's per-function index does not support concurrent writers for two
+processors. Within one folder all writers of a file write the same content.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @cache
 def file_stamp(file: str) -> int:
-    """Changes with a file's content."""
+    """Return a number that changes with a file's content."""
     try:
         return zlib.crc32(Path(file).read_bytes())
     except OSError:
@@ -48,14 +48,14 @@ def file_stamp(file: str) -> int:
 
 @cache
 def kernels_stamp() -> int:
-    """Changes with every file of this backend: a kernel may have another's tile compiled into it."""
+    """Return a number that changes with every file of this backend, because kernels inline each other's tiles."""
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
     return zlib.crc32(" ".join(f"{file_stamp(str(file)):08x}" for file in files).encode())
 
 
 @cache
 def kernels_folder() -> Path | None:
-    """Where this process keeps kernels; None where it cannot."""
+    """Return the folder of cached kernels, or None without one."""
     parts = (
         kernels_stamp(),
         numba.__version__,
@@ -68,7 +68,7 @@ def kernels_folder() -> Path | None:
 
 
 class _Locator(_CacheLocator):  # type: ignore[misc,unused-ignore]
-    """Tells numba a folder and lets the folder's and the function's names say all about freshness."""
+    """Gives numba a fixed folder; the folder's and the function's names are the cache key."""
 
     def __init__(self, folder: Path, file: str) -> None:
         self._folder = folder
@@ -85,7 +85,7 @@ class _Locator(_CacheLocator):  # type: ignore[misc,unused-ignore]
 
 
 class _KernelCacheImpl(CompileResultCacheImpl):  # type: ignore[misc,unused-ignore]
-    """Numba's cache of compile results, in our folder whatever numba's configuration says."""
+    """Numba's cache of compile results, in our folder regardless of numba's configuration."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         folder = kernels_folder()
@@ -98,7 +98,7 @@ class _KernelCacheImpl(CompileResultCacheImpl):  # type: ignore[misc,unused-igno
 
 
 class _CheckedFiles(IndexDataCacheFile):  # type: ignore[misc,unused-ignore]
-    """Numba's files of a function, each with a checksum behind it: damaged machine code would run all the same."""
+    """Numba's cache files with a checksum appended, because damaged machine code would be executed."""
 
     def _dump(self, obj: Any) -> bytes:
         content: bytes = super()._dump(obj)
@@ -108,7 +108,7 @@ class _CheckedFiles(IndexDataCacheFile):  # type: ignore[misc,unused-ignore]
         content = Path(self._data_path(name)).read_bytes()
         if _checksum(content[:-4]) != content[-4:]:
             raise ValueError(f"the checksum of {name} is wrong")
-        return super()._load_data(name)  # a pickle ends where it says, not where the file does
+        return super()._load_data(name)  # unpickling ignores trailing bytes
 
 
 def _checksum(content: bytes) -> bytes:
@@ -117,10 +117,10 @@ def _checksum(content: bytes) -> bytes:
 
 @cache
 def _name_runtime() -> None:
-    """Tell LLVM where the functions of numba's runtime lie, as numba does before it compiles.
+    """Register the addresses of numba's runtime functions with LLVM, as numba does before it compiles.
 
-    Machine code that numba 0.60 kept names them, and LLVM ends the process at a name that it does not know. Numba's own
-    `rtsys.initialize` compiles some as well, which takes 20 ms.
+    Machine code cached by numba 0.60 refers to them, and LLVM aborts the process at an unknown name. Numba's
+    `rtsys.initialize` also compiles some functions, which takes 20 ms.
     """
     for name, address in _nrt_python.c_helpers.items():
         add_symbol(name if name.startswith("_") else f"NRT_{name}", address)
@@ -137,24 +137,24 @@ class KernelCache(Cache):  # type: ignore[misc,unused-ignore]
         self._cache_file: Any = _CheckedFiles(self._cache_path, self._impl.filename_base, stamp)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """What is kept, else None; a damaged file counts as none and is replaced."""
+        """Return the cached result, or None. A damaged file is ignored and replaced."""
         try:
-            # Numba's `load_overload` would first import all that its compiler needs, 0.3 s; machine code needs nothing.
+            # Numba's `load_overload` would first import its compiler, 0.3 s, which machine code does not need.
             _name_runtime()
             with self._guard_against_spurious_io_errors():
                 return self._load_overload(sig, target_context)
-        except Exception as error:  # unpickling damaged files raises anything
-            logger.debug("%s: a compiled kernel cannot be read, it is compiled anew: %r", self.cache_path, error)
+        except Exception as error:  # unpickling damaged files can raise any exception
+            logger.debug("%s: a cached kernel cannot be read and is recompiled: %r", self.cache_path, error)
             with suppress(OSError):
                 self.flush()
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep it, if the folder can be written."""
+        """Store the result if the folder is writable."""
         try:
             super().save_overload(sig, data)
         except OSError as error:
-            logger.debug("%s: a compiled kernel is not kept: %s", self.cache_path, error)
+            logger.debug("%s: a compiled kernel cannot be cached: %s", self.cache_path, error)
 
 
 def _cache_of(function: Callable[..., Any]) -> Any:
@@ -162,7 +162,7 @@ def _cache_of(function: Callable[..., Any]) -> Any:
 
 
 def compile_c_function(function: Callable[..., Any], signature: Any, options: dict[str, Any]) -> Any:
-    """What `numba.cfunc(signature, cache=True, **options)` gives, but for the cache and the pipeline."""
+    """Return `numba.cfunc(signature, cache=True, **options)` with our cache and compiler pipeline."""
     compiled = CFunction(function, normalize_signature(signature), {}, options, KernelCompiler)
     compiled._cache = _cache_of(function)
     compiled.compile()
@@ -172,10 +172,10 @@ def compile_c_function(function: Callable[..., Any], signature: Any, options: di
 def compile_kernel(
     function: Callable[..., Any], kinds: list[Any], options: dict[str, Any], kept: bool = False
 ) -> KernelFunction:
-    """A `KernelFunction`, read from the cache or compiled.
+    """Return a `KernelFunction`, from the cache or compiled.
 
     Raises:
-        NotKeptError: it is not in the cache, and only what is kept is wanted.
+        NotKeptError: it is not in the cache and `kept` is set.
     """
     compiled = KernelFunction(function, kinds, options, kept)
     compiled._cache = _cache_of(function)

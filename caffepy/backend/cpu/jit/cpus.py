@@ -1,4 +1,4 @@
-"""How many processors there are, for those who divide work among threads before numba is imported."""
+"""The number of CPUs, for code that divides work among threads before numba is imported."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 
 def cpu_count() -> int:
-    """How many CPUs this process may use."""
+    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,7 +1,7 @@
-"""Kernels of modules that must be there before numba is: Python does their work until machine code would pay.
+"""Kernels of modules that are imported before numba: Python interprets them until compilation would pay.
 
-numba's import, and what it imports for its first function, take more than half a second, in which no other thread can
-run: as long as the rest of a GPU's start. The functions here are plain ones until then:
+Importing numba, and what it imports for the first function, takes more than 0.5 s with the GIL held, as long as the
+rest of a GPU process's start. Until then these functions run as plain Python:
 
     @part
     def word(file: Bytes, at: Int) -> Int: ...
@@ -30,17 +30,17 @@ Bytes = Any
 """Annotation: the first element of a uint8 array."""
 
 _PARTS: set[Any] = set()
-"""The functions that `part` has marked."""
+"""The functions decorated with `part`."""
 
 
 def part(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that deferred kernels may call, and Python too."""
+    """Mark a function that deferred kernels and Python may call."""
     _PARTS.add(function)
     return function
 
 
 def read_at(descriptor: int, destination: int, count: int, offset: int) -> int:
-    """POSIX's pread to an address, as the intrinsic of this name does it: the bytes read, -1 for an error."""
+    """Call POSIX's pread with an address, as the intrinsic of this name. Return the bytes read, -1 on error."""
     try:
         found = os.pread(descriptor, count, offset)
     except OSError:
@@ -50,10 +50,10 @@ def read_at(descriptor: int, destination: int, count: int, offset: int) -> int:
 
 
 class JitThreshold:
-    """Counts work that is done without numba until its import would have paid.
+    """Counts work done without numba until importing it would have paid.
 
     Args:
-        items: of the work, that take as long without machine code as the import does.
+        items: items whose interpretation takes as long as the import.
     """
 
     def __init__(self, items: int) -> None:
@@ -62,27 +62,27 @@ class JitThreshold:
         """Items so far."""
 
     def ends(self, items: int) -> bool:
-        """Whether numba may be used for this work; where it is there already, it may at once."""
+        """Return whether numba may be used for this work; True at once if it is already imported."""
         self.asked += items
         return self.asked > self._items or "numba" in sys.modules
 
 
 class DeferredKernel:
-    """A `Kernel` that is made when it is first wanted."""
+    """A `Kernel` that is created at first use."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self.interpret = function
-        """Python's form of it, called with (begin, end, arguments); arrays of bytes had better be memoryviews."""
+        """The Python function, called with (begin, end, arguments); memoryviews are the fastest byte arrays."""
         self._patience: JitThreshold | None = None
         self.__doc__ = function.__doc__
 
     def should_compile(self, items: int, compiling: int, loading: int) -> bool:
-        """Whether machine code should do this work.
+        """Return whether to run this work as machine code.
 
         Args:
-            items: of this work.
+            items: items of this work.
             compiling: as for `Kernel.should_compile`.
-            loading: items that take as long without machine code as numba takes to be imported.
+            loading: items whose interpretation takes as long as importing numba.
         """
         if "kernel" not in self.__dict__:
             if self._patience is None:
@@ -108,7 +108,7 @@ deferred_kernel = DeferredKernel
 
 
 def _compilable(function: Any) -> Any:
-    """A function that calls compiled forms of what the plain one calls."""
+    """Return a copy of a function that calls the compiled forms of its `part` functions."""
     from caffepy.backend.cpu.jit import intrinsics
 
     names = {name: function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__}
@@ -126,7 +126,7 @@ def _is_part(value: Any) -> bool:
 
 @cache
 def compiled_part(function: Any) -> Any:
-    """What `part` has marked, as `device_function` makes it; imports numba."""
+    """Return a `part` function as a `device_function`; imports numba."""
     from caffepy.backend.cpu.jit.kernel import device_function
 
     return device_function(_compilable(function))

@@ -1,4 +1,4 @@
-"""What compiled code may use beyond Python: pointers of each type, bit casts, and some calls of the C library."""
+"""Intrinsics for compiled code: typed pointers, bit casts, and C library calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numba.core import cgutils
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`numba.extending.intrinsic`, which has no types of its own."""
+    """Typed wrapper of `numba.extending.intrinsic`."""
     compiled: Callable[..., Any] = numba.extending.intrinsic(function)
     return compiled
 
@@ -39,7 +39,7 @@ octets = _pointer_from_integer(types.uint8)
 
 @intrinsic
 def as_double(typing_context: Any, bits: Any) -> Any:
-    """The float64 that an int64 holds the bits of."""
+    """Return the float64 with the bits of an int64."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.DoubleType())
@@ -49,7 +49,7 @@ def as_double(typing_context: Any, bits: Any) -> Any:
 
 @intrinsic
 def copy_bytes(typing_context: Any, destination: Any, source: Any, count: Any) -> Any:
-    """C's memcpy, between addresses."""
+    """Call C's memcpy on addresses."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         to, at, size = arguments
@@ -63,7 +63,7 @@ def copy_bytes(typing_context: Any, destination: Any, source: Any, count: Any) -
 
 @intrinsic
 def read_at(typing_context: Any, descriptor: Any, destination: Any, count: Any, offset: Any) -> Any:
-    """POSIX's pread to an address: the bytes read, fewer than `count` at the file's end, -1 for an error."""
+    """Call POSIX's pread with an address: bytes read, fewer than `count` at the file's end, -1 on error."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word, number = ir.IntType(64), ir.IntType(32)
@@ -80,7 +80,7 @@ _MAP_FIXED = 0x10
 
 @intrinsic
 def map_zeros(typing_context: Any, address: Any, size: Any) -> Any:
-    """POSIX's mmap of zeros that can only be read, in place of what is at a page's address; -1 for an error."""
+    """Call POSIX's mmap to replace pages at an address with read-only zeros; -1 on error."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word, number = ir.IntType(64), ir.IntType(32)
@@ -94,7 +94,7 @@ def map_zeros(typing_context: Any, address: Any, size: Any) -> Any:
 
 @intrinsic
 def set_handler(typing_context: Any, signal: Any, action: Any) -> Any:
-    """POSIX's sigaction: lets a `struct sigaction` at an address hold for a signal; -1 for an error."""
+    """Call POSIX's sigaction: install the `struct sigaction` at an address for a signal; -1 on error."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word, number = ir.IntType(64), ir.IntType(32)
@@ -107,7 +107,7 @@ def set_handler(typing_context: Any, signal: Any, action: Any) -> Any:
 
 @intrinsic
 def kept_word(typing_context: Any) -> Any:
-    """The address of a word that belongs to the compiled function and is zero at first."""
+    """Return the address of a word owned by the compiled function, initially zero."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word = ir.IntType(64)

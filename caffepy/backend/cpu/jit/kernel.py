@@ -9,9 +9,9 @@ A kernel is a plain function over a range of items, with raw pointers and number
 
     scale.run(threads, items=n, grain=4096, x, y, 2.0)
 
-It is compiled on its first call to a C function of one signature (argument block, begin, end), kept on disk (cache.py),
-and all kernels share one parallel loop (threads.py). What a kernel calls is compiled with it, once (pipeline.py).
-That makes a cold kernel far cheaper to compile than a function each with `parallel=True`.
+The first call compiles it to a C function of one common signature (argument block, begin, end) and caches it on disk
+(cache.py). All kernels share one parallel loop (threads.py). The functions that a kernel calls are compiled with it,
+once (pipeline.py). This makes a cold kernel far cheaper to compile than a separate function with `parallel=True`.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ _OPTIONS = {"error_model": "numpy", "fastmath": {"contract"}}
 
 
 class ConstantTable(int):
-    """The address of a constant table, which it keeps alive; cheaper to hand to a kernel than the array."""
+    """The address of a constant table, which it keeps alive; cheaper to pass to a kernel than the array."""
 
     array: Any
 
     def __new__(cls, array: Any) -> ConstantTable:
-        """The array must be C-contiguous and never change."""
+        """The array must be C-contiguous and immutable."""
         assert array.flags.c_contiguous
         table = super().__new__(cls, address_of(array))
         table.array = array
@@ -80,13 +80,13 @@ class ConstantTable(int):
 
 
 class Entry:
-    """A C function void(argument block, begin, end), compiled on first use and cached on disk.
+    """A C function void(argument block, begin, end), compiled at first use and cached on disk.
 
     Args:
         name: for the cache's file names and profilers.
-        file: the source file that it belongs to; its content is part of the cache's key.
+        file: its source file, whose content is part of the cache key.
         text: body of the function as Python lines; `_a` is the block of 64-bit words, `_begin` and `_end` the range.
-        namespace: what the text refers to.
+        namespace: globals of the text.
         fmt: `struct` format of the block.
     """
 
@@ -95,7 +95,7 @@ class Entry:
         self._namespace = namespace
         body = "\n".join(f"    {line}" for line in text)
         stamp = zlib.crc32(f"{kernels_stamp()} {file_stamp(file)} {sorted(_OPTIONS.items())} {body}".encode())
-        # numba's cache key covers the byte code but not the constants in it, so the name must tell texts apart.
+        # numba's cache key covers the byte code but not its constants, so the name must identify the text.
         self.name = f"{name}_{stamp:08x}"
         self._source = f"def {self.name}(_a, _begin, _end):\n{body}\n"
         self._pack = struct.Struct("=" + fmt).pack
@@ -125,7 +125,7 @@ class Entry:
         return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(self.address)
 
     def run(self, threads: int, items: int, grain: int, *arguments: Any) -> None:
-        """Run over all items, on as many of `threads` as get at least `grain` of them."""
+        """Run over all items, on at most `threads` threads with at least `grain` items each."""
         if items <= 0:
             return
         pieces = min(threads, max(1, items // max(1, grain)))
@@ -143,7 +143,7 @@ class Entry:
 
 
 class Kernel(Entry):
-    """An `Entry` made of a function whose parameters are annotated Int, Float, Floats, Doubles, Ints, Words, Bytes."""
+    """An `Entry` made from a function with parameters annotated Int, Float, Floats, Doubles, Ints, Words, Bytes."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         kinds = [str(p.annotation) for p in inspect.signature(function).parameters.values()][2:]
@@ -155,13 +155,13 @@ class Kernel(Entry):
         self.__doc__ = function.__doc__
 
     def should_compile(self, items: int, compiling: int) -> bool:
-        """Whether machine code should do this work, for callers that can do it without.
+        """Return whether to run this work as machine code, for callers that have an alternative.
 
-        That is so where the cache has it, and as soon as the work asked for would have paid for its compilation.
+        True if the kernel is cached, or once the requested work would have paid for the compilation.
 
         Args:
-            items: of this work.
-            compiling: items that take as long without machine code as its compilation does.
+            items: items of this work.
+            compiling: items whose interpretation takes as long as the compilation.
         """
         if "_compiled" in self.__dict__:
             return True
@@ -197,16 +197,16 @@ _NAMESPACE = {
 
 
 def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that kernels may call; LLVM inlines it."""
+    """Make a function callable by kernels; LLVM inlines it."""
     compiled: Callable[..., Any] = PartDispatcher(function, _OPTIONS)
     return compiled
 
 
 def exact_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A `device_function` whose products and sums are rounded one by one, as C++ without fused operations rounds them.
+    """Make a `device_function` without fused or reassociated operations: each product and sum is rounded.
 
-    For numbers that are compared with thresholds or with each other.
+    For values that are compared with thresholds or with each other.
     """
-    # Without fastmath=False it would take over the option of the kernel that calls it.
+    # Without fastmath=False it would inherit the calling kernel's option.
     compiled: Callable[..., Any] = PartDispatcher(function, {"error_model": "numpy", "fastmath": False})
     return compiled

@@ -1,6 +1,6 @@
-"""Kernel calls that are captured, to be made again without Python.
+"""Captured kernel calls, replayed without Python.
 
-Between two kernels of a net Python needs about 40 us, as long as the kernels of small layers, and one thread only.
+Between two kernels of a net Python takes about 40 us on one thread, as long as the kernels of small layers.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from caffepy.errors import RunError
 
 
 class HostWorkError(RunError):
-    """While kernel calls are captured, something else than a kernel has to work on arrays."""
+    """Work other than kernels accesses arrays during a capture."""
 
 
 class KernelCalls:
-    """The kernel calls of some work, which are noted and not made.
+    """Recorded kernel calls.
 
     Attributes:
         commands: function, argument block, items and pieces of each call.
-        kept: what lies at the addresses in the argument blocks, and the blocks.
+        kept: owners of the memory at the addresses in the argument blocks, and the blocks.
     """
 
     def __init__(self) -> None:
@@ -42,31 +42,31 @@ class _Current(threading.local):
 
 
 CURRENT = _Current()
-"""What this thread's kernel calls are written to."""
+"""The recorder of this thread's kernel calls."""
 
 
 def note_host_work() -> None:
-    """Called before something else than a kernel works on arrays.
+    """Announce array access outside kernels.
 
     Raises:
-        HostWorkError: kernel calls are being captured.
+        HostWorkError: a capture is in progress.
     """
     if CURRENT.calls is not None:
-        raise HostWorkError("not done by kernels alone")
+        raise HostWorkError("the work is not done by kernels alone")
 
 
 class KernelGraph:
-    """A `Graph` on the CPU: works that are done by kernels become one program; the others are called in their turn.
+    """A `Graph` on the CPU: work done by kernels alone becomes one program; other work is called in order.
 
     Args:
-        works: in order; none of them is done now. Kernels are called again with the same arrays, which must not move.
+        works: functions, in order; they are not executed now. The arrays of their kernels must not move.
     """
 
     def __init__(self, works: Sequence[Callable[[], None]]) -> None:
         self.kernel_calls = 0
-        """How many kernel calls a launch makes without Python."""
+        """Kernel calls that a launch makes without Python."""
         self.host_works = 0
-        """How many of the works are called."""
+        """Number of works that a launch calls in Python."""
         self._steps: list[Callable[[], None]] = []
         captured = [(work, _kernel_calls(work)) for work in works]
         for by_kernels, group in groupby(captured, key=lambda pair: pair[1] is not None):
@@ -80,13 +80,13 @@ class KernelGraph:
                 self._steps += [work for work, _ in pairs]
 
     def launch(self) -> None:
-        """Do the works."""
+        """Run the works in order."""
         for step in self._steps:
             step()
 
 
 def _kernel_calls(work: Callable[[], None]) -> KernelCalls | None:
-    """The kernel calls of a work, which are not made; None if kernels alone do not do it."""
+    """Record a work's kernel calls without executing them; None if it is not done by kernels alone."""
     CURRENT.calls = calls = KernelCalls()
     try:
         work()
@@ -98,10 +98,10 @@ def _kernel_calls(work: Callable[[], None]) -> KernelCalls | None:
 
 
 class _Program:
-    """Kernel calls that are made in one call, by one thread or by all; the results are the same.
+    """Kernel calls that run as one call, on one thread or on all, with equal results.
 
     Args:
-        calls: of one work or more, in order, not empty.
+        calls: of one or more works, in order, not empty.
     """
 
     def __init__(self, calls: Sequence[KernelCalls]) -> None:
@@ -116,7 +116,7 @@ class _Program:
         self._lock = threading.Lock()
 
     def launch(self) -> None:
-        """Make the calls in order."""
+        """Run the calls in order."""
         with self._lock:
             if self._choice is None:
                 self._run(True)
@@ -133,23 +133,24 @@ class _Program:
 
 
 TRIALS = 5
-"""How often a program is timed on one thread and on all before one of the two is chosen."""
+"""Timed passes on one thread and on all threads before a choice."""
 WARMING = 3
-"""Passes before these: those after a pause find threads asleep and weights gone from the caches, or other programs'
-idle threads still awake; the autoencoder's trials in turns with another program then chose one thread each time."""
+"""Untimed passes before the trials. After a pause, threads are asleep and weights are out of the caches, or other
+programs' idle threads still spin: without them, the autoencoder beside another program always chose one thread."""
 LONG = 0.002
-"""Seconds from which a program is not tried on one thread: that gains a twentieth at most beside a busy program, and
-chosen in a bad moment it takes twice the time until the next trial."""
+"""Seconds above which one thread is not tried. It gains at most 5 % beside a busy program, and a wrong choice doubles
+the time until the next trial."""
 TRUSTED, MAX_TRUSTED = 10, 160
-"""For how many times the time of its trials a choice holds, as what else the machine does may change: at first, and at
-most after it was confirmed again and again. Pauses between passes do not count: trials would all come after them."""
+"""Validity of a choice as a multiple of its trials' time, because the machine's load may change: initial, and maximum
+after repeated confirmation. Pauses between passes do not count, else a trial would follow each pause."""
 
 
 class ThreadChoice:
-    """Whether the passes of a program run on one thread or on all.
+    """The choice between one thread and all threads for the passes of a program.
 
-    Waking another thread takes as long as a small net's whole pass, so some passes are timed on all threads, whose idle
-    ones then stay awake in between, and as many on one. The faster way holds for a while, then both are timed again.
+    Waking a thread takes as long as a small net's whole pass. Therefore some passes are timed on all threads, where
+    idle threads keep spinning in between, and as many on one. The faster way is valid for some time, then both are
+    timed again.
     """
 
     def __init__(self) -> None:
@@ -157,15 +158,15 @@ class ThreadChoice:
         self._one: list[float] = []
         self._chosen, self._trusted = False, TRUSTED
         self._left = 0.0
-        """Seconds of passes for which the choice holds."""
+        """Seconds of passes for which the choice remains valid."""
 
     @property
     def on_one(self) -> bool:
-        """Whether the next pass runs on one thread."""
+        """Return whether the next pass runs on one thread."""
         return self._chosen if self._left > 0 else len(self._all_threads) == WARMING + TRIALS
 
     def took(self, seconds: float) -> None:
-        """Take note of the duration of a pass that ran as `on_one` said."""
+        """Record the duration of a pass that ran as `on_one` returned."""
         if self._left > 0:
             self._left -= seconds
             return
@@ -173,7 +174,7 @@ class ThreadChoice:
         (one if self.on_one else all_threads).append(seconds)
         if len(one) == WARMING + TRIALS:
             self._choose(median(all_threads[WARMING:]), median(one[WARMING:]))
-        elif len(all_threads) == WARMING + TRIALS and min(all_threads) > LONG:  # the first may have compiled
+        elif len(all_threads) == WARMING + TRIALS and min(all_threads) > LONG:  # the first pass may have compiled
             self._hold(False, MAX_TRUSTED * sum(all_threads))
 
     def _choose(self, all_threads: float, one: float) -> None:
@@ -196,7 +197,7 @@ def _table(commands: Sequence[Command]) -> Any:
 
 
 def _serial_parts(commands: Sequence[Command]) -> list[list[Command]]:
-    """The commands in parts: neighbours that are for one thread each together, the others by themselves."""
+    """Split commands into parts: adjacent single-thread commands together, others separately."""
     parts: list[list[Command]] = []
     for command in commands:
         if parts and command[3] == parts[-1][-1][3] == 1:
@@ -207,7 +208,7 @@ def _serial_parts(commands: Sequence[Command]) -> list[list[Command]]:
 
 
 def _joined(part: Any) -> Command:
-    """A part's only command, or one that makes all of them on one thread."""
+    """Return a part's only command, or one that runs all of them on one thread."""
     if len(part) == 1:
         return tuple(part[0].tolist())
     return call_in_turn(), int(part.ctypes.data), len(part), 1

@@ -1,8 +1,8 @@
-"""Files in memory whose pages may go away: one that is cut off, or that its disk cannot read, does not end the process.
+"""Memory-mapped files that survive the loss of pages, when a file is truncated or its disk fails.
 
-Touching a page that a mapped file has lost raises SIGBUS, which ends a process. The handler here, machine code because
-Python's handlers run too late, puts a page of zeros in the lost one's place and notes it: what was reading goes on, and
-asks afterwards whether what it has read counts. Wayland's servers read their clients' memory so.
+Access to a lost page of a mapped file raises SIGBUS, which ends a process. The handler here maps a page of zeros
+instead and counts it; the reader continues and later checks the count. It is machine code, because Python's handlers
+run too late. Wayland compositors read their clients' memory in this way.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from caffepy.forks import free_after_fork
 
 _MAX_FILES = 1024
 _COLUMNS = 3
-"""Of a row of the table: a file's first address, the one behind its last, pages lost."""
+"""Columns of a table row: first address, end address, pages lost."""
 _PAGE = mmap.PAGESIZE
 _ACTION_BYTES = 256
-"""More than a `struct sigaction` has, 152."""
+"""More than the size of `struct sigaction`, 152."""
 _FLAGS_AT = 136
-"""Of `sa_flags` in it, with glibc and musl on machines of 64 bits; before it are the handler's address and the mask."""
+"""Offset of `sa_flags`, with glibc and musl on 64-bit machines; the handler's address and the mask precede it."""
 _SA_SIGINFO, _SA_ONSTACK = 4, 0x08000000
 
 _table: NDArray[np.int64] = np.zeros((_MAX_FILES + 1, _COLUMNS), np.int64)
-"""A row for each file; the last row has the addresses of the action that follows ours, and of the system's."""
+"""One row per file; the last row has the addresses of the previous and of the default action."""
 _others = ctypes.create_string_buffer(2 * _ACTION_BYTES)
-"""The action of SIGBUS before ours, and behind it the system's own, which ends the process."""
+"""The previous action of SIGBUS, followed by the system's default, which ends the process."""
 _lock = free_after_fork(threading.Lock())
 
 
 def _handle(number, information, context):  # type: ignore[no-untyped-def]
-    """SIGBUS's handler: a `siginfo_t` has the address in its third word. Called with 0: keep the table's address."""
+    """SIGBUS's handler: the third word of `siginfo_t` is the address. Called with 0: store the table's address."""
     if number == 0:
         words(kept_word())[0] = information
         return
@@ -51,22 +51,23 @@ def _handle(number, information, context):  # type: ignore[no-untyped-def]
             table[3 * row + 2] += 1
             if map_zeros(address // _PAGE * _PAGE, _PAGE) != -1:
                 return
-    # Not ours: the instruction is tried again under the action that was there before, and if that one comes back here,
+    # Not ours: retry the instruction under the previous action; if that returns here, because it calls ours, retry it
+    # under the default action.
     # because it had followed ours, under the system's.
     set_handler(number, table[3 * _MAX_FILES])
     table[3 * _MAX_FILES] = table[3 * _MAX_FILES + 1]
 
 
 class MappedFile:
-    """A file's bytes in memory. A page that the file has lost reads as zeros from then on.
+    """A memory-mapped file. Pages that the file has lost read as zeros.
 
     Args:
         descriptor: the file.
-        size: bytes of it to map, at least 1.
+        size: bytes to map, at least 1.
 
     Raises:
-        OSError: it cannot be mapped, or too many files are.
-        ValueError: it has fewer bytes.
+        OSError: mapping failed, or too many files are mapped.
+        ValueError: the file is smaller.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
@@ -79,27 +80,27 @@ class MappedFile:
             self._row = int(free[0])
             _table[self._row] = begin, begin + -(-size // _PAGE) * _PAGE, 0
             _install()
-        weakref.finalize(self, _forget, self._row).atexit = False  # threads may still read then
+        weakref.finalize(self, _forget, self._row).atexit = False  # threads may still read at exit
 
     @property
     def pages_lost(self) -> int:
-        """Pages that were read as zeros because the file did not have them, or its disk could not read them."""
+        """Number of pages read as zeros because the file lacked them or its disk failed."""
         return int(_table[self._row, 2])
 
 
 def _forget(row: int) -> None:
-    """Free a row. Without the lock: the garbage collector may call this in a thread that holds it."""
+    """Free a row. Takes no lock: the garbage collector may call this in a thread that holds it."""
     _table[row] = 0
 
 
 @cache
 def _handler() -> Any:
-    """The compiled handler."""
+    """Return the compiled handler."""
     return compile_c_function(_handle, types.void(types.int32, types.int64, types.int64), {})
 
 
 def _install() -> None:
-    """Let the handler take SIGBUS, unless it does."""
+    """Install the handler of SIGBUS, unless it is installed."""
     address = int(_handler().address)
     present, action = (ctypes.create_string_buffer(_ACTION_BYTES) for _ in range(2))
     libc = ctypes.CDLL(None, use_errno=True)

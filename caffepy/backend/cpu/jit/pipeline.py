@@ -1,7 +1,7 @@
-"""What is left of numba's pipeline where functions are compiled for one kernel: LLVM sees each function once.
+"""Numba's compiler pipeline, reduced for kernels: LLVM optimises each function once.
 
-Numba optimises every function and makes machine code of it, then does so again within all that call it. Here a function
-that kernels call stays as numba's lowering wrote it, until it is linked into a kernel; the whole is optimised there.
+Numba optimises and compiles every function, and again within each caller. Here functions that kernels call stay as
+numba's lowering emits them until they are linked into a kernel, where all code is optimised together.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 
 
 class _KernelLibrary(JITCodeLibrary):  # type: ignore[misc,unused-ignore]
-    """A kernel's code: optimised once, when everything that it calls is linked to it."""
+    """A kernel's code, optimised once after all its callees are linked."""
 
     def _optimize_functions(self, ll_module: Any) -> None:
         ll_module.data_layout = self._codegen._data_layout
 
     def _optimize_final_module(self) -> None:
         for function in self._final_module.functions:
-            # What the C function alone calls need not be kept beside it when it is inlined there.
+            # Functions called only by the C function are inlined and need not be kept.
             own = function.linkage == Linkage.external and not function.name.startswith("cfunc.")
             if own and not function.is_declaration:
                 function.linkage = Linkage.internal
@@ -46,7 +46,7 @@ class _PartLibrary(_KernelLibrary):
     """The code of a function that kernels call: neither optimised nor compiled."""
 
     def _optimize_final_module(self) -> None:
-        """Left to the kernel."""
+        """Do nothing; the kernel's library optimises the code."""
 
     def _finalize_final_module(self) -> None:
         self._finalized = True
@@ -68,7 +68,7 @@ class KernelCompiler(Compiler):  # type: ignore[misc,unused-ignore]
             state.library.enable_object_caching()
 
     def define_pipelines(self) -> list[Any]:
-        """Numba's, but for the passes for expressions of arrays and for closures, where there are none."""
+        """Return numba's passes without those for array expressions and closures."""
         pipelines: list[Any] = super().define_pipelines()
         closures = any(isinstance(value, CodeType) for value in self.state.func_id.code.co_consts)
         left_out = (NopythonRewrites,) if closures else (NopythonRewrites, InlineClosureLikes)
@@ -112,7 +112,7 @@ class NotKeptError(Exception):
 
 
 class CFunction(CFunc):  # type: ignore[misc,unused-ignore]
-    """Numba's compiled C function; says so when one is not in the cache."""
+    """Numba's compiled C function; logs a compilation."""
 
     _compiler: Any
     _cache: Any
@@ -127,21 +127,21 @@ class CFunction(CFunc):  # type: ignore[misc,unused-ignore]
 
 @cache
 def _say_compiling(folder: str | None) -> None:
-    """Log, once in a process, that kernels are compiled, and whether later starts do so too."""
+    """Log once per process that kernels are compiled, and whether they are cached."""
     if folder is not None and os.access(folder, os.W_OK):
-        logger.info("Compiling CPU kernels for the first time; they are kept in %s for later starts", folder)
+        logger.info("Compiling CPU kernels for the first time; they are cached in %s for later starts", folder)
     else:
-        logger.info("Compiling CPU kernels; they cannot be kept on disk, so each start compiles them")
+        logger.info("Compiling CPU kernels; they cannot be cached on disk, so each start compiles them")
 
 
 class KernelFunction(CFunction):
-    """A C function void(block, begin, end) that calls a function with (begin, end, arguments out of the block).
+    """A C function void(block, begin, end) that calls a function with (begin, end, unpacked arguments).
 
     Args:
-        function: what it calls.
-        kinds: types of its arguments behind `begin` and `end`: pointers, int64, float32 (kept as a float64).
-        options: numba's.
-        kept: whether only what the cache has is wanted; else `compile` raises NotKeptError.
+        function: the function to call.
+        kinds: types of its arguments after `begin` and `end`: pointers, int64, float32 (stored as a float64).
+        options: numba's options.
+        kept: whether `compile` raises NotKeptError if the cache lacks it.
     """
 
     def __init__(self, function: Any, kinds: list[types.Type], options: dict[str, Any], kept: bool) -> None:
@@ -157,7 +157,7 @@ class KernelFunction(CFunction):
         return result
 
     def _write(self, context: Any, description: Any, library: Any) -> None:
-        """Add the C function."""
+        """Emit the C function."""
         module = context.create_module("c_function")
         body = context.declare_function(module, description)
         c_type = ir.FunctionType(ir.VoidType(), [_WORD.as_pointer(), _WORD, _WORD])
@@ -176,7 +176,7 @@ class KernelFunction(CFunction):
 
 
 def _from_word(builder: Any, word: Any, kind: Any) -> Any:
-    """An argument out of its word."""
+    """Return an argument unpacked from its word."""
     if isinstance(kind, ir.PointerType):
         return builder.inttoptr(word, kind)
     return word if kind == _WORD else builder.fptrunc(builder.bitcast(word, ir.DoubleType()), kind)

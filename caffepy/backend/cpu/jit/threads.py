@@ -1,4 +1,4 @@
-"""The threads that kernels run on: one compiled parallel loop over any kernel, and numba's threading layers."""
+"""Multithreaded kernel execution: one compiled parallel loop for all kernels, on numba's threading layers."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from caffepy.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 GRAIN = 16384
-"""Elements, passed over once, below which a second thread costs more than it saves."""
+"""Minimum elements, read once, for a second thread."""
 VECTOR_GRAIN = 8192
-"""Multiplications of vectors below which it does."""
+"""Minimum vector multiplications for a second thread."""
 CHUNKS = 4
-"""Chunks of a call for each thread: what a thread that is late leaves to the others."""
+"""Chunks of a call per thread, for load balance."""
 LINE_WORDS = 8
 """Words of a cache line."""
 LOOKS = 1000
-"""How often a thread looks whether the others are done before it lets other programs have its core."""
+"""Polls of other threads' completion before yielding the core."""
 Command = tuple[int, int, int, int]
 """A kernel call: function, argument block, items, pieces."""
 KERNEL_SIGNATURE = types.void(types.CPointer(types.int64), types.int64, types.int64)
-"""Of the C function that each kernel is: argument block, begin, end."""
+"""Signature of every kernel's C function: argument block, begin, end."""
 _OPTIONS = {"error_model": "numpy"}
 _TASK, _PROGRAM = ctypes.c_int64 * 7, ctypes.c_int64 * 8
-"""What `_parallel_loop` and `_make_calls` need, and behind it the one array that the pool is told of: address, length,
-distance of elements."""
+"""Arguments of `_parallel_loop` and `_make_calls`, followed by the pool's description of one array: address, length,
+stride."""
 _POOL = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 5, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
-"""The type of numba's `parallel_for`: function, arrays, lengths, steps, data, inner dimensions, arrays, threads."""
+"""Type of numba's `parallel_for`: function, arrays, lengths, steps, data, inner dimensions, arrays, threads."""
 _LOOP = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 4)
-"""The type of the functions that it calls: arrays, lengths, steps, data."""
+"""Type of the functions that it calls: arrays, lengths, steps, data."""
 
 
 @intrinsic
@@ -62,7 +62,7 @@ def _call(typing_context: Any, function: Any, block: Any, begin: Any, end: Any) 
 
 
 def _parallel_loop(first: Any, count: Any, steps: Any, task: Any) -> None:
-    """What numba's pool calls in each thread: `count` pieces from the one that stands in place of an array's address.
+    """Run by each thread of numba's pool: `count` pieces, starting at the piece number passed as the array's address.
 
     The task is the kernel's address, its block, its items and the items of a piece.
     """
@@ -73,7 +73,7 @@ def _parallel_loop(first: Any, count: Any, steps: Any, task: Any) -> None:
 
 @intrinsic
 def _add(typing_context: Any, address: Any, number: Any) -> Any:
-    """Add to a word that several threads change; what was there before."""
+    """Atomically add to a shared word; return its previous value."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
@@ -84,7 +84,7 @@ def _add(typing_context: Any, address: Any, number: Any) -> Any:
 
 @intrinsic
 def _look(typing_context: Any, address: Any) -> Any:
-    """A word that other threads change, and all that they wrote before."""
+    """Load a shared word with acquire ordering."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load_atomic(builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()), "seq_cst", 8)
@@ -94,7 +94,7 @@ def _look(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def _pause(typing_context: Any) -> Any:
-    """Leave a shared core to its other thread for some cycles, where the processor has an instruction for that."""
+    """Execute the processor's spin-wait instruction, if it has one."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if platform.machine().lower() in ("x86_64", "amd64"):
@@ -106,12 +106,12 @@ def _pause(typing_context: Any) -> Any:
 
 
 def _make_calls(first: Any, count: Any, steps: Any, task: Any) -> None:
-    """What numba's pool calls in each thread: makes the calls together with the other threads.
+    """Run by each thread of numba's pool: make the calls together with the other threads.
 
-    The task is the address of the calls, their number, where they are counted, the threads, and `_rest_address`. Each
-    thread begins with the chunks of its own share, whose results of the call before are in its caches, then takes what
-    others have not begun. It waits only for chunks that another thread is computing: threads that have no core, or
-    come one after another, hold nobody up.
+    The task is the address of the calls, their number, the shared counters, the number of threads, and `_rest_address`.
+    Each thread starts with its own chunks, whose previous results are in its caches, then steals chunks that no thread
+    has started. It waits only for chunks that another thread is computing, so threads without a core, or threads that
+    run one after another, do not block the others.
     """
     given = words(task)
     table, calls, state, threads, rest = words(given[0]), given[1], given[2], given[3], given[4]
@@ -140,16 +140,17 @@ def _make_calls(first: Any, count: Any, steps: Any, task: Any) -> None:
 
 
 def _call_in_turn(block: Any, begin: Any, end: Any) -> None:
-    """A kernel whose argument block is a table of calls: makes those from `begin` to `end`, each whole."""
+    """A kernel whose argument block is a table of calls: run those from `begin` to `end`, each completely."""
     for i in range(begin, end):
         _call(block[4 * i], block[4 * i + 1], 0, block[4 * i + 2])
 
 
 SPINS = 4000
-"""How often an idle thread looks for work before it sleeps, about 40 us, as long as the pause between two kernels.
+"""Polls of an idle thread before it sleeps, about 40 us, as long as the pause between two kernels.
 
-A thread that looks five times as long holds a core that another program may have left to the thread it waits for:
-training LeNet beside a busy program took 47 ms instead of 23, on an idle machine as long."""
+Polling five times as long occupies a core that another program may have yielded to the thread it waits for: training
+LeNet beside a busy program took 47 ms instead of 23; on an idle machine the time is equal.
+"""
 
 
 _POOLS = {"omp": "omppool", "tbb": "tbbpool", "workqueue": "workqueue"}
@@ -159,8 +160,8 @@ _POOLS = {"omp": "omppool", "tbb": "tbbpool", "workqueue": "workqueue"}
 class _Threads:
     """Numba's thread pool, started at the first parallel loop.
 
-    Solver threads call kernels at the same time. Numba's `omp` and `tbb` layers allow that; its own
-    work queue aborts the process, so where neither library can be loaded a lock lets one loop run at a time.
+    Solver threads call kernels concurrently. Numba's `omp` and `tbb` layers support that. Its own work queue aborts the
+    process, so if neither library can be loaded, a lock serialises the loops.
     """
 
     def __init__(self) -> None:
@@ -171,7 +172,7 @@ class _Threads:
         self._program = 0
 
     def forked(self) -> None:
-        """In a process that was forked: threads that were started are not there; GNU's OpenMP would end the process."""
+        """Reset in a forked child: the started threads do not exist there, and GNU's OpenMP would end the process."""
         self._lock = threading.Lock()
         if self._loop is not None:
             self._loop, self._one_loop = _on_this_thread, None
@@ -191,7 +192,8 @@ class _Threads:
         from numba.np.ufunc import parallel
 
         if "OMP_WAIT_POLICY" not in os.environ:
-            # GNU's OpenMP reads this when it is loaded. By default its idle threads spin for milliseconds: on a machine
+            # GNU's OpenMP reads this when it is loaded. By default its idle threads spin for milliseconds: on a loaded
+        # machine they occupy the core of the thread that they wait for (LeNet: 100 ms, not 12).
             # with other things to do they hold the core that the thread they wait for needs (LeNet: 100 ms, not 12).
             os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
 
@@ -212,7 +214,7 @@ class _Threads:
         self._loop = _POOL(pool.parallel_for)
 
     def _started(self, pieces: int) -> int:
-        """Start the threads; `pieces`, or how many threads there are if that is less."""
+        """Start the threads; return `pieces` limited to the number of threads."""
         if self._loop is None:
             with self._lock:
                 if self._loop is None:
@@ -220,7 +222,7 @@ class _Threads:
         return min(pieces, int(numba.config.NUMBA_NUM_THREADS))
 
     def run(self, function: int, block: int, items: int, pieces: int) -> None:
-        """Call function(block, begin, end) on `pieces` threads that share out `items`."""
+        """Call function(block, begin, end) on `pieces` threads that divide `items`."""
         pieces = self._started(pieces)
         task = _TASK(function, block, items, (items + pieces - 1) // pieces, 0, pieces, 1)
         at = ctypes.addressof(task)
@@ -228,7 +230,7 @@ class _Threads:
             self._loop(self._address, at + 32, at + 40, at + 48, at, 0, 1, pieces)
 
     def run_program(self, calls: JointCalls) -> None:
-        """Make the calls one after another, all threads together."""
+        """Run the calls one after another on all threads."""
         pieces = self._started(calls.threads)
         if not self._program:
             with self._lock:
@@ -242,16 +244,16 @@ class _Threads:
 
 
 class JointCalls:
-    """Kernel calls for `run_program`, in one program at a time; what it hands to the pool is made once.
+    """Kernel calls for `run_program`, used by one program at a time; the pool's arguments are built once.
 
     Attributes:
-        threads: that share out each call.
-        state: where they count: lines of a cache for each thread's chunks, and for those done, of each call.
-        arguments: of the pool's `parallel_for` behind its first.
+        threads: threads that divide each call.
+        state: shared counters: cache lines for each thread's chunks, and for the chunks done, of each call.
+        arguments: arguments of the pool's `parallel_for` after the first.
     """
 
     def __init__(self, commands: Any, threads: int) -> None:
-        """The rows of an int64 array (calls, 4) name the calls; see `Command`."""
+        """commands: int64 array (calls, 4); see `Command`."""
         self.threads = threads
         self.state = np.zeros(len(commands) * (threads + 1) * LINE_WORDS, np.int64)
         table, counts = (array.__array_interface__["data"][0] for array in (commands, self.state))
@@ -262,18 +264,18 @@ class JointCalls:
 
 @cache
 def call_in_turn() -> int:
-    """The address of a kernel that makes the calls of a table, like that of `run_program`, on one thread.
+    """Return the address of a kernel that runs the calls of a table on one thread.
 
-    A table as of `JointCalls` is its argument block, the calls its items.
+    Its argument block is a table as in `JointCalls`, its items are the calls.
     """
     return int(compile_c_function(_call_in_turn, KERNEL_SIGNATURE, _OPTIONS).address)
 
 
 @cache
 def _rest_address() -> int:
-    """Where the C library's function is that lets other programs have the core; 0 where there is none.
+    """Return the address of the C library's sched_yield, or 0.
 
-    It is called with a kernel's arguments, which it does not look at.
+    It is called with a kernel's arguments, which it ignores.
     """
     try:
         return int(ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0)
@@ -282,7 +284,7 @@ def _rest_address() -> int:
 
 
 def _on_this_thread(function: int, arrays: int, lengths: int, steps: int, data: int, *_: int) -> None:
-    """What the pool does, in place of its `parallel_for`: all pieces one after another."""
+    """Replacement of the pool's `parallel_for` that runs all pieces one after another."""
     _say_forked()
     _LOOP(function)(arrays, lengths, steps, data)
 
@@ -290,8 +292,8 @@ def _on_this_thread(function: int, arrays: int, lengths: int, steps: int, data: 
 @cache
 def _say_forked() -> None:
     logger.info(
-        "Process %d was forked from one that had computed by several threads: it computes by one; start processes by "
-        "'spawn' or 'forkserver' to let each have its own",
+        "Process %d was forked from a multithreaded process and computes on one thread; start processes by "
+        "'spawn' or 'forkserver' for threads in each process",
         os.getpid(),
     )
 

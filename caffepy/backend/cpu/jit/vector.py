@@ -1,4 +1,4 @@
-"""Vector instructions for kernels, where numba's own vectoriser does not do: a small writer of LLVM's language."""
+"""Vector instructions for kernels where numba's vectoriser does not suffice: a small LLVM IR writer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from caffepy.backend.cpu.jit.intrinsics import intrinsic
 
 _FEATURES = llvmlite.binding.get_host_cpu_features()
 WIDTH = 16 if _FEATURES.get("avx512f", False) else 8 if _FEATURES.get("avx", False) else 4
-"""Numbers in a vector."""
+"""Elements of a vector."""
 WORD = ir.IntType(64)
 VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
 INDICES = ir.VectorType(ir.IntType(32), WIDTH)
@@ -22,7 +22,7 @@ _POINTER_NAME = "p0" if llvmlite.binding.llvm_version_info[0] >= 15 else f"p0{NA
 
 
 class Writer:
-    """Writes instructions on vectors, of `width` numbers if that is given."""
+    """Emits vector instructions; vectors have `width` elements (default WIDTH)."""
 
     def __init__(self, builder: Any, width: int = WIDTH) -> None:
         self.builder, self.width = builder, width
@@ -32,33 +32,33 @@ class Writer:
         self._pointer_name = "p0" if _POINTER_NAME == "p0" else f"p0{self.name}"
 
     def vector_at(self, pointer: Any, offset: Any) -> Any:
-        """A pointer to the vector `offset` elements behind `pointer`."""
+        """Return a pointer to the vector at `offset`."""
         address = self.builder.gep(pointer, [offset])
         return self.builder.bitcast(address, self.vector.as_pointer())
 
     def table(self, pointer: Any, index: Any) -> Any:
-        """The entry `index` of an int64 table."""
+        """Load entry `index` of an int64 table."""
         return self.builder.load(self.builder.gep(pointer, [index]))
 
     def word(self, value: int) -> Any:
         return ir.Constant(WORD, value)
 
     def splat(self, scalar: Any) -> Any:
-        """A vector of one number (float32 or int32) in all lanes."""
+        """Broadcast one number (float32 or int32) to all lanes."""
         zeros = ir.Constant(self.index_vector, [0] * self.width)
         undefined = ir.Constant(ir.VectorType(scalar.type, self.width), ir.Undefined)
         first = self.builder.insert_element(undefined, scalar, ir.Constant(ir.IntType(32), 0))
         return self.builder.shuffle_vector(first, undefined, zeros)
 
     def opaque(self, value: Any) -> Any:
-        """The same word, of which LLVM knows nothing: what a loop makes of it stays in the loop.
+        """Return the word behind an optimisation barrier, so that LLVM does not hoist its uses out of a loop.
 
-        It computes ahead of a loop all that the loop does not change, and keeps in memory what registers do not hold.
+        LLVM would compute all loop invariants ahead of the loop and spill those that exceed the registers.
         """
         return self.builder.asm(ir.FunctionType(value.type, [value.type]), "", "=r,0", [value], False)
 
     def lanes(self, wanted: Any) -> Any:
-        """A mask of the first `wanted` lanes."""
+        """Return a mask of the first `wanted` lanes."""
         counts = self.splat(self.builder.trunc(wanted, ir.IntType(32)))
         return self.builder.icmp_signed("<", ir.Constant(self.index_vector, list(range(self.width))), counts)
 
@@ -68,17 +68,17 @@ class Writer:
         return self.builder.call(function, arguments)
 
     def multiply_add(self, x: Any, y: Any, total: Any) -> Any:
-        """x * y + total, fused."""
+        """Return x * y + total, fused."""
         kind = ir.FunctionType(self.vector, [self.vector] * 3)
         return self.call(f"llvm.fmuladd.{self.name}", kind, [x, y, total])
 
     def rectified(self, value: Any) -> Any:
-        """max(value, 0); NaN stays NaN."""
+        """Return max(value, 0); NaN stays NaN."""
         zero = ir.Constant(self.vector, [0.0] * self.width)
         return self.builder.select(self.builder.fcmp_ordered("<", value, zero), zero, value)
 
     def masked_load(self, address: Any, mask: Any) -> Any:
-        """The wanted lanes of a vector in memory, zero in the others."""
+        """Load the masked lanes of a vector; other lanes are zero."""
         pointer = self.vector.as_pointer()
         kind = ir.FunctionType(self.vector, [pointer, ir.IntType(32), self.bit_vector, self.vector])
         zero = ir.Constant(self.vector, [0.0] * self.width)
@@ -86,14 +86,14 @@ class Writer:
         return self.call(f"llvm.masked.load.{self.name}.{self._pointer_name}", kind, arguments)
 
     def masked_store(self, value: Any, address: Any, mask: Any) -> None:
-        """Write the wanted lanes."""
+        """Store the masked lanes."""
         pointer = self.vector.as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [self.vector, pointer, ir.IntType(32), self.bit_vector])
         arguments = [value, address, ir.Constant(ir.IntType(32), 4), mask]
         self.call(f"llvm.masked.store.{self.name}.{self._pointer_name}", kind, arguments)
 
     def store(self, value: Any, address: Any, wanted: Any, mask: Any) -> None:
-        """Write the first `wanted` lanes, which `mask` marks: whole vectors plainly, as masked stores are slow."""
+        """Store the first `wanted` lanes, given by `mask`; whole vectors by a plain store, which is faster."""
         whole = self.builder.icmp_signed(">=", wanted, self.word(self.width))
         with self.builder.if_else(whole) as (plain, part):
             with plain:
@@ -105,9 +105,9 @@ class Writer:
                     self._store_parts(value, address, wanted)
 
     def _store_parts(self, value: Any, address: Any, wanted: Any) -> None:
-        """As `masked_store` for fewer lanes than a vector has: a half of it, a quarter, ..., as `wanted` has bits.
+        """As `masked_store`, by partial stores of a half vector, a quarter, ..., for each bit of `wanted`.
 
-        Before AVX-512, a store with a mask is made of dozens of steps.
+        Without AVX-512 a masked store takes dozens of instructions.
         """
         builder, lanes = self.builder, self.width // 2
         place = builder.bitcast(address, ir.FloatType().as_pointer())
@@ -124,7 +124,7 @@ class Writer:
             lanes //= 2
 
     def prefetch(self, pointer: Any, offset: int) -> None:
-        """Bring what lies `offset` elements behind `pointer` into the first cache, if it exists."""
+        """Prefetch the cache line `offset` elements after `pointer` into L1, if the address is valid."""
         number, octet = ir.IntType(32), ir.IntType(8).as_pointer()
         address = self.builder.bitcast(self.builder.gep(pointer, [self.word(offset)]), octet)
         kind = ir.FunctionType(ir.VoidType(), [octet, number, number, number])
@@ -132,7 +132,7 @@ class Writer:
         self.call(name, kind, [address, number(0), number(3), number(1)])
 
     def choose(self, condition: Any, yes: Callable[[], list[Any]], no: Callable[[], list[Any]]) -> list[Any]:
-        """yes() if condition else no()."""
+        """Emit yes() if condition else no()."""
         with self.builder.if_else(condition) as (then, otherwise):
             with then:
                 first, first_block = yes(), self.builder.block
@@ -145,7 +145,7 @@ class Writer:
         return merged
 
     def loop(self, count: Any, sums: list[Any], extra: list[Any], body: Callable[..., Any]) -> list[Any]:
-        """for index in range(count): sums, extra = body(index, extra, sums), with everything in registers."""
+        """Emit for index in range(count): sums, extra = body(index, extra, sums), with all values in registers."""
         builder = self.builder
         before = builder.block
         head, inside, done = (builder.append_basic_block(name) for name in ("tile.head", "tile.body", "tile.done"))
@@ -180,16 +180,16 @@ def _shift(element: types.Type) -> Any:
 
 
 ahead = _shift(types.float32)
-"""The float32 `offset` elements further."""
+"""Return the float32 pointer advanced by `offset`."""
 ahead_int = _shift(types.int32)
-"""The int32 `offset` elements further."""
+"""Return the int32 pointer advanced by `offset`."""
 table_at = _shift(types.int64)
-"""The int64 `offset` elements further."""
+"""Return the int64 pointer advanced by `offset`."""
 
 
 @intrinsic
 def fetch(typing_context: Any, address: Any) -> Any:
-    """Bring what lies at an address into the first cache, if it exists, without waiting for it."""
+    """Prefetch the cache line at an address into L1, if the address is valid."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         Writer(builder).prefetch(arguments[0], 0)
@@ -217,7 +217,7 @@ def copy_vectors(typing_context: Any, source: Any, target: Any, vectors: Any) ->
 
 
 def _turned(builder: Any, rows: list[Any]) -> list[Any]:
-    """A square of vectors with rows and columns exchanged: squares of 2, 4, ... elements by shuffles of two vectors."""
+    """Transpose a square of vectors: squares of 2, 4, ... elements by shuffles of two vectors."""
     size = 1
     while size < WIDTH:
         result = list(rows)
@@ -233,7 +233,7 @@ def _turned(builder: Any, rows: list[Any]) -> list[Any]:
 
 @intrinsic
 def turn_square(typing_context: Any, source: Any, source_step: Any, target: Any, target_step: Any) -> Any:
-    """Write WIDTH vectors, `source_step` apart, as the columns of a square whose rows are `target_step` apart."""
+    """Transpose WIDTH vectors, `source_step` apart, into rows `target_step` apart."""
     pointer = types.CPointer(types.float32)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -249,11 +249,11 @@ def turn_square(typing_context: Any, source: Any, source_step: Any, target: Any,
 
 
 def _extreme(comparison: str) -> Any:
-    """The larger (">") or smaller ("<") of two float32, NaN where one of them is NaN, without a branch."""
+    """Return an intrinsic for the larger (">") or smaller ("<") float32, NaN if either is NaN, without a branch."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         first, second = arguments
-        # Where the second is a number this is one instruction; a NaN there comes back as it loses no comparison.
+        # One instruction if the second is a number; if it is NaN, the ordered comparison is false and selects it.
         better = builder.or_(
             builder.fcmp_ordered(comparison, first, second), builder.fcmp_unordered("uno", first, first)
         )
@@ -271,7 +271,7 @@ smaller_of = _extreme("<")
 
 @intrinsic
 def select(typing_context: Any, condition: Any, yes: Any, no: Any) -> Any:
-    """One of two float32, both of which are computed, without a branch."""
+    """Select one of two float32, both evaluated, without a branch."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.select(arguments[0], arguments[1], arguments[2])

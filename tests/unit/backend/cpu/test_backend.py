@@ -50,7 +50,7 @@ def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, ...], ex
 
 
 def test_too_few_threads() -> None:
-    with pytest.raises(DeviceError, match="0 CPU threads are too few"):
+    with pytest.raises(DeviceError, match="0 CPU threads: specify at least 1"):
         CpuBackend(0)
 
 

@@ -46,7 +46,7 @@ def test_a_kernel_that_does_not_compile_is_an_error_of_one_line(monkeypatch: pyt
         raise CompileError("kernel.cu(1): error:\n identifier is undefined")
 
     install(monkeypatch, compiler, refuse)
-    with pytest.raises(RunError, match=r"NVRTC refuses .*: kernel.cu\(1\): error: identifier is undefined$"):
+    with pytest.raises(RunError, match=r"NVRTC cannot compile .*: kernel.cu\(1\): error: identifier is undefined$"):
         compiler.compiled("text", "f")
 
 

@@ -161,7 +161,7 @@ def test_compiling_is_announced_once_in_a_process(
     with caplog.at_level(logging.INFO):
         compile_thrice()
         assert [record.getMessage() for record in caplog.records] == [
-            f"Compiling CPU kernels for the first time; they are kept in {folder} for later starts"
+            f"Compiling CPU kernels for the first time; they are cached in {folder} for later starts"
         ]
         cpu_cache.compile_c_function(with_closure, SIGNATURE, {})
         assert len(caplog.records) == 1
@@ -178,7 +178,7 @@ def test_compiling_at_each_start_is_announced(monkeypatch: pytest.MonkeyPatch, c
     with caplog.at_level(logging.INFO):
         compile_thrice()
     assert [record.getMessage() for record in caplog.records] == [
-        "Compiling CPU kernels; they cannot be kept on disk, so each start compiles them"
+        "Compiling CPU kernels; they cannot be cached on disk, so each start compiles them"
     ]
 
 

@@ -119,7 +119,7 @@ def test_a_threading_layer_that_numba_lacks_is_the_users_mistake() -> None:
 def test_a_forked_process_computes_by_one_thread() -> None:
     """The pool's threads are the parent's alone; GNU's OpenMP ends a child that asks for them."""
     said, ended = run_python(FORK).splitlines()
-    assert "was forked from one that had computed by several threads: it computes by one; start processes by" in said
+    assert "was forked from a multithreaded process and computes on one thread; start processes by" in said
     assert ended == "0 True"
 
 
