@@ -95,7 +95,6 @@ def formula_lines(expression: Expression, index: str, channel: str, same: Same =
     loads = loads_of(expression, Kind.EACH, index) + (loads_of(expression, Kind.CHANNEL, channel) if channel else [])
     # In place, `a if c else x` would become a slow masked store of `a`. A factor of one that the compiler cannot fold
     # prevents that.
-    # know to be one prevents that.
     loads += [f"{expression.parameters[i]} *= _one" for i in sorted(set(same)) if i >= 0]
     return loads + [_without_branches(line) for line in expression.python_lines(names)]
 

@@ -1,1 +1,1 @@
-"""Convolutions on the CPU; `plan.py` says which way each is computed. cpu/backend imports that."""
+"""Convolutions on the CPU; `plan.py` chooses the algorithm. cpu/backend imports it."""

@@ -1,4 +1,4 @@
-"""Which pixels of a convolution's image and output meet, axis by axis, for the gradient of the image."""
+"""Per-axis index maps between a convolution's image and output, for the data gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def merged(indices: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """All combinations of indices along several axes of these sizes, each as one index along the axes as one."""
+    """Return all combinations of indices along several axes, as flattened indices for the given sizes."""
     total = np.zeros(1, np.int64)
     for index, size in zip(indices, sizes, strict=True):
         total = (total[:, None] * size + np.asarray(index, np.int64)[None, :]).reshape(-1)
@@ -19,13 +19,13 @@ def merged(indices: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 @dataclass(frozen=True)
 class Axis:
-    """Pixels that are computed, along one axis or several taken as one, and the taps that reach them.
+    """Result pixels along one axis (or several merged ones), and their taps.
 
     Args:
-        pixels: positions of what is computed.
-        indices: for each, the position in what is read that a tap of shift 0 meets.
-        taps: numbers of the kernel's elements.
-        shifts: of each tap, ascending.
+        pixels: positions of the results.
+        indices: source position that a tap of shift 0 reads, per result.
+        taps: kernel indices of the taps.
+        shifts: source shift of each tap, ascending.
     """
 
     pixels: Any
@@ -35,7 +35,7 @@ class Axis:
 
 
 def taps_inside(axes: Sequence[Axis], sizes: Sequence[int]) -> Any:
-    """Of several axes taken as one: whether each pixel's taps read inside of what has these sizes (pixels, taps)."""
+    """Return for merged axes whether each pixel's taps read inside a source of these sizes (pixels, taps)."""
     valid = np.ones((1, 1), bool)
     for axis, size in zip(axes, sizes, strict=True):
         own = axis.indices[:, None] + axis.shifts[None, :]
@@ -46,9 +46,9 @@ def taps_inside(axes: Sequence[Axis], sizes: Sequence[int]) -> Any:
 
 
 def axis_residues(size: int, kernel: int, stride: int, pad: int, dilation: int) -> list[Axis]:
-    """The pixels of an image along one axis, for each residue of the stride that has some.
+    """Return an image's pixels along one axis for each non-empty residue of the stride.
 
-    A pixel h of the image with h + pad = stride i + residue gets from tap k the output pixel
+    A pixel h of the image with h + pad = stride i + residue receives from tap k the output pixel
     i + (residue - k dilation) / stride.
     """
     residues = []
@@ -61,7 +61,7 @@ def axis_residues(size: int, kernel: int, stride: int, pad: int, dilation: int) 
 
 
 def reach(residues: list[Axis], size: int) -> tuple[int, int]:
-    """(zeros needed before, padded size) so that every tap of every residue stays inside."""
+    """Return (zeros before, padded size) such that every tap of every residue stays inside."""
     low = min([int(p.indices[0] + p.shifts[0]) for p in residues if len(p.shifts)], default=0)
     high = max([int(p.indices[-1] + p.shifts[-1]) for p in residues if len(p.shifts)], default=0)
     before = max(0, -low)
@@ -71,7 +71,7 @@ def reach(residues: list[Axis], size: int) -> tuple[int, int]:
 def merged_axes(
     parts: Sequence[Axis], sizes: Sequence[int], kernel: Sequence[int], before: Sequence[int], padded: Sequence[int]
 ) -> Axis:
-    """Several axes as one: of an image of these sizes, read from what has zeros `before` and these padded sizes."""
+    """Merge several axes into one: results of an image of these sizes, source with zeros `before` and padded sizes."""
     return Axis(
         merged([part.pixels for part in parts], sizes),
         merged([part.indices + zeros for part, zeros in zip(parts, before, strict=True)], padded),

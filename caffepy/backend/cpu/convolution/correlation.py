@@ -1,8 +1,8 @@
-"""Sums of products over the windows of padded images: what convolutions and their gradients of images are made of.
+"""Correlation over padded images: the core of convolutions and of their data gradients.
 
-Owns the sizes of a convolution, which all of its passes share, and how the output of a correlation is divided into
-items of work, so that all threads have as much to do. The numbers do not depend on the division: a sum is computed by
-the same tile of the same panel, whatever item it belongs to.
+Defines the sizes of a convolution, shared by all its passes, and divides the output of a correlation into balanced
+items of work. The division does not affect the results: a sum is computed by the same tile of the same panel in any
+item.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from caffepy.backend.cpu.jit.vector import WIDTH, ahead, table_at
 from caffepy.backend.types import Geometry, spatial_output
 
 BLOCK = 192
-"""Output pixels that one item of work covers at most: their part of the image stays in the first or second cache."""
+"""Maximum output pixels per item, so that their part of the image stays in the L1 or L2 cache."""
 ITEMS_PER_THREAD = 32
-"""Items for each thread from which it does not matter that they cannot be shared out evenly."""
+"""Items per thread from which uneven division is negligible."""
 FINER = 4
-"""Blocks, and parts, for each thread that are looked at beyond the fewest."""
+"""Additional blocks and parts per thread to consider beyond the minimum."""
 READING = 4
-"""Elements of packed weights that are read in the time of a cycle, from a cache that cores share."""
+"""Packed weights read per cycle from a shared cache."""
 
 
 class Division(NamedTuple):
-    """Items are (image, group, part of the panels, block of pixels).
+    """Division into items (image, group, part of the panels, block of pixels).
 
     Args:
-        block: pixels of a block.
-        blocks: how many there are.
-        parts: of the panels.
+        block: pixels per block.
+        blocks: number of blocks.
+        parts: number of panel parts.
     """
 
     block: int
@@ -47,7 +47,7 @@ class Division(NamedTuple):
 
 
 def divide(panels: Panels, pixels: int, threads: int, images: int) -> Division:
-    """The division whose longest share is the shortest; `images` counts the groups of all images."""
+    """Return the division with the shortest longest share; `images` counts the groups of all images."""
     fewest = -(-pixels // BLOCK)
     if threads == 1 or images * fewest >= ITEMS_PER_THREAD * threads:
         return Division(BLOCK, fewest, 1)
@@ -55,7 +55,7 @@ def divide(panels: Panels, pixels: int, threads: int, images: int) -> Division:
 
 
 def _divisions(panels: Panels, pixels: int, threads: int) -> Iterator[Division]:
-    """All that are looked at, those of few items first."""
+    """Yield the candidate divisions, those with few items first."""
     unit = math.lcm(*(ROWS[vectors] for vectors in panels.entries[:, 0].tolist()))
     fewest = -(-pixels // BLOCK)
     for parts in range(1, min(panels.count, FINER * threads) + 1):
@@ -65,14 +65,14 @@ def _divisions(panels: Panels, pixels: int, threads: int) -> Iterator[Division]:
 
 
 def longest_share(division: Division, panels: Panels, pixels: int, threads: int, images: int) -> float:
-    """Cycles of the thread that has the most to do."""
+    """Return the cycles of the thread with the most work."""
     costs = np.tile(_costs(division, panels, pixels).reshape(-1), images)
     size = -(-len(costs) // threads)
     return float(np.add.reduceat(costs, np.arange(0, len(costs), size)).max())
 
 
 def _costs(division: Division, panels: Panels, pixels: int) -> Any:
-    """Cycles of each (part, block): tiles, and the weights that each block reads anew."""
+    """Return the cycles of each (part, block): tiles, and the weights that each block reloads."""
     block, blocks, parts = division
     inside = np.minimum(block, pixels - np.arange(blocks) * block)
     vectors = panels.entries[:, 0]
@@ -83,7 +83,7 @@ def _costs(division: Division, panels: Panels, pixels: int) -> Any:
 
 
 TOGETHER = 512
-"""Pixels, about, of small images that are taken together, so that the last tile of an image is not left half empty."""
+"""Approximate pixels of small images per item, so that an image's last tile is not half empty."""
 
 
 @kernel
@@ -93,7 +93,7 @@ def pad_images(  # noqa: PLR0913 -- a kernel
 ) -> None:  # fmt: skip
     """Items are rows of the padded images; `row`, `left` and `padded_row` count elements.
 
-    `sources` has for each row of a padded image the row of the image, -1 where there is none.
+    `sources` gives for each row of a padded image the row of the image, or -1.
     """
     for item in range(begin, end):
         h = sources[item % padded_rows]
@@ -120,10 +120,9 @@ def correlate(  # noqa: PLR0913 -- a kernel
     groups: Int, table: Words, panels: Int, width: Int, cutting: Int, cuts2: Words, cuts3: Words, cuts1: Words,
     parts: Int, addend: Floats, adds: Int, relu: Int,
 ) -> None:  # fmt: skip
-    """y[pixel, column] = start[column] + sum over taps and inner of x * packed (+ addend), perhaps rectified.
+    """y[pixel, column] = start[column] + sum over taps and inner of x * packed (+ addend), optionally rectified.
 
-    Items are (images, group, part of the panels, block). `pixels` are those of the images that an item takes
-    together.
+    Items are (images, group, part of the panels, block). `pixels` are the pixels of an item's images.
     """
     for item in range(begin, end):
         first = (item % blocks) * block
@@ -158,12 +157,12 @@ def correlate(  # noqa: PLR0913 -- a kernel
 
 @dataclass(frozen=True)
 class Padding:
-    """The position of an image, channels last, within its padded form.
+    """The position of a channels-last image within its padded form.
 
-    All spatial axes but the last are taken as one, the rows of the image.
+    All spatial axes but the last are merged into the rows of the image.
 
     Args:
-        sizes: of the image's spatial axes.
+        sizes: sizes of the image's spatial axes.
         channels: elements of a pixel.
         before: zeros before the image along each axis.
         padded: sizes of the padded image.
@@ -176,7 +175,7 @@ class Padding:
 
     @property
     def needed(self) -> bool:
-        """Whether there are zeros around the image."""
+        """Whether the image has zeros around it."""
         return self.sizes != self.padded or any(self.before)
 
     @property
@@ -194,12 +193,12 @@ class Padding:
         return self.rows * self.row
 
     def offset(self, rows: Any, columns: Any) -> Any:
-        """Offset of a pixel of a padded image, or between pixels that are so many rows and columns apart."""
+        """Return the offset of a pixel of a padded image, or the distance of pixels so far apart."""
         return rows * self.row + columns * self.channels
 
     @cached_property
     def _sources(self) -> ConstantTable:
-        """For each row of the padded image the row of the image, -1 where there is none."""
+        """Row of the image for each row of the padded image, or -1."""
         axes = zip(self.sizes[:-1], self.before[:-1], self.padded[:-1], strict=True)
         valid = [(np.arange(padded) >= before) & (np.arange(padded) < before + size) for size, before, padded in axes]
         rows = np.full(self.rows, -1, np.int64)
@@ -207,11 +206,11 @@ class Padding:
         return ConstantTable(rows)
 
     def has_rows(self, rows: Any) -> Any:
-        """Whether rows of the padded image are rows of the image."""
+        """Return whether rows of the padded image are rows of the image."""
         return self._sources.array[rows] >= 0
 
     def write(self, threads: int, x: Any, padded: Any) -> None:
-        """Copy the images x (N, ...) with zeros around them."""
+        """Copy the images x (N, ...) with zero padding."""
         pad_images.run(
             threads, x.shape[0] * self.rows, max(1, GRAIN // self.row), x, padded, self.sizes[-1] * self.channels,
             self._sources, self.before[-1] * self.channels, math.prod(self.sizes[:-1]), self.rows, self.row,
@@ -220,12 +219,12 @@ class Padding:
 
 @dataclass(frozen=True)
 class Taps:
-    """The runs of elements that one output pixel is computed from.
+    """The contiguous runs of elements that one output pixel reads.
 
     Args:
         rows: shift of each run from the pixel's window, in rows of the image.
-        columns: likewise in columns.
-        length: pixels in a run.
+        columns: the same in columns.
+        length: pixels of a run.
         channels: elements of a pixel that belong to a run.
     """
 
@@ -235,25 +234,26 @@ class Taps:
     channels: int
 
     def _valid(self, padding: Padding, h: Any, w: Any) -> Any:
-        """Whether (window, run) has an element inside the image."""
+        """Return whether each (window, run) has an element inside the image."""
         at_w = w[:, None] + self.columns - padding.before[-1]
         return padding.has_rows(h[:, None] + self.rows) & (at_w + self.length > 0) & (at_w < padding.sizes[-1])
 
     def met(self, padding: Padding, h: Any, w: Any) -> Any:
-        """Whether any window at (h, w) has an element of each run inside the image.
+        """Return for each run whether any window at (h, w) reads an element of it inside the image.
 
-        Those of no window are zero in every sum: kernels that are larger than the image, or wide dilations, have many.
+        Other runs are zero in every sum. Kernels larger than the image and wide dilations have many.
         """
         return self._valid(padding, h, w).any(axis=0)
 
     def part(self, wanted: Any) -> Taps:
-        """Some of the runs."""
+        """Return a subset of the runs."""
         return replace(self, rows=self.rows[wanted], columns=self.columns[wanted])
 
     def inside(self, padding: Padding, h: Any, w: Any) -> Any:
-        """For each window at (h, w): [first tap, last tap + 1, first element, last element + 1] inside the image.
+        """Return for each window at (h, w): [first tap, last tap + 1, first element, last element + 1] inside the
+        image.
 
-        What lies outside is zero, so it may be left out of the sum.
+        Elements outside are zero and may be skipped.
         """
         width, at_w = padding.sizes[-1], w[:, None] + self.columns - padding.before[-1]
         valid, count = self._valid(padding, h, w), len(self.rows)
@@ -268,7 +268,7 @@ class Taps:
 
 
 def _tile_cuts(cuts: Any, rows: int) -> Any:
-    """What a tile of several pixels needs of what each of them needs."""
+    """Return the union of the cuts of a tile's pixels."""
     tiles = []
     for first in range(0, len(cuts), rows):
         part = cuts[first : first + rows]
@@ -282,9 +282,9 @@ class Pixels:
     """The output pixels of a correlation.
 
     Args:
-        h: row of the padded image at which each pixel's window begins.
-        w: column likewise.
-        offsets: of each pixel in an output image.
+        h: row of the padded image where each pixel's window begins.
+        w: column of the same.
+        offsets: offset of each pixel in an output image.
         image: elements of an output image.
     """
 
@@ -300,9 +300,9 @@ class Filters:
 
     Args:
         rows: offset of each (tap, element) in one group's weights.
-        step: elements from one output channel to the next.
+        step: distance of output channels in elements.
         columns: output channels of a group.
-        groups: how many of them.
+        groups: number of groups.
     """
 
     rows: Any
@@ -313,11 +313,11 @@ class Filters:
 
 @dataclass(frozen=True)
 class Ending:
-    """What is done to a sum on its way to memory.
+    """The epilogue of a correlation.
 
     Args:
-        addend: an array like y that is added, or None.
-        relu: whether negative numbers become 0 then.
+        addend: an array with y's layout to add, or None.
+        relu: whether to apply a ReLU.
     """
 
     addend: Any
@@ -325,7 +325,7 @@ class Ending:
 
 
 class _Arrangement(NamedTuple):
-    """Where the pixels of some images are read and written, and what tiles of 1, 2 and 3 vectors leave out."""
+    """Input and output offsets of some images' pixels, and the cuts of tiles of 1, 2 and 3 vectors."""
 
     x_at: ConstantTable
     y_at: ConstantTable
@@ -335,13 +335,13 @@ class _Arrangement(NamedTuple):
 
 
 class Correlation:
-    """One sum over taps, planned: y[pixel, column] = start[column] + sum over taps, inner of x * weights.
+    """A planned sum over taps: y[pixel, column] = start[column] + sum over taps, inner of x * weights.
 
     Args:
         padding: of the image that is read.
-        taps: what is read from each window.
-        pixels: where windows begin and results go.
-        filters: how the weights lie in memory.
+        taps: elements read by each window.
+        pixels: positions of windows and results.
+        filters: memory layout of the weights.
     """
 
     def __init__(self, padding: Padding, taps: Taps, pixels: Pixels, filters: Filters) -> None:
@@ -371,7 +371,7 @@ class Correlation:
         self._divisions: dict[tuple[int, int], list[tuple[int, int, Division]]] = {}
 
     def _arrangement(self, together: int) -> _Arrangement:
-        """The pixels of so many images; of small ones those lie in one tile that meet the same taps."""
+        """Return the pixels of this many images; pixels of small images with equal taps share tiles."""
         if together not in self._arranged:
             image = np.arange(together)[:, None]
             x_at, y_at = (
@@ -392,13 +392,13 @@ class Correlation:
         return self.panels.size * self._groups
 
     def pack(self, threads: int, weights: Any, group_step: int, packed: Any) -> None:
-        """Bring the weights into the order in which `run` reads them."""
+        """Pack the weights in the order in which `run` reads them."""
         order = self._weight_order
         packing = WeightPacking(self._weight_rows, self._weight_step, self._groups, group_step, order)
         pack_weights(threads, self.panels, weights, packing, packed)
 
     def _division(self, threads: int, images: int) -> list[tuple[int, int, Division]]:
-        """Images that are taken together, how often, and how their pixels are divided; then those that are left."""
+        """Return (images per item, repetitions, division), then the same for the remaining images."""
         key = threads, images
         if key not in self._divisions:
             together = min(self._together, -(-images // threads))
@@ -412,7 +412,7 @@ class Correlation:
     def run(
         self, threads: int, images: int, x: Any, packed: Any, start: Any, y: Any, ending: Ending | None = None
     ) -> None:
-        """Compute y of some images from x, which is padded."""
+        """Compute y of some images from padded x."""
         addend, relu = (None, False) if ending is None else (ending.addend, ending.relu)
         done = 0
         for together, times, (block, blocks, parts) in self._division(threads, images):
@@ -429,12 +429,12 @@ class Correlation:
 
 
 class ConvolutionShape:
-    """Sizes, padding and taps of a convolution over two or more spatial axes; all but the last are taken as one.
+    """Sizes, padding and taps of a convolution over two or more spatial axes; all but the last are merged.
 
     Args:
         x: (N, C, spatial...).
         weights: (num_output, C / group, kernel...).
-        geometry: how the windows move.
+        geometry: window geometry.
     """
 
     def __init__(self, x: tuple[int, ...], weights: tuple[int, ...], geometry: Geometry) -> None:
@@ -444,7 +444,7 @@ class ConvolutionShape:
         self.out = tuple(spatial_output(size, *self.window(i)) for i, size in enumerate(self.sizes))
         self.out_height, self.out_width = math.prod(self.out[:-1]), self.out[-1]
         self.pixels = self.images * self.out_height * self.out_width
-        """Of the output of all images."""
+        """Output pixels of all images."""
         self.group_outputs = self.outputs // g.group
         self.depth = math.prod(weights[1:])
         """Elements of one filter."""
@@ -454,21 +454,21 @@ class ConvolutionShape:
         """Elements of the filters of one group."""
         padded = tuple(size + 2 * pad for size, pad in zip(self.sizes, g.pad, strict=True))
         self.scattered = g.group > 1 and math.prod(g.kernel) > 1
-        """Whether what a window reads is not contiguous: each pixel lies by itself."""
+        """Whether a window's elements are not contiguous, so that each pixel is a separate run."""
         self.padding = Padding(self.sizes, self.channels, g.pad, padded)
         self.line_rows = merged(
             [np.arange(out) * stride for out, stride in zip(self.out[:-1], g.stride[:-1], strict=True)], padded[:-1]
         )
-        """Row of the padded image at which the windows of each row of the output begin."""
+        """Row of the padded image where the windows of each output row begin."""
         self.taps = self._make_taps()
 
     def window(self, axis: int) -> tuple[int, int, int, int]:
-        """(kernel, stride, pad, dilation) along one spatial axis."""
+        """Return (kernel, stride, pad, dilation) along one spatial axis."""
         g = self.geometry
         return g.kernel[axis], g.stride[axis], g.pad[axis], g.dilation[axis]
 
     def _make_taps(self) -> Taps:
-        """Whole kernel rows where their elements lie next to each other in the image, else single kernel elements."""
+        """Return whole kernel rows if their elements are contiguous in the image, else single kernel elements."""
         g = self.geometry
         whole = g.kernel[-1] == 1 or (g.dilation[-1] == 1 and g.group == 1)
         length = g.kernel[-1] if whole else 1

@@ -1,10 +1,10 @@
-"""Convolution on the CPU, channels last, straight from the (padded) image.
+"""Direct convolution on the CPU, channels last, from the (padded) image.
 
-With channels last, the elements of one kernel row that meet an output pixel lie next to each other, so a tile of
-output pixels by output channels is a sum over kernel rows of small matrix products that read the image in place: no
-columns are written (im2col), which would cost as much memory traffic as the products themselves. The gradient of the
-image is the same sum over the gradient of the output. Images are read without padding (`implicit_padding.py`)
-in groups, for the gradient with a stride, and wherever pixels whose windows meet the same taps fill tiles.
+With channels last, the elements of a kernel row that an output pixel reads are contiguous. A tile of output pixels by
+output channels is therefore a sum over kernel rows of small matrix products that read the image in place. No columns
+are written (im2col), which would cost as much memory traffic as the products. The data gradient is the same sum over
+the output's gradient. Images are read without padding (`implicit_padding.py`) for groups, for the data gradient with a
+stride, and if pixels with equal taps fill the tiles.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from caffepy.backend.cpu.memory import Workspace, aligned
 from caffepy.backend.types import Geometry
 
 CHUNK = 8 * 2**20
-"""Elements of padded images made at a time: the workspace grows with neither batch nor image."""
+"""Elements of padded images per chunk, so that the workspace grows with neither batch nor image."""
 MIN_GROUPED_PIXELS = 128
-"""Pixels of the output, of all images, below which the weights' gradient of groups goes the way of a single group: to
-turn what comes of them would take longer than to copy the image."""
+"""Minimum output pixels of all images for the grouped weight gradient; with fewer, transposing its result takes longer
+than copying the image."""
 
 FILLED = 0.9
-"""The share of the rows of tiles from which images are read without a padded copy."""
+"""Minimum share of used tile rows for reading images without a padded copy."""
 
 
 class TileConvolution:
-    """A planned convolution over two or more spatial axes; arrays lie channels last in memory.
+    """A planned convolution over two or more spatial axes of channels-last arrays.
 
     Args:
-        threads: of the backend.
-        workspace: of the backend.
+        threads: the backend's threads.
+        workspace: the backend's workspace.
         x_shape: (N, C, spatial...).
         weights_shape: (num_output, C / group, kernel...).
-        geometry: how the windows move.
+        geometry: window geometry.
     """
 
     gives_sums = False
@@ -94,22 +94,22 @@ class TileConvolution:
         return self._forward
 
     def _unpadded(self, back: bool) -> WindowCorrelation | None:
-        """A plan without a padded copy if it leaves few rows of its tiles empty, or there is no other one."""
+        """Return a plan without a padded copy if it uses enough rows of its tiles, or if there is no alternative."""
         plan = WindowCorrelation(self.shape, back)
         only = self.shape.geometry.group > 1 or (back and max(self.shape.geometry.stride) > 1)
         return plan if only or plan.filled(self.shape.images) >= FILLED else None
 
     @property
     def packed_size(self) -> int:
-        """Elements of the weights in the order of `forward`."""
+        """Elements of the weights packed for `forward`."""
         return self._planned().packed_size
 
     def pack(self, weights: Any, packed: Any) -> None:
-        """Bring weights into the order of `forward`."""
+        """Pack weights for `forward`."""
         self._planned().pack(self.threads, weights, self.shape.group_step, packed)
 
     def packed(self, weights: Any) -> Any:
-        """Weights in the order of `forward`: kept, or packed for the present pass."""
+        """Return weights packed for `forward`: the cached ones, or packed for this pass."""
         packed = self.kept_for(weights)
         if packed is None:
             packed = self.workspace.take("weights", self.packed_size)
@@ -117,21 +117,21 @@ class TileConvolution:
         return packed
 
     def keep(self, weights: Any) -> None:
-        """Bring weights into the order of `forward` for all its calls with them, until they are given here again."""
+        """Cache packed weights for all `forward` calls with them, until the next `keep` of these weights."""
         self.kept = aligned(self.packed_size) if self.kept is None else self.kept
         self.pack(weights, self.kept)
         self._kept_at = address_of(weights)
 
     def use_kept_for(self, given: Any) -> None:
-        """Let calls with the weights `given` use those that `keep` has had last, and no others."""
+        """Use the last cached weights for calls with the weights `given`, and only for these."""
         self._kept_at = address_of(given)
 
     def kept_for(self, weights: Any) -> Any:
-        """The weights in the order of `forward` if `keep` has had them, else None."""
+        """Return the cached packed weights of `weights`, or None."""
         return self.kept if self.kept is not None and self._kept_at == address_of(weights) else None
 
     def _padded(self, x: Any, padding: Padding) -> Iterator[tuple[slice, Any]]:
-        """The images in order, a chunk at a time: (which images, their padded form)."""
+        """Yield the images chunk by chunk: (slice of images, their padded form)."""
         images = x.shape[0]
         step = max(1, CHUNK // padding.elements) if padding.needed else images
         for first in range(0, images, step):
@@ -143,7 +143,7 @@ class TileConvolution:
             padding.write(self.threads, x[some], padded)
             yield some, padded
 
-    # -- gradient of the image ----------------------------------------------------------------------
+    # -- data gradient --------------------------------------------------------------------------------
 
     def backward_data(self, dy: Any, weights: Any, dx: Any) -> None:
         if self._backward is None:
@@ -156,7 +156,7 @@ class TileConvolution:
         for some, padded in self._padded(dy, plan.padding):
             plan.run(self.threads, some.stop - some.start, padded, packed, self.zeros, dx[some])
 
-    # -- gradient of the weights --------------------------------------------------------------------
+    # -- weight gradient ------------------------------------------------------------------------------
 
     def backward_weights(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:
         if self.shape.scattered and self.shape.pixels >= MIN_GROUPED_PIXELS:
@@ -180,7 +180,7 @@ def _plan_forward(shape: ConvolutionShape) -> Correlation:
 
 
 def _plan_backward(shape: ConvolutionShape) -> Correlation:
-    """The gradient of the image of a convolution without a stride."""
+    """Plan the data gradient of a convolution without a stride."""
     axes = [axis_residues(size, *shape.window(i)) for i, size in enumerate(shape.sizes)]
     reaches = [reach(residues, size) for residues, size in zip(axes, shape.out, strict=True)]
     before, padded = tuple(zeros for zeros, _ in reaches), tuple(size for _, size in reaches)

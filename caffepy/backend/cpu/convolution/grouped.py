@@ -1,12 +1,11 @@
-"""Convolution on the CPU with groups of a few channels (depthwise ones of a single one): several groups a vector.
+"""Convolution on the CPU with small groups (depthwise: one channel): a vector holds several groups.
 
-There is little to multiply as a matrix: each element is read once for each filter element, from the first-level cache
-but for the first time, so memory sets the speed of depthwise convolutions.
+There is little to multiply as a matrix: each element is read once per filter element, mostly from the L1 cache, so
+depthwise convolutions are bound by memory.
 
-The gradient of the weights has a way of its own (`PlanesPass`) for many channels and small images. The pixels of a
-vector of channels lie far apart there, often by a power of two, which map to the same few lines of the first cache. So
-these pixels of one image are brought together, with zeros around them, and all sums stay in registers while they are
-passed over.
+The weight gradient has a separate algorithm (`PlanesPass`) for many channels and small images. The pixels of a channel
+vector are then far apart, often by a power of two, which maps them to few L1 cache sets. Therefore one image's pixels
+are packed into a zero-padded panel, and all sums stay in registers during a pass over it.
 """
 
 from __future__ import annotations
@@ -67,19 +66,19 @@ from caffepy.backend.cpu.memory import Workspace
 from caffepy.backend.types import Geometry
 
 SUMS = 20 if WIDTH == 16 else 9
-"""Sums for taps that stay in registers beside what they are made of."""
+"""Sums over taps that stay in registers beside their operands."""
 PLANE = 12 * 1024
-"""Elements of x and dy, in one vector of channels, that are brought together."""
+"""Maximum elements of x and dy of one channel vector for packing."""
 BATCH = 2**21
-"""Elements of x and dy beyond which reading them line by line is faster, as memory is fetched ahead then."""
+"""Maximum elements of x and dy; beyond, reading line by line is faster, because the prefetcher follows it."""
 MIN_CHANNELS = 8 * WIDTH
-"""With fewer, pixels do not lie far apart."""
+"""Minimum channels; with fewer, pixels are not far apart."""
 BATCH_PARTS = 8
-"""Parts of the batch whose gradients are added up by themselves; the order of a sum depends on no thread."""
+"""Batch parts with separate gradient sums; fixed, so that the summation order does not depend on threads."""
 
 
 class _PlaneWriter(SimdGroupsWriter):
-    """Writes the copy of pixels and the sums over a plane of them."""
+    """Emits the packing of pixels and the sums over a plane."""
 
     def write_copy(self, arguments: list[Any]) -> None:
         """See `copy_pixels`."""
@@ -88,7 +87,7 @@ class _PlaneWriter(SimdGroupsWriter):
 
         def pixel(w: Any, _: Any, nothing: list[Any]) -> list[Any]:
             source = self.shifted(x, self.builder.mul(w, step))
-            self.prefetch(source, WIDTH)  # of the next vector of channels, which is wanted soon
+            self.prefetch(source, WIDTH)  # of the next channel vector, which is read soon
             factor = self.factors(source, masks)[0]
             address = self.vector_at(target, self.builder.mul(w, self.word(WIDTH)))
             self.builder.store(factor, address, align=4)
@@ -126,9 +125,9 @@ class _PlaneWriter(SimdGroupsWriter):
 
 @cache
 def copy_pixels(lanes: SimdGroups) -> Any:
-    """What the lanes multiply in each of some pixels, one vector after the other.
+    """Return an intrinsic that packs the lanes' factors of some pixels, one vector after another.
 
-    Arguments: the first pixel and the elements from one to the next; how many; where to; elements of a pixel.
+    Arguments: the first pixel and the elements between pixels; the number of pixels; the target; elements of a pixel.
     """
     signature = types.void(NUMBERS, WORD, WORD, NUMBERS, WORD)
 
@@ -140,7 +139,7 @@ def copy_pixels(lanes: SimdGroups) -> Any:
 
 @cache
 def plane_sums(row: Row, rows: int, pixels: int) -> Any:
-    """For all taps of a kernel of `rows` rows, totals += the sum over a plane of x * dy.
+    """Return an intrinsic: for all taps of a kernel of `rows` rows, totals += the sum over a plane of x * dy.
 
     Arguments: x, the elements between the windows of two lines and between two rows of a window; dy and the elements of
     its line; lines, blocks of `pixels` of each; totals.
@@ -160,7 +159,7 @@ def plane_sums(row: Row, rows: int, pixels: int) -> Any:
 
 @cache
 def plane_kernel(lanes: SimdGroups, row: Row, rows: int, pixels: int) -> Kernel:
-    """The kernel of a `PlanesPass`."""
+    """Return the kernel of a `PlanesPass`."""
     copy_x, copy_dy, sums = copy_pixels(lanes), copy_pixels(SimdGroups(1, 1)), plane_sums(row, rows, pixels)
 
     def grouped_planes(  # noqa: PLR0913 -- a kernel
@@ -169,7 +168,7 @@ def plane_kernel(lanes: SimdGroups, row: Row, rows: int, pixels: int) -> Kernel:
         out_width: Int, top: Int, left: Int, stride: Int, dilation: Int, columns: Int, blocks: Int, panels: Floats,
         x_size: Int, dy_size: Int, vector: Int,
     ) -> None:  # fmt: skip
-        """Items are (block of images, part of the vectors). `columns` and `blocks` are those of a line of panels."""
+        """Items are (block of images, part of the vectors). `columns` and `blocks` are those of a panel's line."""
         slopes = dy_size // out_height
         for item in range(begin, end):
             number, part = item // parts, item % parts
@@ -203,12 +202,12 @@ def plane_kernel(lanes: SimdGroups, row: Row, rows: int, pixels: int) -> Kernel:
 
 
 class PlanesPass:
-    """The sums over each block of a batch, planned.
+    """The planned sums over each block of a batch.
 
     Args:
-        lanes: how groups share vectors forward.
+        lanes: distribution of groups over vectors in the forward pass.
         shape: of the convolution, over two spatial axes.
-        row: the taps of a row of the kernel.
+        row: the taps of a kernel row.
     """
 
     def __init__(self, lanes: SimdGroups, shape: ConvolutionShape, row: Row) -> None:
@@ -228,7 +227,7 @@ class PlanesPass:
 
     @property
     def pays(self) -> bool:
-        """Whether panels are small enough, pixels far enough apart, and the batch is one that caches hold."""
+        """Return whether panels are small enough, pixels far enough apart, and the batch fits the caches."""
         shape = self._shape
         taps = shape.geometry.kernel[0] * self._row.taps
         elements = shape.images * (math.prod(shape.sizes) * shape.channels + math.prod(shape.out) * shape.outputs)
@@ -238,11 +237,11 @@ class PlanesPass:
         )  # fmt: skip
 
     def blocks(self, images: int) -> int:
-        """Parts of the batch that have sums of their own."""
+        """Return the batch parts with separate sums."""
         return -(-images // -(-images // BATCH_PARTS))
 
     def run(self, threads: int, x: Any, dy: Any, totals: Any, workspace: Workspace) -> None:
-        """Write the sums of each block, in the order of packed weights."""
+        """Write the sums of each block in packed weight order."""
         shape, g, lanes, images = self._shape, self._shape.geometry, self._lanes, x.shape[0]
         blocks = self.blocks(images)
         parts = min(self._vectors, -(-4 * threads // blocks)) if threads > 1 else 1
@@ -258,23 +257,23 @@ class PlanesPass:
 
 
 BLOCKS = 8
-"""Parts of the output whose gradients are added up by themselves; the order of a sum depends on no thread."""
+"""Output parts with separate gradient sums; fixed, so that the summation order does not depend on threads."""
 MAX_READ = 8
-"""Channels of a group that may be read: each has an instruction of its own."""
+"""Maximum input channels of a group; each has its own instruction."""
 
 FACTORS = 24 if WIDTH == 16 else 6
 """Vectors of a row of taps that stay in registers beside the sums of eight pixels."""
 TAPS = 32
-"""Taps of a depthwise row that share what they read: those that registers do not hold cost no more than reading them
-for each pixel, and the pixels at the edges go eight at a time as well."""
+"""Maximum taps of a depthwise row that share loads: spilled taps cost no more than reloading them per pixel, and edge
+pixels are also computed eight at a time."""
 CACHED = 128 * 1024
-"""Elements for each thread of gradients that all residues pass over before the next ones."""
+"""Gradient elements per thread that all residues process before the next part."""
 REPEATED = 256 * 1024
-"""Elements of images whose channels are repeated, which are in a cache when they are read."""
+"""Elements of images with repeated channels, so that they are still cached when read."""
 LARGE = 2**18
-"""Elements of an image from which, with vectors of 16, groups with a stride of two are faster read pixel by pixel."""
+"""Minimum image elements for which, with vectors of 16, groups with stride 2 are faster read pixel by pixel."""
 DEPTH = 64 // WIDTH
-"""Vectors of a tile, or of it and the next, from what is computed to what is fetched meanwhile."""
+"""Prefetch distance in vectors, within a tile or to the next one."""
 
 
 def _fits(lanes: SimdGroups) -> bool:
@@ -282,19 +281,19 @@ def _fits(lanes: SimdGroups) -> bool:
 
 
 def _lanes(weights_shape: tuple[int, ...], group: int) -> tuple[SimdGroups, SimdGroups]:
-    """How groups share vectors forward (and in the weights' gradient) and in the gradient of the image."""
+    """Return the groups' distribution over vectors: forward (and weight gradient), and data gradient."""
     made, read = weights_shape[0] // group, weights_shape[1]
     return SimdGroups(made, read), SimdGroups(read, made)
 
 
 def is_grouped(weights_shape: tuple[int, ...], geometry: Geometry) -> bool:
-    """Whether several groups fit into a vector, in one direction at least, or the gradient of the image is folded."""
+    """Return whether several groups fit a vector in at least one direction, or the data gradient is folded."""
     lanes = _lanes(weights_shape, geometry.group)
     return geometry.group > 1 and (any(map(_fits, lanes)) or _folds(lanes[1]))
 
 
 def _folds(lanes: SimdGroups) -> bool:
-    """Whether the gradient of the image is made for each output by itself and then added up: else lanes were empty."""
+    """Return whether the data gradient is computed per output and then summed, to avoid idle lanes."""
     return lanes.made == 1 and lanes.used < WIDTH
 
 
@@ -304,13 +303,13 @@ def _forward_axis(size: int, kernel: int, stride: int, pad: int, dilation: int, 
 
 
 class _Pass:
-    """Results at the pixels of some axes, each a sum over taps: forward, or a residue of the image's gradient.
+    """Results at the pixels of some axes, each a sum over taps: the forward pass, or a residue of the data gradient.
 
     Args:
-        lanes: how groups share vectors.
-        groups: how many there are.
-        axes: what is computed and what it reads, for each spatial axis.
-        sizes: of the spatial axes of what is read and of what is computed.
+        lanes: distribution of groups over vectors.
+        groups: number of groups.
+        axes: results and sources along each spatial axis.
+        sizes: sizes of the source's and of the result's spatial axes.
         kernel: sizes of the whole kernel.
     """
 
@@ -346,7 +345,7 @@ class _Pass:
     def run(
         self, threads: int, images: int, x: Any, packed: Any, start: Any, y: Any, relu: bool = False
     ) -> None:  # fmt: skip
-        """Compute y of some images, perhaps rectified."""
+        """Compute y of some images, optionally rectified."""
         lines = images * self._rows
         parts = min(len(self._tiles), -(-4 * threads // max(1, lines)))
         kernel, more = (pixel_kernel(self._lanes), ()) if self._row is None else (
@@ -363,12 +362,12 @@ class _Pass:
 
 
 class _WeightsPass:
-    """The gradient of the weights.
+    """The weight gradient.
 
     Args:
-        lanes: how groups share vectors forward.
+        lanes: distribution of groups over vectors in the forward pass.
         shape: of the convolution.
-        axes: those of the forward pass.
+        axes: axes of the forward pass.
     """
 
     def __init__(self, lanes: SimdGroups, shape: ConvolutionShape, axes: Sequence[Axis]) -> None:
@@ -425,7 +424,7 @@ class _WeightsPass:
         )  # fmt: skip
 
     def _kernel(self) -> tuple[Kernel, tuple[Any, ...]]:
-        """The kernel and the arguments that it has beyond those of `tap_kernel`."""
+        """Return the kernel and its arguments beyond those of `tap_kernel`."""
         if self._row is None:
             return tap_kernel(self._lanes), ()
         rows = 3 if 3 * self._row.taps <= SUMS else 1
@@ -434,7 +433,7 @@ class _WeightsPass:
 
 
 def _forward_order(lanes: SimdGroups, shape: ConvolutionShape) -> Any:
-    """For each element (vector, tap, i, lane) of packed weights, which of the weights it is; -1: none."""
+    """Return for each element (vector, tap, i, lane) of packed weights its index in the weights; -1: none."""
     taps = math.prod(shape.geometry.kernel)
     vectors = -(-shape.outputs // lanes.used)
     v, k, i, lane = np.ix_(range(vectors), range(taps), range(lanes.read), range(WIDTH))
@@ -443,7 +442,7 @@ def _forward_order(lanes: SimdGroups, shape: ConvolutionShape) -> Any:
 
 
 def _backward_order(lanes: SimdGroups, shape: ConvolutionShape) -> Any:
-    """Likewise for the gradient of the image, whose lanes are the channels of the image."""
+    """The same for the data gradient, whose lanes are the image's channels."""
     taps = math.prod(shape.geometry.kernel)
     vectors = -(-shape.geometry.group // lanes.groups)
     v, k, j, lane = np.ix_(range(vectors), range(taps), range(lanes.read), range(WIDTH))
@@ -454,7 +453,7 @@ def _backward_order(lanes: SimdGroups, shape: ConvolutionShape) -> Any:
 
 
 class GroupedConvolution(TileConvolution):
-    """A planned convolution with groups of few channels; a direction where no two fit a vector goes by tiles."""
+    """A planned convolution with small groups; a direction in which no two groups fit a vector uses tiles."""
 
     def __init__(
         self, threads: int, workspace: Workspace, x_shape: tuple[int, ...], weights_shape: tuple[int, ...],
@@ -533,7 +532,7 @@ class GroupedConvolution(TileConvolution):
         many, image = (self._back_lanes.read if folds else 1), dx.size // dx.shape[0]
         each = max(dy.size // dy.shape[0], many * image if folds else 0)
         step = dy.shape[0] if len(plans) == 1 and not folds else max(1, self.threads * CACHED // each)
-        for first in range(0, dy.shape[0], step):  # residues read the same numbers, which stay in a cache
+        for first in range(0, dy.shape[0], step):  # residues read the same elements, which stay in a cache
             part, target = dy[first : first + step], dx[first : first + step]
             made = self.workspace.take("folded", target.size * many) if folds else target
             for plan in plans:
@@ -576,7 +575,7 @@ class GroupedConvolution(TileConvolution):
             self._weights_pass.run(self.threads, x, dy, dweights, accumulate, self.workspace)
             return
         many, image = self.shape.group_outputs, x.size // x.shape[0]
-        step = max(1, REPEATED // (many * image))  # the order of a sum depends on no thread
+        step = max(1, REPEATED // (many * image))  # the summation order does not depend on threads
         for first in range(0, x.shape[0], step):
             part = x[first : first + step]
             channels = self.workspace.take("repeated", many * part.size)[: many * part.size]
@@ -588,6 +587,6 @@ class GroupedConvolution(TileConvolution):
 
 
 def _one_output_a_group(shape: ConvolutionShape) -> ConvolutionShape:
-    """Of a layer with several outputs for each channel, that of one in which each of them has a channel of its own."""
+    """Return the shape of a layer with a channel multiplier in which each output has its own channel."""
     x, weights = (shape.images, shape.outputs, *shape.sizes), (shape.outputs, 1, *shape.geometry.kernel)
     return ConvolutionShape(x, weights, replace(shape.geometry, group=shape.outputs))

@@ -1,11 +1,11 @@
-"""Convolutions in groups on the CPU that read images where they lie, without a padded copy.
+"""Grouped convolutions on the CPU that read images in place, without a padded copy.
 
-Groups of a few channels have little to multiply for each element, so that a padded copy of the image would take as
-long as the products; a single group of many takes up to a seventh less time without it. Pixels whose windows meet the
-same taps inside the image share tiles, which need no zeros; one pass computes the pixels of all residues of a stride.
+Small groups have few multiplications per element, so a padded copy of the image would take as long as the products. A
+single large group takes up to a seventh less time without the copy. Pixels with equal taps inside the image share
+tiles, which need no zeros. One pass computes the pixels of all residues of a stride.
 
-In the gradient of the weights, rows of a tile are elements of a kernel's column, vectors run along the outputs; each
-kind of line, whose windows meet the same rows of the kernel inside the image, has tiles of its own.
+In the weight gradient, a tile's rows are elements of a kernel column and its vectors run along the outputs. Lines are
+classified by the kernel rows inside the image; each class has its own tiles.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from caffepy.backend.cpu.memory import Workspace
 
 
 class Lines(NamedTuple):
-    """Rows, or columns, of what is computed.
+    """Rows, or columns, of the result.
 
     Args:
-        at: position of each in what is computed.
-        source: the position that a tap of shift 0 reads, for each.
-        shifts: of each tap.
-        taps: number of each tap in the kernel.
-        kinds: which taps lie inside the image, for each kind of line.
-        kind: of each line.
+        at: position of each line in the result.
+        source: source position that a tap of shift 0 reads, per line.
+        shifts: source shift of each tap.
+        taps: kernel index of each tap.
+        kinds: taps inside the image, per class of lines.
+        kind: class of each line.
     """
 
     at: Any
@@ -61,7 +61,7 @@ class Lines(NamedTuple):
 
 
 def lines_of(axes: Sequence[Axis], read: Sequence[int], made: Sequence[int], kernel: Sequence[int]) -> Lines:
-    """Several axes taken as one; `read` and `made` are the sizes of what is read and of what is computed."""
+    """Merge several axes into one; `read` and `made` are the sizes of the source and of the result."""
     kinds, kind = np.unique(taps_inside(axes, read), axis=0, return_inverse=True)
     return Lines(
         merged([axis.pixels for axis in axes], made), merged([axis.indices for axis in axes], read),
@@ -71,22 +71,22 @@ def lines_of(axes: Sequence[Axis], read: Sequence[int], made: Sequence[int], ker
 
 
 def forward_axis(out: int, kernel: int, stride: int, pad: int, dilation: int) -> Axis:
-    """What a forward pass computes along one axis."""
+    """Return the axis of a forward pass."""
     taps = np.arange(kernel)
     return Axis(np.arange(out), np.arange(out) * stride - pad, taps, taps * dilation)
 
 
 TOGETHER = 512
-"""Pixels, about, of small images that are taken together, and of parts of large ones."""
+"""Approximate pixels of small images per item, and of parts of large images."""
 PANEL = 16 * 1024
-"""Elements of a panel: what tiles read again and again stays in the first cache."""
+"""Elements of a panel, which tiles reread from the L1 cache."""
 COPIED = 128 * 1024
-"""Elements of a group's images that are brought together: they are in the second cache, and not in two of its sets."""
+"""Elements of a group's images to pack, so that they fit the L2 cache without set conflicts."""
 BAND = 192 * 1024
-"""Elements of the parts of large images that all groups pass over if a line of the caches holds several groups: they
-are in the second cache when the next group reads them."""
+"""Elements of image parts that all groups process in turn if a cache line holds several groups, so that they stay in
+the L2 cache."""
 FAR = 256
-"""Elements from a pixel to the next one from which few sets of the first cache hold a group's pixels."""
+"""Minimum element distance of pixels for which a group's pixels map to few L1 cache sets."""
 
 
 @kernel
@@ -107,7 +107,7 @@ def correlate_where_it_lies(  # noqa: PLR0913 -- a kernel
     """c[r, j] += sum over the lines of `times` sets of images of x * dy, for each group.
 
     Items are (share of the groups, part of the `count` segments of a group's units), which write different tiles.
-    `bands`: parts of the images that all groups pass over before the next part.
+    `bands`: parts of the images that all groups process before the next part.
     """
     whole, blocks = x_group // width * width, (lines + block - 1) // block
     for item in range(begin, end):
@@ -147,12 +147,12 @@ class _Tables(NamedTuple):
 
 
 class GroupWeightGradient:
-    """The weights' gradient of a convolution in groups, planned.
+    """The planned weight gradient of a grouped convolution.
 
     Args:
         shape: of the convolution.
-        threads: of the backend.
-        workspace: of the backend.
+        threads: the backend's threads.
+        workspace: the backend's workspace.
     """
 
     def __init__(self, shape: ConvolutionShape, threads: int, workspace: Workspace) -> None:
@@ -184,14 +184,14 @@ class GroupWeightGradient:
         self._tables: dict[int, _Tables] = {}
 
     def _panel_widths(self, rows: int) -> tuple[int, ...]:
-        """Vectors of each panel: single ones where tiles of two or three would leave more rows of a column empty."""
+        """Return the vectors of each panel: single ones if wider tiles would leave more rows of a column idle."""
         own = panel_vectors(self._shape.group_outputs, self._shape.depth, tall=True)
         cost = {**COST_TALL, 1: FOURS.get(self._high, COST_TALL[1])}
         single = (1,) * sum(own)
         return min((own, single), key=lambda each: sum(cost[v] * -(-rows // self._heights[v]) for v in each))
 
     def _is_copied(self) -> bool:
-        """Whether a group's pixels, which many tiles read, lie too far apart for the first cache."""
+        """Return whether a group's pixels, which many tiles read, are too far apart for the L1 cache."""
         shape = self._shape
         elements = self._together * math.prod(shape.sizes) * shape.group_channels
         apart = shape.geometry.stride[-1] * shape.channels >= FAR
@@ -212,18 +212,18 @@ class GroupWeightGradient:
         return units, segments
 
     def _columns(self, shift: int) -> tuple[int, int]:
-        """Columns of the output at which an element of the kernel lies inside the image."""
+        """Return the output columns for which a kernel element is inside the image."""
         inside = np.flatnonzero((self._w.source + shift >= 0) & (self._w.source + shift < self._shape.sizes[-1]))
         return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
 
     def _rows_of(self, met: Any, tap: int, shift: int, high: int) -> list[tuple[int, int, int]]:
-        """The tables and the number of rows of each tile of a column of the kernel; `met`: its rows in the image."""
+        """Return the tables and the row count of each tile of a kernel column; `met`: its rows inside the image."""
         shape, channels = self._shape, np.arange(self._shape.group_channels)
         x = (self._h.shifts[met] * shape.sizes[-1] + shift)[:, None] * self._pixel + channels
         c = (self._h.taps[met] * shape.geometry.kernel[-1] + tap)[:, None] * shape.group_channels + channels
         x, c, result = x.reshape(-1), c.reshape(-1) * shape.outputs, []
         for first in range(0, len(x), high):
-            at = np.arange(first, first + SPARE)  # those beyond the last repeat the first four, which lie together
+            at = np.arange(first, first + SPARE)  # padding repeats the first four entries, which are contiguous
             at = np.where(at < len(x), at, first + np.arange(SPARE) % min(4, len(x) - first))
             result.append((SPARE * len(self._rows), SPARE * len(self._rows), min(high, len(x) - first)))
             self._rows.append(x[at])
@@ -231,7 +231,7 @@ class GroupWeightGradient:
         return result
 
     def _lines(self, images: int) -> _Tables:
-        """Where the lines of all images begin in what is read."""
+        """Return where the lines of all images begin in the source."""
         if images not in self._tables:
             shape, height = self._shape, self._shape.out_height
             image = np.arange(images)[:, None]
@@ -251,7 +251,7 @@ class GroupWeightGradient:
         return self._tables[images]
 
     def run(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:
-        """The gradient of all images."""
+        """Compute the gradient of all images."""
         shape, turned = self._shape, self._workspace.take("weights", dweights.size)
         clear.run(self._threads, dweights.size, GRAIN, turned)
         done, images = 0, x.shape[0]
@@ -284,17 +284,17 @@ class GroupWeightGradient:
 
 
 CACHED = 96 * 1024
-"""Elements of images that all groups of an item read: they are in the second cache when they are read again."""
+"""Elements of images that all groups of an item read, so that they stay in the L2 cache."""
 SPAN = 64
-"""Elements of a pixel that an item has at least, so that what it reads lies together."""
+"""Minimum elements of a pixel per item, so that reads are contiguous."""
 ITEMS_PER_THREAD = 4
-"""Items for each thread from which groups and panels are no longer divided."""
+"""Items per thread at which groups and panels are not divided further."""
 
 
 def _packed_order(residues: Sequence[Axis], kernel: tuple[int, ...]) -> Any:
-    """The kernel's elements in the order of the packed weights: what follows each other in an image does so there."""
+    """Return the kernel's elements in packed order: neighbours in an image are neighbours in the packed weights."""
     columns = np.concatenate([residue.taps for residue in residues])
-    missing = np.setdiff1d(np.arange(kernel[-1]), columns)  # residues that no pixel has
+    missing = np.setdiff1d(np.arange(kernel[-1]), columns)  # residues without pixels
     columns = np.concatenate([columns, missing])
     return (np.arange(math.prod(kernel[:-1]))[:, None] * kernel[-1] + columns).reshape(-1)
 
@@ -306,11 +306,12 @@ def correlate_windows(  # noqa: PLR0913 -- a kernel
     blocks: Int, groups: Int, parts: Int, table: Words, panels: Int, width: Int, bounds: Words, tiles: Words,
     pixels_at: Words, y_at: Words, newest: Words, addend: Floats, adds: Int, relu: Int,
 ) -> None:  # fmt: skip
-    """y[pixel, column] = start[column] + sum over a tile's taps and inner of x * packed (+ addend), perhaps rectified.
+    """y[pixel, column] = start[column] + sum over a tile's taps and inner of x * packed (+ addend), optionally
+    rectified.
 
-    Items are (images, block, part of the panels of all groups). `bounds` has for each width of a panel and each block
-    where its tiles begin; a tile is (first pixel, pixels, first tap, taps, elements of each, first of the newest taps,
-    their end).
+    Items are (images, block, part of the panels of all groups). `bounds` gives for each panel width and block the range
+    of its tiles. A tile is (first pixel, pixels, first tap, taps, elements of each, first of the newest taps, their
+    end).
     """
     for item in range(begin, end):
         part, block, n = item % parts, item // parts % blocks, item // (parts * blocks)
@@ -328,7 +329,7 @@ def correlate_windows(  # noqa: PLR0913 -- a kernel
             own = (vectors - 1) * (blocks + 1) + block
             for number in range(7 * bounds[own], 7 * bounds[own + 1], 7):
                 first, tap = tiles[number], tiles[number + 2]
-                if panel == 0 or unit == opening:  # what the next tile is the first to read: pixels lie too far apart
+                if panel == 0 or unit == opening:  # prefetch for the next tile: its pixels are far apart
                     for new in range(tiles[number + 5], tiles[number + 6]):
                         wanted = ahead(source, newest[new])
                         for i in range(first + rows, first + 2 * rows):
@@ -350,13 +351,13 @@ class _Tiles(NamedTuple):
 
 
 class _Taps(NamedTuple):
-    """What a class of pixels reads, as offsets from where a window begins.
+    """The taps of a class of pixels, as offsets from the window's origin.
 
     Attributes:
-        shifts: of runs of elements.
-        taps: of these, the first ones' positions in the packed weights.
+        shifts: offsets of runs of elements.
+        taps: positions in the packed weights of each run's first tap.
         length: elements of each run.
-        newest: the offsets that no neighbouring pixel has read.
+        newest: offsets that no neighbouring pixel has read.
     """
 
     shifts: Any
@@ -366,16 +367,16 @@ class _Taps(NamedTuple):
 
 
 def _newest(taps: Any, steps: Sequence[int]) -> Any:
-    """Those of some taps, given as offsets, that neighbouring pixels, so far apart along each axis, do not read."""
+    """Return the tap offsets that neighbouring pixels, `steps` apart along each axis, do not read."""
     return taps[~np.any([np.isin(taps + step, taps) for step in steps], axis=0)] if len(taps) else taps
 
 
 class WindowCorrelation:
-    """The sums of a convolution's forward pass or of its gradient of the image, planned.
+    """The planned sums of a convolution's forward pass or data gradient.
 
     Args:
         shape: of the convolution.
-        back: whether it is the gradient of the image.
+        back: whether it is the data gradient.
     """
 
     def __init__(self, shape: ConvolutionShape, back: bool) -> None:
@@ -412,9 +413,9 @@ class WindowCorrelation:
     def _plan_pixels(
         self, axes: Sequence[list[Axis]], read: tuple[int, ...], made: tuple[int, ...], packed_at: Any
     ) -> None:
-        """Where each pixel's window begins, where it lies itself, its row, and the class of its taps.
+        """Compute each pixel's window origin, position, row, and class of taps.
 
-        `packed_at` has the position of each of the kernel's elements in the packed weights.
+        `packed_at` gives the position of each kernel element in the packed weights.
         """
         parts, kernel = [], packed_at.shape
         positions = packed_at.reshape(-1, kernel[-1])
@@ -426,7 +427,7 @@ class WindowCorrelation:
                 shifts = h.shifts[rows][:, None] * read[-1] + w.shifts[columns]
                 taps, length = positions[h.taps[rows][:, None], w.taps[columns]], 1
                 if self._groups == 1 and shifts.size and np.all(np.diff(shifts) == 1) and np.all(np.diff(taps) == 1):
-                    length = shifts.shape[1]  # what follows each other in the image is one run
+                    length = shifts.shape[1]  # merge contiguous elements into one run
                 own = [values[:, ::length].reshape(-1) for values in (shifts * self._pixel, taps)]
                 newest = _newest(shifts.reshape(-1) * self._pixel, self._steps)
                 self._classes.append(_Taps(own[0], own[1], length * self._channels, newest))
@@ -448,23 +449,23 @@ class WindowCorrelation:
         self._taps = len(taps)
 
     def _divide_rows(self, made: tuple[int, ...]) -> int:
-        """Parts of the rows of a large image."""
+        """Return the number of row parts of a large image."""
         rows, count = math.prod(made[:-1]), len(self._at[0])
         return max(1, min(rows, round(count / TOGETHER)))
 
     def filled(self, images: int) -> float:
-        """The share of the tiles' rows that have a pixel: with kernels large for an image, few pixels share taps."""
+        """Return the share of tile rows in use; with kernels large relative to the image, few pixels share taps."""
         counts = np.unique(self._keys(), return_counts=True)[1] * min(images, self._together)
         rows = ROWS[int(self.panels.entries[0, 0])]
         return float(counts.sum() / max(1, (-(-counts // rows) * rows).sum()))
 
     def _keys(self) -> Any:
-        """Block and class of each pixel, block * classes + class; pixels with one key share tiles."""
+        """Block and class of each pixel, block * classes + class; pixels with equal keys share tiles."""
         _, _, row, kind = self._at
         return row * self._blocks // max(1, int(row.max(initial=0)) + 1) * len(self._classes) + kind
 
     def _arranged(self, together: int) -> _Tiles:
-        """The tiles of so many images."""
+        """Return the tiles of this many images."""
         if together not in self._tiles:
             x_at, y_at, key = (np.tile(values, together) for values in (*self._at[:2], self._keys()))
             image = np.repeat(np.arange(together), len(self._at[0]))
@@ -476,7 +477,7 @@ class WindowCorrelation:
         return self._tiles[together]
 
     def _cut(self, x_at: Any, y_at: Any, key: Any, begins: list[int]) -> _Tiles:
-        """Tiles of 1, 2 and 3 vectors for pixels in the order of blocks and classes, of which each begins anew."""
+        """Return tiles of 1, 2 and 3 vectors for pixels sorted by block and class; each class starts a new tile."""
         wanted = set(self.panels.entries[:, 0].tolist())
         tiles: list[tuple[int, ...]] = []
         bounds: list[Any] = []
@@ -505,13 +506,13 @@ class WindowCorrelation:
         return self.panels.size * self._groups
 
     def pack(self, threads: int, weights: Any, group_step: int, packed: Any) -> None:
-        """Bring the weights into the order in which `run` reads them."""
+        """Pack the weights in the order in which `run` reads them."""
         rows, step, order = self._weights
         packing = WeightPacking(rows, step, self._groups, group_step, order)
         pack_weights(threads, self.panels, weights, packing, packed)
 
     def _parts(self, threads: int, together: int, items: int) -> int:
-        """Parts of the groups: what an item reads stays in a cache, and all threads have something to do."""
+        """Return the number of group parts: an item's data fits a cache, and all threads have work."""
         footprint = together * max(self._images) // self._blocks
         most = max(1, self._groups * self._channels // SPAN)
         parts = max(1, min(most, round(footprint / CACHED)))

@@ -1,7 +1,7 @@
-"""Convolutions over one, three or more spatial axes, whose arrays lie in memory as (N, C, spatial...).
+"""Convolutions over one, three or more spatial axes, with arrays stored as (N, C, spatial...).
 
-They are brought into the order with the channels last, where all convolutions are computed, and back. The gradient of
-the weights of short kernels over one axis is a few matrix products of images as they lie.
+Arrays are transposed to channels last, where all convolutions are computed, and back. The weight gradient of short
+kernels over one axis is a few matrix products of the images in place.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from caffepy.backend.cpu.memory import Workspace
 from caffepy.backend.types import Geometry
 
 BLOCK = 64
-"""Rows and columns that are turned at a time: what is read and what is written stay in the first cache."""
+"""Rows and columns to transpose at a time, so that source and target stay in the L1 cache."""
 CHUNK = 384 * 1024
-"""Elements of images for each thread that are worked on together."""
+"""Elements of images per thread and chunk."""
 MAX_TAPS = 2
-"""Of a kernel over one axis: each tap is a product that reads both factors again."""
+"""Maximum taps of a kernel over one axis: each tap is a product that rereads both factors."""
 MIN_PRODUCT = 2**20
-"""Multiplications of a product from which that pays."""
+"""Minimum multiplications of such a product."""
 
 
 @kernel
@@ -42,7 +42,7 @@ def turn(  # noqa: PLR0913 -- a kernel
         if accumulate == 0 and rows >= width and columns >= width:
             for r in range(r0, r1, width):
                 for j in range(j0, j1, width):
-                    at, to = min(r, rows - width), min(j, columns - width)  # squares may overlap: they write the same
+                    at, to = min(r, rows - width), min(j, columns - width)  # overlapping squares write equal values
                     first, second = base + at * columns + to, base + to * rows + at
                     turn_square(ahead(source, first), columns, ahead(target, second), rows)
         else:
@@ -54,15 +54,15 @@ def turn(  # noqa: PLR0913 -- a kernel
 
 
 class PlainConvolution:
-    """A planned convolution of arrays with the channels before the spatial axes: one, or more than three.
+    """A planned convolution of arrays with the channels before the spatial axes: one axis, or more than three.
 
     Args:
-        threads: of the backend.
-        workspace: of the backend.
+        threads: the backend's threads.
+        workspace: the backend's workspace.
         x_shape: (N, C, spatial...).
         weights_shape: (num_output, C / group, kernel...).
-        geometry: how the windows move.
-        plan: the kind of convolution over two or more axes, channels last, that computes it.
+        geometry: window geometry.
+        plan: class of the channels-last convolution over two or more axes that computes it.
     """
 
     gives_sums = False
@@ -95,17 +95,17 @@ class PlainConvolution:
         return self._workspace.take(purpose, array.size)[: array.size].reshape(array.shape[0], -1)
 
     def _last(self, array: Any, purpose: str) -> Any:
-        """An array's elements (N, C, ...) with the channels last."""
+        """Return an array (N, C, ...) transposed to channels last."""
         result = self._buffer(array, purpose)
         self._turn(array, result, (array.shape[0], array.shape[1], math.prod(array.shape[2:])))
         return result
 
     def _first(self, result: Any, array: Any, accumulate: bool = False) -> None:
-        """Bring a result with the channels last to where it belongs."""
+        """Transpose a channels-last result back to its array."""
         self._turn(result, array, (array.shape[0], math.prod(array.shape[2:]), array.shape[1]), accumulate)
 
     def _chunks(self, source: Any, target: Any, threads: int) -> list[slice]:
-        """Parts of a batch whose images in both orders stay in the threads' caches between one pass and the next."""
+        """Return batch slices whose images, in both orders, stay in the threads' caches between passes."""
         images = source.shape[0]
         step = max(1, threads * CHUNK // max(1, (source.size + target.size) // max(1, images)))
         return [slice(first, first + step) for first in range(0, images, step)]
@@ -132,13 +132,13 @@ class PlainConvolution:
             self._multiply(x, dy, result.reshape(dweights.shape[0], len(self._shifts), -1))
             self._first(result, dweights, accumulate)
             return
-        for part in self._chunks(x, dy, 1):  # the order of a sum depends on no thread
+        for part in self._chunks(x, dy, 1):  # the summation order does not depend on threads
             images = self._last(x[part], "x last"), self._last(dy[part], "y last")
             self._plan.backward_weights(*images, result, accumulate=part.start > 0)
         self._first(result, dweights, accumulate)
 
     def _multiply(self, x: Any, dy: Any, result: Any) -> None:
-        """The gradient of the weights, (output, tap, channel), from images as they lie."""
+        """Compute the weight gradient (output, tap, channel) from images in place."""
         gemm, width, out_width = Gemm(self._threads, self._workspace), x.shape[2], dy.shape[2]
         for n in range(x.shape[0]):
             for tap, shift in enumerate(self._shifts):
@@ -149,7 +149,7 @@ class PlainConvolution:
 
 
 def _product_shifts(x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry) -> list[int]:
-    """How far each tap of a short kernel over one axis lies from an output pixel; none for other convolutions."""
+    """Return each tap's offset from an output pixel for a short kernel over one axis; empty for other convolutions."""
     g = geometry
     if len(x_shape) != 3 or g.group > 1 or g.stride[0] > 1 or g.kernel[0] > MAX_TAPS:
         return []

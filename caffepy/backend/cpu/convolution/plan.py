@@ -1,4 +1,4 @@
-"""Convolutions on the CPU: which way each is computed."""
+"""Convolutions on the CPU: algorithm selection."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Convolutions that are matrix products without im2col: 1x1 kernels, or a kernel as large as the image.
 
-Convolutions of single pixels are products of a matrix whose rows follow each other and packed weights:
+Pointwise convolutions are products of a matrix with contiguous rows and packed weights:
 
-    y[p, j] = start[j] + sum over k of x[p, k] * w[k, j] (+ addend[p, j]), perhaps rectified
+    y[p, j] = start[j] + sum over k of x[p, k] * w[k, j] (+ addend[p, j]), optionally rectified
 
-The tiles of `gemm.py` look up where their rows lie and what they leave out, which takes a good part of the time of 32
-channels. Here rows lie evenly apart, and tiles have as many rows as leave none over: 49 pixels are seven tiles, of
-eight, seven and two rows, not thirteen of four.
+The tiles of `gemm.py` look up their row offsets and cuts, which takes a large part of the time with 32 channels. Here
+rows are equidistant, and tile heights are chosen to leave no partial tile: 49 pixels are seven tiles, of eight, seven
+and two rows, not thirteen of four.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from caffepy.backend.layout import memory_order
 from caffepy.backend.types import Geometry
 
 HEIGHTS = (8, 7, 6, 4, 2, 1) if WIDTH == 16 else (6, 5, 4, 2, 1)
-"""Rows that a tile may have."""
+"""Possible tile heights."""
 WIDEST = 3 if WIDTH == 16 else 2
-"""Vectors of a panel: 24 sums leave registers, of 32 with vectors of 16, for the factors; 12 of 16 otherwise."""
+"""Vectors of a panel: 24 accumulators of 32 registers (AVX-512) leave room for the factors; otherwise 12 of 16."""
 MIN_EVEN_ROWS = 64
-"""Rows from which tiles of one height are taken, and of the others only as many as the rest needs."""
+"""Minimum rows for tiles of one height, with other heights only for the remainder."""
 BLOCK = 2**16
-"""Elements of x that pass over all panels together: with a panel they stay in the second cache."""
+"""Elements of x per pass over all panels; with a panel they stay in the L2 cache."""
 MIN_ROWS, MAX_ROWS = 96, 192
-"""Rows of a block: with fewer weights are read too often from a cache that cores share."""
+"""Rows of a block; with fewer, weights are reread too often from a shared cache."""
 GRAIN = 1024
-"""Steps of tiles below which a second thread costs more than it saves."""
+"""Minimum tile steps for a second thread."""
 
 
 class _PixelsWriter(Writer):
-    """Writes the instructions of a tile."""
+    """Emits the instructions of a tile."""
 
     def __init__(self, builder: Any, arguments: list[Any]) -> None:
         super().__init__(builder)
@@ -55,12 +55,12 @@ class _PixelsWriter(Writer):
         ) = arguments  # fmt: skip
 
     def _vectors(self, row: Any, vectors: int, mask: Any) -> list[Any]:
-        """Vectors that follow each other in memory, of the last one what the mask says."""
+        """Load contiguous vectors, the last one masked."""
         whole = [self.builder.load(self.vector_at(row, self.word(v * WIDTH)), align=4) for v in range(vectors - 1)]
         return [*whole, self.masked_load(self.vector_at(row, self.word((vectors - 1) * WIDTH)), mask)]
 
     def _products(self, rows: int, vectors: int) -> list[Any]:
-        """The sums over the depth."""
+        """Emit the sums over the depth."""
         builder = self.builder
         places = [builder.gep(self.x, [builder.mul(self.x_step, self.word(row))]) for row in range(rows)]
 
@@ -77,7 +77,7 @@ class _PixelsWriter(Writer):
         return self.loop(self.depth, zeros, [self.weights], step)
 
     def write(self, rows: int, vectors: int) -> None:
-        """The tile: products, and what is done to them on the way to memory."""
+        """Emit the tile: products and epilogue."""
         builder, mask = self.builder, self.lanes(self.last)
         sums, start = self._products(rows, vectors), self._vectors(self.start, vectors, mask)
         sums = [builder.fadd(start[i % vectors], total) for i, total in enumerate(sums)]
@@ -102,10 +102,10 @@ def _tile(  # noqa: PLR0913 -- a kernel
     typing_context: Any, rows: Any, vectors: Any, x: Any, x_step: Any, weights: Any, depth: Any, start: Any, y: Any,
     y_step: Any, last: Any, addend: Any, adds: Any, relu: Any,
 ) -> Any:  # fmt: skip
-    """A tile of one of `HEIGHTS` and of up to `WIDEST` vectors; any others are none.
+    """A tile with a height in `HEIGHTS` and up to `WIDEST` vectors; other sizes do nothing.
 
-    Arguments behind its size: x and the elements from row to row, weights, depth, start, y and the elements from row to
-    row, lanes of the last vector, addend (lies as y does), whether it is added, whether the result is rectified.
+    Arguments after its size: x and its row distance in elements, weights, depth, start, y and its row distance, lanes
+    of the last vector, addend (with y's layout), whether to add it, whether to rectify.
     """
     numbers, word = types.CPointer(types.float32), types.int64
     kinds = [word, word, numbers, word, numbers, word, numbers, numbers, word, word, numbers, word, word]
@@ -131,9 +131,9 @@ def multiply_pixels(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, x: Floats, depth: Int, packed: Floats, table: Words, panels: Int, start: Floats, y: Floats,
     outputs: Int, high: Int, many: Int, rest: Words, tiles: Int, block: Int, addend: Floats, adds: Int, relu: Int,
 ) -> None:  # fmt: skip
-    """Items are tiles: those of a block that meet the first panel, then the next panel, and so on; then other blocks.
+    """Items are tiles: the tiles of a block for the first panel, then for the next panel, and so on; then other blocks.
 
-    `many` tiles have `high` rows, then come those of `rest`: (first row, rows).
+    `many` tiles have `high` rows, followed by those of `rest`: (first row, rows).
     """
     item = begin
     while item < end:
@@ -157,13 +157,13 @@ def multiply_pixels(  # noqa: PLR0913 -- a kernel
 
 
 def _cost(rows: int) -> float:
-    """Cycles of a step of the widest tile, and a share of those that each tile costs beside its steps."""
-    return max(WIDEST * rows * WIDTH / 16, 4) + 0.75  # a step waits for the one before, and there is a second unit
+    """Return the cycles of a step of the widest tile, including a share of the tile's fixed cost."""
+    return max(WIDEST * rows * WIDTH / 16, 4) + 0.75  # a step waits for the previous one; there are two units
 
 
 @cache
 def heights(rows: int) -> tuple[int, ...]:
-    """The rows of each tile, for the fewest cycles; those of which there are most come first."""
+    """Return the row counts of tiles that minimise the cycles, the most frequent first."""
     best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     for total in range(1, rows + 1):
         choices = [(best[total - h][0] + _cost(h), (h, *best[total - h][1])) for h in HEIGHTS if h <= total]
@@ -172,13 +172,13 @@ def heights(rows: int) -> tuple[int, ...]:
 
 
 class Cut(NamedTuple):
-    """Rows cut into tiles.
+    """Rows divided into tiles.
 
     Args:
         high: rows of the first tiles.
-        many: how many these are.
+        many: number of these tiles.
         rest: (first row, rows) of the others.
-        tiles: how many there are in all.
+        tiles: total number.
     """
 
     high: int
@@ -189,7 +189,7 @@ class Cut(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def cut(rows: int) -> Cut:
-    """Tiles that cover so many rows."""
+    """Return tiles that cover this many rows."""
     high = max(HEIGHTS, key=lambda h: (-_cost(h) / h, -h))
     many = max(0, (rows - MIN_EVEN_ROWS) // high)
     others = heights(rows - many * high)
@@ -199,7 +199,7 @@ def cut(rows: int) -> Cut:
 
 @lru_cache(maxsize=1024)
 def block_of(tiles: int, rows: int, depth: int, threads: int) -> int:
-    """Tiles of a block: of one that threads share by panels, or of as many for each thread."""
+    """Return the tiles per block: one block whose panels are divided among threads, or one block per thread."""
     wanted = min(MAX_ROWS, max(MIN_ROWS, BLOCK // depth))
     blocks = -(-rows // wanted)
     if threads > 1 and rows >= MIN_ROWS * threads / 2:
@@ -208,7 +208,7 @@ def block_of(tiles: int, rows: int, depth: int, threads: int) -> int:
 
 
 def _widths(columns: int) -> tuple[int, ...]:
-    """Vectors of each panel: the widest, and none of a single vector where two of two can be."""
+    """Return the vectors of each panel: the widest, and two of two instead of a single vector."""
     vectors = -(-columns // WIDTH)
     wide, left = divmod(vectors, WIDEST)
     if left == 1 and wide and WIDEST == 3:
@@ -217,12 +217,12 @@ def _widths(columns: int) -> tuple[int, ...]:
 
 
 class PixelProduct:
-    """The product of any number of rows and weights of one size, planned.
+    """A planned product of any number of rows with weights of one size.
 
     Args:
         depth: elements of a row.
-        columns: elements of a row of the result.
-        packing: where the weights lie.
+        columns: elements of a result row.
+        packing: memory layout of the weights.
     """
 
     def __init__(self, depth: int, columns: int, packing: WeightPacking) -> None:
@@ -235,7 +235,7 @@ class PixelProduct:
         return self._panels.size
 
     def pack(self, threads: int, weights: Any, packed: Any) -> None:
-        """Bring weights into the order of the tiles."""
+        """Pack weights in the tiles' order."""
         pack_weights(threads, self._panels, weights, self._packing, packed)
 
     def run(  # noqa: PLR0913 -- a kernel's
@@ -252,17 +252,17 @@ class PixelProduct:
 
 
 PACKED = 256 if WIDTH == 16 else 512
-"""Single pixels from which packed weights are read so often that it pays to pack them."""
+"""Minimum pixels for which packing the weights pays."""
 
 
 def is_pixels(geometry: Geometry) -> bool:
-    """Whether windows are single pixels that follow each other, and all of them, with all their channels."""
+    """Return whether windows are single, contiguous pixels that cover all pixels and channels."""
     g = geometry
     return math.prod(g.kernel) == 1 and all(stride == 1 for stride in g.stride) and not any(g.pad) and g.group == 1
 
 
 def is_product(x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry) -> bool:
-    """Whether windows do not overlap and fill the image, and there are too few of them to pack the weights for."""
+    """Return whether windows tile the image without overlap and are too few to pack the weights."""
     g, sizes = geometry, x_shape[2:]
     if g.group > 1 or any(g.pad):
         return False
@@ -307,7 +307,7 @@ class PixelConvolution(TileConvolution):
 
 
 class ProductConvolution(PixelConvolution):
-    """One whose weights, when they are not kept, are read where they lie."""
+    """A product convolution that reads weights in place unless they are cached."""
 
     @cached_property
     def _gemm(self) -> Gemm:
@@ -319,7 +319,7 @@ class ProductConvolution(PixelConvolution):
     def forward(
         self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None, residual: Any = None
     ) -> None:  # fmt: skip
-        if self.kept_for(weights) is not None:  # in the order of tiles, which is the faster one once it is there
+        if self.kept_for(weights) is not None:  # in tile order, which is faster once it exists
             super().forward(x, weights, bias, y, relu, sums, residual)
             return
         assert sums is None, "gives no sums"

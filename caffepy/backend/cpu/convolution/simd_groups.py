@@ -1,10 +1,10 @@
-"""The innermost loops of convolutions with groups of few channels: the channels of several groups in one vector.
+"""The innermost loops of convolutions with small groups: one vector holds the channels of several groups.
 
-Lane l of a vector of results belongs to group l // made, and reads the elements (l // made) * read + i, i < read, of a
-pixel: one or two loads and a shuffle for each i, which costs nothing where groups have one channel (depthwise).
+Lane l of a result vector belongs to group l // made and reads the elements (l // made) * read + i, i < read, of a
+pixel: one or two loads and a shuffle per i. Depthwise groups need no shuffle.
 
-Owns the tables of what the rows of such a convolution read and of the tiles that cover them, and the loops over rows,
-tiles and vectors of channels, compiled for each width.
+Defines tables of the source rows and of the tiles that cover them, and loops over rows, tiles and channel vectors,
+compiled for each width.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, table_a
 
 WORD, NUMBERS, TABLE = types.int64, types.CPointer(types.float32), types.CPointer(types.int64)
 PIXELS = 4
-"""Pixels that the gradient of the weights takes at a time."""
+"""Pixels that the weight gradient processes at a time."""
 OCTETS = ir.IntType(8).as_pointer()
 LINE = 16
-"""Elements of a line of the caches: the next vectors' are fetched while these are worked on."""
+"""Elements of a cache line; the next vectors' lines are prefetched."""
 
 
 @dataclass(frozen=True)
 class SimdGroups:
-    """How groups share vectors.
+    """Distribution of groups over vectors.
 
     Args:
-        made: channels of a group that are computed.
-        read: channels of a group that each of them is computed from.
+        made: result channels of a group.
+        read: source channels of a group.
     """
 
     made: int
@@ -46,37 +46,37 @@ class SimdGroups:
 
     @property
     def groups(self) -> int:
-        """Groups of a vector: what they read lies in two vectors."""
+        """Groups of a vector, whose source fits two vectors."""
         return min(WIDTH // self.made, 2 * WIDTH // self.read)
 
     @property
     def used(self) -> int:
-        """Lanes that compute something."""
+        """Active lanes."""
         return self.groups * self.made
 
     @property
     def sources(self) -> int:
-        """Elements of a pixel that a vector is computed from."""
+        """Source elements of a pixel per vector."""
         return self.groups * self.read
 
     @property
     def fills(self) -> bool:
-        """Whether vectors of results and of what they read have no lane to spare, where there are channels enough."""
+        """Whether vectors of results and sources have no idle lanes, given enough channels."""
         return self.used == WIDTH and self.sources % WIDTH == 0
 
     def shuffle(self, index: int) -> list[int]:
-        """For each lane, which of the elements read it multiplies."""
+        """Return for each lane the index of its factor among the elements."""
         return [lane // self.made * self.read + index if lane < self.used else 0 for lane in range(WIDTH)]
 
 
 @dataclass(frozen=True)
 class Row:
-    """The taps of a kernel's row and the pixels that share what they read: pixel p and tap k read p step + k gap.
+    """The taps of a kernel row and the pixels that share loads: pixel p and tap k read column p step + k gap.
 
     Args:
-        taps: how many.
-        step: columns of the image from a pixel's window to the next one's.
-        gap: columns of the image from a tap to the next one.
+        taps: number of taps.
+        step: image columns between the windows of two pixels.
+        gap: image columns between two taps.
     """
 
     taps: int
@@ -84,31 +84,31 @@ class Row:
     gap: int
 
     def columns(self, pixels: int) -> dict[int, list[tuple[int, int]]]:
-        """For each column that is read, in order, the (pixel, tap) that it meets."""
+        """Return for each source column, in order, the (pixel, tap) pairs that use it."""
         pairs = [(p * self.step + k * self.gap, (p, k)) for p in range(pixels) for k in range(self.taps)]
         return {column: [pair for at, pair in pairs if at == column] for column in sorted({at for at, _ in pairs})}
 
     def span(self, pixels: int) -> int:
-        """Columns from the first that is read to the last."""
+        """Return the number of columns from the first to the last."""
         return (pixels - 1) * self.step + (self.taps - 1) * self.gap + 1
 
 
 class SimdGroupsWriter(Writer):
-    """Writes sums over taps for several pixels, or over pixels for several taps."""
+    """Emits sums over taps for several pixels, or over pixels for several taps."""
 
     def __init__(self, builder: Any, lanes: SimdGroups) -> None:
         super().__init__(builder)
         self._lanes = lanes
 
     def masks(self, wanted: Any, whole: bool) -> list[Any]:
-        """Masks of the one or two vectors that `wanted` elements of a pixel lie in; None where they fill them."""
+        """Return masks of the one or two vectors that hold `wanted` elements of a pixel; None for full vectors."""
         if whole:
             return [None] * (self._lanes.sources // WIDTH)
         counts = [wanted, self.builder.sub(wanted, self.word(WIDTH))]
         return [self.lanes(count) for count in counts[: 1 if self._lanes.sources <= WIDTH else 2]]
 
     def factors(self, pixel: Any, masks: list[Any]) -> list[Any]:
-        """For each i, the vector of what the lanes multiply."""
+        """Return for each i the vector of the lanes' factors."""
         loaded = [self._load(pixel, v * WIDTH, mask) for v, mask in enumerate(masks)]
         if self._lanes == SimdGroups(1, 1):
             return loaded
@@ -116,7 +116,7 @@ class SimdGroupsWriter(Writer):
         return [self._shuffled(loaded[0], second, i) for i in range(self._lanes.read)]
 
     def _load(self, pointer: Any, offset: int, mask: Any) -> Any:
-        """A vector; one without a mask needs no instruction of its own beside the one that uses it."""
+        """Load a vector; an unmasked load is folded into the instruction that uses it."""
         address = self.vector_at(pointer, self.word(offset))
         return self.builder.load(address, align=4) if mask is None else self.masked_load(address, mask)
 
@@ -165,9 +165,9 @@ class SimdGroupsWriter(Writer):
         return result
 
     def places(self, line: Any, step: Any, columns: Iterable[int]) -> dict[int, Any]:
-        """Where these columns of a line lie, `step` bytes apart.
+        """Return addresses of these columns of a line, `step` bytes apart.
 
-        Bases three columns apart, one and two steps behind which an instruction reaches by itself.
+        Uses base addresses three columns apart; addressing modes reach one and two steps further.
         """
         builder, base, at, result = self.builder, self.builder.bitcast(line, OCTETS), 0, {}
         three = builder.mul(step, self.word(3))
@@ -181,7 +181,7 @@ class SimdGroupsWriter(Writer):
     def _tap_places(
         self, line: Any, step: Any, columns: Iterable[int], together: bool, fetch: bool = False
     ) -> dict[int, Any]:
-        """As `places`, `step` elements apart; unless `together` each by itself. `fetch`: a line of the caches ahead."""
+        """As `places`, `step` elements apart; separate addresses unless `together`. `fetch`: prefetch ahead."""
         if together:
             result = self.places(line, self.opaque(self.builder.mul(step, self.word(4))), columns)
         else:
@@ -191,7 +191,7 @@ class SimdGroupsWriter(Writer):
         return result
 
     def _fetch_taps(self, row: Row, lines: list[Any], step: Any, slope: Any, dy_step: Any, fetched: Any) -> None:
-        """If `fetched`, fetch the pixels of dy at `slope` and what so many of the lines, the last ones, have new."""
+        """If `fetched`, prefetch the pixels of dy at `slope` and the new columns of the last `fetched` lines."""
         with self.builder.if_then(self.builder.icmp_signed("!=", fetched, self.word(0))):
             self._fetch(self._tap_places(slope, dy_step, range(PIXELS), True))
         for left, line in zip(reversed(range(len(lines))), lines, strict=True):
@@ -199,7 +199,7 @@ class SimdGroupsWriter(Writer):
                 self._fetch(self._tap_places(line, step, [*row.columns(PIXELS)][-row.step * PIXELS :], True))
 
     def _fetch(self, places: dict[int, Any]) -> None:
-        """Fetch what lies in these columns of a line."""
+        """Prefetch the elements of these columns of a line."""
         for place in places.values():
             self.prefetch(place, 0)
 
@@ -207,7 +207,7 @@ class SimdGroupsWriter(Writer):
         return [ir.Constant(VECTOR, [0.0] * WIDTH)] * count
 
     def _inside(self, columns: Iterable[int], low: Any, high: Any) -> dict[int, Any]:
-        """For each column, whether it lies in the image, whose columns are `low` to `high`."""
+        """Return for each column whether it is inside the image, whose columns are `low` to `high`."""
         builder = self.builder
         return {
             column: builder.and_(
@@ -235,7 +235,7 @@ class SimdGroupsWriter(Writer):
             filters = [[self._load(self.shifted(own, tap), i * WIDTH, None) for i in range(read)] for tap in taps]
             own_step = self.opaque(octets)  # multiples of it are computed where they are used
             with builder.if_then(builder.icmp_signed(">=", h, first_fetched)):
-                # The tile before has fetched the other columns.
+                # The previous tile has prefetched the other columns.
                 self._fetch(self.places(self.shifted(line, distance), own_step, [*meets][-row.step * pixels :]))
             places = self.places(line, own_step, meets)
             for column, pairs in meets.items():
@@ -267,7 +267,7 @@ class SimdGroupsWriter(Writer):
         lines = [self.shifted(begin, self.table(entries, self.word(2 * r))) for r in range(rows)]
 
         together = rows > 1 or WIDTH == 16
-        ahead = together and self._lanes.made == self._lanes.read  # else lines of the caches of x and dy end apart
+        ahead = together and self._lanes.made == self._lanes.read  # else cache lines of x and dy end apart
 
         def products(at: Any, sums: list[Any], inside: dict[int, Any], there: list[Any]) -> list[Any]:
             sums, slopes = list(sums), []
@@ -279,7 +279,7 @@ class SimdGroupsWriter(Writer):
             for pixel, place in self._tap_places(slope, dy_step, range(PIXELS), together, not ahead).items():
                 slopes.append(self._load(builder.select(there[pixel], place, zeros) if there else place, 0, mask))
             for r, line in enumerate(lines):
-                fetch = not ahead and r == rows - 1  # the rows before it were read with the line before
+                fetch = not ahead and r == rows - 1  # earlier rows were prefetched with the previous line
                 source = self.shifted(line, origin)
                 for column, place in self._tap_places(source, step, meets, together, fetch).items():
                     place = builder.select(inside[column], place, zeros) if inside else place
@@ -334,12 +334,11 @@ class SimdGroupsWriter(Writer):
 
 @cache
 def pixel_sums(lanes: SimdGroups, pixels: int, whole: bool) -> Any:
-    """Results of one vector of channels for `pixels` pixels: start + the sum over taps of x * weights.
+    """Return an intrinsic for one channel vector of `pixels` pixels: start + the sum over taps of x * weights.
 
     Arguments: x and the step between the pixels' windows; rows of taps as a table of (offset in x, in weights) and
-    their number; columns of taps likewise; weights; the vector to start from; y and the step between its pixels; how
-    many elements of a pixel are read and how many are written; whether results are rectified. `whole`: elements fill
-    their vectors.
+    their number; columns of taps likewise; weights; the start vector; y and the step between its pixels; the elements
+    of a pixel that are read and written; whether to rectify. `whole`: elements fill their vectors.
     """
     signature = types.void(
         NUMBERS, WORD, TABLE, WORD, TABLE, WORD, NUMBERS, NUMBERS, NUMBERS, WORD, WORD, WORD, WORD
@@ -356,13 +355,12 @@ def pixel_sums(lanes: SimdGroups, pixels: int, whole: bool) -> Any:
 
 @cache
 def row_sums(lanes: SimdGroups, row: Row, pixels: int, whole: bool, edges: bool) -> Any:
-    """As `pixel_sums`, for rows of taps as in `row`: each column of the image is read once for all pixels and taps.
+    """As `pixel_sums`, for rows of taps as in `row`: each image column is loaded once for all pixels and taps.
 
-    Arguments: x and the elements of its pixel; rows of taps and their number; columns of taps; weights; the vector to
-    start from; y and the step between its pixels; how many elements of a pixel are read and how many are written;
-    whether results are rectified; the first column inside the image, counted from that of the first pixel's first tap,
-    and the one after the last; zeros to read in place of the others, which happens with `edges`; how many elements
-    ahead lines of the caches are fetched, and for how many of the rows, the last ones.
+    Arguments: x and the elements of its pixel; rows of taps and their number; columns of taps; weights; the start
+    vector; y and the step between its pixels; the elements of a pixel that are read and written; whether to rectify;
+    the first column inside the image, relative to the first pixel's first tap, and the end column; zeros to read for
+    outside columns, used with `edges`; the prefetch distance in elements, and the number of (last) rows to prefetch.
     """
     signature = types.void(
         NUMBERS, WORD, TABLE, WORD, TABLE, NUMBERS, NUMBERS, NUMBERS, WORD, WORD, WORD, WORD, WORD, WORD, NUMBERS,
@@ -383,12 +381,13 @@ def row_sums(lanes: SimdGroups, row: Row, pixels: int, whole: bool, edges: bool)
 
 @cache
 def row_tap_sums(lanes: SimdGroups, row: Row, rows: int, whole: bool) -> Any:
-    """For the taps of several rows, totals += the sum over pixels of x * dy, for one vector of channels.
+    """Return an intrinsic: for the taps of several rows, totals += the sum over pixels of x * dy, for one channel
+    vector.
 
-    Arguments: x and the elements of its pixel; the rows as a table of (offset in x, in totals); the columns as one of
-    four (unused, unused, offset in x, in totals); dy and the step between pixels; how many pixels; totals; how many
-    elements of a pixel of x are read, and how many of dy; columns inside the image and zeros as for `row_sums`; how
-    many elements ahead lines of the caches of x and of dy are fetched, and for how many of the rows, the last ones.
+    Arguments: x and the elements of its pixel; the rows as a table of (offset in x, in totals); the columns as a table
+    of (unused, unused, offset in x, in totals); dy and the step between pixels; number of pixels; totals; the elements
+    of a pixel of x and of dy; columns inside the image and zeros as for `row_sums`; the prefetch distances of x and of
+    dy in elements, and the number of (last) rows to prefetch.
     """
     signature = types.void(
         NUMBERS, WORD, TABLE, TABLE, NUMBERS, WORD, WORD, NUMBERS, WORD, WORD, WORD, WORD, NUMBERS, WORD, WORD, WORD
@@ -408,11 +407,10 @@ def row_tap_sums(lanes: SimdGroups, row: Row, rows: int, whole: bool) -> Any:
 
 @cache
 def tap_sums(lanes: SimdGroups, taps: int, whole: bool) -> Any:
-    """For each of several taps, totals += the sum over pixels of x * dy, for one vector of channels.
+    """Return an intrinsic: for each of several taps, totals += the sum over pixels of x * dy, for one channel vector.
 
     Arguments: x and the step between pixels' windows; the taps as a table of (offset in x, in totals); dy and the step
-    between pixels; how many pixels; totals; how many elements of a pixel of x are read, and how many of dy; `whole`:
-    they fill their vectors.
+    between pixels; number of pixels; totals; the elements of a pixel of x and of dy. `whole`: they fill their vectors.
     """
     signature = types.void(NUMBERS, WORD, TABLE, NUMBERS, WORD, WORD, NUMBERS, WORD, WORD)
 
@@ -432,7 +430,7 @@ def _generator(lanes: SimdGroups, write: Callable[[Any, list[Any]], None]) -> Ca
 def generator(
     kind: type[SimdGroupsWriter], lanes: SimdGroups, write: Callable[[Any, list[Any]], None]
 ) -> Callable[..., Any]:
-    """What numba calls to have an intrinsic's instructions written."""
+    """Return the code generator that numba calls for an intrinsic."""
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
         write(kind(builder, lanes), list(arguments))
@@ -442,13 +440,13 @@ def generator(
 
 
 def table_of(values: Any) -> ConstantTable:
-    """A table as int64; an empty one has an entry, as it has to lie somewhere."""
+    """Return a table as int64; an empty one gets an entry, because it needs an address."""
     flat = np.asarray(values, np.int64).reshape(-1)
     return ConstantTable(np.ascontiguousarray(flat if flat.size else np.zeros(1, np.int64)))
 
 
 def row_taps(axes: Sequence[Axis], sizes: Sequence[int], kernel: Sequence[int]) -> tuple[Any, Any, Any]:
-    """Of these axes taken as one: the row that each row and tap reads, whether it exists, and the taps' numbers."""
+    """For merged axes: return the source row of each row and tap, whether it exists, and the taps' numbers."""
     at = merged([axis.indices for axis in axes], sizes)[:, None] + merged([axis.shifts for axis in axes], sizes)
     return at, taps_inside(axes, sizes), merged([axis.taps for axis in axes], kernel)
 
@@ -456,7 +454,7 @@ def row_taps(axes: Sequence[Axis], sizes: Sequence[int], kernel: Sequence[int]) 
 def row_tables(
     axes: Sequence[Axis], sizes: tuple[int, ...], kernel: tuple[int, ...], channels: int, tap: int
 ) -> tuple[ConstantTable, ConstantTable]:
-    """Where the taps of each row begin in a table of those that exist: (offset in what is read, in the weights)."""
+    """Return each row's begin in a table of its existing taps: (offset in the source, in the weights)."""
     at, valid, taps = row_taps(axes, sizes[:-1], kernel[:-1])
     weights = np.broadcast_to(taps * kernel[-1] * tap, valid.shape)
     starts = np.concatenate([[0], np.cumsum(valid.sum(axis=1))])
@@ -464,7 +462,7 @@ def row_tables(
 
 
 def new_rows(axes: Sequence[Axis]) -> int:
-    """How many rows of a window, the last ones, the window above does not have."""
+    """Return the number of (last) rows of a window that the window above does not read."""
     if len(axes) == 1:
         return 1
     step, gap = step_of(axes[-2].indices), step_of(axes[-2].shifts)
@@ -472,14 +470,14 @@ def new_rows(axes: Sequence[Axis]) -> int:
 
 
 def next_rows(starts: ConstantTable, taps: ConstantTable) -> ConstantTable:
-    """From what the last taps of each row of `row_tables` read to what those of the next row do."""
+    """Return the offsets from the last taps of each row of `row_tables` to those of the next row."""
     last = np.maximum(starts.array[1:] - 1, 0)
     read = taps.array[0::2] if len(taps.array) > 1 else np.zeros(1, np.int64)
     return table_of(np.diff(read[last], append=read[last[-1]]))
 
 
 def tiles(axis: Axis, size: int) -> list[tuple[int, int, int, int]]:
-    """(first pixel, pixels, first tap, last tap + 1) of tiles that cover a row; those that overlap write the same."""
+    """Return (first pixel, pixels, first tap, last tap + 1) of tiles that cover a row; they may overlap."""
     at = axis.indices[:, None] + axis.shifts[None, :]
     first, stop = (at < 0).sum(axis=1), (at < size).sum(axis=1)
     whole = np.flatnonzero((first == 0) & (stop == len(axis.shifts)))
@@ -495,24 +493,24 @@ def tiles(axis: Axis, size: int) -> list[tuple[int, int, int, int]]:
 
 
 def step_of(indices: Any) -> int:
-    """From one entry to the next."""
+    """Return the distance of entries."""
     return int(indices[1] - indices[0]) if len(indices) > 1 else 1
 
 
 def row_of(axis: Axis, share: float) -> Row | None:
-    """The taps along the last axis if tiles of pixels read at most this share of what each of them reads, else None."""
+    """Return the taps along the last axis if sharing loads reduces them to at most this share, else None."""
     row, pixels = Row(len(axis.taps), step_of(axis.indices), step_of(axis.shifts)), 2 * PIXELS
     shares = row.taps > 1 and len(row.columns(pixels)) <= share * pixels * row.taps
     return row if shares and len(axis.indices) >= PIXELS else None
 
 
 def tile_height(count: int) -> int:
-    """Pixels of the tiles of a row of `count`: seven where they leave none over and tiles of eight would overlap."""
+    """Return the pixels per tile of a row of `count`: seven if it divides evenly and tiles of eight would overlap."""
     return 7 if count % 7 == 0 and count % 8 > 4 else 8
 
 
 def row_tiles(axis: Axis, size: int, high: int = 8) -> list[tuple[int, int, int, int]]:
-    """(first pixel, pixels, first column in the image, end) of tiles that cover a row; columns as for `row_sums`."""
+    """Return (first pixel, pixels, first column in the image, end) of tiles of a row; columns as in `row_sums`."""
     count, tiles, begin = len(axis.indices), [], 0
     while begin < count:
         pixels = 4 if count - begin <= 4 or count < high else high
@@ -525,7 +523,7 @@ def row_tiles(axis: Axis, size: int, high: int = 8) -> list[tuple[int, int, int,
 
 @kernel
 def gather(begin: Int, end: Int, source: Floats, order: Words, target: Floats) -> None:
-    """target[i] = source[order[i]], 0 where that is -1."""
+    """target[i] = source[order[i]], or 0 if order[i] is -1."""
     for i in range(begin, end):
         target[i] = source[order[i]] if order[i] >= 0 else 0
 
@@ -544,12 +542,12 @@ def add_blocks(  # noqa: PLR0913 -- a kernel
 
 @cache
 def fold_kernel(many: int) -> Kernel:
-    """Adds up the gradients that `many` outputs of each channel make separately (grouped.py)."""
+    """Return a kernel that sums the gradients of each channel's `many` outputs (grouped.py)."""
 
     zero = np.float32(0)
 
     def fold(begin: Int, end: Int, source: Floats, target: Floats, run: Int) -> None:
-        """target[i] = the sum of `many` elements of source that lie next to each other. Items are `run` of them."""
+        """target[i] = the sum of `many` contiguous elements of source. Items are `run` of them."""
         for i in range(begin * run, end * run):
             first = second = third = fourth = zero
             at, four = i * many, many // 4 * 4
@@ -578,9 +576,9 @@ def _named(lanes: SimdGroups, function: Callable[..., None], row: Row | None = N
 
 
 def named_kernel(function: Callable[..., None], numbers: list[int]) -> Kernel:
-    """A kernel whose names, by which its machine code is kept and linked, tell these numbers apart.
+    """Return a kernel whose names contain these numbers; its cached machine code is stored and linked by name.
 
-    Machine code that several processes have kept is linked by qualified names: of two alike the first would be called.
+    Cached machine code of several processes is linked by qualified names: with equal names the first would be called.
     """
     function.__name__ = function.__qualname__ = "_".join([function.__name__, *map(str, numbers)])
     return Kernel(function)
@@ -588,7 +586,7 @@ def named_kernel(function: Callable[..., None], numbers: list[int]) -> Kernel:
 
 @cache
 def pixel_kernel(lanes: SimdGroups) -> Kernel:
-    """The kernel of a `_Pass` (grouped.py)."""
+    """Return the kernel of a `_Pass` (grouped.py)."""
     sums8, sums4, sums1 = (pixel_sums(lanes, pixels, False) for pixels in (8, 4, 1))
     whole8 = pixel_sums(lanes, 8, lanes.fills)
 
@@ -628,7 +626,7 @@ def pixel_kernel(lanes: SimdGroups) -> Kernel:
 
 @cache
 def row_kernel(lanes: SimdGroups, row: Row, high: int) -> Kernel:
-    """As `pixel_kernel`, for rows of taps as in `row`: tiles are of (first pixel, `high` or 4, first column, end)."""
+    """As `pixel_kernel`, for rows of taps as in `row`; tiles are (first pixel, `high` or 4, first column, end)."""
     inside, edge = (row_sums(lanes, row, high, lanes.fills, edges) for edges in (False, True))
     any_high, any4 = (row_sums(lanes, row, pixels, False, True) for pixels in (high, 4))
     span, tile, shared = row.span(high), high, max(1, LINE // lanes.sources)
@@ -640,9 +638,8 @@ def row_kernel(lanes: SimdGroups, row: Row, high: int) -> Kernel:
         inputs: Int, outputs: Int, relu: Int, zeros: Floats, next_rows: Words,
         depth: Int, fetched: Int,
     ) -> None:  # fmt: skip
-        """Items are (image, row, part of the tiles). Of `fetched` rows what lies `depth` vectors ahead is fetched;
-        `next_rows`: from a row's last taps to those of the next one.
-        """
+        """Items are (image, row, part of the tiles). Prefetches `depth` vectors ahead for `fetched` rows;
+        `next_rows`: offsets from a row's last taps to the next row's."""
         for item in range(begin, end):
             part, line = item % parts, item // parts
             n, r = line // rows, line % rows
@@ -688,7 +685,7 @@ def row_kernel(lanes: SimdGroups, row: Row, high: int) -> Kernel:
 
 @cache
 def row_tap_kernel(lanes: SimdGroups, row: Row, many: int) -> Kernel:
-    """As `tap_kernel`, for rows of taps as in `row`, of which `many` are taken at a time."""
+    """As `tap_kernel`, for rows of taps as in `row`, `many` rows at a time."""
     sums_many, sums1 = row_tap_sums(lanes, row, many, False), row_tap_sums(lanes, row, 1, False)
     whole_many = row_tap_sums(lanes, row, many, lanes.fills)
     shared = max(1, LINE // lanes.sources)
@@ -699,9 +696,8 @@ def row_tap_kernel(lanes: SimdGroups, row: Row, many: int) -> Kernel:
         block: Int, rows: Int, vectors: Int, parts: Int, sources: Int, used: Int, inputs: Int, outputs: Int,
         width: Int, low: Int, high: Int, zeros: Floats, next_rows: Words, fetched: Int,
     ) -> None:  # fmt: skip
-        """Items are (block of lines of the output, part of the vectors). While a vector is passed over, what the next
-        one reads is fetched, in `fetched` rows of the window.
-        """
+        """Items are (block of output lines, part of the vectors). While a vector is processed, the next one's data is
+        prefetched for `fetched` rows of the window."""
         for item in range(begin, end):
             number, part = item // parts, item % parts
             first, stop = part * vectors // parts, (part + 1) * vectors // parts
@@ -745,7 +741,7 @@ def row_tap_kernel(lanes: SimdGroups, row: Row, many: int) -> Kernel:
 
 @cache
 def tap_kernel(lanes: SimdGroups) -> Kernel:
-    """The kernel of a `_WeightsPass` (grouped.py)."""
+    """Return the kernel of a `_WeightsPass` (grouped.py)."""
     many = 3 if lanes.read <= 4 else 1
     sums_many, sums1 = tap_sums(lanes, many, False), tap_sums(lanes, 1, False)
     whole_many = tap_sums(lanes, many, lanes.fills)
@@ -755,7 +751,7 @@ def tap_kernel(lanes: SimdGroups) -> Kernel:
         columns: Words, kernel_w: Int, dy: Floats, dy_line: Int, totals: Floats, filters: Int, size: Int, lines: Int,
         block: Int, rows: Int, vectors: Int, parts: Int, sources: Int, used: Int, inputs: Int, outputs: Int,
     ) -> None:  # fmt: skip
-        """Items are (block of lines of the output, part of the vectors)."""
+        """Items are (block of output lines, part of the vectors)."""
         for item in range(begin, end):
             number, part = item // parts, item % parts
             first, stop = part * vectors // parts, (part + 1) * vectors // parts

@@ -1,12 +1,12 @@
-"""The gradient of the image of a depthwise convolution with a stride; also the forward pass of one transposed.
+"""The data gradient of a strided depthwise convolution; also the forward pass of a transposed one.
 
-A pixel of the image gets its sum from the taps that meet its residue: its position modulo the stride. A pass for each
-residue would write the image in strips. Two ways write each row of the image in order:
+A pixel of the image sums the taps of its residue: its position modulo the stride. A separate pass per residue would
+write the image in strips. Two algorithms write each row of the image in order:
 
-- `ResidueDgrad`: the residues of a row are computed one after the other, a tile of each, with the weights in registers.
-- `ScatterDgrad`: one pixel of the gradient of the output reaches a run of pixels in each row of the image. With the
-  channels last a run is `stride` times `channels` elements that lie together, and so do the weights once they are in
-  this order; the pixel is repeated as often. Vectors are full whatever the number of channels.
+- `ResidueDgrad` computes the residues of a row one after another, a tile of each, with the weights in registers.
+- `ScatterDgrad`: one pixel of the output's gradient reaches a run of pixels in each row of the image. With the
+  channels last, a run is `stride` times `channels` contiguous elements, and so are the reordered weights; the pixel
+  is repeated as often. Vectors are full for any number of channels.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from caffepy.backend.cpu.jit.vector import WIDTH, ahead, table_at
 from caffepy.backend.cpu.memory import Workspace
 
 TAPS = range(2, 33)
-"""Taps of a row of a residue: with a single one nothing is read twice, and rows of more are long functions."""
+"""Taps of a residue's row: a single tap shares no loads, and longer rows make long functions."""
 MAX_STRIDE = 4 if WIDTH == 16 else 2
-"""With a wider one a row has few pixels of a residue."""
+"""Maximum stride; beyond, a row has few pixels of a residue."""
 APART = 512
-"""Elements from one pixel to the next, of which multiples share few sets of the first cache."""
+"""Element distance of pixels whose multiples map to few L1 cache sets."""
 ZEROS = ConstantTable(np.zeros(2 * WIDTH, np.float32))
-"""What is read in place of what lies beside the image."""
+"""Read in place of positions outside the image."""
 
 
 class _TileWriter(SimdGroupsWriter):
-    """Writes the sums of a tile of eight or four pixels."""
+    """Emits the sums of a tile of eight or four pixels."""
 
     def write_tile(self, row: Row, arguments: list[Any]) -> None:
         """See `row_tile`."""
@@ -80,9 +80,9 @@ class _TileWriter(SimdGroupsWriter):
 
 @cache
 def row_tile(row: Row) -> Any:
-    """As `row_sums` for a whole vector, for one channel a group, and eight pixels or four.
+    """As `row_sums` for a whole vector and one channel per group, with eight or four pixels.
 
-    Arguments: as those, with the pixels in place of how many elements are read and written.
+    Arguments: as those of `row_sums`, with the pixels in place of the numbers of elements read and written.
     """
     signature = types.void(
         NUMBERS, WORD, TABLE, WORD, TABLE, NUMBERS, NUMBERS, NUMBERS, WORD, WORD, WORD, WORD, WORD, NUMBERS
@@ -101,7 +101,7 @@ def row_tile(row: Row) -> Any:
 
 @cache
 def residue_kernel(taps: int, gap: int) -> Kernel:
-    """The kernel of a `ResidueDgrad` whose residues have so many taps in a row, or one less."""
+    """Return the kernel of a `ResidueDgrad` whose residues have this many taps in a row, or one less."""
     sums, sums_less = row_tile(Row(taps, 1, gap)), row_tile(Row(max(1, taps - 1), 1, gap))
 
     def residue_rows(  # noqa: PLR0913 -- a kernel
@@ -109,14 +109,13 @@ def residue_kernel(taps: int, gap: int) -> Kernel:
         residues: Words, residue_count: Int, most: Int, columns: Words, tiles: Words, packed: Floats, filters: Int,
         start: Floats, y: Floats, y_image: Int, y_step: Int, vectors: Int, vector: Int, channels: Int, zeros: Floats,
     ) -> None:  # fmt: skip
-        """Items are the rows (n, h) of y. `residues` has for each of a row where it starts in x and in y, its taps (0:
-        all, 1: one less, 2: none), its columns and tiles in their tables, and the end of its tiles.
-        """
+        """Items are the rows (n, h) of y. `residues` gives for each residue of a row its start in x and in y, its taps
+        (0: all, 1: one less, 2: none), its columns and tiles in their tables, and the end of its tiles."""
         for item in range(begin, end):
             n, r = item // rows, item % rows
             own, met = table_at(rows_table, 2 * row_starts[r]), row_starts[r + 1] - row_starts[r]
             target = ahead(y, n * y_image + y_rows[r])
-            for tile in range(most):  # of each residue, so that a part of the row is written after the other
+            for tile in range(most):  # tile by tile over the residues, so that the row is written in order
                 for residue in range(0, 6 * residue_count, 6):
                     kind, column = residues[residue + 2], table_at(columns, 2 * residues[residue + 3])
                     number, reached = residues[residue + 4] + tile, met if kind < 2 else 0
@@ -127,7 +126,7 @@ def residue_kernel(taps: int, gap: int) -> Kernel:
                     a = ahead(x, n * x_image + residues[residue] + first * channels)
                     c = ahead(target, residues[residue + 1] + first * y_step)
                     for v in range(vectors):
-                        w, at = ahead(packed, v * filters), min(v * vector, channels - vector)  # those overlap
+                        w, at = ahead(packed, v * filters), min(v * vector, channels - vector)  # overlapping vectors
                         if kind == 0:
                             sums(
                                 ahead(a, at), channels, own, reached, column, w, start, ahead(c, at), y_step, pixels, 0,
@@ -143,9 +142,9 @@ def residue_kernel(taps: int, gap: int) -> Kernel:
 
 
 def channel_order(channels: int, taps: int) -> Any:
-    """For each element (vector, tap, lane) of packed weights, which of the weights of a depthwise layer it is.
+    """Return for each element (vector, tap, lane) of packed weights its index in a depthwise layer's weights.
 
-    The last vector ends with the last channel, so it lies over the one before and needs no mask.
+    The last vector ends with the last channel, so it overlaps the previous one and needs no mask.
     """
     v, k, lane = np.ix_(range(-(-channels // WIDTH)), range(taps), range(WIDTH))
     return (np.minimum(v * WIDTH, channels - WIDTH) + lane) * taps + k
@@ -156,7 +155,7 @@ def _residues(shape: ConvolutionShape) -> list[list[Axis]]:
 
 
 def suits_residue_dgrad(shape: ConvolutionShape) -> bool:
-    """Whether the gradient of the image is computed in this way."""
+    """Return whether `ResidueDgrad` computes the data gradient."""
     g = shape.geometry
     depthwise = g.group == shape.channels == shape.outputs and shape.channels >= WIDTH and shape.channels % APART
     if not depthwise or not 1 < g.stride[-1] <= MAX_STRIDE:
@@ -166,7 +165,7 @@ def suits_residue_dgrad(shape: ConvolutionShape) -> bool:
 
 
 class ResidueDgrad:
-    """The gradient of images, planned.
+    """The planned data gradient.
 
     Args:
         shape: of a depthwise convolution.
@@ -184,7 +183,7 @@ class ResidueDgrad:
         self._work = shape.sizes[-1] * self._vectors * self._filters // max(1, shape.geometry.stride[-1])
 
     def _plan_rows(self, residues: Sequence[Sequence[Axis]]) -> None:
-        """Of each row of the image the taps that exist, and where it lies."""
+        """Compute the existing taps and the position of each image row."""
         (source, target), width = self._sizes, self._kernel[-1]
         rows: dict[int, Any] = {}
         for axes in residues:
@@ -200,7 +199,7 @@ class ResidueDgrad:
         self._y_rows = table_of(np.array(sorted(rows)) * target[-1] * self._channels)
 
     def _plan_columns(self, columns: Sequence[Axis]) -> None:
-        """Of each residue of a row where it starts, its taps and tiles; see `residue_rows`."""
+        """Compute each residue's start, taps and tiles in a row; see `residue_rows`."""
         channels, width = self._channels, self._sizes[0][-1]
         self._taps = max(len(axis.taps) for axis in columns)
         self._gap = max(step_of(axis.shifts) for axis in columns)
@@ -216,14 +215,14 @@ class ResidueDgrad:
             taps += pairs or [(0, 0)]
             tiles += own
         self._residue_table, self._residue_count = table_of(residues), len(residues)
-        # A residue without taps reads those of the longest, for no row.
+        # A residue without taps uses the longest one's, with no rows.
         self._columns, self._tiles = table_of(taps + [(0, 0)] * self._taps), table_of(tiles)
         self._most = max(residue[5] - residue[4] for residue in residues)
         self._y_step = step_of(columns[0].pixels) * channels
 
     @property
     def order(self) -> Any:
-        """For each element of packed weights, which of the weights it is."""
+        """Index in the weights for each element of packed weights."""
         return channel_order(self._channels, self._filters)
 
     def run(self, threads: int, images: int, dy: Any, packed: Any, start: Any, dx: Any) -> None:
@@ -241,13 +240,13 @@ def _met_by_none(axis: Axis) -> Axis:
 
 
 VECTORS_AT_ONCE = 4
-"""Vectors that are worked on at a time."""
+"""Vectors processed at a time."""
 MIN_RUN = 2 * WIDTH
-"""Elements of a run from which it pays."""
+"""Minimum elements of a run."""
 
 
 class _RunWriter(SimdGroupsWriter):
-    """Writes the sums of a run."""
+    """Emits the sums of a run."""
 
     def write(self, taps: int, arguments: list[Any]) -> None:
         """See `run_sums`."""
@@ -292,9 +291,9 @@ class _RunWriter(SimdGroupsWriter):
 
 @cache
 def run_sums(taps: int) -> Any:
-    """y[e] = keep * y[e] + the sum over taps of x[e - tap * run] * weights[e + tap * run].
+    """Return an intrinsic: y[e] = keep * y[e] + the sum over taps of x[e - tap * run] * weights[e + tap * run].
 
-    Arguments: y, how many elements, x, weights, run, keep (0 or 1).
+    Arguments: y, number of elements, x, weights, run, keep (0 or 1).
     """
     signature = types.void(NUMBERS, WORD, NUMBERS, NUMBERS, WORD, WORD)
 
@@ -314,7 +313,7 @@ def _clear(target: Any, start: Any, count: Any) -> None:
 
 @device_function
 def _repeat(source: Any, at: Any, pixels: Any, channels: Any, many: Any, target: Any, to: Any) -> None:
-    """Write each of some pixels `many` times."""
+    """Write each pixel `many` times."""
     for pixel in range(at, at + pixels * channels, channels):
         for _ in range(many):
             for c in range(channels):
@@ -324,7 +323,7 @@ def _repeat(source: Any, at: Any, pixels: Any, channels: Any, many: Any, target:
 
 @cache
 def scatter_kernel(taps: int) -> Kernel:
-    """The kernel of a `ScatterDgrad`."""
+    """Return the kernel of a `ScatterDgrad`."""
     sums = run_sums(taps)
 
     def scatter(  # noqa: PLR0913 -- a kernel
@@ -332,10 +331,10 @@ def scatter_kernel(taps: int) -> Kernel:
         items: Int, images: Int, channels: Int, height: Int, width: Int, out_height: Int, out_width: Int, kernel: Int,
         reach: Int, stride: Int, pad: Int, across: Int, left: Int, blocks: Int,
     ) -> None:  # fmt: skip
-        """Items are parts of the groups of rows that the same rows of dy reach, of all images.
+        """Items are parts of the row groups that the same rows of dy reach, of all images.
 
-        `repeated` holds `reach` rows of dy with each pixel `across` times, `taps` - 1 pixels of zeros before them and
-        as many behind as make `blocks`.
+        `repeated` holds `reach` rows of dy with each pixel repeated `across` times, preceded by `taps` - 1 zero pixels
+        and followed by as many as complete `blocks`.
         """
         run = across * channels
         line = (blocks + taps - 1) * run
@@ -373,7 +372,7 @@ def scatter_kernel(taps: int) -> Kernel:
 
 
 def one_window(shape: ConvolutionShape) -> ConvolutionShape:
-    """If the image has a single window, the same with a stride that reaches beyond it, so that it is one run a row."""
+    """If the image has a single window, return the shape with a stride beyond it, so that a row is one run."""
     if shape.out != (1, 1):
         return shape
     g = shape.geometry
@@ -384,19 +383,19 @@ def one_window(shape: ConvolutionShape) -> ConvolutionShape:
 
 
 def suits_scatter_dgrad(shape: ConvolutionShape) -> bool:
-    """Whether the gradient of the image is computed in this way."""
+    """Return whether `ScatterDgrad` computes the data gradient."""
     g = shape.geometry
     depthwise = g.group == shape.channels == shape.outputs and len(shape.sizes) == 2 and g.dilation == (1, 1)
     return depthwise and g.stride[1] > 1 and g.stride[1] * shape.channels >= MIN_RUN
 
 
 class ScatterDgrad:
-    """The gradient of images, planned.
+    """The planned data gradient.
 
     Args:
         shape: of a depthwise convolution over two spatial axes.
-        threads: of the backend.
-        workspace: of the backend.
+        threads: the backend's threads.
+        workspace: the backend's workspace.
     """
 
     def __init__(self, shape: ConvolutionShape, threads: int, workspace: Workspace) -> None:
@@ -411,7 +410,6 @@ class ScatterDgrad:
         self._order = ConstantTable(np.ascontiguousarray(order.transpose(1, 2, 3, 0), np.int64))
 
     def run(self, dy: Any, weights: Any, dx: Any) -> None:
-        """Compute dx."""
         shape, g, images = self._shape, self._shape.geometry, dy.shape[0]
         packed = self._workspace.take("weights", self._order.array.size)
         gather.run(self._threads, self._order.array.size, GRAIN, weights, self._order, packed)

@@ -1,6 +1,6 @@
-"""The gradient of a convolution's weights on the CPU: a product of image and gradient, summed over pixels.
+"""The weight gradient of a convolution on the CPU: a product of image and gradient, summed over pixels.
 
-Lines and columns of the output at which all elements of a tile lie beside the image are left out of its sums.
+A tile's sums skip output lines and columns for which all its elements are outside the image.
 """
 
 from __future__ import annotations
@@ -16,25 +16,23 @@ from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, fetch, ta
 from caffepy.backend.cpu.memory import Workspace
 
 CACHED, MIN_CACHED, MAX_CACHED = 144 * 1024, 72 * 1024, 288 * 1024
-"""Elements of x or dy, and of panels of the other, that the gradient of the weights works on at a time. Where pixels
-are `FAR` apart it is half as many as the gradient has, which is read and written each time, but between the last two.
-"""
+"""Elements of x or dy, and of panels of the other, per block of the weight gradient. If pixels are `FAR` apart it is
+half the gradient's size, which is read and written each time, within the last two limits."""
 FAR = 256
-"""Elements from pixel to pixel from which the processor does not see in time what a tile will read."""
+"""Minimum element distance of pixels that the hardware prefetcher cannot follow."""
 COPYING, TURNING = 1.5, 2.0
-"""What it costs to copy a vector into a panel and to turn an element of the result, as `COST_TALL` counts."""
+"""Costs of copying a vector into a panel and of transposing a result element, in units of `COST_TALL`."""
 LINE = 16
-"""Elements of a line of the caches."""
+"""Elements of a cache line."""
 FIELDS = 11
-"""Numbers of a unit."""
+"""Fields of a unit."""
 ZEROS = ConstantTable(np.zeros(4 * WIDTH, np.float32))
-"""What sums begin with."""
+"""Initial accumulators."""
 
 
 @device_function
 def fetch_lines(a: Any, a_lines: Any, first: Any, length: Any, begin: Any, end: Any) -> None:
-    """Bring parts of `LINE` elements, of lines that have `length` parts each, into the caches; `first` is the first's
-    entry."""
+    """Prefetch parts of `LINE` elements of lines with `length` parts each; `first` is the first line's entry."""
     for part in range(begin, end):
         fetch(ahead(a, a_lines[first + part // length] + part % length * LINE))
 
@@ -46,13 +44,12 @@ def add_products(  # noqa: PLR0913 -- a kernel's
     units: Any, first_unit: Any, stop_unit: Any, panel: Any, width: Any, high: Any, first_block: Any,
     stop_block: Any,
 ) -> None:  # fmt: skip
-    """c[r, j] (+)= sum over the lines of all images of a * b, for some units, tiles of c, over some blocks of lines.
+    """c[r, j] (+)= sum over the lines of all images of a * b, for some units (tiles of c) and some blocks of lines.
 
-    `high`: rows of tiles of one vector if rows of a lie together in fours, else 0.
-    The columns of b that a tile needs are first brought together: in the image they are far apart, often by a
-    power of two, which map to the same few cache lines. Where pixels of a are `FAR` apart, the next block's part of a
-    is meanwhile brought into the caches as it lies, a share with each tile. `starts` has for each list of lines where
-    each block of lines begins in it; `a_lines` and `panel_lines` hold all lists one after the other.
+    `high`: rows of single-vector tiles if rows of a are contiguous in fours, else 0. The columns of b that a tile needs
+    are packed first: in the image they are far apart, often by a power of two, which maps to few cache sets. If pixels
+    of a are `FAR` apart, the next block's part of a is prefetched meanwhile, a share with each tile. `starts` gives for
+    each list of lines the begin of each block of lines; `a_lines` and `panel_lines` hold all lists one after another.
     """
     length = (line * a_step + LINE - 1) // LINE if a_step >= FAR else 0
     blocks = (lines + block - 1) // block
@@ -126,7 +123,7 @@ def correlate_weights(  # noqa: PLR0913 -- a kernel
 def transpose_add(
     begin: Int, end: Int, source: Floats, target: Floats, rows: Int, columns: Int, accumulate: Int
 ) -> None:
-    """target[j, r] (+)= source[r, j]. Items are lines of j."""
+    """target[j, r] (+)= source[r, j]. Items are rows of target."""
     for item in range(begin, end):
         first, stop = item * LINE, min(columns, (item + 1) * LINE)
         for r in range(rows):
@@ -136,7 +133,7 @@ def transpose_add(
 
 
 class _Lines(NamedTuple):
-    """The lines of all images that tiles pass over, for a number of images; see `correlate_weights`."""
+    """The lines of all images that tiles process, for a number of images; see `correlate_weights`."""
 
     starts: ConstantTable
     a: ConstantTable
@@ -146,7 +143,7 @@ class _Lines(NamedTuple):
 
 
 class _Extent(NamedTuple):
-    """Where elements of a kernel meet the image: lines of the output, by number of their list, and columns."""
+    """Where kernel elements overlap the image: output lines, by number of their list, and columns."""
 
     lines: int
     first: int
@@ -154,11 +151,10 @@ class _Extent(NamedTuple):
 
 
 class WeightGradient:
-    """The weights' gradient, divided into tiles.
+    """The weight gradient, divided into tiles.
 
-    Rows of a tile are output channels and vectors run along the elements of a tap, or the other way round (`turned`)
-    where that takes fewer cycles: images of one or three channels have short taps, and what vectors are made of is
-    copied for each tap.
+    A tile's rows are output channels and its vectors run along the elements of a tap, or vice versa (`turned`) if that
+    takes fewer cycles. Images of one or three channels have short taps, and the vectors' factor is copied for each tap.
     """
 
     def __init__(self, shape: ConvolutionShape, threads: int, workspace: Workspace) -> None:
@@ -179,7 +175,7 @@ class WeightGradient:
         self._block = self._lines_at_a_time()
 
     def _cycles(self, turned: bool) -> float:
-        """Of one group, as `COST_TALL` counts."""
+        """Return the cycles of one group, in units of `COST_TALL`."""
         shape, runs = self._shape, 1 if turned else len(self._shape.taps.rows)
         columns, rows = (shape.group_outputs, shape.depth) if turned else (self._inner, shape.group_outputs)
         panels = self._panels(columns, rows)
@@ -187,7 +183,7 @@ class WeightGradient:
         return shape.images * shape.out_height * shape.out_width * pixel + TURNING * turned * shape.group_step
 
     def _lines_at_a_time(self) -> int:
-        """Output lines whose part of a, and one panel of b, stay in the second cache while all tiles pass over them."""
+        """Return the output lines whose part of a, and one panel of b, stay in the L2 cache for all tiles."""
         shape = self._shape
         line = shape.padding.row * shape.geometry.stride[-2] if self._turned else self._slopes_row
         line += 3 * WIDTH * shape.out_width
@@ -196,7 +192,7 @@ class WeightGradient:
         return max(1, (far if step >= FAR else CACHED) // line)
 
     def _extent(self, runs: Any, first: int, stop: int) -> _Extent:
-        """Of these elements of these runs."""
+        """Return the extent of these elements of these runs."""
         shape, (step, width) = self._shape, (self._shape.geometry.stride[-1], self._shape.sizes[-1])
         met = self._met[:, runs].any(axis=1)
         number = self._lists.setdefault(met.tobytes(), len(self._lists))
@@ -206,7 +202,7 @@ class WeightGradient:
         return _Extent(number, min(max(0, -(high // step)), stop_at), stop_at)
 
     def _tables(self, images: int) -> _Lines:
-        """Where the lines of all images begin in what is read."""
+        """Return where the lines of all images begin in the source."""
         if images not in self._lines:
             shape, p = self._shape, self._shape.padding
             image, height = np.arange(images)[:, None], shape.out_height
@@ -224,7 +220,7 @@ class WeightGradient:
         return self._lines[images]
 
     def _row_table(self, offsets: Any) -> int:
-        """Where a tile's row offsets begin in their table; those beyond the last repeat the first four."""
+        """Return the begin of a tile's row offsets in their table; padding repeats the first four."""
         entry = tuple(int(offsets[i if i < len(offsets) else i % min(4, len(offsets))]) for i in range(SPARE))
         return SPARE * self._rows.setdefault(entry, len(self._rows))
 
@@ -278,12 +274,12 @@ class WeightGradient:
         return row, self._row_table(part), len(part), self._extent(range(first[0], last[0] + 1), *span)
 
     def _groups(self) -> list[tuple[int, int]]:
-        """Where each group's elements begin in x and in dy."""
+        """Return where each group's elements begin in x and in dy."""
         shape = self._shape
         return [(g * shape.group_channels, g * shape.group_outputs) for g in range(shape.geometry.group)]
 
     def add(self, x: Any, dy: Any, dweights: Any, accumulate: bool, first: bool) -> None:
-        """Add some images' share, the first ones' or others'; x is padded, or as it is if it needs no padding."""
+        """Add the contribution of the first or further images; x is padded if it needs padding."""
         shape, lines = self._shape, dy.shape[0] * self._shape.out_height
         tables, count = self._tables(dy.shape[0]), self._count
         steps = shape.geometry.stride[-1] * shape.channels, shape.outputs
@@ -299,7 +295,7 @@ class WeightGradient:
         )  # fmt: skip
 
     def finish(self, dweights: Any, accumulate: bool) -> None:
-        """To be called when all images are added."""
+        """Finish the sum after all images are added."""
         if self._turned:
             shape, turned = self._shape, self._workspace.take("weights", dweights.size)
             transpose_add.run(

@@ -1,14 +1,14 @@
-"""Convolutions by 3x3 windows of stride 1, as Winograd computes them: 16 products in the place of 36.
+"""Winograd convolutions with 3x3 windows of stride 1: 16 products instead of 36.
 
-A tile of 2x2 outputs is transformed from 4x4 pixels; each of the 16 elements is a matrix product of tiles by channels
-and channels by outputs. A tile's pixels are read from the image without padding. What is transformed of some tiles
-stays in the second cache until it is used.
+A tile of 2x2 outputs is transformed from 4x4 pixels. Each of the 16 elements is a matrix product of tiles by channels
+and channels by outputs. A tile's pixels are read from the image without padding. Transformed tiles are processed in
+blocks that stay in the L2 cache.
 
-The transforms are written in LLVM's language, a vector of channels at a time. With B, G and A of Lavin and Gray, "Fast
+The transforms are emitted as LLVM IR, one channel vector at a time. With B, G and A of Lavin and Gray, "Fast
 Algorithms for Convolutional Neural Networks" (CVPR 2016), a tile y of 2x2 outputs is
 A^T [(G g G^T) * (B^T d B)] A for the 4x4 pixels d around it and the 3x3 weights g, where * multiplies element by
-element. The gradient of g is therefore G^T [(A dy A^T) * (B^T d B)] G. B and A have elements 0, 1 and -1, G has 1/2 as
-well. The 16 elements of what is transformed are kept in planes of their own.
+element. The gradient of g is therefore G^T [(A dy A^T) * (B^T d B)] G. B and A have elements 0, 1 and -1, G also 1/2.
+The 16 transformed elements are stored in separate planes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HALF = ir.Constant(VECTOR, [0.5] * WIDTH)
 
 
 class _Transforms(Writer):
-    """Writes a transform of squares of vectors: along one axis, then along the other."""
+    """Emits transforms of squares of vectors, along one axis and then along the other."""
 
     def plus(self, x: Any, y: Any) -> Any:
         return self.builder.fadd(x, y)
@@ -72,7 +72,7 @@ class _Transforms(Writer):
         return self.plus(m[0], both), self.half(self.minus(m[1], m[2])), self.plus(both, m[3])
 
     def square(self, transform: Callable[[Line], Line], values: Sequence[Line]) -> list[Any]:
-        """The transform of all columns, then of all rows, in order of rows."""
+        """Transform all columns, then all rows; return the elements row by row."""
         columns = [transform(column) for column in zip(*values, strict=True)]
         return [value for row in zip(*columns, strict=True) for value in transform(row)]
 
@@ -80,12 +80,12 @@ class _Transforms(Writer):
         return self.builder.load(self.vector_at(pointer, offset), align=4)
 
     def inside(self, first: Any, size: Any, count: int) -> list[Any]:
-        """For each of `count` positions from `first` on whether it is one of 0 ... size - 1."""
+        """Return for each of `count` positions from `first` on whether it is in 0 ... size - 1."""
         at = [self.builder.add(first, self.word(i)) for i in range(count)]
         return [self.builder.icmp_unsigned("<", one, size) for one in at]
 
     def pixels(self, image: Any, other: Any, place: Sequence[Any], count: int) -> list[list[Any]]:
-        """Pointers to `count` x `count` pixels, to `other` where there is none.
+        """Return pointers to `count` x `count` pixels, or `other` for pixels outside the image.
 
         `place` is the first row and column, which may be negative, the image's height and width, and its channels.
         """
@@ -103,7 +103,7 @@ class _Transforms(Writer):
         return result
 
     def each_vector(self, count: Any, start: Any, body: Callable[[Any], None]) -> Any:
-        """body(offset) for `count` vectors from the offset `start` on; the offset behind them."""
+        """Emit body(offset) for `count` vectors from the offset `start` on; return the end offset."""
 
         def step(_: Any, at: list[Any], sums: list[Any]) -> list[Any]:
             body(at[0])
@@ -118,13 +118,13 @@ class _Transforms(Writer):
             self.builder.store(value, self.vector_at(target, offset), align=4)
 
     def read_planes(self, source: Any, at: Any, plane: Any) -> list[list[Any]]:
-        """The 4x4 elements at an offset of each plane."""
+        """Load the 4x4 elements at an offset of each plane."""
         values = [self.load(source, self.builder.add(at, self.builder.mul(plane, self.word(i)))) for i in range(16)]
         return [values[row : row + 4] for row in range(0, 16, 4)]
 
 
 def _written(write: Callable[..., None], signature: str) -> Any:
-    """A function for kernels; `signature` has a `p` for each pointer to float32 and a `w` for each int64."""
+    """Return a function for kernels; `signature` has a `p` per pointer to float32 and a `w` per int64."""
     kinds = [_FLOATS if kind == "p" else types.int64 for kind in signature]
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
@@ -136,13 +136,13 @@ def _written(write: Callable[..., None], signature: str) -> Any:
 
     names = ", ".join(f"a{i}" for i in range(len(kinds)))
     scope: dict[str, Any] = {"typed": typed}
-    # Numba takes the number of parameters from the function's own.
+    # Numba takes the parameter count from the function's own signature.
     exec(f"def transform(typing_context, {names}):\n    return typed()\n", scope)
     return intrinsic(scope["transform"])
 
 
 def _from_image(name: str, count: int) -> Callable[..., None]:
-    """Transforms `count` x `count` pixels; panels of so many vectors lie `panel` elements apart."""
+    """Return an emitter that transforms `count` x `count` pixels into panels `panel` elements apart."""
 
     def write(  # noqa: PLR0913 -- a kernel
         t: _Transforms, image: Any, zeros: Any, h: Any, w: Any, height: Any, width: Any, channels: Any, target: Any,
@@ -168,7 +168,7 @@ def _from_image(name: str, count: int) -> Callable[..., None]:
 image_tile = _written(_from_image("image", 4), "ppwwwwwpwwww")
 """B^T d B of one tile: (image, zeros, row, column, height, width, channels, target, plane, panels, panel, vectors)."""
 gradient_tile = _written(_from_image("gradient", 2), "ppwwwwwpwwww")
-"""A dy A^T of one tile, of the same arguments."""
+"""A dy A^T of one tile, with the same arguments."""
 
 
 def _write_filters(t: _Transforms, source: Any, tap: Any, target: Any, plane: Any) -> None:
@@ -206,10 +206,10 @@ def _write_output(  # noqa: PLR0913 -- a kernel
 
 
 output_tile = _written(_write_output, "pwpppwwwwwwpww")
-"""A^T m A + start (+ addend), perhaps rectified, of one tile.
+"""A^T m A + start (+ addend), optionally rectified, of one tile.
 
-Of (source, plane, start, y, scratch for pixels outside, row, column, height, width, channels, vectors, addend, adds,
-relu).
+Arguments: (source, plane, start, y, scratch for pixels outside, row, column, height, width, channels, vectors, addend,
+adds, relu).
 """
 
 
@@ -236,7 +236,7 @@ def transform_filters(  # noqa: PLR0913 -- a kernel
 ) -> None:  # fmt: skip
     """G g G^T of all filters, packed into panels. Items are parts of (panel, `width` of the elements of the sum).
 
-    The columns of the panels are output channels, or with `backward` channels, of filters that are turned round.
+    The panels' columns are output channels or, with `backward`, channels of flipped filters.
     """
     blocks = depth // width
     for item in range(begin, end):
@@ -265,7 +265,7 @@ def correlate_tiles(  # noqa: PLR0913 -- a kernel
     start: Floats, y: Floats, out_height: Int, out_width: Int, outputs: Int, addend: Floats, adds: Int, relu: Int,
     image_tiles: Int, line_tiles: Int, tiles: Int, block: Int, total: Int, items: Int,
 ) -> None:  # fmt: skip
-    """y = start + the correlation of x with filters (+ addend), perhaps rectified.
+    """y = start + the correlation of x with filters (+ addend), optionally rectified.
 
     Items are parts of the (block of tiles, part of the panels).
     """
@@ -319,7 +319,7 @@ def transform_images(  # noqa: PLR0913 -- a kernel
     dy_tiles: Floats, dy_plane: Int, dy_vectors: Int, zeros: Floats, image_tiles: Int, line_tiles: Int, tiles: Int,
     lanes: Int,
 ) -> None:  # fmt: skip
-    """B^T d B of the images and A dy A^T of the gradient, in panels of some vectors. Items are tiles behind `first`."""
+    """B^T d B of the images and A dy A^T of the gradient, in panels. Items are tiles after `first`."""
     x_wide, dy_wide = x_vectors * lanes, dy_vectors * lanes
     for item in range(begin, end):
         n, at = (first + item) // image_tiles, (first + item) % image_tiles
@@ -373,24 +373,24 @@ def transform_gradients(  # noqa: PLR0913 -- a kernel
 
 
 ROWS_OF_ALL = math.lcm(*ROWS.values())
-"""The rows of every tile of a product divide it."""
+"""A multiple of the rows of every tile of a product."""
 BLOCK = 48
-"""Tiles, about, that are transformed and multiplied together."""
+"""Approximate tiles that are transformed and multiplied together."""
 COLUMNS = 128
-"""Output channels, about, whose products are kept until they are transformed."""
+"""Approximate output channels whose products are kept until their transform."""
 SUM = 128
-"""Tiles, about, whose products are added up in registers."""
+"""Approximate tiles whose products are summed in registers."""
 MIN_CHANNELS = 32
-"""Channels and outputs from which the fewer products make up for the transforms."""
+"""Minimum channels and outputs for which fewer products outweigh the transforms."""
 MIN_TILES = 48
-"""Tiles of a batch from which they make up for the larger weights."""
+"""Minimum tiles of a batch for which they outweigh the larger weights."""
 CHUNK = 2**19
-"""Elements of transformed images and gradients that are made at a time."""
+"""Elements of transformed images and gradients per chunk."""
 _NO_OFFSET = ConstantTable(np.zeros(1, np.int64))
 
 
 def is_winograd(x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry) -> bool:
-    """Whether a convolution has the windows for it and is large enough."""
+    """Return whether a convolution has suitable windows and is large enough."""
     g = geometry
     windows = (g.kernel, g.stride, g.dilation, g.group) == ((3, 3), (1, 1), (1, 1), 1)
     if not windows or any(pad > 2 for pad in g.pad):
@@ -402,7 +402,7 @@ def is_winograd(x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geomet
 
 
 class _Tiles:
-    """The tiles of an image of outputs."""
+    """The tiles of an output image."""
 
     def __init__(self, out: tuple[int, ...]) -> None:
         self.line = -(-out[1] // 2)
@@ -410,7 +410,7 @@ class _Tiles:
 
 
 class _Images(NamedTuple):
-    """What is read or computed.
+    """The images of the source or the result.
 
     Args:
         sizes: height and width.
@@ -422,15 +422,15 @@ class _Images(NamedTuple):
 
 
 class _Correlation:
-    """y from x, or dx from dy and the filters turned round, planned.
+    """The planned computation of y from x, or of dx from dy and flipped filters.
 
     Args:
-        threads: of the backend.
-        workspace: of the backend.
-        read: the images that are read.
-        made: those that are computed.
-        pad: zeros before what is read.
-        images: how many.
+        threads: the backend's threads.
+        workspace: the backend's workspace.
+        read: the source images.
+        made: the result images.
+        pad: zeros before the source.
+        images: number of images.
     """
 
     def __init__(
@@ -443,7 +443,7 @@ class _Correlation:
         self._blocks = -(-self._tiles // BLOCK)
         self._block = -(-self._tiles // (self._blocks * ROWS_OF_ALL)) * ROWS_OF_ALL
         self._panels = Panels(read.channels, made.channels, self._block)
-        self._plane = self._panels.size + WIDTH  # planes a power of two apart would share few lines of a cache
+        self._plane = self._panels.size + WIDTH  # planes a power of two apart would share few cache sets
         self._parts = self._divided()
         bounds = [part * self._panels.count // self._parts for part in range(self._parts)]
         self._columns = int(np.add.reduceat(self._panels.entries[:, 0], bounds).max()) * WIDTH
@@ -451,7 +451,7 @@ class _Correlation:
         self._zeros = ConstantTable(np.zeros(max(read.channels, made.channels), np.float32))
 
     def _divided(self) -> int:
-        """Into how many parts the panels are divided: so that products stay in a cache and all threads have work."""
+        """Return the number of panel parts, so that products stay in a cache and all threads have work."""
         parts = max(1, round(self._made.channels / COLUMNS))
         if self._threads > 1:
             parts = max(parts, -(-3 * self._threads // self._blocks))
@@ -462,7 +462,7 @@ class _Correlation:
         return 16 * self._plane
 
     def pack(self, weights: Any, backward: bool, packed: Any) -> None:
-        """Transform the filters into the order in which `run` reads them."""
+        """Transform and pack the filters in the order in which `run` reads them."""
         read, made, panels = self._read.channels, self._made.channels, self._panels
         total = panels.count * (read // WIDTH)
         items, size = min(self._threads, total), 9 * WIDTH * WIDTH
@@ -472,7 +472,7 @@ class _Correlation:
         )  # fmt: skip
 
     def run(self, x: Any, packed: Any, start: Any, y: Any, ending: Ending) -> None:
-        """Compute y; `start` is a number for each channel, or None."""
+        """Compute y; `start` has one number per channel, or is None."""
         x_plane, y_plane = (self._block * row + WIDTH for row in (self._read.channels, self._columns))
         total = self._blocks * self._parts
         items, size = min(self._threads, total), 16 * (x_plane + y_plane) + self._made.channels
@@ -487,12 +487,12 @@ class _Correlation:
 
 
 def _vectors(channels: int) -> int:
-    """Vectors of panels that are all alike."""
+    """Return the vectors of equally wide panels."""
     return next(count for count in (2, 3, 1) if channels // WIDTH % count == 0)
 
 
 class _WeightGradient:
-    """The gradient of the weights, planned."""
+    """The planned weight gradient."""
 
     def __init__(self, shape: ConvolutionShape, threads: int, workspace: Workspace) -> None:
         self._shape, self._threads, self._workspace = shape, threads, workspace
@@ -518,7 +518,7 @@ class _WeightGradient:
         )  # fmt: skip
 
     def _rows(self, tiles: int) -> ConstantTable:
-        """Where the output channels are in the transformed gradient of so many tiles."""
+        """Return offsets of the output channels in the transformed gradient of this many tiles."""
         if tiles not in self._dy_rows:
             k, wide = np.arange(self._shape.outputs), self._dy_vectors * WIDTH
             self._dy_rows[tiles] = extended(k // wide * tiles * wide + k % wide)
@@ -544,7 +544,7 @@ class _WeightGradient:
 
 
 class WinogradConvolution(TileConvolution):
-    """A planned convolution by 3x3 windows of stride 1; arrays lie channels last in memory.
+    """A planned convolution with 3x3 windows of stride 1 over channels-last arrays.
 
     The error of each pass is stated in tests/unit/backend/cpu/test_winograd.py.
     """

@@ -53,7 +53,6 @@ def _handle(number, information, context):  # type: ignore[no-untyped-def]
                 return
     # Not ours: retry the instruction under the previous action; if that returns here, because it calls ours, retry it
     # under the default action.
-    # because it had followed ours, under the system's.
     set_handler(number, table[3 * _MAX_FILES])
     table[3 * _MAX_FILES] = table[3 * _MAX_FILES + 1]
 

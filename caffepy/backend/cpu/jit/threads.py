@@ -193,8 +193,7 @@ class _Threads:
 
         if "OMP_WAIT_POLICY" not in os.environ:
             # GNU's OpenMP reads this when it is loaded. By default its idle threads spin for milliseconds: on a loaded
-        # machine they occupy the core of the thread that they wait for (LeNet: 100 ms, not 12).
-            # with other things to do they hold the core that the thread they wait for needs (LeNet: 100 ms, not 12).
+            # machine they occupy the core of the thread that they wait for (LeNet: 100 ms, not 12).
             os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
 
         if not getattr(parallel, "_is_initialized", False):
