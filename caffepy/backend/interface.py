@@ -60,6 +60,7 @@ from caffepy.backend.handles import (
     TimedEvent,
 )
 from caffepy.backend.input_ring import HostRing, ImageSlot, InputRing
+from caffepy.backend.layout import address
 from caffepy.backend.types import (
     Array,
     BatchNormState,
@@ -71,11 +72,6 @@ from caffepy.backend.types import (
     SparseMatrix,
     element_dtype,
 )
-
-
-def _address(array: Array) -> int:
-    interface = getattr(array, "__array_interface__", None) or array.__cuda_array_interface__
-    return int(interface["data"][0])
 
 
 class MemoryPrimitives(ABC):
@@ -201,7 +197,7 @@ class ElementwisePrimitives(CopyPrimitives):
     def add_n(self, sources: Sequence[Array], destination: Array) -> None:
         """destination = the sum of two or more arrays of its shape. It may alias one of them."""
         # Read the operand that aliases the destination before the destination is overwritten.
-        first, second, *more = sorted(sources, key=lambda array: _address(array) != _address(destination))
+        first, second, *more = sorted(sources, key=lambda array: address(array) != address(destination))
         self.apply(plus, (first, second), (destination,))
         for array in more:
             self.apply(plus, (destination, array), (destination,))

@@ -307,7 +307,7 @@ class Gemm:
         elif min(rows, columns) <= MAX_VECTORS and _strides(a)[1] == 1 and _strides(b)[0] == 1:
             self._by_dots(a, b, c, accumulate)
         elif columns > rows and _strides(b)[1] != 1:
-            self._turned(a, b, c, accumulate)
+            self._transposed(a, b, c, accumulate)
         elif depth * columns <= SMALL or columns <= rows:
             self._by_rows(a, b, c, _strides(c)[0], accumulate)
         else:
@@ -324,7 +324,7 @@ class Gemm:
             _strides(b)[1], vectors, depth, c, *_strides(c), int(accumulate), items,
         )  # fmt: skip
 
-    def _turned(self, a: Any, b: Any, c: Any, accumulate: bool) -> None:
+    def _transposed(self, a: Any, b: Any, c: Any, accumulate: bool) -> None:
         """c transposed = b transposed @ a transposed, if b is larger and contiguous along K."""
         rows, columns = c.shape
         result = self._workspace.take("product", c.size)

@@ -40,14 +40,14 @@ class WindowWriter(Writer):
     Args:
         builder: the function's IR builder.
         vectors: 4, 2 or 1.
-        goes_on: whether to start from the previous result.
+        resumes: whether to start from the previous result.
         left: channels from the first vector to the last channel: at least four vectors' for four, and one vector's for
             two, where the second overlaps the first.
     """
 
-    def __init__(self, builder: Any, vectors: int, goes_on: bool, left: Any) -> None:
+    def __init__(self, builder: Any, vectors: int, resumes: bool, left: Any) -> None:
         super().__init__(builder)
-        self._goes_on, self._left, self._mask = goes_on, left, self.lanes(left) if vectors == 1 else None
+        self._resumes, self._left, self._mask = resumes, left, self.lanes(left) if vectors == 1 else None
         self._offsets = [self.word(v * WIDTH) for v in range(vectors)]
         if vectors == 2:
             last = builder.sub(left, self._offsets[1])
@@ -76,7 +76,7 @@ class WindowWriter(Writer):
             where = self.splat(builder.trunc(index, ir.IntType(32)))
             return [number for value in self._values(x, self.word(0)) for number in (value, where)]
 
-        best = self.loop(rows, kept() if self._goes_on else first(), [], over_rows)
+        best = self.loop(rows, kept() if self._resumes else first(), [], over_rows)
         self._write(y, best[::2])
         self._write(mask, [builder.bitcast(where, VECTOR) for where in best[1::2]])
 
@@ -99,7 +99,7 @@ class WindowWriter(Writer):
 
             return scaled_sum(totals, self.loop(columns, zeros, [], over_columns), share(high, h))
 
-        start = self._values(y, self.word(0)) if self._goes_on else zeros
+        start = self._values(y, self.word(0)) if self._resumes else zeros
         self._write(y, self.loop(rows, start, [], over_rows))
 
     def _starts(self, pointer: Any) -> list[Any]:
@@ -129,7 +129,7 @@ class WindowWriter(Writer):
 
 
 def _window(
-    write: Callable[[WindowWriter, list[Any]], None], more: tuple[Any, ...], vectors: int, goes_on: bool
+    write: Callable[[WindowWriter, list[Any]], None], more: tuple[Any, ...], vectors: int, resumes: bool
 ) -> Any:
     """Return an intrinsic for a window of x: `rows` x `columns` elements at distances `row` and `column`.
 
@@ -137,12 +137,12 @@ def _window(
         write: emits it.
         more: types of four further arguments; the number of remaining channels follows.
         vectors: number of channel vectors.
-        goes_on: whether to start from the previous result.
+        resumes: whether to start from the previous result.
     """
     signature = types.void(NUMBERS, WORD, WORD, WORD, WORD, *more, WORD)
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        write(WindowWriter(builder, vectors, goes_on, arguments[-1]), list(arguments[:-1]))
+        write(WindowWriter(builder, vectors, resumes, arguments[-1]), list(arguments[:-1]))
         return context.get_dummy_value()
 
     def typed(  # noqa: PLR0913 -- a kernel
@@ -154,20 +154,20 @@ def _window(
     return intrinsic(typed)
 
 
-def _window_maximum(vectors: int, goes_on: bool = False) -> Any:
-    return _window(WindowWriter.write_maximum, (WORD, WORD, NUMBERS, INTEGERS), vectors, goes_on)
+def _window_maximum(vectors: int, resumes: bool = False) -> Any:
+    return _window(WindowWriter.write_maximum, (WORD, WORD, NUMBERS, INTEGERS), vectors, resumes)
 
 
-def _window_sums(vectors: int, goes_on: bool = False) -> Any:
-    return _window(WindowWriter.write_sums, (NUMBERS, NUMBERS, WORD, NUMBERS), vectors, goes_on)
+def _window_sums(vectors: int, resumes: bool = False) -> Any:
+    return _window(WindowWriter.write_sums, (NUMBERS, NUMBERS, WORD, NUMBERS), vectors, resumes)
 
 
 window_maximum, window_maximum2, window_maximum4 = (_window_maximum(vectors) for vectors in (1, 2, 4))
 """Maxima of a window and their indices `index + h * width + w`. Arguments: index, width, y, mask."""
 window_sums, window_sums2, window_sums4 = (_window_sums(vectors) for vectors in (1, 2, 4))
 """Sums of a window, each element times high[h * step] and wide[w * step]. Arguments: high, wide, step, y."""
-more_maximum, more_maximum4 = (_window_maximum(vectors, goes_on=True) for vectors in (1, 4))
-more_sums, more_sums4 = (_window_sums(vectors, goes_on=True) for vectors in (1, 4))
+more_maximum, more_maximum4 = (_window_maximum(vectors, resumes=True) for vectors in (1, 4))
+more_sums, more_sums4 = (_window_sums(vectors, resumes=True) for vectors in (1, 4))
 """The same, starting from the contents of y and mask."""
 
 

@@ -126,10 +126,10 @@ def _plan(  # noqa: PLR0913 -- all arguments are the cache's key
     lines += [f"constexpr int {name} = {int(value)};\n" for name, value in constants.items()]
     files = ["columns", "column_sums", *NEEDS.get(file, ())]
     text = "".join([kernel_text("common"), *lines, *map(kernel_text, files), formula, kernel_text(file)])
-    return Plan(compiled(text, entry), *_cut(layout, tuning), layout)
+    return Plan(compiled(text, entry), *_launch_shape(layout, tuning), layout)
 
 
-def _cut(layout: Layout, tuning: Tuning) -> tuple[tuple[int, int], tuple[int, int]]:
+def _launch_shape(layout: Layout, tuning: Tuning) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return grid and block: (column groups, rows)."""
     groups = layout.columns // layout.width
     together = 1 if layout.inner > 1 else SUM_GROUPS if tuning.sums else tuning.threads

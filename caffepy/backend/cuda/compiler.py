@@ -56,18 +56,18 @@ def _module(text: str) -> Any:
     return cupy.RawModule(code=text, options=OPTIONS)
 
 
-class _Building:
+class _BuildTime:
     """Total seconds of building kernels. CuPy does not report whether it loaded or compiled a kernel."""
 
     seconds = 0.0
 
 
-_COMPILES = 1.0
+_COMPILATION_SECONDS = 1.0
 """Seconds that indicate compilation: CuPy loads a kernel in about 1 ms and compiles one in about 100 ms."""
 
 
 @cache
-def say_first_use() -> None:
+def log_first_use() -> None:
     """Log once per process that the first run on a machine compiles and tunes, and that later starts do not."""
     folder = os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache"
     logger.info(
@@ -87,9 +87,9 @@ def _function(text: str, name: str, device: int) -> Any:
         function = _module(text).get_function(name)
     except cupy.cuda.compiler.CompileException as error:
         raise RunError(f"NVRTC cannot compile a caffepy kernel: {' '.join(str(error).split())}") from error
-    _Building.seconds += time.monotonic() - begin
-    if _Building.seconds > _COMPILES:
-        say_first_use()
+    _BuildTime.seconds += time.monotonic() - begin
+    if _BuildTime.seconds > _COMPILATION_SECONDS:
+        log_first_use()
     return function
 
 

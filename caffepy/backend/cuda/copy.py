@@ -110,7 +110,7 @@ class Staging:
         self._slots = [np.empty(0, np.float32)] * SLOTS
         self._copied: list[Any] = [None] * SLOTS
         """Event of each slot's last transfer."""
-        self._turn = 0
+        self._slot_index = 0
         self._results = np.empty(0, np.float32)
         self._threads: ThreadPoolExecutor | None = None
 
@@ -121,12 +121,12 @@ class Staging:
             return
         direct = destination.dtype == np.float32 and destination.flags.c_contiguous
         staged = destination if direct else self._scratch.get("upload", host.size).reshape(host.shape)
-        self._turn = (self._turn + 1) % SLOTS
-        if self._copied[self._turn] is not None:
-            self._copied[self._turn].synchronize()
-        slot = self._slots[self._turn] = _at_least(self._slots[self._turn], host.size)
+        self._slot_index = (self._slot_index + 1) % SLOTS
+        if self._copied[self._slot_index] is not None:
+            self._copied[self._slot_index].synchronize()
+        slot = self._slots[self._slot_index] = _grown(self._slots[self._slot_index], host.size)
         self._send(host, slot[: host.size], staged)
-        event = self._copied[self._turn] = cupy.cuda.Event(disable_timing=True)
+        event = self._copied[self._slot_index] = cupy.cuda.Event(disable_timing=True)
         event.record(self._stream)
         if not direct:
             copy(staged, destination)
@@ -153,19 +153,19 @@ class Staging:
 
     def download(self, arrays: Sequence[Array]) -> list[Any]:
         """See `InputPrimitives.download`."""
-        self._results = pinned = _at_least(self._results, sum(array.size for array in arrays))
+        self._results = pinned = _grown(self._results, sum(array.size for array in arrays))
         begin, views = 0, []
         for array in arrays:
             view = pinned[begin : begin + array.size]
             if array.size:
-                ordered = self._as_numbers(array)
+                ordered = self._as_float32(array)
                 ordered.data.copy_to_host_async(view.ctypes.data, view.nbytes, self._stream)
             views.append(view.reshape(array.shape))
             begin += array.size
         self._stream.synchronize()
         return [view.copy() for view in views]
 
-    def _as_numbers(self, array: Array) -> Array:
+    def _as_float32(self, array: Array) -> Array:
         """Return the elements as float32 in C order. A copy is valid until the next call."""
         if array.dtype == np.float32 and array.flags.c_contiguous:
             return array
@@ -179,7 +179,7 @@ class Staging:
             self._threads.shutdown()
 
 
-def _at_least(pinned: Any, count: int) -> Any:
+def _grown(pinned: Any, count: int) -> Any:
     """Return pinned memory for at least `count` float32 elements: the given buffer or a larger one."""
     if pinned.size >= count:
         return pinned
@@ -220,8 +220,8 @@ def _plan(ends: Ends) -> Launch | None:
     axes = collapse(ends.shape, steps[0], steps[1])
     if len(axes) > AXES:
         return None
-    if _turns(axes):
-        return _plan_turn(ends, axes)
+    if _is_transposition(axes):
+        return _plan_transposition(ends, axes)
     width = _width(ends, axes, items)
     inner = Axis(axes[-1].size // width, axes[-1].source * width, axes[-1].destination * width)
     packs = math.prod(ends.shape) // width
@@ -258,7 +258,7 @@ def _width(ends: Ends, axes: list[Axis], items: list[int]) -> int:
     return width
 
 
-def _turns(axes: list[Axis]) -> bool:
+def _is_transposition(axes: list[Axis]) -> bool:
     """Return whether source and destination have different innermost axes, as in a transposition."""
     rows = [axis for axis in axes if axis.source == 1]
     columns = axes[-1]
@@ -266,7 +266,7 @@ def _turns(axes: list[Axis]) -> bool:
     return wide and columns.destination == 1 and columns.size < TILE * 65535
 
 
-def _plan_turn(ends: Ends, axes: list[Axis]) -> Launch:
+def _plan_transposition(ends: Ends, axes: list[Axis]) -> Launch:
     columns, rows = axes[-1], next(axis for axis in axes if axis.source == 1)
     outer = [axis for axis in axes if axis is not rows and axis is not columns]
     inner, last = [*outer[::-1], Axis(1, 0, 0), Axis(1, 0, 0)][:2]

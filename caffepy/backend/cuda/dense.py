@@ -85,8 +85,8 @@ def small_product(a: Array, b: Array, out: Array, accumulate: bool, epilogue: Ep
     warps = FEW_WARPS if depth <= 32 * FEW_WARPS else MANY_WARPS
     text = defines(
         In=c_type(a), Out=c_type(out), TILES=tiles, WARPS=warps, A_DEPTH_FIRST=int(a_first), B_DEPTH_FIRST=int(b_first),
-        A_VECTORS=int(a_first and _in_vectors(a, a_pitch, depth)),
-        B_VECTORS=int(b_first and _in_vectors(b, b_pitch, depth)),
+        A_VECTORS=int(a_first and _has_aligned_vectors(a, a_pitch, depth)),
+        B_VECTORS=int(b_first and _has_aligned_vectors(b, b_pitch, depth)),
     )  # fmt: skip
     out_row, out_column = (stride // out.itemsize for stride in out.strides)
     grid = (-(-rows // 16), -(-columns // (8 * tiles)))
@@ -96,10 +96,10 @@ def small_product(a: Array, b: Array, out: Array, accumulate: bool, epilogue: Ep
         return
     assert not accumulate, "a product with an epilogue cannot accumulate"
     assert epilogue.channel.dtype == "float32", f"epilogue's Channel argument: {epilogue.channel.dtype}"
-    launch_blocks(_with_formula(text, epilogue.formula), grid, (32 * warps,), (*arguments, epilogue.channel))
+    launch_blocks(_kernel_with_epilogue(text, epilogue.formula), grid, (32 * warps,), (*arguments, epilogue.channel))
 
 
-def _with_formula(text: str, formula: str) -> Any:
+def _kernel_with_epilogue(text: str, formula: str) -> Any:
     """Return the kernel with a formula inserted after kernels/common.cu, which it requires."""
     before = "".join(map(kernel_text, ("common", *TF32_PRODUCTS)))
     return compiled(text + defines(FORMULA=1) + before + formula + kernel_text("small_product"), "product")
@@ -113,7 +113,7 @@ def _tiles(rows: int, columns: int) -> int:
     return 2 if columns > 8 else 1
 
 
-def _in_vectors(matrix: Array, pitch: int, depth: int) -> bool:
+def _has_aligned_vectors(matrix: Array, pitch: int, depth: int) -> bool:
     """Return whether loads of four elements along K are aligned."""
     return pitch % 4 == 0 and depth % 4 == 0 and aligned(matrix)
 
@@ -166,37 +166,40 @@ class AlignedProduct(NamedTuple):
             self._terms(a, b, out, accumulate)
 
     def _columns(self, a: Array, b: Array, out: Array, accumulate: bool) -> None:
-        whole = _whole(out.shape[1])
+        whole = _aligned_length(out.shape[1])
         part = out[:, :whole]
-        target = self._like(part, "aligned result")
+        target = self._aligned_buffer(part, "aligned result")
         if accumulate and target is not part:
             copy(part, target)
-        self.gemm(a, self._copied(b[:, :whole], "aligned factor"), target, accumulate)
+        self.gemm(a, self._aligned_copy(b[:, :whole], "aligned factor"), target, accumulate)
         if target is not part:
             copy(target, part)
         self.gemm(a, b[:, whole:], out[:, whole:], accumulate)
 
     def _terms(self, a: Array, b: Array, out: Array, accumulate: bool) -> None:
         """Add the remaining terms in float32, so that a 16-bit result is rounded once."""
-        whole, total = _whole(a.shape[1]), out
+        whole, total = _aligned_length(a.shape[1]), out
         if out.dtype != "float32":
             total = self.scratch.get("sums of two parts", out.size).reshape(out.shape)
             if accumulate:
                 copy(out, total)
-        first, second = self._copied(a[:, :whole], "aligned factor"), self._copied(b[:whole], "second aligned factor")
+        first, second = (
+            self._aligned_copy(a[:, :whole], "aligned factor"),
+            self._aligned_copy(b[:whole], "second aligned factor"),
+        )
         self.gemm(first, second, total, accumulate)
         self.gemm(a[:, whole:], b[whole:], total, True)
         if total is not out:
             copy(total, out)
 
-    def _copied(self, matrix: Array, purpose: str) -> Array:
+    def _aligned_copy(self, matrix: Array, purpose: str) -> Array:
         """Return the matrix, or a copy with aligned rows."""
-        result = self._like(matrix, purpose)
+        result = self._aligned_buffer(matrix, purpose)
         if result is not matrix:
             copy(matrix, result)
         return result
 
-    def _like(self, matrix: Array, purpose: str) -> Array:
+    def _aligned_buffer(self, matrix: Array, purpose: str) -> Array:
         """Return the matrix if its rows are aligned, else memory of its shape and order with aligned rows."""
         along_rows, pitch = lines(matrix)
         if aligned(matrix, WIDE_LOAD) and pitch * matrix.itemsize % WIDE_LOAD == 0:
@@ -206,7 +209,7 @@ class AlignedProduct(NamedTuple):
         return flat.reshape(rows, columns) if along_rows else flat.reshape(columns, rows).T
 
 
-def _whole(length: int) -> int:
+def _aligned_length(length: int) -> int:
     return length // MULTIPLE * MULTIPLE
 
 
@@ -329,7 +332,7 @@ class Blas:
     ) -> None:
         """Compute `gemm` with cuBLAS for any size."""
         depth = a.shape[0] if transpose_a else a.shape[1]
-        row_major, leading = _dtype(out)
+        row_major, leading = _order_and_leading(out)
         rows, columns = out.shape
         if row_major:  # cuBLAS is column-major: compute the transposed product
             a, b, transpose_a, transpose_b = b, a, not transpose_b, not transpose_a
@@ -345,7 +348,7 @@ class Blas:
         """out[p] (+)= op(a[p]) @ op(b[p]) for each p of axis 0, in one launch; rows of out[p] are contiguous."""
         depth = a.shape[1] if transpose_a else a.shape[2]
         parts, rows, columns = out.shape
-        row_major, leading = _dtype(out[0])
+        row_major, leading = _order_and_leading(out[0])
         assert row_major and a.dtype == b.dtype, f"products of parts: strides {out.strides}, {a.dtype} and {b.dtype}"
         kind, out_kind = DATA_TYPES[a.dtype.name], DATA_TYPES[out.dtype.name]
         # cuBLAS is column-major: compute the transposed products.
@@ -377,7 +380,7 @@ Operand = tuple[int, int, int, str]
 """cuBLAS's operation on a matrix, its address, leading dimension and dtype."""
 
 
-def _dtype(matrix: Array) -> tuple[bool, int]:
+def _order_and_leading(matrix: Array) -> tuple[bool, int]:
     """Return whether a matrix is row-major, and its leading dimension in elements."""
     rows, columns = matrix.shape
     item = matrix.itemsize
@@ -388,7 +391,7 @@ def _dtype(matrix: Array) -> tuple[bool, int]:
 
 
 def _operand(matrix: Array, transpose: bool) -> Operand:
-    row_major, leading = _dtype(matrix)
+    row_major, leading = _order_and_leading(matrix)
     operation = TRANSPOSE if row_major != transpose else NO_TRANSPOSE
     return operation, matrix.data.ptr, leading, matrix.dtype.name
 

@@ -108,7 +108,7 @@ class CudaNormalisation(NormalisationPrimitives, CudaMemory):
         self, x: Array, dys: Sequence[Array], n: BatchNormState, sums: Sequence[Array], relu: bool = False,
         mask: Array | None = None, total: Array | None = None,
     ) -> None:  # fmt: skip
-        dys = self._at_most_four(dys, total)
+        dys = self._limit_gradients(dys, total)
         arrays = [raw(a) for a in (x, *dys, *(() if total is None else (total,)))]
         assert len({a.dtype for a in arrays[1:]}) == 1, "gradients and their total are of one dtype"
         assert total is not None or len(dys) == 1, "several gradients need `total`"
@@ -124,7 +124,7 @@ class CudaNormalisation(NormalisationPrimitives, CudaMemory):
         relu_source = x if mask is None else mask
         plan.launch(x, *sources, *per_channel, relu_source, out, *sums, *plan.between_blocks(self._scratch))
 
-    def _at_most_four(self, dys: Sequence[Array], total: Array | None) -> Sequence[Array]:
+    def _limit_gradients(self, dys: Sequence[Array], total: Array | None) -> Sequence[Array]:
         """Return at most as many gradients as one launch adds; the others are added to `total`, which replaces them."""
         if len(dys) <= MAX_GRADIENTS:
             return dys

@@ -23,17 +23,17 @@ class CudaRecurrent(RecurrentPrimitives, CudaMemory):
         self, gates: Array, cell_before: Array, cont: Array, cell: Array, hidden: Array,
         next_cont: Array | None = None, carried: Array | None = None,
     ) -> None:  # fmt: skip
-        goes_on = next_cont is not None and carried is not None
-        own, next_own = (gates, cell_before, cont, cell), (next_cont, carried) if goes_on else (cont, hidden)
-        _launch_step("lstm_step_forward", (*own, next_own[0]), (hidden, next_own[1]), goes_on)
+        has_next = next_cont is not None and carried is not None
+        own, next_own = (gates, cell_before, cont, cell), (next_cont, carried) if has_next else (cont, hidden)
+        _launch_step("lstm_step_forward", (*own, next_own[0]), (hidden, next_own[1]), has_next)
 
     def lstm_step_backward(  # noqa: PLR0913 -- inputs and outputs of one step
         self, gates: Array, cell_before: Array, cont: Array, cell: Array, d_cell: Array, dy: Array, d_gates: Array,
         next_cont: Array | None = None, d_carried: Array | None = None,
     ) -> None:  # fmt: skip
-        goes_on = next_cont is not None and d_carried is not None
-        own, next_own = (gates, cell_before, cont, cell, d_cell), (next_cont, d_carried) if goes_on else (cont, cell)
-        _launch_step("lstm_step_backward", (*own, *next_own), (dy, d_gates), goes_on)
+        has_next = next_cont is not None and d_carried is not None
+        own, next_own = (gates, cell_before, cont, cell, d_cell), (next_cont, d_carried) if has_next else (cont, cell)
+        _launch_step("lstm_step_backward", (*own, *next_own), (dy, d_gates), has_next)
 
 
 def _launch(name: str, arrays: tuple[Array, ...]) -> None:
@@ -43,10 +43,10 @@ def _launch(name: str, arrays: tuple[Array, ...]) -> None:
     launch(kernel, cell.size, (*map(raw, arrays), cell.shape[1], cell.size))
 
 
-def _launch_step(name: str, arrays: tuple[Array, ...], blobs: tuple[Array, Array], goes_on: bool) -> None:
+def _launch_step(name: str, arrays: tuple[Array, ...], blobs: tuple[Array, Array], has_next: bool) -> None:
     """Launch one step of the loop. `arrays` are float32, the fourth is the cell; `blobs` have the layer's dtype."""
     cell = arrays[3]
     assert all(array.dtype == "float32" for array in arrays), "the cells must be float32"
     assert blobs[0].dtype == blobs[1].dtype, f"{name}: {blobs[0].dtype} and {blobs[1].dtype}"
     kernel = library_kernel("lstm", name, defines(Element=c_type(blobs[0])))
-    launch(kernel, cell.size, (*map(raw, (*arrays, *blobs)), cell.shape[1], cell.size, int(goes_on)))
+    launch(kernel, cell.size, (*map(raw, (*arrays, *blobs)), cell.shape[1], cell.size, int(has_next)))

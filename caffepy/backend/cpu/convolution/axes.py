@@ -45,6 +45,12 @@ def taps_inside(axes: Sequence[Axis], sizes: Sequence[int]) -> Any:
     return valid
 
 
+def forward_axis(out: int, kernel: int, stride: int, pad: int, dilation: int) -> Axis:
+    """Return the axis of a forward pass."""
+    taps = np.arange(kernel)
+    return Axis(np.arange(out), np.arange(out) * stride - pad, taps, taps * dilation)
+
+
 def axis_residues(size: int, kernel: int, stride: int, pad: int, dilation: int) -> list[Axis]:
     """Return an image's pixels along one axis for each non-empty residue of the stride.
 

@@ -21,7 +21,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from caffepy.backend.cpu.convolution.axes import Axis, axis_residues, merged
+from caffepy.backend.cpu.convolution.axes import Axis, axis_residues, forward_axis, merged
 from caffepy.backend.cpu.convolution.correlation import ConvolutionShape
 from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.simd_groups import (
@@ -297,11 +297,6 @@ def _folds(lanes: SimdGroups) -> bool:
     return lanes.made == 1 and lanes.used < WIDTH
 
 
-def _forward_axis(size: int, kernel: int, stride: int, pad: int, dilation: int, out: int) -> Axis:
-    taps = np.arange(kernel)
-    return Axis(np.arange(out), np.arange(out) * stride - pad, taps, taps * dilation)
-
-
 class _Pass:
     """Results at the pixels of some axes, each a sum over taps: the forward pass, or a residue of the data gradient.
 
@@ -470,7 +465,7 @@ class GroupedConvolution(TileConvolution):
 
     def _axes(self) -> list[Axis]:
         shape = self.shape
-        return [_forward_axis(size, *shape.window(i), shape.out[i]) for i, size in enumerate(shape.sizes)]
+        return [forward_axis(out, *shape.window(i)) for i, out in enumerate(shape.out)]
 
     def _packed(self, weights: Any, order: ConstantTable, size: int) -> Any:
         packed = self.workspace.take("weights", size)

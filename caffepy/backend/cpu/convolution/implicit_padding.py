@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.backend.cpu.convolution.axes import Axis, axis_residues, merged, taps_inside
+from caffepy.backend.cpu.convolution.axes import Axis, axis_residues, forward_axis, merged, taps_inside
 from caffepy.backend.cpu.convolution.correlation import ConvolutionShape, Ending
 from caffepy.backend.cpu.convolution.weight_gradient import LINE, ZEROS, add_products, transpose_add
 from caffepy.backend.cpu.gemm import (
@@ -68,12 +68,6 @@ def lines_of(axes: Sequence[Axis], read: Sequence[int], made: Sequence[int], ker
         merged([axis.shifts for axis in axes], read), merged([axis.taps for axis in axes], kernel), kinds,
         kind.reshape(-1),
     )  # fmt: skip
-
-
-def forward_axis(out: int, kernel: int, stride: int, pad: int, dilation: int) -> Axis:
-    """Return the axis of a forward pass."""
-    taps = np.arange(kernel)
-    return Axis(np.arange(out), np.arange(out) * stride - pad, taps, taps * dilation)
 
 
 TOGETHER = 512
@@ -252,19 +246,19 @@ class GroupWeightGradient:
 
     def run(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:
         """Compute the gradient of all images."""
-        shape, turned = self._shape, self._workspace.take("weights", dweights.size)
-        clear.run(self._threads, dweights.size, GRAIN, turned)
+        shape, transposed = self._shape, self._workspace.take("weights", dweights.size)
+        clear.run(self._threads, dweights.size, GRAIN, transposed)
         done, images = 0, x.shape[0]
         for many, times in ((self._together, images // self._together), (images % self._together, 1)):
             if many and times:
-                self._add(x[done:], dy[done:], turned, many, times)
+                self._add(x[done:], dy[done:], transposed, many, times)
             done += many * times
         transpose_add.run(
-            self._threads, -(-shape.outputs // LINE), max(1, 256 // shape.depth), turned, dweights, shape.depth,
+            self._threads, -(-shape.outputs // LINE), max(1, 256 // shape.depth), transposed, dweights, shape.depth,
             shape.outputs, int(accumulate),
         )  # fmt: skip
 
-    def _add(self, x: Any, dy: Any, turned: Any, images: int, times: int) -> None:
+    def _add(self, x: Any, dy: Any, transposed: Any, images: int, times: int) -> None:
         shape, tables, groups = self._shape, self._lines(images), self._shape.geometry.group
         lines, plane = images * shape.out_height, math.prod(shape.sizes) * shape.channels
         shares = min(self._threads, groups)
@@ -275,7 +269,7 @@ class GroupWeightGradient:
             self._threads, shares * parts, 1, x, images * plane, shape.group_channels, tables.x,
             shape.geometry.stride[-1] * self._pixel, dy, lines * shape.out_width * shape.outputs,
             shape.group_outputs, tables.dy, shape.outputs, lines, shape.out_width, self._block, tables.starts,
-            tables.panel, tables.entries, times, groups, shares, parts, turned, self._c_row_table, ZEROS,
+            tables.panel, tables.entries, times, groups, shares, parts, transposed, self._c_row_table, ZEROS,
             self._row_table, self._units, self._segments, self._count,
             self._workspace.take("panels", shares * parts * size), size, copied,
             self._workspace.take("images", shares * parts * copied * shape.group_channels + WIDTH), WIDTH,

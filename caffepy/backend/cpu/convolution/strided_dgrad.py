@@ -207,7 +207,7 @@ class ResidueDgrad:
         taps: list[tuple[int, int]] = []
         tiles: list[tuple[int, ...]] = []
         for axis in columns:
-            own = row_tiles(axis if len(axis.taps) else _met_by_none(axis), width)
+            own = row_tiles(axis if len(axis.taps) else _without_taps(axis), width)
             kind = self._taps - len(axis.taps) if len(axis.taps) else 2
             starts = int(axis.indices[0]) * channels, int(axis.pixels[0]) * channels
             residues.append((*starts, kind, len(taps), len(tiles), len(tiles) + len(own)))
@@ -235,7 +235,7 @@ class ResidueDgrad:
         )  # fmt: skip
 
 
-def _met_by_none(axis: Axis) -> Axis:
+def _without_taps(axis: Axis) -> Axis:
     return Axis(axis.pixels, axis.indices, np.zeros(1, np.int64), np.zeros(1, np.int64))
 
 

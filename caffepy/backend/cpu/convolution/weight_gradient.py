@@ -153,41 +153,42 @@ class _Extent(NamedTuple):
 class WeightGradient:
     """The weight gradient, divided into tiles.
 
-    A tile's rows are output channels and its vectors run along the elements of a tap, or vice versa (`turned`) if that
-    takes fewer cycles. Images of one or three channels have short taps, and the vectors' factor is copied for each tap.
+    A tile's rows are output channels and its vectors run along the elements of a tap, or vice versa (`transposed`) if
+    that takes fewer cycles. Images of one or three channels have short taps, and the vectors' factor is copied for each
+    tap.
     """
 
     def __init__(self, shape: ConvolutionShape, threads: int, workspace: Workspace) -> None:
         self._shape, self._threads, self._workspace = shape, threads, workspace
         self._inner = shape.taps.length * shape.taps.channels
-        self._turned = self._cycles(turned=True) < self._cycles(turned=False)
+        self._transposed = self._cycles(transposed=True) < self._cycles(transposed=False)
         self._slopes_row = shape.out_width * shape.outputs
         self._lines: dict[int, _Lines] = {}
         self._taps_at = shape.padding.offset(shape.taps.rows, shape.taps.columns)
         self._met = shape.padding.has_rows(shape.line_rows[:, None] + shape.taps.rows[None, :])
         self._lists: dict[bytes, int] = {}
         self._rows: dict[tuple[int, ...], int] = {}
-        self._high = rows_of_fours(shape.depth, self._inner) if self._turned else 0
-        units = self._turned_units() if self._turned else self._plain_units()
+        self._high = rows_of_fours(shape.depth, self._inner) if self._transposed else 0
+        units = self._transposed_units() if self._transposed else self._plain_units()
         self._units, self._count = extended(units), len(units)
         self._rows_table = extended(list(self._rows))
-        self._c_rows = extended(np.arange(SPARE) * (shape.outputs if self._turned else shape.depth))
+        self._c_rows = extended(np.arange(SPARE) * (shape.outputs if self._transposed else shape.depth))
         self._block = self._lines_at_a_time()
 
-    def _cycles(self, turned: bool) -> float:
+    def _cycles(self, transposed: bool) -> float:
         """Return the cycles of one group, in units of `COST_TALL`."""
-        shape, runs = self._shape, 1 if turned else len(self._shape.taps.rows)
-        columns, rows = (shape.group_outputs, shape.depth) if turned else (self._inner, shape.group_outputs)
+        shape, runs = self._shape, 1 if transposed else len(self._shape.taps.rows)
+        columns, rows = (shape.group_outputs, shape.depth) if transposed else (self._inner, shape.group_outputs)
         panels = self._panels(columns, rows)
         pixel = runs * sum(COST_TALL[v] * -(-rows // TALL[v]) + COPYING * v for v, _, _ in panels)
-        return shape.images * shape.out_height * shape.out_width * pixel + TURNING * turned * shape.group_step
+        return shape.images * shape.out_height * shape.out_width * pixel + TURNING * transposed * shape.group_step
 
     def _lines_at_a_time(self) -> int:
         """Return the output lines whose part of a, and one panel of b, stay in the L2 cache for all tiles."""
         shape = self._shape
-        line = shape.padding.row * shape.geometry.stride[-2] if self._turned else self._slopes_row
+        line = shape.padding.row * shape.geometry.stride[-2] if self._transposed else self._slopes_row
         line += 3 * WIDTH * shape.out_width
-        step = shape.geometry.stride[-1] * shape.channels if self._turned else shape.outputs
+        step = shape.geometry.stride[-1] * shape.channels if self._transposed else shape.outputs
         far = min(MAX_CACHED, max(MIN_CACHED, shape.outputs * shape.depth // 2))
         return max(1, (far if step >= FAR else CACHED) // line)
 
@@ -213,7 +214,7 @@ class WeightGradient:
             offsets = np.cumsum([0, *map(len, lists)])
             starts = [at + np.searchsorted(own, bounds) for at, own in zip(offsets, lists, strict=False)]
             every = np.concatenate(lists)
-            a, b = (x, dy) if self._turned else (dy, x)
+            a, b = (x, dy) if self._transposed else (dy, x)
             panel = every * (np.arange(1, 4)[:, None] * WIDTH * shape.out_width)
             first = extended(np.concatenate(starts))
             self._lines[images] = _Lines(first, extended(a[every]), extended(b), extended(panel), len(every))
@@ -248,14 +249,14 @@ class WeightGradient:
                     )  # fmt: skip
         return units
 
-    def _turned_units(self) -> list[tuple[int, ...]]:
+    def _transposed_units(self) -> list[tuple[int, ...]]:
         """(vectors, offset in x, in dy, in dw transposed, row table, rows, lanes of the last vector, extent)."""
         shape = self._shape
         elements = (self._taps_at[:, None] + np.arange(self._inner)).reshape(-1)
         panels = self._panels(shape.group_outputs, shape.depth)
         heights = {**TALL, 1: self._high or TALL[1]}
         rows = {
-            high: [self._turned_rows(elements, row, high) for row in range(0, shape.depth, high)]
+            high: [self._transposed_rows(elements, row, high) for row in range(0, shape.depth, high)]
             for high in {heights[vectors] for vectors, _, _ in panels}
         }
         units: list[tuple[int, ...]] = []
@@ -267,7 +268,7 @@ class WeightGradient:
                     units.append((vectors, x_group, dy_group + column, offset, table, count, last, *extent, 0))
         return units
 
-    def _turned_rows(self, elements: Any, row: int, high: int) -> tuple[int, int, int, _Extent]:
+    def _transposed_rows(self, elements: Any, row: int, high: int) -> tuple[int, int, int, _Extent]:
         part = elements[row : row + high]
         first, last = divmod(row, self._inner), divmod(row + len(part) - 1, self._inner)
         span = (first[1], last[1] + 1) if first[0] == last[0] else (0, self._inner)
@@ -283,22 +284,24 @@ class WeightGradient:
         shape, lines = self._shape, dy.shape[0] * self._shape.out_height
         tables, count = self._tables(dy.shape[0]), self._count
         steps = shape.geometry.stride[-1] * shape.channels, shape.outputs
-        (a, a_step), (b, b_step) = ((x, steps[0]), (dy, steps[1])) if self._turned else ((dy, steps[1]), (x, steps[0]))
-        target = self._workspace.take("weights", dweights.size) if self._turned else dweights
+        (a, a_step), (b, b_step) = (
+            ((x, steps[0]), (dy, steps[1])) if self._transposed else ((dy, steps[1]), (x, steps[0]))
+        )
+        target = self._workspace.take("weights", dweights.size) if self._transposed else dweights
         items = min(self._threads, count)
         size = min(self._block, lines) * shape.out_width * 3 * WIDTH
         correlate_weights.run(
             self._threads, items, 1, a, tables.a, a_step, b, tables.b, b_step, lines, shape.out_width, self._block,
             tables.starts, tables.panel, tables.entries, target, self._c_rows,
-            int(not first or (accumulate and not self._turned)), ZEROS, self._rows_table, self._units, count,
+            int(not first or (accumulate and not self._transposed)), ZEROS, self._rows_table, self._units, count,
             items, self._workspace.take("panels", items * size), size, WIDTH, self._high,
         )  # fmt: skip
 
     def finish(self, dweights: Any, accumulate: bool) -> None:
         """Finish the sum after all images are added."""
-        if self._turned:
-            shape, turned = self._shape, self._workspace.take("weights", dweights.size)
+        if self._transposed:
+            shape, transposed = self._shape, self._workspace.take("weights", dweights.size)
             transpose_add.run(
-                self._threads, -(-shape.outputs // LINE), max(1, 256 // shape.depth), turned, dweights, shape.depth,
+                self._threads, -(-shape.outputs // LINE), max(1, 256 // shape.depth), transposed, dweights, shape.depth,
                 shape.outputs, int(accumulate),
             )  # fmt: skip

@@ -232,7 +232,7 @@ filter_gradient_tile = _written(_write_filters_gradient, "pwpww")
 @kernel
 def transform_filters(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, weights: Floats, channels: Int, backward: Int, packed: Floats, plane: Int,
-    table: Words, panels: Int, width: Int, depth: Int, squares: Floats, square_size: Int, total: Int, items: Int,
+    table: Words, width: Int, depth: Int, squares: Floats, square_size: Int, total: Int, items: Int,
 ) -> None:  # fmt: skip
     """G g G^T of all filters, packed into panels. Items are parts of (panel, `width` of the elements of the sum).
 
@@ -468,7 +468,7 @@ class _Correlation:
         items, size = min(self._threads, total), 9 * WIDTH * WIDTH
         transform_filters.run(
             self._threads, items, 1, weights, made if backward else read, int(backward), packed, self._plane,
-            panels.table, panels.count, WIDTH, read, self._workspace.take("squares", items * size), size, total, items,
+            panels.table, WIDTH, read, self._workspace.take("squares", items * size), size, total, items,
         )  # fmt: skip
 
     def run(self, x: Any, packed: Any, start: Any, y: Any, ending: Ending) -> None:

@@ -109,7 +109,7 @@ class _Program:
         commands = [command for one in calls for command in one.commands]
         self._alone = _table(commands)
         self._parts = [_table(part) for part in _serial_parts(commands)]
-        self._table = _table([_joined(part) for part in self._parts])
+        self._table = _table([_merged(part) for part in self._parts])
         threads = int(self._table[:, 3].max())
         self._joint = JointCalls(self._table, threads)
         self._choice = ThreadChoice() if threads > 1 else None
@@ -134,7 +134,7 @@ class _Program:
 
 TRIALS = 5
 """Timed passes on one thread and on all threads before a choice."""
-WARMING = 3
+WARMUP_PASSES = 3
 """Untimed passes before the trials. After a pause, threads are asleep and weights are out of the caches, or other
 programs' idle threads still spin: without them, the autoencoder beside another program always chose one thread."""
 LONG = 0.002
@@ -157,24 +157,24 @@ class ThreadChoice:
         self._all_threads: list[float] = []
         self._one: list[float] = []
         self._chosen, self._trusted = False, TRUSTED
-        self._left = 0.0
+        self._remaining = 0.0
         """Seconds of passes for which the choice remains valid."""
 
     @property
     def on_one(self) -> bool:
         """Return whether the next pass runs on one thread."""
-        return self._chosen if self._left > 0 else len(self._all_threads) == WARMING + TRIALS
+        return self._chosen if self._remaining > 0 else len(self._all_threads) == WARMUP_PASSES + TRIALS
 
     def took(self, seconds: float) -> None:
         """Record the duration of a pass that ran as `on_one` returned."""
-        if self._left > 0:
-            self._left -= seconds
+        if self._remaining > 0:
+            self._remaining -= seconds
             return
         all_threads, one = self._all_threads, self._one
         (one if self.on_one else all_threads).append(seconds)
-        if len(one) == WARMING + TRIALS:
-            self._choose(median(all_threads[WARMING:]), median(one[WARMING:]))
-        elif len(all_threads) == WARMING + TRIALS and min(all_threads) > LONG:  # the first pass may have compiled
+        if len(one) == WARMUP_PASSES + TRIALS:
+            self._choose(median(all_threads[WARMUP_PASSES:]), median(one[WARMUP_PASSES:]))
+        elif len(all_threads) == WARMUP_PASSES + TRIALS and min(all_threads) > LONG:  # the first pass may have compiled
             self._hold(False, MAX_TRUSTED * sum(all_threads))
 
     def _choose(self, all_threads: float, one: float) -> None:
@@ -183,7 +183,7 @@ class ThreadChoice:
         self._hold(on_one, self._trusted * TRIALS * (all_threads + one))
 
     def _hold(self, on_one: bool, seconds: float) -> None:
-        self._chosen, self._left = on_one, seconds
+        self._chosen, self._remaining = on_one, seconds
         self._all_threads, self._one = [], []
 
 
@@ -207,7 +207,7 @@ def _serial_parts(commands: Sequence[Command]) -> list[list[Command]]:
     return parts
 
 
-def _joined(part: Any) -> Command:
+def _merged(part: Any) -> Command:
     """Return a part's only command, or one that runs all of them on one thread."""
     if len(part) == 1:
         return tuple(part[0].tolist())

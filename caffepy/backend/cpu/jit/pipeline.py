@@ -121,12 +121,12 @@ class CFunction(CFunc):  # type: ignore[misc,unused-ignore]
     def _compile_uncached(self) -> Any:
         if config.DISABLE_JIT:
             raise ConfigError("NUMBA_DISABLE_JIT is set, but kernels on the CPU are compiled by numba: unset it")
-        _say_compiling(self._cache.cache_path)
+        _log_compiling(self._cache.cache_path)
         return self._compiler.compile(self._sig.args, self._sig.return_type)
 
 
 @cache
-def _say_compiling(folder: str | None) -> None:
+def _log_compiling(folder: str | None) -> None:
     """Log once per process that kernels are compiled, and whether they are cached."""
     if folder is not None and os.access(folder, os.W_OK):
         logger.info("Compiling CPU kernels for the first time; they are cached in %s for later starts", folder)

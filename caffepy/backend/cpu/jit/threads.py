@@ -32,7 +32,7 @@ CHUNKS = 4
 """Chunks of a call per thread, for load balance."""
 LINE_WORDS = 8
 """Words of a cache line."""
-LOOKS = 1000
+POLLS = 1000
 """Polls of other threads' completion before yielding the core."""
 Command = tuple[int, int, int, int]
 """A kernel call: function, argument block, items, pieces."""
@@ -72,7 +72,7 @@ def _parallel_loop(first: Any, count: Any, steps: Any, task: Any) -> None:
 
 
 @intrinsic
-def _add(typing_context: Any, address: Any, number: Any) -> Any:
+def _atomic_add(typing_context: Any, address: Any, number: Any) -> Any:
     """Atomically add to a shared word; return its previous value."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -83,8 +83,8 @@ def _add(typing_context: Any, address: Any, number: Any) -> Any:
 
 
 @intrinsic
-def _look(typing_context: Any, address: Any) -> Any:
-    """Load a shared word with acquire ordering."""
+def _atomic_load(typing_context: Any, address: Any) -> Any:
+    """Atomically load a shared word, sequentially consistent."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load_atomic(builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()), "seq_cst", 8)
@@ -108,10 +108,10 @@ def _pause(typing_context: Any) -> Any:
 def _make_calls(first: Any, count: Any, steps: Any, task: Any) -> None:
     """Run by each thread of numba's pool: make the calls together with the other threads.
 
-    The task is the address of the calls, their number, the shared counters, the number of threads, and `_rest_address`.
-    Each thread starts with its own chunks, whose previous results are in its caches, then steals chunks that no thread
-    has started. It waits only for chunks that another thread is computing, so threads without a core, or threads that
-    run one after another, do not block the others.
+    The task is the address of the calls, their number, the shared counters, the number of threads, and
+    `_yield_address`. Each thread starts with its own chunks, whose previous results are in its caches, then steals
+    chunks that no thread has started. It waits only for chunks that another thread is computing, so threads without a
+    core, or threads that run one after another, do not block the others.
     """
     given = words(task)
     table, calls, state, threads, rest = words(given[0]), given[1], given[2], given[3], given[4]
@@ -126,16 +126,16 @@ def _make_calls(first: Any, count: Any, steps: Any, task: Any) -> None:
             for other in range(threads):
                 owner = (me + other) % threads
                 share, stop = (owner * chunks + threads - 1) // threads, ((owner + 1) * chunks + threads - 1) // threads
-                chunk = share + _add(counters + owner * line, 1)
+                chunk = share + _atomic_add(counters + owner * line, 1)
                 while chunk < stop:
                     _call(function, block, chunk * items // chunks, (chunk + 1) * items // chunks)
-                    _add(done, 1)
-                    chunk = share + _add(counters + owner * line, 1)
-            looks = 0
-            while _look(done) < chunks:
+                    _atomic_add(done, 1)
+                    chunk = share + _atomic_add(counters + owner * line, 1)
+            polls = 0
+            while _atomic_load(done) < chunks:
                 _pause()
-                looks += 1
-                if looks > LOOKS and rest != 0:
+                polls += 1
+                if polls > POLLS and rest != 0:
                     _call(rest, 0, 0, 0)
 
 
@@ -175,7 +175,7 @@ class _Threads:
         """Reset in a forked child: the started threads do not exist there, and GNU's OpenMP would end the process."""
         self._lock = threading.Lock()
         if self._loop is not None:
-            self._loop, self._one_loop = _on_this_thread, None
+            self._loop, self._one_loop = _serial_parallel_for, None
 
     def _choose_layer(self) -> str:
         if numba.config.THREADING_LAYER != "default":  # the user's choice, NUMBA_THREADING_LAYER
@@ -256,7 +256,7 @@ class JointCalls:
         self.threads = threads
         self.state = np.zeros(len(commands) * (threads + 1) * LINE_WORDS, np.int64)
         table, counts = (array.__array_interface__["data"][0] for array in (commands, self.state))
-        self._kept = commands, _PROGRAM(table, len(commands), counts, threads, _rest_address(), 0, threads, 1)
+        self._kept = commands, _PROGRAM(table, len(commands), counts, threads, _yield_address(), 0, threads, 1)
         at = ctypes.addressof(self._kept[1])
         self.arguments = at + 40, at + 48, at + 56, at, 0, 1
 
@@ -271,7 +271,7 @@ def call_in_turn() -> int:
 
 
 @cache
-def _rest_address() -> int:
+def _yield_address() -> int:
     """Return the address of the C library's sched_yield, or 0.
 
     It is called with a kernel's arguments, which it ignores.
@@ -282,14 +282,14 @@ def _rest_address() -> int:
         return 0
 
 
-def _on_this_thread(function: int, arrays: int, lengths: int, steps: int, data: int, *_: int) -> None:
+def _serial_parallel_for(function: int, arrays: int, lengths: int, steps: int, data: int, *_: int) -> None:
     """Replacement of the pool's `parallel_for` that runs all pieces one after another."""
-    _say_forked()
+    _log_fork()
     _LOOP(function)(arrays, lengths, steps, data)
 
 
 @cache
-def _say_forked() -> None:
+def _log_fork() -> None:
     logger.info(
         "Process %d was forked from a multithreaded process and computes on one thread; start processes by "
         "'spawn' or 'forkserver' for threads in each process",

@@ -216,7 +216,7 @@ def copy_vectors(typing_context: Any, source: Any, target: Any, vectors: Any) ->
     return types.void(pointer, pointer, types.int64), generate
 
 
-def _turned(builder: Any, rows: list[Any]) -> list[Any]:
+def _transposed_square(builder: Any, rows: list[Any]) -> list[Any]:
     """Transpose a square of vectors: squares of 2, 4, ... elements by shuffles of two vectors."""
     size = 1
     while size < WIDTH:
@@ -241,7 +241,7 @@ def turn_square(typing_context: Any, source: Any, source_step: Any, target: Any,
         source, source_step, target, target_step = arguments
         offsets = [writer.word(i) for i in range(WIDTH)]
         rows = [builder.load(writer.vector_at(source, builder.mul(i, source_step)), align=4) for i in offsets]
-        for i, column in zip(offsets, _turned(builder, rows), strict=True):
+        for i, column in zip(offsets, _transposed_square(builder, rows), strict=True):
             builder.store(column, writer.vector_at(target, builder.mul(i, target_step)), align=4)
         return context.get_dummy_value()
 

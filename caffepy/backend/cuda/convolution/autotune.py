@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic, monotonic_ns
 
-from caffepy.backend.cuda.compiler import c_type, launch, launch_blocks, library_kernel, say_first_use
+from caffepy.backend.cuda.compiler import c_type, launch, launch_blocks, library_kernel, log_first_use
 from caffepy.backend.cuda.convolution.algorithm import AlgorithmFamily, Candidate, KeepingCandidate, Operands, Resources
 from caffepy.backend.cuda.convolution.autotune_cache import Decision, cache_file, decisions
 from caffepy.backend.cuda.convolution.problem import Direction, Task
@@ -106,20 +106,20 @@ logger = logging.getLogger(__name__)
 PRUNE_RATIO = 1.25
 """A candidate is dropped if its first timed run exceeds the best time by this factor."""
 
-SHORT = 4.0
+RESOLUTION = 4.0
 """Microseconds above the best time that one timed run cannot resolve."""
 
-HOPELESS = 3.0
+FIRST_RUN_RATIO = 3.0
 """A candidate is dropped if its first, untimed run exceeds the best time by this factor."""
 
-HELD_UP = 20_000.0
+HOST_DELAY = 20_000.0
 """Additional microseconds by which other threads (of several GPUs) may delay the host's detection that the first run
 has ended."""
 
-DOUBTFUL = 2.0
+REPEAT_RATIO = 2.0
 """A single time up to this factor of the best time may be disturbed; the run is repeated."""
 
-TIMED = 300.0
+TIMING_BUDGET = 300.0
 """Microseconds of runs per timing, with 2 to 10 runs."""
 
 FINALISTS = 4
@@ -128,7 +128,7 @@ FINALISTS = 4
 MIN_FINALISTS = 2
 """Minimum number of finalists, so that one disturbed timing does not decide."""
 
-CLOSE = 1.05
+FINALIST_RATIO = 1.05
 """Further finalists must be within this factor of the fastest time."""
 
 ROUNDS = 3
@@ -170,7 +170,7 @@ class Autotuner:
             if is_capturing():
                 return _first(families)
             begin = monotonic()
-            say_first_use()
+            log_first_use()
             chosen, microseconds, certain = _try_all(task, families, operands, resources)
             if chosen is not None:
                 # If candidates could not be checked, cache in this process only: another choice would change the bits.
@@ -290,7 +290,7 @@ class Trial:
         """Return the fastest candidate with a correct result, after the finalists were timed again."""
         remaining = sorted(self._contenders, key=lambda contender: contender.microseconds)
         while remaining:
-            most = CLOSE * remaining[0].microseconds
+            most = FINALIST_RATIO * remaining[0].microseconds
             close = sum(contender.microseconds <= most for contender in remaining)
             finalists = remaining[: min(FINALISTS, max(MIN_FINALISTS, close))]
             remaining = remaining[len(finalists) :]
@@ -305,16 +305,16 @@ class Trial:
         sums = self._operands.sums
         return [self._operands.out] if sums is None else [self._operands.out, sums]
 
-    def _right_results(self) -> list[Array]:
+    def _trusted_results(self) -> list[Array]:
         """Return the results of a trusted candidate; empty without such a candidate or without memory."""
         if self._expected is None:
             try:
-                self._expected = [] if self._trusted is None else self._telling_results(self._trusted)
+                self._expected = [] if self._trusted is None else self._comparison_results(self._trusted)
             except (cupy.cuda.memory.OutOfMemoryError, OutOfMemoryError):
                 self._expected = []
         return self._expected
 
-    def _telling_results(self, trusted: Candidate) -> list[Array]:
+    def _comparison_results(self, trusted: Candidate) -> list[Array]:
         first = self._operands
         choices: tuple[Callable[[], Operands], ...] = (lambda: first, self._others)
         for operands in choices:
@@ -326,7 +326,7 @@ class Trial:
         return []
 
     def _is_right(self, candidate: Candidate) -> bool:
-        expected = self._right_results()
+        expected = self._trusted_results()
         if not expected:
             self.certain = False
             return False
@@ -354,7 +354,7 @@ def _attempt(candidate: Candidate, operands: Operands, best: float) -> Contender
         if not candidate.prepare():
             return None
         first = _first_run(candidate, operands)
-        if first > HOPELESS * best + HELD_UP:
+        if first > FIRST_RUN_RATIO * best + HOST_DELAY:
             logger.debug("%s is too slow: the first run takes %.0f us", candidate.name, first)
             return None
         watch = Stopwatch(lambda: candidate.run(operands))
@@ -362,7 +362,7 @@ def _attempt(candidate: Candidate, operands: Operands, best: float) -> Contender
         if time > _limit(best):
             logger.debug("%s is too slow: a run takes %.1f us", candidate.name, time)
             return None
-        time = watch.elapsed(max(2, min(10, int(TIMED / time))), time)
+        time = watch.elapsed(max(2, min(10, int(TIMING_BUDGET / time))), time)
         logger.debug("%s takes %.1f us", candidate.name, time)
         return Contender(candidate, time, watch)
     except (DeviceError, RunError, RuntimeError) as error:
@@ -382,13 +382,13 @@ def _first_run(candidate: Candidate, operands: Operands) -> float:
 
 def _limit(best: float) -> float:
     """Return the maximum microseconds of one run for a candidate to remain."""
-    return max(PRUNE_RATIO * best, best + SHORT)
+    return max(PRUNE_RATIO * best, best + RESOLUTION)
 
 
 def _time_of_one(watch: Stopwatch, best: float) -> float:
     """Return the microseconds of one run, or of the shorter of two if the first is close to the best time."""
     time = watch.elapsed(1)
-    return min(time, watch.elapsed(1)) if _limit(best) < time <= DOUBTFUL * best else time
+    return min(time, watch.elapsed(1)) if _limit(best) < time <= REPEAT_RATIO * best else time
 
 
 def measure(contenders: Sequence[Contender]) -> None:
@@ -397,7 +397,7 @@ def measure(contenders: Sequence[Contender]) -> None:
     for _ in range(ROUNDS):
         for contender, own in zip(contenders, times, strict=True):
             about = contender.microseconds
-            own.append(contender.watch.elapsed(max(2, min(20, int(2 * TIMED / about))), about))
+            own.append(contender.watch.elapsed(max(2, min(20, int(2 * TIMING_BUDGET / about))), about))
     for contender, own in zip(contenders, times, strict=True):
         contender.microseconds = min(own)
 
@@ -429,15 +429,15 @@ def noise(shape: tuple[int, ...], dtype: str) -> Array:
 
 def largest(array: Array) -> float:
     """Return the largest magnitude in a flat array, or infinity with a NaN. Waits for the device."""
-    return _greatest("largest", array, array)
+    return _reduce_max("largest", array, array)
 
 
 def difference(array: Array, expected: Array) -> float:
     """Return the largest difference of two flat arrays, or infinity with a NaN. Waits for the device."""
-    return _greatest("difference", array, expected)
+    return _reduce_max("difference", array, expected)
 
 
-def _greatest(kernel: str, array: Array, expected: Array) -> float:
+def _reduce_max(kernel: str, array: Array, expected: Array) -> float:
     bits = cupy.zeros(1, "uint32")
     compiled = library_kernel("tuning", kernel, f"#define Element {c_type(array)}\n")
     launch(compiled, array.size, (raw(array), raw(expected), bits, array.size))

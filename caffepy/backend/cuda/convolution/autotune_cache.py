@@ -38,7 +38,7 @@ _WRITE_WAIT = 30.0
 _MAX_BYTES = 1 << 26
 """Maximum bytes of the file."""
 
-_LOOK = 0.02
+_POLL_INTERVAL = 0.02
 """Polling interval of file locks in seconds."""
 
 
@@ -193,7 +193,7 @@ def _lock(file: int, offset: int, seconds: float) -> bool:
         except (BlockingIOError, PermissionError):  # another process holds it
             if time.monotonic() > end:
                 return False
-            time.sleep(_LOOK)
+            time.sleep(_POLL_INTERVAL)
         except OSError as error:
             logger.debug("autotuning is not shared with other processes: %s", error)
             return False

@@ -64,7 +64,7 @@ class FewChannels:
         self._problem = task.problem
         self._resources = resources
         self._warps = warps_of(task.problem)
-        self._turn: Any = None
+        self._transpose_kernel: Any = None
         self._kernel: Any = None
 
     def prepare(self) -> bool:
@@ -75,7 +75,7 @@ class FewChannels:
             RUN=RUN, RESIDUES=residues_text(across), TAPS=across.taps, STEP=-across.step, DISTANCE=across.b,
             **_window(problem),
         )  # fmt: skip
-        self._turn = library_kernel("few_channels", "turn_weights", text)
+        self._transpose_kernel = library_kernel("few_channels", "turn_weights", text)
         self._kernel = library_kernel("few_channels", "few_channels", text)
         return True
 
@@ -83,7 +83,7 @@ class FewChannels:
         """Launch the weight transposition, then the kernel."""
         problem = self._problem
         turned = self._resources.scratch.get("turned weights", operands.second.size)
-        launch(self._turn, operands.second.size, (raw(operands.second), turned))
+        launch(self._transpose_kernel, operands.second.size, (raw(operands.second), turned))
         more = (1,) * (5 - len(problem.x))
         across = axis_of(problem, Direction.DATA, len(problem.x) - 3)
         sizes = (*more, *problem.x[2:], *more, *problem.y[2:], across.origin, runs_of(problem))

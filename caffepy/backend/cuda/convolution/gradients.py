@@ -90,9 +90,9 @@ class FlippedForward:
     def run(self, operands: Operands) -> None:
         """Flip the weights in scratch memory, then run the forward convolution."""
         assert self._forward is not None
-        self._forward.run(replace(operands, second=self._turned(operands.second)))
+        self._forward.run(replace(operands, second=self._flipped_weights(operands.second)))
 
-    def _turned(self, weights: Array) -> Array:
+    def _flipped_weights(self, weights: Array) -> Array:
         scratch = self._resources.scratch.get("turned weights", weights.size, weights.dtype.name)
         turned = view(scratch, self._task.problem.weights)
         cupy.copyto(turned, cupy.flip(weights.swapaxes(0, 1), tuple(range(2, weights.ndim))))

@@ -22,8 +22,8 @@ class CompileError(Exception):
 def compiler(cupy_or_mock: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module, of a process that has compiled nothing."""
     module = importlib.import_module("caffepy.backend.cuda.compiler")
-    caches = (module._module, module._function, module.say_first_use)
-    monkeypatch.setattr(module._Building, "seconds", 0.0)
+    caches = (module._module, module._function, module.log_first_use)
+    monkeypatch.setattr(module._BuildTime, "seconds", 0.0)
     monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "0")
     for cache in caches:
         cache.cache_clear()
