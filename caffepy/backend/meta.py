@@ -187,7 +187,7 @@ def _primitive(name: str, reads: Sequence[str] = (), writes: Sequence[str] = (),
         self.note(values([*reads, *accumulate]), values([*writes, *sums]))
 
     note.__name__ = name
-    note.__doc__ = "Note what it would do."
+    note.__doc__ = "Record the memory accesses of the primitive."
     return note
 
 

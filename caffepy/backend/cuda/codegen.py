@@ -122,10 +122,10 @@ def part(name: str, access: Access, width: int, offset: str) -> str:
     return f"load<{width}>({name}_p_, {offset})" if access.packed else f"{name}_p_[{offset}]"
 
 
-def channel_offset(name: str, access: Access, index: str, pack: str) -> str:
-    """Return the offset into a Channel argument for a pack's number."""
+def channel_offset(name: str, access: Access, index: str) -> str:
+    """Return the offset into a Channel argument for pack i_."""
     wide = index != "unsigned int"
-    offset = pack
+    offset = "i_"
     if access.divides:
         offset = f"({offset} / {name}_inner_)" if wide else f"{name}_by_inner_({offset})"
     if access.wraps:
@@ -140,31 +140,30 @@ __device__ __forceinline__ unsigned int remainder_(unsigned int n, unsigned int 
 """
 
 
-def call(expression: Expression, variant: Variant, loaded: str) -> str:
-    """Return a call of the formula on element k_ of the packs in registers; `loaded` is the register suffix."""
+def call(expression: Expression, variant: Variant) -> str:
+    """Return a call of the formula on element k_ of the packs number u_ in registers."""
     access_of = accesses(expression, variant)
     inputs = []
     for name, kind in zip(expression.parameters, expression.kinds, strict=True):
         value = cuda_name(name)
         if kind is Kind.EACH:
-            value = f"to_float({value}{loaded}[k_])"
+            value = f"to_float({value}[u_][k_])"
         elif kind is Kind.CHANNEL:
             access = access_of[name]
-            value += ("" if access.once else loaded) + ("[k_]" if access.packed else "")
+            value += ("" if access.once else "[u_]") + ("[k_]" if access.packed else "")
         inputs.append(value)
     return f"formula_({', '.join(inputs + [f'{name}[k_]' for name in output_names(expression)])});"
 
 
-def load_lines(expression: Expression, variant: Variant, loaded: str, pack: str) -> list[str]:
-    """Return statements that load the operands of one pack."""
+def load_lines(expression: Expression, variant: Variant) -> list[str]:
+    """Return statements that load the operands of pack i_ into the registers number u_."""
     lines = [
-        f"{cuda_name(name)}{loaded} = load_raw<{variant.width}>({name}_p_, {pack});"
-        for name in named(expression, Kind.EACH)
+        f"{cuda_name(name)}[u_] = load_raw<{variant.width}>({name}_p_, i_);" for name in named(expression, Kind.EACH)
     ]
     for name, access in accesses(expression, variant).items():
         if not access.once:
-            offset = channel_offset(name, access, variant.index, pack)
-            lines.append(f"{cuda_name(name)}{loaded} = {part(name, access, variant.width, offset)};")
+            offset = channel_offset(name, access, variant.index)
+            lines.append(f"{cuda_name(name)}[u_] = {part(name, access, variant.width, offset)};")
     return lines
 
 
@@ -206,14 +205,14 @@ extern "C" __global__ void __launch_bounds__(512) apply_({", ".join(parameters)}
     #pragma unroll
     for (int u_ = 0; u_ < {variant.unroll}; ++u_) {{
         const {variant.index} i_ = min(({variant.index})(first_ + u_ * blockDim.x), n_ - 1);
-        {lines_of(load_lines(expression, variant, "[u_]", "i_"), 8)}
+        {lines_of(load_lines(expression, variant), 8)}
     }}
     #pragma unroll
     for (int u_ = 0; u_ < {variant.unroll}; ++u_) {{
         const {variant.index} i_ = first_ + u_ * blockDim.x;
         Pack<float, {variant.width}> {outputs};
         #pragma unroll
-        for (int k_ = 0; k_ < {variant.width}; ++k_) {call(expression, variant, "[u_]")}
+        for (int k_ = 0; k_ < {variant.width}; ++k_) {call(expression, variant)}
         if (i_ < n_) {{
             {lines_of([f"store<{variant.width}>({name}p_, i_, {name});" for name in names], 12)}
         }}
@@ -248,7 +247,7 @@ def _loop(expression: Expression, variant: Variant, start: str, end: str, step: 
         #pragma unroll
         for (int u_ = 0; u_ < {unroll}; ++u_) {{
             const {variant.index} at_ = min(({variant.index})(first_ + u_ * {step}), {end} - 1);
-            {lines_of(pack + load_lines(expression, variant, "[u_]", "i_"), 12)}
+            {lines_of(pack + load_lines(expression, variant), 12)}
         }}
         #pragma unroll
         for (int u_ = 0; u_ < {unroll}; ++u_) {{
@@ -256,7 +255,7 @@ def _loop(expression: Expression, variant: Variant, start: str, end: str, step: 
             Pack<float, {variant.width}> {", ".join(output_names(expression))};
             #pragma unroll
             for (int k_ = 0; k_ < {variant.width}; ++k_) {{
-                {call(expression, variant, "[u_]")}
+                {call(expression, variant)}
                 {lines_of(add, 16)}
             }}
         }}
