@@ -25,7 +25,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, device_function, kernel
-from caffepy.backend.cpu.jit.vector import WIDTH, Writer, ahead, copy_vectors, turn_square
+from caffepy.backend.cpu.jit.vector import WIDTH, Writer, ahead, copy_vectors, transpose_square
 
 LONG, LONG_TALL = 32, 128
 """Inner steps above which each outer step has its own sum: sums of sums lose fewer bits than one long sum.
@@ -340,7 +340,7 @@ def pack(  # noqa: PLR0913 -- a kernel
                 origin = group * group_step + rows[turned] + first * step
                 for j in range(0, wide, width):
                     square = ahead(packed, target + turned * wide + j)
-                    turn_square(ahead(source, origin + j * step), step, square, wide)
+                    transpose_square(ahead(source, origin + j * step), step, square, wide)
                 turned += width
         for k in range(turned, depth):
             origin = group * group_step + rows[k] + first * step

@@ -14,7 +14,7 @@ from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.dense import Gemm
 from caffepy.backend.cpu.jit.kernel import Floats, Int, kernel
 from caffepy.backend.cpu.jit.threads import GRAIN
-from caffepy.backend.cpu.jit.vector import WIDTH, ahead, turn_square
+from caffepy.backend.cpu.jit.vector import WIDTH, ahead, transpose_square
 from caffepy.backend.cpu.memory import Workspace
 from caffepy.backend.types import Geometry
 
@@ -44,7 +44,7 @@ def turn(  # noqa: PLR0913 -- a kernel
                 for j in range(j0, j1, width):
                     at, to = min(r, rows - width), min(j, columns - width)  # overlapping squares write equal values
                     first, second = base + at * columns + to, base + to * rows + at
-                    turn_square(ahead(source, first), columns, ahead(target, second), rows)
+                    transpose_square(ahead(source, first), columns, ahead(target, second), rows)
         else:
             for j in range(j0, j1):
                 for r in range(r0, r1):

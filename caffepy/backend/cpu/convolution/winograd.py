@@ -27,7 +27,7 @@ from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.gemm import ROWS, Panels, extended, tile
 from caffepy.backend.cpu.jit.intrinsics import intrinsic
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
-from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, table_at, turn_square
+from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, table_at, transpose_square
 from caffepy.backend.cpu.memory import Workspace
 from caffepy.backend.types import Geometry
 
@@ -251,7 +251,7 @@ def transform_filters(  # noqa: PLR0913 -- a kernel
                 if backward == 0:
                     for i in range(9):
                         here = ahead(weights, ((column + v) * 9 + i) * channels + first)
-                        turn_square(here, 9 * channels, ahead(square, i * width * width), width)
+                        transpose_square(here, 9 * channels, ahead(square, i * width * width), width)
                     source, row, tap = square, width, width * width
                 for k in range(width):
                     filter_tile(ahead(source, k * row), tap, ahead(target, k * wide), plane)

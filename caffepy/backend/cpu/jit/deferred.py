@@ -73,7 +73,7 @@ class DeferredKernel:
     def __init__(self, function: Callable[..., None]) -> None:
         self.interpret = function
         """The Python function, called with (begin, end, arguments); memoryviews are the fastest byte arrays."""
-        self._patience: JitThreshold | None = None
+        self._threshold: JitThreshold | None = None
         self.__doc__ = function.__doc__
 
     def should_compile(self, items: int, compiling: int, loading: int) -> bool:
@@ -85,9 +85,9 @@ class DeferredKernel:
             loading: items whose interpretation takes as long as importing numba.
         """
         if "kernel" not in self.__dict__:
-            if self._patience is None:
-                self._patience = JitThreshold(loading)
-            if not self._patience.ends(items):
+            if self._threshold is None:
+                self._threshold = JitThreshold(loading)
+            if not self._threshold.ends(items):
                 return False
         return bool(self.kernel.should_compile(items, compiling))
 

@@ -123,7 +123,7 @@ class _Program:
                 return
             begin, on_one = time.perf_counter(), self._choice.on_one
             self._run(on_one)
-            self._choice.took(time.perf_counter() - begin)
+            self._choice.record(time.perf_counter() - begin)
 
     def _run(self, on_one: bool) -> None:
         if on_one:
@@ -165,7 +165,7 @@ class ThreadChoice:
         """Return whether the next pass runs on one thread."""
         return self._chosen if self._remaining > 0 else len(self._all_threads) == WARMUP_PASSES + TRIALS
 
-    def took(self, seconds: float) -> None:
+    def record(self, seconds: float) -> None:
         """Record the duration of a pass that ran as `on_one` returned."""
         if self._remaining > 0:
             self._remaining -= seconds

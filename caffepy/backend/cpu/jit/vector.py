@@ -232,7 +232,7 @@ def _transposed_square(builder: Any, rows: list[Any]) -> list[Any]:
 
 
 @intrinsic
-def turn_square(typing_context: Any, source: Any, source_step: Any, target: Any, target_step: Any) -> Any:
+def transpose_square(typing_context: Any, source: Any, source_step: Any, target: Any, target_step: Any) -> Any:
     """Transpose WIDTH vectors, `source_step` apart, into rows `target_step` apart."""
     pointer = types.CPointer(types.float32)
 

@@ -162,7 +162,7 @@ def passes_on_one(choice: ThreadChoice, count: int, seconds: Callable[[bool], fl
     on_one = 0
     for _ in range(count):
         on_one += choice.on_one
-        choice.took(seconds(choice.on_one))
+        choice.record(seconds(choice.on_one))
     return on_one / count
 
 
