@@ -2,7 +2,7 @@
 # make test   install caffepy with its tests' needs, check the style and run the tests
 # make fuzz   damage 200000 inputs of every format: no exception of Python's, signal, hang or growth
 # make lint   ruff, its formatter and mypy alone
-# make site   the documents as a site in build/site, whose index.html a browser opens
+# make site   build the HTML documentation in build/site
 # make proto  generate caffepy/proto from proto/caffe.proto (an installation does this by itself)
 # make clean  remove what these made
 #

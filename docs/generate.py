@@ -52,65 +52,83 @@ Five fields act here although NVIDIA Caffe ignores them in part:
 _HEAD_OF_LAYERS = """\
 # Layers
 
-Every layer type with its formula, its settings and its blobs. *dtypes* are those of bottoms and tops: float32, or also
-float16 and bfloat16; other layers of a half-precision net are given float32. *Compared with* is what the tests compare
-the layer with: reference numbers drawn from that Caffe, and for all layers formulas in double precision and central
-differences. `python docs/generate.py` writes this file from the docstrings.
+Each layer type with its formula, its settings and its blobs.
+
+| entry | meaning |
+|---|---|
+| dtypes | of bottoms and tops; layers that list only float32 are given float32 in a half-precision net |
+| compared with | the numbers that tests compare the layer with |
+
+Tests also compare each layer with formulas in double precision and with central differences. `python docs/generate.py`
+writes this page from the docstrings.
 """
 _HEAD_OF_OPTIONS = """\
 # Options of training
 
-The options of `caffepy train`; the second column is the keyword of `caffepy.train`. Flags may be spelled as Caffe's
-tools took them: `-max_skipped 10`, `-max_skipped=10`, `--max-skipped 10`. Where several ranks train, they compare the
-options before the first iteration and refuse to train with different ones; those marked *own* may differ.
-A program that gives `caffepy.train` no `devices` trains on the CPU.
-`python docs/generate.py` writes this file from `caffepy/parallel/options.py` and `caffepy/options/solver.py`.
+The options of `caffepy train`. The second column is the keyword of `caffepy.train`. Flags may be spelled as in Caffe:
+`-max_skipped 10`, `-max_skipped=10`, `--max-skipped 10`. If several ranks train, they compare the options before the
+first iteration; only those marked *own* may differ. Without `devices` `caffepy.train` uses the CPU.
+
+`python docs/generate.py` writes this page from `caffepy/parallel/options.py` and `caffepy/options/solver.py`.
 """
 _HEAD_OF_ONNX = """\
-# ONNX
+# Export to ONNX, import from ONNX
 
-Take a net with its weights to ONNX, or bring an ONNX model to Caffe. Both need `pip install 'caffepy[onnx]'`.
+Install the extra first: `pip install 'caffepy[onnx]'`.
 
     caffepy export deploy.prototxt net.caffemodel net.onnx
     caffepy export deploy.prototxt net.caffemodel net.onnx --batch dynamic --fold --opset 13
     caffepy import resnet18.onnx
     caffepy import detector.onnx --output models/detector --shape 1,3,320,320 --fold
 
-Both commands run the net and the file (by onnxruntime) on the same random input and print the largest difference of
-each output. `import` runs the net that the two written files load as. A difference above 1e-4 of the output's largest
-value is an error, and nothing is written. `--no-check` leaves the comparison out. Without onnxruntime `export` refuses,
-and `import` says that nothing was compared.
+Both commands run the net and, with onnxruntime, the ONNX file on the same random input, and print the largest
+difference of each output. `import` runs the net that the written files load as. If the difference is above 1e-4 of the
+output's largest value, the command fails and writes nothing. `--no-check` skips the comparison. Without onnxruntime
+`export` fails, and `import` says that nothing was compared.
+
+`benchmarks/onnx_round_trip.py` prints the differences of all nets of `models/`.
 
 ## Export
 
-The net is a deploy net: Input layers say the shapes. Losses and Accuracy are left out, and inputs that only they read.
-`--batch N` sets the first axis of all inputs; with `--batch dynamic` the file takes any batch, and is compared with one
-more image too. A layer whose settings depend on the batch (LSTM, which is unrolled) needs a fixed one. `--fold` makes
-each BatchNorm a Scale, and merges Scale and Bias into the layers before them. `--opset` is 13 to 21, 17 by default.
+| option | meaning |
+|---|---|
+| `--batch N` | the first axis of all inputs |
+| `--batch dynamic` | any batch; the comparison also uses one more image. LSTM, which is unrolled, needs a fixed batch |
+| `--fold` | make each BatchNorm a Scale, and merge Scale and Bias into the layers before them |
+| `--opset` | 13 to 21; 17 by default |
 
-Outputs have the names of the net's blobs, nodes those of its layers. Pooling has explicit padding, since ONNX's
-`ceil_mode` and divisors are not Caffe's. LSTM and RNN begin with a state of 0 in every run. DetectionOutput becomes
-NonMaxSuppression with what it needs around it: among boxes whose score equals that of the last one that `top_k` or
-`keep_top_k` lets in, all stay; `eta` is refused. Layers that become several operators and could not be recognised are
-described in the model's metadata under `caffepy.layer.<name>`, so that `caffepy import` brings them back.
-
-`benchmarks/onnx_round_trip.py` prints how far the nets of `models/` are from onnxruntime and back.
-
-What has no ONNX form (Python, PSROIPooling, data layers) is refused by name, all layers at once.
+- The net must be a deploy net: Input layers give the shapes. Losses, Accuracy, and inputs that only they read are left
+  out.
+- Outputs have the names of the net's blobs, nodes the names of its layers.
+- Pooling has explicit padding, because ONNX's `ceil_mode` and divisors differ from Caffe's.
+- LSTM and RNN begin with a state of 0 in each run.
+- DetectionOutput becomes NonMaxSuppression and the operators around it. Boxes whose score equals that of the last box
+  within `top_k` or `keep_top_k` all stay. `eta` is refused.
+- Operators that `import` would not recognise as their layer are described in the metadata (`caffepy.layer.<name>`), so
+  that `import` restores the layer.
+- If layers have no ONNX form (Python, PSROIPooling, data layers), one error names all of them.
 """
 _IMPORT = """
 ## Import
 
-NAME.prototxt and NAME.caffemodel are written; NAME is the file's without its ending, or `--output`. Constant parts of
-the graph (Shape, Gather, Concat and others) are computed first. The first axis of an input, where the file leaves it
-open, is `--batch`, 1 by default; other open axes need `--shape`, for one of several inputs `--shape name=1,3,224,224`.
-BatchNormalization becomes BatchNorm and Scale, which `--fold` merges into the convolution before them. Uneven padding
-becomes zeros in the kernel, rounding down `round_mode: FLOOR` where it matters. All nodes that Caffe's layers cannot
-say are listed with their names in one error. Tensors in other files are read from the model's folder only.
+The command writes NAME.prototxt and NAME.caffemodel.
 
-ArgMax gives the last of equal elements, where ONNX gives the first. HardSwish, Interp, ShuffleChannel and Swish are not
-in every Caffe ([layers.md](../reference/layers.md)). No field is written that only NVIDIA Caffe has, because such a
-field chooses NVIDIA's dialect for the whole net ([differences.md](../reference/differences.md)).
+| option | meaning |
+|---|---|
+| `--output NAME` | the name; default: the name of the file without its extension |
+| `--batch N` | the first axis of an input, if the file leaves it open; 1 by default |
+| `--shape 1,3,224,224` | other open axes; for one of several inputs `--shape name=1,3,224,224` |
+| `--fold` | merge BatchNorm and Scale into the convolution before them |
+
+- Constant parts of the graph (Shape, Gather, Concat and others) are computed first.
+- Uneven padding becomes zeros in the kernel. Rounding down becomes `round_mode: FLOOR` where it matters.
+- If nodes have no form in Caffe's layers, one error names all of them.
+- External tensors are read only from the folder of the model.
+- Of equal elements ArgMax gives the last, where ONNX gives the first.
+- HardSwish, Interp, ShuffleChannel and Swish are not in every Caffe ([layers](../reference/layers.md)).
+- Fields that only NVIDIA Caffe has are not written, because they would choose NVIDIA's dialect
+  ([differences](../reference/differences.md)).
+
 """
 
 
@@ -222,7 +240,7 @@ def options_page() -> str:
         actions = [action for action in group._group_actions if action.dest != "help"]
         if actions:
             title = "Further options" if group.title == "options" else f"{group.title[:1].upper()}{group.title[1:]}"
-            lines += [f"## {title}\n", "| option | keyword | default | ranks | |", "|---|---|---|---|---|"]
+            lines += [f"## {title}\n", "| option | keyword | default | ranks | meaning |", "|---|---|---|---|---|"]
             lines += [*(option_row(action, declared.get(action.dest)) for action in actions), ""]
     return "\n".join(lines)
 

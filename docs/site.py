@@ -1,6 +1,6 @@
-"""Puts the documents into build/site-source, for mkdocs.yml: pages, and the files that they link to, as they lie here.
+"""Copies the pages of the documents, and files that they link to, to build/site-source, where mkdocs.yml finds them.
 
-With --requirements it prints what the extra `docs` needs, for pip.
+With --requirements it prints the requirements of the extra `docs`, for pip.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
 def linked_files(page: Path) -> set[Path]:
-    """The files, pages or not, that a page's relative links lead to."""
+    """The files that a page's relative links lead to."""
     found = {(page.parent / target).resolve() for target in _LINK.findall(page.read_text())}
     return {path for path in found if path.is_file()}
 
 
 def requirements() -> list[str]:
-    """What the extra `docs` needs, without spaces."""
+    """The requirements of the extra `docs`, without spaces."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     return setup["options.extras_require"]["docs"].split()
 
 
 def main() -> None:
-    """Copy the pages; what was there before is removed."""
+    """Copy the pages; the target is removed first."""
     if sys.argv[1:] == ["--requirements"]:
         print(*requirements())
         return

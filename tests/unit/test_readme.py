@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import shlex
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import caffepy
+from caffepy import distributed
 from caffepy.cli.main import build_parser, main
 from caffepy.cli.options import normalise
 from caffepy.options.declaration import options_of
@@ -20,6 +23,8 @@ from caffepy.parallel.options import TrainOptions
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
+"""Pages that docs/decisions/README.md lists, and the site's navigation does not."""
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "models" / "README.md", *DOCS]
 MODELS = sorted((ROOT / "models").glob("*/README.md"))
 CPU = ROOT / "caffepy" / "backend" / "cpu"
@@ -63,7 +68,7 @@ def test_commands_are_understood(command: str):
 
 
 def test_there_are_commands():
-    assert len(COMMANDS) >= 8
+    assert len(COMMANDS) >= 5
     assert len(DOCUMENTED) >= 20
 
 
@@ -73,8 +78,10 @@ def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     assert main(["data", "mnist", "--subset", "--to", "models/lenet"]) == 0
     capsys.readouterr()
-    exec(compile(example.replace("step(100)", "step(2)"), "README.md", "exec"), {})
-    assert 0 < float(capsys.readouterr().out) < 5
+    shorter = example.replace('solver.prototxt")', 'solver.prototxt", max_iter=2)')
+    assert shorter != example
+    exec(compile(shorter, "README.md", "exec"), {})
+    assert "accuracy" in capsys.readouterr().out
 
 
 def test_the_example_of_a_process_group_runs(capsys: pytest.CaptureFixture[str]):
@@ -82,6 +89,17 @@ def test_the_example_of_a_process_group_runs(capsys: pytest.CaptureFixture[str])
     (example,) = re.findall(r"(?m)^    import numpy.*\n(?:(?:    .*)?\n)*", page)
     exec(compile(textwrap.dedent(example), "distributed.md", "exec"), {})
     assert capsys.readouterr().out == "0 0.0\n"
+
+
+def test_the_api_page_has_every_public_name():
+    named = re.findall(r"(?m)^::: ([\w.]+)$", (ROOT / "docs" / "reference" / "api.md").read_text())
+    for name in named:
+        module, _, member = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), member), name
+    constants = {"__version__", "AVG", "MAX", "MIN", "PRODUCT", "SUM"}
+    for package in (caffepy, distributed):
+        public = {f"{package.__name__}.{name}" for name in package.__all__ if name not in constants}
+        assert public <= set(named)
 
 
 def anchors_of(page: Path) -> set[str]:
@@ -110,7 +128,8 @@ def test_the_site_has_every_page_and_what_it_links_to(tmp_path: Path, monkeypatc
     site.main()
     assert all(requirement.startswith("mkdocs") for requirement in site.requirements())
     named = re.findall(r": ([\w/.-]+\.(?:md|ipynb))$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(named) == sorted(name_of(page) for page in [*PAGES, *(ROOT / "docs" / "tutorials").glob("*.ipynb")])
+    pages = [page for page in PAGES if page not in DECISIONS]
+    assert sorted(named) == sorted(name_of(page) for page in [*pages, *(ROOT / "docs" / "tutorials").glob("*.ipynb")])
     for page in [*(tmp_path / name for name in named), *tmp_path.glob("models/*/README.md")]:
         for target in [] if page.suffix == ".ipynb" else re.findall(r"\]\(([^)#:]+)[)#]", page.read_text()):
             assert (page.parent / target).is_file(), f"{page.name}: {target} is not in the site"
@@ -153,6 +172,18 @@ def test_variables_that_are_named_are_read(page: Path, programs: dict[str, str])
     assert not missing, f"{page.name} names {sorted(missing)}, which nothing reads"
 
 
+@pytest.mark.parametrize(
+    "page", [page for page in DOCS if page.parent.name in ("explanation", "decisions")], ids=name_of
+)
+def test_names_of_the_code_exist(page: Path, programs: dict[str, str]):
+    """Classes, functions and fields between single backticks."""
+    spans = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", page.read_text())
+    named = {name for span in spans for name in re.findall(r"\b[A-Za-z]\w*_\w+\b|\b[A-Z][a-z]+[A-Z]\w+\b", span)}
+    texts = "\n".join([*programs, *programs.values(), (ROOT / "proto" / "caffe.proto").read_text()])
+    missing = {name for name in named if not re.search(rf"\b{name}", texts)}
+    assert not missing, f"{page.name} names {sorted(missing)}, which the code does not have"
+
+
 @pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=name_of)
 def test_programs_that_are_named_without_a_folder_exist(page: Path, programs: dict[str, str]):
     named = set(re.findall(r"`(\w+\.py)`", page.read_text()))
@@ -161,6 +192,6 @@ def test_programs_that_are_named_without_a_folder_exist(page: Path, programs: di
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_lines_are_short_but_in_tables(page: Path):
-    long = [line for line in page.read_text().split("\n") if len(line) > WIDTH and not line.startswith("|")]
+def test_lines_of_text_are_short(page: Path):
+    long = [line for line in page.read_text().split("\n") if len(line) > WIDTH and not line.startswith(("|", "    "))]
     assert not long, f"{page.name}: {long[0]}"

@@ -215,7 +215,9 @@ def test_a_type_that_only_a_caffe_has_is_called_that(name: str):
         layer_class(name, "layer 'a'")
 
 
-@pytest.mark.parametrize("page", ["reference/fields.md", "reference/layers.md", "how-to/onnx.md"])
+@pytest.mark.parametrize(
+    "page", ["reference/fields.md", "reference/layers.md", "reference/options.md", "how-to/onnx.md"]
+)
 def test_pages_are_up_to_date(page: str):
     docs = TESTS.parent / "docs"
     made = runpy.run_path(str(docs / "generate.py"))["PAGES"][page]()
