@@ -1,3 +1,3 @@
 """The version of caffepy, below everything, so that any module may ask for it."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -11,6 +11,8 @@ from processes import program_environment
 from restart_faults import RESTART_FAULTS
 from subprocess_training import NET, PROGRAM, SubprocessTraining, assert_same_weights
 
+from caffepy.version import __version__
+
 
 @pytest.mark.parametrize("case", parameters(RESTART_FAULTS))
 def test_what_was_trained_is_that_of_a_run_without_a_fault(trials: Trials, case: FaultCase) -> None:
@@ -31,7 +33,7 @@ def test_fewer_ranks_take_the_same_samples(training: SubprocessTraining) -> None
 
 def test_a_run_is_made_again_from_its_log(training: SubprocessTraining) -> None:
     first = training.train(iterations=8)
-    for line in ("caffepy 0.1.0, Python 3.", "Device 0: rank 0 on ", "Initializing solver from parameters, "):
+    for line in (f"caffepy {__version__}, Python 3.", "Device 0: rank 0 on ", "Initializing solver from parameters, "):
         assert line in first.log
     wanted = first.weights(8)
     model = training.folder / f"{first.prefix}_iter_8.caffemodel"
