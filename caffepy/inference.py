@@ -1,4 +1,4 @@
-"""`caffepy.load`: a net with its weights, from their files, as a function of arrays."""
+"""`caffepy.load`: a trained net as a function of arrays."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from caffepy.snapshot.caffemodel import TrainedLayers, read_caffemodel
 
 
 class Model:
-    """A net of the TEST phase that is called with arrays and returns a dict of arrays.
+    """A TEST net that is called with arrays and returns a dict of arrays.
 
-    The parameters are those of `net`; a net with memory and graphs of its own is kept for each of the last few shapes
-    of the inputs. Several threads may call it: one after another, as they share this memory.
+    `net` holds the parameters. For each of the most recent input shapes, a net with separate memory and graphs is
+    cached. Calls are thread-safe; a lock serialises them.
 
     Args:
         param: the net as read.
-        context: of the TEST phase.
-        weights: what the parameters are copied from, in turn: (message, where it is from).
+        context: a context of the TEST phase.
+        weights: sources of the parameters, applied in order: (message, origin).
         eager: never capture CUDA graphs.
-        by_runtime: onnxruntime computes the net, on the CPU.
+        by_runtime: compute the net with onnxruntime on the CPU.
 
     Raises:
         ConfigError: the net has no Input layer.
@@ -59,11 +59,11 @@ class Model:
         self.backend: Backend = context.backend
         with self.backend.activate():
             self.net = Net(param, replace(context, passes=PassCounter()))
-            """The net as the prototxt has it, with the parameters."""
+            """The unfused net with the parameters."""
             for layers, origin in weights:
                 self.net.copy_trained_layers_from(layers, origin)
         self.inputs: dict[str, tuple[int, ...]] = {name: self.net.blobs[name].shape for name in self.net.inputs}
-        """Names and shapes of the inputs; other shapes may be given where the layers allow them."""
+        """Names and shapes of the inputs. Calls may use other shapes that the layers accept."""
         if not self.inputs:
             raise ConfigError(
                 f"net '{param.name}' has no Input layer to give arrays to; use its deploy net, which "
@@ -74,7 +74,7 @@ class Model:
 
     @property
     def outputs(self) -> list[str]:
-        """Names of what a call returns."""
+        """Names of the outputs."""
         return list(self.net.outputs)
 
     def __repr__(self) -> str:
@@ -86,17 +86,17 @@ class Model:
         return net_table(repr(self), self.net.nodes)
 
     def __call__(self, *arrays: Any, **named: Any) -> dict[str, Any]:
-        """The net's outputs for these inputs.
+        """Compute the net's outputs.
 
         Args:
-            arrays: the inputs in the net's order: NumPy, CuPy, or anything with `__dlpack__` or `__array__`.
+            arrays: the inputs in the net's order: NumPy or CuPy arrays, or objects with `__dlpack__` or `__array__`.
             named: inputs by name.
 
         Returns:
-            Arrays by name, float32: CuPy's where an input lies on a GPU, otherwise NumPy's. They are the caller's.
+            Arrays by name, float32: CuPy arrays if an input is on a GPU, else NumPy arrays. The caller owns them.
 
         Raises:
-            ShapeError: an input is missing, unknown or of another rank.
+            ShapeError: an input is missing, unknown or has another rank.
         """
         given = self._by_name(arrays, named)
         with self._lock, self.backend.activate():
@@ -121,7 +121,7 @@ class Model:
             return self._results(runner.net, bool(here))
 
     def parameters_changed(self) -> None:
-        """Take over values that were written into `net`'s parameters since the last call."""
+        """Use values written into `net`'s parameters since the last call."""
         with self._lock:
             self._runtime_nets.clear()
             self._nets.parameters_changed()
@@ -177,10 +177,10 @@ class Model:
 
 
 def as_numpy(array: Any, name: str) -> Any:
-    """A host array of numbers; other libraries' are not copied.
+    """Return a numeric host array, without a copy where the library allows it.
 
     Raises:
-        ShapeError: it has no numbers.
+        ShapeError: the array is not numeric.
     """
     try:
         only_dlpack = hasattr(array, "__dlpack__") and not hasattr(array, "__array__")
@@ -197,27 +197,27 @@ logger = logging.getLogger(__name__)
 StrPath = str | PathLike[str]
 
 DTYPES = {"float32": caffe_pb2.FLOAT, "float16": caffe_pb2.FLOAT16, "bfloat16": caffe_pb2.BFLOAT16}
-"""What blobs can be computed in, and the prototxt's name for it."""
+"""The dtypes of blobs, and their names in a prototxt."""
 
 
-def load(  # noqa: PLR0913 -- what a user may choose
+def load(  # noqa: PLR0913 -- the user's settings
     model: StrPath, weights: StrPath | Sequence[StrPath] = (), device: int | None = None, *, dtype: str | None = None,
     threads: int | None = None, math: str = "tf32", stages: Sequence[str] = (), engine: str | None = None,
 ) -> Model:  # fmt: skip
-    """A net with its weights, called with arrays.
+    """Load a net and its weights as a function of arrays.
 
         net = caffepy.load("deploy.prototxt", "net.caffemodel", device=0)
         probabilities = net(images)["prob"]
 
     Args:
-        model: the net's prototxt, as a rule a deploy net with Input layers.
-        weights: .caffemodel files, binary or HDF5, the later ones over the earlier; none leaves what the fillers make.
-        device: number of a GPU; None computes on the CPU.
-        dtype: what blobs are kept in: "float32", "float16" or "bfloat16"; None leaves it to the prototxt.
-        threads: of the CPU; None takes all that the process may use.
-        math: products of float32 numbers on a GPU: "tf32", or "fp32" in full.
-        engine: on the CPU: "own" (None) computes by caffepy's kernels, "onnxruntime" by the library of the extra onnx.
-        stages: for include and exclude rules.
+        model: the net's prototxt, usually a deploy net with Input layers.
+        weights: .caffemodel files, binary or HDF5; later files override earlier ones. Without files, fillers apply.
+        device: GPU index; None: the CPU.
+        dtype: dtype of blobs: "float32", "float16" or "bfloat16"; None: as in the prototxt.
+        threads: CPU threads; None: all CPUs available to the process.
+        math: precision of float32 products on a GPU: "tf32" or "fp32".
+        engine: on the CPU: "own" (also None) for caffepy's kernels, or "onnxruntime" (extra onnx).
+        stages: stages for include and exclude rules.
 
     Raises:
         ConfigError: the net cannot be read or has no Input layer; an unknown dtype or engine.

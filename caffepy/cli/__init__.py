@@ -1,1 +1,1 @@
-"""The command line: one file a command, each with `add_parser` and `run`; heavy imports happen inside `run`."""
+"""The command line: one module per command, with `add_parser` and `run`. Heavy imports happen inside `run`."""

@@ -1,4 +1,4 @@
-"""`caffepy bench`: how fast devices exchange arrays, as nccl-tests prints it."""
+"""`caffepy bench`: all-reduce benchmark with output as in nccl-tests."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Time is the median on the slowest device; algorithm bandwidth is size / time, bu
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
-    parser = subparsers.add_parser("bench", help="time the exchange between devices", description=_DESCRIPTION)
+    """Add the command and its options."""
+    parser = subparsers.add_parser("bench", help="time all-reduces between devices", description=_DESCRIPTION)
     parser.add_argument("operation", choices=("allreduce",), help="what to time")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
@@ -41,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--communicator",
         choices=("nccl", "mpi", "tcp", "local"),
-        help="what connects the devices (default: nccl between GPUs, else mpi or without MPI tcp between ranks, local "
+        help="communicator (default: nccl between GPUs, else mpi or without MPI tcp between ranks, local "
         "between threads)",
     )
     parser.add_argument("--sizes", type=size_list, default=_SIZES, metavar="LIST", help=f"bytes of an array ({_SIZES})")
@@ -53,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 
 def size_list(text: str) -> tuple[int, ...]:
-    """``4K,1M`` in bytes."""
+    """Parse sizes such as ``4K,1M`` to bytes."""
     sizes = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", part.strip(), re.IGNORECASE)
@@ -64,10 +64,10 @@ def size_list(text: str) -> tuple[int, ...]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print.
+    """Run the benchmark and print the table.
 
     Raises:
-        ConfigError, DeviceError: devices and communicator do not go together, or are not there.
+        ConfigError, DeviceError: devices and communicator do not match, or do not exist.
         RunError: a result is wrong.
         CaffepyError: another device failed.
     """
@@ -116,7 +116,7 @@ def _options(args: argparse.Namespace, world: World) -> BenchmarkOptions:
 
 
 def _gpus(requested: list[int] | str | None, world: World) -> list[int]:
-    """This rank's part of the GPUs that were named, or of all."""
+    """Return this rank's share of the named GPUs, or of all."""
     from caffepy.parallel.processes.gpu_assignment import assign_gpus
     from caffepy.training.devices import check_gpus
 

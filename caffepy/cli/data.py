@@ -1,4 +1,4 @@
-"""Commands that make and measure data sets: `caffepy data` and Caffe's tools of these names."""
+"""Data set commands: `caffepy data` and Caffe's data tools."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ if TYPE_CHECKING:
     from caffepy.data.conversion.image_records import ImageOptions
 
 ROOT_AND_LIST: tuple[tuple[str, type, str], ...] = (
-    ("ROOTFOLDER", str, "put before each path of the list"),
-    ("LISTFILE", Path, "a line for each image"),
+    ("ROOTFOLDER", str, "prefix of each path in the list"),
+    ("LISTFILE", Path, "one image per line"),
 )
-"""The first arguments of tools that read lists of images."""
+"""The first arguments of tools that read image lists."""
 _DESCRIPTION = """\
 Make mnist_train_lmdb and mnist_test_lmdb, as Caffe's convert_mnist_data does.
 
-Without --subset and --from the whole set (60,000 and 10,000 digits, 11 MB) is fetched from its public mirrors
-and checked by its SHA-256. An LMDB appears under its name only when it is complete; one that holds the same digits
-already is left as it is, one that holds anything else is replaced with --force alone."""
+Without --subset and --from the whole set (60,000 and 10,000 digits, 11 MB) is downloaded from its public mirrors
+and checked by its SHA-256. An LMDB gets its name only when it is complete. An existing LMDB with the same digits is
+kept; any other is replaced only with --force."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
+    """Add the command and its options."""
     parser = subparsers.add_parser("data", help="make the LMDBs of a known data set", description=_DESCRIPTION)
     parser.add_argument("set", choices=["mnist"], help="which set")
-    parser.add_argument("--subset", action="store_true", help="only the 10,000 digits that come with caffepy")
+    parser.add_argument("--subset", action="store_true", help="only the 10,000 digits included in caffepy")
     parser.add_argument(
-        "--from", dest="source", type=Path, metavar="DIR", help="take the idx files in DIR, packed by gzip or not"
+        "--from", dest="source", type=Path, metavar="DIR", help="read the idx files in DIR, gzipped or not"
     )
     parser.add_argument("--to", type=Path, default=Path(), metavar="DIR", help="where to put the LMDBs (default: here)")
-    parser.add_argument("--force", action="store_true", help="replace LMDBs that are there")
+    parser.add_argument("--force", action="store_true", help="replace existing LMDBs")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make the LMDBs and print where they are.
+    """Make the LMDBs and print their paths.
 
     Raises:
-        DataError: input files are missing or wrong, or LMDBs of other records are there already.
-        RunError: fetching or writing failed.
+        DataError: input files are missing or invalid, or LMDBs with other records exist.
+        RunError: the download or a write failed.
     """
     from caffepy.data.sources import mnist
 
@@ -59,17 +59,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 _CONVERT_IMAGESET = """\
-Make a database of the images that a list names, as Caffe's convert_imageset does.
+Make a database from a list of images, as Caffe's convert_imageset does.
 
-Each line of LISTFILE is a path, which ROOTFOLDER is put before, a space and a label:
+Each line of LISTFILE is a path relative to ROOTFOLDER, a space and a label:
 
     cats/1.jpg 0
 
-Images that cannot be read are named and left out. The database appears under its name only when it is complete."""
+Unreadable images are logged and skipped. The database gets its name only when it is complete."""
 
 
 def add_parser_convert_imageset(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
+    """Add the command and its options."""
     parser = subparsers.add_parser(
         "convert_imageset", help="make a database of images and labels", description=_CONVERT_IMAGESET
     )
@@ -79,10 +79,10 @@ def add_parser_convert_imageset(subparsers: argparse._SubParsersAction[Parser]) 
 
 
 def run_convert_imageset(args: argparse.Namespace) -> int:
-    """Make the database and print how many records it has.
+    """Make the database and print its record count.
 
     Raises:
-        DataError: the list or all of its images cannot be read, or the database is there already.
+        DataError: the list or all of its images cannot be read, or the database exists.
         RunError: writing failed.
     """
     from caffepy.cli.log import showing
@@ -96,7 +96,7 @@ def run_convert_imageset(args: argparse.Namespace) -> int:
 
 
 def image_options(args: argparse.Namespace, **others: int) -> ImageOptions:
-    """What the flags say of images."""
+    """Return the ImageOptions of the flags."""
     from caffepy.data.conversion.image_records import ImageOptions
 
     return ImageOptions(
@@ -112,7 +112,7 @@ def image_options(args: argparse.Namespace, **others: int) -> ImageOptions:
 
 
 def seed_of(args: argparse.Namespace) -> int | None:
-    """The seed of the random order, if one is wanted."""
+    """Return the seed of the random order, or None without --shuffle."""
     seed: int | None = args.seed if args.shuffle else None
     return seed
 
@@ -120,36 +120,38 @@ def seed_of(args: argparse.Namespace) -> int | None:
 _CONVERT_ANNOSET = """\
 Make a database of images with labels or boxes, as the convert_annoset of SSD's Caffe does.
 
-Each line of LISTFILE is a path and a label, or with --anno_type detection a path and that of a file with boxes;
-ROOTFOLDER is put before the paths. Files of boxes are VOC's XML, one JSON an image with COCO's fields, or text: a
-label's number, xmin, ymin, xmax and ymax a line."""
+Each line of LISTFILE is a path and a label, or with --anno_type detection the paths of an image and its annotation
+file, relative to ROOTFOLDER. Annotation files are VOC's XML, one JSON file per image with COCO's fields, or text with
+a numeric label, xmin, ymin, xmax and ymax on each line."""
 
 
 def add_parser_convert_annoset(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
+    """Add the command and its options."""
     parser = subparsers.add_parser(
         "convert_annoset", help="make a database of images with boxes", description=_CONVERT_ANNOSET
     )
     add_positionals(parser, (*ROOT_AND_LIST, ("DB_NAME", Path, "the database to make")))
     parser.add_argument(
         "--anno-type", choices=("classification", "detection"), default="classification",
-        help="whether the list has labels or files of boxes (classification)",
+        help="whether the list has labels or annotation files (classification)",
     )  # fmt: skip
-    parser.add_argument("--label-type", choices=("xml", "json", "txt"), default="xml", help="of those files (xml)")
-    parser.add_argument("--label-map-file", type=Path, metavar="FILE", help="a LabelMap: the labels of the names")
-    add_switch(parser, "check-label", "fail if the LabelMap has a name twice")
-    parser.add_argument("--min-dim", type=natural, default=0, metavar="N", help="scale a smaller side up to this")
-    parser.add_argument("--max-dim", type=natural, default=0, metavar="N", help="scale a larger side down to this")
+    parser.add_argument("--label-type", choices=("xml", "json", "txt"), default="xml", help="annotation format (xml)")
+    parser.add_argument("--label-map-file", type=Path, metavar="FILE", help="a LabelMap from names to labels")
+    add_switch(parser, "check-label", "fail if a name appears twice in the LabelMap")
+    parser.add_argument(
+        "--min-dim", type=natural, default=0, metavar="N", help="enlarge the shorter side to at least N"
+    )
+    parser.add_argument("--max-dim", type=natural, default=0, metavar="N", help="shrink the longer side to at most N")
     add_image_flags(parser)
     add_backend_flags(parser)
 
 
 def run_convert_annoset(args: argparse.Namespace) -> int:
-    """Make the database and print how many records it has.
+    """Make the database and print its record count.
 
     Raises:
-        ConfigError: a label map is needed, and there is none.
-        DataError: the list, all of its images or a file of boxes cannot be read, or the database is there already.
+        ConfigError: a required label map is missing.
+        DataError: the list, all of its images or an annotation file cannot be read, or the database exists.
         RunError: writing failed.
     """
     from caffepy.cli.log import showing
@@ -172,11 +174,11 @@ logger = logging.getLogger(__name__)
 _COMPUTE_IMAGE_MEAN = """\
 Compute the mean image of a database and the mean of each channel, as Caffe's compute_image_mean does.
 
-OUTPUT_FILE is what transform_param { mean_file: ... } names; the channels' means are for mean_value."""
+OUTPUT_FILE is for transform_param { mean_file: ... }; the channel means are for mean_value."""
 
 
 def add_parser_compute_image_mean(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
+    """Add the command and its options."""
     parser = subparsers.add_parser(
         "compute_image_mean", help="compute the mean image of a database", description=_COMPUTE_IMAGE_MEAN
     )
@@ -211,15 +213,15 @@ def run_compute_image_mean(args: argparse.Namespace) -> int:
 
 
 _CONVERT_MNIST_DATA = """\
-Make a database of MNIST's files, or of others in their format, as Caffe's convert_mnist_data does.
+Make a database from MNIST files, or other files in idx format, as Caffe's convert_mnist_data does.
 
-Files that end in .gz are unpacked. `caffepy data mnist` fetches MNIST and makes both of its databases."""
+Files ending in .gz are unpacked. `caffepy data mnist` downloads MNIST and makes both databases."""
 
 
 def add_parser_convert_mnist_data(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
+    """Add the command and its options."""
     parser = subparsers.add_parser(
-        "convert_mnist_data", help="make a database of MNIST's files", description=_CONVERT_MNIST_DATA
+        "convert_mnist_data", help="make a database from MNIST files", description=_CONVERT_MNIST_DATA
     )
     names = (
         ("IMAGE_FILE", Path, "idx3 file of images"),
@@ -231,10 +233,10 @@ def add_parser_convert_mnist_data(subparsers: argparse._SubParsersAction[Parser]
 
 
 def run_convert_mnist_data(args: argparse.Namespace) -> int:
-    """Make the database and print how many records it has.
+    """Make the database and print its record count.
 
     Raises:
-        DataError: the files are no such pair, or the database is there already.
+        DataError: the files are not a valid pair, or the database exists.
         RunError: writing failed.
     """
     from caffepy.data.conversion.image_sets import Database
@@ -246,29 +248,31 @@ def run_convert_mnist_data(args: argparse.Namespace) -> int:
 
 
 _CONVERT_CIFAR_DATA = """\
-Make cifar10_train_lmdb and cifar10_test_lmdb of CIFAR-10's binary version, as Caffe's convert_cifar_data does, and
-mean.binaryproto, the mean of the training images."""
+Make cifar10_train_lmdb and cifar10_test_lmdb from CIFAR-10's binary version, as Caffe's convert_cifar_data does,
+and mean.binaryproto, the mean of the training images."""
 
 
 def add_parser_convert_cifar_data(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
+    """Add the command and its options."""
     parser = subparsers.add_parser(
         "convert_cifar_data", help="make the databases of CIFAR-10", description=_CONVERT_CIFAR_DATA
     )
     names = (
-        ("INPUT_FOLDER", Path, "where data_batch_1.bin to _5.bin and test_batch.bin are"),
-        ("OUTPUT_FOLDER", Path, "where to put the databases"),
+        ("INPUT_FOLDER", Path, "folder of data_batch_1.bin to _5.bin and test_batch.bin"),
+        ("OUTPUT_FOLDER", Path, "folder for the databases"),
     )
     add_positionals(parser, names)
-    parser.add_argument("backend", choices=("lmdb", "leveldb"), nargs="?", default="lmdb", help="their kind (lmdb)")
+    parser.add_argument(
+        "backend", choices=("lmdb", "leveldb"), nargs="?", default="lmdb", help="kind of database (lmdb)"
+    )
     add_force_flag(parser)
 
 
 def run_convert_cifar_data(args: argparse.Namespace) -> int:
-    """Make the databases and print how many records they have.
+    """Make the databases and print their record counts.
 
     Raises:
-        DataError: files are missing or are not CIFAR-10's, or a database is there already.
+        DataError: files are missing or not CIFAR-10's, or a database exists.
         RunError: writing failed.
     """
     from caffepy.data.conversion.mnist_cifar import convert_cifar
@@ -281,27 +285,26 @@ def run_convert_cifar_data(args: argparse.Namespace) -> int:
 
 _CREATE_LABEL_MAP = """\
 Write the LabelMap of a list of classes, as the create_label_map of SSD's Caffe does.
-
-Each line of MAPFILE is a name, or a name and a label, or these and the name that people are shown."""
+Each line of MAPFILE is a name, a name and a label, or a name, a label and a display name."""
 
 
 def add_parser_create_label_map(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
+    """Add the command and its options."""
     parser = subparsers.add_parser(
         "create_label_map", help="write the LabelMap of a list of classes", description=_CREATE_LABEL_MAP
     )
     add_positionals(parser, (("MAPFILE", Path, "the list of classes"), ("OUTFILE", Path, "the LabelMap to write")))
     add_switch(parser, "include-background", "add the class none_of_the_above as label 0")
     parser.add_argument(
-        "--delimiter", default=" ", metavar="CHARS", help="each of these divides fields (default: a space)"
+        "--delimiter", default=" ", metavar="CHARS", help="field separators, any of these characters (default: a space)"
     )
 
 
 def run_create_label_map(args: argparse.Namespace) -> int:
-    """Write the LabelMap and print how many classes it has.
+    """Write the LabelMap and print its number of classes.
 
     Raises:
-        DataError: the list cannot be read or does not hold together.
+        DataError: the list cannot be read or is invalid.
         RunError: writing failed.
     """
     from caffepy.data.conversion.label_maps import create_label_map
@@ -318,20 +321,20 @@ detection_output_param { save_output_param { name_size_file: ... } } reads such 
 
 
 def add_parser_get_image_size(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
+    """Add the command and its options."""
     parser = subparsers.add_parser("get_image_size", help="write the sizes of images", description=_GET_IMAGE_SIZE)
     add_positionals(parser, (*ROOT_AND_LIST, ("OUTFILE", Path, "the file to write")))
     parser.add_argument(
-        "--name-id-file", type=Path, metavar="FILE", help="a name and a number a line: write numbers for names"
+        "--name-id-file", type=Path, metavar="FILE", help="lines of a name and an id: write ids instead of names"
     )
     add_threads_flag(parser)
 
 
 def run_get_image_size(args: argparse.Namespace) -> int:
-    """Write the sizes and print how many there are.
+    """Write the sizes and print their number.
 
     Raises:
-        DataError: the list or all of its images cannot be read, or an image has no number.
+        DataError: the list or all of its images cannot be read, or an image has no id.
         RunError: writing failed.
     """
     from caffepy.cli.log import showing
@@ -345,23 +348,23 @@ def run_get_image_size(args: argparse.Namespace) -> int:
     return 0
 
 
-# -- flags of several of these -----------------------------------------------------------------------------
+# -- flags of several tools --------------------------------------------------------------------------------
 
 
 def add_backend_flags(parser: argparse._ActionsContainer) -> None:
-    """--backend and --force, of tools that write a database."""
+    """Add --backend and --force, for tools that write a database."""
     parser.add_argument("--backend", choices=("lmdb", "leveldb"), default="lmdb", help="kind of database (lmdb)")
     add_force_flag(parser)
 
 
 def add_image_flags(parser: argparse._ActionsContainer) -> None:
-    """What convert_imageset and convert_annoset do to images, and the order in which they write them."""
-    add_switch(parser, "gray", "read images as grey ones, of one channel")
-    add_switch(parser, "shuffle", "write in a random order, which --seed decides")
-    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="of the random order (0)")
+    """Add the image and order flags of convert_imageset and convert_annoset."""
+    add_switch(parser, "gray", "read images in greyscale, with one channel")
+    add_switch(parser, "shuffle", "write in a random order, see --seed")
+    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of the random order (0)")
     for side in ("height", "width"):
         parser.add_argument(
-            f"--resize-{side}", type=natural, default=0, metavar="N", help=f"{side} of all images (0: as they are)"
+            f"--resize-{side}", type=natural, default=0, metavar="N", help=f"resize to this {side} (0: keep)"
         )
     add_switch(parser, "check-size", "fail if two images differ in size")
     add_switch(parser, "encoded", "store image files instead of pixels")

@@ -16,34 +16,34 @@ if TYPE_CHECKING:
     from caffepy.proto import caffe_pb2
 
 _DESCRIPTION = """\
-Make a deploy net of a training net: Input in place of the data layers, Softmax or Sigmoid in place of the losses that
-begin with them, and neither labels nor accuracies, auxiliary classifiers, rates or fillers. It goes to stdout, or to
---output.
+Make a deploy net from a training net: Input layers replace data layers, Softmax or Sigmoid replaces the losses with
+that activation. Labels, accuracies, auxiliary classifiers, rates and fillers are removed. The result is written to
+stdout, or to --output.
 
   caffepy deploy train_val.prototxt deploy.prototxt --weights model.caffemodel
   caffepy deploy lenet_train_test.prototxt --input data=1,28,28 --batch 16
 
-The shape of an input follows from crop_size, from resize_param or new_height and new_width, from the data where they
-are there, or from --input."""
+The shape of an input is read from --input, crop_size, resize_param, new_height and new_width, or from the data if they
+exist."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
-    parser = subparsers.add_parser("deploy", help="make a deploy net of a training net", description=_DESCRIPTION)
+    """Add the command and its options."""
+    parser = subparsers.add_parser("deploy", help="make a deploy net from a training net", description=_DESCRIPTION)
     parser.add_argument("net", type=Path, metavar="NET.prototxt", help="the training net")
     parser.add_argument("output", type=Path, nargs="?", metavar="DEPLOY.prototxt", help="write here, not to stdout")
     parser.add_argument("--output", type=Path, metavar="FILE", dest="named_output", help="the same")
-    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="records of a batch (default: 1)")
+    parser.add_argument("--batch", type=positive, default=1, metavar="N", help="records in a batch (default: 1)")
     parser.add_argument(
         "--input", type=_named_shape, action="append", default=[], metavar="NAME=C,H,W", dest="shapes",
-        help="shape of one record of an input; may be given several times",
+        help="shape of one record of an input; repeat for several inputs",
     )  # fmt: skip
     parser.add_argument(
         "--outputs",
         type=name_list,
         default=[],
         metavar="LIST",
-        help="blobs that the net gives, not those of its losses",
+        help="output blobs (default: the predictions of its losses)",
     )
     parser.add_argument("--weights", type=Path, metavar="FILE", help="check that these weights fit the deploy net")
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the deploy net.
 
     Raises:
-        ConfigError: the net cannot be read, has no outputs, or the shape of an input is not known.
+        ConfigError: the net cannot be read, has no outputs, or the shape of an input is unknown.
         SnapshotError: the weights do not fit.
         RunError: the file cannot be written.
     """
@@ -80,12 +80,12 @@ def run(args: argparse.Namespace) -> int:
 def _named_shape(text: str) -> tuple[str, tuple[int, ...]]:
     name, _, shape = text.rpartition("=")
     if not name:
-        raise argparse.ArgumentTypeError(f"'{text}' is no input with its shape such as data=3,224,224")
+        raise argparse.ArgumentTypeError(f"'{text}' is not an input with its shape, such as data=3,224,224")
     return name, record_shape(shape)
 
 
 def _shapes_of_data(train: caffe_pb2.NetParameter, path: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of one record, by blob, of those data layers whose data are there."""
+    """Return the shape of one record by top, for data layers whose data exist."""
     from caffepy.backend.meta import MetaBackend
     from caffepy.config.dialect import choose_dialect
     from caffepy.config.paths import PathResolver
@@ -106,10 +106,10 @@ def _shapes_of_data(train: caffe_pb2.NetParameter, path: Path) -> dict[str, tupl
 
 
 def _check(net: caffe_pb2.NetParameter, weights: Path | None) -> int:
-    """Build the deploy net, so that what is written is known to work; the number of layers that take the weights.
+    """Check the deploy net by building it; return the number of layers with weights in the file.
 
     Raises:
-        SnapshotError: the weights do not fit, or a layer has none.
+        SnapshotError: the weights do not fit, or the weights of a layer are missing.
         CaffepyError: the net cannot be built.
     """
     from caffepy.backend import create_backend
@@ -136,7 +136,7 @@ def _check(net: caffe_pb2.NetParameter, weights: Path | None) -> int:
 
 
 def _lines(train: caffe_pb2.NetParameter, net: caffe_pb2.NetParameter, path: Path) -> Iterator[str]:
-    """The prototxt, headed by how its inputs are to be prepared."""
+    """Yield the prototxt, with the preparation of the inputs as comments at the top."""
     from google.protobuf import text_format
 
     yield f"# {one_line(path.name)} for predictions.\n"
@@ -151,7 +151,7 @@ def _lines(train: caffe_pb2.NetParameter, net: caffe_pb2.NetParameter, path: Pat
 
 
 def _preparation(layer: caffe_pb2.LayerParameter) -> Iterator[str]:
-    """What the data layer did to its records."""
+    """Yield the data layer's transformations in words."""
     transform = layer.transform_param
     if transform.mean_value:
         yield f"'{layer.top[0]}': subtract {', '.join(f'{value:g}' for value in transform.mean_value)} per channel"

@@ -1,4 +1,4 @@
-"""`caffepy device_query`: what this machine has for training, and what is missing."""
+"""`caffepy device_query`: devices and libraries of this machine, and missing components."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _PACKAGES = (
     ("cuDNN frontend", ("nvidia-cudnn-frontend",)),
     ("mpi4py", ("mpi4py",)),
 )
-"""What a library is called, and the packages that bring it."""
+"""Library names, and the packages that provide them."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
+    """Add the command and its options."""
     parser = subparsers.add_parser(
         "device_query",
         help="show GPUs, CPU, MPI and libraries",
-        description="Print what this machine has for training; works without CUDA and MPI and says what is missing.",
+        description="Print this machine's devices and libraries, and missing components; works without CUDA and MPI.",
     )
     parser.add_argument("--gpu", "--gpus", dest="gpus", type=gpu_list, metavar="LIST", help="only these GPUs")
     parser.add_argument(
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the report to stdout.
 
     Raises:
-        DeviceError, MissingExtraError: GPUs were named and are not there.
+        DeviceError, MissingExtraError: named GPUs do not exist.
     """
     sections = {"GPU": _gpus(args.gpus), "CPU": _cpu(), "MPI": _mpi(), "Libraries": _libraries()}
     if args.topology:
@@ -107,7 +107,7 @@ def _blas() -> str:
 
 
 def _threading_layers() -> list[str]:
-    """The layers that can be loaded; `omp` and `tbb` let several solver threads run kernels at once."""
+    """Return the threading layers that load; `omp` and `tbb` let several solver threads run kernels concurrently."""
     layers = []
     for layer, module in (("omp", "omppool"), ("tbb", "tbbpool"), ("workqueue", "workqueue")):
         try:
@@ -156,7 +156,7 @@ def _gpu_topology(requested: list[int] | str | None) -> Iterator[str]:
         gpus = [Gpu(number, device_properties(number).pci_bus_id) for number in numbers]
         yield from describe_gpus(gpus, nvml, peer_access)
         if nvml is None:
-            yield "NVML cannot be loaded (it needs the driver and nvidia-ml-py): links between GPUs are not known"
+            yield "NVML cannot be loaded (it needs the driver and nvidia-ml-py): links between GPUs are unknown"
     yield f"NCCL {nccl_version() or 'is not installed'}"
 
 
@@ -187,31 +187,31 @@ MPI = load_mpi()
 print(MPI.Query_thread(), MPI.Get_library_version())
 """
 _SECONDS = 30.0
-"""How long an MPI library may take to start."""
+"""Time limit in seconds for an MPI library to start."""
 _LAUNCHED = re.compile(r"(OMPI_COMM|OMPI_MCA|PMIX|PMI|PRTE|HYDI?|MPI_LOCAL|SLURM)\w*")
-"""Variables by which a launcher's processes know each other."""
+"""Prefixes of environment variables that launchers set."""
 
 
 class Gpu(NamedTuple):
-    """A GPU: CUDA's number, and its PCI address."""
+    """A GPU's CUDA index and PCI address."""
 
     number: int
     bus_id: str
 
 
 def describe_gpus(gpus: Sequence[Gpu], nvml: Nvml | None, peer: Callable[[int, int], bool]) -> Iterator[str]:
-    """Lines: where each GPU is, and a table of the links between them.
+    """Yield lines with each GPU's location, and a table of the links between GPUs.
 
     Args:
-        gpus: which.
-        nvml: the library, where there is one.
-        peer: whether one GPU can read another's memory.
+        gpus: the GPUs.
+        nvml: the NVML library, or None.
+        peer: returns whether one GPU can access another's memory.
     """
     for gpu in gpus:
         near = cores_near(gpu.bus_id)
         node = numa_node(gpu.bus_id)
-        where = f"NUMA node {node}" if node is not None else "NUMA node not known"
-        yield f"GPU {gpu.number}: PCI {gpu.bus_id}, {where}, near CPU cores {format_cores(near) or 'not known'}"
+        where = f"NUMA node {node}" if node is not None else "NUMA node unknown"
+        yield f"GPU {gpu.number}: PCI {gpu.bus_id}, {where}, near CPU cores {format_cores(near) or 'unknown'}"
     if len(gpus) > 1:
         names = [f"GPU {gpu.number}" for gpu in gpus]
         yield " " * 7 + "".join(f"{name:>8}" for name in names)
@@ -221,7 +221,7 @@ def describe_gpus(gpus: Sequence[Gpu], nvml: Nvml | None, peer: Callable[[int, i
 
 
 def link_table(gpus: Sequence[Gpu], nvml: Nvml | None, peer: Callable[[int, int], bool]) -> list[list[str]]:
-    """What connects each GPU with each other one, see `LEGEND`; arguments as in `describe_gpus`."""
+    """Return the table of links between GPUs, see `LEGEND`. Arguments as in `describe_gpus`."""
     counts = None if nvml is None else nvml.link_counts([gpu.bus_id for gpu in gpus])
 
     def cell(i: int, j: int) -> str:
@@ -236,7 +236,7 @@ def link_table(gpus: Sequence[Gpu], nvml: Nvml | None, peer: Callable[[int, int]
 
 
 def describe_cpus(system: Path = Path("/sys")) -> Iterator[str]:
-    """Lines: the cores of each NUMA node, and those of this process."""
+    """Yield lines with the cores of each NUMA node and of this process."""
     for path in sorted(system.glob("devices/system/node/node[0-9]*"), key=lambda path: int(path.name[4:])):
         yield f"NUMA node {path.name[4:]}: CPU cores {format_cores(parse_cores((path / 'cpulist').read_text()))}"
     cores = current_cores()
@@ -244,7 +244,7 @@ def describe_cpus(system: Path = Path("/sys")) -> Iterator[str]:
 
 
 def numa_node(bus_id: str, system: Path = Path("/sys")) -> int | None:
-    """The NUMA node that a PCI device belongs to; None where the machine does not say."""
+    """Return the NUMA node of a PCI device; None if unknown."""
     try:
         node = int((pci_folder(bus_id, system) / "numa_node").read_text())
     except (OSError, ValueError):
@@ -253,7 +253,7 @@ def numa_node(bus_id: str, system: Path = Path("/sys")) -> int | None:
 
 
 def describe_mpi(python: str = sys.executable) -> str:
-    """The MPI library that mpi4py uses and how its threads may call it; it is asked in a process of its own."""
+    """Return the MPI library of mpi4py and its thread support, queried in a subprocess."""
     environment = {name: value for name, value in os.environ.items() if not _LAUNCHED.fullmatch(name)}
     command = [python, "-c", _ASK_MPI, *filter(None, sys.path)]
     try:
@@ -264,7 +264,7 @@ def describe_mpi(python: str = sys.executable) -> str:
         return f"no MPI library: {error}"
     found = re.match(r"([0-3]) (.*)", answer.stdout)
     if found is None:
-        return f"no MPI library: {(answer.stderr.strip() or 'it said nothing').splitlines()[-1]}"
+        return f"no MPI library: {(answer.stderr.strip() or 'no message').splitlines()[-1]}"
     name = " ".join(found[2].split(",")[0].split())
-    threads = "every thread may call it" if found[1] == "3" else "the main thread calls it for all others"
+    threads = "every thread may call it" if found[1] == "3" else "the main thread makes all calls"
     return f"{name}, {_LEVELS[int(found[1])]}: {threads}"

@@ -1,4 +1,4 @@
-"""Turns --gpu, --cpu and the solver's mode into devices, and says what is missing."""
+"""Device selection from --gpu, --cpu and the solver's mode."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ logger = logging.getLogger(__name__)
 
 
 def shares_gpus(args: argparse.Namespace, gpu_mode: bool) -> bool:
-    """Whether the ranks of a host divide all GPUs that they see: none are named.
+    """Return whether the ranks of a host divide all visible GPUs, because none are named.
 
     Args:
         args: the command line: `gpus` and `cpu`.
-        gpu_mode: what the solver's `solver_mode` says.
+        gpu_mode: whether the solver's `solver_mode` is GPU.
     """
     launcher = find_launcher()
     return launcher is not None and launcher.size != 1 and gpu_mode and args.gpus is None and not args.cpu
 
 
 def train_devices(args: argparse.Namespace, gpu_mode: bool, device_id: int, origin: str) -> list[int] | None:
-    """GPUs to train on, which the ranks of a host then divide, or None for the CPU.
+    """Return the GPUs for training, which the ranks of a host divide, or None for the CPU.
 
     Args:
         args: the command line: `gpus` and `cpu`.
-        gpu_mode: what the solver's `solver_mode` says, used where the command line says nothing.
+        gpu_mode: whether the solver's `solver_mode` is GPU; used if the command line names no device.
         device_id: the solver's `device_id`.
         origin: the solver's file, for messages.
 
     Raises:
-        DeviceError, MissingExtraError: a GPU is wanted and cannot be had. There is no silent
-            fallback to the CPU.
+        DeviceError, MissingExtraError: a requested GPU is unavailable. There is no silent fallback to the CPU.
     """
     if args.cpu or (args.gpus is None and not gpu_mode):
         return None
@@ -49,10 +48,10 @@ def train_devices(args: argparse.Namespace, gpu_mode: bool, device_id: int, orig
 
 
 def single_device(args: argparse.Namespace) -> int | None:
-    """The one device that `test` and `time` run on: the first GPU named, else None for the CPU, as in Caffe.
+    """Return the device of `test` and `time`: the first GPU named, else None for the CPU, as in Caffe.
 
     Raises:
-        DeviceError, MissingExtraError: the GPU cannot be had.
+        DeviceError, MissingExtraError: the GPU is unavailable.
     """
     if args.gpus is None:
         logger.info("Use CPU.")

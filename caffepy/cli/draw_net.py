@@ -1,4 +1,4 @@
-"""`caffepy draw_net`: a net as a picture (Caffe's `python/draw_net.py`)."""
+"""`caffepy draw_net`: drawings of nets (Caffe's `python/draw_net.py`)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 from caffepy.cli.options import Parser
 
 _DESCRIPTION = """\
-Draw a net: layers as boxes with what they compute, in-place layers as rows of the box before them, blobs as arrows
-with their shapes where the prototxt tells them.
+Draw a net: layers as boxes with their parameters, in-place layers as rows of the preceding box, blobs as arrows with
+their shapes where the prototxt gives them.
 
   caffepy draw_net deploy.prototxt net.svg
   caffepy draw_net train_val.prototxt net.png --rankdir TB --phase TRAIN
 
-The file's ending is the format: svg, png and pdf need Graphviz (Debian: apt-get install graphviz); dot, gv and raw are
-the text that Graphviz reads and need nothing."""
+The file's suffix selects the format. svg, png and pdf need Graphviz (Debian: apt-get install graphviz); dot, gv and
+raw are Graphviz source text."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
+    """Add the command and its options."""
     parser = subparsers.add_parser("draw_net", help="draw a net as SVG, PNG or PDF", description=_DESCRIPTION)
     parser.add_argument("net", type=Path, metavar="NET.prototxt", help="the net")
     parser.add_argument("picture", type=Path, metavar="PICTURE", help="the file to write, e.g. net.svg")
@@ -28,16 +28,16 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="direction: left to right (LR, default), RL, top to bottom (TB), BT",
     )  # fmt: skip
     parser.add_argument(
-        "--phase", type=str.upper, choices=("TRAIN", "TEST", "ALL"), default="ALL", help="whose layers (default: ALL)"
+        "--phase", type=str.upper, choices=("TRAIN", "TEST", "ALL"), default="ALL", help="phase to draw (default: ALL)"
     )
     parser.add_argument("--display-lrm", action="store_true", help="show lr_mult, where it is not 0")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw, and print where.
+    """Draw the net and print the file's name.
 
     Raises:
-        ConfigError: the net cannot be read, the file's ending is unknown, or Graphviz is not installed.
+        ConfigError: the net cannot be read, the file's suffix is unknown, or Graphviz is not installed.
         RunError: Graphviz fails, or the file cannot be written.
     """
     from caffepy.config.load import read_net

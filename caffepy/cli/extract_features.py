@@ -1,4 +1,4 @@
-"""`caffepy extract_features`: blobs of a trained net as databases."""
+"""`caffepy extract_features`: write blobs of a trained net to databases."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from caffepy.options.types import name_list, positive
 logger = logging.getLogger(__name__)
 
 _DESCRIPTION = """\
-Run a trained net in its TEST phase and write blobs as databases of Datums of floats, as Caffe's extract_features does.
+Run a trained net in its TEST phase and write blobs to databases of float Datums, as Caffe's extract_features does.
 
-The net has a data layer. Several blobs and databases are divided by commas:
+The net needs a data layer. Separate several blobs and databases by commas:
 
     caffepy extract_features net.caffemodel net.prototxt fc7,prob fc7_lmdb,prob_lmdb 10 lmdb GPU 0"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
+    """Add the command and its options."""
     parser = subparsers.add_parser(
         "extract_features", help="write blobs of a trained net as databases", description=_DESCRIPTION
     )
     parser.add_argument("weights", type=Path, metavar="WEIGHTS", help="the .caffemodel")
     parser.add_argument("model", type=Path, metavar="NET", help="the net's prototxt")
     parser.add_argument("blobs", type=name_list, metavar="BLOBS", help="names of blobs")
-    parser.add_argument("databases", type=name_list, metavar="DB_NAMES", help="the databases to make, one for each")
-    parser.add_argument("batches", type=positive, metavar="BATCHES", help="how many batches")
+    parser.add_argument("databases", type=name_list, metavar="DB_NAMES", help="the databases to write, one per blob")
+    parser.add_argument("batches", type=positive, metavar="BATCHES", help="number of batches")
     parser.add_argument("backend", choices=("lmdb", "leveldb"), help="kind of database")
-    parser.add_argument("device", choices=("CPU", "GPU"), nargs="?", help="where the net runs (CPU)")
-    parser.add_argument("device_id", type=int, nargs="?", default=0, metavar="DEVICE_ID", help="of the GPU (0)")
+    parser.add_argument("device", choices=("CPU", "GPU"), nargs="?", help="device of the net (CPU)")
+    parser.add_argument("device_id", type=int, nargs="?", default=0, metavar="DEVICE_ID", help="index of the GPU (0)")
     add_force_flag(parser)
     add_device_options(parser, "default: the CPU")
     add_state_options(parser)
@@ -41,11 +41,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the features and print how many records there are.
+    """Write the features and print the record counts.
 
     Raises:
-        ConfigError: not as many databases as blobs, or the net has no such blob.
-        CaffepyError: whatever is wrong with the files, the data or the device.
+        ConfigError: the numbers of databases and blobs differ, or the net has no such blob.
+        CaffepyError: files, data or device cannot be used.
     """
     if len(args.blobs) != len(args.databases):
         raise ConfigError(f"{len(args.blobs)} blobs but {len(args.databases)} databases; name one for each blob")

@@ -1,4 +1,4 @@
-"""`caffepy launch`: run a command in several processes, with the MPI that is installed, with Slurm or without both."""
+"""`caffepy launch`: run a command in several processes, with MPI, with Slurm or without either."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RANK_VARIABLES = {"Open MPI": "OMPI_COMM_WORLD_RANK", "MPICH": "PMI_RANK", "Intel MPI": "PMI_RANK"}
-"""By which each MPI's launcher tells a process its rank."""
+"""The environment variable of the rank, by MPI implementation."""
 _DESCRIPTION = """\
-Write the line that starts a command in several processes, print it, run it and stay until it ends.
+Print the command line that starts a command in several processes, run it and wait for its end.
 
   caffepy launch --nproc-per-node 4 -- train --solver solver.prototxt
   caffepy launch --nproc-per-node 8 --hostfile hosts -- train --solver solver.prototxt
@@ -37,57 +37,59 @@ Write the line that starts a command in several processes, print it, run it and 
   caffepy launch --nproc-per-node 8 --restarts 3 --hostfile hosts --min-nodes 2 -- train --solver solver.prototxt
   caffepy launch --nnodes 2 --node-rank 1 --master-addr a --nproc-per-node 8 -- train --solver solver.prototxt
 
-The command is one of caffepy's, a Python script, or another program. Within an allocation of Slurm's
-srun starts it, or where srun cannot start the MPI that is installed, that MPI's mpirun."""
+The command is a caffepy command, a Python script or another program. Within a Slurm allocation srun starts it, or
+the installed MPI's mpirun if srun cannot start that MPI."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
+    """Add the command and its options."""
     parser = subparsers.add_parser("launch", help="start a command in several processes", description=_DESCRIPTION)
     parser.add_argument(
         "--nproc-per-node",
         type=positive,
         metavar="N",
-        help="processes a host (default: the hostfile's slots, the tasks of Slurm's allocation, or 1)",
+        help="processes per host (default: the hostfile's slots, the tasks of Slurm's allocation, or 1)",
     )
-    parser.add_argument("--nodes", type=positive, metavar="N", help="how many hosts (default: all that are given)")
+    parser.add_argument("--nodes", type=positive, metavar="N", help="number of hosts (default: all given hosts)")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--hostfile", type=Path, metavar="FILE", help="hosts, one a line: a, 'a slots=4' or a:4")
-    where.add_argument("--hosts", type=name_list, metavar="LIST", help="hosts, with commas (default: this one)")
-    parser.add_argument("--oversubscribe", action="store_true", help="more processes than a host has cores or slots")
+    where.add_argument("--hostfile", type=Path, metavar="FILE", help="hosts, one per line: a, 'a slots=4' or a:4")
+    where.add_argument("--hosts", type=name_list, metavar="LIST", help="hosts, separated by commas (default: this one)")
+    parser.add_argument("--oversubscribe", action="store_true", help="allow more processes than cores or slots")
     parser.add_argument(
-        "--export", type=name_list, default=[], metavar="LIST", help="more variables for other hosts to get"
+        "--export", type=name_list, default=[], metavar="LIST", help="further variables to pass to other hosts"
     )
     parser.add_argument("--mpirun", metavar="PROGRAM", help="the launcher (default: beside this Python, else on PATH)")
     parser.add_argument(
-        "--mpirun-options", type=shlex.split, default=[], metavar="TEXT", help="options for the launcher, as they are"
+        "--mpirun-options",
+        type=shlex.split,
+        default=[],
+        metavar="TEXT",
+        help="options passed to the launcher unchanged",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the line and leave it at that")
+    parser.add_argument("--dry-run", action="store_true", help="print the command line without running it")
     _add_restart_options(parser)
     _add_rendezvous_options(parser)
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to start")
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command to start")
 
 
 def _add_restart_options(parser: Parser) -> None:
-    again = parser.add_argument_group("where a rank or host is lost")
+    again = parser.add_argument_group("restart after the loss of a rank or host")
     again.add_argument(
         "--restarts",
         type=natural,
         default=0,
         metavar="N",
-        help="start again up to N times, training from its newest whole snapshot (0)",
+        help="restart up to N times; training resumes from the newest valid snapshot (0)",
     )
     again.add_argument(
-        "--min-nodes", type=positive, metavar="N", help="go on with as few hosts as N (default: with all of them)"
+        "--min-nodes", type=positive, metavar="N", help="continue with at least N hosts (default: all hosts)"
     )
 
 
 def _add_rendezvous_options(parser: Parser) -> None:
-    without = parser.add_argument_group(
-        "without MPI: call it on each machine, with RANK, WORLD_SIZE, … set for torchrun"
-    )
-    without.add_argument("--nnodes", type=positive, metavar="N", help="how many machines call it")
-    without.add_argument("--node-rank", type=natural, metavar="N", help="the number of this one, from 0")
+    without = parser.add_argument_group("without MPI: run on each machine; sets RANK, WORLD_SIZE, … as torchrun does")
+    without.add_argument("--nnodes", type=positive, metavar="N", help="number of machines")
+    without.add_argument("--node-rank", type=natural, metavar="N", help="index of this machine, from 0")
     without.add_argument("--master-addr", metavar="HOST", help="the machine of rank 0 (default: this one)")
     without.add_argument(
         "--master-port", type=positive, metavar="N", help="rank 0's port (default: 29500, or a free one)"
@@ -95,10 +97,10 @@ def _add_rendezvous_options(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the launcher's line, run it and stay until it ends.
+    """Print the launcher's command line, run it and wait for its end.
 
     Raises:
-        ConfigError: options that do not go together, a hostfile that cannot be read, no command.
+        ConfigError: the options conflict, the hostfile cannot be read, or the command is missing.
         MissingExtraError: no launcher is installed.
     """
     from caffepy.parallel.launch.run import LaunchedJob
@@ -118,22 +120,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _before_program(args: argparse.Namespace) -> list[str]:
-    """The launcher's part of the command line, with ``--``."""
+    """Return the launcher's part of the command line, including ``--``."""
     before = args.arguments[: len(args.arguments) - len(args.program)]
     return [*before, "--"] if before[-1] != "--" else before
 
 
 def make_start(args: argparse.Namespace) -> Start:
-    """How the job is started.
+    """Return the `Start` of the job.
 
     Raises:
-        ConfigError, MissingExtraError: as `run`.
+        ConfigError, MissingExtraError: as in `run`.
     """
     from caffepy.parallel.launch.slurm import find_allocation
     from caffepy.parallel.processes.launcher import find_mpi_launcher
 
     launcher = find_mpi_launcher()
-    terminal = "SLURM_PTY_PORT" in os.environ  # a shell that `srun --pty` opened, whatever tasks it was asked for
+    terminal = "SLURM_PTY_PORT" in os.environ  # a shell opened by `srun --pty`
     if launcher is not None and launcher.size != 1 and not terminal:
         raise ConfigError(f"{launcher.name} has started this process; caffepy launch starts all of them: call it once")
     rendezvous = _rendezvous(args)
@@ -141,7 +143,7 @@ def make_start(args: argparse.Namespace) -> Start:
         return _without_mpi(args, rendezvous)
     allocation = find_allocation()
     if allocation is None and "SLURM_JOB_ID" in os.environ:
-        _say("there is no srun here, so Slurm's allocation is left out of account")
+        _say("srun is not installed; Slurm's allocation is ignored")
     job = make_job(args, allocation)
     if allocation is None:
         return _with_mpirun(args, job)
@@ -175,15 +177,15 @@ def _start(
     line: Callable[[Job], list[str]],
     variables: dict[str, str] | None = None,
 ) -> Start:
-    """How a launcher starts a job.
+    """Return the `Start` of a job by a launcher.
 
     Args:
         args: the command line.
-        job: what and where.
-        variable: the one that tells a process its rank.
-        program: the launcher.
-        line: its command line.
-        variables: that the launcher needs, as the line shows them.
+        job: the program and its hosts.
+        variable: the environment variable of the rank.
+        program: the launcher's path.
+        line: the launcher's command line.
+        variables: environment variables for the launcher.
     """
     from caffepy.parallel.launch.mpirun import search_path
     from caffepy.parallel.launch.run import Start, environment_of
@@ -198,7 +200,7 @@ def _within_slurm(args: argparse.Namespace, job: Job, allocation: Allocation) ->
     from caffepy.parallel.launch.mpirun import find_mpirun
     from caffepy.parallel.launch.slurm import host_names, srun_line
 
-    # the step that this process belongs to holds the allocation's CPUs: without this a step in it waits for ever
+    # The current step holds the allocation's CPUs; without this, a nested step would wait forever.
     variables = {"SLURM_OVERLAP": "1"} if allocation.within_step else {}
     if args.min_nodes is not None and not job.hosts:
         job = replace(job, hosts=host_names()[: job.nodes])
@@ -215,7 +217,7 @@ def _within_slurm(args: argparse.Namespace, job: Job, allocation: Allocation) ->
 
 
 def _without_mpi(args: argparse.Namespace, rendezvous: Rendezvous) -> Start:
-    """The processes of this machine, started by this process itself."""
+    """Return the `Start` of this machine's processes without a launcher."""
     import signal
 
     from caffepy.parallel.launch.local import RANK, local_commands, secret_for
@@ -228,7 +230,7 @@ def _without_mpi(args: argparse.Namespace, rendezvous: Rendezvous) -> Start:
     return Start(
         job,
         lambda job: local_commands(job, rendezvous),
-        environment_of(secret_for(rendezvous), without_slurm()),  # of a step, they would call each rank its task 0
+        environment_of(secret_for(rendezvous), without_slurm()),  # a step's variables would make each rank task 0
         RANK,
         last_signal=signal.SIGKILL,
         **_training(args),
@@ -236,10 +238,10 @@ def _without_mpi(args: argparse.Namespace, rendezvous: Rendezvous) -> Start:
 
 
 def _rendezvous(args: argparse.Namespace) -> Rendezvous | None:
-    """Where ranks without MPI join; None: an MPI is wanted.
+    """Return the rendezvous of ranks without MPI; None: use MPI.
 
     Raises:
-        ConfigError: options of both ways.
+        ConfigError: options for MPI and for the rendezvous are mixed.
     """
     from caffepy.parallel.launch.local import Rendezvous
 
@@ -249,12 +251,12 @@ def _rendezvous(args: argparse.Namespace) -> Rendezvous | None:
     for name in ("hosts", "hostfile", "nodes", "mpirun", "min_nodes"):
         if getattr(args, name) is not None:
             option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} is for MPI; without it call caffepy launch on each machine, with --nnodes")
+            raise ConfigError(f"{option} is for MPI; without MPI run caffepy launch on each machine, with --nnodes")
     return Rendezvous(args.nnodes or 1, args.node_rank or 0, args.master_addr, args.master_port)
 
 
 def _training(args: argparse.Namespace) -> dict[str, Any]:
-    """What is known of the job where caffepy trains in it: the fields of `Start` for that."""
+    """Return the training fields of `Start`; empty if the job is no caffepy training."""
     from caffepy.cli.main import build_parser
 
     words = normalise(args.program[1:] if args.program[:1] == ["--"] else args.program)
@@ -262,7 +264,7 @@ def _training(args: argparse.Namespace) -> dict[str, Any]:
         return {}
     try:
         train = build_parser(words).parse_strictly(words)
-    except CaffepyError:  # the ranks will say it
+    except CaffepyError:  # the ranks report it
         return {"shares_signals": True}
     return {
         "shares_signals": True,
@@ -273,7 +275,7 @@ def _training(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _passes(solver: Path | None) -> int:
-    """The solver's iter_size; 1 where this machine cannot read it."""
+    """Return the solver's iter_size; 1 if the file cannot be read here."""
     from caffepy.config.load import read_solver
 
     try:
@@ -283,7 +285,7 @@ def _passes(solver: Path | None) -> int:
 
 
 def _slurm_way(job: Job) -> tuple[Mpirun | None, str | None]:
-    """The MPI's own launcher where srun cannot start this MPI, which is said, else srun's ``--mpi``."""
+    """Return the MPI's own launcher if srun cannot start this MPI (logged), else srun's ``--mpi`` plugin."""
     from caffepy.parallel.launch.mpirun import find_mpirun
     from caffepy.parallel.launch.slurm import PLUGINS, refusal
 
@@ -291,7 +293,7 @@ def _slurm_way(job: Job) -> tuple[Mpirun | None, str | None]:
         return None, None
     try:
         mpirun = find_mpirun()
-    except CaffepyError:  # a site's MPI may have no mpirun, because srun is the way there
+    except CaffepyError:  # a Slurm site's MPI may come without mpirun
         return None, None
     plugin = PLUGINS[mpirun.kind]
     reason = refusal(shutil.which("srun") or "srun", plugin)
@@ -309,14 +311,14 @@ def _say(text: str) -> None:
 
 
 def make_job(args: argparse.Namespace, allocation: Allocation | None) -> Job:
-    """What is to be started, checked.
+    """Return the checked job.
 
     Args:
         args: the command line.
-        allocation: Slurm's, which says how many hosts there are.
+        allocation: Slurm's allocation, or None.
 
     Raises:
-        ConfigError: it cannot be started so.
+        ConfigError: the job cannot be started.
     """
     from caffepy.parallel.launch.hostfile import parse_hosts, read_hostfile
     from caffepy.parallel.launch.mpirun import Job, exported_names
@@ -324,11 +326,11 @@ def make_job(args: argparse.Namespace, allocation: Allocation | None) -> Job:
     hosts = read_hostfile(args.hostfile) if args.hostfile else parse_hosts(args.hosts or [])
     if args.nodes is not None and hosts:
         if args.nodes > len(hosts):
-            raise ConfigError(f"--nodes {args.nodes}: only {len(hosts)} hosts are named; name more, or take fewer")
+            raise ConfigError(f"--nodes {args.nodes}: only {len(hosts)} hosts are named; name more, or lower --nodes")
         hosts = hosts[: args.nodes]
     nodes = len(hosts) or args.nodes or (allocation.nodes if allocation else 1)
     if nodes > 1 and not hosts and not allocation and not _batch_system():
-        raise ConfigError(f"--nodes {nodes}: which hosts? Name them with --hosts or --hostfile")
+        raise ConfigError(f"--nodes {nodes}: name the hosts with --hosts or --hostfile")
     per_node = args.nproc_per_node or _slots(hosts) or (allocation.tasks_per_node() if allocation else 1)
     if not args.oversubscribe:
         _check_slots(hosts, per_node)
@@ -345,18 +347,18 @@ def make_job(args: argparse.Namespace, allocation: Allocation | None) -> Job:
 
 
 def _batch_system() -> bool:
-    """Whether a batch system gave hosts, which mpirun asks it for."""
+    """Return whether a batch system has allocated hosts, which mpirun queries."""
     return any(name in os.environ for name in ("PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE"))
 
 
 def _slots(hosts: Sequence[Host]) -> int | None:
-    """Processes a host where the hostfile alone says how many."""
+    """Return the processes per host that the hostfile gives."""
     counts = {host.slots for host in hosts}
     if len(counts) > 1:
         first, other = hosts[0], next(host for host in hosts if host.slots != hosts[0].slots)
         raise ConfigError(
-            f"hosts have different numbers of slots ({first.name} {first.slots}, {other.name} {other.slots}): say with "
-            "--nproc-per-node how many processes each of them gets"
+            f"hosts have different numbers of slots ({first.name} {first.slots}, {other.name} {other.slots}): give "
+            "the processes per host with --nproc-per-node"
         )
     return counts.pop() if counts else None
 
@@ -371,10 +373,10 @@ def _check_slots(hosts: Sequence[Host], per_node: int) -> None:
 
 
 def _program(words: Sequence[str]) -> list[str]:
-    """The command line of each process.
+    """Return the command line of each process.
 
     Raises:
-        ConfigError: there is none, or it cannot be found.
+        ConfigError: the command is missing or cannot be found.
     """
     from caffepy.cli.main import COMMANDS
     from caffepy.registry import suggest
@@ -390,5 +392,5 @@ def _program(words: Sequence[str]) -> list[str]:
         return [sys.executable, *words]
     if shutil.which(words[0]) is None:
         known = suggest(words[0], list(COMMANDS))
-        raise ConfigError(f"'{words[0]}' is neither a command of caffepy's nor a program; {known}")
+        raise ConfigError(f"'{words[0]}' is neither a caffepy command nor a program; {known}")
     return words

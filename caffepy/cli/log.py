@@ -1,7 +1,7 @@
-"""What a command shows on stderr: the log in the line format of glog, which parsers for Caffe read, and progress bars.
+"""A command's output on stderr: the log in glog's line format, readable by Caffe's log parsers, and progress bars.
 
-Under mpirun only the root rank logs; other ranks report errors, unless --verbose asks for all, each line then with its
-rank.
+Under mpirun only the root rank logs; other ranks report only errors. With --verbose all ranks log, with the rank in
+each line.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def rank_prefix() -> str:
-    """`rank 1 on host7: ` in a process that a launcher started beside the root, else nothing; MPI is not needed."""
+    """Return a prefix such as `rank 1 on host7: ` on ranks other than the root, else "". Does not need MPI."""
     launcher = find_launcher()
     return f"rank {launcher.rank} on {socket.gethostname()}: " if launcher and launcher.rank else ""
 
 
 def raise_once(error: CaffepyError) -> NoReturn:
-    """Raise an error of a training that has not joined other ranks; where there are some, one of them prints it."""
+    """Raise an error that occurred before the ranks joined; if there are several ranks, only one prints it."""
     launcher = find_launcher()
     if launcher is None or launcher.size == 1:
         raise error
@@ -42,7 +42,7 @@ def log_to_stderr(verbose: bool = False) -> Iterator[StderrHandler]:
     """Send caffepy's log to stderr within a `with` block.
 
     Args:
-        verbose: debug lines too, and every rank's.
+        verbose: log debug lines too, on every rank.
     """
     launcher = find_launcher()
     rank = launcher.rank if launcher else 0
@@ -61,10 +61,10 @@ def log_to_stderr(verbose: bool = False) -> Iterator[StderrHandler]:
 
 @contextmanager
 def showing(what: str) -> Iterator[Progress]:
-    """Yield what a conversion counts its work in, shown as a progress bar where stderr is a terminal.
+    """Yield a progress counter, shown as a bar if stderr is a terminal.
 
     Args:
-        what: is counted, in the plural.
+        what: the unit, in the plural.
     """
     from caffepy.data.conversion.progress import Progress
 
@@ -75,7 +75,7 @@ def showing(what: str) -> Iterator[Progress]:
 
 @contextmanager
 def quiet_net() -> Iterator[None]:
-    """Keep what is logged of the layers of a net out of stderr within a `with` block."""
+    """Hide the log of a net's layers from stderr within a `with` block."""
     logger = logging.getLogger("caffepy.net")
     before = logger.level
     logger.setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""`caffepy parse_log` and `plot_training_log`: logs of trainings as CSV and as charts (Caffe's `tools/extra`)."""
+"""`caffepy parse_log` and `plot_training_log`: training logs as CSV and as charts (Caffe's `tools/extra`)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from caffepy.errors import ConfigError
 from caffepy.options.types import name_list
 
 _PARSE_LOG = """\
-Write what a training's log says of its iterations as <log>.train and <log>.test: CSV with the columns NumIters,
-Seconds, LearningRate and the net's outputs. Logs of BVLC's Caffe, NVIDIA's and caffepy's are understood.
+Write a training log as <log>.train and <log>.test: CSV with the columns NumIters, Seconds, LearningRate and the
+net's outputs. Supported are logs of BVLC's Caffe, NVIDIA's Caffe and caffepy.
 
   caffepy train --solver solver.prototxt 2>&1 | tee train.log
   caffepy parse_log train.log ."""
 
 
 def add_parser_parse_log(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
-    parser = subparsers.add_parser("parse_log", help="a training's log as CSV", description=_PARSE_LOG)
+    """Add the command and its options."""
+    parser = subparsers.add_parser("parse_log", help="convert a training log to CSV", description=_PARSE_LOG)
     parser.add_argument("log", type=Path, metavar="LOG", help="the log")
     parser.add_argument(
-        "folder", type=Path, nargs="?", default=Path(), metavar="FOLDER", help="where to put the tables (default: here)"
+        "folder", type=Path, nargs="?", default=Path(), metavar="FOLDER", help="folder for the tables (default: here)"
     )
     parser.add_argument("--delimiter", default=",", metavar="C", help="character between columns (default: a comma)")
-    parser.add_argument("--latest", action="store_true", help="without iterations that were made again after a restart")
+    parser.add_argument("--latest", action="store_true", help="leave out iterations repeated after a restart")
 
 
 def run_parse_log(args: argparse.Namespace) -> int:
@@ -33,7 +33,7 @@ def run_parse_log(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: the delimiter is not one character.
-        DataError: the log cannot be read or is none.
+        DataError: the log cannot be read or is not a training log.
         RunError: a table cannot be written.
     """
     from caffepy.logs import read_log, write_tables
@@ -50,7 +50,7 @@ def run_parse_log(args: argparse.Namespace) -> int:
 
 
 _PLOT_TRAINING_LOG = """\
-Draw logs into one picture (.png, .svg or .pdf): losses, and below them scores, against iterations or seconds.
+Plot training logs in one picture (.png, .svg or .pdf): losses and scores over iterations or seconds.
 
   caffepy plot_training_log training.png train.log
   caffepy plot_training_log compare.svg first.log second.log --x seconds --outputs accuracy
@@ -62,26 +62,26 @@ A number before the picture is one of Caffe's chart types:
   4 train learning rate vs. iterations  5 train learning rate vs. seconds
   6 train loss vs. iterations           7 train loss vs. seconds
 
-It needs matplotlib: pip install 'caffepy[plot]'."""
+Needs matplotlib: pip install 'caffepy[plot]'."""
 
 
 def add_parser_plot_training_log(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
-    parser = subparsers.add_parser("plot_training_log", help="charts of training logs", description=_PLOT_TRAINING_LOG)
+    """Add the command and its options."""
+    parser = subparsers.add_parser("plot_training_log", help="plot training logs", description=_PLOT_TRAINING_LOG)
     parser.add_argument("words", nargs="+", metavar="[TYPE] PICTURE LOG", help="chart type, picture and logs")
     parser.add_argument("--x", choices=("iterations", "seconds"), default="iterations", help="the horizontal axis")
     parser.add_argument(
-        "--outputs", type=name_list, default=[], metavar="LIST", help="outputs to draw, divided by commas"
+        "--outputs", type=name_list, default=[], metavar="LIST", help="outputs to draw, separated by commas"
     )
     parser.add_argument("--log-scale", action="store_true", help="a logarithmic vertical axis for losses")
-    parser.add_argument("--latest", action="store_true", help="without iterations that were made again after a restart")
+    parser.add_argument("--latest", action="store_true", help="leave out iterations repeated after a restart")
 
 
 def run_plot_training_log(args: argparse.Namespace) -> int:
     """Draw the picture and print its name.
 
     Raises:
-        ConfigError: the picture or the logs are not named, there is no such chart, or matplotlib is missing.
+        ConfigError: the picture or logs are missing, the chart type is unknown, or matplotlib is not installed.
         DataError: a log cannot be read, or has nothing to draw.
     """
     from caffepy.logs import plot_logs, read_log

@@ -1,4 +1,4 @@
-"""The program `caffepy`: finds the command, runs it and turns errors into one line and an exit status."""
+"""The program `caffepy`: runs a command and reports errors as one line and an exit status."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ GROUPS = {
     "other formats": ("export", "import"),
     "old files": ("upgrade_net_proto_text", "upgrade_net_proto_binary", "upgrade_solver_proto_text"),
 }
-"""Commands, as `caffepy --help` lists them."""
+"""Commands by group, for `caffepy --help`."""
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 MODULES = {
     "classify": "predict",
@@ -61,9 +61,9 @@ MODULES = {
     **dict.fromkeys(GROUPS["data sets"], "data"),
     **dict.fromkeys(GROUPS["old files"], "upgrade"),
 }
-"""Modules of this folder that hold several commands: their functions end with the command's name."""
+"""Modules with several commands. Their functions end with the command's name."""
 WRITERS = frozenset({*MODULES, "data", "deploy", "draw_net", "extract_features"})
-"""Commands that do not treat signals themselves and write files."""
+"""Commands that write files and do not handle signals themselves."""
 
 ALIASES = {
     "train_net": ("train", ("--solver", "--snapshot")),
@@ -71,29 +71,29 @@ ALIASES = {
     "test_net": ("test", ("--model", "--weights", "--iterations")),
     "net_speed_benchmark": ("time", ("--model", "--iterations")),
 }
-"""Caffe's programs that `caffe` itself replaced: the command, and the options for their arguments, which had no names:
+"""Caffe's older programs: the command that replaces each, and the options for their positional arguments:
 ``train_net solver.prototxt``, ``test_net net.prototxt net.caffemodel 100 GPU 0``."""
 
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells give it: 128 + SIGINT."""
+"""Exit status after Ctrl-C, as in shells: 128 + SIGINT."""
 PIPE_CLOSED = 141
-"""Exit status when the reader of the output went away: 128 + SIGPIPE."""
+"""Exit status when the reader of the output has exited: 128 + SIGPIPE."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a full disk, to which the output goes."""
+"""Errors of a full disk."""
 TRACEBACK = "CAFFEPY_TRACEBACK"
-"""The variable that has tracebacks printed."""
-NO_MEMORY = "out of memory: this process cannot have as much as it needs; use a smaller batch_size or a smaller file"
+"""The environment variable that enables tracebacks."""
+NO_MEMORY = "out of memory: the process needs more than it can allocate; use a smaller batch_size or a smaller file"
 
 _EPILOGUE = """\
-Options may be spelled as Caffe's tools took them: -solver x, -solver=x, --solver x, --solver=x.
+Options may be spelled as for Caffe's tools: -solver x, -solver=x, --solver x, --solver=x.
 'caffepy COMMAND --help' describes a command.
 
-exit status: 0 done; 1 a failure while running; 2 a mistake in what was given; 70 a mistake in caffepy;
+exit status: 0 done; 1 a failure while running; 2 wrong input or options; 70 a bug in caffepy;
 130 interrupted"""
 
 
 class Ended(KeyboardInterrupt):
-    """A signal asked the process to end; what cleans up after Ctrl-C does so after this."""
+    """A signal asked the process to end. Handlers of KeyboardInterrupt clean up."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -113,7 +113,7 @@ def _main(argv: Sequence[str] | None) -> int:
     arguments = expand(normalise(sys.argv[1:] if argv is None else argv))
     verbose = "--verbose" in arguments
     traced = verbose or "--traceback" in arguments or bool(os.environ.get(TRACEBACK))
-    as_caffe.install(force=True)  # for the modules of Python layers
+    as_caffe.install(force=True)  # modules of Python layers import caffe
     try:
         _print_anything()
         with log_to_stderr(verbose):
@@ -124,7 +124,7 @@ def _main(argv: Sequence[str] | None) -> int:
         return _report(f"ended by {ended}", ended.status, traced)
     except KeyboardInterrupt:
         return _report("interrupted", INTERRUPTED, traced)
-    except SystemExit as leaving:  # --help and --version; a rank that leaves the message to the root
+    except SystemExit as leaving:  # --help, --version, or a rank whose error the root reports
         return int(leaving.code or 0)
     except BrokenPipeError:
         _discard(sys.stdout)
@@ -141,7 +141,7 @@ def _run(arguments: list[str], verbose: bool) -> int:
         args = parser.parse_strictly(arguments)
     except ConfigError as error:
         if _command_word(arguments) in (set(COMMANDS) - {"train"}):
-            raise  # of the other commands each rank is a program of its own
+            raise  # other commands run independently on each rank
         raise_once(error)
     if args.command is None:
         parser.print_help(sys.stderr)
@@ -157,17 +157,17 @@ def _run(arguments: list[str], verbose: bool) -> int:
 
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """SIGTERM and a closed terminal's SIGHUP raise `Ended`, so that no temporary files are left.
+    """Raise `Ended` on SIGTERM and SIGHUP, so that temporary files are removed.
 
-    A signal that the parent process ignores, as nohup does, stays ignored.
+    Signals ignored by the parent process, for example under nohup, stay ignored.
     """
 
     def end(number: int, frame: object) -> None:
-        for other in numbers:  # job managers send several; Ctrl-C and SIGKILL are left for what hangs
+        for other in numbers:  # job managers send several signals; Ctrl-C still works on a hang
             signal.signal(other, signal.SIG_IGN)
         raise Ended(number)
 
-    alone = threading.current_thread() is threading.main_thread()  # no other thread may set handlers
+    alone = threading.current_thread() is threading.main_thread()  # only the main thread can set handlers
     numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if alone and signal.getsignal(n) is signal.SIG_DFL]
     for number in numbers:
         signal.signal(number, end)
@@ -179,7 +179,7 @@ def _ended_in_order() -> Iterator[None]:
 
 
 def _dialect(name: str | None) -> AbstractContextManager[None]:
-    """The dialect that --dialect names, if it is given, in effect within a block."""
+    """Return a context manager that applies --dialect, if given."""
     if name is None:
         return nullcontext()
     from caffepy.config.dialect import override_dialect
@@ -188,10 +188,10 @@ def _dialect(name: str | None) -> AbstractContextManager[None]:
 
 
 def build_parser(arguments: Sequence[str] = ()) -> Parser:
-    """The parser; where `arguments` name a command, with that command alone, so that the others need no import.
+    """Return the parser; if `arguments` name a command, only with that command, to avoid importing the others.
 
     Raises:
-        ConfigError: there is no such command.
+        ConfigError: the command is unknown.
     """
     parser = Parser(
         prog="caffepy",
@@ -208,7 +208,7 @@ def build_parser(arguments: Sequence[str] = ()) -> Parser:
     parser.epilog = f"{subparsers.listing(GROUPS)}\n\n{_EPILOGUE}"
     for command in (parser, *subparsers.choices.values()):
         command.set_defaults(parser=command)
-        command.add_argument("--verbose", action="store_true", help="log of every rank, and more of it; tracebacks")
+        command.add_argument("--verbose", action="store_true", help="log debug lines, on every rank; print tracebacks")
         command.add_argument(
             "--traceback", action="store_true", help=f"print an error's traceback too; so does {TRACEBACK}=1"
         )
@@ -216,7 +216,7 @@ def build_parser(arguments: Sequence[str] = ()) -> Parser:
 
 
 def _function(name: str, command: str) -> Callable[..., Any]:
-    """A command's `add_parser` or `run`."""
+    """Return a command's `add_parser` or `run`."""
     module = importlib.import_module(f"caffepy.cli.{MODULES.get(command, command.replace('-', '_'))}")
     function: Callable[..., Any] = getattr(module, f"{name}_{command}" if command in MODULES else name)
     return function
@@ -237,12 +237,12 @@ def _commands(arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def _discard(stream: TextIO) -> None:
-    """Python would flush what could not be written once more at exit, and complain."""
+    """Redirect a stream to the null device: otherwise Python flushes it again at exit and reports an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _drop_unwritten_log() -> None:
-    """A log whose disk is full is no failure; Python would flush it once more at exit, with status 120."""
+    """Discard an unwritable log: a full disk is no failure, but Python's flush at exit would give status 120."""
     with suppress(ValueError):  # closed
         try:
             sys.stderr.flush()
@@ -251,13 +251,13 @@ def _drop_unwritten_log() -> None:
 
 
 def _print_anything() -> None:
-    """Let names that stdout's encoding cannot express be printed as escapes."""
+    """Print characters outside stdout's encoding as escapes."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors != "backslashreplace":
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _report(message: str, status: int, traced: bool) -> int:
-    with suppress(OSError):  # of a full disk
+    with suppress(OSError):  # full disk
         if traced:
             traceback.print_exc()
         print(f"caffepy: error: {rank_prefix()}{one_line(message)}", file=sys.stderr)
@@ -265,7 +265,7 @@ def _report(message: str, status: int, traced: bool) -> int:
 
 
 def _unforeseen(error: Exception, traced: bool) -> int:
-    """The last resort: the user gets one line, and the traceback on request."""
+    """Report an unexpected exception: one line, and the traceback on request."""
     if isinstance(error, OSError) and error.errno in NO_SPACE and error.filename is None:
         _discard(sys.stdout)
         return _report(f"the output cannot be written: {error.strerror}", RunError.exit_status, traced)
@@ -279,18 +279,18 @@ def _describe(error: Exception, traced: bool) -> str:
     if frames := traceback.extract_tb(error.__traceback__):
         own = [f for f in frames if Path(f.filename).is_relative_to(Path(__file__).parents[1])] or frames
         location = f" at {own[-1].filename}:{own[-1].lineno}"
-    output = "this output" if traced else "what the same command prints with --traceback"
+    output = "this output" if traced else "the output of the same command with --traceback"
     return (
-        f"{type(error).__name__}: {error}{location}; this is a mistake in caffepy, not in what you gave: please report "
-        f"it to its developers with {output}"
+        f"{type(error).__name__}: {error}{location}; this is a bug in caffepy, not in your input: please report "
+        f"it to the developers with {output}"
     )
 
 
-# -- programs of older Caffes ----------------------------------------------------------------------------
+# -- programs of older Caffe versions --------------------------------------------------------------------
 
 
 def expand(arguments: Sequence[str]) -> list[str]:
-    """A command line in which the name of such a program, and its arguments without names, are replaced."""
+    """Return a command line with an older program's name and positional arguments replaced by command and options."""
     if not arguments or arguments[0] not in ALIASES:
         return list(arguments)
     command, options = ALIASES[arguments[0]]
@@ -302,7 +302,7 @@ def expand(arguments: Sequence[str]) -> list[str]:
 
 
 def _device(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words before ``CPU`` or ``GPU``, and the option that it and the number behind it are."""
+    """Return the words before ``CPU`` or ``GPU``, and the equivalent device option."""
     at = next((index for index, word in enumerate(words) if word in ("CPU", "GPU")), len(words))
     if at == len(words):
         return words, []

@@ -1,4 +1,4 @@
-"""`caffepy net`: the layers of a net as they are run, and the memory that it takes; needs neither data nor GPU."""
+"""`caffepy net`: the layers of a net in execution order, and its memory; needs neither data nor GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from caffepy.proto import caffe_pb2
 
 _DESCRIPTION = """\
-Print a net's layers, or predict the GPU memory that it takes.
+Print a net's layers, or predict its GPU memory.
 
   caffepy net --model models/resnet50/train_val.prototxt --fused
   caffepy net --solver models/resnet50/solver.prototxt --memory --batch 256 --limit 24"""
@@ -30,9 +30,9 @@ LARGEST_BLOBS = 12
 _REMARKS = {
     "blobs": "outputs, and blobs whose values outlive a pass",
     "half copies": "half-precision copies of the parameters",
-    "folded weights": "of convolutions that have taken in what follows them",
+    "folded weights": "weights of folded convolutions",
 }
-"""Remarks on a kind of memory in the table."""
+"""Remarks on the categories of memory in the table."""
 MEBIBYTE, GIBIBYTE = 2**20, 2**30
 
 
@@ -42,20 +42,20 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--model", type=Path, metavar="FILE", help="the net's prototxt (this or --solver is needed)")
     parser.add_argument("--solver", type=Path, metavar="FILE", help="the solver's prototxt, whose net is shown")
     parser.add_argument("--phase", type=str.upper, choices=("TRAIN", "TEST"), default="TRAIN", help="TRAIN or TEST")
-    parser.add_argument("--batch", type=positive, metavar="N", help="batch_size instead of what the prototxt says")
+    parser.add_argument("--batch", type=positive, metavar="N", help="batch_size instead of the prototxt's")
     parser.add_argument(
-        "--shape", type=record_shape, metavar="C,H,W", help="shape of one record, where the data are not there to tell"
+        "--shape", type=record_shape, metavar="C,H,W", help="shape of one record, if the data are missing"
     )
-    parser.add_argument("--fused", action="store_true", help="show the layers as a GPU runs them, several as one")
-    parser.add_argument("--memory", action="store_true", help="predict the memory that is needed on a GPU")
-    parser.add_argument("--no-fuse", action="store_true", help="with --memory: for running with --no-fuse")
-    parser.add_argument("--no-share", action="store_true", help="with --memory: for running with --no-share")
+    parser.add_argument("--fused", action="store_true", help="show the fused layers that a GPU runs")
+    parser.add_argument("--memory", action="store_true", help="predict the memory needed on a GPU")
+    parser.add_argument("--no-fuse", action="store_true", help="with --memory: predict for runs with --no-fuse")
+    parser.add_argument("--no-share", action="store_true", help="with --memory: predict for runs with --no-share")
     limit = parser.add_mutually_exclusive_group()
     limit.add_argument(
         "--gpu", type=gpu_number, metavar="N", help="with --memory: the largest batch that fits on this GPU"
     )
     limit.add_argument(
-        "--limit", type=positive_number, metavar="GIB", help="with --memory: the largest batch for so many GiB"
+        "--limit", type=positive_number, metavar="GIB", help="with --memory: the largest batch that fits into GIB"
     )
     add_state_options(parser)
     add_dialect_option(parser)
@@ -69,7 +69,7 @@ class Subject:
         param: the net as read, with --batch.
         context: its context on the meta device.
         state: its phase, level and stages.
-        histories: values that the solver keeps for each parameter.
+        histories: history values of the solver per parameter.
     """
 
     param: caffe_pb2.NetParameter
@@ -82,8 +82,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the tables to stdout.
 
     Raises:
-        ConfigError: not exactly one of --model and --solver, or a net without layers in the phase.
-        CaffepyError: whatever is wrong with the files.
+        ConfigError: not exactly one of --model and --solver, or the net has no layers in the phase.
+        CaffepyError: the files cannot be used.
     """
     if (args.model is None) == (args.solver is None):
         raise ConfigError("net needs either --model train_val.prototxt or --solver solver.prototxt")
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# -- what is asked for ------------------------------------------------------------------------------------
+# -- reading the net --------------------------------------------------------------------------------------
 
 
 def _read(args: argparse.Namespace) -> Subject:
@@ -172,7 +172,7 @@ def _row(node: Node) -> tuple[str, ...]:
 
 
 def _short(name: str) -> str:
-    """A fused layer's name by its first member; its type has them all."""
+    """Return a fused layer's short name, from its first member."""
     first, *more = name.split(" + ")
     return f"{first} +{len(more)}" if more else name
 
@@ -188,9 +188,9 @@ def _print_memory(subject: Subject, args: argparse.Namespace) -> None:
     histories = subject.histories if training else 0
     plan = plan_memory(subject.param, subject.context, subject.state, not args.no_fuse)
     batch = written_batch(filter_net(subject.param, subject.state))
-    print(f"{subject.param.name or 'net'}, {args.phase}, batch {batch}: what it takes on a GPU\n")
+    print(f"{subject.param.name or 'net'}, {args.phase}, batch {batch}: memory on a GPU\n")
     _print_table(_summary(plan, histories, not args.no_share), right=(1,))
-    print(f"\nThe most is needed in {_short_step(plan.steps[plan.peak])}. The largest of what is needed there:\n")
+    print(f"\nPeak: {_short_step(plan.steps[plan.peak])}. The largest blobs live there:\n")
     _print_table(_largest(plan), right=(0,))
     if available := _available(args):
         _print_largest_batch(subject, args, histories, available)
@@ -221,14 +221,14 @@ def _largest(plan: MemoryPlan) -> Iterable[tuple[str, ...]]:
 
 
 def _short_step(step: str) -> str:
-    """A step's name without the layer's type."""
+    """Return a step's name without the layer's type."""
     way, _, name = step.rpartition(" (")[0].partition(" of layer ")
     short = _short(name.strip("'"))
     return f"{way} {short}"
 
 
 def _available(args: argparse.Namespace) -> int:
-    """Bytes that --gpu or --limit stand for; 0 if neither is given."""
+    """Return the bytes available by --gpu or --limit; 0 if neither is given."""
     if args.limit is not None:
         return int(args.limit * GIBIBYTE)
     if args.gpu is None:
@@ -253,7 +253,7 @@ def _mebibytes(size: int) -> str:
 
 
 def _print_table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> None:
-    """Print rows with aligned columns; those in `right` are right-aligned."""
+    """Print rows with aligned columns; columns in `right` are right-aligned."""
     table = list(rows)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 def net_setup(
     args: argparse.Namespace, phase: int, iterations: int
 ) -> Iterator[tuple[NetParameter, LayerContext, NetState]]:
-    """What the net of --model, --level and --stage is made of, on the device of --gpu, which is closed afterwards.
+    """Yield the parts of the net of --model, --level and --stage, on the device of --gpu; close the device afterwards.
 
     Args:
         args: the command line.
         phase: caffe_pb2.TRAIN or TEST.
-        iterations: batches in the whole test.
+        iterations: number of batches in the test.
 
     Raises:
         ConfigError: the net has no layers in this phase.
@@ -49,11 +49,11 @@ def net_setup(
 
 @contextmanager
 def open_net(args: argparse.Namespace, phase: int, iterations: int, weights: list[Path]) -> Iterator[Net]:
-    """The net of `net_setup` as the prototxt has it, with the weights of .caffemodel files; closed afterwards.
+    """Yield the unfused net of `net_setup` with the weights of .caffemodel files; close it afterwards.
 
     Raises:
         ConfigError: the net has no layers in this phase.
-        SnapshotError: a file is no .caffemodel, or does not fit the net.
+        SnapshotError: a file is not a .caffemodel or does not fit the net.
     """
     from caffepy.net import Net
 
@@ -68,7 +68,7 @@ def open_net(args: argparse.Namespace, phase: int, iterations: int, weights: lis
 
 
 def net_and_state(args: argparse.Namespace, phase: int) -> tuple[NetParameter, NetState]:
-    """The net of --model as read, and the state that --level and --stage choose."""
+    """Return the net of --model as read, and the NetState of --level and --stage."""
     from caffepy.config.filter import net_state
     from caffepy.config.load import read_net
     from caffepy.proto.caffe_pb2 import NetState
@@ -81,23 +81,23 @@ def refuse_net_without_layers(path: Path, param: NetParameter, state: NetState) 
     """Check that include and exclude rules leave layers.
 
     Raises:
-        ConfigError: they leave none.
+        ConfigError: no layers are left.
     """
     from caffepy.config.filter import filter_net
     from caffepy.proto.caffe_pb2 import Phase
 
     if not filter_net(param, state).layer:
         raise ConfigError(
-            f"{path}: the net has no layers in the {Phase.Name(state.phase)} phase; look at its include rules: they "
-            "may ask for another phase, --level or --stage"
+            f"{path}: the net has no layers in the {Phase.Name(state.phase)} phase; check whether its include rules "
+            "need another phase, --level or --stage"
         )
 
 
 def read_weights(files: list[Path]) -> Iterator[tuple[TrainedLayers, str]]:
-    """The layers of .caffemodel files, each with the file's name; later ones go over earlier ones.
+    """Yield the layers of .caffemodel files with the file's name; later files override earlier ones.
 
     Raises:
-        SnapshotError: a file is none.
+        SnapshotError: a file is not a .caffemodel.
     """
     from caffepy.snapshot.caffemodel import read_caffemodel
 

@@ -1,4 +1,4 @@
-"""`caffepy export` and `caffepy import`: a net as an ONNX file and back, compared by running both."""
+"""`caffepy export` and `caffepy import`: conversion of nets to and from ONNX, checked by running both."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ and the largest difference is printed; above 1e-4 of the output's largest value 
   caffepy export deploy.prototxt net.caffemodel net.onnx --batch dynamic --fold"""
 
 OPSETS = (13, 17, 21)
-"""Oldest, default and newest version of the operators; those of caffepy.onnx.export.graph, which needs onnx."""
+"""Oldest, default and newest operator version, as in caffepy.onnx.export.graph, which needs onnx."""
 
 
 def batch_size(text: str) -> int | str:
-    """A whole number of at least 1, or ``dynamic``."""
+    """Parse an integer of at least 1, or ``dynamic``."""
     return text if text == "dynamic" else positive(text)
 
 
@@ -35,7 +35,7 @@ def add_parser_export(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Add the command and its options."""
     parser = subparsers.add_parser("export", help="write a net as ONNX", description=_EXPORT)
     parser.add_argument("model", type=Path, metavar="NET", help="the net's prototxt; a deploy net, with Input layers")
-    parser.add_argument("weights", type=file_list, metavar="WEIGHTS", help=".caffemodel files, divided by commas")
+    parser.add_argument("weights", type=file_list, metavar="WEIGHTS", help=".caffemodel files, separated by commas")
     parser.add_argument("output", type=Path, metavar="OUT", help="the .onnx file to write")
     parser.add_argument(
         "--opset", type=positive, default=OPSETS[1], metavar="N",
@@ -45,7 +45,7 @@ def add_parser_export(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--batch", type=batch_size, metavar="N", help="the first axis of all inputs, or 'dynamic' for any batch"
     )
     parser.add_argument(
-        "--phase", type=str.upper, choices=("TRAIN", "TEST"), default="TEST", help="whose layers are taken"
+        "--phase", type=str.upper, choices=("TRAIN", "TEST"), default="TEST", help="the phase to export"
     )
     parser.add_argument("--fold", action="store_true", help="merge BatchNorm and Scale into the layers before them")
     parser.add_argument("--no-check", action="store_true", help="do not compare net and file")
@@ -54,17 +54,17 @@ def add_parser_export(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Write the file; print what it holds and how far it differs.
+    """Write the file; print its contents and the largest difference.
 
     Raises:
-        CaffepyError: whatever is wrong with the files; a difference that is too large.
+        CaffepyError: the files cannot be used, or the difference is too large.
     """
     from caffepy.files import atomic_write
     from caffepy.onnx.libraries import has_runtime, require_onnx
 
     require_onnx("to write ONNX files")
     if not args.no_check and not has_runtime():
-        raise ConfigError("onnxruntime, which the file is compared by, is not installed: pip install 'caffepy[onnx]', "
+        raise ConfigError("onnxruntime, needed to check the file, is not installed: pip install 'caffepy[onnx]', "
                           "or give --no-check")  # fmt: skip
     from caffepy.onnx.export.write import serialised
 
@@ -97,7 +97,7 @@ def _model(args: argparse.Namespace) -> tuple[Net, ModelProto]:
 
 
 def _check(net: Net, content: bytes, dynamic: bool) -> None:
-    """Print how far the outputs differ, for any batch also with one image more."""
+    """Compare the outputs and print the difference; if the batch is dynamic, also for another batch size."""
     from caffepy.onnx.check import compare, larger_batch, random_inputs, refuse_large, run_net
     from caffepy.onnx.libraries import run_model
 
@@ -112,7 +112,7 @@ def _check(net: Net, content: bytes, dynamic: bool) -> None:
 _IMPORT = """\
 Write an ONNX file as NAME.prototxt and NAME.caffemodel. These are loaded and run on the same random input as the file
 (by onnxruntime, where it is installed), and the largest difference is printed; above 1e-4 of the output's largest value
-nothing is written. Nodes that Caffe's layers cannot say are listed together.
+nothing is written. Unsupported nodes are listed together.
 
   caffepy import resnet18.onnx
   caffepy import detector.onnx --output models/detector --shape 1,3,320,320 --fold"""
@@ -121,11 +121,11 @@ LARGEST_AXES = 8
 
 
 def input_shape(text: str) -> tuple[str, tuple[int, ...]]:
-    """``1,3,224,224``, for a model's only input, or ``name=1,3,224,224``."""
+    """Parse ``1,3,224,224``, for a model's only input, or ``name=1,3,224,224``."""
     name, _, sizes = text.rpartition("=")
     words = sizes.split(",")
     if len(words) > LARGEST_AXES or not all(word.strip().isdecimal() for word in words):
-        raise argparse.ArgumentTypeError(f"'{text}' is no shape such as 1,3,224,224 or data=1,3,224,224")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a shape such as 1,3,224,224 or data=1,3,224,224")
     return name, tuple(positive(word.strip()) for word in words)
 
 
@@ -133,23 +133,23 @@ def add_parser_import(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Add the command and its options."""
     parser = subparsers.add_parser("import", help="read a net from ONNX", description=_IMPORT)
     parser.add_argument("model", type=Path, metavar="FILE", help="the .onnx file")
-    parser.add_argument("--output", type=Path, metavar="NAME", help="path of both files without their endings")
+    parser.add_argument("--output", type=Path, metavar="NAME", help="path of both files without suffix")
     parser.add_argument(
-        "--batch", type=positive, default=1, metavar="N", help="batch where the file leaves it open (1)"
+        "--batch", type=positive, default=1, metavar="N", help="batch size if the file does not fix it (1)"
     )
     parser.add_argument(
         "--shape", type=input_shape, action="append", default=[], metavar="[INPUT=]N,C,H,W",
-        help="shape of an input, where the file leaves it open",
+        help="shape of an input, if the file does not fix it",
     )  # fmt: skip
     parser.add_argument("--fold", action="store_true", help="merge BatchNorm and Scale into the layers before them")
     parser.add_argument("--no-check", action="store_true", help="do not compare net and file")
 
 
 def run_import(args: argparse.Namespace) -> int:
-    """Write both files; print what they hold and how far they differ.
+    """Write both files; print their contents and the largest difference.
 
     Raises:
-        CaffepyError: whatever is wrong with the file; a difference that is too large.
+        CaffepyError: the file cannot be used, or the difference is too large.
     """
     from caffepy.onnx.libraries import has_runtime, require_onnx
 
@@ -158,7 +158,7 @@ def run_import(args: argparse.Namespace) -> int:
 
     base = args.output or (args.model.with_suffix("") if args.model.name else args.model)
     if base.is_dir():
-        raise ConfigError(f"{base} is a folder; give --output a path without ending, e.g. {base / args.model.stem}")
+        raise ConfigError(f"{base} is a folder; give --output a path without suffix, e.g. {base / args.model.stem}")
     param, net = build_imported(args.model, base.name, args.batch, dict(args.shape), args.fold)
 
     def compare(loaded: Net) -> None:

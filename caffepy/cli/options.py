@@ -1,7 +1,7 @@
-"""Command-line options as people type them for Caffe, and the parser that reports mistakes in one line.
+"""Command-line options in Caffe's spellings, and a parser that reports errors in one line.
 
-Caffe's own programs use gflags: `-solver x`, `-solver=x`, `--solver x` and `--solver=x` are the same there, and so are
-`--sigint_effect` and `--sigint-effect`. `normalise` turns all of them into what argparse knows.
+Caffe's own programs use gflags: `-solver x`, `-solver=x`, `--solver x` and `--solver=x` are equivalent, and so are
+`--sigint_effect` and `--sigint-effect`. `normalise` converts all of them to argparse's form.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from caffepy.registry import suggest
 
 _TRUE = ("true", "t", "yes", "y", "1")
 _FALSE = ("false", "f", "no", "n", "0")
-"""Words that set a switch; gflags' ways are `-encoded`, `-encoded=true` and `-noencoded`."""
+"""Values of a switch; gflags' forms are `-encoded`, `-encoded=true` and `-noencoded`."""
 _NAMES = re.compile(r"(?<=argument )--?\w[\w-]*(?:/--?\w[\w-]*)+")
-"""The names of an option, as argparse puts them into messages."""
+"""The names of an option in argparse's messages."""
 _OPTION = re.compile(r"-{1,2}([A-Za-z][\w-]+)(=.*)?", re.DOTALL)
 
 
 def normalise(arguments: Sequence[str]) -> list[str]:
-    """Options in gflags' spellings as `--name` or `--name=value`, with dashes inside the name.
+    """Convert options in gflags' spellings to `--name` or `--name=value`, with dashes inside the name.
 
-    The words after ``--`` or a Python script stay unchanged: they are another program's options.
+    Words after ``--`` or a Python script are another program's arguments and stay unchanged.
     """
     result: list[str] = []
     for index, argument in enumerate(arguments):
@@ -41,22 +41,22 @@ def normalise(arguments: Sequence[str]) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose mistakes are ConfigErrors: one line, with the nearest option where there is one."""
+    """An ArgumentParser that raises ConfigError: one line, with the nearest option if there is one."""
 
     def __init__(self, **settings: object) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **settings)  # type: ignore[arg-type]
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage and leaving."""
-        raise ConfigError(f"{message}; '{self.prog} --help' lists what there is")
+        """Raise ConfigError instead of printing the usage and exiting."""
+        raise ConfigError(f"{message}; '{self.prog} --help' lists the options")
 
     def parse_strictly(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Parse; anything left over is a mistake.
+        """Parse the arguments; leftover arguments are an error.
 
         Raises:
-            ConfigError: an unknown option or argument, or a value that does not fit. An option of several names has
-                the one that was given.
+            ConfigError: an unknown option or argument, or an invalid value. The message uses the given name of an
+                option.
         """
         try:
             namespace, rest = self.parse_known_args(arguments)
@@ -75,7 +75,7 @@ class Parser(argparse.ArgumentParser):
         return namespace
 
     def take_late(self, namespace: argparse.Namespace, text: str) -> bool:
-        """Set the positional argument that may be left out, which argparse does not take behind options; whether."""
+        """Set an optional positional argument, which argparse rejects behind options; return whether it was set."""
         for action in self._positionals._group_actions:
             if action.nargs == "?" and action.choices is None and getattr(namespace, action.dest) is action.default:
                 setattr(namespace, action.dest, action.type(text) if callable(action.type) else text)
@@ -83,7 +83,7 @@ class Parser(argparse.ArgumentParser):
         return False
 
     def refuse(self, argument: str) -> NoReturn:
-        """Say that `argument` means nothing here.
+        """Report an unexpected argument.
 
         Raises:
             ConfigError: always.
@@ -102,19 +102,19 @@ else:
 
 
 class Commands(_Subparsers):
-    """Subparsers whose one-line descriptions are listed in groups, not in one list after the options."""
+    """Subparsers whose one-line descriptions are listed in groups."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self._summaries: dict[str, str] = {}
 
     def add_parser(self, name: str, **settings: Any) -> Parser:
-        """Add a command; `help` is its line in the listing."""
+        """Add a command; `help` is its listed description."""
         self._summaries[name] = settings.pop("help", "")
         return super().add_parser(name, **settings)
 
     def listing(self, groups: Mapping[str, Sequence[str]]) -> str:
-        """The commands that were added, by their groups."""
+        """Return the list of the added commands by group."""
         width = max(map(len, self._summaries), default=0)
         parts = []
         for title, names in groups.items():
@@ -124,12 +124,12 @@ class Commands(_Subparsers):
 
 
 def add_options(parser: argparse._ActionsContainer, declared: Any, names: Collection[str] = ()) -> None:
-    """Add the options that a dataclass declares, in their groups.
+    """Add the options that a dataclass declares, by group.
 
     Args:
         parser: a parser or one of its groups.
         declared: the dataclass.
-        names: only these, without groups; empty: all that have a flag.
+        names: add only these, without groups; empty: add all with a flag.
     """
     groups: dict[str, argparse._ActionsContainer] = {"": parser}
     for one in options_of(declared):
@@ -156,82 +156,82 @@ def _add_option(parser: argparse._ActionsContainer, one: Option) -> None:
 
 
 def given_values(args: argparse.Namespace, declared: Any) -> dict[str, Any]:
-    """The values of those of a dataclass's options that the command has, by the fields' names."""
+    """Return the given values of a dataclass's options by field name."""
     return {one.name: getattr(args, one.destination) for one in options_of(declared) if one.destination in args}
 
 
 def add_device_options(parser: argparse._ActionsContainer, default: str) -> None:
-    """--gpu, --cpu, --threads and --math; `default` says what holds when neither device is given."""
+    """Add --gpu, --cpu, --threads and --math; `default` is the help on the default device."""
     _add_devices(parser, f"GPUs to use: 0 or 0,1,2,3 or 'all' ({default})")
     add_options(parser, TrainOptions, ("threads", "math"))
 
 
 def _add_devices(parser: argparse._ActionsContainer, help: str) -> None:
-    """--gpu and --cpu, which exclude each other."""
+    """Add --gpu and --cpu, which exclude each other."""
     device = parser.add_mutually_exclusive_group()
     device.add_argument("--gpu", "--gpus", dest="gpus", type=gpu_list, metavar="LIST", help=help)
     device.add_argument("--cpu", action="store_true", help="use the CPU")
 
 
 def add_engine_options(parser: argparse._ActionsContainer) -> None:
-    """--eager, --no-fuse and --no-share."""
+    """Add --eager, --no-fuse and --no-share."""
     add_options(parser, ExecutionOptions, ("eager", "fuse", "share"))
 
 
 def add_engine_option(parser: Parser) -> None:
-    """--engine."""
+    """Add --engine."""
     parser.add_argument(
         "--engine", choices=("own", "onnxruntime"), default="own",
-        help="what computes the net on the CPU; onnxruntime comes with the extra onnx (own)",
+        help="inference engine on the CPU; onnxruntime needs the extra onnx (own)",
     )  # fmt: skip
 
 
 def add_dialect_option(parser: argparse._ActionsContainer) -> None:
-    """--dialect, which `caffepy.cli.main` puts into effect."""
+    """Add --dialect, which `caffepy.cli.main` applies."""
     parser.add_argument(
         "--dialect",
         choices=("bvlc", "nvidia"),
-        help="whose numbers, where BVLC's and NVIDIA's Caffe differ (default: NVIDIA's where the net or its solver has "
-        "a field that only NVIDIA Caffe knows, else BVLC's)",
+        help="numerical behaviour where BVLC's and NVIDIA's Caffe differ (default: NVIDIA's if the net or its solver "
+        "has a field that only NVIDIA Caffe knows, else BVLC's)",
     )
 
 
 def add_state_options(parser: argparse._ActionsContainer) -> None:
-    """--level and --stage, which choose among the layers' include and exclude rules."""
+    """Add --level and --stage, for include and exclude rules."""
     add_options(parser, TrainOptions, ("level", "stage"))
 
 
-# -- what Caffe's tools take -----------------------------------------------------------------------------
+# -- arguments of Caffe's tools --------------------------------------------------------------------------
 
 
 class Switch(argparse.Action):
-    """A boolean flag; argparse finds the spellings with a value among the option's names."""
+    """A boolean flag. Its spellings with a value are option names of their own for argparse."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object,
         option_string: str | None = None,
     ) -> None:  # fmt: skip
-        """Set the flag as the spelling says."""
+        """Set the flag from the spelling."""
         name, _, value = (option_string or "").partition("=")
         setattr(namespace, self.dest, not name.startswith("--no") if not value else value.lower() in _TRUE)
 
 
 def add_switch(parser: argparse._ActionsContainer, name: str, help_text: str) -> None:
-    """A flag that is off by default: ``--name``, ``--name=true`` (and gflags' other words) or ``--noname``."""
+    """Add a flag that is off by default: ``--name``, ``--name=true`` (and gflags' other values) or ``--noname``."""
     words = [word for lower in (*_TRUE, *_FALSE) for word in dict.fromkeys((lower, lower.capitalize(), lower.upper()))]
     spellings = [f"--{name}={word}" for word in words]
     action = parser.add_argument(
         f"--{name}", f"--no{name}", *spellings, action=Switch, nargs=0, default=False, help=help_text
     )
-    action.option_strings = [f"--{name}"]  # of what the help shows; the parser knows them all
+    action.option_strings = [f"--{name}"]  # for the help; the parser knows all
 
 
 def add_force_flag(parser: argparse._ActionsContainer) -> None:
-    """--force."""
-    add_switch(parser, "force", "replace the database that is there")
+    """Add --force."""
+    add_switch(parser, "force", "replace an existing database")
 
 
 def add_positionals(parser: argparse._ActionsContainer, names: Sequence[tuple[str, type, str]]) -> None:
-    """Positional arguments: name, type, what it is."""
+    """Add positional arguments, given as name, type and help."""
     for name, kind, help_text in names:
         parser.add_argument(name.lower(), type=kind, metavar=name, help=help_text)

@@ -1,4 +1,4 @@
-"""`caffepy plan`: how fast a solver would train on more devices than there are."""
+"""`caffepy plan`: predict the training speed on more devices."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _DESCRIPTION = """\
-Predict step time, exposed communication and efficiency of data-parallel training, every device with the batch of one:
-the net is run here, the all-reduces follow an alpha-beta model, and their overlap with the backward pass is simulated.
+Predict step time, exposed communication and efficiency of data-parallel training at a fixed batch per device.
+The net is timed here, all-reduces follow an alpha-beta model, and their overlap with the backward pass is simulated.
 
   caffepy plan --solver solver.prototxt --nodes 1,8,64,512 --gpus-per-node 8 --network 400Gb --links nvlink
   caffepy plan --solver solver.prototxt --gpu 0 --save-profile h200.json
@@ -30,17 +30,17 @@ the net is run here, the all-reduces follow an alpha-beta model, and their overl
   caffepy plan --solver solver.prototxt --cpu --threads 1 --gpus-per-node 2 --calibrate allreduce.txt"""
 
 ITERATIONS = 20
-"""Iterations to measure if nothing is said."""
+"""Default number of measured iterations."""
 ALGORITHMS = ("auto", "ring", "tree", "hierarchical", "recursive-doubling", "recursive-halving")
 WIRE_BYTES = {"none": 4, "fp16": 2, "bf16": 2}
-"""Bytes of a gradient on its way, by what `caffepy train --compression` says."""
+"""Bytes per transferred gradient element, by `caffepy train --compression`."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
+    """Add the command and its options."""
     parser = subparsers.add_parser("plan", help="predict training on more devices", description=_DESCRIPTION)
     parser.add_argument("--solver", type=Path, metavar="FILE", help="the solver's prototxt (or else --profile)")
-    _add_source(parser.add_argument_group("where times come from"))
+    _add_source(parser.add_argument_group("source of the times"))
     _add_cluster(parser.add_argument_group("the cluster"))
     _add_exchange(parser.add_argument_group("the exchange of gradients"))
     output = parser.add_argument_group("output")
@@ -52,56 +52,63 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 def _add_source(group: argparse._ArgumentGroup) -> None:
     source = group.add_mutually_exclusive_group()
     source.add_argument(
-        "--measure", type=positive, metavar="N", help=f"train N iterations here (default, with N = {ITERATIONS})"
+        "--measure",
+        type=positive,
+        metavar="N",
+        help=f"time N training iterations here (default, with N = {ITERATIONS})",
     )
-    source.add_argument("--profile", type=Path, metavar="FILE", help="what --save-profile wrote, here or elsewhere")
+    source.add_argument(
+        "--profile", type=Path, metavar="FILE", help="a file of --save-profile, from this or another machine"
+    )
     source.add_argument(
         "--backward-ms", type=positive_number, metavar="MS", help="a known backward pass, divided among the layers"
     )
     group.add_argument(
         "--forward-ms", type=positive_number, metavar="MS", help="with --backward-ms: the forward pass (half of it)"
     )
-    group.add_argument("--batch", type=positive, metavar="N", help="batch_size of a device, not what the net says")
+    group.add_argument("--batch", type=positive, metavar="N", help="batch_size per device instead of the net's")
     group.add_argument(
-        "--shape", type=record_shape, metavar="C,H,W", help="train on made-up records of this shape; needs no data"
+        "--shape", type=record_shape, metavar="C,H,W", help="train on synthetic records of this shape; needs no data"
     )
-    add_device_options(group, "default: what the solver's solver_mode says")
+    add_device_options(group, "default: the solver's solver_mode")
 
 
 def _add_cluster(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--nodes", type=_numbers, default=[1], metavar="LIST", help="numbers of nodes, with commas (1)")
+    group.add_argument(
+        "--nodes", type=_numbers, default=[1], metavar="LIST", help="numbers of nodes, separated by commas (1)"
+    )
     group.add_argument(
         "--gpus-per-node", "--ranks-per-node", dest="devices", type=positive, default=1, metavar="G",
-        help="devices of a node: GPUs, or single CPU solvers (1)",
+        help="devices per node: GPUs, or CPU solvers (1)",
     )  # fmt: skip
     group.add_argument(
-        "--network", type=_parsed_by("parse_bandwidth"), metavar="B", help="of a node: 400Gb, 50GB, 8x400Gb"
+        "--network", type=_parsed_by("parse_bandwidth"), metavar="B", help="bandwidth per node: 400Gb, 50GB, 8x400Gb"
     )
-    group.add_argument("--latency", type=_parsed_by("parse_latency"), metavar="T", help="of the network (10us)")
+    group.add_argument("--latency", type=_parsed_by("parse_latency"), metavar="T", help="latency of the network (10us)")
     group.add_argument(
-        "--links", type=_parsed_by("parse_link"), metavar="L", help="inside a node: nvlink, pcie, shm, or GB/s"
+        "--links", type=_parsed_by("parse_link"), metavar="L", help="links inside a node: nvlink, pcie, shm, or GB/s"
     )
-    group.add_argument("--link-latency", type=_parsed_by("parse_latency"), metavar="T", help="inside a node")
+    group.add_argument("--link-latency", type=_parsed_by("parse_latency"), metavar="T", help="latency inside a node")
+    group.add_argument("--calibrate", type=Path, metavar="FILE", help="output of 'caffepy bench allreduce' in one node")
     group.add_argument(
-        "--calibrate", type=Path, metavar="FILE", help="what 'caffepy bench allreduce' printed in one node"
-    )
-    group.add_argument(
-        "--calibrate-network", type=Path, metavar="FILE", help="the same with one device in each of several nodes"
+        "--calibrate-network", type=Path, metavar="FILE", help="the same for several nodes with one device each"
     )
 
 
 def _add_exchange(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--no-overlap", action="store_true", help="one all-reduce, after the backward pass")
     group.add_argument(
-        "--bucket-mb", type=positive_number, metavar="MB", help="MiB of a bucket, not what reduce_buckets says"
+        "--bucket-mb", type=positive_number, metavar="MB", help="bucket size in MiB instead of reduce_buckets"
     )
     group.add_argument(
-        "--compression", choices=tuple(WIRE_BYTES), default="none", help="of gradients on their way, as in train (none)"
+        "--compression", choices=tuple(WIRE_BYTES), default="none", help="compression of gradients, as in train (none)"
     )
-    group.add_argument("--algorithm", choices=ALGORITHMS, default="auto", help="of the all-reduce (auto: the fastest)")
+    group.add_argument(
+        "--algorithm", choices=ALGORITHMS, default="auto", help="all-reduce algorithm (auto: the fastest)"
+    )
     group.add_argument(
         "--contention", type=_fraction, metavar="F",
-        help="part of a device that communication takes from computing (0 on GPUs, 1 on the CPU)",
+        help="share of a device that communication takes from computation (0 on GPUs, 1 on the CPU)",
     )  # fmt: skip
 
 
@@ -109,7 +116,7 @@ def _add_exchange(group: argparse._ArgumentGroup) -> None:
 
 
 def _parsed_by(name: str) -> Callable[[str], object]:
-    """A function of caffepy.plan.model as argparse wants it; the module is loaded when an option needs it."""
+    """Return a function of caffepy.plan.model as an argparse type; the module is imported on first use."""
 
     def parse(text: str) -> object:
         from caffepy.plan import model
@@ -143,9 +150,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the table to stdout.
 
     Raises:
-        ConfigError: options that do not go together.
+        ConfigError: the options conflict.
         MissingExtraError: --plot without matplotlib.
-        CaffepyError: whatever is wrong with the files, the data or the device.
+        CaffepyError: files, data or device cannot be used.
     """
     _check_options(args)
     from caffepy.plan.predict import sweep
@@ -153,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
     from caffepy.plan.report import describe, format_table, load_figure, write_csv, write_plot
 
     if args.plot:
-        load_figure()  # to fail now, not after minutes of measuring
+        load_figure()  # fail before minutes of measurement
     profile = _profile(args).fitted()
     if args.save_profile:
         write_profile(args.save_profile, profile)
@@ -170,9 +177,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_options(args: argparse.Namespace) -> None:
     if args.solver is None and args.profile is None:
-        raise ConfigError("plan needs a solver, or times of it: caffepy plan --solver solver.prototxt")
+        raise ConfigError("plan needs --solver or --profile: caffepy plan --solver solver.prototxt")
     if args.forward_ms is not None and args.backward_ms is None:
-        raise ConfigError("--forward-ms goes with --backward-ms; give both")
+        raise ConfigError("--forward-ms needs --backward-ms; give both")
     if args.no_overlap and args.bucket_mb is not None:
         raise ConfigError("--no-overlap reduces all gradients at once; leave --bucket-mb out")
     if max(args.nodes) > 1 and args.network is None and args.calibrate_network is None:
@@ -183,7 +190,7 @@ def _check_options(args: argparse.Namespace) -> None:
     ):
         if calibrated is not None and any(getattr(args, other) is not None for other in others):
             names = " and ".join(f"--{other.replace('_', '-')}" for other in others)
-            raise ConfigError(f"{option} finds out what {names} say; leave them out")
+            raise ConfigError(f"{option} measures {names}; leave them out")
     for option, value in (("--batch", args.batch), ("--shape", args.shape)):
         if args.profile is not None and value is not None:
             raise ConfigError(f"{option} is for measuring; a profile has its batch already")
@@ -239,13 +246,13 @@ def _cluster(args: argparse.Namespace, on_cpu: bool) -> Cluster:
 
 
 def _calibrated(args: argparse.Namespace, path: Path | None, between: bool) -> Link | None:
-    """The link that measured all-reduces tell of."""
+    """Return the link fitted to measured all-reduces."""
     if path is None:
         return None
     from caffepy.plan.calibrate import fit_link, read_measurements
 
     fit = fit_link(read_measurements(path), args.algorithm, between)
-    print(f"{path}: the fitted line is off by {fit.error:.0%} at most")
+    print(f"{path}: the error of the fit is at most {fit.error:.0%}")
     return fit.link
 
 

@@ -1,6 +1,6 @@
-"""`caffepy classify` and `caffepy detect`: what a net says of images (Caffe's `classify.py` and `detect.py`).
+"""`caffepy classify` and `caffepy detect`: predictions for images (Caffe's `classify.py` and `detect.py`).
 
-`detect` prints the boxes that an SSD finds, or as Caffe's `detect.py` the classes of windows."""
+`detect` prints the boxes of an SSD, or classifies windows as Caffe's `detect.py` does."""
 
 from __future__ import annotations
 
@@ -25,35 +25,39 @@ if TYPE_CHECKING:
 
 
 def add_model_options(parser: Parser) -> None:
-    """--model and --weights, of a deploy net."""
+    """Add --model and --weights, for a deploy net."""
     parser.add_argument(
         "--model", "--model-def", type=Path, required=True, metavar="FILE", dest="model", help="the deploy net"
     )
     parser.add_argument(
         "--weights", "--pretrained-model", type=file_list, default=[], metavar="FILE", dest="weights",
-        help="its weights (without them the net is random)",
+        help="its weights (default: random parameters)",
     )  # fmt: skip
 
 
 def add_preparation_options(parser: Parser) -> None:
-    """--mean-file, --raw-scale, --input-scale, --channel-swap and --ext, of Caffe's `classify.py`."""
+    """Add --mean-file, --raw-scale, --input-scale, --channel-swap and --ext of Caffe's `classify.py`."""
     parser.add_argument(
         "--mean-file", default="", metavar="MEAN",
-        help="what is subtracted: values with commas, an .npy file or a .binaryproto (default: nothing)",
+        help="mean to subtract: values separated by commas, an .npy file or a .binaryproto (default: none)",
     )  # fmt: skip
     parser.add_argument(
-        "--raw-scale", type=float, default=255.0, metavar="X", help="factor before that, of values from 0 to 1 (255)"
+        "--raw-scale",
+        type=float,
+        default=255.0,
+        metavar="X",
+        help="factor before subtraction, for values from 0 to 1 (255)",
     )
-    parser.add_argument("--input-scale", type=float, default=1.0, metavar="X", help="factor after that (1)")
+    parser.add_argument("--input-scale", type=float, default=1.0, metavar="X", help="factor after subtraction (1)")
     parser.add_argument(
         "--channel-swap", type=_order, default=(2, 1, 0), metavar="ORDER",
-        help="order of the channels, of red, green and blue (default: 2,1,0, which is blue, green, red)",
+        help="channel order as indices of red, green, blue (default: 2,1,0, which is blue, green, red)",
     )  # fmt: skip
-    parser.add_argument("--ext", default="jpg", help="of the files that are taken from a folder (jpg)")
+    parser.add_argument("--ext", default="jpg", help="suffix of the files read from a folder (jpg)")
 
 
 def preparation(args: argparse.Namespace) -> Preparation:
-    """What the options say.
+    """Return the preparation that the options describe.
 
     Raises:
         DataError: the mean cannot be read.
@@ -65,7 +69,7 @@ def preparation(args: argparse.Namespace) -> Preparation:
 
 
 def counted(number: int, one: str, more: str = "") -> str:
-    """A number and what it counts."""
+    """Return a number with its unit in singular or plural."""
     return f"{number} {one if number == 1 else more or one + 's'}"
 
 
@@ -73,33 +77,33 @@ def _order(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",") if part)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is no order of channels such as 2,1,0") from None
+        raise argparse.ArgumentTypeError(f"'{text}' is not a channel order such as 2,1,0") from None
 
 
 _CLASSIFY = """\
-Say what an image shows: a table of the likeliest classes, or all probabilities as .npy.
+Classify images: print the most likely classes, or write all probabilities as .npy.
 
   caffepy classify cat.jpg --model deploy.prototxt --weights net.caffemodel --mean-file 104,117,123 --labels words.txt
   caffepy classify photos/ predictions.npy --model deploy.prototxt --weights net.caffemodel
 
-The input is an image file, a folder (its files that end in --ext), or an .npy file of images (N, H, W, C) whose values
-are red, green and blue from 0 to 1. Predictions are the average over ten crops, unless --center-only is given."""
+The input is an image file, a folder (its files that end in --ext), or an .npy file of images (N, H, W, C) with values
+from 0 to 1 in red, green, blue. Predictions are the average over ten crops, unless --center-only is given."""
 
 _IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 
 
 def add_parser_classify(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
-    parser = subparsers.add_parser("classify", help="say what images show", description=_CLASSIFY)
+    """Add the command and its options."""
+    parser = subparsers.add_parser("classify", help="classify images", description=_CLASSIFY)
     parser.add_argument("input", type=Path, metavar="INPUT", help="an image, a folder or an .npy file")
     parser.add_argument("output", type=Path, nargs="?", metavar="OUTPUT.npy", help="write all probabilities here")
     add_model_options(parser)
-    parser.add_argument("--labels", type=Path, metavar="FILE", help="names of the classes, one a line")
+    parser.add_argument("--labels", type=Path, metavar="FILE", help="names of the classes, one per line")
     parser.add_argument("--top", type=positive, default=5, metavar="N", help="classes to show (default: 5)")
-    parser.add_argument("--center-only", action="store_true", help="the crop in the middle alone")
+    parser.add_argument("--center-only", action="store_true", help="use only the centre crop")
     parser.add_argument(
         "--images-dim", type=record_shape, default=(256, 256), metavar="H,W",
-        help="images are resized to this before they are cropped (default: 256,256, or the input if that is larger)",
+        help="size of images before cropping (default: 256,256, or the input size if larger)",
     )  # fmt: skip
     add_preparation_options(parser)
     add_device_options(parser, "default: the CPU")
@@ -110,7 +114,7 @@ def run_classify(args: argparse.Namespace) -> int:
     """Classify, and print or write the probabilities.
 
     Raises:
-        ConfigError: the net takes no images, the preparation does not fit it, or the output is named as images are.
+        ConfigError: the net has no image input, the preparation does not fit, or the output has an image's suffix.
         DataError: an image cannot be read.
         SnapshotError: the weights do not fit.
     """
@@ -144,13 +148,13 @@ def run_classify(args: argparse.Namespace) -> int:
 def _refuse_image(path: Path) -> None:
     if path.suffix.lower() in _IMAGES:
         raise ConfigError(
-            f"'{path}' stands where the output is named, and probabilities are no image; name an .npy file, or put "
-            "several images into a folder and give that"
+            f"'{path}' is the output and has an image's suffix; name an .npy file, or, to classify several images, "
+            "give their folder"
         )
 
 
 def _names(path: Path | None) -> list[str]:
-    """Names of classes, one a line; of Caffe's `synset_words.txt` too."""
+    """Return names of classes from a file, one per line, such as Caffe's `synset_words.txt`."""
     if path is None:
         return []
     from caffepy.files import read_regular
@@ -169,21 +173,21 @@ def _print_best(path: str, scores: NDArray[np.float32], names: list[str], top: i
 
 
 _DETECT = """\
-Find objects in images by a net that ends in DetectionOutput (SSD): boxes in pixels, as CSV or JSON.
+Detect objects with a net that ends in DetectionOutput (SSD): boxes in pixels, as CSV or JSON.
 
   caffepy detect street.jpg --model deploy.prototxt --weights ssd.caffemodel --mean-file 104,117,123 --draw found.png
   caffepy detect photos/ boxes.json --model deploy.prototxt --weights ssd.caffemodel --label-map labelmap.prototxt
 
-With --crop-mode list, as Caffe's detect.py: what a classifier says of windows that a CSV file lists under the header
-filename,xmin,ymin,xmax,ymax (R-CNN). The output, .csv or .h5, has a row of class scores for each.
+With --crop-mode list, as in Caffe's detect.py, a classifier scores windows (R-CNN) from a CSV file with the header
+filename,xmin,ymin,xmax,ymax. The output, .csv or .h5, has a row of class scores for each window.
 
   caffepy detect windows.csv scores.h5 --crop-mode list --model deploy.prototxt --weights net.caffemodel"""
 _FIELDS = ("image", "label", "name", "score", "xmin", "ymin", "xmax", "ymax")
 
 
 def add_parser_detect(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
-    parser = subparsers.add_parser("detect", help="find objects in images (SSD)", description=_DETECT)
+    """Add the command and its options."""
+    parser = subparsers.add_parser("detect", help="detect objects in images (SSD)", description=_DETECT)
     parser.add_argument(
         "input", type=Path, metavar="INPUT", help="an image, a folder, an .npy file; or windows as .csv"
     )
@@ -192,7 +196,7 @@ def add_parser_detect(subparsers: argparse._SubParsersAction[Parser]) -> None:
         type=Path,
         nargs="?",
         metavar="OUTPUT",
-        help="write .json or .csv, of windows .csv or .h5 (default: CSV to stdout)",
+        help="write .json or .csv, for windows .csv or .h5 (default: CSV to stdout)",
     )  # fmt: skip
     add_model_options(parser)
     parser.add_argument(
@@ -200,12 +204,12 @@ def add_parser_detect(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument(
         "--context-pad", type=natural, default=16, metavar="N",
-        help="of windows: width of the input's border that shows what is around the window, in its pixels (16)",
+        help="for windows: width of the border with the window's surroundings, in input pixels (16)",
     )  # fmt: skip
     parser.add_argument("--threshold", type=_score, default=0.5, metavar="X", help="lowest score (0.5)")
     parser.add_argument("--label-map", type=Path, metavar="FILE", help="prototxt with the labels' names")
     parser.add_argument(
-        "--draw", type=Path, metavar="PATH", help="write the image with its boxes; of several images into this folder"
+        "--draw", type=Path, metavar="PATH", help="write the image with its boxes; a folder for several images"
     )
     add_preparation_options(parser)
     add_device_options(parser, "default: the CPU")
@@ -213,10 +217,10 @@ def add_parser_detect(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 
 def run_detect(args: argparse.Namespace) -> int:
-    """Find boxes, print or write them, and draw them if asked for; or classify windows.
+    """Detect boxes, print or write them, and draw them on request; or classify windows.
 
     Raises:
-        ConfigError: the net is no SSD, an output's ending is unknown, or the windows are to be searched for.
+        ConfigError: the net is not an SSD, an output's suffix is unknown, or selective search is requested.
         DataError: an image or the windows cannot be read.
         SnapshotError: the weights do not fit.
     """
@@ -228,7 +232,9 @@ def run_detect(args: argparse.Namespace) -> int:
 
     _check_output(args.output, "boxes", (".json", ".csv"))
     if args.input.suffix.lower() == ".csv":
-        raise ConfigError(f"'{args.input}' is no image; to classify the windows that it lists, give --crop-mode list")
+        raise ConfigError(
+            f"'{args.input}' is not an image; to classify the windows that it lists, give --crop-mode list"
+        )
     names = read_label_names(args.label_map) if args.label_map else {}
     found: list[Box] = []
     with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
@@ -253,8 +259,8 @@ def _run_windows(args: argparse.Namespace) -> int:
 
     if args.crop_mode == "selective_search":
         raise ConfigError(
-            "--crop-mode selective_search needs a MATLAB package of its authors, which caffepy does not call; list "
-            "windows of your own in a CSV file and give --crop-mode list"
+            "--crop-mode selective_search needs a MATLAB package, which caffepy does not support; list "
+            "windows in a CSV file and give --crop-mode list"
         )
     if args.draw is not None:
         raise ConfigError("--draw shows the boxes of an SSD; windows have none: leave it out")
@@ -281,7 +287,7 @@ def _check_output(output: Path | None, what: str, endings: tuple[str, ...]) -> N
 
 
 def _write(output: Path | None, text: str, done: str) -> None:
-    """Print a text, or write it and print the file's name."""
+    """Print a text, or write it to a file and print the file's name."""
     from caffepy.files import atomic_write
 
     if output is None:
@@ -293,17 +299,17 @@ def _write(output: Path | None, text: str, done: str) -> None:
 
 
 def _picture(draw: Path, name: str, number: int, count: int) -> Path:
-    """Where an image with its boxes goes."""
+    """Return the output path of an image with its boxes."""
     if count == 1 and not draw.is_dir():
         return draw
     return draw / (f"{Path(name).stem}.png" if not name.endswith("]") else f"{number:06d}.png")
 
 
 def _make_folder(draw: Path, count: int) -> None:
-    """The folder of several images' pictures.
+    """Create the output folder of several drawings.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: the folder cannot be created.
     """
     try:
         if count > 1:
@@ -321,7 +327,7 @@ def _score(text: str) -> float:
     except ValueError:
         score = -1.0
     if not 0 <= score <= 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is no score from 0 to 1")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a score from 0 to 1")
     return score
 
 

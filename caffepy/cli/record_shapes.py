@@ -1,4 +1,4 @@
-"""The shapes of a net's records, whether its data are on this machine or not."""
+"""Record shapes of a net, with or without its data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from caffepy.proto import caffe_pb2
 
 _LABELS: dict[str, tuple[int, ...]] = {"AnnotatedData": (1, 1, 8)}
-"""The shape of a label, for data that are not there, where it is not one number: here one box, see the layer."""
+"""Label shapes of layers whose labels are not scalars, for missing data: one box."""
 
 
 def record_shapes(
@@ -23,17 +23,17 @@ def record_shapes(
     given: tuple[int, ...] | None,
     say: Callable[[str], object],
 ) -> dict[str, tuple[int, ...]]:
-    """The shape of one record, by top of a data layer: as given, of the data, or of the crops or resized images.
+    """Return the shape of one record by top of a data layer: as given, from the data, or from the layer's fields.
 
     Args:
         param: the net.
-        context: of the net, for paths and dialect.
-        state: chooses the layers.
-        given: what --shape says.
-        say: takes a sentence about data that are not there.
+        context: gives paths and dialect.
+        state: selects the layers.
+        given: the value of --shape.
+        say: reports missing data.
 
     Raises:
-        DataError: the data are not there, and the prototxt does not tell their shape.
+        DataError: the data are missing and the prototxt does not give their shape.
     """
     from caffepy.config.dialect import Dialect, choose_dialect
     from caffepy.config.filter import filter_net
@@ -61,7 +61,7 @@ def record_shapes(
 def _told_shape(
     layer: caffe_pb2.LayerParameter, error: DataError, nvidia: bool, say: Callable[[str], object]
 ) -> tuple[int, ...]:
-    """The shape of a layer's crops or resized images, for data that do not exist on this machine."""
+    """Return the shape of a layer's crops or resized images, for missing data."""
     from caffepy.net.record_shape import told_shape
 
     told = told_shape(layer, nvidia)
@@ -69,5 +69,5 @@ def _told_shape(
         raise DataError(f"{error}; or give the shape of one record, e.g. --shape 3,224,224") from error
     shape, fields = told
     text = ",".join(map(str, shape))
-    say(f"layer '{layer.name}': its data are not there; taken as --shape {text}, from {fields}")
+    say(f"layer '{layer.name}': its data are missing; using --shape {text}, from {fields}")
     return shape

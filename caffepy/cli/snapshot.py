@@ -1,4 +1,4 @@
-"""`caffepy snapshot verify`: whether .caffemodel and .solverstate files can be read and are whole."""
+"""`caffepy snapshot verify`: check that .caffemodel and .solverstate files are complete and undamaged."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from caffepy.cli.options import Parser
 from caffepy.errors import SnapshotError, one_line
 
 _DESCRIPTION = """\
-Read snapshots, of either format and of either Caffe's as well, and say of each in one line whether it is whole.
+Read snapshots of caffepy, BVLC's or NVIDIA's Caffe in either format, and print one line for each file. Snapshots of
+caffepy are checked by their number of blobs and CRC-32C; for others the line says only that they are readable.
 
-Snapshots of caffepy's hold their number of blobs and a CRC-32C; of others it is said that they can be read.
-
-exit status: 0 all can be read; 2 one of them cannot, or is damaged"""
+exit status: 0 all files are readable; 2 a file is unreadable or damaged"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
+    """Add the command and its options."""
     parser = subparsers.add_parser("snapshot", help="check snapshots", description=_DESCRIPTION)
-    parser.add_argument("action", choices=["verify"], help="what to do")
+    parser.add_argument("action", choices=["verify"], help="the action")
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help=".caffemodel or .solverstate, also .h5")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a line for each file; the status says whether all are good."""
+    """Print a line for each file; return 0 if all are valid."""
     from caffepy.snapshot.files import describe_snapshot
 
     status = 0

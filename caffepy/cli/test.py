@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
+    """Add the command and its options."""
     parser = subparsers.add_parser(
         "test", help="score a model", description="Run a net's TEST phase and print each batch's scores and their mean."
     )
     parser.add_argument("--model", type=file_name, metavar="FILE", help="the net's prototxt (needed)")
     parser.add_argument(
-        "--weights", type=file_list, default=[], metavar="LIST", help=".caffemodel files, divided by commas (needed)"
+        "--weights", type=file_list, default=[], metavar="LIST", help=".caffemodel files, separated by commas (needed)"
     )
     parser.add_argument("--iterations", type=positive, default=50, metavar="N", help="batches to score (50)")
     parser.add_argument(
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: no --model or no --weights; an engine that cannot compute the net.
         MissingExtraError: the engine is not installed.
-        CaffepyError: whatever is wrong with the files, the data or the device.
+        CaffepyError: files, data or device cannot be used.
     """
     if args.model is None:
         raise ConfigError("test needs a net: caffepy test --model train_val.prototxt --weights net.caffemodel")
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         if runner.net.inputs:
             names = ", ".join(runner.net.inputs)
-            logger.warning("The inputs of this net (%s) are not filled: its scores are those of zeros.", names)
+            logger.warning("The inputs of this net (%s) are not filled: the scores are for zero inputs.", names)
         logger.info("Running for %d iterations.", args.iterations)
         _log_means(runner.net, *_score(runner, args.iterations, args.ap_version), args.iterations)
     return 0
@@ -107,10 +107,10 @@ def _runner(
 
 
 def _score(runner: Runner, iterations: int, ap_version: str) -> tuple[dict[str, np.ndarray], float]:
-    """The sums of all outputs over the batches, flattened, and of the loss; logs mean average precisions.
+    """Return the sums of all flattened outputs and of the loss over the batches; log mean average precisions.
 
     Raises:
-        ConfigError: an output has another size in each batch.
+        ConfigError: the size of an output differs between batches.
     """
     from caffepy.solvers.detection import DetectionScores, detection_outputs
     from caffepy.solvers.testing import refuse_changing_outputs

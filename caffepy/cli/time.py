@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
+    """Add the command and its options."""
     parser = subparsers.add_parser(
         "time",
         help="time a model layer by layer",
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: no --model.
-        CaffepyError: whatever is wrong with the files, the data or the device.
+        CaffepyError: files, data or device cannot be used.
     """
     if args.model is None:
         raise ConfigError("time needs a net: caffepy time --model train_val.prototxt")
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _warm_up(net: Net) -> None:
-    """One pass each way, so that memory, plans and compiled kernels are there before the clock starts."""
+    """Run one forward and backward pass, so that allocation, tuning and compilation are not timed."""
     logger.info("Performing Forward")
     net.forward()
     logger.info("Initial loss: %.6g", net.loss())

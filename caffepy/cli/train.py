@@ -33,11 +33,14 @@ Train the net that a solver prototxt names.
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options: its files, and all that `TrainOptions` declares."""
+    """Add the command, its file options and the options of `TrainOptions`."""
     parser = subparsers.add_parser("train", help="train or finetune a model", description=_DESCRIPTION)
     parser.add_argument("--solver", type=file_name, metavar="FILE", help="the solver's prototxt (needed)")
     parser.add_argument(
-        "--from-log", type=file_name, metavar="FILE", help="instead: the log of a training, with its solver and net"
+        "--from-log",
+        type=file_name,
+        metavar="FILE",
+        help="instead of --solver: a training log, which contains solver and net",
     )
     add_options(parser, TrainOptions)
     add_dialect_option(parser)
@@ -47,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
     """Train to the end, or until a signal stops it.
 
     Raises:
-        ConfigError: options that do not go together.
-        CaffepyError: whatever is wrong with the files, the data or the devices.
+        ConfigError: the options conflict.
+        CaffepyError: files, data or devices cannot be used.
     """
     try:
         _check_options(args)
@@ -75,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _preload_cuda(gpus: list[int] | str) -> None:
-    """Start CUDA beside the imports; its driver alone where it is not known yet which GPUs this process takes."""
+    """Start CUDA during the imports; only the driver if this process's GPUs are not known yet."""
     from caffepy.parallel.processes.launcher import find_launcher
     from caffepy.training.devices import preload_cuda
 
@@ -83,10 +86,10 @@ def _preload_cuda(gpus: list[int] | str) -> None:
 
 
 def make_options(args: argparse.Namespace) -> TrainOptions:
-    """The run that a command line describes.
+    """Return the options of the training that the command line describes.
 
     Raises:
-        CaffepyError: the solver or the devices are wrong.
+        CaffepyError: the solver or the devices are invalid.
     """
     from caffepy.cli.devices import shares_gpus, train_devices
     from caffepy.proto import caffe_pb2
@@ -102,7 +105,7 @@ def make_options(args: argparse.Namespace) -> TrainOptions:
 
 
 def _read_solver(args: argparse.Namespace) -> SolverParameter:
-    """The solver of --solver, or of --from-log; then `args.solver` becomes the file that it came from."""
+    """Return the solver of --solver or --from-log. With --from-log, set `args.solver` to the original file."""
     from caffepy.config.load import read_solver
     from caffepy.config.run_log import read_logged_solver
 
@@ -116,7 +119,7 @@ def _read_solver(args: argparse.Namespace) -> SolverParameter:
 def _check_options(args: argparse.Namespace) -> None:
     if args.solver is not None and args.from_log is not None:
         raise ConfigError(
-            "--solver and --from-log exclude each other: a log has its solver in it; leave one of them out"
+            "--solver and --from-log exclude each other: a log contains its solver; leave one of them out"
         )
     if args.solver is None and args.from_log is None:
         raise ConfigError("train needs a solver: caffepy train --solver solver.prototxt")
@@ -125,7 +128,7 @@ def _check_options(args: argparse.Namespace) -> None:
             "--snapshot and --weights exclude each other: a snapshot brings its own weights; leave one of them out"
         )
     if args.gpus is not None and args.cpu_solvers > 1:
-        raise ConfigError("--cpu-solvers is for training on the CPU; with --gpu there is one solver a GPU")
+        raise ConfigError("--cpu-solvers is for training on the CPU; with --gpu there is one solver per GPU")
 
 
 def _say_how_to_resume(args: argparse.Namespace, param: SolverParameter, iteration: int) -> None:
@@ -147,13 +150,13 @@ def _say_how_to_resume(args: argparse.Namespace, param: SolverParameter, iterati
     command = shlex.join(resuming(args.arguments, state))
     launcher = find_launcher()
     start = f"{launcher.again} caffepy" if launcher and launcher.again else "caffepy"
-    logger.info("To go on from here: %s %s", os.environ.get(LINE) or start, command)
+    logger.info("To resume training: %s %s", os.environ.get(LINE) or start, command)
 
 
 def resuming(arguments: Sequence[str], state: Path) -> list[str]:
-    """The arguments that go on from a snapshot: the command's own, in `normalise`'s spelling, with `--snapshot`.
+    """Return the arguments that resume from a snapshot: the original ones in `normalise`'s spelling and `--snapshot`.
 
-    `--weights` is left out, because a snapshot brings its own.
+    `--weights` is removed, because a snapshot contains weights.
     """
     result: list[str] = []
     given = iter(arguments)

@@ -1,4 +1,4 @@
-"""Caffe's tools that bring files of an older Caffe to the current format."""
+"""Caffe's tools that upgrade files of older versions."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from caffepy.cli.options import Parser, add_positionals
 
 
 def add_parser_upgrade_net_proto_text(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's arguments."""
+    """Add the command and its options."""
     _add_parser(subparsers, "upgrade_net_proto_text", "a net's prototxt", " Comments are lost.")
 
 
 def add_parser_upgrade_net_proto_binary(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's arguments."""
+    """Add the command and its options."""
     _add_parser(subparsers, "upgrade_net_proto_binary", "a .caffemodel")
 
 
 def add_parser_upgrade_solver_proto_text(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's arguments."""
+    """Add the command and its options."""
     _add_parser(subparsers, "upgrade_solver_proto_text", "a solver's prototxt", " Comments are lost.")
 
 
 def _add_parser(subparsers: argparse._SubParsersAction[Parser], name: str, what: str, note: str = "") -> None:
     parser = subparsers.add_parser(
         name,
-        help=f"bring {what} to the current format",
+        help=f"upgrade {what} to the current format",
         description=f"Write {what} of an older Caffe in the current format.{note}",
     )
     add_positionals(parser, (("OLD", Path, "the file to read"), ("NEW", Path, "the file to write")))
 
 
 def run_upgrade_net_proto_text(args: argparse.Namespace) -> int:
-    """Write the file and print what became of it.
+    """Write the upgraded file and print whether it changed.
 
     Raises:
         UserError: the old file cannot be read or upgraded.
-        RunError: the new one cannot be written.
+        RunError: the new file cannot be written.
     """
     from caffepy.snapshot.upgrade_files import upgrade_net_text
 
@@ -61,5 +61,5 @@ def run_upgrade_solver_proto_text(args: argparse.Namespace) -> int:
 
 def _upgrade(args: argparse.Namespace, upgrade: Callable[[Path, Path], bool]) -> int:
     changed = upgrade(args.old, args.new)
-    print(f"{args.new}: {'upgraded' if changed else 'was in the current format already'}")
+    print(f"{args.new}: {'upgraded' if changed else 'already in the current format'}")
     return 0

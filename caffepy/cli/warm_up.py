@@ -1,4 +1,4 @@
-"""`caffepy warm-up`: run a net once without its data, so that later starts find compiled kernels and tuned layers."""
+"""`caffepy warm-up`: run a net once without its data, to fill the caches of compiled kernels and tuned layers."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PASSES = 16
-"""Forward passes of a model: the first run layer by layer, later ones as graphs, on one thread too."""
+"""Forward passes of a model: the first passes run eagerly, later ones as graphs."""
 
 _DESCRIPTION = """\
 Fill the caches of compiled kernels and tuned convolutions, for container images and shared machines: run one iteration
-of a solver's training with its tests, or forward passes of a model, on made-up numbers in place of the data.
+of a solver's training with its tests, or forward passes of a model, on synthetic data.
 
   caffepy warm-up --solver solver.prototxt --gpus 0
   caffepy warm-up --model deploy.prototxt --cpu
 
-Give it the devices, and the options for shapes and arithmetic, that later commands get."""
+Use the same devices, shapes and precision options as later commands."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """The command's options."""
+    """Add the command and its options."""
     parser = subparsers.add_parser("warm-up", help="compile and tune before the first run", description=_DESCRIPTION)
     parser.add_argument("--solver", type=file_name, metavar="FILE", help="a solver's prototxt: train one iteration")
     parser.add_argument("--model", type=file_name, metavar="FILE", help="or a net's prototxt: run it forward")
     parser.add_argument(
-        "--shape", type=record_shape, metavar="C,H,W", help="shape of one record, where the data are not there to tell"
+        "--shape", type=record_shape, metavar="C,H,W", help="shape of one record, if the data are missing"
     )
-    add_device_options(parser, "default: what the solver's solver_mode says; for a model the CPU")
+    add_device_options(parser, "default: the solver's solver_mode; for a model the CPU")
     add_options(parser, TrainOptions, ("batch", "autotune", "deterministic", "level", "stage"))
     add_dialect_option(parser)
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: neither or both of --solver and --model.
-        CaffepyError: whatever is wrong with the files or the devices.
+        CaffepyError: files or devices cannot be used.
     """
     if (args.solver is None) == (args.model is None):
         raise ConfigError("warm-up needs either --solver or --model: caffepy warm-up --solver solver.prototxt")
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         _predict(args)
     from caffepy.caches import cache_folder
 
-    logger.info("Later starts of this version on this machine use what is kept in %s", cache_folder() or "no folder")
+    logger.info("Later starts of this version on this machine use the caches in %s", cache_folder() or "no folder")
     return 0
 
 
@@ -85,7 +85,7 @@ def _train_options(args: argparse.Namespace) -> TrainOptions:
 
 
 def _leave_out_data(param: SolverParameter, args: argparse.Namespace, devices: int) -> None:
-    """Let a solver make one iteration, and one pass of each test net, on made-up data, and write nothing."""
+    """Limit a solver to one iteration and one pass of each test net on synthetic data, without snapshots."""
     from caffepy.backend.meta import MetaBackend
     from caffepy.cli.record_shapes import record_shapes
     from caffepy.config.paths import PathResolver

@@ -1,11 +1,9 @@
-"""Arrays between the processes of a job, for scripts: point to point and collectives, over NCCL, MPI or TCP.
+"""Point-to-point and collective communication for scripts, over NCCL, MPI or TCP.
 
-`default.py` owns the default group and its operations as functions, `group.py` what they are, a group's life and its
-errors, `data_parallel.py` a solver that trains in a group, `spawn.py` the start of processes, `arrays.py` the check of
-arguments, `rendezvous.py` how processes find each other, who they are and for whom a rank waits, `backends.py` the
-choice of a communicator. The communicators and the control channel are those of `caffepy.parallel`.
-
-Scripts import it, and pycaffe.
+Modules: `default.py` the default group and its functions, `group.py` the process group and its operations,
+`data_parallel.py` training of a solver in a group, `spawn.py` starting processes, `arrays.py` checks of arguments,
+`rendezvous.py` joining and membership, `backends.py` choice of the communicator. Communicators and control channel come
+from `caffepy.parallel`. Imported by scripts and pycaffe.
 """
 
 from __future__ import annotations

@@ -13,17 +13,17 @@ from caffepy.errors import UserError
 from caffepy.parallel.communicators.collectives import Operator, rows
 
 DTYPES = ("float16", "float32", "float64", "int32", "int64", "uint8")
-"""What every communicator can add up."""
+"""The dtypes that every communicator can reduce."""
 
 Parts = Array | Sequence[Array]
-"""One array for each rank: a list of them, or one array that holds them one after the other."""
+"""One array per rank: a list, or one array that contains them in rank order."""
 
 Empty = Callable[[tuple[int, ...], Any], Array]
-"""Makes a contiguous array where the communicator has its arrays."""
+"""Allocates a contiguous array in the communicator's memory."""
 
 
 def whole_number(value: Any) -> int | None:
-    """A whole number, NumPy's among them, as Python's own; None for anything else."""
+    """Return an integer, NumPy's included, as an int; None for any other value."""
     try:
         return operator.index(value)
     except TypeError:
@@ -31,39 +31,39 @@ def whole_number(value: Any) -> int | None:
 
 
 def on_gpu(array: Any) -> bool:
-    """Whether an array lies on a GPU; asked without CuPy."""
+    """Return whether an array is on a GPU, without importing CuPy."""
     return hasattr(array, "__cuda_array_interface__")
 
 
 def check_array(array: Any, name: str, memory: str, written: bool) -> None:
-    """Refuse an array that cannot be sent or received without a copy.
+    """Reject an array that cannot be sent or received without a copy.
 
     Args:
         array: the argument.
-        name: what to call it.
-        memory: where the communicator's arrays lie, ``host`` or ``gpu``.
-        written: it receives something.
+        name: its name in messages.
+        memory: the communicator's memory, ``host`` or ``gpu``.
+        written: whether the array receives data.
 
     Raises:
-        UserError: no array, another dtype, not contiguous, read-only, or host memory where NCCL needs a GPU's.
+        UserError: not an array, an unsupported dtype, not contiguous, read-only, or host memory for NCCL.
     """
     if not (isinstance(array, np.ndarray) or on_gpu(array)):
-        raise UserError(f"{name} is a {type(array).__name__}: NumPy and CuPy arrays are taken")
+        raise UserError(f"{name} is a {type(array).__name__}: pass a NumPy or CuPy array")
     if str(array.dtype) not in DTYPES:
         raise UserError(f"{name} has dtype {array.dtype}; known: {', '.join(DTYPES)}")
     if not array.flags.c_contiguous:
         raise UserError(f"{name} is not contiguous: pass a copy made by ascontiguousarray")
     if written and isinstance(array, np.ndarray) and not array.flags.writeable:
-        raise UserError(f"{name} is read-only and is to be written")
+        raise UserError(f"{name} is read-only; pass a writable array")
     if memory == "gpu" and not on_gpu(array):
-        raise UserError(f"{name} lies in host memory: backend 'nccl' takes CuPy arrays, 'mpi' and 'tcp' take both")
+        raise UserError(f"{name} is in host memory: backend 'nccl' takes CuPy arrays, 'mpi' and 'tcp' take both")
 
 
 def check_operator(operator: Any, array: Array) -> Operator:
-    """The operator, if it can be applied to an array of that dtype.
+    """Return the operator, checked against the array's dtype.
 
     Raises:
-        UserError: no operator, or the mean of integers.
+        UserError: not an operator, or AVG of integers.
     """
     if not isinstance(operator, Operator):
         known = ", ".join(known.name for known in Operator)
@@ -74,11 +74,11 @@ def check_operator(operator: Any, array: Array) -> Operator:
 
 
 class Buffer:
-    """An argument as a communicator takes it: one contiguous array in its memory.
+    """An argument for a communicator: one contiguous array in its memory.
 
     Args:
         data: the communicator's array.
-        arrays: the script's arrays, which lie in `data` one after the other; empty if they are `data` itself.
+        arrays: the script's arrays, concatenated in `data`; empty if the argument is `data` itself.
     """
 
     def __init__(self, data: Array, arrays: Sequence[Array] = ()) -> None:
@@ -97,14 +97,13 @@ class Buffer:
 
 
 class Arguments:
-    """Makes of a script's arrays what a communicator takes.
+    """Converts a script's arrays to communicator buffers.
 
-    All methods raise UserError as `check_array`, and for another number, shape or dtype.
+    All methods raise UserError as `check_array` does, and for a wrong number, shape or dtype.
 
     Args:
-        memory: where the communicator's arrays lie, ``host`` or ``gpu``; those of GPUs travel through host memory where
-            it knows no other.
-        empty: makes one there.
+        memory: the communicator's memory, ``host`` or ``gpu``; GPU arrays are copied to the host if needed.
+        empty: allocates an array in that memory.
         size: the number of ranks.
     """
 
@@ -114,20 +113,20 @@ class Arguments:
         self._size = size
 
     def array(self, array: Any, name: str, written: bool = False) -> Buffer:
-        """A single array."""
+        """Return the buffer of one array."""
         check_array(array, name, self._memory, written)
         if self._memory == "host" and on_gpu(array):
             return Buffer(np.ascontiguousarray(array.get()), [array])
         return Buffer(array)
 
     def parts(self, parts: Parts, name: str, like: Array, written: bool = False) -> Buffer:
-        """One array for each rank, each with the shape and dtype of `like`.
+        """Return the buffer of one array per rank, each with the shape and dtype of `like`.
 
         Args:
             parts: arrays in a list, or one array (size, *shape) or (size * shape[0], *shape[1:]).
-            name: what to call the argument.
-            like: an array as each of them should be.
-            written: they receive something; else they are sent.
+            name: the argument's name in messages.
+            like: an array of the required shape and dtype.
+            written: whether the arrays receive data; else they are sent.
         """
         if not isinstance(parts, (list, tuple)):
             buffer = self.array(parts, name, written)
@@ -146,7 +145,7 @@ class Arguments:
         return Buffer(data)
 
     def first(self, parts: Parts, name: str) -> Array:
-        """An array as each of `parts` has to be."""
+        """Return an array with the shape and dtype of each of `parts`."""
         if isinstance(parts, (list, tuple)):
             self._check_count(parts, name)
             check_array(parts[0], f"{name}[0]", self._memory, written=False)
@@ -159,7 +158,7 @@ class Arguments:
 
     def _check_count(self, parts: Sequence[Array], name: str) -> None:
         if len(parts) != self._size:
-            raise UserError(f"{name} has {len(parts)} arrays; it takes one for each of {self._size} ranks")
+            raise UserError(f"{name} has {len(parts)} arrays; give one for each of {self._size} ranks")
 
 
 def _check_whole(array: Array, name: str, like: Array, count: int) -> None:

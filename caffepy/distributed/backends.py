@@ -1,4 +1,4 @@
-"""Which communicator carries a group's arrays, and how its ranks are connected."""
+"""Choice and connection of a group's communicator."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ _POLL_SECONDS = 0.2
 
 
 def default_backend(membership: Membership) -> str:
-    """``mpi`` where MPI started the processes, else ``tcp``."""
+    """Return ``mpi`` if MPI started the processes, else ``tcp``."""
     return "mpi" if membership.world is not None else "tcp"
 
 
 def create_communicator(
     backend: str, membership: Membership, timeout: float, device: int | None = None
 ) -> Communicator:
-    """Connect the group's ranks; called by all of them.
+    """Connect the group's ranks. Called by all ranks.
 
     Args:
         backend: one of `BACKENDS`.
-        membership: the group's.
+        membership: the group's membership.
         timeout: longest wait in seconds.
-        device: for ``nccl`` the GPU, which becomes the current one; None: the GPUs of a host go to its ranks in order.
+        device: for ``nccl`` the GPU, which becomes current; None: assign the GPUs of a host to its ranks in order.
 
     Raises:
-        UserError: an unknown backend, or one that cannot be had here.
+        UserError: an unknown or unavailable backend.
         PeerError: the ranks could not be connected.
     """
     if backend == "nccl":
         return _connect_gpus(membership, timeout, device)
     if device is not None:
-        raise UserError(f"device is for backend 'nccl'; '{backend}' takes arrays wherever they are")
+        raise UserError(f"device is for backend 'nccl'; '{backend}' takes arrays on any device")
     if backend == "tcp" or (backend == "mpi" and membership.size == 1):
         return connect_by_store(membership.channel, membership.rank, membership.size, timeout)
     if membership.world is None:
@@ -50,7 +50,7 @@ def create_communicator(
 
 
 def _connect_gpus(membership: Membership, timeout: float, device: int | None) -> Communicator:
-    """NCCL's communicator. A peer that does not come would keep NCCL waiting forever, so a thread makes it."""
+    """Create NCCL's communicator in a thread, because NCCL would wait forever for a missing peer."""
     from caffepy.parallel.communicators.nccl import gpu_identity, new_unique_id, use_gpu
 
     channel, rank, size = membership.channel, membership.rank, membership.size
@@ -82,7 +82,7 @@ def _connect_gpus(membership: Membership, timeout: float, device: int | None) ->
 
 
 def _choose_gpu(membership: Membership) -> int:
-    """The GPU of this rank among those of its host; where each rank is shown one GPU alone, that one.
+    """Return this rank's GPU on its host; the only visible GPU if each rank sees one.
 
     Raises:
         UserError: there are fewer GPUs than ranks.
@@ -93,12 +93,12 @@ def _choose_gpu(membership: Membership) -> int:
     if count == 1:
         return 0
     if count < needed:
-        raise UserError(f"this host has {count} GPUs for {needed} ranks: start fewer, or give each its device=")
+        raise UserError(f"this host has {count} GPUs for {needed} ranks: start fewer ranks, or give each its device=")
     return membership.local_rank
 
 
 def _check_gpus(membership: Membership, identities: list[tuple[str, str]]) -> None:
-    """Refuse two ranks on one GPU; NCCL would say no more than 'invalid usage'."""
+    """Reject two ranks on one GPU, for which NCCL reports only 'invalid usage'."""
     for rank, identity in enumerate(identities):
         first = identities.index(identity)
         if first != rank:

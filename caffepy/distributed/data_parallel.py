@@ -1,4 +1,4 @@
-"""A solver that trains together with those of other processes, over the collectives that `caffepy train` uses."""
+"""Data-parallel training of a script's solver, with the collectives of `caffepy train`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from caffepy.solvers import Solver
 
 
 class DataParallel:
-    """Lets a solver train with those of the group's other processes, one device each.
+    """Connects a solver with the solvers of the group's other processes, one device each.
 
-    Each takes its own part of the data; `batch_size` is a process's. Gradients are averaged in buckets
-    (`reduce_buckets`) while the backward pass goes on. Rank 0's parameters, seed and history become those of all; it
-    alone writes snapshots and the log. All processes make it, and call the solver's methods, at the same points.
+    Each process reads its own shard of the data; `batch_size` is per process. Gradients are averaged in buckets
+    (`reduce_buckets`) during the backward pass. Rank 0's parameters, seed and history are broadcast; only rank 0 writes
+    snapshots and the log. All processes must construct it and call the solver's methods at the same points.
 
     Example:
         >>> import caffepy
@@ -33,14 +33,13 @@ class DataParallel:
         ...     solver.solve()
 
     Args:
-        solver: new or restored, on the CPU for a group over MPI or TCP, on a GPU for one over NCCL.
-        group: None: the default group.
-        sync_bn: BatchNorm's statistics are those of all batches together.
+        solver: a new or restored solver, on the CPU for a group over MPI or TCP, on a GPU for NCCL.
+        group: the group; None: the default group.
+        sync_bn: compute BatchNorm's statistics over the batches of all processes.
 
     Raises:
-        UserError: the group's backend cannot carry the solver's gradients, or the solvers are not of one net and
-            iteration.
-        PeerError: another process failed, left or did not come in time.
+        UserError: the group's backend does not fit the solver's device, or nets or iterations of the solvers differ.
+        PeerError: another process failed, left or did not join in time.
     """
 
     def __init__(self, solver: Solver, group: ProcessGroup | None = None, *, sync_bn: bool = False) -> None:
@@ -52,7 +51,7 @@ class DataParallel:
         if self.world_size == 1:
             return
         if solver.callback.world_size > 1:
-            raise UserError("this solver trains with other devices already; give DataParallel one that is alone")
+            raise UserError("this solver already trains with other devices; give DataParallel a single-device solver")
         communicator = self._choose(solver)
         with solver.backend.activate():
             seed = self._compare(solver, communicator, names)
@@ -61,7 +60,7 @@ class DataParallel:
         self.group.releases.append(self.release)
 
     def release(self) -> None:
-        """Free the graphs that hold the group's collectives; called before the group is destroyed."""
+        """Free the graphs that contain the group's collectives. Called before the group is destroyed."""
         self._exchange.cancel()
         with self.solver.backend.activate():
             self.solver.graph_runner.drop()
@@ -70,18 +69,18 @@ class DataParallel:
         return self.group.bounded(what if isinstance(what, str) else what())
 
     def _choose(self, solver: Solver) -> Communicator:
-        """The group's communicator, which must carry the solver's arrays."""
+        """Return the group's communicator, after checking that it supports the solver's device."""
         on_gpu = solver.backend.asynchronous
         if on_gpu != (self.group.communicator.memory == "gpu"):
             wanted = "nccl" if on_gpu else "mpi' or 'tcp"
             device = "a GPU" if on_gpu else "the CPU"
             raise UserError(
-                f"the solver is on {device} and the group's backend is '{self.group.backend}': take '{wanted}'"
+                f"the solver is on {device} and the group's backend is '{self.group.backend}': use '{wanted}'"
             )
         return gradient_communicator(self.group)
 
     def _compare(self, solver: Solver, communicator: Communicator, names: list[str]) -> int:
-        """Refuse solvers that cannot train together; rank 0's random seed."""
+        """Reject solvers whose nets or iterations differ; return rank 0's seed."""
         rows = np.zeros((self.world_size, 4))
         rows[self.rank] = solver.net.parameters.size, solver.param.max_iter, solver.iteration, solver.param.random_seed
         with self.group.bounded("the comparison of the solvers"):
@@ -98,6 +97,6 @@ class DataParallel:
 
 
 def gradient_communicator(group: ProcessGroup) -> Communicator:
-    """The group's communicator; one over host memory with all-reduces that begin during the backward pass."""
+    """Return the group's communicator; over host memory, one whose all-reduces start during the backward pass."""
     communicator = group.communicator
     return communicator if communicator.asynchronous else connect_alone(communicator, group.timeout)

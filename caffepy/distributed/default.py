@@ -1,4 +1,4 @@
-"""The default group: the one that a script's processes form, and its operations as functions."""
+"""The default process group, and its operations as functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 SUM, PRODUCT, MIN, MAX, AVG = Operator.SUM, Operator.PRODUCT, Operator.MIN, Operator.MAX, Operator.AVG
 _WITHDRAW_SECONDS = 2.0
-"""How long rank 0, where it cannot be connected, stays for the others to hear why."""
+"""Seconds that rank 0 stays after a failed connection so that the others receive the reason."""
 
 _lock = threading.Lock()
 _group: ProcessGroup | None = None
@@ -38,7 +38,7 @@ def connect(
     timeout: float | timedelta = 300.0,
     device: int | None = None,
 ) -> ProcessGroup:
-    """A group that is not the default; arguments and errors as in `init_process_group`."""
+    """Return a new group without making it the default. Arguments and errors as in `init_process_group`."""
     if backend is not None:
         named, backend = backend, str(backend).lower().replace("gloo", "tcp")
         if backend not in BACKENDS:
@@ -64,7 +64,7 @@ def connect(
 def _whole(name: str, value: int | None) -> int | None:
     number = None if value is None else whole_number(value)
     if number is None and value is not None:
-        raise UserError(f"{name} is {value!r}; it must be a whole number")
+        raise UserError(f"{name} is {value!r}; it must be an integer")
     return number
 
 
@@ -77,7 +77,7 @@ def init_process_group(
     timeout: float | timedelta = 300.0,
     device: int | None = None,
 ) -> ProcessGroup:
-    """Meet the other processes of the job; called once by each.
+    """Create the default group. Called once by each process.
 
     Example:
         >>> import numpy as np
@@ -87,23 +87,23 @@ def init_process_group(
         ...     distributed.all_reduce(array)
 
     Args:
-        backend: ``nccl`` (CuPy arrays), ``mpi`` or ``tcp`` (both kinds of arrays; slow, but needs nothing), in any
-            case; ``gloo`` means ``tcp``. None: ``mpi`` under mpirun, else ``tcp``.
+        backend: ``nccl`` (CuPy arrays), ``mpi`` or ``tcp`` (NumPy and CuPy arrays; slow, but without dependencies),
+            case-insensitive; ``gloo`` means ``tcp``. None: ``mpi`` under mpirun, else ``tcp``.
         init_method: ``mpi://``, ``env://``, ``tcp://host:port`` or ``file:///path``. None: ``env://`` if MASTER_ADDR,
-            MASTER_PORT, RANK and WORLD_SIZE are set, else ``mpi://``, which is a group of one where no launcher
-            started the process.
-        rank: this process's number; None: from RANK, or from the launcher.
-        world_size: the number of processes; None: from WORLD_SIZE, or from the launcher.
+            MASTER_PORT, RANK and WORLD_SIZE are set, else ``mpi://``, a group of one if no launcher started the
+            process.
+        rank: this process's rank; None: from RANK or the launcher.
+        world_size: the number of processes; None: from WORLD_SIZE or the launcher.
         timeout: longest wait of any operation, in seconds.
-        device: for ``nccl``, this process's GPU, which becomes the current one. None: the GPUs of a host go to its
-            ranks in order.
+        device: for ``nccl``, this process's GPU, which becomes current. None: assign the GPUs of a host to its ranks in
+            order.
 
     Returns:
         The group, which can be used in a ``with`` statement.
 
     Raises:
-        UserError: a mistake in the arguments, or there is a default group already.
-        PeerError: not all processes came in time, or one failed.
+        UserError: an invalid argument, or the default group exists already.
+        PeerError: not all processes joined in time, or one failed.
         MissingExtraError: the backend's library is not installed.
     """
     global _group
@@ -115,15 +115,15 @@ def init_process_group(
 
 
 def is_initialized() -> bool:
-    """Whether there is a default group."""
+    """Return whether the default group exists."""
     return _group is not None and not _group.destroyed
 
 
 def get_group() -> ProcessGroup:
-    """The default group.
+    """Return the default group.
 
     Raises:
-        UserError: there is none.
+        UserError: it does not exist.
     """
     group = _group
     if group is None or group.destroyed:
@@ -132,12 +132,12 @@ def get_group() -> ProcessGroup:
 
 
 def destroy_process_group() -> None:
-    """Leave the default group; rank 0 waits for all others to leave, at most for the timeout."""
+    """Leave the default group. Rank 0 waits for all others to leave, at most for the timeout."""
     get_group().destroy()
 
 
 def _of_default_group(method: Callable[Concatenate[ProcessGroup, P], T]) -> Callable[P, T]:
-    """A group's method as a function, with its signature and documentation, that acts on the default group."""
+    """Return a function with a group method's signature and docstring that acts on the default group."""
 
     @wraps(method)
     def function(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -166,22 +166,22 @@ barrier = _of_default_group(ProcessGroup.barrier)
 
 
 def get_rank() -> int:
-    """This process's number, from 0."""
+    """Return this process's rank, from 0."""
     return get_group().rank
 
 
 def get_world_size() -> int:
-    """How many processes there are."""
+    """Return the number of processes."""
     return get_group().size
 
 
 def get_local_rank() -> int:
-    """This process's number among those of its machine, from 0."""
+    """Return this process's rank on its host, from 0."""
     return get_group().local_rank
 
 
 def _withdraw(membership: Membership, message: str) -> None:
-    """Tell the others that this rank could not be connected."""
+    """Report to the others that this rank could not be connected."""
     membership.channel.fail(message)
     membership.channel.wait_alone(_WITHDRAW_SECONDS)
     membership.channel.close()
@@ -189,9 +189,9 @@ def _withdraw(membership: Membership, message: str) -> None:
 
 @atexit.register
 def _end() -> None:
-    """A script's end: it leaves the group in good order, or says of what it died.
+    """Leave the group at the script's exit, or report its error to the others.
 
-    Ranks of MPI that have given an operation up would wait for each other in MPI_Finalize, so they end at once.
+    MPI ranks with an abandoned operation would block in MPI_Finalize, so they exit at once.
     """
     group = _group
     if group is None:

@@ -1,4 +1,4 @@
-"""The process group: its operations, its life and its errors, and handles of pending operations."""
+"""The process group: operations, lifetime, errors, and handles of pending operations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from caffepy.parallel.store.records import DeviceStatus, Failure
 TAG_LIMIT = 32767
 """The largest tag that every MPI allows."""
 _FAILURE_SECONDS = 1.0
-"""How long the monitor may take to hear why a connection failed."""
+"""Seconds to wait for the monitor to receive the reason of a failed connection."""
 _POLL_SECONDS = 2.0
 """Seconds between checks for ranks that have left."""
 
@@ -33,21 +33,21 @@ class _StragglerError(PeerError):
 
 
 class ProcessGroup:
-    """Processes that exchange arrays.
+    """A group of processes that exchange arrays.
 
-    All ranks call the same collectives in the same order. `all_gather` and its kin take a list with an array for each
-    rank, or one array that holds them one after the other. With ``async_op=True`` an operation is only started, and the
-    arrays must be left alone until the handle's `wait`; else it has ended when the call returns.
+    All ranks must call the same collectives in the same order. `all_gather` and similar operations take a list with one
+    array per rank, or one array that contains them in rank order. With ``async_op=True`` an operation is only started,
+    and its arrays must not be used until the handle's `wait`; otherwise the call blocks until completion.
 
-    Every operation raises a UserError for arguments that cannot be, and a PeerError where another rank failed, left or
-    kept this one waiting for longer than the timeout.
+    Every operation raises UserError for invalid arguments, and PeerError if another rank failed, left, or did not
+    respond within the timeout.
 
-    Used in a ``with`` statement, the group is destroyed at its end; an exception is told to the other ranks, and ends
-    their waits.
+    A ``with`` statement destroys the group at its end; an exception is reported to the other ranks and ends their
+    waits.
 
     Args:
         backend: the communicator's name.
-        membership: who belongs to it.
+        membership: the group's members.
         communicator: carries the arrays.
         timeout: longest wait in seconds.
     """
@@ -57,18 +57,18 @@ class ProcessGroup:
         self.timeout = timeout
         self.rank, self.size = membership.rank, membership.size
         self.local_rank = membership.local_rank
-        """This process's number among those of its machine."""
+        """This process's rank on its host."""
         self.name = membership.name(self.rank)
-        """This process, as messages call it."""
+        """This process's name in messages."""
         self.failure: str | None = None
-        """The error of another rank that failed; every later operation raises it."""
+        """The error of a failed rank; every later operation raises it."""
         self.communicator = communicator
         self._membership = membership
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._heartbeat = Heartbeat("")
         self.destroyed = False
-        """Whether it is left."""
+        """Whether the group has been left."""
         self._arguments = Arguments(communicator.memory, communicator.empty, self.size)
         self.releases: list[Callable[[], None]] = []
         """Called before the communicator is closed, for objects that use it directly."""
@@ -76,25 +76,25 @@ class ProcessGroup:
         if self.size > 1:
             self._monitor.start()
 
-    # -- from one rank to another -------------------------------------------------------------------
+    # -- point to point -----------------------------------------------------------------------------
 
     def send(self, array: Array, destination: int, tag: int = 0) -> None:
         """Send an array to a rank that receives one of the same dtype and size with the same tag."""
         self.isend(array, destination, tag).wait()
 
     def recv(self, array: Array, source: int, tag: int = 0) -> None:
-        """array = what rank `source` sends; messages of a tag arrive in the order in which they were sent."""
+        """Receive an array from rank `source`; messages with the same tag arrive in sending order."""
         self.irecv(array, source, tag).wait()
 
     def isend(self, array: Array, destination: int, tag: int = 0) -> Handle:
-        """Start to send; the array must be left alone until the handle's `wait`."""
+        """Start to send. The array must not be modified until the handle's `wait`."""
         with self.reporting("send"):
             destination, tag = self._check_message(destination, tag)
             buffer = self._arguments.array(array, "array")
         return self._start(Collective(Op.SEND, buffer.data, peer=destination, tag=tag), None, True)
 
     def irecv(self, array: Array, source: int, tag: int = 0) -> Handle:
-        """Start to receive; the array holds the message after the handle's `wait`."""
+        """Start to receive. The array contains the message after the handle's `wait`."""
         with self.reporting("receive"):
             source, tag = self._check_message(source, tag)
             buffer = self._arguments.array(array, "array", written=True)
@@ -119,7 +119,7 @@ class ProcessGroup:
         return self._start(Collective(Op.ALL_REDUCE, buffer.data, buffer.data, operator), buffer, async_op)
 
     def reduce(self, array: Array, root: int = 0, operator: Operator = Operator.SUM, async_op: bool = False) -> Handle:
-        """On the root: array = operator(all ranks' arrays); the others' arrays stay as they are."""
+        """On the root: array = operator(all ranks' arrays); other ranks' arrays are unchanged."""
         with self.reporting("reduce"):
             root = self._check_rank(root, "root")
             own = self._arguments.array(array, "array", written=root == self.rank)
@@ -135,7 +135,7 @@ class ProcessGroup:
         return self._start(Collective(Op.ALL_GATHER, own.data, gathered.data), gathered, async_op)
 
     def gather(self, array: Array, outputs: Parts | None = None, root: int = 0, async_op: bool = False) -> Handle:
-        """On the root: outputs[i] = the array of rank i; the others give no outputs."""
+        """On the root: outputs[i] = the array of rank i; other ranks pass no outputs."""
         with self.reporting("gather"):
             root = self._check_rank(root, "root")
             own = self._arguments.array(array, "array")
@@ -143,7 +143,7 @@ class ProcessGroup:
         return self._start(Collective(Op.GATHER, own.data, _data(gathered), peer=root), gathered, async_op)
 
     def scatter(self, array: Array, inputs: Parts | None = None, root: int = 0, async_op: bool = False) -> Handle:
-        """array = the root's inputs[rank]; the others give no inputs."""
+        """array = the root's inputs[rank]; other ranks pass no inputs."""
         with self.reporting("scatter"):
             root = self._check_rank(root, "root")
             own = self._arguments.array(array, "array", written=True)
@@ -169,13 +169,13 @@ class ProcessGroup:
         return self._start(Collective(Op.ALL_TO_ALL, given.data, taken.data), taken, async_op)
 
     def barrier(self, async_op: bool = False) -> Handle:
-        """Wait until all ranks are here; on GPUs, until the operations before it on the current stream are done."""
+        """Wait for all ranks; on GPUs, also for the preceding operations on the current stream."""
         return self._start(Collective(Op.BARRIER), None, async_op)
 
     # -- arguments ----------------------------------------------------------------------------------
 
     def _at_root(self, parts: Parts | None, name: str, like: Array, root: int, written: bool = False) -> Buffer | None:
-        """Arrays that only the root passes."""
+        """Return the buffer of an argument that only the root passes."""
         if (root == self.rank) != (parts is not None):
             raise UserError(f"{name} are {'missing on' if parts is None else 'only for'} the root, rank {root}")
         return None if parts is None else self._arguments.parts(parts, name, like, written)
@@ -183,24 +183,24 @@ class ProcessGroup:
     def _check_rank(self, rank: Any, name: str) -> int:
         number = whole_number(rank)
         if number is None or not 0 <= number < self.size:
-            raise UserError(f"{name} {rank!r} is not a rank of this group: they are 0 to {self.size - 1}")
+            raise UserError(f"{name} {rank!r} is not a rank of this group: ranks are 0 to {self.size - 1}")
         return number
 
     def _check_message(self, peer: int, tag: int) -> tuple[int, int]:
-        """Peer and tag as Python integers: transports may take no others."""
+        """Return peer and tag as int, which transports require."""
         other, number = self._check_rank(peer, "rank"), whole_number(tag)
         if other == self.rank:
             raise UserError("a rank cannot send to itself")
         if number is None or not 0 <= number <= TAG_LIMIT:
             raise UserError(f"tag {tag!r} is not an integer from 0 to {TAG_LIMIT}")
         if number and self.backend == "nccl":
-            raise UserError("NCCL knows no tags: leave it out")
+            raise UserError("NCCL does not support tags: leave it out")
         return other, number
 
     # -- the end ------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Leave the group; rank 0, which holds the store, waits for all others. Callable twice.
+        """Leave the group. Rank 0, which hosts the store, waits for all others. Idempotent.
 
         Raises:
             PeerError: the others do not leave within the timeout.
@@ -223,18 +223,18 @@ class ProcessGroup:
             raise PeerError(f"{self.name}: destroy_process_group: has waited {self.timeout:g} s for {names} to leave")
 
     def abort(self, message: str) -> None:
-        """End all ranks' waits with a message, and leave."""
+        """Abort all ranks' waits with a message, and leave the group."""
         self._membership.channel.fail(message)
         self._fail(message)
         self.destroy()
 
     def describe_failure(self, error: BaseException) -> str:
-        """An error of this process as the others are told of it."""
+        """Return the description of this process's error for the other ranks."""
         text = describe_error(error)
         return text if text.startswith(self.name) else f"{self.name}: {text}"
 
     def end_world(self) -> None:
-        """After a failure, at the very end of a script: end MPI's processes, if it is MPI that started them."""
+        """Abort MPI's processes after a failure, at the end of a script; no effect without MPI."""
         if self._membership.world is not None and self.size > 1:
             self._membership.world.end(RunError.exit_status)
 
@@ -253,7 +253,7 @@ class ProcessGroup:
 
     @contextmanager
     def reporting(self, what: str) -> Iterator[None]:
-        """Put rank and operation before an error's message."""
+        """Prefix error messages with rank and operation."""
         where = f"{self.name}: {what}"
         try:
             yield
@@ -266,25 +266,25 @@ class ProcessGroup:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """As `reporting`, while other ranks may ask for whom this one waits."""
+        """Like `reporting`, and publish the operation that this rank waits for."""
         with self._heartbeat.waiting(what), self.reporting(what):
             yield
 
     @property
     def heartbeat(self) -> Heartbeat:
-        """What this rank is doing."""
+        """Return this rank's heartbeat."""
         return self._heartbeat
 
     def name_of(self, rank: int) -> str:
-        """A rank, as messages call it."""
+        """Return a rank's name for messages."""
         return self._membership.name(rank)
 
     @contextmanager
     def bounded(self, what: str) -> Iterator[None]:
-        """As `waiting`, for who uses the communicator by itself: when the timeout has passed, the wait is ended.
+        """Like `waiting`, with the group's timeout, for direct use of the communicator.
 
         Raises:
-            PeerError: the others did not come in time, or one of them failed.
+            PeerError: the other ranks did not respond in time, or one failed.
         """
         if self.failure is not None:
             raise PeerError(f"{self.name}: {what}: {self.failure}")
@@ -299,7 +299,7 @@ class ProcessGroup:
             timer.cancel()
 
     def _expire(self, what: str) -> None:
-        """End a wait that has lasted too long, here and elsewhere."""
+        """Abort a timed-out wait on all ranks."""
         try:
             self.give_up(what, (), self.timeout)
         except PeerError as error:
@@ -315,18 +315,18 @@ class ProcessGroup:
     def give_up(self, what: str, waits_for: Sequence[int], seconds: float) -> NoReturn:
         """Raise the PeerError of a wait that timed out, with the stragglers."""
         stragglers = self._membership.find_stragglers(self._heartbeat.collectives, what, waits_for)
-        unknown = f"an operation that all ranks have begun: {self.backend} or the network is stuck"
+        unknown = f"an operation that all ranks have started: {self.backend} or the network is stuck"
         raise _StragglerError(f"has waited {seconds:g} s for {stragglers or unknown}")
 
     def _start(self, collective: Collective, written: Buffer | None, async_op: bool) -> Handle:
-        """Start an operation, and unless `async_op` wait until it is done and unpack what is written."""
+        """Start an operation; unless `async_op`, wait for it and unpack its results."""
         what = self._describe(collective)
         with self.reporting(what):
             if self.destroyed:
                 raise UserError("the process group was destroyed")
             if self.failure is not None:
                 raise PeerError(self.failure)
-            with self._lock:  # counted in the order in which the communicator sees them
+            with self._lock:  # count in the communicator's order
                 self._heartbeat.collectives += collective.pattern is not None
                 work = self.communicator.start(collective)
         handle = Handle(self, what, work, written)
@@ -343,13 +343,13 @@ class ProcessGroup:
         return [self._heartbeat.status(self.rank, self._membership.members[self.rank].host)]
 
     def _on_failure(self, failure: Failure) -> None:
-        """Another rank has failed, or the control plane of this one; called by the monitor's thread."""
+        """Handle the failure of another rank or of this rank's control plane. Called by the monitor's thread."""
         if not failure.reported:
             self._membership.channel.fail(failure.message)
         self._fail(failure.message)
 
     def _fail(self, message: str) -> None:
-        """Wake all waits of this process."""
+        """Wake all waiters of this process."""
         if self.failure is None:
             self.failure = message
             self._failed.set()
@@ -357,13 +357,13 @@ class ProcessGroup:
 
 
 class Handle:
-    """A pending operation. Its arrays must be left alone until it is done.
+    """A pending operation. Its arrays must not be used until it completes.
 
     Args:
-        group: where it was started.
-        what: was called, as messages say it.
-        work: the communicator's.
-        written: unpacked into its arrays when it is done.
+        group: the operation's group.
+        what: the operation's name in messages.
+        work: the communicator's pending work.
+        written: the buffer to unpack on completion.
     """
 
     def __init__(self, group: ProcessGroup, what: str, work: Work, written: Buffer | None) -> None:
@@ -375,14 +375,14 @@ class Handle:
         self._done = False
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until it is done; results are in their arrays then.
+        """Block until the operation completes and its results are in their arrays.
 
         Args:
-            timeout: seconds; None: the group's. The operation goes on after a wait that was too short.
+            timeout: seconds; None: the group's. A timed-out wait does not cancel the operation.
 
         Raises:
-            PeerError: it did not end in time (the message says for whom it waits), or another rank failed.
-            UserError: another rank called something else.
+            PeerError: timeout (the message names the missing ranks), or another rank failed.
+            UserError: another rank called a different operation.
         """
         seconds = self._group.timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
@@ -396,7 +396,7 @@ class Handle:
                     self._group.raise_if_departed(self._work.waits_for)
 
     def is_completed(self) -> bool:
-        """Whether it is done; does not block. Errors as in `wait`."""
+        """Return whether the operation is complete, without blocking. Errors as in `wait`."""
         with self._lock:
             if not self._done:
                 with self._group.reporting(self._what):

@@ -1,7 +1,6 @@
-"""How processes find each other: through MPI, an address, the environment or a file. Then all share rank 0's store.
+"""Rendezvous of processes through MPI, an address, the environment or a file. Rank 0 hosts the store.
 
-`Membership` is the result: who belongs to the group, what connects them besides the communicator, and for whom a rank
-waits.
+The result is a `Membership`: the group's members and their control channel.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from caffepy.parallel.store.server import ControlServer
 from caffepy.parallel.store.store import ControlChannel, MemoryStore, RankStore
 
 _SILENT_SECONDS = 5.0
-"""A rank that has said nothing for so long is stopped, or its network is."""
+"""Seconds without a heartbeat after which a rank counts as stopped or disconnected."""
 
 
 @dataclass
@@ -39,10 +38,10 @@ class Membership:
     """This process's part in a group.
 
     Args:
-        rank: its number.
+        rank: this process's rank.
         members: all processes, in the order of ranks.
-        channel: their control channel.
-        world: the processes as MPI knows them, where MPI started them.
+        channel: the control channel.
+        world: MPI's world, if MPI started the processes.
     """
 
     rank: int
@@ -52,28 +51,28 @@ class Membership:
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return len(self.members)
 
     @property
     def local_rank(self) -> int:
-        """This process's number among those of its machine."""
+        """This process's rank on its host."""
         return self._neighbours(self.rank)
 
     @property
     def local_size(self) -> int:
-        """How many processes this machine has."""
+        """The number of processes on this host."""
         return self._neighbours(self.size)
 
     def name(self, rank: int) -> str:
-        """A rank as messages call it."""
+        """Return a rank's name for messages."""
         return self.members[rank].name(rank)
 
     def find_departed(self, begun: int, waits_for: Sequence[int]) -> str:
-        """The ranks that have left and will not join an operation; empty if there are none, or it cannot be known.
+        """Return the ranks that left before an operation; empty if none or unknown.
 
         Args:
-            begun: how many collectives this rank has begun.
+            begun: the number of collectives that this rank has started.
             waits_for: the ranks that the operation waits for; empty: all.
         """
         try:
@@ -88,27 +87,27 @@ class Membership:
         return ", ".join(f"{self.name(rank)}, which has left the group" for rank in departed)
 
     def find_stragglers(self, begun: int, what: str, waits_for: Sequence[int]) -> str:
-        """The ranks that an operation waits for, with what they do instead; empty if no rank is behind.
+        """Return the missing ranks of an operation with their state; empty if no rank is behind.
 
         Args:
-            begun: how many collectives this rank has begun.
-            what: it waits in, as its heartbeat says.
-            waits_for: the ranks that are known to be missing.
+            begun: the number of collectives that this rank has started.
+            what: the operation, as in the heartbeat.
+            waits_for: the ranks known to be missing.
 
         Raises:
-            PeerError: rank 0, which would know, is gone itself.
+            PeerError: rank 0, which stores the heartbeats, is gone.
         """
         known = {each.rank: each for each in self.channel.statuses()}
         others = [known.get(rank, DeviceStatus(rank)) for rank in range(self.size) if rank != self.rank]
         behind = [each for each in others if each.collectives < begun]
         missing = [each for each in others if each.rank in waits_for]
-        # Where one is behind, the pieces of the others are only waited for because it comes before them.
+        # If one rank is behind, the others' pieces are delayed only because its piece comes before them.
         late = [each for each in missing if each in behind] or missing or behind
         late = late or [each for each in others if each.waiting not in ("", what)]
         return ", ".join(f"{self.name(each.rank)}, {_doing(each, begun)}" for each in late)
 
     def _neighbours(self, stop: int) -> int:
-        """How many of the ranks before `stop` are on this machine."""
+        """Return the number of ranks before `stop` on this host."""
         return [member.machine for member in self.members[:stop]].count(self.members[self.rank].machine)
 
 
@@ -116,20 +115,20 @@ def _doing(status: DeviceStatus, begun: int) -> str:
     if status.left:
         return "which has left the group"
     if status.silent > _SILENT_SECONDS:
-        return f"which has not been heard of for {status.silent:.0f} s"
-    doing = f"waits in '{status.waiting}'" if status.waiting else "waits for nobody"
-    return f"which has begun {status.collectives} of {begun} collectives and {doing}"
+        return f"which has sent no heartbeat for {status.silent:.0f} s"
+    doing = f"waits in '{status.waiting}'" if status.waiting else "is not waiting"
+    return f"which has started {status.collectives} of {begun} collectives and {doing}"
 
 
 _MAX_BYTES = 1 << 16
-"""Of the file that `file://` names."""
+"""The mode of the file of `file://`."""
 ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
-"""What ``env://`` reads: rank 0's address and port, this process's number and the number of processes."""
+"""The variables of ``env://``: rank 0's address and port, this process's rank and the number of processes."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a script asked for; arguments as in `join`."""
+    """The arguments of `join`."""
 
     method: str
     rank: int | None
@@ -138,10 +137,10 @@ class Call:
     environment: Mapping[str, str]
 
     def rank_and_size(self) -> tuple[int, int]:
-        """As told, else from RANK and WORLD_SIZE, else from the launcher.
+        """Return rank and size: as given, else from RANK and WORLD_SIZE, else from the launcher.
 
         Raises:
-            UserError: they are not to be found, or make no sense.
+            UserError: they are missing or invalid.
         """
         launcher = find_mpi_launcher(self.environment)
         rank = self._number("rank", self.rank, "RANK", None if launcher is None else launcher.rank)
@@ -169,19 +168,19 @@ def join(
     timeout: float = 300.0,
     environment: Mapping[str, str] = os.environ,
 ) -> Membership:
-    """Meet the other processes.
+    """Join the group's other processes.
 
     Args:
         method: ``mpi://``, ``env://``, ``tcp://host:port`` or ``file:///path``. None: ``env://`` if its four variables
-            are set, else ``mpi://``, which without a launcher is a group of one.
-        rank: this process; None: from the environment or the launcher.
-        size: the number of processes; None likewise.
+            are set, else ``mpi://``, a group of one without a launcher.
+        rank: this process's rank; None: from the environment or the launcher.
+        size: the number of processes; None: likewise.
         timeout: longest wait in seconds.
-        environment: the process's.
+        environment: environment variables.
 
     Raises:
-        UserError: it is not told who this is, or the address is no address of rank 0's.
-        PeerError: not all came in time.
+        UserError: rank or size is unknown, or the address is not rank 0's.
+        PeerError: not all processes joined in time.
     """
     if method is None:
         method = "env://" if all(name in environment for name in ENVIRONMENT) else "mpi://"
@@ -215,7 +214,7 @@ def _join_mpi(call: Call) -> Membership:
 def _join_address(call: Call) -> Membership:
     host, port = _address(call)
     if not _is_host(host) or not _is_number(port) or not 0 < int(port) < 65536:
-        raise UserError(f"'{host}:{port}' is no address: {call.method} needs rank 0's host and a free port there")
+        raise UserError(f"'{host}:{port}' is not an address: {call.method} needs rank 0's host and a free port there")
     rank, size = call.rank_and_size()
     secret = find_secret(call.environment, call.method, f"{host}:{port}", warns=rank == 0 and size > 1)
 
@@ -229,7 +228,7 @@ def _join_address(call: Call) -> Membership:
 
 
 def _address(call: Call) -> tuple[str, str]:
-    """Rank 0's host and port, from the environment or the method's URL."""
+    """Return rank 0's host and port, from the environment or the method's URL."""
     if call.method.startswith("env://"):
         absent = [name for name in ENVIRONMENT[:2] if name not in call.environment]
         if absent:
@@ -243,7 +242,7 @@ def _address(call: Call) -> tuple[str, str]:
 
 
 def _is_host(text: str) -> bool:
-    """Whether a name can be looked up at all; it need not be known."""
+    """Return whether a name has valid host name syntax."""
     try:
         return bool(text) and "\0" not in text and bool(text.encode("idna"))
     except UnicodeError:
@@ -258,7 +257,7 @@ def _join_file(call: Call) -> Membership:
     try:
         path = Path(unquote(urlsplit(call.method).path))
     except ValueError as error:
-        raise UserError(f"init_method '{call.method}' is no URL ({error}); give file:///path") from error
+        raise UserError(f"init_method '{call.method}' is not a URL ({error}); give file:///path") from error
     if not path.is_absolute() or "\0" in str(path):
         raise UserError(f"init_method '{call.method}' needs an absolute path: file:///path")
     rank, size = call.rank_and_size()
@@ -284,7 +283,7 @@ def _join_file(call: Call) -> Membership:
 
 
 def _join(call: Call, rank: int, size: int, connect: Callable[[Member], ControlChannel]) -> Membership:
-    """Join the store by the channel that `connect` makes, and wait until all ranks have; one rank alone needs none."""
+    """Join the store through the channel of `connect` and wait for all ranks. A single rank needs no store."""
     own = Member(socket.gethostname(), machine_identity(), os.getpid())
     if size == 1:
         return Membership(0, [own], RankStore(MemoryStore(1), 0))
@@ -294,7 +293,7 @@ def _join(call: Call, rank: int, size: int, connect: Callable[[Member], ControlC
 
 
 def _write(path: Path, addresses: Sequence[Address], secret: str) -> None:
-    """Leave the store's address where the others look for it; whole at once, and for this user's eyes only."""
+    """Write the store's address to the rendezvous file, atomically and readable only by this user."""
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -307,11 +306,11 @@ def _write(path: Path, addresses: Sequence[Address], secret: str) -> None:
 
 
 def _read(path: Path) -> tuple[list[Address], str]:
-    """What `_write` wrote.
+    """Return the address and secret that `_write` wrote.
 
     Raises:
-        OSError: it is not there, or something else is.
-        UserError: another user could have written it.
+        OSError: the file is missing or has other content.
+        UserError: another user could have written the file.
     """
     try:
         found = json.loads(read_private(path, _MAX_BYTES))

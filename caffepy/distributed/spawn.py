@@ -1,4 +1,4 @@
-"""Starts a function in several processes of this machine, which form a process group, and ends all when one fails."""
+"""Start a function in several processes of this host that form a process group; a failure ends all of them."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from caffepy.parallel.launch.local import RANK, SECRET, Rendezvous
 
 _POLL_SECONDS = 0.2
 _FAILURE_SECONDS = 2.0
-"""How long other processes may take to send their error once one has failed: the first cause may come later."""
+"""Seconds to wait for further errors after the first one, which may not be the cause."""
 _END_SECONDS = 2.0
-"""Between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 _PR_SET_PDEATHSIG = 1
 _LONGEST_TEXT = 20000
-"""Characters of an error with its traceback, fewer than a pipe holds."""
+"""Maximum length of an error with its traceback; less than a pipe's capacity."""
 _PEER, _OWN = b"p", b"o"
 
 
 @dataclass
 class _Child:
-    """One process, and the end of the pipe through which it says of what it died."""
+    """One process, and the pipe through which it reports its error."""
 
     rank: int
     process: SpawnProcess
     pipe: Connection
     text: str = ""
     peers: bool = False
-    """Whether `text` is of another process's failure."""
+    """Whether `text` reports another process's failure."""
 
     def read(self) -> None:
-        """Take what the process has said."""
+        """Read the error that the process has sent, if any."""
         with suppress(EOFError, OSError):
             if not self.text and self.pipe.poll():
                 message = self.pipe.recv_bytes()
@@ -55,13 +55,13 @@ class _Child:
         return bool(self.text) or self.process.exitcode not in (None, 0)
 
     def describe(self) -> str:
-        """Of what it died."""
+        """Return the cause of the process's failure."""
         code = self.process.exitcode
         if self.text:
             return f"rank {self.rank}: {self.text}"
         if code is not None and code < 0:
             return f"rank {self.rank} was ended by {signal.Signals(-code).name}"
-        return f"rank {self.rank} has ended with status {code} and said nothing"
+        return f"rank {self.rank} has ended with status {code} without an error message"
 
 
 def spawn(
@@ -72,25 +72,25 @@ def spawn(
     backend: str | None = None,
     timeout: float = 300.0,
 ) -> None:
-    """Call `function(*args)` in processes of this machine, whose default process group is ready; wait for their end.
+    """Call `function(*args)` in processes of this host with an initialised default group, and wait for their end.
 
-    The processes import the function's module anew, so a program calls `spawn` under `if __name__ == "__main__":`, and
-    a notebook takes the function from a module. `get_rank()` says which of them it is.
+    The processes import the function's module again: call `spawn` under `if __name__ == "__main__":`, and in a notebook
+    import the function from a module. `get_rank()` returns the rank.
 
     Args:
-        function: of a module.
-        nprocs: how many processes.
-        args: what it is called with; they are pickled.
-        backend: of the group: ``nccl`` gives each process a GPU, ``tcp`` (None) needs nothing.
-        timeout: longest wait of any of the group's operations, in seconds.
+        function: a module-level function.
+        nprocs: the number of processes.
+        args: its arguments; they are pickled.
+        backend: the group's backend: ``nccl`` with one GPU per process, or ``tcp`` (also None) without dependencies.
+        timeout: longest wait of any operation of the group, in seconds.
 
     Raises:
-        UserError: nprocs is no number of processes.
-        RunError: the function raised in a process, or a process ended otherwise; the message has the error, the cause
-            its traceback. All other processes are ended.
+        UserError: nprocs is not a positive integer.
+        RunError: the function raised in a process, or a process died; the message contains the error, the cause its
+            traceback. All other processes are ended.
     """
     if not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1:
-        raise UserError(f"spawn: nprocs is {nprocs!r}; it must be a number of processes, 1 or more")
+        raise UserError(f"spawn: nprocs is {nprocs!r}; it must be an integer of 1 or more")
     rendezvous = Rendezvous().complete()
     shared = {
         "WORLD_SIZE": str(nprocs), "LOCAL_WORLD_SIZE": str(nprocs), "MASTER_ADDR": str(rendezvous.address),
@@ -122,7 +122,7 @@ def _start(rank: int, variables: dict[str, str], call: tuple[Any, ...]) -> _Chil
 
 
 def _wait(children: list[_Child]) -> None:
-    """Wait until all have ended; once one has failed, only until the others have sent their errors."""
+    """Wait until all have ended; after a failure, only until the others have sent their errors."""
     end: float | None = None
     while any(child.process.is_alive() for child in children):
         running = [child.process.sentinel for child in children if child.process.is_alive()]
@@ -139,7 +139,7 @@ def _wait(children: list[_Child]) -> None:
 
 
 def _raise_failure(children: list[_Child]) -> None:
-    """Raise what came first: an error of one's own comes before a sudden end, and that before what peers met of it."""
+    """Raise the most likely cause: a process's own error, else a sudden death, else an error about a peer."""
     failed = sorted((child for child in children if child.failed), key=lambda child: (child.peers, not child.text))
     if not failed:
         return
@@ -148,7 +148,7 @@ def _raise_failure(children: list[_Child]) -> None:
 
 
 def _end(children: list[_Child]) -> None:
-    """End the processes that still run."""
+    """End the processes that are still running."""
     running = [child.process for child in children if child.process.is_alive()]
     for process in running:
         process.terminate()
@@ -174,7 +174,7 @@ def _work(
     backend: str,
     timeout: float,
 ) -> None:
-    """Join the group, call the function, leave; an error is said before the others hear of it."""
+    """Join the group, call the function and leave; an error is sent to the parent before the peers notice it."""
     _end_with(parent)
     os.environ.update(variables)
     try:
@@ -199,14 +199,14 @@ def _send_error(pipe: Connection, error: BaseException) -> None:
 
 
 def _abort_group(error: BaseException) -> None:
-    """End the other processes' waits."""
+    """Abort the other processes' waits."""
     with suppress(UserError, PeerError):
         group = get_group()
         group.abort(group.failure or group.describe_failure(error))
 
 
 def _end_with(parent: int) -> None:
-    """Have the kernel end this process with the one that started it, and end at once where that has ended already."""
+    """Make the kernel end this process with its parent; exit at once if the parent has ended already."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:

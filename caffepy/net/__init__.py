@@ -1,6 +1,6 @@
 """Nets: filtering, automatic splits, wiring, flat parameters, forward and backward.
 
-solvers and all parts above import it.
+Imported by `caffepy.solvers` and every package above it.
 """
 
 from caffepy.net.net import Net

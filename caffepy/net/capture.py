@@ -1,6 +1,6 @@
-"""Repeated work as graphs: captures what can be captured and runs the rest in between.
+"""Capture of repeated work in graphs; segments that cannot be captured run eagerly between the graphs.
 
-The segments are the very calls that run eagerly; there is no second implementation of anything.
+Captured and eager runs call the same functions.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ log = logging.getLogger(__name__)
 CAPTURE_ATTEMPTS = 2
 """Passes that run eagerly before capturing is given up.
 
-The first one also tunes, which takes workspaces in another order and in other sizes than passes behind it. What these
-then need beyond it can only be allocated by another eager pass, not while a graph is captured.
+The first pass also tunes kernels and allocates workspaces in another order and in other sizes than later passes. Memory
+cannot be allocated during capture, so a second eager pass allocates the missing workspaces.
 """
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of the work.
+    """One call of the work to capture.
 
     Args:
-        name: what messages call it.
-        run: does it, on the backend's stream.
+        name: for messages.
+        run: does the work on the backend's stream.
         blocker: why it cannot be captured; None if it can.
     """
 
@@ -38,10 +38,10 @@ class Segment:
 
 
 class GraphSegments:
-    """Segments that are run in order, as often as wanted.
+    """Segments that run in order, eagerly or as captured graphs.
 
     Args:
-        backend: whose stream they are put on.
+        backend: the segments run on its stream.
         segments: the work.
     """
 
@@ -56,7 +56,7 @@ class GraphSegments:
         return bool(self._calls)
 
     def capture(self) -> None:
-        """Make graphs of the segments; nothing is computed yet. The segments must have run eagerly once before."""
+        """Capture the segments in graphs without running them. They must have run eagerly before."""
         self.drop()
         for captured, segments in groupby(self._segments, key=lambda segment: segment.blocker is None):
             group = list(segments)
@@ -69,7 +69,7 @@ class GraphSegments:
                 self._calls += [segment.run for segment in group]
 
     def run(self) -> None:
-        """Do the work once."""
+        """Run all segments once."""
         if not self.captured:
             _run(self._segments)
             return
@@ -77,7 +77,7 @@ class GraphSegments:
             call()
 
     def drop(self) -> None:
-        """Free the graphs; communicators whose calls they hold can be destroyed only afterwards."""
+        """Free the graphs. Call before destroying communicators whose calls the graphs contain."""
         self._calls.clear()
 
 

@@ -1,4 +1,4 @@
-"""The lines that `debug_info: true` adds to the log, in the words of Caffe's `net.cpp`."""
+"""Log lines of `debug_info: true`, worded as in Caffe's `net.cpp`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 
 
 def mean_magnitude(values: np.ndarray) -> float:
-    """The mean of the absolute values, as Caffe prints it."""
+    """Return the mean of the absolute values, as Caffe prints it."""
     return float(np.abs(values).sum(dtype=np.float64) / max(values.size, 1))
 
 
 def log_forward(node: Node) -> None:
-    """The tops and parameters of a layer after its forward pass."""
+    """Log the tops and parameters of a layer after its forward pass."""
     prefix = f"    [Forward] Layer {node.layer.name}"
     for top in node.tops:
         log.info("%s, top blob %s data: %.6g", prefix, top.name, mean_magnitude(top.host_data()))
@@ -33,7 +33,7 @@ def log_forward(node: Node) -> None:
 
 
 def log_backward(node: Node) -> None:
-    """The gradients of a layer's bottoms and parameters after its backward pass."""
+    """Log the gradients of a layer's bottoms and parameters after its backward pass."""
     prefix = f"    [Backward] Layer {node.layer.name}"
     for bottom, down in zip(node.bottoms, node.propagate_down, strict=True):
         if down:
@@ -44,7 +44,7 @@ def log_backward(node: Node) -> None:
 
 
 def log_norms(parameters: ParameterBuffer) -> None:
-    """L1 and L2 norms of all parameters and of all gradients."""
+    """Log the L1 and L2 norms of all parameters and of all gradients."""
     values = [parameter.blob.host_data().ravel() for parameter in parameters.parameters]
     norms = [_norms(np.concatenate([np.empty(0), *values])), _norms(parameters.backend.to_host(parameters.gradients))]
     log.info(
@@ -54,7 +54,7 @@ def log_norms(parameters: ParameterBuffer) -> None:
 
 
 def log_update(parameters: ParameterBuffer, before: np.ndarray) -> None:
-    """How large each parameter is and how far the update moved it, given the flat values before the update."""
+    """Log each parameter's magnitude and the magnitude of its update; `before` holds the flat values before it."""
     after = parameters.backend.to_host(parameters.data)
     for parameter in parameters.parameters:
         elements = slice(parameter.start, parameter.stop)
@@ -68,7 +68,7 @@ def log_update(parameters: ParameterBuffer, before: np.ndarray) -> None:
 
 
 def display_name(layer: Layer, index: int) -> str:
-    """What Caffe calls a parameter in its log: the name in its ParamSpec, else its index."""
+    """Return a parameter's name in Caffe's log: the name in its ParamSpec, else its index."""
     specs = layer.param.param
     return (specs[index].name if index < len(specs) else "") or str(index)
 

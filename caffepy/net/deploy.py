@@ -1,4 +1,4 @@
-"""The net that is left for predictions: Input in place of data, no losses, nothing that only training needs."""
+"""Deploy nets: Input layers replace data layers; losses and training fields are removed."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ Layers = Sequence[caffe_pb2.LayerParameter]
 PARAMETERS = ("convolution_param", "inner_product_param", "scale_param", "embed_param", "recurrent_param")
 FILLERS = ("weight_filler", "bias_filler", "filler")
 _LEARNED = {"Convolution", "Deconvolution", "InnerProduct", "Embed", "LSTM", "RNN", "Python"}
-"""Layers that make predictions: what depends on none of them is data or a target."""
+"""Layers with learned parameters. A blob that depends on none of them is data or a target."""
 _CONSTANTS = {"DummyData", "Parameter", "Python"}
-"""Layers that take nothing and stay."""
+"""Layers without bottoms that the deploy net keeps."""
 _SCORES = {"Accuracy", "DetectionEvaluate", "Silence"}
 _HEADS = {"SoftmaxWithLoss": "Softmax", "InfogainLoss": "Softmax", "SigmoidCrossEntropyLoss": "Sigmoid"}
-"""Losses that begin with a layer which predictions need."""
+"""Losses with a built-in activation, and that activation."""
 
 
 @dataclass(frozen=True)
 class Deploy:
-    """What a deploy net takes and gives.
+    """The inputs and outputs of a deploy net.
 
     Attributes:
-        inputs: blobs and their shapes.
-        outputs: blobs that the net is for; layers that lead to none of them are left out.
-        softmax: the blob of scores that becomes `prob`, or "" if the outputs are final.
-        axis: of the classes in it.
-        heads: layers that are added at the end.
+        inputs: shape by blob name.
+        outputs: names of the output blobs; layers that lead to none of them are removed.
+        softmax: the blob of scores to which a Softmax layer `prob` is added, or "".
+        axis: the class axis of `softmax`.
+        heads: layers appended to the net.
     """
 
     inputs: Mapping[str, Shape]
@@ -48,15 +48,15 @@ class Deploy:
 
     @property
     def wanted(self) -> set[str]:
-        """The blobs that the net's layers lead to."""
+        """The blobs that the net must compute."""
         return {*self.outputs, *([self.softmax] if self.softmax else [])}
 
 
 def deploy_net(train: caffe_pb2.NetParameter, deploy: Deploy) -> caffe_pb2.NetParameter:
-    """The deploy net of a train net: the layers of its test phase between the inputs and the outputs.
+    """Return the deploy net of a train net: its test-phase layers between inputs and outputs.
 
-    It computes the same in either dialect, because what chose the train net's (a field of the net, of its data layers
-    or of a solver) may be no part of it.
+    The result computes the same in both dialects, because the field that selects the train net's dialect (in the net, a
+    data layer or a solver) may be missing from the deploy net.
     """
     net = caffe_pb2.NetParameter(name=train.name)
     for name, shape in deploy.inputs.items():
@@ -80,7 +80,7 @@ def _test_layers(train: caffe_pb2.NetParameter, phase: int = caffe_pb2.TEST) -> 
 
 
 def _leading_to(wanted: set[str], inputs: set[str], layers: Layers) -> list[caffe_pb2.LayerParameter]:
-    """Layers on the way to a wanted blob, from the last one back; in-place layers write what they read."""
+    """Return the layers that compute the wanted blobs, searched backwards; in-place layers keep their bottom wanted."""
     wanted, kept = set(wanted), []
     for layer in reversed(layers):
         if wanted & set(layer.top) and not inputs & set(layer.top) - set(layer.bottom) and not _is_score(layer):
@@ -90,7 +90,7 @@ def _leading_to(wanted: set[str], inputs: set[str], layers: Layers) -> list[caff
 
 
 def _without_training(layer: caffe_pb2.LayerParameter, shared: Mapping[str, int]) -> caffe_pb2.LayerParameter:
-    """A copy without rates, phases and fillers; names and share modes of parameters stay where layers share them."""
+    """Return a copy without rates, phases and fillers; shared parameters keep their names and share modes."""
     plain = caffe_pb2.LayerParameter()
     plain.CopyFrom(layer)
     for name in ("param", "phase", "include", "exclude"):
@@ -106,7 +106,7 @@ def _without_training(layer: caffe_pb2.LayerParameter, shared: Mapping[str, int]
 
 
 def _sharing(param: caffe_pb2.ParamSpec) -> caffe_pb2.ParamSpec:
-    """The fields that say what a parameter is shared with."""
+    """Return a ParamSpec with only the sharing fields of `param`."""
     kept = caffe_pb2.ParamSpec()
     for name in ("name", "share_mode"):
         if param.HasField(name):
@@ -118,7 +118,7 @@ def _is_nvidia(net: caffe_pb2.NetParameter) -> bool:
     return choose_dialect([net], lambda *line: None) is Dialect.NVIDIA
 
 
-# -- what a train net's deploy net takes and gives ----------------------------------------------------------
+# -- inputs and outputs of the deploy net -------------------------------------------------------------------
 
 
 def plan_deploy(
@@ -127,21 +127,20 @@ def plan_deploy(
     batch: int = 1,
     outputs: Sequence[str] = (),
 ) -> Deploy:
-    """The inputs and outputs of a train net's deploy net.
+    """Return the inputs and outputs of a train net's deploy net.
 
-    Outputs are the blobs that the losses compare with labels, and those of the test phase that nobody reads. A loss
-    of lower loss_weight than another on the same labels belongs to an auxiliary classifier, which is left out. Softmax
-    and Sigmoid take the place of the losses that begin with them. Inputs are the tops of data layers that lead to the
-    outputs.
+    Outputs are the blobs that losses compare with labels, and test-phase blobs that no layer reads. A loss with a lower
+    loss_weight than another loss on the same labels belongs to an auxiliary classifier, which is removed. Losses with a
+    built-in Softmax or Sigmoid are replaced by that layer. Inputs are the tops of data layers that lead to the outputs.
 
     Args:
-        train: the net, of the current format.
-        shapes: of one record, by the input's name, where `told_shape` does not know it.
-        batch: records of a batch.
-        outputs: blobs that the net is to give, instead of those that follow from its losses.
+        train: the net in the current format.
+        shapes: shape of one record by input name; overrides `told_shape`.
+        batch: records in a batch.
+        outputs: names of the output blobs; empty derives them from the losses.
 
     Raises:
-        ConfigError: the net has no outputs, or the shape of an input is not known.
+        ConfigError: the net has no outputs, or the shape of an input is unknown.
     """
     layers = _test_layers(train)
     heads: list[caffe_pb2.LayerParameter] = []
@@ -152,7 +151,7 @@ def plan_deploy(
     if missing := [name for name in outputs if name not in made]:
         raise ConfigError(f"the net has no blob '{missing[0]}' in its test phase; name another output")
     if not outputs:
-        raise ConfigError("no blob of the net follows from layers that learn; name what it is to give: --outputs")
+        raise ConfigError("no blob of the net depends on layers that learn; name the output blobs with --outputs")
     return Deploy(
         _inputs(train, _leading_to(set(outputs), set(), layers), shapes or {}, batch), list(outputs), heads=heads
     )
@@ -161,9 +160,9 @@ def plan_deploy(
 def _inputs(
     train: caffe_pb2.NetParameter, kept: Layers, shapes: Mapping[str, Sequence[int]], batch: int
 ) -> dict[str, Shape]:
-    """The tops of data layers that the kept layers read, with their shapes.
+    """Return the tops of data layers that the kept layers read, with their shapes.
 
-    A data layer that the test phase has in certain stages alone is found among all layers of the net.
+    Test data layers that belong to particular stages are looked up among all layers of the net.
     """
     read = {bottom for layer in kept for bottom in layer.bottom}
     made = {top for layer in kept for top in layer.top}
@@ -185,7 +184,7 @@ def _is_loss(layer: caffe_pb2.LayerParameter) -> bool:
 
 
 def _predictions(layers: Layers) -> list[str]:
-    """The blobs that a net is for, in the order of its layers."""
+    """Return the blobs that losses and scores judge, then unread tops, if they depend on learned layers."""
     learned = _learned_blobs(layers)
     losses = [layer for layer in layers if _is_loss(layer)]
     judges = [layer for layer in losses if not _is_auxiliary(layer, losses)]
@@ -203,7 +202,7 @@ def _is_score(layer: caffe_pb2.LayerParameter) -> bool:
 
 
 def _learned_blobs(layers: Layers) -> set[str]:
-    """What depends on a layer that learns."""
+    """Return the blobs that depend on a layer with learned parameters."""
     learned: set[str] = set()
     for layer in layers:
         if not _is_score(layer) and (layer.type in _LEARNED or learned & set(layer.bottom)):
@@ -212,7 +211,7 @@ def _learned_blobs(layers: Layers) -> set[str]:
 
 
 def _is_auxiliary(layer: caffe_pb2.LayerParameter, losses: Layers) -> bool:
-    """Whether another loss of the same type and labels has a greater weight."""
+    """Return whether another loss of the same type and labels has a greater weight."""
     return any(
         other.type == layer.type and other.bottom[1:] == layer.bottom[1:] and _weight(other) > _weight(layer)
         for other in losses
@@ -224,9 +223,9 @@ def _weight(layer: caffe_pb2.LayerParameter) -> float:
 
 
 def _make_heads(layers: Layers, outputs: Iterable[str], nvidia: bool) -> list[caffe_pb2.LayerParameter]:
-    """Softmax and Sigmoid of the outputs whose losses begin with them, unless the net has them already.
+    """Return Softmax and Sigmoid layers for outputs whose losses have them built in, unless the net has them already.
 
-    NVIDIA Caffe's InfogainLoss begins with none: it takes probabilities (`infogain_loss_layer.cpp`).
+    NVIDIA Caffe's InfogainLoss takes probabilities and has no built-in Softmax (`infogain_loss_layer.cpp`).
     """
     types = {loss: head for loss, head in _HEADS.items() if not (nvidia and loss == "InfogainLoss")}
     heads: list[caffe_pb2.LayerParameter] = []
@@ -245,14 +244,14 @@ def _make_heads(layers: Layers, outputs: Iterable[str], nvidia: bool) -> list[ca
 
 
 def _input_shape(layer: caffe_pb2.LayerParameter, index: int, shape: Sequence[int] | None, batch: int) -> Shape:
-    """The shape of an input with its batch; `shape` is that of a record, where it is known."""
+    """Return the shape of an input including the batch axis; `shape` is the shape of one record, or None."""
     name = layer.top[index]
     if shape is None and layer.type == "Input":
         given = layer.input_param.shape
         shape = given[index if len(given) > 1 else 0].dim[1:]
     if shape is None:
         raise ConfigError(
-            f"layer '{layer.name}': the shape of '{name}' does not follow from the prototxt; give that of one record: "
+            f"layer '{layer.name}': the prototxt does not give the shape of '{name}'; give the shape of one record: "
             f"--input {name}=3,224,224"
         )
     return (batch, *shape)

@@ -1,6 +1,6 @@
-"""A net in words and as a table of its layers, for Python's prompt and for notebooks.
+"""Text and HTML summaries of a net, for `repr` and notebooks.
 
-In HTML every text is escaped, because names come from files.
+HTML output escapes all text, because names come from files.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ def describe_net(name: str, phase: int, nodes: Sequence[Node], where: str) -> st
 
 
 def net_table(title: str, nodes: Sequence[Node]) -> str:
-    """HTML: a row for each layer, with the shapes of its blobs, its parameters and the dtype of its tops."""
+    """Return an HTML table: a row for each layer with blob shapes, parameter shapes and the dtype of its tops."""
     return heading(title.strip("<>")) + table(_HEADER, _rows(_shown(nodes)))
 
 
 def _shown(nodes: Sequence[Node]) -> list[Node]:
-    """The layers that a prototxt has: Split layers are put in by the net."""
+    """Return the nodes without the automatic Split layers."""
     return [node for node in nodes if node.layer.type != "Split"]
 
 
 def _own_parameters(nodes: Sequence[Node]) -> list[Blob]:
-    """Each parameter once, also where layers share it."""
+    """Return each parameter once, also where layers share it."""
     blobs = (blob.gradient_owner for node in nodes for blob in node.layer.blobs)
     return list({id(blob): blob for blob in blobs}.values())
 
@@ -62,12 +62,12 @@ def _shape(blob: Blob) -> str:
 
 
 def heading(text: str) -> str:
-    """A line in bold."""
+    """Return a line in bold."""
     return f"<p><b>{escape(text)}</b></p>"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table with a row of titles."""
+    """Return a table with a row of titles."""
     lines = [_row("th", header), *(_row("td", row) for row in rows)]
     return f"<table>{''.join(lines)}</table>"
 

@@ -12,25 +12,25 @@ from caffepy.proto import caffe_pb2
 from caffepy.registry import suggest
 
 _MAX_AXES = 4
-"""Of Datums: N, C, H and W."""
+"""A Datum's axes and the batch axis: N, C, H and W."""
 
 
 def extract_features(
     net: Net, names: Sequence[str], writers: Sequence[RecordWriter], batches: int,
     advance: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
-    """Write blobs of a net's batches, a Datum of floats for each of their items; the keys count the items.
+    """Run the net and write one float Datum for each item of the named blobs; keys count the items.
 
     Args:
-        net: one with a data layer and weights.
-        names: of the blobs.
+        net: a net with a data layer and weights.
+        names: the blobs to write.
         writers: one for each blob.
-        batches: how often the net runs.
+        batches: the number of forward passes.
         advance: called after each batch.
 
     Raises:
         ConfigError: the net has no such blob, or one of more than four axes.
-        CaffepyError: what the net's data or device lack.
+        CaffepyError: the data cannot be read, or the device fails.
     """
     blobs = [_blob(net, name) for name in names]
     for _ in range(batches):
@@ -43,7 +43,7 @@ def extract_features(
 
 
 def check_blobs(net: Net, names: Sequence[str]) -> None:
-    """Look for the blobs before anything is written.
+    """Check that the net has the blobs, before any file is written.
 
     Raises:
         ConfigError: the net has no blob of one of the names.
@@ -59,7 +59,7 @@ def _blob(net: Net, name: str) -> Blob:
 
 
 def _datums(name: str, blob: Blob) -> Iterator[caffe_pb2.Datum]:
-    """A Datum for each item of the first axis; missing axes count as 1, as in Caffe."""
+    """Yield a Datum for each item of the first axis; missing axes count as 1, as in Caffe."""
     values = blob.host_data().astype("float32")
     if values.ndim > _MAX_AXES:
         raise ConfigError(f"blob '{name}' has {values.ndim} axes; a Datum takes at most {_MAX_AXES}")

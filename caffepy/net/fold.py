@@ -1,11 +1,11 @@
-"""Rewrites a TEST net's list of layers: what follows a convolution is folded into its weights and epilogue.
+"""Folding for TEST nets: layers behind a convolution are folded into its weights and epilogue.
 
-A Convolution takes in the BatchNorm, Scale and Bias layers behind it, then an Eltwise sum, a ReLU and a Split. What is
-left is fused as in training.
+A Convolution absorbs the BatchNorm, Scale and Bias layers behind it, then an Eltwise sum, a ReLU and a Split. The
+remaining layers are fused as in training.
 
-With stored statistics BatchNorm is y = x * factor + term for each channel, and so are Scale and Bias. So
-weights' = weights * factor and bias' = bias * factor + term give the same in one convolution; a residual and ReLU are
-added to its result on the way to memory.
+With stored statistics BatchNorm is y = x * factor + term for each channel, and so are Scale and Bias. Then weights' =
+weights * factor and bias' = bias * factor + term give the same result in one convolution; its epilogue adds the
+residual and applies the ReLU.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def scaled_and_shifted(x: Each, scale: Each, bias: Each) -> Each:
 
 
 class FoldedConvolution(FusedLayer):
-    """y = max(weights' * x + bias' + residual, 0), handed to several readers; forward only.
+    """y = max(weights' * x + bias' + residual, 0), with one top for each reader; forward only.
 
-    A Convolution, then any of BatchNorm with stored statistics, Scale and Bias, then where they are there an Eltwise
-    sum, a ReLU and a Split; or the Convolution alone. Bottoms: x, and the residual if there is a sum.
+    A Convolution, then any of BatchNorm with stored statistics, Scale and Bias, then optionally an Eltwise sum, a ReLU
+    and a Split; or the Convolution alone. Bottoms: x, and the residual if there is a sum.
 
     Args:
         members: the layers, in the order in which they would be computed.
@@ -57,11 +57,11 @@ class FoldedConvolution(FusedLayer):
         self._factor, self._term = self.backend.zeros(outputs), self.backend.zeros(outputs)
         self._weights: Array | None = None
         self._kept: tuple[Convolution, Array] | None = None
-        """The plan that has the folded weights in an order of its own, and those as learned, for which it uses them."""
+        """The plan that stores the folded weights in its own layout, and the learned weights they stand for."""
 
     @property
     def folded(self) -> list[Array]:
-        """What `fold` computed and the layer keeps."""
+        """The arrays that `fold` computes and the layer keeps."""
         return [self._factor, self._term] + ([] if self._weights is None else [self._weights])
 
     @property
@@ -70,7 +70,7 @@ class FoldedConvolution(FusedLayer):
         return [self._convolution, *self._factors] if self._factors else []
 
     def fold(self) -> None:
-        """Compute the weights and the bias of the present parameters. Called whenever those have changed."""
+        """Compute the folded weights and bias. Called whenever the parameters have changed."""
         if not self._factors:
             self._convolution.keep_weights(self._convolution.weights())
             return
@@ -85,7 +85,7 @@ class FoldedConvolution(FusedLayer):
         self._fold_weights()
 
     def _fold_weights(self) -> None:
-        """The weights with the factor; a plan that has read them needs no copy of them beside its own."""
+        """Fold the factor into the weights; drop the folded array if the plan keeps its own copy."""
         convolution, learned = self._convolution, self._convolution.blobs[0].data
         weights = self._weights
         if weights is None:
@@ -96,14 +96,14 @@ class FoldedConvolution(FusedLayer):
 
     @property
     def _is_outdated(self) -> bool:
-        """Whether a new shape has brought another plan, or the parameters lie elsewhere now."""
+        """Whether a new shape has replaced the plan, or the parameters have new memory."""
         plan, learned = self._kept or (None, None)
         return plan is not None and (
             plan is not self._convolution.plan or learned is not self._convolution.blobs[0].data
         )
 
     def _apply(self, layer: BatchNormLayer | ScaleLayer | BiasLayer) -> None:
-        """Factor and term after one more layer."""
+        """Update factor and term by one layer."""
         factor, term = self._factor, self._term
         if isinstance(layer, BatchNormLayer):
             n = layer.normalisation()
@@ -138,11 +138,11 @@ class FoldedConvolution(FusedLayer):
 
 
 FACTORS = ("BatchNorm", "Scale", "Bias")
-"""Layers that multiply each channel by a number and add one to it."""
+"""Layers that apply a factor and a term to each channel."""
 
 
 def fold_nodes(nodes: Sequence[Node]) -> list[Node]:
-    """The same forward pass with neighbouring layers folded and fused, in an order in which it can be done."""
+    """Return the same forward pass with neighbouring layers folded and fused, in an order in which it can be done."""
     return Folding(nodes).run()
 
 
@@ -161,7 +161,7 @@ class Folding(Fusion):
         return super().run()
 
     def _source(self, index: int) -> Blob | None:
-        """The BatchNorm's bottom, even if a later layer overwrites it: there is no backward pass."""
+        """Return the BatchNorm's bottom, even if a later layer overwrites it: there is no backward pass."""
         return self._nodes[index].bottoms[0]
 
     def _fold(self, index: int) -> None:
@@ -178,7 +178,7 @@ class Folding(Fusion):
         self._claim(chain, Node(folded, bottoms, self._nodes[chain[-1]].tops, [False] * len(bottoms)))
 
     def _factors(self, index: int) -> Chain:
-        """A convolution and those behind it that multiply and add by channel."""
+        """Return a convolution and those behind it that multiply and add by channel."""
         chain = [index]
         while True:
             found = next((n for n in (self._next(chain, kind) for kind in FACTORS) if n is not None), None)

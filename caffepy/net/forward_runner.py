@@ -1,7 +1,7 @@
-"""Nets that are only tested: how one is prepared, and its forward passes, captured once for the present shapes.
+"""Inference nets: preparation, and forward passes that are captured in graphs for the current shapes.
 
-Solvers' tests, `caffepy test`, `caffepy.load` and pycaffe run their nets by it; `ShapeRunners` has one for each of the
-last few shapes of the inputs.
+Used by solvers' tests, `caffepy test`, `caffepy.load` and pycaffe. `ShapeRunners` keeps one runner for each of the most
+recent input shapes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from caffepy.snapshot.caffemodel import TrainedLayers
 log = logging.getLogger(__name__)
 
 
-def prepare_inference(  # noqa: PLR0913 -- each caller needs some of them
+def prepare_inference(  # noqa: PLR0913 -- settings of several callers
     param: caffe_pb2.NetParameter,
     context: LayerContext,
     state: caffe_pb2.NetState | None = None,
@@ -40,24 +40,24 @@ def prepare_inference(  # noqa: PLR0913 -- each caller needs some of them
     eager: bool = False,
     lazily: bool = True,
 ) -> ForwardRunner:
-    """A net of the TEST phase, folded, with planned memory, that runs forward as graphs.
+    """Return a runner for a folded TEST net with planned memory.
 
-    On a GPU the weights that only folding reads leave the device before memory is taken for the blobs; those of
-    `shared_with` leave it too, unless that net trains.
+    On a GPU, weights used only for folding are offloaded to the host before blobs are allocated, including the weights
+    of `shared_with` unless that net trains.
 
     Args:
         param: the net as read.
-        context: of the TEST phase.
+        context: a context of the TEST phase.
         state: as `Net` takes it.
-        weights: what the parameters are copied from, in turn: (message, where it is from).
-        shared_with: a net whose parameters are used.
+        weights: sources of the parameters, applied in order: (message, origin).
+        shared_with: a net whose parameters this net uses.
         fuse: fold layers; the blobs between them are then not filled.
-        share: let blobs that are never needed at the same time have the same memory.
+        share: let blobs that are never live at the same time share memory.
         eager: never capture.
         lazily: as `ForwardRunner` takes it.
 
     Raises:
-        ConfigError: layers, blobs or parameters do not fit together, or those of `shared_with` are others.
+        ConfigError: layers, blobs or parameters do not fit together, or the parameters of `shared_with` differ.
         ShapeError: shapes do not fit.
         SnapshotError: weights do not fit.
         OutOfMemoryError: there is no memory for the blobs.
@@ -81,15 +81,15 @@ def prepare_inference(  # noqa: PLR0913 -- each caller needs some of them
 
 
 class ForwardRunner:
-    """Runs a net forward: the first pass layer by layer, those behind it as graphs.
+    """Runs a net forward: the first pass eagerly, later passes as captured graphs.
 
-    On a CPU only nets whose inputs are given are captured, as far as their layers are `recordable`. Call
-    `parameters_changed` whenever parameters have got other values.
+    On a CPU, only nets without data layers are captured, and only their `recordable` layers. Call `parameters_changed`
+    after changing parameters.
 
     Args:
         net: of the TEST phase.
         eager: never capture.
-        lazily: capture in the second pass; else only `capture` does.
+        lazily: capture in the second pass; otherwise capture only in `capture`.
     """
 
     def __init__(self, net: Net, eager: bool = False, lazily: bool = True) -> None:
@@ -102,26 +102,26 @@ class ForwardRunner:
         self._segments = GraphSegments(net.backend, [])
         self._random: DeviceScalars | None = None
         self.arena: Array | None = None
-        """The memory that the blobs share, if `share_memory` was called; between passes nothing in it is needed."""
+        """The arena of the blobs after `share_memory`. Its contents are not needed between passes."""
 
     @property
     def wanted(self) -> bool:
-        """Whether passes are to be graphs: they can be as far as is known, and are asked for."""
+        """Whether capture is enabled and not known to be impossible."""
         return self._attempts_left > 0
 
     @property
     def captured(self) -> bool:
-        """Whether there are graphs of a pass."""
+        """Whether a pass has been captured."""
         return self._segments.captured
 
     def parameters_changed(self) -> None:
-        """Let the next pass take the parameters' present values."""
+        """Make the next pass use the parameters' current values."""
         self._stale = True
 
     def forward(self) -> None:
-        """One pass: eagerly the first time and after the data changed their shape, from then on as graphs."""
+        """Run one pass: eagerly at first and after a shape change, otherwise as graphs."""
         self._refresh()
-        observed = self.net.before_forward or self.net.after_forward  # by callbacks, which graphs do not call
+        observed = self.net.before_forward or self.net.after_forward  # graphs do not call the callbacks
         if self._lazily and not observed:
             self.capture()
         if self.captured and not observed and self._replay():
@@ -131,16 +131,17 @@ class ForwardRunner:
         self.net.context.forward_only = True
         try:
             self.net.forward()
-        finally:  # for callers that run the net without this object
+        finally:  # callers may also run the net directly
             self.net.folds_parameters, self.net.keeps_copies = True, copying
             self.net.context.forward_only = False
         self._warm = True
 
     def offload_to_host(self) -> None:
-        """Take the parameters' present values, and move to host memory the weights that passes do not read.
+        """Fold the current parameters, then move weights that passes do not read to host memory.
 
-        Those were folded, or have copies in the dtype in which they are read. Only unflattened parameters move;
-        biases and statistics are not worth the time. What a pass reads after all comes back in the first one.
+        These weights are folded or have copies in another dtype. Only unflattened parameters move; biases and
+        statistics are too small to be worth it. An offloaded parameter that a pass does read returns to the device in
+        that pass.
         """
         net = self.net
         read = {b.source for layer in net.unfolded_layers() if layer.dtype == "float32" for b in layer.blobs}
@@ -151,10 +152,10 @@ class ForwardRunner:
             blob.offload_to_host()
 
     def share_memory(self, param: caffe_pb2.NetParameter, state: caffe_pb2.NetState | None, fuse: bool) -> None:
-        """Let blobs that are never needed at the same time have the same memory. Call before the first pass.
+        """Let blobs that are never live at the same time share memory. Call before the first pass.
 
         Args:
-            param: what the net was made of; so were `state` and `fuse`.
+            param: the net's message; `param`, `state` and `fuse` must be those of the net's constructor.
 
         Raises:
             OutOfMemoryError: there is no memory for the blobs.
@@ -171,15 +172,15 @@ class ForwardRunner:
             self._stale = False
 
     def capture(self) -> bool:
-        """Make graphs of a pass like the last one, which ran eagerly; whether there are any now.
+        """Capture a pass with the shapes of the last eager pass; return whether capture succeeded.
 
-        Memory is allocated, which can wait for the work of other devices of the process: where these run at the same
-        time, let all of them capture before one of them launches a collective.
+        Capture allocates memory, which can wait for other devices of the process. If these run concurrently, let all of
+            them capture before any launches a collective.
         """
         if self.captured or not (self.wanted and self._warm):
             return self.captured
         net = self.net
-        net.backend.trim()  # what tuning and compiling the first pass took
+        net.backend.trim()  # memory of tuning and compilation
         segments = [
             Segment(node.layer.name, partial(net.forward_node, node), blocker)
             for node, blocker in zip(net.schedule, _blockers(net), strict=True)
@@ -192,7 +193,7 @@ class ForwardRunner:
         except RunError as error:
             self._not_captured(error)
         except BaseException:
-            self.drop()  # the graphs of some segments only
+            self.drop()  # some segments may have been captured
             raise
         return self.captured
 
@@ -204,7 +205,7 @@ class ForwardRunner:
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
-        """Let layers read the number of the pass from the device's memory, where it is another in each replay."""
+        """Make layers read the pass number from device memory, so that each replay can change it."""
         self.net.context.forward_only = True
         passes = self.net.context.passes
         if passes.uses_random:
@@ -223,7 +224,7 @@ class ForwardRunner:
         self.drop()
 
     def _replay(self) -> bool:
-        """Launch the graphs; False where the data have another shape, and there are no graphs any more."""
+        """Launch the graphs; if the shapes have changed, drop the graphs and return False."""
         net = self.net
         number = net.context.passes.number
         net.prefetch_to_device(number)
@@ -255,19 +256,19 @@ class ForwardRunner:
         self._random = None
 
     def close(self) -> None:
-        """Free the graphs and close the net. Callable twice."""
+        """Free the graphs and close the net. Idempotent."""
         self.drop()
         self.net.close()
 
 
 def _can_capture(net: Net) -> bool:
-    """Whether passes can be captured: on a CPU, whose data layers make new arrays, if all inputs are given."""
+    """Return whether passes can be captured; not on a CPU with data layers, which allocate new arrays."""
     given = all(node.layer.type == "Input" for node in net.schedule if not node.bottoms)
     return net.backend.captures or (net.backend.captures_inference and given)
 
 
 def _blockers(net: Net) -> list[str | None]:
-    """For each node of the schedule why it cannot be captured; None if it can."""
+    """Return for each node of the schedule why it cannot be captured, or None."""
     blockers = capture_blockers(net.schedule)
     if net.backend.captures:
         return blockers
@@ -276,24 +277,24 @@ def _blockers(net: Net) -> list[str | None]:
 
 
 def _is_recordable(layer: Layer) -> bool:
-    """Whether the layer, or each of those that were made one, is recordable and leaves no later pass anything."""
+    """Return whether the layer (or each member of a fused layer) is recordable and has no state."""
     layers = layer.members if isinstance(layer, FusedLayer) else [layer]
     return all(each.recordable and not each.running_statistics() for each in layers)
 
 
 MAX_SHAPES = 4
-"""Shapes of the inputs whose nets, with memory and graphs, are kept at the same time."""
+"""The number of input shapes whose nets, memory and graphs are kept."""
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
 class ShapeRunners:
-    """Runners of nets that use the parameters of `net`.
+    """A cache of runners by input shape; their nets use the parameters of `net`.
 
     Args:
-        net: of the TEST phase, with Input layers, as the prototxt has it.
-        param: what it was made of, as read.
-        state: with which its layers were chosen; None: as `Net` chooses them.
+        net: an unfused TEST net with Input layers.
+        param: its message as read.
+        state: the NetState that selected its layers; None: as in `Net`.
         eager: never capture CUDA graphs.
     """
 
@@ -306,14 +307,14 @@ class ShapeRunners:
         self._eager = eager
         self._written = {name: net.blobs[name].shape for name in net.inputs}
         self.kept: OrderedDict[Shapes, ForwardRunner] = OrderedDict()
-        """By the inputs' shapes, the one used last at the end."""
+        """By input shapes, the most recently used last."""
         self._last: ForwardRunner | None = None
 
     def runner(self, shapes: Shapes) -> ForwardRunner:
-        """The runner for these shapes of the inputs, in the net's order.
+        """Return the runner for these input shapes, given in the net's order.
 
         Raises:
-            ShapeError: the net has no parameters for them, or layers cannot take them.
+            ShapeError: the parameters or layers do not fit these shapes.
         """
         runner = self.kept.get(shapes)
         if runner is None:
@@ -329,7 +330,7 @@ class ShapeRunners:
         return runner
 
     def parameters_changed(self) -> None:
-        """Let all runners take the parameters' present values in their next passes."""
+        """Make all runners use the parameters' current values in their next passes."""
         for runner in self.kept.values():
             runner.parameters_changed()
 
@@ -350,7 +351,7 @@ class ShapeRunners:
             raise ShapeError(f"net '{param.name}' has no parameters for inputs of shape {given}: {error}") from error
 
     def _with_shapes(self, shapes: Shapes) -> caffe_pb2.NetParameter:
-        """The net with other shapes of its inputs; Input layers of other phases and stages are left as they are."""
+        """Return the net with these input shapes; Input layers of other phases and stages are unchanged."""
         wanted = dict(zip(self._written, shapes, strict=True))
         param = caffe_pb2.NetParameter()
         param.CopyFrom(self._param)
@@ -363,7 +364,7 @@ class ShapeRunners:
 
 
 def _hand_on_states(source: Net, target: Net) -> None:
-    """Give a net the states that another one's last pass left to the next pass; 0 where their shapes differ."""
+    """Copy recurrent state from one net to another; states of different shapes become 0."""
     for old, new in zip(source.state(), target.state(), strict=True):
         if tuple(old.shape) == tuple(new.shape):
             target.backend.copy(old, new)
@@ -372,5 +373,5 @@ def _hand_on_states(source: Net, target: Net) -> None:
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """A shape as messages show it: ``2 x 3 x 6 x 6``."""
+    """Format a shape for messages: ``2 x 3 x 6 x 6``."""
     return " x ".join(map(str, shape))

@@ -1,10 +1,10 @@
-"""Rewrites a net's list of layers so that neighbours are computed as one.
+"""Layer fusion: adjacent layers are computed as one.
 
-Owns which layers go together: Convolution or InnerProduct with the ReLU behind it, InnerProduct also with a Sigmoid or
-TanH; BatchNorm with the Scale, Eltwise sum, ReLU and Split behind it, its statistics added up by the convolution before
-it, its gradient by the depthwise convolution right behind it; Reshape, Permute and Reshape that shuffle channels. The
-layers themselves stay as they are, with their parameters; only the net's schedule changes. Each fused layer keeps its
-members; results are theirs to rounding.
+Fused groups: Convolution or InnerProduct with the ReLU behind it, InnerProduct also with a Sigmoid or TanH; BatchNorm
+with the Scale, Eltwise sum, ReLU and Split behind it; Reshape, Permute and Reshape that shuffle channels. The
+convolution before a BatchNorm can compute its statistics; the depthwise convolution behind it can compute its gradient
+sums. Only the net's schedule changes: the layers and their parameters stay, and each fused layer keeps its members.
+Results equal the unfused ones up to rounding.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def rectified_with_channel(x: Each, y: Channel) -> Each:
 
 
 class FusedLayer(Layer):
-    """Several layers in one.
+    """A group of layers computed as one.
 
     Args:
-        members: in the order in which they would be computed.
+        members: the layers in the order of the unfused schedule.
     """
 
     supports_half = True
@@ -66,8 +66,8 @@ class FusedShuffle(FusedLayer):
     """y = x with its channels, seen as (outer, inner), turned into (inner, outer): Reshape, Permute and Reshape.
 
     Args:
-        members: these.
-        between: the tops of the first two, which hold nothing.
+        members: the three layers.
+        between: the tops of the first two layers; they are not filled.
     """
 
     def __init__(self, members: Sequence[Layer], between: Sequence[Blob]) -> None:
@@ -75,7 +75,7 @@ class FusedShuffle(FusedLayer):
         self._between = list(between)
 
     def outer(self, bottom: Blob, top: Blob) -> int:
-        """The outer number, from the shapes between; 0 where the layers do something else."""
+        """Return `outer`, from the shapes between; 0 if the layers do not shuffle channels."""
         x, (parts, turned) = bottom.shape, (blob.shape for blob in self._between)
         order = list(self.members[1].param.permute_param.order)
         if len(x) != 4 or len(parts) not in (4, 5) or order + list(range(len(order), len(parts))) != [
@@ -100,7 +100,7 @@ class FusedShuffle(FusedLayer):
         if outer:
             transpose_channels(self.backend, bottom[0].data, top[0].data, outer)
             return
-        for member, before, after in self._steps(bottom, top):  # with images of another size they may do more
+        for member, before, after in self._steps(bottom, top):  # other sizes may be no shuffle
             member.forward([before], [after])
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
@@ -115,7 +115,7 @@ class FusedShuffle(FusedLayer):
 class FusedActivation(FusedLayer):
     """y = f(weights * x + bias): a Convolution and its ReLU, or an InnerProduct and its ReLU, Sigmoid or TanH.
 
-    f is the ReLU where the second member has no formula `forward_with_bias`.
+    f is the ReLU if the second member has no formula `forward_with_bias`.
     """
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -136,7 +136,7 @@ class FusedActivation(FusedLayer):
         first.compute(bottom[0], top[0], self._activation.forward_with_bias or rectified_with_channel)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        """The activation's gradient overwrites the top's diff, which no other layer reads."""
+        """Run the group backward; the activation's gradient overwrites the top's diff, which no other layer reads."""
         first, y = self.members[0], top[0]
         assert isinstance(first, ConvolutionLayer | InnerProductLayer)
         wanted = len(first.blobs) > 1 and first.propagate_to_params[1]
@@ -150,15 +150,15 @@ class FusedActivation(FusedLayer):
 
 
 class FusedNormalisation(FusedLayer):
-    """y = max(scale * normal(x) + bias + residual, 0), handed to several readers.
+    """y = max(scale * normal(x) + bias + residual, 0), with one top for each reader.
 
-    A BatchNorm, then where they are there a Scale, an Eltwise sum, a ReLU and a Split. Bottoms: x, and the residual if
-    there is a sum. The gradient of the sum is the second bottom's own, and lies in its diff where that is wanted. Diffs
-    of the tops are overwritten: no other layer reads them.
+    A BatchNorm, then optionally a Scale, an Eltwise sum, a ReLU and a Split. Bottoms: x, and the residual if there is a
+        sum. The sum's gradient equals the second bottom's gradient and is stored in its diff if needed. The tops' diffs
+        are overwritten: no other layer reads them.
 
     Args:
         members: the layers.
-        gradient_tops: for each top whether a gradient comes back through it.
+        gradient_tops: for each top whether it receives a gradient.
     """
 
     def __init__(self, members: Sequence[Layer], gradient_tops: Sequence[bool]) -> None:
@@ -171,34 +171,35 @@ class FusedNormalisation(FusedLayer):
         self._adds, self._relu = "Eltwise" in types, "ReLU" in types
         self._gradient_tops = list(gradient_tops)
         self.sums: Array | None = None
-        """Where the convolution before adds up its output."""
+        """The buffer in which the preceding convolution sums its output."""
         self.reader: MeasuredConvolution | None = None
-        """The only reader of the only top, if it may work the top out by itself."""
+        """The only reader of the only top, if it may recompute the top by itself."""
         self._measured = False
         self._mask: ScratchBuffer | None = None
         self._added: tuple[Array, Array] | None = None
-        """The sums over the top's gradient, if the layer that computed that added them up."""
+        """The sums over the top's gradient, if the layer that computed the gradient provides them."""
         channels = norm.blobs[0].shape
         self._sum_dy_x, self._sum_dy = (self.backend.zeros(channels) for _ in range(2))
 
     @property
     def uses_stored(self) -> bool:
-        """Whether mean and variance are the stored ones."""
+        """Whether the stored mean and variance are used."""
         return self._norm.uses_stored
 
     @property
     def is_plain(self) -> bool:
-        """Whether the only top is the normalised bottom, perhaps rectified, with statistics of this pass."""
+        """Whether the only top is the normalised bottom, optionally rectified, with this batch's statistics."""
         return not (self._adds or self.uses_stored) and self._gradient_tops == [True]
 
     def as_bottom(self, x: Array, backward: bool) -> NormalisedBottom:
-        """The only top as its reader's bottom; in a backward pass, who asks adds up its gradient before this layer."""
+        """Return the only top for its reader; in a backward pass the reader sums its gradient before this layer
+        runs."""
         if backward:
             self._added = self._gradient_targets()
         return NormalisedBottom(x, self._normalisation(), self._relu, self._added)
 
     def sums_for(self, channels: int) -> Array:
-        """A buffer for sums of the bottom by channel, (2, C); the next forward pass takes its statistics from it."""
+        """Return a buffer (2, C) for channel sums of the bottom; the next forward pass computes statistics from it."""
         if self.sums is None:
             self.sums = self.backend.zeros((2, channels))
         self._measured = True
@@ -261,19 +262,19 @@ class FusedNormalisation(FusedLayer):
             self.backend.batch_norm_backward_data(x, dy, n, sums, bottom[0].diff, masked)
 
     def _total(self, dys: list[Array], bottom: Blobs, propagate_down: list[bool]) -> Array | None:
-        """An array for the gradient before the ReLU; None: it is recomputed from the only top's."""
+        """Return an array for the gradient before the ReLU; None: it is recomputed from the only top's gradient."""
         if self._adds and propagate_down[1]:
             return bottom[1].diff
         return dys[0] if self._adds or len(dys) > 1 else None
 
     def _learned(self) -> list[tuple[Layer, int]]:
-        """Which parameters are scale and bias: (layer, index)."""
+        """Return the scale and bias parameters as (layer, index)."""
         if self._scale is not None:
             return [(self._scale, index) for index in range(len(self._scale.blobs))]
         return [(self._norm, 3), (self._norm, 4)] if self._norm.scale_bias else []
 
     def _gradient_targets(self) -> tuple[Array, Array]:
-        """Arrays for the gradients of scale and bias: the parameters' diffs themselves where nothing must be added."""
+        """Return arrays for the gradients of scale and bias: the parameters' diffs if no addition is needed."""
         targets = [self._sum_dy_x, self._sum_dy]
         learned = self._learned()
         if len({id(layer.blobs[index].gradient_owner) for layer, index in learned}) < len(learned):
@@ -296,9 +297,10 @@ class FusedNormalisation(FusedLayer):
 
 
 class MeasuredConvolution(FusedLayer):
-    """A Convolution that adds up its output for the BatchNorm behind it, where its plan can do so for nothing.
+    """A Convolution that sums its output for the BatchNorm behind it, if its plan supports that at no cost.
 
-    Likewise its bottom's gradient for a BatchNorm before it. Such a bottom is worked out in both passes and not filled.
+    Likewise it sums its bottom's gradient for a BatchNorm before it. It recomputes such a bottom in both passes; the
+    bottom is not filled.
     """
 
     def __init__(self, convolution: ConvolutionLayer, norm: FusedNormalisation) -> None:
@@ -306,7 +308,7 @@ class MeasuredConvolution(FusedLayer):
         self._convolution = convolution
         self._normalisation = norm
         self.source: tuple[FusedNormalisation, Blob] | None = None
-        """The only writer of the bottom, which has no other reader, and what that one normalises."""
+        """The preceding normalisation, whose only reader is this layer, and the bottom of that normalisation."""
 
     @property
     def normalises(self) -> bool:
@@ -338,16 +340,16 @@ class MeasuredConvolution(FusedLayer):
 
 
 Chain = list[int]
-"""Indices of nodes that are to be computed as one, in order."""
+"""Indices of the nodes to fuse, in order."""
 
 
 def fuse_nodes(nodes: Sequence[Node]) -> list[Node]:
-    """The same work with neighbouring layers fused, in an order in which it can be done."""
+    """Return the schedule with adjacent layers fused, in a valid order."""
     return Fusion(nodes).run()
 
 
 class Fusion:
-    """One rewrite.
+    """One run of the fusion pass.
 
     Args:
         nodes: the layers in order.
@@ -359,7 +361,7 @@ class Fusion:
         self._result: dict[int, Node] = {}
 
     def run(self) -> list[Node]:
-        """Find the groups, the last ones first, so that a sum goes to the branch that is computed last."""
+        """Fuse all groups, the last first, so that a sum joins the branch that is computed last."""
         for index in reversed(range(len(self._nodes))):
             if index not in self._claimed and self._nodes[index].layer.type == "BatchNorm":
                 self._fuse_normalisation(index)
@@ -372,25 +374,25 @@ class Fusion:
         self._add_up_in_convolutions()
         return [self._result.get(i, self._nodes[i]) for i in order if i in self._result or i not in self._claimed]
 
-    # -- who reads what ------------------------------------------------------------------------------
+    # -- readers and writers -------------------------------------------------------------------------
 
     def _reader(self, index: int, blob: Blob) -> int | None:
-        """The node that reads what node `index` left in `blob`: there is at most one, thanks to the Split layers."""
+        """Return the node that reads `blob` after node `index`: at most one, because Split layers are inserted."""
         for later in range(index + 1, len(self._nodes)):
             if blob in self._nodes[later].bottoms:
                 return later
         return None
 
     def _writer(self, index: int, blob: Blob) -> int | None:
-        """The node whose values node `index` finds in `blob`."""
+        """Return the last node before `index` that writes `blob`."""
         return next((i for i in range(index - 1, -1, -1) if blob in self._nodes[i].tops), None)
 
     def _next(self, chain: Chain, types: str) -> int | None:
-        """The node behind the first top of a chain's last node, if it is of that type and may join the chain."""
+        """Return the reader of the first top of a chain's last node, if it has this type and may join the chain."""
         candidate = self._reader(chain[-1], self._nodes[chain[-1]].tops[0])
         if candidate is None or candidate in self._claimed or self._nodes[candidate].layer.type != types:
             return None
-        # What has a loss weight keeps its top's diff, which a group overwrites.
+        # A layer with a loss weight needs its top's diff, which a group overwrites.
         weighted = any(any(self._nodes[i].layer.loss_weights) for i in (*chain, candidate))
         return (
             None
@@ -399,13 +401,13 @@ class Fusion:
         )
 
     def _blocks_gradient(self, chain: Chain, candidate: int) -> bool:
-        """Whether `propagate_down: false` keeps node `candidate`'s gradient from parameters of the chain."""
+        """Return whether `propagate_down: false` keeps node `candidate`'s gradient from parameters of the chain."""
         if self._nodes[chain[-1]].need_backward or not self._nodes[candidate].need_backward:
             return False
         return any(any(self._nodes[i].layer.propagate_to_params) for i in chain)
 
     def _shares_parameter_between(self, chain: Chain, candidate: int) -> bool:
-        """Whether a node between the chain and node `candidate` has a parameter of the chain.
+        """Return whether a node between the chain and node `candidate` has a parameter of the chain.
 
         Running statistics would be updated in another order, and gradients would count as complete too early.
         """
@@ -414,7 +416,7 @@ class Fusion:
         return any(not names.isdisjoint(self._parameter_names(i)) for i in between)
 
     def _parameter_names(self, index: int) -> set[str]:
-        """Names under which a node's parameters are shared."""
+        """Return names under which a node's parameters are shared."""
         return {spec.name for spec in self._nodes[index].layer.param.param if spec.name}
 
     def _claim(self, chain: Chain, node: Node) -> None:
@@ -424,7 +426,7 @@ class Fusion:
     # -- Reshape + Permute + Reshape -------------------------------------------------------------------
 
     def _fuse_shuffle(self, index: int) -> None:
-        """Channels that change places: each Reshape of images would be two copies, by way of the logical order."""
+        """Fuse a channel shuffle. Unfused, each Reshape of images makes two copies, to logical order and back."""
         chain = [index]
         for kind in ("Permute", "Reshape"):
             following = self._next(chain, kind)
@@ -452,7 +454,7 @@ class Fusion:
         if reader is None or len(node.tops) != 1:
             return
         if node.layer.type == "InnerProduct" and (len(node.tops[0].shape) != 2 or len(node.layer.blobs) < 2):
-            return  # the activation is part of the pass that adds the bias, and its gradient's sums are for axis 1
+            return  # the activation is part of the bias kernel, whose gradient sums are for axis 1
         if isinstance(node.layer, ConvolutionLayer) and node.layer.axis != 1:
             return
         last = self._nodes[reader]
@@ -460,16 +462,16 @@ class Fusion:
         self._claim([index, reader], Node(fused, node.bottoms, last.tops, node.propagate_down, node.need_backward))
 
     def _is_plain_relu(self, index: int) -> bool:
-        """Whether max(x, 0), and its sign can still be seen in the backward pass."""
+        """Return whether the layer is max(x, 0) and the sign of its top is intact in the backward pass."""
         node = self._nodes[index]
         if node.layer.param.relu_param.negative_slope != 0:
             return False
-        # Dropout in place leaves the sign of what it keeps, and the gradient of what it drops is 0 anyway.
+        # In-place Dropout keeps the sign of retained elements; the gradient of dropped elements is 0.
         writers = (later for later in self._nodes[index + 1 :] if node.tops[0] in later.tops)
         return all(writer.layer.type == "Dropout" for writer in writers)
 
     def _overwritten(self, index: int, blob: Blob) -> bool:
-        """Whether a node from `index` on, itself not counted, writes into the blob."""
+        """Return whether a node after `index` writes into the blob."""
         return any(blob in node.tops for node in self._nodes[index + 1 :])
 
     # -- BatchNorm + Scale + Eltwise + ReLU + Split ----------------------------------------------------
@@ -497,7 +499,7 @@ class Fusion:
         self._claim(chain, Node(layer, bottoms, last.tops, down, need))
 
     def _find_chain(self, index: int) -> tuple[Chain, int | None]:
-        """The nodes from a BatchNorm on that can be one, and which of them is the sum."""
+        """Return the longest chain from a BatchNorm that can be fused, and which node of it is the sum."""
         chain = [index]
         norm = self._nodes[index].layer
         assert isinstance(norm, BatchNormLayer)
@@ -507,7 +509,7 @@ class Fusion:
         return chain, self._add_ending(chain)
 
     def _add_ending(self, chain: Chain, with_sum: bool = True) -> int | None:
-        """Add the Eltwise sum, the ReLU and the Split behind a chain to it; which node is the sum, if there is one."""
+        """Add the Eltwise sum, the ReLU and the Split behind a chain to it; return the node of the sum, or None."""
         residual = None
         summing = self._next(chain, "Eltwise") if with_sum else None
         if summing is not None and self._is_plain_sum(summing, self._nodes[chain[-1]].tops[0]):
@@ -522,7 +524,7 @@ class Fusion:
         return residual
 
     def _other_bottom(self, chain: Chain, residual: int) -> int:
-        """Which bottom of a chain's sum comes from outside."""
+        """Return the index of the sum's bottom that comes from outside the chain."""
         normal = self._nodes[chain[chain.index(residual) - 1]].tops[0]
         return 1 - self._nodes[residual].bottoms.index(normal)
 
@@ -531,7 +533,7 @@ class Fusion:
         return not layer.tops_overwritten and not any(layer.loss_weights)
 
     def _is_plain_broadcast(self, index: int) -> bool:
-        """Whether a Scale or Bias layer has one number of its own for each channel."""
+        """Return whether a Scale or Bias layer has its own parameters, one element per channel."""
         node = self._nodes[index]
         layer = node.layer
         assert isinstance(layer, BroadcastLayer)
@@ -539,7 +541,8 @@ class Fusion:
         return len(node.bottoms) == 1 and all(blob.shape == channels for blob in layer.blobs) and layer.axis == 1
 
     def _is_plain_sum(self, index: int, normal: Blob) -> bool:
-        """Whether the sum of `normal` and one other blob that it does not overwrite: that one's diff is the group's."""
+        """Return whether the layer adds `normal` and one other blob that it does not overwrite: the group uses its
+        diff."""
         node = self._nodes[index]
         param = node.layer.param.eltwise_param
         plain = param.operation == caffe_pb2.EltwiseParameter.SUM and all(c == 1 for c in param.coeff)
@@ -547,10 +550,10 @@ class Fusion:
         return plain and len(node.bottoms) == 2 and len(others) == 1 and others[0] not in node.tops
 
     def _source(self, index: int) -> Blob | None:
-        """Where the BatchNorm finds its bottom in the backward pass: a blob of its own if a later layer overwrites it.
+        """Return the BatchNorm's bottom for the backward pass: a new blob if a later layer overwrites it.
 
-        All layers before that use the blob then use the other one, so that those which work in place still do. None if
-        the first of them cannot write anywhere else; nothing is changed then.
+        All earlier layers that use the blob are moved to the new one, so that in-place layers stay in place. Return
+        None and change nothing if the first of them cannot write to another blob.
         """
         blob = self._nodes[index].bottoms[0]
         if not self._overwritten(index - 1, blob):
@@ -559,7 +562,7 @@ class Fusion:
         if not users or not self._nodes[users[0]].bottoms or not self._claimed.isdisjoint(users):
             return None
         if not self._nodes[index].propagate_down[0] and any(self._nodes[i].need_backward for i in users):
-            return None  # they find in the blob's diff what a later layer left there
+            return None  # their backward pass reads the diff that a later layer wrote to the blob
         hidden = Blob(blob.backend, blob.shape, f"{blob.name} before {self._nodes[index].layer.name}", blob.dtype)
         lists = [self._nodes[index].bottoms]
         for i in users:
@@ -569,7 +572,7 @@ class Fusion:
         return hidden
 
     def _gradient_tops(self, last: int) -> list[bool]:
-        """For each top of the last node whether a gradient comes back through it."""
+        """Return for each top of the last node whether it receives a gradient."""
         result = []
         for blob in self._nodes[last].tops:
             reader = self._reader(last, blob)
@@ -588,7 +591,7 @@ class Fusion:
             self._claim([writer], Node(measured, node.bottoms, node.tops, node.propagate_down, node.need_backward))
 
     def _add_up_in_convolutions(self) -> None:
-        """Tell convolutions which normalisation stands right before them and has no other reader."""
+        """Tell each convolution the normalisation directly before it, if the convolution is its only reader."""
         for index, node in self._result.items():
             source = self._result.get(index - 1)
             if source is None or not isinstance(node.layer, MeasuredConvolution):

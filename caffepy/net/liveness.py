@@ -1,7 +1,7 @@
 """Liveness analysis: a net runs on the meta device, which records the steps that use each array.
 
-Owns the rules for which arrays may share memory. It is the layers' own code that runs on `MetaBackend`, so there is no
-second description of what a layer reads, writes or allocates.
+Owns the rules for which arrays may share memory. The layers' own code runs on `MetaBackend`, so reads, writes and
+allocations need no second description.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ KINDS = (PARAMETERS, GRADIENTS, COPIES, FOLDED, INPUTS, BLOBS, BUFFERS)
 
 @dataclass(frozen=True)
 class ArrayRef:
-    """Names an array that may share memory, independently of the net object that holds it.
+    """The identity of an array that may share memory, independent of a net object.
 
     Args:
         node: number of the layer in the net's schedule.
         part: ``data`` or ``diff`` of a top, or the name of a layer's scratch buffer.
-        index: which top; for a scratch buffer which member of a fused layer, from 1 on, or 0 for the layer itself.
-        is_blob: whether it is a top's data or diff.
+        index: the top's index; for a scratch buffer the member of a fused layer, from 1, or 0 for the layer itself.
+        is_blob: whether the array is a top's data or diff.
     """
 
     node: int
@@ -43,7 +43,7 @@ class ArrayRef:
     is_blob: bool
 
     def find(self, net: Net, shape: tuple[int, ...], dtype: str) -> Blob | ScratchBuffer:
-        """The blob or scratch buffer in a net; a scratch buffer is made if the layer has not yet run."""
+        """Return the blob or scratch buffer in a net; a scratch buffer is created if the layer has not yet run."""
         node = net.schedule[self.node]
         if self.is_blob:
             return node.tops[self.index]
@@ -59,7 +59,7 @@ class ArrayRef:
             holder.bind(array)
 
     def title(self, net: Net) -> str:
-        """Its name in tables."""
+        """Return the array's name for tables."""
         node = net.schedule[self.node]
         return f"{node.tops[self.index].name} {self.part}" if self.is_blob else f"({self.part})"
 
@@ -100,7 +100,7 @@ class LivenessAnalysis:
         return len(self.net.schedule) * (2 if self._backward else 1)
 
     def step_name(self, step: int) -> str:
-        """A step for messages."""
+        """Return the name of a step for messages."""
         count = len(self.net.schedule)
         node = self.net.schedule[step if step < count else 2 * count - 1 - step]
         return f"{'forward' if step < count else 'backward'} of layer '{node.layer.name}' ({node.layer.type})"
@@ -137,7 +137,7 @@ class LivenessAnalysis:
         setattr(layer, name, wrapped)
 
     def _read_afterwards(self) -> Iterator[Blob]:
-        """Blobs that are read after the iteration: outputs, losses, and labels (for messages)."""
+        """Yield blobs that are read after the iteration: outputs, losses, and labels (for messages)."""
         yield from self.net.outputs.values()
         for node in self.net.schedule:
             yield from (top for top, weight in zip(node.tops, node.layer.loss_weights, strict=True) if weight)
@@ -146,7 +146,7 @@ class LivenessAnalysis:
     # -- results ------------------------------------------------------------------------------------
 
     def shareable(self) -> dict[ArrayRef, Memory]:
-        """Arrays whose contents do not outlive an iteration, so that they may share memory."""
+        """Return the arrays that may share memory: their contents do not outlive an iteration."""
         refs: dict[Memory, ArrayRef] = {}
         for ref, array in self._arrays():
             memory = array.memory
@@ -156,9 +156,9 @@ class LivenessAnalysis:
         return {ref: memory for memory, ref in refs.items()}
 
     def _arrays(self) -> Iterator[tuple[ArrayRef, MetaArray]]:
-        """All arrays of blobs and scratch buffers; of blobs that share memory the one that allocated it comes first.
+        """Yield all arrays of blobs and scratch buffers; among blobs that share memory the allocating blob comes first.
 
-        Split and Reshape hand data on in the order of the schedule and diffs in reverse, hence the two orders.
+        Split and Reshape pass data on in schedule order and diffs in reverse order, hence the two orders.
         """
         schedule = list(enumerate(self.net.schedule))
         for part, order in (("data", schedule), ("diff", schedule[::-1])):
@@ -173,7 +173,7 @@ class LivenessAnalysis:
                         yield ArrayRef(number, name, index, False), buffer.allocated
 
     def lasting(self) -> dict[str, int]:
-        """Bytes, by KINDS, of all arrays that do not share memory; arrays that were freed are not counted."""
+        """Return the bytes, by KINDS, of all live arrays that do not share memory."""
         kinds = self._kinds()
         shared = set(self.shareable().values())
         sizes = dict.fromkeys(KINDS, 0)
@@ -204,7 +204,7 @@ class LivenessAnalysis:
 
 
 def _owners(layer: Layer) -> list[Layer]:
-    """A layer, and the members of a fused one."""
+    """Return a layer and, if it is fused, its members."""
     return [layer, *getattr(layer, "members", [])]
 
 

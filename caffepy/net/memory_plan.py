@@ -1,11 +1,11 @@
-"""Memory plans: how much memory a net needs, and the offsets in one arena of arrays that are never live together.
+"""Memory plans: the memory that a net needs, and offsets in one arena for arrays that are never live together.
 
 A plan is made from the prototxt, without building the net, and bound to the net before its first pass. A blob that is
 reshaped later leaves the arena and allocates its own memory, so that an outdated plan wastes memory but is never wrong.
 
-The smallest arena is as hard to find as the best packing of bins; greedy placement, largest arrays first, is known to
-come near (Pisarchyk and Lee 2020, "Efficient Memory Management for Deep Neural Net Inference"). Here several orders are
-tried; for the nets in models/ the best is within 0.5 % of the bound.
+Finding the smallest arena is as hard as bin packing; greedy placement, largest arrays first, comes close (Pisarchyk and
+Lee 2020, "Efficient Memory Management for Deep Neural Net Inference"). Several orders are tried; for the nets in
+models/ the best is within 0.5 % of the lower bound.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Lifetime:
     """The steps in which an array is live.
 
     Args:
-        size: its bytes.
+        size: bytes.
         first: the first step that uses it.
-        last: the last one.
+        last: the last step that uses it.
     """
 
     size: int
@@ -53,12 +53,12 @@ class Lifetime:
     last: int
 
     def overlaps(self, other: Lifetime) -> bool:
-        """Whether both are live in some step."""
+        """Return whether both arrays are live in some step."""
         return self.first <= other.last and other.first <= self.last
 
 
 def assign_offsets(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
-    """An offset for each array, so that no two that meet overlap, and the bytes of the arena."""
+    """Return an offset for each array and the arena's bytes; arrays live at the same time do not overlap."""
     live = live_bytes(lifetimes)
     best: tuple[list[int], int] | None = None
     for order in _orders(lifetimes, live):
@@ -72,7 +72,7 @@ def assign_offsets(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
 
 
 def live_bytes(lifetimes: Sequence[Lifetime]) -> list[int]:
-    """For each step the bytes of all live arrays; the largest is a lower bound of any arena."""
+    """Return the live bytes of each step; their maximum is a lower bound of any arena."""
     changes = [0] * (max((life.last for life in lifetimes), default=-1) + 2)
     for life in lifetimes:
         changes[life.first] += aligned_bytes(life.size)
@@ -81,7 +81,7 @@ def live_bytes(lifetimes: Sequence[Lifetime]) -> list[int]:
 
 
 def widest_gaps(lifetimes: Sequence[Lifetime], offsets: Sequence[int], arena: int, steps: int) -> list[tuple[int, int]]:
-    """For each step the widest range of the arena, (begin, end), without a live array."""
+    """Return for each step the widest range of the arena, (begin, end), without a live array."""
     order = sorted(range(len(lifetimes)), key=lambda index: offsets[index])
     gaps = []
     for step in range(steps):
@@ -100,7 +100,7 @@ def _width(gap: tuple[int, int]) -> int:
 
 
 def _orders(lifetimes: Sequence[Lifetime], live: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Orders in which the arrays may be placed."""
+    """Yield orders of placement to try."""
     fullest = sorted(range(len(live)), key=lambda step: (-live[step], step))
     rank = {step: i for i, step in enumerate(fullest)}
     keys: list[Callable[[Lifetime], tuple[int, int]]] = [
@@ -115,7 +115,7 @@ def _orders(lifetimes: Sequence[Lifetime], live: Sequence[int]) -> Iterator[Sequ
 
 
 def _place(lifetimes: Sequence[Lifetime], order: Sequence[int]) -> tuple[list[int], int]:
-    """Each array in its turn into the smallest gap that holds it, else behind all that it meets."""
+    """Place each array into the smallest gap that holds it, else behind all arrays live at the same time."""
     offsets = [0] * len(lifetimes)
     placed: list[tuple[int, int, Lifetime]] = []
     for index in order:
@@ -127,7 +127,7 @@ def _place(lifetimes: Sequence[Lifetime], order: Sequence[int]) -> tuple[list[in
 
 
 def _best_gap(ranges: Sequence[tuple[int, int]], size: int) -> int:
-    """The beginning of the smallest gap between ranges, sorted by their beginnings, that holds `size` bytes."""
+    """Return the start of the smallest gap of at least `size` bytes between ranges sorted by start."""
     best, smallest, reached = -1, 0, 0
     for begin, end in ranges:
         gap = begin - reached
@@ -145,13 +145,13 @@ class ArenaSlot:
     """An array in the arena.
 
     Args:
-        ref: which array of the net.
-        title: its name in tables.
+        ref: the array in the net.
+        title: name for tables.
         layer: the layer's name.
-        shape: its dimensions.
-        dtype: of its elements.
-        life: its bytes and the steps in which it is live.
-        offset: in the arena, in bytes.
+        shape: dimensions.
+        dtype: dtype of the elements.
+        life: its size and live steps.
+        offset: offset in the arena in bytes.
     """
 
     ref: ArrayRef
@@ -165,16 +165,16 @@ class ArenaSlot:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory of a net: the arena's layout, and the sizes of everything else.
+    """The memory of a net: the arena's layout and the sizes of all other allocations.
 
     Args:
         net: the net's name.
         slots: the arrays that share the arena.
-        arena: its bytes.
-        live: for each step the bytes of the live slots.
-        steps: the steps' names.
-        lasting: bytes of everything else, by what it is for (`caffepy.net.liveness.KINDS`).
-        gaps: for each step the widest range of the arena without live slots, (begin, end).
+        arena: bytes of the arena.
+        live: bytes of the live slots of each step.
+        steps: names of the steps.
+        lasting: bytes of all other arrays by category (`caffepy.net.liveness.KINDS`).
+        gaps: widest range (begin, end) without live slots of each step.
         workspaces: for each step with a convolution the largest workspace that the backend allocates for it.
         least_workspace: bytes of workspace without any convolution.
     """
@@ -196,7 +196,7 @@ class MemoryPlan:
 
     @property
     def bound(self) -> int:
-        """The lower bound of the arena's bytes: the most that is live in one step."""
+        """The lower bound of the arena's bytes: the maximum of `live`."""
         return max(self.live, default=0)
 
     @property
@@ -205,21 +205,22 @@ class MemoryPlan:
         return list(self.live).index(self.bound) if self.live else 0
 
     def history(self, histories: int) -> int:
-        """Bytes of a solver's history with `histories` values for each parameter."""
+        """Return the bytes of a solver's history with `histories` values per parameter."""
         return self.lasting[PARAMETERS] * histories
 
     def workspace(self, share: bool = True) -> int:
-        """Bytes of the largest workspace outside of the arena; one that fits into a step's gap costs nothing."""
+        """Return the bytes of the largest workspace outside the arena; a workspace that fits into a gap costs
+        nothing."""
         gaps = [end - begin if share else 0 for begin, end in self.gaps]
         outside = [size for step, size in self.workspaces.items() if size > gaps[step]]
         return max(outside, default=self.least_workspace)
 
     def total(self, histories: int = 0, share: bool = True) -> int:
-        """Bytes of everything but the workspace."""
+        """Return the bytes of everything but the workspace."""
         return sum(self.lasting.values()) + (self.arena if share else self.alone) + self.history(histories)
 
     def at_peak(self) -> list[ArenaSlot]:
-        """The slots live in the peak step, largest first."""
+        """Return the slots that are live in the peak step, largest first."""
         live = [slot for slot in self.slots if slot.life.first <= self.peak <= slot.life.last]
         return sorted(live, key=lambda slot: -slot.life.size)
 
@@ -227,8 +228,8 @@ class MemoryPlan:
         """Bind a net's arrays to their slots and its nodes' workspaces to the gaps. Call before the first pass.
 
         Args:
-            net: built as the plan was made.
-            arena: at least `self.arena` bytes; nets that never run at the same time can use the same.
+            net: a net built with the arguments of the plan.
+            arena: at least `self.arena` bytes; nets that never run concurrently can share it.
         """
         assert arena.nbytes >= self.arena, (arena.nbytes, self.arena)
         for slot in self.slots:
@@ -243,7 +244,7 @@ class MemoryPlan:
         """Allocate the memory for `bind`.
 
         Raises:
-            OutOfMemoryError: naming the layer of the peak step.
+            OutOfMemoryError: not enough memory; the message names the layer of the peak step.
         """
         try:
             return backend.arena(self.arena)
@@ -260,14 +261,14 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan the memory of a net without building it.
 
-    Data layers open their data to learn its shape, unless `context.sample_shapes` says it (see `sample_shapes`).
+    Data layers open their data for its shape unless `context.sample_shapes` gives it (see `sample_shapes`).
 
     Args:
         param: the net as read.
-        context: the net's; the plan is for a backend like `context.backend`, which can be a `MetaBackend`.
+        context: the net's context; the plan is for a backend like `context.backend`, which can be a `MetaBackend`.
         state: as `Net` takes it.
         fuse: as `Net` takes it.
-        backward: whether there are backward passes; by default in the TRAIN phase.
+        backward: whether backward passes run; None: in the TRAIN phase.
     """
     training = context.phase == caffe_pb2.TRAIN
     analysis = LivenessAnalysis(param, context, state, fuse, training if backward is None else backward)
@@ -294,7 +295,7 @@ def plan_memory(
 
 
 def sample_shapes(net: Net) -> dict[str, tuple[int, ...]]:
-    """`LayerContext.sample_shapes` from a net that has opened its data, for another net with the same layers."""
+    """Return `LayerContext.sample_shapes` from a net with open data, for another net with the same layers."""
     return {
         top.name: top.shape[1:] for node in net.nodes if isinstance(node.layer, PrefetchingLayer) for top in node.tops
     }
@@ -303,7 +304,7 @@ def sample_shapes(net: Net) -> dict[str, tuple[int, ...]]:
 def read_sample_shapes(
     param: caffe_pb2.NetParameter, context: LayerContext, state: caffe_pb2.NetState | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """`LayerContext.sample_shapes` of a net that is not built; opens each data source once.
+    """Return `LayerContext.sample_shapes` without building the net; each data source is opened once.
 
     Raises:
         DataError: a source cannot be opened.
@@ -320,7 +321,7 @@ def read_sample_shapes(
 
 
 def describe(plan: MemoryPlan, histories: int, device: str) -> str:
-    """The log's line on a training's memory."""
+    """Return the log line on the memory of a training."""
     parts = [f"blobs {_amount(plan.arena)} (shared; {_amount(plan.alone)} without sharing)"]
     sizes = {
         "other blobs": plan.lasting[BLOBS],
@@ -337,21 +338,21 @@ def describe(plan: MemoryPlan, histories: int, device: str) -> str:
 
 
 def _amount(size: int) -> str:
-    """Bytes as text."""
+    """Format a number of bytes."""
     if size >= GIBIBYTE:
         return f"{size / GIBIBYTE:.1f} GiB"
     return f"{size / MEBIBYTE:.1f} MiB"
 
 
 READERS = ("data_param", "image_data_param", "hdf5_data_param")
-"""Fields of layers that read batches of records."""
+"""Fields of data layers that have a `batch_size`."""
 
 LARGEST = 2**20
-"""No batch is looked for beyond this."""
+"""The upper limit of the search for a batch size."""
 
 
 def with_batch(param: caffe_pb2.NetParameter, batch: int) -> caffe_pb2.NetParameter:
-    """A copy of a net whose layers without bottoms give batches of this size."""
+    """Return a copy of a net whose layers without bottoms have this batch size."""
     result = caffe_pb2.NetParameter()
     result.CopyFrom(param)
     for layer in result.layer:
@@ -367,7 +368,7 @@ def with_batch(param: caffe_pb2.NetParameter, batch: int) -> caffe_pb2.NetParame
 
 
 def written_batch(param: caffe_pb2.NetParameter) -> int:
-    """The batch that the first layer without bottoms gives, as the prototxt says; 0 if it says none.
+    """Return the batch size that the prototxt gives for the first layer without bottoms; 0 if none.
 
     Args:
         param: the net, filtered.
@@ -381,7 +382,7 @@ def written_batch(param: caffe_pb2.NetParameter) -> int:
     return 0
 
 
-def largest_batch(  # noqa: PLR0913 -- one keyword a setting
+def largest_batch(  # noqa: PLR0913 -- one keyword per setting
     param: caffe_pb2.NetParameter,
     context: LayerContext,
     state: caffe_pb2.NetState | None,
@@ -391,22 +392,22 @@ def largest_batch(  # noqa: PLR0913 -- one keyword a setting
     available: int,
     below: int = LARGEST,
 ) -> int:
-    """The largest batch_size below `below` that a training fits into `available` bytes with; 0 if none does.
+    """Return the largest batch_size below `below` with which training fits into `available` bytes; 0 if none.
 
-    No blob may have more elements than Caffe allows, whatever the memory.
+    Caffe's limit on the elements of a blob applies too.
 
     Args:
         param: the net as read.
-        context: its surroundings.
+        context: the net's context.
         state: as `Net` takes it.
         fuse: as `Net` takes it.
-        share: whether its blobs share memory.
-        histories: values that the solver keeps for each parameter.
-        available: bytes.
-        below: a batch that is known not to fit.
+        share: whether blobs share memory.
+        histories: history values of the solver per parameter.
+        available: bytes of available memory.
+        below: a batch size known not to fit.
 
     Raises:
-        CaffepyError: with another batch the net does not hold together.
+        CaffepyError: the net is not valid with another batch size.
     """
 
     def fits(batch: int) -> bool:
@@ -420,7 +421,7 @@ def largest_batch(  # noqa: PLR0913 -- one keyword a setting
 
 
 def largest(fits: Callable[[int], bool], below: int) -> int:
-    """The largest number from 1 to below - 1 that fits, given that all smaller ones do too; 0 if none."""
+    """Return the largest number in 1 .. below - 1 for which the monotonic `fits` holds; 0 if none."""
     good, bad = 0, 1
     while bad < below and fits(bad):
         good, bad = bad, bad * 2

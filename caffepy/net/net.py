@@ -1,7 +1,6 @@
-"""The net: layers over blobs, made from the prototxt and run forward and backward (Caffe's `net.cpp`).
+"""Nets: layers and blobs built from a prototxt, run forward and backward (Caffe's `net.cpp`).
 
-`caffepy.snapshot.caffemodel` moves parameters between nets and files. The steps that build a net have the order of
-`Net::Init`.
+`caffepy.snapshot.caffemodel` copies parameters between nets and files. Nets are built in the order of `Net::Init`.
 """
 
 from __future__ import annotations
@@ -56,12 +55,11 @@ class Net:
 
     Args:
         param: the net as read (upgraded, unfiltered).
-        context: backend, phase, seed and shard, handed to every layer.
-        state: phase, level and stages that include and exclude rules are compared with; by default `param.state`
-            with the context's phase.
-        fuse: compute groups of layers as one (`net/fuse.py`, `net/fold.py`); blobs within a group are then not filled,
-            and a net of the TEST phase can only run forward.
-        trace: takes the times of the layers.
+        context: backend, phase, seed and shard, passed to every layer.
+        state: phase, level and stages for include and exclude rules; by default `param.state` with the context's phase.
+        fuse: fuse layers (`net/fuse.py`, `net/fold.py`). Blobs inside a group are then not filled, and a TEST net can
+            only run forward.
+        trace: records the times of the layers.
 
     Raises:
         ConfigError: layers, blobs or parameters do not fit together.
@@ -82,18 +80,18 @@ class Net:
         self.phase = context.phase
         self.debug_info = param.debug_info
         self.after_backward: list[Callable[[Node], None]] = []
-        """Called with each node of the schedule once the gradients of the parameters that it owns are complete."""
+        """Called with each node of the schedule when the gradients of its own parameters are complete."""
         self.before_forward: list[Callable[[Node], None]] = []
-        """Called with each node before it runs forward; only where nothing is captured, as those below."""
+        """Called with each node before it runs forward. Not called in captured passes; nor are the three below."""
         self.after_forward: list[Callable[[Node], None]] = []
         self.before_backward: list[Callable[[Node], None]] = []
-        """Called with each node before it runs backward, and where it does not need to."""
+        """Called with each node at its turn in the backward pass, also if its backward pass is skipped."""
         self.graphs_outdated: list[Callable[[], None]] = []
-        """Called when graphs of passes hold no longer: parameters have other memory, or a loss takes a written diff."""
+        """Called when captured graphs become invalid: parameters have new memory, or a loss reads a written diff."""
         self._trace = trace
         self.keeps_copies = True
         """Whether `forward` refreshes the half-precision copies of parameters; solvers do so after an update."""
-        with self.backend.activate():  # passes read these constants on the backend's stream
+        with self.backend.activate():  # passes read the constants on the backend's stream
             built = build_net(param, context, state)
             self.param = built.param
             self.nodes = built.nodes
@@ -103,13 +101,13 @@ class Net:
             self._table = built.table
             unflattened = self.phase == caffe_pb2.TEST
             self.parameters = ParameterBuffer(self.backend, built.table.parameters, unflattened)
-            """Those of another net after `share_trained_layers_with`."""
+            """The other net's parameters after `share_trained_layers_with`."""
             self._filled = False
             rewrite = fold_nodes if self.phase == caffe_pb2.TEST else fuse_nodes
             self.schedule = rewrite(self.nodes) if fuse else self.nodes
-            """The nodes in the order of `forward`, fused if asked for; `backward` runs them in reverse."""
+            """The nodes, fused on request, in the order of `forward`; `backward` reverses it."""
             self.folds_parameters = True
-            """Whether `forward` folds the parameters anew; who sets it to False calls `fold_parameters` in time."""
+            """Whether `forward` folds the parameters. If False, the caller must call `fold_parameters`."""
             if fuse:
                 self.reshape()
 
@@ -119,16 +117,16 @@ class Net:
     def _repr_html_(self) -> str:
         return net_table(repr(self), self.nodes)
 
-    # -- what the net is made of ---------------------------------------------------------------------
+    # -- contents of the net -------------------------------------------------------------------------
 
     @property
     def layers(self) -> list[Layer]:
-        """In the prototxt's order, with the Split and Cast layers that were put in; fused or not."""
+        """All layers in the prototxt's order, unfused, with the inserted Split and Cast layers."""
         return [node.layer for node in self.nodes]
 
     @property
     def layer_names(self) -> list[str]:
-        """Of `layers`, in their order; so are `bottoms` and `tops`."""
+        """Names in the order of `layers`; `bottoms` and `tops` have the same order."""
         return [node.layer.name for node in self.nodes]
 
     @property
@@ -145,7 +143,7 @@ class Net:
         return [top.name for node in self.nodes if node.layer.type == "Input" for top in node.tops]
 
     def loss_weight(self, blob: Blob) -> float:
-        """The weight of a top in the loss, 0 if it has none."""
+        """Return the weight of a top in the loss, 0 if it has none."""
         return max(
             (
                 weight
@@ -158,7 +156,7 @@ class Net:
         )
 
     def batch_size(self) -> int:
-        """Samples of this device in one pass: the first axis of the first layer's first top that takes no bottom."""
+        """This device's samples per pass: the first axis of the first top of the first layer without bottoms."""
         for node in self.nodes:
             if not node.bottoms and node.tops and node.tops[0].shape:
                 return node.tops[0].shape[0]
@@ -167,12 +165,12 @@ class Net:
     def connect_devices(
         self, total: Callable[[Array], None], mean: Callable[[Array], None] | None, capturable: bool
     ) -> None:
-        """Let layers whose numbers span all devices reach the others; called once the devices are connected.
+        """Give layers the all-reduces over all devices. Called after the devices are connected.
 
         Args:
-            total: sums an array over all devices, in place, for losses that count labels.
-            mean: averages one, in place, for BatchNorm; None: each device takes its own statistics.
-            capturable: both may be captured in a CUDA graph.
+            total: in-place sum over all devices, for losses that count labels.
+            mean: in-place mean over all devices, for BatchNorm; None: each device uses its own statistics.
+            capturable: whether both can be captured in a CUDA graph.
         """
         self.context.all_reduce_sum = total
         self.context.all_reduce_mean = mean
@@ -184,13 +182,13 @@ class Net:
         """Run every layer forward; layers whose bottoms changed shape are reshaped first.
 
         Raises:
-            RunError: a layer failed in a way that it has no message for; the layer is named.
+            RunError: a layer raised an unexpected exception; the message names the layer.
         """
         for _ in self._forward_nodes():
             continue
 
     def forward_part(self, nodes: Sequence[Node]) -> None:
-        """Run some nodes of the schedule forward; data layers go on to their next batches if one of them is among them.
+        """Run some nodes of the schedule forward; a data layer among them advances all data layers by one batch.
 
         Raises:
             RunError: see `forward`.
@@ -204,7 +202,7 @@ class Net:
             self.forward_node(node)
 
     def _forward_nodes(self, nodes: Sequence[Node] | None = None) -> Iterator[Node]:
-        """Run every layer forward, or some, and yield each node after it ran."""
+        """Run the given nodes, by default all, forward; yield each node after its pass."""
         self.prepare()
         number = self.context.passes.number
         self.prefetch_to_device(number)
@@ -224,7 +222,7 @@ class Net:
             self.fold_parameters()
 
     def _refresh_copies(self) -> None:
-        """Refresh the half-precision copies, in a folded net only of the parameters that are read as they are."""
+        """Refresh the half-precision copies; in a folded net only those of unfolded parameters."""
         own = self.unfolded_layers()
         if len(own) == len(self.layers) and not self.parameters.unflattened:
             self.parameters.refresh(self._dtypes)
@@ -232,7 +230,7 @@ class Net:
         self.parameters.refresh_single((b, one.dtype) for one in own if one.dtype != "float32" for b in one.blobs)
 
     def _fill_parameters(self) -> None:
-        """Fill the parameters that nothing has used yet: in a pass that is captured it would be too late."""
+        """Fill the parameters not used yet, because a captured pass cannot."""
         for node in self.nodes:
             with node.named_errors():
                 for blob in node.layer.blobs:
@@ -240,13 +238,13 @@ class Net:
         self._filled = True
 
     def fold_parameters(self) -> None:
-        """Compute the weights that folded layers make of the present parameters."""
+        """Compute the weights of folded layers from the current parameters."""
         largest_first = sorted(self._folded, key=lambda layer: -layer.blobs[0].count)
-        for layer in largest_first:  # what the first ones free is used again
+        for layer in largest_first:  # later layers reuse the memory that earlier ones free
             layer.fold()
 
     def unfolded_layers(self) -> list[Layer]:
-        """Those whose parameters passes read, as they are or in another dtype."""
+        """The layers whose own parameters passes read, directly or in another dtype."""
         folded = {id(layer) for convolution in self._folded for layer in convolution.folded_layers}
         return [layer for layer in self.layers if id(layer) not in folded]
 
@@ -266,7 +264,7 @@ class Net:
                 node.layer.prefetch_to_device(number)
 
     def release_batch(self, number: int) -> None:
-        """Free the batches of pass `number`: everything that reads them is on the device's stream."""
+        """Free the batches of pass `number`. All work that reads them must be on the device's stream."""
         for node in self._prefetching_nodes:
             node.layer.release_batch(number)
 
@@ -281,7 +279,7 @@ class Net:
         return [node for node in self.schedule if any(bottom in sources for bottom in node.bottoms)]
 
     def forward_node(self, node: Node) -> None:
-        """Run one layer of the schedule forward, and the callbacks."""
+        """Run one node of the schedule forward, with the callbacks."""
         for callback in self.before_forward:
             callback(node)
         if [bottom.shape for bottom in node.bottoms] != node.shapes:
@@ -299,7 +297,7 @@ class Net:
             callback(node)
 
     def _save_loss(self, node: Node, total: Array) -> None:
-        """Add up the loss of a node now, because a later layer overwrites its tops in place."""
+        """Sum the loss of a node now, because a later layer overwrites its tops in place."""
         accumulate = False
         for top, weight in zip(node.tops, node.layer.loss_weights, strict=True):
             if weight:
@@ -307,7 +305,7 @@ class Net:
                 accumulate = True
 
     def backward(self, nodes: Sequence[Node] | None = None) -> None:
-        """Run backward every layer that lies between a learnable parameter and the loss.
+        """Run backward every layer between a learnable parameter and the loss.
 
         Args:
             nodes: only these nodes of the schedule, in the order of `forward`.
@@ -320,7 +318,7 @@ class Net:
             debug.log_norms(self.parameters)
 
     def backward_node(self, node: Node) -> None:
-        """Run one layer of the schedule backward, if it needs that, and the callbacks in any case."""
+        """Run one node of the schedule backward if needed, and the callbacks in any case."""
         for callback in self.before_backward:
             callback(node)
         if node.need_backward:
@@ -334,9 +332,9 @@ class Net:
             callback(node)
 
     def _fill_loss_weights(self, node: Node) -> None:
-        """Fill the diffs of tops that have a loss weight, in every pass: in-place layers overwrite them.
+        """Fill the diffs of tops that have a loss weight. Needed in every pass, because in-place layers overwrite them.
 
-        Loss layers multiply with their weight and the loss scale themselves.
+        Loss layers apply their weight and the loss scale themselves.
         """
         if node.layer.is_loss:
             return
@@ -347,13 +345,13 @@ class Net:
                     self.backend.apply(scaled, (top.diff, self.context.loss_scale), (top.diff,))
 
     def shapes_changed(self) -> bool:
-        """Whether a prefetched batch has another shape or layout than the one that the net was last reshaped for."""
+        """Return whether a prefetched batch differs in shape or layout from the last reshape of the net."""
         if any(node.layer.transfer_changed() for node in self._prefetching_nodes):
             return True
         return any([bottom.shape for bottom in node.bottoms] != node.shapes for node in self._first_readers)
 
     def shapes_known_until(self, number: int) -> int:
-        """The first pass, from `number` on, whose batches may have another shape; all before it were prefetched."""
+        """Return the first pass from `number` on whose batch shapes are not known from prefetching."""
         sources = (node.layer for node in self.schedule if not node.bottoms)
         return min((layer.shapes_known_until(number) for layer in sources), default=number)
 
@@ -364,13 +362,13 @@ class Net:
             accumulate = True
 
     def loss(self) -> float:
-        """The sum over all tops of loss weight times the sum of the top's elements; waits for the device."""
+        """Return sum over tops of loss_weight * sum(top). Waits for the device."""
         return sum(
             weight * float(self.backend.to_host(values).sum(dtype="float64")) for values, weight in self._losses()
         )
 
     def _losses(self) -> Iterator[tuple[Array, float]]:
-        """The terms of the loss after a forward pass: (values, weight)."""
+        """Yield the terms of the loss after a forward pass: (values, weight)."""
         for node in self.nodes:
             if node.layer.saved_loss is not None:
                 yield node.layer.saved_loss, 1.0
@@ -385,15 +383,15 @@ class Net:
             parameter.blob.gradient_started = False
 
     def reshape(self) -> None:
-        """Reshape every layer to its bottoms' present shapes."""
+        """Reshape every layer to its bottoms' current shapes."""
         for node in self.schedule:
             node.reshape()
 
     def statistics(self, local_only: bool = False) -> list[Array]:
-        """Flat views of the parameters that forward passes change: BatchNorm's running statistics.
+        """Return flat views of the parameters that forward passes change: BatchNorm's running statistics.
 
         Args:
-            local_only: only those that each device computes from its own batches.
+            local_only: only statistics that each device computes from its own batches.
         """
         blobs = [
             layer.blobs[index]
@@ -405,7 +403,7 @@ class Net:
         return [self.parameters.data[part] for part in self.parameters.slices(blobs)]
 
     def state(self) -> list[Array]:
-        """Arrays, no parameters, that a forward pass leaves to the next one."""
+        """Return the state arrays, other than parameters, that a forward pass passes on to the next."""
         return [array for layer in self.layers for array in layer.state()]
 
     def raise_device_errors(self) -> None:
@@ -415,13 +413,13 @@ class Net:
 
     @cached_property
     def _error_layers(self) -> list[Layer]:
-        """Those whose kernels record errors."""
+        """The layers whose kernels record errors."""
         return [one for one in self.layers if type(one).raise_device_errors is not Layer.raise_device_errors]
 
     def first_non_finite(self, anew: bool = False) -> Node | None:
-        """The first layer in forward order with a top that is not finite, None if all are.
+        """Return the first layer in forward order with a non-finite top, or None.
 
-        `anew` runs another forward pass and looks after each layer: blobs that share memory do not keep their values.
+        `anew` runs another forward pass and checks after each layer, because blobs that share memory lose their values.
         """
         first = None
         for node in self._forward_nodes() if anew else self.schedule:
@@ -437,18 +435,18 @@ class Net:
     # -- parameters ----------------------------------------------------------------------------------
 
     def copy_trained_layers_from(self, weights: caffe_pb2.NetParameter | TrainedLayers, origin: str) -> list[str]:
-        """Copy the parameters of layers that have the same name; returns the names of those copied.
+        """Copy the parameters of layers of the same name; return the names of the copied layers.
 
         Raises:
-            SnapshotError: a layer has another number of parameters or other shapes.
+            SnapshotError: the number or shapes of a layer's parameters differ.
         """
         return copy_trained_layers(self.layers, weights, origin, self.context.log_level)
 
     def share_trained_layers_with(self, other: Net, follow: bool = False) -> None:
-        """Let layers of the same name use the parameters of `other` and their copies in other dtypes, as test nets do.
+        """Make layers of the same name use the parameters of `other` and their copies in other dtypes.
 
-        For a net that runs forward only: its `parameters` are those of `other` from then on. They stay on the device
-        then; with `follow` they may leave it, and this net finds them where they are.
+        For forward-only nets, such as test nets: `parameters` becomes that of `other`. The parameters stay on the
+            device, unless `follow` allows offloading them.
 
         Raises:
             ConfigError: numbers or shapes of parameters differ.
@@ -457,16 +455,16 @@ class Net:
         share_trained_layers(self.layers, other.layers, Blob.follow if follow else Blob.share_data_and_copies)
 
     def share_data_with(self, other: Net) -> None:
-        """Let layers of the same name use the present memory of the parameters of `other`.
+        """Make layers of the same name use the current memory of the parameters of `other`.
 
-        Caffe's `Net::ShareTrainedLayersWith`: gradients stay the net's own, and an update of this net changes the
-        shared values.
+        Caffe's `Net::ShareTrainedLayersWith`: this net keeps its own gradients, and its updates change the shared
+        values.
 
         Raises:
             ConfigError: numbers or shapes of parameters differ.
         """
         owns = self.parameters.parameters is self._table.parameters
-        if self._dtypes and not owns:  # those of another net, whose copies in other dtypes this net has used
+        if self._dtypes and not owns:  # this net has used the other net's copies in other dtypes
             for blob in (blob for layer in self.layers for blob in layer.blobs):
                 blob.copies = {}
             self.parameters, owns = ParameterBuffer(self.backend, self._table.parameters, unflattened=True), True
@@ -480,7 +478,7 @@ class Net:
             callback()
 
     def let_program_write_diff(self, top: Blob) -> None:
-        """Let the losses that make `top` take its diff as a program has written it, instead of the loss weight."""
+        """Make the losses that compute `top` read its diff, written by the program, instead of the loss weight."""
         losses = [node.layer for node in self.nodes if node.layer.is_loss and node.tops[0] is top]
         if not all(layer.program_writes_diff for layer in losses):
             for layer in losses:
@@ -488,7 +486,7 @@ class Net:
             self._drop_graphs()
 
     def unreached_parameters(self) -> list[Blob]:
-        """The parameters whose gradients no backward pass computes."""
+        """Return the parameters whose gradients no backward pass computes."""
         reached = {
             blob.gradient_owner
             for node in self.nodes
@@ -499,26 +497,27 @@ class Net:
         return [parameter.blob for parameter in self._table.parameters if parameter.blob not in reached]
 
     def to_proto(self, write_diff: bool = False) -> caffe_pb2.NetParameter:
-        """The net with its parameters (and gradients), as Caffe's snapshots hold it: every layer saves all it uses."""
+        """Return the net with its parameters (and gradients) as in Caffe's snapshots: each layer saves all its
+        blobs."""
         return caffe_pb2.NetParameter(name=self.name, layer=layer_protos(self.layers, write_diff))
 
 
 log = logging.getLogger(__name__)
 
 _OF_LAYER = re.compile(r"layer '(.*?)'[ :]", re.DOTALL)
-"""How messages about a layer begin."""
+"""The layer's name in an error message."""
 
 
 @dataclass(frozen=True)
 class BuiltNet:
-    """What `build_net` makes.
+    """The result of `build_net`.
 
     Args:
         param: the filtered net with Split layers.
-        nodes: its layers in order, with Split and Cast layers.
-        blobs: its blobs by name.
+        nodes: the layers in order, with Split and Cast layers.
+        blobs: the blobs by name.
         outputs: the blobs that no layer reads.
-        table: its parameters.
+        table: the parameters.
     """
 
     param: caffe_pb2.NetParameter
@@ -531,7 +530,7 @@ class BuiltNet:
 def build_net(
     param: caffe_pb2.NetParameter, context: LayerContext, state: caffe_pb2.NetState | None = None
 ) -> BuiltNet:
-    """Make a net's layers and blobs and reshape every layer once; arguments and errors are those of `Net`."""
+    """Build a net's layers and blobs and reshape every layer once. Arguments and errors as in `Net`."""
     if context.dialect is None:
         context.dialect = choose_dialect([param], lambda *line: log.log(context.log_level, *line))
     state = state or net_state(context.phase, param.state, net_state(context.phase))
@@ -560,7 +559,7 @@ def _build(param: caffe_pb2.NetParameter, context: LayerContext, state: caffe_pb
 
 @contextmanager
 def _placed_errors(context: LayerContext, state: caffe_pb2.NetState) -> Iterator[None]:
-    """Begin a user's error about a layer with file and line of the layer, where the net is of a prototxt."""
+    """Prefix errors about a layer with the layer's file and line, if the net was read from a prototxt."""
     try:
         yield
     except UserError as error:
@@ -573,9 +572,9 @@ def _placed_errors(context: LayerContext, state: caffe_pb2.NetState) -> Iterator
 
 
 def _lines_of_layer(prototxt: Path, name: str, state: caffe_pb2.NetState) -> list[int]:
-    """The lines of the layers in a prototxt that have a name and are in the net; none where it cannot be told.
+    """Return the lines of the net's layers of this name in a prototxt; empty if unknown.
 
-    protobuf's reader keeps no lines, so that the text is looked at once more, in this case alone.
+    protobuf's parser discards line numbers, so the text is parsed again.
     """
     lines = []
     with suppress(CaffepyError, OSError, RecursionError):
@@ -589,9 +588,9 @@ def _lines_of_layer(prototxt: Path, name: str, state: caffe_pb2.NetState) -> lis
 
 
 def _connect_layers(param: caffe_pb2.NetParameter, context: LayerContext, wiring: Wiring) -> Iterator[Node]:
-    """The nodes in order, Cast layers before those that need them.
+    """Yield the nodes in order, Cast layers before their readers.
 
-    A generator, because a layer is connected to blobs that the layers before it have already given their shapes.
+    A generator, because connecting a layer needs the shapes that earlier layers' setup has computed.
     """
     precision, earlier = Precision(param, context.backend), Counter[str]()
     for layer_param, overwritten, labels in zip(

@@ -1,6 +1,6 @@
-"""Learnable parameters: who owns them, who shares them, and the flat buffers that hold them all.
+"""Learnable parameters: ownership, sharing, and the flat buffers.
 
-Owns the memory of parameters, gradients and solver history. Sharing rules: Caffe's `net.cpp` (AppendParam).
+Owns the memory of parameters and gradients. Sharing rules: Caffe's `net.cpp` (AppendParam).
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from caffepy.layers.core.base import Layer
 from caffepy.proto import caffe_pb2
 
 ALIGNMENT = 64
-"""Each parameter starts at a multiple of so many elements: 256 bytes, what vector and tensor units like."""
+"""Alignment of each parameter in elements: 256 bytes, for vector and tensor units."""
 
 DEFAULT_BUCKETS = 3
-"""Where a net does not say how many (NVIDIA Caffe: 6). An exchange takes processors from the convolutions beside it.
+"""The default of `reduce_buckets` (NVIDIA Caffe: 6). An all-reduce takes multiprocessors from concurrent convolutions.
 
-Milliseconds of an iteration on two H200 with 6, 3 and 1 of them, and of one GPU alone: ResNet-50 in FLOAT16, 256
+Milliseconds of an iteration on two H200 with 6, 3 and 1 buckets, and on one GPU: ResNet-50 in FLOAT16, 256
 images, 27.1, 26.8, 26.8, and 26.3; in FLOAT 60.1, 60.0, 59.7, and 58.7; CaffeNet in FLOAT16, 256 images, 4.66, 4.67,
 5.07, and 4.24; GoogLeNet in FLOAT16, 64 images, 5.28, 5.10, 5.17, and 4.84.
 """
 
 
 def bucket_count(param: caffe_pb2.NetParameter) -> int:
-    """Into how many buckets a net's gradients are cut where several devices exchange them.
+    """Return the number of buckets in which several devices all-reduce a net's gradients.
 
-    0, as in NVIDIA Caffe's `Net::ReduceAndUpdate`: one for each parameter.
+    0 means one bucket per parameter, as in NVIDIA Caffe's `Net::ReduceAndUpdate`.
 
     Raises:
-        ConfigError: the number is negative, which NVIDIA Caffe takes for a huge one.
+        ConfigError: the number is negative.
     """
     if param.reduce_buckets < 0:
         raise ConfigError(
@@ -50,14 +50,14 @@ def bucket_count(param: caffe_pb2.NetParameter) -> int:
 
 @dataclass
 class Parameter:
-    """One parameter, under its owner; layers that share it do not appear again.
+    """One parameter, listed once under its owner even if layers share it.
 
     Args:
         layer: the owner.
-        index: which of the owner's blobs it is.
+        index: index in the owner's blobs.
         blob: values and gradient, views of the flat buffers.
-        lr_mult: factor of the learning rate.
-        decay_mult: factor of the weight decay.
+        lr_mult: multiplier of the learning rate.
+        decay_mult: multiplier of the weight decay.
         start: first element in the flat buffers.
         stop: one past the last element.
     """
@@ -74,12 +74,12 @@ class Parameter:
 class SharedBlob(Blob):
     """The blob of a layer that shares a parameter of an earlier layer by its name (Caffe's `Net::ShareWeights`).
 
-    Its values are the owner's, in its own shape, until another net shares its values with this layer. Its gradient
-    is always the owner's.
+    It views the owner's values in its own shape, until another net shares its values with this layer. Its gradient is
+    always the owner's.
 
     Args:
         owner: the earlier layer's blob.
-        shape: as many elements as the owner has.
+        shape: has as many elements as the owner's.
         name: for messages.
     """
 
@@ -90,7 +90,7 @@ class SharedBlob(Blob):
 
     @property
     def diff(self) -> Array:
-        """The owner's derivatives, in this blob's shape."""
+        """The owner's gradient in this blob's shape."""
         return self.in_own_shape(self._owner.diff)
 
     @property
@@ -99,7 +99,7 @@ class SharedBlob(Blob):
 
     @property
     def gradient_started(self) -> bool:
-        """The owner's: the two have one gradient."""
+        """The owner's flag."""
         return self._owner.gradient_started
 
     @gradient_started.setter
@@ -116,10 +116,10 @@ class ParameterTable:
         self._written: dict[str, caffe_pb2.ParamSpec] = {}
 
     def add(self, layer: Layer) -> None:
-        """Enter a layer's parameters; those that it shares with an earlier layer are replaced by `SharedBlob`s.
+        """Add a layer's parameters; replace parameters shared with an earlier layer by `SharedBlob`s.
 
         Raises:
-            ConfigError: more ParamSpecs than parameters, or sharing between what does not fit.
+            ConfigError: more ParamSpecs than parameters, or sharing between incompatible parameters.
         """
         if len(layer.param.param) > len(layer.blobs):
             raise layer.error(
@@ -152,7 +152,7 @@ class ParameterTable:
         layer.blobs[index] = SharedBlob(owner.blob, shape, f"{layer.name}[{index}]")
 
     def _merge_multiplier(self, layer: Layer, spec: caffe_pb2.ParamSpec, owner: Parameter, multiplier: str) -> None:
-        """Where both say it they must agree; where one says it, it holds for both."""
+        """Merge a multiplier: one written value holds for both; two must be equal."""
         if not spec.HasField(multiplier):
             return
         written = self._written[spec.name]
@@ -187,21 +187,20 @@ def add_change(data: Each, after: Each, before: Each) -> Each:
 
 
 class ParameterBuffer:
-    """The memory of a net's parameters and gradients; where the parameters are is decided here and does not change.
+    """The memory of a net's parameters and gradients. The placement of the parameters does not change.
 
-    The parameters of a net that trains are in one flat array, so that an update, a broadcast and a snapshot are one
-    call each. Those of a net that only predicts have memory of their own (`unflattened`), so that each can leave the
-    device. Gradients are in one flat array in both cases.
+    The parameters of a net that trains are in one flat array, so that an update, a broadcast and a snapshot take one
+    call each. Each parameter of an inference net has separate memory (`unflattened`) and can be offloaded. Gradients
+    are in one flat array in both cases.
 
     Flat arrays are laid out in the order in which the backward pass finishes the gradients: the last layer's first.
-    What the blobs hold when the buffer is made is kept. Parameters that are not learned (lr_mult 0) come behind all
-    others: they too are broadcast and saved, but no update touches them. Between the two, the gradients' buffer has
-    `FLAGS` elements for flags.
+    The blobs' values are kept. Parameters with lr_mult 0 come last: they are broadcast and saved, but not updated. The
+    gradient buffer has `FLAGS` elements for flags between the two parts.
 
     Args:
-        backend: where the memory is.
+        backend: allocates the memory.
         parameters: in Caffe's order, the first layer's first.
-        unflattened: each parameter keeps memory of its own; `data` cannot be used then.
+        unflattened: each parameter keeps separate memory; `data` is then unavailable.
     """
 
     FLAGS = 64
@@ -214,19 +213,19 @@ class ParameterBuffer:
         self._lock = threading.Lock()
         self._diff: Array | None = None
         self.copies: dict[str, Array] = {}
-        """`data` in other dtypes, for layers that want them so; see `refresh`."""
+        """Copies of `data` in other dtypes; see `refresh`."""
         self._single_copies: list[tuple[Blob, str]] = []
-        """Parameters with copies of their own; see `refresh_single`."""
+        """Copies of single parameters; see `refresh_single`."""
         self._left = False
-        """Whether parameters have left the device once."""
+        """Whether parameters have been offloaded before."""
         self._filled = False
         self._data: Array | None = None
         self._borrowed: list[Parameter] = []
-        """Those in the memory of another net."""
+        """The parameters in the memory of another net."""
         self._before: dict[Blob, Array] = {}
-        """Their values before a change, of those whose memory an earlier parameter has too: changes add up."""
+        """Values before a change of parameters whose memory an earlier parameter shares: their changes add up."""
         self._staging: Array | None = None
-        """All parameters, flat, where some are in the memory of another net."""
+        """A flat copy of all parameters, if some are in the memory of another net."""
         if not unflattened:
             self._data = self._allocate()
             for parameter in self.parameters:
@@ -243,12 +242,12 @@ class ParameterBuffer:
 
     @property
     def data(self) -> Array:
-        """All parameters, flat, with their first values; not where they are unflattened.
+        """All parameters, flat and filled. Not available if unflattened.
 
-        Where some are in the memory of another net it is a copy: call `written` after changes. The memory that these
-        had before may be another net's by now, so that it is left alone.
+        A copy if some parameters are in the memory of another net: call `written` after changes. The previous memory of
+            these parameters is not written, because another net may use it.
         """
-        assert self._data is not None, "each parameter has memory of its own"
+        assert self._data is not None, "each parameter has separate memory"
         if not self._filled:
             for parameter in self.parameters:
                 parameter.blob.fill()
@@ -263,7 +262,7 @@ class ParameterBuffer:
         return self._staging
 
     def written(self) -> None:
-        """Copy `data` to where the parameters are, if it is a copy of them."""
+        """Copy `data` to the parameters if it is a copy of them."""
         if self._staging is None:
             return
         for parameter in sorted(self.parameters, key=lambda parameter: parameter.blob in self._before):
@@ -274,7 +273,7 @@ class ParameterBuffer:
                 self.backend.copy(after, memory)
 
     def note_borrowed(self) -> None:
-        """Note which parameters are in the memory of another net by now; see `Blob.share_data`."""
+        """Find the parameters that are now in the memory of another net; see `Blob.share_data`."""
         if self._data is None or not any(parameter.blob.borrowed for parameter in self.parameters):
             return
         own = [p for p in self.parameters if address(p.blob.data) == address(self.view(self._data, p))]
@@ -295,13 +294,13 @@ class ParameterBuffer:
 
     @property
     def unflattened(self) -> bool:
-        """Whether each parameter has memory of its own."""
+        """Whether each parameter has separate memory."""
         return self._data is None
 
     def offloadable(self, blobs: Iterable[Blob]) -> list[Blob]:
-        """Which of some parameters, which passes do not read, may leave the device after the next folding.
+        """Return the parameters, among some that passes do not read, to offload after the next folding.
 
-        The first time all; later those that are still offloaded: a parameter that came back to the device is in use.
+        The first time all; later only those still offloaded, because a parameter that returned to the device is in use.
         """
         first, self._left = not self._left, True
         return [blob for blob in blobs if self.unflattened and (first or blob.is_offloaded)]
@@ -312,12 +311,12 @@ class ParameterBuffer:
         return _assign_offsets([p for p in order if p.lr_mult == 0], self.learned + self.FLAGS)
 
     def blocks(self, flat: Array) -> Array:
-        """The learned part of a flat array as (blocks, ALIGNMENT): a block belongs to one parameter."""
+        """Return the learned part of a flat array as (blocks, ALIGNMENT); each block belongs to one parameter."""
         return flat[: self.learned].reshape(-1, ALIGNMENT)
 
     @staticmethod
     def block_range(parameter: Parameter) -> slice:
-        """The blocks of a learned parameter."""
+        """Return the blocks of a learned parameter."""
         return slice(parameter.start // ALIGNMENT, -(-parameter.stop // ALIGNMENT))
 
     def multipliers(self) -> tuple[Array, Array]:
@@ -344,10 +343,10 @@ class ParameterBuffer:
             self.backend.copy(blob.data, blob.copies[dtype])
 
     def refresh_single(self, wanted: Iterable[tuple[Blob, str]]) -> None:
-        """Copy some parameters, each with its dtype, to copies of their own, allocated on first use.
+        """Copy single parameters to their dtypes; the copies are allocated on first use.
 
-        For nets that read few of their parameters in another dtype. Graphs may have these copies' addresses, so that
-        `refresh` keeps them. Parameters that have copies by then keep those.
+        For nets that read few parameters in another dtype. `refresh` keeps these copies, because graphs may contain
+        their addresses. Existing copies are reused.
         """
         for blob, dtype in wanted:
             if dtype not in blob.copies:
@@ -357,7 +356,7 @@ class ParameterBuffer:
 
     @property
     def diff(self) -> Array:
-        """Flat gradients and the flags; allocated on first use, since testing needs none."""
+        """Flat gradients and flags; allocated on first use, because testing needs none."""
         if self._diff is None:
             with self._lock:
                 if self._diff is None:
@@ -373,7 +372,7 @@ class ParameterBuffer:
         """
         for parameter in self.parameters:
             parameter.blob.bind(diff=self.view(memory, parameter))
-        self._diff = memory  # last: another thread that sees it uses the blobs' views
+        self._diff = memory  # set last: other threads that see it use the blobs' views
         return memory
 
     @property
@@ -383,16 +382,16 @@ class ParameterBuffer:
 
     @property
     def flags(self) -> Array:
-        """All-reduced behind the gradients: [0] stop requests, [1] snapshot requests."""
+        """Flags all-reduced with the gradients: [0] stop requests, [1] snapshot requests."""
         return self.diff[self.learned : self.learned + self.FLAGS]
 
     @property
     def reduced(self) -> Array:
-        """The range that devices all-reduce: gradients and flags."""
+        """The all-reduced range: gradients and flags."""
         return self.diff[: self.learned + self.FLAGS]
 
     def slices(self, blobs: Iterable[Blob]) -> list[slice]:
-        """The ranges of parameters in a flat array; adjacent ones are merged."""
+        """Return the ranges of parameters in a flat array; adjacent ones are merged."""
         wanted = {blob.gradient_owner for blob in blobs}
         chosen = [parameter for parameter in self.parameters if parameter.blob in wanted]
         slices: list[slice] = []
@@ -404,16 +403,16 @@ class ParameterBuffer:
         return slices
 
     def new_history(self) -> Array:
-        """Zeros laid out as the parameters are."""
+        """Return zeros in the layout of the parameters."""
         return self.backend.zeros((self.size,))
 
     def view(self, flat: Array, parameter: Parameter) -> Array:
-        """The part of a flat array that belongs to a parameter, in the parameter's shape."""
+        """Return the part of a flat array that belongs to a parameter, in the parameter's shape."""
         return self.backend.view(flat[parameter.start : parameter.stop], parameter.blob.shape)
 
 
 def _assign_offsets(parameters: list[Parameter], start: int) -> int:
-    """Set each parameter's range from `start` on; returns the next free offset."""
+    """Set each parameter's range from `start` on; return the next free offset."""
     for parameter in parameters:
         parameter.start, parameter.stop = start, start + parameter.blob.count
         start = -(-parameter.stop // ALIGNMENT) * ALIGNMENT
@@ -421,7 +420,7 @@ def _assign_offsets(parameters: list[Parameter], start: int) -> int:
 
 
 def _backward_order(parameters: list[Parameter]) -> list[Parameter]:
-    """The last layer's parameters first, those of one layer in their own order."""
+    """Return the parameters by layer, the last layer first."""
     layers: dict[Layer, list[Parameter]] = {}
     for parameter in parameters:
         layers.setdefault(parameter.layer, []).append(parameter)

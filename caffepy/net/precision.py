@@ -1,8 +1,8 @@
 """The dtype of each layer's blobs: NVIDIA Caffe's type fields, and which blobs are labels.
 
-Owns the reading of `default_forward_type`, `forward_type` and their companions. Sums are float32 whatever the
-`*_math` fields say: on the chips of today that costs nothing. Labels are float32 from where they come from: float16 has
-no whole numbers beyond 2,048 but the even ones.
+Fields: `default_forward_type`, `forward_type` and their backward counterparts. Sums are float32 regardless of the
+`*_math` fields, at no cost on current hardware. Labels are float32 from their source on: float16 has only even integers
+above 2,048.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _DTYPES = {caffe_pb2.FLOAT: "float32", caffe_pb2.FLOAT16: "float16", caffe_pb2.B
 
 
 def dtype_name(kind: caffe_pb2.Type, where: str) -> str:
-    """The dtype that a value of the schema's Type stands for.
+    """Return the dtype of a value of the schema's Type.
 
     Raises:
-        ConfigError: a type that blobs cannot have.
+        ConfigError: blobs do not support the type.
     """
     if kind not in _DTYPES:
         raise ConfigError(f"{where}: type {caffe_pb2.Type.Name(kind)} is not supported; use FLOAT, FLOAT16 or BFLOAT16")
@@ -32,10 +32,10 @@ def dtype_name(kind: caffe_pb2.Type, where: str) -> str:
 
 
 def find_label_tops(net: caffe_pb2.NetParameter) -> list[frozenset[int]]:
-    """For each layer of a net with its Split layers the tops that must be float32, because labels pass through them.
+    """Return for each layer of a net (with Split layers) the tops that must be float32 because they carry labels.
 
-    A top does if it reaches a bottom that takes labels through layers that only move numbers or map each by itself, and
-    if its own numbers may be exact: those of data, of layers that know float32 alone, or of another such top.
+    A top carries labels if two conditions hold. It reaches a label bottom through layers that move elements or map each
+    one separately. It comes from data, from a layer that supports only float32, or from another such top.
     """
     classes = [layer_class(layer.type, f"layer '{layer.name}'") for layer in net.layer]
     sources = find_sources(net)
@@ -51,7 +51,7 @@ def find_label_tops(net: caffe_pb2.NetParameter) -> list[frozenset[int]]:
 def _read_as_labels(
     net: caffe_pb2.NetParameter, classes: list[type[Layer]], sources: dict[tuple[int, int], Source]
 ) -> set[Source]:
-    """The tops that reach a label bottom through layers that keep labels."""
+    """Return the tops that reach a label bottom through layers that keep labels."""
     labels: set[Source] = set()
     for i in reversed(range(len(net.layer))):
         layer, kind = net.layer[i], classes[i]
@@ -65,11 +65,11 @@ def _read_as_labels(
 class Precision:
     """The dtypes of one net's layers.
 
-    A layer has one dtype for values and gradients: where forward and backward types differ, or the device has not the
-    dtype asked for, float32.
+    A layer has one dtype for values and gradients. It is float32 if forward and backward types differ or the device
+        does not support the requested dtype.
 
     Args:
-        net: the net, for its defaults.
+        net: gives the default types.
         backend: the device.
     """
 
@@ -79,12 +79,12 @@ class Precision:
         self._told: set[str] = set()
 
     def dtype(self, layer: Layer, bottoms: list[str], in_place: str | None) -> str:
-        """The dtype of a layer's bottoms and tops.
+        """Return the dtype of a layer's bottoms and tops.
 
         Args:
             layer: the layer.
             bottoms: its bottoms' dtypes.
-            in_place: the dtype of a bottom that is a top as well: the two are one memory.
+            in_place: the dtype of a bottom that is also a top.
         """
         if not layer.supports_half:
             return "float32"
@@ -105,7 +105,7 @@ class Precision:
         ]
         forward, backward = (dtype_name(kind, where) for kind in kinds)
         if forward != backward and "float32" in (forward, backward):
-            # The other way round halves no memory traffic that matters, and would double the kernels.
+            # The opposite combination saves little memory traffic and would double the number of kernels.
             self._tell(f"{where}: forward_type and backward_type differ; its blobs are kept in float32")
             return "float32"
         if forward != backward:

@@ -1,4 +1,4 @@
-"""Nets whose data are not there: the shape of a record as a data layer's fields tell it, and made-up records."""
+"""Nets without their data: record shapes from a data layer's fields, and synthetic records."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _SSD = ("AnnotatedData", "VideoData")
 
 
 def told_shape(layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[tuple[int, int, int], str] | None:
-    """(C, H, W) of the crops or of the resized images, and the fields that say so; None where nothing does.
+    """Return (C, H, W) of the crops or resized images, and the names of the fields used; None if unknown.
 
-    The channels are as many as there are values of `mean_value`, but 3 for one value or none, and 1 for gray images.
+    C is the number of values of `mean_value`, but 3 for one value or none, and 1 for gray images.
 
     Args:
         layer: the data layer.
-        nvidia: the prototxt is of NVIDIA's dialect, in which SSD's layers alone apply `resize_param`.
+        nvidia: the prototxt has NVIDIA's dialect, in which only SSD's layers apply `resize_param`.
     """
     size = _told_size(layer, nvidia)
     if size is None:
@@ -33,7 +33,7 @@ def told_shape(layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[tuple[int
 
 
 def _told_size(layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int, str] | None:
-    """Height and width of the images, whatever the records', and the fields that say so."""
+    """Return the height and width that the fields fix for all images, and the names of these fields."""
     transform, listed = layer.transform_param, layer.image_data_param
     resize = transform.resize_param
     applied = transform.HasField("resize_param") and (layer.type in _SSD or not nvidia)
@@ -55,14 +55,14 @@ def without_data(
     filler: str = "constant",
     as_inputs: bool = False,
 ) -> caffe_pb2.NetParameter:
-    """A copy whose layers that read records are DummyData layers: the first top is filled, labels are 0, boxes none.
+    """Return a copy with DummyData in place of data layers: the first top is filled, labels are 0, boxes empty.
 
     Args:
-        net: as read; layers of all phases and stages are replaced.
-        shapes: of one record, by top, as `LayerContext.sample_shapes`; others have one number a record.
-        devices: that divide a batch.
-        filler: type of the first top's filler.
-        as_inputs: make Input layers instead, for a caller that fills them.
+        net: the net as read; layers of all phases and stages are replaced.
+        shapes: shape of one record by top, as `LayerContext.sample_shapes`; other tops have one element per record.
+        devices: the number of devices that divide a batch.
+        filler: filler type of the first top.
+        as_inputs: create Input layers instead.
 
     Raises:
         ConfigError: a layer's batch_size is not positive.
@@ -77,7 +77,7 @@ def without_data(
         layer.type = "Input" if as_inputs else "DummyData"
         given = layer.input_param.shape if as_inputs else layer.dummy_data_param.shape
         for index, top in enumerate(layer.top):
-            is_list = boxes and index == 1  # one of all images' boxes, in which rows of -1 are none
+            is_list = boxes and index == 1  # one list of all images' boxes; rows of -1 are empty
             given.add(dim=(1 if is_list else batch, *shapes.get(top, ())))
             if not as_inputs:
                 kind = "constant" if index else filler
@@ -86,7 +86,7 @@ def without_data(
 
 
 def _take_batch_size(layer: caffe_pb2.LayerParameter) -> int:
-    """The batch_size of a data layer, whose fields about the reading of records are cleared."""
+    """Return the batch_size of a data layer and clear its fields for reading records."""
     size = 0
     for field, value in layer.ListFields():
         if field.message_type is not None and "batch_size" in field.message_type.fields_by_name:

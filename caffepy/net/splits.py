@@ -1,7 +1,7 @@
-"""Automatic Split layers: a top that several layers (or a layer and the loss) use becomes several.
+"""Automatic Split layers, for tops that several layers (or a layer and the loss) use.
 
-Gradients of the users are then added up in one place, the Split's backward pass. Names are those of Caffe's
-`insert_splits.cpp`, because snapshots and scripts hold them.
+The Split's backward pass sums the users' gradients. Names equal those of Caffe's `insert_splits.cpp`, because snapshots
+and scripts contain them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Source = tuple[int, int]
 
 
 def insert_splits(param: caffe_pb2.NetParameter) -> caffe_pb2.NetParameter:
-    """A copy of `param` with a Split layer after each layer whose top is used more than once.
+    """Return a copy of `param` with a Split layer after each layer whose top is used more than once.
 
-    A nonzero loss weight written at a top counts as a use; it moves to the Split's first top. What is left behind is an
-    explicit 0, where Caffe leaves nothing: its loss layers take that for 1 and add their loss twice, and the weights of
+    A nonzero loss weight of a top counts as a use; it moves to the Split's first top. An explicit 0 remains at the
+    layer. Caffe leaves nothing there: its loss layers then default to 1 and count their loss twice, and the weights of
     the layer's other tops are lost.
 
     Raises:
-        ConfigError: a bottom that no earlier layer produces; the message offers the nearest name.
+        ConfigError: no earlier layer produces a bottom; the message suggests the nearest name.
     """
     sources = find_sources(param)
     uses = Counter(sources.values())
@@ -63,12 +63,12 @@ def split_blob_name(layer: caffe_pb2.LayerParameter, top: int, use: int) -> str:
 
 
 def is_split_of(blob: str, original: str) -> bool:
-    """Whether the name of a blob is that of a top of `original`'s Split."""
+    """Return whether a blob's name is that of a top of `original`'s Split."""
     return blob.startswith(f"{original}_") and re.search(r"_split_\d+$", blob) is not None
 
 
 def find_sources(param: caffe_pb2.NetParameter) -> dict[tuple[int, int], Source]:
-    """For each (layer, bottom) the top that it reads: the last one of that name so far."""
+    """Return for each (layer, bottom) its source: the last earlier top of that name."""
     last: dict[str, Source] = {}
     sources = {}
     for i, layer in enumerate(param.layer):
@@ -84,7 +84,7 @@ def find_sources(param: caffe_pb2.NetParameter) -> dict[tuple[int, int], Source]
 def unknown_bottom(
     layer: caffe_pb2.LayerParameter, index: int, known: list[str], state: caffe_pb2.NetState | None = None
 ) -> ConfigError:
-    """The error for a bottom that is not there, with the nearest name that is; `state` chose the layers."""
+    """Return the error for an unknown bottom, with the nearest known name; `state` selected the layers."""
     offer = "no layer before it produces any"
     if known:
         offer = suggest(layer.bottom[index], known)

@@ -1,4 +1,4 @@
-"""Runs a net layer by layer against the clock, for `caffepy time` and `caffepy plan`."""
+"""Layer-by-layer timing of a net, for `caffepy time` and `caffepy plan`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from caffepy.net.net import Net
 from caffepy.net.wiring import Node
 
 Samples = list[float]
-"""Milliseconds, one number an iteration."""
+"""Milliseconds, one value per iteration."""
 
 
 @dataclass
@@ -19,12 +19,12 @@ class Times:
     """Milliseconds of each layer and of whole passes.
 
     Args:
-        layers: how many layers the net's schedule has.
-        forward: whole forward passes.
-        backward: whole backward passes.
-        total: from the beginning of the first iteration to the end of the last.
-        layer_forward: for each layer of the schedule its forward passes.
-        layer_backward: for each layer its backward passes.
+        layers: the number of layers in the net's schedule.
+        forward: times of whole forward passes.
+        backward: times of whole backward passes.
+        total: time from the start of the first iteration to the end of the last.
+        layer_forward: times of the forward passes of each layer of the schedule.
+        layer_backward: times of the backward passes of each layer.
     """
 
     layers: int
@@ -39,11 +39,11 @@ class Times:
         self.layer_backward = [[] for _ in range(self.layers)]
 
     def means(self) -> list[tuple[float, float]]:
-        """The mean forward and backward time of each layer."""
+        """Return the mean forward and backward time of each layer."""
         return [(fmean(f), fmean(b)) for f, b in zip(self.layer_forward, self.layer_backward, strict=True)]
 
     def medians(self) -> list[tuple[float, float]]:
-        """The median forward and backward time of each layer, which a busy machine disturbs less."""
+        """Return the median forward and backward time of each layer, which is robust against outliers."""
         return [(median(f), median(b)) for f, b in zip(self.layer_forward, self.layer_backward, strict=True)]
 
 
@@ -51,9 +51,9 @@ def measure(net: Net, iterations: int, report: Callable[[int, float], None] | No
     """Run the net forward and backward, waiting for the device after each layer.
 
     Args:
-        net: has run once before, so that memory, plans and compiled kernels are there.
-        iterations: how often, at least 1.
-        report: called after each iteration with its number, from 1, and its milliseconds.
+        net: must have run once, so that memory, plans and compiled kernels exist.
+        iterations: number of iterations, at least 1.
+        report: called after each iteration with its number (from 1) and its milliseconds.
     """
     times = Times(len(net.schedule))
     begin = time.perf_counter()
@@ -70,7 +70,7 @@ def measure(net: Net, iterations: int, report: Callable[[int, float], None] | No
 
 
 def milliseconds_since(start: float) -> float:
-    """Milliseconds from a value of `time.perf_counter` to now."""
+    """Return the milliseconds since `start`, a value of `time.perf_counter`."""
     return (time.perf_counter() - start) * 1e3
 
 
@@ -84,7 +84,7 @@ def _backward(node: Node) -> None:
 
 
 def _pass(net: Net, run: Callable[[Node], None], order: Iterable[int], samples: list[Samples]) -> float:
-    """Run the layers in `order`, the device idle between them; returns the whole pass's time."""
+    """Run the layers in `order`, waiting for the device after each; return the whole pass's time."""
     begin = time.perf_counter()
     for index in order:
         start = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Which blobs a layer reads and writes, and which layers have to run backward.
+"""Connection of layers to blobs, and the choice of layers that run backward.
 
-Owns the net's blobs by name while it is being built. Rules: Caffe's `net.cpp` (AppendTop, AppendBottom and
+Owns the net's blobs by name during construction. Rules: Caffe's `net.cpp` (AppendTop, AppendBottom and
 the two passes after them).
 """
 
@@ -33,21 +33,21 @@ from caffepy.proto import caffe_pb2
 _MISTAKES = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RecursionError, TypeError, ValueError
 )  # fmt: skip
-"""What Python raises where a program is wrong."""
+"""Python exceptions that indicate a bug."""
 
 
 @dataclass
 class Node:
-    """One layer of a net and the blobs that it is connected to.
+    """One layer of a net and its blobs.
 
     Args:
         layer: the layer.
-        bottoms: the blobs that it reads.
-        tops: the blobs that it writes; an in-place top is the very bottom.
+        bottoms: the blobs read.
+        tops: the blobs written; an in-place top is the same object as its bottom.
         propagate_down: for each bottom, whether its gradient is needed.
         need_backward: whether the layer's backward pass runs at all.
-        shapes: the bottoms' shapes when the layer was last reshaped.
-        forward_workspace: memory that the layer's forward pass can use for itself, 1-D uint8: no blob needs it then.
+        shapes: the bottoms' shapes at the last reshape.
+        forward_workspace: scratch memory for the forward pass, 1-D uint8, free of live blobs.
         backward_workspace: the same for its backward pass.
     """
 
@@ -60,10 +60,10 @@ class Node:
     forward_workspace: Array | None = None
     backward_workspace: Array | None = None
     _weighted: Array | None = None
-    """The diff that has got the loss weight; a program may write another number into it, which stays, as in Caffe."""
+    """The diff filled with the loss weight. It is not filled again: a program may overwrite it, as in Caffe."""
 
     def reshape(self) -> None:
-        """Reshape the layer to its bottoms' present shapes; a loss writes its weight to a new diff of its top."""
+        """Reshape the layer to its bottoms' current shapes; a loss writes its weight to a newly allocated top diff."""
         layer = self.layer
         with self.named_errors():
             layer.reshape(self.bottoms, self.tops)
@@ -74,10 +74,10 @@ class Node:
             layer.backend.fill(self._weighted, layer.loss_weights[0])
 
     def _check_memory(self) -> None:
-        """Refuse tops for which there is no memory before anything is computed.
+        """Check that the tops fit into memory before anything is computed.
 
         Raises:
-            OutOfMemoryError: they need more than the backend can have.
+            OutOfMemoryError: the tops exceed the backend's memory.
         """
         tops = [top for top in self.tops if all(top is not bottom for bottom in self.bottoms)]
         size = sum(top.count * np.dtype(element_dtype(top.dtype)).itemsize for top in tops)
@@ -85,11 +85,11 @@ class Node:
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:
-        """Add the layer's name to errors that have no message of ours.
+        """Add the layer's name to errors.
 
         Raises:
             OutOfMemoryError: in place of a MemoryError.
-            InternalError: in place of one of Python's exceptions that only a mistake in caffepy raises.
+            InternalError: in place of a Python exception that indicates a bug in caffepy.
             RunError: in place of any other exception that is not a CaffepyError.
         """
         layer = self.layer
@@ -109,16 +109,16 @@ class Node:
         except Exception as error:
             found = f"layer '{layer.name}' ({layer.type}): {describe(error)}"
             if isinstance(error, _MISTAKES):
-                found += "; this is a mistake in caffepy, not in the net: please report it with the net's prototxt"
+                found += "; this is a bug in caffepy, not in the net: please report it with the net's prototxt"
                 raise InternalError(found) from error
             raise RunError(found) from error
 
 
 class Wiring:
-    """The blobs of a net under construction.
+    """The blobs of a net during construction.
 
     Args:
-        backend: where they live.
+        backend: allocates the blobs.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -130,7 +130,7 @@ class Wiring:
         """Find a layer's bottoms, choose its dtype and make its tops.
 
         Raises:
-            ConfigError: an unknown bottom, a top that another layer already made, or too few or many of them.
+            ConfigError: an unknown bottom, a top that another layer already produces, or a wrong number of blobs.
         """
         bottoms = [self._take_bottom(layer.param, j) for j in range(len(layer.param.bottom))]
         pairs = zip(bottoms, layer.param.bottom, strict=True)
@@ -151,7 +151,7 @@ class Wiring:
         return Node(layer, bottoms, tops)
 
     def outputs(self) -> dict[str, Blob]:
-        """The blobs that no layer reads, in the order in which Caffe prints them: by name."""
+        """Return the blobs that no layer reads, sorted by name as Caffe prints them."""
         return {name: self.blobs[name] for name in sorted(self._unused, key=str.encode)}
 
     def _take_bottom(self, param: caffe_pb2.LayerParameter, index: int) -> Blob:
@@ -174,7 +174,7 @@ class Wiring:
 
 
 def _produced_twice(param: caffe_pb2.LayerParameter, index: int) -> ConfigError:
-    """The error for a top that is there; a bottom that others read as well, a Split's top, cannot be written to."""
+    """Return the error for a duplicate top, or for an in-place layer on a blob that other layers read."""
     name = param.top[index]
     where = f"layer '{param.name}' ({param.type})"
     if index < len(param.bottom) and is_split_of(param.bottom[index], name):
@@ -189,7 +189,7 @@ def _produced_twice(param: caffe_pb2.LayerParameter, index: int) -> ConfigError:
 
 
 def insert_casts(node: Node, context: LayerContext) -> list[Node]:
-    """Cast layers for bottoms of another dtype than the layer computes in; `node` then reads their tops.
+    """Return Cast layers for bottoms whose dtype differs from the layer's; `node` then reads their tops.
 
     Labels are always cast to float32.
     """
@@ -209,7 +209,7 @@ def insert_casts(node: Node, context: LayerContext) -> list[Node]:
 
 
 def overwritten_tops(layers: Sequence[caffe_pb2.LayerParameter]) -> list[bool]:
-    """For each layer whether a later one works in place on one of its tops."""
+    """Return for each layer whether a later layer works in place on one of its tops."""
     names: set[str] = set()
     overwritten = []
     for layer in reversed(layers):
@@ -230,7 +230,7 @@ def _check_number(layer: Layer, what: str, count: int, limits: tuple[int, int | 
 
 
 def _loss_weights(layer: Layer, tops: int) -> list[float]:
-    """The weight of each top: as written, else 1 for the first top of a loss layer, else 0."""
+    """Return the weight of each top: the written one, else 1 for a loss layer's first top, else 0."""
     written = list(layer.param.loss_weight)
     if written and len(written) != tops:
         raise layer.error(
@@ -240,10 +240,10 @@ def _loss_weights(layer: Layer, tops: int) -> list[float]:
 
 
 def check_loss_weights(param: caffe_pb2.NetParameter) -> None:
-    """Refuse weights that would count in the loss and in no gradient; to be asked before the splits take weights away.
+    """Reject loss weights that would not affect any gradient. Call before Split layers are inserted.
 
     Raises:
-        ConfigError: a loss weight is written at a top whose gradient its layer leaves out.
+        ConfigError: a loss weight is written at a top whose gradient the layer ignores.
     """
     for layer in param.layer:
         where = f"layer '{layer.name}' ({layer.type})"
@@ -256,13 +256,13 @@ def check_loss_weights(param: caffe_pb2.NetParameter) -> None:
 
 
 class GradientPlan:
-    """Propagates, layer by layer, which blobs depend on a learnable parameter."""
+    """Tracks, layer by layer, which blobs depend on a learnable parameter."""
 
     def __init__(self) -> None:
         self._learnable: set[Blob] = set()
 
     def add(self, node: Node) -> None:
-        """Set `propagate_down` and `need_backward` from the layers before; call after the layer's `setup`."""
+        """Set `propagate_down` and `need_backward` from the earlier layers. Call after the layer's `setup`."""
         param = node.layer.param
         if param.propagate_down and len(param.propagate_down) != len(node.bottoms):
             raise node.layer.error(
@@ -277,9 +277,10 @@ class GradientPlan:
 
 
 def prune_backward(nodes: list[Node]) -> None:
-    """Switch off the backward pass of layers that no loss depends on or whose users all pass nothing down.
+    """Disable the backward pass of layers that receive no gradient.
 
-    Layers without a backward pass of which `propagate_down` asks none are among those that pass nothing down.
+    A layer receives none if no loss depends on it, or if its readers pass none down, by `propagate_down` or for want of
+    a backward pass.
     """
     under_loss: set[Blob] = set()
     skipped: set[Blob] = set()
@@ -299,7 +300,7 @@ def prune_backward(nodes: list[Node]) -> None:
 
 
 def capture_blockers(schedule: list[Node]) -> list[str | None]:
-    """For each node why it cannot be captured in a CUDA graph; None if it can."""
+    """Return for each node why it cannot be captured in a CUDA graph, or None."""
     found, changing = [], ""
     for node in schedule:
         behind = f"the shapes change from pass to pass behind layer '{changing}'" if changing else None
@@ -311,7 +312,7 @@ def capture_blockers(schedule: list[Node]) -> list[str | None]:
 def find_loss_readers(nodes: list[Node]) -> None:
     """Set `reader_propagates` of losses: whether a later layer writes the gradient of the first top.
 
-    A weight that was written is on a Split's first top where there are readers, so that gradients are added up.
+    If the top has readers, a written weight has moved to its Split's first top, whose backward pass sums the gradients.
     """
     for index, node in enumerate(nodes):
         if node.layer.is_loss and node.layer.loss_weights[0]:
@@ -322,7 +323,7 @@ def find_loss_readers(nodes: list[Node]) -> None:
 
 
 def force_backward(nodes: list[Node]) -> None:
-    """Give every blob that can have one a gradient (`force_backward: true`)."""
+    """Enable gradients for every blob that supports one (`force_backward: true`)."""
     for node in nodes:
         layer = node.layer
         node.need_backward = layer.has_backward
@@ -334,7 +335,7 @@ def force_backward(nodes: list[Node]) -> None:
 
 
 def check_gradients(nodes: list[Node]) -> None:
-    """Refuse nets that need a gradient which a layer cannot give.
+    """Reject nets that need a gradient that a layer cannot compute.
 
     Raises:
         ConfigError: a label, or a bottom of a layer without backward pass, depends on learnable parameters.

@@ -1,1 +1,1 @@
-"""Nets to ONNX and back: `export` writes a net as ONNX, `importer` reads ONNX as a net; cli imports it."""
+"""ONNX conversion: `export` writes nets as ONNX, `importer` reads ONNX as nets. Imported by cli and inference."""

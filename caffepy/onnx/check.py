@@ -1,4 +1,4 @@
-"""A net and an ONNX model run on the same random input, and how far their outputs differ."""
+"""Comparison of a net and an ONNX model on the same random input."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from caffepy.errors import RunError
 from caffepy.net import Net
 
 LIMIT = 1e-4
-"""Largest difference, relative to the output's largest value, that is no error."""
+"""Tolerance relative to the output's largest absolute value."""
 
 Arrays = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one output differs.
+    """The difference of one output.
 
     Args:
-        name: the output's.
+        name: the output's name.
         largest: the largest absolute difference.
-        relative: the same over the largest absolute value of the output.
+        relative: `largest` over the output's largest absolute value.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Difference:
 
 
 def random_inputs(net: Net, seed: int = 1) -> Arrays:
-    """Values for the net's inputs: normal numbers, but indices and markers where layers read such."""
+    """Return random inputs for a net: normal values, but valid indices and markers where layers read them."""
     rng = np.random.default_rng(seed)
     found: Arrays = {}
     for node in net.nodes:
@@ -62,7 +62,7 @@ def _values_for(net: Net, blob: Blob, rng: np.random.Generator) -> NDArray[Any]:
 
 
 def _readers(net: Net, blob: Blob) -> Iterator[tuple[Any, int]]:
-    """The layers that read a blob, also behind Split layers, and as which bottom."""
+    """Yield the layers that read a blob, also through Split layers, with the bottom's index."""
     for node in net.nodes:
         for index, bottom in enumerate(node.bottoms):
             if bottom is blob and node.layer.type == "Split":
@@ -73,12 +73,12 @@ def _readers(net: Net, blob: Blob) -> Iterator[tuple[Any, int]]:
 
 
 def larger_batch(inputs: Arrays) -> Arrays:
-    """The inputs with their first sample once more behind the last."""
+    """Return the inputs with a copy of the first sample appended."""
     return {name: np.concatenate([values, values[:1]]) for name, values in inputs.items()}
 
 
 def run_net(net: Net, inputs: Mapping[str, NDArray[Any]]) -> Arrays:
-    """The net's outputs for some inputs; states of recurrent layers begin at 0.
+    """Return the net's outputs for some inputs; recurrent state starts at 0.
 
     Raises:
         RunError: a layer failed.
@@ -95,10 +95,10 @@ def run_net(net: Net, inputs: Mapping[str, NDArray[Any]]) -> Arrays:
 
 
 def compare(found: Mapping[str, NDArray[Any]], wanted: Mapping[str, NDArray[Any]]) -> list[Difference]:
-    """How far each output differs from what is wanted.
+    """Return the difference of each output from its expected value.
 
     Raises:
-        RunError: an output is not there or has another shape.
+        RunError: an output is missing or has another shape.
     """
     differences = []
     for name, expected in wanted.items():
@@ -110,7 +110,7 @@ def compare(found: Mapping[str, NDArray[Any]], wanted: Mapping[str, NDArray[Any]
 
 
 def difference(name: str, found: NDArray[Any], wanted: NDArray[Any]) -> Difference:
-    """How far two arrays of one shape differ; not-a-number in both counts as equal."""
+    """Return the difference of two arrays of one shape; NaN in both counts as equal."""
     a, b = found.astype(np.float64), wanted.astype(np.float64)
     with np.errstate(invalid="ignore"):
         gaps = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.abs(a - b))
@@ -122,10 +122,10 @@ def difference(name: str, found: NDArray[Any], wanted: NDArray[Any]) -> Differen
 def refuse_large(
     differences: list[Difference], limit: float = LIMIT, so: str = "the file is not written"
 ) -> None:  # fmt: skip
-    """Refuse differences above a limit; the error ends with `so`.
+    """Raise an error for differences above a limit; its message ends with `so`.
 
     Raises:
-        RunError: one is above it.
+        RunError: a difference exceeds the limit.
     """
     for one in differences:
         if not one.relative <= limit:

@@ -1,6 +1,6 @@
-"""Nets computed by onnxruntime on the CPU: exported in memory and compared with the net once.
+"""Inference by onnxruntime on the CPU: the net is exported in memory and checked once.
 
-`RuntimeNet` computes a whole net (`caffepy.load`), `RuntimeRunner` a TEST net that reads its data itself, up to its
+`RuntimeNet` computes a whole net (`caffepy.load`). `RuntimeRunner` computes a TEST net with data layers up to its
 losses and scores (`caffepy test`).
 """
 
@@ -27,19 +27,19 @@ from caffepy.proto import caffe_pb2
 log = logging.getLogger(__name__)
 
 ENGINES = ("own", "onnxruntime")
-"""What can compute a net on the CPU; "own" are the backend's kernels."""
+"""CPU engines; "own" means the backend's kernels."""
 LIMIT = 1e-5
-"""Largest difference between both, relative to an output's largest value."""
+"""Tolerance between both engines, relative to an output's largest absolute value."""
 
 Arrays = dict[str, NDArray[Any]]
 
 
 def wants_runtime(engine: str | None, on_cpu: bool = True, dtype: str | None = None) -> bool:
-    """Whether `engine`, as a user gives it, is onnxruntime; None is "own".
+    """Return whether the user's `engine` is onnxruntime; None means "own".
 
     Raises:
-        ConfigError: it is none of `ENGINES`; onnxruntime together with a GPU or another dtype than float32.
-        MissingExtraError: onnxruntime is wanted and not installed.
+        ConfigError: `engine` is unknown, or onnxruntime is combined with a GPU or a dtype other than float32.
+        MissingExtraError: onnxruntime is requested and not installed.
     """
     if engine is None or engine == "own":
         return False
@@ -55,15 +55,15 @@ def wants_runtime(engine: str | None, on_cpu: bool = True, dtype: str | None = N
 
 
 class RuntimeNet:
-    """What onnxruntime made of a net: its shapes, and its parameters as they are now.
+    """An onnxruntime session of a net, with its current shapes and parameters.
 
     Args:
-        net: of the TEST phase, on the CPU, with Input layers.
-        threads: how many to use.
+        net: a TEST net on the CPU with Input layers.
+        threads: number of threads.
 
     Raises:
-        ConfigError: a layer has no ONNX form, or leaves its state to the next pass.
-        RunError: onnxruntime refuses the model, or an output differs by more than `LIMIT` for random inputs.
+        ConfigError: a layer has no ONNX form, or keeps state between passes.
+        RunError: onnxruntime rejects the model, or an output differs by more than `LIMIT` for random inputs.
     """
 
     def __init__(self, net: Net, threads: int) -> None:
@@ -72,8 +72,8 @@ class RuntimeNet:
         for layer in net.layers:
             if layer.state():
                 raise ConfigError(
-                    f"layer '{layer.name}' ({layer.type}) goes on with the state of the pass before, which onnxruntime "
-                    "does not keep; use engine 'own'"
+                    f"layer '{layer.name}' ({layer.type}) keeps its state between passes, which onnxruntime "
+                    "does not support; use engine 'own'"
                 )
         model = to_model(net)
         self._session = Session(serialised(model), threads)
@@ -90,7 +90,7 @@ class RuntimeNet:
             log.info("Net '%s' is computed by onnxruntime; %s", net.name, one)
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> Arrays:
-        """The outputs for inputs of the net's shapes.
+        """Return the outputs for inputs of the net's shapes.
 
         Raises:
             RunError: onnxruntime fails.
@@ -100,12 +100,12 @@ class RuntimeNet:
 
 
 class RuntimeRunner:
-    """Runs a net forward: its sources, then a part of it by onnxruntime, then what reads labels or has no ONNX form.
+    """Runs a net forward: data layers, then a part by onnxruntime, then layers that read labels or have no ONNX form.
 
     Args:
-        net: of the TEST phase, on the CPU, neither fused nor sharing memory, with its weights.
-        param: what it was made of, as read.
-        state: with which its layers were chosen.
+        net: a trained TEST net on the CPU, neither fused nor sharing memory.
+        param: its message as read.
+        state: the NetState that selected its layers.
 
     Raises:
         ConfigError: no layer can be computed by onnxruntime.
@@ -124,10 +124,10 @@ class RuntimeRunner:
         net.after_forward.append(self._after)
 
     def forward(self) -> None:
-        """One pass.
+        """Run one pass.
 
         Raises:
-            RunError: onnxruntime fails, or gives other numbers than the net for a new shape.
+            RunError: onnxruntime fails, or its results differ from the net's for a new shape.
         """
         self.net.forward_part([*self._sources, *self._rest])
 
@@ -158,7 +158,7 @@ class RuntimeRunner:
 
 
 class _Part:
-    """The layers of a net that onnxruntime computes: all before those that it cannot, and before losses and scores."""
+    """The layers of a net that onnxruntime computes: those before unsupported layers, losses and scores."""
 
     def __init__(self, net: Net) -> None:
         from caffepy.onnx.export.graph import EXPORTERS
@@ -191,7 +191,7 @@ class _Part:
             bottoms, layer = self._bottoms(node), node.layer
             known = layer.type in self._known and not any(layer.loss_weights) and not layer.no_gradient_bottoms
             known = known and layer.dtype == "float32" and bool(bottoms) and layer.type != "Split"
-            known = known and not layer.state()  # a session keeps nothing for the next pass
+            known = known and not layer.state()  # a session has no state
             if known and made.union(self._given).issuperset(bottoms) and self._given.isdisjoint(node.tops):
                 nodes.append(node)
                 made.update(node.tops)
@@ -201,14 +201,14 @@ class _Part:
         return {top for node in self.nodes for top in node.tops}
 
     def _read_outside(self) -> list[Blob]:
-        """What layers outside read of the part's tops, and the net's outputs among these."""
+        """Return the part's tops that outside layers read or that are outputs of the net."""
         others = (node for node in self._net.nodes if node not in self.nodes and node.layer.type != "Split")
         read = [blob for node in others for blob in self._bottoms(node)]
         made = self._made()
         return [blob for blob in dict.fromkeys([*read, *self._net.outputs.values()]) if blob in made]
 
     def _demote(self) -> bool:
-        """Take the readers of outputs out of the part, which gives only blobs that none of its layers reads."""
+        """Remove readers of the part's outputs from the part, so that no layer in it reads an output."""
         outputs = set(self._read_outside())
         kept = [n for n in self.nodes if outputs.isdisjoint(b for b in self._bottoms(n) if b not in n.tops)]
         changed = len(kept) < len(self.nodes)
@@ -216,6 +216,6 @@ class _Part:
         return changed
 
     def inside(self, node: Node) -> bool:
-        """Whether a Split's tops are read within the part alone."""
+        """Return whether only layers of the part read a Split's tops."""
         origin = self._bottoms(node)[0]
         return node.layer.type == "Split" and origin in self._made() and origin not in self.outputs

@@ -1,4 +1,4 @@
-"""BatchNorm, Scale and Bias merged into the layers before them, on nets as messages with their parameters."""
+"""Folding of BatchNorm, Scale and Bias into preceding layers, on NetParameter messages."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _CONVOLUTIONS = ("Convolution", "DepthwiseConvolution", "ConvolutionDepthwise", 
 
 
 def with_parameters(param: caffe_pb2.NetParameter, net: Net) -> caffe_pb2.NetParameter:
-    """A copy of a net's message, filtered for the net's phase, with the parameters of the net that was built of it."""
+    """Return a copy of a net's message, filtered for the net's phase, with the net's parameters."""
     result = caffe_pb2.NetParameter()
     result.CopyFrom(param)
-    built = iter(net.layers)  # the message's layers in their order, with Split and Cast layers between them
+    built = iter(net.layers)  # in the message's order, with Split and Cast layers in between
     for layer in result.layer:
         made = next(one for one in built if (one.name, one.type) == (layer.name, layer.type))
         del layer.blobs[:]
@@ -33,11 +33,11 @@ def with_parameters(param: caffe_pb2.NetParameter, net: Net) -> caffe_pb2.NetPar
 
 
 def fold_batch_norms(net: caffe_pb2.NetParameter, nvidia: bool = False) -> caffe_pb2.NetParameter:
-    """The same net without BatchNorm: each becomes a Scale, and is merged into the layer before where that can be.
+    """Return the net without BatchNorm: each becomes a Scale, merged into the preceding layer if possible.
 
     Args:
-        net: with its parameters; not changed.
-        nvidia: whether the net is of NVIDIA's dialect.
+        net: a net with parameters; not modified.
+        nvidia: whether the net has NVIDIA's dialect.
     """
     result = caffe_pb2.NetParameter()
     result.CopyFrom(net)
@@ -50,9 +50,9 @@ def fold_batch_norms(net: caffe_pb2.NetParameter, nvidia: bool = False) -> caffe
 
 
 def merge_scales(net: caffe_pb2.NetParameter, into: tuple[str, ...] = ("Scale",)) -> caffe_pb2.NetParameter:
-    """The same net with each Scale and Bias by channel merged into the layer before it, if its type is one of `into`.
+    """Return the net with each channel-wise Scale and Bias merged into a preceding layer of a type in `into`.
 
-    Only where nothing else reads that layer's top.
+    Only if no other layer reads that layer's top.
     """
     layers = list(net.layer)
     while (pair := _next_pair(layers, into)) is not None:
@@ -67,7 +67,7 @@ def merge_scales(net: caffe_pb2.NetParameter, into: tuple[str, ...] = ("Scale",)
 
 
 def _next_pair(layers: list[caffe_pb2.LayerParameter], into: tuple[str, ...]) -> tuple[int, int] | None:
-    """A layer and the Scale or Bias that can be merged into it."""
+    """Return the indices of a layer and the Scale or Bias to merge into it, or None."""
     writers: dict[str, int] = {}
     sources = []
     for index, layer in enumerate(layers):
@@ -86,7 +86,7 @@ def _next_pair(layers: list[caffe_pb2.LayerParameter], into: tuple[str, ...]) ->
 
 
 def _is_affine(layer: caffe_pb2.LayerParameter) -> bool:
-    """Whether a layer multiplies or adds one stored number for each channel."""
+    """Return whether a layer multiplies or adds one stored value per channel."""
     if layer.type not in ("Scale", "Bias") or not layer.blobs or any(param.name for param in layer.param):
         return False
     field = layer.scale_param if layer.type == "Scale" else layer.bias_param
@@ -94,7 +94,7 @@ def _is_affine(layer: caffe_pb2.LayerParameter) -> bool:
 
 
 def _takes(target: caffe_pb2.LayerParameter, layer: caffe_pb2.LayerParameter) -> bool:
-    """Whether the first layer can take the other's numbers into its parameters."""
+    """Return whether `layer` can be merged into the parameters of `target`."""
     if len(target.top) != 1 or not target.blobs or any(param.name for param in target.param):
         return False
     if target.type == "Scale":
@@ -121,7 +121,7 @@ def _put(layer: caffe_pb2.LayerParameter, *values: NDArray[Any]) -> None:
 
 
 def _as_scale(layer: caffe_pb2.LayerParameter, nvidia: bool) -> None:
-    """A BatchNorm with stored statistics as a Scale."""
+    """Convert a BatchNorm with stored statistics to a Scale."""
     param = layer.batch_norm_param
     mean, variance, count = (_values(layer, index) for index in range(3))
     factor = 1.0 if nvidia else (1 / count[0] if count[0] else 0.0)
@@ -139,7 +139,7 @@ def _as_scale(layer: caffe_pb2.LayerParameter, nvidia: bool) -> None:
 
 
 def _apply(layer: caffe_pb2.LayerParameter, affine: Affine) -> None:
-    """Multiply and add channels of a layer's top in its parameters."""
+    """Apply channel factors and terms to a layer's parameters."""
     factor, term = affine
     weights = _values(layer, 0)
     bias = _values(layer, 1) if len(layer.blobs) > 1 else np.zeros_like(term)

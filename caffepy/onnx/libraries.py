@@ -1,4 +1,4 @@
-"""The two optional libraries: `onnx`, which holds models, and `onnxruntime`, which runs them to compare numbers."""
+"""The optional libraries `onnx`, for models, and `onnxruntime`, which runs them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from caffepy.errors import MissingExtraError, RunError, one_line
 
 EXTRA = "onnx"
-"""The extra that brings both."""
+"""The extra that installs both."""
 
 
 def require_onnx(purpose: str) -> None:
-    """See that `onnx` can be imported; called before any other module of this part is.
+    """Check that `onnx` can be imported. Call before importing other modules of this package.
 
     Raises:
-        MissingExtraError: it is not installed.
+        MissingExtraError: onnx is not installed.
     """
     try:
         importlib.import_module("onnx")
@@ -29,32 +29,32 @@ def require_onnx(purpose: str) -> None:
 
 
 def has_runtime() -> bool:
-    """Whether onnxruntime is installed."""
+    """Return whether onnxruntime is installed."""
     return importlib.util.find_spec("onnxruntime") is not None
 
 
 def run_model(model: bytes | str, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """The outputs of a serialised model by onnxruntime on the CPU.
+    """Return the outputs of a model, computed by onnxruntime on the CPU.
 
     Args:
-        model: the model, or the path of a file, whose tensors may lie in other files beside it.
-        feeds: its inputs by name.
+        model: the serialised model, or the path of a file, which may use external tensor files.
+        feeds: inputs by name.
 
     Raises:
-        RunError: onnxruntime refuses the model or fails.
+        RunError: onnxruntime rejects the model or fails.
     """
     return Session(model).run(feeds)
 
 
 class Session:
-    """A model that onnxruntime runs on the CPU.
+    """An onnxruntime session on the CPU.
 
     Args:
-        model: serialised, or its path.
-        threads: how many to use; 0: as many as there are cores.
+        model: the serialised model or its path.
+        threads: number of threads; 0: one per core.
 
     Raises:
-        RunError: onnxruntime refuses the model.
+        RunError: onnxruntime rejects the model.
     """
 
     def __init__(self, model: bytes | str, threads: int = 0) -> None:
@@ -64,12 +64,12 @@ class Session:
         options.log_severity_level = 4
         try:
             self._session = runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # its exceptions have no common base
+        except Exception as error:  # its exceptions have no common base class
             raise _refused(error) from error
         self._names: Sequence[str] = [output.name for output in self._session.get_outputs()]
 
     def run(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """The outputs for inputs by name.
+        """Return the outputs for inputs by name.
 
         Raises:
             RunError: onnxruntime fails.

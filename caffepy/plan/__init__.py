@@ -1,4 +1,4 @@
-"""Predicts how fast a net trains on more devices: profile, cost of an all-reduce, overlap, table and plot.
+"""Prediction of training speed on more devices: profile, all-reduce cost, overlap, table and plot.
 
-cli imports it.
+Imported by cli.
 """

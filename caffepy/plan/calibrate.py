@@ -1,4 +1,4 @@
-"""Finds alpha and beta of a link from measured all-reduces, as `caffepy bench allreduce` prints them."""
+"""Calibration: alpha and beta of a link from all-reduces measured by `caffepy bench allreduce`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Measurements:
     """Measured times of all-reduces.
 
     Args:
-        devices: how many took part.
-        samples: (bytes, seconds) of each.
+        devices: the number of devices.
+        samples: (bytes, seconds) of each all-reduce.
     """
 
     devices: int
@@ -31,11 +31,11 @@ class Measurements:
 
 @dataclass(frozen=True)
 class Fit:
-    """A link, and how well it tells the times that it was made from.
+    """A fitted link and its error.
 
     Args:
         link: alpha and beta.
-        error: the largest relative difference between a measured time and the model's.
+        error: the largest relative difference between measured and modelled time.
     """
 
     link: Link
@@ -43,37 +43,37 @@ class Fit:
 
 
 MAX_SAMPLES = 100
-"""Sizes of a file; ways to divide them into ranges grow with their square."""
+"""Limit on the number of sizes; the number of divisions into ranges grows with its square."""
 RANGES = 3
-"""Most ranges of sizes that get an alpha and a beta of their own."""
+"""Maximum number of size ranges with separate alpha and beta."""
 MIN_POINTS = 3
-"""Fewest sizes in a range, where there is more than one."""
+"""Minimum number of sizes in a range, if there are several ranges."""
 
 
 def fit_link(measured: Measurements, algorithm: str, between: bool = False) -> Fit:
-    """Find alpha and beta by least squares of the relative errors, so that short messages count as much as long ones.
+    """Fit alpha and beta by least squares of relative errors, so that short and long messages count equally.
 
-    Every algorithm of the model costs a * alpha + b * n * beta among devices with one kind of link, so that this is
-    a linear problem in two unknowns; none may be negative. No straight line holds for all lengths: up to RANGES ranges
-    of sizes have one each, divided where that leaves the least error.
+    Every algorithm of the model costs a * alpha + b * n * beta among devices with one kind of link. The fit is thus a
+    non-negative linear problem in two unknowns. One line does not fit all lengths: up to RANGES size ranges have
+    separate lines, with the division of least error.
 
     Args:
         measured: at least two sizes.
-        algorithm: the algorithm that the all-reduces are assumed to have used.
-        between: devices of different nodes, one in each; else all in one node.
+        algorithm: the assumed algorithm of the all-reduces.
+        between: one device in each of several nodes; else all devices in one node.
 
     Raises:
-        ConfigError: one device, or one size.
+        ConfigError: fewer than two devices or sizes.
     """
     samples = sorted(measured.samples)
     if measured.devices < 2 or len({size for size, _ in samples}) < 2:
         raise ConfigError(
-            f"all-reduces of {len(samples)} sizes among {measured.devices} devices say nothing about a link; "
+            f"all-reduces of {len(samples)} sizes among {measured.devices} devices do not determine a link; "
             "at least two sizes and two devices are needed"
         )
     if len(samples) > MAX_SAMPLES:
         raise ConfigError(f"all-reduces of {len(samples)} sizes are too many to fit lines to; keep {MAX_SAMPLES}")
-    # The hierarchical one sends in a node, or between nodes, what a ring sends.
+    # Within a node, or with one device per node, the hierarchical algorithm equals a ring.
     name = "ring" if algorithm in (AUTO, "hierarchical") else algorithm
     lines = _Lines(samples, *_coefficients(name, measured.devices, between))
     cuts = min(_divisions(len(samples)), key=lines.error)
@@ -83,7 +83,7 @@ def fit_link(measured: Measurements, algorithm: str, between: bool = False) -> F
 
 
 def _divisions(count: int) -> Iterator[tuple[int, ...]]:
-    """Ways to divide `count` sizes into ranges: where each begins, and the end."""
+    """Yield divisions of `count` sizes into ranges: the start of each range, and the end."""
     for parts in range(1, RANGES + 1):
         for cuts in combinations(range(MIN_POINTS, count - MIN_POINTS + 1), parts - 1):
             if all(end - start >= MIN_POINTS for start, end in pairwise((0, *cuts, count))) or parts == 1:
@@ -91,12 +91,12 @@ def _divisions(count: int) -> Iterator[tuple[int, ...]]:
 
 
 class _Lines:
-    """Straight lines through parts of the samples.
+    """Line fits through ranges of the samples.
 
     Args:
         samples: (bytes, seconds), ascending.
-        messages: times that alpha counts.
-        share: times that the bytes are sent.
+        messages: factor of alpha.
+        share: factor of bytes * beta.
     """
 
     def __init__(self, samples: Sequence[tuple[float, float]], messages: float, share: float) -> None:
@@ -104,30 +104,30 @@ class _Lines:
         self._columns = np.stack([np.full_like(sizes, messages), share * sizes], axis=1) / seconds[:, None]
 
     def solve(self, start: int, end: int) -> tuple[float, float]:
-        """alpha and beta of samples from `start` to before `end`."""
+        """Return alpha and beta fitted to samples[start:end]."""
         return _non_negative(self._columns[start:end])
 
     def differences(self, start: int, end: int) -> np.ndarray:
-        """The model's times over the measured ones, less 1."""
+        """Return modelled over measured times, minus 1."""
         errors: np.ndarray = self._columns[start:end] @ self.solve(start, end) - 1
         return errors
 
     def error(self, cuts: tuple[int, ...]) -> float:
-        """The sum of all squares."""
+        """Return the sum of squared relative errors of a division."""
         return sum(float((self.differences(*part) ** 2).sum()) for part in pairwise(cuts))
 
     def largest(self, start: int, end: int) -> float:
-        """The largest difference."""
+        """Return the largest absolute relative error."""
         return float(np.abs(self.differences(start, end)).max())
 
     def link(self, start: int, end: int) -> Link:
-        """The link that the samples tell of."""
+        """Return the link fitted to samples[start:end]."""
         alpha, beta = self.solve(start, end)
         return Link(alpha, 1 / beta if beta > 0 else math.inf)
 
 
 def _coefficients(algorithm: str, devices: int, between: bool) -> tuple[float, float]:
-    """Messages, and times that the data are sent."""
+    """Return the factors of alpha and of bytes * beta."""
     cost = ALGORITHMS[algorithm]
 
     def cluster(link: Link) -> Cluster:
@@ -137,7 +137,7 @@ def _coefficients(algorithm: str, devices: int, between: bool) -> tuple[float, f
 
 
 def _non_negative(columns: np.ndarray) -> tuple[float, float]:
-    """The x >= 0 that brings columns @ x nearest to 1: with both unknowns, or else the better one alone."""
+    """Return the x >= 0 that minimises |columns @ x - 1|: with both unknowns, else with the better single one."""
     ones = np.ones(len(columns))
     both = np.linalg.lstsq(columns, ones, rcond=None)[0]
     if both.min() >= 0:
@@ -148,7 +148,7 @@ def _non_negative(columns: np.ndarray) -> tuple[float, float]:
 
 
 MAX_BYTES = 2**24
-"""Of a file of measurements."""
+"""Size limit of a file of measurements."""
 _SIZE = re.compile(r"(\d{1,18})(?: ?(B|KiB|MiB|GiB))?")
 _UNITS = {None: 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _DEVICES = re.compile(r"\b(\d{1,9}) (?:devices?|ranks?|GPUs?|threads?)\b", re.IGNORECASE)
@@ -156,23 +156,23 @@ _TIMES = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def read_measurements(path: Path) -> Measurements:
-    """What `caffepy bench allreduce` printed: a line that says how many devices, a head, a line for each size.
+    """Parse the output of `caffepy bench allreduce`: the number of devices, a header, and a line for each size.
 
-    Columns stand two spaces apart. One is called size or bytes, one time, with its unit (us if none is given).
+    Columns are separated by two spaces. One is named size or bytes, one time, with an optional unit (default us).
 
     Raises:
-        ConfigError: the file cannot be read, or holds something else.
+        ConfigError: the file cannot be read or is invalid.
     """
     try:
         lines = [line.strip().lstrip("#").strip() for line in read_regular(path, MAX_BYTES).decode().splitlines()]
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path}: cannot be read: {reason}; save what caffepy bench allreduce prints") from error
+        raise ConfigError(f"{path}: cannot be read: {reason}; save the output of caffepy bench allreduce") from error
     devices = next((int(match[1]) for line in lines if (match := _DEVICES.search(line))), None)
     head = next((i for i, line in enumerate(lines) if _columns(line) is not None), None)
     if devices is None or head is None:
-        lacks = "how many devices took part" if devices is None else "a head with columns for size and time"
-        raise ConfigError(f"{path}: does not say {lacks}; save all that caffepy bench allreduce prints")
+        lacks = "the number of devices" if devices is None else "a header with columns for size and time"
+        raise ConfigError(f"{path}: lacks {lacks}; save the whole output of caffepy bench allreduce")
     columns = _columns(lines[head])
     assert columns is not None
     samples = tuple(sample for line in lines[head + 1 :] if (sample := _sample(line, *columns)))
@@ -180,7 +180,7 @@ def read_measurements(path: Path) -> Measurements:
 
 
 def _columns(line: str) -> tuple[int, int, float] | None:
-    """Where size and time stand, and the time's unit in seconds; None if this is no head."""
+    """Return the columns of size and time, and the time unit in seconds; None if the line is not a header."""
     cells = [cell.lower() for cell in re.split(r"\s{2,}|\t", line)]
     sizes = [i for i, cell in enumerate(cells) if re.match(r"size|bytes", cell)]
     times = [i for i, cell in enumerate(cells) if cell.startswith("time")]
@@ -191,7 +191,7 @@ def _columns(line: str) -> tuple[int, int, float] | None:
 
 
 def _sample(line: str, size: int, time: int, unit: float) -> tuple[float, float] | None:
-    """Bytes and seconds of a line, None if it is no line of the table."""
+    """Return bytes and seconds of a table row; None for other lines."""
     cells = re.split(r"\s{2,}|\t", line)
     if len(cells) <= max(size, time):
         return None

@@ -1,4 +1,4 @@
-"""Profiles of a net: measured over a few iterations on this machine, or made from known times."""
+"""Profiles of a net, measured on this machine or estimated from known times."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from caffepy.solvers import Solver, create_solver
 from caffepy.solvers.net_factory import NetFactory
 
 WARM_UP = 3
-"""Iterations before the clock starts: they allocate, compile, tune and capture."""
+"""Untimed iterations for allocation, compilation, tuning and capture."""
 GROUPS = 5
-"""Groups of iterations that are timed; their median counts."""
+"""Number of timed groups of iterations; the result is their median."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A solver's training, and nothing but that: no tests, no snapshots, no lines in the log.
+    """A solver's training without tests, snapshots and log.
 
     Args:
-        solver: holds its net as `net_param`.
-        resolve: finds the files that the net names.
+        solver: the solver, with its net in `net_param`.
+        resolve: resolves file names in the net.
         state: phase, level and stages of the net.
     """
 
@@ -50,10 +50,10 @@ class Subject:
 
 @dataclass(frozen=True)
 class Device:
-    """What times are of.
+    """The device of a profile.
 
     Args:
-        description: in words.
+        description: text for messages.
         is_cpu: whether it is a CPU.
     """
 
@@ -62,15 +62,15 @@ class Device:
 
 
 def read_subject(path: Path, batch: int | None = None, shape: Sequence[int] | None = None) -> Subject:
-    """The training of a solver's prototxt.
+    """Return the training of a solver's prototxt.
 
     Args:
         path: the solver.
-        batch: `batch_size` instead of what the net says.
-        shape: of one record; data layers then give made-up records and need no data.
+        batch: replaces the net's `batch_size`.
+        shape: shape of one record; data layers then produce synthetic records.
 
     Raises:
-        ConfigError: the solver does not hold together.
+        ConfigError: the solver is invalid.
     """
     param = read_solver(path)
     check_solver(param, str(path))
@@ -91,23 +91,23 @@ def read_subject(path: Path, batch: int | None = None, shape: Sequence[int] | No
 
 
 def measure_profile(subject: Subject, backend: Backend, iterations: int) -> Profile:
-    """Train on a backend that is active here, and take the times.
+    """Train on the active backend and return the measured profile.
 
     Args:
-        subject: what to train.
+        subject: the training.
         backend: the device.
-        iterations: how many whole ones are timed, and then again as many layer by layer.
+        iterations: the number of iterations timed as a whole, and again layer by layer.
 
     Raises:
-        ConfigError: the net has no batch, so that there are no images to count.
-        CaffepyError: whatever is wrong with the net, its data or the device.
+        ConfigError: the net has no data layer, so its batch size is unknown.
+        CaffepyError: net, data or device cannot be used.
     """
     solver = create_solver(subject.solver, backend, resolve=subject.resolve)
     try:
         _check_batch(solver.net)
         solver.step(WARM_UP)
         iteration = _time_iterations(solver, iterations)
-        # As `caffepy time` does: outside of the solver's loop the layers count passes by themselves.
+        # As in `caffepy time`: outside the solver's loop the layers count passes themselves.
         solver.net.context.passes.on_device = None
         times = measure(solver.net, iterations).medians()
         device = Device(backend.device_description(), backend.name == "cpu")
@@ -117,7 +117,7 @@ def measure_profile(subject: Subject, backend: Backend, iterations: int) -> Prof
 
 
 def _time_iterations(solver: Solver, iterations: int) -> float:
-    """Milliseconds of an iteration, run as `caffepy train` does: with captured CUDA graphs where possible."""
+    """Return the milliseconds of an iteration, run as in `caffepy train`, with CUDA graphs if possible."""
     size = -(-iterations // GROUPS)
     samples = []
     for _ in range(GROUPS):
@@ -130,7 +130,7 @@ def _time_iterations(solver: Solver, iterations: int) -> float:
 
 
 def _time_update(solver: Solver) -> float:
-    """Milliseconds of the update of all parameters, at rate 0."""
+    """Return the milliseconds of the update of all parameters, at learning rate 0."""
     samples = []
     for _ in range(GROUPS + 1):
         solver.backend.synchronize()
@@ -142,17 +142,17 @@ def _time_update(solver: Solver) -> float:
 
 
 def estimate_profile(subject: Subject, forward_ms: float, backward_ms: float, on_cpu: bool) -> Profile:
-    """A profile of times that are known from elsewhere, divided among the layers by their multiplications.
+    """Return a profile from known times, divided among the layers by their multiplications.
 
     Args:
-        subject: what is trained.
-        forward_ms: a whole forward pass.
-        backward_ms: a whole backward pass.
-        on_cpu: whether they are a CPU's.
+        subject: the training.
+        forward_ms: milliseconds of a whole forward pass.
+        backward_ms: milliseconds of a whole backward pass.
+        on_cpu: whether the times are for a CPU.
 
     Raises:
-        ConfigError: the net has no batch.
-        CaffepyError: whatever is wrong with the net or its data.
+        ConfigError: the net has no data layer.
+        CaffepyError: net or data cannot be used.
     """
     net = _dry_net(subject)
     _check_batch(net)
@@ -164,21 +164,21 @@ def estimate_profile(subject: Subject, forward_ms: float, backward_ms: float, on
 
 
 def with_settings_of(path: Path, profile: Profile, origin: str) -> Profile:
-    """A profile with what a solver says today about the exchange of gradients.
+    """Return a profile with a solver's current settings for the gradient exchange.
 
     Args:
         path: the solver's prototxt.
-        profile: of the same net.
+        profile: a profile of the same net.
         origin: the profile's file, for messages.
 
     Raises:
-        ConfigError: the profile is another net's, or of iterations of more or fewer passes.
+        ConfigError: net or iter_size of profile and solver differ.
     """
     solver = read_subject(path).solver
     if (solver.net_param.name, solver.iter_size) != (profile.net, profile.passes):
         raise ConfigError(
             f"{origin} is of net '{profile.net}' with iter_size {profile.passes}, {path} of "
-            f"'{solver.net_param.name}' with {solver.iter_size}: measure anew, or leave --solver out"
+            f"'{solver.net_param.name}' with {solver.iter_size}: measure again, or leave --solver out"
         )
     return replace(
         profile,
@@ -188,13 +188,13 @@ def with_settings_of(path: Path, profile: Profile, origin: str) -> Profile:
 
 
 def _dry_net(subject: Subject) -> Net:
-    """The net on a backend that computes nothing."""
+    """Return the net on a backend that does not compute."""
     context = LayerContext(MetaBackend(), resolve=subject.resolve)
     return Net(subject.solver.net_param, context, subject.state)
 
 
 def _multiplications(node: Node) -> float:
-    """Of a layer with a matrix or filters, for each element of its top; the other layers' work is left out."""
+    """Return the multiplications of a layer with a weight matrix or filters; 0 for other layers."""
     weights = next((blob for blob in node.layer.blobs if len(blob.shape) > 1), None)
     if weights is None or not node.tops:
         return 0.0
@@ -224,7 +224,7 @@ def _profile(
 
 
 def gradients_of(net: Net) -> tuple[Gradient, ...]:
-    """The gradients of a net in the order of its flat buffer."""
+    """Return the gradients of a net in the order of its flat buffer."""
     learned = sorted((p for p in net.parameters.parameters if p.lr_mult != 0), key=lambda p: p.start)
     node_index = {
         layer: index
@@ -233,7 +233,7 @@ def gradients_of(net: Net) -> tuple[Gradient, ...]:
     }
     gradients, last = [], len(net.schedule)
     for parameter in learned:
-        # Buckets are reduced in order, so a gradient counts as ready only when all before it in the buffer are.
+        # Buckets are reduced in order, so a gradient is ready only when all earlier gradients in the buffer are.
         last = min(last, node_index[parameter.layer])
         count = -(-parameter.blob.count // ALIGNMENT) * ALIGNMENT
         gradients.append(Gradient(last, 4 * count))

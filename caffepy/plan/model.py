@@ -1,10 +1,10 @@
-"""What an all-reduce costs: the alpha-beta model of the algorithms that NCCL and MPI use.
+"""The cost of all-reduces: the alpha-beta model of the algorithms of NCCL and MPI.
 
-A message of n bytes takes alpha + n * beta between two devices: alpha is the latency, beta the time a byte takes, the
-reduction of that byte included. Devices send and receive at the same time (full duplex). Devices stand in nodes: one
-kind of link inside, another one between them, which all devices of a node share. Pure functions, seconds and bytes.
+A message of n bytes between two devices takes alpha + n * beta: alpha is the latency, beta the time per byte including
+its reduction. Devices send and receive at the same time (full duplex). Nodes have one kind of link inside and another
+between them, which all devices of a node share. The functions are pure; units are seconds and bytes.
 
-Letters of the formulas: N nodes of g devices, p = N * g, alpha_l and beta_l inside a node, alpha_n and beta_n between
+Symbols: N nodes of g devices, p = N * g, alpha_l and beta_l inside a node, alpha_n and beta_n between
 nodes, n bytes.
 """
 
@@ -23,10 +23,10 @@ class Link:
     """One kind of connection.
 
     Args:
-        latency: alpha, seconds a message.
-        bandwidth: 1 / beta, bytes a second in each direction.
-        longer: (bytes, link), ascending: what holds for all-reduces of so many bytes and more. Libraries change their
-            protocol with the length, and long messages do not stay in caches.
+        latency: alpha, seconds per message.
+        bandwidth: 1 / beta, bytes per second in each direction.
+        longer: (bytes, link), ascending: the link for all-reduces of at least that size. Libraries change their
+            protocol with the length, and long messages do not fit into caches.
     """
 
     latency: float
@@ -34,23 +34,23 @@ class Link:
     longer: tuple[tuple[float, Link], ...] = ()
 
     def for_size(self, size: float) -> Link:
-        """The link as all-reduces of `size` bytes find it."""
+        """Return the link that applies to all-reduces of `size` bytes."""
         return next((link for least, link in reversed(self.longer) if size >= least), self)
 
     def cost(self, messages: float, size: float) -> float:
-        """messages * alpha + size * beta."""
+        """Return messages * alpha + size * beta."""
         return messages * self.latency + size / self.bandwidth
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices and what connects them.
+    """Devices and their links.
 
     Args:
         nodes: N.
         devices_per_node: g.
-        inside: between the devices of a node; each device has one.
-        between: between nodes; each node has one.
+        inside: the link of each device inside a node.
+        between: the link of each node to the network.
     """
 
     nodes: int
@@ -64,24 +64,24 @@ class Cluster:
         return self.nodes * self.devices_per_node
 
     def for_size(self, size: float) -> Cluster:
-        """The cluster as all-reduces of `size` bytes find it."""
+        """Return the cluster with the links that apply to all-reduces of `size` bytes."""
         return replace(self, inside=self.inside.for_size(size), between=self.between.for_size(size))
 
     @property
     def bottleneck(self) -> float:
-        """The least bandwidth among the links that are used at all."""
+        """The lowest bandwidth among the links in use."""
         used = [self.inside.bandwidth] if self.devices_per_node > 1 else []
         used += [self.between.bandwidth] if self.nodes > 1 else []
         return min(used, default=float("inf"))
 
 
 def ring(size: float, cluster: Cluster) -> float:
-    """A reduce-scatter and an all-gather around one ring that visits node after node; pipelined.
+    """Return the cost of a pipelined reduce-scatter and all-gather around one ring through all nodes.
 
     2 (p - N) alpha_l + 2 (N - 1) alpha_n + 2 (p - 1) / p * n * max(beta_l, beta_n)
 
-    Each device sends 2 (p - 1) / p * n bytes, the least that is possible; the slowest link sets the pace. Of the
-    2 (p - 1) steps of a piece 2 (N - 1) cross the network.
+    Each device sends 2 (p - 1) / p * n bytes, the minimum; the slowest link limits the speed. Of the 2 (p - 1) steps of
+    a chunk, 2 (N - 1) cross the network.
 
     P. Patarasuk, X. Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations. Journal of Parallel
     and Distributed Computing 69(2), 2009.
@@ -92,15 +92,16 @@ def ring(size: float, cluster: Cluster) -> float:
 
 
 def tree(size: float, cluster: Cluster) -> float:
-    """Two binary trees over the nodes, each for one half of the data, and a chain inside each node; pipelined.
+    """Return the cost of two pipelined binary trees over the nodes, one per half of the data, with a chain in each
+    node.
 
     2 (g - 1) alpha_l + 2 ceil(log2 N) alpha_n + 2 n * max(beta_l, beta_n)
 
-    A node that is inner in one tree is a leaf in the other, so that each sends and receives 2 n bytes. Latency grows
-    with the logarithm of the nodes.
+    An inner node of one tree is a leaf of the other, so that each sends and receives 2 n bytes. Latency grows with log
+    N.
 
     P. Sanders, J. Speck, J. L. Traeff: Two-tree algorithms for full bandwidth broadcast, reduction and scan. Parallel
-    Computing 35(12), 2009; as NCCL has it since 2.4: S. Jeaugey: Massively scale your deep learning training with NCCL
+    Computing 35(12), 2009; in NCCL since 2.4: S. Jeaugey: Massively scale your deep learning training with NCCL
     2.4, NVIDIA, 2019.
     """
     latency = 2 * (cluster.devices_per_node - 1) * cluster.inside.latency
@@ -109,17 +110,17 @@ def tree(size: float, cluster: Cluster) -> float:
 
 
 def hierarchical(size: float, cluster: Cluster) -> float:
-    """A reduce-scatter in each node, an all-reduce of each part among the nodes, an all-gather in each node.
+    """Return the cost of reduce-scatter in each node, all-reduce of each part between nodes, all-gather in each node.
 
     2 (g - 1) alpha_l + 2 (g - 1) / g * n * beta_l
     + min(2 (N - 1) alpha_n + 2 (N - 1) / N * n * beta_n,  2 ceil(log2 N) alpha_n + 2 n * beta_n)
 
     Device i of each node reduces the i-th part with its peers, by a ring or by two trees. The g parts share the node's
-    network, so that n bytes pass there, not g * n.
+    network link, which transfers n bytes, not g * n.
 
     R. Thakur, R. Rabenseifner, W. Gropp: Optimization of collective communication operations in MPICH. International
-    Journal of High Performance Computing Applications 19(1), 2005, from whose reduce-scatter and all-gather it is
-    composed.
+    Journal of High Performance Computing Applications 19(1), 2005, whose reduce-scatter and all-gather are combined
+    here.
     """
     g, nodes = cluster.devices_per_node, cluster.nodes
     inside = cluster.inside.cost(2 * (g - 1), 2 * (g - 1) / g * size)
@@ -131,12 +132,12 @@ def hierarchical(size: float, cluster: Cluster) -> float:
 
 
 def recursive_doubling(size: float, cluster: Cluster) -> float:
-    """Pairs exchange all of their data, at twice the distance in each step; for short messages.
+    """Return the cost of recursive doubling: pairs at doubling distances exchange all data; for short messages.
 
     ceil(log2 g) (alpha_l + n * beta_l) + ceil(log2 N) (alpha_n + g * n * beta_n)
 
-    All g devices of a node cross the network at once. Where g or N is no power of two, the devices beyond it hand
-    their data to others first and get the result back: floor instead of ceil, and two messages of n bytes more.
+    All g devices of a node use the network at once. If g or N is not a power of two, the excess devices send their data
+    to others first and receive the result: floor instead of ceil, and two more messages of n bytes.
 
     Thakur, Rabenseifner, Gropp 2005.
     """
@@ -151,12 +152,12 @@ def recursive_doubling(size: float, cluster: Cluster) -> float:
 
 
 def recursive_halving(size: float, cluster: Cluster) -> float:
-    """A reduce-scatter by halving distances and amounts, then an all-gather by doubling them (Rabenseifner).
+    """Return the cost of reduce-scatter by recursive halving and all-gather by recursive doubling (Rabenseifner).
 
     2 log2 g * alpha_l + 2 (g - 1) / g * n * beta_l + 2 log2 N * alpha_n + 2 (N - 1) / N * n * beta_n
 
-    The nearest devices exchange first, so that the network carries n bytes a node. Where g or N is no power of two:
-    the next lower one, and two messages of n bytes more, as in `recursive_doubling`.
+    The nearest devices exchange first, so that the network carries n bytes per node. If g or N is not a power of two:
+    the next lower one, and two more messages of n bytes, as in `recursive_doubling`.
 
     Thakur, Rabenseifner, Gropp 2005.
     """
@@ -178,14 +179,15 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 AUTO = "auto"
 CHOICES = ("ring", "tree", "hierarchical")
-"""What `auto` takes the fastest of for each message, as NCCL does. MPI's recursive ones have to be asked for."""
+"""Candidates of `auto`, which selects the fastest per message, as NCCL does. MPI's recursive algorithms must be
+selected explicitly."""
 
 
 def all_reduce(size: float, cluster: Cluster, algorithm: str = AUTO) -> tuple[float, str]:
-    """Seconds that `size` bytes take, and the algorithm; a single device has nothing to do.
+    """Return the seconds for `size` bytes and the algorithm; 0 for a single device.
 
     Args:
-        size: bytes of each device.
+        size: bytes per device.
         cluster: the devices.
         algorithm: one of ALGORITHMS, or AUTO.
     """
@@ -198,12 +200,12 @@ def all_reduce(size: float, cluster: Cluster, algorithm: str = AUTO) -> tuple[fl
 
 
 def _levels(count: int) -> int:
-    """Height of a binary tree over `count` nodes."""
+    """Return the height of a binary tree over `count` nodes."""
     return ceil(log2(count))
 
 
 def _powers_of_two(count: int) -> tuple[int, int]:
-    """Steps among the largest power of two within `count`, and messages more that the rest costs."""
+    """Return the steps for the largest power of two within `count`, and the additional messages for the rest."""
     steps = floor(log2(count))
     return steps, 0 if 2**steps == count else 2
 
@@ -213,10 +215,10 @@ LINKS = {
     "pcie": Link(5e-6, 20e9),
     "shm": Link(5e-6, 4e9),
 }
-"""Inside a node. nvlink: NVLink 4, what NCCL's ring reaches on four H200 (450 GB/s nominal); pcie: version 4, through
-the host; shm: ranks on CPUs, through shared memory. --calibrate is better than any of them."""
+"""Default links inside a node. nvlink: NVLink 4, as measured with NCCL's ring on four H200 (450 GB/s nominal); pcie:
+version 4, through the host; shm: CPU ranks, through shared memory. --calibrate is more accurate."""
 NETWORK_LATENCY = 10e-6
-"""Seconds a message between nodes, InfiniBand or RoCE with NCCL."""
+"""Seconds per message between nodes, for InfiniBand or RoCE with NCCL."""
 
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BANDWIDTH = re.compile(r"(?:(\d+) ?[xX*] ?)?(\d+\.?\d*|\.\d+) ?([kMGT]?)(b|B|bit|byte|Bytes?)(?:/s|ps|E)?")
@@ -225,10 +227,10 @@ _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bytes a second of ``400Gb`` (bits), ``50GB`` (bytes) or ``8x400Gb`` (eight adapters).
+    """Parse ``400Gb`` (bits), ``50GB`` (bytes) or ``8x400Gb`` (eight adapters) to bytes per second.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the text has another form.
     """
     match = _BANDWIDTH.fullmatch(text.strip())
     if match is None or not float(match[2]) or match[1] == "0":
@@ -238,10 +240,10 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_latency(text: str) -> float:
-    """Seconds of ``5us``, ``0.01ms`` or ``5``, which are microseconds.
+    """Parse ``5us``, ``0.01ms`` or ``5`` (microseconds) to seconds.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the text has another form.
     """
     match = _LATENCY.fullmatch(text.strip())
     if match is None:
@@ -250,10 +252,10 @@ def parse_latency(text: str) -> float:
 
 
 def parse_link(text: str) -> Link:
-    """A link inside nodes by its name, or by its bandwidth, plain numbers being GB/s; of unknown latency as pcie's.
+    """Parse a link's name or bandwidth (plain numbers are GB/s; the latency is then that of pcie).
 
     Raises:
-        ValueError: neither.
+        ValueError: the text is neither.
     """
     if text in LINKS:
         return LINKS[text]

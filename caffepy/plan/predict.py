@@ -1,8 +1,8 @@
-"""Predicts what training takes on a cluster, from a profile and the cost of all-reduces.
+"""Prediction of training times on a cluster, from a profile and the cost of all-reduces.
 
-An iteration is simulated: computing on one stream, all-reduces on another. A bucket's all-reduce begins when its last
-gradient is there and the reduction before it is over; the update of all parameters follows the last of them. Times of
-the simulation may have any one unit.
+An iteration is simulated with computation on one stream and all-reduces on another. A bucket's all-reduce starts when
+its last gradient is complete and the preceding reduction has ended. The parameter update follows the last all-reduce.
+The simulation is independent of the time unit.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from caffepy.plan.profile import Profile
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are reduced by one call.
+    """Gradients reduced by one call.
 
     Args:
-        last: number of the backward step after which all of its gradients are there.
-        communication: what its all-reduce takes.
+        last: index of the backward step that completes the bucket.
+        communication: time of its all-reduce.
     """
 
     last: int
@@ -30,13 +30,13 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When things happened, from the beginning of the iteration.
+    """Times of a simulated iteration, from its start.
 
     Args:
         step: end of the iteration.
-        compute: what the iteration takes on a device that trains alone.
-        communication: all all-reduces together.
-        reductions: beginning and end of each bucket's all-reduce.
+        compute: time of the iteration without communication.
+        communication: total time of all all-reduces.
+        reductions: start and end of each bucket's all-reduce.
     """
 
     step: float
@@ -46,12 +46,12 @@ class Timeline:
 
     @property
     def exposed(self) -> float:
-        """Time that communication costs in the end: what computing does not hide."""
+        """Communication time that computation does not hide."""
         return max(self.step - self.compute, 0.0)
 
     @property
     def efficiency(self) -> float:
-        """compute / step: 1 where all communication is hidden."""
+        """compute / step; 1 if all communication is hidden."""
         return self.compute / self.step if self.step > 0 else 1.0
 
 
@@ -63,16 +63,16 @@ def simulate(
     contention: float = 0.0,
     update: float = 0.0,
 ) -> Timeline:
-    """Run one iteration.
+    """Simulate one iteration.
 
     Args:
-        before: everything before the backward pass whose gradients are reduced: data, forward, earlier passes.
-        backward: the steps of the backward pass in the order in which they run.
-        buckets: in the order in which they are ready.
-        overlap: reduce while backward goes on; else all reductions come after it.
-        contention: which part of the device an all-reduce takes from computing: 0 none (copy engines and a few of a
-            GPU's multiprocessors), 1 all (MPI on the only core).
-        update: of all parameters, after all of that.
+        before: time before the backward pass whose gradients are reduced: data, forward, earlier passes.
+        backward: times of the backward steps in order.
+        buckets: the buckets in the order of completion.
+        overlap: reduce during the backward pass; else after it.
+        contention: share of the device that an all-reduce takes from computation: 0 none (GPUs), 1 all (MPI on a single
+            core).
+        update: time of the update of all parameters.
     """
     assert 0 <= contention <= 1 and all(0 <= bucket.last < len(backward) for bucket in buckets)
     work = [before, *backward, update]
@@ -86,20 +86,20 @@ def simulate(
     while not device.done:
         device.advance()
     compute = sum(work)
-    step = max(device.now, compute)  # the two are sums in different orders
+    step = max(device.now, compute)  # the sums differ in rounding
     return Timeline(step, compute, sum(bucket.communication for bucket in buckets), tuple(device.reductions))
 
 
 @dataclass
 class _Device:
-    """Two streams and what they have to do, each in its order.
+    """Two in-order streams and their work.
 
     Args:
-        work: pieces of computing.
-        needs: for each piece how many reductions come before it.
-        costs: the reductions.
-        after: for each reduction how many pieces of work come before it.
-        rate: of computing while there is a reduction.
+        work: times of the computation steps.
+        needs: for each step the number of reductions that it waits for.
+        costs: times of the reductions.
+        after: for each reduction the number of steps that it waits for.
+        rate: speed of computation during a reduction.
     """
 
     work: list[float]
@@ -109,21 +109,21 @@ class _Device:
     rate: float
     now: float = 0.0
     pieces: int = 0
-    """Pieces of work that are done."""
+    """The number of completed steps."""
     reductions: list[tuple[float, float]] = field(default_factory=list)
-    """Beginning and end of the reductions that are done."""
+    """Start and end of the completed reductions."""
     _spent: float = 0.0
-    """What was done of the present piece."""
+    """Completed part of the current step."""
     _begun: float | None = None
-    """When the present reduction began."""
+    """Start of the current reduction."""
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left."""
+        """Whether all work is complete."""
         return self.pieces == len(self.work) and len(self.reductions) == len(self.costs)
 
     def advance(self) -> None:
-        """Go on to the next moment in which something is done."""
+        """Advance to the next completion of a step or reduction."""
         reduced = len(self.reductions)
         computing = self.pieces < len(self.work) and self.needs[self.pieces] <= reduced
         reducing = reduced < len(self.costs) and self.after[reduced] <= self.pieces
@@ -144,15 +144,15 @@ class _Device:
 
 
 GRADIENT_BYTES = 4
-"""A gradient is float32 unless it is compressed for the wire."""
+"""Bytes of an uncompressed gradient element (float32)."""
 
 
 def cut_into_buckets(gradients: Sequence[tuple[int, int]], threshold: float) -> list[tuple[int, int]]:
-    """Collect gradients in the order in which they are finished until a bucket holds `threshold` bytes, and so on.
+    """Divide gradients, in the order of completion, into buckets of at least `threshold` bytes.
 
     Args:
-        gradients: for each the step of the backward pass that finishes it, and its bytes.
-        threshold: bytes; 0 makes each gradient a bucket.
+        gradients: for each the backward step that completes it, and its bytes.
+        threshold: bytes; 0: one bucket per gradient.
 
     Returns:
         For each bucket the step that completes it, and its bytes.
@@ -168,14 +168,14 @@ def cut_into_buckets(gradients: Sequence[tuple[int, int]], threshold: float) -> 
 
 @dataclass(frozen=True)
 class Exchange:
-    """How gradients are exchanged.
+    """Settings of the gradient exchange.
 
     Args:
-        overlap: while the backward pass goes on; None: as the profile says, see `overlaps`. Without it they are
-            reduced at once, after the backward pass.
-        bucket_bytes: a bucket is reduced when it holds so much; None: the profile's `reduce_buckets` equal parts.
-        wire_bytes: of a gradient on its way: 4, or 2 where it is compressed to half precision.
-        algorithm: of the all-reduce, see `caffepy.plan.model`.
+        overlap: exchange during the backward pass; None: as in the profile, see `overlaps`. False: one reduction after
+            the backward pass.
+        bucket_bytes: minimum size of a bucket; None: `reduce_buckets` equal parts as in the profile.
+        wire_bytes: bytes per transferred gradient element: 4, or 2 with half-precision compression.
+        algorithm: all-reduce algorithm, see `caffepy.plan.model`.
         contention: see `simulate`.
     """
 
@@ -186,42 +186,42 @@ class Exchange:
     contention: float = 0.0
 
     def overlaps(self, profile: Profile) -> bool:
-        """Whether communication runs beside the backward pass: unless `layer_wise_reduce` or one bucket for all
-        gradients says that it does not."""
+        """Return whether communication overlaps with the backward pass. By default it does, unless the profile has
+        `layer_wise_reduce: false` or a single bucket."""
         if self.overlap is not None:
             return self.overlap
         return profile.layer_wise_reduce and (profile.reduce_buckets != 1 or self.bucket_bytes is not None)
 
     def buckets(self, profile: Profile) -> list[tuple[int, int]]:
-        """For each bucket the number of the backward step that completes it, and the bytes of its gradients."""
+        """Return for each bucket the backward step that completes it, and the bytes of its gradients."""
         gradients = [(len(profile.layers) - 1 - gradient.layer, gradient.bytes) for gradient in profile.gradients]
         total = profile.gradient_bytes
         threshold = self.bucket_bytes
         if threshold is None:
-            threshold = total / profile.reduce_buckets if profile.reduce_buckets else 0.0  # 0: for each parameter
+            threshold = total / profile.reduce_buckets if profile.reduce_buckets else 0.0  # 0: one per parameter
         if not self.overlaps(profile):
             threshold = total
         return cut_into_buckets(gradients, threshold)
 
     def sent(self, size: int) -> float:
-        """What gradients of `size` bytes are on the wire."""
+        """Return the transferred bytes of gradients of `size` bytes."""
         return size * self.wire_bytes / GRADIENT_BYTES
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Training on one cluster.
+    """The prediction for one cluster.
 
     Args:
-        nodes: how many there are.
-        devices: in all.
-        step_ms: an iteration.
-        compute_ms: what it takes on a device alone.
-        communication_ms: all of its all-reduces.
-        exposed_ms: what they add to the iteration.
-        images_per_second: of all devices together.
-        efficiency: images_per_second over as many times that of one device.
-        algorithm: of the largest bucket's all-reduce.
+        nodes: the number of nodes.
+        devices: the total number of devices.
+        step_ms: time of an iteration.
+        compute_ms: time of an iteration on a single device.
+        communication_ms: total time of its all-reduces.
+        exposed_ms: time that all-reduces add to the iteration.
+        images_per_second: total of all devices.
+        efficiency: images_per_second over devices times the speed of a single device.
+        algorithm: all-reduce algorithm of the largest bucket.
     """
 
     nodes: int
@@ -236,7 +236,7 @@ class Prediction:
 
 
 def predict(profile: Profile, cluster: Cluster, exchange: Exchange) -> Prediction:
-    """What data-parallel training takes if every device does what the profile's did (weak scaling)."""
+    """Predict data-parallel training with the profile's batch on every device (weak scaling)."""
     profile = profile.fitted()
     cut = exchange.buckets(profile)
     costs = [all_reduce(exchange.sent(size), cluster, exchange.algorithm) for _, size in cut]
@@ -259,5 +259,5 @@ def predict(profile: Profile, cluster: Cluster, exchange: Exchange) -> Predictio
 
 
 def sweep(profile: Profile, nodes: Sequence[int], cluster: Cluster, exchange: Exchange) -> list[Prediction]:
-    """A prediction for each number of nodes, all else as in `cluster`."""
+    """Return a prediction for each number of nodes, otherwise as in `cluster`."""
     return [predict(profile, replace(cluster, nodes=count), exchange) for count in nodes]

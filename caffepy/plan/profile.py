@@ -1,4 +1,4 @@
-"""What a net takes on one device, layer by layer: the profile that plans are made from, and its JSON file."""
+"""Profiles: the times of a net's layers on one device, and their JSON file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from caffepy.errors import ConfigError, RunError
 from caffepy.files import read_regular
 
 MAX_BYTES = 2**26
-"""Of the file."""
+"""Size limit of the file."""
 MAX_NUMBER = 1e15
-"""Largest number in it: bytes of a petabyte, milliseconds of thirty thousand years."""
+"""Largest valid number in the file."""
 FORMAT = "caffepy profile 1"
-"""First field of the file; the number grows when its fields change."""
+"""First field of the file, with the version of the format."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class LayerProfile:
     """One layer of the schedule.
 
     Args:
-        name: the layer.
-        forward_ms: its forward pass.
-        backward_ms: its backward pass.
+        name: the layer's name.
+        forward_ms: milliseconds of the forward pass.
+        backward_ms: milliseconds of the backward pass.
     """
 
     name: str
@@ -39,8 +39,8 @@ class Gradient:
     """The gradient of one learned parameter.
 
     Args:
-        layer: number of the layer whose backward pass finishes it; of those that share a parameter, the first.
-        bytes: its float32 values, with what keeps the next one aligned.
+        layer: index of the layer whose backward pass completes it; for a shared parameter the first such layer.
+        bytes: bytes of its float32 values, including alignment padding.
     """
 
     layer: int
@@ -49,20 +49,20 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Profile:
-    """A net in training on one device.
+    """The profile of a net in training on one device.
 
     Args:
-        net: its name.
-        device: where it was measured.
-        on_cpu: whether that is a CPU.
-        batch: images that the device takes in an iteration, all passes together.
-        passes: forward and backward passes an iteration (iter_size).
-        iteration_ms: a whole iteration, alone.
-        update_ms: the update within it.
-        reduce_buckets: parts in which gradients are reduced: the net's field, or what is usual without it.
-        layer_wise_reduce: the solver's field: whether they are reduced while the backward pass goes on.
-        layers: in the order of the forward pass.
-        gradients: in the order in which the backward pass finishes them.
+        net: the net's name.
+        device: description of the device.
+        on_cpu: whether the device is a CPU.
+        batch: images per iteration on the device, over all passes.
+        passes: forward and backward passes per iteration (iter_size).
+        iteration_ms: milliseconds of an iteration on a single device.
+        update_ms: milliseconds of the update within it.
+        reduce_buckets: number of gradient buckets: the net's field or its default.
+        layer_wise_reduce: the solver's field: whether gradients are reduced during the backward pass.
+        layers: the layers in forward order.
+        gradients: the gradients in the order of completion.
     """
 
     net: str
@@ -79,29 +79,29 @@ class Profile:
 
     @property
     def gradient_bytes(self) -> int:
-        """All gradients together."""
+        """Bytes of all gradients."""
         return sum(gradient.bytes for gradient in self.gradients)
 
     @property
     def forward_ms(self) -> float:
-        """One forward pass."""
+        """Milliseconds of one forward pass."""
         return sum(layer.forward_ms for layer in self.layers)
 
     @property
     def backward_ms(self) -> float:
-        """One backward pass."""
+        """Milliseconds of one backward pass."""
         return sum(layer.backward_ms for layer in self.layers)
 
     @property
     def other_ms(self) -> float:
-        """What an iteration takes beyond its passes and the update: data, numbers for the log."""
+        """Milliseconds of an iteration outside passes and update: data and logging."""
         return self.iteration_ms - self.update_ms - self.passes * (self.forward_ms + self.backward_ms)
 
     def fitted(self) -> Profile:
-        """The same iteration with `other_ms` at least 0.
+        """Return the profile scaled so that `other_ms` is at least 0.
 
-        Layers that are run one by one, the device idle between them, can take longer than the iteration that they are
-        part of; they are scaled down to what it leaves them.
+        Separately timed layers, with the device idle in between, can exceed the time of the iteration; their times are
+        scaled down.
         """
         if self.other_ms >= 0:
             return self
@@ -119,7 +119,7 @@ def write_profile(path: Path, profile: Profile) -> None:
     """Write the profile as JSON.
 
     Raises:
-        RunError: it cannot be written.
+        RunError: the file cannot be written.
     """
     try:
         path.write_text(json.dumps({"format": FORMAT, **asdict(profile)}, indent=1) + "\n")
@@ -128,10 +128,10 @@ def write_profile(path: Path, profile: Profile) -> None:
 
 
 def read_profile(path: Path) -> Profile:
-    """Read what `write_profile` wrote.
+    """Read a file of `write_profile`.
 
     Raises:
-        ConfigError: the file is not there, is none, or a field is missing or makes no sense.
+        ConfigError: the file is missing, is not a profile, or a field is missing or invalid.
     """
     try:
         content = json.loads(read_regular(path, MAX_BYTES))
@@ -139,7 +139,7 @@ def read_profile(path: Path) -> Profile:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: cannot be read as a profile: {reason}; make one with --save-profile") from error
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-        raise ConfigError(f"{path}: is no '{FORMAT}'; make one with caffepy plan --save-profile")
+        raise ConfigError(f"{path}: is not a '{FORMAT}'; make one with caffepy plan --save-profile")
     for field, kind in (("layers", LayerProfile), ("gradients", Gradient)):
         content[field] = _checked_list(kind, content.get(field), f"{path}: {field}")
     profile: Profile = _checked(Profile, content, f"{path}")
@@ -148,12 +148,12 @@ def read_profile(path: Path) -> Profile:
 
 
 _MINIMUM = {"batch": 1, "passes": 1, "bytes": 1}
-"""Smallest values of fields; of all other numbers it is 0."""
+"""Smallest valid values of fields; 0 for other numbers."""
 _KINDS: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}
 
 
 def _check_gradients(profile: Profile, where: str) -> None:
-    """They refer to layers, and come in the order of the backward pass."""
+    """Check that gradients refer to layers and have the order of the backward pass."""
     before = len(profile.layers) - 1
     for i, gradient in enumerate(profile.gradients):
         if gradient.layer > before:
@@ -169,7 +169,7 @@ def _checked_list(kind: type, values: Any, where: str) -> tuple[Any, ...]:
 
 
 def _checked(kind: type, values: Any, where: str) -> Any:
-    """An object of a dataclass from a JSON object that has exactly its fields."""
+    """Return a dataclass object from a JSON object with exactly its fields."""
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: must be an object, not {_shown(values)}")
     known = {field.name: str(field.type) for field in fields(kind)}
@@ -195,5 +195,5 @@ def _range(type_name: str, least: int) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value of the file, shortened; Python refuses to write integers of more than 4,300 digits."""
+    """Return a shortened repr of a value; Python does not convert integers of more than 4,300 digits."""
     return reprlib.repr(value) if not isinstance(value, int) or abs(value) < 1 << 128 else "an integer beyond 2^128"

@@ -1,4 +1,4 @@
-"""Shows predictions: as a table, as CSV and as a plot."""
+"""Output of predictions as a table, CSV and plot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEBIBYTE = 2**20
 
 
 def format_table(predictions: Sequence[Prediction]) -> list[str]:
-    """A line for each, under a head, in columns as wide as their widest entry."""
+    """Return the lines of an aligned table with a header."""
     rows = [HEAD, *(_row(prediction) for prediction in predictions)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
@@ -39,9 +39,9 @@ def _row(prediction: Prediction) -> tuple[str, ...]:
 
 
 def describe(profile: Profile, cluster: Cluster, exchange: Exchange) -> Iterator[str]:
-    """What the predictions rest on, in lines."""
+    """Yield lines with the inputs of the prediction."""
     alone = 1e3 * profile.batch / profile.iteration_ms if profile.iteration_ms else 0.0
-    yield f"{profile.net}, batch {profile.batch} a device, {profile.device}: {alone:,.1f} images/s alone"
+    yield f"{profile.net}, batch {profile.batch} per device, {profile.device}: {alone:,.1f} images/s alone"
     passes = f"{profile.passes} x " if profile.passes > 1 else ""
     yield (
         f"An iteration: {profile.iteration_ms:.3f} ms = {passes}(forward {profile.forward_ms:.3f} + backward "
@@ -49,7 +49,7 @@ def describe(profile: Profile, cluster: Cluster, exchange: Exchange) -> Iterator
     )
     buckets = exchange.buckets(profile)
     sent = exchange.sent(profile.gradient_bytes) / MEBIBYTE
-    when = "while the backward pass goes on" if exchange.overlaps(profile) else "after the backward pass"
+    when = "during the backward pass" if exchange.overlaps(profile) else "after the backward pass"
     yield f"Gradients: {sent:.2f} MiB in {len(buckets)} bucket{'s' * (len(buckets) != 1)}, reduced {when}"
     yield f"Inside a node: {_link(cluster.inside)}"
     if math.isfinite(cluster.between.bandwidth):
@@ -62,7 +62,7 @@ def _link(link: Link) -> str:
 
 
 def write_csv(path: Path, predictions: Sequence[Prediction]) -> None:
-    """Write every field of the predictions, with a head.
+    """Write every field of the predictions, with a header.
 
     Raises:
         RunError: the file cannot be written.
@@ -78,7 +78,7 @@ def write_csv(path: Path, predictions: Sequence[Prediction]) -> None:
 
 
 def load_figure() -> Any:
-    """matplotlib's Figure, which draws without a display.
+    """Return matplotlib's Figure class, which needs no display.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -94,13 +94,13 @@ def write_plot(path: Path, predictions: Sequence[Prediction], title: str) -> Non
     """Draw time and efficiency over the number of devices.
 
     Args:
-        path: its suffix says what kind of file: .png, .svg, .pdf.
-        predictions: in any order.
-        title: over the plot.
+        path: the suffix selects the format: .png, .svg, .pdf.
+        predictions: the predictions in any order.
+        title: title of the plot.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
-        ConfigError: matplotlib does not write such files.
+        ConfigError: matplotlib does not support the suffix.
         RunError: the file cannot be written.
     """
     figure = load_figure()(figsize=(10, 4.5), layout="constrained")
@@ -126,7 +126,7 @@ def _draw_times(axes: Any, predictions: Sequence[Prediction]) -> None:
     axes.bar(positions, exposed, bottom=compute, label="exposed communication", color="tab:red")
     axes.plot(positions, hidden, "o", label="hidden communication", color="tab:green")
     axes.set_xticks(positions, [str(prediction.devices) for prediction in predictions])
-    axes.set(xlabel="devices", ylabel="ms an iteration")
+    axes.set(xlabel="devices", ylabel="ms per iteration")
     axes.legend()
 
 

@@ -1,6 +1,6 @@
-"""What trained nets say of image files: classes of images and of windows in them, and boxes of an SSD.
+"""Predictions for image files: classes of images and windows, and boxes of an SSD.
 
-cli and pycaffe import it.
+Imported by cli and pycaffe.
 """
 
 from caffepy.predict.detect import Box, detect, draw_boxes

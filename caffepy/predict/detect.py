@@ -1,4 +1,4 @@
-"""The boxes that an SSD finds in an image."""
+"""Object detection in images with an SSD."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _COLOURS = ((48, 48, 255), (48, 160, 48), (255, 96, 48), (0, 160, 255), (200, 48
 
 @dataclass(frozen=True)
 class Box:
-    """What was found.
+    """A detected object.
 
     Args:
         image: the image's name.
-        label: number of the class.
+        label: class index.
         score: from 0 to 1.
-        xmin: left edge, in pixels of the image, as the others.
+        xmin: left edge in pixels of the image, like the other edges.
         ymin: upper edge.
         xmax: right edge.
         ymax: lower edge.
-        name: of the class, where a label map says it.
+        name: class name from a label map, or "".
     """
 
     image: str
@@ -55,14 +55,14 @@ def detect(
     least: float = 0.5,
     names: Mapping[int, str] | None = None,
 ) -> list[Box]:
-    """The boxes in an image, those of the highest scores first.
+    """Return the boxes in an image, highest scores first.
 
     Args:
         model: a net that ends in DetectionOutput.
-        image: its name, and its values (H, W, C) from 0 to 1.
-        preparation: of the values.
+        image: name, and array (H, W, C) from 0 to 1.
+        preparation: preprocessing of the values.
         least: lowest score.
-        names: of the labels.
+        names: names by label.
 
     Raises:
         ConfigError: the net has no DetectionOutput.
@@ -81,11 +81,11 @@ def detect(
 
 
 def read_label_names(path: Path) -> dict[int, str]:
-    """Labels' names, from a label map in prototxt.
+    """Return the names by label of a LabelMap prototxt.
 
     Raises:
-        DataError: it cannot be read.
-        ConfigError: it is none.
+        DataError: the file cannot be read.
+        ConfigError: the file is not a LabelMap.
     """
     try:
         text = decode_text(read_regular(path, _MAX_BYTES), str(path))
@@ -96,10 +96,10 @@ def read_label_names(path: Path) -> dict[int, str]:
 
 
 def draw_boxes(image: Floats, boxes: Sequence[Box], path: Path) -> None:
-    """Write an image (H, W, C) with boxes and their labels drawn on it, as JPEG or PNG by the file's ending.
+    """Write an image (H, W, C) with boxes and their labels drawn on it, as JPEG or PNG by the file's suffix.
 
     Raises:
-        ConfigError: the ending is of no image.
+        ConfigError: the suffix is not supported.
         RunError: the file cannot be written.
     """
     cv2 = opencv()
@@ -113,13 +113,13 @@ def draw_boxes(image: Floats, boxes: Sequence[Box], path: Path) -> None:
     except cv2.error:
         done, data = False, None
     if not done:
-        raise ConfigError(f"'{path}': pictures end in .png or .jpg; name another file")
+        raise ConfigError(f"'{path}': the suffix must be .png or .jpg")
     with atomic_write(path) as file:
         file.write(data.tobytes())
 
 
 def _draw_box(cv2: Any, canvas: Any, box: Box, thickness: int) -> None:
-    """A frame, and a bar with label and score: above its upper edge, or below or further left for want of space."""
+    """Draw a frame, and a bar with label and score above it, moved below or left if it does not fit."""
     colour = _COLOURS[box.label % len(_COLOURS)]
     left, top, right, bottom = (round(edge) for edge in (box.xmin, box.ymin, box.xmax, box.ymax))
     cv2.rectangle(canvas, (left, top), (right, bottom), colour, thickness)

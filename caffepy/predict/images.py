@@ -1,4 +1,4 @@
-"""Which images are read from what the user names, and how they are prepared for a net."""
+"""Reading of image files and arrays, and their preprocessing."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ from caffepy.predict.pixels import Transformer, configured_transformer, load_ima
 Floats = NDArray[np.float32]
 
 INPUT = "data"
-"""What the transformers call the input."""
+"""The input's name in transformers."""
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is done to the values of an image, which are red, green and blue from 0 to 1.
+    """Preprocessing of image values, which are RGB from 0 to 1.
 
     Args:
-        raw_scale: factor before the mean is subtracted.
-        channel_swap: the order of the channels that the net takes; (2, 1, 0) is blue, green, red. One channel is not
-            swapped.
-        mean: subtracted: a value for each channel (C), or an image (C, H, W), which is resized to the input.
-        input_scale: factor after that.
+        raw_scale: factor before mean subtraction.
+        channel_swap: the net's channel order; (2, 1, 0) is BGR. Ignored for one channel.
+        mean: subtracted mean: a value per channel (C,), or an image (C, H, W), resized to the input.
+        input_scale: factor after mean subtraction.
     """
 
     raw_scale: float = 255.0
@@ -43,7 +42,7 @@ class Preparation:
     input_scale: float = 1.0
 
     def transformer(self, shape: Sequence[int]) -> Transformer:
-        """What prepares images (H, W, C) for an input "data" of the shape (N, C, H, W).
+        """Return a Transformer of images (H, W, C) for an input "data" of shape (N, C, H, W).
 
         Raises:
             ConfigError: `channel_swap` or `mean` does not fit the input.
@@ -51,7 +50,7 @@ class Preparation:
         channels, mean = shape[1], self.mean
         order = self.channel_swap if channels > 1 and self.channel_swap else None
         if order is not None and sorted(order) != list(range(channels)):
-            raise ConfigError(f"channel_swap {order} is no order of the input's {channels} channels")
+            raise ConfigError(f"channel_swap {order} is not an order of the input's {channels} channels")
         if mean is not None and (mean.ndim not in (1, 3) or mean.shape[0] not in (1, channels)):
             raise ConfigError(f"the mean has the shape {mean.shape}, which does not fit an input of {tuple(shape[1:])}")
         if mean is not None and mean.ndim == 1:
@@ -66,7 +65,7 @@ class Preparation:
 
 
 def image_files(path: Path, ending: str = "jpg") -> list[Path]:
-    """The file itself, or the files of a folder that end so, in the order of their names.
+    """Return the file itself, or the files of a folder with this suffix, sorted by name.
 
     Raises:
         DataError: the folder has none.
@@ -75,15 +74,15 @@ def image_files(path: Path, ending: str = "jpg") -> list[Path]:
         return [path]
     found = sorted(entry for entry in path.iterdir() if entry.suffix.lower() == f".{ending.lower().lstrip('.')}")
     if not found:
-        raise DataError(f"folder '{path}' has no files that end in .{ending}; name another ending with --ext")
+        raise DataError(f"folder '{path}' has no files that end in .{ending}; name another suffix with --ext")
     return found
 
 
 def read_images(path: Path, channels: int = 3, ending: str = "jpg") -> list[tuple[str, Floats]]:
-    """The images of a file, a folder, or an .npy file of images (H, W, C) or (N, H, W, C) from 0 to 1, with names.
+    """Return names and images of an image file, a folder, or an .npy file (H, W, C) or (N, H, W, C) from 0 to 1.
 
     Raises:
-        DataError: something cannot be read, or is no image of so many channels.
+        DataError: a file cannot be read, or is not an image with `channels` channels.
     """
     if path.suffix != ".npy":
         return [(str(file), load_image(file, channels != 1)) for file in image_files(path, ending)]
@@ -95,12 +94,12 @@ def read_images(path: Path, channels: int = 3, ending: str = "jpg") -> list[tupl
 
 
 def read_array(path: Path) -> Floats:
-    """The numbers of an .npy file.
+    """Return the array of an .npy file.
 
-    `np.load` also opens zip files and pickles, and takes the memory that a header asks for; this reads arrays alone.
+    Unlike `np.load`, this function rejects zip files and pickles, and does not trust the header's size.
 
     Raises:
-        DataError: it cannot be read, or holds something else.
+        DataError: the file cannot be read or is not a numeric .npy file.
     """
     try:
         with open_regular(path) as file:
@@ -110,7 +109,7 @@ def read_array(path: Path) -> Floats:
             if dtype.kind not in "biuf":
                 raise ValueError(f"it holds {dtype}")
             if count * dtype.itemsize > stored:
-                raise ValueError(f"it is too short for its shape {shape}; is it whole?")
+                raise ValueError(f"it is too short for its shape {shape}")
             flat = np.frombuffer(file.read(count * dtype.itemsize), dtype, count)
             with np.errstate(over="ignore"):
                 array = np.asarray(flat.reshape(shape[::-1]).T if by_columns else flat.reshape(shape), np.float32)
@@ -118,14 +117,14 @@ def read_array(path: Path) -> Floats:
     except OSError as error:
         raise DataError(f"'{path}' cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, MemoryError) as error:
-        raise DataError(f"'{path}' is no .npy file of numbers: {error}") from error
+        raise DataError(f"'{path}' is not a numeric .npy file: {error}") from error
 
 
 def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, whether the first axis varies fastest, and type, from the beginning of an .npy file.
+    """Return shape, Fortran order and dtype from the header of an .npy file.
 
     Raises:
-        ValueError, TypeError, MemoryError: it is none.
+        ValueError, TypeError, MemoryError: the header is invalid.
     """
     version = np.lib.format.read_magic(file)
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
@@ -133,7 +132,7 @@ def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
         raise ValueError(f"its version is {version[0]}.{version[1]}")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Python's parser, about what is in the header
+            warnings.simplefilter("ignore")  # warnings of Python's parser on the header
             shape, by_columns, dtype = read(file)
     except (ArithmeticError, LookupError, RecursionError, SyntaxError, tokenize.TokenError) as error:
         raise ValueError("its header is damaged") from error
@@ -143,10 +142,10 @@ def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
 
 def read_any_mean(text: str) -> Floats | None:
-    """A mean from --mean-file: values with commas, an .npy file, or a .binaryproto; None of an empty text.
+    """Return the mean of --mean-file: values separated by commas, an .npy file or a .binaryproto; None if empty.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the mean cannot be read.
     """
     if not text:
         return None

@@ -1,4 +1,4 @@
-"""A deploy net with its weights, run on batches of images, and the classes of images by it (`caffe.Classifier`)."""
+"""A trained deploy net for images, and image classification (`caffe.Classifier`)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ logger = logging.getLogger(__name__)
 
 
 class Model:
-    """A net that takes images (N, C, H, W) as its only input; used in a `with` block, which frees the device.
+    """A net with images (N, C, H, W) as its only input. Use in a `with` block, which frees the device.
 
     Args:
         net: the deploy net's prototxt.
-        weights: .caffemodel files, the later ones over the earlier; none: as the fillers make them, with a warning.
-        device: number of a GPU, or None for the CPU.
+        weights: .caffemodel files; later files override earlier ones. Without files, fillers apply, with a warning.
+        device: GPU index, or None for the CPU.
         threads: CPU threads; None: all.
-        engine: "own" (None) or "onnxruntime".
+        engine: "own" (also None) or "onnxruntime".
 
     Raises:
-        ConfigError: the net takes no images, or something else besides; the engine is unknown.
+        ConfigError: images are not the net's only input, or the engine is unknown.
         MissingExtraError: the engine is not installed.
         SnapshotError: weights do not fit.
     """
@@ -40,9 +40,7 @@ class Model:
         self._model = load(net, weights, device, threads=threads, math="fp32", engine=engine)
         self.net = self._model.net
         if not weights and self.net.parameters.parameters:
-            logger.warning(
-                "%s: no weights are given, so that those of its fillers, mostly random, are used; give --weights", net
-            )
+            logger.warning("%s: no weights are given; the parameters are filled, mostly at random; give --weights", net)
         inputs = self._model.inputs
         shapes = list(inputs.values())
         if len(shapes) != 1 or len(shapes[0]) != 4:
@@ -53,7 +51,7 @@ class Model:
             )
         _, channels, height, width = shapes[0]
         self.image_shape = (channels, height, width)
-        """C, H and W of the input."""
+        """Shape (C, H, W) of the input."""
 
     def __enter__(self) -> Model:
         return self
@@ -69,25 +67,25 @@ class Model:
 
     @property
     def layer_types(self) -> set[str]:
-        """The types of the net's layers."""
+        """The net's layer types."""
         return {layer.type for layer in self.net.layers}
 
     def run(self, images: Floats) -> Floats:
-        """The net's first output for a batch (N, C, H, W)."""
+        """Return the net's first output for a batch (N, C, H, W)."""
         return np.asarray(self._model(images)[self._model.outputs[0]], np.float32)
 
 
 def classify(
     model: Model, images: Sequence[Floats], preparation: Preparation, size: tuple[int, int] | None, centre_only: bool
 ) -> Floats:
-    """The net's first output for each image: (N, classes).
+    """Return the net's first output for each image: (N, classes).
 
     Args:
         model: the net.
-        images: (H, W, C), from 0 to 1.
-        preparation: of the values.
-        size: height and width to which images are resized before they are cropped; None: those of the input.
-        centre_only: take the crop in the middle; else the average of the corners, the middle and their mirrors.
+        images: arrays (H, W, C) from 0 to 1.
+        preparation: preprocessing of the values.
+        size: height and width of images before cropping; None: the input's.
+        centre_only: use the centre crop; else average over corners, centre and their mirror images.
 
     Raises:
         ConfigError: the input is larger than `size`, or the preparation does not fit.

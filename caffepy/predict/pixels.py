@@ -1,7 +1,7 @@
-"""Images as arrays: read, resized, cropped, and turned into a net's input (pycaffe's `io.py`).
+"""Reading, resizing, cropping and preprocessing of images (pycaffe's `io.py`).
 
-Images are (H, W, K) float32 arrays in [0, 1], channels red, green, blue, as scikit-image reads them; OpenCV does the
-reading here. Resizing is scikit-image's of Caffe's day: without the smoothing that newer versions put before it.
+Images are (H, W, K) float32 arrays in [0, 1], in RGB order, as in scikit-image; OpenCV reads the files. Resizing equals
+that of scikit-image at Caffe's time, without the anti-aliasing of newer versions.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ Floats = NDArray[Any]
 
 _MAX_BYTES = 1 << 30
 _LUMINANCE = np.array([0.2125, 0.7154, 0.0721])
-"""Red, green and blue in scikit-image's `rgb2gray` (ITU-R BT.709)."""
+"""RGB weights of scikit-image's `rgb2gray` (ITU-R BT.709)."""
 
 
 class ArrayError(UserError, ValueError):
-    """An array that cannot be used so; a ValueError, as pycaffe raises."""
+    """An unsuitable array; a ValueError, as in pycaffe."""
 
 
 def load_image(filename: str | Path, color: bool = True) -> NDArray[np.float32]:
-    """An image file as (H, W, 3) in red, green, blue, or (H, W, 1) without `color`, from 0 to 1.
+    """Return an image file as RGB (H, W, 3), or (H, W, 1) without `color`, from 0 to 1.
 
-    Transparency is dropped; for a gray image it shows white, as in scikit-image. EXIF does not turn the image.
+    Transparency is dropped; transparent pixels of a gray image become white, as in scikit-image. EXIF rotation is
+    ignored.
 
     Raises:
         DataError: the file cannot be read or decoded.
@@ -49,7 +50,7 @@ def load_image(filename: str | Path, color: bool = True) -> NDArray[np.float32]:
 
 
 def _decode(filename: str | Path) -> NDArray[Any]:
-    """(H, W) or (H, W, K) as OpenCV has it: blue, green, red and transparency."""
+    """Decode an image file with OpenCV to (H, W) or (H, W, K) in BGR(A) order."""
     cv2 = opencv()
     try:
         data: bytes | memoryview = read_regular(filename, _MAX_BYTES)
@@ -62,7 +63,7 @@ def _decode(filename: str | Path) -> NDArray[Any]:
     except (cv2.error, MemoryError) as error:
         raise DataError(f"image '{filename}' cannot be decoded ({' '.join(str(error).split())})") from error
     if pixels is None:
-        raise DataError(f"image '{filename}' cannot be decoded: it is damaged, or of a format that OpenCV has not")
+        raise DataError(f"image '{filename}' cannot be decoded: it is damaged, or OpenCV does not support its format")
     return np.asarray(pixels)
 
 
@@ -75,20 +76,20 @@ def _gray(image: Floats) -> Floats:
 
 
 def resize_image(im: Floats, new_dims: Sequence[int], interp_order: int = 1) -> NDArray[np.float32]:
-    """An image (H, W, K) in another size, as Caffe's `resize_image`.
+    """Resize an image (H, W, K), as Caffe's `resize_image`.
 
-    With 1 or 3 channels pixel centres are aligned and beyond the border lies the image's minimum (scikit-image's
-    ``resize(mode='constant')``); with others the corner pixels are aligned (SciPy's `zoom`). Linear results are
-    within 1e-6 of the image's range of theirs.
+    With 1 or 3 channels, pixel centres are aligned and the border is padded with the image's minimum (scikit-image's
+    ``resize(mode='constant')``). Otherwise corner pixels are aligned (SciPy's `zoom`). Linear results agree with these
+    libraries within 1e-6 of the image's range.
 
     Args:
         im: the image.
         new_dims: height and width.
-        interp_order: the spline's order, 0 to 5; all but 1, linear, need SciPy.
+        interp_order: spline order, 0 to 5; 1 is linear, other orders need SciPy.
 
     Raises:
-        ArrayError: the image has not three dimensions, or a size is not positive.
-        MissingExtraError: SciPy is needed and not there.
+        ArrayError: the image does not have three dimensions, or a size is not positive.
+        MissingExtraError: SciPy is needed and not installed.
     """
     height, width = (int(size) for size in new_dims)
     if im.ndim != 3 or im.size == 0 or min(height, width) <= 0:
@@ -104,7 +105,7 @@ def resize_image(im: Floats, new_dims: Sequence[int], interp_order: int = 1) -> 
 
 
 def _resample(image: Floats, height: int, width: int, order: int, aligned: bool) -> Floats:
-    """The image in another size; beyond the border lies 0 where pixel centres are `aligned`."""
+    """Return the resized image, padded with 0 if pixel centres are `aligned`."""
     if order == 1:
         return _linear(_linear(image, 0, height, aligned), 1, width, aligned)
     try:
@@ -130,14 +131,14 @@ def _linear(image: Floats, axis: int, size: int, aligned: bool) -> Floats:
 
 
 def oversample(images: Sequence[Floats] | Floats, crop_dims: Sequence[int] | Floats) -> NDArray[np.float32]:
-    """Ten crops of each image: the four corners, the centre, and these mirrored.
+    """Return ten crops of each image: four corners, centre, and their mirror images.
 
     Args:
-        images: of one shape (H, W, K).
+        images: images of one shape (H, W, K).
         crop_dims: height and width of the crops.
 
     Returns:
-        (10 N, height, width, K); an image's crops follow each other.
+        (10 N, height, width, K); the crops of an image are consecutive.
 
     Raises:
         ArrayError: a crop is larger than an image.
@@ -154,7 +155,7 @@ def oversample(images: Sequence[Floats] | Floats, crop_dims: Sequence[int] | Flo
 
 
 def crop_centres(images: Sequence[Floats] | Floats, crop_dims: Sequence[int] | Floats) -> Floats:
-    """The centre of each image, as `oversample` crops it.
+    """Return the centre crop of each image, as in `oversample`.
 
     Raises:
         ArrayError: a crop is larger than an image.
@@ -164,7 +165,7 @@ def crop_centres(images: Sequence[Floats] | Floats, crop_dims: Sequence[int] | F
 
 
 def _middle(image: Floats, crop_dims: Sequence[int] | Floats) -> tuple[int, int, tuple[int, int]]:
-    """Height and width of the crops, and where the one in the middle begins."""
+    """Return height and width of the crops, and the corner of the centre crop."""
     height, width = (int(size) for size in crop_dims)
     rows, columns = image.shape[:2]
     if height > rows or width > columns:
@@ -173,10 +174,10 @@ def _middle(image: Floats, crop_dims: Sequence[int] | Floats) -> tuple[int, int,
 
 
 class Transformer:
-    """Brings images into the form that a net's input has, and back.
+    """Converts images to a net's input and back.
 
     Args:
-        inputs: the shape (N, K, H, W) of each input by its name.
+        inputs: shape (N, K, H, W) by input name.
     """
 
     def __init__(self, inputs: Mapping[str, Sequence[int]]) -> None:
@@ -192,9 +193,10 @@ class Transformer:
             raise UserError(f"{in_} is not one of the net inputs: {self.inputs}")
 
     def preprocess(self, in_: str, data: Floats) -> NDArray[np.float32]:
-        """An image (H', W', K) as the input `in_` takes it, (K, H, W); `data` stays as it is.
+        """Return an image (H', W', K) converted to the input `in_` (K, H, W), without modifying `data`.
 
-        In this order: float32, resized, transposed, channels swapped, times raw_scale, minus mean, times input_scale.
+        Steps: convert to float32, resize, transpose, swap channels, multiply by raw_scale, subtract the mean, multiply
+            by input_scale.
         """
         self._check_input(in_)
         image = data.astype(np.float32, copy=False)
@@ -216,7 +218,7 @@ class Transformer:
         return image
 
     def deprocess(self, in_: str, data: Floats) -> Floats:
-        """The image out of an input (K, H, W): `preprocess` backwards, without the change of size."""
+        """Return the image of an input (K, H, W): the inverse of `preprocess`, without resizing."""
         self._check_input(in_)
         image: Floats = data.copy().squeeze()
         if image.ndim < 3 <= data.ndim and (in_ in self.transpose or in_ in self.mean):
@@ -234,7 +236,7 @@ class Transformer:
         return image
 
     def set_transpose(self, in_: str, order: Sequence[int]) -> None:
-        """The order of dimensions; (2, 0, 1) makes (H, W, K) to (K, H, W)."""
+        """Set the order of dimensions; (2, 0, 1) converts (H, W, K) to (K, H, W)."""
         self._check_input(in_)
         if len(order) != len(self.inputs[in_]) - 1:
             raise UserError(
@@ -244,7 +246,7 @@ class Transformer:
         self.transpose[in_] = order
 
     def set_channel_swap(self, in_: str, order: Sequence[int]) -> None:
-        """The order of channels, which are the first dimension after `set_transpose`; (2, 1, 0) makes RGB to BGR."""
+        """Set the order of channels, the first dimension after `set_transpose`; (2, 1, 0) converts RGB to BGR."""
         self._check_input(in_)
         if len(order) != self.inputs[in_][1]:
             raise UserError(
@@ -254,15 +256,15 @@ class Transformer:
         self.channel_swap[in_] = order
 
     def set_raw_scale(self, in_: str, scale: float) -> None:
-        """The factor before the mean is subtracted; 255 for nets that were trained with bytes."""
+        """Set the factor before mean subtraction; 255 for nets trained on bytes."""
         self._check_input(in_)
         self.raw_scale[in_] = scale
 
     def set_mean(self, in_: str, mean: Floats) -> None:
-        """What is subtracted: a number a channel (K,), or an image (K, H, W) or (H, W), resized if need be.
+        """Set the mean: a value per channel (K,), or an image (K, H, W) or (H, W), resized if needed.
 
         Raises:
-            ArrayError: it has another number of channels or of dimensions.
+            ArrayError: the number of channels or dimensions does not fit.
         """
         self._check_input(in_)
         channels, *size = self.inputs[in_][1:]
@@ -289,18 +291,18 @@ class Transformer:
         return resized
 
     def set_input_scale(self, in_: str, scale: float) -> None:
-        """The factor after the mean is subtracted."""
+        """Set the factor after mean subtraction."""
         self._check_input(in_)
         self.input_scale[in_] = scale
 
 
 def configured_transformer(in_: str, shape: Sequence[int], options: Mapping[str, Any]) -> Transformer:
-    """A Transformer of one input for images (H, W, C), as Caffe's Classifier and Detector configure it.
+    """Return a Transformer of one input for images (H, W, C), configured as in Caffe's Classifier and Detector.
 
     Args:
         in_: the input's name.
         shape: its shape.
-        options: `mean`, `input_scale`, `raw_scale` and `channel_swap`; None: not used.
+        options: `mean`, `input_scale`, `raw_scale` and `channel_swap`; None: unset.
     """
     transformer = Transformer({in_: shape})
     transformer.set_transpose(in_, (2, 0, 1))

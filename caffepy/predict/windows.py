@@ -1,4 +1,4 @@
-"""Windows of images, which a net classifies as R-CNN does it (pycaffe's `detector.py` and `detect.py`).
+"""Classification of image windows, as in R-CNN (pycaffe's `detector.py` and `detect.py`).
 
 Rich feature hierarchies for accurate object detection and semantic segmentation, arXiv:1311.2524.
 """
@@ -22,21 +22,21 @@ from caffepy.predict.model import Model
 from caffepy.predict.pixels import ArrayError, Floats, Transformer, load_image, resize_image
 
 EDGES = ("ymin", "xmin", "ymax", "xmax")
-"""A window's numbers, in their order; the last row and column are not in it."""
+"""A window's edges in order; the last row and column are exclusive."""
 _MAX_BYTES = 1 << 28
-_FARTHEST = 2**31 - 1
-"""Pixels from the corner of an image."""
+_MAX_COORDINATE = 2**31 - 1
+"""The largest coordinate in pixels."""
 _BATCH = 16
-"""Windows that go through the net together."""
+"""Windows per batch."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """A part of an image.
+    """A window of an image.
 
     Args:
-        filename: of the image.
-        edges: `EDGES`, in pixels.
+        filename: the image's file.
+        edges: the values of `EDGES` in pixels.
     """
 
     filename: str
@@ -44,10 +44,10 @@ class Window:
 
 
 def read_windows(path: Path) -> list[Window]:
-    """The windows of a CSV file whose header has filename, xmin, ymin, xmax and ymax, in any order.
+    """Return the windows of a CSV file with the columns filename, xmin, ymin, xmax and ymax in any order.
 
     Raises:
-        DataError: it cannot be read, a column is missing, or a number is none.
+        DataError: the file cannot be read, a column is missing, or a value is not a number.
     """
     try:
         text = read_regular(path, _MAX_BYTES).decode("utf-8-sig", "surrogateescape")
@@ -73,21 +73,21 @@ def _window(row: dict[str, str | None], where: str) -> Window:
     try:
         numbers = [float(row[name] or "") for name in EDGES]
         edges = tuple(int(number) for number in numbers)
-        if max(map(abs, edges)) > _FARTHEST:
-            raise ValueError("no image is so large")
+        if max(map(abs, edges)) > _MAX_COORDINATE:
+            raise ValueError("the value is too large")
     except (ValueError, OverflowError):
         texts = ",".join(str(row[name]) for name in EDGES)
-        raise DataError(f"{where}: {','.join(EDGES)} = {texts} are not four numbers; mend the line") from None
+        raise DataError(f"{where}: {','.join(EDGES)} = {texts} are not four numbers; correct the line") from None
     return Window(row["filename"] or "", edges)
 
 
 def classify_windows(model: Model, windows: Sequence[Window], preparation: Preparation, context_pad: int) -> Floats:
-    """The net's first output for each window: (N, classes).
+    """Return the net's first output for each window: (N, classes).
 
     Args:
         model: the net.
-        windows: those of one image best follow each other, since an image is kept for as long as it is used.
-        preparation: of the values.
+        windows: the windows; keep those of one image adjacent, because only the last image is cached.
+        preparation: preprocessing of the values.
         context_pad: width in pixels of the input's border that shows what surrounds a window.
 
     Raises:
@@ -116,7 +116,7 @@ def classify_windows(model: Model, windows: Sequence[Window], preparation: Prepa
 
 
 def windows_as_csv(windows: Sequence[Window], scores: Floats) -> str:
-    """A line for each window: filename, its edges, and class0, class1, … as Caffe's detect.py has them."""
+    """Return CSV with filename, edges and class0, class1, … for each window, as in Caffe's detect.py."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["filename", *EDGES, *(f"class{number}" for number in range(scores.shape[1]))])
@@ -129,7 +129,7 @@ def write_windows_hdf5(path: Path, windows: Sequence[Window], scores: Floats) ->
     """Write datasets `filename` (N), `window` (N, 4) in the order of `EDGES`, and `prediction` (N, classes).
 
     Raises:
-        RunError: it cannot be written.
+        RunError: the file cannot be written.
     """
     import h5py
 
@@ -145,10 +145,10 @@ def write_windows_hdf5(path: Path, windows: Sequence[Window], scores: Floats) ->
 
 
 def check_context_pad(context_pad: int | None, height: int, width: int) -> None:
-    """Refuse a border that does not fit the net's input.
+    """Reject a border that does not fit the net's input.
 
     Raises:
-        ArrayError: the input is not square, or has nothing within its border.
+        ArrayError: the input is not square, or not larger than its borders.
     """
     if context_pad and (height != width or 2 * context_pad >= width):
         raise ArrayError(
@@ -158,7 +158,7 @@ def check_context_pad(context_pad: int | None, height: int, width: int) -> None:
 
 
 def crop_mean(transformer: Transformer, in_: str) -> NDArray[np.float32]:
-    """What becomes 0 as the net's input: the mean in the values of unprocessed images (H, W, K)."""
+    """Return the mean in unprocessed values (H, W, K), which preprocessing maps to 0."""
     channels, height, width = transformer.inputs[in_][1:]
     mean = transformer.mean.get(in_)
     if mean is None:
@@ -177,15 +177,15 @@ def crop_window(
     mean: NDArray[Any],
     name: str = "",
 ) -> NDArray[Any]:
-    """A window (ymin, xmin, ymax, xmax) of an image, with its surroundings where there is a `context_pad`.
+    """Return a window (ymin, xmin, ymax, xmax) of an image, with its surroundings if `context_pad` is set.
 
     Args:
         im: the image (H, W, K).
-        window: its part.
+        window: the window's edges.
         dims: H, W and K of the net's input.
         context_pad: width in pixels of the input's border that shows what surrounds the window.
-        mean: what stands where the image ends.
-        name: of the image, for the error's message.
+        mean: fill value outside the image.
+        name: the image's name for messages.
 
     Raises:
         ArrayError: the window, or with its surroundings, is not within the image.
@@ -205,7 +205,7 @@ def crop_window(
 def _with_context(
     im: NDArray[Any], window: NDArray[Any], dims: NDArray[Any], context_pad: int, mean: NDArray[Any]
 ) -> NDArray[Any]:
-    """The window and what surrounds it at the input's size; the mean where the image ends."""
+    """Return the window with its surroundings at the input's size, filled with the mean outside the image."""
     size = int(dims[0])
     half = (window[2:] - window[:2] + 1) / 2
     reach = half * size / (size - 2 * context_pad)

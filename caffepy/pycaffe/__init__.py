@@ -1,4 +1,4 @@
-"""The names of `import caffe`: BVLC's pycaffe and what NVIDIA added, on top of caffepy's nets and solvers.
+"""The API of `import caffe`: BVLC's pycaffe and NVIDIA's additions, implemented with caffepy's nets and solvers.
 
 `caffepy.as_caffe` makes this package importable as `caffe`. Names are imported on first use.
 """
@@ -73,14 +73,14 @@ _NAMES = {
     "solver": "AdaDeltaSolver AdaGradSolver AdamSolver NesterovSolver RMSPropSolver SGDSolver Solver get_solver",
     "timer": "Timer",
 }
-"""By module of this package."""
+"""Names by module of this package."""
 
 _ELSEWHERE = {
     "Layer": ("caffepy.layers.python.python_layer", "PythonLayerBase"),
     "TEST": ("caffepy.proto.caffe_pb2", "TEST"),
     "TRAIN": ("caffepy.proto.caffe_pb2", "TRAIN"),
 }
-"""Names of other packages: (module, name there)."""
+"""Names from other packages: (module, name in it)."""
 
 _LAZY = {name: (f"{__name__}.{module}", name) for module, names in _NAMES.items() for name in names.split()}
 _LAZY |= _ELSEWHERE
@@ -90,7 +90,7 @@ _MODULES["proto"] = "caffepy.proto"
 __all__ = sorted(["__version__", *_LAZY, *_MODULES])
 
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of these
+if not TYPE_CHECKING:  # hides `__getattr__` from type checkers, which would accept any name
 
     def __getattr__(name: str) -> Any:
         if name in _MODULES:

@@ -1,4 +1,4 @@
-"""`caffe.Blob`: the numbers of a blob as NumPy arrays, wherever the net computes."""
+"""`caffe.Blob`: a blob's data and diff as NumPy arrays, on any device."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def _nothing(*_: object) -> None:
 
 @dataclass(frozen=True)
 class Watch:
-    """What a net wants to be told of its blobs; each is a function that does nothing by itself.
+    """Hooks with which a net observes its blobs. The defaults do nothing.
 
     Args:
-        before_data: called before the program is given the values.
-        before_diff: called before the derivatives are used; lets a net allocate those of its parameters together.
-        before_shape: called before the program is told the shape.
-        before_all: called before the program is given caffepy's own blob, or changes the shape.
-        given: called with each array of values that the program is given.
-        reshaped: called after the program gave the blob another shape.
+        before_data: called before the program gets the data.
+        before_diff: called before the diff is used; lets a net allocate its parameters' diffs in one buffer.
+        before_shape: called before the program gets the shape.
+        before_all: called before the program gets caffepy's own blob or changes the shape.
+        given: called with each data array that the program gets.
+        reshaped: called after the program has changed the shape.
     """
 
     before_data: Callable[[], object] = _nothing
@@ -48,13 +48,13 @@ _UNWATCHED = Watch()
 class Blob(core.FourAxes):
     """A blob of a net.
 
-    `data` and `diff` are C-contiguous float32 arrays. What is written into them reaches the net before it computes, and
-    an array that is kept shows the net's new numbers after each call. They stay valid when the net is gone.
+    `data` and `diff` are C-contiguous float32 arrays. Writes to them reach the net before it computes, and a kept array
+    shows the net's new values after each call. They stay valid after the net is deleted.
 
     Args:
-        blob: caffepy's.
-        device: where it lives.
-        watch: whom to tell.
+        blob: caffepy's blob.
+        device: the blob's device.
+        watch: the net's hooks.
     """
 
     def __init__(self, blob: core.Blob, device: Device, watch: Watch = _UNWATCHED) -> None:
@@ -64,13 +64,13 @@ class Blob(core.FourAxes):
 
     @property
     def blob(self) -> core.Blob:
-        """caffepy's."""
+        """caffepy's blob."""
         self._watch.before_all()
         return self._blob
 
     @property
     def data(self) -> NDArray[np.float32]:
-        """The values."""
+        """The data."""
         self._watch.before_data()
         with self._device.active():
             array = self._device.arrays.of(self._blob.data)
@@ -79,7 +79,7 @@ class Blob(core.FourAxes):
 
     @property
     def diff(self) -> NDArray[np.float32]:
-        """The derivatives of the loss by the values."""
+        """The gradient of the loss with respect to the data."""
         self._watch.before_shape()
         with self._device.active():
             self._watch.before_diff()
@@ -95,11 +95,11 @@ class Blob(core.FourAxes):
         return math.prod(self.shape)
 
     def reshape(self, *shape: int) -> None:
-        """Give the blob another shape; its numbers stay in their order, as far as there is memory for them.
+        """Change the shape. Elements keep their order as far as the memory reaches.
 
         Raises:
-            ArgumentError: a size is no whole number.
-            ShapeError: no blob can have that shape.
+            ArgumentError: a size is not an integer.
+            ShapeError: the shape is invalid for a blob.
         """
         sizes = tuple(whole_number("reshape", size) for size in shape)
         if sizes == self.shape:
@@ -126,7 +126,7 @@ class BlobVec(list[Blob]):
     """A list of blobs, such as a layer's parameters."""
 
     def add_blob(self, *shape: int) -> None:
-        """Append a blob of zeros on the present device."""
+        """Append a blob of zeros on the current device."""
         device = mode.present_device()
         self.append(Blob(core.Blob(device.backend, tuple(int(size) for size in shape)), device))
 
@@ -135,5 +135,5 @@ class BlobVec(list[Blob]):
 
 
 def unwrap(blobs: Any) -> list[core.Blob]:
-    """caffepy's blobs of pycaffe's."""
+    """Return caffepy's blobs of pycaffe's blobs."""
     return [blob.blob for blob in blobs]

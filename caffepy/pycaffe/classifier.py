@@ -1,4 +1,4 @@
-"""Images classified by a net (pycaffe's `classifier.py`)."""
+"""Image classification by a net (pycaffe's `classifier.py`)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from caffepy.pycaffe.net import Net
 
 
 class Classifier(Net):
-    """A net that classifies images, whole or as the average over ten crops.
+    """A net that classifies images by the centre crop or by the average over ten crops.
 
     Args:
         model_file: the deploy prototxt.
-        pretrained_file: the weights; None: as the fillers make them.
-        image_dims: height and width to which images are resized before they are cropped; None: the net's input.
+        pretrained_file: the weights; None: filled parameters.
+        image_dims: height and width of images before cropping; None: the net's input size.
         mean: as `io.Transformer.set_mean`.
         input_scale: as `io.Transformer.set_input_scale`.
         raw_scale: as `io.Transformer.set_raw_scale`.
@@ -47,14 +47,14 @@ class Classifier(Net):
         self.image_dims: Sequence[int] = self.crop_dims.tolist() if image_dims is None else image_dims
 
     def predict(self, inputs: Sequence[NDArray[Any]], oversample: bool = True) -> NDArray[Any]:
-        """The probabilities of each image's classes.
+        """Return the class probabilities of each image.
 
         Args:
             inputs: images (H, W, K), from 0 to 1.
-            oversample: average over corners, centre and their mirrors; else take the centre alone.
+            oversample: average over the crops of corners and centre and their mirror images; else use the centre crop.
 
         Returns:
-            (N, classes), one row an image.
+            (N, classes), one row per image.
 
         Raises:
             UserError: the net's input is larger than `image_dims`.

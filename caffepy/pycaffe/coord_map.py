@@ -1,8 +1,8 @@
-"""How coordinates of one blob map to those of another, for nets that crop and align maps (pycaffe's `coord_map.py`).
+"""Coordinate maps between blobs, for nets that crop and align feature maps (pycaffe's `coord_map.py`).
 
-A map is (axis, scale, shift): coordinate x of the one is scale * x + shift of the other, from `axis` on, counted
-without the batch. Scale and shift are numbers, or arrays with one for each spatial dimension. The axis is None where a
-layer leaves coordinates as they are.
+A map is (axis, scale, shift): coordinate x in one blob is scale * x + shift in the other, from `axis` on, counted
+without the batch axis. Scale and shift are scalars, or arrays with an element per spatial dimension. The axis is None
+for the identity.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ PASS_THROUGH_LAYERS = [
     "AbsVal", "BatchNorm", "Bias", "BNLL", "Dropout", "Eltwise", "ELU", "Log", "LRN", "Exp", "MVN", "Power", "ReLU",
     "PReLU", "Scale", "Sigmoid", "Split", "TanH", "Threshold",
 ]  # fmt: skip
-"""Types of layers whose tops have the coordinates of their bottoms."""
+"""Layer types with the identity map."""
 _RECTANGULAR = ("pad_h", "pad_w", "kernel_h", "kernel_w", "stride_h", "stride_w")
 _IDENTITY: CoordMap = (None, 1, 0)
 
 
-class UndefinedMapException(Exception):  # noqa: N818 - the name that it has in pycaffe
-    """Coordinates of a layer's top say nothing about those of its bottom."""
+class UndefinedMapException(Exception):  # noqa: N818 - pycaffe's name
+    """The layer has no coordinate map."""
 
 
-class AxisMismatchException(Exception):  # noqa: N818 - the name that it has in pycaffe
+class AxisMismatchException(Exception):  # noqa: N818 - pycaffe's name
     """Two maps begin at different axes."""
 
 
 def conv_params(fn: Function) -> tuple[int, NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Axis, stride, extent (the kernel with its dilation) and pad of a layer with windows.
+    """Return axis, stride, dilated kernel size and pad of a layer with windows.
 
     Raises:
-        AssertionError: the layer gives heights and widths in fields of their own.
-        UndefinedMapException: it has no kernel_size, as a global pooling.
+        AssertionError: the layer uses the legacy _h and _w fields.
+        UndefinedMapException: it has no kernel_size, for example global pooling.
     """
     given = fn.params.get("convolution_param", fn.params.get("pooling_param", fn.params))
     found = [name for name in _RECTANGULAR if name in given or name in fn.params]
@@ -54,16 +54,16 @@ def conv_params(fn: Function) -> tuple[int, NDArray[Any], NDArray[Any], NDArray[
 
 
 def crop_params(fn: Function) -> tuple[int, NDArray[Any]]:
-    """Axis and offset of a Crop layer."""
+    """Return axis and offset of a Crop layer."""
     given = fn.params.get("crop_param", fn.params)
     return given.get("axis", 2), np.array(given.get("offset", 0), ndmin=1)
 
 
 def coord_map(fn: Function) -> CoordMap:
-    """The map of a layer's bottom to its top.
+    """Return the map from a layer's bottom to its top.
 
     Raises:
-        UndefinedMapException: there is none for layers of this type.
+        UndefinedMapException: layers of this type have no map.
     """
     if fn.type_name in ("Convolution", "Pooling", "Im2col"):
         axis, stride, extent, pad = conv_params(fn)
@@ -80,10 +80,10 @@ def coord_map(fn: Function) -> CoordMap:
 
 
 def compose(base_map: CoordMap, next_map: CoordMap) -> CoordMap:
-    """The map that `base_map` makes of what `next_map` gives: (axis, a1 a2, a1 b2 + b1).
+    """Return `base_map` applied after `next_map`: (axis, a1 a2, a1 b2 + b1).
 
     Raises:
-        AxisMismatchException: they begin at different axes.
+        AxisMismatchException: the maps begin at different axes.
     """
     first, a1, b1 = base_map
     second, a2, b2 = next_map
@@ -93,17 +93,17 @@ def compose(base_map: CoordMap, next_map: CoordMap) -> CoordMap:
 
 
 def inverse(coord_map: CoordMap) -> CoordMap:
-    """The map backwards: (axis, 1 / a, -b / a)."""
+    """Return the inverse map: (axis, 1 / a, -b / a)."""
     axis, a, b = coord_map
     return axis, 1 / a, -b / a
 
 
 def coord_map_from_to(top_from: Top, top_to: Top) -> CoordMap:
-    """The map between two blobs, by way of one from which both are computed.
+    """Return the map between two blobs through a common ancestor.
 
     Raises:
-        RuntimeError: there is none that layers with maps connect with both.
-        AxisMismatchException: layers on the way begin at different axes.
+        RuntimeError: no common ancestor is connected to both by layers with maps.
+        AxisMismatchException: maps on the path begin at different axes.
     """
     ancestors = _maps_of_ancestors(top_from)
     for top, found in _maps_of_ancestors(top_to).items():
@@ -113,7 +113,7 @@ def coord_map_from_to(top_from: Top, top_to: Top) -> CoordMap:
 
 
 def _maps_of_ancestors(top: Top) -> dict[Top, CoordMap]:
-    """The map of each blob from which `top` is computed, the nearest first."""
+    """Return the maps of all ancestors of `top`, the nearest first."""
     maps = {top: _IDENTITY}
     frontier = [top]
     for current in frontier:
@@ -129,15 +129,15 @@ def _maps_of_ancestors(top: Top) -> dict[Top, CoordMap]:
 
 
 def _mapped_bottoms(fn: Function) -> tuple[Top, ...]:
-    """All bottoms; of a Crop only the first, because the second gives no more than the size."""
+    """Return the bottoms that map to the top: all, but only the first of a Crop, whose second bottom gives the size."""
     return fn.inputs[:1] if fn.type_name == "Crop" else fn.inputs
 
 
 def crop(top_from: Top, top_to: Top) -> Top:
-    """A Crop layer that cuts out of `top_from` what lies over `top_to`.
+    """Return a Crop layer that aligns `top_from` with `top_to`.
 
     Raises:
-        AssertionError: the blobs have other scales, or what is to be cut out begins before the blob or between pixels.
+        AssertionError: the scales differ, or the offset is negative or fractional.
         RuntimeError, AxisMismatchException: as in `coord_map_from_to`.
     """
     axis, scale, shift = coord_map_from_to(top_from, top_to)
@@ -148,6 +148,6 @@ def crop(top_from: Top, top_to: Top) -> Top:
     if not np.all(np.equal(np.round(shift), shift)):
         raise AssertionError(f"cannot crop noninteger offset (b = {shift})")
     offset = [int(number) for number in -np.atleast_1d(np.round(shift))]
-    # The map counts axes without the batch. Blobs that differ by no window have no axis: the first spatial one.
+    # The map counts axes without the batch axis. The identity has no axis: use the first spatial one.
     result: Top = layers.Crop(top_from, top_to, crop_param={"axis": 2 if axis is None else axis + 1, "offset": offset})
     return result

@@ -1,4 +1,4 @@
-"""Windows of images classified by a net, as R-CNN does it (pycaffe's `detector.py`).
+"""Classification of image windows, as in R-CNN (pycaffe's `detector.py`).
 
 Rich feature hierarchies for accurate object detection and semantic segmentation, arXiv:1311.2524.
 """
@@ -24,17 +24,17 @@ _SELECTIVE_SEARCH = "selective_search_ijcv_with_python"
 
 
 class Detector(Net):
-    """A net that classifies windows of images, each resized to its input.
+    """A net that classifies windows of images, each resized to the net's input.
 
     Args:
         model_file: the deploy prototxt.
-        pretrained_file: the weights; None: as the fillers make them.
+        pretrained_file: the weights; None: filled parameters.
         mean: as `io.Transformer.set_mean`.
         input_scale: as `io.Transformer.set_input_scale`.
         raw_scale: as `io.Transformer.set_raw_scale`.
         channel_swap: as `io.Transformer.set_channel_swap`.
-        context_pad: width in pixels of the input's border that shows what surrounds the window; the mean where the
-            image ends. The input must be square.
+        context_pad: width in input pixels of the border that shows the window's surroundings, filled with the mean
+            outside the image. The input must be square.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Detector(Net):
         self.configure_crop(context_pad)
 
     def configure_crop(self, context_pad: int | None) -> None:
-        """Set the border, and what fills it beyond the image: `crop_mean`, in the values of unprocessed images."""
+        """Set `context_pad`, and `crop_mean`: the border's fill outside the image, in unprocessed values."""
         in_ = self.inputs[0]
         channels, height, width = self.blobs[in_].data.shape[1:]
         self.crop_dims = np.array([height, width, channels])
@@ -65,13 +65,13 @@ class Detector(Net):
     def detect_windows(
         self, images_windows: Iterable[tuple[str, Sequence[Sequence[int]] | NDArray[Any]]]
     ) -> list[dict[str, Any]]:
-        """What the net says of windows.
+        """Classify windows.
 
         Args:
-            images_windows: a file's name and its windows, each ymin, xmin, ymax, xmax.
+            images_windows: file names, each with its windows (ymin, xmin, ymax, xmax).
 
         Returns:
-            For each window a dict of `window`, `prediction` and `filename`.
+            A dict of `window`, `prediction` and `filename` for each window.
         """
         named = [(name, window) for name, windows in images_windows for window in windows]
         if not named:
@@ -91,7 +91,7 @@ class Detector(Net):
         ]
 
     def detect_selective_search(self, image_fnames: Iterable[str]) -> list[dict[str, Any]]:
-        """`detect_windows` of the windows that selective search proposes, by a package of its own for MATLAB.
+        """Classify the windows that selective search proposes. It needs a separate package and MATLAB.
 
         Raises:
             UserError: the package is not installed.
@@ -100,15 +100,15 @@ class Detector(Net):
             search = importlib.import_module(_SELECTIVE_SEARCH)
         except ImportError as error:
             raise UserError(
-                f"selective search needs the package {_SELECTIVE_SEARCH} and MATLAB, which are not here: "
-                "give the windows yourself, to detect_windows"
+                f"selective search needs the package {_SELECTIVE_SEARCH} and MATLAB, which are not installed; "
+                "pass windows to detect_windows instead"
             ) from error
         names = [str(Path(name).resolve()) for name in image_fnames]
         windows = search.get_windows(names, cmd="selective_search_rcnn")
         return self.detect_windows(list(zip(names, windows, strict=True)))
 
     def crop(self, im: NDArray[Any], window: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
-        """A window (ymin, xmin, ymax, xmax) of an image, with its surroundings where there is a `context_pad`.
+        """Return a window (ymin, xmin, ymax, xmax) of an image, with its surroundings if `context_pad` is set.
 
         Raises:
             UserError: the window and its surroundings are not within the image.

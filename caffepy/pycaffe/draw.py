@@ -1,4 +1,4 @@
-"""Pictures of nets (pycaffe's `draw.py`) by Graphviz, without pydot."""
+"""Drawings of nets by Graphviz, without pydot (pycaffe's `draw.py`)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _NOTHING = '""'
 
 
 def get_pooling_types_dict() -> dict[int, str]:
-    """The pooling methods' names by their numbers."""
+    """Return the names of pooling methods by enum value."""
     return {number: name for name, number in caffe_pb2.PoolingParameter.PoolMethod.items()}
 
 
 def get_edge_label(layer: LayerParameter) -> str:
-    """What stands at the lines from a layer to its tops: its batch size or number of outputs, or nothing."""
+    """Return the label of the edges from a layer to its tops: batch size, number of outputs, or nothing."""
     if layer.type == "Data":
         return f"Batch {layer.data_param.batch_size}"
     if layer.type in ("Convolution", "Deconvolution"):
@@ -41,10 +41,10 @@ def get_edge_label(layer: LayerParameter) -> str:
 
 
 def get_layer_lr_mult(layer: LayerParameter) -> tuple[float, float]:
-    """The lr_mult of weights and biases; 1 where none is given.
+    """Return the lr_mult of weights and biases; the default is 1.
 
     Raises:
-        ValueError: the layer is none of Convolution, Deconvolution and InnerProduct, or has more than two.
+        ValueError: the layer is not a Convolution, Deconvolution or InnerProduct, or has more than two multipliers.
     """
     if layer.type not in _LEARNING:
         raise ValueError(f"{layer.type} layers do not have a learning rate multiplier")
@@ -55,9 +55,9 @@ def get_layer_lr_mult(layer: LayerParameter) -> tuple[float, float]:
 
 
 def get_layer_label(layer: LayerParameter, rankdir: str, display_lrm: bool = False) -> str:
-    """A layer's text, in double quotes: name, type, window and, with `display_lrm`, learning rate multipliers.
+    """Return a layer's quoted label: name, type, window and, with `display_lrm`, learning rate multipliers.
 
-    Vertical graphs have it in one line, horizontal ones in several, separated by a backslash and an n.
+    The separator is a space in vertical graphs and a literal backslash-n in horizontal graphs.
     """
     kind = layer.type
     if kind == "Pooling":
@@ -82,17 +82,17 @@ def _window(layer: LayerParameter) -> Iterator[str]:
 
 
 def choose_color_by_layertype(layertype: str) -> str:
-    """The colour of a layer's box."""
+    """Return the colour of a layer's box."""
     return _COLOURS.get(layertype, LAYER_STYLE_DEFAULT["fillcolor"])
 
 
 class NetGraph:
-    """A net's graph, with the methods of pydot's that scripts use.
+    """A net's graph, with the pydot methods that scripts use.
 
     Args:
         net: the net.
         rankdir: LR, RL, TB or BT.
-        label_edges: whether the text has numbers of outputs at its lines; pictures name the blobs there.
+        label_edges: whether edges of the text output have labels; drawings label edges with blob names.
         phase: caffe_pb2.TRAIN or TEST, None: all layers.
         display_lrm: whether learning rate multipliers are shown.
     """
@@ -107,7 +107,7 @@ class NetGraph:
         self._display_lrm = display_lrm
 
     def to_string(self) -> str:
-        """The graph in Graphviz's language, as pycaffe makes it: a node for each layer and each blob."""
+        """Return the graph in the DOT language as pycaffe does, with a node for each layer and each blob."""
         net = self._net
         layers = net.layer if self._phase is None else filter_net(net, net_state(self._phase, net.state)).layer
         nodes: dict[str, None] = {}
@@ -131,7 +131,7 @@ class NetGraph:
         edges.extend(f"{name} -> {_quoted(f'{blob}_blob')} [label={_quoted(made)}];" for blob in layer.top)
 
     def create(self, prog: str | None = None, format: str = "png") -> bytes:
-        """The picture's bytes. pydot's `prog` has no effect.
+        """Return the drawing as bytes. pydot's `prog` has no effect.
 
         Raises:
             ConfigError: the format or rankdir is unknown, or Graphviz is not installed.
@@ -142,7 +142,7 @@ class NetGraph:
         return render_net(self._net, format, self._rankdir, self._phase, rates=self._display_lrm)
 
     def write(self, path: str | Path, prog: str | None = None, format: str = "raw") -> bool:
-        """Write the picture into a file; True as in pydot."""
+        """Write the drawing to a file; return True as pydot does."""
         Path(path).write_bytes(self.create(prog, format))
         return True
 
@@ -159,14 +159,14 @@ def get_pydot_graph(
     phase: int | None = None,
     display_lrm: bool = False,
 ) -> NetGraph:  # fmt: skip
-    """The graph of a net, in an object with pydot's methods; arguments as in `NetGraph`."""
+    """Return a net's graph as an object with pydot's methods. Arguments as in `NetGraph`."""
     return NetGraph(caffe_net, rankdir, label_edges, phase, display_lrm)
 
 
 def draw_net(
     caffe_net: NetParameter, rankdir: str, ext: str = "png", phase: int | None = None, display_lrm: bool = False
 ) -> bytes:
-    """A net's picture, as the bytes of a file.
+    """Return the drawing of a net as the bytes of a file.
 
     Args:
         caffe_net: the net.
@@ -176,7 +176,7 @@ def draw_net(
         display_lrm: whether learning rate multipliers are shown.
 
     Raises:
-        ConfigError: the format or rankdir is unknown, the net does not hold together, or Graphviz is not installed.
+        ConfigError: the format or rankdir is unknown, the net is invalid, or Graphviz is not installed.
         RunError: Graphviz fails.
     """
     return render_net(caffe_net, ext, rankdir, phase, rates=display_lrm)
@@ -189,5 +189,5 @@ def draw_net_to_file(
     phase: int | None = None,
     display_lrm: bool = False,
 ) -> None:  # fmt: skip
-    """Draw a net into a file, in the format of its ending; arguments and errors as in `draw_net`."""
+    """Draw a net to a file; its suffix selects the format. Arguments and errors as in `draw_net`."""
     _draw_file(caffe_net, filename, rankdir, phase, rates=display_lrm)

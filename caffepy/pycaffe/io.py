@@ -1,4 +1,4 @@
-"""Records, and the names of images and the Transformer, which `caffepy.predict` has (pycaffe's `io.py`)."""
+"""Conversion of records (pycaffe's `io.py`); also exports the image functions of `caffepy.predict`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _RAW_TYPES = {caffe_pb2.FLOAT: "<f4", caffe_pb2.DOUBLE: "<f8", caffe_pb2.FLOAT16
 
 
 def blobproto_to_array(blob: BlobProto, return_diff: bool = False) -> Floats:
-    """A BlobProto's data, or its diff, in its shape; the old four dimensions go before `shape`.
+    """Return a BlobProto's data or diff in its shape; the legacy four dimensions take precedence over `shape`.
 
     Raises:
-        ArrayError: shape and number of elements do not fit.
+        ArrayError: the shape does not match the number of elements.
     """
     values = _blob_values(blob, "diff" if return_diff else "data")
     old = ("num", "channels", "height", "width")
@@ -51,10 +51,10 @@ def _blob_values(blob: BlobProto, what: str) -> Floats:
 
 
 def array_to_blobproto(arr: Floats, diff: Floats | None = None) -> BlobProto:
-    """A BlobProto of an array; `diff` must have its shape.
+    """Return a BlobProto of an array; `diff` must have the same shape.
 
     Raises:
-        ArrayError: it has another.
+        ArrayError: the shapes differ.
     """
     blob = BlobProto(data=np.asarray(arr, dtype=float).ravel())
     blob.shape.dim.extend(np.shape(arr))
@@ -66,24 +66,24 @@ def array_to_blobproto(arr: Floats, diff: Floats | None = None) -> BlobProto:
 
 
 def arraylist_to_blobprotovector_str(arraylist: Iterable[Floats]) -> bytes:
-    """Arrays as the bytes of a BlobProtoVector."""
+    """Serialise arrays as a BlobProtoVector."""
     return caffe_pb2.BlobProtoVector(blobs=[array_to_blobproto(array) for array in arraylist]).SerializeToString()
 
 
 arraylist_to_blobprotovecor_str = arraylist_to_blobprotovector_str
-"""The name that it has in NVIDIA Caffe."""
+"""NVIDIA Caffe's name."""
 
 
 def blobprotovector_str_to_arraylist(str: bytes) -> list[Floats]:
-    """The arrays in the bytes of a BlobProtoVector."""
+    """Return the arrays of a serialised BlobProtoVector."""
     return [blobproto_to_array(blob) for blob in caffe_pb2.BlobProtoVector.FromString(str).blobs]
 
 
 def array_to_datum(arr: Floats, label: int | None = None) -> Datum:
-    """A Datum of a (C, H, W) array: bytes of a uint8 array, `float_data` of any other.
+    """Return a Datum of a (C, H, W) array: bytes for uint8, else `float_data`.
 
     Raises:
-        ArrayError: the array has not three dimensions.
+        ArrayError: the array does not have three dimensions.
     """
     if arr.ndim != 3:
         raise ArrayError(f"Incorrect array shape. A Datum holds (C, H, W); this has the shape {arr.shape}")
@@ -99,10 +99,10 @@ def array_to_datum(arr: Floats, label: int | None = None) -> Datum:
 
 
 def datum_to_array(datum: Datum) -> Floats:
-    """A Datum's (C, H, W) array; an encoded image is decoded, its channels blue, green, red.
+    """Return a Datum's (C, H, W) array; encoded images are decoded in channel order BGR.
 
     Raises:
-        ArrayError: dimensions and number of elements do not fit.
+        ArrayError: the dimensions do not match the number of elements.
         DataError: the image cannot be decoded.
     """
     if datum.encoded:

@@ -1,4 +1,4 @@
-"""The layers of a net as pycaffe shows them, and layers made by themselves (NVIDIA's `create_layer`)."""
+"""The layers of a net in pycaffe, and standalone layers (NVIDIA's `create_layer`)."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from caffepy.pycaffe.mode import mode
 
 
 def layer_type_list() -> list[str]:
-    """The types of layers that a prototxt can name, in alphabetical order."""
+    """Return all layer types in alphabetical order."""
     import_layer_types()
     return sorted(LAYERS)
 
 
 class LayerBase:
-    """A layer of caffepy's own; a Python layer of a net is the user's object instead.
+    """A built-in layer; a Python layer of a net is the user's object instead.
 
     Args:
-        layer: caffepy's.
-        device: where it computes.
-        blobs: its parameters; None: made of the layer's.
-        before_layer: called before caffepy's layer is handed out, through which everything can be changed.
+        layer: caffepy's layer.
+        device: the layer's device.
+        blobs: its parameters; None: wrap the layer's parameters.
+        before_layer: called before the program gets caffepy's layer, through which it can change any state.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class LayerBase:
 
     @property
     def layer(self) -> CoreLayer:
-        """caffepy's layer; the net runs layer by layer from then on: a program can change all its numbers."""
+        """caffepy's layer. From then on the net runs layer by layer, because the program can change any state."""
         if self._before_layer is not None:
             self._before_layer()
         return self._layer
@@ -65,12 +65,12 @@ class LayerBase:
         return self._blobs
 
     def setup(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
-        """Read the prototxt and make the parameters."""
+        """Read the prototxt and create the parameters."""
         with self._device.computing(), as_users_raise(), self._node(bottom, top).named_errors():
             self._layer.setup(unwrap(bottom), unwrap(top))
 
     def reshape(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
-        """Give the tops the shapes that follow from the bottoms'."""
+        """Set the tops' shapes from the bottoms' shapes."""
         with self._device.computing(), as_users_raise():
             self._node(bottom, top).reshape()
 
@@ -87,7 +87,7 @@ class LayerBase:
         self.reshape(bottom, top)
 
     def Forward(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> float:  # noqa: N802
-        """Compute the tops' data after a `reshape`; returns the layer's part of the loss (NVIDIA's Caffe)."""
+        """Reshape, compute the tops' data, and return the layer's part of the loss (NVIDIA's Caffe)."""
         self.reshape(bottom, top)
         node = self._node(bottom, top)
         with self._device.computing(), as_users_raise(), node.named_errors():
@@ -99,7 +99,7 @@ class LayerBase:
     def Backward(  # noqa: N802
         self, top: Sequence[Blob], propagate_down: Sequence[bool], bottom: Sequence[Blob]
     ) -> None:
-        """Compute the diffs of the bottoms that are marked, and add to the parameters' (NVIDIA's Caffe)."""
+        """Compute the selected bottoms' diffs and add to the parameters' diffs (NVIDIA's Caffe)."""
         node = self._node(bottom, top)
         with self._device.computing(), as_users_raise(), node.named_errors():
             for blob in self._layer.blobs:
@@ -114,9 +114,9 @@ class LayerBase:
 
 
 def visible_layer(layer: CoreLayer, device: Device, blobs: BlobVec, before_layer: Callable[[], None]) -> Any:
-    """What `net.layers` holds for a layer: the user's object of a Python layer, which then has `blobs`.
+    """Return the element of `net.layers` for a layer; for a Python layer the user's object, with `blobs` set.
 
-    The other arguments are those of `LayerBase`.
+    Other arguments as in `LayerBase`.
     """
     if isinstance(layer, PythonLayer):
         layer.blobs_between_calls = layer.instance.blobs = blobs
@@ -128,21 +128,21 @@ class LayerParameter:
     """A layer's prototxt, for `create_layer` (NVIDIA's Caffe).
 
     Args:
-        param: a LayerParameter message, or one in text form.
+        param: a LayerParameter message or its text form.
 
     Raises:
-        ArgumentError: it is neither.
+        ArgumentError: `param` is neither.
     """
 
     def __init__(self, param: Any) -> None:
         self.param = _layer_param(param)
 
     def from_python(self, param: Any) -> None:
-        """Take another message or text."""
+        """Set the parameter from a message or text."""
         self.param = _layer_param(param)
 
     def to_python(self) -> caffe_pb2.LayerParameter:
-        """A copy as a message."""
+        """Return a copy as a message."""
         copy = caffe_pb2.LayerParameter()
         copy.CopyFrom(self.param)
         return copy
@@ -158,21 +158,21 @@ def _layer_param(param: Any) -> caffe_pb2.LayerParameter:
         try:
             text_format.Parse(param, message)
         except text_format.ParseError as error:
-            raise ArgumentError(f"this is no LayerParameter in text form: {error}") from error
+            raise ArgumentError(f"this is not a LayerParameter in text form: {error}") from error
     else:
         raise ArgumentError(f"a LayerParameter or its text is needed, not {type(param).__name__}")
     return message
 
 
 def create_layer(param: Any) -> LayerBase:
-    """A layer by itself on the present device (NVIDIA's Caffe); call its SetUp, then Forward and Backward.
+    """Return a standalone layer on the current device (NVIDIA's Caffe); call its SetUp, then Forward and Backward.
 
     Args:
-        param: a LayerParameter, as message or in text form.
+        param: a LayerParameter as a message or in text form.
 
     Raises:
-        ArgumentError: it is neither.
-        ConfigError: there is no layer of its type.
+        ArgumentError: `param` is neither.
+        ConfigError: the layer type is unknown.
     """
     device, message = mode.present_device(), _layer_param(param)
     if not message.HasField("phase"):

@@ -1,4 +1,4 @@
-"""What `caffe.set_mode_gpu()` and its like set: process-wide, for the nets and solvers that are made from then on."""
+"""Process-wide settings such as `caffe.set_mode_gpu()`, for nets and solvers created afterwards."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from caffepy.pycaffe.core.errors import ArgumentError, whole_number
 logger = logging.getLogger("caffepy.pycaffe")
 
 _LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
-"""By glog's numbers."""
+"""Logging levels by glog severity."""
 
 VARIABLE = "CAFFEPY_LAYER_BY_LAYER"
-"""With 1 in it `set_layer_by_layer` has been called for scripts that stay as they are."""
+"""Environment variable: 1 acts like `set_layer_by_layer()`, for unmodified scripts."""
 
 MATH_VARIABLE = "CAFFEPY_MATH"
-"""Holds the argument of `set_math` for scripts that stay as they are."""
+"""Environment variable: the argument of `set_math`, for unmodified scripts."""
 
 
 @dataclass
 class Mode:
-    """The settings; `mode` is the only object of this class.
+    """The settings; `mode` is the only instance.
 
     Args:
-        gpu: whether nets are made on a GPU.
-        device: which.
-        seed: of `set_random_seed`; None: each net draws its own.
-        drawn: how many seeds were taken from it.
-        solver_count: how many processes train together.
-        solver_rank: this one's number among them.
-        multiprocess: whether they are processes, which read different records.
-        layer_by_layer: whether nets compute every layer by itself in every pass.
-        math: products of float32 numbers on a GPU, one of MATH_MODES.
+        gpu: whether nets are created on a GPU.
+        device: index of the GPU.
+        seed: set by `set_random_seed`; None: each net draws its own seed.
+        drawn: the number of seeds derived from `seed`.
+        solver_count: the number of processes in the training.
+        solver_rank: the rank of this process.
+        multiprocess: whether solvers are processes that read different records.
+        layer_by_layer: whether nets compute each layer separately in every pass.
+        math: precision of float32 products on a GPU, one of MATH_MODES.
     """
 
     gpu: bool = False
@@ -56,17 +56,17 @@ class Mode:
     math: str = os.environ.get(MATH_VARIABLE, "tf32")
 
     def present_device(self) -> Device:
-        """The device on which nets are made, a GPU's the same each time.
+        """Return the device of new nets; the same object for a GPU each time.
 
         Raises:
-            DeviceError: it is not there.
+            DeviceError: the device does not exist.
             MissingExtraError: CuPy or cuDNN is not installed.
             ConfigError: CAFFEPY_MATH is none of MATH_MODES.
         """
         return device_of(self.device, self.math) if self.gpu else cpu_device()
 
     def next_seed(self) -> int:
-        """The seed of the next net: of the first after `set_random_seed` the very number, of others made of it."""
+        """Return the seed of the next net: the given seed first after `set_random_seed`, then seeds derived from it."""
         if self.seed is None:
             return secrets.randbits(31)
         self.drawn += 1
@@ -75,7 +75,7 @@ class Mode:
         return int(np.random.SeedSequence([self.seed, self.drawn]).generate_state(1)[0] >> 1)
 
     def shard(self, phase: int = caffe_pb2.TRAIN) -> Shard:
-        """Which records data layers read: those of this process's turn where processes train together."""
+        """Return the shard of the records that data layers read."""
         if self.multiprocess and phase == caffe_pb2.TRAIN:
             return Shard(self.solver_rank, self.solver_count)
         return Shard()
@@ -85,17 +85,17 @@ mode = Mode()
 
 
 def set_mode_cpu() -> None:
-    """Make nets on the CPU from now on; it is so at first."""
+    """Create nets on the CPU from now on (the default)."""
     mode.gpu = False
 
 
 def set_mode_gpu() -> None:
-    """Make nets on the GPU of `set_device` from now on; where there is none, the next net says so."""
+    """Create nets on the GPU of `set_device` from now on. If it does not exist, creating a net raises DeviceError."""
     mode.gpu = True
 
 
 def set_device(device_id: int) -> None:
-    """Choose the GPU of the nets made from now on; `set_mode_gpu` is needed besides, as in BVLC's Caffe.
+    """Choose the GPU of nets created from now on; `set_mode_gpu` is also needed, as in BVLC's Caffe.
 
     Raises:
         ArgumentError: the number is negative.
@@ -104,10 +104,10 @@ def set_device(device_id: int) -> None:
 
 
 def set_devices(device_ids: Sequence[int]) -> None:
-    """Make nets on the first of these GPUs from now on (NVIDIA's Caffe); one net runs on one GPU.
+    """Create nets on the first of these GPUs from now on (NVIDIA's Caffe); one net runs on one GPU.
 
     Raises:
-        ArgumentError: none is given, or a negative number.
+        ArgumentError: the list is empty or has a negative number.
     """
     if not device_ids:
         raise ArgumentError("set_devices([]): give the number of at least one GPU")
@@ -116,21 +116,21 @@ def set_devices(device_ids: Sequence[int]) -> None:
 
 
 def set_layer_by_layer(wanted: bool = True) -> None:
-    """Let the nets made from now on compute every layer by itself in every pass; caffepy's own, Caffe has no such name.
+    """Make nets created from now on compute each layer separately in every pass. Not in Caffe.
 
-    Otherwise a TEST net whose hidden blobs nobody looks at is folded, and its outputs differ in rounding.
+    Otherwise a TEST net whose hidden blobs are not read is folded; its outputs then differ in rounding.
     """
     mode.layer_by_layer = bool(wanted)
 
 
 def set_math(math: str) -> None:
-    """Choose how GPUs multiply float32 numbers in the nets made from now on; caffepy's own, Caffe has no such name.
+    """Choose the precision of float32 products on GPUs for nets created from now on. Not in Caffe.
 
     Args:
-        math: "tf32", at first and as in `caffepy train`: on tensor cores, factors rounded to 10 bits; "fp32": in full.
+        math: "tf32" (default, as in `caffepy train`): tensor cores with 10-bit mantissas; "fp32": full precision.
 
     Raises:
-        ArgumentError: it is neither.
+        ArgumentError: `math` is neither.
     """
     if math not in MATH_MODES:
         raise ArgumentError(f"set_math({math!r}): give one of {', '.join(MATH_MODES)}")
@@ -138,7 +138,7 @@ def set_math(math: str) -> None:
 
 
 def set_random_seed(seed: int) -> None:
-    """Seed the fillers and random layers of the nets made from now on; a solver's own random_seed comes first.
+    """Seed fillers and random layers of nets created from now on; a solver's random_seed takes precedence.
 
     Raises:
         ArgumentError: the number is negative.
@@ -147,26 +147,26 @@ def set_random_seed(seed: int) -> None:
 
 
 def solver_count() -> int:
-    """How many processes train together."""
+    """Return the number of processes in the training."""
     return mode.solver_count
 
 
 def set_solver_count(count: int) -> None:
-    """Say how many processes train together.
+    """Set the number of processes in the training.
 
     Raises:
-        ArgumentError: fewer than one.
+        ArgumentError: the number is less than 1.
     """
     mode.solver_count = whole_number("set_solver_count", count, 1)
 
 
 def solver_rank() -> int:
-    """This process's number among those that train together."""
+    """Return the rank of this process."""
     return mode.solver_rank
 
 
 def set_solver_rank(rank: int) -> None:
-    """Say which of the processes this one is; rank 0 writes the log and the snapshots.
+    """Set the rank of this process; rank 0 writes the log and the snapshots.
 
     Raises:
         ArgumentError: the number is negative.
@@ -175,7 +175,7 @@ def set_solver_rank(rank: int) -> None:
 
 
 def set_multiprocess(multiprocess: bool) -> None:
-    """Say that solvers are processes: data layers of training nets then take turns in reading the records."""
+    """Set whether solvers are processes; data layers of training nets then read different records."""
     mode.multiprocess = bool(multiprocess)
 
 
@@ -186,11 +186,11 @@ _handler.setFormatter(GlogFormatter())
 
 
 def init_log(level: int = 0, stderr: bool = True) -> None:
-    """Show caffepy's log on stderr, in glog's format; without this call only warnings are shown, by Python's logging.
+    """Show the log on stderr in glog's format. Without this call, Python's logging shows only warnings.
 
     Args:
-        level: the least that is shown: 0 all, 1 warnings, 2 errors, 3 fatal errors.
-        stderr: False shows nothing; Caffe writes to files instead.
+        level: the lowest severity shown: 0 all, 1 warnings, 2 errors, 3 fatal errors.
+        stderr: False shows nothing; Caffe then writes to files.
     """
     package = logging.getLogger("caffepy")
     package.removeHandler(_handler)
@@ -201,5 +201,5 @@ def init_log(level: int = 0, stderr: bool = True) -> None:
 
 
 def log(message: str) -> None:
-    """Write a line to caffepy's log."""
+    """Log a line."""
     logger.info("%s", message, stacklevel=2)

@@ -1,7 +1,7 @@
-"""Training with a process a device (pycaffe's `NCCL`; Caffe's `parallel.cpp`), as Caffe's `python/train.py` does it.
+"""Training with one process per device, as in Caffe's `python/train.py` (pycaffe's `NCCL`; Caffe's `parallel.cpp`).
 
-The processes meet at a file that the uid names, so they share a machine. On GPUs NCCL carries the arrays, on CPUs TCP.
-Training on several machines is `caffepy train` under mpirun.
+The processes rendezvous through a file named by the uid, so they must run on one host. Arrays travel by NCCL between
+GPUs and by TCP between CPUs. For several hosts use `caffepy train` under mpirun.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _PREFIX = "caffepy-nccl-"
 
 
 def has_nccl() -> bool:
-    """Whether `NCCL` can be used: it always can, because on CPUs it needs no NCCL."""
+    """Return whether `NCCL` can be used. Always True: on CPUs it does not need the library."""
     return True
 
 
 class NCCL:
-    """One process's end of a group of solvers that train together; all make theirs at about the same time.
+    """One process's member of a group of solvers. All processes must construct theirs at about the same time.
 
-    The group's size is `set_solver_count`'s, this process's number in it `set_solver_rank`'s.
+    `set_solver_count` sets the group's size, `set_solver_rank` this process's rank.
 
     Args:
-        solver: whose parameters and gradients are exchanged.
-        uid: from `new_uid`, called once, by the program that starts the processes.
+        solver: the solver whose parameters and gradients are exchanged.
+        uid: the result of `new_uid`, called once by the program that starts the processes.
 
     Raises:
-        UserError: the uid is none, or this rank's number is too large.
-        PeerError: the other processes have not come in time, or one of them has failed.
+        UserError: the uid is invalid, or the rank is too large.
+        PeerError: another process did not join in time, or failed.
         MissingExtraError: `set_mode_gpu` was called, and NCCL or CuPy is not installed.
     """
 
@@ -59,23 +59,23 @@ class NCCL:
         buckets = bucket_count(net.param) if in_parts else 1
         self._communicator = gradient_communicator(self._group)
         self._called = False
-        """Whether `run` was handed to the net: gradients may be exchanged while the backward pass goes on."""
+        """Whether `run` is registered with the net, so that gradients may be exchanged during the backward pass."""
         waiting = self._group.bounded
         with self._device.active():
             self._reducer = Reducer(net, self._communicator, buckets, lambda: self._called, waiting, NO_TRACE)
-        # Children of multiprocessing end without the handlers of atexit.
+        # Children of multiprocessing exit without running atexit handlers.
         Finalize(self, self._group.destroy, exitpriority=10)
 
     @staticmethod
     def new_uid() -> bytes:
-        """What tells a group of processes from others; one that starts them hands it to all."""
+        """Return a unique id for a group; the program that starts the processes passes it to all."""
         return os.fsencode(Path(tempfile.gettempdir()).absolute() / f"{_PREFIX}{secrets.token_hex(16)}")
 
     def bcast(self) -> None:
-        """Give all processes the parameters of rank 0.
+        """Broadcast rank 0's parameters.
 
         Raises:
-            PeerError: another process failed, left or did not come.
+            PeerError: another process failed, left or did not join.
         """
         with self._device.computing(), self._group.bounded("the root's weights"):
             self._communicator.broadcast(self._parameters.data, root=0)
@@ -83,10 +83,10 @@ class NCCL:
             self._parameters.written()
 
     def on_gradients_ready(self) -> None:
-        """Make the gradients the average over all processes; for `solver.add_callback(nccl)`.
+        """Average the gradients over all processes; called through `solver.add_callback(nccl)`.
 
         Raises:
-            PeerError: another process failed, left or did not come.
+            PeerError: another process failed, left or did not join.
         """
         with self._device.active():
             self._reducer.finish()
@@ -94,17 +94,17 @@ class NCCL:
                 self._communicator.wait_on_device()
 
     def run(self, layer: int) -> None:
-        """Let gradients be exchanged as soon as they are complete; for `solver.net.after_backward(nccl)`.
+        """Exchange gradients as soon as they are complete; called through `solver.net.after_backward(nccl)`.
 
-        They are exchanged in parts (`reduce_buckets`) while the backward pass goes on. A pass on a GPU, one of several
-        in an iteration (`iter_size`) and one with `layer_wise_reduce: false` leave them all to `on_gradients_ready`:
-        a GPU that compiles or allocates on its way would wait for a part that waits for a peer that does the same.
+        Buckets (`reduce_buckets`) are exchanged during the backward pass. `on_gradients_ready` exchanges all gradients
+        instead on GPUs, with `iter_size` above 1 and with `layer_wise_reduce: false`. On GPUs overlap could deadlock: a
+        pass that compiles or allocates waits for a collective, and the peer does the same.
         """
         self._called = True
 
 
 def _address(uid: bytes) -> str:
-    """The file at which the processes meet.
+    """Return the rendezvous file.
 
     Raises:
         UserError: the uid is not from `NCCL.new_uid`.

@@ -43,27 +43,27 @@ Arrays = dict[str, HostArray]
 
 
 class Net:
-    """A net of one phase on the device that `set_mode_gpu` and `set_device` chose when it was made.
+    """A net of one phase on the device of `set_mode_gpu` and `set_device` at construction.
 
-    All numbers can be seen. A program that looks at none but inputs and outputs of a TEST net has its passes computed
-    as `caffepy.load` computes them, from the second one on (`caffepy.pycaffe.core.inference_path`).
+    All blobs can be read. If a program reads only inputs and outputs of a TEST net, passes from the second on run
+    folded, as in `caffepy.load`.
 
-    Several threads may use one net. Their passes follow one another; each overwrites the blobs, and so the arrays that
-    an earlier one returned. Other threads may meanwhile look at parameters, write them, save and load.
+    A net is thread-safe. Passes are serialised; each overwrites the blobs and the arrays that an earlier pass returned.
+    During a pass other threads may read, write, save and load parameters.
 
     Args:
         network_file: the prototxt.
-        phase: `caffe.TRAIN` or `caffe.TEST`; in the old form, `Net(network_file, weights, phase)`, the weights.
-        rest: level, stages and weights by position; in the old form the phase.
-        level: with which include and exclude rules are compared.
-        stages: with which they are compared.
-        weights: a .caffemodel, or HDF5 file, to copy parameters from.
+        phase: `caffe.TRAIN` or `caffe.TEST`; in the deprecated form `Net(network_file, weights, phase)` the weights.
+        rest: level, stages and weights by position; in the deprecated form the phase.
+        level: level for include and exclude rules.
+        stages: stages for include and exclude rules.
+        weights: a .caffemodel or HDF5 file to copy parameters from.
 
     Raises:
         MissingFileError: a file cannot be opened.
-        ConfigError: the net does not hold together.
+        ConfigError: the net is invalid.
         SnapshotError: the weights cannot be read or do not fit.
-        Exception: what a Python layer's `setup` or `reshape` raised, as it raised it.
+        Exception: an exception of a Python layer's `setup` or `reshape`, unchanged.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Net:
 
     @classmethod
     def of(cls, net: CoreNet, device: Device) -> Net:
-        """A solver's net as pycaffe shows it."""
+        """Wrap a solver's net."""
         wrapped = cls.__new__(cls)
         wrapped._wrap(net, device)
         return wrapped
@@ -102,27 +102,27 @@ class Net:
     def _wrap(self, net: CoreNet, device: Device, runners: ShapeRunners | None = None) -> None:
         self._core = net
         self.device = device
-        """What `with net.device.computing():` is for: a block that computes with caffepy's own arrays."""
+        """Use `with net.device.computing():` around code that computes with caffepy's own arrays."""
         self._inference = InferencePath(net, device, runners)
         self.has_callbacks = False
-        """Whether `before_forward` or its like was called."""
+        """Whether layer callbacks are registered."""
         self._position = {id(node): index for index, node in enumerate(net.schedule)}
         for blob in self._parameter_blobs():
             blob.gradient_started = True  # `backward` adds to the parameters' diffs
         weakref.finalize(self, net.close)
         weakref.finalize(self, self._inference.close)
 
-    # -- what is in it: blobs, layers, parameters, by name and by number ------------------------------
+    # -- blobs, layers and parameters, by name and by index --------------------------------------------
 
     @property
     def net(self) -> CoreNet:
-        """caffepy's net; it runs layer by layer from then on, so that all its numbers can be seen."""
+        """caffepy's net. From then on it runs layer by layer, so that all blobs can be read."""
         self._inference.stop()
         return self._core
 
     @cached_property
     def _nodes(self) -> list[Node]:
-        """The layers of the prototxt with Split layers, without the Cast layers that caffepy puts in."""
+        """The prototxt's layers with Split layers, without Cast layers."""
         return [node for node in self._core.schedule if node.layer.type != "Cast"]
 
     def _parameter_blobs(self) -> Iterable[Any]:
@@ -130,7 +130,7 @@ class Net:
 
     @cached_property
     def blobs(self) -> OrderedDict[str, Blob]:
-        """The blobs by name, in the order in which layers make them, those of Split layers included."""
+        """The blobs by name in the order of the layers, including those of Split layers."""
         path, hidden = self._inference, self._inference.hidden
         seen = Watch(reshaped=self._reshape_before_forward)
         unseen = Watch(
@@ -143,7 +143,7 @@ class Net:
         )
 
     def _diff_use(self, top: CoreBlob) -> Callable[[], None]:
-        """What is called before the program uses the diff of a top: it may write that of a loss, as in Caffe."""
+        """Return the hook called before the program uses a top's diff: it may write the diff of a loss, as in Caffe."""
         return partial(self._core.let_program_write_diff, top)
 
     @cached_property
@@ -175,7 +175,7 @@ class Net:
 
     @cached_property
     def params(self) -> OrderedDict[str, BlobVec]:
-        """The parameters of each layer that has some, by its name."""
+        """The parameters of each layer that has any, by layer name."""
         pairs = zip(self._layer_names, self.layers, strict=True)
         return OrderedDict((name, layer.blobs) for name, layer in pairs if len(layer.blobs))
 
@@ -191,12 +191,12 @@ class Net:
 
     @cached_property
     def inputs(self) -> list[str]:
-        """The blobs that the program fills: tops of Input layers."""
+        """The names of the input blobs: tops of Input layers."""
         return list(self._core.inputs)
 
     @cached_property
     def outputs(self) -> list[str]:
-        """The blobs that no layer reads."""
+        """The names of the blobs that no layer reads."""
         return list(self._core.outputs)
 
     @cached_property
@@ -215,7 +215,7 @@ class Net:
     def name(self) -> str:
         return self._core.name
 
-    # -- the names that scripts take from the compiled module -------------------------------------------
+    # -- attributes of Caffe's compiled module, used by scripts ------------------------------------------
 
     @cached_property
     def _layer_names(self) -> list[str]:
@@ -257,22 +257,22 @@ class Net:
         end: str | None = None,
         **kwargs: Any,
     ) -> Arrays:
-        """Run the layers from `start` to `end`, both included.
+        """Run the layers from `start` through `end`.
 
         Args:
-            blobs: blobs to return besides the outputs.
+            blobs: blobs to return in addition to the outputs.
             start: the first layer; None: the net's.
             end: the last layer, whose tops are returned instead of the net's outputs; None: the net's.
-            kwargs: the numbers of the inputs, all of them or none, by blob name.
+            kwargs: input data by blob name, for all inputs or none.
 
         Returns:
-            Arrays by blob name, which the next call changes.
+            Arrays by blob name, overwritten by the next call.
 
         Raises:
-            UnknownLayerError: there is no such layer; it is a ValueError, as in pycaffe.
-            UnknownBlobError: there is no such blob; it is a KeyError, as in pycaffe.
-            ArgumentError: the keywords are not the inputs, or have another number of rows.
-            Exception: what a Python layer raised, as it raised it.
+            UnknownLayerError: the layer does not exist. A ValueError, as in pycaffe.
+            UnknownBlobError: the blob does not exist. A KeyError, as in pycaffe.
+            ArgumentError: the keywords are not the inputs, or the batch sizes differ.
+            Exception: an exception of a Python layer, unchanged.
         """
         first = self._index(start) if start is not None else 0
         last = self._index(end) if end is not None else len(self._nodes) - 1
@@ -292,19 +292,19 @@ class Net:
         end: str | None = None,
         **kwargs: Any,
     ) -> Arrays:
-        """Run backward the layers from `start` down to `end`, both included; gradients of parameters add up.
+        """Run backward the layers from `start` down through `end`; parameter gradients accumulate.
 
         Args:
-            diffs: blobs whose diffs are returned besides those of the inputs.
-            start: the layer to begin with; None: the net's last.
-            end: the layer to end with, whose bottoms' diffs are returned; None: the net's first.
-            kwargs: the diffs of the outputs, all of them or none, by blob name; without them they are as they are.
+            diffs: blobs whose diffs are returned in addition to the inputs' diffs.
+            start: the first layer of the backward pass; None: the net's last.
+            end: the last layer of the backward pass, whose bottoms' diffs are returned; None: the net's first.
+            kwargs: output diffs by blob name, for all outputs or none; None keeps the current diffs.
 
         Returns:
-            Arrays by blob name, which the next call changes.
+            Arrays by blob name, overwritten by the next call.
 
         Raises:
-            UnknownLayerError, UnknownBlobError, ArgumentError, Exception: as `forward` does.
+            UnknownLayerError, UnknownBlobError, ArgumentError, Exception: as in `forward`.
         """
         first = self._index(start) if start is not None else len(self._nodes) - 1
         last = self._index(end) if end is not None else 0
@@ -315,17 +315,17 @@ class Net:
             return {name: self._blob(name).diff for name in wanted}
 
     def forward_all(self, blobs: Sequence[str] | None = None, **kwargs: Any) -> Arrays:
-        """Run the net forward on all rows of its inputs.
+        """Run the net forward on any number of rows, in batches.
 
         Args:
-            blobs: blobs to return besides the outputs.
-            kwargs: the inputs' rows, any number of them, the same of each input.
+            blobs: blobs to return in addition to the outputs.
+            kwargs: rows by input name, the same number for each input.
 
         Returns:
             The rows of each output.
 
         Raises:
-            ArgumentError: no input is given, or one without rows.
+            ArgumentError: an input is missing or has no rows.
         """
         rows = _count(kwargs)
         collected = [_copied(self.forward(blobs=blobs, **batch)) for batch in self._batch(kwargs)]
@@ -334,18 +334,18 @@ class Net:
     def forward_backward_all(
         self, blobs: Sequence[str] | None = None, diffs: Sequence[str] | None = None, **kwargs: Any
     ) -> tuple[Arrays, Arrays]:
-        """Run the net forward and backward on all rows.
+        """Run the net forward and backward on any number of rows, in batches.
 
         Args:
-            blobs: blobs to return besides the outputs.
-            diffs: blobs whose diffs are returned besides the inputs'.
-            kwargs: the rows of the inputs, and of the outputs' diffs; without the latter the loss gives the diffs.
+            blobs: blobs to return in addition to the outputs.
+            diffs: blobs whose diffs are returned in addition to the inputs' diffs.
+            kwargs: rows of the inputs and of the output diffs; without output diffs the loss sets them.
 
         Returns:
             The rows of each output, and of each diff.
 
         Raises:
-            ArgumentError: neither inputs nor outputs' diffs are given, or some without rows.
+            ArgumentError: neither inputs nor output diffs are given, or some have no rows.
         """
         rows = _count(kwargs)
         forward = self._batch({name: kwargs[name] for name in self.inputs if name in kwargs})
@@ -358,7 +358,7 @@ class Net:
         return _joined(all_blobs, rows), _joined(all_diffs, rows)
 
     def _batch(self, blobs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Cut arrays into the net's batches."""
+        """Yield the arrays in batches of the net's size."""
         if not blobs:
             return
         size = next(iter(self.blobs.values())).shape[0]
@@ -366,7 +366,7 @@ class Net:
             yield {name: _padded(np.asarray(rows[begin : begin + size]), size) for name, rows in blobs.items()}
 
     def _forward(self, start: int, end: int) -> float:
-        """Run layers by number; returns their part of the loss."""
+        """Run layers by index; return their part of the loss."""
         self._inference.stop()
         self._run_forward(start, end)
         pairs = [
@@ -390,7 +390,7 @@ class Net:
             self._inference.ran()
 
     def _backward(self, start: int, end: int) -> None:
-        """Run layers backward by number, from the later to the earlier one."""
+        """Run layers backward by index, from `start` down to `end`."""
         self._inference.stop()
         with self.device.computing(), as_users_raise():
             self._core.backward(self._part(end, start))
@@ -402,7 +402,7 @@ class Net:
             self._core.raise_device_errors()
 
     def _part(self, first: int, last: int) -> list[Node]:
-        """The nodes of some layers, with the Cast layers before those that need them."""
+        """Return the nodes of a range of layers, including their Cast layers."""
         if not 0 <= first <= last < len(self._nodes):
             raise ArgumentError(f"layers {first} to {last} of a net with {len(self._nodes)} layers: not in that order")
         begin = self._position[id(self._nodes[first - 1])] + 1 if first else 0
@@ -445,7 +445,7 @@ class Net:
             return self.device.arrays.write(self._core.blobs[name].data, numbers)
 
     def reshape(self) -> None:
-        """Reshape all layers to the blobs' present shapes."""
+        """Reshape all layers to the blobs' current shapes."""
         with self.device.computing(), as_users_raise():
             self._core.reshape()
         self._inference.reshaped()
@@ -459,15 +459,15 @@ class Net:
                 blob.gradient_started = True
 
     def set_input_arrays(self, data: HostArray, labels: HostArray) -> None:
-        """Give the net's first layer, a MemoryData layer, the arrays to take its batches from; they are not copied.
+        """Set the arrays from which the first layer, a MemoryData layer, reads its batches. They are not copied.
 
         Args:
             data: float32 (n, channels, height, width), C-contiguous, n a multiple of the layer's batch_size.
-            labels: float32, n of them.
+            labels: float32, n elements.
 
         Raises:
-            ArgumentError: the first layer is another one, or the arrays have other sizes or types than it needs; it is
-                a RuntimeError, as in `_caffe.cpp` (Net_SetInputArrays).
+            ArgumentError: the first layer is no MemoryData layer, or sizes or dtypes do not fit. A RuntimeError, as in
+                `_caffe.cpp` (Net_SetInputArrays).
         """
         layer: Any = self._nodes[0].layer
         if layer.type != "MemoryData":
@@ -487,24 +487,24 @@ class Net:
     # -- callbacks -----------------------------------------------------------------------------------
 
     def before_forward(self, callback: LayerCallback) -> None:
-        """Call `callback` with each layer's number before it runs forward; so do those below at their moments.
+        """Call `callback` with each layer's index before its forward pass.
 
-        A solver whose net has such callbacks replays no captured CUDA graphs.
+        A solver whose net has layer callbacks does not use CUDA graphs.
         """
         self._core.before_forward.append(self._calling(callback))
 
     def after_forward(self, callback: LayerCallback) -> None:
-        """Call `callback` with each layer's number after it has run forward."""
+        """Call `callback` with each layer's index after its forward pass."""
         self._core.after_forward.append(self._calling(callback))
 
     def before_backward(self, callback: LayerCallback) -> None:
-        """Call `callback` with each layer's number before it runs backward, or would run if it had to."""
+        """Call `callback` with each layer's index before its backward pass, also if that is skipped."""
         self._core.before_backward.append(self._calling(callback))
 
     def after_backward(self, callback: Any) -> None:
-        """Call `callback`, or the `run` of an NCCL object, with each layer's number after it has run backward."""
+        """Call `callback`, or the `run` of an NCCL object, with each layer's index after its backward pass."""
         if hasattr(callback, "on_gradients_ready") and self._core.backend.asynchronous:
-            return  # there it exchanges all gradients after the pass, and a callback would keep graphs from being used
+            return  # NCCL on GPUs exchanges after the pass, and a callback would prevent CUDA graphs
         self._core.after_backward.append(self._calling(getattr(callback, "run", callback)))
 
     def _calling(self, callback: LayerCallback) -> Callable[[Node], None]:
@@ -522,7 +522,7 @@ class Net:
     # -- parameters ----------------------------------------------------------------------------------
 
     def copy_from(self, trained_file: str | os.PathLike[str]) -> None:
-        """Copy parameters from a .caffemodel or HDF5 file into the layers that have the same names.
+        """Copy parameters from a .caffemodel or HDF5 file to layers of the same names.
 
         Raises:
             SnapshotError: it cannot be read or does not fit.
@@ -532,10 +532,10 @@ class Net:
             self._core.copy_trained_layers_from(read_caffemodel(Path(trained_file)), str(trained_file))
 
     def share_with(self, other: Net) -> None:
-        """Let layers of the same name use the values of the parameters of `other` (Caffe's ShareTrainedLayersWith).
+        """Make layers of the same name share the parameter data of `other` (Caffe's ShareTrainedLayersWith).
 
-        Diffs stay each net's own; an update by this net's solver changes the shared values. Arrays of values that were
-        handed out before are not this net's parameters any more.
+        Each net keeps its own diffs; an update by this net's solver changes the shared data. Arrays obtained earlier
+        are no longer this net's parameters.
 
         Raises:
             ConfigError: numbers or shapes of parameters differ.
@@ -564,7 +564,7 @@ class Net:
             write_caffemodel_hdf5(Path(filename), self._core.layers)
 
     def load_hdf5(self, filename: str | os.PathLike[str]) -> None:
-        """Copy parameters from an HDF5 file into the layers that have the same names.
+        """Copy parameters from an HDF5 file to layers of the same names.
 
         Raises:
             SnapshotError: it cannot be read or does not fit.
@@ -589,7 +589,7 @@ def _state(phase: Any, level: int, stages: Iterable[str] | None) -> caffe_pb2.Ne
 
 
 def _build(path: Path, state: caffe_pb2.NetState, device: Device) -> tuple[CoreNet, ShapeRunners | None]:
-    """The net, and what runs its folded form if it has one."""
+    """Return the net, and the runners of its folded form if it has one."""
     param = read_net(path)
     context = LayerContext(
         device.backend,
@@ -623,7 +623,7 @@ def _copied(arrays: Arrays) -> Arrays:
 
 
 def _joined(batches: list[Arrays], rows: int) -> Arrays:
-    """The rows of all batches, without those that only filled up the last batch; numbers of whole batches stay."""
+    """Return the rows of all batches without padding rows; outputs without a batch axis stay."""
     joined = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
     filled = max(map(len, joined.values()))
     return {name: array[:rows] if len(array) == filled else array for name, array in joined.items()}

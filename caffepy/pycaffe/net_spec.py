@@ -1,7 +1,7 @@
-"""Nets written in Python (pycaffe's `net_spec.py`): `layers.Convolution(bottom, …)` instead of prototxt.
+"""Nets defined in Python, for example `layers.Convolution(bottom, …)` (pycaffe's `net_spec.py`).
 
-A call of `layers` gives the layer's tops, which are the bottoms of the next call. `NetSpec` names tops and writes the
-layers that they need; without it they get names of their type and a number, as `Convolution1`.
+A call such as `layers.ReLU` returns the layer's tops, the bottoms of further calls. `NetSpec` names tops and writes the
+layers. Unnamed layers are numbered by type, for example `Convolution1`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Names = dict[Any, str]
 
 
 def param_name_dict() -> dict[str, str]:
-    """The field of LayerParameter in which each layer type has its parameters, without `_param`.
+    """Return the LayerParameter field of each layer type's parameters, without `_param`.
 
     Example:
         >>> param_name_dict()["InnerProduct"]
@@ -42,7 +42,7 @@ _FIELDS = param_name_dict()
 
 
 def to_proto(*tops: Top | Function) -> NetParameter:
-    """The layers that compute all of the tops; those without a name get their type and a number."""
+    """Return the layers that compute all tops; unnamed layers are named by type and number."""
     return _net_of(tops, {})
 
 
@@ -55,9 +55,9 @@ def _net_of(tops: Any, names: Names) -> NetParameter:
 
 
 def assign_proto(proto: Message, name: str, val: Any) -> None:
-    """Set a field from Python values: a dict becomes a message, a list, tuple or array a repeated field.
+    """Set a field from a Python value: a dict becomes a message; a list, tuple or array a repeated field.
 
-    What is neither is put into a repeated field as its only element.
+    Any other value becomes the only element of a repeated field.
 
     Raises:
         AttributeError: the message has no such field.
@@ -99,7 +99,7 @@ def _put(proto: Message, name: str, value: Any) -> None:
 
 
 def _refusal(proto: Message, name: str, value: Any) -> str:
-    """What to say of a value that a field cannot hold."""
+    """Return the error message for a value that a field cannot hold."""
     message = proto.DESCRIPTOR
     field = message.fields_by_name[name]
     if field.message_type is not None:
@@ -120,11 +120,11 @@ def _refusal(proto: Message, name: str, value: Any) -> str:
 
 
 class Top:
-    """A blob that a layer computes.
+    """A top of a layer.
 
     Args:
         fn: the layer.
-        n: its number among the layer's tops.
+        n: its index among the layer's tops.
     """
 
     def __init__(self, fn: Function, n: int) -> None:
@@ -135,7 +135,7 @@ class Top:
         return f"Top({self.fn.type_name}, {self.n})"
 
     def to_proto(self) -> NetParameter:
-        """The layers that compute this blob."""
+        """Return the layers that compute this blob."""
         return to_proto(self)
 
     def _to_proto(self, layers: dict[Function, LayerParameter], names: Names, autonames: Counter[str]) -> None:
@@ -151,11 +151,11 @@ class Function:
     Args:
         type_name: Caffe's name of the type.
         inputs: the bottoms.
-        params: fields of the type's parameter message, or of LayerParameter; `ntop`, how many tops it has, and
-            `in_place`, whether they are its bottoms, are taken out.
+        params: fields of the type's parameter message or of LayerParameter, and two options: `ntop`, the number of
+            tops, and `in_place`.
 
     Raises:
-        TypeError: a bottom is no `Top`, for example the tuple of a layer with several tops.
+        TypeError: a bottom is not a `Top`, for example the tuple of a layer with several tops.
     """
 
     def __init__(self, type_name: str, inputs: tuple[Any, ...], params: dict[str, Any]) -> None:
@@ -170,7 +170,7 @@ class Function:
         self.tops = tuple(Top(self, n) for n in range(self.ntop))
 
     def to_proto(self) -> NetParameter:
-        """The layers up to this one; for a layer without tops, which stands for itself."""
+        """Return the layers up to this one. For layers without tops."""
         return to_proto(self)
 
     def _update(self, params: Mapping[str, Any]) -> None:
@@ -189,7 +189,7 @@ class Function:
         return names[top]
 
     def _to_proto(self, layers: dict[Function, LayerParameter], names: Names, autonames: Counter[str]) -> None:
-        """Add this layer and those that it needs, which come first."""
+        """Add this layer after the layers that it depends on."""
         pending: list[Function] = [self]
         while pending:
             function = pending[-1]
@@ -214,7 +214,7 @@ class Function:
         return layer
 
     def _assign(self, layer: LayerParameter, key: str, value: Any) -> None:
-        """Set a field of the type's own message, where it has it, else one of LayerParameter."""
+        """Set a field of the type's own message if it has that field, else of LayerParameter."""
         own = f"{_FIELDS.get(self.type_name, '')}_param"
         target: Message = layer
         if not key.endswith("param") and own in layer.DESCRIPTOR.fields_by_name:
@@ -240,7 +240,7 @@ class Function:
 
 
 class NetSpec:
-    """A net: tops with the names under which they are assigned, as attributes or items.
+    """A net: named tops, assigned as attributes or items.
 
     Example:
         >>> n = NetSpec()
@@ -284,28 +284,28 @@ class NetSpec:
         return [*super().__dir__(), *self.tops]
 
     def keys(self) -> list[str]:
-        """The names, in the order of assignment (NVIDIA's)."""
+        """Return the names in the order of assignment (NVIDIA's)."""
         return list(self.tops)
 
     def vals(self) -> list[Any]:
-        """The tops, in the order of assignment (NVIDIA's)."""
+        """Return the tops in the order of assignment (NVIDIA's)."""
         return list(self.tops.values())
 
     def update(self, name: str, params: Mapping[str, Any]) -> None:
-        """Set more parameters of the layer of a top (NVIDIA's)."""
+        """Set further parameters of a top's layer (NVIDIA's)."""
         self.tops[name]._update(params)
 
     def to_proto(self, verbose: bool = False) -> NetParameter:
-        """The layers that compute all assigned tops; `verbose` (NVIDIA's) logs the names."""
+        """Return the layers of all assigned tops; `verbose` (NVIDIA's) logs the names."""
         if verbose:
             logger.info("the net's tops: %s", ", ".join(f"{name} of {top!r}" for name, top in self.tops.items()))
         return _net_of(self.tops.values(), {top: name for name, top in self.tops.items()})
 
 
 class Layers:
-    """`Layers().Convolution(bottom, kernel_size=3)` is the top of a convolution; any type of layer is an attribute.
+    """`Layers().Convolution(bottom, kernel_size=3)` returns the top of a convolution; every layer type is an attribute.
 
-    A layer with several tops gives a tuple of them, one with none itself.
+    A layer with several tops returns a tuple of tops, a layer without tops returns the `Function`.
     """
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -322,7 +322,7 @@ class Layers:
 
 
 class _Constants:
-    """The enumerations' values of a parameter message."""
+    """The enum values of a parameter message."""
 
     def __init__(self, message: type[Message]) -> None:
         self._message = message
@@ -332,7 +332,7 @@ class _Constants:
 
 
 class Parameters:
-    """`Parameters().Pooling.MAX` is `caffe_pb2.PoolingParameter.MAX`; any parameter message is an attribute."""
+    """`Parameters().Pooling.MAX` is `caffe_pb2.PoolingParameter.MAX`; every parameter message is an attribute."""
 
     def __getattr__(self, name: str) -> _Constants:
         message = getattr(caffe_pb2, f"{name}Parameter", None)

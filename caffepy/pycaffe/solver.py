@@ -1,4 +1,4 @@
-"""`caffe.SGDSolver` and its like: caffepy's solvers with nets whose blobs are NumPy arrays."""
+"""`caffe.SGDSolver` and the other solvers, with pycaffe's nets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Call = Callable[[], Any]
 
 
 def _weakly(ask: Callable[[], Action]) -> Callable[[], Action]:
-    """A method that does not keep its object: caffepy's nets know it, which are closed when the program's have gone."""
+    """Return a method without a strong reference to its object, so that caffepy's nets do not keep it alive."""
     method = weakref.WeakMethod(ask)
 
     def asked() -> Action:
@@ -36,7 +36,7 @@ def _weakly(ask: Callable[[], Action]) -> Callable[[], Action]:
 
 @dataclass(frozen=True)
 class _Callback:
-    """One callback of a solver; a call that is None is left out."""
+    """One callback of a solver; either function may be None."""
 
     before_iteration: Call | None
     before_step: Call | None
@@ -44,7 +44,7 @@ class _Callback:
 
 
 class _Callbacks(SingleDevice):
-    """What the program wants to be called, as the solver sees it."""
+    """The communicator of a single device that runs the program's callbacks."""
 
     def __init__(self, device: Device) -> None:
         self.is_root = mode.solver_rank == 0
@@ -57,7 +57,7 @@ class _Callbacks(SingleDevice):
                 self._device.call(function)
 
     def before_iteration(self) -> None:
-        """Call what comes before each iteration."""
+        """Run the `on_start` callbacks."""
         self._call("before_iteration")
 
     def on_start(self) -> None:
@@ -71,22 +71,22 @@ class _Callbacks(SingleDevice):
 
 
 class Solver:
-    """Trains a net on the device that `set_mode_gpu` and `set_device` chose when it was made.
+    """Trains a net on the device of `set_mode_gpu` and `set_device` at construction.
 
-    The prototxt's `solver_mode`, `device_id` and, but for `get_solver`, `type` are not looked at, as in pycaffe. A loss
-    that is not finite is logged and does not end the training.
+    As in pycaffe, the prototxt's `solver_mode` and `device_id` are ignored, and also `type` except by `get_solver`. A
+    non-finite loss is logged and does not stop the training.
 
     Args:
         solver_file: the solver's prototxt.
 
     Raises:
         MissingFileError: it cannot be opened.
-        ConfigError: solver and nets do not hold together.
-        Exception: what a Python layer raised, as it raised it.
+        ConfigError: the solver or a net is invalid.
+        Exception: an exception of a Python layer, unchanged.
     """
 
     type_name: ClassVar[str] = ""
-    """As `type` in a solver's prototxt; empty: what the prototxt says."""
+    """The solver type; empty: `type` of the prototxt."""
 
     def __init__(self, solver_file: str | os.PathLike[str]) -> None:
         path = check_file(solver_file)
@@ -94,7 +94,7 @@ class Solver:
         if self.type_name:
             param.type = self.type_name
         self.device = mode.present_device()
-        """What `with solver.device.computing():` is for: a block that computes with caffepy's own arrays."""
+        """Use `with solver.device.computing():` around code that computes with caffepy's own arrays."""
         self._callbacks = _Callbacks(self.device)
         self._started = -1
         with self.device.computing(), as_users_raise():
@@ -107,7 +107,7 @@ class Solver:
         if param.random_seed < 0 and mode.seed is not None:
             param.random_seed = mode.next_seed()
         if not self._callbacks.is_root:
-            param.test_interval = param.test_and_snapshot_last_epochs = 0  # the root tests, and alone
+            param.test_interval = param.test_and_snapshot_last_epochs = 0  # only the root tests
         solver = create_solver(
             param,
             self.device.backend,
@@ -121,7 +121,7 @@ class Solver:
         return solver
 
     def _before_iteration(self) -> Action:
-        """Asked by the solver before each iteration, and before each batch of a test."""
+        """Return the action requested before an iteration or a test batch."""
         if self._started != self.iter:
             self._started = self.iter
             self._callbacks.before_iteration()
@@ -129,7 +129,7 @@ class Solver:
 
     @property
     def iter(self) -> int:
-        """How many iterations were made."""
+        """The number of completed iterations."""
         return self.solver.iteration if hasattr(self, "solver") else -1
 
     @property
@@ -144,25 +144,25 @@ class Solver:
         return float(self.solver.hyperparameters.learning_rate(self.solver.iteration))
 
     def step(self, iterations: int, progress: bool = False) -> None:
-        """Make so many iterations, with the tests and snapshots that fall due.
+        """Run `iterations` iterations with the tests and snapshots that are due.
 
         Args:
-            iterations: how many.
+            iterations: the number of iterations.
             progress: show a progress bar, on a terminal or in a notebook.
 
         Raises:
-            ArgumentError: the number is negative, or no whole one.
-            Exception: what a Python layer or callback raised, as it raised it.
+            ArgumentError: the number is negative or not an integer.
+            Exception: an exception of a Python layer or callback, unchanged.
         """
         number = whole_number("step", iterations, 0)
         with self._training():
             self.solver.step(number, progress)
 
     def solve(self, resume_file: str | os.PathLike[str] | None = None) -> None:
-        """Train to max_iter, with the last snapshot and test.
+        """Train to max_iter, with the final snapshot and test.
 
         Args:
-            resume_file: a .solverstate to go on from.
+            resume_file: a .solverstate to resume from.
         """
         resume_from = check_file(resume_file) if resume_file is not None else None
         with self._training():
@@ -175,44 +175,44 @@ class Solver:
             if any(net.has_callbacks for net in (self.net, *self.test_nets)):
                 self.solver.graph_runner.stop_capturing()
             for blob in self.solver.net.unreached_parameters():
-                self.device.backend.fill(blob.diff, 0.0)  # no backward pass overwrites what the program has written
+                self.device.backend.fill(blob.diff, 0.0)  # the program may have written it
             yield
 
     def snapshot(self) -> None:
-        """Write weights and state under the solver's snapshot_prefix."""
+        """Write weights and solver state to files named by snapshot_prefix."""
         with self.device.computing():
             self.solver.snapshot()
 
     def restore(self, state_file: str | os.PathLike[str]) -> None:
-        """Go on from a .solverstate.
+        """Resume from a .solverstate.
 
         Raises:
             MissingFileError: it cannot be opened.
-            SnapshotError: it is none, or of another net.
+            SnapshotError: the file is invalid or belongs to another net.
         """
         path = check_file(state_file)
         with self.device.computing():
             self.solver.restore(path)
 
     def apply_update(self) -> None:
-        """Change the parameters by their diffs, as the end of an iteration does, and count one."""
+        """Update the parameters from their diffs and increment the iteration."""
         with self.device.computing():
             self.solver.apply_update()
 
     def share_weights(self, net: Net) -> None:
-        """Let a net use the parameters of this solver's."""
+        """Make `net` use the parameters of this solver's net."""
         net.share_with(self.net)
 
     def add_callback(self, on_start: Any, on_gradients_ready: Call | None = None) -> None:
-        """Call functions while training; several callbacks are called in the order in which they were added.
+        """Add training callbacks, called in the order of addition.
 
         Args:
-            on_start: called before each iteration; alone: an object such as NCCL, whose `on_start`, if it has one, is
-                called before each `step`, and whose `on_gradients_ready` below.
-            on_gradients_ready: called when the parameters' diffs are complete, before the update; it may change them.
+            on_start: called before each iteration. If it is the only argument: an object such as NCCL with
+                `on_gradients_ready` and optionally `on_start`, called before each `step`.
+            on_gradients_ready: called before the update, with complete parameter diffs, which it may change.
 
         Raises:
-            ArgumentError: an object without `on_gradients_ready` is given alone.
+            ArgumentError: the only argument has no `on_gradients_ready`.
         """
         if on_gradients_ready is not None:
             callback = _Callback(on_start, None, on_gradients_ready)
@@ -222,7 +222,7 @@ class Solver:
             raise ArgumentError("add_callback needs on_start and on_gradients_ready, or one NCCL object")
         self._callbacks.callbacks.append(callback)
         with self.device.active():
-            self.solver.graph_runner.drop()  # graphs of before do not call it
+            self.solver.graph_runner.drop()  # existing graphs do not call it
 
     def __repr__(self) -> str:
         return f"<caffe.{type(self).__name__} of {self.net.name!r}, iteration {self.iter}, {self.device.backend.name}>"
@@ -272,11 +272,11 @@ _CLASSES = (SGDSolver, NesterovSolver, AdaGradSolver, RMSPropSolver, AdaDeltaSol
 
 
 def get_solver(solver_file: str | os.PathLike[str]) -> Solver:
-    """The solver of the type that its prototxt names.
+    """Return a solver of the type in its prototxt.
 
     Raises:
         MissingFileError: the file cannot be opened.
-        ConfigError: there is no such type, or solver and nets do not hold together.
+        ConfigError: the type is unknown, or the solver or a net is invalid.
     """
     wanted = read_solver(check_file(solver_file)).type
     return next((cls for cls in _CLASSES if cls.type_name == wanted), Solver)(solver_file)

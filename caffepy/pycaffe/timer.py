@@ -1,4 +1,4 @@
-"""A stopwatch in the device's time (pycaffe's Timer; Caffe's `benchmark.cpp`)."""
+"""Timer of host or GPU work (pycaffe's Timer; Caffe's `benchmark.cpp`)."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ logger = logging.getLogger(__name__)
 
 
 class Timer:
-    """Milliseconds between `start` and `stop`: of the GPU's work in between where `set_mode_gpu` was called."""
+    """Measures milliseconds between `start` and `stop`; after `set_mode_gpu`, on the GPU's stream."""
 
     def __init__(self) -> None:
         self._start: TimedEvent | None = None
         self._stop: TimedEvent | None = None
 
     def start(self) -> None:
-        """Start; a timer that runs goes on."""
+        """Start the timer. No effect if it is running."""
         if self._start is None or self._stop is not None:
             self._start, self._stop = _now(), None
 
     def stop(self) -> None:
-        """Stop, if it runs."""
+        """Stop the timer if it is running."""
         if self._start is not None and self._stop is None:
             self._stop = _now()
 
     @property
     def ms(self) -> float:
-        """The time in milliseconds; stops a timer that runs, and is 0 for one that never did."""
+        """Stop the timer and return milliseconds; 0 if it was never started."""
         if self._start is None:
             logger.warning("a Timer that was never started has no time; call start() and stop() first")
             return 0.0
@@ -40,7 +40,7 @@ class Timer:
 
 
 def _now() -> TimedEvent:
-    """An event behind the work that was queued so far, on the host or on the GPU's stream."""
+    """Record an event after the queued work, on the host or on the GPU's stream."""
     if not mode.gpu:
         return HostTimedEvent()
     backend = mode.present_device().backend

@@ -1,1 +1,1 @@
-"""`caffepy.train`, and what the command of that name shares with it. Above parallel; cli imports it."""
+"""`caffepy.train` and code shared with the command `caffepy train`. Above parallel; cli imports it."""

@@ -1,4 +1,4 @@
-"""The GPUs that a training asks for: their start in the background, and whether they are there."""
+"""The GPUs of a training: background start and checks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from contextlib import suppress
 from caffepy.files import load_library
 
 _EXIT_SECONDS = 10.0
-"""How long the process's end waits for CUDA: a process that ends while the driver starts may hang."""
+"""Seconds to wait for the driver at process exit: exiting while it starts may hang."""
 
 
 def preload_cuda(devices: Iterable[int]) -> None:
-    """Start CUDA's driver and the primary contexts of some devices in a thread; returns at once.
+    """Start CUDA's driver and the primary contexts of some devices in a thread, without waiting.
 
-    This takes half a second, in which Python imports what training needs. CuPy's own calls would hold the interpreter's
-    lock meanwhile. What fails here is tried again and reported where the device is used.
+    This takes half a second and overlaps with imports; CuPy's own calls would hold the GIL. Failures are ignored here
+    and reported when the device is used.
     """
 
     def start() -> None:
@@ -36,11 +36,11 @@ def preload_cuda(devices: Iterable[int]) -> None:
 
 
 def check_gpus(requested: list[int] | str) -> list[int]:
-    """The numbers of the GPUs that were asked for; a text means all that there are.
+    """Return the indices of the requested GPUs; a string means all GPUs.
 
     Raises:
         MissingExtraError: CuPy is not installed.
-        DeviceError: there is no such GPU, none at all, or no NVIDIA driver.
+        DeviceError: a GPU does not exist, there is none, or the NVIDIA driver is missing.
     """
     from caffepy.backend.cuda.device import check_device, device_count
 

@@ -1,4 +1,4 @@
-"""From what a command line or a program gives to the options of a run, for `caffepy train` and `caffepy.train`."""
+"""Options of a training from a command line or a program, for `caffepy train` and `caffepy.train`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ logger = logging.getLogger(__name__)
 
 
 def train_options(param: SolverParameter, path: Path | None, values: Mapping[str, Any], **further: Any) -> TrainOptions:
-    """The training of a solver, with the options that were given on a command line or by a program.
+    """Return the options of a training, from a solver and the options of a command line or program.
 
     Args:
-        param: the solver as read; level, stages, weights and iter_size are changed as the options say.
-        path: its file, for messages and relative paths; None: it is none.
-        values: the options that `TrainOptions` declares, by name; `snapshot` may be "auto".
+        param: the solver as read; level, stages, weights and iter_size are changed by the options.
+        path: its file, for messages and relative paths, or None.
+        values: options of `TrainOptions` by name; `snapshot` may be "auto".
         further: other fields of `TrainOptions`.
 
     Raises:
-        ConfigError: the solver is wrong.
+        ConfigError: the solver is invalid.
     """
     given, snapshot = dict(values), values.get("snapshot")
     check_solver(param, str(path or "solver"))
@@ -56,10 +56,10 @@ def train_options(param: SolverParameter, path: Path | None, values: Mapping[str
 
 
 def keep_global_batch(param: SolverParameter) -> None:
-    """Multiply iter_size where `caffepy launch` goes on with fewer ranks than the prototxts were written for.
+    """Increase iter_size if `caffepy launch` restarted with fewer ranks, to keep the global batch size.
 
     Raises:
-        ConfigError: the samples of an iteration cannot be divided so.
+        ConfigError: the batches of an iteration cannot be divided among the ranks.
     """
     launcher, before = find_launcher(), int(_launched_with(BATCH_RANKS))
     ranks = launcher.size if launcher else None
@@ -69,31 +69,31 @@ def keep_global_batch(param: SolverParameter) -> None:
     if passes % ranks:
         raise ConfigError(
             f"the samples of {before} ranks cannot be divided among {ranks}: an iteration has {passes} batches in all; "
-            f"start as many ranks as divide {passes}"
+            f"start a number of ranks that divides {passes}"
         )
     param.iter_size = passes // ranks
     logger.info("%d ranks train for %d: iter_size is %d", ranks, before, param.iter_size)
 
 
 def first_launch_time() -> float | None:
-    """When `caffepy launch` started the job first, in seconds since 1970; None where it starts none again.
+    """Return the time of the job's first start by `caffepy launch`, in seconds since 1970; None without restarts.
 
     Raises:
-        ConfigError: its variable holds no number.
+        ConfigError: the environment variable is not a number.
     """
     return _launched_with(SINCE) if SINCE in os.environ else None
 
 
 def _launched_with(name: str) -> float:
-    """A number that `caffepy launch` sets; 0 where it does not.
+    """Return a number that `caffepy launch` sets in the environment; 0 if unset.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the value is not a number.
     """
     try:
         number = float(os.environ.get(name, "0"))
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise ConfigError(f"{name} is '{os.environ[name]}'; caffepy launch alone sets it, to a number: unset it")
+        raise ConfigError(f"{name} is '{os.environ[name]}'; only caffepy launch may set it, to a number; unset it")
     return number

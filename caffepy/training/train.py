@@ -1,4 +1,4 @@
-"""`caffepy.train`: the training of `caffepy train`, called by a program; its callbacks and its result."""
+"""`caffepy.train`: training from a program, with callbacks and a result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ AnyCallback: TypeAlias = "Callback | IterationCallback | Any"
 StrPath: TypeAlias = "str | PathLike[str]"
 SolverSource: TypeAlias = "StrPath | SolverParameter | Mapping[str, Any]"
 NetSource: TypeAlias = "StrPath | NetParameter | Any"
-"""A file, a message, or what has `to_proto`, as pycaffe's NetSpec has."""
+"""A file, a message, or an object with `to_proto`, such as pycaffe's NetSpec."""
 
 _NETS = ("net", "net_param", "train_net", "train_net_param")
 
@@ -54,18 +54,18 @@ def train(
         trained.losses, trained.scores, trained.net
 
     Args:
-        solver: a prototxt's path, a SolverParameter, or a mapping of a solver's fields. Its solver_mode and device_id
-            are not looked at.
-        net: the net, instead of the one that the solver names: a prototxt's path, a NetParameter or a NetSpec.
-        weights: .caffemodel files to start from, later ones over earlier ones.
-        snapshot: a .solverstate to go on from, or "auto" for the newest whole one.
-        devices: numbers of GPUs, each with a thread of its own, or "all"; None: the CPU.
-        callbacks: one or several, see `caffepy.Callback`.
-        options: `max_iter`; `progress`, whether to show a bar (by default in notebooks and at Python's prompt); the
+        solver: a prototxt's path, a SolverParameter, or a mapping of a solver's fields. solver_mode and device_id are
+            ignored.
+        net: replaces the solver's net: a prototxt's path, a NetParameter or a NetSpec.
+        weights: .caffemodel files to start from; later files override earlier ones.
+        snapshot: a .solverstate to resume from, or "auto" for the newest valid one.
+        devices: indices of GPUs, or "all"; None: the CPU.
+        callbacks: one or several callbacks, see `caffepy.Callback`.
+        options: `max_iter`; `progress`, whether to show a progress bar (by default in interactive sessions); the
             other options of the command, such as `cpu_solvers` or `sync_bn`, see docs/reference/options.md.
 
     Raises:
-        UserError: files, solver, net or options are wrong.
+        UserError: files, solver, net or options are invalid.
         RunError: training failed.
     """
     progress = options.pop("progress", None)
@@ -100,7 +100,7 @@ def _options(
 
 
 def _maker(options: TrainOptions, saved: SavedSolver) -> Callable[[], Solver]:
-    """Makes a solver that goes on alone, on the first device, from where training ended."""
+    """Return a function that restores the trained solver on the first device."""
 
     def make() -> Solver:
         device, engine, param = options.local_devices[0], options.engine, SolverParameter()
@@ -121,7 +121,7 @@ def _maker(options: TrainOptions, saved: SavedSolver) -> Callable[[], Solver]:
 
 def _whole(max_iter: Any) -> int:
     if not isinstance(max_iter, int) or not 0 <= max_iter < 1 << 31:
-        raise ConfigError(f"max_iter is {max_iter!r}; it must be a whole number of 0 or more")
+        raise ConfigError(f"max_iter is {max_iter!r}; it must be an integer of 0 or more")
     return max_iter
 
 
@@ -129,7 +129,7 @@ def _devices(devices: Sequence[int] | str | None) -> list[int] | None:
     if devices is None or devices == "all":
         return None if devices is None else check_gpus("all")
     if isinstance(devices, str) or not all(isinstance(number, int) and number >= 0 for number in devices):
-        raise ConfigError(f"devices is {devices!r}; give a list of GPUs' numbers, 'all', or None for the CPU")
+        raise ConfigError(f"devices is {devices!r}; give a list of GPU indices, 'all', or None for the CPU")
     return check_gpus(list(devices))
 
 
@@ -137,45 +137,45 @@ def _devices(devices: Sequence[int] | str | None) -> list[int] | None:
 
 
 class Callback:
-    """A base class of callbacks; an object with one of these methods is a callback without it.
+    """An optional base class of callbacks; any object with one of these methods is a callback.
 
-    The methods are called in the thread that trains the first device, on rank 0 alone. One that returns True stops
-    training: several devices stop some iterations later, all in the same one. An exception ends training.
+    The methods are called on rank 0, in the thread of the first device. Returning True stops training; several devices
+    stop some iterations later, all after the same iteration. An exception ends training.
     """
 
     interval: int = 1
-    """`after_iteration` is called when this divides the number of iterations made. On a GPU each call waits for it."""
+    """The interval of `after_iteration` in iterations. On a GPU each call waits for the device."""
 
     def after_iteration(self, solver: Solver) -> bool | None:
-        """An iteration was made, the one of number `solver.iteration - 1`."""
+        """Called after iteration `solver.iteration - 1`."""
 
     def after_test(self, solver: Solver, scores: list[dict[str, np.ndarray]]) -> bool | None:
-        """The test nets were scored: the mean of each output by its name, for each of the nets."""
+        """Called after a test; `scores` has the mean of each output by name, for each test net."""
 
     def after_snapshot(self, solver: Solver, path: Path) -> bool | None:
-        """A snapshot was written; `path` is the .solverstate."""
+        """Called after a snapshot; `path` is the .solverstate."""
 
 
 @runtime_checkable
 class IterationCallback(Protocol):
-    """A function that is called after each iteration."""
+    """A function called after each iteration."""
 
     def __call__(self, solver: Solver) -> bool | None:
-        """As `Callback.after_iteration`."""
+        """See `Callback.after_iteration`."""
 
 
 # -- the solver and its net ------------------------------------------------------------------------------
 
 
 def solver_of(source: SolverSource, net: NetSource | None = None) -> tuple[SolverParameter, Path | None]:
-    """A solver with its net, upgraded, and the file that it comes from.
+    """Return the upgraded solver with its net, and its file or None.
 
     Args:
         source: a prototxt's path, a message, or a mapping of the solver's fields.
-        net: the net instead of the one that the solver names; None: the solver's.
+        net: replaces the solver's net; None: keep it.
 
     Raises:
-        ConfigError: a file cannot be read, a field cannot be, or it is none of these.
+        ConfigError: a file cannot be read, a field is invalid, or the type is not supported.
     """
     path = Path(source) if isinstance(source, (str, PathLike)) else None
     if path is not None:
@@ -192,7 +192,7 @@ def solver_of(source: SolverSource, net: NetSource | None = None) -> tuple[Solve
 
 
 def _message(source: Any) -> SolverParameter:
-    """A message of this package's or of another schema's of that name, or of a mapping's fields."""
+    """Return the solver from a message of any schema or from a mapping of fields."""
     if isinstance(source, Mapping):
         return _from_fields(source)
     known = "a solver is a prototxt's path, a SolverParameter or a mapping of fields"
@@ -209,7 +209,7 @@ def _from_fields(fields: Mapping[str, Any]) -> SolverParameter:
         try:
             param.MergeFrom(SolverParameter(**{name: value}))
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"solver: {name} is {value!r}: {error}; give it as a solver's prototxt does") from error
+            raise ConfigError(f"solver: {name} is {value!r}: {error}; use the form of a solver's prototxt") from error
     return param
 
 
@@ -233,11 +233,11 @@ def _net_of(net: Any) -> NetParameter:
 
 
 def _check_snapshots(param: SolverParameter) -> None:
-    """Without a prefix nothing can be written: a solver that is no file writes a snapshot only if it says where."""
+    """Check that a solver that is not a file has a snapshot_prefix if it writes snapshots."""
     if param.HasField("snapshot_prefix"):
         return
     if param.snapshot or (param.HasField("snapshot_after_train") and param.snapshot_after_train):
-        raise ConfigError("solver: snapshots are wanted and snapshot_prefix is missing; add snapshot_prefix")
+        raise ConfigError("solver: snapshots are enabled and snapshot_prefix is missing; add snapshot_prefix")
     param.snapshot_after_train = False
 
 
@@ -245,7 +245,7 @@ def _check_snapshots(param: SolverParameter) -> None:
 
 
 class Record:
-    """A callback that keeps scores, snapshots and those losses that were read."""
+    """A callback that records scores, snapshots and the losses that the solver has read."""
 
     waits = False
 
@@ -268,12 +268,12 @@ class Record:
 
 
 class TrainResult:
-    """A training that has ended.
+    """The result of a training.
 
     Args:
-        make: makes the solver, with the state in which training ended.
+        make: restores the solver in its final state.
         record: losses, scores and snapshots of the training.
-        iteration: how many iterations were made.
+        iteration: the number of completed iterations.
         stopped_early: whether training was stopped before max_iter.
     """
 
@@ -283,34 +283,34 @@ class TrainResult:
         self.iteration = iteration
         self.stopped_early = stopped_early
         self.losses = record.losses
-        """The first device's loss by iteration: of each on a CPU, on a GPU of those displayed or checked."""
+        """The first device's loss by iteration: of all iterations on a CPU, of displayed or checked ones on a GPU."""
         self.scores = record.scores
-        """By the number of iterations made before the test: for each test net the mean of each of its outputs."""
+        """For each iteration with a test: the mean outputs of each test net."""
         self.snapshots = record.snapshots
-        """The .solverstate files that were written, the oldest first."""
+        """The written .solverstate files, the oldest first."""
 
     @property
     def solver(self) -> Solver:
-        """The trained solver, alone on the first device, ready to go on with `step`, `test_all` or `snapshot`."""
+        """The trained solver on the first device, for further calls of `step`, `test_all` or `snapshot`."""
         if self._solver is None:
             self._solver = self._make()
         return self._solver
 
     @property
     def net(self) -> Net:
-        """The trained net, of the TRAIN phase."""
+        """The trained TRAIN net."""
         return self.solver.net
 
     @property
     def test_nets(self) -> list[Net]:
-        """The nets of the TEST phase, which use the same parameters."""
+        """The TEST nets, which share the parameters."""
         return self.solver.test_nets
 
     def save(self, path: str | Path) -> None:
-        """Write the weights as a .caffemodel, or as HDF5 where the name ends with .h5.
+        """Write the weights as a .caffemodel, or as HDF5 if the name ends with .h5.
 
         Raises:
-            RunError: it could not be written.
+            RunError: the file cannot be written.
         """
         with self.solver.backend.activate():
             write_caffemodel(Path(path), self.net.name, self.net.layers)
@@ -344,7 +344,7 @@ class TrainResult:
 
 
 def _flat(scores: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Outputs and their values as text; those of several test nets with the net's number."""
+    """Return outputs and values as text; with several test nets, the name includes the net's index."""
     several = len(scores) > 1
     return [
         (f"#{index} {name}" if several else name, ", ".join(f"{number:.6g}" for number in np.ravel(value)))

@@ -90,7 +90,7 @@ ACTIONS = {
     "raise": "ValueError: injected",
     "exit": "left",
     "leave": "left",
-    "sleep": "which has begun 3 of 4 collectives and waits for nobody",
+    "sleep": "which has started 3 of 4 collectives and is not waiting",
     "differ": "calls 'broadcast from rank 0 of 3 float64'",
     "size": "calls 'all_reduce SUM of 5 float32'",
 }

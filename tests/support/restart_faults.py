@@ -138,7 +138,7 @@ def parent_signalled(number_of_signal: int, place: Place, training: SubprocessTr
     fault = time.time()
     os.kill(started[0].pid, number_of_signal)
     outcome = training.finish(started, fault=fault)
-    (advice,) = outcome.logged("To go on from here")
+    (advice,) = outcome.logged("To resume training")
     assert re.search(rf": caffepy launch .*--nproc-per-node {place.ranks} .*-- train .*--snapshot run", advice), advice
     return stops_and_goes_on(place, training, outcome)
 

@@ -109,7 +109,7 @@ def check_end(outcome: Outcome, limit: float = LIMIT, saved: bool = True) -> flo
     return seconds
 
 
-MISTAKE = "this is a mistake in caffepy, not in the net"
+MISTAKE = "this is a bug in caffepy, not in the net"
 
 
 def check_message(outcome: Outcome, pattern: str, status: int | None = 1) -> None:
@@ -224,7 +224,7 @@ def interrupted(name: str, place: Place, training: SubprocessTraining, number: i
     assert outcome.status == 0 and not outcome.errors(), f"status {outcome.status}:\n{outcome.log}"
     assert "Optimization stopped early." in outcome.log, outcome.log
     last = outcome.snapshots()[-1]
-    assert f"{outcome.prefix}_iter_{last}.solverstate" in outcome.logged("To go on from here")[0], outcome.log
+    assert f"{outcome.prefix}_iter_{last}.solverstate" in outcome.logged("To resume training")[0], outcome.log
     return check_end(outcome)
 
 

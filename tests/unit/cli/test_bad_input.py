@@ -422,8 +422,8 @@ def test_an_unexpected_exception_has_its_place_and_a_hint(run: Run, monkeypatch:
     status, error = run("time", "--model", "net.prototxt")
     assert status == 70
     assert re.fullmatch(
-        r"ZeroDivisionError: by accident at .*:\d+; this is a mistake in caffepy, not in what you gave: please report "
-        r"it to its developers with what the same command prints with --traceback",
+        r"ZeroDivisionError: by accident at .*:\d+; this is a bug in caffepy, not in your input: please report "
+        r"it to the developers with the output of the same command with --traceback",
         error,
     )
 

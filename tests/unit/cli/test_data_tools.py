@@ -185,7 +185,7 @@ def test_a_label_map_and_sizes(capsys: pytest.CaptureFixture[str]):
 def test_upgrades(tool: str, text: str, capsys: pytest.CaptureFixture[str]):
     Path("old").write_text(text)
     assert main([tool, "old", "new"]) == main([tool, "new", "newer"]) == 0
-    assert capsys.readouterr().out == "new: upgraded\nnewer: was in the current format already\n"
+    assert capsys.readouterr().out == "new: upgraded\nnewer: already in the current format\n"
 
 
 # -- programs --------------------------------------------------------------------------------------------

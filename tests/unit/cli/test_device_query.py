@@ -47,8 +47,8 @@ def test_the_table_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "cores_near", lambda bus_id: (0, 1, 2, 8) if bus_id == pci(0) else ())
     nvml = Nvml(FakeNvml(levels={(pci(0), pci(1)): 10, (pci(1), pci(0)): 10}))
     assert list(describe_gpus(GPUS[:2], nvml, yes)) == [
-        "GPU 0: PCI 0000:01:00.0, NUMA node not known, near CPU cores 0-2,8",
-        "GPU 1: PCI 0000:02:00.0, NUMA node 1, near CPU cores not known",
+        "GPU 0: PCI 0000:01:00.0, NUMA node unknown, near CPU cores 0-2,8",
+        "GPU 1: PCI 0000:02:00.0, NUMA node 1, near CPU cores unknown",
         "          GPU 0   GPU 1",
         "GPU 0         -     PIX",
         "GPU 1       PIX       -",
@@ -80,9 +80,7 @@ def test_mpi_that_cannot_be_started_is_one_line(tmp_path: Path) -> None:
     python.chmod(0o755)
     assert describe_mpi(str(python)) == "no MPI library: MPI is broken"
     python.write_text("#!/bin/sh\necho '1 MPICH Version:      4.2.0'\n")
-    assert describe_mpi(str(python)) == (
-        "MPICH Version: 4.2.0, MPI_THREAD_FUNNELED: the main thread calls it for all others"
-    )
+    assert describe_mpi(str(python)) == ("MPICH Version: 4.2.0, MPI_THREAD_FUNNELED: the main thread makes all calls")
     assert "No such file" in describe_mpi(str(tmp_path / "absent"))
 
 

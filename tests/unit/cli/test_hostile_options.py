@@ -108,7 +108,7 @@ def test_an_exception_that_nobody_thought_of_is_one_line(capsys: pytest.CaptureF
     status, error = fails(capsys, "net", "--model", "n")
     assert status == 70
     assert error.startswith("KeyError: ")
-    assert "this is a mistake in caffepy, not in what you gave: please report it" in error
+    assert "this is a bug in caffepy, not in your input: please report it" in error
 
 
 @pytest.mark.usefixtures("broken")
@@ -121,7 +121,7 @@ def test_the_traceback_is_there_for_the_asking(
     assert main(["net", "--model", "n", *([] if variable else ["--traceback"])]) == 70
     text = capsys.readouterr().err
     assert "Traceback (most recent call last)" in text
-    assert text.splitlines()[-1].endswith("please report it to its developers with this output")
+    assert text.splitlines()[-1].endswith("please report it to the developers with this output")
 
 
 def test_memory_that_cannot_be_had(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

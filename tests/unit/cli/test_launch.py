@@ -77,11 +77,14 @@ def test_hosts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     ("arguments", "message"),
     [
         (["--dry-run"], "launch needs a command: caffepy launch --nproc-per-node 4 -- train"),
-        (["--", "trian"], "'trian' is neither a command of caffepy's nor a program; did you mean 'train'?"),
+        (["--", "trian"], "'trian' is neither a caffepy command nor a program; did you mean 'train'?"),
         (["absent.py"], "there is no script absent.py"),
-        (["--nodes=2", "train"], "--nodes 2: which hosts? Name them with --hosts or --hostfile"),
-        (["--nodes=3", "--hosts=a,b", "train"], "--nodes 3: only 2 hosts are named; name more, or take fewer"),
-        (["--hostfile=uneven", "train"], "hosts have different numbers of slots (a 4, b 2): say with --nproc-per-node"),
+        (["--nodes=2", "train"], "--nodes 2: name the hosts with --hosts or --hostfile"),
+        (["--nodes=3", "--hosts=a,b", "train"], "--nodes 3: only 2 hosts are named; name more, or lower --nodes"),
+        (
+            ["--hostfile=uneven", "train"],
+            "hosts have different numbers of slots (a 4, b 2): give the processes per host with --nproc-per-node",
+        ),
         (["--hostfile=uneven", "--nproc-per-node=4", "train"], "host b has 2 slots for 4 processes: lower --nproc-per"),
         (["--hostfile=absent", "train"], "--hostfile absent: cannot be read: No such file or directory"),
         (["--hosts=a", "--hostfile=hosts", "train"], "not allowed with argument"),
@@ -89,7 +92,7 @@ def test_hosts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
         (["--mpirun=/bin/true", "train"], "/bin/true --version says"),
         (["--nproc-per-node=0", "train"], "'0' is not a whole number of at least 1"),
         (["--restarts=-1", "train"], "'-1' is no whole number of 0 or more"),
-        (["--nnodes=2", "--hosts=a,b", "train"], "--hosts is for MPI; without it call caffepy launch on each machine"),
+        (["--nnodes=2", "--hosts=a,b", "train"], "--hosts is for MPI; without MPI run caffepy launch on each machine"),
         (["--nnodes=2", "train"], "--nnodes 2: where is rank 0? Say it with --master-addr"),
         (["--node-rank=1", "train"], "--node-rank 1: with --nnodes 1 it is 0 to 0"),
     ],
@@ -182,7 +185,7 @@ def test_in_a_container_without_srun_slurm_is_left_out(
     monkeypatch.setenv("PATH", str(allocation))
     line, said = dry_run(capsys, "--nproc-per-node=2")
     assert line.startswith(f"{allocation / 'mpirun'} -np 2 --map-by ppr:2:node --bind-to none")
-    assert "there is no srun here, so Slurm's allocation is left out of account" in said
+    assert "srun is not installed; Slurm's allocation is ignored" in said
     (allocation / "mpirun").write_text(f"{OPEN_MPI}/usr/bin/env > seen\n")
     variables = program_environment({"PATH": str(allocation), "SLURM_JOB_ID": "7"})
     command = [PYTHON, "-m", "caffepy", "launch", "--mpirun=mpirun", "train"]

@@ -62,7 +62,7 @@ def test_the_message_helps(command: str, message: str, capsys: pytest.CaptureFix
 def test_a_second_image_is_not_overwritten_with_probabilities(capsys: pytest.CaptureFixture[str]) -> None:
     before = Path("dog.png").read_bytes()
     assert main(["classify", "cat.png", "dog.png", "--model", "net.prototxt"]) == 2
-    assert "'dog.png' stands where the output is named" in capsys.readouterr().err
+    assert "'dog.png' is the output" in capsys.readouterr().err
     assert Path("dog.png").read_bytes() == before
 
 

@@ -81,19 +81,19 @@ def test_folded_layers_and_their_memory(capsys: pytest.CaptureFixture[str]):
 
 def test_a_crop_tells_the_shape_of_data_that_are_not_there(capsys: pytest.CaptureFixture[str]):
     table = lines(capsys, "--model=net.prototxt", "--phase=test", "--stage=deep")
-    assert table[0] == "layer 'data': its data are not there; taken as --shape 2,12,12, from crop_size"
+    assert table[0] == "layer 'data': its data are missing; using --shape 2,12,12, from crop_size"
     assert "data Data -> data label 4x2x12x12, 4 float32" in table
-    assert "taken as --shape 3,12,12" in lines(capsys, "--model=net.prototxt")[0]
+    assert "using --shape 3,12,12" in lines(capsys, "--model=net.prototxt")[0]
 
 
 def test_crop_h_and_crop_w_tell_it_too_but_not_one_of_them_alone(capsys: pytest.CaptureFixture[str]):
     Path("net.prototxt").write_text(NET.replace("crop_size: 12", "crop_h: 10 crop_w: 14"))
     table = lines(capsys, "--model=net.prototxt")
-    assert table[0] == "layer 'data': its data are not there; taken as --shape 3,10,14, from crop_h and crop_w"
+    assert table[0] == "layer 'data': its data are missing; using --shape 3,10,14, from crop_h and crop_w"
     assert "data Data -> data label 8x3x10x14, 8 float32" in table
     Path("net.prototxt").write_text(NET.replace("crop_size: 12", "crop_size: 12 crop_h: 10 crop_w: 14"))
     table = lines(capsys, "--model=net.prototxt")
-    assert table[0].endswith("taken as --shape 3,12,12, from crop_size")
+    assert table[0].endswith("using --shape 3,12,12, from crop_size")
     Path("net.prototxt").write_text(NET.replace("crop_size: 12", "crop_h: 10"))
     assert main(["net", "--model=net.prototxt"]) == 2
     assert "layer 'data' (Data): transform_param needs crop_h and crop_w, or neither" in capsys.readouterr().err
@@ -125,7 +125,7 @@ def test_resize_param_tells_the_shape_where_no_crop_follows(
     if status:  # the record's ratio counts; NVIDIA Caffe's Data does not resize
         assert status == 2 and wanted in captured.err
     else:
-        assert f"taken as --shape {wanted}" in captured.out
+        assert f"using --shape {wanted}" in captured.out
 
 
 def test_new_height_and_new_width_tell_the_shape_of_listed_images(capsys: pytest.CaptureFixture[str]):
@@ -158,12 +158,12 @@ def test_data_that_are_there_are_asked(capsys: pytest.CaptureFixture[str]):
 def test_the_memory_of_a_training(capsys: pytest.CaptureFixture[str]):
     solver = MODELS / "cifar10/quick_solver.prototxt"
     table = lines(capsys, f"--solver={solver}", "--shape=3,32,32", "--memory", "--batch=400")
-    assert table[0] == "CIFAR10_quick, TRAIN, batch 400: what it takes on a GPU"
+    assert table[0] == "CIFAR10_quick, TRAIN, batch 400: memory on a GPU"
     assert number(table, "parameters") == number(table, "gradients") == number(table, "history") == 0.6
     parts = ("blobs", "inputs", "parameters", "gradients", "layers' buffers", "history")
     assert number(table, "in all") == pytest.approx(sum(number(table, part) for part in parts), abs=0.3)
     assert number(table, "blobs") < number(table, "in all") < 100
-    assert "The most is needed in forward pool1. The largest of what is needed there:" in table
+    assert "Peak: forward pool1. The largest blobs live there:" in table
     assert "50.0 conv1 data conv1 400x32x32x32 float32 forward conv1 forward pool1" in table
     alone = lines(capsys, f"--solver={solver}", "--shape=3,32,32", "--memory", "--batch=400", "--no-share")
     assert number(alone, "blobs") > 2 * number(table, "blobs")

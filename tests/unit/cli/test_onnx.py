@@ -72,7 +72,7 @@ def test_without_onnxruntime(files, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr("caffepy.onnx.libraries.has_runtime", lambda: False)
     capsys.readouterr()
     assert main(["export", *files]) == 2
-    assert "onnxruntime, which the file is compared by, is not installed" in capsys.readouterr().err
+    assert "onnxruntime, needed to check the file, is not installed" in capsys.readouterr().err
     assert main(["import", files[2]]) == 0
     assert "not compared: onnxruntime is not installed (pip install 'caffepy[onnx]')" in capsys.readouterr().out
 
@@ -92,8 +92,8 @@ def test_a_difference_writes_nothing(files, monkeypatch: pytest.MonkeyPatch, cap
     (["export", "NET"], "required: WEIGHTS, OUT"),
     (["import", "OUT"], "cannot be read: No such file"),
     (["import", "NET"], "not an ONNX model"),
-    (["import", "OUT", "--shape", "a,b"], "'a,b' is no shape such as"),
-    (["import", "NET", "--output", "."], ". is a folder; give --output a path without ending"),
+    (["import", "OUT", "--shape", "a,b"], "'a,b' is not a shape such as"),
+    (["import", "NET", "--output", "."], ". is a folder; give --output a path without suffix"),
 ])  # fmt: skip
 def test_mistakes(files, command: list[str], match: str, capsys: pytest.CaptureFixture[str]):
     names = dict(zip(("NET", "WEIGHTS", "OUT"), files, strict=True))

@@ -51,7 +51,7 @@ def test_measured_here(capsys: pytest.CaptureFixture[str]):
         capsys, "--solver=solver.prototxt", *MADE_UP, "--measure=3", "--nodes=1,2,64", "-gpus-per-node", "4",
         "--network=100Gb", "--save-profile=p.json",
     )  # fmt: skip
-    assert above[0].startswith("small, batch 8 a device, CPU, 1 thread: ")
+    assert above[0].startswith("small, batch 8 per device, CPU, 1 thread: ")
     assert above[3:5] == ["Inside a node: 4 GB/s, 5 us", "Between nodes: 12.5 GB/s, 10 us"]
     assert [(row["nodes"], row["devices"]) for row in rows] == [(1, 4), (2, 8), (64, 256)]
     assert 1 > rows[0]["efficiency"] > rows[1]["efficiency"] > rows[2]["efficiency"] > 0
@@ -118,18 +118,18 @@ def test_matplotlib_is_asked_for_before_anything_is_measured(
 @pytest.mark.parametrize(
     "options, message",
     [
-        ((), "plan needs a solver, or times of it"),
+        ((), "plan needs --solver or --profile"),
         (("--solver=absent.prototxt", "--cpu"), "absent.prototxt"),
         (("--solver=solver.prototxt", "--cpu"), r"absent.*; or give the shape of one record, e.g. --shape 3,224,224"),
-        (("--solver=s", "--forward-ms=1"), "--forward-ms goes with --backward-ms"),
+        (("--solver=s", "--forward-ms=1"), "--forward-ms needs --backward-ms"),
         (("--solver=s", "--no-overlap", "--bucket-mb=1"), "leave --bucket-mb out"),
         (("--solver=s", "--nodes=1,2"), "several --nodes need the network's bandwidth, e.g. --network 400Gb"),
         (("--profile=p.json", "--batch=3"), "--batch is for measuring"),
         (("--profile=p.json", "--shape=3,8,8"), "--shape is for measuring"),
         (("--profile=p.json",), "p.json: cannot be read as a profile"),
         (("--profile=p.json", "--measure=3"), "not allowed with argument"),
-        (("--solver=s", "--calibrate=a.txt", "--links=pcie"), "--calibrate finds out what --links and --link-latency"),
-        (("--solver=s", "--calibrate-network=a.txt", "--network=1Gb"), "finds out what --network and --latency say"),
+        (("--solver=s", "--calibrate=a.txt", "--links=pcie"), "--calibrate measures --links and --link-latency"),
+        (("--solver=s", "--calibrate-network=a.txt", "--network=1Gb"), "measures --network and --latency"),
         (("--solver=s", "--network=fast"), "'fast' is no bandwidth such as 400Gb"),
         (("--solver=s", "--links=nvlnk"), "did you mean 'nvlink'"),
         (("--solver=s", "--nodes=1,none"), "'none' is not a whole number of at least 1"),
@@ -154,7 +154,7 @@ def test_calibrated_by_what_bench_prints(capsys: pytest.CaptureFixture[str]):
     Path("a.txt").write_text(steady)
     options = ("--solver=solver.prototxt", *GIVEN, "--gpus-per-node=2")
     above, rows = plan(capsys, *options, "--calibrate=a.txt")
-    assert re.fullmatch(r"a.txt: the fitted line is off by \d+% at most", above[0])
+    assert re.fullmatch(r"a.txt: the error of the fit is at most \d+%", above[0])
     assert rows[0]["communication"] > 0
     above, rows = plan(capsys, *options[:-1], "--nodes=2", "--calibrate-network=a.txt", "--algorithm=recursive-halving")
     assert any(line.startswith("Between nodes: ") for line in above)

@@ -95,7 +95,7 @@ def test_a_signal_stops_with_a_snapshot(number: signal.Signals, begin: Callable[
     assert last_snapshot() > 0
     assert "Traceback" not in rest
     command = "caffepy train --solver=solver.prototxt --threads=1 --stage 'a b' --keep-going --snapshot"
-    assert f"To go on from here: {command} tiny_iter_{last_snapshot()}.solverstate\n" in rest
+    assert f"To resume training: {command} tiny_iter_{last_snapshot()}.solverstate\n" in rest
 
 
 def test_the_tests_pass_where_signals_are_ignored():
@@ -134,7 +134,7 @@ def test_the_log_is_what_caffes_parser_reads():
     result = run(max_iter=200)
     assert result.returncode == 0
     assert "Training is finished: iteration 200 is max_iter; its weights: tiny_iter_200.caffemodel\n" in result.stderr
-    assert "To go on" not in result.stderr
+    assert "To resume training" not in result.stderr
     lines = result.stderr.splitlines()
     assert all(re.match(r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d{6} +\d+ \S+:\d+\] ", line) for line in lines), result.stderr
     assert sum("Solving tiny" in line for line in lines) == 1

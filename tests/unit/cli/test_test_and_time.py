@@ -238,7 +238,7 @@ def test_inputs_that_nobody_fills_are_said(capsys: pytest.CaptureFixture[str]):
     data = 'layer { name: "data" type: "Input" top: "data" input_param { shape { dim: [4, 3] } } }'
     Path("deploy.prototxt").write_text(data + NET[NET.index('layer { name: "ip"') : NET.index('layer { name: "deep"')])
     assert main(["test", "--model=deploy.prototxt", "--weights=net.caffemodel", "--iterations=1"]) == 0
-    assert "The inputs of this net (data) are not filled: its scores are those of zeros." in messages(capsys)
+    assert "The inputs of this net (data) are not filled: the scores are for zero inputs." in messages(capsys)
 
 
 def test_what_test_needs(capsys: pytest.CaptureFixture[str]):

@@ -65,7 +65,7 @@ def test_it_begins_with_the_launcher(said: pytest.LogCaptureFixture, monkeypatch
     Path("x_iter_7.solverstate").touch()
     say(7)
     command = "mpirun -np 2 caffepy train --solver s.prototxt --sync-bn --snapshot x_iter_7.solverstate"
-    assert said.messages == [f"To go on from here: {command}"]
+    assert said.messages == [f"To resume training: {command}"]
 
 
 def test_under_caffepy_launch_it_is_the_launchs_line(
@@ -77,7 +77,7 @@ def test_under_caffepy_launch_it_is_the_launchs_line(
     Path("x_iter_7.solverstate").touch()
     say(7)
     command = "caffepy launch --nproc-per-node 2 -- train --solver s.prototxt --sync-bn --snapshot x_iter_7.solverstate"
-    assert said.messages == [f"To go on from here: {command}"]
+    assert said.messages == [f"To resume training: {command}"]
 
 
 def test_at_max_iter_training_is_finished(said: pytest.LogCaptureFixture) -> None:
@@ -109,7 +109,7 @@ def test_fewer_ranks_make_more_passes(said: pytest.LogCaptureFixture, monkeypatc
         keep_global_batch(param)
     for text in ("x", "nan", "1e999"):
         monkeypatch.setenv("CAFFEPY_BATCH_RANKS", text)
-        with pytest.raises(ConfigError, match=f"CAFFEPY_BATCH_RANKS is '{text}'; caffepy launch alone sets it"):
+        with pytest.raises(ConfigError, match=f"CAFFEPY_BATCH_RANKS is '{text}'"):
             keep_global_batch(param)
 
 

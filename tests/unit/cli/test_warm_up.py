@@ -66,7 +66,7 @@ def test_what_warm_up_compiles_training_does_not(folder: Path) -> None:
     before = set(folder.iterdir())
     log = caffepy(folder, "warm-up", "--solver", "solver.prototxt", "--shape", "1,28,28")
     assert log.count(COMPILING) == 1
-    assert re.search(r"Later starts .* use what is kept in .*/cache/caffepy\n", log)
+    assert re.search(r"Later starts .* use the caches in .*/cache/caffepy\n", log)
     assert set(folder.iterdir()) - before == {folder / "cache"}, "neither data nor snapshots"
     files = kept(folder)
     assert len(files) > 8
@@ -132,4 +132,4 @@ def test_boxes_are_one_list_for_all_images() -> None:
     (data,) = without_data(net, shapes, as_inputs=True).layer
     assert data.type == "Input"
     assert [list(shape.dim) for shape in data.input_param.shape] == [[6, 3, 24, 24], [1, 1, 1, 8]]
-    assert said == ["layer 'd': its data are not there; taken as --shape 3,24,24, from crop_size"]
+    assert said == ["layer 'd': its data are missing; using --shape 3,24,24, from crop_size"]

@@ -127,7 +127,7 @@ def test_solvers_that_differ_are_named() -> None:
 def test_a_solver_is_parallel_once() -> None:
     def work(group: ProcessGroup, solver: Solver) -> None:
         DataParallel(solver, group)
-        with pytest.raises(UserError, match="this solver trains with other devices already"):
+        with pytest.raises(UserError, match="this solver already trains with other devices"):
             DataParallel(solver, group)
 
     raise_first(run(work))
@@ -163,4 +163,4 @@ def test_a_rank_that_does_not_come_is_given_up() -> None:
 
     first, _ = run(work)
     assert isinstance(first, PeerError)
-    assert re.search(r"^rank 0 [^:]*: [^:]*: has waited \d+ s for rank 1 on .*, which has begun", str(first))
+    assert re.search(r"^rank 0 [^:]*: [^:]*: has waited \d+ s for rank 1 on .*, which has started", str(first))

@@ -51,14 +51,14 @@ print(*run_threads(2, work), sep="\\n")
 """
     lines = run(code)
     assert len(lines) == 4
-    assert sum("all_reduce: array lies in host memory" in line for line in lines) == 2
-    assert sum("send: NCCL knows no tags: leave it out" in line for line in lines) == 2
+    assert sum("all_reduce: array is in host memory" in line for line in lines) == 2
+    assert sum("send: NCCL does not support tags: leave it out" in line for line in lines) == 2
 
 
 @pytest.mark.parametrize(
     ("gpus", "device", "message"),
     [
-        (2, "None", "this host has 2 GPUs for 3 ranks: start fewer, or give each its device="),
+        (2, "None", "this host has 2 GPUs for 3 ranks: start fewer ranks, or give each its device="),
         (3, "1", "both use the GPU at 0000:01:00.0: give each its device="),
         (1, "None", "both use the GPU at 0000:00:00.0"),
     ],

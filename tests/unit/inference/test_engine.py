@@ -107,5 +107,5 @@ def test_a_layer_that_goes_on_from_pass_to_pass_is_refused(tmp_path: Path) -> No
         'layer { name: "rnn" type: "RNN" bottom: "data" bottom: "cont" top: "rnn" recurrent_param { num_output: 2 } }\n'
     )
     model = caffepy.load(tmp_path / "net.prototxt", engine="onnxruntime", threads=1)
-    with pytest.raises(ConfigError, match=r"layer 'rnn' \(RNN\) goes on with the state of the pass before.* 'own'"):
+    with pytest.raises(ConfigError, match=r"layer 'rnn' \(RNN\) keeps its state between passes.* 'own'"):
         model(np.ones((1, 2, 3)), np.ones((1, 2)))

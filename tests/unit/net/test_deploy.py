@@ -174,11 +174,11 @@ def test_what_tells_the_shape_depends_on_mode_layer_and_dialect():
 
 def test_mistakes_are_named():
     net = net_of(TASKS)
-    with pytest.raises(ConfigError, match=r"the shape of 'data' does not follow .* --input data=3,224,224"):
+    with pytest.raises(ConfigError, match=r"give the shape of one record: --input data=3,224,224"):
         inferred(net)
     with pytest.raises(ConfigError, match="the net has no blob 'x' in its test phase"):
         inferred(net, outputs=["x"])
-    with pytest.raises(ConfigError, match=r"no blob of the net follows from layers that learn.*--outputs"):
+    with pytest.raises(ConfigError, match=r"no blob of the net depends on.*--outputs"):
         inferred(net_of('layer { name: "d" type: "DummyData" top: "d" }'))
 
 

@@ -144,8 +144,8 @@ IP = 'layer { name: "ip" type: "InnerProduct" bottom: "x" top: "ip" inner_produc
 @pytest.mark.parametrize(
     ("error", "kind", "message"),
     [
-        (KeyError("k"), InternalError, "KeyError: 'k'; this is a mistake in caffepy"),
-        (RecursionError("deep"), InternalError, "RecursionError: deep; this is a mistake in caffepy"),
+        (KeyError("k"), InternalError, "KeyError: 'k'; this is a bug in caffepy"),
+        (RecursionError("deep"), InternalError, "RecursionError: deep; this is a bug in caffepy"),
         (MemoryError(), OutOfMemoryError, "out of memory"),
         (ShapeError("blob 'x': odd"), ShapeError, "blob 'x': odd"),
     ],

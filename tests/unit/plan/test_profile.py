@@ -62,7 +62,7 @@ def changed(path: Path, keys: list[Any], value: Any) -> None:
 @pytest.mark.parametrize(
     "keys, value, message",
     [
-        (["format"], "caffepy profile 9", "is no 'caffepy profile 1'"),
+        (["format"], "caffepy profile 9", "is not a 'caffepy profile 1'"),
         (["batch"], 0, r"p.json.batch: is 0, must be a int of at least 1"),
         (["batch"], True, "batch: is True, must be a int"),
         (["batch"], 2.5, "batch: is 2.5, must be a int"),

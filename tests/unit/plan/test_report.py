@@ -36,9 +36,9 @@ def test_table():
 def test_description():
     cluster = Cluster(1, 8, Link(2e-6, 350e9, ((2.0**20, Link(0.0, 1e9)),)), Link(1e-5, float("inf")))
     assert list(describe(PROFILE, cluster, Exchange())) == [
-        "LeNet, batch 64 a device, CPU, 1 thread: 3,200.0 images/s alone",
+        "LeNet, batch 64 per device, CPU, 1 thread: 3,200.0 images/s alone",
         "An iteration: 20.000 ms = (forward 6.000 + backward 12.000) + update 0.500 + other 1.500",
-        "Gradients: 1.00 MiB in 1 bucket, reduced while the backward pass goes on",
+        "Gradients: 1.00 MiB in 1 bucket, reduced during the backward pass",
         "Inside a node: 350 GB/s, 2 us; from 1 MiB on 1 GB/s, 0 us",
     ]
     network = replace(cluster, between=Link(1e-5, 5e10))

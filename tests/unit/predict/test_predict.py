@@ -126,7 +126,7 @@ def test_folders_and_arrays(net: list[str], red: Path, tmp_path: Path, capsys):
     assert out.count("images.npy[") == 2
     assert out.count("255.0000  class 1") == 2
     assert image_files(tmp_path, "png") == [red]
-    with pytest.raises(DataError, match=r"has no files that end in \.gif; name another ending with --ext"):
+    with pytest.raises(DataError, match=r"has no files that end in \.gif; name another suffix with --ext"):
         image_files(tmp_path, "gif")
 
 
@@ -137,12 +137,12 @@ def npy(header: str, values: bytes = b"") -> bytes:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is no .npy file of numbers"),
-        (b"PK\x03\x04 a zip", "is no .npy file of numbers"),
+        (b"", "is not a numeric .npy file"),
+        (b"PK\x03\x04 a zip", "is not a numeric .npy file"),
         (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1, }"), "its header is damaged"),
-        (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1,"), "is no .npy file of numbers"),
-        (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (" + "9" * 5000 + ",)}"), "is no .npy file of numbers"),
-        (npy("(" * 9000), "is no .npy file of numbers"),
+        (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1,"), "is not a numeric .npy file"),
+        (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (" + "9" * 5000 + ",)}"), "is not a numeric .npy file"),
+        (npy("(" * 9000), "is not a numeric .npy file"),
         (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (2147483648,)}"), "it is too short for its shape"),
         (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (-1,)}"), "its shape is"),
         (npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,)}", bytes(8)), "it holds object"),
@@ -219,7 +219,7 @@ def test_boxes_are_drawn(ssd: list[str], red: Path, tmp_path: Path, capsys):
     assert (drawn[250, 200] != plain[250, 200]).any(), "the left edge"
     assert (drawn[250, 400] == plain[250, 400]).all(), "the middle"
     assert main(["detect", str(red), *ssd, "--draw", str(tmp_path / "found.txt")]) == 2
-    assert "pictures end in .png or .jpg" in capsys.readouterr().err
+    assert "the suffix must be .png or .jpg" in capsys.readouterr().err
     cv2.imwrite(str(tmp_path / "blue.png"), np.zeros((40, 80, 3), np.uint8))
     several = ["detect", str(tmp_path), "--ext", "png", *ssd, "--draw"]
     assert main([*several, str(picture)]) == 2

@@ -118,7 +118,7 @@ def test_windows_that_cannot_be(model, picture):
 def test_selective_search_needs_its_package(model, picture, tmp_path, monkeypatch):
     name, _ = picture
     net = Detector(model, None)
-    with pytest.raises(UserError, match="selective search needs .* give the windows yourself, to detect_windows"):
+    with pytest.raises(UserError, match="selective search needs .* pass windows to detect_windows"):
         net.detect_selective_search([name])
     (tmp_path / "selective_search_ijcv_with_python.py").write_text(
         "def get_windows(names, cmd):\n"

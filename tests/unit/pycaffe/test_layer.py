@@ -172,7 +172,7 @@ def test_layer_parameters() -> None:
     assert parameter.to_python().convolution_param.num_output == 2
     parameter.from_python(caffe.proto.caffe_pb2.LayerParameter(name="r", type="ReLU"))
     assert caffe.create_layer(parameter).type == "ReLU"
-    with pytest.raises(RuntimeError, match="no LayerParameter in text form: 1:1"):
+    with pytest.raises(RuntimeError, match="not a LayerParameter in text form: 1:1"):
         caffe.LayerParameter("nme: 3")
     with pytest.raises(RuntimeError, match="a LayerParameter or its text is needed, not int"):
         caffe.create_layer(3)
