@@ -6,6 +6,7 @@ import argparse
 import io
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import h5py
 import numpy as np
@@ -87,10 +88,10 @@ class Weights(SnapshotTarget):
         from caffepy.snapshot import binary
         from caffepy.snapshot.caffemodel import first_difference, read_caffemodel, read_layer_shapes
 
-        binary.MIN_BYTES = 64  # arrays of such small nets stay in the file's bytes as well
-        with suppress(SnapshotError):
-            first_difference(self.net.layers, read_layer_shapes(self.path).layer)
-        self.net.copy_trained_layers_from(read_caffemodel(self.path), str(self.path))
+        with patch.object(binary, "MIN_BYTES", 64):  # arrays of such small nets stay in the file's bytes as well
+            with suppress(SnapshotError):
+                first_difference(self.net.layers, read_layer_shapes(self.path).layer)
+            self.net.copy_trained_layers_from(read_caffemodel(self.path), str(self.path))
 
 
 class WeightsHdf5(Hdf5Target):
