@@ -7,6 +7,8 @@ import ctypes
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
 
 from caffepy.files import load_library
 
@@ -15,10 +17,10 @@ _EXIT_SECONDS = 10.0
 
 
 def preload_cuda(devices: Iterable[int]) -> None:
-    """Start CUDA's driver and the primary contexts of some devices in a thread, without waiting.
+    """Start CUDA's driver, the primary contexts of some devices and cuDNN's engines in a thread, without waiting.
 
-    This takes half a second and overlaps with imports; CuPy's own calls would hold the GIL. Failures are ignored here
-    and reported when the device is used.
+    This takes a second and overlaps with imports; CuPy's own calls would hold the GIL. The engines are the libraries
+    that cuDNN would load for its first convolution. Failures are ignored here and reported when the device is used.
     """
 
     def start() -> None:
@@ -29,6 +31,11 @@ def preload_cuda(devices: Iterable[int]) -> None:
                 for device in devices:
                     if driver.cuDeviceGet(ctypes.byref(number), device) == 0:
                         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
+        with suppress(ImportError, OSError):
+            cudnn = find_spec("nvidia.cudnn")
+            for folder in (cudnn and cudnn.submodule_search_locations) or ():
+                for library in sorted(Path(folder).glob("lib/libcudnn_engines_*.so*")):
+                    load_library(str(library))
 
     thread = threading.Thread(target=start, name="start CUDA", daemon=True)
     thread.start()

@@ -169,7 +169,7 @@ def test_input_that_is_none(tmp_path: Path, net: list[str], red: Path, capsys):
     (tmp_path / "text.jpg").write_text("no image")
     with pytest.raises(DataError, match=r"has the shape \(7,\); images are \(N, H, W, 3\)"):
         read_images(tmp_path / "flat.npy")
-    with pytest.raises(DataError, match=r"is no \.npy file of numbers"):
+    with pytest.raises(DataError, match=r"not a numeric \.npy file"):
         read_images(tmp_path / "objects.npy")
     with pytest.raises(DataError, match=r"image '.*text\.jpg'"):
         read_images(tmp_path / "text.jpg")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,6 +89,23 @@ def test_contexts_are_made_in_a_thread(
     wait_for_preload()
     assert driver.contexts == expected
     assert driver.threads and threading.current_thread() not in driver.threads
+
+
+def test_cudnns_engines_are_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """cuDNN's convolutions are in libraries of some hundred megabytes."""
+    folder = tmp_path / "nvidia" / "cudnn" / "lib"
+    folder.mkdir(parents=True)
+    for name in ("libcudnn.so.9", "libcudnn_engines_precompiled.so.9", "libcudnn_engines_runtime_compiled.so.9"):
+        (folder / name).touch()
+    found = SimpleNamespace(submodule_search_locations=[str(folder.parent)])
+    monkeypatch.setattr(devices, "find_spec", {"nvidia.cudnn": found}.get)
+    loaded: list[str] = []
+    monkeypatch.setattr(devices, "load_library", lambda name: loaded.append(name) or Driver())
+    devices.preload_cuda([0])
+    wait_for_preload()
+    assert [Path(name).name for name in loaded] == [
+        "libcuda.so.1", "libcudnn_engines_precompiled.so.9", "libcudnn_engines_runtime_compiled.so.9",
+    ]  # fmt: skip
 
 
 def test_without_a_driver_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
