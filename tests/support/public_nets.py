@@ -1,15 +1,41 @@
-"""Nets from public repositories without their data: each data layer becomes an Input layer of the right shape."""
+"""Nets from public repositories without their data: each data layer becomes an Input layer of the right shape.
+
+    python tests/support/public_nets.py FOLDER [--repository NAME] [--all] [--jobs N] [--seconds S]
+
+FOLDER has one folder per repository with its prototxt files. The program prints for each repository how many distinct
+nets it has, how many of them load, and of the nets that are run how many build and run forward (TRAIN nets backward
+too), how many distinct solvers are accepted, and the message of each failure. Of nets with the same layer types and
+fields one is run; `--all` runs every net. Each net runs in a process of its own, for `--seconds` at most.
+"""
 
 from __future__ import annotations
 
+import argparse
+import faulthandler
+import importlib.util
 import math
+import multiprocessing
+import re
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import numpy as np
 
-from caffepy.config.load import read_net
+from caffepy.backend import create_backend
+from caffepy.config.filter import filter_net, net_state
+from caffepy.config.load import read_net, read_solver
+from caffepy.config.messages import walk_fields
+from caffepy.config.solver_check import check_solver
+from caffepy.errors import CaffepyError
+from caffepy.layers import LayerContext, layer_class
 from caffepy.net import Net
 from caffepy.proto import caffe_pb2
+from caffepy.solvers.rules import RULES
 
 DATA = ("AnnotatedData", "Data", "HDF5Data", "ImageData", "VideoData", "WindowData")
 NAMED_SIZES = {"mnist": (1, 28, 28), "cifar": (3, 32, 32), "siamese": (2, 28, 28), "hdf5": (4,)}
@@ -77,7 +103,7 @@ def _shrink(layer: caffe_pb2.LayerParameter) -> None:
     for shape in layer.input_param.shape:
         shape.dim[0] = min(shape.dim[0], 2)
         while len(shape.dim) == IMAGE_AXES and max(shape.dim[2:]) > 2 * LARGEST_IMAGE:
-            shape.dim[2:] = [size // 2 for size in shape.dim[2:]]
+            shape.dim[2:] = [(size + 1) // 2 for size in shape.dim[2:]]  # an odd size stays odd, as nets need it
 
 
 def fill_inputs(net: Net) -> None:
@@ -108,3 +134,189 @@ def non_finite_blobs(net: Net) -> list[str]:
             if diff is not None and not math.isfinite(float(np.abs(diff).sum())):
                 found.append(f"gradient of {blob.name}")
     return found
+
+
+# -- the program -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Repository:
+    """What became of the files of one repository."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+
+def kind_of(path: Path) -> str:
+    """Return solver, net, labels (a LabelMap) or other (a file for another program)."""
+    text = re.sub(r"#.*", "", path.read_text(errors="replace"))
+    if re.search(r"^\s*(item|object)\s*{", text, re.MULTILINE) and not re.search(r"\blayers?\s*{", text):
+        return "labels"
+    if re.search(r"^\s*(base_lr|lr_policy|train_net|test_iter)\s*:", text, re.MULTILINE):
+        return "solver" if not re.search(r"\blayers?\s*{", text) else "net"
+    return "net" if re.search(r"\blayers?\s*{", text) else "other"
+
+
+def distinct(paths: list[Path]) -> list[Path]:
+    """Return the first file of each content, comments and spaces aside."""
+    found: dict[str, Path] = {}
+    for path in paths:
+        found.setdefault(" ".join(re.sub(r"#.*", "", path.read_text(errors="replace")).split()), path)
+    return list(found.values())
+
+
+def structure_of(param: caffe_pb2.NetParameter) -> frozenset[str]:
+    """Return the net's layer types, each with the fields that are set."""
+    return frozenset(
+        f"{layer.type} {' '.join(sorted({value.path for value in walk_fields(layer)}))}" for layer in param.layer
+    )
+
+
+def missing_modules(param: caffe_pb2.NetParameter) -> set[str]:
+    """Return modules of Python layers that cannot be imported: the repositories' own."""
+    wanted = {layer.python_param.module for layer in param.layer if layer.type == "Python"}
+    return {name for name in wanted if not _can_import(name)}
+
+
+def _can_import(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def run(path: Path) -> Iterator[str]:
+    """Build and run a net in each of its phases. Yield "build" and "run" when all of them have got so far.
+
+    Raises:
+        CaffepyError: the net is refused, with the reason.
+    """
+    param = without_data(path)
+    nets: dict[bytes, tuple[int, caffe_pb2.NetState]] = {}
+    for phase, stages in states_of(param):
+        state = net_state(phase, param.state, caffe_pb2.NetState(stage=stages))
+        filtered = filter_net(param, state)
+        if filtered.layer:
+            nets.setdefault(filtered.SerializeToString(), (phase, state))
+    backend = create_backend()
+    with backend.activate():
+        built = [(phase, Net(param, LayerContext(backend, phase=phase), state)) for phase, state in nets.values()]
+        yield "build"
+        for phase, net in built:
+            fill_inputs(net)
+            net.clear_param_diffs()
+            net.forward()
+            net.raise_device_errors()
+            if phase == caffe_pb2.TRAIN and any(any(weights) for weights in net.loss_weights):
+                net.backward()
+        yield "run"
+
+
+def run_in_child(path: Path, seconds: float, connection: Connection) -> None:
+    """Send the stages that `run` has reached, and the message of its error."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        for stage in run(path):
+            connection.send((stage, ""))
+    except CaffepyError as error:
+        connection.send(("error", str(error)))
+    except Exception:
+        connection.send(("error", f"BUG {traceback.format_exc().strip().splitlines()[-1]}"))
+
+
+def run_all(paths: list[Path], seconds: float, jobs: int) -> dict[Path, list[tuple[str, str]]]:
+    """Run each net in a process of its own, `jobs` at a time."""
+    fork = multiprocessing.get_context("fork")
+    results: dict[Path, list[tuple[str, str]]] = {path: [] for path in paths}
+    waiting, running = list(reversed(paths)), {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            path = waiting.pop()
+            ours, theirs = fork.Pipe(duplex=False)
+            process = fork.Process(target=run_in_child, args=(path, seconds, theirs))
+            process.start()
+            theirs.close()
+            running[ours] = path, process, time.monotonic()
+        for ready in wait(list(running), timeout=1):
+            assert isinstance(ready, Connection)
+            path, process, begin = running[ready]
+            try:
+                results[path].append(ready.recv())
+            except EOFError:
+                process.join()
+                del running[ready]
+                if process.exitcode:
+                    late = time.monotonic() - begin >= seconds
+                    results[path].append(
+                        ("error", f"takes longer than {seconds:g} s" if late else f"ended with {process.exitcode}")
+                    )
+    return results
+
+
+def survey(folder: Path, every: bool, seconds: float, jobs: int) -> Repository:
+    """Load, build and run the files of one repository."""
+    result = Repository()
+    files = sorted(path for path in folder.rglob("*") if path.suffix in (".prototxt", ".pt", ".txt", ".proto"))
+    files = [path for path in files if path.is_file()]
+    runnable: dict[frozenset[str], list[Path]] = {}
+    for path in distinct([path for path in files if kind_of(path) == "net"]):
+        result.counts["nets"] += 1
+        try:
+            param = read_net(path)
+            for layer in param.layer:
+                layer_class(layer.type, f"layer '{layer.name}'")
+        except CaffepyError as error:
+            result.failures.append(f"load {path.relative_to(folder)}: {error}")
+            continue
+        result.counts["load"] += 1
+        if modules := missing_modules(param):
+            result.counts["python"] += 1
+            result.failures.append(f"not run {path.relative_to(folder)}: needs the Python module {min(modules)}")
+        else:
+            runnable.setdefault(structure_of(param), []).append(path)
+    chosen = [path for paths in runnable.values() for path in (paths if every else paths[:1])]
+    result.counts["tried"] = len(chosen)
+    for path, stages in run_all(chosen, seconds, jobs).items():
+        for stage, message in stages:
+            result.counts[stage] += 1
+            if message:
+                result.failures.append(f"run {path.relative_to(folder)}: {message}")
+    for path in distinct([path for path in files if kind_of(path) == "solver"]):
+        result.counts["solvers"] += 1
+        try:
+            solver = read_solver(path)
+            check_solver(solver, str(path))
+            RULES.get(solver.type, "solver")
+            result.counts["accepted"] += 1
+        except CaffepyError as error:
+            result.failures.append(f"solver {path.relative_to(folder)}: {error}")
+    return result
+
+
+COLUMNS = ("nets", "load", "python", "tried", "build", "run", "solvers", "accepted")
+
+
+def main() -> None:
+    """Print the table and the failures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--repository", action="append", help="only this subfolder")
+    parser.add_argument("--all", action="store_true", help="run every net")
+    parser.add_argument("--jobs", type=int, default=2, help="nets at a time (2)")
+    parser.add_argument("--seconds", type=float, default=120, help="longest run of a net (120)")
+    options = parser.parse_args()
+    total: Counter[str] = Counter()
+    print(f"{'repository':52}" + "".join(f"{name:>9}" for name in COLUMNS))
+    for folder in sorted(path for path in options.folder.iterdir() if path.is_dir()):
+        if options.repository and folder.name not in options.repository:
+            continue
+        result = survey(folder, options.all, options.seconds, options.jobs)
+        total += result.counts
+        print(f"{folder.name:52}" + "".join(f"{result.counts[name]:9}" for name in COLUMNS), flush=True)
+        for failure in result.failures:
+            print(f"    {failure}", flush=True)
+    print(f"{'all':52}" + "".join(f"{total[name]:9}" for name in COLUMNS))
+
+
+if __name__ == "__main__":
+    main()
