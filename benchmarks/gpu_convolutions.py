@@ -19,7 +19,7 @@ from typing import Any
 
 from caffepy.backend import Geometry
 from caffepy.backend.cuda.backend import CudaBackend
-from caffepy.backend.cuda.convolution.autotune import elapsed, noise
+from caffepy.backend.cuda.convolution.autotune import Stopwatch, noise
 from caffepy.backend.cuda.device import cupy
 
 try:
@@ -165,7 +165,7 @@ def total(layers: list[Layer], work: Callable[[Layer], dict[str, Callable[[], No
     for layer in layers:
         for column, run in work(layer).items():
             run()
-            sums[column] = sums.get(column, 0.0) + layer.count * min(elapsed(run, 10) for _ in range(3)) / 1e3
+            sums[column] = sums.get(column, 0.0) + layer.count * min(Stopwatch(run).elapsed(10) for _ in range(3)) / 1e3
     return sums
 
 
