@@ -314,7 +314,7 @@ def _numbers(layer: caffe_pb2.LayerParameter) -> list[str]:
 
 
 def _of_convolution(param: caffe_pb2.ConvolutionParameter) -> list[str]:
-    """Return outputs, kernel, stride, padding, dilation and group, without those that have their default."""
+    """Return outputs, kernel, stride, padding, dilation and group that differ from their defaults."""
     kernel = _pair(param.kernel_size, param.kernel_h, param.kernel_w, 1)
     parts = [f"{param.num_output} outputs", f"{kernel}"]
     stride = _pair(param.stride, param.stride_h, param.stride_w, 1)

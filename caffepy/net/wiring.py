@@ -180,7 +180,7 @@ def _produced_twice(param: caffe_pb2.LayerParameter, index: int) -> ConfigError:
     if index < len(param.bottom) and is_split_of(param.bottom[index], name):
         return ConfigError(
             f"{where}: works in place on '{name}', which another layer before it reads, or a loss_weight counts; give "
-            "its top another name, and those that are to read it"
+            "its top another name, and the layers that should read it"
         )
     return ConfigError(
         f"{where}: top blob '{name}' is already produced by another layer; give it another name, or name it as the "

@@ -103,7 +103,7 @@ def option_values(options: Any) -> Iterator[tuple[Option, Any]]:
 
 
 def with_values(options: T, values: Mapping[str, Any]) -> T:
-    """A copy of an instance with other values of its options, also of those that its groups declare."""
+    """Return a copy of an instance with other values of its options and of its groups' options."""
     changes: dict[str, Any] = {}
     for declared in fields(options):  # type: ignore[arg-type]
         if _is_group(declared):

@@ -117,7 +117,7 @@ def describe_run(options: TrainOptions) -> Description:
 
 
 def describe_options(options: TrainOptions) -> Description:
-    """All options except those that are declared `per_rank`."""
+    """All options except options declared `per_rank`."""
     described = {"--trace": "given" if options.trace is not None else _NOT_GIVEN}
     described[f"--dialect or {DIALECT}"] = os.environ.get(DIALECT, "").strip().lower() or _NOT_GIVEN
     described["the program"] = "caffepy.train" if options.keeps_trained else "caffepy train"

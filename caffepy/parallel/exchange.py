@@ -180,7 +180,7 @@ class SolverExchange:
     def _make_reducer(self, solver: Solver, communicator: Communicator) -> Reducer:
         """As the prototxts want it: `layer_wise_reduce` (BVLC) and `reduce_buckets` (NVIDIA).
 
-        Where nobody says whether to overlap, that depends on whether it is worth it.
+        Without an option the overlap depends on its estimated gain.
         """
         overlap = communicator.overlaps
         if solver.param.HasField("layer_wise_reduce"):

@@ -150,7 +150,7 @@ class Failures:
     def _report(self, through_root: bool = False) -> None:
         """Print the first failure, unless some rank has, and tell the other ranks; returns when that is done.
 
-        A second thread that comes here waits for the first: whoever returns may end the process.
+        A second thread waits for the first, because the caller may end the process.
 
         Args:
             through_root: leave the printing to rank 0, so that ranks that fail at once report one error; if it does not

@@ -154,7 +154,7 @@ class P2PSync(DeviceThread):
                 self._exchange.connect(self.solver, communicator, self._options.sync_bn)
         self.heartbeat.begin()
         self.solver.solve()
-        # Nobody may leave while others still test or write the last snapshot.
+        # No device may leave while others still test or write the last snapshot.
         self.solver.callback.barrier()
         if self._options.keeps_trained:
             self.solver.average_statistics()

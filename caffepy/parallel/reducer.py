@@ -198,7 +198,7 @@ class Reducer:
             self._next_bucket = 0
 
     def _after_backward(self, node: Node) -> None:
-        """Start the buckets that this layer's gradients complete, and poll those that are pending."""
+        """Start the buckets that this layer's gradients complete, and poll the pending buckets."""
         if not self._may_start():
             return
         index = self._node_indices[id(node)]

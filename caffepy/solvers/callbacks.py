@@ -66,7 +66,7 @@ class SolverCallback(Protocol):
 
 
 class SingleDevice:
-    """The callback of a solver that trains alone: averages and sums of one, and nobody to wait for."""
+    """The callback of a solver that trains alone: averages and sums of one device, and no waits."""
 
     is_root = True
     world_size = 1

@@ -2,7 +2,7 @@
 
 All devices act on the same requests in the same iteration. Each sends its own as flags beside its gradients, and the
 averaged flags say what any device requested. A device that replays graphs reads them only some iterations later, so all
-devices wait that long, those that run eagerly included.
+devices wait that long, devices that run eagerly included.
 
 A device that trains alone ends its wait for data when a stop is requested. Where several devices train, a stop takes
 effect when the data come.
@@ -23,7 +23,7 @@ FLAGS = (Action.STOP, Action.SNAPSHOT)
 
 
 class Requests:
-    """The requests that were not acted on yet; `in` and `bool` ask for those that all devices know.
+    """The pending requests; `in` and `bool` ask for requests that all devices know.
 
     Args:
         ask: gives this process's requests, one a call; None: there are none.

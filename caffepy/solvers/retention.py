@@ -146,7 +146,7 @@ class SnapshotRetention:
         self._tidy()
 
     def wrote(self, path: Path) -> None:
-        """Remember the newest snapshot, and remove those that need not stay."""
+        """Remember the newest snapshot, and remove snapshots that need not stay."""
         self._written = path
         self._tidy()
 

@@ -370,7 +370,7 @@ class Solver:
 
         Args:
             display: show loss, outputs and update.
-            read_loss: add the loss to those that are shown, and check that it is finite.
+            read_loss: add the loss to the displayed losses, and check that it is finite.
 
         Raises:
             NonFiniteError: it is not.
@@ -834,7 +834,7 @@ def create_solver(param: SolverParameter, backend: Backend, **context: Any) -> S
     Args:
         param: as `Solver` takes it.
         backend: the device, active in the calling thread.
-        context: fields of a `TrainContext`; those that are None have their defaults.
+        context: fields of a `TrainContext`; None: the default.
 
     Raises:
         ConfigError: the type is unknown, the solver or its nets do not hold together, or it is no message at all.

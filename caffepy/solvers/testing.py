@@ -192,7 +192,7 @@ class MeanScores:
         if values.size != sums.size:
             raise ConfigError(
                 f"the outputs of the test net have {values.size} elements in one batch and {sums.size} in "
-                "another, and so no mean; let a Silence layer take those that change"
+                "another, and so no mean; let a Silence layer take the outputs that change"
             )
         self._sums = sums + values
         self._batches += 1

@@ -161,7 +161,7 @@ def control(
 
 
 class GradientGuard:
-    """Clips gradients, takes the loss scale out of them, and finds those that are not finite.
+    """Clips gradients, divides them by the loss scale, and finds gradients that are not finite.
 
     Args:
         net: holds the gradients.

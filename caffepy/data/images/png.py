@@ -1,4 +1,4 @@
-"""PNG sanitising: validate the chunks and drop those that do not affect pixels.
+"""PNG sanitising: validate the chunks and drop chunks that do not affect pixels.
 
 OpenCV's decoder trusts chunk lengths: damaged chunks can make it hang or allocate gigabytes. Names and numbers follow
 the PNG specification (W3C, third edition).

@@ -27,7 +27,7 @@ EXPORTERS: Registry[Exporter] = Registry("layer type with an ONNX form")
 FORMS: dict[str, str] = {}
 """What each type becomes, for docs/how-to/onnx.md."""
 COMPOSITES: set[str] = set()
-"""Types that become several nodes which nobody could read back as one layer; the model's metadata describe them."""
+"""Types that become several nodes and cannot be recognised as one layer; the model's metadata describe them."""
 
 OLDEST, DEFAULT, NEWEST = 13, 17, 21
 """Versions of ONNX's operators that can be written."""

@@ -45,7 +45,7 @@ def to_model(net: Net, opset: int = DEFAULT, varying: Varying | None = None) -> 
         varying: of each blob's axes whether their size follows the batch; None: the batch is the net's.
 
     Raises:
-        ConfigError: layers have no ONNX form, all of which are named, or `opset` is none of those that are known.
+        ConfigError: layers have no ONNX form, all of which are named, or `opset` is unknown.
     """
     if not OLDEST <= opset <= NEWEST:
         raise ConfigError(f"opset is {opset}; {OLDEST} to {NEWEST} can be written")

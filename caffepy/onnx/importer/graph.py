@@ -233,7 +233,7 @@ def _unique(wanted: str, taken: set[str]) -> str:
 
 
 def _without_final_splits(net: caffe_pb2.NetParameter, outputs: set[str]) -> None:
-    """Give the last layer's top the output's name where nobody else reads it, in place of a Split layer."""
+    """Give the last layer's top the output's name if no other layer reads it, in place of a Split layer."""
     readers: dict[str, int] = {}
     for layer in net.layer:
         for bottom in layer.bottom:

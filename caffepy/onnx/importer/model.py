@@ -154,7 +154,7 @@ def _inside(path: Path, location: str, where: str) -> Path:
 
 
 def in_order(graph: GraphProto, path: Path) -> list[NodeProto]:
-    """The nodes such that each comes after those that it reads from.
+    """Return the nodes in topological order.
 
     Raises:
         ConfigError: they form a cycle, two give one value, or a value comes from nowhere.

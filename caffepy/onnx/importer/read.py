@@ -225,7 +225,7 @@ def _shape_of(view: NodeView) -> np.ndarray[Any, Any]:
 
 
 def _restore_composites(model: ModelProto) -> dict[str, dict[str, Any]]:
-    """Put one node in place of those that were one layer, as the metadata say; the others are left without readers."""
+    """Replace the nodes of one layer by one node, according to the metadata; the others have no readers then."""
     found: dict[str, dict[str, Any]] = {}
     for entry in model.metadata_props:
         if not entry.key.startswith(COMPOSITE_KEY) or len(entry.value) > _LONGEST_LAYER:
@@ -281,7 +281,7 @@ def _composite(view: NodeView, description: dict[str, Any]) -> Sequence[Value | 
         raise UnsupportedError(f"its description is no layer: {error}") from error
     if param.type not in COMPOSITES or Counter(view.node.output).most_common(1)[0][1] > 1:
         raise UnsupportedError(f"its description names the layer type '{param.type:.40}', which is not read back")
-    param.detection_output_param.ClearField("save_output_param")  # nobody else's model names files to write
+    param.detection_output_param.ClearField("save_output_param")  # a model from elsewhere must not name files to write
     count = len(description["inputs"])
     bottoms = [view.blob(index) for index in range(count)]
     blobs = [np.asarray(view.constant(index), np.float32) for index in range(count, len(view.inputs))]

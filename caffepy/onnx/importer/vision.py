@@ -310,7 +310,7 @@ def _pool_image(view: NodeView, x: Tensor, method: int, axes: int) -> Tensor:
 
 
 def _axes(view: NodeView, x: Tensor, axes: int) -> tuple[_Axis, _Axis]:
-    """The windows along both axes of an image; of those that the node has, only the first `axes` count."""
+    """Return the windows along both axes of an image; only the first `axes` windows of the node count."""
     kernel = view.numbers("kernel_shape")
     if len(kernel) < axes:
         raise UnsupportedError(f"its kernel {kernel} has too few axes")

@@ -1,6 +1,6 @@
 """Collectives and messages as values: what each means, in plain NumPy, and `Work`, what starting one returns.
 
-Transports carry a `Collective` out in `Communicator.start`. Those that only move bytes (`store_communicator.py`)
+Transports carry a `Collective` out in `Communicator.start`. Transports that only move bytes (`store_communicator.py`)
 compute with the functions below, and so do the tests of all others.
 """
 

@@ -26,7 +26,7 @@ def connect_ranks(world: World, memory: MemoryStore, timeout: float) -> ControlC
     """Rank 0 listens, where all ranks can reach it and no wider; MPI hands out addresses and secret.
 
     That is the loopback address where all ranks are on one machine, else the one that leads to other machines; where
-    the machine has several of them all of its addresses, since nobody knows which network the others are in. Called by
+    the machine has several of them all of its addresses, because the network of the other ranks is unknown. Called by
     all ranks.
 
     Args:

@@ -1,4 +1,4 @@
-"""An error as it is told to the user and to other ranks: what, and the layer that was at work."""
+"""The text of an error for the user and for other ranks: the error and the layer that raised it."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Stall:
 
     Args:
         waiter: the device that waits, the furthest ahead if there are several; for its data, where `reading` is set.
-        stragglers: those that it waits for, the furthest behind first; empty where all have begun the operation.
+        stragglers: the devices it waits for, the furthest behind first; empty if all have begun the operation.
     """
 
     waiter: DeviceStatus

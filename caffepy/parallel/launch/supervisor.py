@@ -193,9 +193,9 @@ class Supervisor:
         self._suspend = suspend
         self._stops = {signal.SIGINT: interrupt_stops, signal.SIGTERM: terminate_stops}
         self._signals: deque[int] = deque()
-        """Those that came and have not been looked at."""
+        """Signals that arrived and were not handled yet."""
         self._waiting: deque[tuple[int, float]] = deque()
-        """Those that no rank has got so far, and when they came."""
+        """Signals that no rank has received so far, with their times."""
         self._next_try = 0.0
         self._interrupts = 0
         self._end_at = float("inf")

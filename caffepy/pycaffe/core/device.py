@@ -34,7 +34,7 @@ class _Copy:
         self._known = host.copy()
         """The numbers that both had last."""
         self._given: HostArray | None = host
-        """Keeps what was written into an array that the program holds no longer, until it is copied to the device."""
+        """Keeps values written into an array that the program has released, until they are copied to the device."""
         self._host = weakref.ref(host)
 
     def host(self) -> HostArray | None:

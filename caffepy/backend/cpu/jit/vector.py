@@ -53,7 +53,7 @@ class Writer:
     def opaque(self, value: Any) -> Any:
         """Return the word behind an optimisation barrier, so that LLVM does not hoist its uses out of a loop.
 
-        LLVM would compute all loop invariants ahead of the loop and spill those that exceed the registers.
+        LLVM would compute all loop invariants ahead of the loop and spill what exceeds the registers.
         """
         return self.builder.asm(ir.FunctionType(value.type, [value.type]), "", "=r,0", [value], False)
 
