@@ -30,7 +30,7 @@ from caffepy.backend import create_backend
 from caffepy.config.filter import filter_net, net_state
 from caffepy.config.load import read_net, read_solver
 from caffepy.config.messages import walk_fields
-from caffepy.config.solver_check import check_solver
+from caffepy.config.solver_check import check_values
 from caffepy.errors import CaffepyError
 from caffepy.layers import LayerContext, layer_class
 from caffepy.net import Net
@@ -207,7 +207,7 @@ def run(path: Path) -> Iterator[str]:
             net.clear_param_diffs()
             net.forward()
             net.raise_device_errors()
-            if phase == caffe_pb2.TRAIN and any(any(weights) for weights in net.loss_weights):
+            if phase == caffe_pb2.TRAIN and any(any(layer.loss_weights) for layer in net.layers):
                 net.backward()
         yield "run"
 
@@ -285,7 +285,7 @@ def survey(folder: Path, every: bool, seconds: float, jobs: int) -> Repository:
         result.counts["solvers"] += 1
         try:
             solver = read_solver(path)
-            check_solver(solver, str(path))
+            check_values(solver, str(path))  # as for a script that steps by itself
             RULES.get(solver.type, "solver")
             result.counts["accepted"] += 1
         except CaffepyError as error:
