@@ -15,6 +15,7 @@ import faulthandler
 import importlib.util
 import math
 import multiprocessing
+import os
 import re
 import time
 import traceback
@@ -37,11 +38,11 @@ from caffepy.net import Net
 from caffepy.proto import caffe_pb2
 from caffepy.solvers.rules import RULES
 
-DATA = ("AnnotatedData", "Data", "HDF5Data", "ImageData", "VideoData", "WindowData")
+DATA = ("AnnotatedData", "Data", "HDF5Data", "ImageData", "MemoryData", "VideoData", "WindowData")
 NAMED_SIZES = {"mnist": (1, 28, 28), "cifar": (3, 32, 32), "siamese": (2, 28, 28), "hdf5": (4,)}
 """Records of the sets that a prototxt with this word in its path reads, where it does not say their size."""
-LARGEST_IMAGE = 700
-"""Pixels of a side; larger Input layers are halved until they fit."""
+LARGEST_IMAGE = 1100
+"""Pixels of a side; images of more than twice the size are halved until they fit."""
 IMAGE_AXES = 4
 
 
@@ -53,8 +54,8 @@ def states_of(param: caffe_pb2.NetParameter) -> list[tuple[int, list[str]]]:
     return [(phase, [stage]) for phase in sorted(phases) for stage in stages] + [(p, []) for p in sorted(phases)]
 
 
-def without_data(path: Path) -> caffe_pb2.NetParameter:
-    """The net of a file with an Input layer in place of each data layer, and small batches."""
+def without_data(path: Path, small: bool = True) -> caffe_pb2.NetParameter:
+    """Return the net of a file with an Input layer in place of each data layer; `small`: with small inputs."""
     param = read_net(path)
     size = next((size for word, size in NAMED_SIZES.items() if word in str(path)), (3, 227, 227))
     if path.parent.name == "siamese":
@@ -64,8 +65,8 @@ def without_data(path: Path) -> caffe_pb2.NetParameter:
             _replace(layer, size)
         elif layer.type == "DetectNetTransformation":
             _replace_coverage(layer)
-        elif layer.type == "Input":
-            _shrink(layer)
+        elif small and layer.type in ("Input", "DummyData"):
+            _shrink([*layer.input_param.shape, *layer.dummy_data_param.shape])
         elif layer.type in ("DetectionOutput", "DetectionEvaluate"):
             layer.detection_output_param.ClearField("save_output_param")
             layer.detection_evaluate_param.ClearField("name_size_file")
@@ -79,7 +80,10 @@ def _replace(layer: caffe_pb2.LayerParameter, size: tuple[int, ...]) -> None:
     side = transform.crop_size or layer.window_data_param.crop_size
     if side:
         size = (size[0], side, side)
-    elif boxes:
+    elif layer.HasField("memory_data_param"):
+        memory = layer.memory_data_param
+        size = (memory.channels, memory.height, memory.width)
+    elif boxes or layer.transform_param.HasField("resize_param"):
         size = (3, resize.height or 300, resize.width or 300)
     batch = 1 if size[-1] > 100 else 4
     layer.type = "Input"
@@ -99,8 +103,8 @@ def _replace_coverage(layer: caffe_pb2.LayerParameter) -> None:
     layer.input_param.shape.add(dim=[1, 8 + classes, *grid])
 
 
-def _shrink(layer: caffe_pb2.LayerParameter) -> None:
-    for shape in layer.input_param.shape:
+def _shrink(shapes: list[caffe_pb2.BlobShape]) -> None:
+    for shape in shapes:
         shape.dim[0] = min(shape.dim[0], 2)
         while len(shape.dim) == IMAGE_AXES and max(shape.dim[2:]) > 2 * LARGEST_IMAGE:
             shape.dim[2:] = [(size + 1) // 2 for size in shape.dim[2:]]  # an odd size stays odd, as nets need it
@@ -191,12 +195,18 @@ def run(path: Path) -> Iterator[str]:
     Raises:
         CaffepyError: the net is refused, with the reason.
     """
-    param = without_data(path)
+    try:
+        yield from _run(without_data(path))
+    except CaffepyError:  # a layer may want the file's own batch or size
+        yield from _run(without_data(path, small=False))
+
+
+def _run(param: caffe_pb2.NetParameter) -> Iterator[str]:
     nets: dict[bytes, tuple[int, caffe_pb2.NetState]] = {}
     for phase, stages in states_of(param):
         state = net_state(phase, param.state, caffe_pb2.NetState(stage=stages))
         filtered = filter_net(param, state)
-        if filtered.layer:
+        if any(not layer.bottom for layer in filtered.layer):  # else its data layers are of another stage
             nets.setdefault(filtered.SerializeToString(), (phase, state))
     backend = create_backend()
     with backend.activate():
@@ -212,22 +222,33 @@ def run(path: Path) -> Iterator[str]:
         yield "run"
 
 
+@dataclass
+class Outcome:
+    """How far a net has got: build, run; and the message of its error."""
+
+    stages: set[str] = field(default_factory=set)
+    error: str = ""
+
+
 def run_in_child(path: Path, seconds: float, connection: Connection) -> None:
-    """Send the stages that `run` has reached, and the message of its error."""
-    faulthandler.dump_traceback_later(seconds, exit=True)
+    """Send an `Outcome` after each stage."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115 - the process ends
+    outcome = Outcome()
     try:
         for stage in run(path):
-            connection.send((stage, ""))
+            outcome.stages.add(stage)
+            connection.send(outcome)
     except CaffepyError as error:
-        connection.send(("error", str(error)))
+        outcome.error = str(error)
     except Exception:
-        connection.send(("error", f"BUG {traceback.format_exc().strip().splitlines()[-1]}"))
+        outcome.error = f"BUG {traceback.format_exc().strip().splitlines()[-1]}"
+    connection.send(outcome)
 
 
-def run_all(paths: list[Path], seconds: float, jobs: int) -> dict[Path, list[tuple[str, str]]]:
+def run_all(paths: list[Path], seconds: float, jobs: int) -> dict[Path, Outcome]:
     """Run each net in a process of its own, `jobs` at a time."""
     fork = multiprocessing.get_context("fork")
-    results: dict[Path, list[tuple[str, str]]] = {path: [] for path in paths}
+    results = {path: Outcome() for path in paths}
     waiting, running = list(reversed(paths)), {}
     while waiting or running:
         while waiting and len(running) < jobs:
@@ -241,14 +262,14 @@ def run_all(paths: list[Path], seconds: float, jobs: int) -> dict[Path, list[tup
             assert isinstance(ready, Connection)
             path, process, begin = running[ready]
             try:
-                results[path].append(ready.recv())
+                results[path] = ready.recv()
             except EOFError:
                 process.join()
                 del running[ready]
                 if process.exitcode:
                     late = time.monotonic() - begin >= seconds
-                    results[path].append(
-                        ("error", f"takes longer than {seconds:g} s" if late else f"ended with {process.exitcode}")
+                    results[path].error = (
+                        f"takes longer than {seconds:g} s" if late else f"ended with {process.exitcode}"
                     )
     return results
 
@@ -276,11 +297,10 @@ def survey(folder: Path, every: bool, seconds: float, jobs: int) -> Repository:
             runnable.setdefault(structure_of(param), []).append(path)
     chosen = [path for paths in runnable.values() for path in (paths if every else paths[:1])]
     result.counts["tried"] = len(chosen)
-    for path, stages in run_all(chosen, seconds, jobs).items():
-        for stage, message in stages:
-            result.counts[stage] += 1
-            if message:
-                result.failures.append(f"run {path.relative_to(folder)}: {message}")
+    for path, outcome in run_all(chosen, seconds, jobs).items():
+        result.counts.update(outcome.stages)
+        if outcome.error:
+            result.failures.append(f"run {path.relative_to(folder)}: {outcome.error}")
     for path in distinct([path for path in files if kind_of(path) == "solver"]):
         result.counts["solvers"] += 1
         try:
