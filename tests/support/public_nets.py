@@ -157,7 +157,7 @@ def kind_of(path: Path) -> str:
     if re.search(r"^\s*(item|object)\s*{", text, re.MULTILINE) and not re.search(r"\blayers?\s*{", text):
         return "labels"
     if re.search(r"^\s*(base_lr|lr_policy|train_net|test_iter)\s*:", text, re.MULTILINE):
-        return "solver" if not re.search(r"\blayers?\s*{", text) else "net"
+        return "net" if re.search(r"\blayers?\s*{", text) and not re.search(r"net_param\s*{", text) else "solver"
     return "net" if re.search(r"\blayers?\s*{", text) else "other"
 
 
