@@ -11,6 +11,7 @@ Caffe's own files have neither and are not checked.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -52,6 +53,7 @@ from caffepy.proto.caffe_pb2 import (
     V1LayerParameter,
 )
 
+log = logging.getLogger(__name__)
 S = TypeVar("S", NetParameter, SolverState)
 
 MAX_BYTES = 2**31 - 1
@@ -79,6 +81,8 @@ _MESSAGE_KINDS = {NetParameter: (".caffemodel", ("layer", "layers")), SolverStat
 """File extension of each message, and the fields of which it needs one."""
 _DATA, _DIFF = BlobProto.DATA_FIELD_NUMBER, BlobProto.DIFF_FIELD_NUMBER
 
+_OTHER_SETTINGS = "settings of its layers are of another Caffe"
+
 FieldTree: TypeAlias = "Mapping[int, FieldTree]"
 """Field numbers to enter, with the fields to enter in their messages; `_ARRAY` marks the target."""
 _ARRAY: FieldTree = {}
@@ -90,6 +94,20 @@ _ARRAY_FIELDS: dict[type[NetParameter | SolverState], FieldTree] = {
     },
     SolverState: {SolverState.HISTORY_FIELD_NUMBER: _BLOB},
 }
+
+_COMMON_NAMES = {
+    LayerParameter: "name type bottom top phase loss_weight param blobs propagate_down include exclude",
+    V1LayerParameter: "name type bottom top include exclude param blobs blobs_lr weight_decay loss_weight",
+}
+"""Fields of layers that all Caffes number alike."""
+_COMMON = {
+    field: frozenset(kind.DESCRIPTOR.fields_by_name[name].number for name in _COMMON_NAMES[kind].split())
+    for field, kind in (
+        (NetParameter.LAYER_FIELD_NUMBER, LayerParameter),
+        (NetParameter.LAYERS_FIELD_NUMBER, V1LayerParameter),
+    )
+}
+"""Their numbers, by the number of the field of NetParameter that holds the layers."""
 
 
 # -- reading a message ---------------------------------------------------------------------------------
@@ -117,7 +135,9 @@ def is_hdf5(path: Path) -> bool:
         return False
 
 
-def read_message(path: Path, kind: type[S], inline_arrays: bool = False) -> StoredMessage[S]:
+def read_message(
+    path: Path, kind: type[S], inline_arrays: bool = False, weights_only: bool = False
+) -> StoredMessage[S]:
     """Read the message in a binary file. Call it within `convert_errors`.
 
     It checks the checksum and the number of blobs, not the values of fields.
@@ -126,6 +146,7 @@ def read_message(path: Path, kind: type[S], inline_arrays: bool = False) -> Stor
         path: the file.
         kind: message type.
         inline_arrays: parse large arrays into the message.
+        weights_only: if the settings of a net's layers cannot be parsed, leave them out. Forks number them differently.
 
     Raises:
         SnapshotError: the file is absent, truncated, too large, or of another kind.
@@ -135,10 +156,21 @@ def read_message(path: Path, kind: type[S], inline_arrays: bool = False) -> Stor
     )
     rest, arrays = (content, set[tuple[int, int]]()) if inline_arrays else split_large_fields(content, kind)
     message = kind()
-    if content.startswith((HDF5_MAGIC, LFS_MAGIC)) or is_text(content[:4096]) or not _parse(rest, message):
+    if content.startswith((HDF5_MAGIC, LFS_MAGIC)) or is_text(content[:4096]):
+        raise SnapshotError(f"{path}: not a binary {kind.DESCRIPTOR.name}: {describe_content(content)}")
+    parsed = _parse(rest, message)
+    field = _find_invalid_utf8(message) if parsed else ""
+    if kind is NetParameter and (not parsed or field):
+        plain = kind()
+        if _parse(common_fields(rest), plain) and not _find_invalid_utf8(plain):
+            if not weights_only:
+                raise SnapshotError(f"{path}: {_OTHER_SETTINGS}; give its caffe.proto with --proto FILE")
+            message, parsed, field = plain, True, ""
+            log.info("%s: %s and are skipped; --proto FILE reads them", path, _OTHER_SETTINGS)
+    if not parsed:
         raise SnapshotError(f"{path}: not a binary {kind.DESCRIPTOR.name}: {describe_content(content)}")
     check_integrity(message, content, str(path))
-    if field := _find_invalid_utf8(message):
+    if field:
         raise SnapshotError(f"{path}: {field} is not UTF-8; the file is damaged")
     name, required = _MESSAGE_KINDS[kind]
     if not any(field.name in required for field, _ in message.ListFields()):
@@ -146,6 +178,31 @@ def read_message(path: Path, kind: type[S], inline_arrays: bool = False) -> Stor
     _check_counts(message, str(path))
     _check_offsets(message, arrays, str(path))
     return StoredMessage(message, content if arrays else b"")
+
+
+def common_fields(content: bytes) -> bytes:
+    """Return a serialised NetParameter whose layers have only the fields that all Caffes number alike.
+
+    Bytes that are not fields are returned unchanged.
+    """
+    try:
+        return b"".join(_common_parts(memoryview(content), 0, len(content), _COMMON, itertools.count()))
+    except WireError:
+        return content
+
+
+def _common_parts(
+    view: memoryview, begin: int, end: int, tree: Mapping[int, frozenset[int]], count: Iterator[int]
+) -> Iterator[Part]:
+    for each in wire_fields(view, begin, end):
+        kept = tree.get(each.number)
+        if kept is None:
+            yield view[each.start : each.end]
+            continue
+        if next(count) >= MAX_FIELDS or each.kind != DELIMITED:
+            raise WireError
+        inner = [one for one in wire_fields(view, each.begin, each.end) if one.number in kept]
+        yield from encode_delimited(each.number, [view[one.start : one.end] for one in inner])
 
 
 def _parse(content: bytes, message: Message) -> bool:

@@ -15,10 +15,12 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from caffepy.blob import Blob, format_shape
@@ -27,7 +29,14 @@ from caffepy.config.upgrade import upgrade_net
 from caffepy.errors import ConfigError, SnapshotError
 from caffepy.files import open_regular
 from caffepy.layers.core.base import Layer
-from caffepy.proto.caffe_pb2 import BlobProto, LayerParameter, NetParameter, Type, V1LayerParameter
+from caffepy.proto.caffe_pb2 import (
+    BlobProto,
+    LayerParameter,
+    NetParameter,
+    RecurrentParameter,
+    Type,
+    V1LayerParameter,
+)
 from caffepy.snapshot.binary import (
     FieldTree,
     StoredMessage,
@@ -103,7 +112,7 @@ def _read(path: Path, inline_arrays: bool) -> TrainedLayers:
 
             stored = StoredMessage(read_caffemodel_hdf5(path))
         else:
-            stored = read_message(path, NetParameter, inline_arrays)
+            stored = read_message(path, NetParameter, inline_arrays, weights_only=True)
             adopt_nvidia_fields(stored.message)
             upgrade_net(stored.message, str(path))
         for layer in stored.message.layer:
@@ -154,8 +163,11 @@ def _move_nvidia_fields(layer: LayerParameter) -> bool:
             setattr(layer, _NVIDIA_TYPES[field.field_number], field.data)
             adopted = True
         elif field.field_number == _NVIDIA_RECURRENT and field.wire_type == DELIMITED:
-            layer.recurrent_param.MergeFromString(field.data)
-            adopted = True
+            recurrent = RecurrentParameter()
+            with suppress(DecodeError):  # a fork's message of the same number
+                recurrent.MergeFromString(field.data)
+                layer.recurrent_param.MergeFrom(recurrent)
+                adopted = True
     if adopted:
         layer.DiscardUnknownFields()
     return adopted
