@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from caffepy.config.paths import PathResolver
     from caffepy.errors import CaffepyError, RunError, UserError
     from caffepy.inference import Model, load
+    from caffepy.layers import register_layer
     from caffepy.net import Net
+    from caffepy.proto.registration import register_proto
     from caffepy.snapshot.caffemodel import read_weights
     from caffepy.solvers import Solver, create_solver
     from caffepy.training.train import Callback, TrainResult, train
@@ -38,6 +40,8 @@ _LAZY = {
     "read_net": "caffepy.config.load",
     "read_solver": "caffepy.config.load",
     "read_weights": "caffepy.snapshot.caffemodel",
+    "register_layer": "caffepy.layers",
+    "register_proto": "caffepy.proto.registration",
     "train": "caffepy.training.train",
 }
 
@@ -59,6 +63,8 @@ __all__ = [
     "read_net",
     "read_solver",
     "read_weights",
+    "register_layer",
+    "register_proto",
     "train",
 ]
 

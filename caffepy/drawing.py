@@ -22,7 +22,7 @@ from caffepy.config.filter import filter_net, net_state
 from caffepy.config.upgrade import upgrade_net
 from caffepy.errors import CaffepyError, ConfigError, RunError
 from caffepy.files import atomic_write
-from caffepy.layers import LayerContext
+from caffepy.layers import LayerContext, is_registered
 from caffepy.net import Net
 from caffepy.net.record_shape import told_shape
 from caffepy.proto import caffe_pb2
@@ -52,7 +52,7 @@ def blob_shapes(net: caffe_pb2.NetParameter, phase: int | None) -> dict[str, tup
 def _shapes_in(param: caffe_pb2.NetParameter, phase: int) -> dict[str, tuple[int, ...]]:
     state = net_state(phase, param.state, net_state(phase))
     layers = filter_net(param, state).layer
-    if any(layer.type == "Python" for layer in layers):
+    if any(layer.type == "Python" or is_registered(layer.type) for layer in layers):
         return {}
     nvidia = choose_dialect([param], lambda *line: None) is Dialect.NVIDIA
     samples = {

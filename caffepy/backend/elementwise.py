@@ -24,6 +24,8 @@ from enum import Enum
 from functools import cache, cached_property
 from typing import Any
 
+from caffepy.errors import ConfigError
+
 
 class Kind(Enum):
     """Meaning of a formula's argument in a call on whole arrays."""
@@ -31,6 +33,9 @@ class Kind(Enum):
     EACH = "Each"
     CHANNEL = "Channel"
     SCALAR = "Scalar"
+
+
+_KINDS = tuple(kind.value for kind in Kind)
 
 
 Each = float
@@ -90,7 +95,13 @@ class Expression:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.name = function.__name__
-        self.kinds = [Kind(str(p.annotation)) for p in inspect.signature(function).parameters.values()]
+        annotations = [p.annotation for p in inspect.signature(function).parameters.values()]
+        if any(annotation not in _KINDS for annotation in annotations):
+            raise ConfigError(
+                f"formula '{self.name}': annotate each parameter as Each, Channel or Scalar, and begin the file with "
+                "'from __future__ import annotations'"
+            )
+        self.kinds = [Kind(annotation) for annotation in annotations]
         self.parameters = list(inspect.signature(function).parameters)
         self.__doc__ = function.__doc__
 

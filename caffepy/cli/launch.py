@@ -270,16 +270,20 @@ def _training(args: argparse.Namespace) -> dict[str, Any]:
         "shares_signals": True,
         "interrupt_stops": train.sigint_effect == "stop",
         "terminate_stops": train.sigterm_effect == "stop",
-        "passes": 1 if args.min_nodes is None else _passes(train.solver),
+        "passes": 1 if args.min_nodes is None else _passes(train),
     }
 
 
-def _passes(solver: Path | None) -> int:
+def _passes(train: argparse.Namespace) -> int:
     """Return the solver's iter_size; 1 if the file cannot be read here."""
-    from caffepy.config.load import read_solver
+    from caffepy.proto.registration import register_proto
 
     try:
-        return int(read_solver(solver).iter_size) if solver is not None else 1
+        if train.proto is not None:
+            register_proto(train.proto)
+        from caffepy.config.load import read_solver
+
+        return int(read_solver(train.solver).iter_size) if train.solver is not None else 1
     except CaffepyError:
         return 1
 

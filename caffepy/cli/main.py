@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from caffepy import as_caffe, version
 from caffepy.cli.log import log_to_stderr, raise_once, rank_prefix
-from caffepy.cli.options import Commands, Parser, normalise
+from caffepy.cli.options import Commands, Parser, add_options, normalise
 from caffepy.errors import (
     NO_THREADS,
     CaffepyError,
@@ -30,6 +30,7 @@ from caffepy.errors import (
     one_line,
 )
 from caffepy.files import open_closed_streams
+from caffepy.options import ExtensionOptions
 from caffepy.registry import suggest
 
 GROUPS = {
@@ -62,6 +63,10 @@ MODULES = {
     **dict.fromkeys(GROUPS["old files"], "upgrade"),
 }
 """Modules with several commands. Their functions end with the command's name."""
+WITHOUT_NETS = frozenset(
+    ("data", "device_query", "launch", "bench", "parse_log", "plot_training_log", *GROUPS["data sets"])
+)
+"""Commands that read no nets, and so have no `ExtensionOptions`. `launch` starts commands that have them."""
 WRITERS = frozenset({*MODULES, "data", "deploy", "draw_net", "extract_features"})
 """Commands that write files and do not handle signals themselves."""
 
@@ -80,6 +85,8 @@ PIPE_CLOSED = 141
 """Exit status when the reader of the output has exited: 128 + SIGPIPE."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a full disk."""
+PROTO = "CAFFEPY_PROTO"
+"""The environment variable that names a fork's schema."""
 TRACEBACK = "CAFFEPY_TRACEBACK"
 """The environment variable that enables tracebacks."""
 NO_MEMORY = "out of memory: the process needs more than it can allocate; use a smaller batch_size or a smaller file"
@@ -139,6 +146,7 @@ def _run(arguments: list[str], verbose: bool) -> int:
     try:
         parser = build_parser(arguments)
         args = parser.parse_strictly(arguments)
+        _extend(args)
     except ConfigError as error:
         if _command_word(arguments) in (set(COMMANDS) - {"train"}):
             raise  # other commands run independently on each rank
@@ -153,6 +161,23 @@ def _run(arguments: list[str], verbose: bool) -> int:
         status: int = _function("run", args.command)(args)
     sys.stdout.flush()
     return status
+
+
+def _extend(args: argparse.Namespace) -> None:
+    """Register the fork's schema of --proto and import the modules of --plugin.
+
+    Raises:
+        ConfigError: a file is absent or invalid.
+    """
+    if getattr(args, "proto", None) is not None:
+        os.environ.pop(PROTO, None)  # the option overrides the variable, which is read by the import
+        from caffepy.proto.registration import register_proto
+
+        register_proto(args.proto)
+    for plugin in getattr(args, "plugin", ()):
+        from caffepy.cli.plugins import import_plugin
+
+        import_plugin(plugin)
 
 
 @contextmanager
@@ -206,6 +231,9 @@ def build_parser(arguments: Sequence[str] = ()) -> Parser:
     for name in _commands(arguments):
         _function("add_parser", name)(subparsers)
     parser.epilog = f"{subparsers.listing(GROUPS)}\n\n{_EPILOGUE}"
+    for name, command in subparsers.choices.items():
+        if name not in WITHOUT_NETS:
+            add_options(command, ExtensionOptions)
     for command in (parser, *subparsers.choices.values()):
         command.set_defaults(parser=command)
         command.add_argument("--verbose", action="store_true", help="log debug lines, on every rank; print tracebacks")

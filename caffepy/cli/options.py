@@ -150,6 +150,8 @@ def _add_option(parser: argparse._ActionsContainer, one: Option) -> None:
         settings["choices"] = one.choices
     elif one.parse is not None:
         settings |= {"type": one.parse, "metavar": one.metavar}
+        if one.repeatable:
+            settings["action"] = "append"
     else:
         settings["action"] = argparse.BooleanOptionalAction if one.default else "store_true"
     parser.add_argument(*one.flags, **settings)

@@ -6,12 +6,15 @@ All other fields of `proto/caffe.proto` have an effect; `tests/unit/config/field
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from typing import Any
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from caffepy.config.messages import walk_fields
 from caffepy.errors import ConfigError
+from caffepy.proto.registration import ForkSchema, fork_schema
 
 # Reason -> fields, as Message.field.
 _REFUSED = {
@@ -126,3 +129,45 @@ def refuse_fields(param: Message, where: str) -> None:
         reason = REFUSED.get(f"{message}.{field.name}")
         if reason is not None and (field.message_type is not None or value != field.default_value):
             raise ConfigError(f"{where}: {field.name} of {message} is refused: {reason}")
+
+
+def refuse_fork_fields(param: Message, where: str, advice: str, skipped: Container[str] = ()) -> None:
+    """Refuse fields that only the registered schema of a fork has, unless they are their default, and such values.
+
+    Args:
+        param: net, layer or solver.
+        where: prefix of the error message.
+        advice: what to do instead.
+        skipped: fields of `param` that are not entered.
+
+    Raises:
+        ConfigError: `param` contains such a field or value; the message names it.
+    """
+    schema = fork_schema()
+    if schema is None:
+        return
+    for field, value in param.ListFields():
+        if field.name in skipped:
+            continue
+        name = f"{schema_name(param.DESCRIPTOR)}.{field.name}"
+        if name in schema.fields and (field.message_type is not None or value != field.default_value):
+            raise ConfigError(
+                f"{where}: {field.name} of {schema_name(param.DESCRIPTOR)} is a field of {schema.path.name} that "
+                f"caffepy does not know; {advice}"
+            )
+        repeated = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+        for part in value if repeated else [value]:
+            if field.message_type is not None:
+                refuse_fork_fields(part, where, advice)
+            elif field.enum_type is not None:
+                _refuse_fork_value(schema, field, part, where, advice)
+
+
+def _refuse_fork_value(schema: ForkSchema, field: FieldDescriptor, number: int, where: str, advice: str) -> None:
+    enum: Any = field.enum_type
+    value = enum.values_by_number[number].name
+    if f"{schema_name(enum)}.{value}" in schema.values:
+        raise ConfigError(
+            f"{where}: {value}, the value of {field.name}, is of {schema.path.name}, and caffepy does not know it; "
+            f"{advice}"
+        )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TypeVar
 
 from google.protobuf import text_format
@@ -15,14 +14,15 @@ from google.protobuf.message import Message
 from caffepy.config.upgrade import V1_TYPES
 from caffepy.errors import ConfigError
 from caffepy.proto import caffe_pb2
-from caffepy.registry import suggest
+from caffepy.proto.registration import fork_schema
+from caffepy.registry import nearest
 
 M = TypeVar("M", bound=Message)
 
 MAX_BACKSLASHES = 1000
 """Consecutive backslashes at which a text is refused."""
-MAX_LISTED_FIELDS = 15
-"""Maximum number of field names to list in an error; for larger messages the error names the schema."""
+MAX_LISTED_NAMES = 15
+"""Maximum number of names of fields or values to list in an error."""
 
 FIELD_ADVICE = {
     ("ConvolutionParameter", "hole"): "DeepLab's Caffe has this name for dilation; write dilation",
@@ -32,8 +32,10 @@ FIELD_ADVICE = {
     ("LayerParameter", "weight_decay"): "it is of the old format; write param { decay_mult: 1 }, one for each",
 }
 """Advice for fields of other Caffe forks and old formats, by message and field."""
-MIN_SIMILARITY = 0.8
-"""Minimum similarity (0 to 1) at which the error suggests another layer parameter."""
+FORK_ADVICE = (
+    "if a Caffe fork has it, give the fork's caffe.proto with --proto FILE or caffepy.register_proto(path) "
+    "(docs/tutorials/unknown-fork.md)"
+)
 
 _UNKNOWN_FIELD = re.compile(r'Message type "caffepy\.([\w.]+)" has no field named "([^"]*)"')
 _UNKNOWN_VALUE = re.compile(r'Enum type "caffepy\.([\w.]+)" has no value (?:named|with number) (\S+?)\.?$')
@@ -122,6 +124,9 @@ def _explain(message: str, root: str) -> str:
     if unknown_value:
         return _unknown_value(unknown_value[1], unknown_value[2])
     repeated = _REPEATED.search(message)
+    schema = fork_schema()
+    if repeated and schema is not None and f"{repeated[1]}.{repeated[2]}" in schema.single:
+        return f"field '{repeated[2]}' of {repeated[1]} has several values, of which caffepy reads one; keep one"
     if repeated:
         return f"field '{repeated[2]}' of {repeated[1]} is given twice; keep one"
     if "digits) for integer string conversion" in message:
@@ -217,17 +222,18 @@ def _explain_fork_field(message: str, text: str, position: int) -> str:
     type_name = _type_of_block(text, position)
     if not type_name:
         return ""
-    known = [name for name in caffe_pb2.LayerParameter.DESCRIPTOR.fields_by_name if name.endswith("_param")]
-    same_type = [name for name in known if name.replace("_", "") == f"{type_name}param".lower()]
-    stems = [name.removesuffix("_param") for name in known]
-    similar = difflib.get_close_matches(unknown[2].removesuffix("_param"), stems, n=1, cutoff=MIN_SIMILARITY)
     problem = f"unknown field '{unknown[2]}' of LayerParameter"
-    if same_type or similar:
-        return f"{problem}; did you mean '{same_type[0] if same_type else f'{similar[0]}_param'}'?"
-    return (
-        f"{problem}, in a layer of type '{type_name}'; if that is a layer type of a Caffe fork, see "
-        "docs/reference/layers.md for the supported types, or write it as a Python layer"
-    )
+    if similar := _nearest_field(_descriptor("LayerParameter"), unknown[2]):
+        return f"{problem}; did you mean '{similar}'?"
+    return f"{problem}, in a layer of type '{type_name}'; {FORK_ADVICE}"
+
+
+def _nearest_field(message: Descriptor, name: str) -> str | None:
+    """Return the field of which `name` is a misspelling; the ending that many fields have counts for nothing."""
+    ending = "_param" if name.endswith("_param") else ""
+    stems = [field.removesuffix(ending) for field in message.fields_by_name if field.endswith(ending)]
+    similar = nearest(name.removesuffix(ending), stems)
+    return f"{similar}{ending}" if similar else None
 
 
 def _type_of_block(text: str, position: int) -> str:
@@ -248,15 +254,17 @@ def _type_of_block(text: str, position: int) -> str:
 def _field_advice(message: Descriptor, name: str) -> str:
     if (message.name, name) in FIELD_ADVICE:
         return FIELD_ADVICE[message.name, name]
-    advice = suggest(name, list(message.fields_by_name))
-    if advice.startswith("did you mean"):
-        return advice
+    if similar := _nearest_field(message, name):
+        return f"did you mean '{similar}'?"
     holders = [field.name for field in message.fields if _contains_field(field, name)]
     if holders:
         return f"it belongs inside {' or '.join(holders)} {{ }}"
-    if len(message.fields) <= MAX_LISTED_FIELDS:
-        return advice
-    return f"proto/caffe.proto lists the fields of {message.name}"
+    return f"{_listing(message.fields_by_name)}{FORK_ADVICE}"
+
+
+def _listing(names: Collection[str]) -> str:
+    """Return a clause with all names, or '' for many."""
+    return f"known: {', '.join(sorted(names))}; " if len(names) <= MAX_LISTED_NAMES else ""
 
 
 def _contains_field(field: FieldDescriptor, name: str) -> bool:
@@ -268,7 +276,9 @@ def _unknown_value(enum_name: str, written: str) -> str:
     value = written.strip("\"'")
     if value in known:
         return f"{enum_name} is an enumeration; write {value} without quotes"
-    return f"unknown value '{value}' of {enum_name}; {suggest(value, known)}"
+    if similar := nearest(value, known):
+        return f"unknown value '{value}' of {enum_name}; did you mean '{similar}'?"
+    return f"unknown value '{value}' of {enum_name}; {_listing(known)}{FORK_ADVICE}"
 
 
 def _enum(name: str) -> EnumDescriptor:

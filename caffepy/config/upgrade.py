@@ -11,6 +11,7 @@ import logging
 
 from google.protobuf.message import Message
 
+from caffepy.config.fields import refuse_fork_fields
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import (
     LayerParameter,
@@ -40,6 +41,10 @@ SOLVER_TYPES = {
 }
 
 
+TRAIN_NETS = ("net_param", "train_net_param", "test_net_param")
+"""Fields of a solver that hold nets."""
+
+
 def upgrade_net(param: NetParameter, origin: str) -> None:
     """Upgrade `param` in place; log one line if anything changed.
 
@@ -66,8 +71,10 @@ def upgrade_solver(param: SolverParameter, origin: str) -> None:
     """Upgrade `param` and its nets in place; log a line if ``solver_type`` was replaced.
 
     Raises:
-        ConfigError: both ``type`` and ``solver_type`` are given.
+        ConfigError: both ``type`` and ``solver_type`` are given, or a field that only the registered schema of a fork
+            has.
     """
+    refuse_fork_fields(param, origin, "leave it out", skipped=TRAIN_NETS)
     if param.HasField("solver_type"):
         if param.HasField("type"):
             raise ConfigError(f"{origin}: both type and solver_type are given; keep type")
@@ -422,7 +429,8 @@ def upgrade_v1_layer(old: V1LayerParameter, new: LayerParameter) -> None:
         if field.name in PER_PARAMETER:
             _set_param_specs(field.name, value, new)
         elif field.name == "type":
-            new.type = V1_TYPES[value]
+            # A type of a registered schema keeps its name.
+            new.type = V1_TYPES[value] if value in V1_TYPES else V1LayerParameter.LayerType.Name(value)
         elif field.name != "layer":
             new.MergeFrom(LayerParameter(**{field.name: value}))
 

@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
-from caffepy.layers.core.base import Layer, LayerContext, PassCounter, layer_class, register_layer
+from caffepy.layers.core.base import (
+    Layer,
+    LayerContext,
+    PassCounter,
+    is_registered,
+    layer_class,
+    register_layer,
+    replaces_built_in,
+)
 
-__all__ = ["Layer", "LayerContext", "PassCounter", "layer_class", "register_layer"]
+__all__ = [
+    "Layer",
+    "LayerContext",
+    "PassCounter",
+    "is_registered",
+    "layer_class",
+    "register_layer",
+    "replaces_built_in",
+]

@@ -11,6 +11,7 @@ import numpy as np
 from caffepy.config.dialect import LEAST_EPSILON, Dialect, choose_dialect
 from caffepy.config.filter import filter_net, net_state
 from caffepy.errors import ConfigError
+from caffepy.layers.core.base import is_registered
 from caffepy.net.record_shape import told_shape
 from caffepy.proto import caffe_pb2
 
@@ -205,7 +206,8 @@ def _learned_blobs(layers: Layers) -> set[str]:
     """Return the blobs that depend on a layer with learned parameters."""
     learned: set[str] = set()
     for layer in layers:
-        if not _is_score(layer) and (layer.type in _LEARNED or learned & set(layer.bottom)):
+        learns = layer.type in _LEARNED or (bool(layer.bottom) and is_registered(layer.type))
+        if not _is_score(layer) and (learns or learned & set(layer.bottom)):
             learned |= set(layer.top)
     return learned
 

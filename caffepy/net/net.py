@@ -17,14 +17,14 @@ from pathlib import Path
 from caffepy.backend import Array
 from caffepy.blob import Blob, format_shape
 from caffepy.config.dialect import choose_dialect
-from caffepy.config.fields import refuse_fields
+from caffepy.config.fields import refuse_fields, refuse_fork_fields
 from caffepy.config.filter import filter_net, is_included, net_state
 from caffepy.config.load import MAX_TEXT_BYTES
 from caffepy.config.paths import PathResolver
 from caffepy.config.text import decode_text, layer_blocks, parse_text
 from caffepy.errors import CaffepyError, DeviceError, UserError
 from caffepy.files import read_regular
-from caffepy.layers.core.base import Layer, LayerContext, layer_class
+from caffepy.layers.core.base import Layer, LayerContext, is_registered, layer_class
 from caffepy.layers.core.formulas import scaled
 from caffepy.net import debug
 from caffepy.net.describe import describe_net, net_table
@@ -539,6 +539,7 @@ def build_net(
 
 
 def _build(param: caffe_pb2.NetParameter, context: LayerContext, state: caffe_pb2.NetState) -> BuiltNet:
+    refuse_fork_fields(param, f"net '{param.name}'", "leave it out", skipped=("layer", "layers"))
     filtered = filter_net(param, state)
     check_loss_weights(filtered)
     param = insert_splits(filtered)
@@ -597,7 +598,10 @@ def _connect_layers(param: caffe_pb2.NetParameter, context: LayerContext, wiring
         param.layer, overwritten_tops(param.layer), find_label_tops(param), strict=True
     ):
         cls = layer_class(layer_param.type, f"layer '{layer_param.name}'")
-        refuse_fields(layer_param, f"layer '{layer_param.name}' ({layer_param.type})")
+        where = f"layer '{layer_param.name}' ({layer_param.type})"
+        refuse_fields(layer_param, where)
+        if not (is_registered(layer_param.type) or layer_param.type == "Python"):
+            refuse_fork_fields(layer_param, where, _register_advice(layer_param.type))
         layer = cls(layer_param, context)
         layer.tops_overwritten, layer.label_tops = overwritten, labels
         if count := earlier[layer.name]:
@@ -606,6 +610,13 @@ def _connect_layers(param: caffe_pb2.NetParameter, context: LayerContext, wiring
         node = wiring.connect(layer, precision)
         yield from insert_casts(node, context)
         yield node
+
+
+def _register_advice(type_name: str) -> str:
+    return (
+        "register a class that reads it: "
+        f'caffepy.register_layer("{type_name}", cls, replace=True) (docs/tutorials/unknown-fork.md)'
+    )
 
 
 def _setup(node: Node) -> None:

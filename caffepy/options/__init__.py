@@ -5,6 +5,7 @@ Nothing heavy is imported, so that `--help` stays quick. All parts from the back
 
 from __future__ import annotations
 
+from caffepy.options.extension import ExtensionOptions
 from caffepy.options.solver import ExecutionOptions, RetentionPolicy
 
-__all__ = ["ExecutionOptions", "RetentionPolicy"]
+__all__ = ["ExecutionOptions", "ExtensionOptions", "RetentionPolicy"]

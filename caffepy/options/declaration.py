@@ -34,6 +34,7 @@ class Option:
         metavar: the value in `--help`.
         group: the title under which `--help` lists it.
         per_rank: ranks may differ in it.
+        repeatable: each occurrence on the command line adds a value.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Option:
     metavar: str | None = None
     group: str = ""
     per_rank: bool = False
+    repeatable: bool = False
 
     @property
     def default_text(self) -> str:

@@ -38,6 +38,11 @@ def snapshot_name(text: str) -> str:
     return given(text, "a .solverstate or 'auto'")
 
 
+def plugin_name(text: str) -> str:
+    """A Python module's name, or the path of its file."""
+    return given(text, "a Python file or module")
+
+
 def name_list(text: str) -> list[str]:
     """Names divided by commas."""
     try:

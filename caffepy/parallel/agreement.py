@@ -36,6 +36,8 @@ from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.processes.gpu_assignment import assign_gpus
 from caffepy.parallel.processes.world import World
 from caffepy.proto.caffe_pb2 import LayerParameter, SolverParameter, SolverState
+from caffepy.proto.registration import VARIABLE as PROTO
+from caffepy.proto.registration import fork_schema
 from caffepy.snapshot.files import newest_snapshot
 from caffepy.solvers import Solver
 
@@ -120,6 +122,8 @@ def describe_options(options: TrainOptions) -> Description:
     """All options except options declared `per_rank`."""
     described = {"--trace": "given" if options.trace is not None else _NOT_GIVEN}
     described[f"--dialect or {DIALECT}"] = os.environ.get(DIALECT, "").strip().lower() or _NOT_GIVEN
+    schema = fork_schema()
+    described[f"--proto or {PROTO}"] = _NOT_GIVEN if schema is None else f"a file with hash {schema.digest}"
     described["the program"] = "caffepy.train" if options.keeps_trained else "caffepy train"
     alike = ((one.flags[-1], value) for one, value in option_values(options) if not one.per_rank)
     return described | {flag: _option_text(value) for flag, value in alike}

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import Message
 
+from caffepy.layers.core.base import unknown_type_advice
 from caffepy.proto import caffe_pb2
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter
 from caffepy.pycaffe.layer import layer_type_list
@@ -234,7 +235,7 @@ class Function:
         own = f"{_FIELDS.get(self.type_name, '')}_param"
         types = layer_type_list()
         if self.type_name not in types:
-            return f"nor is there such a layer type; {suggest(self.type_name, types)}"
+            return f"nor is there such a layer type; {unknown_type_advice(self.type_name)}"
         fields = getattr(layer, own) if own in layer.DESCRIPTOR.fields_by_name else layer
         return suggest(key, list(fields.DESCRIPTOR.fields_by_name))
 

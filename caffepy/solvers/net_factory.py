@@ -19,6 +19,7 @@ from caffepy.data.schedule import Shard
 from caffepy.errors import CaffepyError, ConfigError, OutOfMemoryError
 from caffepy.files import working_folder
 from caffepy.layers.core.base import LayerContext
+from caffepy.layers.python.python_layer import PythonLayer
 from caffepy.net import Net
 from caffepy.net.forward_runner import ForwardRunner, prepare_inference
 from caffepy.net.memory_plan import (
@@ -174,8 +175,8 @@ class NetFactory:
 
     def spare_programs(self) -> None:
         """Share nothing on a CPU where layers are users' classes: a plan would make their objects a second time."""
-        types = {layer.type for net, _, _ in self._made for layer in net.layers}
-        if "Python" in types and not self.backend.captures:
+        users = any(isinstance(layer, PythonLayer) for net, _, _ in self._made for layer in net.layers)
+        if users and not self.backend.captures:
             self.share = False
 
     def share_memory(self) -> MemoryPlan:

@@ -21,6 +21,7 @@ from caffepy.layers import LayerContext, layer_class
 from caffepy.net import Net
 from caffepy.net.memory_plan import plan_memory
 from caffepy.proto import caffe_pb2
+from caffepy.proto.registration import unite
 from caffepy.solvers.net_factory import NetFactory
 
 LENET_SHAPES: dict[str, tuple[int, ...]] = {"data": (1, 28, 28), "label": ()}
@@ -215,4 +216,18 @@ class DetectionFiles(TextTarget):
                 reader(self.layer, str(self.path))
 
 
-TARGETS = (SolverText, NetText, GeneratedText, V1Text, V0Text, NetRun, RunLog, DetectionFiles)
+class SchemaOfFork(TextTarget):
+    """A fork's caffe.proto, united with caffepy's schema; the union is not used."""
+
+    name = "schema of a fork"
+    file = "caffe.proto"
+    share = 2
+
+    def prepare(self) -> None:
+        self.texts = seeds.schemas()
+
+    def read(self) -> None:
+        unite(self.path.read_bytes(), str(self.path), caffe_pb2)
+
+
+TARGETS = (SolverText, NetText, GeneratedText, V1Text, V0Text, NetRun, RunLog, DetectionFiles, SchemaOfFork)

@@ -116,6 +116,19 @@ SOLVERS = tuple(
 )
 
 
+FORK = """
+syntax = "proto2"; package caffe; import "other.proto"; option optimize_for = SPEED;
+message LayerParameter { reserved 4, 7 to 9; optional string name = 1; repeated Focal.Way ways = 145 [packed = true];
+  optional Focal focal_param = 106; extensions 1000 to max; oneof kind { float f = 150; .caffe.Kind k = 151; } }
+message Focal { enum Way { A = 0; B = -1; } optional Way way = 0x2 [default = B, deprecated = true];
+  optional double alpha = 3 [default = .25]; optional string s = 4 [default = "a\\n\\x41" 'b']; /* more */ }
+enum Kind { option allow_alias = true; MAX = 0; MORE = 0; }
+message PoolingParameter { enum PoolMethod { MAX = 1; AVE = 0; MEDIAN = 2; } repeated uint32 pad = 4; }
+message V1LayerParameter { enum LayerType { CONCAT = 4; FOCAL = 3; } optional Focal focal_param = 900; }
+service S { rpc F (Focal) returns (Focal); } extend Focal { optional int32 x = 1000; }
+"""
+
+
 def nets() -> list[str]:
     """Texts of current nets that train, small ones with most layer types and those of `models`."""
     small = [f'name: "{top}" {DATA} {body} {END % top}' for top, body in BODIES.items()]
@@ -125,6 +138,13 @@ def nets() -> list[str]:
 def solvers() -> list[str]:
     """Texts of solvers of every type and policy."""
     return [*SOLVERS, (ROOT / "models/lenet/solver.prototxt").read_text()]
+
+
+def schemas() -> list[str]:
+    """Parts of caffepy's own schema, and a fork's."""
+    messages = (ROOT / "proto/caffe.proto").read_text().split("\nmessage ")[1:]
+    named = {text.split(" ", 1)[0]: f"message {text}" for text in messages}
+    return [*(named[name] for name in ("PoolingParameter", "BlobProto", "NetStateRule", "ParamSpec")), FORK]
 
 
 def net_message(text: str) -> caffe_pb2.NetParameter:

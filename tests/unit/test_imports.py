@@ -22,7 +22,7 @@ MODULES = import_graph.module_paths()
 LEVELS = {
     "errors": 0,
     "forks": 0,
-    "proto": 0,
+    "proto": 1.5,
     "version": 0,
     "registry": 1,
     "options": 1.5,

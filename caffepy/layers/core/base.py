@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar, overload
 
 from caffepy.backend.interface import Backend
 from caffepy.backend.types import Array, Counter, RandomStream
@@ -26,15 +26,82 @@ from caffepy.errors import ConfigError, DataError, OutOfMemoryError, ShapeError
 from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.layers.core.known_types import describe_missing, layer_modules
 from caffepy.proto import caffe_pb2
-from caffepy.registry import Registry
+from caffepy.registry import Registry, nearest
 
 LAYERS: Registry[type[Layer]] = Registry("layer type")
-register_layer = LAYERS.register
+_REGISTERED: set[str] = set()
+"""Types whose classes are not caffepy's own."""
+_REPLACED: set[str] = set()
+"""Types of `_REGISTERED` that caffepy has too."""
+
+UserClass = TypeVar("UserClass", bound=type[Any])
 
 LARGE_ALLOCATION = 2**28
 """Bytes from which `Layer.check_memory` asks the backend for its available memory."""
 
 Blobs: TypeAlias = "list[Blob]"
+
+
+@overload
+def register_layer(name: str, *, replace: bool = False) -> Callable[[UserClass], UserClass]: ...
+
+
+@overload
+def register_layer(name: str, cls: UserClass, *, replace: bool = False) -> UserClass: ...
+
+
+def register_layer(name: str, cls: Any = None, *, replace: bool = False) -> Any:
+    """Register a class for a layer type of prototxts. Without `cls` it is a decorator: ``@register_layer("Mish")``.
+
+    The class is either a subclass of `caffepy.layers.Layer`, or has the methods of pycaffe's Python layers: ``setup``,
+    ``reshape``, ``forward`` and, for training, ``backward``. Objects of the latter have the layer's prototxt as
+    ``self.param``, with all fields, and the other attributes of Python layers. The class may declare variables of
+    `Layer`: ``bottoms``, ``tops``, ``is_loss``, ``auto_tops``, ``no_gradient_bottoms``, ``has_backward``.
+
+    A program may register a type of its own again; the later class holds for nets that are built afterwards.
+
+    Args:
+        name: the type, as prototxts write it.
+        cls: the class.
+        replace: let the class replace a layer type of caffepy.
+
+    Returns:
+        The class.
+
+    Raises:
+        ConfigError: caffepy has a layer type of this name and `replace` is False, or the class lacks methods.
+    """
+    if cls is None:
+        return lambda decorated: register_layer(name, decorated, replace=replace)
+    if cls.__module__.startswith("caffepy."):
+        if name not in _REGISTERED:
+            LAYERS.register(name)(cls)
+        return cls
+    built_in = name in layer_modules() or (name in LAYERS and name not in _REGISTERED)
+    if built_in and not replace:
+        raise ConfigError(
+            f"caffepy has the layer type '{name}'; give the class another name, or replace the type with "
+            f'register_layer("{name}", {cls.__name__}, replace=True)'
+        )
+    if not issubclass(cls, Layer):
+        python: Any = layer_class("Python")
+        LAYERS.replace(name, python.calling(name, cls))
+    else:
+        LAYERS.replace(name, cls)
+    _REGISTERED.add(name)
+    if built_in:
+        _REPLACED.add(name)
+    return cls
+
+
+def is_registered(type_name: str) -> bool:
+    """Return whether a layer type's class is not caffepy's own."""
+    return type_name in _REGISTERED
+
+
+def replaces_built_in(type_name: str) -> bool:
+    """Return whether a program's class has replaced a layer type of caffepy."""
+    return type_name in _REPLACED
 
 
 @cache
@@ -58,9 +125,22 @@ def layer_class(type_name: str, where: str = "") -> type[Layer]:
             import_layer_types()
         else:
             importlib.import_module(module)
-    if type_name not in LAYERS and (missing := describe_missing(type_name)):
-        raise ConfigError(f"{where}: {missing}" if where else missing)
+    if type_name not in LAYERS:
+        prefix = f"{where}: " if where else ""
+        if missing := describe_missing(type_name):
+            raise ConfigError(f"{prefix}{missing}")
+        raise ConfigError(f"{prefix}unknown layer type '{type_name}'; {unknown_type_advice(type_name)}")
     return LAYERS.get(type_name, where)
+
+
+def unknown_type_advice(type_name: str) -> str:
+    """Return what to do about an unknown layer type; all modules of layers are imported."""
+    if similar := nearest(type_name, LAYERS):
+        return f"did you mean '{similar}'?"
+    return (
+        f'if a Caffe fork or your program has it, register a class for it: caffepy.register_layer("{type_name}", cls), '
+        "or --plugin FILE (docs/tutorials/unknown-fork.md)"
+    )
 
 
 @dataclass
@@ -216,7 +296,9 @@ class Layer:
         self.name = param.name
         self.random_name = param.name
         """Key of the layer's random numbers. The net makes it unique if two layers have the same name."""
-        self.type = param.type
+        self.type = f"{param.type} (registered)" if replaces_built_in(param.type) else param.type
+        """As in the prototxt. A class that replaces a type of caffepy has another name, so that nothing takes it for
+        that type."""
         self.blobs: list[Blob] = []
         """The parameters, made in `setup`."""
         self.propagate_to_params: list[bool] = []

@@ -60,10 +60,19 @@ def find_class(module_name: str, class_name: str, resolve: Callable[[str], Path]
     cls = getattr(module, class_name, None)
     if cls is None:
         raise ConfigError(f"{where}: module '{module_name}' ({module.__file__}) has no class '{class_name}'")
+    check_methods(cls, f"{where}: class '{class_name}' of {module.__file__}")
+    return cls
+
+
+def check_methods(cls: Any, what: str) -> None:
+    """Check that a class has the methods of a Python layer; `what` it is called in the message.
+
+    Raises:
+        ConfigError: a method is missing.
+    """
     missing = [name for name in REQUIRED_METHODS if not callable(getattr(cls, name, None))]
     if missing:
-        raise ConfigError(f"{where}: class '{class_name}' of {module.__file__} lacks {', '.join(missing)}")
-    return cls
+        raise ConfigError(f"{what} lacks {', '.join(missing)}")
 
 
 def _import(name: str, resolve: Callable[[str], Path], where: str) -> Any:

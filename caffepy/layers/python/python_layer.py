@@ -14,20 +14,35 @@ import numpy as np
 
 from caffepy.blob import Blob, FourAxes
 from caffepy.layers.core.base import Blobs, Layer, register_layer
-from caffepy.layers.python.python_class import PythonObject, find_class, make_object, user_errors
+from caffepy.layers.python.python_class import PythonObject, check_methods, find_class, make_object, user_errors
 from caffepy.proto import caffe_pb2
+
+_DECLARED = (
+    "bottoms",
+    "tops",
+    "equal_bottoms_and_tops",
+    "is_loss",
+    "auto_tops",
+    "no_gradient_bottoms",
+    "exact_bottoms",
+    "no_gradient_tops",
+    "has_backward",
+)
+"""Class variables of `Layer` that a registered class may declare."""
 
 
 class PythonLayerBase:
     """Optional base class of a user's class. Any class with these methods is accepted.
 
-    The layer sets these attributes before each call: `param_str`, `phase` (0: TRAIN, 1: TEST), `blobs` (the parameters;
-    `add_blob(*shape)` makes one), `rank` and `world_size` (of this device in training). bottom and top are lists of
-    blobs with `shape`, `num`, `channels`, `height`, `width`, `count`, `reshape(*shape)`, and the NumPy arrays `data`
-    and `diff`, which are written in place (`top[0].data[...] = …`).
+    The layer sets `param`, the layer's prototxt, before `setup`, and these attributes before each call: `param_str`,
+    `phase` (0: TRAIN, 1: TEST), `blobs` (the parameters; `add_blob(*shape)` makes one), `rank` and `world_size` (of
+    this device in training). bottom and top are lists of blobs with `shape`, `num`, `channels`, `height`, `width`,
+    `count`, `reshape(*shape)`, and the NumPy arrays `data` and `diff`, which are written in place (`top[0].data[...] =
+    …`).
     """
 
-    type: ClassVar[str] = "Python"
+    type: str = "Python"
+    param: caffe_pb2.LayerParameter
     param_str: str
     phase: int
     blobs: ParameterBlobs
@@ -71,6 +86,8 @@ class PythonLayer(Layer):
     may_keep_shapes = True
 
     _object: PythonObject
+    user_class: ClassVar[Any] = None
+    """The class of a registered type; None: `python_param` names it."""
     blobs_between_calls: Any = None
     """The value of the object's attribute `blobs` between calls of its methods (pycaffe); None: as in its methods."""
 
@@ -79,18 +96,40 @@ class PythonLayer(Layer):
         """The user's object."""
         return self._object.instance
 
+    @classmethod
+    def calling(cls, type_name: str, user_class: Any) -> type[PythonLayer]:
+        """Return the layer class of a registered type, which calls objects of `user_class`.
+
+        Raises:
+            ConfigError: the class lacks methods.
+        """
+        check_methods(user_class, f"layer type '{type_name}': class '{user_class.__name__}'")
+        declared = {name: getattr(user_class, name) for name in _DECLARED if hasattr(user_class, name)}
+        names = {"__doc__": user_class.__doc__, "__module__": user_class.__module__, "user_class": user_class}
+        return type(user_class.__name__, (cls,), names | declared)
+
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        param = self.param.python_param
-        if not param.module or not param.layer:
-            raise self.error("python_param needs module and layer")
-        cls = find_class(param.module, param.layer, self.context.resolve, self.where)
-        shared = param.share_in_parallel and self.context.shard.training
+        cls = self._find_class()
+        shared = self.param.python_param.share_in_parallel and self.context.shard.training
         self._object = make_object(cls, self._key(cls) if shared else None, self.where)
+        instance = self._object.instance
+        if not hasattr(instance, "param"):  # an attribute of the user's own stays
+            instance.param = self.param
+        if isinstance(instance, PythonLayerBase):
+            instance.type = self.type
         self._blobs: dict[Blob, HostBlob] = {}
         self._parameters = ParameterBlobs(self._make_parameter)
         self._call("setup", self._hosts(bottom), self._hosts(top))
         for blob in self._parameters:
             blob.upload("data")
+
+    def _find_class(self) -> Any:
+        if self.user_class is not None:
+            return self.user_class
+        param = self.param.python_param
+        if not param.module or not param.layer:
+            raise self.error("python_param needs module and layer")
+        return find_class(param.module, param.layer, self.context.resolve, self.where)
 
     def _key(self, cls: Any) -> tuple[Any, ...]:
         """Return the key that the replicas of this layer on the training devices of this process have in common."""

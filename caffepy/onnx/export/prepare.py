@@ -14,7 +14,7 @@ from caffepy.config.filter import filter_net, net_state
 from caffepy.config.load import read_net
 from caffepy.config.paths import PathResolver
 from caffepy.errors import ConfigError
-from caffepy.layers import LayerContext, layer_class
+from caffepy.layers import LayerContext, layer_class, replaces_built_in
 from caffepy.net import Net
 from caffepy.net.memory_plan import with_batch
 from caffepy.proto import caffe_pb2
@@ -116,6 +116,10 @@ def _without_labels(layer: caffe_pb2.LayerParameter, unread: set[str]) -> caffe_
         ConfigError: it reads records.
     """
     cls = layer_class(layer.type)
+    if replaces_built_in(layer.type):
+        raise ConfigError(
+            f"layer '{layer.name}' ({layer.type}) is of a class that the program registered, which has no ONNX form"
+        )
     if cls.prefetches or (cls.bottoms == (0, 0) and layer.type not in ("Input", "Parameter", "DummyData")):
         raise ConfigError(
             f"layer '{layer.name}' ({layer.type}) reads records, which ONNX does not; export the deploy net, whose "

@@ -48,16 +48,13 @@ def test_a_net_is_read_with_its_comments_lists_and_floats() -> None:
         ),
         ("layer { param { momentum: 1 } }", r"of ParamSpec; known: decay_mult, lr_mult, name, share_mode"),
         (
-            'layer { name: "b" type: "BN" # {\n bn_param { frozen: true } }',
-            r"^net\.prototxt:2:2: unknown field 'bn_param' of .*, in a layer of type 'BN'; if .*a Python layer$",
+            'layer { name: "b" type: "Qmix" # {\n qmix_param { frozen: true } }',
+            r"^net\.prototxt:2:2: unknown field 'qmix_param' of .*, in a layer of type 'Qmix'; if a Caffe fork "
+            r"has it, give .* --proto FILE or caffepy\.register_proto\(path\)",
         ),
         (
             "layer { st_param { } type: 'SpatialTransformer' }",
             r"'st_param' .*, in a layer of type 'SpatialTransformer'; if",
-        ),
-        (
-            'layer { type: "BatchNorm" bn_param { } }',
-            r"unknown field 'bn_param' .*; did you mean 'batch_norm_param'\?$",
         ),
         ('layer { type: "Deconvolution" convolutoin_param { } }', r"did you mean 'convolution_param'\?$"),
         ("layer { convolution_param { hole: 2 } }", r"1:29: unknown field 'hole' of .*Caffe has .*; write dilation$"),
@@ -65,8 +62,9 @@ def test_a_net_is_read_with_its_comments_lists_and_floats() -> None:
         ("layers {\n param { lr_mult: 1 } }", r"2:8: in layers { }, the old format, param is a name; write blobs_lr"),
         ("layer { top { } }", r"1:13: found a block where 'top' takes a value; write top: and the value$"),
         ("// a net\nlayer { }", r"1:1: comments begin with #, not with a slash$"),
-        ("layer { bn_param { } }", r"unknown field 'bn_param' of LayerParameter; did you mean"),
-        ("layer { zzqq: 1 }", r"proto/caffe.proto lists the fields of LayerParameter"),
+        ("layer { qmix_param { } }", r"unknown field 'qmix_param' of LayerParameter; if a Caffe fork has it"),
+        ("layer { zzqq: 1 }", r"unknown field 'zzqq' of LayerParameter; if a Caffe fork has it"),
+        ("layer { pooling_param { pool: MEDIAN } }", r"'MEDIAN' of .*; known: AVE, MAX, STOCHASTIC; if a Caffe fork"),
         ("layer { name: x }", r"1:15: found 'x' where a quoted string is expected; put it into quotes$"),
         ('layer { name: "a"', r"1:15: the text ends .* close the block that is still open"),
         ('layer { name: "a" } }', r"1:21: this '}' closes nothing"),

@@ -31,7 +31,8 @@ from caffepy.parallel.agreement import (
 )
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.processes.world import SingleProcess
-from caffepy.proto import caffe_pb2
+from caffepy.proto import caffe_pb2, registration
+from caffepy.proto.registration import ForkSchema
 
 SOLVER = 'base_lr: 0.01 lr_policy: "multistep" stepvalue: 5 stepvalue: 9 gamma: 0.1 max_iter: 3 net: "a/net.prototxt" '
 NET = """
@@ -188,6 +189,15 @@ def test_options_of_the_ranks_own_are_not() -> None:
         sigint_effect="none", devices=None,
     )  # fmt: skip
     assert describe_options(options) == describe_options(own)
+
+
+def test_schemas_of_forks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = TrainOptions(caffe_pb2.SolverParameter())
+    before = describe_options(options)
+    schema = ForkSchema(Path("a/caffe.proto"), "12ab", frozenset(), frozenset(), frozenset())
+    monkeypatch.setattr(registration, "_registered", [schema])
+    found = first_difference(before, describe_options(options))
+    assert found == Difference("--proto or CAFFEPY_PROTO", "not given", "a file with hash 12ab")
 
 
 def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,9 +83,7 @@ def test_an_upgrade_of_the_file_loses_no_settings(tmp_path: Path) -> None:
     """Where settings would be lost, the message is refused."""
     path = tmp_path / "fork.caffemodel"
     path.write_bytes(net_bytes(LayerParameter(name="c").SerializeToString() + setting(106, b"\xff")))
-    with pytest.raises(
-        SnapshotError, match="of its layers are of another Caffe; give its caffe.proto with --proto"
-    ):
+    with pytest.raises(SnapshotError, match="of its layers are of another Caffe; give its caffe.proto with --proto"):
         read_message(path, NetParameter, inline_arrays=True)
 
 

@@ -145,7 +145,7 @@ def test_detections_have_no_mean() -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ('eval_type: "detect"', "unknown eval_type 'detect'; did you mean 'detection'"),
+        ('eval_type: "detect"', "unknown eval_type 'detect'; known: classification, detection"),
         ('eval_type: "detection" ap_version: "11-point"', "unknown ap_version '11-point'; did you mean '11point'"),
     ],
 )
