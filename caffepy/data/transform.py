@@ -25,7 +25,7 @@ from caffepy.data.transforms.im_transforms import (
     check_distort,
     check_noise,
     check_random_resize,
-    check_resize,
+    check_resizes,
     random_resize,
     resizes_randomly,
 )
@@ -55,8 +55,7 @@ def check_transform(param: caffe_pb2.TransformationParameter, where: str) -> Non
     if max(param.crop_size, param.crop_h, param.crop_w) > _MAX_CROP:
         raise ConfigError(f"{where}: transform_param has a crop of more than {_MAX_CROP} pixels")
     check_random_resize(param, where)
-    if param.HasField("resize_param"):
-        check_resize(param.resize_param, where)
+    check_resizes(param.resize_param, where)
     check_noise(param.noise_param, where)
     check_distort(param.distort_param, where)
 
@@ -66,7 +65,7 @@ def warn_about_unused_fields(param: caffe_pb2.TransformationParameter, nvidia: b
     unused = [field for field in _ANNOTATED_ONLY if param.HasField(field)]
     if unused:
         logger.warning("%s: %s is for AnnotatedData and has no effect here", where, " and ".join(unused))
-    if nvidia and (param.HasField("resize_param") or param.HasField("noise_param")):
+    if nvidia and (param.resize_param or param.HasField("noise_param")):
         logger.warning(
             "%s: resize_param and noise_param have no effect here in NVIDIA's dialect, as in NVIDIA Caffe; "
             "--dialect bvlc (CAFFEPY_DIALECT=bvlc in scripts) applies them", where,
@@ -128,7 +127,7 @@ class Transformer:
         self._ssd = annotated or not nvidia
         self.adds_noise = self._ssd and param.HasField("noise_param")
         """Whether `preprocess` applies noise."""
-        self.preprocesses = self.resizes_randomly or self.adds_noise or (self._ssd and param.HasField("resize_param"))
+        self.preprocesses = self.resizes_randomly or self.adds_noise or (self._ssd and bool(param.resize_param))
         """Whether `preprocess` changes images."""
         self.center_crops_mean = False
         """Whether to subtract the center crop of mean_file at every crop offset, as NVIDIA Caffe does for decoded and
@@ -170,13 +169,14 @@ class Transformer:
         self._last_shape = shape, output  # one assignment: other threads may read it
         return output
 
-    def preprocess(self, image: Image, rng: SampleRng, encoded: bool = True) -> Image:
+    def preprocess(self, image: Image, rng: SampleRng, encoded: bool = True, resize: int = 0) -> Image:
         """Resize the image randomly and add noise, before the crop.
 
         Args:
             image: (C, H, W), uint8 or float32.
             rng: the sample's random numbers.
             encoded: whether the record was an encoded image; Caffe adds noise to no others.
+            resize: index of the resize_param.
 
         Raises:
             DataError: OpenCV cannot do it, or the image would be too large or too small.
@@ -186,8 +186,8 @@ class Transformer:
         pixels: Pixels = to_pixels(image)
         if self.resizes_randomly:
             pixels = random_resize(pixels, self._param, (self._height, self._width), rng)
-        if self._ssd and self._param.HasField("resize_param"):
-            pixels = apply_resize(pixels, self._param.resize_param, rng)
+        if self._ssd and self._param.resize_param:
+            pixels = apply_resize(pixels, self._param.resize_param[resize], rng)
         if encoded and self.adds_noise:
             pixels = apply_noise(pixels, self._param.noise_param, rng)
         return to_image(pixels)

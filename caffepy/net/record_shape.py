@@ -35,8 +35,8 @@ def told_shape(layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[tuple[int
 def _told_size(layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int, str] | None:
     """Return the height and width that the fields fix for all images, and the names of these fields."""
     transform, listed = layer.transform_param, layer.image_data_param
-    resize = transform.resize_param
-    applied = transform.HasField("resize_param") and (layer.type in _SSD or not nvidia)
+    resize = transform.resize_param[0] if transform.resize_param else caffe_pb2.ResizeParameter()
+    applied = bool(transform.resize_param) and (layer.type in _SSD or not nvidia)
     fixed = applied and resize.resize_mode != caffe_pb2.ResizeParameter.FIT_SMALL_SIZE
     told = (
         (transform.crop_size, transform.crop_size, "crop_size"),

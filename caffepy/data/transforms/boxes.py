@@ -22,6 +22,8 @@ COLUMNS = 8
 """Columns of a label row: item, label, instance, xmin, ymin, xmax, ymax, difficult."""
 _MAX_BOXES = 1 << 16
 """Maximum boxes of one image; bounds the memory of a batch."""
+_WHOLE, _HALF = 0.2, 0.2
+"""Chances of `jitter_patch` to keep the image, and to cut off up to half of `jitter`."""
 _MAX_COORDINATE = 100.0
 """Maximum absolute normalised coordinate. Coordinates in pixels usually exceed it."""
 
@@ -51,6 +53,17 @@ class Annotations:
         rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 7] = item, self.labels, self.instances, self.difficult
         rows[:, 3:7] = self.boxes
         return rows
+
+    def yolo_rows(self, difficult: bool) -> Floats:
+        """Return rows of YOLO (boxes, 5): class from 0, center x, center y, width, height.
+
+        Args:
+            difficult: whether to include boxes marked difficult.
+        """
+        chosen = difficult | ~self.difficult
+        low, high = self.boxes[chosen, :2], self.boxes[chosen, 2:]
+        rows = ((self.labels[chosen] - 1)[:, None], (low + high) / _f32(2), high - low)
+        return np.asarray(np.concatenate(rows, 1), np.float32)
 
     def select(self, chosen: NDArray[np.bool_], boxes: Floats) -> Annotations:
         """Return the annotations where `chosen` is true, with `boxes` replaced."""
@@ -278,6 +291,26 @@ def sample_patch(samplers: Sequence[caffe_pb2.BatchSampler], objects: Floats, rn
     """
     patches = [patch for each in samplers if each.use_original_image for patch in _patches(each, objects, rng)]
     return patches[rng.below(len(patches))] if patches else None
+
+
+def jitter_patch(jitter: float, square: bool, rng: SampleRng) -> Floats | None:
+    """Return a random patch (4,) of YOLO (GenerateJitterSamples in MobileNet-YOLO's `sampler.cpp`); None: the image.
+
+    One image of five stays whole. One of five loses up to half of `jitter`, the others lose up to `jitter`.
+
+    Args:
+        jitter: largest part of the width and of the height that is cut off.
+        square: whether both sides lose the same part.
+        rng: the sample's random numbers.
+    """
+    kind = rng.uniform(0, 1)
+    if kind < _WHOLE:
+        return None
+    least = 1 - (jitter / 2 if kind < _WHOLE + _HALF else jitter)
+    width = _f32(rng.uniform(least, 1))
+    height = width if square else _f32(rng.uniform(least, 1))
+    left, top = (_f32(rng.uniform(0, float(_f32(1) - side))) for side in (width, height))
+    return np.array([left, top, left + width, top + height], np.float32)
 
 
 def _patches(batch_sampler: caffe_pb2.BatchSampler, objects: Floats, rng: SampleRng) -> list[Floats]:

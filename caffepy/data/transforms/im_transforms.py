@@ -8,6 +8,7 @@ effect there and here.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -39,6 +40,8 @@ _BORDERS = {
 }
 _MAX_SIDE = 1 << 16
 """Maximum pixels of a side, close to OpenCV's limit in most operations."""
+_MAX_PROB_ERROR = 0.01
+"""Largest distance of the sum of several `prob` from 1, as in MobileNet-YOLO."""
 
 
 # -- the random resize of NVIDIA Caffe -------------------------------------------------------------------
@@ -133,12 +136,28 @@ def random_resize(
 # -- SSD's resize_param ----------------------------------------------------------------------------------
 
 
-def check_resize(param: caffe_pb2.ResizeParameter, where: str) -> None:
-    """Refuse a resize_param without a valid size.
+def check_resizes(params: Sequence[caffe_pb2.ResizeParameter], where: str) -> None:
+    """Refuse a resize_param without a valid size, and several whose `prob` do not add up to 1.
 
     Raises:
         ConfigError: the message names the fields.
     """
+    for param in params:
+        _check_resize(param, where)
+    total = math.fsum(param.prob for param in params)
+    if len(params) > 1 and not (abs(total - 1) <= _MAX_PROB_ERROR and all(0 <= param.prob <= 1 for param in params)):
+        raise ConfigError(
+            f"{where}: the prob of {len(params)} resize_param add up to {total:g}; numbers from 0 to 1 must add up to 1"
+        )
+
+
+def choose_resize(params: Sequence[caffe_pb2.ResizeParameter], rng: SampleRng) -> int:
+    """Return the index of one of several resize_param, at random by their `prob`."""
+    ends = np.cumsum([param.prob for param in params])
+    return min(int(np.searchsorted(ends, rng.uniform(0, 1) * ends[-1], side="right")), len(params) - 1)
+
+
+def _check_resize(param: caffe_pb2.ResizeParameter, where: str) -> None:
     if not (0 < param.height <= _MAX_SIDE and 0 < param.width <= _MAX_SIDE):
         raise ConfigError(
             f"{where}: resize_param needs height and width from 1 to {_MAX_SIDE}, not {param.height} and {param.width}"
@@ -146,7 +165,7 @@ def check_resize(param: caffe_pb2.ResizeParameter, where: str) -> None:
 
 
 def apply_resize(pixels: Pixels, param: caffe_pb2.ResizeParameter, rng: SampleRng) -> Pixels:
-    """Resize an image by `resize_param`; `prob` has no effect, as in Caffe.
+    """Resize an image by one `resize_param`; its `prob` has no effect, as in Caffe.
 
     Raises:
         DataError: the number of pad values does not fit, or a side would be 0.

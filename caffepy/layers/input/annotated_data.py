@@ -28,12 +28,13 @@ from caffepy.data.transforms.boxes import (
     clip,
     crop_annotations,
     extrapolate_annotations,
+    jitter_patch,
     mirror_annotations,
     parse_annotated_datum,
     resize_annotations,
     sample_patch,
 )
-from caffepy.data.transforms.im_transforms import distort
+from caffepy.data.transforms.im_transforms import choose_resize, distort
 from caffepy.data.transforms.pixels import Image, recompress, to_image, to_pixels
 from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import DataError
@@ -52,30 +53,46 @@ class AnnotatedDataLayer(DataLayer):
     For records without a type of annotation the second top holds labels, (N, 1, 1, 1). In training on a GPU, rows with
     image -1 pad the boxes to a power of two, so that captured graphs stay valid.
 
+    As in MobileNet-YOLO's `annotated_data_layer.cpp`: With yolo_data_type 1 the second top is (N, 1, 300, 5) with rows
+    class from 0, center x, center y, width, height, and then rows of 0. Without a batch_sampler, yolo_data_jitter or
+    yolo_data_type 1 cuts off up to yolo_data_jitter of the width and of the height. Of several resize_param one is
+    selected by `prob` for 10 batches of the training.
+
     Raises:
-        ConfigError: FIT_SMALL_SIZE is used with a batch_size other than 1.
+        ConfigError: FIT_SMALL_SIZE is used with a batch_size other than 1, or yolo_data_jitter is not from 0 to 1.
         DataError: a record cannot be read or transformed, or has no annotation while others have.
     """
 
     made_by = "`caffepy convert_annoset` makes LMDBs of images with boxes"
 
     def open(self) -> tuple[Source, list[tuple[int, ...]]]:
-        check_samplers(self.param.annotated_data_param.batch_sampler, self.where)
-        resize = self.param.transform_param.resize_param
-        if resize.resize_mode == caffe_pb2.ResizeParameter.FIT_SMALL_SIZE and self.batch_size() != 1:
+        param = self.param.annotated_data_param
+        check_samplers(param.batch_sampler, self.where)
+        if not 0 <= param.yolo_data_jitter < 1:
+            raise self.error(f"yolo_data_jitter is {param.yolo_data_jitter:g}; it must be at least 0 and below 1")
+        resizes = self.param.transform_param.resize_param
+        fits = any(resize.resize_mode == caffe_pb2.ResizeParameter.FIT_SMALL_SIZE for resize in resizes)
+        if fits and self.batch_size() != 1:
             raise self.error("resize_mode: FIT_SMALL_SIZE gives images of different sizes; set batch_size: 1")
         return super().open()
 
     def shapes(self) -> list[tuple[int, ...]]:
         boxes = first_boxes(self._records, self.where)
         self._has_boxes = boxes is not None or self.param.annotated_data_param.HasField("anno_type")
+        if self._has_boxes and self._yolo:
+            return [self.image_loader(0, 0).sample_shape(), YOLO_SHAPE]
         second = (1, max(boxes or 0, 1), COLUMNS) if self._has_boxes else LABEL_SHAPE
         return [self.image_loader(0, 0).sample_shape(), second]
 
     def batch_shape(self, index: int, sample_shape: tuple[int, ...]) -> tuple[int, ...]:
-        if index == 1 and sample_shape != LABEL_SHAPE:
+        if index == 1 and sample_shape not in (LABEL_SHAPE, YOLO_SHAPE):
             return (1, *sample_shape)
         return super().batch_shape(index, sample_shape)
+
+    @property
+    def _yolo(self) -> bool:
+        """Whether the second top holds YOLO's rows."""
+        return self.param.annotated_data_param.yolo_data_type == 1
 
     def make_transformer(self) -> Transformer:
         param, context = self.param.transform_param, self.context
@@ -88,8 +105,17 @@ class AnnotatedDataLayer(DataLayer):
         param = self.param.annotated_data_param
         pad_rows = self.backend.asynchronous and self.context.phase == caffe_pb2.TRAIN
         needs_type = self._has_boxes and not param.HasField("anno_type")
+        training = self.context.phase == caffe_pb2.TRAIN
         settings = AnnotatedSettings(
-            self.param.transform_param, list(param.batch_sampler), self._has_boxes, needs_type, pad_rows
+            self.param.transform_param,
+            list(param.batch_sampler),
+            self._has_boxes,
+            needs_type,
+            pad_rows,
+            yolo=self._yolo,
+            difficult=param.train_diffcult,
+            jitter=param.yolo_data_jitter if self._yolo or param.HasField("yolo_data_jitter") else 0.0,
+            devices=self.context.shard.world_size if training else None,
         )
         threads = self.threads(self.param.data_param.threads)
         order = self.record_order(seed, stream)
@@ -107,6 +133,12 @@ _MIN_ROWS = 16
 """Smallest number of rows with `pad_rows`."""
 LABEL_SHAPE = (1, 1, 1)
 """Shape of one image's label, for records without boxes."""
+YOLO_BOXES = 300
+"""Boxes of an image with yolo_data_type 1."""
+YOLO_SHAPE = (1, YOLO_BOXES, 5)
+"""Shape of one image's boxes with yolo_data_type 1."""
+_RESIZE_BATCHES = 10
+"""Batches for which one of several resize_param is used."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +152,10 @@ class AnnotatedSettings:
         needs_type: whether each record must have a type of annotation.
         pad_rows: whether rows of image -1, which MultiBoxLoss ignores, pad the boxes to a power of two. The shape then
             seldom changes, and a captured graph can be replayed for other batches.
+        yolo: whether the second top holds YOLO's rows.
+        difficult: whether YOLO's rows include boxes marked difficult.
+        jitter: part of the sides that a random crop may cut off; 0: no such crop. Samplers replace it.
+        devices: devices that divide a batch of the training; None: this is a test.
     """
 
     transform: caffe_pb2.TransformationParameter
@@ -127,6 +163,10 @@ class AnnotatedSettings:
     has_boxes: bool = True
     needs_type: bool = False
     pad_rows: bool = False
+    yolo: bool = False
+    difficult: bool = True
+    jitter: float = 0.0
+    devices: int | None = None
 
 
 @dataclass(frozen=True)
@@ -165,6 +205,7 @@ class AnnotatedLoader(DatumLoader):
         self._settings = settings
         self._transformer.center_crops_mean = True
         self._rows = _MIN_ROWS
+        self._resize = 0
 
     # -- the first record ----------------------------------------------------------------------------
 
@@ -180,6 +221,7 @@ class AnnotatedLoader(DatumLoader):
 
     def load(self, first: int, count: int, batch: Batch) -> None:
         self._set_channels()
+        self._resize = self._choose_resize(first, count)
         samples = np.arange(first, first + count, dtype=np.int64)
         crop_params = self._transformer.draw_crops(self._seed, self._stream, samples)
         records = self._order.records_of(samples)
@@ -194,7 +236,8 @@ class AnnotatedLoader(DatumLoader):
                 labels[index] = sample.label
                 image, height, width = sample.image, *sample.image.shape[1:]
                 rng = self._rng(first + index, stage=1)
-                sample = replace(sample, image=self._transformer.preprocess(image, rng, sample.encoded))
+                image = self._transformer.preprocess(image, rng, sample.encoded, self._resize)
+                sample = replace(sample, image=image)
                 self._put(sample, index, count, crop_params, batch, out)
                 results[index] = self._transform_boxes(sample, index, crop_params, height, width)
             except DataError as error:
@@ -203,13 +246,21 @@ class AnnotatedLoader(DatumLoader):
         fill(0)  # sets the batch's shape
         self._workers.run(fill, range(1, count))
         if len(batch.arrays) > 1 and self._settings.has_boxes:
-            self._put_boxes([annotations for annotations in results if annotations is not None], batch)
+            put = self._put_yolo_rows if self._settings.yolo else self._put_boxes
+            put([annotations for annotations in results if annotations is not None], batch)
         elif len(batch.arrays) > 1:
             batch.array(1, (count, *LABEL_SHAPE))[...] = labels.reshape(count, *LABEL_SHAPE)
         self._order.prepare_next_epoch()
 
+    def _choose_resize(self, first: int, count: int) -> int:
+        """Return the index of the resize_param for the batch of `count` samples from `first` on."""
+        resizes, devices = self._settings.transform.resize_param, self._settings.devices
+        if len(resizes) < 2 or devices is None:
+            return 0
+        return choose_resize(resizes, self._rng(first // (count * devices) // _RESIZE_BATCHES, stage=2))
+
     def _rng(self, sample: int, stage: int = 0) -> SampleRng:
-        """Return the random numbers of a sample: stage 0 for colours and patch, stage 1 for size and noise."""
+        """Return random numbers: of a sample for colours and patch (stage 0), size and noise (1), of a batch (2)."""
         return SampleRng(self._transformer.seed(self._seed), self._stream ^ (stage << 31), sample)
 
     def _put(
@@ -242,6 +293,15 @@ class AnnotatedLoader(DatumLoader):
         top[...] = -1
         top[: len(rows)] = rows
 
+    def _put_yolo_rows(self, results: list[Annotations], batch: Batch) -> None:
+        top = batch.array(1, (len(results), *YOLO_SHAPE))
+        top[...] = 0
+        for image, annotations in zip(top, results, strict=True):
+            rows = annotations.yolo_rows(self._settings.difficult)
+            if len(rows) > YOLO_BOXES:
+                self._warn_once(f"images with more than {YOLO_BOXES} boxes keep the first {YOLO_BOXES}")
+            image[0, : len(rows)] = rows[:YOLO_BOXES]
+
     # -- one sample ----------------------------------------------------------------------------------
 
     def _sample_of(self, number: int) -> Sample:
@@ -263,10 +323,19 @@ class AnnotatedLoader(DatumLoader):
             sample = self._distorted(sample, rng)
         if transform.HasField("expand_param"):
             sample = self._expanded(sample, rng)
-        patch = (
-            sample_patch(self._settings.samplers, sample.annotations.boxes, rng) if self._settings.samplers else None
-        )
+        patch = self._patch(sample, rng)
         return sample if patch is None else self._cropped(sample, clip(patch))
+
+    def _patch(self, sample: Sample, rng: SampleRng) -> Floats | None:
+        """Return the part of the image to keep; None: all of it."""
+        if self._settings.samplers:
+            return sample_patch(self._settings.samplers, sample.annotations.boxes, rng)
+        if not self._settings.jitter:
+            return None
+        resizes = self._settings.transform.resize_param
+        mode = resizes[self._resize].resize_mode if resizes else caffe_pb2.ResizeParameter.WARP
+        keeps_ratio = mode == caffe_pb2.ResizeParameter.FIT_LARGE_SIZE_AND_PAD
+        return jitter_patch(self._settings.jitter, keeps_ratio, rng)
 
     def _distorted(self, sample: Sample, rng: SampleRng) -> Sample:
         if not sample.encoded:
@@ -323,8 +392,9 @@ class AnnotatedLoader(DatumLoader):
     ) -> Annotations:
         """Return the boxes after resizing, cropping and mirroring of an image of height x width."""
         transform, annotations = self._settings.transform, sample.annotations
-        if transform.HasField("resize_param"):
-            annotations = resize_annotations(annotations, transform.resize_param, height, width)
+        resize = transform.resize_param[self._resize] if transform.resize_param else None
+        if resize is not None:
+            annotations = resize_annotations(annotations, resize, height, width)
         _, rows, columns = sample.image.shape
         top, left = self._transformer.crop_offset(rows, columns, crop_params, index)
         _, out_rows, out_columns = self._transformer.output_shape(sample.image.shape)
@@ -333,6 +403,6 @@ class AnnotatedLoader(DatumLoader):
         annotations = crop_annotations(annotations, crop, self._constraint())
         if crop_params.mirror[index]:
             annotations = mirror_annotations(annotations)
-        if transform.HasField("resize_param"):
-            annotations = extrapolate_annotations(annotations, transform.resize_param, height, width, crop)
+        if resize is not None:
+            annotations = extrapolate_annotations(annotations, resize, height, width, crop)
         return annotations
