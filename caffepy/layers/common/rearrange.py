@@ -1,4 +1,4 @@
-"""Permute, Crop, Tile and ShuffleChannel, which move elements without arithmetic."""
+"""Permute, Crop, Tile, ShuffleChannel and Reorg, which move elements without arithmetic."""
 
 from __future__ import annotations
 
@@ -148,6 +148,62 @@ class ShuffleChannelLayer(RearrangingLayer):
         if propagate_down[0]:
             group = self.param.shuffle_channel_param.group
             transpose_channels(self.backend, top[0].diff, bottom[0].diff, bottom[0].shape[1] // group)
+
+
+@register_layer("Reorg")
+class ReorgLayer(RearrangingLayer):
+    """Moves blocks of stride * stride pixels to channels, as darknet (`reorg_layer.cpp` of MobileNet-YOLO and Intel).
+
+    Let s be the stride, and (N, C, H, W) the shape of x. The elements of x, in this order, are read as (N, C / s^2, H,
+    s, W, s), the axes are permuted to (N, s, s, C / s^2, H, W), and the elements in this order are y, (N, C s^2, H / s,
+    W / s). With `reverse` the axes (N, s, s, C / s^2, H, W) become (N, C / s^2, H, s, W, s), and y is (N, C / s^2, H s,
+    W s).
+
+    Raises:
+        ConfigError: the stride is missing.
+        ShapeError: stride^2 does not divide C, or without `reverse` the stride does not divide H and W.
+    """
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        super().setup(bottom, top)
+        if not self.param.reorg_param.stride:
+            raise self.error("reorg_param.stride is needed: the width and height of a block, in pixels")
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        stride, reverse, shape = self.param.reorg_param.stride, self.param.reorg_param.reverse, bottom[0].shape
+        fits = len(shape) == 4 and not shape[1] % stride**2
+        if not fits or (not reverse and (shape[2] % stride or shape[3] % stride)):
+            raise self.shape_error(
+                f"stride {stride} needs N C H W with C divided by {stride**2}"
+                + ("" if reverse else f", and H and W by {stride}"),
+                bottom[0],
+            )
+        images, channels, height, width = shape
+        self._pixels: tuple[int, ...] = (images, channels // stride**2, height, stride, width, stride)
+        self._blocks: tuple[int, ...] = (images, stride, stride, channels // stride**2, height, width)
+        if reverse:
+            top[0].reshape((images, channels // stride**2, height * stride, width * stride))
+        else:
+            top[0].reshape((images, channels * stride**2, height // stride, width // stride))
+
+    def _move(self, source: Array, destination: Array, to_pixels: bool) -> None:
+        # Arrays of six axes have their elements in logical order, images have not.
+        pixels, blocks = (
+            self.scratch(*each, self.dtype).array for each in (("pixels", self._pixels), ("blocks", self._blocks))
+        )
+        first, second, order = (
+            (blocks, pixels, (0, 3, 4, 1, 5, 2)) if to_pixels else (pixels, blocks, (0, 3, 5, 1, 2, 4))
+        )
+        self.backend.copy(source, first.reshape(source.shape))
+        self.backend.copy(first.transpose(*order), second)
+        self.backend.copy(second.reshape(destination.shape), destination)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        self._move(bottom[0].data, top[0].data, self.param.reorg_param.reverse)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        if propagate_down[0]:
+            self._move(top[0].diff, bottom[0].diff, not self.param.reorg_param.reverse)
 
 
 def transpose_channels(backend: Backend, source: Array, destination: Array, outer: int) -> None:

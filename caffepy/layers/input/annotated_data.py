@@ -296,8 +296,8 @@ class AnnotatedLoader(DatumLoader):
     def _put_yolo_rows(self, results: list[Annotations], batch: Batch) -> None:
         top = batch.array(1, (len(results), *YOLO_SHAPE))
         top[...] = 0
-        for image, annotations in zip(top, results, strict=True):
-            rows = annotations.yolo_rows(self._settings.difficult)
+        for image, found in zip(top, results, strict=True):
+            rows = found.yolo_rows(self._settings.difficult)
             if len(rows) > YOLO_BOXES:
                 self._warn_once(f"images with more than {YOLO_BOXES} boxes keep the first {YOLO_BOXES}")
             image[0, : len(rows)] = rows[:YOLO_BOXES]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import ClassVar
 
 from caffepy.data import random
 from caffepy.data.loader import DatumLoader, ImageLoader
@@ -33,7 +34,7 @@ class DataLayer(ImagesLayer):
         DataError: the database does not exist, or it or a record cannot be read.
     """
 
-    tops = (1, 2)
+    tops: ClassVar[tuple[int, int | None]] = (1, 2)
     made_by = "`caffepy data mnist` and `caffepy convert_imageset` make such databases"
     """The command that makes such a database, for messages."""
 

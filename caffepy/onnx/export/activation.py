@@ -55,6 +55,11 @@ def absval(view: LayerView) -> str:
     return view.add("Abs", view.x)
 
 
+@exports("Mish", form="Softplus, Tanh, Mul")
+def mish(view: LayerView) -> str:
+    return view.add("Mul", view.x, view.add("Tanh", view.add("Softplus", view.x)))
+
+
 @exports("BNLL", form="Softplus")
 def bnll(view: LayerView) -> str:
     return view.add("Softplus", view.x)

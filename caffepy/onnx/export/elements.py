@@ -84,6 +84,17 @@ def shuffle_channel(view: LayerView) -> str:
     return view.in_shape_of(turned, view.tops[0])
 
 
+@exports("Reorg", form="Reshape, Transpose, Reshape")
+def reorg(view: LayerView) -> str:
+    param, (_, channels, height, width) = view.param.reorg_param, view.bottoms[0].shape
+    stride = param.stride
+    blocks = (-1, stride, stride, channels // stride**2, height, width)
+    pixels = (-1, channels // stride**2, height, stride, width, stride)
+    turn = [0, 3, 4, 1, 5, 2] if param.reverse else [0, 3, 5, 1, 2, 4]
+    turned = view.add("Transpose", view.reshaped(view.x, blocks if param.reverse else pixels), perm=turn)
+    return view.in_shape_of(turned, view.tops[0])
+
+
 @exports("Reduction", form="ReduceSum, ReduceMean, ReduceL1 or ReduceSumSquare; Mul with coeff")
 def reduction(view: LayerView) -> str:
     param, axes = view.param.reduction_param, len(view.bottoms[0].shape)

@@ -165,7 +165,7 @@ def test_what_tells_the_shape_depends_on_mode_layer_and_dialect():
     assert told_shape(data, nvidia=True) is None, "which SSD's layers alone apply in NVIDIA's dialect"
     data.type = "AnnotatedData"
     assert told_shape(data, nvidia=True) == ((3, 8, 9), "resize_param")
-    data.transform_param.resize_param.resize_mode = caffe_pb2.ResizeParameter.FIT_SMALL_SIZE
+    data.transform_param.resize_param[0].resize_mode = caffe_pb2.ResizeParameter.FIT_SMALL_SIZE
     assert told_shape(data, nvidia=False) is None, "one side alone is told"
     listed = "image_data_param { new_height: 4 new_width: 5 is_color: false }"
     (images,) = net_of(f'layer {{ name: "d" type: "ImageData" {listed} }}').layer

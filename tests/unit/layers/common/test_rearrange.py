@@ -1,4 +1,4 @@
-"""Permute, Crop, Tile and ShuffleChannel: every field, odd shapes, what is refused."""
+"""Permute, Crop, Tile, ShuffleChannel and Reorg: every field, odd shapes, what is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_harness import BACKENDS, Runner, check_layer, gaussian
 
-from caffepy.errors import ConfigError, ShapeError
+from caffepy.errors import CaffepyError, ConfigError, ShapeError
 
 
 @settings(max_examples=25)
@@ -100,3 +100,42 @@ def test_in_place_is_refused(backend, kind):
     text = f"type: '{kind}' tile_param {{ tiles: 2 }}"
     with pytest.raises(ConfigError, match="cannot work in place"):
         Runner(text, [gaussian((2, 3, 4, 5))], backend, in_place=True)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("stride, shape", [(2, (2, 8, 4, 6)), (3, (1, 9, 6, 3)), (1, (2, 3, 2, 2))])
+def test_reorg(reverse, stride, shape):
+    """Element by element, as darknet counts them."""
+    images, channels, height, width = shape
+    inner = channels // stride**2
+
+    def reference(x):
+        source = x.reshape(images, -1)
+        moved = np.empty_like(source)
+        for c, h, w in itertools.product(range(channels), range(height), range(width)):
+            row, column = h * stride + c // inner // stride, w * stride + c // inner % stride
+            block, pixel = (c * height + h) * width + w, (c % inner * height * stride + row) * width * stride + column
+            if reverse:
+                moved[:, pixel] = source[:, block]
+            else:
+                moved[:, block] = source[:, pixel]
+        if reverse:
+            return moved.reshape(images, inner, height * stride, width * stride)
+        return moved.reshape(images, channels * stride**2, height // stride, width // stride)
+
+    text = f"type: 'Reorg' reorg_param {{ stride: {stride} reverse: {str(reverse).lower()} }}"
+    check_layer(text, [gaussian(shape)], reference)
+
+
+@pytest.mark.parametrize(
+    "settings, shape, message",
+    [
+        ("", (1, 4, 2, 2), "stride is needed"),
+        ("stride: 2", (1, 6, 2, 2), "C divided by 4"),
+        ("stride: 2", (1, 4, 3, 2), "H and W by 2"),
+        ("stride: 2 reverse: true", (1, 6, 3, 3), "C divided by 4"),
+    ],
+)
+def test_mistakes_of_reorg_are_named(settings, shape, message):
+    with pytest.raises(CaffepyError, match=message):
+        Runner(f"type: 'Reorg' reorg_param {{ {settings} }}", [gaussian(shape)])
