@@ -23,6 +23,11 @@ _REFUSED = {
         "TRTParameter.deploy_outputs TRTParameter.calibrator"
     ),
     "caffepy opens no windows; leave it out": "TransformationParameter.display",
+    "trees of classes are not supported; leave it out and give each class its own channel": (
+        "RegionLossParameter.softmax_tree"
+    ),
+    "no layer of a public Caffe computes LINEAR; leave it out": "FocalLossParameter.type",
+    "data layers do not know the number of iterations; leave it out": ("AnnotatedDataParameter.difficult_label_warmup"),
     "visualize is not supported; leave it out and draw the boxes that the top holds": (
         "DetectionOutputParameter.visualize"
     ),
@@ -79,6 +84,19 @@ _NO_MEANING = {
     "neither Caffe reads it; use_difficult_gt decides": "MultiBoxLossParameter.ignore_difficult_gt",
     "it concerns boxes drawn by visualize, which is refused": (
         "DetectionOutputParameter.visualize_threshold DetectionOutputParameter.save_file"
+    ),
+    "the layer takes the grid's size from its bottom": (
+        "RegionLossParameter.side YoloDetectionOutputParameter.side Yolov3Parameter.side"
+    ),
+    "the forks' layers do not read it": (
+        "RegionLossParameter.softmax RegionLossParameter.jitter RegionLossParameter.absolute "
+        "RegionLossParameter.random Yolov3Parameter.noobject_scale YoloDetectionOutputParameter.label_map_file "
+        "YoloSegParameter.num_class YoloSegParameter.class_scale YoloSegParameter.use_logic_gradient "
+        "YoloSegParameter.use_hardsigmoid SegmentationEvaluateParameter.num_classes FocalLossParameter.beta"
+    ),
+    "it concerns masks of AnnotatedData, which caffepy does not read": (
+        "AnnotatedDataParameter.single_class AnnotatedDataParameter.seg_scales "
+        "AnnotatedDataParameter.seg_resize_width AnnotatedDataParameter.seg_resize_height"
     ),
     "coverage has one type": "DetectNetGroundTruthParameter.coverage_type",
     "DetectNetTransformation of NVIDIA Caffe does not read it": (

@@ -62,6 +62,17 @@ HARD = "mining_type: HARD_EXAMPLE nms_param { nms_threshold: 0.1 top_k: 4 }"
 BOXES = "1x16B 1x12 1x2x16P 1x1x2x8G"
 OUTPUT = "num_classes: 3 nms_param { nms_threshold: 0.45 top_k: 4 } keep_top_k: 4 confidence_threshold: 0.01"
 OUTPUT_BOTTOMS = "1x16B 1x12S 1x2x16P"
+REGION = "num: 2 num_class: 2 biases: 1 biases: 2 biases: 3 biases: 2"
+"""YOLO 2 with two anchors and two classes."""
+REGION_BOTTOMS = "1x14x4x4 1x1x2x5Y"
+YOLO3 = "num: 2 num_class: 2 biases: 9 biases: 20 biases: 30 biases: 20 biases: 50 biases: 60 mask: 0 mask: 1"
+YOLO_OUTPUT = "num_box: 2 num_classes: 2 biases: 1 biases: 2 biases: 3 biases: 2"
+YOLO3_OUTPUT = (
+    "num_box: 2 num_classes: 2 biases: 9 biases: 20 biases: 30 biases: 20 biases: 50 biases: 60 mask: 0 mask: 1 "
+    "mask_group_num: 1 anchors_scale: 16"
+)
+GRID = "side: 4 num_class: 2 num_object: 2"
+GRID_BOTTOMS = "1x192 1x112L2"
 PRIORS = "min_size: 4 max_size: 9 aspect_ratio: 2"
 
 CASES = (
@@ -299,6 +310,67 @@ CASES = (
         "name: 'other' | type: 'Softmax' | loss_weight: 2 | param { lr_mult: 0 } |"
         "include { phase: TEST } | exclude { phase: TRAIN } | bottom: 'none' | top: 'other'",
     ),
+    case("Reorg", "2x8x4x4", "reorg_param", "stride: 1 | reverse: true", "stride: 2"),
+    case("Region", "1x14x2x2", "region_param", "softmax: true", "boxes_of_each_grid: 2 classes: 2"),
+    case("Region", "1x14x2x2", "region_param", "boxes_of_each_grid: 1 classes: 9", "boxes_of_each_grid: 2 classes: 2"),
+    case("Region", "1x14x2x2", "region_param", "coords: 5", "boxes_of_each_grid: 2 classes: 2"),
+    case("Region", "1x14x2x2", "region_param", "classes: 1", "boxes_of_each_grid: 2 classes: 2"),
+    case(
+        "RegionLoss",
+        REGION_BOTTOMS,
+        "region_loss_param",
+        "num_class: 9 num: 1 | bias_match: 0 | coords: 5 | num: 1 num_class: 9 | rescore: 0 | object_scale: 3 |"
+        "class_scale: 3 | noobject_scale: 3 | coord_scale: 3 | thresh: 0.01 | class_map: 'none' |"
+        "biases: 2 biases: 2 biases: 2 biases: 3",
+        REGION,
+    ),
+    case(
+        "YoloDetectionOutput",
+        "1x14x4x4",
+        "yolo_detection_output_param",
+        "num_classes: 9 num_box: 1 | num_box: 1 num_classes: 9 | coords: 5 | confidence_threshold: 0.4 |"
+        "nms_threshold: 0.1 | biases: 2 biases: 2 biases: 2 biases: 3",
+        YOLO_OUTPUT,
+    ),
+    case(
+        "Yolov3",
+        REGION_BOTTOMS,
+        "yolov3_param",
+        "num_class: 9 num: 1 | num: 1 num_class: 9 | class_scale: 3 | coord_scale: 3 | thresh: 0.01 |"
+        "anchors_scale: 8 | biases: 9 biases: 20 biases: 20 biases: 20 | mask: 1 mask: 0 | use_logic_gradient: true |"
+        "use_focal_loss: true | iou_loss: GIOU | iou_thresh: 0.05 | label_smooth_eps: 0.3",
+        YOLO3,
+    ),
+    case("Yolov3", REGION_BOTTOMS, "yolov3_param", "object_scale: 3", f"{YOLO3} use_logic_gradient: true"),
+    case("Yolov3", REGION_BOTTOMS, "yolov3_param", "iou_normalizer: 3 | max_delta: 0.001", f"{YOLO3} iou_loss: CIOU"),
+    case(
+        "Yolov3DetectionOutput",
+        "1x14x4x4",
+        "yolov3_detection_output_param",
+        "num_classes: 9 num_box: 1 | num_box: 1 num_classes: 9 | confidence_threshold: 0.4 | nms_threshold: 0.1 |"
+        "biases: 9 biases: 20 biases: 20 biases: 20 | anchors_scale: 8 | mask_group_num: 2 | mask: 1 mask: 0 |"
+        "gaussian_box: true",
+        YOLO3_OUTPUT,
+    ),
+    case(
+        "DetectionLoss",
+        GRID_BOTTOMS,
+        "detection_loss_param",
+        "side: 2 | num_class: 7 num_object: 1 | num_object: 1 num_class: 7 | object_scale: 3 | noobject_scale: 3 |"
+        "class_scale: 3 | coord_scale: 3 | sqrt: false | constriant: true",
+        GRID,
+    ),
+    case(
+        "EvalDetection",
+        GRID_BOTTOMS,
+        "eval_detection_param",
+        "side: 2 | num_class: 7 num_object: 1 | num_object: 1 num_class: 7 | threshold: 0 | score_type: OBJ |"
+        "nms: 0.1 | biases: 1 biases: 2 biases: 3 biases: 2",
+        GRID,
+    ),
+    case("YoloSeg", "2x3x4x4 2x3x4x4", "yolo_seg_param", "object_scale: 3"),
+    case("SegmentationEvaluate", "2x3x4x4 2x3x4x4", "segmentation_evaluate_param", "threshold: 0.1"),
+    case("FocalLoss", "4x3 4L3", "focal_loss_param", "gamma: 3 | alpha: 0.5"),
 )
 
 
@@ -336,7 +408,7 @@ def add_inputs(net: caffe_pb2.NetParameter, layer: caffe_pb2.LayerParameter, one
 def observe(one: Case, change: str = "") -> dict[str, object]:
     """All that a layer does, by name: shapes and values of blobs, parameters and gradients; or its error."""
     layer = text_format.Parse(one.layer, caffe_pb2.LayerParameter(name="L"))
-    net = caffe_pb2.NetParameter(force_backward=not any(mark in one.bottoms for mark in "LRBGPS"))
+    net = caffe_pb2.NetParameter(force_backward=not any(mark in one.bottoms for mark in "LRBGPSY"))
     inputs = add_inputs(net, layer, one)
     if change:
         alter(held(layer, one.holder), change)
@@ -385,7 +457,7 @@ def look(net: Net) -> Iterator[tuple[str, object]]:
 def values_of(text: str, index: int) -> np.ndarray:
     """A bottom's values: normal numbers, or by its last letter labels, regions, boxes, scores, priors, ground truth."""
     shape_text, mark, count = text.partition(LABELS)
-    shape = tuple(int(size) for size in shape_text.rstrip("RBGPS").split("x"))
+    shape = tuple(int(size) for size in shape_text.rstrip("RBGPSY").split("x"))
     if mark:
         return (np.arange(np.prod(shape)) % int(count)).reshape(shape).astype(np.float32)
     random = np.random.default_rng(index)
@@ -397,6 +469,8 @@ def values_of(text: str, index: int) -> np.ndarray:
         return np.stack([corners.ravel(), np.full(16, 0.1)])[None].astype(np.float32)
     if kind == "G":
         return np.array([[[[0, 1, 0, 0.12, 0.1, 0.5, 0.5, 0], [0, 2, 0, 0.52, 0.5, 0.9, 0.9, 1]]]], np.float32)
+    if kind == "Y":
+        return np.array([[[[0, 0.3, 0.35, 0.4, 0.5], [1, 0.65, 0.55, 0.5, 0.5]]]], np.float32)
     if kind == "S":
         return random.uniform(0.1, 0.9, shape).astype(np.float32)
     return (random.standard_normal(shape) * (4 if kind == "B" else 1)).astype(np.float32)

@@ -23,6 +23,7 @@ MORE = (
     Case(f'type: "DepthwiseConvolution" convolution_param {{ num_output: 8 group: 4 {DEPTHWISE} }}', IMAGE, "", ""),
     Case('type: "HardSwish"', IMAGE, "", ""),
     Case('type: "ReLU6"', IMAGE, "", ""),
+    Case('type: "Mish"', IMAGE, "", ""),
     Case('type: "LSTMUnit"', "1x2x3 1x2x12 1x2L2", "", "", tops=2),
     Case(f'type: "RNN" recurrent_param {{ {RECURRENT} }}', BOTTOMS, "", ""),
     Case(f'type: "RNN" recurrent_param {{ {RECURRENT} }}', BOTTOMS + " 2x3", "", ""),

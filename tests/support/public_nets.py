@@ -38,7 +38,7 @@ from caffepy.net import Net
 from caffepy.proto import caffe_pb2
 from caffepy.solvers.rules import RULES
 
-DATA = ("AnnotatedData", "Data", "HDF5Data", "ImageData", "MemoryData", "VideoData", "WindowData")
+DATA = ("AnnotatedData", "BoxData", "Data", "HDF5Data", "ImageData", "MemoryData", "VideoData", "WindowData")
 NAMED_SIZES = {"mnist": (1, 28, 28), "cifar": (3, 32, 32), "siamese": (2, 28, 28), "hdf5": (4,)}
 """Records of the sets that a prototxt with this word in its path reads, where it does not say their size."""
 LARGEST_IMAGE = 1100
@@ -62,7 +62,8 @@ def without_data(path: Path, small: bool = True) -> caffe_pb2.NetParameter:
         size = NAMED_SIZES["siamese"]
     for layer in param.layer:
         if layer.type in DATA:
-            _replace(layer, size)
+            masks = _mask_channels(param, layer)
+            _replace(layer, size, masks)
         elif layer.type == "DetectNetTransformation":
             _replace_coverage(layer)
         elif small and layer.type in ("Input", "DummyData"):
@@ -73,23 +74,40 @@ def without_data(path: Path, small: bool = True) -> caffe_pb2.NetParameter:
     return param
 
 
-def _replace(layer: caffe_pb2.LayerParameter, size: tuple[int, ...]) -> None:
+def _mask_channels(param: caffe_pb2.NetParameter, data: caffe_pb2.LayerParameter) -> int:
+    """The channels of the layer whose masks are compared with the third top of YOLO's data layer."""
+    mask = data.top[2] if len(data.top) > 2 else ""
+    compared = {layer.bottom[0] for layer in param.layer if len(layer.bottom) > 1 and layer.bottom[1] == mask}
+    made = [layer.convolution_param.num_output for layer in param.layer if compared & {*layer.top}]
+    return max(made, default=0) or data.annotated_data_param.single_class or 1
+
+
+def _replace(layer: caffe_pb2.LayerParameter, size: tuple[int, ...], masks: int) -> None:
     """Into an Input layer with images of `size`, unless the layer says otherwise, and labels."""
-    transform, boxes = layer.transform_param, layer.type == "AnnotatedData"
-    resize = transform.resize_param
+    transform, boxes, own = layer.transform_param, layer.type == "AnnotatedData", layer.annotated_data_param
+    resize = transform.resize_param[0] if transform.resize_param else caffe_pb2.ResizeParameter()
     side = transform.crop_size or layer.window_data_param.crop_size
     if side:
         size = (size[0], side, side)
     elif layer.HasField("memory_data_param"):
         memory = layer.memory_data_param
         size = (memory.channels, memory.height, memory.width)
-    elif boxes or layer.transform_param.HasField("resize_param"):
+    elif boxes or transform.resize_param:
         size = (3, resize.height or 300, resize.width or 300)
+    elif layer.type == "BoxData":
+        size = (3, 448, 448)
     batch = 1 if size[-1] > 100 else 4
+    labels = [[1, 1, 2, 8] if boxes else [batch]] * len(layer.top[1:])
+    if boxes and own.yolo_data_type == 1:
+        labels[:1] = [[batch, 1, 300, 5]]
+    if boxes and len(labels) > 1:
+        labels[1] = [batch, masks, size[1] // own.seg_scales, size[2] // own.seg_scales]
+    if layer.type == "BoxData":
+        labels = [[batch, 7 * cells**2] for cells in layer.data_param.side or [7]]
     layer.type = "Input"
     layer.input_param.shape.add(dim=[batch, *size])
-    for _ in layer.top[1:]:
-        layer.input_param.shape.add(dim=[1, 1, 2, 8] if boxes else [batch])
+    for shape in labels:
+        layer.input_param.shape.add(dim=shape)
 
 
 def _replace_coverage(layer: caffe_pb2.LayerParameter) -> None:
@@ -111,7 +129,7 @@ def _shrink(shapes: list[caffe_pb2.BlobShape]) -> None:
 
 
 def fill_inputs(net: Net) -> None:
-    """Images of normal numbers; labels 0, or two boxes of class 1; stored variances of 1.
+    """Images of normal numbers; labels 0, or two boxes of the first class; stored variances of 1.
 
     BatchNorm of an untrained net has a stored variance of 0: fifty layers that multiply by a hundred overflow.
     """
@@ -126,6 +144,8 @@ def fill_inputs(net: Net) -> None:
             values = random.standard_normal(top.shape).astype(np.float32) if index == 0 else np.zeros(top.shape, "f")
             if index and top.shape[-1:] == (8,):
                 values[0, 0] = [[0, 1, 0, 0.1, 0.1, 0.5, 0.6, 0], [0, 1, 1, 0.4, 0.3, 0.9, 0.8, 0]]
+            elif index and top.shape[-2:] == (300, 5):
+                values[0, 0, :2] = [[0, 0.3, 0.35, 0.4, 0.5], [0, 0.65, 0.55, 0.5, 0.5]]
             net.context.backend.from_host(values, top.data)
 
 

@@ -59,6 +59,7 @@ SINGLE: dict[str, list[str]] = {
     "ReLU": ["", "", "relu_param { negative_slope: <0.1|-0.2> }"],
     "ReLU6": [""],
     "HardSwish": [""],
+    "Mish": [""],
     "PReLU": [
         "prelu_param { filler { type: 'uniform' min: -0.3 max: 0.6 } channel_shared: <true|false> }",
     ],
@@ -158,8 +159,8 @@ LOSSES: list[tuple[str, ...]] = [
 ]
 
 IN_PLACE = {
-    "ReLU", "ReLU6", "HardSwish", "PReLU", "ELU", "Swish", "Clip", "Power", "Exp", "Log", "AbsVal", "BNLL", "Sigmoid",
-    "TanH", "Dropout", "Scale", "Bias", "BatchNorm", "Softmax",
+    "ReLU", "ReLU6", "HardSwish", "Mish", "PReLU", "ELU", "Swish", "Clip", "Power", "Exp", "Log", "AbsVal", "BNLL",
+    "Sigmoid", "TanH", "Dropout", "Scale", "Bias", "BatchNorm", "Softmax",
 }  # fmt: skip
 BOUNDING = {"Sigmoid", "TanH", "Softmax", "Clip", "ReLU6", "Normalize", "Threshold"}
 POSITIVE = {"ReLU6", "AbsVal", "Sigmoid", "Softmax", "Exp", "BNLL", "Threshold"}

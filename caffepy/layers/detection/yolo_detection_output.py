@@ -10,6 +10,7 @@ from caffepy.layers.detection.host import host_threads
 from caffepy.layers.detection.yolo_boxes import (
     CONFIDENCE,
     COORDINATES,
+    center_overlaps,
     edges,
     grid_boxes,
     read_anchors,
@@ -20,6 +21,8 @@ from caffepy.layers.detection.yolo_boxes import (
 
 COLUMNS = 7
 _f32 = np.float32
+_ONE = 0.999
+"""Least overlap of a box with itself, within rounding errors."""
 Candidates = tuple[Rows, Rows, Rows, Rows]
 """Image, class from 0, score, and box (n, 4) of each candidate."""
 
@@ -63,6 +66,7 @@ class GridOutputLayer(Layer):
         found = [self.candidates(grid, part) for grid, part in enumerate(values)]
         images, classes, scores, boxes = (np.concatenate(parts) for parts in zip(*found, strict=True))
         by_image = np.argsort(images, kind="stable")
+        by_image = by_image[center_overlaps(boxes[by_image], boxes[by_image]) > 0]
         images, classes, scores, boxes = images[by_image], classes[by_image], scores[by_image], boxes[by_image]
         order = suppress_all(host_threads(self), boxes, scores, images, len(values[0]), self._threshold)
         if not len(order):
@@ -84,8 +88,9 @@ class YoloDetectionOutputLayer(GridOutputLayer):
     pass to pass. Without any box the top has a row (image, -1, ...) for each image. A box's score is s(confidence)
     times the largest softmax(classes), s(x) = 1 / (1 + e^-x), and at least confidence_threshold. Its center is s(x),
     s(y) within the cell, its size the anchor in `biases` times e^width, e^height. A box that overlaps any box with a
-    higher score by nms_threshold or more is dropped, also one of another class. Images are suppressed separately;
-    MobileNet-YOLO treats all boxes of a batch as boxes of image 0. Computed on the host.
+    higher score by nms_threshold or more is dropped, also one of another class. Unlike in MobileNet-YOLO, which treats
+    all boxes of a batch as boxes of image 0, images are suppressed separately, and boxes of infinite size or without
+    area are dropped. Computed on the host.
 
     Raises:
         ConfigError: coords is not 4, or biases are missing.
@@ -164,7 +169,9 @@ class Yolov3DetectionOutputLayer(GridOutputLayer):
         cells = np.nonzero(np.moveaxis(confidence, 1, 3) > threshold)
         own = (cells[0], cells[3], cells[1], cells[2])
         scores = sigmoid(values[own[0], own[1], self._values + 1 :, own[2], own[3]]) * confidence[own][:, None]
-        chosen, classes = np.nonzero(scores > threshold)
+        # The other classes of a box overlap its best one, with which they share the box.
+        best = np.arange(scores.shape[1]) == scores.argmax(1)[:, None]
+        chosen, classes = np.nonzero((scores > threshold) & (best | (self._threshold > _ONE)))
         means = values[:, :, 0 : self._values : step]
         codes = np.concatenate((sigmoid(means[:, :, :2]), means[:, :, 2:]), 2)
         scale = np.array([width, height], np.float32) * _f32(param.anchors_scale[grid])

@@ -36,7 +36,7 @@ def focal(miss: Each, p: Each, alpha: Scalar, gamma: Scalar, smallest: Scalar) -
 def focal_gradient(
     difference: Each, miss: Channel, p: Channel, alpha: Scalar, gamma: Scalar, smallest: Scalar, nearest: Scalar
 ) -> Each:
-    return difference * alpha * miss**gamma * (1 - gamma * p / max(miss, nearest) * log(max(p, smallest)))
+    return difference * alpha * miss**gamma * (1 - gamma * p / max(miss, nearest) * log(max(p, smallest)))  # type: ignore[no-any-return]
 
 
 @expression

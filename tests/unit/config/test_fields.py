@@ -12,7 +12,22 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from field_cases import BOX_LOSS, BOXES, CONV, IMAGE, OUTPUT, OUTPUT_BOTTOMS, POOL, Case, changes, observe
+from field_cases import (
+    BOX_LOSS,
+    BOXES,
+    CONV,
+    IMAGE,
+    OUTPUT,
+    OUTPUT_BOTTOMS,
+    POOL,
+    REGION,
+    REGION_BOTTOMS,
+    YOLO3,
+    YOLO_OUTPUT,
+    Case,
+    changes,
+    observe,
+)
 from google.protobuf.descriptor import Descriptor
 from training import build_net
 
@@ -151,6 +166,9 @@ REFUSED_CASES = (
     Case('type: "Split"', "2x3", "", "trt_param { deploy: 'd' model: 'm' }"),
     Case('type: "Split"', "2x3", "transform_param", "display: true"),
     Case('type: "Split"', "2x3", "trt_param", "trt_mode: FP16 deploy: 'd' model: 'm'"),
+    Case('type: "Split"', "2x3", "region_loss_param", "softmax_tree: 'tree'"),
+    Case('type: "Split"', "2x3", "focal_loss_param", "type: LINEAR"),
+    Case('type: "Split"', "2x3", "annotated_data_param", "difficult_label_warmup: true"),
 )
 
 
@@ -195,6 +213,27 @@ MEANINGLESS = (
         "ignore_difficult_gt: true",
     ),
     Case(VISUALIZE, OUTPUT_BOTTOMS, "detection_output_param", "visualize_threshold: 0.9 | save_file: 'film'"),
+    Case(
+        f'type: "RegionLoss" region_loss_param {{ {REGION} }}',
+        REGION_BOTTOMS,
+        "region_loss_param",
+        "side: 2 | softmax: 0 | jitter: 0.5 | absolute: 0 | random: 0",
+    ),
+    Case(f'type: "Yolov3" yolov3_param {{ {YOLO3} }}', REGION_BOTTOMS, "yolov3_param", "side: 2 | noobject_scale: 3"),
+    Case(
+        f'type: "YoloDetectionOutput" yolo_detection_output_param {{ {YOLO_OUTPUT} }}',
+        "1x14x4x4",
+        "yolo_detection_output_param",
+        "side: 2 | label_map_file: 'none'",
+    ),
+    Case(
+        'type: "YoloSeg"',
+        "2x3x4x4 2x3x4x4",
+        "yolo_seg_param",
+        "num_class: 7 | class_scale: 3 | use_logic_gradient: true | use_hardsigmoid: true",
+    ),
+    Case('type: "SegmentationEvaluate"', "2x3x4x4 2x3x4x4", "segmentation_evaluate_param", "num_classes: 9"),
+    Case('type: "FocalLoss"', "4x3 4L3", "focal_loss_param", "beta: 3"),
 )
 
 

@@ -50,6 +50,10 @@ CASES = [
     ("type: 'Pooling' pooling_param { pool: STOCHASTIC kernel_size: 2 }", [IMAGES]),
     ("type: 'ReLU6'", [IMAGES]),
     ("type: 'HardSwish'", [IMAGES]),
+    ("type: 'Mish'", [IMAGES]),
+    ("type: 'Reorg' reorg_param { stride: 2 }", [none(0, 4, 4, 4)]),
+    ("type: 'FocalLoss'", [none(0, 4), none(0)]),
+    ("type: 'YoloSeg'", [IMAGES, IMAGES]),
 ]  # fmt: skip
 
 

@@ -98,6 +98,9 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ('type: "Crop" crop_param { axis: 1 offset: 1 }', (IMAGE, (9, 5, 4, 3))),
     ('type: "Tile" tile_param { axis: 2 tiles: 3 }', (IMAGE,)),
     ('type: "ShuffleChannel" shuffle_channel_param { group: 3 }', (IMAGE,)),
+    ('type: "Reorg" reorg_param { stride: 2 }', ((2, 8, 4, 6),)),
+    ('type: "Reorg" reorg_param { stride: 2 reverse: true }', ((2, 8, 4, 6),)),
+    ('type: "Mish"', (IMAGE,)),
     *((f'type: "Reduction" reduction_param {{ operation: {name} axis: 2 coeff: 0.5 }}', (IMAGE,))
       for name in ("SUM", "MEAN", "ASUM", "SUMSQ")),
     ('type: "Softmax"', (IMAGE,)),

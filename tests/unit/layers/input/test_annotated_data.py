@@ -9,7 +9,7 @@ from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
 from caffepy.data.sources.record_write import record_key, write_datums
 from caffepy.data.transform import Transformer
-from caffepy.errors import DataError
+from caffepy.errors import ConfigError, DataError
 from caffepy.layers.input.annotated_data import AnnotatedLoader, AnnotatedSettings, first_boxes
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, AnnotatedDatum, BatchSampler, Datum, TransformationParameter
 
@@ -329,3 +329,94 @@ def test_boxes_beyond_the_border_are_clipped_and_empty_ones_dropped():
     boxes = [[-0.5, 0.2, 0.5, 1.5], [0.5, 0.5, 0.5, 0.9], [0.9, 0.1, 0.2, 0.3], [1.5, 0, 2, 1]]
     rows = load(loader([record(0, boxes)]), 0, 1)[1][0, 0]
     np.testing.assert_allclose(rows[:, 3:7], [[0, 0.2, 0.5, 1]], rtol=1e-6)
+
+
+# -- YOLO ------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_yolo():
+    images, rows = load(loader([record(0), record(1, CORNERS[:1])], yolo=True), 0, 2)
+    assert images.shape == (2, 3, 20, 30)
+    assert rows.shape == (2, 1, 300, 5)
+    centers, sizes = (CORNERS[:, :2] + CORNERS[:, 2:]) / 2, CORNERS[:, 2:] - CORNERS[:, :2]
+    np.testing.assert_array_equal(rows[0, 0, :3, 0], [0, 1, 2])
+    np.testing.assert_allclose(rows[0, 0, :3, 1:], np.hstack([centers, sizes]), rtol=1e-6)
+    assert not rows[0, 0, 3:].any()
+    np.testing.assert_allclose(rows[1, 0, 0, 1:], [*centers[0], *sizes[0]], rtol=1e-6)
+    assert not rows[1, 0, 1:].any()
+
+
+def test_rows_of_yolo_may_leave_out_difficult_boxes_and_keep_300():
+    rows = load(loader([record(0)], yolo=True, difficult=False), 0, 1)[1]
+    np.testing.assert_array_equal(rows[0, 0, :3, 0], [0, 2, 0])
+    many = loader([record(0, np.tile(CORNERS, (101, 1)))], yolo=True)
+    assert load(many, 0, 1)[1].shape == (1, 1, 300, 5)
+    assert load(many, 0, 1)[1][0, 0, 299].any()
+
+
+def test_jitter_cuts_off_part_of_the_image_and_moves_the_boxes():
+    corner = (0.4, 0.4, 0.7, 0.6)
+    subject = loader([marked(corner)], "resize_param { height: 200 width: 300 }", yolo=True, jitter=0.3)
+    images, rows = load(subject, 0, 40)
+    sizes = set()
+    for image, row in zip(images, rows[:, 0, 0], strict=True):
+        _, x, y, width, height = row * [1, 300, 200, 300, 200]
+        inside, outside = image[0] > 200, image[0] < 50
+        columns, lines = np.flatnonzero(inside.any(0)), np.flatnonzero(inside.any(1))
+        assert abs(columns[0] - (x - width / 2)) < 4 and abs(columns[-1] - (x + width / 2)) < 4
+        assert abs(lines[0] - (y - height / 2)) < 4 and abs(lines[-1] - (y + height / 2)) < 4
+        assert outside.any()
+        sizes.add((round(float(row[3]), 3), round(float(row[4]), 3)))
+    whole = sum(abs(row[3] - 0.3) < 1e-4 and abs(row[4] - 0.2) < 1e-4 for row in rows[:, 0, 0])
+    assert 2 <= whole <= 16, "one of five stays whole"
+    assert max(size[0] for size in sizes) <= 0.3 / 0.7 + 0.01
+
+
+RESIZES = " ".join(f"resize_param {{ prob: 0.25 height: {side} width: {side} }}" for side in (8, 16, 24, 32))
+
+
+def test_one_of_several_sizes_holds_for_ten_batches():
+    subject = loader([record(0)], RESIZES, yolo=True, devices=2)
+    sides = [load(subject, 4 * number, 2)[0].shape[2] for number in range(60)]
+    assert all(len(set(sides[first : first + 10])) == 1 for first in range(0, 60, 10))
+    assert len(set(sides)) > 1
+    other = [load(subject, 4 * number + 2, 2)[0].shape[2] for number in range(60)]
+    assert other == sides, "both devices have the same size"
+    alone = loader([record(0)], RESIZES, yolo=True, devices=1)
+    assert [load(alone, 4 * number, 4)[0].shape[2] for number in range(60)] == sides
+    assert {load(loader([record(0)], RESIZES, yolo=True), 4 * n, 4)[0].shape[2] for n in range(30)} == {8}
+
+
+def test_chances_of_sizes_must_add_up_to_one():
+    with pytest.raises(ConfigError, match="add up to 0.5"):
+        loader([record(0)], RESIZES.replace("0.25", "0.125"))
+
+
+YOLO_NET = """
+layer {{ name: "d" type: "AnnotatedData" top: "x" top: "y" transform_param {{ {transform} }}
+  data_param {{ source: "{source}" batch_size: 3 backend: LMDB }} annotated_data_param {{ {settings} }} }}
+"""
+
+
+def test_a_net_reads_rows_of_yolo(tmp_path):
+    records = [record(number, CORNERS[:2], 40, 40, True) for number in range(4)]
+    write_datums(tmp_path / "lmdb", ((record_key(i, "a"), one) for i, one in enumerate(records)))
+    shapes, rows = {}, {}
+    for settings in (
+        "yolo_data_type: 1 yolo_data_jitter: 0.1",
+        "yolo_data_type: 1 yolo_data_jitter: 0 train_diffcult: false",
+        "yolo_data_jitter: 0.1",
+    ):
+        text = YOLO_NET.format(
+            transform="resize_param { height: 30 width: 30 }", source=tmp_path / "lmdb", settings=settings
+        )
+        net = build_net(text)
+        net.forward()
+        shapes[settings], rows[settings] = net.blobs["y"].shape, net.blobs["y"].host_data()
+        net.close()
+    assert list(shapes.values()) == [(3, 1, 300, 5), (3, 1, 300, 5), (1, 1, 6, 8)]
+    moved, whole = list(rows.values())[:2]
+    assert not np.allclose(moved[:, 0, 0], whole[:, 0, 0])
+    assert not whole[:, 0, 1:].any()
+    with pytest.raises(ConfigError, match="yolo_data_jitter is 2"):
+        build_net(YOLO_NET.format(transform="", source=tmp_path / "lmdb", settings="yolo_data_jitter: 2"))
