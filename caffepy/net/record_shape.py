@@ -73,7 +73,8 @@ def without_data(
         if not issubclass(layer_class(layer.type, f"layer '{layer.name}'"), PrefetchingLayer):
             continue
         batch = -(-_take_batch_size(layer) // devices)
-        boxes = layer.type == "AnnotatedData" and len(layer.top) > 1 and shapes.get(layer.top[1], (1,))[-1] > 1
+        ssd = layer.type == "AnnotatedData" and layer.annotated_data_param.yolo_data_type != 1
+        boxes = ssd and len(layer.top) > 1 and shapes.get(layer.top[1], (1,))[-1] > 1
         layer.type = "Input" if as_inputs else "DummyData"
         given = layer.input_param.shape if as_inputs else layer.dummy_data_param.shape
         for index, top in enumerate(layer.top):

@@ -17,6 +17,7 @@ from google.protobuf import text_format
 from training import CPU
 
 from caffepy.backend import Backend
+from caffepy.data.sources.record_write import record_key, write_datums
 from caffepy.layers import LayerContext
 from caffepy.net import Net
 from caffepy.proto import caffe_pb2
@@ -26,7 +27,7 @@ PASSES = 5
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An HDF5 file and its list, a video, and a list of windows."""
+    """An HDF5 file and its list, a video, a list of windows, and an LMDB of images with objects."""
     path = tmp_path_factory.mktemp("data")
     random = np.random.default_rng(0)
     with h5py.File(path / "a.h5", "w") as file:
@@ -38,10 +39,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(12):
         writer.write(np.full((48, 64, 3), 20 * number, np.uint8))
     writer.release()
+    encoded = cv2.imencode(".png", random.integers(0, 256, (30, 40, 3), dtype=np.uint8))[1].tobytes()
+    datum = caffe_pb2.Datum(data=encoded, encoded=True, float_data=[1, 0, 0.5, 0.5, 0.2, 0.4])
+    write_datums(path / "lmdb", [(record_key(number, "a"), datum) for number in range(4)])
     return path
 
 
 LAYERS = {
+    "BoxData": 'data_param {{ source: "{}/lmdb" batch_size: 2 backend: LMDB side: 5 }} '
+    "transform_param {{ mean_value: 10 scale: 0.5 }}",
     "HDF5Data": 'hdf5_data_param {{ source: "{}/list.txt" batch_size: 4 shuffle: true }}',
     "VideoData": 'video_data_param {{ video_type: VIDEO video_file: "{}/a.avi" }} data_param {{ batch_size: 2 }} '
     "transform_param {{ mean_value: 10 scale: 0.5 }}",

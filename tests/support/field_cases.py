@@ -65,7 +65,7 @@ OUTPUT_BOTTOMS = "1x16B 1x12S 1x2x16P"
 REGION = "num: 2 num_class: 2 biases: 1 biases: 2 biases: 3 biases: 2"
 """YOLO 2 with two anchors and two classes."""
 REGION_BOTTOMS = "1x14x4x4 1x1x2x5Y"
-YOLO3 = "num: 2 num_class: 2 biases: 9 biases: 20 biases: 30 biases: 20 biases: 50 biases: 60 mask: 0 mask: 1"
+YOLO3 = "num: 2 num_class: 2 biases: 9 biases: 20 biases: 30 biases: 20 biases: 50 biases: 60 mask: 1 mask: 2"
 YOLO_OUTPUT = "num_box: 2 num_classes: 2 biases: 1 biases: 2 biases: 3 biases: 2"
 YOLO3_OUTPUT = (
     "num_box: 2 num_classes: 2 biases: 9 biases: 20 biases: 30 biases: 20 biases: 50 biases: 60 mask: 0 mask: 1 "
@@ -337,12 +337,12 @@ CASES = (
         REGION_BOTTOMS,
         "yolov3_param",
         "num_class: 9 num: 1 | num: 1 num_class: 9 | class_scale: 3 | coord_scale: 3 | thresh: 0.01 |"
-        "anchors_scale: 8 | biases: 9 biases: 20 biases: 20 biases: 20 | mask: 1 mask: 0 | use_logic_gradient: true |"
+        "anchors_scale: 8 | biases: 9 biases: 20 biases: 20 biases: 20 | mask: 1 mask: 0 |"
         "use_focal_loss: true | iou_loss: GIOU | iou_thresh: 0.05 | label_smooth_eps: 0.3",
         YOLO3,
     ),
     case("Yolov3", REGION_BOTTOMS, "yolov3_param", "object_scale: 3", f"{YOLO3} use_logic_gradient: true"),
-    case("Yolov3", REGION_BOTTOMS, "yolov3_param", "iou_normalizer: 3 | max_delta: 0.001", f"{YOLO3} iou_loss: CIOU"),
+    case("Yolov3", REGION_BOTTOMS, "yolov3_param", "iou_normalizer: 3", f"{YOLO3} iou_loss: CIOU"),
     case(
         "Yolov3DetectionOutput",
         "1x14x4x4",

@@ -47,6 +47,7 @@ MORE = (
 """Types and forms that no case of `field_cases` has."""
 
 ELSEWHERE = {
+    "BoxData": "gpu/test_data_layers_gpu.py",
     "Cast": "gpu/test_layers_gpu.py",
     "HDF5Data": "gpu/test_data_layers_gpu.py",
     "HDF5Output": "unit/layers/input/test_memory.py",

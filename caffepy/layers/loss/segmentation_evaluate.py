@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from caffepy.data.images.datum import opencv
 from caffepy.layers.core.base import Blobs, Layer, register_layer
-from caffepy.layers.detection.boxes import Rows
 
 _BYTE = 255
 
@@ -45,7 +45,7 @@ class SegmentationEvaluateLayer(Layer):
                 result[0, 0, 0, channel] = self._overlap(predicted, mask)
         self.backend.from_host(result, top[0].data)
 
-    def _overlap(self, predicted: Rows, mask: Rows) -> float:
+    def _overlap(self, predicted: NDArray[np.float32], mask: NDArray[np.float32]) -> float:
         threshold = self.param.segmentation_evaluate_param.threshold
         resized = predicted.shape != mask.shape
         if resized:
