@@ -240,6 +240,7 @@ class NetFactory:
             shard=self.shard,
             test_iter=test_iter,
             iter_size=self.param.iter_size,
+            max_iter=self.param.max_iter,
             resolve=source.resolve,
             timeout=self.timeout,
             check_wait=self.check_wait,

@@ -78,8 +78,12 @@ def _mask_channels(param: caffe_pb2.NetParameter, data: caffe_pb2.LayerParameter
     """The channels of the layer whose masks are compared with the third top of YOLO's data layer."""
     mask = data.top[2] if len(data.top) > 2 else ""
     compared = {layer.bottom[0] for layer in param.layer if len(layer.bottom) > 1 and layer.bottom[1] == mask}
-    made = [layer.convolution_param.num_output for layer in param.layer if compared & {*layer.top}]
-    return max(made, default=0) or data.annotated_data_param.single_class or 1
+    for layer in reversed(param.layer):  # the activation of the masks may come before their comparison
+        if compared & {*layer.top} and layer.convolution_param.num_output:
+            return layer.convolution_param.num_output
+        if compared & {*layer.top}:
+            compared |= {*layer.bottom}
+    return 1
 
 
 def _replace(layer: caffe_pb2.LayerParameter, size: tuple[int, ...], masks: int) -> None:

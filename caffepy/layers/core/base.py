@@ -169,6 +169,7 @@ class LayerContext:
         passes: the net's pass counter.
         test_iter: batches in one test (TEST phase).
         iter_size: passes of one iteration; their batches are prefetched before the first pass.
+        max_iter: iterations of the training; 0: unknown.
         resolve: turns a path of the prototxt into an existing one (see `caffepy.config.paths`).
         timeout: seconds without data from the disk, or without a free slot on the device, after which training fails.
         check_wait: called every 0.1 s while a layer waits for data; it raises to end the wait.
@@ -184,6 +185,7 @@ class LayerContext:
     passes: PassCounter = field(default_factory=PassCounter)
     test_iter: int = 1
     iter_size: int = 1
+    max_iter: int = 0
     resolve: Callable[[str], Path] = Path
     timeout: float = 600.0
     check_wait: Callable[[], None] = never_cancel
