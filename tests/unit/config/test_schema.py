@@ -35,8 +35,9 @@ NVIDIA_EXCEPTIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("SolverParameter", "test_initialization"): {"default": "true"},
     ("DataParameter", "prefetch"): {"default": "4"},
     ("BatchNormParameter", "use_global_stats"): {"default": None},
+    ("TransformationParameter", "resize_param"): {"label": "repeated"},
 }
-OURS = range(2000, 3000)
+OURS = range(2000, 4000)
 FORKS = {"shuffle_channel_param": 164, "roi_pooling_param": 8266711, "smooth_l1_loss_param": 8266712}
 """Fields of LayerParameter that have the numbers of the public repositories that brought them."""
 
