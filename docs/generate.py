@@ -160,7 +160,8 @@ def fields_of(messages: Iterable[Descriptor], within: str = "") -> Iterator[str]
 def layers_page() -> str:
     """The text of docs/reference/layers.md."""
     import_layer_types()
-    return "\n".join([_HEAD_OF_LAYERS, *(section(name) for name in sorted(LAYERS, key=str.lower))])
+    by_name = sorted(LAYERS, key=lambda name: (name.lower(), name))
+    return "\n".join([_HEAD_OF_LAYERS, *map(section, by_name)])
 
 
 def section(name: str) -> str:
@@ -224,7 +225,7 @@ def onnx_page() -> str:
     """The text of docs/how-to/onnx.md."""
     find_exporters()
     find_importers()
-    rows = [f"| {name} | {FORMS[name]} |" for name in sorted(FORMS, key=str.lower)]
+    rows = [f"| {name} | {FORMS[name]} |" for name in sorted(FORMS, key=lambda name: (name.lower(), name))]
     back = [f"| {name} | {IMPORTED_AS[name]} |" for name in sorted(IMPORTED_AS, key=str.lower)]
     return "\n".join(
         [_HEAD_OF_ONNX, "| layer type | operators |", "|---|---|", *rows, _IMPORT, "| operator | layers |", "|---|---|",

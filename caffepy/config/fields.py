@@ -31,6 +31,12 @@ _REFUSED = {
     "visualize is not supported; leave it out and draw the boxes that the top holds": (
         "DetectionOutputParameter.visualize"
     ),
+    "caffepy opens no windows and writes no images; leave it out": (
+        "ImageDataParameter.show_data VideoDataParameter.show_data CPMTransformationParameter.visualize"
+    ),
+    "crop_size_x and crop_size_y are the sizes; leave it out": "CPMTransformationParameter.crop_size",
+    "the maps of distances are not supported; leave it out": "OPTransformationParameter.add_distance",
+    "the person's center stays; leave it out": "OPTransformationParameter.center_swap_prob",
 }
 _NO_MEANING = {
     "snapshots always have the format that both Caffes read": "SolverParameter.store_blobs_in_old_format",
@@ -115,6 +121,33 @@ _NO_MEANING = {
         "C2TensorProto.dims C2TensorProto.data_type C2TensorProto.float_data C2TensorProto.int32_data "
         "C2TensorProto.byte_data C2TensorProto.string_data C2TensorProto.name C2TensorProto.double_data "
         "C2TensorProto.int64_data C2TensorProtos.protos"
+    ),
+    "it divides the filters among matrix products; no result changes": (
+        "ConvolutionParameter.filter_group Convolution3DParameter.filter_group"
+    ),
+    "C3D declares it and never reads it": "Convolution3DParameter.group VideoDataParameter.is_color",
+    "moved to transform_param when an old net of C3D is read": "ImageDataParameter.mean_value",
+    "moved to video_data_param when an old net of C3D is read": (
+        "ImageDataParameter.new_length ImageDataParameter.use_image ImageDataParameter.sampling_rate "
+        "ImageDataParameter.use_temporal_jitter"
+    ),
+    "transform_param has it; C3D and TSN do not read it": (
+        "VideoDataParameter.scale VideoDataParameter.mean_file VideoDataParameter.crop_size VideoDataParameter.mirror"
+    ),
+    "the images' files say it": "VideoDataParameter.encoded",
+    "CMU's Caffe declares it and never uses it in CPMData": (
+        "CPMTransformationParameter.scale CPMTransformationParameter.mirror CPMTransformationParameter.mean_file "
+        "CPMTransformationParameter.mean_value CPMTransformationParameter.scale_cvg "
+        "CPMTransformationParameter.max_cvg_len CPMTransformationParameter.min_cvg_len "
+        "CPMTransformationParameter.opaque_coverage CPMTransformationParameter.coverage "
+        "CPMTransformationParameter.bbox_norm_factor CPMTransformationParameter.img_header "
+        "CPMTransformationParameter.force_color CPMTransformationParameter.force_gray "
+        "CPMTransformationParameter.sigma_center"
+    ),
+    "it concerns aug_way: 'table', which is refused": "CPMTransformationParameter.num_total_augs",
+    "OpenPose declares it and never uses it in OPData": (
+        "OPTransformationParameter.input_type OPTransformationParameter.frame_size "
+        "OPTransformationParameter.taf_topology"
     ),
     "neither Caffe reads it, and no layer of the old format had it": (
         "V0LayerParameter.new_num V0LayerParameter.new_channels"

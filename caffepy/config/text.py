@@ -46,6 +46,8 @@ _NO_STRING = re.compile(r"[Ee]xpected string but found: ('.*')")
 _TOKEN = re.compile(r"""#[^\n]*|"(?:[^"\\\n]+|\\.)*"?|'(?:[^'\\\n]+|\\.)*'?|[{}]|\w+""")
 """An unterminated string ends with its line, so matching is linear in the text."""
 _WORD_BACKWARDS = re.compile(r"\s*(\w*)")
+_BARE_LIST = re.compile(r"\b(number_max_occlusions)[ \t]*:[ \t]*(\d+)")
+"""A list of OPData with one entry, which older nets of OpenPose write as a number."""
 _POSITION = re.compile(r"^\d+:\d+ : ")
 
 
@@ -66,7 +68,7 @@ def parse_text(text: str, message: M, origin: str) -> M:
         line = text.count("\n", 0, run) + 1
         raise ConfigError(f"{origin}:{line}: {MAX_BACKSLASHES} consecutive backslashes; remove them")
     try:
-        text_format.Parse(text, message)
+        text_format.Parse(_BARE_LIST.sub(r'\1: "\2"', text), message)
     except text_format.ParseError as error:
         where = f"{origin}:{error.GetLine()}:{error.GetColumn()}"
         position = _position(text, error.GetLine() or 1, error.GetColumn() or 1)

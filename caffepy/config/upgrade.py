@@ -14,11 +14,14 @@ from google.protobuf.message import Message
 from caffepy.config.fields import refuse_fork_fields
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import (
+    ImageDataParameter,
     LayerParameter,
+    LossParameter,
     NetParameter,
     SolverParameter,
     V0LayerParameter,
     V1LayerParameter,
+    VideoDataParameter,
 )
 from caffepy.registry import suggest
 
@@ -376,12 +379,23 @@ V1_TYPES = {
     V1LayerParameter.TANH: "TanH",
     V1LayerParameter.THRESHOLD: "Threshold",
     V1LayerParameter.WINDOW_DATA: "WindowData",
+    V1LayerParameter.CONVOLUTION3D: "Convolution3D",
+    V1LayerParameter.POOLING3D: "Pooling3D",
+    V1LayerParameter.DECONVOLUTION3D: "Deconvolution3D",
+    V1LayerParameter.VIDEO_DATA: "VideoData",
+    V1LayerParameter.VIDEO_SEGMENTATION_DATA: "VideoSegmentationData",
+    V1LayerParameter.VIDEO_WITH_VOXEL_TRUTH_DATA: "VideoWithVoxelTruthData",
+    V1LayerParameter.VOXEL_SOFTMAX: "Softmax",
+    V1LayerParameter.VOXEL_SOFTMAX_LOSS: "SoftmaxWithLoss",
 }
 
 TRANSFORM_HOLDERS = {
     V1LayerParameter.DATA: "data_param",
     V1LayerParameter.IMAGE_DATA: "image_data_param",
     V1LayerParameter.WINDOW_DATA: "window_data_param",
+    V1LayerParameter.VIDEO_DATA: "image_data_param",
+    V1LayerParameter.VIDEO_SEGMENTATION_DATA: "image_data_param",
+    V1LayerParameter.VIDEO_WITH_VOXEL_TRUTH_DATA: "image_data_param",
 }
 """Data layers whose fields moved to ``transform_param``."""
 
@@ -433,6 +447,19 @@ def upgrade_v1_layer(old: V1LayerParameter, new: LayerParameter) -> None:
             new.type = V1_TYPES[value] if value in V1_TYPES else V1LayerParameter.LayerType.Name(value)
         elif field.name != "layer":
             new.MergeFrom(LayerParameter(**{field.name: value}))
+    if old.type == V1LayerParameter.VIDEO_DATA:
+        _move_clip_settings(new)
+    elif old.type == V1LayerParameter.VOXEL_SOFTMAX_LOSS:
+        new.loss_param.normalization = LossParameter.FULL
+
+
+def _move_clip_settings(layer: LayerParameter) -> None:
+    """Move C3D's settings of clips from ``image_data_param`` to ``video_data_param``."""
+    fields = VideoDataParameter.DESCRIPTOR.fields_by_name
+    for field, value in layer.image_data_param.ListFields():
+        if field.name in fields:
+            layer.video_data_param.MergeFrom(VideoDataParameter(**{field.name: value}))
+    layer.ClearField("image_data_param")
 
 
 def _move_fields(holder: Message, layer: V1LayerParameter) -> bool:
@@ -440,6 +467,10 @@ def _move_fields(holder: Message, layer: V1LayerParameter) -> bool:
     for name in names:
         setattr(layer.transform_param, name, getattr(holder, name))
         holder.ClearField(name)
+    if isinstance(holder, ImageDataParameter) and holder.HasField("mean_value"):
+        if not layer.transform_param.HasField("mean_file"):  # C3D prefers the file
+            layer.transform_param.mean_value.append(holder.mean_value)
+        holder.ClearField("mean_value")
     return bool(names)
 
 

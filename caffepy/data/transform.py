@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 _MAX_CROP = 1 << 16
 _ANNOTATED_ONLY = ("distort_param", "expand_param", "emit_constraint")
 """Fields that only AnnotatedData applies."""
+_SEGMENTS_ONLY = ("fix_crop", "more_fix_crop", "multi_scale", "max_distort", "is_flow")
+"""Fields that only VideoData of TSN applies."""
 
 
 def check_transform(param: caffe_pb2.TransformationParameter, where: str) -> None:
@@ -61,7 +63,10 @@ def check_transform(param: caffe_pb2.TransformationParameter, where: str) -> Non
 
 
 def warn_about_unused_fields(param: caffe_pb2.TransformationParameter, nvidia: bool, where: str) -> None:
-    """Warn about fields that act only in AnnotatedData or, in NVIDIA's dialect, not in this layer."""
+    """Warn about fields that act only in AnnotatedData or VideoData or, in NVIDIA's dialect, not in this layer."""
+    segments = [field for field in _SEGMENTS_ONLY if param.HasField(field)]
+    if segments:
+        logger.warning("%s: %s is for VideoData with a list and has no effect here", where, " and ".join(segments))
     unused = [field for field in _ANNOTATED_ONLY if param.HasField(field)]
     if unused:
         logger.warning("%s: %s is for AnnotatedData and has no effect here", where, " and ".join(unused))

@@ -18,9 +18,15 @@ from caffepy.proto import caffe_pb2
 Shape = tuple[int, ...]
 Layers = Sequence[caffe_pb2.LayerParameter]
 
-PARAMETERS = ("convolution_param", "inner_product_param", "scale_param", "embed_param", "recurrent_param")
+PARAMETERS = (
+    "convolution_param", "inner_product_param", "scale_param", "embed_param", "recurrent_param", "convolution3d_param",
+    "lstm_param",
+)  # fmt: skip
 FILLERS = ("weight_filler", "bias_filler", "filler")
-_LEARNED = {"Convolution", "Deconvolution", "InnerProduct", "Embed", "LSTM", "RNN", "Python"}
+_LEARNED = {
+    "Convolution", "Deconvolution", "InnerProduct", "Embed", "LSTM", "RNN", "Python", "Convolution3D",
+    "Deconvolution3D", "Lstm",
+}  # fmt: skip
 """Layers with learned parameters. A blob that depends on none of them is data or a target."""
 _CONSTANTS = {"DummyData", "Parameter", "Python"}
 """Layers without bottoms that the deploy net keeps."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from caffepy.data.clips import is_of_segments
 from caffepy.errors import ConfigError
 from caffepy.layers.core.base import layer_class
 from caffepy.layers.input.prefetching import PrefetchingLayer
@@ -12,8 +13,10 @@ from caffepy.proto import caffe_pb2
 _SSD = ("AnnotatedData", "VideoData")
 
 
-def told_shape(layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[tuple[int, int, int], str] | None:
+def told_shape(layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[tuple[int, ...], str] | None:
     """Return (C, H, W) of the crops or resized images, and the names of the fields used; None if unknown.
+
+    Clips of VideoData have the shape (C, frames, H, W), or for TSN (C, H, W) with the channels of all frames.
 
     C is the number of values of `mean_value`, but 3 for one value or none, and 1 for gray images.
 
@@ -26,10 +29,19 @@ def told_shape(layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[tuple[int
         return None
     height, width, fields = size
     transform = layer.transform_param
+    if layer.video_data_param.HasField("source"):
+        return _clip_shape(layer.video_data_param, height, width), fields
     if transform.force_gray or (layer.type == "ImageData" and not layer.image_data_param.is_color):
         return (1, height, width), fields
     channels = len(transform.mean_value)
     return (channels if channels > 1 else 3, height, width), fields
+
+
+def _clip_shape(param: caffe_pb2.VideoDataParameter, height: int, width: int) -> tuple[int, ...]:
+    if not is_of_segments(param):
+        return 3, param.new_length, height, width
+    colors = 2 if param.modality == param.FLOW else 1 if param.grayscale else 3
+    return colors * param.new_length * param.num_segments, height, width
 
 
 def _told_size(layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int, str] | None:
@@ -43,6 +55,7 @@ def _told_size(layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int,
         (transform.crop_h, transform.crop_w, "crop_h and crop_w"),
         (resize.height if fixed else 0, resize.width if fixed else 0, "resize_param"),
         (listed.new_height, listed.new_width, "new_height and new_width"),
+        (layer.video_data_param.new_height, layer.video_data_param.new_width, "new_height and new_width"),
     )
     return next((size for size in told if size[0] and size[1]), None)
 

@@ -273,7 +273,8 @@ class GradientPlan:
         node.propagate_down = list(param.propagate_down) or depends
         node.need_backward = any(depends) or any(node.layer.propagate_to_params)
         if node.need_backward:
-            self._learnable.update(node.tops)
+            pairs = node.layer.independent_pairs
+            self._learnable.update(top for i, top in enumerate(node.tops) if not pairs or depends[i])
 
 
 def prune_backward(nodes: list[Node]) -> None:

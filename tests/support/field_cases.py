@@ -57,6 +57,10 @@ POOL = "kernel_size: 3 stride: 2"
 XAVIER = "weight_filler { type: 'xavier' }"
 GAUSS = "{ type: 'gaussian' }"
 IP = f'type: "InnerProduct" inner_product_param {{ num_output: 3 {XAVIER} }}'
+LSTM = f"num_output: 3 {XAVIER}"
+CLIP = "2x3x4x5x5"
+CONV3D = f"num_output: 2 kernel_size: 3 kernel_depth: 2 {XAVIER}"
+POOL3D = "kernel_size: 3 kernel_depth: 3 stride: 2 temporal_stride: 2"
 BOX_LOSS = "num_classes: 3 code_type: CENTER_SIZE neg_overlap: 0.1"
 HARD = "mining_type: HARD_EXAMPLE nms_param { nms_threshold: 0.1 top_k: 4 }"
 BOXES = "1x16B 1x12 1x2x16P 1x1x2x8G"
@@ -106,6 +110,30 @@ CASES = (
         "pad_h: 1 | pad_w: 1 | kernel_h: 2 | kernel_w: 2 | stride_h: 2 | stride_w: 2",
         "num_output: 4 kernel_h: 3 kernel_w: 3 stride_h: 1 stride_w: 1 weight_filler { type: 'xavier' }",
     ),
+    case("Convolution3D", CLIP, "convolution_param", "kernel_depth: 3 | temporal_stride: 2 | temporal_pad: 1", CONV3D),
+    case(
+        "Convolution3D",
+        CLIP,
+        "convolution3d_param",
+        "num_output: 3 | kernel_size: 2 | kernel_depth: 3 | stride: 2 | temporal_stride: 2 | pad: 1 | temporal_pad: 1",
+        CONV3D,
+    ),
+    case(
+        "Deconvolution3D",
+        CLIP,
+        "convolution3d_param",
+        f"bias_term: false | bias_filler {GAUSS} | weight_filler {GAUSS}",
+        CONV3D,
+    ),
+    case("Pooling3D", CLIP, "pooling_param", "kernel_depth: 2 | temporal_stride: 1", POOL3D),
+    case(
+        "Pooling3D",
+        CLIP,
+        "pooling3d_param",
+        "pool: AVE | kernel_size: 2 | kernel_depth: 2 | stride: 1 | temporal_stride: 1",
+        POOL3D,
+    ),
+    case("Pooling3D", CLIP, "pooling3d_param", "pad: 1", f"pool: AVE {POOL3D}"),
     case(
         "Pooling",
         IMAGE,
@@ -172,6 +200,9 @@ CASES = (
     case("Log", IMAGE, "log_param", "base: 2 | scale: 0.5 | shift: 10", "shift: 9"),
     case("Softmax", IMAGE, "softmax_param", "axis: 2"),
     case("LSTM", "4x2x5 4x2L2", "recurrent_param", f"bias_filler {GAUSS}", f"num_output: 3 {XAVIER}"),
+    case("Lstm", "4x2x5", "lstm_param", f"bias_filler {GAUSS} | clipping_threshold: 0.001", LSTM),
+    case("Lstm", "4x2x5", "lstm_param", f"num_output: 4 | weight_filler {GAUSS}", "num_output: 3"),
+    case("Lstm", "4x5", "lstm_param", "batch_size: 2", LSTM),
     case("Concat", IMAGE + " " + IMAGE, "concat_param", "axis: 2 | concat_dim: 2"),
     case("Slice", IMAGE, "slice_param", "axis: 2 | slice_dim: 2 | slice_point: 1", tops=2),
     case("Eltwise", IMAGE + " " + IMAGE, "eltwise_param", "operation: MAX | coeff: 1 coeff: 2", "operation: SUM"),
@@ -187,6 +218,8 @@ CASES = (
     case(
         "Permute", IMAGE, "permute_param", "order: 0 order: 2 order: 1 order: 3", "order: 0 order: 3 order: 2 order: 1"
     ),
+    case("Transpose", IMAGE, "transpose_param", "dim: 0 dim: 1 dim: 3 dim: 2", "dim: 0 dim: 2 dim: 1 dim: 3"),
+    case("Reverse", IMAGE, "reverse_param", "axis: 1", "axis: 2"),
     case("Crop", IMAGE + " 2x4x3x3", "crop_param", "axis: 3 | offset: 2", "axis: 2"),
     case("Tile", IMAGE, "tile_param", "axis: 2 | tiles: 3", "tiles: 2"),
     case("Reduction", IMAGE, "reduction_param", "operation: SUMSQ | axis: 1 | coeff: 2"),

@@ -30,6 +30,9 @@ MORE = (
     Case(f'type: "RNN" recurrent_param {{ {EXPOSED} }}', BOTTOMS + " 1x2x3", "", "", tops=2),
     Case(f'type: "LSTM" recurrent_param {{ {RECURRENT} }}', BOTTOMS, "", ""),
     Case(f'type: "LSTM" recurrent_param {{ {EXPOSED} }}', BOTTOMS + " 2x3 1x2x3 1x2x3", "", "", tops=3),
+    Case('type: "Gather"', IMAGE, "", ""),
+    Case('type: "Scatter"', IMAGE, "", ""),
+    Case(f'type: "Lstm" lstm_param {{ {RECURRENT} }}', BOTTOMS, "", ""),
     Case('type: "Pooling" pooling_param { kernel_size: 3 stride: 2 }', IMAGE, "", "", tops=2),
     Case(
         'type: "Convolution" convolution_param { num_output: 2 kernel_size: 2 weight_filler { type: "xavier" } }',
@@ -53,6 +56,10 @@ ELSEWHERE = {
     "HDF5Output": "unit/layers/input/test_memory.py",
     "MemoryData": "unit/layers/input/test_memory.py",
     "Python": "gpu/test_solvers_gpu.py",
+    "CPMData": "unit/layers/input/test_pose_data.py",
+    "OPData": "unit/layers/input/test_pose_data.py",
+    "VideoSegmentationData": "unit/layers/input/test_video_clips.py",
+    "VideoWithVoxelTruthData": "unit/layers/input/test_video_clips.py",
     "VideoData": "gpu/test_data_layers_gpu.py",
     "WindowData": "gpu/test_data_layers_gpu.py",
 }

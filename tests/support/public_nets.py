@@ -32,6 +32,7 @@ from caffepy.config.filter import filter_net, net_state
 from caffepy.config.load import read_net, read_solver
 from caffepy.config.messages import walk_fields
 from caffepy.config.solver_check import check_values
+from caffepy.data.skeletons import model_named
 from caffepy.errors import CaffepyError
 from caffepy.layers import LayerContext, layer_class
 from caffepy.net import Net
@@ -39,6 +40,10 @@ from caffepy.proto import caffe_pb2
 from caffepy.solvers.rules import RULES
 
 DATA = ("AnnotatedData", "BoxData", "Data", "HDF5Data", "ImageData", "MemoryData", "VideoData", "WindowData")
+CLIPS = ("VideoData", "VideoSegmentationData", "VideoWithVoxelTruthData")
+PEOPLE = ("CPMData", "OPData")
+CLIP_FRAMES, CLIP_SIDE = 16, 112
+"""Of C3D's volumes, whose prototxts do not say them."""
 NAMED_SIZES = {"mnist": (1, 28, 28), "cifar": (3, 32, 32), "siamese": (2, 28, 28), "hdf5": (4,)}
 """Records of the sets that a prototxt with this word in its path reads, where it does not say their size."""
 LARGEST_IMAGE = 1100
@@ -61,7 +66,11 @@ def without_data(path: Path, small: bool = True) -> caffe_pb2.NetParameter:
     if path.parent.name == "siamese":
         size = NAMED_SIZES["siamese"]
     for layer in param.layer:
-        if layer.type in DATA:
+        if layer.type in CLIPS and (layer.type != "VideoData" or layer.video_data_param.source):
+            _replace_clips(layer)
+        elif layer.type in PEOPLE:
+            _replace_people(layer)
+        elif layer.type in DATA:
             masks = _mask_channels(param, layer)
             _replace(layer, size, masks)
         elif layer.type == "DetectNetTransformation":
@@ -112,6 +121,35 @@ def _replace(layer: caffe_pb2.LayerParameter, size: tuple[int, ...], masks: int)
     layer.input_param.shape.add(dim=[batch, *size])
     for shape in labels:
         layer.input_param.shape.add(dim=shape)
+
+
+def _replace_clips(layer: caffe_pb2.LayerParameter) -> None:
+    """Clips of C3D with a label or the truth of each voxel, or the images of TSN."""
+    param, side = layer.video_data_param, layer.transform_param.crop_size or CLIP_SIDE
+    truth = layer.image_data_param.num_truth_channels
+    frames = (param.new_length if layer.type == "VideoData" else CLIP_FRAMES, side, side)
+    images = {"modality", "num_segments", "name_pattern"} & {field.name for field, _ in param.ListFields()}
+    colors = 2 if param.modality == caffe_pb2.VideoDataParameter.FLOW else 3
+    shape = [colors * param.new_length * param.num_segments, side, side] if images else [3, *frames]
+    labels = [] if layer.type == "VideoData" else [truth, *frames]
+    layer.type = "Input"
+    for dim in ([1, *shape], [1, *labels])[: len(layer.top)]:
+        layer.input_param.shape.add(dim=dim)
+
+
+def _replace_people(layer: caffe_pb2.LayerParameter) -> None:
+    """Images of people, and maps of their parts."""
+    cpm = layer.type == "CPMData"
+    param = layer.cpm_transform_param if cpm else layer.op_transform_param
+    if cpm:
+        planes, maps = 6, 2 * (param.num_parts + 1)
+    else:
+        name = (param.model if param.HasField("model") else param.models).split(";")[0]
+        planes, maps = 3, 2 * model_named(name, layer.name).skeleton.channels
+    height, width = param.crop_size_y, param.crop_size_x
+    layer.type = "Input"
+    for dim in ([1, planes, height, width], [1, maps, height // param.stride, width // param.stride])[: len(layer.top)]:
+        layer.input_param.shape.add(dim=dim)
 
 
 def _replace_coverage(layer: caffe_pb2.LayerParameter) -> None:

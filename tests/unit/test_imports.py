@@ -79,7 +79,7 @@ FOLDERS = {
         "data.sources",
         "data.transform",
         "data.images.bulk_copy",
-        "data.loader",
+        "data.loader data.clips data.people",
         "data.conversion",
     ),
     "layers": (

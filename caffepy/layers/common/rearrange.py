@@ -1,4 +1,4 @@
-"""Permute, Crop, Tile, ShuffleChannel and Reorg, which move elements without arithmetic."""
+"""Permute, Transpose, Reverse, Crop, Tile, ShuffleChannel and Reorg, which move elements without arithmetic."""
 
 from __future__ import annotations
 
@@ -44,6 +44,47 @@ class PermuteLayer(RearrangingLayer):
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if propagate_down[0]:
             self.backend.copy(top[0].diff, bottom[0].diff.transpose(*self._order))
+
+
+@register_layer("Transpose")
+class TransposeLayer(RearrangingLayer):
+    """Axis i of the top is axis dim[i] of the bottom (CTPN's `transpose_layer.cpp`).
+
+    Raises:
+        ConfigError: `dim` does not name each axis of the bottom once.
+    """
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        self._order, shape = tuple(self.param.transpose_param.dim), bottom[0].shape
+        if sorted(self._order) != list(range(len(shape))):
+            raise self.error(
+                f"transpose_param has the dims {list(self._order)}; give each of the bottom's {len(shape)} axes once"
+            )
+        top[0].reshape(tuple(shape[axis] for axis in self._order))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        self.backend.copy(bottom[0].data.transpose(*self._order), top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        if propagate_down[0]:
+            self.backend.copy(top[0].diff, bottom[0].diff.transpose(*self._order))
+
+
+@register_layer("Reverse")
+class ReverseLayer(RearrangingLayer):
+    """The elements in reverse order along `axis`, as for an LSTM that reads backwards (CTPN's `reverse_layer.cpp`)."""
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        axis = bottom[0].axis(self.param.reverse_param.axis, self.where)
+        self._part = (*(slice(None),) * axis, slice(None, None, -1))
+        top[0].reshape(bottom[0].shape)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        self.backend.copy(bottom[0].data[self._part], top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        if propagate_down[0]:
+            self.backend.copy(top[0].diff[self._part], bottom[0].diff)
 
 
 @register_layer("Crop")

@@ -270,6 +270,8 @@ class Layer:
     """Whether bottoms and tops may be float16 or bfloat16. The net gives other layers float32."""
     inherits_dtype: ClassVar[bool] = False
     """Whether the tops default to the first bottom's dtype."""
+    independent_pairs: ClassVar[bool] = False
+    """Whether each top depends on the bottom of its index only, so that labels may be among the bottoms."""
     keeps_labels: ClassVar[bool] = False
     """Whether tops of label bottoms are labels: the layer moves elements, or maps each element by itself."""
     float32_tops_from: ClassVar[int | None] = None

@@ -23,6 +23,29 @@ from caffepy.proto import caffe_pb2
 logger = logging.getLogger(__name__)
 
 
+def open_records(path: Path, leveldb: bool, where: str, made_by: str) -> RecordSource:
+    """Open a database. An LMDB is recognised by its files, because the default of `backend` is LevelDB.
+
+    Args:
+        path: the folder.
+        leveldb: whether the prototxt's backend is LEVELDB.
+        where: the layer, for messages.
+        made_by: advice where there is no database.
+
+    Raises:
+        DataError: the database does not exist or cannot be read.
+    """
+    if not os.path.lexists(path):
+        kind = "database" if leveldb else "LMDB"  # the default of `backend` is LevelDB
+        raise DataError(f"{where}: {kind} '{path}' does not exist (looked from {working_folder()}); {made_by}")
+    if os.path.exists(path / "data.mdb") or not (leveldb or is_leveldb(path)):
+        try:
+            return LmdbSource(path)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
+    return LevelDbSource(path)
+
+
 @register_layer("Data")
 class DataLayer(ImagesLayer):
     """Images, and with a second top labels, from a database of Datums (Caffe's `data_layer.cpp`).
@@ -65,19 +88,8 @@ class DataLayer(ImagesLayer):
         return [self.image_loader(0, 0).sample_shape(), ()]
 
     def _open_records(self, path: Path) -> RecordSource:
-        """Open the database. An LMDB is recognised by its files, because the default of `backend` is LevelDB."""
         leveldb = self.param.data_param.backend == caffe_pb2.DataParameter.LEVELDB
-        if not os.path.lexists(path):
-            kind = "database" if leveldb else "LMDB"  # the default of `backend` is LevelDB
-            raise DataError(
-                f"{self.where}: {kind} '{path}' does not exist (looked from {working_folder()}); {self.made_by}"
-            )
-        if os.path.exists(path / "data.mdb") or not (leveldb or is_leveldb(path)):
-            try:
-                return LmdbSource(path)
-            except DataError as error:
-                raise DataError(f"{self.where}: {error}") from error
-        return LevelDbSource(path)
+        return open_records(path, leveldb, self.where, self.made_by)
 
     def record_order(self, seed: int, stream: int) -> RecordOrder:
         """Return the order in which the records are read."""

@@ -1,4 +1,4 @@
-"""VideoData: frames of a video file or of a camera, read by OpenCV."""
+"""VideoData: frames of a video file or of a camera, read by OpenCV, or the clips of a list."""
 
 from __future__ import annotations
 
@@ -12,7 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.blob import check_shape
+from caffepy.data import random
+from caffepy.data.clips import (
+    ClipList,
+    ClipLoader,
+    ClipReader,
+    ClipTransform,
+    FrameClips,
+    SegmentClips,
+    SegmentTransform,
+    is_of_segments,
+)
 from caffepy.data.images.datum import as_channels_first, opencv
+from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
 from caffepy.data.sources.source import hash_of
 from caffepy.data.transform import Transformer
@@ -25,27 +37,59 @@ from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer,
 from caffepy.proto import caffe_pb2
 
 
+def clip_loader(  # noqa: PLR0913 -- the settings of a list
+    layer: PrefetchingLayer, source: ClipList, reader: ClipReader, transform: ClipTransform, shuffle: bool,
+    rand_skip: int, seed: int, stream: int,
+) -> ClipLoader:  # fmt: skip
+    """Return a loader of the samples that `reader` makes of a list.
+
+    Raises:
+        ConfigError: rand_skip exceeds the list.
+    """
+    if rand_skip > len(source):
+        raise layer.error(f"rand_skip {rand_skip} is more than the {len(source)} lines of {source.description}")
+    skip = random.rand_skip_count(seed, stream, rand_skip) if rand_skip else 0
+    order = RecordOrder(len(source), skip, shuffle, seed, stream)
+    return ClipLoader(source, order, reader, transform, seed, stream, layer.where)
+
+
 @register_layer("VideoData")
 class VideoDataLayer(PrefetchingLayer):
     """Consecutive frames, and with a second top labels of 0 (NVIDIA Caffe's `video_data_layer.cpp`).
 
     Tops: (N, C, H, W), (N,).
 
+    With `source` in video_data_param, clips and labels of a list (the `video_data_layer.cpp` of two forks):
+
+    - C3D: (N, 3, new_length, H, W), (N,), or (N, num_of_labels) with `use_multiple_label`. A line is a video, or with
+      `use_image` a folder with frames 000001.jpg, …; the first frame (a video's is 0), which a video with
+      `use_temporal_jitter` lacks; and the label. With `use_temporal_jitter` and `use_image` the number is that of the
+      frames, and the first one is random. `sampling_rate` is the distance between frames.
+    - TSN, if one of modality, num_segments, name_pattern, grayscale and encoded is given: (N, C, H, W), (N,), with
+      C = 3 new_length num_segments for RGB, 2 new_length num_segments for FLOW. A line is a folder, its number of
+      frames, and the label. Frames are consecutive within a segment.
+
+    transform_param gives crop_size, mirror, mean and scale; for TSN also fix_crop, more_fix_crop, multi_scale,
+    scale_ratios, max_distort and is_flow. In TRAIN a clip that cannot be read is replaced by the next one.
+
     Raises:
-        ConfigError: `video_file` is missing, or several devices read one camera.
-        DataError: the video cannot be opened, or has no more frames.
+        ConfigError: `video_file` is missing, several devices read one camera, or a setting of clips is wrong.
+        DataError: the video cannot be opened, or has no more frames; the list or, in TEST, a clip cannot be read.
     """
 
     tops = (1, 2)
 
     def batch_size(self) -> int:
-        return self.param.data_param.batch_size
+        param = self.param.video_data_param
+        return param.batch_size if param.HasField("source") else self.param.data_param.batch_size
 
     def prefetch_depth(self) -> int:
         return self.param.data_param.prefetch
 
     def open(self) -> tuple[Source, list[tuple[int, ...]]]:
         param, context = self.param.video_data_param, self.context
+        if param.HasField("source"):
+            return self._open_clips()
         is_file = param.video_type == caffe_pb2.VideoDataParameter.VIDEO
         if is_file and not param.video_file:
             raise self.error("video_type: VIDEO needs video_file")
@@ -62,15 +106,33 @@ class VideoDataLayer(PrefetchingLayer):
             raise
         return self._video, [shape, ()][: len(self.param.top)]
 
+    def _open_clips(self) -> tuple[Source, list[tuple[int, ...]]]:
+        param, context = self.param.video_data_param, self.context
+        segments = is_of_segments(param)
+        make = SegmentTransform if segments else ClipTransform
+        self._clips = make(self.param.transform_param, context.phase, context.resolve, self.where)
+        reader = SegmentClips if segments else FrameClips
+        self._reader: ClipReader = reader(param, self._clips)
+        path = context.resolve(param.source)
+        self._list = ClipList(path) if segments else FrameClips.source(path, param)
+        return self._list, [part.shape for part in self._clip_loader(0, 0).sample(0)][: len(self.param.top)]
+
+    def _clip_loader(self, seed: int, stream: int) -> ClipLoader:
+        param = self.param.video_data_param
+        return clip_loader(self, self._list, self._reader, self._clips, param.shuffle, param.rand_skip, seed, stream)
+
     def _loader_of(self, seed: int, stream: int) -> VideoLoader:
         skip = self.param.video_data_param.skip_frames
         return VideoLoader(self._video, self._transformer, skip, seed, stream, self.where)
 
     def make_loader(self) -> DescribingLoader:
         stream = self.random_stream()
-        return self._loader_of(stream.seed, stream.stream)
+        clips = self.param.video_data_param.HasField("source")
+        return (self._clip_loader if clips else self._loader_of)(stream.seed, stream.stream)
 
     def epoch_size(self) -> int | None:
+        if self.param.video_data_param.HasField("source"):
+            return super().epoch_size()
         if self.param.video_data_param.video_type != caffe_pb2.VideoDataParameter.VIDEO:
             return None
         return super().epoch_size()

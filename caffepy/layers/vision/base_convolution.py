@@ -11,6 +11,7 @@ from caffepy.blob import MAX_ELEMENTS, format_shape
 from caffepy.layers.core.base import Blobs, Layer
 from caffepy.layers.core.formulas import identity
 from caffepy.layers.core.layout_adapter import LayoutAdapter, ZeroPadded
+from caffepy.proto import caffe_pb2
 
 Shape = tuple[int, ...]
 
@@ -98,7 +99,7 @@ class BaseConvolutionLayer(Layer):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)
-        param = self.param.convolution_param
+        param = self.settings
         shape = bottom[0].shape
         self.axis = bottom[0].axis(param.axis, self.where)
         self._geometry = self._read_geometry(len(shape) - self.axis - 1)
@@ -106,6 +107,11 @@ class BaseConvolutionLayer(Layer):
         self.add_parameter(self._weights_shape(shape[self.axis]), param.weight_filler)
         if param.bias_term:
             self.add_parameter((param.num_output,), param.bias_filler)
+
+    @property
+    def settings(self) -> caffe_pb2.ConvolutionParameter:
+        """Those of the prototxt."""
+        return self.param.convolution_param
 
     @property
     def geometry(self) -> Geometry:
@@ -124,7 +130,7 @@ class BaseConvolutionLayer(Layer):
                 raise self.shape_error("all bottoms must have one shape", bottom[0], other)
         sizes = self._spatial(bottom)
         for blob in top:
-            blob.reshape((*shape[: self.axis], self.param.convolution_param.num_output, *sizes))
+            blob.reshape((*shape[: self.axis], self.settings.num_output, *sizes))
         if self._plan_shape != shape:
             self._plan_for(shape, top[0].shape)
             self._plan_shape = shape
@@ -208,7 +214,7 @@ class BaseConvolutionLayer(Layer):
         return sizes
 
     def _check_channels(self, bottom: Blobs) -> None:
-        param = self.param.convolution_param
+        param = self.settings
         self._channels = bottom[0].shape[self.axis]
         if param.num_output < 1:
             raise self.error("convolution_param needs num_output")
@@ -222,7 +228,7 @@ class BaseConvolutionLayer(Layer):
             )
 
     def _read_geometry(self, axes: int) -> Geometry:
-        param = self.param.convolution_param
+        param = self.settings
         geometry = Geometry(
             kernel=self._per_axis("kernel", param.kernel_size, "kernel_size", axes, None),
             stride=self._per_axis("stride", param.stride, "stride", axes, 1),
@@ -241,7 +247,7 @@ class BaseConvolutionLayer(Layer):
         self, stem: str, values: Sequence[int], field: str, axes: int, default: int | None
     ) -> tuple[int, ...]:
         """Return a setting for each spatial axis, from `<stem>_h` and `<stem>_w` or from the repeated `field`."""
-        param = self.param.convolution_param
+        param = self.settings
         if not (param.HasField(f"{stem}_h") or param.HasField(f"{stem}_w")):
             return self._one_per_axis(values, field, axes, default)
         if axes != 2:
@@ -262,7 +268,7 @@ class BaseConvolutionLayer(Layer):
 
     def _bias_gradient(self, blob_diffs: list[object]) -> None:
         """Sum the tops' diffs over all axes but the channels'."""
-        if self.param.convolution_param.bias_term and self.propagate_to_params[1]:
+        if self.settings.bias_term and self.propagate_to_params[1]:
             for diff in blob_diffs:
                 dy = self._y.load(diff)
                 self.backend.reduce(identity, (dy,), (self.blobs[1].diff,), accumulate=self.accumulate(1))

@@ -23,7 +23,7 @@ class ConvolutionLayer(BaseConvolutionLayer):
     recordable = True
 
     def _weights_shape(self, channels: int) -> Shape:
-        param = self.param.convolution_param
+        param = self.settings
         return (param.num_output, channels // param.group, *self._geometry.kernel)
 
     def _span(self, size: int, axis: int) -> int:
@@ -49,7 +49,7 @@ class ConvolutionLayer(BaseConvolutionLayer):
     @property
     def bias(self) -> Array | None:
         """The bias, or None."""
-        return self.blobs[1].data if self.param.convolution_param.bias_term else None
+        return self.blobs[1].data if self.settings.bias_term else None
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         for x, y in zip(bottom, top, strict=True):

@@ -20,7 +20,7 @@ class DeconvolutionLayer(BaseConvolutionLayer):
     recordable = True
 
     def _weights_shape(self, channels: int) -> Shape:
-        param = self.param.convolution_param
+        param = self.settings
         return (channels, param.num_output // param.group, *self._geometry.kernel)
 
     def _output_size(self, size: int, axis: int) -> int:
@@ -37,7 +37,7 @@ class DeconvolutionLayer(BaseConvolutionLayer):
         for x, y in zip(bottom, top, strict=True):
             out = self._y.target(y.data)
             self._plan.backward_data(self._x.load(x.data), self._filters(self.weights()), out)
-            if self.param.convolution_param.bias_term:
+            if self.settings.bias_term:
                 self.backend.apply(total_with_channel, (out, self.blobs[1].data), (out,))
             self._y.store(y.data)
 

@@ -58,6 +58,22 @@ def permute(view: LayerView) -> str:
     return view.add("Transpose", view.x, perm=order)
 
 
+@exports("Gather", "Scatter", form="none: the tops are the bottoms")
+def gather(view: LayerView) -> list[str]:
+    return view.inputs
+
+
+@exports("Transpose", form="Transpose")
+def transpose(view: LayerView) -> str:
+    return view.add("Transpose", view.x, perm=list(view.param.transpose_param.dim))
+
+
+@exports("Reverse", form="Slice with a step of -1")
+def reverse(view: LayerView) -> str:
+    axis, least = view.axis(view.param.reverse_param.axis), np.iinfo(np.int64).min
+    return view.add("Slice", view.x, *(view.ints(number) for number in (-1, least, axis, -1)))
+
+
 @exports("Crop", form="Slice")
 def crop(view: LayerView) -> str:
     param = view.param.crop_param

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from caffepy.onnx.export.graph import LayerView, exports, product_of
 
 
@@ -75,6 +77,26 @@ def _unit(view: LayerView, sums: str, cell: str, cont: str, size: int) -> tuple[
     kept = view.add("Mul", view.add("Mul", cell, cont), forget)
     cell = view.add("Add", kept, view.add("Mul", into, view.add("Tanh", gates[3])))
     return view.add("Mul", out, view.add("Tanh", cell)), cell
+
+
+@exports("Lstm", form="LSTM; with one bottom only")
+def clipped_lstm(view: LayerView) -> str:
+    if len(view.inputs) > 1:
+        raise view.error("a second bottom, which says where sequences begin, cannot be exported")
+    size = view.param.lstm_param.num_output
+    order = [0, 2, 1, 3]  # i, f, o, g here; i, o, f, g there
+    own, carried, bias = (
+        blob.reshape(4, size, *blob.shape[1:])[order].reshape(1, 4 * size, *blob.shape[1:])
+        for blob in map(view.weights, range(3))
+    )
+    shape = view.bottoms[0].shape
+    streams = shape[1] if len(shape) > 2 else view.param.lstm_param.batch_size
+    x = view.reshaped(view.x, (-1, streams, own.shape[2]))
+    biases = np.concatenate([bias, np.zeros_like(bias)], axis=1)
+    y = view.add(
+        "LSTM", x, view.floats(own, "W"), view.floats(carried, "R"), view.floats(biases, "B"), hidden_size=size
+    )
+    return view.in_shape_of(y, view.tops[0])
 
 
 @exports("LSTMUnit", form="Split, Sigmoid, Tanh, Mul, Add", composite=True)

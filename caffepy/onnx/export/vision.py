@@ -5,6 +5,7 @@ Caffe rounds the number of pooling windows up and cuts the last one off; explici
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +20,14 @@ from caffepy.proto import caffe_pb2
 
 
 @exports(
-    "Convolution", "DepthwiseConvolution", "ConvolutionDepthwise",
+    "Convolution", "DepthwiseConvolution", "ConvolutionDepthwise", "Convolution3D",
     form="Conv; Reshape around it where `axis` is not 1",
 )  # fmt: skip
 def convolution(view: LayerView) -> list[str]:
     return _convolve(view, "Conv")
 
 
-@exports("Deconvolution", form="ConvTranspose; Reshape around it where `axis` is not 1")
+@exports("Deconvolution", "Deconvolution3D", form="ConvTranspose; Reshape around it where `axis` is not 1")
 def deconvolution(view: LayerView) -> list[str]:
     return _convolve(view, "ConvTranspose")
 
@@ -107,7 +108,7 @@ _Pool = caffe_pb2.PoolingParameter
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows of a pooling layer along the two spatial axes.
+    """The windows of a pooling layer along the spatial axes.
 
     Args:
         size: of the image.
@@ -167,6 +168,19 @@ def windows_of(view: LayerView) -> Windows:
     return Windows(view.bottoms[0].shape[2:], view.tops[0].shape[2:], g.kernel, g.stride, g.pad)
 
 
+@exports("Pooling3D", form="MaxPool, AveragePool, with Mul where the divisors differ")
+def pooling_of_clips(view: LayerView) -> str:
+    from caffepy.layers.vision.convolution3d import Pooling3DLayer
+
+    layer = view.layer
+    assert isinstance(layer, Pooling3DLayer)
+    g = layer.geometry
+    windows = Windows(view.bottoms[0].shape[2:], view.tops[0].shape[2:], g.kernel, g.stride, g.pad)
+    if layer.is_max:
+        return view.add("MaxPool", view.x, **windows.attributes)
+    return average(view, view.x, windows)
+
+
 def _maximum(view: LayerView, windows: Windows) -> str | list[str]:
     if len(view.tops) == 1:
         if view.param.pooling_param.global_pooling:
@@ -180,15 +194,15 @@ def _maximum(view: LayerView, windows: Windows) -> str | list[str]:
 
 def average(view: LayerView, value: str, windows: Windows) -> str:
     """Caffe's average of windows, whose divisor counts padding up to `pad` on either side."""
-    if windows.out == (1, 1) and windows.pad == (0, 0) and windows.kernel == windows.size:
+    if max(windows.out) == 1 and not any(windows.pad) and windows.kernel == windows.size:
         return view.add("GlobalAveragePool", value)
-    if windows.pad == (0, 0):
+    if not any(windows.pad):
         return view.add("AveragePool", value, **windows.attributes, count_include_pad=0)
     pooled = view.add("AveragePool", value, **windows.attributes, count_include_pad=1)
     if all(over <= pad for over, pad in zip(windows.overhang, windows.pad, strict=True)):
         return pooled
-    counts = [windows.counts(axis, windows.pad[axis]) for axis in range(2)]
-    factors = np.prod(windows.kernel) / np.outer(*counts)
+    counts = [windows.counts(axis, windows.pad[axis]) for axis in range(len(windows.pad))]
+    factors = np.prod(windows.kernel) / functools.reduce(np.multiply.outer, counts)
     return view.add("Mul", pooled, view.floats(factors[None, None]))
 
 

@@ -15,7 +15,9 @@ import pytest
 from field_cases import (
     BOX_LOSS,
     BOXES,
+    CLIP,
     CONV,
+    CONV3D,
     IMAGE,
     OUTPUT,
     OUTPUT_BOTTOMS,
@@ -169,6 +171,10 @@ REFUSED_CASES = (
     Case('type: "Split"', "2x3", "region_loss_param", "softmax_tree: 'tree'"),
     Case('type: "Split"', "2x3", "focal_loss_param", "type: LINEAR"),
     Case('type: "Split"', "2x3", "annotated_data_param", "difficult_label_warmup: true"),
+    Case('type: "Split"', "2x3", "image_data_param", "show_data: 1"),
+    Case('type: "Split"', "2x3", "video_data_param", "show_data: true"),
+    Case('type: "Split"', "2x3", "cpm_transform_param", "visualize: true | crop_size: 9"),
+    Case('type: "Split"', "2x3", "op_transform_param", "add_distance: true | center_swap_prob: 0.5"),
 )
 
 
@@ -199,6 +205,13 @@ MEANINGLESS = (
         for kind in ("LRN", "Dropout", "ReLU", "Sigmoid", "TanH", "Softmax")
     ),
     Case('type: "BatchNorm"', IMAGE, "batch_norm_param", "engine: CAFFE"),
+    Case(f'type: "Convolution3D" convolution_param {{ {CONV3D} }}', CLIP, "convolution_param", "filter_group: 2"),
+    Case(
+        f'type: "Convolution3D" convolution3d_param {{ {CONV3D} }}',
+        CLIP,
+        "convolution3d_param",
+        "filter_group: 2 | group: 2",
+    ),
     Case('type: "SPP" spp_param { pyramid_height: 2 }', IMAGE, "spp_param", "engine: CAFFE"),
     Case(
         'type: "ReLU"',

@@ -21,6 +21,7 @@ from caffepy.onnx.libraries import run_model
 from caffepy.proto import caffe_pb2
 
 IMAGE, VECTOR = (2, 6, 7, 5), (3, 8)
+CLIP, CONV3D = (2, 3, 5, 7, 6), "num_output: 2 kernel_size: 3 kernel_depth: 2"
 CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ('type: "ReLU"', (IMAGE,)),
     ('type: "ReLU" relu_param { negative_slope: 0.1 }', (IMAGE,)),
@@ -77,6 +78,13 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ('type: "Scale" scale_param { axis: 0 bias_term: true }', (IMAGE, (2, 6))),
     ('type: "Bias" bias_param { axis: 1 num_axes: 2 }', (IMAGE,)),
     ('type: "Bias" bias_param { axis: 2 }', (IMAGE, (7,))),
+    (f'type: "Convolution3D" convolution_param {{ {CONV3D} temporal_pad: 1 }}', (CLIP,)),
+    (f'type: "Convolution3D" convolution3d_param {{ {CONV3D} stride: 2 pad: 1 }}', (CLIP,)),
+    (f'type: "Deconvolution3D" convolution3d_param {{ {CONV3D} stride: 2 temporal_pad: 1 }}', (CLIP,)),
+    *((f'type: "Pooling3D" pooling_param {{ kernel_size: 3 kernel_depth: 2 {more} }}', (CLIP,))
+      for more in ("stride: 2", "stride: 2 temporal_stride: 2", "pool: AVE stride: 2 temporal_stride: 2",
+                   "pool: AVE stride: 3 pad: 2", "pool: AVE stride: 2 pad: 1")),
+    ('type: "Pooling3D" pooling3d_param { pool: AVE kernel_size: 6 kernel_depth: 5 }', ((2, 3, 5, 6, 6),)),
     ('type: "Axpy"', ((2, 6), IMAGE, IMAGE)),
     ('type: "Axpy"', ((2, 6, 1, 1), IMAGE, IMAGE)),
     ('type: "MVN"', (IMAGE,)),
@@ -94,6 +102,11 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ('type: "Flatten" flatten_param { axis: 1 end_axis: 2 }', (IMAGE,)),
     ('type: "Reshape" reshape_param { shape { dim: 0 dim: -1 dim: 3 } axis: 0 num_axes: 2 }', (IMAGE,)),
     ('type: "Permute" permute_param { order: 0 order: 2 order: 3 }', (IMAGE,)),
+    ('type: "Transpose" transpose_param { dim: 3 dim: 2 dim: 0 dim: 1 }', (IMAGE,)),
+    ('type: "Reverse" reverse_param { axis: 2 }', (IMAGE,)),
+    ('type: "Reverse"', (VECTOR,)),
+    ('type: "Gather" top: "a" top: "b"', (IMAGE, VECTOR)),
+    ('type: "Scatter"', (IMAGE,)),
     ('type: "Crop" crop_param { axis: 2 offset: 1 offset: 2 }', (IMAGE, (2, 6, 3, 3))),
     ('type: "Crop" crop_param { axis: 1 offset: 1 }', (IMAGE, (9, 5, 4, 3))),
     ('type: "Tile" tile_param { axis: 2 tiles: 3 }', (IMAGE,)),
@@ -121,6 +134,8 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ('type: "LSTM" recurrent_param { num_output: 4 }', ((3, 2, 5), (3, 2), (2, 3))),
     ('type: "LSTM" top: "y" top: "h" top: "c" recurrent_param { num_output: 4 expose_hidden: true }',
      ((3, 2, 5), (3, 2), (1, 2, 4), (1, 2, 4))),
+    ('type: "Lstm" lstm_param { num_output: 4 }', ((3, 2, 5),)),
+    ('type: "Lstm" lstm_param { num_output: 4 batch_size: 2 }', ((6, 5),)),
     ('type: "RNN" recurrent_param { num_output: 4 }', ((3, 2, 5), (3, 2))),
     ('type: "LSTMUnit" top: "c" top: "h"', ((1, 2, 4), (1, 2, 16), (1, 2))),
     ('type: "PriorBox" prior_box_param { min_size: 4 max_size: 9 aspect_ratio: 2 flip: true variance: 0.1 }',
