@@ -46,6 +46,8 @@ SOLVER_TYPES = {
 
 TRAIN_NETS = ("net_param", "train_net_param", "test_net_param")
 """Fields of a solver that hold nets."""
+_OF_CAFFE_WINDOWS = frozenset({"ChannelScale", "GlobalLSEMargin", "InnerDistance", "LabelSpecificAdd"})
+"""Types that show that a net is for caffe-windows."""
 
 
 def upgrade_net(param: NetParameter, origin: str) -> None:
@@ -67,7 +69,23 @@ def upgrade_net(param: NetParameter, origin: str) -> None:
     ]
     if steps:
         log.info("Upgraded from an older format in %s: %s", origin, ", ".join(steps))
+    _mark_feature_normalize(param)
     _warn_about_ignored_transforms(param, origin)
+
+
+def _mark_feature_normalize(param: NetParameter) -> None:
+    """Give a Normalize without settings an empty `normalize_param` in a net for caffe-windows.
+
+    Such a net has a fully connected layer with normalised weights, a layer of `_OF_CAFFE_WINDOWS`, or a Normalize with
+    normalize_param.
+    """
+    if any(
+        layer.type in _OF_CAFFE_WINDOWS or layer.HasField("normalize_param") or layer.inner_product_param.normalize
+        for layer in param.layer
+    ):
+        for layer in param.layer:
+            if layer.type == "Normalize" and not layer.HasField("norm_param"):
+                layer.normalize_param.SetInParent()
 
 
 def upgrade_solver(param: SolverParameter, origin: str) -> None:

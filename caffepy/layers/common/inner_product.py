@@ -9,6 +9,7 @@ from caffepy.blob import Blob
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.core.formulas import identity, total_with_channel
 from caffepy.layers.core.layout_adapter import LayoutAdapter
+from caffepy.layers.core.unit_weights import UnitWeights
 
 
 @register_layer("InnerProduct")
@@ -18,6 +19,9 @@ class InnerProductLayer(Layer):
     Parameters: weights (num_output, K), or (K, num_output) with `transpose`; bias (num_output,) unless bias_term is
     false. Shapes: bottom (d0, ..., d_axis-1, ...), top (d0, ..., d_axis-1, num_output) (Caffe's
     `inner_product_layer.cpp`).
+
+    With `normalize` the weights of each output are divided by their length, sqrt(sum of squares + 1e-12), before use;
+    in TRAIN the parameter keeps the quotient (`inner_product_layer.cu` of caffe-windows; Wang et al. 2018).
 
     Raises:
         ConfigError: num_output is missing.
@@ -40,6 +44,7 @@ class InnerProductLayer(Layer):
         self.add_parameter(shape[::-1] if param.transpose else shape, param.weight_filler)
         if param.bias_term:
             self.add_parameter((param.num_output,), param.bias_filler)
+        self._unit_weights = UnitWeights(self, int(param.transpose)) if param.normalize else None
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.inner_product_param
@@ -66,7 +71,8 @@ class InnerProductLayer(Layer):
         """Compute the top's data. `with_bias` is the formula of product and bias, with a fused activation."""
         param = self.param.inner_product_param
         x, y = self._x.load(bottom.data), self._y.target(top.data)
-        weights, transpose = self.weights(), not param.transpose
+        weights = self.weights() if self._unit_weights is None else self._unit_weights.load()
+        transpose = not param.transpose
         if param.bias_term:
             self.backend.gemm_and_apply(with_bias, x, weights, self.blobs[1].data, y, transpose_b=transpose)
         else:
@@ -90,5 +96,6 @@ class InnerProductLayer(Layer):
             self.backend.gemm(a, b, self.blobs[0].diff, transpose_a=True, accumulate=self.accumulate(0))
         if down:
             dx = self._dx.target(bottom.diff)
-            self.backend.gemm(dy, self.weights(), dx, transpose_b=param.transpose)
+            weights = self.weights() if self._unit_weights is None else self._unit_weights.loaded()
+            self.backend.gemm(dy, weights, dx, transpose_b=param.transpose)
             self._dx.store(bottom.diff)

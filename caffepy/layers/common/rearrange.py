@@ -1,9 +1,11 @@
-"""Permute, Transpose, Reverse, Crop, Tile, ShuffleChannel and Reorg, which move elements without arithmetic."""
+"""Permute, Crop, Tile, Flip, ShuffleChannel and Reorg, which move elements without arithmetic."""
 
 from __future__ import annotations
 
 from caffepy.backend import Array, Backend
 from caffepy.layers.core.base import Blobs, Layer, register_layer
+
+IMAGE_AXES = 4
 
 
 class RearrangingLayer(Layer):
@@ -164,6 +166,31 @@ class TileLayer(RearrangingLayer):
             self.backend.add(top[0].diff[part], dx)
         if dx is not bottom[0].diff:
             self.backend.copy(dx, bottom[0].diff)
+
+
+@register_layer("Flip")
+class FlipLayer(RearrangingLayer):
+    """Mirrors the last axis with `flip_width`, the last but one with `flip_height` (`flip_layer.cpp` of caffe-windows).
+
+    Raises:
+        ShapeError: the bottom does not have four axes, (N, C, H, W).
+    """
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        if len(bottom[0].shape) != IMAGE_AXES:
+            raise self.shape_error("the bottom must have four axes, (N, C, H, W)", bottom[0])
+        top[0].reshape(bottom[0].shape)
+
+    def _flipped(self, array: Array) -> Array:
+        param, same, back = self.param.flip_param, slice(None), slice(None, None, -1)
+        return array[:, :, back if param.flip_height else same, back if param.flip_width else same]
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        self.backend.copy(self._flipped(bottom[0].data), top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        if propagate_down[0]:
+            self.backend.copy(self._flipped(top[0].diff), bottom[0].diff)
 
 
 @register_layer("ShuffleChannel")

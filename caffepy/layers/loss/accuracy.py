@@ -32,6 +32,11 @@ def without_ignored(label: Each, ignored: Scalar) -> Each:
     return 0.0 if label == ignored else label
 
 
+@expression
+def negative(x: Each) -> Each:
+    return -x
+
+
 @register_layer("Accuracy")
 class AccuracyLayer(Layer):
     """The fraction of labels among the `top_k` highest scores (Caffe's `accuracy_layer.cpp`, BVLC 1.0).
@@ -39,7 +44,7 @@ class AccuracyLayer(Layer):
     Shapes: scores (N, C, ...) with classes along `axis`, one label for each position, top (). A label is a hit if fewer
     than top_k other classes score at least as high, so that ties count against it. In NVIDIA's dialect only ties with
     classes of a higher index count. A second top (C,) holds the accuracy of each class, 0 for a class without labels.
-    Labels equal to `ignore_label` are not counted.
+    Labels equal to `ignore_label` are not counted. With `min_is_better` the lowest scores win (caffe-windows).
 
     Raises:
         ShapeError: top_k exceeds the number of classes, or the number of labels is not the number of positions.
@@ -84,7 +89,11 @@ class AccuracyLayer(Layer):
         backend, labels = self.backend, self._labels.load()
         # The ignored label may be outside the classes (255 in segmentation), which is not an error.
         backend.apply(without_ignored, (labels, self._ignored), (self._safe_labels,))
-        ranked = (bottom[0].data, self._safe_labels, self._ranks, self._labels.bad_index, self._axis)
+        scores = bottom[0].data
+        if self.param.accuracy_param.min_is_better:
+            scores = self.scratch("negative", bottom[0].shape).array
+            backend.apply(negative, (bottom[0].data,), (scores,))
+        ranked = (scores, self._safe_labels, self._ranks, self._labels.bad_index, self._axis)
         backend.label_ranks(*ranked, self.context.nvidia)
         inputs = (self._ranks, labels, self._top_k, self._ignored)
         backend.reduce(hits, inputs, (self._hits, self._count))

@@ -21,7 +21,7 @@ class SoftmaxWithLossLayer(LossLayer):
     `label_smoothing` s the target of loss and gradient is (1 - s) onehot(label) + s / C (Szegedy et al. 2015).
 
     Raises:
-        ConfigError: label_smoothing is outside [0, 1].
+        ConfigError: label_smoothing is outside [0, 1], or softmax_param's normalize_type is not "Softmax".
         ShapeError: the number of labels is not the number of positions.
         DataError: a label is outside the classes.
     """
@@ -34,6 +34,9 @@ class SoftmaxWithLossLayer(LossLayer):
         self._smoothing = self.param.loss_param.label_smoothing
         if not 0 <= self._smoothing <= 1:
             raise self.error(f"loss_param's label_smoothing is {self._smoothing:g}; it must be from 0 to 1")
+        kind = self.param.softmax_param.normalize_type
+        if kind != "Softmax":
+            raise self.error(f"softmax_param's normalize_type is '{kind}'; caffepy has Softmax only")
         self._labels = Labels(self)
         self._totals = self.backend.zeros((2,))
         self._sum, self._count = (self.backend.view(self._totals[i : i + 1], ()) for i in range(2))

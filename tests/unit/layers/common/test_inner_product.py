@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layer_harness import Runner, check_layer, gaussian
+from layer_harness import TEST, TRAIN, Runner, check_layer, gaussian
 
 from caffepy.errors import ConfigError, ShapeError
 
@@ -54,3 +54,26 @@ def test_refusals():
         ShapeError, match=r"have 4 elements, but the weights need 3 \('a' is 2 4 \(8\); 'L\[0\]' is 2 3"
     ):
         runner.layer.reshape(runner.bottom, runner.top)
+
+
+# -- normalised weights, of caffe-windows ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_weights_of_length_one(transpose: bool) -> None:
+    x, w, b = gaussian((4, 6)), gaussian((3, 6), 1), gaussian((3,), 2)
+    unit = w / np.linalg.norm(w, axis=1, keepdims=True)
+    stored = w.T if transpose else w
+    text = (
+        f"type: 'InnerProduct' inner_product_param {{ num_output: 3 normalize: true "
+        f"transpose: {str(transpose).lower()} weight_filler {{ type: 'xavier' }} }}"
+    )
+    dy = gaussian((4, 3), 3)
+    for phase in (TRAIN, TEST):
+        result = Runner(text, [x], params=[stored, b], phase=phase).run([dy])
+        np.testing.assert_allclose(result.tops[0], x @ unit.T + b, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(result.bottom_diffs[0], dy @ unit, rtol=1e-4, atol=1e-5)
+        diff = dy.T @ x
+        np.testing.assert_allclose(result.param_diffs[0], diff.T if transpose else diff, rtol=1e-4, atol=1e-5)
+        kept = stored if phase == TEST else (unit.T if transpose else unit)
+        np.testing.assert_allclose(result.params[0], kept, rtol=1e-5)

@@ -1,0 +1,55 @@
+"""SeLU and SeLUDropout."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from layer_harness import TEST, Runner, check_layer, gaussian, spread
+
+from caffepy.errors import ConfigError
+
+LAMBDA, ALPHA = 1.050700987, 1.67326324
+
+
+@pytest.mark.parametrize("name", ["SeLU", "SeLu"])
+def test_selu(name: str) -> None:
+    x = spread((2, 3, 4, 5), step=0.03)
+    check_layer(
+        f"type: '{name}'", [x], lambda x: LAMBDA * np.where(x > 0, x, ALPHA * (np.exp(np.minimum(x, 0)) - 1)),
+        in_place=True,
+    )  # fmt: skip
+    text = "type: 'SeLU' selu_param { alpha: 0.5 lambda: 2 }"
+    check_layer(text, [x], lambda x: np.where(x > 0, 2 * x, np.exp(np.minimum(x, 0)) - 1))
+
+
+@pytest.mark.parametrize("name", ["SeLUDropout", "SeLuDropout"])
+def test_dropout_keeps_mean_and_variance(name: str) -> None:
+    x = gaussian((50, 400))
+    runner = Runner(f"type: '{name}' selu_dropout_param {{ dropout_ratio: 0.2 }}", [x])
+    result = runner.run([np.ones_like(x)])
+    y, dx = result.tops[0], result.bottom_diffs[0]
+    assert dx is not None
+    alpha = -LAMBDA * ALPHA
+    factor = (0.8 * (1 + alpha**2 * 0.2)) ** -0.5
+    term = -factor * 0.2 * alpha
+    kept = dx != 0
+    assert 0.78 < kept.mean() < 0.82
+    np.testing.assert_allclose(dx[kept], factor, rtol=1e-5)
+    np.testing.assert_allclose(y, np.where(kept, factor * x, factor * alpha) + term, rtol=1e-4, atol=1e-5)
+    assert abs(y.mean()) < 0.02 and abs(y.std() - 1) < 0.02
+
+
+def test_dropout_of_a_sample_is_the_same_on_every_device() -> None:
+    x = gaussian((4, 30))
+    text = "type: 'SeLUDropout' selu_dropout_param { dropout_ratio: 0.5 alpha: -1 }"
+    whole = Runner(text, [x], first_sample=8).forward()[0]
+    part = Runner(text, [x[2:]], first_sample=10).forward()[0]
+    np.testing.assert_array_equal(whole[2:], part)
+
+
+def test_dropout_in_place_and_in_tests() -> None:
+    x = gaussian((4, 30))
+    check_layer("type: 'SeLUDropout'", [x], lambda x: x, phase=TEST, in_place=True)
+    check_layer("type: 'SeLUDropout'", [x], in_place=True, gradients=True)
+    with pytest.raises(ConfigError, match="below 1"):
+        Runner("type: 'SeLUDropout' selu_dropout_param { dropout_ratio: 1 }", [x])
