@@ -7,6 +7,7 @@ import logging
 
 from caffepy.errors import DeviceError, MissingExtraError
 from caffepy.parallel.processes.launcher import find_launcher
+from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.training.devices import check_gpus
 
 logger = logging.getLogger(__name__)
@@ -23,13 +24,13 @@ def shares_gpus(args: argparse.Namespace, gpu_mode: bool) -> bool:
     return launcher is not None and launcher.size != 1 and gpu_mode and args.gpus is None and not args.cpu
 
 
-def train_devices(args: argparse.Namespace, gpu_mode: bool, device_id: int, origin: str) -> list[int] | None:
+def train_devices(args: argparse.Namespace, gpu_mode: bool, solver: SolverParameter, origin: str) -> list[int] | None:
     """Return the GPUs for training, which the ranks of a host divide, or None for the CPU.
 
     Args:
         args: the command line: `gpus` and `cpu`.
         gpu_mode: whether the solver's `solver_mode` is GPU; used if the command line names no device.
-        device_id: the solver's `device_id`.
+        solver: whose `device_id` or list of them counts if the command line names no device.
         origin: the solver's file, for messages.
 
     Raises:
@@ -40,7 +41,8 @@ def train_devices(args: argparse.Namespace, gpu_mode: bool, device_id: int, orig
     if args.gpus is not None:
         return check_gpus(args.gpus)
     try:
-        return check_gpus("all" if shares_gpus(args, gpu_mode) else [device_id])
+        named = list(solver.device_ids) or [solver.device_id]
+        return check_gpus("all" if shares_gpus(args, gpu_mode) else named)
     except (DeviceError, MissingExtraError) as error:
         raise DeviceError(
             f"{origin} is for a GPU (solver_mode: GPU, also the default; --cpu trains on the CPU instead): {error}"

@@ -221,7 +221,7 @@ def _make_profile(args: argparse.Namespace) -> Profile:
         if args.backward_ms is not None:
             on_cpu = args.cpu or (args.gpus is None and not gpu_mode)
             return estimate_profile(subject, args.forward_ms or args.backward_ms / 2, args.backward_ms, on_cpu)
-        devices = train_devices(args, gpu_mode, subject.solver.device_id, str(args.solver))
+        devices = train_devices(args, gpu_mode, subject.solver, str(args.solver))
         backend = create_backend(devices[0] if devices else None, args.threads, args.math)
         try:
             with backend.activate():

@@ -98,9 +98,9 @@ def make_options(args: argparse.Namespace) -> TrainOptions:
     param = _read_solver(args)
     gpu_mode = param.solver_mode == caffe_pb2.SolverParameter.GPU
     if gpu_mode and args.gpus is None and not args.cpu:
-        _preload_cuda([param.device_id])
+        _preload_cuda(list(param.device_ids) or [param.device_id])
     values = given_values(args, TrainOptions)
-    values["devices"] = train_devices(args, gpu_mode, param.device_id, str(args.solver))
+    values["devices"] = train_devices(args, gpu_mode, param, str(args.solver))
     return train_options(param, args.solver, values, share_gpus=shares_gpus(args, gpu_mode))
 
 

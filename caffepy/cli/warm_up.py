@@ -77,7 +77,7 @@ def _train_options(args: argparse.Namespace) -> TrainOptions:
     param = read_solver(args.solver)
     gpu_mode = param.solver_mode == SolverParameter.GPU
     values = given_values(args, TrainOptions)
-    values["devices"] = train_devices(args, gpu_mode, param.device_id, str(args.solver))
+    values["devices"] = train_devices(args, gpu_mode, param, str(args.solver))
     options = train_options(param, args.solver, values, share_gpus=shares_gpus(args, gpu_mode), keep_going=True)
     del param.weights[:]
     _leave_out_data(param, args, 1 if options.batch == "per-device" else len(options.devices or [None]))

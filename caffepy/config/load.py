@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,11 @@ MAX_TEXT_BYTES = 2**24
 
 _MAX_CACHED_BYTES = 2**20
 """Size limit of a prototxt whose parsed message is cached."""
+
+_DEVICES = re.compile(
+    r"""#[^\n]*|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|[{}]|\bdevice_id(?P<value>\s*:\s*(?:\[[^]]*\]|-?\d+))"""
+)
+"""Comments, strings, braces, and device_id with its value."""
 
 
 def read_net(path: Path | str) -> NetParameter:
@@ -65,11 +71,27 @@ def read_prototxt(path: Path | str, kind: str, message: M) -> M:
     """
     advice = f"a {kind}'s prototxt is shorter; give the text definition"
     text = decode_text(read_input(path, kind, ConfigError, MAX_TEXT_BYTES, advice), str(path))
+    if isinstance(message, SolverParameter):
+        text = name_devices(text)
     if len(text) > _MAX_CACHED_BYTES:
         return parse_text(text, message, str(path))
     message_type: Any = type(message)
     message.MergeFrom(_parse_cached(text, message_type, str(path)))
     return message
+
+
+def name_devices(text: str) -> str:
+    """Write `device_ids` for the `device_id` of a solver that gives several, as TSN's Caffe lets it."""
+    found, depth = list[re.Match[str]](), 0
+    for match in _DEVICES.finditer(text):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if match["value"] and depth == 0:
+            found.append(match)
+    if len(found) < 2 and not any("[" in match["value"] for match in found):
+        return text
+    for match in reversed(found):
+        text = f"{text[: match.start()]}device_ids{text[match.start('value') :]}"
+    return text
 
 
 @lru_cache(maxsize=8)

@@ -22,14 +22,17 @@ LR_POLICIES: dict[str, tuple[str, ...]] = {
     "plateau": ("gamma", "plateau_winsize"),
     "poly": ("power",),
     "sigmoid": ("gamma", "stepsize"),
+    "multifixed": ("stagelr", "stageiter"),
+    "stepearly": ("gamma", "stepearly"),
 }
-"""Learning-rate policies of both Caffes and the SSD branch, with the fields that each needs besides ``base_lr``."""
+"""Learning-rate policies of both Caffes and of forks, with the fields that each needs besides ``base_lr``."""
 
 DIVISOR_FIELDS = {
     "step": ("stepsize",),
     "sigmoid": ("stepsize",),
     "plateau": ("plateau_winsize",),
     "poly": ("max_iter",),
+    "multifixed": ("stagelr", "stageiter"),
 }
 """Fields by which a policy's formula divides."""
 
@@ -55,6 +58,10 @@ MINIMUM = {
     "stepsize": 1,
     "rampup_interval": 0,
     "rampup_lr": 0,
+    "warmup_iter": 0,
+    "warmup_start_lr": 0,
+    "local_gw_ratio": 0,
+    "stepearly": 1,
     "momentum_power": 0,
     "weight_decay_power": 0,
 }
@@ -62,6 +69,14 @@ MINIMUM = {
 
 MAX_PASSES = 2**16
 """Maximum iter_size: the random numbers and batches of all passes of an iteration are prepared together."""
+
+_IGNORED = {
+    "richness": "caffepy limits the workspaces of convolutions by the memory that is free",
+    "group_id": "caffepy finds the devices of a host by itself",
+    "engine": "it names Intel's library",
+    "disabled_update": "caffepy's solver always makes the update",
+}
+"""Fields of forks that have no meaning in caffepy, and why."""
 
 TYPES_WITHOUT_MOMENTUM = ("AdaGrad", "RMSProp")
 
@@ -78,7 +93,8 @@ def check_solver(param: SolverParameter, origin: str = "solver") -> None:
             solvers register.
     """
     _check_train_source(param, origin)
-    _check_present(param, ("max_iter", "base_lr", "lr_policy"), "", origin)
+    wanted = ("max_iter", "lr_policy") if param.lr_policy == "multifixed" else ("max_iter", "base_lr", "lr_policy")
+    _check_present(param, wanted, "", origin)
     _check_finite(param, origin)
     _check_minimum(param, origin)
     _check_learning_rate(param, origin)
@@ -114,6 +130,9 @@ def log_ignored(param: SolverParameter) -> None:
     """Log the settings that have no effect."""
     if param.solver_data_type != FLOAT:
         log.info("solver_data_type is ignored: parameters and history are always float32")
+    for name, reason in _IGNORED.items():
+        if _has(param, name):
+            log.info("%s is ignored: %s", name, reason)
 
 
 def _check_train_source(param: SolverParameter, origin: str) -> None:
@@ -153,10 +172,26 @@ def _check_learning_rate(param: SolverParameter, origin: str) -> None:
     _check_present(param, LR_POLICIES[policy], f', and lr_policy "{policy}" needs it', origin)
     if list(param.stepvalue) != sorted(set(param.stepvalue)):
         raise ConfigError(f"{origin}: stepvalue {list(param.stepvalue)} does not increase; sort the values")
+    if policy == "multifixed":
+        _check_stages(param, origin)
+    if policy == "stepearly" and not (param.test_iter and param.test_interval):
+        raise ConfigError(f'{origin}: lr_policy "stepearly" needs tests; add test_iter and test_interval')
+    if _has(param, "warmup_start_lr") and not param.warmup_iter:
+        log.warning("%s: warmup_start_lr has no effect without warmup_iter", origin)
     if policy == "poly" and param.base_lr < param.min_lr:
         raise ConfigError(f"{origin}: base_lr {param.base_lr:g} is below min_lr {param.min_lr:g}; lower min_lr")
     if _has(param, "rampup_lr") and not param.rampup_interval:
         log.warning("%s: rampup_lr has no effect without rampup_interval", origin)
+
+
+def _check_stages(param: SolverParameter, origin: str) -> None:
+    rates, ends = list(param.stagelr), list(param.stageiter)
+    if len(rates) != len(ends):
+        raise ConfigError(f"{origin}: {len(rates)} stagelr and {len(ends)} stageiter; give one of each for each stage")
+    if not all(0 <= rate < math.inf for rate in rates):
+        raise ConfigError(f"{origin}: a stagelr is {min(rates):g}; each must be a finite number, at least 0")
+    if ends != sorted(set(ends)):
+        raise ConfigError(f"{origin}: stageiter {ends} does not increase; sort the values")
 
 
 def _check_other_policies(param: SolverParameter, origin: str) -> None:
@@ -167,6 +202,8 @@ def _check_other_policies(param: SolverParameter, origin: str) -> None:
         raise ConfigError(
             f'{origin}: regularization_type "WD" is for solvers of type SGD and SAG, and type is {param.type}; use L2'
         )
+    if param.larc and param.local_lr_auto:
+        raise ConfigError(f"{origin}: larc and local_lr_auto exclude each other; leave one of them out")
     if param.larc:
         _check_known("larc_policy", param.larc_policy, LARC_POLICIES, origin)
     if param.weight_decay_policy == "poly":

@@ -49,7 +49,7 @@ _PATH = re.compile(
 )
 """Names of string fields that name a file or folder, which may differ from host to host."""
 _OF_THE_ROOT = frozenset({"random_seed"})
-_OF_THE_HOST = frozenset({"device_id", "solver_mode"})
+_OF_THE_HOST = frozenset({"device_id", "device_ids", "solver_mode"})
 _NETS = frozenset({"net_param", "train_net_param", "test_net_param"})
 """Compared as the nets that became of them."""
 _NOT_GIVEN = "not given"

@@ -9,7 +9,7 @@ from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solvers import policies
 from caffepy.solvers.display import RootLog
-from caffepy.solvers.policies import Plateau
+from caffepy.solvers.policies import Plateau, StepEarly
 from caffepy.solvers.requests import FLAGS, Requests
 
 SCALE, L2, L1, RULE = range(len(FLAGS), len(FLAGS) + 4)
@@ -41,6 +41,8 @@ class Hyperparameters:
         """The number of steps that the learning rate's policy has taken."""
         self.plateau = Plateau()
         """What the policy "plateau" remembers."""
+        self.step_early = StepEarly()
+        """What the policy "stepearly" remembers."""
         self._param = param
         self._net = net
         self._requests = requests
@@ -70,6 +72,13 @@ class Hyperparameters:
         counters = [(n, context.first_sample(n) if context.first_sample else 0) for n in passes]
         values = [*self._requests.flags(), *scales, *self._numbers(iteration, self.rate, self.momentum)]
         self._scalars.send(values, counters)
+
+    def note_score(self, iteration: int, score: float) -> None:
+        """Take a test's first score, for the policy "stepearly"; the same on every device."""
+        step = self.step_early.next_step(score, self.current_step, self._param.stepearly)
+        if step != self.current_step:
+            self._log("StepEarly Status: Iteration %d, step = %d", iteration, step)
+        self.current_step = step
 
     def _next_rate(self, iteration: int, loss: float | None) -> float:
         if self._param.lr_policy == "plateau":

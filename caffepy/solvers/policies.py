@@ -1,7 +1,7 @@
 """Learning rate, momentum and weight decay as pure functions of the iteration.
 
-Formulas: `sgd_solver.cpp` of both Caffes; NVIDIA's extensions (ramp-up, min_lr, policies for momentum and weight decay)
-do nothing unless their fields are set.
+Formulas: `sgd_solver.cpp` of both Caffes; the extensions of NVIDIA (ramp-up, min_lr, policies for momentum and weight
+decay) and of Intel (warm-up) do nothing unless their fields are set.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def learning_rate(param: SolverParameter, iteration: int, current_step: int) -> 
     """The rate of an iteration and the step that the policy is in from now on.
 
     While iteration < rampup_interval: rampup_lr + (base_lr - rampup_lr) * (iteration / rampup_interval)^2.
+    While iteration < warmup_iter: warmup_start_lr + (base_lr - warmup_start_lr) * iteration / warmup_iter.
     Never below min_lr.
 
     Args:
@@ -38,6 +39,8 @@ def learning_rate(param: SolverParameter, iteration: int, current_step: int) -> 
     if iteration < param.rampup_interval:
         alpha = iteration / param.rampup_interval
         rate = param.rampup_lr + (param.base_lr - param.rampup_lr) * alpha * alpha
+    elif iteration < param.warmup_iter:
+        rate = warmup_rate(param, iteration)
     else:
         rate, current_step = POLICIES.get(param.lr_policy, "solver")(param, iteration, current_step)
     if not math.isfinite(rate):
@@ -46,6 +49,12 @@ def learning_rate(param: SolverParameter, iteration: int, current_step: int) -> 
             f"(base_lr {param.base_lr:g}, gamma {param.gamma:g}, power {param.power:g}); use smaller numbers"
         )
     return max(rate, param.min_lr), current_step
+
+
+def warmup_rate(param: SolverParameter, iteration: int) -> float:
+    """The rate in Intel Caffe's warm-up; before iteration 0 that of iteration 0."""
+    alpha = max(iteration, 0) / param.warmup_iter
+    return param.warmup_start_lr + (param.base_lr - param.warmup_start_lr) * alpha
 
 
 def power(base: float, exponent: float) -> float:
@@ -88,6 +97,52 @@ def multistep(param: SolverParameter, iteration: int, current_step: int) -> tupl
     if current_step < len(param.stepvalue) and iteration >= param.stepvalue[current_step]:
         current_step += 1
     return param.base_lr * power(param.gamma, current_step), current_step
+
+
+@POLICIES.register("multifixed")
+def multifixed(param: SolverParameter, iteration: int, current_step: int) -> tuple[float, int]:
+    """The rate in stagelr of the first stage whose stageiter is not below the iteration, else the last one."""
+    stages = enumerate(param.stageiter)
+    stage = next((index for index, last in stages if iteration <= last), len(param.stagelr) - 1)
+    return param.stagelr[stage], stage
+
+
+@POLICIES.register("stepearly")
+def stepearly(param: SolverParameter, iteration: int, current_step: int) -> tuple[float, int]:
+    """base_lr * gamma^(steps taken), which `StepEarly` counts."""
+    return param.base_lr * power(param.gamma, current_step), current_step
+
+
+@dataclass
+class StepEarly:
+    """What the learning-rate policy "stepearly" remembers: a step down where tests have not improved for some time.
+
+    Defined by BVLC Caffe's pull request 190, an example of which SegNet's Caffe contains.
+
+    Args:
+        best: the largest score so far.
+        tests: tests since then or since the last step.
+    """
+
+    best: float = -NO_LOSS
+    tests: int = 0
+
+    def next_step(self, score: float, step: int, patience: int) -> int:
+        """The number of steps taken after a test, of which each multiplies the rate by gamma.
+
+        Args:
+            score: the first score of the first test net.
+            step: steps taken so far.
+            patience: `stepearly`: the tests without a larger score that a step waits for.
+        """
+        if score > self.best:
+            self.best, self.tests = score, 0
+            return step
+        self.tests += 1
+        if self.tests < patience:
+            return step
+        self.tests = 0
+        return step + 1
 
 
 @POLICIES.register("plateau")
@@ -144,9 +199,13 @@ def sigmoid(param: SolverParameter, iteration: int, current_step: int) -> tuple[
 def momentum(param: SolverParameter, iteration: int, rate: float) -> float:
     """The momentum of an iteration (NVIDIA Caffe's momentum_policy).
 
-    fixed: momentum. poly: momentum + (max_momentum - momentum) * (iteration / max_iter)^momentum_power.
+    In the warm-up of an SGD solver, momentum * rate / rate of the iteration before, as in Intel Caffe; where that rate
+    is 0, momentum. fixed: momentum. poly: momentum + (max_momentum - momentum) * (iteration / max_iter)^momentum_power.
     opt: (1 - sqrt(rate) / 2)^2, at most max_momentum where that is given.
     """
+    if param.type == "SGD" and param.rampup_interval <= iteration < param.warmup_iter:
+        before = warmup_rate(param, iteration - 1)
+        return param.momentum * (rate / before if before else 1.0)
     if param.momentum_policy == "poly":
         way = power(iteration / max(param.max_iter, 1), param.momentum_power)
         return param.momentum + (param.max_momentum - param.momentum) * way

@@ -100,6 +100,17 @@ def sgd_larc_rate(
     return clipped if clip > 0 else wanted, correlation if found_inf > 0 or turbo <= 0 else mean
 
 
+@expression
+def lars_rate(
+    data2: Each, gradient2: Each, history2: Each, product: Each, correlation: Each, lr_mult: Each,
+    rate: Scalar, momentum: Scalar, turbo: Scalar, ratio: Scalar, decay: Scalar, found_inf: Scalar,
+) -> tuple[Each, Each]:  # fmt: skip
+    length = sqrt(data2)
+    both = data2 > 0 and gradient2 > 0
+    local = ratio * length / (sqrt(gradient2) + decay * length) if both else 1.0
+    return local if lr_mult > 0 else lr_mult, correlation
+
+
 @RULES.register("SGD")
 class SGD(UpdateRule):
     """h = momentum * h + rate * g;  w = w - h.

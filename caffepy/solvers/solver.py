@@ -484,7 +484,9 @@ class Solver:
         return interval > 0 and self.iteration % interval == 0
 
     def _test_is_due(self) -> bool:
-        return self._due(self.param.test_interval) or self.iteration in self._last_epoch_ends()
+        interval, offset = self.param.test_interval, self.param.test_offset
+        due = interval > 0 and (self.iteration - offset) % interval == 0
+        return due or self.iteration in self._last_epoch_ends()
 
     def _snapshot_is_due(self) -> bool:
         return self._due(self.param.snapshot) or self.iteration in self._last_epoch_ends()
@@ -580,6 +582,8 @@ class Solver:
             scores = evaluator.run_all(self.tests, self.iteration)
             if self._snapshot_at == self.iteration:
                 self.retention.note_scores(self.iteration, scores)
+            if self.param.lr_policy == "stepearly" and scores and scores[0]:
+                self.hyperparameters.note_score(self.iteration, float(np.ravel(next(iter(scores[0].values())))[0]))
             if self.test_nets:
                 self.log("Tests completed in %.6gs", time.monotonic() - started)
             self._observers.tell("after_test", self, scores)
@@ -653,6 +657,8 @@ class Solver:
         saved = SolverState(iter=self.iteration, current_step=values.current_step)
         if self.param.lr_policy == "plateau":
             saved.minimum_loss, saved.iter_last_event = values.plateau.minimum_loss, values.plateau.last_event
+        if self.param.lr_policy == "stepearly":
+            saved.minimum_loss, saved.iter_last_event = -values.step_early.best, values.step_early.tests
         saved.seed = self.param.random_seed
         saved.pass_number = self.net.context.passes.number
         saved.solver_type = self.param.type
@@ -717,6 +723,7 @@ class Solver:
         self.iteration = saved.iter
         values.current_step = saved.current_step
         values.plateau.minimum_loss, values.plateau.last_event = saved.minimum_loss, saved.iter_last_event
+        values.step_early.best, values.step_early.tests = -saved.minimum_loss, saved.iter_last_event
         self.losses.restore(list(saved.loss_window))
         self.retention.scores = {score.iter: score.value for score in saved.snapshot_score if score.name == name}
         self._restore_random(saved)

@@ -24,7 +24,7 @@ from caffepy.backend.types import Array
 from caffepy.errors import NonFiniteError
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import SolverParameter
-from caffepy.solvers.rules import SGD, UpdateRule
+from caffepy.solvers.rules import SGD, UpdateRule, lars_rate
 
 log = logging.getLogger(__name__)
 
@@ -276,12 +276,15 @@ def spread(rate: Scalar) -> Each:
 
 
 def _make_larc(net: Net, rule: UpdateRule, history: Array) -> Larc | None:
-    """LARC, if the solver asks for it and its rule has it."""
-    if not rule.param.larc:
+    """LARC or LARS, if the solver asks for it and its rule has it."""
+    if not (rule.param.larc or rule.param.local_lr_auto):
         return None
     if isinstance(rule, SGD):
         return Larc(net, rule, history)
-    log.warning("larc has no effect on a solver of type %s, as in NVIDIA Caffe", rule.param.type)
+    if rule.param.larc:
+        log.warning("larc has no effect on a solver of type %s, as in NVIDIA Caffe", rule.param.type)
+    else:
+        log.warning("local_lr_auto has no effect on a solver of type %s; use SGD", rule.param.type)
     return None
 
 
@@ -289,7 +292,8 @@ class Larc:
     """Layer-wise adaptive rate control: a rate for each parameter, from the norms of its values and its gradient.
 
     The rates take the place of lr_mult in SGD and SAG solvers with `larc: true`. Defined by NVIDIA Caffe's
-    `sgd_solver.cpp` and `sag_solver.cpp` (GetLocalRate); You, Gitman and Ginsburg, arXiv:1708.03888, 2017.
+    `sgd_solver.cpp` and `sag_solver.cpp` (GetLocalRate); You, Gitman and Ginsburg, arXiv:1708.03888, 2017. With
+    `local_lr_auto` the rates are those of Intel Caffe's `sgd_solver.cpp`.
 
     Args:
         net: holds the parameters.
@@ -304,7 +308,10 @@ class Larc:
         self._history = history
         param: SolverParameter = rule.param
         self._turbo = param.larc_turbo
-        self._eta, self._clip = param.larc_eta, float(param.larc_policy == "clip")
+        self._formula = lars_rate if param.local_lr_auto else rule.larc_rate
+        self._settings = (param.larc_eta, float(param.larc_policy == "clip"))
+        if param.local_lr_auto:
+            self._settings = (param.local_gw_ratio, param.weight_decay)
         self._learned = [parameter for parameter in net.parameters.parameters if parameter.lr_mult != 0]
         count = len(self._learned)
         self._terms = [self._backend.zeros((count,)) for _ in range(4)]
@@ -348,8 +355,8 @@ class Larc:
             }  # fmt: skip
             inputs = [arguments[name] for name in regularised_norm_terms.parameters]
             backend.reduce(regularised_norm_terms, inputs, sums)
-        inputs = [*self._terms, self.correlation, self._lr_mult, *values, self._eta, self._clip, found_inf]
-        backend.apply(self._rule.larc_rate, inputs, (self._rates, self.correlation))
+        inputs = [*self._terms, self.correlation, self._lr_mult, *values, *self._settings, found_inf]
+        backend.apply(self._formula, inputs, (self._rates, self.correlation))
         for index, parameter in enumerate(self._learned):
             blocks = self._multipliers[buffers.block_range(parameter)]
             backend.apply(spread, (self._rates[index : index + 1].reshape(()),), (blocks,))

@@ -169,7 +169,9 @@ class FilterLayer(Layer):
             self._check.raise_device_errors()
 
 
-def consecutive_parts(indices: Sequence[int] | np.ndarray, axis: int) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+def consecutive_parts(
+    indices: Sequence[int] | np.ndarray, axis: int
+) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """Return slices of a source and of a destination that hold elements of an axis in the order of `indices`.
 
     Runs of consecutive indices share a slice.

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from caffepy.config.solver_check import LR_POLICIES, check_solver, check_values
+from caffepy.config.solver_check import LR_POLICIES, check_solver, check_values, log_ignored
 from caffepy.config.text import parse_text
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import SolverParameter
 
 TRAIN = 'net: "n" max_iter: 10 base_lr: 0.1 lr_policy: "fixed" '
 FIELDS = "gamma: 0.5 power: 0.75 stepsize: 3 stepvalue: 2 stepvalue: 4 plateau_winsize: 3 "
+FIELDS += "stagelr: 0.1 stagelr: 0.2 stageiter: 3 stageiter: 5 stepearly: 1 test_iter: 1 test_interval: 2 "
 
 
 def check(text: str) -> None:
@@ -118,3 +119,44 @@ def test_values_that_no_solver_can_have(text: str, message: str) -> None:
 @pytest.mark.parametrize("text", ['lr_policy: "fixed"', ""])
 def test_a_program_that_makes_steps_itself_needs_no_max_iter_no_rate_and_no_policy(text: str) -> None:
     check_values(parse_text(text, SolverParameter(), "s"), "s")
+
+
+# -- fields of forks -------------------------------------------------------------------------------------
+
+STAGES = 'net: "n" max_iter: 10 lr_policy: "multifixed" '
+
+
+def test_stages_need_no_base_lr() -> None:
+    check(STAGES + "stagelr: 0.1 stageiter: 5")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (STAGES + "stagelr: 0.1 stageiter: 5 stageiter: 6", "1 stagelr and 2 stageiter; give one of each"),
+        (
+            STAGES + "stagelr: 0.1 stagelr: -1 stageiter: 5 stageiter: 6",
+            "a stagelr is -1; each must be a finite number",
+        ),
+        (STAGES + "stagelr: 1 stagelr: 1 stageiter: 5 stageiter: 5", "stageiter .5, 5. does not increase"),
+        (TRAIN.replace("fixed", "stepearly") + "gamma: 0.5 stepearly: 1", 'lr_policy "stepearly" needs tests; add test_iter'),
+        (TRAIN + "larc: true local_lr_auto: true", "larc and local_lr_auto exclude each other"),
+        (TRAIN + "warmup_iter: -1", "warmup_iter is -1; it must be at least 0"),
+        (TRAIN + "local_lr_auto: true local_gw_ratio: -1", "local_gw_ratio is -1; it must be at least 0"),
+    ],
+)
+def test_bad_fields_of_forks(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^s: {message}"):
+        check(text)
+
+
+def test_a_warmup_rate_without_iterations_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    check(TRAIN + "warmup_start_lr: 0.01")
+    assert "warmup_start_lr has no effect without warmup_iter" in caplog.text
+
+
+def test_fields_without_meaning_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    log_ignored(parse_text('richness: 200 group_id: 0 engine: "MKLDNN" disabled_update: false', SolverParameter(), "s"))
+    for field in ("richness", "group_id", "engine", "disabled_update"):
+        assert f"{field} is ignored: " in caplog.text

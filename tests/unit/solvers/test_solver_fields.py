@@ -32,6 +32,9 @@ RAMP = "rampup_interval: 3 rampup_lr: 0.01"
 POLY = 'momentum: 0.5 momentum_policy: "poly" max_momentum: 0.9 momentum_power: 2'
 DECAY = 'weight_decay: 0.1 weight_decay_policy: "poly" max_weight_decay: 0.9 weight_decay_power: 2'
 LARC = 'larc: true larc_policy: "scale" larc_eta: 0.5'
+STAGES = 'lr_policy: "multifixed" stagelr: 0.01 stagelr: 0.02 stageiter: 1 stageiter: 3'
+WARM = "warmup_iter: 3 warmup_start_lr: 0.01"
+LARS = "local_lr_auto: true local_gw_ratio: 0.25 weight_decay: 0.1"
 
 WEIGHTS = [
     ("", "base_lr: 0.1"),
@@ -60,6 +63,12 @@ WEIGHTS = [
     (LARC, 'larc_policy: "clip"'),
     (LARC, "larc_eta: 0.25"),
     (LARC + " momentum: 0.9", "larc_turbo: true"),
+    (STAGES, "stagelr: 0.01 stagelr: 0.03"),
+    (STAGES, "stageiter: 2 stageiter: 3"),
+    (WARM, "warmup_iter: 2"),
+    (WARM, "warmup_start_lr: 0.02"),
+    (LARS, "local_lr_auto: false"),
+    (LARS, "local_gw_ratio: 0.5"),
     ('type: "Adam"', "momentum2: 0.9"),
     ('type: "Adam"', "delta: 0.1"),
     ('type: "RMSProp"', "rms_decay: 0.5"),

@@ -14,6 +14,7 @@ from caffepy.cli import devices
 from caffepy.errors import ConfigError
 from caffepy.parallel.processes.gpu_assignment import Claim, own_part, share_gpus
 from caffepy.parallel.processes.world import SingleProcess
+from caffepy.proto.caffe_pb2 import SolverParameter
 
 T = TypeVar("T")
 
@@ -182,11 +183,17 @@ def test_only_launched_ranks_without_named_gpus_share(
     monkeypatch.setattr(devices, "check_gpus", lambda wanted: asked.append(wanted) or [7])
     args = argparse.Namespace(gpus=gpus, cpu=cpu)
     assert devices.shares_gpus(args, gpu_mode) == shares
-    found = devices.train_devices(args, gpu_mode, 3, "solver.prototxt")
+    found = devices.train_devices(args, gpu_mode, SolverParameter(device_id=3), "solver.prototxt")
     if cpu or not gpu_mode:
         assert (found, asked) == (None, [])
     else:
         assert (found, asked) == ([7], [gpus or ("all" if shares else [3])])
+
+
+def test_a_list_of_devices_names_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "check_gpus", lambda wanted: wanted)
+    args = argparse.Namespace(gpus=None, cpu=False)
+    assert devices.train_devices(args, True, SolverParameter(device_ids=[0, 2]), "solver.prototxt") == [0, 2]
 
 
 def test_containers_of_one_machine_have_the_same_gpus() -> None:

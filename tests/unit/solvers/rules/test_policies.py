@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from training import solver_param
 
 from caffepy.errors import ConfigError
-from caffepy.solvers.policies import learning_rate, momentum, weight_decay
+from caffepy.solvers.policies import StepEarly, learning_rate, momentum, weight_decay
 
 
 def rate(text: str, iteration: int, current_step: int = 0) -> float:
@@ -84,3 +84,40 @@ def test_weight_decay_policies() -> None:
     assert weight_decay(solver_param(text), 5) == 0.25
     poly = solver_param(text + 'weight_decay_policy: "poly" max_weight_decay: 0.75 weight_decay_power: 1')
     assert weight_decay(poly, 5) == pytest.approx(0.5)
+
+
+# -- policies of forks -----------------------------------------------------------------------------------
+
+
+def test_multifixed_has_a_rate_for_each_stage() -> None:
+    text = 'lr_policy: "multifixed" stagelr: 0.25 stagelr: 1 stagelr: 0.5 stageiter: 2 stageiter: 3 stageiter: 6'
+    assert [rate(text, i) for i in range(9)] == [0.25] * 3 + [1] + [0.5] * 5
+
+
+def test_warm_up_is_straight_and_comes_before_the_policy() -> None:
+    text = 'lr_policy: "step" gamma: 0.5 stepsize: 2 warmup_iter: 4 warmup_start_lr: 0.125'
+    assert [rate(text, i) for i in range(4)] == pytest.approx([0.125 + 0.375 * i / 4 for i in range(4)])
+    assert rate(text, 4) == 0.125
+
+
+def test_momentum_follows_the_rate_in_the_warm_up() -> None:
+    """Intel Caffe's momentum correction, for SGD."""
+    text = 'base_lr: 0.5 max_iter: 9 lr_policy: "fixed" momentum: 0.75 warmup_iter: 4 warmup_start_lr: 0.125'
+    param = solver_param(text)
+    rates = [0.125, *(learning_rate(param, i, 0)[0] for i in range(4))]
+    for iteration in range(4):
+        wanted = 0.75 * rates[iteration + 1] / rates[iteration]
+        assert momentum(param, iteration, rates[iteration + 1]) == pytest.approx(wanted)
+    assert momentum(param, 4, 0.5) == 0.75
+    assert momentum(solver_param(text + ' type: "Nesterov"'), 2, 0.3) == 0.75
+    assert momentum(solver_param(text.replace("0.125", "0")), 1, 0.125) == 0.75
+
+
+def test_step_early_waits_for_better_tests() -> None:
+    early, step, steps = StepEarly(), 0, []
+    for score in (0.1, 0.5, 0.4, 0.5, 0.6, 0.2, 0.3, 0.4, 0.5):
+        step = early.next_step(score, step, 2)
+        steps.append(step)
+    assert steps == [0, 0, 0, 1, 1, 1, 2, 2, 3]
+    assert early.best == 0.6
+    assert rate('lr_policy: "stepearly" gamma: 0.5 stepearly: 2', 7, current_step=2) == 0.125
