@@ -39,6 +39,14 @@ _REFUSED = {
     "the person's center stays; leave it out": "OPTransformationParameter.center_swap_prob",
 }
 _NO_MEANING = {
+    "caffe-windows declares it and never reads it, or reads it where it cannot act": (
+        "LabelSpecificAddParameter.transform_test InnerDistanceParameter.bias_term InnerDistanceParameter.bias_filler "
+        "InnerDistanceParameter.transpose ChannelScaleParameter.init_global_scale GeneralContrastiveParameter.square"
+    ),
+    "caffepy limits the workspaces of convolutions by the memory that is free": "SolverParameter.richness",
+    "caffepy finds the devices of a host by itself": "SolverParameter.group_id",
+    "it names Intel's library": "SolverParameter.engine",
+    "Intel Caffe sets it at run time; caffepy's solver always makes the update": "SolverParameter.disabled_update",
     "snapshots always have the format that both Caffes read": "SolverParameter.store_blobs_in_old_format",
     "parameters and history are always single precision; the log says so": "SolverParameter.solver_data_type",
     "arithmetic is always in single precision, which is more exact": (

@@ -79,7 +79,114 @@ GRID = "side: 4 num_class: 2 num_object: 2"
 GRID_BOTTOMS = "1x192 1x112L2"
 PRIORS = "min_size: 4 max_size: 9 aspect_ratio: 2"
 
+MARGINS = f"num_output: 3 type: DOUBLE base: 5 gamma: 0.1 power: 2 {XAVIER}"
+MARGIN_CHANGES = (
+    f"num_output: 4 | type: TRIPLE | axis: 2 | base: 4 | gamma: 0.2 | power: 1 | iteration: 7 | lambda_min: 9 |"
+    f"weight_filler {GAUSS}"
+)
+CENTERS = "num_output: 3 center_filler { type: 'xavier' }"
+BIASES = "bias_base: 1 bias_gamma: 0.5 bias_power: 2 bias_min: -9 bias_max: 9"
+DISTANCES = f"num_output: 3 {XAVIER}"
+
+FACE_CASES = (
+    case("MarginInnerProduct", "4x2x3 4L3", "margin_inner_product_param", MARGIN_CHANGES, MARGINS, tops=2),
+    case("LargeMarginInnerProduct", "4x2x3 4L3", "largemargin_inner_product_param", MARGIN_CHANGES, MARGINS, tops=2),
+    case(
+        "CenterLoss",
+        "4x2x3 4L3",
+        "center_loss_param",
+        f"num_output: 4 | center_filler {GAUSS} | axis: 2 | distance_type: 'L1'",
+        CENTERS,
+    ),
+    case("LabelSpecificAdd", "4x3 4L3", "label_specific_add_param", "bias: 2 | bias_base: 0.5", "bias: 1"),
+    case(
+        "LabelSpecificAdd",
+        "4x3 4L3",
+        "label_specific_add_param",
+        "bias_gamma: 0.25 | bias_power: 3 | bias_min: 8 | bias_max: 1 | iteration: 3",
+        BIASES,
+        tops=2,
+    ),
+    case(
+        "InnerDistance",
+        "4x2x3",
+        "inner_distance_param",
+        f"num_output: 4 | weight_filler {GAUSS} | axis: 2 | distance_type: 'L1' | normalize: true |"
+        "update_center_only: true",
+        DISTANCES,
+    ),
+    case(
+        "ChannelScale",
+        IMAGE + " 2x1x6x6",
+        "channel_scale_param",
+        "do_forward: false | do_backward_feature: false | do_backward_scale: false | global_scale: true",
+    ),
+    case(
+        "ChannelScale",
+        IMAGE + " 2x1x6x6",
+        "channel_scale_param",
+        "max_global_scale: 0.1 | min_global_scale: 9",
+        "global_scale: true",
+    ),
+    case("Normalize", IMAGE, "normalize_param", "normalize_type: 'L1' | fix_gradient: true", "normalize_type: 'L2'"),
+    case(
+        "GeneralContrastiveLoss",
+        "4x3 4L3",
+        "general_contrastive_loss_param",
+        "positive_margin: -2 | negative_margin: 2 | positive_weight: 2 | negative_weight: 2 |"
+        "positive_outlier_thresh: 0.1 | max_negative_only: true | max_positive_only: true |"
+        "exp_negative_weight: true | add_intra_mae: true",
+    ),
+    case(
+        "GeneralContrastiveLoss",
+        "4x3 4L3",
+        "general_contrastive_loss_param",
+        "positive_upper_bound: -2",
+        "positive_first: true",
+    ),
+    case(
+        "GeneralContrastiveLoss",
+        "4x3 4L3",
+        "general_contrastive_loss_param",
+        "max_negative_margin: -1",
+        "add_intra_mae: true",
+    ),
+    case(
+        "GeneralTripletLoss",
+        "4x3 4L3",
+        "general_triplet_loss_param",
+        "margin: 2 | positive_first: true | negative_weight: 2",
+        "positive_upper_bound: -2",
+    ),
+    case(
+        "GeneralTripletLoss",
+        "4x3 4L3",
+        "general_triplet_loss_param",
+        "positive_upper_bound: -2",
+        "positive_first: true",
+    ),
+    case("TripletLoss", "4x3 4x3 4x3", "triplet_loss_param", "margin: 2"),
+    case("Flip", IMAGE, "flip_param", "flip_width: false | flip_height: true"),
+    case(
+        "Local",
+        IMAGE,
+        "local_param",
+        f"num_output: 3 | bias_term: false | pad: 1 | kernel_size: 2 | stride: 2 | weight_filler {GAUSS} |"
+        f"bias_filler {GAUSS}",
+        f"num_output: 2 kernel_size: 3 {XAVIER}",
+    ),
+    case("SeLU", IMAGE, "selu_param", "alpha: 2 | lambda: 2"),
+    case("SeLUDropout", IMAGE, "selu_dropout_param", "dropout_ratio: 0.5 | alpha: -1"),
+    case("Gather", IMAGE, "gather_param", "indices: 1 | shape: 1 shape: 1 | axis: 2", "indices: 0"),
+    case("Filter", IMAGE, "filter_param", "num_output: 2 | axis: 2", "num_output: 3"),
+    case("InnerProduct", IMAGE, "inner_product_param", "normalize: true", f"num_output: 3 {XAVIER}"),
+    case("Accuracy", "8x3 8L3", "accuracy_param", "min_is_better: true"),
+    case("SoftmaxWithLoss", "4x3 4L3", "softmax_param", "normalize_type: 'L2'"),
+    case("GlobalLSEMargin", "4x3 4L3", "scale_param", "min_value: 40 | max_value: 5"),
+)
+
 CASES = (
+    *FACE_CASES,
     case("Input", "", "input_param", "shape { dim: 3 dim: 2 }", "shape { dim: 2 dim: 2 }"),
     case(
         "DummyData",

@@ -247,6 +247,15 @@ MEANINGLESS = (
     ),
     Case('type: "SegmentationEvaluate"', "2x3x4x4 2x3x4x4", "segmentation_evaluate_param", "num_classes: 9"),
     Case('type: "FocalLoss"', "4x3 4L3", "focal_loss_param", "beta: 3"),
+    Case('type: "LabelSpecificAdd"', "4x3 4L3", "label_specific_add_param", "transform_test: true"),
+    Case(
+        'type: "InnerDistance" inner_distance_param { num_output: 3 weight_filler { type: "xavier" } }',
+        IMAGE,
+        "inner_distance_param",
+        "bias_term: false | bias_filler { type: 'gaussian' } | transpose: true",
+    ),
+    Case('type: "ChannelScale"', IMAGE + " 2x1x6x6", "channel_scale_param", "init_global_scale: 3"),
+    Case('type: "GeneralContrastiveLoss"', "4x3 4L3", "general_contrastive_loss_param", "square: true"),
 )
 
 

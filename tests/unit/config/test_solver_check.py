@@ -139,7 +139,10 @@ def test_stages_need_no_base_lr() -> None:
             "a stagelr is -1; each must be a finite number",
         ),
         (STAGES + "stagelr: 1 stagelr: 1 stageiter: 5 stageiter: 5", "stageiter .5, 5. does not increase"),
-        (TRAIN.replace("fixed", "stepearly") + "gamma: 0.5 stepearly: 1", 'lr_policy "stepearly" needs tests; add test_iter'),
+        (
+            TRAIN.replace("fixed", "stepearly") + "gamma: 0.5 stepearly: 1",
+            'lr_policy "stepearly" needs tests; add test_iter',
+        ),
         (TRAIN + "larc: true local_lr_auto: true", "larc and local_lr_auto exclude each other"),
         (TRAIN + "warmup_iter: -1", "warmup_iter is -1; it must be at least 0"),
         (TRAIN + "local_lr_auto: true local_gw_ratio: -1", "local_gw_ratio is -1; it must be at least 0"),

@@ -11,21 +11,21 @@ from caffepy.errors import ConfigError
 LAMBDA, ALPHA = 1.050700987, 1.67326324
 
 
-@pytest.mark.parametrize("name", ["SeLU", "SeLu"])
-def test_selu(name: str) -> None:
+@pytest.mark.parametrize("text", ["type: 'SeLU'", "type: 'SeLu'"])
+def test_selu(text: str) -> None:
     x = spread((2, 3, 4, 5), step=0.03)
     check_layer(
-        f"type: '{name}'", [x], lambda x: LAMBDA * np.where(x > 0, x, ALPHA * (np.exp(np.minimum(x, 0)) - 1)),
+        text, [x], lambda x: LAMBDA * np.where(x > 0, x, ALPHA * (np.exp(np.minimum(x, 0)) - 1)),
         in_place=True,
     )  # fmt: skip
     text = "type: 'SeLU' selu_param { alpha: 0.5 lambda: 2 }"
     check_layer(text, [x], lambda x: np.where(x > 0, 2 * x, np.exp(np.minimum(x, 0)) - 1))
 
 
-@pytest.mark.parametrize("name", ["SeLUDropout", "SeLuDropout"])
-def test_dropout_keeps_mean_and_variance(name: str) -> None:
+@pytest.mark.parametrize("text", ["type: 'SeLUDropout'", "type: 'SeLuDropout'"])
+def test_dropout_keeps_mean_and_variance(text: str) -> None:
     x = gaussian((50, 400))
-    runner = Runner(f"type: '{name}' selu_dropout_param {{ dropout_ratio: 0.2 }}", [x])
+    runner = Runner(text + " selu_dropout_param { dropout_ratio: 0.2 }", [x])
     result = runner.run([np.ones_like(x)])
     y, dx = result.tops[0], result.bottom_diffs[0]
     assert dx is not None
