@@ -43,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument("--iterations", type=positive, default=50, metavar="N", help="batches to score (50)")
     parser.add_argument(
-        "--ap-version", choices=("11point", "MaxIntegral", "Integral"), default="11point",
+        "--ap-version", choices=("11point", "101point", "MaxIntegral", "Integral"), default="11point",
         help="average precision of detections (11point)",
     )  # fmt: skip
     add_device_options(parser, "default: the CPU")

@@ -43,7 +43,7 @@ REGULARIZATIONS = ("L1", "L2", "WD")
 DECOUPLED_DECAY_TYPES = ("SGD", "SAG")
 """Solver types that support `regularization_type: "WD"` (decoupled weight decay)."""
 EVAL_TYPES = ("classification", "detection")
-AP_VERSIONS = ("Integral", "11point", "MaxIntegral")
+AP_VERSIONS = ("Integral", "11point", "101point", "MaxIntegral")
 
 MINIMUM = {
     "max_iter": 0,

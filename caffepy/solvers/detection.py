@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -141,7 +142,8 @@ def average_precision(scores: Numbers, hits: Numbers, objects: int, version: str
         scores: of the detections; of equal ones the first counts as higher.
         hits: whether each is a hit.
         objects: how many there are to be found; 0 gives 0.
-        version: of `ap_version`: "11point" (VOC 2007), "MaxIntegral" (VOC 2012, ILSVRC), or "Integral".
+        version: of `ap_version`: "11point" (VOC 2007), "101point" (COCO, of Cascade R-CNN's Caffe), "MaxIntegral" (VOC 2012,
+            ILSVRC), or "Integral".
     """
     if not len(scores) or not objects:
         return 0.0
@@ -152,16 +154,16 @@ def average_precision(scores: Numbers, hits: Numbers, objects: int, version: str
     return _VERSIONS[version](precision, recall)
 
 
-def _eleven_points(precision: Numbers, recall: Numbers) -> float:
-    """The mean of the best precisions at recalls of at least 0, 0.1, ... 1.
+def _points(steps: int, precision: Numbers, recall: Numbers) -> float:
+    """The mean of the best precisions at recalls of at least 0, 1 / steps, ... 1.
 
     Caffe goes down from 1 and looks at each detection only until it has passed a point, so that a point may miss a
     better precision at a larger recall; the loop is Caffe's.
     """
-    best = np.zeros(11, np.float32)
+    best = np.zeros(steps + 1, np.float32)
     end = len(recall)
-    for point in range(10, -1, -1):
-        begin = int(np.searchsorted(recall[:end].astype(np.float64), point / 10.0))  # below it the recall is smaller
+    for point in range(steps, -1, -1):
+        begin = int(np.searchsorted(recall[:end].astype(np.float64), point / steps))  # below it the recall is smaller
         best[point] = max(best[point], precision[begin:end].max(initial=0))
         if begin > 0:
             end = begin
@@ -169,7 +171,7 @@ def _eleven_points(precision: Numbers, recall: Numbers) -> float:
                 best[point - 1] = best[point]
     total = np.float32(0)
     for value in best[::-1]:
-        total += value / np.float32(11)
+        total += value / np.float32(steps + 1)
     return float(total)
 
 
@@ -194,4 +196,9 @@ def _sum(terms: Numbers) -> float:
     return float(np.add.accumulate(terms, dtype=np.float32)[-1])
 
 
-_VERSIONS = {"11point": _eleven_points, "MaxIntegral": _max_integral, "Integral": _integral}
+_VERSIONS = {
+    "11point": partial(_points, 10),
+    "101point": partial(_points, 100),
+    "MaxIntegral": _max_integral,
+    "Integral": _integral,
+}

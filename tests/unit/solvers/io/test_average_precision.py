@@ -22,18 +22,19 @@ def caffes(hits: Sequence[bool], objects: int, version: str) -> float:  # noqa: 
         precision.append(np.float32(right) / np.float32(count))
         recall.append(np.float32(right) / np.float32(objects))
     ap, eps = 0.0, 1e-6
-    if version == "11point":
-        best = [0.0] * 11
+    if version.endswith("point"):
+        steps = int(version.removesuffix("point")) - 1
+        best = [0.0] * (steps + 1)
         start = len(hits) - 1
-        for j in range(10, -1, -1):
+        for j in range(steps, -1, -1):
             for i in range(start, -1, -1):
-                if float(recall[i]) < j / 10.0:
+                if float(recall[i]) < j / steps:
                     start = i
                     if j > 0:
                         best[j - 1] = best[j]
                     break
                 best[j] = max(best[j], precision[i])
-        return sum(best) / 11
+        return sum(best) / (steps + 1)
     if version == "MaxIntegral":
         last, largest = recall[-1], precision[-1]
         for i in range(len(hits) - 2, -1, -1):
@@ -51,7 +52,9 @@ def caffes(hits: Sequence[bool], objects: int, version: str) -> float:  # noqa: 
 
 
 @given(
-    st.lists(st.booleans(), max_size=40), st.integers(0, 12), st.sampled_from(["11point", "MaxIntegral", "Integral"])
+    st.lists(st.booleans(), max_size=40),
+    st.integers(0, 12),
+    st.sampled_from(["11point", "101point", "MaxIntegral", "Integral"]),
 )
 @settings(max_examples=300, derandomize=True)
 def test_agrees_with_caffes_loops(hits: list[bool], more: int, version: str) -> None:
