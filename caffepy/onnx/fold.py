@@ -100,7 +100,7 @@ def _takes(target: caffe_pb2.LayerParameter, layer: caffe_pb2.LayerParameter) ->
     if target.type == "Scale":
         return _is_affine(target) and _values(target, 0).shape == _values(layer, 0).shape
     if target.type == "InnerProduct":
-        return bool(target.inner_product_param.axis == 1)
+        return bool(target.inner_product_param.axis == 1) and not target.inner_product_param.normalize
     return bool(target.convolution_param.axis == 1)
 
 

@@ -142,8 +142,8 @@ def average_precision(scores: Numbers, hits: Numbers, objects: int, version: str
         scores: of the detections; of equal ones the first counts as higher.
         hits: whether each is a hit.
         objects: how many there are to be found; 0 gives 0.
-        version: of `ap_version`: "11point" (VOC 2007), "101point" (COCO, of Cascade R-CNN's Caffe), "MaxIntegral" (VOC 2012,
-            ILSVRC), or "Integral".
+        version: of `ap_version`: "11point" (VOC 2007), "101point" (COCO, in Cascade R-CNN's Caffe),
+            "MaxIntegral" (VOC 2012, ILSVRC), or "Integral".
     """
     if not len(scores) or not objects:
         return 0.0
@@ -196,7 +196,7 @@ def _sum(terms: Numbers) -> float:
     return float(np.add.accumulate(terms, dtype=np.float32)[-1])
 
 
-_VERSIONS = {
+_VERSIONS: dict[str, Callable[[Numbers, Numbers], float]] = {
     "11point": partial(_points, 10),
     "101point": partial(_points, 100),
     "MaxIntegral": _max_integral,

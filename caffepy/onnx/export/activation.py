@@ -40,6 +40,12 @@ def elu(view: LayerView) -> str:
     return view.scaled(view.add("Elu", view.x, alpha=param.alpha), getattr(param, "lambda"))
 
 
+@exports("SeLU", "SeLu", form="Selu")
+def selu(view: LayerView) -> str:
+    param = view.param.selu_param
+    return view.add("Selu", view.x, alpha=param.alpha, gamma=getattr(param, "lambda"))
+
+
 @exports("Sigmoid", form="Sigmoid")
 def sigmoid(view: LayerView) -> str:
     return view.add("Sigmoid", view.x)
@@ -116,7 +122,7 @@ def logarithm(view: LayerView) -> str:
     return view.scaled(view.add("Log", view.scaled(view.x, param.scale, param.shift)), 1 / log_base)
 
 
-@exports("Dropout", "Split", form="nothing: the value stays")
+@exports("Dropout", "SeLUDropout", "SeLuDropout", "Split", form="nothing: the value stays")
 def unchanged(view: LayerView) -> list[str]:
     return [view.x] * len(view.tops)
 

@@ -92,6 +92,24 @@ def tile(view: LayerView) -> str:
     return view.add("Tile", view.x, view.ints(*repeats))
 
 
+@exports("Flip", form="Slice with negative steps")
+def flip(view: LayerView) -> str:
+    param = view.param.flip_param
+    axes = [axis for axis, wanted in ((2, param.flip_height), (3, param.flip_width)) if wanted]
+    if not axes:
+        return view.add("Identity", view.x)
+    least = np.iinfo(np.int64).min
+    ends = ([-1] * len(axes), [least] * len(axes), axes, [-1] * len(axes))
+    return view.add("Slice", view.x, *(view.ints(*values) for values in ends))
+
+
+@exports("Gather", form="Gather, Reshape")
+def gather(view: LayerView) -> str:
+    param = view.param.gather_param
+    value = view.add("Gather", view.x, view.ints(*param.indices), axis=view.axis(param.axis))
+    return view.in_shape_of(value, view.tops[0]) if param.shape else value
+
+
 @exports("ShuffleChannel", form="Reshape, Transpose, Reshape")
 def shuffle_channel(view: LayerView) -> str:
     shape, group = view.bottoms[0].shape, view.param.shuffle_channel_param.group
@@ -154,8 +172,12 @@ def batch_reindex(view: LayerView) -> str:
     return view.add("Gather", view.x, view.add("Cast", view.inputs[1], to=TensorProto.INT64), axis=0)
 
 
-@exports("Filter", form="Cast, Reshape, Compress")
+@exports("Filter", form="Cast, Reshape, Compress; with filter_param Gather")
 def filter_samples(view: LayerView) -> list[str]:
+    if view.param.HasField("filter_param"):
+        param = view.param.filter_param
+        chosen_elements = view.ints(*np.flatnonzero(view.weights(0))[: param.num_output])
+        return [view.add("Gather", value, chosen_elements, axis=view.axis(param.axis)) for value in view.inputs]
     whole = view.add("Cast", view.reshaped(view.inputs[-1], (-1,)), to=TensorProto.INT64)
     chosen = view.add("Cast", whole, to=TensorProto.BOOL)
     return [view.add("Compress", value, chosen, axis=0) for value in view.inputs[:-1]]

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from caffepy.blob import Blob
 from caffepy.layers.normalization.batch_norm import BatchNormLayer
+from caffepy.layers.normalization.normalize import FEATURE_EPS
 from caffepy.layers.normalization.scale import BroadcastLayer
 from caffepy.onnx.export.graph import LayerView, exports
 from caffepy.onnx.export.vision import Windows, average
@@ -113,11 +114,42 @@ def mean_variance(view: LayerView) -> str:
     return view.add("Div", centred, view.scaled(view.add("Sqrt", variance), 1, param.eps))
 
 
-@exports("Normalize", form="Mul, ReduceSum, Add, Sqrt, Div, Mul", composite=True)
-def normalize(view: LayerView) -> str:
+@exports(
+    "Normalize",
+    form="Mul, ReduceSum, Add, Sqrt, Div, Mul; with normalize_param ReduceL1 for its L1, and no last Mul",
+    composite=True,
+)
+def normalize(view: LayerView) -> str | list[str]:
+    if not view.layer.blobs:
+        return _feature_normalize(view)
     param, axes = view.param.norm_param, len(view.bottoms[0].shape)
     summed = range(1, axes) if param.across_spatial else (1,)
     total = view.reduce("ReduceSum", view.add("Mul", view.x, view.x), tuple(summed))
     length = view.add("Sqrt", view.scaled(total, 1, max(param.eps, _LEAST)))
     shape = () if param.channel_shared else (-1, *(1,) * (axes - 2))
     return view.add("Mul", view.add("Div", view.x, length), view.parameter(0, shape))
+
+
+def _feature_normalize(view: LayerView) -> list[str]:
+    """Normalize of caffe-windows, with its norm as a second top."""
+    kind = view.param.normalize_param.normalize_type
+    if kind == "L1":
+        length = view.scaled(view.reduce("ReduceL1", view.x, (1,)), 1, FEATURE_EPS[kind])
+    else:
+        total = view.reduce("ReduceSum", view.add("Mul", view.x, view.x), (1,))
+        length = view.add("Sqrt", view.scaled(total, 1, FEATURE_EPS[kind]))
+    tops = [view.add("Div", view.x, length)]
+    return tops if len(view.tops) == 1 else [*tops, view.in_shape_of(length, view.tops[1])]
+
+
+@exports("ChannelScale", form="Reshape, Mul; with global_scale Mul", composite=True)
+def channel_scale(view: LayerView) -> str | list[str]:
+    param = view.param.channel_scale_param
+    value = view.x
+    if param.global_scale:
+        value = view.add("Mul", view.x, view.parameter(0)) if param.do_forward else value
+        return [value, view.parameter(0)][: len(view.tops)]
+    if param.do_forward:
+        shape = view.shape_of(view.bottoms[0], "its shape")
+        value = view.add("Mul", view.x, view.reshaped(view.inputs[1], (shape[0], 1, *shape[2:])))
+    return value

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import TensorProto
 
+from caffepy.layers.core.unit_weights import LEAST_SQUARE
 from caffepy.layers.vision.base_convolution import BaseConvolutionLayer
 from caffepy.layers.vision.pooling import PoolingLayer
 from caffepy.onnx.export.graph import LayerView, exports, product_of
@@ -91,13 +92,16 @@ def _as_vector_image(view: LayerView, index: int, window: _Window) -> str:
 def inner_product(view: LayerView) -> str:
     param = view.param.inner_product_param
     axis, shape = view.axis(param.axis), view.bottoms[0].shape
-    inputs = product_of(shape[axis:])
+    inputs, own = product_of(shape[axis:]), view.weights(0)
+    if param.normalize:
+        squares = np.square(own, dtype=np.float64).sum(0 if param.transpose else 1, keepdims=True)
+        own = (own / np.sqrt(squares + LEAST_SQUARE)).astype(np.float32)
     if axis == 1:
         value = view.x if len(shape) == 2 else view.add("Flatten", view.x, axis=1)
         bias = [view.parameter(1)] if param.bias_term else []
-        return view.add("Gemm", value, view.parameter(0), *bias, transB=0 if param.transpose else 1)
+        return view.add("Gemm", value, view.floats(own, "W"), *bias, transB=0 if param.transpose else 1)
     rows = view.reshaped(view.x, (-1, inputs))
-    weights = view.weights(0) if param.transpose else view.weights(0).T
+    weights = own if param.transpose else own.T
     value = view.add("MatMul", rows, view.floats(weights, "W"))
     value = view.add("Add", value, view.parameter(1)) if param.bias_term else value
     return view.in_shape_of(value, view.tops[0])
