@@ -67,6 +67,11 @@ class LocalLayer(Layer):
         shapes |= {"weights": (positions, outputs, size), "products": (positions, samples, outputs)}
         self._buffers = {name: self.scratch(name, wanted) for name, wanted in shapes.items()}
 
+    @property
+    def _count(self) -> int:
+        """Positions."""
+        return self.blobs[0].shape[3]
+
     def _buffer(self, name: str) -> Array:
         return self._buffers[name].array
 
@@ -92,8 +97,8 @@ class LocalLayer(Layer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         backend, products = self.backend, self._buffer("products")
         columns, weights = self._load_windows(self._x.load(bottom[0].data)), self._load_weights()
-        for column, weight, product in zip(columns, weights, products, strict=True):
-            backend.gemm(column, weight, product, transpose_b=True)
+        for position in range(self._count):
+            backend.gemm(columns[position], weights[position], products[position], transpose_b=True)
         y = self._y.target(top[0].data)
         backend.copy(products.transpose(1, 2, 0), y)
         if self.param.local_param.bias_term:
@@ -112,8 +117,9 @@ class LocalLayer(Layer):
             self._propagate_to_weights(products, self._load_windows(self._x.load(bottom[0].data)))
         if propagate_down[0]:
             columns, windows = self._buffer("columns"), self._buffer("windows")
-            for product, weight, column in zip(products, self._load_weights(), columns, strict=True):
-                backend.gemm(product, weight, column)
+            weights = self._load_weights()
+            for position in range(self._count):
+                backend.gemm(products[position], weights[position], columns[position])
             positions, samples, size = columns.shape
             backend.copy(columns.transpose(1, 2, 0), windows.reshape(samples, size, positions))
             self._map.backward(windows, self._dx.target(bottom[0].diff))
@@ -121,7 +127,7 @@ class LocalLayer(Layer):
 
     def _propagate_to_weights(self, products: Array, columns: Array) -> None:
         backend, gradients = self.backend, self._buffer("weights")
-        for product, column, gradient in zip(products, columns, gradients, strict=True):
-            backend.gemm(product, column, gradient, transpose_a=True)
+        for position in range(self._count):
+            backend.gemm(products[position], columns[position], gradients[position], transpose_a=True)
         move = backend.add if self.accumulate(0) else backend.copy
         move(gradients, self._own_order(self.blobs[0].diff))
