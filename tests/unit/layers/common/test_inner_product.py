@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layer_harness import TEST, TRAIN, Runner, check_layer, gaussian
+from layer_harness import BACKENDS, TEST, TRAIN, Runner, check_layer, gaussian
 
 from caffepy.errors import ConfigError, ShapeError
 
@@ -59,8 +59,9 @@ def test_refusals():
 # -- normalised weights, of caffe-windows ----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("transpose", [False, True])
-def test_weights_of_length_one(transpose: bool) -> None:
+def test_weights_of_length_one(transpose: bool, backend: str) -> None:
     x, w, b = gaussian((4, 6)), gaussian((3, 6), 1), gaussian((3,), 2)
     unit = w / np.linalg.norm(w, axis=1, keepdims=True)
     stored = w.T if transpose else w
@@ -70,7 +71,7 @@ def test_weights_of_length_one(transpose: bool) -> None:
     )
     dy = gaussian((4, 3), 3)
     for phase in (TRAIN, TEST):
-        result = Runner(text, [x], params=[stored, b], phase=phase).run([dy])
+        result = Runner(text, [x], backend, params=[stored, b], phase=phase).run([dy])
         np.testing.assert_allclose(result.tops[0], x @ unit.T + b, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(result.bottom_diffs[0], dy @ unit, rtol=1e-4, atol=1e-5)
         diff = dy.T @ x

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from layer_harness import TEST, Floats, Runner, check_layer, gaussian
+from layer_harness import BACKENDS, TEST, Floats, Runner, check_layer, gaussian
 
 from caffepy.errors import ConfigError, DataError, ShapeError
 
@@ -68,10 +68,11 @@ def test_margin_has_the_formula(kind: str) -> None:
     check_layer(margin_text(kind), [X, LABELS], reference, tops=2, params=[W], phase=TEST, gradients=False)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", TIMES)
-def test_margin_has_the_gradients_of_sphereface(kind: str) -> None:
+def test_margin_has_the_gradients_of_sphereface(kind: str, backend: str) -> None:
     """For each sample and class alone, as SphereFace's program computes them."""
-    runner = Runner(margin_text(kind), [X, LABELS], params=[W])
+    runner = Runner(margin_text(kind), [X, LABELS], backend, params=[W])
     dy = gaussian((5, 3), 3)
     result = runner.run([dy])
     w = W.astype(np.float64) / np.linalg.norm(W, axis=1, keepdims=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from layer_harness import Floats, Runner, check_layer, gaussian, spread
+from layer_harness import BACKENDS, Floats, Runner, check_layer, gaussian, spread
 
+from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, DataError, ShapeError
 
 LABELS = np.array([0, 2, 1, 2, 2], np.float32)
@@ -35,14 +36,35 @@ def test_loss_and_gradient_of_features() -> None:
 
 @pytest.mark.parametrize("kind", ["L1", "L2"])
 @pytest.mark.parametrize("weight", [1.0, 0.01])
-def test_centers_move_as_in_caffe_face(kind: str, weight: float) -> None:
-    runner = Runner(text(f"distance_type: '{kind}'"), [X, LABELS], params=[C], loss_weight=weight)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_centers_move_as_in_caffe_face(kind: str, weight: float, backend: str) -> None:
+    runner = Runner(text(f"distance_type: '{kind}'"), [X, LABELS], backend, params=[C], loss_weight=weight)
     found = runner.run([np.float32(weight)]).param_diffs[0]
     d = differences(X.astype(np.float64), C)
     d = np.sign(d) if kind == "L1" else d
     for j in range(4):
         own = d[j == LABELS]
         np.testing.assert_allclose(found[j], -own.sum(0) / (len(own) + 1), rtol=1e-5, atol=1e-6)
+
+
+def test_the_average_of_two_devices_is_the_gradient_of_the_whole_batch() -> None:
+    x, labels = gaussian((4, 4), 5), np.array([0, 2, 2, 1], np.float32)
+    whole = Runner(text(), [x, labels], params=[C]).run([np.float32(1)])
+    parts = []
+    for rank, own in enumerate((slice(0, 2), slice(2, 4))):
+        runner = Runner(text(), [x[own], labels[own]], params=[C], shard=Shard(rank, 2))
+        counts = np.bincount(np.delete(labels, own).astype(int), minlength=4)
+
+        def add_other(array: Floats, other: Floats = counts) -> None:
+            array += other.reshape(array.shape).astype(np.float32)
+
+        runner.layer.context.all_reduce_sum = add_other
+        assert runner.layer.communicates()
+        parts.append(runner.run([np.float32(1)]))
+    averaged = (parts[0].param_diffs[0] + parts[1].param_diffs[0]) / 2
+    np.testing.assert_allclose(averaged, whole.param_diffs[0], rtol=1e-5, atol=1e-6)
+    halves = np.concatenate([part.bottom_diffs[0] for part in parts]) / 2
+    np.testing.assert_allclose(halves, whole.bottom_diffs[0], rtol=1e-5)
 
 
 def test_images_and_axis() -> None:

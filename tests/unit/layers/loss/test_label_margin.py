@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from layer_harness import TEST, Floats, Runner, check_layer, gaussian
+from layer_harness import BACKENDS, TEST, Floats, Runner, check_layer, gaussian
 
 from caffepy.errors import DataError, ShapeError
 from caffepy.layers.loss.label_margin import mean_shift, next_margin
@@ -68,8 +68,9 @@ def lse(more: str = "") -> str:
     return f"type: 'GlobalLSEMargin' scale_param {{ {more} }}"
 
 
-def test_global_margin_of_the_first_and_later_passes() -> None:
-    runner = Runner(lse("filler { value: 4 }"), [X, LABELS], tops=2)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_global_margin_of_the_first_and_later_passes(backend: str) -> None:
+    runner = Runner(lse("filler { value: 4 }"), [X, LABELS], backend, tops=2)
     x = X.astype(np.float64)
     found = margins(x, np.full(4, 4.0))
     expected = mean_shift(found, found.mean(), 20)
