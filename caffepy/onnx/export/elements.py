@@ -103,9 +103,11 @@ def flip(view: LayerView) -> str:
     return view.add("Slice", view.x, *(view.ints(*values) for values in ends))
 
 
-@exports("Gather", form="Gather, Reshape")
-def gather(view: LayerView) -> str:
+@exports("Gather", form="Gather, Reshape; nothing without gather_param")
+def gather(view: LayerView) -> str | list[str]:
     param = view.param.gather_param
+    if not view.param.HasField("gather_param"):
+        return list(view.inputs)
     value = view.add("Gather", view.x, view.ints(*param.indices), axis=view.axis(param.axis))
     return view.in_shape_of(value, view.tops[0]) if param.shape else value
 

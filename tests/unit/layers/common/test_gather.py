@@ -57,6 +57,10 @@ def test_gather_of_other_axes() -> None:
     check_layer("type: 'Gather' gather_param { indices: 2 indices: 0 }", [gaussian((3,))], lambda x: x[[2, 0]])
 
 
+def test_gather_of_tsn_keeps_each_devices_part() -> None:
+    check_layer("type: 'Gather'", [X, gaussian((3,))], lambda x, label: (x, label), tops=2)
+
+
 def test_bad_indices() -> None:
     for settings, message in (
         ("", "0 indices"),

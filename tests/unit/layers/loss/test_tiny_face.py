@@ -57,7 +57,7 @@ LOSS = 'layer { name: "loss" type: "SoftmaxWithLoss" bottom: "scores" bottom: "l
 
 
 def faces(identities: np.ndarray, each: int, rng: np.random.Generator) -> np.ndarray:
-    """Images of smooth patterns that an identity weights, in changing light and with noise; uint8 (persons, each, ...)."""
+    """Images (persons, each, H, W) of patterns that an identity weights, in changing light and with noise; uint8."""
     places = np.linspace(0, 1, SIZE)
     waves = [np.outer(np.cos(np.pi * a * places), np.cos(np.pi * b * places)) for a in range(4) for b in range(4)]
     patterns = np.tensordot(np.random.default_rng(5).normal(size=(LATENT, 16)), np.array(waves), 1)
