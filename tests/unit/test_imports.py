@@ -135,7 +135,7 @@ DOORS = {
     "layers.activation": ("net.fuse",),
     "layers.common": ("net.fuse",),
     "layers.detection": ("onnx.export",),
-    "layers.core": ("snapshot", "net", "solvers", "parallel", "plan", "inference", "onnx.engine", "pycaffe"),
+    "layers.core": ("snapshot", "net", "solvers", "parallel", "plan", "inference", "onnx", "pycaffe"),
     "layers.input": ("net", "parallel", "plan"),
     "layers.loss": (),
     "layers.recurrent": (),
