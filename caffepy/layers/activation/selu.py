@@ -30,7 +30,8 @@ def keep(dy: Each, chance: Each, ratio: Scalar, factor: Scalar) -> Each:
     return dy * factor if chance >= ratio else 0.0
 
 
-@register_layer("SeLU", "SeLu")
+@register_layer("SeLU")
+@register_layer("SeLu")
 class SeLULayer(ActivationLayer):
     """y = lambda * x where x > 0, lambda * alpha * (e^x - 1) elsewhere (`selu_layer.cpp` of synopsys-caffe).
 
@@ -52,7 +53,8 @@ class SeLULayer(ActivationLayer):
         self.backend.apply(selu_gradient, (source, dy, self._alpha, self._scale), (dx,))
 
 
-@register_layer("SeLUDropout", "SeLuDropout")
+@register_layer("SeLUDropout")
+@register_layer("SeLuDropout")
 class SeLUDropoutLayer(Layer):
     """In TRAIN y = a * x + b with probability q = 1 - dropout_ratio, else a * alpha + b. In TEST y = x.
 
