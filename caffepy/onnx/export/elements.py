@@ -58,8 +58,8 @@ def permute(view: LayerView) -> str:
     return view.add("Transpose", view.x, perm=order)
 
 
-@exports("Gather", "Scatter", form="none: the tops are the bottoms")
-def gather(view: LayerView) -> list[str]:
+@exports("Scatter", form="none: the tops are the bottoms")
+def scatter(view: LayerView) -> list[str]:
     return view.inputs
 
 

@@ -108,7 +108,6 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ('type: "Flip" flip_param { flip_height: true }', (IMAGE,)),
     ('type: "Flip"', (IMAGE,)),
     ('type: "Flip" flip_param { flip_width: false }', (IMAGE,)),
-    ('type: "Gather"', (IMAGE,)),
     ('type: "Gather" gather_param { axis: 1 indices: 4 indices: 0 indices: 4 }', (IMAGE,)),
     ('type: "Gather" gather_param { axis: 2 indices: 1 indices: 0 shape: 2 shape: 1 }', (IMAGE,)),
     ('type: "Gather" gather_param { axis: 1 indices: 2 shape: 0 }', (IMAGE,)),
