@@ -637,6 +637,23 @@ class IndexingPrimitives(ABC):
     def roi_average_backward(self, dy: Array, rois: Array, dx: Array, scale: float) -> None:
         """dx = each dy / the bin's area, distributed over its bin of its channel, summed in the regions' order."""
 
+    @abstractmethod
+    def roi_bilinear_forward(
+        self, x: Array, samples: Array, rows: Array, columns: Array, y: Array, group: int, bad: Array
+    ) -> None:
+        """y (R, D, h, w) = bilinear samples of x (N, D * group^2, H, W) at the points (rows[r, i], columns[r, j]).
+
+        samples (R,), rows (R, h), columns (R, w): float32. Points are moved to [0, H - 1] and [0, W - 1]; those more
+        than 0.5 outside give 0. Point (i, j) of output d reads channel (d * group + i * group // h) * group +
+        j * group // w; h and w are multiples of group.
+        """
+
+    @abstractmethod
+    def roi_bilinear_backward(
+        self, dy: Array, samples: Array, rows: Array, columns: Array, dx: Array, group: int
+    ) -> None:
+        """dx = the sum of dy times the weight of each pixel in `roi_bilinear_forward`, in the regions' order."""
+
 
 class RecurrentPrimitives(ElementwisePrimitives):
     """LSTM gates of one time step, for N streams. Arrays are float32 unless stated otherwise."""

@@ -337,6 +337,8 @@ class MetaBackend(Synchronous, Backend):
     roi_max_backward = _primitive("roi_max_backward", ["dy", "rois", "mask"], ["dx"])
     roi_average_forward = _primitive("roi_average_forward", ["x", "rois"], ["y", "bad"])
     roi_average_backward = _primitive("roi_average_backward", ["dy", "rois"], ["dx"])
+    roi_bilinear_forward = _primitive("roi_bilinear_forward", ["x", "samples", "rows", "columns"], ["y", "bad"])
+    roi_bilinear_backward = _primitive("roi_bilinear_backward", ["dy", "samples", "rows", "columns"], ["dx"])
     lstm_unit_forward = _primitive("lstm_unit_forward", ["gates", "cell_before", "cont"], ["gates", "cell", "hidden"])
     lstm_unit_backward = _primitive(
         "lstm_unit_backward", ["gates", "cell_before", "cont", "cell", "d_cell", "d_hidden"], ["gates", "d_cell"]

@@ -40,7 +40,11 @@ KINDS = {
     "boxes": ("test_detection_gpu.py::test_the_devices_loss_is_the_hosts",),
     "mined boxes": ("test_detection_gpu.py::test_equal_losses_are_mined_from_the_first_prior_on",),
     "rows": ("test_primitives.py::test_rows", "test_primitives.py::test_largest"),
-    "regions": ("test_primitives.py::test_roi_max", "test_primitives.py::test_roi_average"),
+    "regions": (
+        "test_primitives.py::test_roi_max",
+        "test_primitives.py::test_roi_average",
+        "test_primitives.py::test_roi_bilinear",
+    ),
     "places": ("test_primitives.py::test_stochastic_pooling", "test_primitives.py::test_unpool"),
     "sparse maps": ("test_primitives.py::test_spatial_product",),
     "products": ("test_primitives.py::test_gemm_of_each_dtype",),

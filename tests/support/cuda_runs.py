@@ -330,6 +330,9 @@ def run_rows(backend: Any) -> None:
     backend.roi_max_backward(wide, rois, masks, planes, 0.5)
     backend.roi_average_forward(planes, rois, bins, 0.5, bad)
     backend.roi_average_backward(bins, rois, planes, 0.5)
+    samples, places = backend.zeros((3,)), backend.zeros((3, 3))
+    backend.roi_bilinear_forward(planes, samples, places, places, bins, 3, bad)
+    backend.roi_bilinear_backward(bins, samples, places, places, planes, 3)
 
 
 def run_box_loss(backend: Any) -> None:

@@ -143,6 +143,8 @@ ROI_BLOCK = 32
 """Channels per item of a sum over regions."""
 HALF = np.float32(0.5)
 ONE = np.float32(1)
+LIMIT = np.float32(2**30)
+"""Exclusive bound of the samples of regions."""
 MIN_SIDE = np.float32(0.1)
 """Minimum height and width of an R-FCN region, in pixels."""
 
@@ -287,6 +289,92 @@ def roi_average_gradient(  # noqa: PLR0913 -- a kernel
                             dx[at] += dy[number * outputs + d] / np.float32((h1 - h0) * (w1 - w0))
 
 
+@device_function
+def inside(at: Any, size: Any) -> Any:
+    """Return a coordinate moved into [0, size - 1]; -1 if it is more than half a pixel outside."""
+    if at >= -HALF and at <= np.float32(size) - HALF:
+        return min(max(at, np.float32(0)), np.float32(size - 1))
+    return np.float32(-1)
+
+
+@kernel
+def roi_bilinear(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, x: Floats, named: Floats, rows: Floats, columns: Floats, y: Floats, bad: Ints,
+    samples: Int, channels: Int, height: Int, width: Int, outputs: Int, high: Int, wide: Int, group: Int,
+) -> None:  # fmt: skip
+    """Items are points (region, row, column)."""
+    for item in range(begin, end):
+        region = item // (high * wide)
+        row = item // wide % high
+        column = item % wide
+        sample = int(named[region]) if named[region] > LEAST and named[region] < samples else -1
+        if sample < 0:
+            bad[0] = region
+        h = inside(rows[region * high + row], height)
+        w = inside(columns[region * wide + column], width)
+        if sample < 0 or h < 0 or w < 0:
+            for d in range(outputs):
+                y[item * outputs + d] = 0
+        else:
+            top = int(h)
+            left = int(w)
+            below = min(top + 1, height - 1)
+            right = min(left + 1, width - 1)
+            part = row * group // high * group + column * group // wide
+            step = group * group
+            first = ((sample * height + top) * width + left) * channels + part
+            second = ((sample * height + top) * width + right) * channels + part
+            third = ((sample * height + below) * width + left) * channels + part
+            fourth = ((sample * height + below) * width + right) * channels + part
+            a = h - np.float32(top)
+            b = w - np.float32(left)
+            for d in range(outputs):
+                upper = (ONE - b) * x[first + d * step] + b * x[second + d * step]
+                lower = (ONE - b) * x[third + d * step] + b * x[fourth + d * step]
+                y[item * outputs + d] = (ONE - a) * upper + a * lower
+
+
+@kernel
+def roi_bilinear_gradient(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, dy: Floats, named: Floats, rows: Floats, columns: Floats, dx: Floats, blocks: Int,
+    channels: Int, height: Int, width: Int, outputs: Int, high: Int, wide: Int, regions: Int, group: Int,
+) -> None:  # fmt: skip
+    """Items are (sample, block of outputs), so no two threads add to the same element."""
+    step = group * group
+    for item in range(begin, end):
+        sample, from_output = item // blocks, item % blocks * ROI_BLOCK
+        to_output = min(outputs, from_output + ROI_BLOCK)
+        base = sample * height * width * channels
+        for p in range(height * width):
+            for c in range(from_output * step, to_output * step):
+                dx[base + p * channels + c] = 0
+        for number in range(regions * high * wide):
+            region = number // (high * wide)
+            row = number // wide % high
+            column = number % wide
+            h = inside(rows[region * high + row], height)
+            w = inside(columns[region * wide + column], width)
+            belongs = named[region] > LEAST and named[region] < LIMIT and int(named[region]) == sample
+            if belongs and h >= 0 and w >= 0:
+                top = int(h)
+                left = int(w)
+                below = min(top + 1, height - 1)
+                right = min(left + 1, width - 1)
+                part = base + row * group // high * group + column * group // wide
+                first = (top * width + left) * channels + part
+                second = (top * width + right) * channels + part
+                third = (below * width + left) * channels + part
+                fourth = (below * width + right) * channels + part
+                a = h - np.float32(top)
+                b = w - np.float32(left)
+                for d in range(from_output, to_output):
+                    slope = dy[number * outputs + d]
+                    dx[first + d * step] += (ONE - a) * (ONE - b) * slope
+                    dx[second + d * step] += (ONE - a) * b * slope
+                    dx[third + d * step] += a * (ONE - b) * slope
+                    dx[fourth + d * step] += a * b * slope
+
+
 def _note_bad(rois: Any, samples: int, bad: Any) -> None:
     """Write the number of a region with an invalid sample to `bad`."""
     named = np.ascontiguousarray(rois).reshape(-1, 5)[:, 0]
@@ -394,3 +482,22 @@ class CpuIndexing(IndexingPrimitives, CpuMemory):
         roi_average_gradient.run(
             self.threads, dx.shape[0], 1, dy, rois, dx, scale, *dx.shape[1:], outputs, group, regions
         )
+
+    def roi_bilinear_forward(
+        self, x: Array, samples: Array, rows: Array, columns: Array, y: Array, group: int, bad: Array
+    ) -> None:
+        regions, outputs, high, wide = y.shape
+        roi_bilinear.run(
+            self.threads, regions * high * wide, _grain(y), x, samples, rows, columns, y, bad, *x.shape, outputs, high,
+            wide, group,
+        )  # fmt: skip
+
+    def roi_bilinear_backward(
+        self, dy: Array, samples: Array, rows: Array, columns: Array, dx: Array, group: int
+    ) -> None:
+        regions, outputs, high, wide = dy.shape
+        blocks = -(-outputs // ROI_BLOCK)
+        roi_bilinear_gradient.run(
+            self.threads, dx.shape[0] * blocks, 1, dy, samples, rows, columns, dx, blocks, *dx.shape[1:], outputs, high,
+            wide, regions, group,
+        )  # fmt: skip

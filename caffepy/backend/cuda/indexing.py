@@ -87,3 +87,15 @@ class CudaIndexing(IndexingPrimitives, CudaMemory):
     def roi_average_backward(self, dy: Array, rois: Array, dx: Array, scale: float) -> None:
         arrays = (raw(dy), raw(rois), raw(dx))
         _run("roi", "roi_average_backward", dx.size, *arrays, float(scale), *dx.shape, *dy.shape[1:3], dy.shape[0])
+
+    def roi_bilinear_forward(
+        self, x: Array, samples: Array, rows: Array, columns: Array, y: Array, group: int, bad: Array
+    ) -> None:
+        arrays = (raw(x), raw(samples), raw(rows), raw(columns), raw(y), bad)
+        _run("roi", "roi_bilinear_forward", y.size, *arrays, *x.shape, *y.shape[1:], group)
+
+    def roi_bilinear_backward(
+        self, dy: Array, samples: Array, rows: Array, columns: Array, dx: Array, group: int
+    ) -> None:
+        arrays = (raw(dy), raw(samples), raw(rows), raw(columns), raw(dx))
+        _run("roi", "roi_bilinear_backward", dx.size, *arrays, *dx.shape, *dy.shape[1:], dy.shape[0], group)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from caffepy.backend import Array, RandomStream
 from caffepy.backend.types import Counter
 from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.core.formulas import scaled
 from caffepy.proto import caffe_pb2
 
 
 @register_layer("Dropout")
 class DropoutLayer(Layer):
     """In TRAIN y = x / (1 - dropout_ratio) with probability 1 - dropout_ratio, else 0. In TEST y = x.
+
+    With `scale_train: false` y = x or 0 in TRAIN and y = (1 - dropout_ratio) x in TEST (Fast R-CNN's
+    `dropout_layer.cpp`).
 
     The mask depends on the seed, the layer's name, the pass and the global number of the sample. It does not depend on
     the number of devices. Srivastava et al. 2014; scaled in training as Caffe's `dropout_layer.cpp`.
@@ -28,6 +32,7 @@ class DropoutLayer(Layer):
             raise self.error(f"dropout_ratio is {param.dropout_ratio:g}, but must be at least 0 and below 1")
         self._ratio = param.dropout_ratio
         self._training = self.context.phase == caffe_pb2.TRAIN
+        self._kept = 1.0 if param.scale_train else 1 - param.dropout_ratio
         self._counter: Counter = (0, 0)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -44,12 +49,15 @@ class DropoutLayer(Layer):
         return RandomStream(seed, stream.stream) if seed >= 0 else stream
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        """dx = dy / (1 - dropout_ratio) where the mask kept the element, else 0."""
+        """dx = dy / (1 - dropout_ratio) where the mask kept the element, else 0; without the divisor as `forward`."""
         if propagate_down[0]:
             self._drop(top[0].diff, bottom[0].diff)
 
     def _drop(self, source: Array, destination: Array) -> None:
         if self._training:
             self.backend.dropout(source, destination, self._ratio, self._stream(), self._counter)
+            source = destination
+        if self._kept != 1:
+            self.backend.apply(scaled, (source, self._kept), (destination,))
         elif source is not destination:
             self.backend.copy(source, destination)

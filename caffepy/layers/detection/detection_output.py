@@ -10,7 +10,7 @@ import numpy as np
 from caffepy.config.text import decode_text, parse_text
 from caffepy.files import atomic_write, read_regular
 from caffepy.layers.core.base import Blobs, Layer, register_layer
-from caffepy.layers.detection.boxes import Rows, box_sizes, decode, read_priors
+from caffepy.layers.detection.boxes import CENTER_SIZE, Priors, Rows, box_sizes, decode, read_priors
 from caffepy.layers.detection.host import host_threads, warn
 from caffepy.layers.detection.pixels import ImageSize, check_resize, read_image_sizes, to_pixels
 from caffepy.layers.detection.sorting import sort_like_cpp
@@ -30,8 +30,14 @@ class DetectionOutputLayer(Layer):
     pass to pass. If the whole batch has no detections, the top has a row (image, -1, ...) for each image. Computed on
     the host. `save_output_param` writes result files.
 
+    With `use_polygon` (TextBoxes++'s `detection_output_layer.cpp`) each location predicts 8 more numbers, the four
+    corners of a quadrangle relative to the prior's, clockwise from the upper left; or 5 more if the field is false, the
+    two upper corners of a turned rectangle relative to the prior's center, and its height. They are decoded as
+    CENTER_SIZE, do not take part in the suppression, and follow as further columns of the top, 15 or 12.
+
     Raises:
-        ConfigError: a setting is missing or out of range.
+        ConfigError: a setting is missing or out of range, or use_polygon is given with another code_type than
+            CENTER_SIZE, with variance_encoded_in_target, or with result files.
         ShapeError: the bottoms' shapes do not match num_classes.
         DataError: a prior is invalid, or a file of save_output_param cannot be read.
     """
@@ -58,6 +64,11 @@ class DetectionOutputLayer(Layer):
         self._locations = 1 if param.share_location else self._all_classes
         numbers = [c for c in range(self._all_classes) if c != param.background_label_id]
         self._classes = np.array(numbers, np.int32)
+        self._shape_codes = 0
+        if param.HasField("use_polygon"):
+            if param.code_type != CENTER_SIZE or param.variance_encoded_in_target:
+                raise self.error("use_polygon needs code_type CENTER_SIZE without variance_encoded_in_target")
+            self._shape_codes = 8 if param.use_polygon else 5
         self._files = self._result_files()
 
     def _result_files(self) -> ResultFiles | None:
@@ -74,6 +85,8 @@ class DetectionOutputLayer(Layer):
                 "test or train on one device",
             )
             return None
+        if self._shape_codes:
+            raise self.error("the files of save_output_param have no columns for use_polygon; remove one of them")
         return ResultFiles(self) if self.backend.holds_values else None
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -81,7 +94,7 @@ class DetectionOutputLayer(Layer):
         if not bottom[_CONF].shape or bottom[_CONF].shape[0] != images or bottom[_PRIORS].count != 8 * priors:
             raise self.shape_error("needs predictions N 4*P*L, scores N P*C and priors 1 2 4*P", *bottom[:3])
         for blob, per_prior, what in (
-            (bottom[_LOC], 4 * self._locations, "location predictions"),
+            (bottom[_LOC], (4 + self._shape_codes) * self._locations, "location predictions"),
             (bottom[_CONF], self._all_classes, "scores"),
         ):
             if blob.count != images * priors * per_prior:
@@ -90,7 +103,7 @@ class DetectionOutputLayer(Layer):
                     blob, bottom[_PRIORS],
                 )  # fmt: skip
         self._shape = (images, priors)
-        top[0].reshape((1, 1, 1, COLUMNS))
+        top[0].reshape((1, 1, 1, COLUMNS + self._shape_codes))
 
     def has_side_effects(self) -> bool:
         return self._files is not None
@@ -100,7 +113,7 @@ class DetectionOutputLayer(Layer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         loc, conf, priors = (self.backend.to_host(blob.data) for blob in bottom[:3])
-        rows = np.zeros((1, COLUMNS), np.float32)
+        rows = np.zeros((1, COLUMNS + self._shape_codes), np.float32)
         if self.backend.holds_values:
             with np.errstate(all="ignore"):
                 rows = self._detect(loc, conf, priors)
@@ -112,8 +125,11 @@ class DetectionOutputLayer(Layer):
         param = self.param.detection_output_param
         images, count = self._shape
         priors = read_priors(self, prior_values, param.code_type)
-        codes = loc.reshape(images, count, self._locations, 4).transpose(0, 2, 1, 3)
-        boxes = decode(priors, codes, param.code_type, param.variance_encoded_in_target)
+        codes = loc.reshape(images, count, self._locations, 4 + self._shape_codes).transpose(0, 2, 1, 3)
+        boxes = decode(priors, codes[..., :4], param.code_type, param.variance_encoded_in_target)
+        shapes = boxes
+        if self._shape_codes:
+            shapes = np.concatenate([boxes, _decode_shapes(priors, codes[..., 4:])], -1)
         scores = conf.reshape(images, count, self._all_classes)
         order, counts = suppress_classes(
             host_threads(self), boxes, box_sizes(boxes), scores, self._classes, self._suppression
@@ -128,11 +144,12 @@ class DetectionOutputLayer(Layer):
             )
             labels, numbers = self._keep_top(labels, numbers, scores[image])
             indices = labels if self._locations > 1 else 0
-            detections.append(_rows(image, labels, scores[image, numbers, labels], boxes[image, indices, numbers]))
+            detections.append(_rows(image, labels, scores[image, numbers, labels], shapes[image, indices, numbers]))
             if self._files is not None:
                 self._files.add(detections[-1])
-        rows = np.concatenate([np.empty((0, COLUMNS), np.float32), *detections])
-        return rows if len(rows) else _empty_rows(images)
+        columns = COLUMNS + self._shape_codes
+        rows = np.concatenate([np.empty((0, columns), np.float32), *detections])
+        return rows if len(rows) else _empty_rows(images, columns)
 
     def _keep_top(self, labels: Rows, numbers: Rows, scores: Rows) -> tuple[Rows, Rows]:
         """Keep an image's `keep_top_k` boxes with the highest scores, ordered by label."""
@@ -147,13 +164,26 @@ class DetectionOutputLayer(Layer):
 
 
 def _rows(image: int, labels: Rows, scores: Rows, boxes: Rows) -> Rows:
-    rows = np.empty((len(labels), COLUMNS), np.float32)
+    rows = np.empty((len(labels), 3 + boxes.shape[-1]), np.float32)
     rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3:] = image, labels, scores, boxes
     return rows
 
 
-def _empty_rows(images: int) -> Rows:
-    rows = np.full((images, COLUMNS), -1, np.float32)
+def _decode_shapes(priors: Priors, codes: Rows) -> Rows:
+    """Return the quadrangles (..., P, 8) or turned rectangles (..., P, 5) that predictions of this shape encode."""
+    boxes = priors.boxes
+    corners = boxes[:, [0, 1, 2, 1, 2, 3, 0, 3]] if codes.shape[-1] == 8 else np.tile(priors.centers, 2)
+    count = corners.shape[-1]
+    factors = np.tile(priors.variances[:, :2], count // 2)
+    points = factors * codes[..., :count] * np.tile(priors.extents, count // 2) + corners
+    if count == codes.shape[-1]:
+        return points
+    height = np.exp((priors.variances[:, 3] * codes[..., count]).astype(np.float64)) * priors.extents[:, 1]
+    return np.concatenate([points, height[..., None].astype(np.float32)], -1)
+
+
+def _empty_rows(images: int, columns: int) -> Rows:
+    rows = np.full((images, columns), -1, np.float32)
     rows[:, 0] = np.arange(images)
     return rows
 

@@ -16,7 +16,8 @@ class PriorBoxLayer(Layer):
     Shapes: feature map (N, C, H, W), image (N, C, h, w), top (1, 2, H W K 4): boxes and variances. Each position has,
     for each min_size, a square of this side, with max_size a square of side sqrt(min_size * max_size), and for each
     aspect_ratio other than 1, with `flip` also for its inverse, a box of the first square's area. As in Caffe, sizes
-    are truncated to whole pixels. The boxes are computed when the shapes change.
+    are truncated to whole pixels. With `denser_prior_boxes` each box is followed by the same box around the position's
+    lower edge, h + 1 steps down (TextBoxes++'s `prior_box_layer.cpp`). The boxes are computed when the shapes change.
 
     Raises:
         ConfigError: a setting is missing, given twice or out of range.
@@ -86,6 +87,7 @@ class PriorBoxLayer(Layer):
                 raise self.shape_error("needs a feature map and an image of 4 axes", *bottom)
         sizes = len(self.param.prior_box_param.min_size)
         kinds = sizes * (len(self._ratios) + 1) + len(self.param.prior_box_param.max_size)
+        kinds *= 1 + self.param.prior_box_param.denser_prior_boxes
         shape = (1, 2, bottom[0].shape[2] * bottom[0].shape[3] * kinds * 4)
         check_shape(shape, self.where)
         if not shape[2]:
@@ -109,6 +111,11 @@ class PriorBoxLayer(Layer):
         )
         half = self._extents() / 2.0
         centers = np.stack(np.broadcast_arrays(x[None, :], y[:, None]), axis=-1)[:, :, None].astype(np.float64)
+        if self.param.prior_box_param.denser_prior_boxes:
+            lower = (np.arange(height, dtype=np.float32) + np.float32(1)) * np.float32(steps[0])
+            moved = np.stack(np.broadcast_arrays(x[None, :], lower[:, None]), axis=-1)[:, :, None].astype(np.float64)
+            centers = np.tile(np.concatenate([centers, moved], 2), (1, 1, len(half), 1))
+            half = np.repeat(half, 2, 0)
         scale = np.array([image_width, image_height], np.float64)
         boxes = np.concatenate([(centers - half) / scale, (centers + half) / scale], axis=-1).astype(np.float32)
         return np.clip(boxes, 0, 1) if self.param.prior_box_param.clip else boxes

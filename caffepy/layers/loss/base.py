@@ -89,7 +89,8 @@ class LossLayer(Layer):
     def divisor(self, default: int, labels: int, batch: int) -> float | None:
         """Return the divisor of the sum of losses; None: the number of valid labels, counted on the device.
 
-        For the mode NONE it is 1 / devices, because training averages over the devices.
+        For the mode NONE it is 1 / devices, because training averages over the devices. PRE_FIXED is not divided, as in
+        R-FCN's Caffe: each device divides its own sum by `pre_fixed_normalizer`.
 
         Args:
             default: the mode if the prototxt has neither `normalization` nor the old `normalize`.
@@ -99,6 +100,8 @@ class LossLayer(Layer):
         mode = self.normalization(default)
         if mode == _Parameter.VALID and self.param.loss_param.HasField("ignore_label"):
             return None
+        if mode == _Parameter.PRE_FIXED:
+            return float(max(self.param.loss_param.pre_fixed_normalizer, 1))
         counts = {_Parameter.FULL: labels, _Parameter.VALID: labels, _Parameter.BATCH_SIZE: batch}
         if mode not in counts:
             return 1 / self.context.shard.world_size if self.context.phase == caffe_pb2.TRAIN else 1.0

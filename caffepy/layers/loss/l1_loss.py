@@ -1,14 +1,18 @@
-"""L1Loss and SmoothL1Loss."""
+"""L1Loss, SmoothL1Loss and SmoothL1LossOHEM."""
 
 from __future__ import annotations
 
+import math
 from math import fabs
 
 from caffepy.backend import Array, Each, Scalar, expression
 from caffepy.layers.core.base import Blobs, register_layer
-from caffepy.layers.core.formulas import product
+from caffepy.layers.core.formulas import identity, product
 from caffepy.layers.core.layout_adapter import LayoutAdapter
 from caffepy.layers.loss.base import ElementLossLayer
+from caffepy.proto import caffe_pb2
+
+_Parameter = caffe_pb2.LossParameter
 
 
 @expression
@@ -92,10 +96,16 @@ class SmoothL1LossLayer(L1LossLayer):
     Raises:
         ConfigError: sigma is not above 0.
         ShapeError: the counts differ.
+
+    R-FCN's fork of `smooth_L1_loss_layer.cpp` is decided by what the prototxt gives: with `loss_param.normalization`
+    PRE_FIXED the sum is divided by `pre_fixed_normalizer`, at least 1, in place of N. An optional second top
+    (N, 1, H, W) holds the loss of each position, summed over the channels and not divided.
     """
 
     bottoms = (2, 4)
+    tops = (1, 2)
     no_gradient_bottoms = frozenset({2, 3})
+    no_gradient_tops = frozenset({1})
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         sigma = self.param.smooth_l1_loss_param.sigma
@@ -109,6 +119,44 @@ class SmoothL1LossLayer(L1LossLayer):
             if blob.count != bottom[0].count:
                 raise self.shape_error("weights must have the first bottom's count", blob, bottom[0])
         self._weights = [LayoutAdapter(self.backend, blob.shape, bottom[0].shape) for blob in bottom[2:]]
+        self._set_divisor(bottom)
+        if len(top) > 1:
+            shape = bottom[0].shape + (1,) * (4 - len(bottom[0].shape))
+            if len(shape) != 4:
+                raise self.shape_error("the second top needs a first bottom of at most four axes", bottom[0])
+            top[1].reshape((shape[0], 1, *shape[2:]))
+            self._planes = LayoutAdapter(self.backend, bottom[0].shape, (shape[0], shape[1], math.prod(shape[2:])))
+            self._each = LayoutAdapter(self.backend, top[1].shape, (shape[0], 1, math.prod(shape[2:])))
+            self._ones = self.scratch("ones", (1, shape[1]))
+
+    def _set_divisor(self, bottom: Blobs) -> None:
+        """Set the divisor of the sum for the current shapes."""
+        batch = bottom[0].shape[0]
+        if self.param.loss_param.normalization == _Parameter.PRE_FIXED:
+            self._divisor = self.divisor(_Parameter.BATCH_SIZE, batch, batch)
+        else:
+            self._divisor = float(max(batch, 1))
+
+    def _factor(self) -> float:
+        assert self._divisor is not None
+        return 1 / self._divisor
+
+    def _write_each(self, d: Array, weight: Array | None, losses: Array) -> None:
+        """Write the loss of each position."""
+        terms = self.scratch("terms", tuple(d.shape)).array
+        if weight is None:
+            self.backend.apply(smooth, (d, 1.0, self._sharpness), (terms,))
+        else:
+            self.backend.apply(weighted_smooth, (d, weight, 1.0, self._sharpness), (terms,))
+        planes, each = self._planes.load(terms), self._each.target(losses)
+        self.backend.fill(self._ones.array, 1)
+        if planes.shape[2] == 1:
+            rows = self.backend.reshaped(planes, planes.shape[:2])
+            self.backend.reduce(identity, (rows,), (self.backend.flat(each),), 0)
+        else:
+            for plane, row in zip(planes, each, strict=True):
+                self.backend.gemm(self._ones.array, plane, row)
+        self._each.store(losses)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         weights = [adapter.load(blob.data) for adapter, blob in zip(self._weights, bottom[2:], strict=True)]
@@ -120,6 +168,8 @@ class SmoothL1LossLayer(L1LossLayer):
             self.backend.reduce(weighted_smooth, inputs, (top[0].data,))
         else:
             self.backend.reduce(smooth, (d, self._factor(), self._sharpness), (top[0].data,))
+        if len(top) > 1:
+            self._write_each(d, weights[1] if len(weights) > 1 else None, top[1].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         self._loaded_weights = [
@@ -131,3 +181,24 @@ class SmoothL1LossLayer(L1LossLayer):
         self.backend.apply(smooth_slope, (self._difference.array, factor, self._sharpness), (dx,))
         for weight in self._loaded_weights:
             self.backend.apply(product, (dx, weight), (dx,))
+
+
+@register_layer("SmoothL1LossOHEM")
+class SmoothL1LossOHEMLayer(SmoothL1LossLayer):
+    """SmoothL1Loss with the divisors of `loss_param` (`smooth_L1_loss_ohem_layer.cpp` of R-FCN and Intel Caffe).
+
+    loss = sum of f(w (a - b)) / divisor, where f(d) = d^2 / 2 if |d| < 1, else |d| - 1 / 2. a, b and the optional third
+    bottom w are (N, C, H, W). The divisor is N H W (VALID, the default, and FULL), N (BATCH_SIZE), 1 (NONE) or
+    `pre_fixed_normalizer`, at least 1 (PRE_FIXED). An optional second top (N, 1, H, W) holds the loss of each position,
+    summed over the channels and not divided. `smooth_l1_loss_param.sigma`, which the forks do not read, is as in
+    SmoothL1Loss.
+    """
+
+    bottoms = (2, 3)
+
+    def _set_divisor(self, bottom: Blobs) -> None:
+        batch = bottom[0].shape[0]
+        positions = batch * math.prod(bottom[0].shape[2:])
+        divisor = self.divisor(_Parameter.VALID, positions, batch)
+        # R-FCN's forks count no valid labels here, also where ignore_label is given.
+        self._divisor = float(max(positions, 1)) if divisor is None else divisor

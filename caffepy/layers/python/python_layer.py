@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,20 +32,34 @@ _DECLARED = (
 """Class variables of `Layer` that a registered class may declare."""
 
 
+class Phase(IntEnum):
+    """The phase of a user's layer: pycaffe's number, which prints as its name, as in Fast R-CNN's pycaffe."""
+
+    TRAIN = caffe_pb2.TRAIN
+    TEST = caffe_pb2.TEST
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __format__(self, spec: str) -> str:
+        return format(int(self), spec) if spec else self.name
+
+
 class PythonLayerBase:
     """Optional base class of a user's class. Any class with these methods is accepted.
 
     The layer sets `param`, the layer's prototxt, before `setup`, and these attributes before each call: `param_str`,
-    `phase` (0: TRAIN, 1: TEST), `blobs` (the parameters; `add_blob(*shape)` makes one), `rank` and `world_size` (of
-    this device in training). bottom and top are lists of blobs with `shape`, `num`, `channels`, `height`, `width`,
-    `count`, `reshape(*shape)`, and the NumPy arrays `data` and `diff`, which are written in place (`top[0].data[...] =
-    …`).
+    also as `param_str_`, `phase` (0: TRAIN, 1: TEST; str(phase) is the name), `blobs` (the parameters;
+    `add_blob(*shape)` makes one), `rank` and `world_size` (of this device in training). bottom and top are lists of
+    blobs with `shape`, `num`, `channels`, `height`, `width`, `count`, `reshape(*shape)`, and the NumPy arrays `data`
+    and `diff`, which are written in place (`top[0].data[...] = …`).
     """
 
     type: str = "Python"
     param: caffe_pb2.LayerParameter
     param_str: str
-    phase: int
+    param_str_: str
+    phase: Phase
     blobs: ParameterBlobs
     rank: int
     world_size: int
@@ -149,7 +164,8 @@ class PythonLayer(Layer):
         """Call a method of the user's object under its lock."""
         with self._object.lock, user_errors(method, self._object.instance, self.where):
             instance = self._object.instance
-            instance.param_str, instance.phase = self.param.python_param.param_str, int(self.context.phase)
+            instance.param_str = instance.param_str_ = self.param.python_param.param_str
+            instance.phase = Phase(self.context.phase)
             for host, blob in zip(self._parameters, self.blobs, strict=True):
                 host.blob = blob  # after `setup` the net may replace it by a parameter shared by name
             instance.blobs = self._parameters

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from caffepy.backend import Array
 from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.core.formulas import total_with_channel
 from caffepy.layers.core.index_check import IndexCheck
+from caffepy.layers.core.layout_adapter import LayoutAdapter
 
 
 class RegionLayer(Layer):
@@ -50,10 +55,11 @@ class ROIPoolingLayer(RegionLayer):
     """Max pooling of each region to `pooled_h` x `pooled_w` bins (Fast R-CNN's `roi_pooling_layer.cpp`).
 
     Shapes: x (N, C, H, W), regions (R, 5), y (R, C, pooled_h, pooled_w). An empty bin gives 0. Corners are multiplied
-    by `spatial_scale`, rounded, and inclusive.
+    by `spatial_scale`, rounded, and inclusive. Before that, `pad_ratio` moves each side out by this part of the width
+    or height (MS-CNN's `roi_pooling_layer.cpp`).
 
     Raises:
-        ConfigError: pooled_h or pooled_w is 0.
+        ConfigError: pooled_h or pooled_w is 0, or pad_ratio is below 0.
         ShapeError: the bottoms have other shapes.
         DataError: a region's sample is outside the batch.
     """
@@ -65,22 +71,42 @@ class ROIPoolingLayer(RegionLayer):
         param = self.param.roi_pooling_param
         if min(param.pooled_h, param.pooled_w) < 1:
             raise self.error("roi_pooling_param needs pooled_h and pooled_w, at least 1")
+        if param.pad_ratio < 0:
+            raise self.error(f"roi_pooling_param's pad_ratio is {param.pad_ratio:g}; it must be at least 0")
+        # x1 - (x2 - x1 + 1) p, x2 + (x2 - x1 + 1) p, and the same of y: a linear map of a region's five numbers.
+        p = param.pad_ratio
+        spread = np.diag([1, 1 + p, 1 + p, 1 + p, 1 + p])
+        spread[[3, 4, 1, 2], [1, 2, 3, 4]] = -p
+        self._spread, self._shift = self.backend.zeros((5, 5)), self.backend.zeros((5,))
+        if self.backend.holds_values:
+            self.backend.from_host(spread.astype(np.float32), self._spread)
+            self.backend.from_host(np.array([0, -p, -p, p, p], np.float32), self._shift)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         param, regions = self.param.roi_pooling_param, self.check_shapes(bottom)
         top[0].reshape((regions, bottom[0].shape[1], param.pooled_h, param.pooled_w))
         self._mask = self.scratch("mask", top[0].shape, "int32")
+        self._flat = LayoutAdapter(self.backend, bottom[1].shape, (regions, 5))
+
+    def _regions(self, bottom: Blobs) -> Array:
+        """Return the regions with `pad_ratio`."""
+        if self.param.roi_pooling_param.pad_ratio == 0:
+            return bottom[1].data
+        padded = self.scratch("padded", (bottom[1].shape[0], 5)).array
+        rois = self._flat.load(bottom[1].data)
+        self.backend.gemm_and_apply(total_with_channel, rois, self._spread, self._shift, padded)
+        return padded
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         scale = self.param.roi_pooling_param.spatial_scale
-        x, rois = bottom[0].data, bottom[1].data
+        x, rois = bottom[0].data, self._regions(bottom)
         self.backend.roi_max_forward(x, rois, top[0].data, self._mask.array, scale, self._check.bad_index)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         self.clear_region_gradient(propagate_down, bottom)
         if propagate_down[0]:
             scale = self.param.roi_pooling_param.spatial_scale
-            self.backend.roi_max_backward(top[0].diff, bottom[1].data, self._mask.array, bottom[0].diff, scale)
+            self.backend.roi_max_backward(top[0].diff, self._regions(bottom), self._mask.array, bottom[0].diff, scale)
 
 
 @register_layer("PSROIPooling")

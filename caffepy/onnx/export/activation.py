@@ -122,9 +122,15 @@ def logarithm(view: LayerView) -> str:
     return view.scaled(view.add("Log", view.scaled(view.x, param.scale, param.shift)), 1 / log_base)
 
 
-@exports("Dropout", "SeLUDropout", "SeLuDropout", "Split", form="nothing: the value stays")
+@exports("SeLUDropout", "SeLuDropout", "Split", form="nothing: the value stays")
 def unchanged(view: LayerView) -> list[str]:
     return [view.x] * len(view.tops)
+
+
+@exports("Dropout", form="nothing, or Mul with scale_train: false")
+def dropout(view: LayerView) -> str:
+    param = view.param.dropout_param
+    return view.x if param.scale_train else view.scaled(view.x, 1 - param.dropout_ratio)
 
 
 @exports("Silence", form="nothing")

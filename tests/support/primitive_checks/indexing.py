@@ -200,6 +200,40 @@ def test_roi_max(backend: Backend, channels: int, scale: float) -> None:
     assert backend.to_host(bad)[0] == 4 and not backend.to_host(y)[4].any()
 
 
+def _weights(at: float, size: int) -> Any:
+    """The weight of each of `size` pixels at a coordinate; 0 more than half a pixel outside."""
+    if not -0.5 <= at <= size - 0.5:
+        return np.zeros(size)
+    return np.maximum(0, 1 - np.abs(np.clip(at, 0, size - 1) - np.arange(size)))
+
+
+@pytest.mark.parametrize(("outputs", "group"), [(1, 1), (40, 1), (5, 2), (3, 4)])
+def test_roi_bilinear(backend: Backend, outputs: int, group: int) -> None:
+    """Bilinear samples at the points of grids, in the image, at its edges and outside, and the pixels' gradient."""
+    x = normal(16, (3, outputs * group * group, 7, 9))
+    rng = np.random.default_rng(17)
+    rows, columns = (rng.uniform(-1.5, size + 0.5, (6, 4)).astype(np.float32) for size in (7, 9))
+    rows[0], columns[0] = [0, 6, 6.5, -0.5], [8, 8.5, 3, -0.4]
+    samples = np.array([0, 1, 1, 2, 0, 2], np.float32)
+    shape = (6, outputs, 4, 4)
+    wanted, dx, dy = np.zeros(shape), np.zeros(x.shape), normal(18, shape)
+    for r, d, i, j in np.ndindex(shape):
+        c = (d * group + i * group // 4) * group + j * group // 4
+        weights = np.outer(_weights(rows[r, i], 7), _weights(columns[r, j], 9))
+        wanted[r, d, i, j] = (x[int(samples[r]), c] * weights).sum()
+        dx[int(samples[r]), c] += dy[r, d, i, j] * weights
+    arrays, bad = [to_device(backend, a) for a in (samples, rows, columns)], _bad(backend)
+    y, found = dirty(backend, shape), dirty(backend, x.shape)
+    backend.roi_bilinear_forward(to_device(backend, x), *arrays, y, group, bad)
+    close(backend.to_host(y), wanted)
+    backend.roi_bilinear_backward(to_device(backend, dy), *arrays, found, group)
+    close(backend.to_host(found), dx)
+    assert backend.to_host(bad)[0] == -1
+    samples[4] = 3
+    backend.roi_bilinear_forward(to_device(backend, x), to_device(backend, samples), *arrays[1:], y, group, bad)
+    assert backend.to_host(bad)[0] == 4 and not backend.to_host(y)[4].any()
+
+
 @pytest.mark.parametrize(("outputs", "scale"), [(1, 1.0), (5, 0.5), (16, 0.3)])
 def test_roi_average(backend: Backend, outputs: int, scale: float) -> None:
     """Means of each bin's own channel and the gradient spread over the bins."""

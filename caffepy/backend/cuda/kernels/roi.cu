@@ -113,6 +113,64 @@ extern "C" __global__ void roi_average_backward(const float *dy, const float *ro
     }
 }
 
+// A coordinate moved into [0, size - 1]; -1 if it is more than half a pixel outside.
+__device__ __forceinline__ float inside(float at, int size) {
+    return at >= -0.5f && at <= (float)size - 0.5f ? fminf(fmaxf(at, 0.0f), (float)(size - 1)) : -1.0f;
+}
+
+// Regions as points (row i, column j) of a grid; `group` > 1 gives each of group^2 parts of the grid its own channel.
+extern "C" __global__ void roi_bilinear_forward(const float *x, const float *named, const float *rows,
+                                                const float *columns, float *y, int *bad, int samples, int channels,
+                                                int height, int width, int outputs, int high, int wide, int group,
+                                                unsigned int count) {
+    EACH_INDEX(i, count) {
+        const int d = i % outputs, point = i / outputs, number = point / (high * wide);
+        const int row = point / wide % high, column = point % wide;
+        const int sample = sample_of(named + number, samples);
+        if (sample < 0) *bad = number;
+        const float h = inside(rows[number * high + row], height), w = inside(columns[number * wide + column], width);
+        if (sample < 0 || h < 0.0f || w < 0.0f) {
+            y[i] = 0.0f;
+            continue;
+        }
+        const int top = (int)h, left = (int)w, below = min(top + 1, height - 1), right = min(left + 1, width - 1);
+        const int c = (d * group + row * group / high) * group + column * group / wide;
+        const float *plane = x + (size_t)sample * height * width * channels + c;
+        const float a = h - (float)top, b = w - (float)left;
+        const float first = (1.0f - b) * plane[(size_t)(top * width + left) * channels] +
+                            b * plane[(size_t)(top * width + right) * channels];
+        const float second = (1.0f - b) * plane[(size_t)(below * width + left) * channels] +
+                             b * plane[(size_t)(below * width + right) * channels];
+        y[i] = (1.0f - a) * first + a * second;
+    }
+}
+
+extern "C" __global__ void roi_bilinear_backward(const float *dy, const float *named, const float *rows,
+                                                 const float *columns, float *dx, int samples, int channels, int height,
+                                                 int width, int outputs, int high, int wide, int regions, int group,
+                                                 unsigned int count) {
+    EACH_INDEX(i, count) {
+        const int c = i % channels, over = i / channels, pixel = over % (height * width), n = over / (height * width);
+        const float row = (float)(pixel / width), column = (float)(pixel % width);
+        const int d = c / (group * group), tall = high / group, broad = wide / group;
+        const int from_row = c / group % group * tall, from_column = c % group * broad;
+        float sum = 0.0f;
+        for (int number = 0; number < regions; ++number) {
+            if (sample_of(named + number, samples) != n) continue;
+            for (int h = from_row; h < from_row + tall; ++h) {
+                const float at = inside(rows[number * high + h], height), a = 1.0f - fabsf(at - row);
+                if (at < 0.0f || a <= 0.0f) continue;
+                for (int w = from_column; w < from_column + broad; ++w) {
+                    const float to = inside(columns[number * wide + w], width), b = 1.0f - fabsf(to - column);
+                    if (to < 0.0f || b <= 0.0f) continue;
+                    sum += a * b * dy[(((size_t)number * high + h) * wide + w) * outputs + d];
+                }
+            }
+        }
+        dx[i] = sum;
+    }
+}
+
 // One window and channel a thread; `chance` has a number in [0, 1) for each.
 extern "C" __global__ void stochastic_forward(const float *x, const float *chance, float *y, int *mask, int channels,
                                               int height, int width, int out_height, int out_width, int kernel_h,

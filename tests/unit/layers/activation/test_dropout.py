@@ -65,3 +65,15 @@ def test_a_seed_of_its_own_replaces_the_solvers():
 def test_ratio_out_of_range(value):
     with pytest.raises(ConfigError, match="dropout_ratio is .* at least 0 and below 1"):
         Runner(f"type: 'Dropout' dropout_param {{ dropout_ratio: {value} }}", [gaussian((2, 2))])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scaling_in_testing(backend):
+    """`scale_train: false` drops without a factor in TRAIN, and multiplies by the chance to be kept in TEST."""
+    text = TEXT.replace("0.3", "0.3 scale_train: false")
+    x = gaussian((6, 7, 4))
+    scaled, plain = (Runner(t, [x], backend).run([x]) for t in (TEXT, text))
+    np.testing.assert_allclose(plain.tops[0], scaled.tops[0] * 0.7, rtol=1e-6)
+    np.testing.assert_allclose(plain.bottom_diffs[0], scaled.bottom_diffs[0] * 0.7, rtol=1e-6)
+    check_layer(text, [x], lambda x: 0.7 * x, phase=TEST, in_place=True)
+    check_layer(text, [x], in_place=True)

@@ -111,6 +111,51 @@ def test_all_settings_against_a_plain_computation(backend: str, chosen: Any, see
     assert_near(detect(text, inputs, backend)[0, 0], np.array(plain_rows(param, inputs)), 1e-5, "rows")
 
 
+@pytest.mark.parametrize("polygon", [True, False])
+@pytest.mark.parametrize("share", [True, False])
+def test_quadrangles_and_turned_rectangles_follow_the_boxes(polygon: bool, share: bool) -> None:
+    """The first seven columns are those of the boxes alone; the others are the shapes of the same priors."""
+    count, locations = 8 if polygon else 5, 1 if share else CLASSES
+    text = f"num_classes: {CLASSES} code_type: CENTER_SIZE nms_param {{ nms_threshold: 0.5 }} keep_top_k: 12 "
+    text += f"share_location: {str(share).lower()} "
+    plain = make_inputs(3, locations)
+    codes = np.random.default_rng(4).normal(0, 1, (IMAGES, PRIORS, locations, count)).astype(np.float32)
+    boxes = plain["loc"].reshape(IMAGES, PRIORS, locations, 4)
+    inputs = plain | {"loc": np.concatenate([boxes, codes], 3).reshape(IMAGES, -1)}
+    rows = detect(f"{text} use_polygon: {str(polygon).lower()}", inputs)[0, 0]
+    assert np.array_equal(rows[:, :7], detect(text, plain)[0, 0]) and rows.shape[1] == 7 + count
+    priors, variances = inputs["prior"].astype(np.float64).reshape(2, PRIORS, 4)
+    scores = inputs["conf"].reshape(IMAGES, PRIORS, CLASSES)
+    for row in rows:
+        image, label, score = row[:3]
+        p = int(np.flatnonzero(scores[int(image), :, int(label)] == score)[0])
+        (x1, y1, x2, y2), v = priors[p], variances[p]
+        code = codes[int(image), p, 0 if share else int(label)].astype(np.float64)
+        width, height = x2 - x1, y2 - y1
+        if polygon:
+            corners = [(x1, y1), (x2, y1), (x2, y2), (x1, y2)]
+            wanted = [
+                value for (x, y), (dx, dy) in zip(corners, code.reshape(4, 2), strict=True)
+                for value in (x + v[0] * dx * width, y + v[1] * dy * height)
+            ]  # fmt: skip
+        else:
+            x, y = (x1 + x2) / 2, (y1 + y2) / 2
+            wanted = [x + v[0] * code[0] * width, y + v[1] * code[1] * height]
+            wanted += [x + v[0] * code[2] * width, y + v[1] * code[3] * height, np.exp(v[3] * code[4]) * height]
+        np.testing.assert_allclose(row[7:], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_shapes_of_images_without_detections() -> None:
+    inputs = make_inputs(1)
+    inputs["loc"] = np.zeros((IMAGES, PRIORS * 12), np.float32)
+    text = f"num_classes: {CLASSES} code_type: CENTER_SIZE use_polygon: true"
+    rows = detect(f"{text} confidence_threshold: 1", inputs)[0, 0]
+    assert np.array_equal(rows, [[0, *[-1] * 14], [1, *[-1] * 14]])
+    for more in ("code_type: CORNER", "code_type: CENTER_SIZE variance_encoded_in_target: true"):
+        with pytest.raises(ConfigError, match="use_polygon needs code_type CENTER_SIZE"):
+            detect(f"num_classes: {CLASSES} use_polygon: true {more}", inputs)
+
+
 def test_equal_scores_keep_the_order_of_the_priors() -> None:
     inputs = make_inputs(1)
     inputs["conf"][:] = 0.25

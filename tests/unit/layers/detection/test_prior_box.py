@@ -50,6 +50,10 @@ def plain_boxes(param: Any, map_size: tuple[int, int], image: tuple[int, int]) -
                 for w, h in sides:
                     box = [(cx - w / 2) / width, (cy - h / 2) / height, (cx + w / 2) / width, (cy + h / 2) / height]
                     boxes.append([min(max(v, 0), 1) for v in box] if param.clip else box)
+                    if param.denser_prior_boxes:
+                        low = (y + 1) * step_y
+                        box = [box[0], (low - h / 2) / height, box[2], (low + h / 2) / height]
+                        boxes.append([min(max(v, 0), 1) for v in box] if param.clip else box)
     return boxes
 
 
@@ -62,7 +66,7 @@ BOXES = st.sampled_from(
 RATIOS = st.sampled_from(
     ["", "aspect_ratio: 2", "aspect_ratio: 2 aspect_ratio: 3 aspect_ratio: 0.5", "aspect_ratio: 1"]
 )
-MORE = st.sampled_from(["", "flip: false", "clip: true", "offset: 0.25", "variance: 0.3"])
+MORE = st.sampled_from(["", "flip: false", "clip: true", "offset: 0.25", "variance: 0.3", "denser_prior_boxes: true"])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
