@@ -79,9 +79,8 @@ class CaffeFinder(importlib.abc.MetaPathFinder):
         found = importlib.util.find_spec(own)
         if found is None:
             return None
-        spec = importlib.machinery.ModuleSpec(
-            fullname, _Loader(own), is_package=own in ("caffepy.pycaffe", "caffepy.proto")
-        )
+        is_package = found.submodule_search_locations is not None
+        spec = importlib.machinery.ModuleSpec(fullname, _Loader(own), is_package=is_package)
         spec.origin = found.origin
         return spec
 

@@ -89,9 +89,9 @@ class L1LossLayer(ElementLossLayer):
 class SmoothL1LossLayer(L1LossLayer):
     """loss = sum of v f(w (a - b)) / N, where f(d) = sigma^2 d^2 / 2 if |d| < 1 / sigma^2, else |d| - 1 / (2 sigma^2).
 
-    a and b are (N, …). The optional third bottom is w, the optional fourth v; they have a's count and default to 1.
-    `sigma` is a field of `smooth_l1_loss_param` (Girshick 2015; NVIDIA's `smooth_L1_loss_layer.cpp` has two bottoms and
-    sigma 1).
+    a and b are (N, …). The optional third bottom is w, the optional fourth v; they have a's count, default to 1, and
+    get a gradient of 0. `sigma` is a field of `smooth_l1_loss_param` (Girshick 2015; NVIDIA's
+    `smooth_L1_loss_layer.cpp` has two bottoms and sigma 1).
 
     Raises:
         ConfigError: sigma is not above 0.
@@ -104,7 +104,7 @@ class SmoothL1LossLayer(L1LossLayer):
 
     bottoms = (2, 4)
     tops = (1, 2)
-    no_gradient_bottoms = frozenset({2, 3})
+    exact_bottoms = frozenset({2, 3})
     no_gradient_tops = frozenset({1})
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -176,6 +176,9 @@ class SmoothL1LossLayer(L1LossLayer):
             adapter.load(blob.data) for adapter, blob in zip(self._weights, bottom[2:], strict=True)
         ]
         super().backward(top, propagate_down, bottom)
+        for blob, wanted in zip(bottom[2:], propagate_down[2:], strict=True):
+            if wanted:
+                self.backend.fill(blob.diff, 0)
 
     def slope(self, dx: Array, factor: float) -> None:
         self.backend.apply(smooth_slope, (self._difference.array, factor, self._sharpness), (dx,))

@@ -1,0 +1,1 @@
+"""Python layers that score DetectNet (NVIDIA Caffe's `python/caffe/layers/detectnet`)."""
