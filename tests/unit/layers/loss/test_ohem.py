@@ -85,6 +85,28 @@ def test_sigmoid_loss_with_a_fixed_divisor(backend):
     assert_near(fixed, one / 8, 1e-6, "loss")
 
 
+@pytest.mark.parametrize("tail", [(2, 3), (6,)])
+def test_weighted_sigmoid_loss(tail):
+    x, targets = gaussian((3, 4, 2, 3)), (gaussian((3, 4, *tail), 1) > 0).astype(np.float32)
+    weights = (gaussian((3, 4, *tail), 2) > 0.5) * 0.25
+
+    def reference(x, t, w):
+        p = 1 / (1 + np.exp(-x))
+        t, w = t.reshape(x.shape), w.reshape(x.shape)
+        return -(w * (t * np.log(p) + (1 - t) * np.log(1 - p))).sum() / (w.sum() or 1)
+
+    text = "type: 'SigmoidCrossEntropyLoss'"
+    check_layer(text, [x, targets, weights.astype(np.float32)], reference, loss_weight=2)
+    runner = Runner(text, [x, targets, np.zeros_like(targets)])
+    loss = runner.forward()[0]
+    diffs = runner.backward([np.ones((), np.float32)], [True, False, True])
+    assert loss == 0 and not diffs[0].any() and not diffs[2].any()
+    with pytest.raises(ConfigError, match="divided by their sum"):
+        Runner(f"{text} loss_param {{ ignore_label: 1 }}", [x, targets, targets])
+    with pytest.raises(ShapeError, match="weights must have"):
+        Runner(text, [x, targets, targets[:2]])
+
+
 def test_refused():
     with pytest.raises(ConfigError, match="third top has no definition with label_smoothing"):
         Runner("type: 'SoftmaxWithLoss' loss_param { label_smoothing: 0.1 }", [gaussian((2, 3)), np.zeros(2)], tops=3)
