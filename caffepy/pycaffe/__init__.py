@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from caffepy.pycaffe import detector as detector
     from caffepy.pycaffe import draw as draw
     from caffepy.pycaffe import io as io
+    from caffepy.pycaffe import model_libs as model_libs
     from caffepy.pycaffe import net_spec as net_spec
     from caffepy.pycaffe.blob import Blob as Blob
     from caffepy.pycaffe.blob import BlobVec as BlobVec
@@ -84,7 +85,10 @@ _ELSEWHERE = {
 
 _LAZY = {name: (f"{__name__}.{module}", name) for module, names in _NAMES.items() for name in names.split()}
 _LAZY |= _ELSEWHERE
-_MODULES = {name: f"{__name__}.{name}" for name in ("classifier", "coord_map", "detector", "draw", "io", "net_spec")}
+_MODULES = {
+    name: f"{__name__}.{name}"
+    for name in ("classifier", "coord_map", "detector", "draw", "io", "model_libs", "net_spec")
+}
 _MODULES["proto"] = "caffepy.proto"
 
 __all__ = sorted(["__version__", *_LAZY, *_MODULES])

@@ -9,15 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from layer_harness import BACKENDS, Runner, assert_near, gaussian
+from layer_harness import BACKENDS, TEST, TRAIN, Runner, assert_near, gaussian
 from training import CPU, build_net, build_solver, solver_param
 
 from caffepy.backend.meta import MetaBackend
 from caffepy.config.paths import PathResolver
+from caffepy.config.text import parse_text
 from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, RunError
+from caffepy.layers import LayerContext
+from caffepy.net import Net
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.p2p_manager import P2PManager
+from caffepy.proto import caffe_pb2
 
 MODULE = '''
 import numpy as np
@@ -88,6 +92,38 @@ class Incomplete:
     pass
 
 
+LIMITS = {"TRAIN": 3, "TEST": 2}
+
+
+class Regions:
+    """As py-faster-rcnn's layers: settings in param_str_, a table by str(phase), tops whose size forward finds."""
+
+    def setup(self, bottom, top):
+        self.stride = int(self.param_str_.split(":")[1])
+        top[0].reshape(1, 5)
+        top[1].reshape(1, 4)
+        top[2].reshape(1, 4)
+
+    def reshape(self, bottom, top):
+        """Reshaping happens in forward."""
+        pass
+
+    def forward(self, bottom, top):
+        best = np.argsort(-bottom[0].data[0, 0].ravel())[: LIMITS[str(self.phase)]]
+        rows, columns = np.unravel_index(best, bottom[0].data.shape[2:])
+        corners = np.stack([columns, rows], 1) * self.stride
+        rois = np.hstack([np.zeros((len(best), 1)), corners, corners + 7])
+        top[0].reshape(*rois.shape)
+        top[0].data[...] = rois.astype(np.float32, copy=False)
+        for blob, value in ((top[1], corners.repeat(2, 1) / 8), (top[2], np.ones((len(best), 4)))):
+            blob.reshape(*value.shape)
+            blob.data[...] = value
+
+    def backward(self, top, propagate_down, bottom):
+        """This layer does not propagate gradients."""
+        pass
+
+
 class Alone(Affine):
     """Fails where two are in `forward` at once."""
 
@@ -151,6 +187,40 @@ def test_reshape_comes_before_every_pass_and_the_parameters_are_the_nets() -> No
     assert instance.calls == ["reshape"] * 4
     assert (instance.phase, instance.rank, instance.world_size) == (0, 0, 1)
     assert runner.layer.capture_blocker() == "it runs the user's Python code on the host"
+
+
+REGIONS = f"""
+layer {{ name: "x" type: "Input" top: "x" input_param {{ shape {{ dim: 1 dim: 2 dim: 4 dim: 4 }} }} }}
+layer {{ name: "conv" type: "Convolution" bottom: "x" top: "conv"
+         convolution_param {{ num_output: 3 kernel_size: 1 weight_filler {{ type: "xavier" }} }} }}
+layer {{ name: "regions" bottom: "conv" top: "rois" top: "targets" top: "weights" {text("Regions", "param_str: 's: 4'")} }}
+layer {{ name: "pool" type: "ROIPooling" bottom: "conv" bottom: "rois" top: "pool"
+         roi_pooling_param {{ pooled_h: 2 pooled_w: 2 spatial_scale: 0.25 }} }}
+layer {{ name: "boxes" type: "InnerProduct" bottom: "pool" top: "boxes"
+         inner_product_param {{ num_output: 4 weight_filler {{ type: "xavier" }} }} }}
+layer {{ name: "loss" type: "SmoothL1Loss" bottom: "boxes" bottom: "targets" bottom: "weights" bottom: "weights"
+         top: "loss" }}
+"""
+
+
+@pytest.mark.parametrize(("phase", "count"), [(TRAIN, 3), (TEST, 2)])
+def test_regions_of_a_layer_with_the_names_of_fast_rcnns_pycaffe(phase: int, count: int) -> None:
+    """Tops that depend on learned scores and change their shape in forward; losses with weights from them."""
+    param = caffe_pb2.NetParameter()
+    parse_text(REGIONS, param, "regions")
+    net = Net(param, LayerContext(CPU, phase=phase))
+    CPU.from_host(gaussian((1, 2, 4, 4)), net.blobs["x"].data)
+    net.clear_param_diffs()
+    net.forward()
+    assert net.blobs["rois"].shape == (count, 5) and net.blobs["boxes"].shape == (count, 4)
+    phase_of_layer = next(layer for layer in net.layers if layer.name == "regions").instance.phase
+    assert (str(phase_of_layer), f"{phase_of_layer}", f"{phase_of_layer:d}") == (
+        ("TRAIN", "TRAIN", "0") if phase == TRAIN else ("TEST", "TEST", "1")
+    )
+    if phase == TRAIN:
+        net.backward()
+        diffs = [blob.host_diff() for layer in net.layers for blob in layer.blobs]
+        assert len(diffs) == 4 and all(np.isfinite(diff).all() and diff.any() for diff in diffs)
 
 
 def test_a_gradient_that_was_written_in_the_forward_pass() -> None:
