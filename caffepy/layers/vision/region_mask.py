@@ -108,3 +108,11 @@ def _neighbours(size: int, target: int) -> tuple[np.ndarray, np.ndarray]:
     fraction = places - first.astype(np.float32)
     neighbours = np.stack([first, np.minimum(first + 1, size - 1)], 1)
     return neighbours, np.stack([1 - fraction, fraction], 1) * inside[:, None]
+
+
+def resize_matrix(size: int, target: int) -> np.ndarray:
+    """Return the matrix (target, size) that resizes one axis."""
+    matrix = np.zeros((target, size), np.float32)
+    neighbours, weights = _neighbours(size, target)
+    np.add.at(matrix, (np.arange(target)[:, None], neighbours), weights)
+    return matrix

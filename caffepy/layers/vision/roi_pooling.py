@@ -50,6 +50,16 @@ class RegionLayer(Layer):
         self._check.raise_device_errors()
 
 
+def padding_map(ratio: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the matrix and the shift that map regions (R, 5) to those with `pad_ratio`: regions @ matrix + shift.
+
+    x1 becomes x1 - (x2 - x1 + 1) ratio and x2 becomes x2 + (x2 - x1 + 1) ratio, and y1 and y2 likewise.
+    """
+    matrix = np.diag([1, *[1 + ratio] * 4])
+    matrix[[3, 4, 1, 2], [1, 2, 3, 4]] = -ratio
+    return matrix.astype(np.float32), np.array([0, -ratio, -ratio, ratio, ratio], np.float32)
+
+
 @register_layer("ROIPooling")
 class ROIPoolingLayer(RegionLayer):
     """Max pooling of each region to `pooled_h` x `pooled_w` bins (Fast R-CNN's `roi_pooling_layer.cpp`).
@@ -73,14 +83,10 @@ class ROIPoolingLayer(RegionLayer):
             raise self.error("roi_pooling_param needs pooled_h and pooled_w, at least 1")
         if param.pad_ratio < 0:
             raise self.error(f"roi_pooling_param's pad_ratio is {param.pad_ratio:g}; it must be at least 0")
-        # x1 - (x2 - x1 + 1) p, x2 + (x2 - x1 + 1) p, and the same of y: a linear map of a region's five numbers.
-        p = param.pad_ratio
-        spread = np.diag([1, 1 + p, 1 + p, 1 + p, 1 + p])
-        spread[[3, 4, 1, 2], [1, 2, 3, 4]] = -p
         self._spread, self._shift = self.backend.zeros((5, 5)), self.backend.zeros((5,))
         if self.backend.holds_values:
-            self.backend.from_host(spread.astype(np.float32), self._spread)
-            self.backend.from_host(np.array([0, -p, -p, p, p], np.float32), self._shift)
+            for values, array in zip(padding_map(param.pad_ratio), (self._spread, self._shift), strict=True):
+                self.backend.from_host(values, array)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         param, regions = self.param.roi_pooling_param, self.check_shapes(bottom)

@@ -25,6 +25,8 @@ def detection_output(view: LayerView) -> str:
     param = view.param.detection_output_param
     if param.nms_param.eta != 1:
         raise view.error("nms_param.eta is not 1, which ONNX's NonMaxSuppression cannot say; leave it out")
+    if param.HasField("use_polygon"):
+        raise view.error("use_polygon has no ONNX form; export the net up to its location predictions and scores")
     classes = [c for c in range(param.num_classes) if c != param.background_label_id]
     boxes = _boxes(view)
     scores = view.reshaped(view.inputs[1], (0, -1, param.num_classes))

@@ -16,6 +16,8 @@ from onnx import TensorProto
 from caffepy.layers.core.unit_weights import LEAST_SQUARE
 from caffepy.layers.vision.base_convolution import BaseConvolutionLayer
 from caffepy.layers.vision.pooling import PoolingLayer
+from caffepy.layers.vision.region_mask import resize_matrix
+from caffepy.layers.vision.roi_pooling import padding_map
 from caffepy.onnx.export.graph import LayerView, exports, product_of
 from caffepy.proto import caffe_pb2
 
@@ -275,12 +277,27 @@ def _unpooled(view: LayerView) -> str:
     return view.reshaped(view.add("ScatterElements", empty, index, values, axis=2), (0, 0, height, width))
 
 
-@exports("ROIPooling", form="MaxRoiPool")
+@exports("ROIPooling", form="MaxRoiPool; pad_ratio as MatMul and Add")
 def roi_pooling(view: LayerView) -> str:
     param = view.param.roi_pooling_param
     sizes = [param.pooled_h, param.pooled_w]
     regions = view.inputs[1] if len(view.bottoms[1].shape) == 2 else view.reshaped(view.inputs[1], (-1, 5))
+    if param.pad_ratio:
+        matrix, shift = padding_map(param.pad_ratio)
+        regions = view.add("Add", view.add("MatMul", regions, view.floats(matrix)), view.floats(shift))
     return view.add("MaxRoiPool", view.x, regions, pooled_shape=sizes, spatial_scale=param.spatial_scale)
+
+
+@exports("MaskPooling", form="Mul")
+def mask_pooling(view: LayerView) -> str:
+    return view.add("Mul", view.x, view.inputs[1])
+
+
+@exports("MaskResize", form="MatMul of rows and of columns")
+def mask_resize(view: LayerView) -> str:
+    view.refuse_varying(view.bottoms[0], (2, 3))
+    rows, columns = map(resize_matrix, view.bottoms[0].shape[2:], view.tops[0].shape[2:])
+    return view.add("MatMul", view.floats(rows), view.add("MatMul", view.x, view.floats(columns.T)))
 
 
 @exports("PriorBox", form="a constant")

@@ -150,6 +150,10 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ('type: "Interp" interp_param { height: 1 width: 3 }', (IMAGE,)),
     ('type: "Upsample" upsample_param { scale: 3 }', (IMAGE,)),
     ('type: "ROIPooling" roi_pooling_param { pooled_h: 2 pooled_w: 3 }', (IMAGE, (2, 5))),
+    ('type: "ROIPooling" roi_pooling_param { pooled_h: 2 pooled_w: 3 pad_ratio: 1.5 }', (IMAGE, (2, 5, 1, 1))),
+    ('type: "MaskPooling"', ((2, 3, 4, 5), (2, 1, 4, 5))),
+    ('type: "MaskResize" mask_resize_param { output_height: 9 output_width: 2 }', (IMAGE,)),
+    ('type: "Dropout" dropout_param { scale_train: false dropout_ratio: 0.2 }', (IMAGE,)),
     ('type: "LSTM" recurrent_param { num_output: 4 }', ((3, 2, 5), (3, 2))),
     ('type: "LSTM" recurrent_param { num_output: 4 }', ((3, 2, 5), (3, 2), (2, 3))),
     ('type: "LSTM" top: "y" top: "h" top: "c" recurrent_param { num_output: 4 expose_hidden: true }',
@@ -309,6 +313,24 @@ def test_a_threshold_that_shrinks_is_refused():
     net = net_of(DETECT % (240, "", "eta: 0.9"))
     with pytest.raises(ConfigError, match="layer 'out' .*eta is not 1, which ONNX's NonMaxSuppression cannot say"):
         to_model(net)
+
+
+def test_quadrangles_are_refused():
+    net = net_of(DETECT % (720, "code_type: CENTER_SIZE use_polygon: true", ""))
+    with pytest.raises(ConfigError, match="layer 'out' .*use_polygon has no ONNX form"):
+        to_model(net)
+
+
+@pytest.mark.parametrize("kind", ["ROIAlign", "ROIWarping", "PSROIAlign"])
+def test_samples_of_regions_are_refused_by_name(kind: str):
+    settings = {
+        "ROIAlign": "roi_pooling_param { pooled_h: 1 pooled_w: 1 }",
+        "ROIWarping": "roi_warping_param { pooled_h: 1 pooled_w: 1 }",
+        "PSROIAlign": "psroi_align_param { output_dim: 1 group_size: 1 spatial_scale: 1 }",
+    }
+    text = layer_text(f'type: "{kind}" {settings[kind]}', (1, 1, 4, 4), (1, 5))
+    with pytest.raises(ConfigError, match=f"no ONNX form: 'it' .{kind}"):
+        to_model(net_of(text))
 
 
 def test_layers_without_a_form_are_all_named():

@@ -193,7 +193,8 @@ REGIONS = f"""
 layer {{ name: "x" type: "Input" top: "x" input_param {{ shape {{ dim: 1 dim: 2 dim: 4 dim: 4 }} }} }}
 layer {{ name: "conv" type: "Convolution" bottom: "x" top: "conv"
          convolution_param {{ num_output: 3 kernel_size: 1 weight_filler {{ type: "xavier" }} }} }}
-layer {{ name: "regions" bottom: "conv" top: "rois" top: "targets" top: "weights" {text("Regions", "param_str: 's: 4'")} }}
+layer {{ name: "regions" bottom: "conv" top: "rois" top: "targets" top: "weights"
+         {text("Regions", "param_str: 's: 4'")} }}
 layer {{ name: "pool" type: "ROIPooling" bottom: "conv" bottom: "rois" top: "pool"
          roi_pooling_param {{ pooled_h: 2 pooled_w: 2 spatial_scale: 0.25 }} }}
 layer {{ name: "boxes" type: "InnerProduct" bottom: "pool" top: "boxes"
