@@ -14,7 +14,7 @@ def log_softmax(x):
     return x - np.log(np.exp(x).sum(1, keepdims=True))
 
 
-@pytest.mark.parametrize("kind", ["SoftmaxWithLossOHEM", "SoftmaxWithLoss"])
+@pytest.mark.parametrize("kind", ["type: 'SoftmaxWithLossOHEM'", "type: 'SoftmaxWithLoss'"])
 @pytest.mark.parametrize("shape", [(6, 5), (6, 5, 1, 1), (3, 4, 2, 3)])
 def test_softmax_loss_of_each_position(kind, shape):
     labels = np.random.default_rng(1).integers(-1, shape[1], (shape[0], *shape[2:])).astype(np.float32)
@@ -28,8 +28,8 @@ def test_softmax_loss_of_each_position(kind, shape):
 
     loss = "loss_param { ignore_label: -1 normalization: PRE_FIXED pre_fixed_normalizer: 32 }"
     inputs = [gaussian(shape) * 2, labels]
-    check_layer(f"type: '{kind}' {loss}", inputs, reference, tops=3, gradients=False)
-    check_layer(f"type: '{kind}' {loss}", inputs, lambda x, labels: reference(x, labels)[0])
+    check_layer(f"{kind} {loss}", inputs, reference, tops=3, gradients=False)
+    check_layer(f"{kind} {loss}", inputs, lambda x, labels: reference(x, labels)[0])
 
 
 def smooth(d, sigma=1.0):
