@@ -11,6 +11,7 @@ from caffepy.backend import Array, Channel, Each, Expression, Geometry, Scalar, 
 from caffepy.layers.core.base import Blobs, register_layer
 from caffepy.layers.core.layout_adapter import LayoutAdapter
 from caffepy.layers.vision.roi_pooling import RegionLayer
+from caffepy.proto import caffe_pb2
 
 
 @expression
@@ -279,4 +280,5 @@ class ROIWarpingLayer(GridLayer):
         return result.reshape(regions.shape)
 
     def capture_blocker(self) -> str | None:
-        return "its gradient by the regions is computed on the host"
+        training = self.context.phase == caffe_pb2.TRAIN
+        return "its gradient by the regions is computed on the host" if training else None
