@@ -22,7 +22,7 @@ def label_term(probability: Each, slope: Each) -> Each:
     return -log(max(probability, 1.1754943508222875e-38)) if slope < 0 else 0.0
 
 
-@register_layer("SoftmaxWithLoss", "SoftmaxWithLossOHEM")
+@register_layer("SoftmaxWithLoss")
 class SoftmaxWithLossLayer(LossLayer):
     """loss = sum of -log softmax(x)[label] / divisor (Caffe's `softmax_loss_layer.cpp`).
 
@@ -33,8 +33,7 @@ class SoftmaxWithLossLayer(LossLayer):
     (1 - s) onehot(label) + s / C (Szegedy et al. 2015).
 
     An optional third top has the labels' shape and holds -log softmax(x)[label] of each position, 0 where the label is
-    ignored (R-FCN's `softmax_loss_layer.cpp`; SoftmaxWithLossOHEM of `softmax_loss_ohem_layer.cpp` in Intel Caffe is
-    the same layer). BoxAnnotatorOHEM reads it.
+    ignored (R-FCN's `softmax_loss_layer.cpp`). BoxAnnotatorOHEM reads it.
 
     Raises:
         ConfigError: label_smoothing is outside [0, 1], or is given with three tops, or softmax_param's normalize_type is
@@ -128,3 +127,8 @@ class SoftmaxWithLossLayer(LossLayer):
 
     def raise_device_errors(self) -> None:
         self._labels.raise_device_errors()
+
+
+@register_layer("SoftmaxWithLossOHEM")
+class SoftmaxWithLossOHEMLayer(SoftmaxWithLossLayer):
+    """SoftmaxWithLoss with up to three tops, under the name of `softmax_loss_ohem_layer.cpp` (R-FCN, Intel Caffe)."""
