@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from caffepy.layers import LayerContext
     from caffepy.proto import caffe_pb2
 
-_LABELS: dict[str, tuple[int, ...]] = {"AnnotatedData": (1, 1, 8)}
-"""Label shapes of layers whose labels are not scalars, for missing data: one box."""
-
 
 def record_shapes(
     param: caffe_pb2.NetParameter,
@@ -38,6 +35,7 @@ def record_shapes(
     from caffepy.config.dialect import Dialect, choose_dialect
     from caffepy.config.filter import filter_net
     from caffepy.net.memory_plan import read_sample_shapes
+    from caffepy.net.record_shape import label_shapes
     from caffepy.proto import caffe_pb2
 
     dialect = context.dialect or choose_dialect([param], lambda *line: None)
@@ -45,16 +43,15 @@ def record_shapes(
     for layer in filter_net(param, state).layer:
         if layer.bottom:
             continue
-        labels = [_LABELS.get(layer.type, ())] * (len(layer.top) - 1)
         if given is not None:
-            shapes |= zip(layer.top, [given, *labels], strict=False)
+            shapes |= zip(layer.top, [given, *label_shapes(layer, given)], strict=False)
             continue
         try:
             single = caffe_pb2.NetParameter(layer=[layer])
             shapes |= read_sample_shapes(single, replace(context, dialect=dialect), state)
         except DataError as error:
             told = _told_shape(layer, error, dialect is Dialect.NVIDIA, say)
-            shapes |= zip(layer.top, [told, *labels], strict=False)
+            shapes |= zip(layer.top, [told, *label_shapes(layer, told)], strict=False)
     return shapes
 
 

@@ -81,7 +81,11 @@ _NO_MEANING = {
     ),
     "the operating system's page cache does this; no result changes": (
         "DataParameter.cache DataParameter.precache ImageDataParameter.cache ImageDataParameter.precache "
-        "WindowDataParameter.cache_images"
+        "WindowDataParameter.cache_images ImageGtDataParameter.cache_images DetectionDataParameter.cache_images"
+    ),
+    "MS-CNN and Cascade R-CNN declare it and never read it": (
+        "ImageGtDataParameter.mean_file ImageGtDataParameter.mirror DetectionDataParameter.scale "
+        "DetectionDataParameter.resize_param EvalDataParameter.scale"
     ),
     "moved to transform_param when an old net is read; the log says where it has no effect": (
         "DataParameter.scale DataParameter.mean_file DataParameter.crop_size DataParameter.mirror "

@@ -92,7 +92,11 @@ class RecordOrder:
         self._epoch = epoch
         return self._orders[epoch]
 
+    def order_of(self, epoch: int) -> NDArray[np.int64]:
+        """Return the order of the records in an epoch with `shuffle`."""
+        return permutation(self._seed, self._stream, epoch, self.length)
+
     def _compute(self, epoch: int) -> None:
-        order = permutation(self._seed, self._stream, epoch, self.length)
+        order = self.order_of(epoch)
         previous = {key: value for key, value in self._orders.items() if key == epoch - 1}
         self._orders = {**previous, epoch: order}

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from caffepy.data.clips import is_of_segments
 from caffepy.errors import ConfigError
 from caffepy.layers.core.base import layer_class
+from caffepy.layers.input.anchor_labels import CHANNELS, LabelMap
+from caffepy.layers.input.image_gt_data import crop_size
 from caffepy.layers.input.prefetching import PrefetchingLayer
 from caffepy.proto import caffe_pb2
 
@@ -47,6 +49,8 @@ def _clip_shape(param: caffe_pb2.VideoDataParameter, height: int, width: int) ->
 def _told_size(layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int, str] | None:
     """Return the height and width that the fields fix for all images, and the names of these fields."""
     transform, listed = layer.transform_param, layer.image_data_param
+    if layer.type in WINDOW_FILES:
+        return _window_file_size(layer)
     resize = transform.resize_param[0] if transform.resize_param else caffe_pb2.ResizeParameter()
     applied = bool(transform.resize_param) and (layer.type in _SSD or not nvidia)
     fixed = applied and resize.resize_mode != caffe_pb2.ResizeParameter.FIT_SMALL_SIZE
@@ -58,6 +62,57 @@ def _told_size(layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int,
         (layer.video_data_param.new_height, layer.video_data_param.new_width, "new_height and new_width"),
     )
     return next((size for size in told if size[0] and size[1]), None)
+
+
+WINDOW_FILES = ("ImageGtData", "DetectionData", "EvalData")
+"""Layers with images and objects of window files."""
+
+
+def _window_file_size(layer: caffe_pb2.LayerParameter) -> tuple[int, int, str] | None:
+    """Return the height and width of the images of a layer of `WINDOW_FILES`; wide images where both are possible."""
+    if layer.type == "ImageGtData":
+        size = crop_size(layer.image_gt_data_param)
+        return None if size is None else (*size, "crop_height and crop_width or resize_height and resize_width")
+    param = layer.detection_data_param if layer.type == "DetectionData" else layer.eval_data_param
+    sides = (
+        ("crop_height", "crop_width"), ("crop_short_size", "crop_long_size"), ("resize_height", "resize_width"),
+        ("short_size", "long_size"),
+    )  # fmt: skip
+    for height, width in sides:
+        if height in param.DESCRIPTOR.fields_by_name and getattr(param, height) and getattr(param, width):
+            return getattr(param, height), getattr(param, width), f"{height} and {width}"
+    return None
+
+
+def label_shapes(layer: caffe_pb2.LayerParameter, image: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the shapes of the tops after a data layer's first, for a record of shape `image` and one object."""
+    count = len(layer.top) - 1
+    if layer.type == "AnnotatedData":
+        return [(1, 1, 8)] * count
+    if layer.type == "EvalData":
+        sizes: list[tuple[int, ...]] = [(8, 1, 1), (2, 1, 1)]
+        return sizes[:count]
+    if layer.type not in WINDOW_FILES or len(image) != 3:
+        return [()] * count
+    mscnn = layer.type == "ImageGtData"
+    param = layer.image_gt_data_param if mscnn else layer.detection_data_param
+    strides = layer.image_gt_data_param.downsample_rate if mscnn else layer.detection_data_param.stride
+    maps: list[tuple[int, ...]] = [
+        (CHANNELS, *LabelMap(1, 1, max(stride, 1)).shape(image[1], image[2])) for stride in strides
+    ]
+    return [*maps, (7 if mscnn else 8, 1, 1)] if param.output_gt_boxes else maps
+
+
+def object_list(layer: caffe_pb2.LayerParameter, shapes: Mapping[str, Sequence[int]]) -> int | None:
+    """Return the index of the top that holds one list of the objects of all images; None: there is none."""
+    if layer.type == "AnnotatedData" and layer.annotated_data_param.yolo_data_type == 1:
+        return None
+    if layer.type == "AnnotatedData":
+        return 1 if len(layer.top) > 1 and shapes.get(layer.top[1], (1,))[-1] > 1 else None
+    if layer.type == "EvalData":
+        return 1
+    listed = layer.image_gt_data_param.output_gt_boxes or layer.detection_data_param.output_gt_boxes
+    return len(layer.top) - 1 if layer.type in WINDOW_FILES and listed else None
 
 
 def without_data(
@@ -85,13 +140,12 @@ def without_data(
     for layer in result.layer:
         if not issubclass(layer_class(layer.type, f"layer '{layer.name}'"), PrefetchingLayer):
             continue
+        objects = object_list(layer, shapes)
         batch = -(-_take_batch_size(layer) // devices)
-        ssd = layer.type == "AnnotatedData" and layer.annotated_data_param.yolo_data_type != 1
-        boxes = ssd and len(layer.top) > 1 and shapes.get(layer.top[1], (1,))[-1] > 1
         layer.type = "Input" if as_inputs else "DummyData"
         given = layer.input_param.shape if as_inputs else layer.dummy_data_param.shape
         for index, top in enumerate(layer.top):
-            is_list = boxes and index == 1  # one list of all images' boxes; rows of -1 are empty
+            is_list = index == objects  # rows of -1 are empty
             given.add(dim=(1 if is_list else batch, *shapes.get(top, ())))
             if not as_inputs:
                 kind = "constant" if index else filler

@@ -36,6 +36,7 @@ from caffepy.data.skeletons import model_named
 from caffepy.errors import CaffepyError
 from caffepy.layers import LayerContext, layer_class
 from caffepy.net import Net
+from caffepy.net.record_shape import WINDOW_FILES, label_shapes, object_list, told_shape
 from caffepy.proto import caffe_pb2
 from caffepy.solvers.rules import RULES
 
@@ -73,6 +74,8 @@ def without_data(path: Path, small: bool = True) -> caffe_pb2.NetParameter:
         elif layer.type in DATA:
             masks = _mask_channels(param, layer)
             _replace(layer, size, masks)
+        elif layer.type in WINDOW_FILES:
+            _replace_window_file(layer)
         elif layer.type == "DetectNetTransformation":
             _replace_coverage(layer)
         elif small and layer.type in ("Input", "DummyData"):
@@ -152,6 +155,19 @@ def _replace_people(layer: caffe_pb2.LayerParameter) -> None:
         layer.input_param.shape.add(dim=dim)
 
 
+def _replace_window_file(layer: caffe_pb2.LayerParameter) -> None:
+    """Images of the size that the layer tells, the labels of their anchors, and two objects."""
+    told = told_shape(layer, nvidia=False)
+    channels, *sides = told[0] if told else (3, 480, 640)
+    while max(sides) > LARGEST_IMAGE:
+        sides = [side // 128 * 64 for side in sides]
+    shapes = [(channels, *sides), *label_shapes(layer, (channels, *sides))]
+    objects = object_list(layer, {})
+    layer.type = "Input"
+    for index, shape in enumerate(shapes):
+        layer.input_param.shape.add(dim=[2 if index == objects else 1, *shape])
+
+
 def _replace_coverage(layer: caffe_pb2.LayerParameter) -> None:
     """DetectNet's images and coverage maps."""
     truth = layer.detectnet_groundtruth_param
@@ -184,11 +200,26 @@ def fill_inputs(net: Net) -> None:
             continue
         for index, top in enumerate(tops):
             values = random.standard_normal(top.shape).astype(np.float32) if index == 0 else np.zeros(top.shape, "f")
-            if index and top.shape[-1:] == (8,):
+            if index and top.shape[:2] == (1, 1) and top.shape[-1:] == (8,):
                 values[0, 0] = [[0, 1, 0, 0.1, 0.1, 0.5, 0.6, 0], [0, 1, 1, 0.4, 0.3, 0.9, 0.8, 0]]
             elif index and top.shape[-2:] == (300, 5):
                 values[0, 0, :2] = [[0, 0.3, 0.35, 0.4, 0.5], [0, 0.65, 0.55, 0.5, 0.5]]
+            elif index and len(top.shape) == IMAGE_AXES == len(tops[0].shape):
+                _fill_labels(values, tops[0].shape)
             net.context.backend.from_host(values, top.data)
+
+
+def _fill_labels(values: np.ndarray, images: tuple[int, ...]) -> None:
+    """Objects, labels of anchors or sizes of images, as a window file's layers give them."""
+    height, width = images[2:]
+    if values.shape[1:] == (2, 1, 1):
+        values[:, :, 0, 0] = height, width
+    elif values.shape[1] in (7, 8) and values.shape[2:] == (1, 1):
+        values[0, :6, 0, 0] = [0, 0.1 * width, 0.1 * height, 0.4 * width, 0.6 * height, 1]
+        values[1:, :6, 0, 0] = [0, 0.5 * width, 0.3 * height, 0.9 * width, 0.8 * height, 1]
+    elif values.shape[1] == 6:
+        row, column = (side // 2 for side in values.shape[2:])
+        values[:, :, row, column] = [1, width / 2, height / 2, width / 4, height / 4, 0.7]
 
 
 def non_finite_blobs(net: Net) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.data.transforms.pixel_boxes import PixelBoxes, overlaps
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.detection.boxes import Rows, box_sizes, overlap_matrix
 from caffepy.layers.detection.ground_truth import COLUMNS as TRUTH_COLUMNS
@@ -13,6 +14,8 @@ from caffepy.layers.detection.pixels import ImageSize, check_resize, read_image_
 from caffepy.layers.detection.sorting import sort_like_cpp
 
 _DETECTION_COLUMNS, _COLUMNS = 7, 5
+_FROM_DETECTION, _FROM_OBJECT = (0, 5, 6, 1, 2, 3, 4), (0, 5, 6, 1, 2, 3, 4, 7)
+"""Order of the columns of FrcnnOutput and of EvalData that makes those of DetectionOutput and AnnotatedData."""
 
 
 @register_layer("DetectionEvaluate")
@@ -27,19 +30,25 @@ class DetectionEvaluateLayer(Layer):
     compared in pixels; images with detections use its lines in order. Computed on the host. A solver's test with
     eval_type: "detection" computes the mean average precision.
 
+    With three bottoms (Cascade R-CNN's `detection_evaluate_layer.cpp`) they are detections (D, 7, 1, 1) of FrcnnOutput,
+    objects (G, 8, 1, 1) of EvalData, and the heights and widths of the net's inputs (N, 2, 1, 1); the top is
+    (R, 5, 1, 1). Boxes are in pixels of the input, and are compared in pixels of the images of name_size_file, or
+    without it of the input; the last row and column belong to a box.
+
     Raises:
         ConfigError: a setting is missing or out of range.
         ShapeError: the bottoms have other shapes.
         DataError: a detection is not finite or belongs to the background, or a file is invalid.
     """
 
-    bottoms = (2, 2)
+    bottoms = (2, 3)
     has_backward = False
-    no_gradient_bottoms = frozenset({1})
+    no_gradient_bottoms = frozenset({1, 2})
     changes_shapes = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.detection_evaluate_param
+        self._inputs: Rows | None = None
         if param.num_classes < 1:
             raise self.error("num_classes is needed: how many classes there are with the background")
         if param.background_label_id >= param.num_classes:
@@ -58,6 +67,12 @@ class DetectionEvaluateLayer(Layer):
         self._next, self._started = 0, False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        if len(bottom) > 2:
+            for blob, columns in zip(bottom, (_DETECTION_COLUMNS, TRUTH_COLUMNS, 2), strict=True):
+                if len(blob.shape) < 2 or blob.shape[1] != columns or blob.count != columns * blob.shape[0]:
+                    raise self.shape_error("needs detections D 7 1 1, objects G 8 1 1 and sizes N 2 1 1", *bottom)
+            top[0].reshape((self.param.detection_evaluate_param.num_classes, _COLUMNS, 1, 1))
+            return
         for blob, columns in zip(bottom, (_DETECTION_COLUMNS, TRUTH_COLUMNS), strict=True):
             if blob.shape[:2] != (1, 1) or len(blob.shape) != 4 or blob.shape[3] != columns:
                 raise self.shape_error("needs detections 1 1 D 7 and objects 1 1 G 8", *bottom)
@@ -71,18 +86,23 @@ class DetectionEvaluateLayer(Layer):
         return "it compares boxes on the host"
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        detections, truth = (self.backend.to_host(blob.data) for blob in bottom)
+        detections, truth, *sizes = (self.backend.to_host(blob.data) for blob in bottom)
+        detections = detections.reshape(-1, _DETECTION_COLUMNS)
+        if sizes:
+            self._inputs = sizes[0].reshape(-1, 2)
+            detections = detections[:, _FROM_DETECTION]
+            truth = truth.reshape(-1, TRUTH_COLUMNS)[:, _FROM_OBJECT]
         rows = np.zeros((1, _COLUMNS), np.float32)
         if self.backend.holds_values:
             with np.errstate(all="ignore"):
-                rows = self._evaluate(detections.reshape(-1, _DETECTION_COLUMNS), truth)
-        top[0].reshape((1, 1, *rows.shape))
-        self.backend.from_host(rows[None, None], top[0].data)
+                rows = self._evaluate(detections, truth)
+        top[0].reshape((*rows.shape, 1, 1) if sizes else (1, 1, *rows.shape))
+        self.backend.from_host(rows.reshape(top[0].shape), top[0].data)
 
     def _evaluate(self, detections: Rows, truth_values: Rows) -> Rows:
         param, name = self.param.detection_evaluate_param, self.param.bottom[1]
         background = param.background_label_id
-        truth = read_ground_truth(self, truth_values, name, background, stop_at_padding=True)
+        truth = read_ground_truth(self, truth_values, name, background, stop_at_padding=self._inputs is None)
         self._check(detections)
         images, labels = detections[:, 0].astype(np.int64), detections[:, 1].astype(np.int64)
         counted = truth.labels if param.evaluate_difficult_gt else truth.labels[~truth.difficult]
@@ -96,7 +116,8 @@ class DetectionEvaluateLayer(Layer):
             for label in np.unique(labels[in_image]):
                 if label != -1:
                     objects = np.flatnonzero((truth.images == image) & (truth.labels == label))
-                    parts.append(self._score(detections[in_image[labels[in_image] == label]], truth, objects))
+                    found = detections[in_image[labels[in_image] == label]]
+                    parts.append(self._score(found, truth, objects, int(image)))
             self._next = (self._next + 1) % max(len(self._sizes), 1)
         # As in Caffe, detections of image -1 have rows of zeros.
         parts.append(np.zeros((int(((images == -1) & (labels != -1)).sum()), _COLUMNS), np.float32))
@@ -131,7 +152,7 @@ class DetectionEvaluateLayer(Layer):
         if self._sizes and (self.context.shard.world_size > 1 or not self._started):
             self._next, self._started = self.first_sample() % len(self._sizes), True
 
-    def _score(self, detections: Rows, truth: GroundTruth, objects: NDArray[np.intp]) -> Rows:
+    def _score(self, detections: Rows, truth: GroundTruth, objects: NDArray[np.intp], image: int) -> Rows:
         """Return the top's rows for one image's detections (K, 7) of one class; `objects` are of the same class."""
         param = self.param.detection_evaluate_param
         rows = np.zeros((len(detections), _COLUMNS), np.float32)
@@ -142,9 +163,9 @@ class DetectionEvaluateLayer(Layer):
         sort_like_cpp(np.ascontiguousarray(detections[:, 2]), order)
         detections = detections[order]
         rows[:, :3] = detections[:, :3]
-        overlaps = self._overlaps(np.ascontiguousarray(detections[:, 3:]), truth.boxes[objects])
+        found = self._overlaps(np.ascontiguousarray(detections[:, 3:]), truth.boxes[objects], image)
         visited = np.zeros(len(objects), bool)
-        for row, overlaps_of_row in zip(rows, overlaps, strict=True):
+        for row, overlaps_of_row in zip(rows, found, strict=True):
             nearest = int(np.argmax(overlaps_of_row))
             if not overlaps_of_row[nearest] >= np.float32(param.overlap_threshold):
                 row[4] = 1
@@ -153,12 +174,30 @@ class DetectionEvaluateLayer(Layer):
                 visited[nearest] = True
         return _truncate_ids(rows)
 
-    def _overlaps(self, detections: Rows, objects: Rows) -> Rows:
-        """Return the overlaps of detections and objects (K, G), in pixels if a name_size_file is given."""
+    def _overlaps(self, detections: Rows, objects: Rows, image: int) -> Rows:
+        """Return the overlaps of detections and objects (K, G), in pixels if a name_size_file or sizes are given."""
+        if self._inputs is not None:
+            factors = self._factors(self._inputs, image)
+            return overlaps(PixelBoxes.from_corners(detections * factors), PixelBoxes.from_corners(objects * factors))
         if not self._sizes:
             return overlap_matrix(detections, box_sizes(detections), objects, box_sizes(objects))
         a, b = (to_pixels(boxes, self._sizes[self._next], self._resize) for boxes in (detections, objects))
         return overlap_matrix(*a, *b, 1.0)
+
+    def _factors(self, inputs: Rows, image: int) -> Rows:
+        """Return the factors (4,) from pixels of an image's input to those of the original image.
+
+        Raises:
+            DataError: the third bottom has no size of the image.
+        """
+        if not 0 <= image < len(inputs):
+            name = self.param.bottom[2]
+            raise self.data_error(f"'{self.param.bottom[0]}' has image {image}, but '{name}' {len(inputs)} sizes")
+        if not self._sizes:
+            return np.ones(4, np.float32)
+        original = self._sizes[self._next]
+        height, width = np.float32(original.height) / inputs[image, 0], np.float32(original.width) / inputs[image, 1]
+        return np.array([width, height, width, height], np.float32)
 
 
 def _truncate_ids(rows: Rows) -> Rows:

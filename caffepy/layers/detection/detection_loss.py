@@ -1,13 +1,15 @@
-"""DetectionLoss, the loss of YOLO 1."""
+"""DetectionLoss, the loss of YOLO 1 or of MS-CNN."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.core.base import Blobs, Layer, LayerContext, register_layer
 from caffepy.layers.detection.boxes import Rows
 from caffepy.layers.detection.grid_loss import GridLoss, GridLossLayer
+from caffepy.layers.detection.mscnn_loss import MscnnLossLayer
 from caffepy.layers.detection.yolo_boxes import COORDINATES, center_overlaps
+from caffepy.layers.loss.base import LossLayer
 from caffepy.proto import caffe_pb2
 
 LABEL_ROWS = 7
@@ -16,8 +18,7 @@ BoxFormat = caffe_pb2.DetectionLossParameter | caffe_pb2.EvalDetectionParameter
 _f32 = np.float32
 
 
-@register_layer("DetectionLoss")
-class DetectionLossLayer(GridLossLayer):
+class YoloLossLayer(GridLossLayer):
     """The loss of YOLO 1 (`detection_loss_layer.cpp` of caffe-yolo; Redmon et al. 2016).
 
     Shapes: predictions (N, side^2 (C + 5 B)) with C = num_class and B = num_object: for all cells in turn the C
@@ -30,17 +31,11 @@ class DetectionLossLayer(GridLossLayer):
     over other boxes of noobject_scale p^2. The means include the samples of all devices. Computed on the host.
 
     Raises:
-        ConfigError: fields of MS-CNN's DetectionLoss are set.
         ShapeError: the bottoms do not match side, num_class and num_object.
         DataError: a class is out of range.
     """
 
     counted = 2
-
-    def setup(self, bottom: Blobs, top: Blobs) -> None:
-        super().setup(bottom, top)
-        if self.param.detection_loss_param.HasField("cls_num"):
-            raise self.error("cls_num is a field of MS-CNN's DetectionLoss, whose bottoms differ")
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)
@@ -100,6 +95,42 @@ class DetectionLossLayer(GridLossLayer):
         if param.sqrt:
             targets[:, 2:] = np.sqrt(truth[:, 2:])
         return targets
+
+
+@register_layer("DetectionLoss")
+class DetectionLossLayer(LossLayer):
+    """The loss of YOLO 1, or if `detection_loss_param.cls_num` is set that of MS-CNN.
+
+    YOLO 1 (`detection_loss_layer.cpp` of caffe-yolo; Redmon et al. 2016).
+    Shapes: predictions (N, side^2 (C + 5 B)) with C = num_class and B = num_object: for all cells in turn the C
+    classes, the B confidences, and x, y, width, height of the B boxes; labels (N, 7 side^2) of BoxData. In a cell with
+    an object, the box with the largest overlap is responsible, or the nearest one if none overlaps. The gradient,
+    before the division by N, is noobject_scale p for the confidence p of a box; in cells with an object class_scale (q
+    - onehot) for the classes q, and for the responsible box object_scale (p - overlap) and coord_scale (box - object).
+    With `sqrt` boxes hold the roots of their sides, with `constriant` x and y are relative to the cell. The reported
+    loss is the mean over objects of the squares of these differences, with p - 1 in place of p - overlap, plus the mean
+    over other boxes of noobject_scale p^2. The means include the samples of all devices. Computed on the host.
+
+    MS-CNN (`detection_loss_layer.cpp` of mscnn; Cai et al. 2016).
+    Shapes: scores and offsets (N, C + 4, H, W), labels (N, 6, H, W) of ImageGtData, of which the channels are label, x
+    and y of the object's center, width, height, and overlap; the top is (1, 1, 1, 2), as in the fork: loss =
+    sum of w * -log softmax(scores)[label] / positions + lambda * box loss, and lambda * box loss. The box loss is the
+    mean of smooth L1 (or of squares without `bb_smooth`) of the offsets (dx / field_w, dy / field_h, log w / field_w,
+    log h / field_h), normalised by `bbox_reg_param`; predictions are limited by `field_xyr` and `field_whr`, and the
+    gradient is that without limits. Objects always count. Of the background positions with an overlap below
+    `bg_threshold`, `sample_mode` chooses: random, bootstrap (those with the highest scores of each class), mixture
+    (both), or else all. `pos_neg_weighted` and `iou_weighted` give the weights w. Computed on the host.
+
+    Raises:
+        ConfigError: a setting is missing or out of range.
+        ShapeError: the bottoms have other shapes.
+        DataError: a class is out of range.
+    """
+
+    def __new__(cls, param: caffe_pb2.LayerParameter, context: LayerContext) -> Layer:  # type: ignore[misc]
+        """Return the layer of the fork whose fields are set."""
+        mscnn = param.detection_loss_param.HasField("cls_num")
+        return MscnnLossLayer(param, context) if mscnn else YoloLossLayer(param, context)
 
 
 # -- grids of YOLO 1 -----------------------------------------------------------------------------------

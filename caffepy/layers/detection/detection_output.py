@@ -69,25 +69,9 @@ class DetectionOutputLayer(Layer):
             if param.code_type != CENTER_SIZE or param.variance_encoded_in_target:
                 raise self.error("use_polygon needs code_type CENTER_SIZE without variance_encoded_in_target")
             self._shape_codes = 8 if param.use_polygon else 5
-        self._files = self._result_files()
-
-    def _result_files(self) -> ResultFiles | None:
-        param = self.param.detection_output_param.save_output_param
-        given = [param.output_directory, param.label_map_file, param.name_size_file]
-        if any(given) and not all(given):
-            warn(self, "no files are written: save_output_param needs output_directory, label_map_file, name_size_file")
-        if not all(given):
-            return None
-        if self.context.shard.world_size > 1:
-            warn(
-                self,
-                "save_output_param has no effect where several devices share a test; to have the files, run caffepy "
-                "test or train on one device",
-            )
-            return None
-        if self._shape_codes:
+        self._files = open_result_files(self, param.save_output_param, numbers)
+        if self._files is not None and self._shape_codes:
             raise self.error("the files of save_output_param have no columns for use_polygon; remove one of them")
-        return ResultFiles(self) if self.backend.holds_values else None
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         images, priors = (bottom[_LOC].shape or (0,))[0], bottom[_PRIORS].count // 8
@@ -232,26 +216,50 @@ def _number(word: str) -> int | float | str:
     return float(word) if dot and part.isdecimal() and whole.lstrip("-").isdecimal() else word
 
 
+def open_result_files(layer: Layer, param: caffe_pb2.SaveOutputParameter, classes: list[int]) -> ResultFiles | None:
+    """Return the result files of a layer; None, with a warning, if a field is missing or several devices test.
+
+    Raises:
+        ConfigError: the settings contradict each other.
+        DataError: a file of the settings cannot be read.
+    """
+    given = [param.output_directory, param.label_map_file, param.name_size_file]
+    if any(given) and not all(given):
+        warn(layer, "no files are written: save_output_param needs output_directory, label_map_file, name_size_file")
+    if not all(given):
+        return None
+    if layer.context.shard.world_size > 1:
+        warn(
+            layer,
+            "save_output_param has no effect where several devices share a test; to have the files, run caffepy test "
+            "or train on one device",
+        )
+        return None
+    return ResultFiles(layer, param, classes) if layer.backend.holds_values else None
+
+
 class ResultFiles:
     """Collects the detections of `num_test_image` images, writes the result files, and starts again.
 
     The lines of name_size_file give the names and sizes of the images, in order.
 
     Args:
-        layer: the layer with the `save_output_param`.
+        layer: for messages and paths.
+        param: the layer's `save_output_param`.
+        classes: labels of the classes without the background.
 
     Raises:
         ConfigError: the settings contradict each other.
         DataError: a file of the settings cannot be read.
     """
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, param: caffe_pb2.SaveOutputParameter, classes: list[int]) -> None:
         self._layer = layer
-        param = layer.param.detection_output_param
-        self._param = param.save_output_param
+        self._param = param
+        self._classes = classes
         self._names = read_label_map(layer, self._param.label_map_file)
         self._images = read_image_sizes(layer, self._param.name_size_file)
-        self._check(param)
+        self._check()
         self._resize = self._param.resize_param if self._param.HasField("resize_param") else None
         given = self._param.HasField("num_test_image")
         self._count = self._param.num_test_image if given else len(self._images)
@@ -264,14 +272,13 @@ class ResultFiles:
         self._next, self._missing, self._started = 0, 0, False
         self._detections: list[_Detection] = []
 
-    def _check(self, param: caffe_pb2.DetectionOutputParameter) -> None:
+    def _check(self) -> None:
         if self._param.output_format not in FORMATS:
             raise self._layer.error(
                 f"output_format is '{self._param.output_format}'; it must be one of {', '.join(FORMATS)}"
             )
         if self._param.HasField("resize_param"):
             check_resize(self._layer, self._param.resize_param)
-        self._classes = [c for c in range(param.num_classes) if c != param.background_label_id]
         missing = [c for c in self._classes if c not in self._names]
         if missing:
             raise self._layer.data_error(f"label_map_file {self._param.label_map_file} has no label {missing[0]}")

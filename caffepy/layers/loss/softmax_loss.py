@@ -36,8 +36,8 @@ class SoftmaxWithLossLayer(LossLayer):
     ignored (R-FCN's `softmax_loss_layer.cpp`). BoxAnnotatorOHEM reads it.
 
     Raises:
-        ConfigError: label_smoothing is outside [0, 1], or is given with three tops, or the normalize_type of softmax_param
-            is not "Softmax".
+        ConfigError: label_smoothing is outside [0, 1], or is given with three tops, or softmax_param has a normalize_type
+            other than "Softmax".
         ShapeError: the number of labels is not the number of positions.
         DataError: a label is outside the classes.
     """

@@ -1,0 +1,315 @@
+"""Window files of MS-CNN and Cascade R-CNN: images with objects and regions to ignore; and how both forks place images.
+
+For each image a file has `# number`, path, channels, height, width, the number of objects, each object, the number of
+regions, and x1, y1, x2, y2 of each region. An object is class, ignore, x1, y1, x2, y2 in MS-CNN's files, and class,
+ignore, difficult, x1, y1, x2, y2 in Cascade R-CNN's.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.data.images.datum import MAX_PIXELS, decode_image, opencv
+from caffepy.data.sources.source import hash_of
+from caffepy.data.transform import check_transform
+from caffepy.data.transforms.pixels import Pixels, resize, to_pixels
+from caffepy.data.transforms.sample_rng import SampleRng
+from caffepy.errors import DataError
+from caffepy.files import read_list, read_regular
+from caffepy.layers.core.base import Layer
+
+Floats = NDArray[np.float32]
+_f32 = np.float32
+_MAX_LIST_BYTES = 1 << 30
+_MAX_IMAGE_BYTES = 1 << 28
+_MAX_COORDINATE = 1 << 24
+"""In pixels: float32 represents all integers up to it."""
+_CROP_FIRST, _MARGIN = 1.5, 1.2
+"""Factor from which an image is cropped before it is enlarged, and the size of this crop relative to what is needed."""
+_NOISE = 20
+"""Range of the random shift of a crop, in pixels."""
+
+
+def rounded(value: float) -> int:
+    """Round halves away from 0, as C's round."""
+    return int(math.copysign(math.floor(abs(float(value)) + 0.5), float(value)))
+
+
+# -- window files --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One image of a window file.
+
+    Args:
+        path: with the root folder.
+        size: height and width as in the file.
+        labels: classes of the objects (n,).
+        flags: ignore and difficult of the objects (n, 2).
+        boxes: x1, y1, x2, y2 of the objects (n, 4).
+        ignored: the same of the regions to ignore (m, 4).
+    """
+
+    path: str
+    size: tuple[int, int]
+    labels: Floats
+    flags: NDArray[np.bool_]
+    boxes: Floats
+    ignored: Floats
+
+
+class ObjectWindowSource:
+    """The images of a window file.
+
+    Args:
+        path: of the file.
+        root_folder: prefix of each image's path, without an added slash, as in the forks.
+        difficult: whether objects have a column `difficult`.
+
+    Raises:
+        DataError: the file cannot be read, or has another format.
+    """
+
+    def __init__(self, path: Path, root_folder: str, difficult: bool) -> None:
+        self.description = f"window file '{path}'"
+        self.channels = 3
+        self.entries: list[Entry] = []
+        self._columns = 7 if difficult else 6
+        try:
+            text = read_list(path, _MAX_LIST_BYTES)
+        except OSError as error:
+            raise DataError(f"{self.description} cannot be read: {error.strerror}") from error
+        self._read(iter(text.split()), root_folder)
+        if not self.entries:
+            raise DataError(f"{self.description} names no images")
+        self._hash = hash_of(os.fsencode(text))
+
+    def _read(self, words: Iterator[str], root: str) -> None:
+        for word in words:
+            number = len(self.entries)
+            if word != "#":
+                raise DataError(f"{self.description}: '{word[:40]}' where '#' and the number of an image was expected")
+            try:
+                next(words)
+                path = root + next(words)
+                self.channels, height, width, objects = (int(next(words)) for _ in range(4))
+                rows = [[float(next(words)) for _ in range(self._columns)] for _ in range(objects)]
+                regions = [[float(next(words)) for _ in range(4)] for _ in range(int(next(words)))]
+            except (ValueError, StopIteration, RuntimeError) as error:
+                raise DataError(f"{self.description}: image {number} is incomplete; {self._format}") from error
+            self.entries.append(self._entry(path, (height, width), rows, regions))
+
+    @property
+    def _format(self) -> str:
+        columns = "class ignore x1 y1 x2 y2" if self._columns == 6 else "class ignore difficult x1 y1 x2 y2"
+        return (
+            f"each is '# number path channels height width objects', with '{columns}' for each object, and "
+            "'regions', with 'x1 y1 x2 y2' for each region to ignore"
+        )
+
+    def _entry(self, path: str, size: tuple[int, int], rows: list[list[float]], regions: list[list[float]]) -> Entry:
+        table = np.array(rows, _f32).reshape(-1, self._columns)
+        ignored = np.array(regions, _f32).reshape(-1, 4)
+        number, values = len(self.entries), np.concatenate([table[:, -4:], ignored])
+        if "\0" in path or min(size) <= 0 or not (np.abs(values) <= _MAX_COORDINATE).all():
+            raise DataError(f"{self.description}: image {number} has an invalid path, size or box")
+        if not (table[:, 0] >= 1).all():
+            raise DataError(f"{self.description}: image {number} has an object of class 0 or less; 0 is the background")
+        flags = np.zeros((len(table), 2), bool)
+        flags[:, : self._columns - 5] = table[:, 1:-4] != 0
+        return Entry(path, size, table[:, 0], flags, table[:, -4:].copy(), ignored)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def read(self, number: int, nvidia: bool) -> Pixels:
+        """Return an image (H, W, 3).
+
+        Raises:
+            DataError: it cannot be read. The message follows the image's name.
+        """
+        try:
+            data = read_regular(self.entries[number].path, _MAX_IMAGE_BYTES)
+        except OSError as error:
+            raise DataError(f"cannot be read: {error.strerror}; see root_folder") from error
+        return to_pixels(decode_image(data, True, nvidia=nvidia))
+
+    def name(self, number: int) -> str:
+        """Return the name of an image for messages."""
+        return f"image {number} ('{self.entries[number].path}')"
+
+    def fingerprint(self) -> dict[str, str]:
+        return {"the number of images": str(len(self)), "the hash of the window file": self._hash}
+
+    def close(self) -> None:
+        """Does nothing: no file stays open between reads."""
+
+
+# -- images --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Normaliser:
+    """Writes pixels to a batch: (pixel - mean) * scale.
+
+    Args:
+        mean: one value for each channel.
+        scale: factor.
+    """
+
+    mean: Floats
+    scale: float
+
+    def put(self, pixels: Pixels, out: Floats) -> None:
+        """Write pixels (H, W, 3) to an array (3, H, W)."""
+        out[...] = (pixels.astype(_f32) - self.mean).transpose(2, 0, 1) * _f32(self.scale)
+
+
+def read_normaliser(layer: Layer, scale: float) -> Normaliser:
+    """Return the normaliser of a transform_param.
+
+    Raises:
+        ConfigError: it has a mean_file, or another number of mean_value than 1 or 3.
+    """
+    transform = layer.param.transform_param
+    check_transform(transform, layer.where)
+    if transform.HasField("mean_file"):
+        raise layer.error("mean_file is not supported; give one or three mean_value")
+    if len(transform.mean_value) not in (0, 1, 3):
+        raise layer.error(f"transform_param has {len(transform.mean_value)} mean_value; give 1 or 3")
+    values = np.array(list(transform.mean_value) or [0], _f32)
+    return Normaliser(np.broadcast_to(values, (3,)).astype(_f32), scale)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """An image (H, W, 3) with the boxes (n, 4) of its objects and of regions to ignore, in its pixels."""
+
+    pixels: Pixels
+    boxes: Floats
+    ignored: Floats
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width."""
+        return self.pixels.shape[0], self.pixels.shape[1]
+
+    def mirrored(self) -> Scene:
+        """Return the mirrored image."""
+        width = _f32(self.pixels.shape[1])
+        boxes = [np.stack([width - b[:, 2], b[:, 1], width - b[:, 0], b[:, 3]], 1) for b in (self.boxes, self.ignored)]
+        return Scene(np.ascontiguousarray(self.pixels[:, ::-1]), *boxes)
+
+    def moved(self, factors: tuple[float, float] = (1, 1), shift: tuple[float, float] = (0, 0)) -> Scene:
+        """Return the image with boxes that are multiplied by factors and then shifted, each x and y."""
+        scale, offset = (np.array([*values, *values], _f32) for values in (factors, shift))
+        return replace(self, boxes=self.boxes * scale + offset, ignored=self.ignored * scale + offset)
+
+    def resized(self, height: int, width: int) -> Scene:
+        """Return the image resized to a height and width, with its boxes.
+
+        Raises:
+            DataError: the size is 0, or exceeds the limit of images.
+        """
+        rows, columns = self.size
+        if (height, width) == (rows, columns):
+            return self
+        moved = self.moved((float(_f32(width) / _f32(columns)), float(_f32(height) / _f32(rows))))
+        return replace(moved, pixels=_resized(self.pixels, height, width))
+
+
+def _resized(pixels: Pixels, height: int, width: int) -> Pixels:
+    if height * width > MAX_PIXELS:
+        raise DataError(f"would be resized to {height} x {width}; the limit is {MAX_PIXELS} pixels")
+    return resize(pixels, height, width, opencv().INTER_LINEAR)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A scene on a canvas.
+
+    Args:
+        scene: the part of the image that is copied, and boxes in pixels of the canvas.
+        left: first column of this part on the canvas.
+        top: first row.
+    """
+
+    scene: Scene
+    left: int
+    top: int
+
+    def put(self, normaliser: Normaliser, out: Floats) -> None:
+        """Write the image to an array (3, H, W); the rest is 0."""
+        height, width = self.scene.size
+        out[...] = 0
+        normaliser.put(self.scene.pixels, out[:, self.top : self.top + height, self.left : self.left + width])
+
+
+def place(
+    scene: Scene, factors: tuple[float, float], center: tuple[float, float], size: tuple[int, int], rng: SampleRng
+) -> Placed:
+    """Rescale a scene and cut or pad it to a canvas, as both forks do.
+
+    Args:
+        scene: the image.
+        factors: of width and height.
+        center: x and y in the image that the crop is centered at, with a random shift.
+        size: height and width of the canvas.
+        rng: gives the shift.
+    """
+    if max(factors) > _CROP_FIRST:
+        scene, center = _cropped(scene, factors, center)
+    rows, columns = scene.size
+    height, width = rounded(_f32(rows) * _f32(factors[1])), rounded(_f32(columns) * _f32(factors[0]))
+    moved = scene.moved(factors)
+    if factors != (1, 1):
+        moved = replace(moved, pixels=_resized(scene.pixels, height, width))
+    shifts = [rng.below(_NOISE) - _NOISE // 2 for _ in range(2)]
+    left, first_column, columns = _along(width, size[1], center[0] * factors[0], shifts[0])
+    top, first_row, rows = _along(height, size[0], center[1] * factors[1], shifts[1])
+    pixels = moved.pixels[first_row : first_row + rows, first_column : first_column + columns]
+    return Placed(replace(moved.moved(shift=(left - first_column, top - first_row)), pixels=pixels), left, top)
+
+
+def _cropped(
+    scene: Scene, factors: tuple[float, float], center: tuple[float, float]
+) -> tuple[Scene, tuple[float, float]]:
+    """Return the part of a scene that is needed when it is enlarged, and the center in it."""
+    firsts, sides = [], []
+    for side, factor, middle in zip(scene.size[::-1], factors, center, strict=True):
+        length = min(rounded(_MARGIN * side / factor), side)
+        firsts.append(min(max(rounded(middle - length * 0.5), 0), side - length))
+        sides.append(length)
+    (left, top), (width, height) = firsts, sides
+    pixels = scene.pixels[top : top + height, left : left + width]
+    moved = replace(scene.moved(shift=(-left, -top)), pixels=np.ascontiguousarray(pixels))
+    return moved, (center[0] - left, center[1] - top)
+
+
+def _along(length: int, canvas: int, center: float, shift: int) -> tuple[int, int, int]:
+    """Return along one axis the first pixel on the canvas, the first pixel of the image, and the number of pixels."""
+    if length < canvas:
+        return min(max(rounded((canvas - length) / 2) + shift, 0), canvas - length), 0, length
+    first = rounded(center) + shift - rounded(canvas / 2)
+    return 0, min(max(first, 0), length - canvas), canvas
+
+
+def random_center(size: tuple[int, int], canvas: tuple[int, int], rng: SampleRng) -> tuple[float, float]:
+    """Return x and y of the center of a random crop of an image without objects."""
+    found = []
+    for side, length in zip(size[::-1], canvas[::-1], strict=True):
+        found.append(side / 2 if length > side else rng.below(side - length + 1) + length / 2)
+    return found[0], found[1]
+
+
+def center_of(box: Floats) -> tuple[float, float]:
+    """Return x and y of the center of x1, y1, x2, y2."""
+    return float(box[0] + box[2]) / 2, float(box[1] + box[3]) / 2
