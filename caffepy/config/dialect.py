@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 
 from caffepy.config.messages import walk_fields
 from caffepy.errors import ConfigError
+from caffepy.proto.caffe_pb2 import BatchNormParameter
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,9 @@ NVIDIA_FIELDS: dict[str, frozenset[str]] = {
     }.items()
 }
 """Fields, by message, that neither BVLC Caffe nor its SSD branch has (NVIDIA Caffe adopted the SSD fields)."""
+INTEL_FIELDS = frozenset({"filler", "use_weight_bias", "stats_batch_size"})
+"""Fields of BatchNormParameter that only Intel Caffe has."""
+INTEL_ENGINES = frozenset({BatchNormParameter.MKL2017, BatchNormParameter.MKLDNN})
 
 
 def parse_dialect(name: str) -> Dialect:
@@ -107,10 +111,17 @@ def choose_dialect(messages: Iterable[Message], log_line: Callable[..., None] = 
     return Dialect.BVLC
 
 
+def _is_intel(message: Message) -> bool:
+    """Whether a message has a field or value of Intel Caffe, whose BatchNorm shares names with NVIDIA Caffe's."""
+    names = {field.name for field, _ in message.ListFields()}
+    engine = getattr(message, "engine", 0)
+    return not names.isdisjoint(INTEL_FIELDS) or (isinstance(engine, int) and engine in INTEL_ENGINES)
+
+
 def nvidia_field(message: Message) -> str:
     """Return the first field in a message that only NVIDIA Caffe has, as Message.field, or ''."""
     for owner, field, _, _ in walk_fields(message):
         name = owner.DESCRIPTOR.name
-        if field.name in NVIDIA_FIELDS.get(name, frozenset()):
+        if field.name in NVIDIA_FIELDS.get(name, frozenset()) and not _is_intel(owner):
             return f"{name}.{field.name}"
     return ""

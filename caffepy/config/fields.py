@@ -6,6 +6,7 @@ All other fields of `proto/caffe.proto` have an effect; `tests/unit/config/field
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -16,11 +17,18 @@ from caffepy.config.messages import walk_fields
 from caffepy.errors import ConfigError
 from caffepy.proto.registration import ForkSchema, fork_schema
 
+log = logging.getLogger(__name__)
+
 # Reason -> fields, as Message.field.
 _REFUSED = {
     "TRT is a layer of NVIDIA Caffe that caffepy does not have": (
         "LayerParameter.trt_param TRTParameter.trt_mode TRTParameter.top_k TRTParameter.deploy TRTParameter.model "
         "TRTParameter.deploy_outputs TRTParameter.calibrator"
+    ),
+    "DenseCRF is a layer of DeepLab and PSPNet that caffepy does not have": (
+        "LayerParameter.dense_crf_param DenseCRFParameter.max_iter DenseCRFParameter.pos_xy_std "
+        "DenseCRFParameter.pos_w DenseCRFParameter.bi_xy_std DenseCRFParameter.bi_rgb_std DenseCRFParameter.bi_w "
+        "DenseCRFParameter.output_probability"
     ),
     "caffepy opens no windows; leave it out": "TransformationParameter.display",
     "trees of classes are not supported; leave it out and give each class its own channel": (
@@ -28,6 +36,7 @@ _REFUSED = {
     ),
     "no layer of a public Caffe computes LINEAR; leave it out": "FocalLossParameter.type",
     "data layers do not know the number of iterations; leave it out": ("AnnotatedDataParameter.difficult_label_warmup"),
+    "caffepy adds no zeros around images; give the first convolution a pad": "TransformationParameter.pad",
     "visualize is not supported; leave it out and draw the boxes that the top holds": (
         "DetectionOutputParameter.visualize"
     ),
@@ -38,6 +47,13 @@ _REFUSED = {
     "the maps of distances are not supported; leave it out": "OPTransformationParameter.add_distance",
     "the person's center stays; leave it out": "OPTransformationParameter.center_swap_prob",
 }
+_INTEL = {
+    "caffepy chooses the implementation; engines differ only in rounding": "NetParameter.engine LayerParameter.engine",
+    "arithmetic is always in single precision, which is more exact than 8 bits": "LayerParameter.quantization_param",
+    "caffepy divides the work among devices by itself; --devices and --hosts say which": "NetParameter.multinode",
+    "algorithms are timed on the device and differ only in rounding": "ConvolutionParameter.conv_algorithm",
+}
+"""Fields of Intel Caffe without meaning, which `log_ignored_fields` names."""
 _NO_MEANING = {
     "caffe-windows declares it and never reads it, or reads it where it cannot act": (
         "LabelSpecificAddParameter.transform_test InnerDistanceParameter.bias_term InnerDistanceParameter.bias_filler "
@@ -96,8 +112,23 @@ _NO_MEANING = {
     "caffepy chooses the algorithm; engines differ only in rounding": (
         "ConvolutionParameter.engine PoolingParameter.engine LRNParameter.engine BatchNormParameter.engine "
         "DropoutParameter.engine ReLUParameter.engine SigmoidParameter.engine TanHParameter.engine "
-        "SoftmaxParameter.engine SPPParameter.engine"
+        "SoftmaxParameter.engine SPPParameter.engine BNParameter.engine ConcatParameter.engine EltwiseParameter.engine "
+        "InnerProductParameter.engine"
     ),
+    "it says how Intel Caffe quantises; arithmetic is always in single precision": (
+        "QuantizationParameter.precision QuantizationParameter.rounding_scheme QuantizationParameter.bw_layer_in "
+        "QuantizationParameter.bw_layer_out QuantizationParameter.bw_params QuantizationParameter.fl_layer_in "
+        "QuantizationParameter.fl_layer_out QuantizationParameter.fl_params QuantizationParameter.scale_in "
+        "QuantizationParameter.scale_out QuantizationParameter.scale_params QuantizationParameter.is_negative_input "
+        "QuantizationParameter.force_u8_input"
+    ),
+    "it says how Intel's nodes divide the work": (
+        "MultinodeParameter.model_parallel MultinodeParameter.compress_layer_type_list "
+        "MnModelParallelParameter.layer_from MnModelParallelParameter.layer_to MnModelParallelParameter.num_nodes "
+        "MnModelParallelParameter.model_parts MnParamGradCompressLayerTypeList.layer_type"
+    ),
+    "SegNet declares it and never reads it": "DenseImageDataParameter.mean_file",
+    "PSPNet declares it and never reads it; the top has all three": "SegAccuracyParameter.metric",
     "it chooses an algorithm; no result changes": "ConvolutionParameter.force_nd_im2col",
     "neither Caffe reads it; use_difficult_gt decides": "MultiBoxLossParameter.ignore_difficult_gt",
     "it concerns boxes drawn by visualize, which is refused": (
@@ -168,13 +199,21 @@ _NO_MEANING = {
 
 REFUSED = {field: reason for reason, fields in _REFUSED.items() for field in fields.split()}
 """Fields that raise an error when set, with the reason."""
-NO_MEANING = {field: reason for reason, fields in _NO_MEANING.items() for field in fields.split()}
+INTEL = {field: reason for reason, fields in _INTEL.items() for field in fields.split()}
+NO_MEANING = {field: reason for reason, fields in _NO_MEANING.items() for field in fields.split()} | INTEL
 """Fields that are accepted and do not change results, with the reason."""
 
 
 def schema_name(message: Any) -> str:
     """Return a message's name within the schema: ``ConvolutionParameter``, or ``Outer.Inner``."""
     return str(message.full_name).partition(".")[2]
+
+
+def log_ignored_fields(param: Message, origin: str) -> None:
+    """Log one line for each of the fields of `INTEL` that a net has."""
+    found = {f"{schema_name(owner.DESCRIPTOR)}.{field.name}" for owner, field, _, _ in walk_fields(param)}
+    for name in sorted(found & set(INTEL)):
+        log.info("%s: %s of Intel Caffe has no effect: %s", origin, name, INTEL[name])
 
 
 def refuse_fields(param: Message, where: str) -> None:

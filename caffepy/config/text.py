@@ -25,9 +25,6 @@ MAX_LISTED_NAMES = 15
 """Maximum number of names of fields or values to list in an error."""
 
 FIELD_ADVICE = {
-    ("ConvolutionParameter", "hole"): "DeepLab's Caffe has this name for dilation; write dilation",
-    ("ConvolutionParameter", "hole_h"): "DeepLab's Caffe has this name for dilation; write dilation, for each axis",
-    ("ConvolutionParameter", "hole_w"): "DeepLab's Caffe has this name for dilation; write dilation, for each axis",
     ("LayerParameter", "blobs_lr"): "it is of the old format; write param { lr_mult: 1 }, one for each, in its place",
     ("LayerParameter", "weight_decay"): "it is of the old format; write param { decay_mult: 1 }, one for each",
 }

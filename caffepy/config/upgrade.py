@@ -11,7 +11,7 @@ import logging
 
 from google.protobuf.message import Message
 
-from caffepy.config.fields import refuse_fork_fields
+from caffepy.config.fields import log_ignored_fields, refuse_fork_fields
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import (
     ImageDataParameter,
@@ -64,12 +64,14 @@ def upgrade_net(param: NetParameter, origin: str) -> None:
             ("V1 layers", upgrade_v1),
             ("input fields", upgrade_input),
             ("BatchNorm parameters", upgrade_batch_norm),
+            ("bn_stats_batch_size", upgrade_stats_batch_size),
         )
         if step(param, origin)
     ]
     if steps:
         log.info("Upgraded from an older format in %s: %s", origin, ", ".join(steps))
     _mark_feature_normalize(param)
+    log_ignored_fields(param, origin)
     _warn_about_ignored_transforms(param, origin)
 
 
@@ -141,6 +143,20 @@ def upgrade_batch_norm(param: NetParameter, origin: str) -> bool:
             spec.lr_mult = 0
             spec.decay_mult = 0
     return changed
+
+
+def upgrade_stats_batch_size(param: NetParameter, origin: str) -> bool:
+    """Move Intel's ``bn_stats_batch_size`` to the BatchNorm layers that have no ``stats_batch_size``.
+
+    Return whether the net had it.
+    """
+    if not param.HasField("bn_stats_batch_size"):
+        return False
+    for layer in param.layer:
+        if layer.type == "BatchNorm" and not layer.batch_norm_param.HasField("stats_batch_size"):
+            layer.batch_norm_param.stats_batch_size = param.bn_stats_batch_size
+    param.ClearField("bn_stats_batch_size")
+    return True
 
 
 def _insert_input_layer(param: NetParameter, origin: str) -> None:
@@ -375,11 +391,14 @@ V1_TYPES = {
     V1LayerParameter.FLATTEN: "Flatten",
     V1LayerParameter.HDF5_DATA: "HDF5Data",
     V1LayerParameter.HDF5_OUTPUT: "HDF5Output",
+    V1LayerParameter.DENSE_CRF: "DenseCRF",
     V1LayerParameter.HINGE_LOSS: "HingeLoss",
     V1LayerParameter.IM2COL: "Im2col",
     V1LayerParameter.IMAGE_DATA: "ImageData",
+    V1LayerParameter.IMAGE_SEG_DATA: "ImageSegData",
     V1LayerParameter.INFOGAIN_LOSS: "InfogainLoss",
     V1LayerParameter.INNER_PRODUCT: "InnerProduct",
+    V1LayerParameter.INTERP: "Interp",
     V1LayerParameter.LRN: "LRN",
     V1LayerParameter.MEMORY_DATA: "MemoryData",
     V1LayerParameter.MULTINOMIAL_LOGISTIC_LOSS: "MultinomialLogisticLoss",
@@ -387,6 +406,7 @@ V1_TYPES = {
     V1LayerParameter.POOLING: "Pooling",
     V1LayerParameter.POWER: "Power",
     V1LayerParameter.RELU: "ReLU",
+    V1LayerParameter.SEG_ACCURACY: "SegAccuracy",
     V1LayerParameter.SIGMOID: "Sigmoid",
     V1LayerParameter.SIGMOID_CROSS_ENTROPY_LOSS: "SigmoidCrossEntropyLoss",
     V1LayerParameter.SILENCE: "Silence",
@@ -410,6 +430,7 @@ V1_TYPES = {
 TRANSFORM_HOLDERS = {
     V1LayerParameter.DATA: "data_param",
     V1LayerParameter.IMAGE_DATA: "image_data_param",
+    V1LayerParameter.IMAGE_SEG_DATA: "image_data_param",
     V1LayerParameter.WINDOW_DATA: "window_data_param",
     V1LayerParameter.VIDEO_DATA: "image_data_param",
     V1LayerParameter.VIDEO_SEGMENTATION_DATA: "image_data_param",
@@ -463,6 +484,8 @@ def upgrade_v1_layer(old: V1LayerParameter, new: LayerParameter) -> None:
         elif field.name == "type":
             # A type of a registered schema keeps its name.
             new.type = V1_TYPES[value] if value in V1_TYPES else V1LayerParameter.LayerType.Name(value)
+        elif field.name == "softmaxloss_param":
+            new.loss_param.MergeFrom(value)
         elif field.name != "layer":
             new.MergeFrom(LayerParameter(**{field.name: value}))
     if old.type == V1LayerParameter.VIDEO_DATA:

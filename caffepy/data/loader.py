@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
@@ -350,6 +351,8 @@ class ImageFileLoader(ImageLoader):
         size: height and width after resizing; None: keep the size.
         short_side: length of the shorter side after resizing; overrides `size`; 0: unused.
         cache: holds decoded and resized images; None: no caching.
+        new_dim: as `short_side`, with the longer side rounded, not cut off; 0: unused.
+        bicubic: whether `new_dim` resizes by bicubic interpolation.
         args, kwargs: arguments of `ImageLoader`.
     """
 
@@ -361,6 +364,8 @@ class ImageFileLoader(ImageLoader):
         size: tuple[int, int] | None = None,
         short_side: int = 0,
         cache: ImageCache | None = None,
+        new_dim: int = 0,
+        bicubic: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(source, *args, **kwargs)
@@ -370,6 +375,8 @@ class ImageFileLoader(ImageLoader):
         self._size = size
         self._short_side = short_side
         self._cache = cache
+        self._new_dim = new_dim
+        self._bicubic = bicubic
 
     def parse(self, number: int) -> tuple[Image, float]:
         if self._cache is None:
@@ -384,6 +391,10 @@ class ImageFileLoader(ImageLoader):
         if short:
             _, height, width = image.shape
             size = (height * short // width, short) if height > width else (short, width * short // height)
+        if self._new_dim:
+            factor = np.float32(self._new_dim) / np.float32(min(image.shape[1:]))
+            rows, columns = (math.floor(float(factor * np.float32(side)) + 0.5) for side in image.shape[1:])
+            return resize_image(image, rows, columns, self._bicubic)
         return image if size is None else resize_image(image, *size)
 
     def fill_cache(self) -> None:

@@ -20,12 +20,15 @@ from caffepy.data.images.mean import read_mean
 from caffepy.data.random import below, sample_words
 from caffepy.data.sources.source import hash_of
 from caffepy.data.transforms.im_transforms import (
+    INTEL_RESIZES,
     apply_noise,
     apply_resize,
     check_distort,
+    check_intel_resize,
     check_noise,
     check_random_resize,
     check_resizes,
+    intel_resize,
     random_resize,
     resizes_randomly,
 )
@@ -57,6 +60,7 @@ def check_transform(param: caffe_pb2.TransformationParameter, where: str) -> Non
     if max(param.crop_size, param.crop_h, param.crop_w) > _MAX_CROP:
         raise ConfigError(f"{where}: transform_param has a crop of more than {_MAX_CROP} pixels")
     check_random_resize(param, where)
+    check_intel_resize(param, where)
     check_resizes(param.resize_param, where)
     check_noise(param.noise_param, where)
     check_distort(param.distort_param, where)
@@ -130,9 +134,15 @@ class Transformer:
         self.resizes_randomly = resizes_randomly(param)
         """Whether NVIDIA Caffe's random resize is configured."""
         self._ssd = annotated or not nvidia
+        fields = [name for name in INTEL_RESIZES if param.HasField(name)]
+        if annotated and fields:
+            raise ConfigError(f"{where}: {fields[0]} of transform_param does not move boxes; use a batch_sampler")
+        self._intel = bool(fields)
+        """Whether Intel Caffe's random resize is configured."""
         self.adds_noise = self._ssd and param.HasField("noise_param")
         """Whether `preprocess` applies noise."""
-        self.preprocesses = self.resizes_randomly or self.adds_noise or (self._ssd and bool(param.resize_param))
+        resizes = self.resizes_randomly or self._intel or (self._ssd and bool(param.resize_param))
+        self.preprocesses = resizes or self.adds_noise
         """Whether `preprocess` changes images."""
         self.center_crops_mean = False
         """Whether to subtract the center crop of mean_file at every crop offset, as NVIDIA Caffe does for decoded and
@@ -189,6 +199,8 @@ class Transformer:
         if not self.preprocesses:
             return image
         pixels: Pixels = to_pixels(image)
+        if self._intel:
+            pixels = intel_resize(pixels, self._param, rng)
         if self.resizes_randomly:
             pixels = random_resize(pixels, self._param, (self._height, self._width), rng)
         if self._ssd and self._param.resize_param:

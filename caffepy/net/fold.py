@@ -137,7 +137,7 @@ class FoldedConvolution(FusedLayer):
             blob.bind(data=top[0].data)
 
 
-FACTORS = ("BatchNorm", "Scale", "Bias")
+FACTORS = ("BatchNorm", "BN", "Scale", "Bias")
 """Layers that apply a factor and a term to each channel."""
 
 
@@ -190,5 +190,5 @@ class Folding(Fusion):
         node = self._nodes[index]
         layer = node.layer
         if isinstance(layer, BatchNormLayer):
-            return layer.uses_stored
+            return layer.uses_stored and layer.can_fuse
         return isinstance(layer, BroadcastLayer) and self._is_plain_broadcast(index)

@@ -271,7 +271,7 @@ class FusedNormalisation(FusedLayer):
         """Return the scale and bias parameters as (layer, index)."""
         if self._scale is not None:
             return [(self._scale, index) for index in range(len(self._scale.blobs))]
-        return [(self._norm, 3), (self._norm, 4)] if self._norm.scale_bias else []
+        return [(self._norm, index) for index in self._norm.learned] if self._norm.scale_bias else []
 
     def _gradient_targets(self) -> tuple[Array, Array]:
         """Return arrays for the gradients of scale and bias: the parameters' diffs if no addition is needed."""
@@ -363,7 +363,7 @@ class Fusion:
     def run(self) -> list[Node]:
         """Fuse all groups, the last first, so that a sum joins the branch that is computed last."""
         for index in reversed(range(len(self._nodes))):
-            if index not in self._claimed and self._nodes[index].layer.type == "BatchNorm":
+            if index not in self._claimed and isinstance(self._nodes[index].layer, BatchNormLayer):
                 self._fuse_normalisation(index)
         for index, node in enumerate(self._nodes):
             if index not in self._claimed and node.layer.type in ("Convolution", "InnerProduct"):
@@ -479,7 +479,7 @@ class Fusion:
     def _fuse_normalisation(self, index: int) -> None:
         norm = self._nodes[index].layer
         assert isinstance(norm, BatchNormLayer)
-        if norm.uses_stored and norm.context.phase == caffe_pb2.TRAIN:
+        if (norm.uses_stored and norm.context.phase == caffe_pb2.TRAIN) or not norm.can_fuse:
             return
         chain, residual = self._find_chain(index)
         source = self._source(index) if len(chain) > 1 else None

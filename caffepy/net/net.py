@@ -27,6 +27,7 @@ from caffepy.files import read_regular
 from caffepy.layers.core.base import Layer, LayerContext, is_registered, layer_class
 from caffepy.layers.core.formulas import scaled
 from caffepy.net import debug
+from caffepy.net.auto_crop import resolve_auto_crops
 from caffepy.net.describe import describe_net, net_table
 from caffepy.net.fold import FoldedConvolution, fold_nodes
 from caffepy.net.fuse import fuse_nodes
@@ -542,6 +543,7 @@ def _build(param: caffe_pb2.NetParameter, context: LayerContext, state: caffe_pb
     refuse_fork_fields(param, f"net '{param.name}'", "leave it out", skipped=("layer", "layers"))
     filtered = filter_net(param, state)
     check_loss_weights(filtered)
+    resolve_auto_crops(filtered)
     param = insert_splits(filtered)
     wiring, table = Wiring(context.backend), ParameterTable()
     nodes: list[Node] = []

@@ -46,6 +46,8 @@ def fold_batch_norms(net: caffe_pb2.NetParameter, nvidia: bool = False) -> caffe
             layer.batch_norm_param.use_global_stats or not layer.batch_norm_param.HasField("use_global_stats")
         ):
             _as_scale(layer, nvidia)
+        elif layer.type == "BN" and (layer.bn_param.bn_mode or len(layer.blobs) > 2):
+            _bn_as_scale(layer)
     return merge_scales(result, ("Scale", "InnerProduct", *_CONVOLUTIONS))
 
 
@@ -133,6 +135,20 @@ def _as_scale(layer: caffe_pb2.LayerParameter, nvidia: bool) -> None:
         scale, term = scale * own, term * own + bias
     layer.type = "Scale"
     layer.ClearField("batch_norm_param")
+    del layer.param[:]
+    layer.scale_param.bias_term = True
+    _put(layer, scale, term)
+
+
+def _bn_as_scale(layer: caffe_pb2.LayerParameter) -> None:
+    """Convert a BN with stored statistics, or SegNet's with none, to a Scale."""
+    scale, term = _values(layer, 0).ravel(), _values(layer, 1).ravel()
+    if len(layer.blobs) > 2:
+        mean, stored = _values(layer, 2).ravel(), _values(layer, 3).ravel()
+        inverse = stored if layer.bn_param.inverse_std else (stored + np.float64(layer.bn_param.eps)) ** -0.5
+        scale, term = scale * inverse, term - mean * scale * inverse
+    layer.type = "Scale"
+    layer.ClearField("bn_param")
     del layer.param[:]
     layer.scale_param.bias_term = True
     _put(layer, scale, term)

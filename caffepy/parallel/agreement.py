@@ -28,7 +28,6 @@ from caffepy.config.paths import PathResolver
 from caffepy.errors import ConfigError, RunError
 from caffepy.layers.core.base import Layer
 from caffepy.layers.input.prefetching import PrefetchingLayer
-from caffepy.layers.normalization.batch_norm import STATISTICS
 from caffepy.net import Net
 from caffepy.net.parameters import Parameter
 from caffepy.options.declaration import option_values
@@ -326,7 +325,7 @@ def check_replicas(net: Net, names: Sequence[str], gather: Gather) -> None:
 
 def _replicated(net: Net) -> list[Parameter]:
     """Parameters that are equal on all devices."""
-    return [p for p in net.parameters.parameters if p.layer.type != "BatchNorm" or p.index >= STATISTICS]
+    return [p for p in net.parameters.parameters if p.index not in p.layer.running_statistics()]
 
 
 def _hash(values: NDArray[Any]) -> int:

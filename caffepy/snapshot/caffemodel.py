@@ -319,7 +319,7 @@ def _different_shape(layer: Layer, own: Sequence[int], source: LayerParameter) -
         return f"the layer '{layer.name}' has {len(source.blobs)} parameters there and {len(layer.blobs)} in the net"
     for index in own:
         blob, mine = source.blobs[order[index]], layer.blobs[index]
-        fits = layer.stored_by_count and math.prod(blob_shape(blob)) == mine.count
+        fits = layer.fits_by_count and math.prod(blob_shape(blob)) == mine.count
         if not fits and not same_shape(blob, mine.shape):
             return (
                 f"parameter {index} of the layer '{layer.name}' has shape {format_shape(blob_shape(blob))} there and "
@@ -380,7 +380,7 @@ def _check_layer(source: LayerParameter, target: Layer, origin: str) -> None:
         )
     for index, blob in stored.items():
         mine, where = target.blobs[index], _where(origin, target, index)
-        fits = target.stored_by_count and math.prod(blob_shape(blob)) == mine.count
+        fits = target.fits_by_count and math.prod(blob_shape(blob)) == mine.count
         if not fits and not same_shape(blob, mine.shape):
             raise SnapshotError(
                 f"{where}: shape is {format_shape(blob_shape(blob))} there and {format_shape(mine.shape)} in the "

@@ -119,11 +119,14 @@ def test_several_passes_are_exchanged_once(training: SubprocessTraining, alone: 
     assert_same_weights(outcome, single, 20)
 
 
-def test_synchronised_statistics_are_those_of_one_device(training: SubprocessTraining) -> None:
-    one = training.train(iterations=30, net_text=NORMALISED_NET)
+@pytest.mark.parametrize("kind", ["BatchNorm", "BN"])
+def test_synchronised_statistics_are_those_of_one_device(training: SubprocessTraining, kind: str) -> None:
+    bn = 'type: "BN" bn_param { slope_filler { value: 1 } }'
+    net = NORMALISED_NET if kind == "BatchNorm" else NORMALISED_NET.replace('type: "BatchNorm"', bn)
+    one = training.train(iterations=30, net_text=net)
     assert one.status == 0, one.log
     results = [
-        training.train("--cpu-solvers", "2", *extra, ranks=2, batch=32, iterations=30, net_text=NORMALISED_NET)
+        training.train("--cpu-solvers", "2", *extra, ranks=2, batch=32, iterations=30, net_text=net)
         for extra in (("--sync-bn",), ())
     ]
     assert results[0].status == 0, results[0].log

@@ -34,11 +34,15 @@ ELEMENTWISE: dict[str, list[tuple[str, bool | None]]] = {
     "BatchNorm": [("batch_norm_param { eps: %g }", FALSE), ("batch_norm_param { eps: %g }", FALSE),
                   ("batch_norm_param { eps: %g scale_bias: true }", FALSE),
                   ("batch_norm_param { use_global_stats: true eps: 1 }", FALSE)],
+    "BN": [('bn_param { slope_filler { type: "uniform" min: 0.5 max: 2 } bias_filler { value: 0.3 } eps: 1 }', FALSE),
+           ("bn_param { slope_filler { value: 1 } eps: 1 inverse_std: true }", FALSE),
+           ("bn_param { slope_filler { value: 1 } frozen: true eps: 1 }", FALSE),
+           ('bn_param { bn_mode: INFERENCE scale_filler { type: "uniform" min: 0.5 max: 2 } }', FALSE)],
 }  # fmt: skip
 """Layers that may work in place: settings, and whether no element of the top is below 0 (None: if the bottom's are)."""
 
 FACTORS = 'filler { type: "uniform" min: 0.5 max: 2 } bias_filler { type: "uniform" min: -1 max: 1 }'
-WEIGHTS = {"BatchNorm": 6, "Scale": 6, "ReLU": 6, "Dropout": 2, "Eltwise": 2}
+WEIGHTS = {"BatchNorm": 6, "BN": 3, "Scale": 6, "ReLU": 6, "Dropout": 2, "Eltwise": 2}
 """How often each type is taken; 1 if not here."""
 
 USUAL = {"Convolution": "BatchNorm", "InnerProduct": "ReLU", "BatchNorm": "Scale", "Scale": "ReLU", "ReLU": "Dropout",

@@ -20,13 +20,17 @@ Arrays = dict[str, np.ndarray]
 BACKEND = create_backend(None, 2)
 
 
+POSITIVE = {("BatchNorm", 1), ("BatchNorm", 2), ("BN", 0), ("BN", 3), ("Scale", 0), ("Normalize", 0)}
+"""Parameters, by layer type and index, whose random values are positive."""
+
+
 def random_parameters(net: Net, seed: int = 1) -> Net:
     """Fill all parameters such that activations keep their size from layer to layer; returns the net."""
     rng = np.random.default_rng(seed)
     for layer in net.layers:
         for index, blob in enumerate(layer.blobs):
             values = 0.1 * rng.standard_normal(blob.shape)
-            if layer.type == "BatchNorm" and index in (1, 2) or layer.type in ("Scale", "Normalize") and index == 0:
+            if (layer.type, index) in POSITIVE:
                 values = rng.uniform(0.5, 1.5, blob.shape)
             elif len(blob.shape) > 1:
                 values = rng.standard_normal(blob.shape) * np.sqrt(2 / np.prod(blob.shape[1:]))

@@ -45,6 +45,7 @@ CLIPS = ("VideoData", "VideoSegmentationData", "VideoWithVoxelTruthData")
 PEOPLE = ("CPMData", "OPData")
 CLIP_FRAMES, CLIP_SIDE = 16, 112
 """Of C3D's volumes, whose prototxts do not say them."""
+LABEL_MAPS = ("DenseImageData", "ImageLabelmapData", "ImageSegData", "SegData")
 NAMED_SIZES = {"mnist": (1, 28, 28), "cifar": (3, 32, 32), "siamese": (2, 28, 28), "hdf5": (4,)}
 """Records of the sets that a prototxt with this word in its path reads, where it does not say their size."""
 LARGEST_IMAGE = 1100
@@ -76,6 +77,8 @@ def without_data(path: Path, small: bool = True) -> caffe_pb2.NetParameter:
             _replace(layer, size, masks)
         elif layer.type in WINDOW_FILES:
             _replace_window_file(layer)
+        elif layer.type in LABEL_MAPS:
+            _replace_maps(layer)
         elif layer.type == "DetectNetTransformation":
             _replace_coverage(layer)
         elif small and layer.type in ("Input", "DummyData"):
@@ -166,6 +169,21 @@ def _replace_window_file(layer: caffe_pb2.LayerParameter) -> None:
     layer.type = "Input"
     for index, shape in enumerate(shapes):
         layer.input_param.shape.add(dim=[2 if index == objects else 1, *shape])
+
+
+def _replace_maps(layer: caffe_pb2.LayerParameter) -> None:
+    """One image and the labels of its pixels; a third top has the image's size."""
+    dense, transform, images = layer.dense_image_data_param, layer.transform_param, layer.image_data_param
+    height = dense.crop_height or dense.new_height or transform.crop_size or transform.crop_height
+    width = dense.crop_width or dense.new_width or transform.crop_size or transform.crop_width
+    height, width = height or images.new_height, width or images.new_width
+    if not height:
+        height, width = (360, 480) if layer.type == "DenseImageData" else (224, 320)
+    factor = dense.label_divide_factor
+    layer.type = "Input"
+    shapes = ([1, 3, height, width], [1, 1, height // factor, width // factor], [1, 1, 1, 2])
+    for shape in shapes[: len(layer.top)]:
+        layer.input_param.shape.add(dim=shape)
 
 
 def _replace_coverage(layer: caffe_pb2.LayerParameter) -> None:

@@ -122,11 +122,12 @@ def decode_image(
     return as_channels_first(image)
 
 
-def resize_image(image: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    """Resize an image (C, H, W) bilinearly (the default of `cv::resize`)."""
+def resize_image(image: NDArray[np.uint8], height: int, width: int, bicubic: bool = False) -> NDArray[np.uint8]:
+    """Resize an image (C, H, W) bilinearly (the default of `cv::resize`), or by bicubic interpolation."""
     cv2 = opencv()
+    interpolation = cv2.INTER_CUBIC if bicubic else cv2.INTER_LINEAR
     try:
-        resized = cv2.resize(image.transpose(1, 2, 0), (width, height))
+        resized = cv2.resize(image.transpose(1, 2, 0), (width, height), interpolation=interpolation)
     except (cv2.error, MemoryError) as error:
         raise DataError(f"cannot be resized to {height} x {width} ({' '.join(str(error).split())})") from error
     return as_channels_first(np.asarray(resized))

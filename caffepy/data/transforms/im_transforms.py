@@ -1,8 +1,9 @@
-"""Random image transformations: NVIDIA's resize and stretch, SSD's `resize_param`, `distort_param`, `noise_param`.
+"""Random image transformations: NVIDIA's resize and stretch, Intel's resizes, SSD's resize, distortion and noise.
 
 Defined by NVIDIA Caffe's `data_transformer.cpp` (image_random_resize) and `im_transforms.cpp` (ApplyResize,
-InferNewSize, ApplyDistort, ApplyNoise). Sizes are computed in float32 as there. The `prob` of `noise_param` has no
-effect there and here.
+InferNewSize, ApplyDistort, ApplyNoise), and by Intel Caffe's `data_transformer.cpp` (RandomResizeImage,
+RandomAlterAspectRatio). Sizes are computed in float32 as there. The `prob` of `noise_param` has no effect there and
+here.
 """
 
 from __future__ import annotations
@@ -131,6 +132,81 @@ def random_resize(
     return resize(
         pixels, new_height, new_width, param.interpolation_algo_down if downscales else param.interpolation_algo_up
     )
+
+
+# -- the random resizes of Intel Caffe -------------------------------------------------------------------
+
+INTEL_RESIZES = ("random_resize_param", "random_aspect_ratio_param")
+
+
+def check_intel_resize(param: caffe_pb2.TransformationParameter, where: str) -> None:
+    """Refuse bounds out of range, and a random resize without a crop.
+
+    Raises:
+        ConfigError: the message names the field.
+    """
+    fields = [name for name in INTEL_RESIZES if param.HasField(name)]
+    if not fields:
+        return
+    if not param.crop_size:
+        raise ConfigError(f"{where}: transform_param.{fields[0]} needs crop_size")
+    sides = param.random_resize_param
+    if sides.max_size and sides.max_size < sides.min_size or max(sides.min_size, sides.max_size) > _MAX_SIDE:
+        raise ConfigError(f"{where}: random_resize_param needs min_size <= max_size <= {_MAX_SIDE}")
+    parts = param.random_aspect_ratio_param
+    if not 0 < parts.min_area_ratio <= parts.max_area_ratio <= 1:
+        raise ConfigError(f"{where}: random_aspect_ratio_param needs 0 < min_area_ratio <= max_area_ratio <= 1")
+    if not 0 < parts.aspect_ratio_change <= 1:
+        raise ConfigError(f"{where}: random_aspect_ratio_param needs an aspect_ratio_change above 0, at most 1")
+
+
+def intel_resize(pixels: Pixels, param: caffe_pb2.TransformationParameter, rng: SampleRng) -> Pixels:
+    """Apply `random_resize_param`, else `random_aspect_ratio_param`.
+
+    The first draws the length of the shorter side, from min_size to max_size. The second draws a part of the image,
+    of an area from min_area_ratio to max_area_ratio and with sides that differ by the square of a factor from
+    aspect_ratio_change to its inverse, and resizes it to crop_size. If max_attempt parts do not fit into the image, its
+    shorter side becomes crop_size.
+
+    Raises:
+        DataError: OpenCV failed, or a side would be 0.
+    """
+    height, width = pixels.shape[:2]
+    if param.HasField("random_resize_param"):
+        sides = param.random_resize_param
+        low, high = sides.min_size or min(height, width), sides.max_size or max(height, width)
+        return _shorter_side(pixels, low + rng.below(max(high - low, 0) + 1), sides.resize_param, rng)
+    parts = param.random_aspect_ratio_param
+    for _ in range(parts.max_attempt):
+        area = _f32(_ratio(parts.min_area_ratio, parts.max_area_ratio, rng) * height * width)
+        change = _ratio(parts.aspect_ratio_change, 1 / parts.aspect_ratio_change, rng)
+        rows, columns = int(math.sqrt(area) * change), int(math.sqrt(area) / change)
+        if _ratio(0, 1, rng) < 0.5:
+            rows, columns = columns, rows
+        if rows <= height and columns <= width:
+            top, left = rng.below(height - rows + 1), rng.below(width - columns + 1)
+            part = np.ascontiguousarray(pixels[top : top + rows, left : left + columns])
+            return _resize_to(part, param.crop_size, param.crop_size, parts.resize_param, rng)
+    return _shorter_side(pixels, param.crop_size, parts.resize_param, rng)
+
+
+def _ratio(low: float, high: float, rng: SampleRng) -> float:
+    """Return a number between the bounds, in steps of 0.001."""
+    return (rng.below(int((high - low) * 1000 + 1)) + low * 1000) / 1000
+
+
+def _shorter_side(pixels: Pixels, size: int, param: Resize, rng: SampleRng) -> Pixels:
+    height, width = pixels.shape[:2]
+    rows = size if height < width else int(_f32(height) / _f32(width) * _f32(size))
+    columns = int(_f32(width) / _f32(height) * _f32(size)) if height < width else size
+    return _resize_to(pixels, rows, columns, param, rng)
+
+
+def _resize_to(pixels: Pixels, height: int, width: int, param: Resize, rng: SampleRng) -> Pixels:
+    sized = Resize()
+    sized.CopyFrom(param)
+    sized.height, sized.width = height, width
+    return apply_resize(pixels, sized, rng)
 
 
 # -- SSD's resize_param ----------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ class DropoutLayer(Layer):
     """In TRAIN y = x / (1 - dropout_ratio) with probability 1 - dropout_ratio, else 0. In TEST y = x.
 
     With `scale_train: false` y = x or 0 in TRAIN and y = (1 - dropout_ratio) x in TEST (Fast R-CNN's
-    `dropout_layer.cpp`).
-
+    `dropout_layer.cpp`). With Bayesian SegNet's `sample_weights_test` TEST drops values as TRAIN does (`dropout_layer.cpp` of caffe-segnet).
     The mask depends on the seed, the layer's name, the pass and the global number of the sample. It does not depend on
     the number of devices. Srivastava et al. 2014; scaled in training as Caffe's `dropout_layer.cpp`.
 
@@ -31,8 +30,10 @@ class DropoutLayer(Layer):
         if not 0 <= param.dropout_ratio < 1:
             raise self.error(f"dropout_ratio is {param.dropout_ratio:g}, but must be at least 0 and below 1")
         self._ratio = param.dropout_ratio
-        self._training = self.context.phase == caffe_pb2.TRAIN
         self._kept = 1.0 if param.scale_train else 1 - param.dropout_ratio
+        self._training = self.context.phase == caffe_pb2.TRAIN or param.sample_weights_test
+        if param.sample_weights_test:
+            self.recordable = False  # type: ignore[misc] # each pass draws other numbers
         self._counter: Counter = (0, 0)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate
 
 from caffepy.backend import Array
 from caffepy.blob import Blob
 from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.core.layout_adapter import LayoutAdapter
 
 
 class AxisLayer(Layer):
@@ -37,8 +39,11 @@ class AxisLayer(Layer):
 class ConcatLayer(AxisLayer):
     """Concatenates the bottoms along `axis` (Caffe's `concat_layer.cpp`).
 
+    Intel Caffe's `per_fla_fuse` flattens each bottom (N, ...) to (N, elements) first; the top is (N, elements, 1, ...)
+    with the bottoms' number of axes (`mkldnn_concat_layer.cpp`).
+
     Raises:
-        ConfigError: both `axis` and `concat_dim` are set.
+        ConfigError: both `axis` and `concat_dim` are set, or `per_fla_fuse` with another axis than 1.
         ShapeError: the bottoms' shapes differ in another axis.
     """
 
@@ -55,13 +60,35 @@ class ConcatLayer(AxisLayer):
         old_axis = param.concat_dim if param.HasField("concat_dim") else None
         self._axis = axis = self._read_axis(bottom[0], param.axis, old_axis)
         shape = bottom[0].shape
+        if param.per_fla_fuse:
+            self._reshape_flattened(bottom, top)
+            return
         for other in bottom[1:]:
             if len(other.shape) != len(shape) or _without(other.shape, axis) != _without(shape, axis):
                 raise self.shape_error(f"all bottoms must agree in every axis but {axis}", bottom[0], other)
         self._set_bounds([blob.shape[axis] for blob in bottom])
         top[0].reshape((*shape[:axis], self._bounds[-1][1], *shape[axis + 1 :]))
 
+    def _reshape_flattened(self, bottom: Blobs, top: Blobs) -> None:
+        if self._axis != 1:
+            raise self.error(f"per_fla_fuse is for axis 1, not {self._axis}")
+        shape = bottom[0].shape
+        for other in bottom[1:]:
+            if len(other.shape) != len(shape) or other.shape[0] != shape[0]:
+                raise self.shape_error("all bottoms must agree in their first axis and have as many", bottom[0], other)
+        sizes = [math.prod(blob.shape[1:]) for blob in bottom]
+        self._set_bounds(sizes)
+        behind = (1,) * (len(shape) - 2)
+        top[0].reshape((shape[0], sum(sizes), *behind))
+        flat = [(shape[0], size, *behind) for size in sizes]
+        pairs = zip(bottom, flat, strict=True)
+        self._flat = [LayoutAdapter(self.backend, blob.shape, target, self.dtype) for blob, target in pairs]
+
     def forward(self, bottom: Blobs, top: Blobs) -> None:
+        if self.param.concat_param.per_fla_fuse:
+            for number, (blob, flat) in enumerate(zip(bottom, self._flat, strict=True)):
+                self.backend.copy(flat.load(blob.data), self._part(top[0].data, number))
+            return
         if len(bottom) == 1 and not self.tops_overwritten:
             top[0].bind(data=bottom[0].data)
             return
@@ -69,6 +96,12 @@ class ConcatLayer(AxisLayer):
             self.backend.copy(blob.data, self._part(top[0].data, number))
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        if self.param.concat_param.per_fla_fuse:
+            for number, (blob, flat) in enumerate(zip(bottom, self._flat, strict=True)):
+                if propagate_down[number]:
+                    self.backend.copy(self._part(top[0].diff, number), flat.target(blob.diff))
+                    flat.store(blob.diff)
+            return
         if len(bottom) == 1:
             if propagate_down[0]:
                 bottom[0].bind(diff=top[0].diff)

@@ -132,6 +132,24 @@ class CropLayer(RearrangingLayer):
             self.backend.copy(top[0].diff, bottom[0].diff[self._part])
 
 
+@register_layer("AutoCrop")
+class AutoCropLayer(CropLayer):
+    """Crops the first bottom to the second's height and width (`auto_crop_layer.cpp` of HED, RCF and FCN's old Caffe).
+
+    The net sets the offset: both bottoms come from a common blob by their layers' first bottoms; kernels, strides,
+    pads and dilations on the two ways give the offset of one over the other. Layers of other types keep positions.
+
+    Raises:
+        ConfigError: there is no common blob, the scales differ, or the offset is negative or fractional.
+        ShapeError: the crop exceeds the first bottom.
+    """
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        if any(len(blob.shape) != 4 for blob in bottom):
+            raise self.shape_error("both bottoms must have four axes, (N, C, H, W)", bottom[0], bottom[1])
+        super().reshape(bottom, top)
+
+
 @register_layer("Tile")
 class TileLayer(RearrangingLayer):
     """Repeats the bottom `tiles` times along `axis` (Caffe's `tile_layer.cpp`).

@@ -426,6 +426,11 @@ class Layer:
         """Free the device memory of the batch of pass `number`. All readers are already queued on the stream."""
         raise NotImplementedError
 
+    @property
+    def fits_by_count(self) -> bool:
+        """Whether parameters of a file fit if their counts agree: `stored_by_count`, or DeepLab's `strict_dim`."""
+        return self.stored_by_count or not self.param.strict_dim
+
     # -- used by layer types -------------------------------------------------------------------------
 
     def add_parameter(self, shape: tuple[int, ...], filler: caffe_pb2.FillerParameter) -> Blob:

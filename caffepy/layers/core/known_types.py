@@ -86,7 +86,12 @@ OF_NVIDIA = frozenset(
         "VideoData",
     ]
 )
-_ADVICE = {"TRT": "it runs a net with TensorRT; run the net that its deploy field names instead"}
+OF_FORKS = {"DenseCRF": "DeepLab and PSPNet"}
+"""Types of forks that caffepy refuses by name, and who has them."""
+_ADVICE = {
+    "TRT": "it runs a net with TensorRT; run the net that its deploy field names instead",
+    "DenseCRF": "remove it, and refine the scores with a program for conditional random fields (pydensecrf)",
+}
 
 
 def describe_missing(type_name: str) -> str:
@@ -95,6 +100,9 @@ def describe_missing(type_name: str) -> str:
         if type_name in names:
             advice = _ADVICE.get(type_name, "docs/reference/layers.md lists the layer types of caffepy")
             return f"{type_name} is a layer of {owner} that caffepy does not have: {advice}"
+    if type_name in OF_FORKS:
+        owner = OF_FORKS[type_name]
+        return f"{type_name} is a layer of {owner} that caffepy does not have: {_ADVICE[type_name]}"
     return ""
 
 

@@ -19,6 +19,9 @@ from caffepy.proto import caffe_pb2
 class ImageDataLayer(ImagesLayer):
     """Images and labels from a list of files (Caffe's `image_data_layer.cpp`). Tops: (N, C, H, W), (N,).
 
+    channel-pruning's `new_dim` is the length to which the shorter side is resized, the longer one rounded, and
+    `bicubic` resizes so by bicubic interpolation (`io.cpp` of caffe-pro).
+
     Raises:
         ConfigError: a setting is missing or contradictory.
         DataError: the list or an image cannot be read.
@@ -33,6 +36,8 @@ class ImageDataLayer(ImagesLayer):
         param = self.param.image_data_param
         if bool(param.new_height) != bool(param.new_width):
             raise self.error("new_height and new_width must be set together")
+        if param.new_dim and (param.new_height or param.short_side):
+            raise self.error("give new_dim, short_side, or new_height and new_width; only one of them")
         self._transformer = self.make_transformer()
         self._list = ImageListSource(self.context.resolve(param.source), param.root_folder)
         self._cache = self._open_cache()
@@ -50,7 +55,8 @@ class ImageDataLayer(ImagesLayer):
         param = self.param.image_data_param
         if not (param.cache or param.precache):
             return None
-        return shared_cache((param.new_height, param.new_width, param.short_side, param.is_color, self.context.nvidia))
+        sizes = (param.new_height, param.new_width, param.short_side, param.new_dim, param.bicubic)
+        return shared_cache((*sizes, param.is_color, self.context.nvidia))
 
     def _fill_cache(self) -> None:
         loader = self.image_loader(0, 0)
@@ -67,6 +73,7 @@ class ImageDataLayer(ImagesLayer):
         return ImageFileLoader(
             self._list, order, self._transformer, seed, stream, self.where, threads,
             color=param.is_color, size=size, short_side=param.short_side, cache=self._cache,
+            new_dim=param.new_dim, bicubic=param.bicubic,
         )  # fmt: skip
 
     def _epoch_images(self, total: int) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import ClassVar
 
 from caffepy.backend import Array, Channel, Each, Scalar, expression
 from caffepy.backend.formulas import scaled, squared_distance
@@ -49,6 +51,9 @@ class BatchNormLayer(Layer):
     blob 0 / blob 2 and variance is blob 1 / blob 2. Shapes of the blobs: (C,), (C,), (1,).
 
     NVIDIA Caffe's `scale_bias` computes y * scale + bias with learned blobs 3 and 4 of shape (C,), initially 1 and 0.
+    Intel Caffe's `filler` and `use_weight_bias` do the same; `filler` fills the scale. With Intel's `stats_batch_size`
+    each such part of the device's batch has its own mean and variance in training, and the running sums count each
+    part as a batch. A device's batch that is not larger is one part. `--sync-bn` takes all images.
 
     In NVIDIA's dialect eps is at least 1e-5. Blobs 0 and 1 are moving averages, f * old + (1 - f) * new. The new
     variance is the batch's variance over m plus eps. The first two training passes of each run copy the new values.
@@ -56,15 +61,20 @@ class BatchNormLayer(Layer):
 
     Raises:
         ConfigError: lr_mult of a statistics blob is not 0, in BVLC's dialect.
-        ShapeError: the bottom has fewer than two axes, or another number of channels than the statistics.
+        ShapeError: the bottom has fewer than two axes, another number of channels than the statistics, or a number of
+            images that is no multiple of stats_batch_size.
     """
 
     supports_half = True
     recordable = True
     stored_by_count = True
+    learned: ClassVar[tuple[int, int]] = (3, 4)
+    """Indices of the scale and the bias among the parameters, if `scale_bias`."""
 
     _shape: tuple[int, ...] | None = None
     _saved_bottom: ScratchBuffer | None = None
+    _scale_bias = False
+    _nvidia = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.batch_norm_param
@@ -74,14 +84,16 @@ class BatchNormLayer(Layer):
         self._use_stored = self.context.phase == caffe_pb2.TEST
         if param.HasField("use_global_stats"):
             self._use_stored = param.use_global_stats
-        self._scale_bias = param.scale_bias or param.HasField("scale_filler") or param.HasField("bias_filler")
+        fillers = ("scale_filler", "bias_filler", "filler")
+        self._scale_bias = param.scale_bias or param.use_weight_bias or any(map(param.HasField, fillers))
         self._nvidia = self.context.nvidia
         self._epsilon = max(param.eps, LEAST_EPSILON) if self._nvidia else param.eps
         zero, one = caffe_pb2.FillerParameter(value=0), caffe_pb2.FillerParameter(value=1)
         for shape, filler in (((channels,), zero), ((channels,), zero), ((1,), one if self._nvidia else zero)):
             self.add_parameter(shape, filler)
         if self._scale_bias:
-            self.add_parameter((channels,), param.scale_filler if param.HasField("scale_filler") else one)
+            given = next((name for name in ("scale_filler", "filler") if param.HasField(name)), None)
+            self.add_parameter((channels,), one if given is None else getattr(param, given))
             self.add_parameter((channels,), param.bias_filler if param.HasField("bias_filler") else zero)
         self._fix_statistics()
         self._make_buffers(channels)
@@ -98,6 +110,7 @@ class BatchNormLayer(Layer):
 
     def _make_buffers(self, channels: int) -> None:
         self._mean, self._inverse, self._sum_dy_x, self._sum_dy = (self.backend.zeros((channels,)) for _ in range(4))
+        self._part_states: list[BatchNormState] = []
         if not self._scale_bias:
             self._one, self._zero = self.backend.zeros((channels,)), self.backend.zeros((channels,))
             self.backend.fill(self._one, 1)
@@ -114,8 +127,24 @@ class BatchNormLayer(Layer):
 
     @property
     def scale_bias(self) -> bool:
-        """Whether the layer has NVIDIA Caffe's scale and bias."""
+        """Whether the layer has a learned scale and bias."""
         return self._scale_bias
+
+    @property
+    def can_fuse(self) -> bool:
+        """Whether the layer is one normalisation of its whole bottom, with one top."""
+        return not self._part_size
+
+    @property
+    def _part_size(self) -> int:
+        """Number of images that share a mean and variance; 0: all."""
+        own = not self._use_stored and self.context.all_reduce_mean is None
+        return int(self.param.batch_norm_param.stats_batch_size) if own else 0
+
+    def _parts(self, images: int) -> list[slice]:
+        """Return the parts of the batch with their own statistics."""
+        size = self._part_size or images
+        return [slice(begin, begin + size) for begin in range(0, images, size)] if images > size else [slice(None)]
 
     def capture_blocker(self) -> str | None:
         if not self.communicates() or self.context.all_reduce_capturable:
@@ -219,7 +248,7 @@ class BatchNormLayer(Layer):
     def normalisation(self, scale: Array | None = None, bias: Array | None = None) -> BatchNormState:
         """Return the arrays of the layer for the backend's primitives, with the parameters of a fused Scale layer."""
         param = self.param.batch_norm_param
-        own = (self.blobs[3].data, self.blobs[4].data) if self._scale_bias else (self._one, self._zero)
+        own = [self.blobs[i].data for i in self.learned] if self._scale_bias else [self._one, self._zero]
         scale, bias = own[0] if scale is None else scale, own[1] if bias is None else bias
         mean, variance, count = (blob.data for blob in self.blobs[:STATISTICS])
         fraction = param.moving_average_fraction
@@ -234,6 +263,9 @@ class BatchNormLayer(Layer):
         shape = bottom[0].shape
         if len(shape) < 2 or shape[1] != self._channels:
             raise self.shape_error(f"the statistics need {self._channels} channels", bottom[0], self.blobs[0])
+        size = self._part_size
+        if size and shape[0] > size and shape[0] % size:
+            raise self.shape_error(f"the batch must be a multiple of stats_batch_size, which is {size}", bottom[0])
         top[0].reshape(shape)
         self._saved_bottom = self.scratch("saved bottom", shape, self.dtype) if bottom[0] is top[0] else None
 
@@ -242,11 +274,42 @@ class BatchNormLayer(Layer):
         if self._saved_bottom is not None:
             self.backend.copy(x, self._saved_bottom.array)
             x = self._saved_bottom.array
+        parts = self._parts(x.shape[0])
+        if len(parts) > 1:
+            self._forward_parts(parts, x, top[0].data)
+            return
         if self._use_stored:
             self.backend.batch_norm_load(n)
         else:
             self.compute_statistics(x, n)
         self.backend.batch_norm_forward(x, n, top[0].data)
+
+    def _forward_parts(self, parts: list[slice], x: Array, y: Array) -> None:
+        while len(self._part_states) < len(parts):
+            mean, inverse = (self.backend.zeros((self._channels,)) for _ in range(2))
+            self._part_states.append(replace(self.normalisation(), mean=mean, inverse=inverse))
+        n = self.normalisation()
+        for part, kept in zip(parts, self._part_states, strict=False):
+            self.compute_statistics(x[part], n)
+            self.backend.copy(n.mean, kept.mean)
+            self.backend.copy(n.inverse, kept.inverse)
+            self.backend.batch_norm_forward(x[part], n, y[part])
+
+    def _backward_parts(self, parts: list[slice], x: Array, dy: Array, dx: Array | None) -> None:
+        sums = self._sum_dy_x, self._sum_dy
+        for part, kept in zip(parts, self._part_states, strict=False):
+            n = replace(self.normalisation(), mean=kept.mean, inverse=kept.inverse)
+            self.backend.batch_norm_backward_sums(x[part], [dy[part]], n, sums)
+            self._add_learned(sums)
+            if dx is not None:
+                self.backend.batch_norm_backward_data(x[part], dy[part], n, sums, dx[part])
+
+    def _add_learned(self, sums: Sequence[Array]) -> None:
+        """Add the gradients of scale and bias to their diffs."""
+        for index, total in zip(self.learned, sums, strict=True):
+            if self._wants(index):
+                put = self.backend.add if self.accumulate(index) else self.backend.copy
+                put(total, self.blobs[index].diff)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         """dx = scale / deviation * (dy - mean(dy) - normal * mean(dy * normal)).
@@ -255,12 +318,13 @@ class BatchNormLayer(Layer):
         """
         x, n = bottom[0].data if self._saved_bottom is None else self._saved_bottom.array, self.normalisation()
         dy, dx = top[0].diff, bottom[0].diff
-        if not self._use_stored or self._wants(3) or self._wants(4):
+        parts = self._parts(x.shape[0])
+        if len(parts) > 1:
+            self._backward_parts(parts, x, dy, dx if propagate_down[0] else None)
+            return
+        if not self._use_stored or any(map(self._wants, self.learned)):
             self.backend.batch_norm_backward_sums(x, [dy], n, (self._sum_dy_x, self._sum_dy))
-        for index, total in ((3, self._sum_dy_x), (4, self._sum_dy)):
-            if self._wants(index):
-                put = self.backend.add if self.accumulate(index) else self.backend.copy
-                put(total, self.blobs[index].diff)
+        self._add_learned((self._sum_dy_x, self._sum_dy))
         if not propagate_down[0]:
             return
         if self._use_stored:

@@ -79,7 +79,8 @@ class BaseConvolutionLayer(Layer):
 
     Shapes: (batch axes..., C, spatial axes...) with the channels at `axis` and any number of spatial axes, also none.
     All bottoms have one shape and share the parameters: weights (out, in / group, kernel...), bias (num_output,) unless
-    bias_term is false. `engine`, `force_nd_im2col` and NVIDIA's cuDNN settings change no result and are ignored.
+    bias_term is false. DeepLab's `hole`, `hole_h` and `hole_w` are other names of `dilation`. `engine`,
+    `force_nd_im2col` and NVIDIA's cuDNN settings change no result and are ignored.
 
     Raises:
         ConfigError: a setting is missing, 0, contradictory or beyond its limit.
@@ -233,7 +234,7 @@ class BaseConvolutionLayer(Layer):
             kernel=self._per_axis("kernel", param.kernel_size, "kernel_size", axes, None),
             stride=self._per_axis("stride", param.stride, "stride", axes, 1),
             pad=self._per_axis("pad", param.pad, "pad", axes, 0),
-            dilation=self._one_per_axis(param.dilation, "dilation", axes, 1),
+            dilation=self._dilation(axes),
             group=param.group,
         )
         for what in ("kernel", "stride", "dilation"):
@@ -255,6 +256,20 @@ class BaseConvolutionLayer(Layer):
         if values:
             raise self.error(f"give either {field} or {stem}_h and {stem}_w, not both")
         return (getattr(param, f"{stem}_h"), getattr(param, f"{stem}_w"))
+
+    def _dilation(self, axes: int) -> tuple[int, ...]:
+        """Return `dilation`, or what DeepLab's `hole`, `hole_h` and `hole_w` say."""
+        param = self.param.convolution_param
+        holes = [name for name in ("hole", "hole_h", "hole_w") if param.HasField(name)]
+        if holes and param.dilation:
+            raise self.error(f"give either dilation or DeepLab's {holes[0]}, not both")
+        if not holes:
+            return self._one_per_axis(param.dilation, "dilation", axes, 1)
+        if param.HasField("hole_h") != param.HasField("hole_w") or (len(holes) > 1 and param.HasField("hole")):
+            raise self.error("give either hole, or both hole_h and hole_w")
+        if axes != 2:
+            raise self.error(f"{holes[0]} is for two spatial axes; the bottom has {axes}")
+        return (param.hole, param.hole) if param.HasField("hole") else (param.hole_h, param.hole_w)
 
     def _one_per_axis(self, values: Sequence[int], field: str, axes: int, default: int | None) -> tuple[int, ...]:
         """Expand a repeated field: given once, once for each spatial axis, or not at all if it has a default."""

@@ -18,16 +18,19 @@ class InterpLayer(Layer):
 
     The top's size is `height` and `width`, or computed from the bottom's size: first (size - 1) / `shrink_factor` + 1,
     then size + (size - 1) * (`zoom_factor` - 1). Before that, negative `pad_beg` and `pad_end` crop rows and columns.
+    With a second bottom, as in soeaver's caffe-model with `use_blob_size`, the top has that bottom's height and width.
 
     Raises:
         ConfigError: the size is missing or given twice, a factor is below 1, or a pad is above 0.
-        ShapeError: the bottom does not have four axes, or cropping leaves no pixel.
+        ShapeError: a bottom does not have four axes, or cropping leaves no pixel.
     """
 
+    bottoms = (1, 2)
+    no_gradient_bottoms = frozenset({1})
     supports_half = True
     recordable = True
 
-    _shape: tuple[int, ...] | None = None
+    _shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)
@@ -37,6 +40,12 @@ class InterpLayer(Layer):
         sized, factors = ([param.HasField(f) for f in pair] for pair in (("height", "width"), _FACTORS))
         if any(sized) and not all(sized):
             raise self.error("height and width of interp_param are needed together")
+        if param.use_blob_size and len(bottom) < 2:
+            raise self.error("use_blob_size of interp_param needs a second bottom")
+        if len(bottom) > 1:
+            if any(sized) or any(factors):
+                raise self.error("interp_param gives the size, and so does the second bottom; keep one of them")
+            return
         if any(sized) == any(factors):
             raise self.error("give interp_param either height and width, or zoom_factor, shrink_factor or both")
         if min(param.zoom_factor, param.shrink_factor) < 1 or (any(sized) and min(param.height, param.width) < 1):
@@ -49,10 +58,16 @@ class InterpLayer(Layer):
         cropped = tuple(size + param.pad_beg + param.pad_end for size in shape[2:])
         if min(cropped) < 1:
             raise self.shape_error("pad_beg and pad_end of interp_param leave nothing of the image", bottom[0])
-        sizes = (param.height, param.width) if param.HasField("height") else tuple(map(self._resized, cropped))
+        sizes: tuple[int, ...] = tuple(map(self._resized, cropped))
+        if param.HasField("height"):
+            sizes = (param.height, param.width)
+        if len(bottom) > 1:
+            if len(bottom[1].shape) != 4:
+                raise self.shape_error("the second bottom must have four axes, (N, C, H, W)", bottom[1])
+            sizes = bottom[1].shape[2:]
         top[0].reshape((*shape[:2], *sizes))
-        if shape != self._shape:
-            self._shape = shape
+        if (shape, sizes) != self._shapes:
+            self._shapes = shape, sizes
             self._map = self._make_map((shape[2], shape[3]), cropped, sizes)
 
     def _resized(self, size: int) -> int:

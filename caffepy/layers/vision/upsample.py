@@ -16,6 +16,7 @@ class UpsampleLayer(Layer):
     x is (N, C, H, W). With a second bottom, the mask that MAX pooling writes to its second top, y[n, c, mask] = x and
     the other pixels are 0; of two values for one pixel the later one wins. The size of y is `upsample_h` and
     `upsample_w`, or H * `scale_h` - pad_out_h and W * `scale_w` - pad_out_w; `scale`, by default 2, sets both factors.
+    As in SegNet, `upsample_h` and `upsample_w` hold where `scale` is given too.
     Without a mask, each pixel becomes `scale` x `scale` pixels.
 
     Raises:
@@ -45,7 +46,7 @@ class UpsampleLayer(Layer):
             if param.HasField(pair[0]) != param.HasField(pair[1]):
                 raise self.error(f"{pair[0]} and {pair[1]} of upsample_param are needed together")
         sizes = [name for name in ("scale", "scale_h", "upsample_h") if param.HasField(name)]
-        if len(sizes) > 1:
+        if len(sizes) > 1 and sizes != ["scale", "upsample_h"]:
             raise self.error(f"upsample_param has both {sizes[0]} and {sizes[1]}; keep one of them")
         if not masked and (param.pad_out_h or param.pad_out_w or param.HasField("upsample_h")):
             raise self.error("pad_out_h, pad_out_w, upsample_h and upsample_w of upsample_param need a mask")

@@ -124,6 +124,8 @@ def logarithm(view: LayerView) -> str:
 
 @exports("SeLUDropout", "SeLuDropout", "Split", form="nothing: the value stays")
 def unchanged(view: LayerView) -> list[str]:
+    if view.param.dropout_param.sample_weights_test:
+        raise view.error("sample_weights_test draws random numbers, which cannot be exported; set it to false")
     return [view.x] * len(view.tops)
 
 

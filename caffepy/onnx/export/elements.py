@@ -11,9 +11,13 @@ from caffepy.proto import caffe_pb2
 _Eltwise, _Reduction = caffe_pb2.EltwiseParameter, caffe_pb2.ReductionParameter
 
 
-@exports("Concat", form="Concat")
+@exports("Concat", form="Concat; with per_fla_fuse Reshape, Concat")
 def concat(view: LayerView) -> str:
     param = view.param.concat_param
+    if param.per_fla_fuse:
+        behind = (1,) * (len(view.bottoms[0].shape) - 2)
+        flat = [view.reshaped(value, (0, -1, *behind)) for value in view.inputs]
+        return flat[0] if len(flat) == 1 else view.add("Concat", *flat, axis=1)
     axis = view.axis(param.concat_dim if param.HasField("concat_dim") else param.axis)
     return view.x if len(view.inputs) == 1 else view.add("Concat", *view.inputs, axis=axis)
 
@@ -74,7 +78,7 @@ def reverse(view: LayerView) -> str:
     return view.add("Slice", view.x, *(view.ints(number) for number in (-1, least, axis, -1)))
 
 
-@exports("Crop", form="Slice")
+@exports("Crop", "AutoCrop", form="Slice")
 def crop(view: LayerView) -> str:
     param = view.param.crop_param
     axes = range(view.axis(param.axis), len(view.bottoms[0].shape))

@@ -39,12 +39,15 @@ def statistics(layer: BatchNormLayer) -> tuple[NDArray[np.float32], NDArray[np.f
     return mean * factor, variance * factor, state.epsilon
 
 
+@exports("BN", form="BatchNormalization; with SegNet's bn_mode LEARN ReduceMean, Sub, Mul, Add, Sqrt, Div")
 @exports("BatchNorm", form="BatchNormalization; with use_global_stats: false ReduceMean, Sub, Mul, Add, Sqrt, Div")
 def batch_norm(view: LayerView) -> str:
     layer = view.layer
     assert isinstance(layer, BatchNormLayer)
     channels = layer.blobs[0].shape[0]
-    ends = [view.parameter(3), view.parameter(4)] if layer.scale_bias else []
+    if len(view.tops) > 1:
+        raise view.error("its tops with the batch's statistics cannot be exported; leave them out")
+    ends = [view.parameter(index) for index in layer.learned] if layer.scale_bias else []
     if not layer.uses_stored:
         return _by_batch(view, layer, ends)
     ends = ends or [view.floats(np.ones(channels), "scale"), view.floats(np.zeros(channels), "bias")]
@@ -61,7 +64,8 @@ def _by_batch(view: LayerView, layer: BatchNormLayer, ends: list[str]) -> str:
     shape = (-1, *(1,) * (len(view.bottoms[0].shape) - 2))
     if not ends:
         return value
-    return view.add("Add", view.add("Mul", value, view.parameter(3, shape)), view.parameter(4, shape))
+    scale, bias = (view.parameter(index, shape) for index in layer.learned)
+    return view.add("Add", view.add("Mul", value, scale), bias)
 
 
 def _operand(view: LayerView, index: int | None) -> str:

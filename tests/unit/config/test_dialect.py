@@ -31,6 +31,9 @@ def net(text: str) -> caffe_pb2.NetParameter:
             "DropoutParameter.random_seed",
         ),
         (PLAIN + 'layer { name: "p" type: "Permute" permute_param { order: 0 } }', ""),
+        ("layer { batch_norm_param { bias_filler { value: 1 } } }", "BatchNormParameter.bias_filler"),
+        ("layer { batch_norm_param { bias_filler { value: 1 } filler { value: 1 } } }", ""),
+        ("layer { batch_norm_param { engine: MKL2017 } }", ""),
     ],
 )
 def test_first_field_that_only_nvidia_has(text: str, field: str):

@@ -167,6 +167,8 @@ REFUSED_CASES = (
     Case(VISUALIZE, OUTPUT_BOTTOMS, "detection_output_param", "visualize: true"),
     Case('type: "Split"', "2x3", "", "trt_param { deploy: 'd' model: 'm' }"),
     Case('type: "Split"', "2x3", "transform_param", "display: true"),
+    Case('type: "Split"', "2x3", "transform_param", "pad: 3"),
+    Case('type: "Split"', "2x3", "", "dense_crf_param { max_iter: 3 }"),
     Case('type: "Split"', "2x3", "trt_param", "trt_mode: FP16 deploy: 'd' model: 'm'"),
     Case('type: "Split"', "2x3", "region_loss_param", "softmax_tree: 'tree'"),
     Case('type: "Split"', "2x3", "focal_loss_param", "type: LINEAR"),
@@ -179,7 +181,9 @@ REFUSED_CASES = (
 
 
 def test_refused_fields_are_refused_with_their_sentences():
-    seen = {field for field, _, _ in changes(REFUSED_CASES)} | {f for f in REFUSED if f.startswith("TRTParameter.")}
+    seen = {field for field, _, _ in changes(REFUSED_CASES)} | {
+        f for f in REFUSED if f.startswith(("TRTParameter.", "DenseCRFParameter."))
+    }
     assert seen == set(REFUSED)
     for field, one, change in changes(REFUSED_CASES):
         assert "error" not in observe(one)
@@ -203,6 +207,14 @@ MEANINGLESS = (
     *(
         Case(f'type: "{kind}"', IMAGE, f"{kind.lower()}_param", "engine: CAFFE")
         for kind in ("LRN", "Dropout", "ReLU", "Sigmoid", "TanH", "Softmax")
+    ),
+    Case('type: "BN"', IMAGE, "bn_param", "engine: CAFFE"),
+    Case('type: "Concat"', IMAGE, "concat_param", "engine: MKLDNN"),
+    Case('type: "Eltwise"', IMAGE, "eltwise_param", "engine: MKLDNN"),
+    Case('type: "InnerProduct" inner_product_param { num_output: 2 }', IMAGE, "inner_product_param", "engine: MKLDNN"),
+    Case('type: "ReLU"', IMAGE, "", "engine: 'MKLDNN' | quantization_param { bw_params: 8 scale_in: 3 }"),
+    Case(
+        f'type: "Convolution" convolution_param {{ {CONV} }}', IMAGE, "convolution_param", "conv_algorithm: 'winograd'"
     ),
     Case('type: "BatchNorm"', IMAGE, "batch_norm_param", "engine: CAFFE"),
     Case(f'type: "Convolution3D" convolution_param {{ {CONV3D} }}', CLIP, "convolution_param", "filter_group: 2"),
@@ -267,10 +279,12 @@ def test_fields_without_meaning_change_nothing(field: str, one: Case, change: st
     assert same
 
 
-@pytest.mark.parametrize("name", ["TRT", "trt"])
+@pytest.mark.parametrize("name", ["TRT", "trt", "DenseCRF"])
 def test_a_type_that_only_a_caffe_has_is_called_that(name: str):
+    lacks = "that caffepy does not have"
     wanted = {
-        "TRT": "layer 'a': TRT is a layer of NVIDIA Caffe that caffepy does not have: it runs a net with TensorRT"
+        "TRT": f"layer 'a': TRT is a layer of NVIDIA Caffe {lacks}: it runs a net with TensorRT",
+        "DenseCRF": f"layer 'a': DenseCRF is a layer of DeepLab and PSPNet {lacks}: remove it",
     }
     with pytest.raises(ConfigError, match=wanted.get(name, "layer 'a': unknown layer type 'trt'")):
         layer_class(name, "layer 'a'")

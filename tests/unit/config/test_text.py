@@ -57,7 +57,6 @@ def test_a_net_is_read_with_its_comments_lists_and_floats() -> None:
             r"'st_param' .*, in a layer of type 'SpatialTransformer'; if",
         ),
         ('layer { type: "Deconvolution" convolutoin_param { } }', r"did you mean 'convolution_param'\?$"),
-        ("layer { convolution_param { hole: 2 } }", r"1:29: unknown field 'hole' of .*Caffe has .*; write dilation$"),
         ("layer { blobs_lr: 1 }", r"unknown field 'blobs_lr' of LayerParameter; .*; write param { lr_mult: 1 }, one"),
         ("layers {\n param { lr_mult: 1 } }", r"2:8: in layers { }, the old format, param is a name; write blobs_lr"),
         ("layer { top { } }", r"1:13: found a block where 'top' takes a value; write top: and the value$"),

@@ -5,6 +5,7 @@ import logging
 import pytest
 from google.protobuf import text_format
 
+from caffepy.config.fields import INTEL
 from caffepy.config.text import parse_text
 from caffepy.config.upgrade import SETTINGS, SOLVER_TYPES, V0_TYPES, V1_TYPES, upgrade_net, upgrade_solver
 from caffepy.errors import ConfigError
@@ -242,6 +243,9 @@ V1_SETTINGS = {
     "contrastive_loss_param": "CONTRASTIVE_LOSS ContrastiveLoss margin: 3",
     "exp_param": "EXP Exp base: 3",
     "loss_param": "SOFTMAX_LOSS SoftmaxWithLoss ignore_label: 3",
+    "interp_param": "INTERP Interp zoom_factor: 3",
+    "dense_crf_param": "DENSE_CRF DenseCRF max_iter: 3",
+    "seg_accuracy_param": "SEG_ACCURACY SegAccuracy ignore_label: 3",
     "include": "RELU ReLU phase: TEST",
     "exclude": "RELU ReLU min_level: 3",
 }
@@ -258,7 +262,35 @@ def test_every_v1_message_is_kept(holder: str) -> None:
 
 def test_the_v1_messages_are_all_there_are() -> None:
     fields = V1LayerParameter.DESCRIPTOR.fields
-    assert set(V1_SETTINGS) == {field.name for field in fields if field.message_type} - {"layer", "blobs"}
+    renamed = {"layer", "blobs", "softmaxloss_param"}
+    assert set(V1_SETTINGS) == {field.name for field in fields if field.message_type} - renamed
+
+
+def test_fields_of_deeplab() -> None:
+    old = "layers { type: SOFTMAX_LOSS strict_dim: false softmaxloss_param { ignore_label: 255 } }"
+    new = 'layer { type: "SoftmaxWithLoss" strict_dim: false loss_param { ignore_label: 255 } }'
+    assert upgraded(old) == net(new)
+    old = "layers { type: IMAGE_SEG_DATA image_data_param { batch_size: 2 crop_size: 5 } }"
+    new = 'layer { type: "ImageSegData" image_data_param { batch_size: 2 } transform_param { crop_size: 5 } }'
+    assert upgraded(old) == net(new)
+
+
+def test_bn_stats_batch_size_moves_to_the_layers() -> None:
+    own = 'layer { type: "BatchNorm" batch_norm_param { stats_batch_size: %d } }'
+    assert upgraded(f'bn_stats_batch_size: 4 layer {{ type: "BatchNorm" }} {own % 8} layer {{ type: "ReLU" }}') == net(
+        own % 4 + own % 8 + 'layer { type: "ReLU" }'
+    )
+
+
+def test_fields_of_intel_without_effect_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    upgraded(
+        'engine: "MKLDNN" multinode { model_parallel { layer_from: "a" } } layer { type: "ReLU" engine: "CAFFE" '
+        'quantization_param { bw_params: 8 } } layer { type: "Convolution" convolution_param { '
+        'conv_algorithm: "winograd" } }'
+    )
+    named = {record.args[1] for record in caplog.records if record.args and "Intel" in record.msg}
+    assert named == set(INTEL)
 
 
 def test_transform_fields_of_current_data_layers_stay_and_are_reported(caplog: pytest.LogCaptureFixture) -> None:

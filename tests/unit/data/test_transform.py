@@ -117,6 +117,10 @@ def test_a_seed_of_its_own_replaces_the_solvers():
         ("img_rand_resize_upper: 99999", "img_rand_resize_upper 99999 is more than 65536 pixels"),
         ("rand_resize_ratio_upper: -1.5", r"rand_resize_ratio_upper is -1\.5; give a factor from 0 to 65536"),
         ("horizontal_stretch_lower: nan", "horizontal_stretch_lower is nan; give a factor"),
+        ("random_resize_param { }", "random_resize_param needs crop_size"),
+        ("crop_size: 5 random_resize_param { min_size: 9 max_size: 8 }", "needs min_size <= max_size <= 65536"),
+        ("crop_size: 5 random_aspect_ratio_param { min_area_ratio: 2 }", "needs 0 < min_area_ratio <= max_area_ratio"),
+        ("crop_size: 5 random_aspect_ratio_param { aspect_ratio_change: 2 }", "above 0, at most 1"),
         ("crop_h: 20", "needs crop_h and crop_w, or neither; crop_size stands for both"),
         ("crop_size: 70000", "has a crop of more than 65536 pixels"),
         ("resize_param { height: 2 }", "resize_param needs height and width from 1 to 65536, not 2 and 0"),
@@ -187,6 +191,15 @@ def test_the_random_resize_comes_before_resize_param_and_noise():
     _, found = prepared(text, image)
     first = cv2.resize(image[0], (10, 6), interpolation=cv2.INTER_NEAREST)
     np.testing.assert_array_equal(found[0], 255 - cv2.resize(first, (5, 4), interpolation=cv2.INTER_NEAREST))
+
+
+@pytest.mark.parametrize("nvidia", [False, True])
+def test_intels_random_resize_holds_in_both_dialects(nvidia):
+    text = "crop_size: 5 random_resize_param { min_size: 6 max_size: 6 }"
+    subject, found = prepared(text, gray(9, 9), nvidia=nvidia)
+    assert found.shape == (1, 6, 6) and subject.preprocesses
+    with pytest.raises(ConfigError, match="random_resize_param of transform_param does not move boxes"):
+        prepared(text, gray(9, 9), annotated=True)
 
 
 @pytest.mark.parametrize(("nvidia", "annotated", "applied"), [(0, 0, True), (1, 0, False), (1, 1, True), (0, 1, True)])

@@ -73,6 +73,10 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ('type: "BatchNorm"', (IMAGE,)),
     ('type: "BatchNorm" batch_norm_param { scale_bias: true eps: 1e-3 }', (VECTOR,)),
     ('type: "BatchNorm" batch_norm_param { use_global_stats: false scale_bias: true }', (IMAGE,)),
+    ('type: "BN" bn_param { eps: 1e-3 }', (IMAGE,)),
+    ('type: "BN" bn_param { inverse_std: true }', (VECTOR,)),
+    ('type: "BN" bn_param { bn_mode: LEARN }', (IMAGE,)),
+    ('type: "BN" bn_param { bn_mode: INFERENCE }', (IMAGE,)),
     ('type: "Scale" scale_param { bias_term: true }', (IMAGE,)),
     ('type: "Scale" scale_param { axis: 2 num_axes: 2 }', (IMAGE,)),
     ('type: "Scale" scale_param { axis: 0 bias_term: true }', (IMAGE, (2, 6))),
@@ -114,6 +118,7 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ('type: "Filter" filter_param { num_output: 3 }', (IMAGE,)),
     ('type: "Concat"', (IMAGE, (2, 3, 7, 5))),
     ('type: "Concat" concat_param { axis: 0 }', (IMAGE, IMAGE)),
+    ('type: "Concat" concat_param { per_fla_fuse: true }', (IMAGE, (2, 3, 7, 5))),
     ('type: "Slice" top: "a" top: "b" top: "c" slice_param { axis: 1 slice_point: 1 slice_point: 4 }', (IMAGE,)),
     ('type: "Slice" top: "a" top: "b"', (IMAGE,)),
     ('type: "Eltwise" eltwise_param { coeff: 0.5 coeff: -2 coeff: 1 }', (IMAGE, IMAGE, IMAGE)),
@@ -129,6 +134,7 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ('type: "Scatter"', (IMAGE,)),
     ('type: "Crop" crop_param { axis: 2 offset: 1 offset: 2 }', (IMAGE, (2, 6, 3, 3))),
     ('type: "Crop" crop_param { axis: 1 offset: 1 }', (IMAGE, (9, 5, 4, 3))),
+    ('type: "AutoCrop" crop_param { axis: 2 offset: 1 offset: 2 }', (IMAGE, (2, 6, 3, 3))),
     ('type: "Tile" tile_param { axis: 2 tiles: 3 }', (IMAGE,)),
     ('type: "ShuffleChannel" shuffle_channel_param { group: 3 }', (IMAGE,)),
     ('type: "Reorg" reorg_param { stride: 2 }', ((2, 8, 4, 6),)),
@@ -251,6 +257,28 @@ def test_folding_gives_the_same_numbers_with_fewer_layers(dialect: str):
     inputs = random_inputs(net)
     wanted, found = run_net(net, inputs)["sum"], run_net(other, inputs)["sum"]
     assert np.abs(wanted - found).max() <= 1e-5 * np.abs(wanted).max()
+    assert_exported(other)
+
+
+def test_folding_of_bn():
+    kinds = ("eps: 1e-3", "inverse_std: true", "bn_mode: INFERENCE")
+    text = 'layer { name: "data" type: "Input" top: "x" input_param { shape { dim: 2 dim: 3 dim: 6 dim: 6 } } }'
+    bottom = "x"
+    for number, fields in enumerate((*kinds, "bn_mode: LEARN")):
+        top = f"x{number}"
+        text += f"""
+    layer {{ name: "c{number}" type: "Convolution" bottom: "{bottom}" top: "{top}" convolution_param {{ num_output: 4
+      kernel_size: 1 }} }}
+    layer {{ name: "bn{number}" type: "BN" bottom: "{top}" top: "{top}" bn_param {{ {fields} }} }}"""
+        bottom = top
+    net = net_of(text)
+    folded = fold_batch_norms(with_parameters(inference_net(net.param, Settings()), net))
+    assert [layer.type for layer in folded.layer if layer.type in ("BN", "Scale")] == ["BN"]
+    other = build(folded, net.backend)
+    other.copy_trained_layers_from(folded, "folded")
+    inputs = random_inputs(net)
+    wanted, found = run_net(net, inputs)["x3"], run_net(other, inputs)["x3"]
+    assert np.abs(wanted - found).max() <= 1e-4 * np.abs(wanted).max()
     assert_exported(other)
 
 

@@ -121,6 +121,10 @@ def test_paths_devices_and_what_is_the_roots_may_differ(instead: str) -> None:
 
 
 PATHS = {
+    "DenseImageDataParameter.source",
+    "DenseImageDataParameter.root_folder",
+    "DenseImageDataParameter.mean_file",
+    "SegDataParameter.source",
     "SolverParameter.net",
     "SolverParameter.train_net",
     "SolverParameter.test_net",

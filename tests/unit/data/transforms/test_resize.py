@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_rng import Parts, ScriptedRng
 
-from caffepy.data.transforms.im_transforms import apply_resize, random_resize, random_size, resizes_randomly
+from caffepy.data.transforms.im_transforms import (
+    apply_resize,
+    intel_resize,
+    random_resize,
+    random_size,
+    resizes_randomly,
+)
 from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import DataError
 from caffepy.proto.caffe_pb2 import ResizeParameter, TransformationParameter
@@ -265,3 +271,51 @@ def test_what_cannot_be_resized():
         resized(pixels(5, 9), text + " pad_value: 1 pad_value: 2")
     with pytest.raises(DataError, match="is 1 x 30000 and would be resized to 9 x 270000"):
         resized(pixels(1, 30000), "resize_mode: FIT_SMALL_SIZE height: 9 width: 9")
+
+
+# -- Intel's random resizes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(20, 30), (30, 20), (25, 25)])
+def test_intels_shorter_side_is_drawn(size):
+    text = param("crop_size: 5 random_resize_param { min_size: 8 max_size: 10 resize_param { interp_mode: CUBIC } }")
+    seen = set()
+    for n in range(60):
+        found = intel_resize(pixels(*size), text, SampleRng(1, 2, n))
+        seen.add(min(found.shape[:2]))
+        rows, columns = (int(np.float32(side) / min(size) * min(found.shape[:2])) for side in size)
+        assert found.shape[:2] == (rows, columns)
+        wanted = cv2.resize(pixels(*size), (columns, rows), interpolation=cv2.INTER_CUBIC)
+        np.testing.assert_allclose(found, wanted, atol=1)
+    assert seen == {8, 9, 10}
+
+
+def test_intels_shorter_side_is_within_the_image_if_no_bounds_are_given():
+    text = param("crop_size: 5 random_resize_param { }")
+    seen = {min(intel_resize(pixels(8, 12), text, SampleRng(1, 2, n)).shape[:2]) for n in range(60)}
+    assert seen == set(range(8, 13))
+
+
+def test_intels_parts_have_the_area_and_proportions_of_the_bounds():
+    rows, columns = np.indices((200, 100))
+    image = np.stack([rows, columns, columns], 2).astype(np.uint8)
+    bounds = "min_area_ratio: 0.08 max_area_ratio: 1 aspect_ratio_change: 0.75"
+    text = param(f"crop_size: 50 random_aspect_ratio_param {{ {bounds} }}")
+    areas, proportions = [], []
+    for n in range(300):
+        found = intel_resize(image, text, SampleRng(1, 2, n)).astype(np.int64)
+        assert found.shape == (50, 50, 3)
+        height, width = (np.ptp(found[:, :, axis]) + 1 for axis in (0, 1))
+        areas.append(height * width / 20000)
+        proportions.append(height / width)
+    inside = [0.7 * 0.5625 < p < 1.4 / 0.5625 for p in proportions]
+    assert np.mean(inside) > 0.99
+    assert min(areas) < 0.15 and max(areas) > 0.4
+
+
+def test_intels_parts_that_never_fit_give_the_whole_image():
+    text = param("crop_size: 10 random_aspect_ratio_param { min_area_ratio: 1 max_area_ratio: 1 max_attempt: 3 }")
+    found = intel_resize(pixels(20, 40), text, SampleRng(1, 2, 3))
+    np.testing.assert_allclose(found, cv2.resize(pixels(20, 40), (20, 10)), atol=1)
+    part = intel_resize(pixels(20, 20), text, SampleRng(1, 2, 3))
+    np.testing.assert_allclose(part, cv2.resize(pixels(20, 20), (10, 10)), atol=1)

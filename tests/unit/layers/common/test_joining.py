@@ -163,3 +163,19 @@ def test_nan_wins_a_maximum(where):
     result = Runner("type: 'Eltwise' eltwise_param { operation: MAX }", inputs).run([np.ones((3, 4), np.float32)])
     np.testing.assert_array_equal(result.tops[0], np.maximum(np.maximum(*inputs[:2]), inputs[2]))
     assert [diff[1, 2] for diff in result.bottom_diffs] == [float(i == where) for i in range(3)]
+
+
+@pytest.mark.parametrize("shapes", [[(2, 3, 4, 5), (2, 6, 1, 2)], [(2, 3, 4), (2, 1, 2)], [(2, 3, 4, 5)]])
+def test_concat_of_flattened_bottoms(shapes):
+    def reference(*xs):
+        flat = np.concatenate([x.reshape(len(x), -1) for x in xs], 1)
+        return flat.reshape(*flat.shape, *(1,) * (xs[0].ndim - 2))
+
+    check_layer("type: 'Concat' concat_param { per_fla_fuse: true }", [gaussian(s) for s in shapes], reference)
+
+
+def test_concat_of_flattened_bottoms_refuses():
+    with pytest.raises(ConfigError, match="per_fla_fuse is for axis 1, not 2"):
+        Runner("type: 'Concat' concat_param { per_fla_fuse: true axis: 2 }", [gaussian((2, 3, 4))])
+    with pytest.raises(ShapeError, match="must agree in their first axis"):
+        Runner("type: 'Concat' concat_param { per_fla_fuse: true }", [gaussian((2, 3)), gaussian((3, 3))])

@@ -139,3 +139,8 @@ def test_reorg(reverse, stride, shape):
 def test_mistakes_of_reorg_are_named(settings, shape, message):
     with pytest.raises(CaffepyError, match=message):
         Runner(f"type: 'Reorg' reorg_param {{ {settings} }}", [gaussian(shape)])
+
+
+def test_auto_crop_with_the_offset_that_the_net_sets():
+    text = "type: 'AutoCrop' crop_param { axis: 2 offset: 1 offset: 2 }"
+    check_layer(text, [gaussian((2, 3, 6, 7)), gaussian((2, 3, 4, 3))], lambda x, _: x[:, :, 1:5, 2:5])

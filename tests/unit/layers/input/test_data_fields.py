@@ -186,6 +186,15 @@ def test_short_side(folder):
     np.testing.assert_array_equal(found[1], cv2.resize(image(1), (20, 15)).transpose(2, 0, 1))
 
 
+@pytest.mark.parametrize("more, mode", [("", cv2.INTER_LINEAR), ("bicubic: true", cv2.INTER_CUBIC)])
+def test_new_dim(folder, more, mode):
+    found = run(image_layer(folder, f"batch_size: 2 new_dim: 14 {more}"), 1)[0][0]
+    assert found.shape == (2, 3, 14, 19)  # 18.67 is rounded
+    np.testing.assert_array_equal(found[1], cv2.resize(image(1), (19, 14), interpolation=mode).transpose(2, 0, 1))
+    with pytest.raises(ConfigError, match="give new_dim, short_side, or new_height and new_width; only one of them"):
+        run(image_layer(folder, "batch_size: 2 new_dim: 14 short_side: 9"), 1)
+
+
 @pytest.mark.parametrize("more", ["cache: true", "cache: true precache: true", "precache: true"])
 def test_cached_images_are_read_once(folder, tmp_path, more):
     for n in range(3):

@@ -316,3 +316,41 @@ def test_a_bad_label_is_named_as_the_data_layer_names_it():
     runner.forward()
     with pytest.raises(DataError, match=r"record 2 of pass 4 \(sample 14\) is 7, outside the 2 classes"):
         runner.layer.raise_device_errors()
+
+
+@settings(max_examples=20)
+@given(case=class_scores(), ignored=st.sampled_from([None, 0, 255]), mode=st.sampled_from(["VALID", "BATCH_SIZE"]))
+def test_softmax_loss_with_a_weight_for_each_class(case, ignored, mode):
+    shape, axis = case
+    labels = labels_for(shape, axis)
+    if ignored == 255:
+        labels.reshape(-1)[::3] = 255
+    weights = np.random.default_rng(1).uniform(0.2, 3, shape[axis]).astype(np.float32)
+
+    def reference(x, labels):
+        target = labels.astype(int) % shape[axis]
+        p = np.take_along_axis(softmax(x, axis), np.expand_dims(target, axis), axis)
+        counted = labels != (-1 if ignored is None else ignored)
+        losses = -np.log(np.squeeze(p, axis)) * weights[target] * counted
+        return losses.sum() / max(counted.sum() if mode == "VALID" else np.prod(shape[:axis]), 1)
+
+    ignore = "" if ignored is None else f"ignore_label: {ignored}"
+    listed = " ".join(f"class_weighting: {w!r}" for w in weights.tolist())
+    loss = f"loss_param {{ {ignore} normalization: {mode} weight_by_label_freqs: true {listed} }}"
+    text = f"type: 'SoftmaxWithLoss' softmax_param {{ axis: {axis} }} {loss}"
+    check_layer(text, [gaussian(shape), labels], reference, loss_weight=2.0)
+
+
+def test_class_weights_count_only_if_they_are_asked_for():
+    inputs = [gaussian((4, 3)), labels_for((4, 3), 1)]
+    plain = Runner("type: 'SoftmaxWithLoss'", inputs).forward()
+    listed = "class_weighting: 9 class_weighting: 1 class_weighting: 1"
+    assert Runner(f"type: 'SoftmaxWithLoss' loss_param {{ {listed} }}", inputs).forward() == plain
+
+
+def test_class_weights_that_do_not_fit():
+    inputs = [gaussian((4, 3)), labels_for((4, 3), 1)]
+    with pytest.raises(ShapeError, match="class_weighting has 1 weights for 3 classes"):
+        Runner("type: 'SoftmaxWithLoss' loss_param { weight_by_label_freqs: true class_weighting: 1 }", inputs)
+    with pytest.raises(ConfigError, match="both label_smoothing and weight_by_label_freqs"):
+        Runner("type: 'SoftmaxWithLoss' loss_param { weight_by_label_freqs: true label_smoothing: 0.1 }", inputs)

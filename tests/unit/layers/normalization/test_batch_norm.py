@@ -247,3 +247,51 @@ def test_statistics_of_other_channels_are_refused():
     values = [np.ones((4,), "f"), np.ones((4,), "f"), np.ones((1,), "f")]
     with pytest.raises(SnapshotError, match=r"layer 'bn', parameter 0: shape is 4 \(4\) there and 3 \(3\) in the net"):
         copy_trained_layers([normed("").layer], stored_layer("bn", values), "w.caffemodel", ())
+
+
+# -- Intel Caffe's fields --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["filler { value: 2 }", "filler { value: 2 } bias_filler { value: 3 }"])
+def test_intels_filler_fills_a_scale(text):
+    layer = normed(f"batch_norm_param {{ {text} }}").layer
+    assert (layer.blobs[3].host_data() == 2).all()
+    assert (layer.blobs[4].host_data() == (3 if "bias" in text else 0)).all()
+
+
+def test_intels_use_weight_bias():
+    assert len(normed("batch_norm_param { use_weight_bias: true }").layer.blobs) == 5
+    assert len(normed("batch_norm_param { use_weight_bias: false }").layer.blobs) == 3
+
+
+def by_parts(x, *params):
+    scale, bias = params[3:]
+    y = np.concatenate([batch_norm(part) for part in np.split(x, len(x) // 2)])
+    return y * by_channel(scale, x.ndim) + by_channel(bias, x.ndim)
+
+
+def test_parts_of_the_batch_have_their_own_statistics():
+    params = [np.zeros(3, "f"), np.zeros(3, "f"), np.zeros(1, "f"), gaussian((3,)) + 1, gaussian((3,), 1)]
+    text = "type: 'BatchNorm' batch_norm_param { filler { value: 1 } stats_batch_size: 2 }"
+    x = gaussian((6, 3, 4, 2)) * 2 + 1
+    check_layer(text, [x], by_parts, params=params, learned=[3, 4], in_place=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_part_counts_in_the_running_sums(backend):
+    x = gaussian((4, 3, 2, 5))
+    text = "type: 'BatchNorm' batch_norm_param { moving_average_fraction: 0.9 stats_batch_size: 2 }"
+    runner = Runner(text, [x], backend)
+    runner.forward()
+    mean = 0.9 * x[:2].mean((0, 2, 3)) + x[2:].mean((0, 2, 3))
+    variance = (0.9 * x[:2].var((0, 2, 3)) + x[2:].var((0, 2, 3))) * 20 / 19
+    for blob, wanted in zip(runner.layer.blobs, (mean, variance, [1.9]), strict=True):
+        assert np.allclose(blob.host_data(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_batches_that_have_no_whole_parts():
+    text = "type: 'BatchNorm' batch_norm_param { stats_batch_size: 4 }"
+    x = gaussian((3, 2, 2, 2))
+    assert np.allclose(Runner(text, [x]).forward()[0], batch_norm(x), atol=1e-5)
+    with pytest.raises(ShapeError, match="a multiple of stats_batch_size, which is 4"):
+        Runner(text, [gaussian((6, 2))])

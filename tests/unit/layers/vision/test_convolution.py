@@ -331,3 +331,32 @@ def test_a_batch_without_images_has_results_without_images_and_gradients_of_zero
         assert (weights > 0, bias > 0) == (rows > 0, rows > 0)
         for blob in net.layers[1].blobs:
             blob.diff[...] = 0
+
+
+@pytest.mark.parametrize("hole", ["hole: 2", "hole_h: 2 hole_w: 2"])
+@pytest.mark.parametrize("kind", ["Convolution", "Deconvolution"])
+def test_deeplabs_hole_is_dilation(kind, hole):
+    filler = "weight_filler { type: 'gaussian' }"
+    found, wanted = (
+        Runner(f"type: '{kind}' convolution_param {{ num_output: 2 kernel_size: 3 {filler} {d} }}", [gaussian(IMAGES)])
+        for d in (hole, "dilation: 2")
+    )
+    assert np.array_equal(found.forward()[0], wanted.forward()[0])
+
+
+IMAGES = (2, 3, 7, 6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ("hole: 2 dilation: 2", "give either dilation or DeepLab's hole, not both"),
+        ("hole_h: 2", "give either hole, or both hole_h and hole_w"),
+        ("hole: 2 hole_h: 2 hole_w: 2", "give either hole, or both hole_h and hole_w"),
+    ],
+)
+def test_holes_that_do_not_fit(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        Runner(f"type: 'Convolution' convolution_param {{ num_output: 2 kernel_size: 3 {fields} }}", [gaussian(IMAGES)])
+    with pytest.raises(ConfigError, match="hole is for two spatial axes; the bottom has 1"):
+        Runner("type: 'Convolution' convolution_param { num_output: 2 kernel_size: 3 hole: 2 }", [gaussian((2, 3, 7))])

@@ -113,7 +113,8 @@ def test_upsample_repeats(fields, factors):
 @pytest.mark.parametrize(
     ("fields", "size"),
     [("", (6, 8)), ("scale: 3", (9, 12)), ("scale: 2 pad_out_h: true pad_out_w: true", (5, 7)),
-     ("scale_h: 2 scale_w: 3", (6, 12)), ("upsample_h: 7 upsample_w: 5", (7, 5))],
+     ("scale_h: 2 scale_w: 3", (6, 12)), ("upsample_h: 7 upsample_w: 5", (7, 5)),
+     ("scale: 2 upsample_h: 7 upsample_w: 5", (7, 5))],
 )  # fmt: skip
 def test_upsample_puts_back(fields, size):
     mask = np.stack([np.random.default_rng(i).permutation(size[0] * size[1])[:12] for i in range(6)])
@@ -223,3 +224,15 @@ def test_depthwise_refuses():
         Runner(
             "type: 'ConvolutionDepthwise' convolution_param { num_output: 12 kernel_size: 3 }", [gaussian((2, 6, 7, 5))]
         )
+
+
+def test_interp_to_the_size_of_another_blob():
+    like = gaussian((1, 4, 9, 3))
+    for field in ("", "interp_param { use_blob_size: true }"):
+        check_layer(f"type: 'Interp' {field}", [gaussian((2, 3, 5, 7)), like], lambda x, _: interp(x, 9, 3))
+    with pytest.raises(ConfigError, match="use_blob_size of interp_param needs a second bottom"):
+        Runner("type: 'Interp' interp_param { use_blob_size: true }", [like])
+    with pytest.raises(ConfigError, match="and so does the second bottom; keep one of them"):
+        Runner("type: 'Interp' interp_param { zoom_factor: 2 }", [like, like])
+    with pytest.raises(ShapeError, match="the second bottom must have four axes"):
+        Runner("type: 'Interp'", [like, gaussian((2, 3))])

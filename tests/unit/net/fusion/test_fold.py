@@ -27,6 +27,9 @@ TOLERANCE = 2e-4
 FACTORS = {
     "BatchNorm": "",
     "BatchNorm with its own scale": "batch_norm_param { scale_bias: true }",
+    "BN": "",
+    "BN of inverse deviations": "bn_param { inverse_std: true }",
+    "BN of SegNet": "bn_param { bn_mode: INFERENCE }",
     "Scale": 'scale_param { filler { type: "uniform" min: 0.5 max: 2 } }',
     "Scale and bias": 'scale_param { bias_term: true filler { type: "uniform" min: -2 max: 2 } '
     'bias_filler { type: "uniform" min: -1 max: 1 } }',
@@ -146,8 +149,9 @@ def fill(net: Net, seed: int) -> None:
     """Give BatchNorms statistics, their scale and bias too, and inputs values."""
     generator = np.random.default_rng(seed)
     for each in net.layers:
-        for index, blob in enumerate(each.blobs if each.type == "BatchNorm" else ()):
-            values = generator.standard_normal(blob.shape) if index in (0, 4) else generator.uniform(0.5, 2, blob.shape)
+        for index, blob in enumerate(each.blobs if each.type in ("BatchNorm", "BN") else ()):
+            signed = index in ((0, 4) if each.type == "BatchNorm" else (1, 2))
+            values = generator.standard_normal(blob.shape) if signed else generator.uniform(0.5, 2, blob.shape)
             net.backend.from_host(values.astype(np.float32), blob.data)
     for name in net.inputs:
         blob = net.blobs[name]
@@ -307,6 +311,7 @@ def test_shared_parameters_are_folded_for_each_layer() -> None:
         (layer("s", "Scale", "c", "c", "scale_param { axis: 0 num_axes: -1 }"), "Scale"),
         (layer("s", "Bias", "c", "c", "bias_param { num_axes: 0 }"), "Bias"),
         (layer("n", "BatchNorm", "c", "c", "batch_norm_param { use_global_stats: false }"), "BatchNorm"),
+        (layer("n", "BN", "c", "c", "bn_param { bn_mode: LEARN scale_filler { value: 2 } }"), "BN"),
         (layer("s", "Eltwise", "c data", "s", "eltwise_param { coeff: 1 coeff: -1 }"), "Eltwise"),
         (layer("s", "Eltwise", "c data", "s", "eltwise_param { operation: MAX }"), "Eltwise"),
         (layer("s", "Eltwise", "c data other", "s"), "Eltwise"),

@@ -132,6 +132,16 @@ NETS = {
         DATA + convolution("c", "data", "c")
         + 'layer { name: "n" type: "BatchNorm" bottom: "c" top: "n" batch_norm_param { scale_bias: true } }'
         + relu("n") + LOSS % "n", ["n + n_relu"]),
+    "BN with stored statistics": (
+        DATA + convolution("c", "data", "c")
+        + 'layer { name: "n" type: "BN" bottom: "c" top: "n" bn_param { slope_filler { value: 2 } } }'
+        + relu("n") + convolution("d", "n", "d")
+        + 'layer { name: "m" type: "BN" bottom: "d" top: "m" bn_param { slope_filler { value: 1 } inverse_std: true } }'
+        + relu("m") + LOSS % "m", ["n + n_relu", "m + m_relu"]),
+    "SegNet's BN": (
+        DATA + convolution("c", "data", "c") + convolution("p", "data", "p")
+        + 'layer { name: "n" type: "BN" bottom: "c" top: "n" bn_param { scale_filler { value: 2 } } }'
+        + total("sum", "p", "n") + relu("sum") + LOSS % "sum", ["c", "n + sum + sum_relu"]),
 }  # fmt: skip
 
 
