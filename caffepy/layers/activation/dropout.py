@@ -14,7 +14,9 @@ class DropoutLayer(Layer):
     """In TRAIN y = x / (1 - dropout_ratio) with probability 1 - dropout_ratio, else 0. In TEST y = x.
 
     With `scale_train: false` y = x or 0 in TRAIN and y = (1 - dropout_ratio) x in TEST (Fast R-CNN's
-    `dropout_layer.cpp`). With Bayesian SegNet's `sample_weights_test` TEST drops values as TRAIN does (`dropout_layer.cpp` of caffe-segnet).
+    `dropout_layer.cpp`). With Bayesian SegNet's `sample_weights_test` TEST drops values as TRAIN does
+    (`dropout_layer.cpp` of caffe-segnet).
+
     The mask depends on the seed, the layer's name, the pass and the global number of the sample. It does not depend on
     the number of devices. Srivastava et al. 2014; scaled in training as Caffe's `dropout_layer.cpp`.
 

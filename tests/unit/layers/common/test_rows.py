@@ -114,27 +114,3 @@ def test_parameter(dims):
     check_layer(
         f"type: 'Parameter' parameter_param {{ shape {{ {shape} }} }}", [], lambda p: p, params=[gaussian(dims)]
     )
-
-
-@pytest.mark.parametrize("axis, mask", [(1, [0, 2, 1, 0, 1]), (1, [1, 1, 1, 1, 1]), (-1, [1, 0, 1, 1])])
-def test_filter_by_its_own_parameter(axis, mask):
-    text = f"type: 'Filter' filter_param {{ num_output: 3 axis: {axis} }}"
-    mask = np.array(mask, np.float32)
-
-    def reference(x, selected):
-        return np.take(x, np.flatnonzero(selected)[:3], axis)
-
-    check_layer(text, [gaussian((2, 5, 3, 4))], reference, params=[mask], learned=[], tops=1)
-
-
-def test_filter_by_its_own_parameter_refuses():
-    x = gaussian((2, 5))
-    with pytest.raises(ConfigError, match="filter_param needs num_output of at least 1"):
-        Runner("type: 'Filter' filter_param { }", [x], tops=1)
-    with pytest.raises(ConfigError, match="needs a top for each of the 1 bottoms"):
-        Runner("type: 'Filter' filter_param { num_output: 1 }", [x], tops=2)
-    runner = Runner("type: 'Filter' filter_param { num_output: 3 }", [x], tops=1, params=[np.eye(5, dtype="f")[0]])
-    with pytest.raises(ConfigError, match="the parameter selects 1 elements, but num_output is 3"):
-        runner.forward()
-    with pytest.raises(ShapeError, match="axis 1 must have the parameter's 5 elements"):
-        Runner("type: 'Filter' filter_param { num_output: 3 }", [x, gaussian((2, 4))], tops=2)
