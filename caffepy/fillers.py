@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from caffepy.errors import ConfigError
+from caffepy.errors import ConfigError, DataError
+from caffepy.files import open_regular
 from caffepy.proto import caffe_pb2
 from caffepy.registry import Registry
 
@@ -28,6 +30,9 @@ FILLERS: Registry[Filler] = Registry("filler")
 """Fillers by type. Each checks its settings and returns a function that draws values from a generator."""
 
 _WORD_MASK = 2**64 - 1
+
+MAX_NUMBER_BYTES = 64
+"""The most bytes of a number in a text file, with white space."""
 
 
 def fill(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], stream: RandomStream, where: str) -> Values:
@@ -133,6 +138,51 @@ def bilinear(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], where: s
     half = math.ceil(size / 2)
     line = 1 - np.abs(np.arange(size) / half - (size - 1) / (2 * half))
     return lambda _: np.broadcast_to(np.outer(line, line), shape).astype(np.float32)
+
+
+@FILLERS.register("diagonal")
+def diagonal(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], where: str) -> Draw:
+    """`diag_val`, or 1, divided by the elements of a kernel, where input and output have the same number; else 0."""
+    if len(shape) < 2:
+        raise ConfigError(f"{where} needs two axes or more, but the shape is {shape}")
+    area = math.prod(shape[2:])
+    given = list(filler.diag_val)
+
+    def draw(_: np.random.Generator) -> Values:
+        values = np.zeros((shape[0], shape[1], area), np.float32)
+        for number in range(min(shape[:2])):
+            values[number, number] = (given[number] if number < len(given) else 1) / area
+        return values.reshape(shape)
+
+    return draw
+
+
+@FILLERS.register("file")
+def from_file(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...], where: str) -> Draw:
+    """The numbers of the text file `file`, in logical order."""
+    if not filler.file:
+        raise ConfigError(f"{where} needs file, the name of a text file with the values")
+    count = math.prod(shape)
+    values = read_numbers(Path(filler.file), where, count)
+    if len(values) < count:
+        raise DataError(f"{where}: '{filler.file}' has {len(values)} numbers, but {count} are needed")
+    return lambda _: values.reshape(shape).copy()
+
+
+def read_numbers(path: Path, where: str, count: int) -> Values:
+    """Return at most the first `count` numbers of a text file, divided by white space.
+
+    Raises:
+        DataError: the file cannot be read, or has something other than numbers.
+    """
+    try:
+        with open_regular(path) as file:
+            words = file.read(MAX_NUMBER_BYTES * max(count, 1)).split()[:count]
+        return np.array([float(word) for word in words], np.float32)
+    except OSError as error:
+        raise DataError(f"{where}: '{path}' cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise DataError(f"{where}: '{path}' has something other than numbers: {error}") from error
 
 
 def _fan(filler: caffe_pb2.FillerParameter, shape: tuple[int, ...]) -> float:

@@ -8,15 +8,17 @@ from __future__ import annotations
 from caffepy.backend.elementwise import Channel, Each, Expression, Scalar, expression
 from caffepy.backend.handles import Convolution
 from caffepy.backend.interface import Backend
-from caffepy.backend.types import Array, Geometry, LrnWindow, RandomStream, SparseMatrix
+from caffepy.backend.types import Array, Border, CorrelationWindow, Geometry, LrnWindow, RandomStream, SparseMatrix
 from caffepy.options.solver import MATH_MODES
 
 __all__ = [
     "MATH_MODES",
     "Array",
     "Backend",
+    "Border",
     "Channel",
     "Convolution",
+    "CorrelationWindow",
     "Each",
     "Expression",
     "Geometry",

@@ -64,7 +64,9 @@ from caffepy.backend.layout import address
 from caffepy.backend.types import (
     Array,
     BatchNormState,
+    Border,
     BoxLossSettings,
+    CorrelationWindow,
     Counter,
     Geometry,
     LrnWindow,
@@ -655,6 +657,37 @@ class IndexingPrimitives(ABC):
         """dx = the sum of dy times the weight of each pixel in `roi_bilinear_forward`, in the regions' order."""
 
 
+class FlowPrimitives(ABC):
+    """Comparison of two images at displacements, and bilinear sampling at positions. Arrays are dense and float32."""
+
+    @abstractmethod
+    def correlate_forward(self, a: Array, b: Array, y: Array, window: CorrelationWindow) -> None:
+        """y (N, displacements, H', W') = the mean product, or mean absolute difference, of patches of a and b.
+
+        a and b: (N, C, H, W). The mean is over channels and pixels of a patch; pixels outside the images are 0.
+        Displacements are counted row by row.
+        """
+
+    @abstractmethod
+    def correlate_backward(
+        self, dy: Array, a: Array, b: Array, da: Array | None, db: Array | None, window: CorrelationWindow
+    ) -> None:
+        """Compute the gradients by a and by b; None: that gradient is not needed."""
+
+    @abstractmethod
+    def sample_forward(self, x: Array, positions: Array, y: Array, border: Border, fill: float) -> None:
+        """y (N, C, H', W') = x (N, C, H, W) at `positions` (N, 2, H', W'), columns and rows, by bilinear interpolation.
+
+        `border` says which positions outside the image have the value `fill`.
+        """
+
+    @abstractmethod
+    def sample_backward(
+        self, x: Array, positions: Array, dy: Array, dx: Array | None, d_positions: Array | None, border: Border
+    ) -> None:
+        """Compute the gradients by x and by the positions; None: that gradient is not needed."""
+
+
 class RecurrentPrimitives(ElementwisePrimitives):
     """LSTM gates of one time step, for N streams. Arrays are float32 unless stated otherwise."""
 
@@ -792,6 +825,7 @@ class Backend(
     SoftmaxPrimitives,
     RandomPrimitives,
     IndexingPrimitives,
+    FlowPrimitives,
     RecurrentPrimitives,
     DetectionPrimitives,
     InputPrimitives,

@@ -339,6 +339,10 @@ class MetaBackend(Synchronous, Backend):
     roi_average_backward = _primitive("roi_average_backward", ["dy", "rois"], ["dx"])
     roi_bilinear_forward = _primitive("roi_bilinear_forward", ["x", "samples", "rows", "columns"], ["y", "bad"])
     roi_bilinear_backward = _primitive("roi_bilinear_backward", ["dy", "samples", "rows", "columns"], ["dx"])
+    correlate_forward = _primitive("correlate_forward", ["a", "b"], ["y"])
+    correlate_backward = _primitive("correlate_backward", ["dy", "a", "b"], ["da", "db"])
+    sample_forward = _primitive("sample_forward", ["x", "positions"], ["y"])
+    sample_backward = _primitive("sample_backward", ["x", "positions", "dy"], ["dx", "d_positions"])
     lstm_unit_forward = _primitive("lstm_unit_forward", ["gates", "cell_before", "cont"], ["gates", "cell", "hidden"])
     lstm_unit_backward = _primitive(
         "lstm_unit_backward", ["gates", "cell_before", "cont", "cell", "d_cell", "d_hidden"], ["gates", "d_cell"]

@@ -7,6 +7,7 @@ sizes of outputs, masks and GPU workspaces.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 Array = Any
@@ -140,6 +141,45 @@ class SparseMatrix:
     columns: Array
     weights: Array
     shape: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class CorrelationWindow:
+    """Patches and displacements of the correlation of two images, in pixels; pairs are (rows, columns).
+
+    Args:
+        kernel: height and width of a patch.
+        stride: distance of the patches in the first image.
+        origin: upper left corner of the first patch; negative if it lies in the padding.
+        first: the first displacement.
+        count: number of displacements.
+        step: distance of the displacements.
+        subtract: take absolute differences, else products.
+    """
+
+    kernel: int
+    stride: int
+    origin: tuple[int, int]
+    first: tuple[int, int]
+    count: tuple[int, int]
+    step: int
+    subtract: bool = False
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """All settings in the order of the kernels' arguments."""
+        return (self.kernel, self.stride, *self.origin, *self.first, *self.count, self.step, int(self.subtract))
+
+
+class Border(IntEnum):
+    """What an image has outside its pixels when it is sampled at fractional positions."""
+
+    ZERO = 0
+    """Pixels outside are 0."""
+    INSIDE = 1
+    """Positions outside [0, size - 1] have a fill value. The derivative at a pixel is the mean of both sides'."""
+    REPEAT = 2
+    """Positions outside [0, size) have a fill value. The last pixel is repeated once."""
 
 
 @dataclass(frozen=True)

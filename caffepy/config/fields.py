@@ -63,6 +63,11 @@ _NO_MEANING = {
     "caffepy finds the devices of a host by itself": "SolverParameter.group_id",
     "it names Intel's library": "SolverParameter.engine",
     "Intel Caffe sets it at run time; caffepy's solver always makes the update": "SolverParameter.disabled_update",
+    "FlowNet 2 declares it and does not read it": (
+        "CorrelationParameter.do_abs ResampleParameter.factor AugmentationParameter.write_mean"
+    ),
+    "the layers have a bottom, whose first axis it is": "AugmentationParameter.num",
+    "shapes follow the bottoms in each pass": "LayerParameter.reshape_every_iter",
     "snapshots always have the format that both Caffes read": "SolverParameter.store_blobs_in_old_format",
     "parameters and history are always single precision; the log says so": "SolverParameter.solver_data_type",
     "arithmetic is always in single precision, which is more exact": (

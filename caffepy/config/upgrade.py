@@ -73,6 +73,22 @@ def upgrade_net(param: NetParameter, origin: str) -> None:
     _mark_feature_normalize(param)
     log_ignored_fields(param, origin)
     _warn_about_ignored_transforms(param, origin)
+    find_positions(param)
+
+
+POSITION_TYPES = ("Eltwise", "Concat", "Slice", "Power", "Bias", "Scale", "Split")
+"""Layers whose top holds positions if a bottom does."""
+
+
+def find_positions(param: NetParameter) -> None:
+    """Set ``warp_param.positions`` in Warp layers whose flow is computed from the top of a Grid layer (LiteFlowNet)."""
+    positions: set[str] = set()
+    for layer in param.layer:
+        warps = layer.type == "Warp" and len(layer.bottom) > 1 and not layer.warp_param.HasField("positions")
+        if warps and layer.bottom[1] in positions:
+            layer.warp_param.positions = True
+        holds = layer.type == "Grid" or (layer.type in POSITION_TYPES and not positions.isdisjoint(layer.bottom))
+        positions = positions.union(layer.top) if holds else positions.difference(layer.top)
 
 
 def _mark_feature_normalize(param: NetParameter) -> None:

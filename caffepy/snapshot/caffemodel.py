@@ -283,6 +283,8 @@ def copy_trained_layers(
     for source, target in pairs:
         for index, blob in _stored_parameters(source, target).items():
             values = from_blob_proto(blob, _where(origin, target, index), stored.content)
+            if not same_shape(blob, target.blobs[index].shape) and target.accepts_shape(index, blob_shape(blob)):
+                values = target.convert_shape(index, values.reshape(blob_shape(blob)))
             target.blobs[index].load(values.reshape(target.blobs[index].shape))
         target.convert_loaded(len(source.blobs))
     copied = [source.name for source, target in pairs if target.blobs]
@@ -381,7 +383,7 @@ def _check_layer(source: LayerParameter, target: Layer, origin: str) -> None:
     for index, blob in stored.items():
         mine, where = target.blobs[index], _where(origin, target, index)
         fits = target.fits_by_count and math.prod(blob_shape(blob)) == mine.count
-        if not fits and not same_shape(blob, mine.shape):
+        if not fits and not same_shape(blob, mine.shape) and not target.accepts_shape(index, blob_shape(blob)):
             raise SnapshotError(
                 f"{where}: shape is {format_shape(blob_shape(blob))} there and {format_shape(mine.shape)} in the "
                 "net; rename the layer in the net to learn it from scratch"

@@ -335,6 +335,18 @@ def run_rows(backend: Any) -> None:
     backend.roi_bilinear_backward(bins, samples, places, places, planes, 3)
 
 
+def run_flow(backend: Any) -> None:
+    """Correlation, and sampling at positions."""
+    from caffepy.backend import Border, CorrelationWindow
+
+    x, y, positions = backend.zeros((2, 18, 6, 6)), backend.zeros((2, 9, 6, 6)), backend.zeros((2, 2, 6, 6))
+    window = CorrelationWindow(1, 1, (0, 0), (-1, -1), (3, 3), 1)
+    backend.correlate_forward(x, x, y, window)
+    backend.correlate_backward(y, x, x, x, x, window)
+    backend.sample_forward(x, positions, x, Border.ZERO, 0.0)
+    backend.sample_backward(x, positions, x, x, positions, Border.ZERO)
+
+
 def run_box_loss(backend: Any) -> None:
     """SSD's loss, with mining and without."""
     from caffepy.layers.detection.multibox_loss import PROBLEM, device_settings
@@ -399,6 +411,7 @@ def main() -> int:
     run_recurrent(backend)
     run_input(backend)
     run_rows(backend)
+    run_flow(backend)
     run_box_loss(backend)
     run_formulas(backend)
     Path(sys.argv[1]).write_text(json.dumps(recorder.as_list()))

@@ -53,6 +53,7 @@ ELSEWHERE = {
     "BoxData": "gpu/test_data_layers_gpu.py",
     "Cast": "gpu/test_layers_gpu.py",
     "DenseImageData": "unit/layers/input/test_label_maps.py",
+    "CustomData": "unit/layers/input/test_custom_data.py",
     "HDF5Data": "gpu/test_data_layers_gpu.py",
     "HDF5Output": "unit/layers/input/test_memory.py",
     "ImageLabelmapData": "unit/layers/input/test_label_maps.py",

@@ -17,6 +17,7 @@ import math
 import multiprocessing
 import os
 import re
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -32,6 +33,8 @@ from caffepy.config.filter import filter_net, net_state
 from caffepy.config.load import read_net, read_solver
 from caffepy.config.messages import walk_fields
 from caffepy.config.solver_check import check_values
+from caffepy.config.text import parse_text
+from caffepy.config.upgrade import upgrade_net
 from caffepy.data.skeletons import model_named
 from caffepy.errors import CaffepyError
 from caffepy.layers import LayerContext, layer_class
@@ -51,6 +54,8 @@ NAMED_SIZES = {"mnist": (1, 28, 28), "cifar": (3, 32, 32), "siamese": (2, 28, 28
 LARGEST_IMAGE = 1100
 """Pixels of a side; images of more than twice the size are halved until they fit."""
 IMAGE_AXES = 4
+TEMPLATE_VALUES = {r"\$ADAPTED_\w+": "128", r"\$TARGET_\w+": "120", r"\$SCALE_\w+": "0.9", r"\$[A-Z_]+": '"x"'}
+"""What stands for the names in templates of PWC-Net and LiteFlowNet."""
 
 
 def states_of(param: caffe_pb2.NetParameter) -> list[tuple[int, list[str]]]:
@@ -61,9 +66,21 @@ def states_of(param: caffe_pb2.NetParameter) -> list[tuple[int, list[str]]]:
     return [(phase, [stage]) for phase in sorted(phases) for stage in stages] + [(p, []) for p in sorted(phases)]
 
 
+def read_filled(path: Path) -> caffe_pb2.NetParameter:
+    """Read a net; `$NAME` of a template, which a script replaces, becomes a number that fits."""
+    text = path.read_text(errors="replace")
+    if not re.search(r"^[^#]*\$[A-Z_]+", text, re.MULTILINE):
+        return read_net(path)
+    for pattern, value in TEMPLATE_VALUES.items():
+        text = re.sub(pattern, value, text)
+    param = parse_text(text, caffe_pb2.NetParameter(), str(path))
+    upgrade_net(param, str(path))
+    return param
+
+
 def without_data(path: Path, small: bool = True) -> caffe_pb2.NetParameter:
     """Return the net of a file with an Input layer in place of each data layer; `small`: with small inputs."""
-    param = read_net(path)
+    param = read_filled(path)
     size = next((size for word, size in NAMED_SIZES.items() if word in str(path)), (3, 227, 227))
     if path.parent.name == "siamese":
         size = NAMED_SIZES["siamese"]
@@ -79,6 +96,8 @@ def without_data(path: Path, small: bool = True) -> caffe_pb2.NetParameter:
             _replace_window_file(layer)
         elif layer.type in LABEL_MAPS:
             _replace_maps(layer)
+        elif layer.type == "CustomData":
+            _replace_slices(layer, param)
         elif layer.type == "DetectNetTransformation":
             _replace_coverage(layer)
         elif small and layer.type in ("Input", "DummyData"):
@@ -86,7 +105,22 @@ def without_data(path: Path, small: bool = True) -> caffe_pb2.NetParameter:
         elif layer.type in ("DetectionOutput", "DetectionEvaluate"):
             layer.detection_output_param.ClearField("save_output_param")
             layer.detection_evaluate_param.ClearField("name_size_file")
+    _find_files(param, path)
     return param
+
+
+def _find_files(param: caffe_pb2.NetParameter, path: Path) -> None:
+    """Name files of numbers where they lie beside the net, and a folder of its own for files that layers write."""
+    for layer in param.layer:
+        if layer.type == "PowerFile":
+            layer.power_file_param.shift_file = _beside(path, layer.power_file_param.shift_file)
+        elif layer.type in ("FLOWriter", "ImgWriter"):
+            layer.writer_param.folder = str(Path(tempfile.gettempdir()) / "public_nets")
+    fillers = [one.message for one in walk_fields(param) if isinstance(one.message, caffe_pb2.FillerParameter)]
+    for filler in fillers:
+        if filler.type == "file":
+            filler.file = _beside(path, filler.file)
+            filler.type = "file" if filler.file else "constant"
 
 
 def _mask_channels(param: caffe_pb2.NetParameter, data: caffe_pb2.LayerParameter) -> int:
@@ -99,6 +133,12 @@ def _mask_channels(param: caffe_pb2.NetParameter, data: caffe_pb2.LayerParameter
         if compared & {*layer.top}:
             compared |= {*layer.bottom}
     return 1
+
+
+def _beside(path: Path, name: str) -> str:
+    """Return a file of numbers in a folder of the prototxt, or '' if it is not in the repository."""
+    places = (folder / part for folder in path.parents for part in (name, Path(name).name))
+    return next((str(place) for place in places if place.is_file()), "")
 
 
 def _replace(layer: caffe_pb2.LayerParameter, size: tuple[int, ...], masks: int) -> None:
@@ -183,6 +223,19 @@ def _replace_maps(layer: caffe_pb2.LayerParameter) -> None:
     layer.type = "Input"
     shapes = ([1, 3, height, width], [1, 1, height // factor, width // factor], [1, 1, 1, 2])
     for shape in shapes[: len(layer.top)]:
+        layer.input_param.shape.add(dim=shape)
+
+
+def _replace_slices(layer: caffe_pb2.LayerParameter, net: caffe_pb2.NetParameter) -> None:
+    """FlowNet 2's images, flow and mask, larger than the net's crops."""
+    points, encodings = [0, *layer.data_param.slice_point], list(layer.data_param.encoding)
+    last = {caffe_pb2.DataParameter.UINT16FLOW: 2, caffe_pb2.DataParameter.BOOL1: 1}.get(encodings[-1], 3)
+    channels = [b - a for a, b in zip(points, points[1:], strict=False)] + [last]
+    crops = [other.augmentation_param for other in net.layer] or [caffe_pb2.AugmentationParameter()]
+    sides = [max(100, *(crop.crop_height for crop in crops)) + 16, max(100, *(crop.crop_width for crop in crops)) + 16]
+    layer.type = "Input"
+    for index in range(len(layer.top)):
+        shape = [1, channels[index], *sides] if index < len(channels) else [1, 1, 1, 1]
         layer.input_param.shape.add(dim=shape)
 
 
@@ -388,13 +441,15 @@ def run_all(paths: list[Path], seconds: float, jobs: int) -> dict[Path, Outcome]
 def survey(folder: Path, every: bool, seconds: float, jobs: int) -> Repository:
     """Load, build and run the files of one repository."""
     result = Repository()
-    files = sorted(path for path in folder.rglob("*") if path.suffix in (".prototxt", ".pt", ".txt", ".proto"))
+    files = sorted(
+        path for path in folder.rglob("*") if path.suffix in (".prototxt", ".pt", ".txt", ".proto", ".template")
+    )
     files = [path for path in files if path.is_file()]
     runnable: dict[frozenset[str], list[Path]] = {}
     for path in distinct([path for path in files if kind_of(path) == "net"]):
         result.counts["nets"] += 1
         try:
-            param = read_net(path)
+            param = read_filled(path)
             for layer in param.layer:
                 layer_class(layer.type, f"layer '{layer.name}'")
         except CaffepyError as error:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 from google.protobuf import text_format
 
 from caffepy.backend import RandomStream
-from caffepy.errors import ConfigError
+from caffepy.errors import ConfigError, DataError
 from caffepy.fillers import FILLERS, fill
 from caffepy.proto import caffe_pb2
 
@@ -80,6 +81,24 @@ def test_bilinear_upsamples_by_two():
     assert np.allclose(values, np.outer(line, line))
 
 
+def test_diagonal():
+    values = run("type: 'diagonal' diag_val: 2 diag_val: -4", (3, 4, 2, 2))
+    wanted = np.zeros((3, 4))
+    wanted[[0, 1, 2], [0, 1, 2]] = [0.5, -1, 0.25]
+    assert np.array_equal(values, np.broadcast_to(wanted[..., None, None], values.shape))
+
+
+def test_file(tmp_path: Path):
+    path = tmp_path / "values.txt"
+    path.write_text("1 2.5\n-3e-1 4")
+    assert np.array_equal(run(f"type: 'file' file: '{path}'", (3, 1)), np.array([[1], [2.5], [-0.3]], np.float32))
+    for text, words in ((f"'{path}'", "has 4 numbers, but 6 are needed"), ("'/nowhere/x'", "cannot be read")):
+        with pytest.raises(DataError, match=words):
+            run(f"type: 'file' file: {text}", (6,))
+    with pytest.raises(ConfigError, match="needs file"):
+        run("type: 'file'", (2,))
+
+
 def test_numbers_depend_on_seed_and_stream_alone():
     first = run("type: 'gaussian'")
     assert np.array_equal(first, run("type: 'gaussian'"))
@@ -91,7 +110,7 @@ def test_numbers_depend_on_seed_and_stream_alone():
 @pytest.mark.parametrize("name", list(FILLERS))
 def test_empty_and_scalar_parameters(name):
     assert run(f"type: '{name}'", (0, 3)).size == 0
-    if name != "bilinear":
+    if name not in ("bilinear", "diagonal", "file"):
         assert np.isfinite(run(f"type: '{name}'", ())).all()
 
 
@@ -105,6 +124,7 @@ def test_empty_and_scalar_parameters(name):
         ("type: 'uniform' min: 1 max: 0", SHAPE, "min 1 above max 0"),
         ("type: 'bilinear'", (3, 1, 4, 5), "square kernel"),
         ("type: 'bilinear'", (3, 4), "four axes"),
+        ("type: 'diagonal'", (3,), "two axes or more"),
     ],
 )
 def test_refusals(text, shape, message):

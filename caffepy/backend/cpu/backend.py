@@ -14,6 +14,7 @@ from caffepy.backend.cpu.convolution.plan import CpuConvolution
 from caffepy.backend.cpu.copy import CpuCopy
 from caffepy.backend.cpu.dense import CpuDense, Gemm
 from caffepy.backend.cpu.elementwise import CpuElementwise
+from caffepy.backend.cpu.flow import CpuFlow
 from caffepy.backend.cpu.indexing import CpuIndexing
 from caffepy.backend.cpu.input import CpuInput
 from caffepy.backend.cpu.jit.cpus import cpu_count
@@ -80,6 +81,7 @@ class CpuBackend(
     CpuSoftmax,
     CpuRandom,
     CpuIndexing,
+    CpuFlow,
     CpuRecurrent,
     CpuInput,
     Backend,

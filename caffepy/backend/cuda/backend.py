@@ -29,6 +29,7 @@ from caffepy.backend.cuda.device import (
     import_cudnn,
 )
 from caffepy.backend.cuda.elementwise import CudaElementwise
+from caffepy.backend.cuda.flow import CudaFlow
 from caffepy.backend.cuda.graph import CudaAsyncCopy, CudaEvent, CudaGraph, CudaScalars, CudaTimedEvent
 from caffepy.backend.cuda.indexing import CudaIndexing
 from caffepy.backend.cuda.input import CudaInput
@@ -69,6 +70,7 @@ class CudaBackend(
     CudaSoftmax,
     CudaRandom,
     CudaIndexing,
+    CudaFlow,
     CudaRecurrent,
     CudaDetection,
     CudaInput,

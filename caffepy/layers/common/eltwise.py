@@ -40,9 +40,9 @@ def unstable_product_gradient(x: Each, y: Each, dy: Each) -> Each:
 class EltwiseLayer(Layer):
     """SUM: y = sum of coeff_i * x_i. PROD: y = product of x_i. MAX: y = max x_i. All blobs have one shape.
 
-    MAX passes the gradient to the bottom with the maximum. Of equal bottoms the first one gets it, but of bottoms 0 and
-    1 the second. PROD's gradient is dy times the product of the other bottoms, or dy * y / x_i without
-    `stable_prod_grad`.
+    SUM accepts one bottom, as in FlowNet 2's Caffe. MAX passes the gradient to the bottom with the maximum. Of equal
+    bottoms the first one gets it, but of bottoms 0 and 1 the second. PROD's gradient is dy times the product of the
+    other bottoms, or dy * y / x_i without `stable_prod_grad`.
 
     The top may be the first bottom (in place). The results are then those of the layer with a separate top. (NVIDIA
     Caffe adds in place with `eltwise_mem_sharing`. In place, BVLC Caffe's SUM and MAX overwrite the bottom before they
@@ -57,13 +57,15 @@ class EltwiseLayer(Layer):
     recordable = True
     keeps_labels = True
 
-    bottoms = (2, None)
+    bottoms = (1, None)
     _winner: ScratchBuffer
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom[1:], top)
         self._in_place = top[0] is bottom[0]
         param = self.param.eltwise_param
+        if len(bottom) < 2 and param.operation != _Parameter.SUM:
+            raise self.error("needs two bottoms; with one bottom the operation must be SUM")
         if param.coeff and param.operation != _Parameter.SUM:
             raise self.error("coeff is for operation: SUM only")
         if len(param.coeff) not in (0, len(bottom)):
@@ -106,6 +108,9 @@ class EltwiseLayer(Layer):
         return xs
 
     def _sum(self, xs: list[Array], y: Array) -> None:
+        if len(xs) == 1:
+            self.backend.apply(scaled, (xs[0], self._coefficients[0]), (y,))
+            return
         first, second, *more = self._coefficients
         self.backend.apply(weighted_sum, (xs[0], xs[1], first, second), (y,))
         for x, coefficient in zip(xs[2:], more, strict=True):

@@ -407,6 +407,14 @@ class Layer:
     def convert_loaded(self, stored: int) -> None:
         """Convert the parameters after they were copied from a file that holds `stored` blobs for this layer."""
 
+    def accepts_shape(self, index: int, shape: tuple[int, ...]) -> bool:
+        """Whether a file's values for parameter `index` fit in another shape than the parameter's."""
+        return False
+
+    def convert_shape(self, index: int, values: Any) -> Any:
+        """Return a file's values for parameter `index`, accepted by `accepts_shape`, in the parameter's shape."""
+        raise NotImplementedError
+
     def prefetch_to_device(self, number: int) -> None:
         """Copy the batch of pass `number` to the device. Called before `forward` if `prefetches` is set."""
         raise NotImplementedError
@@ -444,6 +452,9 @@ class Layer:
         if self.backend.holds_values and self.context.run_fillers:
             # Values and gradient in float32, and the filler's values in double precision.
             self.check_memory(16 * blob.count, f"its parameter {format_shape(shape)}")
+            if filler.file:
+                filler = type(filler).FromString(filler.SerializeToString())
+                filler.file = str(self.context.resolve(filler.file))
             values = filling(filler, shape, self.random_stream(len(self.blobs)), where=f"layer '{self.name}'")
             blob.fill_with(values)
         self.blobs.append(blob)

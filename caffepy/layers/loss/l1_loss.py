@@ -10,6 +10,7 @@ from caffepy.layers.core.base import Blobs, register_layer
 from caffepy.layers.core.formulas import identity, product
 from caffepy.layers.core.layout_adapter import LayoutAdapter
 from caffepy.layers.loss.base import ElementLossLayer
+from caffepy.layers.loss.flow_loss import Formula, PixelLoss
 from caffepy.proto import caffe_pb2
 
 _Parameter = caffe_pb2.LossParameter
@@ -50,11 +51,40 @@ def smooth_slope(d: Each, factor: Scalar, sharpness: Scalar) -> Each:
 
 @register_layer("L1Loss")
 class L1LossLayer(ElementLossLayer):
-    """loss = sum of |a - b| / N. da = sign(a - b) / N, db = -da (NVIDIA's `l1_loss_layer.cpp`). Shapes: (N, …)."""
+    """loss = sum of |a - b| / N. da = sign(a - b) / N, db = -da (NVIDIA's `l1_loss_layer.cpp`). Shapes: (N, …).
 
+    With `l1_loss_param`, or with one bottom, which is then the difference d, it is the loss of FlowNet 2's
+    `l1loss_layer.cu` over (N, C, H, W). NaN in d = a - b counts 0 and has no gradient. With `l2_per_location` the loss
+    is the sum over pixels of (sum over channels of d^2 + `epsilon`)^`power` / N. `l2_prescale_by_channels` makes a mean
+    of the sum over channels. Differences, or with l2_per_location lengths, below `plateau` count 0.
+    `normalize_by_num_entries` divides by the number of pixels that are not NaN instead of N.
+
+    Raises:
+        ShapeError: the bottoms' shapes do not fit.
+    """
+
+    bottoms = (1, 2)
     no_gradient_bottoms = frozenset()
 
+    _pixels: PixelLoss | None = None
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        super().setup(bottom, top)
+        if self.param.HasField("l1_loss_param") or len(bottom) == 1:
+            self._pixels = PixelLoss(self, self.param.l1_loss_param.normalize_by_num_entries)
+
+    def _formula(self) -> Formula:
+        param = self.param.l1_loss_param
+        if not param.l2_per_location:
+            return Formula(1, 0, 1, 0, plateau=param.plateau)
+        plateau, mean = param.plateau * param.plateau, param.l2_prescale_by_channels
+        return Formula(2, 0, param.power, param.epsilon, mean, sum_plateau=plateau)
+
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        if self._pixels is not None:
+            self._pixels.reshape(bottom, top)
+            self._divisor = self._pixels.divisor
+            return
         super().reshape(bottom, top)
         self._difference = self.scratch("difference", bottom[0].shape)
 
@@ -67,6 +97,9 @@ class L1LossLayer(ElementLossLayer):
         return d
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
+        if self._pixels is not None:
+            self._pixels.forward(self._formula(), bottom, top)
+            return
         self.backend.reduce(magnitude, (self._subtract(bottom), self._factor()), (top[0].data,))
 
     def slope(self, dx: Array, factor: float) -> None:
@@ -74,6 +107,9 @@ class L1LossLayer(ElementLossLayer):
         self.backend.apply(direction, (self._difference.array, factor), (dx,))
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        if self._pixels is not None:
+            self._pixels.backward(self._formula(), top, propagate_down, bottom)
+            return
         factor = self.weight() * self._factor()
         if propagate_down[0]:
             self.slope(bottom[0].diff, factor)

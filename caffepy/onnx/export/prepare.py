@@ -20,7 +20,7 @@ from caffepy.net.memory_plan import with_batch
 from caffepy.proto import caffe_pb2
 from caffepy.snapshot.caffemodel import read_caffemodel
 
-_ONLY_FOR_TRAINING = frozenset({"Accuracy", "DetectionEvaluate", "HDF5Output"})
+_ONLY_FOR_TRAINING = frozenset({"Accuracy", "DetectionEvaluate", "FLOWriter", "HDF5Output", "ImgWriter"})
 """Layers without a loss that no net for inference needs."""
 
 

@@ -9,6 +9,7 @@ from primitive_checks.batch_norm import *  # noqa: F403 -- the tests
 from primitive_checks.convolution import *  # noqa: F403
 from primitive_checks.dense import *  # noqa: F403
 from primitive_checks.elementwise import *  # noqa: F403
+from primitive_checks.flow import *  # noqa: F403
 from primitive_checks.indexing import *  # noqa: F403
 from primitive_checks.input import *  # noqa: F403
 from primitive_checks.memory import *  # noqa: F403

@@ -11,7 +11,7 @@ from caffepy.backend.interface import Backend
 from caffepy.backend.meta import SETUP, MetaArray, MetaBackend
 from caffepy.backend.types import BatchNormState, RandomStream, SparseMatrix
 
-NUMBERS = {"value", "axis", "accumulate", "transpose_a", "transpose_b", "window", "relu",
+NUMBERS = {"value", "axis", "border", "fill", "accumulate", "transpose_a", "transpose_b", "window", "relu",
            "elements", "ratio", "stream", "counter", "ignore_label", "smoothing", "higher_wins", "scale", "geometry",
            "expression", "host", "self"}  # fmt: skip
 WITHOUT_ARRAYS = {"activate", "synchronize", "close", "device_description", "zeros", "plan_convolution", "to_host",

@@ -53,8 +53,8 @@ def test_a_net_is_read_with_its_comments_lists_and_floats() -> None:
             r"has it, give .* --proto FILE or caffepy\.register_proto\(path\)",
         ),
         (
-            "layer { st_param { } type: 'SpatialTransformer' }",
-            r"'st_param' .*, in a layer of type 'SpatialTransformer'; if",
+            "layer { nms_box_param { } type: 'NmsBox' }",
+            r"'nms_box_param' .*, in a layer of type 'NmsBox'; if",
         ),
         ('layer { type: "Deconvolution" convolutoin_param { } }', r"did you mean 'convolution_param'\?$"),
         ("layer { blobs_lr: 1 }", r"unknown field 'blobs_lr' of LayerParameter; .*; write param { lr_mult: 1 }, one"),

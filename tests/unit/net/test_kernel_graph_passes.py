@@ -112,6 +112,13 @@ ALONE = [
     ("Slice", "top: 'other' slice_param { axis: 2 slice_point: 2 }"),
     *[("Softmax", f"softmax_param {{ axis: {axis} }}") for axis in (1, 2, -1)],
     ("Split", "top: 'other'"),
+    ("Correlation", "bottom: 'data' correlation_param { pad: 1 kernel_size: 1 max_displacement: 1 }"),
+    ("Resample", "resample_param { height: 4 width: 7 }"),
+    ("Downsample", "downsample_param { top_height: 3 top_width: 4 }"),
+    ("ChannelNorm", ""),
+    ("ExpMax", ""),
+    ("Mean", "mean_param { operation: SUBTRACT value: 0.5 }"),
+    ("PowerFile", ""),
 ]  # fmt: skip
 BY_OTHERS = [
     ("Embed", "bottom: 'numbers' embed_param { input_dim: 7 num_output: 4 weight_filler { type: 'gaussian' } }"),
@@ -120,9 +127,12 @@ BY_OTHERS = [
     ("Bias", "bottom: 'data' bottom: 'factors' bias_param { axis: 0 }"),
     ("ROIPooling", "bottom: 'data' bottom: 'regions' roi_pooling_param { pooled_h: 2 pooled_w: 2 spatial_scale: 1 }"),
     ("Upsample", "bottom: 'data' bottom: 'mask' upsample_param { scale: 2 }"),
+    ("Warp", "bottom: 'data' bottom: 'flow'"),
+    ("SpatialTransformer", "bottom: 'data' bottom: 'theta'"),
 ]
 """Layers whose first bottom is no image, or whose second one holds numbers of pixels, rows or samples."""
-SHAPES = {"data": (2, 3, 4, 4), "factors": (2, 3), "numbers": (2, 5), "regions": (4, 5), "mask": (2, 3, 4, 4)}
+SHAPES = {"data": (2, 3, 4, 4), "factors": (2, 3), "numbers": (2, 5), "regions": (4, 5), "mask": (2, 3, 4, 4),
+          "flow": (2, 2, 4, 4), "theta": (2, 6)}  # fmt: skip
 
 
 def others(seed: int) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from caffepy.onnx.fold import fold_batch_norms, with_parameters
 from caffepy.onnx.libraries import run_model
 from caffepy.proto import caffe_pb2
 
-IMAGE, VECTOR = (2, 6, 7, 5), (3, 8)
 CLIP, CONV3D = (2, 3, 5, 7, 6), "num_output: 2 kernel_size: 3 kernel_depth: 2"
+IMAGE, FLOW, VECTOR = (2, 6, 7, 5), (2, 2, 7, 5), (3, 8)
 CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ('type: "ReLU"', (IMAGE,)),
     ('type: "ReLU" relu_param { negative_slope: 0.1 }', (IMAGE,)),
@@ -155,6 +155,26 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ('type: "Interp" interp_param { shrink_factor: 2 pad_beg: -1 }', (IMAGE,)),
     ('type: "Interp" interp_param { height: 1 width: 3 }', (IMAGE,)),
     ('type: "Upsample" upsample_param { scale: 3 }', (IMAGE,)),
+    ('type: "NegSquare"', (IMAGE,)),
+    ('type: "ChannelNorm"', (IMAGE,)),
+    ('type: "ExpMax" expmax_param { base: 2 scale: -0.5 shift: 1 }', (IMAGE,)),
+    ('type: "Mean" mean_param { operation: SUBTRACT value: 0.5 value: 2 output_scale: 3 }', (IMAGE,)),
+    ('type: "PowerFile"', (IMAGE,)),
+    ('type: "Correlation" correlation_param { pad: 3 kernel_size: 3 max_displacement: 2 stride_1: 2 stride_2: 2 }',
+     (IMAGE, IMAGE)),
+    ('type: "Correlation" correlation_param { pad: 2 kernel_size: 1 max_displacement: 2 }', (IMAGE, IMAGE)),
+    ('type: "Correlation" correlation_param { kernel_size: 1 max_displacement: 1 correlation_type: SUBTRACT }',
+     (IMAGE, IMAGE)),
+    ('type: "Correlation1D" correlation_param { pad: 2 kernel_size: 1 max_displacement: 2 single_direction: -1 }',
+     (IMAGE, IMAGE)),
+    ('type: "Warp"', (IMAGE, FLOW)),
+    ('type: "Warp" warp_param { positions: true }', (IMAGE, (2, 2, 4, 5))),
+    ('type: "FlowWarp"', (IMAGE, FLOW)),
+    ('type: "Grid"', (IMAGE,)),
+    ('type: "SpatialTransformer" st_param { output_H: 3 output_W: 4 theta_1_2: 0.2 }', (IMAGE, (2, 5))),
+    ('type: "Resample" resample_param { height: 9 width: 3 }', (IMAGE,)),
+    ('type: "Resample" resample_param { height: 3 width: 4 type: CUBIC }', (IMAGE,)),
+    ('type: "Downsample" downsample_param { top_height: 3 top_width: 4 }', (IMAGE,)),
     ('type: "ROIPooling" roi_pooling_param { pooled_h: 2 pooled_w: 3 }', (IMAGE, (2, 5))),
     ('type: "ROIPooling" roi_pooling_param { pooled_h: 2 pooled_w: 3 pad_ratio: 1.5 }', (IMAGE, (2, 5, 1, 1))),
     ('type: "MaskPooling"', ((2, 3, 4, 5), (2, 1, 4, 5))),
