@@ -1,11 +1,13 @@
 """Nets from public repositories without their data: each data layer becomes an Input layer of the right shape.
 
     python tests/support/public_nets.py FOLDER [--repository NAME] [--all] [--jobs N] [--seconds S]
+    python tests/support/public_nets.py FILE --times [--gpu 0]
 
 FOLDER has one folder per repository with its prototxt files. The program prints for each repository how many distinct
 nets it has, how many of them load, and of the nets that are run how many build and run forward (TRAIN nets backward
 too), how many distinct solvers are accepted, and the message of each failure. Of nets with the same layer types and
-fields one is run; `--all` runs every net. Each net runs in a process of its own, for `--seconds` at most.
+fields one is run; `--all` runs every net. Each net runs in a process of its own, for `--seconds` at most. `--times`
+times the forward pass of nets, and with `--gpu` compares the outputs of a GPU with the CPU's.
 """
 
 from __future__ import annotations
@@ -293,15 +295,39 @@ def _fill_labels(values: np.ndarray, images: tuple[int, ...]) -> None:
         values[:, :, row, column] = [1, width / 2, height / 2, width / 4, height / 4, 0.7]
 
 
-def non_finite_blobs(net: Net) -> list[str]:
-    """What is not finite after a pass: outputs and gradients of parameters."""
-    found = [name for name, blob in net.outputs.items() if not np.isfinite(blob.host_data().astype("f")).all()]
-    for layer in net.layers:
-        for blob, learned in zip(layer.blobs, layer.propagate_to_params, strict=True):
-            diff = net.context.backend.to_host(blob.diff).astype("f") if learned and blob.gradient_started else None
-            if diff is not None and not math.isfinite(float(np.abs(diff).sum())):
-                found.append(f"gradient of {blob.name}")
-    return found
+def times_of(path: Path, gpu: int | None) -> str:
+    """Time the net's forward pass in TEST with made-up parameters; on a GPU too, whose outputs are compared.
+
+    Returns:
+        Seconds of the third pass on each, and the largest difference between their outputs, relative to the largest
+        value of the output.
+    """
+    param = without_data(path, small=False)
+    seconds, outputs, parameters = [], [], []
+    for device in (None, gpu) if gpu is not None else (None,):
+        backend = create_backend(device)
+        with backend.activate():
+            net = Net(param, LayerContext(backend, phase=caffe_pb2.TEST), net_state(caffe_pb2.TEST, param.state))
+            fill_inputs(net)
+            blobs = [blob for layer in net.layers for blob in layer.blobs]
+            if device is None:
+                parameters = [blob.host_data() for blob in blobs]
+            for blob, values in zip(blobs, parameters, strict=True):
+                backend.from_host(values, blob.data)
+            for _ in range(3):
+                begin = time.monotonic()
+                net.forward()
+                outputs.append({name: blob.host_data().astype("f") for name, blob in net.outputs.items()})
+                seconds.append(time.monotonic() - begin)
+        backend.close()
+    line = f"CPU {seconds[2]:.3f} s"
+    if gpu is not None:
+        apart = [
+            float(np.abs(one - other).max() / max(np.abs(one).max(), 1e-30)) if one.shape == other.shape else math.inf
+            for one, other in zip(outputs[2].values(), outputs[5].values(), strict=True)
+        ]
+        line += f", GPU {seconds[5]:.4f} s, largest difference {max(apart, default=0):.2g}"
+    return line
 
 
 # -- the program -----------------------------------------------------------------------------------------
@@ -490,7 +516,16 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="run every net")
     parser.add_argument("--jobs", type=int, default=2, help="nets at a time (2)")
     parser.add_argument("--seconds", type=float, default=120, help="longest run of a net (120)")
+    parser.add_argument("--times", action="store_true", help="time single nets; FOLDER is a prototxt or has some")
+    parser.add_argument("--gpu", type=int, help="with --times: compare with this GPU")
     options = parser.parse_args()
+    if options.times:
+        for path in [options.folder] if options.folder.is_file() else sorted(options.folder.rglob("*.prototxt")):
+            try:
+                print(f"{path}: {times_of(path, options.gpu)}", flush=True)
+            except CaffepyError as error:
+                print(f"{path}: {error}", flush=True)
+        return
     total: Counter[str] = Counter()
     print(f"{'repository':52}" + "".join(f"{name:>9}" for name in COLUMNS))
     for folder in sorted(path for path in options.folder.iterdir() if path.is_dir()):
