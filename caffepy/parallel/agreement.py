@@ -43,9 +43,7 @@ from caffepy.solvers import Solver
 Description: TypeAlias = "dict[str, str]"
 """A rank's fields, as messages call them, and their values; compared in this order."""
 
-_PATH = re.compile(
-    r".*(source|file|file_name|folder|directory|prefix)|(train_|test_)?net|weights|deploy|model|calibrator"
-)
+_PATH = re.compile(r".*(source|file|file_name|folder|directory|prefix)|(train_|test_)?net|weights|deploy|calibrator")
 """Names of string fields that name a file or folder, which may differ from host to host."""
 _OF_THE_ROOT = frozenset({"random_seed"})
 _OF_THE_HOST = frozenset({"device_id", "device_ids", "solver_mode"})

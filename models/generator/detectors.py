@@ -51,9 +51,9 @@ def voc_data(net: Builder, batch: int, expand: float, **transform: Any) -> None:
         {"sampler": SAMPLER, "sample_constraint": constraint, "max_sample": 1, "max_trials": 50}
         for constraint in CONSTRAINTS
     ]
-    train = transform | {"mirror": True, "resize_param": resize | {"interp_mode": modes}, "distort_param": DISTORT}
+    train = transform | {"mirror": True, "resize_param": [resize | {"interp_mode": modes}], "distort_param": DISTORT}
     train |= {"emit_constraint": {"emit_type": "CENTER"}, "expand_param": {"prob": 0.5, "max_expand_ratio": expand}}
-    test = transform | {"resize_param": resize | {"interp_mode": modes[:1]}}
+    test = transform | {"resize_param": [resize | {"interp_mode": modes[:1]}]}
     net.data(
         _annotated(train, samplers, {"source": "voc0712_trainval_lmdb", "batch_size": batch, "backend": "LMDB"}),
         _annotated(test, [{}], {"source": "voc07_test_lmdb", "batch_size": 8, "backend": "LMDB"}),

@@ -250,6 +250,8 @@ class ReorgLayer(RearrangingLayer):
         ShapeError: stride^2 does not divide C, or without `reverse` the stride does not divide H and W.
     """
 
+    recordable = False  # NumPy copies its six axes on the CPU
+
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         super().setup(bottom, top)
         if not self.param.reorg_param.stride:

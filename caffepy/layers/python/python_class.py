@@ -57,10 +57,10 @@ def find_class(module_name: str, class_name: str, resolve: Callable[[str], Path]
     """
     with _lock:
         module = _import(module_name, resolve, where)
-    cls = getattr(module, class_name, None)
+    cls, file = getattr(module, class_name, None), getattr(module, "__file__", "without a file")
     if cls is None:
-        raise ConfigError(f"{where}: module '{module_name}' ({module.__file__}) has no class '{class_name}'")
-    check_methods(cls, f"{where}: class '{class_name}' of {module.__file__}")
+        raise ConfigError(f"{where}: module '{module_name}' ({file}) has no class '{class_name}'")
+    check_methods(cls, f"{where}: class '{class_name}' of {file}")
     return cls
 
 

@@ -13,7 +13,7 @@ from caffepy.backend.types import BatchNormState, RandomStream, SparseMatrix
 
 NUMBERS = {"value", "axis", "border", "fill", "accumulate", "transpose_a", "transpose_b", "window", "relu",
            "elements", "ratio", "stream", "counter", "ignore_label", "smoothing", "higher_wins", "scale", "geometry",
-           "expression", "host", "self"}  # fmt: skip
+           "expression", "host", "group", "self"}  # fmt: skip
 WITHOUT_ARRAYS = {"activate", "synchronize", "close", "device_description", "zeros", "plan_convolution", "to_host",
                   "device_scalars", "record_event", "record_timed_event", "device_timer", "copy_to_host_async", "view",
                   "flat", "reshaped"}  # fmt: skip

@@ -119,6 +119,11 @@ ALONE = [
     ("ExpMax", ""),
     ("Mean", "mean_param { operation: SUBTRACT value: 0.5 }"),
     ("PowerFile", ""),
+    *[("BN", f"bn_param {{ {more} }}") for more in ("", "bn_mode: INFERENCE")],
+    *[(kind, "") for kind in ("SeLUDropout", "Gather", "Scatter")],
+    ("Reverse", "reverse_param { axis: 2 }"),
+    ("Flip", "flip_param { flip_height: true }"),
+    ("Transpose", "transpose_param { dim: 1 dim: 0 dim: 3 dim: 2 }"),
 ]  # fmt: skip
 BY_OTHERS = [
     ("Embed", "bottom: 'numbers' embed_param { input_dim: 7 num_output: 4 weight_filler { type: 'gaussian' } }"),
@@ -129,10 +134,19 @@ BY_OTHERS = [
     ("Upsample", "bottom: 'data' bottom: 'mask' upsample_param { scale: 2 }"),
     ("Warp", "bottom: 'data' bottom: 'flow'"),
     ("SpatialTransformer", "bottom: 'data' bottom: 'theta'"),
+    ("ROIAlign", "bottom: 'data' bottom: 'regions' roi_pooling_param { pooled_h: 2 pooled_w: 2 spatial_scale: 1 }"),
+    ("ROIWarping", "bottom: 'data' bottom: 'regions' roi_warping_param { pooled_h: 2 pooled_w: 2 }"),
+    (
+        "PSROIAlign",
+        "bottom: 'data' bottom: 'regions' psroi_align_param { output_dim: 3 group_size: 1 spatial_scale: 1 }",
+    ),
+    ("MaskPooling", "bottom: 'data' bottom: 'masks'"),
+    ("MaskResize", "bottom: 'masks' mask_resize_param { output_height: 3 output_width: 7 }"),
+    ("Pooling3D", "bottom: 'clip' pooling_param { kernel_size: 2 kernel_depth: 2 }"),
 ]
 """Layers whose first bottom is no image, or whose second one holds numbers of pixels, rows or samples."""
 SHAPES = {"data": (2, 3, 4, 4), "factors": (2, 3), "numbers": (2, 5), "regions": (4, 5), "mask": (2, 3, 4, 4),
-          "flow": (2, 2, 4, 4), "theta": (2, 6)}  # fmt: skip
+          "flow": (2, 2, 4, 4), "theta": (2, 6), "masks": (2, 1, 4, 4), "clip": (2, 3, 4, 4, 4)}  # fmt: skip
 
 
 def others(seed: int) -> dict[str, Any]:

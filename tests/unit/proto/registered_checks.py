@@ -15,8 +15,8 @@ from pathlib import Path
 import caffepy
 
 INPUT = 'layer { name: "d" type: "Input" top: "d" input_param { shape { dim: 1 dim: 2 dim: 4 dim: 4 } } }'
-FOCAL = INPUT + 'layer { name: "f" type: "Focal" bottom: "d" top: "f" note: "n" focal_param { alpha: 0.5 } }'
-OLD = 'input: "d" input_dim: [1, 1, 2, 2] layers { name: "f" type: FOCAL bottom: "d" top: "f" focal_param { } }'
+FOCAL = INPUT + 'layer { name: "f" type: "Blurred" bottom: "d" top: "f" note: "n" blurred_param { alpha: 0.5 } }'
+OLD = 'input: "d" input_dim: [1, 1, 2, 2] layers { name: "f" type: BLURRED bottom: "d" top: "f" blurred_param { } }'
 
 
 def pooling(method: str, more: str = "") -> str:
@@ -78,7 +78,7 @@ def check_binary_files() -> None:
     import caffe
     from caffe.proto import caffe_pb2
 
-    layer = caffe_pb2.LayerParameter(name="f", focal_param={"alpha": 2})
+    layer = caffe_pb2.LayerParameter(name="f", blurred_param={"alpha": 2})
     assert b"\xd2\x06\x05\x0d" in layer.SerializeToString()  # field 106, which caffepy uses for another message
     assert layer.DESCRIPTOR.fields_by_name["convolution_param"].number >= 100_000
     assert pickle.loads(pickle.dumps(layer)) == layer
@@ -88,7 +88,7 @@ def check_binary_files() -> None:
     assert (net.forward()["f"] == 2).all()
     net.save("f.caffemodel")
     read = caffe_pb2.NetParameter.FromString(Path("f.caffemodel").read_bytes())
-    assert [(layer.type, layer.focal_param.alpha) for layer in read.layer][1] == ("Focal", 0.5)
+    assert [(layer.type, layer.blurred_param.alpha) for layer in read.layer][1] == ("Blurred", 0.5)
     net.copy_from("f.caffemodel")
 
 
@@ -97,13 +97,13 @@ def check_scripts() -> None:
 
     n = caffe.NetSpec()
     n.d = caffe.layers.Input(shape={"dim": [1, 2]})
-    n.f = caffe.layers.Focal(n.d, alpha=3)
-    assert n.to_proto().layer[1].focal_param.alpha == 3
+    n.f = caffe.layers.Blurred(n.d, alpha=3)
+    assert n.to_proto().layer[1].blurred_param.alpha == 3
 
 
 def check_children() -> None:
     assert os.environ["CAFFEPY_PROTO"] == os.path.abspath("fork.proto")
-    program = "from caffepy.proto.caffe_pb2 import LayerParameter as L; print(L().focal_param.alpha)"
+    program = "from caffepy.proto.caffe_pb2 import LayerParameter as L; print(L().blurred_param.alpha)"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "0.25\n"
 
 

@@ -16,31 +16,31 @@ from caffepy.proto.registration import fork_schema, register_proto
 FORK = """
 package caffe;
 message LayerParameter {
-  optional FocalParameter focal_param = 106;  // convolution_param of other Caffes
+  optional BlurredParameter blurred_param = 106;  // convolution_param of other Caffes
   optional string note = 103;
   optional int32 rank = 104 [default = 3];
 }
-message FocalParameter { optional float alpha = 1 [default = 0.25]; }
+message BlurredParameter { optional float alpha = 1 [default = 0.25]; }
 message PoolingParameter { enum PoolMethod { MEAN = 0; MAX = 1; MEDIAN = 2; } }
 message SolverParameter { optional float wobble = 3000; optional bool test_initialization = 32; }
 message NetParameter { optional string owner = 3001; }
-message V1LayerParameter { enum LayerType { FOCAL = 999; } optional FocalParameter focal_param = 999; }
+message V1LayerParameter { enum LayerType { BLURRED = 999; } optional BlurredParameter blurred_param = 999; }
 """
 PLUGIN = """
 import caffepy
 
-class Focal:
+class Blurred:
     def setup(self, bottom, top):
-        print("alpha", self.param.focal_param.alpha, self.type if hasattr(self, "type") else "")
+        print("alpha", self.param.blurred_param.alpha, self.type if hasattr(self, "type") else "")
     def reshape(self, bottom, top):
         top[0].reshape(*bottom[0].shape)
     def forward(self, bottom, top):
-        top[0].data[...] = bottom[0].data * self.param.focal_param.alpha
+        top[0].data[...] = bottom[0].data * self.param.blurred_param.alpha
     def backward(self, top, propagate_down, bottom):
-        bottom[0].diff[...] = top[0].diff * self.param.focal_param.alpha
+        bottom[0].diff[...] = top[0].diff * self.param.blurred_param.alpha
 
-caffepy.register_layer("Focal", Focal)
-caffepy.register_layer("FOCAL", Focal)
+caffepy.register_layer("Blurred", Blurred)
+caffepy.register_layer("BLURRED", Blurred)
 """
 INPUT = 'layer { name: "d" type: "Input" top: "d" input_param { shape { dim: 1 dim: 2 dim: 4 dim: 4 } } }'
 
@@ -70,7 +70,7 @@ def test_a_registered_schema(folder: Path) -> None:
 
 def test_options_of_a_command(folder: Path) -> None:
     (folder / "net.prototxt").write_text(
-        INPUT + ' layer { name: "f" type: "Focal" bottom: "d" top: "f" focal_param { alpha: 3 } }'
+        INPUT + ' layer { name: "f" type: "Blurred" bottom: "d" top: "f" blurred_param { alpha: 3 } }'
     )
     command = ("-m", "caffepy", "time", "--model", "net.prototxt", "--cpu", "--iterations", "1")
     said = run(folder, *command, "-proto=fork.proto", "--plugin", "focal.py", CAFFEPY_PROTO="other.proto")
@@ -78,7 +78,7 @@ def test_options_of_a_command(folder: Path) -> None:
     said = run(folder, *command, "--plugin", "focal", CAFFEPY_PROTO=str(folder / "fork.proto"))
     assert "alpha 3.0" in said
     said = run(folder, *command, "--proto", "fork.proto", status=2)
-    assert "net.prototxt:1: layer 'f': unknown layer type 'Focal'; if a Caffe fork" in said
+    assert "net.prototxt:1: layer 'f': unknown layer type 'Blurred'; if a Caffe fork" in said
     (folder / "fork.proto").write_text("message M {\n optional X x = 1; }")
     said = run(folder, *command, "--proto", "fork.proto", status=2)
     assert "fork.proto:2: field 'x' of M has the type 'X', which the file does not define" in said
