@@ -7,7 +7,16 @@ from numpy.typing import NDArray
 
 from caffepy.data.transforms.pixel_boxes import EXACT, WHOLE, PixelBoxes, paired_overlaps
 from caffepy.layers.core.base import Blobs, Layer, register_layer
-from caffepy.layers.detection.anchor_maps import AnchorMaps, read_labels
+from caffepy.layers.detection.anchor_maps import (
+    BOX,
+    AnchorMaps,
+    check_classes,
+    check_group,
+    check_map,
+    ignored_label,
+    read_group,
+    read_map,
+)
 from caffepy.layers.detection.boxes import Rows
 from caffepy.layers.detection.pixel_boxes import Anchors, read_anchors, read_limits, read_normalisation
 from caffepy.proto import caffe_pb2
@@ -16,7 +25,6 @@ _NONE = -1.0
 """The result if nothing was counted."""
 _GIVEN_OVERLAP = np.float32(0.975)
 """Overlap from which a region is the object itself and BboxAccuracy leaves it out."""
-_BOX = 4
 
 
 class AnchorAccuracyLayer(Layer):
@@ -28,8 +36,7 @@ class AnchorAccuracyLayer(Layer):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.settings
-        if param.cls_num < 2 or (param.objectness and param.cls_num != 2):
-            raise self.error("needs cls_num, at least 2, and 2 with objectness")
+        check_classes(self, param)
         self._normalisation = read_normalisation(self)
         self._limits = read_limits(self, param.field_xyr, param.field_whr)
         self._anchors = self.read_anchors()
@@ -70,8 +77,8 @@ class AnchorAccuracyLayer(Layer):
             self.backend.from_host(scores[2:].reshape(1, 1, 1, 1), top[1].data)
 
     def _ignored(self, labels: NDArray[np.int64]) -> NDArray[np.bool_]:
-        param = self.param.loss_param
-        return labels == param.ignore_label if param.HasField("ignore_label") else np.zeros(labels.shape, bool)
+        ignored = ignored_label(self.param.loss_param)
+        return np.zeros(labels.shape, bool) if ignored is None else labels == ignored
 
     def _accuracies(self, maps: AnchorMaps) -> tuple[float, float]:
         """Return the fraction of hits of all positions that count, and of objects."""
@@ -124,21 +131,16 @@ class DetectionAccuracyLayer(AnchorAccuracyLayer):
 
     def read_anchors(self) -> Anchors:
         param = self.settings
-        if param.coord_num != _BOX or not 0 < param.top_k <= param.cls_num:
+        if param.coord_num != BOX or not 0 < param.top_k <= param.cls_num:
             raise self.error(f"coord_num is {param.coord_num}, not 4, or top_k {param.top_k} is not from 1 to cls_num")
         return read_anchors(self, param.field_w, param.field_h, param.downsample_rate, "downsample_rate")
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        shape, channels = bottom[0].shape, self.settings.cls_num + _BOX
-        if len(shape) != 4 or shape[1] != channels or bottom[1].shape != (shape[0], 6, *shape[2:]):
-            raise self.shape_error(f"needs maps (N, {channels}, H, W) and labels (N, 6, H, W)", *bottom)
+        check_map(self, self.settings, bottom)
         self.shape_tops(top)
 
     def maps(self, bottom: Blobs) -> AnchorMaps:
-        values, labels = (self.backend.to_host(blob.data) for blob in bottom)
-        classes = self.settings.cls_num
-        parts = (values[:, None, :classes], values[:, None, classes:])
-        return read_labels(self, self.param.bottom[1], *parts, labels[:, None], classes, self.settings.objectness)
+        return read_map(self, self.settings, bottom)
 
     def hits(self, scores: Rows, labels: NDArray[np.int64]) -> NDArray[np.bool_]:
         own = np.take_along_axis(scores, np.clip(labels, 0, scores.shape[2] - 1)[:, :, None], 2)
@@ -176,21 +178,11 @@ class DetectionGroupAccuracyLayer(AnchorAccuracyLayer):
         )
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        shape, kinds, classes = bottom[0].shape, len(self._anchors.widths), self.settings.cls_num
-        wanted = [(shape[0], channels, *shape[2:]) for channels in (classes, _BOX, 6)] if len(shape) == 4 else []
-        if [blob.shape for blob in bottom] != wanted or shape[0] % kinds:
-            raise self.shape_error(
-                f"needs scores (N * {kinds}, {classes}, H, W), offsets (N * {kinds}, 4, H, W) and labels "
-                f"(N * {kinds}, 6, H, W)", *bottom,
-            )  # fmt: skip
+        check_group(self, self.settings, len(self._anchors.widths), bottom)
         self.shape_tops(top)
 
     def maps(self, bottom: Blobs) -> AnchorMaps:
-        values = [self.backend.to_host(blob.data) for blob in bottom]
-        kinds = len(self._anchors.widths)
-        scores, offsets, labels = (v.reshape(-1, kinds, *v.shape[1:]) for v in values)
-        classes = self.settings.cls_num
-        return read_labels(self, self.param.bottom[2], scores, offsets, labels, classes, self.settings.objectness)
+        return read_group(self, self.settings, len(self._anchors.widths), bottom)
 
     def hits(self, scores: Rows, labels: NDArray[np.int64]) -> NDArray[np.bool_]:
         found: NDArray[np.bool_] = scores.argmax(2) == labels
@@ -227,7 +219,7 @@ class BboxAccuracyLayer(Layer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         rows = [blob.shape[0] if blob.shape else 0 for blob in bottom]
         columns = [blob.count // max(count, 1) for blob, count in zip(bottom, rows, strict=True)]
-        valid = columns[0] == 8 if not self._aware else columns[0] % _BOX == 0
+        valid = columns[0] == 8 if not self._aware else columns[0] % BOX == 0
         if len(set(rows)) != 1 or not valid or (rows[0] and columns[1:] != [5, 6]):
             raise self.shape_error("needs predictions (R, 4 C), regions (R, 5) and objects (R, 6)", *bottom)
         for blob in top:
@@ -249,7 +241,7 @@ class BboxAccuracyLayer(Layer):
         if not len(rows):
             return _NONE, _NONE
         labels = objects[rows, 0].astype(np.int64)
-        columns = _BOX * (labels if self._aware else np.minimum(labels, 1))[:, None] + np.arange(_BOX)
+        columns = BOX * (labels if self._aware else np.minimum(labels, 1))[:, None] + np.arange(BOX)
         if columns.max() >= predictions.shape[1]:
             raise self.data_error(f"'{self.param.bottom[2]}' has the class {labels.max()}, which has no prediction")
         offsets = self._normalisation.undo(predictions[rows[:, None], columns])

@@ -1,4 +1,7 @@
-"""The labels of maps of anchors (ImageGtData, DetectionData) beside the maps that predict them."""
+"""Maps of anchors: their scores and offsets in the bottoms of losses and accuracies, with the labels of data layers.
+
+MS-CNN has one anchor at each position, with scores and offsets in one bottom; Cascade R-CNN has groups of anchors.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.layers.core.base import Layer
+from caffepy.layers.core.base import Blobs, Layer
 from caffepy.layers.detection.boxes import Rows
+from caffepy.proto import caffe_pb2
+
+BOX = 4
+Settings = (
+    caffe_pb2.DetectionLossParameter
+    | caffe_pb2.DetectionGroupLossParameter
+    | caffe_pb2.DetectionAccuracyParameter
+    | caffe_pb2.DetectionGroupAccuracyParameter
+)
+"""The messages that have cls_num and objectness."""
 
 
 @dataclass(frozen=True)
@@ -40,32 +53,95 @@ class AnchorMaps:
         return np.minimum(self.labels, 1) if objectness else self.labels
 
 
-def read_labels(
-    layer: Layer, blob: str, scores: Rows, predictions: Rows, labels: Rows, classes: int, objectness: bool
-) -> AnchorMaps:
-    """Return the maps with labels (N, K, 6, H, W) of the blob `blob`.
+def check_classes(layer: Layer, settings: Settings) -> None:
+    """Check cls_num.
+
+    Raises:
+        ConfigError: there are fewer than 2 classes, or not 2 with objectness.
+    """
+    if settings.cls_num < 2 or (settings.objectness and settings.cls_num != 2):
+        raise layer.error("needs cls_num, at least 2, and 2 with objectness")
+
+
+def ignored_label(param: caffe_pb2.LossParameter) -> int | None:
+    """Return ignore_label, None if it is not given."""
+    return param.ignore_label if param.HasField("ignore_label") else None
+
+
+# -- one anchor at each position -----------------------------------------------------------------------
+
+
+def check_map(layer: Layer, settings: Settings, bottom: Blobs) -> None:
+    """Check the shapes of scores and offsets (N, C + 4, H, W) and labels (N, 6, H, W).
+
+    Raises:
+        ShapeError: they are others.
+    """
+    shape, channels = bottom[0].shape, settings.cls_num + BOX
+    if len(shape) != 4 or shape[1] != channels or bottom[1].shape != (shape[0], 6, *shape[2:]):
+        raise layer.shape_error(f"needs maps (N, {channels}, H, W) and labels (N, 6, H, W)", *bottom)
+
+
+def read_map(layer: Layer, settings: Settings, bottom: Blobs) -> AnchorMaps:
+    """Return the values of the bottoms that `check_map` checks; without images if the backend holds no values.
+
+    Raises:
+        DataError: a label is outside the classes.
+    """
+    values, labels = (layer.backend.to_host(blob.data) for blob in bottom)
+    if not layer.backend.holds_values:
+        return AnchorMaps.empty()
+    classes = settings.cls_num
+    return _with_labels(layer, settings, values[:, None, :classes], values[:, None, classes:], labels[:, None])
+
+
+# -- groups of anchors ---------------------------------------------------------------------------------
+
+
+def check_group(layer: Layer, settings: Settings, kinds: int, bottom: Blobs) -> None:
+    """Check the shapes of scores (N K, C, H, W), offsets (N K, 4, H, W) and labels (N K, 6, H, W); K kinds of anchors.
+
+    Raises:
+        ShapeError: they are others.
+    """
+    shape, classes = bottom[0].shape, settings.cls_num
+    wanted = [(shape[0], channels, *shape[2:]) for channels in (classes, BOX, 6)] if len(shape) == 4 else []
+    if [blob.shape for blob in bottom] != wanted or shape[0] % kinds:
+        raise layer.shape_error(
+            f"needs scores (N * {kinds}, {classes}, H, W), offsets (N * {kinds}, 4, H, W) and labels "
+            f"(N * {kinds}, 6, H, W)", *bottom,
+        )  # fmt: skip
+
+
+def read_group(layer: Layer, settings: Settings, kinds: int, bottom: Blobs) -> AnchorMaps:
+    """Return the values of the bottoms that `check_group` checks; without images if the backend holds no values.
+
+    Raises:
+        DataError: a label is outside the classes.
+    """
+    values = [layer.backend.to_host(blob.data) for blob in bottom]
+    if not layer.backend.holds_values:
+        return AnchorMaps.empty()
+    return _with_labels(layer, settings, *(part.reshape(-1, kinds, *part.shape[1:]) for part in values))
+
+
+def _with_labels(layer: Layer, settings: Settings, scores: Rows, predictions: Rows, labels: Rows) -> AnchorMaps:
+    """Return the maps with labels (N, K, 6, H, W) of the last bottom.
 
     Raises:
         DataError: a label is outside the classes, and is not loss_param's ignore_label.
     """
-    param = layer.param.loss_param
-    ignored = param.ignore_label if param.HasField("ignore_label") else None
+    classes, ignored = settings.cls_num, ignored_label(layer.param.loss_param)
     with np.errstate(invalid="ignore"):
         numbers = labels[:, :, 0].astype(np.int64)
-    valid = (labels[:, :, 0] >= 0) & ((numbers < classes) | objectness)
+    valid = (labels[:, :, 0] >= 0) & ((numbers < classes) | settings.objectness)
     if ignored is not None:
         valid |= numbers == ignored
     if not valid.all():
         at = tuple(np.argwhere(~valid)[0])
+        blob = layer.param.bottom[-1]
         raise layer.data_error(
             f"'{blob}' has the label {labels[:, :, 0][at]:g} in image {at[0]} of the batch at ({at[2]}, {at[3]}), but "
             f"there are {classes} classes, 0 to {classes - 1}; correct the labels or cls_num"
         )
     return AnchorMaps(scores, predictions, numbers, labels[:, :, 1:5], labels[:, :, 5])
-
-
-def softmax(scores: Rows) -> Rows:
-    """Return the softmax of scores (N, K, C, H, W) over the classes."""
-    values = np.exp(scores - scores.max(2, keepdims=True))
-    result: Rows = values / values.sum(2, keepdims=True)
-    return result

@@ -10,9 +10,18 @@ from numpy.typing import NDArray
 from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.layers.core.base import Blobs, register_layer
 from caffepy.layers.core.formulas import scaled
-from caffepy.layers.detection.anchor_maps import AnchorMaps, read_labels, softmax
+from caffepy.layers.detection.anchor_maps import (
+    BOX,
+    AnchorMaps,
+    check_classes,
+    check_group,
+    check_map,
+    read_group,
+    read_map,
+)
 from caffepy.layers.detection.boxes import Rows
 from caffepy.layers.detection.pixel_boxes import Anchors, Normalisation, read_anchors, read_limits, read_normalisation
+from caffepy.layers.detection.yolo_boxes import softmax
 from caffepy.layers.loss.base import LossLayer
 from caffepy.proto import caffe_pb2
 
@@ -21,7 +30,6 @@ _FLT_MIN = np.finfo(_f32).tiny
 _RANDOM, _HARD, _MIXTURE = "random", "bootstrap", "mixture"
 _LEAST = 4
 """Least background positions for each class that DetectionLoss looks for in an image."""
-_BOX = 4
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,7 @@ class AnchorLossLayer(LossLayer):
         counted = self._count(maps)
         devices = self.context.shard.world_size if self.communicates() else 1
         totals = self._summed([
-            counted.classes.sum(), _BOX * counted.boxes.sum(),
+            counted.classes.sum(), BOX * counted.boxes.sum(),
             *self._weight_totals(maps, counted),
         ])  # fmt: skip
         weights = self._balanced(maps, counted, totals[2:])
@@ -166,7 +174,7 @@ class AnchorLossLayer(LossLayer):
 
     def _compare_classes(self, maps: AnchorMaps, counted: NDArray[np.bool_], weights: Rows) -> tuple[float, Rows]:
         """Return the sum of weighted -log softmax(scores)[label], and its gradient."""
-        probabilities = softmax(maps.scores)
+        probabilities = softmax(maps.scores, 2)
         labels = np.where(counted, maps.classes(self.settings.objectness), 0)[:, :, None]
         weights = np.where(counted, weights, _f32(0))
         chosen = np.take_along_axis(probabilities, labels, 2)[:, :, 0]
@@ -234,28 +242,19 @@ class MscnnLossLayer(AnchorLossLayer):
 
     def read_settings(self) -> tuple[Anchors, Rows]:
         param = self.settings
-        if param.coord_num != _BOX:
+        if param.coord_num != BOX:
             raise self.error(f"coord_num is {param.coord_num}; boxes have 4 numbers")
-        if param.cls_num < 2 or (param.objectness and param.cls_num != 2):
-            raise self.error("needs cls_num, at least 2, and 2 with objectness")
+        check_classes(self, param)
         self._squared = not param.bb_smooth
         limit = prediction_limits(self, self._normalisation, param.field_xyr, param.field_whr)
         return read_anchors(self, param.field_w, param.field_h, param.downsample_rate, "downsample_rate"), limit
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        shape = bottom[0].shape
-        channels = self.settings.cls_num + _BOX
-        if len(shape) != 4 or shape[1] != channels or bottom[1].shape != (shape[0], 6, *shape[2:]):
-            raise self.shape_error(f"needs maps (N, {channels}, H, W) and labels (N, 6, H, W)", *bottom)
+        check_map(self, self.settings, bottom)
         top[0].reshape((1, 1, 1, 2))
 
     def maps(self, bottom: Blobs) -> AnchorMaps:
-        values, labels = (self.backend.to_host(blob.data) for blob in bottom)
-        if not self.backend.holds_values:
-            return AnchorMaps.empty()
-        classes = self.settings.cls_num
-        parts = (values[:, None, :classes], values[:, None, classes:])
-        return read_labels(self, self.param.bottom[1], *parts, labels[:, None], classes, self.settings.objectness)
+        return read_map(self, self.settings, bottom)
 
     def mine(self, maps: AnchorMaps, image: int, rng: SampleRng) -> NDArray[np.bool_]:
         param, labels = self.settings, maps.labels[image].ravel()
@@ -309,8 +308,7 @@ class DetectionGroupLossLayer(AnchorLossLayer):
 
     def read_settings(self) -> tuple[Anchors, Rows | None]:
         param = self.settings
-        if param.cls_num < 2 or (param.objectness and param.cls_num != 2):
-            raise self.error("needs cls_num, at least 2, and 2 with objectness")
+        check_classes(self, param)
         if param.batch_size < 1 and param.batch_size != -1:
             raise self.error(f"batch_size is {param.batch_size}; it must be above 0, or -1 for all objects")
         for name, values in (
@@ -326,23 +324,11 @@ class DetectionGroupLossLayer(AnchorLossLayer):
         return read_anchors(self, list(param.field_w), list(param.field_h), param.stride, "stride"), limit
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        shape, kinds, classes = bottom[0].shape, len(self._anchors.widths), self.settings.cls_num
-        wanted = [(shape[0], channels, *shape[2:]) for channels in (classes, _BOX, 6)] if len(shape) == 4 else []
-        if [blob.shape for blob in bottom] != wanted or shape[0] % kinds:
-            raise self.shape_error(
-                f"needs scores (N * {kinds}, {classes}, H, W), offsets (N * {kinds}, 4, H, W) and labels "
-                f"(N * {kinds}, 6, H, W)", *bottom,
-            )  # fmt: skip
+        check_group(self, self.settings, len(self._anchors.widths), bottom)
         top[0].reshape((1, 1, 1, 2))
 
     def maps(self, bottom: Blobs) -> AnchorMaps:
-        values = [self.backend.to_host(blob.data) for blob in bottom]
-        if not self.backend.holds_values:
-            return AnchorMaps.empty()
-        kinds = len(self._anchors.widths)
-        scores, offsets, labels = (v.reshape(-1, kinds, *v.shape[1:]) for v in values)
-        classes = self.settings.cls_num
-        return read_labels(self, self.param.bottom[2], scores, offsets, labels, classes, self.settings.objectness)
+        return read_group(self, self.settings, len(self._anchors.widths), bottom)
 
     def mine(self, maps: AnchorMaps, image: int, rng: SampleRng) -> NDArray[np.bool_]:
         param, labels = self.settings, maps.labels[image].ravel()
@@ -367,7 +353,7 @@ class DetectionGroupLossLayer(AnchorLossLayer):
         kind = self.settings.neg_mining_type
         if len(background) <= count or kind == _RANDOM:
             return _drawn(background, count, rng)
-        probability = softmax(maps.scores[image : image + 1])[0, :, 0].ravel()[background]
+        probability = softmax(maps.scores[image : image + 1], 2)[0, :, 0].ravel()[background]
         rank = 1 - probability
         if self.settings.neg_ranking_type == "conf_loss":
             rank = -np.log(np.maximum(probability, _FLT_MIN))
