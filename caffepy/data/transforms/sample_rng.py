@@ -45,6 +45,12 @@ class SampleRng:
         """Return `count` integers in [0, limit)."""
         return below(self.words(count), limit)
 
+    def some(self, rows: NDArray[np.intp], limit: int) -> NDArray[np.intp]:
+        """Return at most `limit` of the rows: all of them, or random ones in random order."""
+        if len(rows) <= limit:
+            return rows
+        return rows[np.argsort(self.words(len(rows)), kind="stable")[:limit]]
+
     def uniform(self, low: float, high: float) -> float:
         """Return a float32 between the bounds."""
         return float(self.uniforms(low, high, 1)[0])

@@ -17,6 +17,7 @@ from caffepy.layers.detection.pixel_boxes import (
     read_normalisation,
     suppress,
 )
+from caffepy.layers.detection.sorting import descending
 from caffepy.proto import caffe_pb2
 
 _NO_BOX = (0, 1, 1, 10, 10, 0)
@@ -130,8 +131,7 @@ class BoxOutputLayer(ProposalLayer):
             boxes, scores = (np.concatenate([part[which][image] for part in maps]) for which in (0, 1))
             good = (scores >= self.settings().fg_thr) & (boxes[:, 2:] >= self.settings().min_size).all(1)
             boxes, scores = boxes[good], scores[good]
-            order = np.lexsort((np.arange(len(scores)), scores))[::-1]  # of equal scores the last comes first
-            order = order[: self.settings().max_nms_num or None]
+            order = descending(scores)[: self.settings().max_nms_num or None]
             boxes = boxes[order]
             rows = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], 1)
             found.append(Candidates(PixelBoxes.from_sizes(boxes), scores[order], rows))

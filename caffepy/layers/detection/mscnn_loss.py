@@ -21,6 +21,7 @@ from caffepy.layers.detection.anchor_maps import (
 )
 from caffepy.layers.detection.boxes import Rows
 from caffepy.layers.detection.pixel_boxes import Anchors, Normalisation, read_anchors, read_limits, read_normalisation
+from caffepy.layers.detection.sorting import descending
 from caffepy.layers.detection.yolo_boxes import softmax
 from caffepy.layers.loss.base import LossLayer
 from caffepy.proto import caffe_pb2
@@ -213,11 +214,6 @@ def prediction_limits(layer: LossLayer, normalisation: Normalisation, place: flo
     return found
 
 
-def _descending(values: Rows) -> NDArray[np.intp]:
-    """Return the indices of values in descending order; of equal ones the last comes first."""
-    return np.lexsort((np.arange(len(values)), values))[::-1]
-
-
 class MscnnLossLayer(AnchorLossLayer):
     """The loss of one anchor at each position of a map, with mining (MS-CNN's `detection_loss_layer.cpp`; Cai 2016).
 
@@ -271,7 +267,7 @@ class MscnnLossLayer(AnchorLossLayer):
             for number in range(1, param.cls_num):
                 scores = maps.scores[image, 0, number].ravel()[rows]
                 count = max(int((classes == number).sum() * ratio), _LEAST)
-                kept[rows[_descending(scores)[:count]]] = True
+                kept[rows[descending(scores)[:count]]] = True
         if param.sample_mode not in (_RANDOM, _HARD, _MIXTURE):
             kept = background
         found: NDArray[np.bool_] = (kept | (labels != 0)).reshape(maps.labels[image].shape)
@@ -338,7 +334,7 @@ class DetectionGroupLossLayer(AnchorLossLayer):
             count = max(len(objects) * param.bg_multiple, param.min_num_neg)
         else:
             limit = int(np.floor(_f32(param.batch_size) / _f32(1 + param.bg_multiple) + _f32(0.5)))
-            objects = _drawn(objects, limit, rng)
+            objects = rng.some(objects, limit)
             count = param.batch_size - len(objects)
         kept = np.zeros(labels.shape, bool)
         kept[objects] = True
@@ -352,21 +348,14 @@ class DetectionGroupLossLayer(AnchorLossLayer):
         """Return `count` of the background positions."""
         kind = self.settings.neg_mining_type
         if len(background) <= count or kind == _RANDOM:
-            return _drawn(background, count, rng)
+            return rng.some(background, count)
         probability = softmax(maps.scores[image : image + 1], 2)[0, :, 0].ravel()[background]
         rank = 1 - probability
         if self.settings.neg_ranking_type == "conf_loss":
             rank = -np.log(np.maximum(probability, _FLT_MIN))
-        order = background[_descending(rank)]
+        order = background[descending(rank)]
         hard = count if kind == _HARD else (count + 1) // 2
-        return np.concatenate([order[:hard], _drawn(order[hard:], count - hard, rng)])
+        return np.concatenate([order[:hard], rng.some(order[hard:], count - hard)])
 
     def split_gradient(self, classes: Rows, boxes: Rows, index: int) -> Rows:
         return boxes if index else classes
-
-
-def _drawn(rows: NDArray[np.intp], limit: int, rng: SampleRng) -> NDArray[np.intp]:
-    """Return at most `limit` random rows."""
-    if len(rows) <= limit:
-        return rows
-    return rows[np.argsort(rng.words(len(rows)), kind="stable")[:limit]]

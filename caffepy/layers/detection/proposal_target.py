@@ -177,10 +177,10 @@ class ProposalTargetLayer(RowLayer):
         size, limit = param.batch_size, math.floor(_f32(param.fg_fraction) * _f32(param.batch_size) + 0.5)
         if size == -1:
             size, limit = len(foreground) + len(background), len(foreground)
-        foreground = _some(foreground, limit, rng)
+        foreground = rng.some(foreground, limit)
         wanted = size - len(foreground)
         if len(background) > wanted:
-            background = _some(background, wanted, rng)
+            background = rng.some(background, wanted)
         elif param.pickup_discard or not self._cascade:
             background = np.concatenate([background, rest[: wanted - len(background)]])
         kept = np.concatenate([foreground, background])
@@ -260,10 +260,3 @@ def _offsets(regions: Rows, boxes: Rows) -> Rows:
     half = _f32(0.5)
     centers = (boxes[:, :2] + half * boxes[:, 2:]) - (regions[:, :2] + half * regions[:, 2:])
     return np.concatenate([centers / regions[:, 2:], np.log(boxes[:, 2:] / regions[:, 2:])], 1)
-
-
-def _some(rows: NDArray[np.intp], limit: int, rng: SampleRng) -> NDArray[np.intp]:
-    """Return at most `limit` rows: all of them, or random ones in random order."""
-    if len(rows) <= limit:
-        return rows
-    return rows[np.argsort(rng.words(len(rows)), kind="stable")[:limit]]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.data.transforms.pixel_boxes import PixelBoxes
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.detection.boxes import Rows
 from caffepy.layers.detection.pixel_boxes import decode_regions, read_normalisation
+from caffepy.layers.detection.sorting import descending
 from caffepy.proto import caffe_pb2
 
 
@@ -146,9 +148,7 @@ class ScaleRouteLayer(RowLayer):
             self.write(value[rows], top, index)
 
     def _chosen(self, boxes: Rows) -> NDArray[np.intp]:
-        sides = boxes[:, 2:] - boxes[:, :2]
-        areas = np.where((sides >= 0).all(1), (sides[:, 0] + np.float32(1)) * (sides[:, 1] + np.float32(1)), 0)
-        scales = np.sqrt(areas)
+        scales = np.sqrt(PixelBoxes.from_corners(boxes).areas)
         rows = np.flatnonzero((scales >= self._range[0]) & (scales < self._range[1]))
         if len(rows):
             return rows
@@ -215,7 +215,7 @@ class HardMiningLayer(RowLayer):
             raise self.data_error(
                 f"region {bad[0]} of '{self.param.bottom[1]}' is of image {images[bad[0]]:g}, but num_image is {limit}"
             )
-        order = np.lexsort((np.arange(len(losses)), losses))[::-1]
+        order = descending(losses)
         numbers = images[order].astype(np.int64)
         rank = np.empty(len(order), np.int64)
         for image in range(limit):

@@ -1,8 +1,8 @@
 """Sorting of scores in descending order, with ties in the order of Caffe's `std::sort`.
 
 `std::sort` is not stable, and its order of equal scores decides which boxes are mined or suppressed. This module
-implements the introsort of libstdc++ (`bits/stl_algo.h`, `bits/stl_heap.h`), with which both Caffes are built, and a
-stable selection of the best scores.
+implements the introsort of libstdc++ (`bits/stl_algo.h`, `bits/stl_heap.h`), with which both Caffes are built, a
+stable selection of the best scores, and the order of MS-CNN.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, Ints, Words, device_function, kernel
+from caffepy.layers.detection.boxes import Rows
 
 _MAX_DEPTH = 2 * 64
 """Upper bound of the recursion depth: introsort needs 2 log2(n)."""
@@ -178,3 +179,8 @@ def best_scores(
         keys[at + last], order[at + last] = keys[at], order[at]
         _sift_down(keys, order, at, 0, last, key, number)
     return found
+
+
+def descending(values: Rows) -> NDArray[np.intp]:
+    """Return the indices of values in descending order; of equal ones the last comes first, as in MS-CNN."""
+    return np.lexsort((np.arange(len(values)), values))[::-1]
