@@ -209,7 +209,7 @@ class DetectionFiles(TextTarget):
 
     def read(self) -> None:
         from caffepy.layers.detection.detection_output import read_label_map
-        from caffepy.layers.detection.pixels import read_image_sizes
+        from caffepy.layers.detection.image_sizes import read_image_sizes
 
         for reader in (read_label_map, read_image_sizes):
             with contextlib.suppress(UserError):

@@ -17,8 +17,8 @@ from caffepy.layers.detection.anchor_maps import (
     read_group,
     read_map,
 )
+from caffepy.layers.detection.anchors import Anchors, read_anchors, read_limits, read_normalisation
 from caffepy.layers.detection.boxes import Rows
-from caffepy.layers.detection.pixel_boxes import Anchors, read_anchors, read_limits, read_normalisation
 from caffepy.proto import caffe_pb2
 
 _NONE = -1.0

@@ -8,16 +8,10 @@ import numpy as np
 
 from caffepy.data.transforms.pixel_boxes import PixelBoxes
 from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.detection.anchors import Anchors, read_anchors, read_limits, read_normalisation
 from caffepy.layers.detection.boxes import Rows
-from caffepy.layers.detection.pixel_boxes import (
-    Anchors,
-    check_mode,
-    read_anchors,
-    read_limits,
-    read_normalisation,
-    suppress,
-)
 from caffepy.layers.detection.sorting import descending
+from caffepy.layers.detection.suppression import check_mode, suppress_pixels
 from caffepy.proto import caffe_pb2
 
 _NO_BOX = (0, 1, 1, 10, 10, 0)
@@ -34,7 +28,7 @@ class Candidates:
     rows: Rows
 
 
-class ProposalLayer(Layer):
+class BoxProposalsLayer(Layer):
     """A layer that suppresses boxes and gives regions for pooling."""
 
     tops = (1, 2)
@@ -78,7 +72,7 @@ class ProposalLayer(Layer):
         """Return the rows (image, x1, y1, x2, y2, score) of all images."""
         param, found = self.settings(), []
         for image, of_image in enumerate(images):
-            kept = suppress(of_image.boxes, param.iou_thr, param.nms_type, param.max_post_nms_num)
+            kept = suppress_pixels(of_image.boxes, param.iou_thr, param.nms_type, param.max_post_nms_num)
             rows = np.empty((len(kept), 6), np.float32)
             rows[:, 0], rows[:, 1:5], rows[:, 5] = image, of_image.rows[kept], of_image.scores[kept]
             found.append(rows)
@@ -87,7 +81,7 @@ class ProposalLayer(Layer):
 
 
 @register_layer("BoxOutput")
-class BoxOutputLayer(ProposalLayer):
+class BoxOutputLayer(BoxProposalsLayer):
     """The boxes that maps predict, after non-maximum suppression (MS-CNN's `box_output_layer.cpp`; Cai et al. 2016).
 
     Shapes: one map (N, C + 4, H, W) for each size of anchor, scores of C classes and then the offsets of the box; the
@@ -149,7 +143,7 @@ class BoxOutputLayer(ProposalLayer):
 
 
 @register_layer("BoxGroupOutput")
-class BoxGroupOutputLayer(ProposalLayer):
+class BoxGroupOutputLayer(BoxProposalsLayer):
     """The boxes that groups of anchors predict, after suppression (Cascade R-CNN's `box_group_output_layer.cpp`).
 
     Bottoms come in pairs: probabilities (N G, C, H, W) of G anchors and offsets (N G, 4, H, W), with one

@@ -10,7 +10,7 @@ from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.detection.boxes import Rows, box_sizes, overlap_matrix
 from caffepy.layers.detection.ground_truth import COLUMNS as TRUTH_COLUMNS
 from caffepy.layers.detection.ground_truth import GroundTruth, read_ground_truth
-from caffepy.layers.detection.pixels import ImageSize, check_resize, read_image_sizes, to_pixels
+from caffepy.layers.detection.image_sizes import ImageSize, check_resize, read_image_sizes, to_pixels
 from caffepy.layers.detection.sorting import sort_like_cpp
 
 _DETECTION_COLUMNS, _COLUMNS = 7, 5

@@ -12,7 +12,7 @@ from caffepy.files import atomic_write, read_regular
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.detection.boxes import CENTER_SIZE, Priors, Rows, box_sizes, decode, read_priors
 from caffepy.layers.detection.host import host_threads, warn
-from caffepy.layers.detection.pixels import ImageSize, check_resize, read_image_sizes, to_pixels
+from caffepy.layers.detection.image_sizes import ImageSize, check_resize, read_image_sizes, to_pixels
 from caffepy.layers.detection.sorting import sort_like_cpp
 from caffepy.layers.detection.suppression import Suppression, suppress_classes
 from caffepy.proto import caffe_pb2

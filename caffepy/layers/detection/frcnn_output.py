@@ -6,10 +6,11 @@ import numpy as np
 
 from caffepy.data.transforms.pixel_boxes import PixelBoxes
 from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.detection.anchors import decode_regions, read_normalisation
 from caffepy.layers.detection.boxes import Rows
 from caffepy.layers.detection.detection_output import ResultFiles, open_result_files
-from caffepy.layers.detection.pixel_boxes import check_mode, decode_regions, read_normalisation, suppress
 from caffepy.layers.detection.sorting import sort_like_cpp
+from caffepy.layers.detection.suppression import check_mode, suppress_pixels
 
 _PROBABILITIES, _OFFSETS, _REGIONS, _SIZE = range(4)
 COLUMNS = 7
@@ -110,7 +111,7 @@ class FrcnnOutputLayer(Layer):
             corners = boxes[order, label if self._aware else 1]
             corners[:, :2] = np.maximum(corners[:, :2], np.float32(0))
             corners[:, 2:] = np.minimum(corners[:, 2:], size[::-1])
-            kept = suppress(PixelBoxes.from_corners(corners), param.iou_thr, param.nms_type)
+            kept = suppress_pixels(PixelBoxes.from_corners(corners), param.iou_thr, param.nms_type)
             rows = np.empty((len(kept), COLUMNS), np.float32)
             rows[:, 0], rows[:, 1:5], rows[:, 5], rows[:, 6] = 0, corners[kept], label, scores[kept]
             found.append(rows)

@@ -19,8 +19,8 @@ from caffepy.layers.detection.anchor_maps import (
     read_group,
     read_map,
 )
+from caffepy.layers.detection.anchors import Anchors, Normalisation, read_anchors, read_limits, read_normalisation
 from caffepy.layers.detection.boxes import Rows
-from caffepy.layers.detection.pixel_boxes import Anchors, Normalisation, read_anchors, read_limits, read_normalisation
 from caffepy.layers.detection.sorting import descending
 from caffepy.layers.detection.yolo_boxes import softmax
 from caffepy.layers.loss.base import LossLayer

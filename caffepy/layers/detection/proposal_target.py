@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from caffepy.data.transforms.pixel_boxes import EXACT, WHOLE, PixelBoxes, overlaps
 from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.layers.core.base import Blobs, register_layer
+from caffepy.layers.detection.anchors import read_normalisation
 from caffepy.layers.detection.boxes import Rows
-from caffepy.layers.detection.pixel_boxes import read_normalisation
 from caffepy.layers.detection.region_choice import RowLayer
 from caffepy.proto import caffe_pb2
 

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from caffepy.data.transforms.pixel_boxes import PixelBoxes
 from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.detection.anchors import decode_regions, read_normalisation
 from caffepy.layers.detection.boxes import Rows
-from caffepy.layers.detection.pixel_boxes import decode_regions, read_normalisation
 from caffepy.layers.detection.sorting import descending
 from caffepy.proto import caffe_pb2
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.data.transforms.pixel_boxes import CORNERS, EXACT, MODES, WHOLE, PixelBoxes, overlaps
-from caffepy.layers.detection.pixel_boxes import suppress
+from caffepy.layers.detection.suppression import suppress_pixels
 
 
 def overlap(a: Any, b: Any, kind: int, mode: str) -> float:
@@ -60,9 +60,9 @@ def test_suppression_keeps_boxes_that_no_better_one_overlaps(kind: int, mode: st
     for number, box in enumerate(values):
         if all(overlap(values[other], box, kind, mode) <= 0.41 for other in kept):
             kept.append(number)
-    found = suppress(boxes_of(values, kind), 0.41, mode, limit)
+    found = suppress_pixels(boxes_of(values, kind), 0.41, mode, limit)
     assert found.tolist() == (kept[:limit] if limit else kept)
 
 
 def test_no_boxes() -> None:
-    assert suppress(PixelBoxes.from_corners(np.empty((0, 4), np.float32)), 0.5, "IOU").tolist() == []
+    assert suppress_pixels(PixelBoxes.from_corners(np.empty((0, 4), np.float32)), 0.5, "IOU").tolist() == []

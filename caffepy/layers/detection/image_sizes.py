@@ -1,4 +1,4 @@
-"""Conversion of boxes to pixels of the original image, and name_size_file, which lists the images' sizes."""
+"""The sizes of original images (name_size_file), and the conversion of boxes to their pixels (OutputBBox)."""
 
 from __future__ import annotations
 

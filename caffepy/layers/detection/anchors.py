@@ -1,77 +1,15 @@
-"""Suppression of boxes in pixels, and their offsets from anchors, as MS-CNN and Cascade R-CNN compute them."""
+"""Offsets of boxes in pixels from anchors and from regions, as MS-CNN and Cascade R-CNN compute them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, Ints, exact_function, kernel
-from caffepy.data.transforms.pixel_boxes import MODES, PixelBoxes
 from caffepy.layers.core.base import Layer
 from caffepy.layers.detection.boxes import Rows
 
 _f32 = np.float32
-
-
-@exact_function
-def _overlap(corners: Floats, areas: Floats, i: Int, j: Int, kind: Int, mode: Int) -> Float:
-    width = min(corners[4 * i + 2], corners[4 * j + 2]) - max(corners[4 * i], corners[4 * j])
-    height = min(corners[4 * i + 3], corners[4 * j + 3]) - max(corners[4 * i + 1], corners[4 * j + 1])
-    if kind == 0:
-        meet = width > 0 and height > 0
-    else:
-        meet = width >= 0 and (height > 0 or (kind == 1 and height == 0))
-        width += np.float32(1)
-        height += np.float32(1)
-    if not meet or not areas[i] > 0 or not areas[j] > 0:
-        return np.float32(0)
-    shared = width * height
-    if mode == 1:
-        return shared / min(areas[i], areas[j])
-    if mode == 2:
-        return shared / areas[i]
-    return shared / (areas[i] + areas[j] - shared)
-
-
-@kernel
-def _suppress(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, corners: Floats, areas: Floats, count: Int, limit: Int, threshold: Float, kind: Int,
-    mode: Int, kept: Ints, kept_count: Ints,
-) -> None:  # fmt: skip
-    found = 0
-    for i in range(count):
-        keep = True
-        for other in range(found):
-            if _overlap(corners, areas, kept[other], i, kind, mode) > threshold:
-                keep = False
-                break
-        if keep:
-            kept[found] = i
-            found += 1
-            if found == limit:
-                break
-    kept_count[0] = found
-
-
-def suppress(boxes: PixelBoxes, threshold: float, mode: str, limit: int = 0) -> NDArray[np.intp]:
-    """Return the indices of the boxes that no kept box before them overlaps by more than `threshold`.
-
-    Args:
-        boxes: in descending order of scores.
-        threshold: of the overlap.
-        mode: of `MODES`; the first box of IOFU is the one with the higher score.
-        limit: largest number of boxes; 0: all.
-    """
-    count = len(boxes.areas)
-    kept, found = np.empty(max(count, 1), np.int32), np.zeros(1, np.int32)
-    corners, areas = (np.ascontiguousarray(array, _f32) for array in (boxes.corners, boxes.areas))
-    _suppress.run(1, 1, 1, corners, areas, count, limit or count, threshold, boxes.kind, MODES.index(mode), kept, found)
-    return kept[: int(found[0])].astype(np.intp)
-
-
-# -- offsets -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -103,16 +41,6 @@ def read_normalisation(layer: Layer) -> Normalisation:
     if len(mean) != 4 or len(std) != 4 or not min(std) > 0:
         raise layer.error("bbox_reg_param needs four bbox_mean and four bbox_std, of x, y, width, height, std above 0")
     return Normalisation(np.array(mean, _f32), np.array(std, _f32))
-
-
-def check_mode(layer: Layer, mode: str) -> None:
-    """Check a field nms_type.
-
-    Raises:
-        ConfigError: it has another value.
-    """
-    if mode not in MODES:
-        raise layer.error(f"nms_type is '{mode}'; it must be one of {', '.join(MODES)}")
 
 
 @dataclass(frozen=True)
