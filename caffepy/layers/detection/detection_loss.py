@@ -19,21 +19,7 @@ _f32 = np.float32
 
 
 class YoloLossLayer(GridLossLayer):
-    """The loss of YOLO 1 (`detection_loss_layer.cpp` of caffe-yolo; Redmon et al. 2016).
-
-    Shapes: predictions (N, side^2 (C + 5 B)) with C = num_class and B = num_object: for all cells in turn the C
-    classes, the B confidences, and x, y, width, height of the B boxes; labels (N, 7 side^2) of BoxData. In a cell with
-    an object, the box with the largest overlap is responsible, or the nearest one if none overlaps. The gradient,
-    before the division by N, is noobject_scale p for the confidence p of a box; in cells with an object class_scale (q
-    - onehot) for the classes q, and for the responsible box object_scale (p - overlap) and coord_scale (box - object).
-    With `sqrt` boxes hold the roots of their sides, with `constriant` x and y are relative to the cell. The reported
-    loss is the mean over objects of the squares of these differences, with p - 1 in place of p - overlap, plus the mean
-    over other boxes of noobject_scale p^2. The means include the samples of all devices. Computed on the host.
-
-    Raises:
-        ShapeError: the bottoms do not match side, num_class and num_object.
-        DataError: a class is out of range.
-    """
+    """The loss of YOLO 1, which `DetectionLossLayer` describes."""
 
     counted = 2
 

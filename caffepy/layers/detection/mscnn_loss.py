@@ -215,22 +215,7 @@ def prediction_limits(layer: LossLayer, normalisation: Normalisation, place: flo
 
 
 class MscnnLossLayer(AnchorLossLayer):
-    """The loss of one anchor at each position of a map, with mining (MS-CNN's `detection_loss_layer.cpp`; Cai 2016).
-
-    Shapes: scores and offsets (N, C + 4, H, W), labels (N, 6, H, W) of ImageGtData, of which the channels are label, x
-    and y of the object's center, width, height, and overlap; the top is (1, 1, 1, 2), as in the fork: loss =
-    sum of w * -log softmax(scores)[label] / positions + lambda * box loss, and lambda * box loss. The box loss is the
-    mean of smooth L1 (or of squares without `bb_smooth`) of the offsets (dx / field_w, dy / field_h, log w / field_w,
-    log h / field_h), normalised by `bbox_reg_param`; predictions are limited by `field_xyr` and `field_whr`, and the
-    gradient is that without limits. Objects always count. Of the background positions with an overlap below
-    `bg_threshold`, `sample_mode` chooses: random, bootstrap (those with the highest scores of each class), mixture
-    (both), or else all. `pos_neg_weighted` and `iou_weighted` give the weights w. Computed on the host.
-
-    Raises:
-        ConfigError: a setting is missing or out of range.
-        ShapeError: the bottoms have other shapes.
-        DataError: a label is outside the classes.
-    """
+    """The loss of one anchor at each position of a map, with mining: that of MS-CNN which DetectionLoss describes."""
 
     @property
     def settings(self) -> caffe_pb2.DetectionLossParameter:
