@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from caffepy.data.images.datum import opencv, parse_datum
 from caffepy.data.skeletons import Sources
+from caffepy.data.transforms.pixels import rounded
 from caffepy.errors import DataError
 
 Floats = NDArray[np.float32]
@@ -186,11 +187,6 @@ def means(points: Doubles, sources: Sources) -> Doubles:
 
 
 # -- geometry ------------------------------------------------------------------------------------------
-
-
-def rounded(value: float) -> int:
-    """Return the nearest whole number, half away from 0, as C's round."""
-    return int(math.copysign(math.floor(abs(value) + 0.5), value))
 
 
 def scaling(scale: float) -> Doubles:

@@ -1,7 +1,8 @@
-"""Conversion between OpenCV's layout (H, W, C) and the net's (C, H, W), and OpenCV calls that raise DataError."""
+"""Images between OpenCV's layout (H, W, C) and the net's (C, H, W), rounding, and OpenCV calls that raise DataError."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,6 +15,11 @@ Image: TypeAlias = "NDArray[Any]"
 """(C, H, W), uint8 or float32, any strides."""
 Pixels: TypeAlias = "NDArray[Any]"
 """(H, W, C), uint8 or float32, contiguous: OpenCV's order."""
+
+
+def rounded(value: float) -> int:
+    """Round halves away from 0, as C's round."""
+    return int(math.copysign(math.floor(abs(float(value)) + 0.5), float(value)))
 
 
 def to_pixels(image: Image) -> Pixels:

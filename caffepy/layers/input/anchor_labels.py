@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.data.transforms.pixel_boxes import EXACT, PixelBoxes, overlaps
+from caffepy.data.transforms.pixels import rounded
 from caffepy.layers.core.base import Layer
-from caffepy.layers.input.object_windows import Floats, Placed, rounded
+from caffepy.layers.input.object_windows import Floats, Placed
 
 _f32 = np.float32
 CHANNELS = 6

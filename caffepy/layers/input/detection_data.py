@@ -12,9 +12,8 @@ from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
 from caffepy.data.transforms.im_transforms import check_distort, distort
 from caffepy.data.transforms.pixel_boxes import CORNERS
+from caffepy.data.transforms.pixels import rounded
 from caffepy.data.transforms.sample_rng import SampleRng
-from caffepy.data.workers import Workers
-from caffepy.errors import DataError
 from caffepy.layers.core.base import register_layer
 from caffepy.layers.input.anchor_labels import (
     CHANNELS,
@@ -28,16 +27,17 @@ from caffepy.layers.input.anchor_labels import (
 from caffepy.layers.input.object_windows import (
     Floats,
     Normaliser,
+    ObjectWindowLoader,
     ObjectWindowSource,
     Placed,
     Scene,
     center_of,
+    open_object_windows,
     place,
     random_center,
     read_normaliser,
-    rounded,
 )
-from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
+from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source, seeded_stream
 from caffepy.proto import caffe_pb2
 
 _f32 = np.float32
@@ -85,9 +85,7 @@ class DetectionDataLayer(PrefetchingLayer):
         maps = read_label_maps(self, param.field_w, param.field_h, param.stride, "stride")
         check_detection_data(self, param, len(maps))
         normaliser = read_normaliser(self, self.param.transform_param.scale)
-        self._windows = ObjectWindowSource(self.context.resolve(param.source), param.root_folder, True)
-        if self._windows.channels != 3:
-            raise self.error(f"its images have {self._windows.channels} channels, but they are read in color, with 3")
+        self._windows = open_object_windows(self, param.source, param.root_folder, True)
         self._settings = DetectionDataSettings(
             param, maps, normaliser, self.param.transform_param.mirror, self.context.nvidia
         )
@@ -103,9 +101,10 @@ class DetectionDataLayer(PrefetchingLayer):
         return super().batch_shape(index, sample_shape)
 
     def make_loader(self) -> DescribingLoader:
-        stream, layer_seed = self.random_stream(), self.param.transform_param.random_seed
-        seed = stream.seed if layer_seed < 0 else layer_seed
-        return DetectionDataLoader(self._windows, self._settings, seed, stream.stream, self.where, self.threads(0))
+        stream = seeded_stream(self)
+        return DetectionDataLoader(
+            self._windows, self._settings, stream.seed, stream.stream, self.where, self.threads(0)
+        )
 
 
 def check_detection_data(layer: DetectionDataLayer, param: caffe_pb2.DetectionDataParameter, maps: int) -> None:
@@ -251,7 +250,7 @@ class AspectOrder(RecordOrder):
         return np.concatenate([*parts, *(kind[begin:] for kind, begin in zip(kinds, used, strict=True))])
 
 
-class DetectionDataLoader:
+class DetectionDataLoader(ObjectWindowLoader):
     """Fills batches of DetectionData; a `Loader`.
 
     Args:
@@ -267,54 +266,27 @@ class DetectionDataLoader:
         self, source: ObjectWindowSource, settings: DetectionDataSettings, seed: int, stream: int, where: str,
         threads: int = 1,
     ) -> None:  # fmt: skip
-        self._source = source
+        super().__init__(source, settings.order(source, seed, stream), where, threads)
         self._settings = settings
         self._key = (seed, stream)
-        self._where = where
-        self._image = 0
-        self._order = settings.order(source, seed, stream)
-        self._workers = Workers(threads, f"read for {where}")
-
-    @property
-    def reading(self) -> str:
-        return f"image {self._image} of {self._source.description}"
-
-    def close(self) -> None:
-        self._workers.close()
-        self._order.close()
-
-    def describe(self, sample: int) -> str:
-        return self._source.name(int(self._order.copy().records(sample, 1)[0]))
 
     def load(self, first: int, count: int, batch: Batch) -> None:
         """Fill `batch` with the global samples [first, first + count)."""
-        numbers = self._order.records(first, count)
         sizes = Sizes(self._settings.param, self._ratio(first))
         rows: list[Floats] = [np.empty((0, COLUMNS), _f32)] * count
         canvas: list[tuple[int, int]] = []
 
-        def fill(index: int) -> None:
-            number = self._image = int(numbers[index])
-            try:
-                rng = SampleRng(*self._key, first + index)
-                scene = self._scene(number, sizes, rng)
-                if not canvas:
-                    canvas.append(sizes.canvas(scene.size))
-                    check_shape((count, 3, *canvas[0]), self._where)
-                rows[index] = self._put(number, scene, index, count, canvas[0], rng, batch)
-            except DataError as error:
-                name = f"{self._source.description}: {self._source.name(number)}"
-                raise DataError(f"{self._where}: {name} {error}") from error
+        def fill(index: int, number: int) -> None:
+            rng = SampleRng(*self._key, first + index)
+            scene = self._scene(number, sizes, rng)
+            if not canvas:  # the first image sets the shape of the batch
+                canvas.append(sizes.canvas(scene.size))
+                check_shape((count, 3, *canvas[0]), self.where)
+            rows[index] = self._put(number, scene, index, count, canvas[0], rng, batch)
 
-        fill(0)  # sets the batch's shape
-        self._workers.run(fill, range(1, count))
-        self._order.prepare_next_epoch()
+        self.fill_all(first, count, fill, alone=1)
         if self._settings.param.output_gt_boxes:
             put_objects(rows, batch, 1 + len(self._settings.maps))
-
-    def load_bytes(self, *_: object) -> int:
-        """Return 0: batches are float32."""
-        return 0
 
     def _ratio(self, first: int) -> float:
         """Return the template_ratio of the batch that begins with a sample."""
@@ -324,8 +296,8 @@ class DetectionDataLoader:
 
     def _scene(self, number: int, sizes: Sizes, rng: SampleRng) -> Scene:
         """Return an image, distorted, mirrored and resized, with its boxes."""
-        settings, entry = self._settings, self._source.entries[number]
-        pixels = self._source.read(number, settings.nvidia)
+        settings, entry = self._settings, self.source.entries[number]
+        pixels = self.source.read(number, settings.nvidia)
         if settings.param.HasField("distort_param"):
             pixels = distort(pixels, settings.param.distort_param, rng)
         scene = Scene(pixels, entry.boxes, entry.ignored)
@@ -337,7 +309,7 @@ class DetectionDataLoader:
         self, number: int, scene: Scene, index: int, count: int, canvas: tuple[int, int], rng: SampleRng, batch: Batch
     ) -> Floats:
         """Write one image and its labels, and return the rows of its objects."""
-        settings, entry = self._settings, self._source.entries[number]
+        settings, entry = self._settings, self.source.entries[number]
         placed = self._place(scene, canvas, rng)
         placed.put(settings.normaliser, batch.array(0, (count, 3, *canvas))[index])
         boxes, param = placed.scene.boxes, settings.param
@@ -429,9 +401,7 @@ class EvalDataLayer(PrefetchingLayer):
         if not param.HasField("resize_width") and param.batch_size != 1:
             raise self.error("its images have different sizes; set batch_size: 1, or resize_width and resize_height")
         self._normaliser = read_normaliser(self, self.param.transform_param.scale)
-        self._windows = ObjectWindowSource(self.context.resolve(param.source), param.root_folder, True)
-        if self._windows.channels != 3:
-            raise self.error(f"its images have {self._windows.channels} channels, but they are read in color, with 3")
+        self._windows = open_object_windows(self, param.source, param.root_folder, True)
         size = eval_size(param, self._windows.entries[0].size)
         shapes: list[tuple[int, ...]] = [(3, *size), (COLUMNS, 1, 1), (2, 1, 1)]
         return self._windows, shapes[: len(self.param.top)]
@@ -458,7 +428,7 @@ def eval_size(param: caffe_pb2.EvalDataParameter, size: tuple[int, int]) -> tupl
     return to_step(size[0]), to_step(size[1])
 
 
-class EvalDataLoader:
+class EvalDataLoader(ObjectWindowLoader):
     """Fills batches of EvalData; a `Loader`.
 
     Args:
@@ -473,42 +443,24 @@ class EvalDataLoader:
         self, source: ObjectWindowSource, param: caffe_pb2.EvalDataParameter, normaliser: Normaliser, where: str,
         nvidia: bool,
     ) -> None:  # fmt: skip
-        self._source = source
+        super().__init__(source, RecordOrder(len(source)), where, 1)
         self._param = param
         self._normaliser = normaliser
-        self._where = where
         self._nvidia = nvidia
-        self._image = 0
-
-    @property
-    def reading(self) -> str:
-        return f"image {self._image} of {self._source.description}"
-
-    def close(self) -> None:
-        """Does nothing: the layer closes the source."""
-
-    def describe(self, sample: int) -> str:
-        return self._source.name(sample % len(self._source))
 
     def load(self, first: int, count: int, batch: Batch) -> None:
         """Fill `batch` with the global samples [first, first + count)."""
-        rows = []
-        for index in range(count):
-            number = self._image = (first + index) % len(self._source)
-            entry = self._source.entries[number]
-            try:
-                scene = Scene(self._source.read(number, self._nvidia), entry.boxes, entry.ignored)
-                scene = scene.resized(*eval_size(self._param, scene.size))
-                check_shape((count, 3, *scene.size), self._where)
-            except DataError as error:
-                name = f"{self._source.description}: {self._source.name(number)}"
-                raise DataError(f"{self._where}: {name} {error}") from error
+        rows: list[Floats] = [np.empty((0, COLUMNS), _f32)] * count
+
+        def fill(index: int, number: int) -> None:
+            entry = self.source.entries[number]
+            scene = Scene(self.source.read(number, self._nvidia), entry.boxes, entry.ignored)
+            scene = scene.resized(*eval_size(self._param, scene.size))
+            check_shape((count, 3, *scene.size), self.where)
             self._normaliser.put(scene.pixels, batch.array(0, (count, 3, *scene.size))[index])
             if len(batch.arrays) > 2:
                 batch.array(2, (count, 2, 1, 1))[index] = np.array(scene.size, _f32).reshape(2, 1, 1)
-            rows.append(object_rows(index, scene.boxes, entry.labels, entry.flags[:, 0], entry.flags[:, 1]))
-        put_objects(rows, batch, 1)
+            rows[index] = object_rows(index, scene.boxes, entry.labels, entry.flags[:, 0], entry.flags[:, 1])
 
-    def load_bytes(self, *_: object) -> int:
-        """Return 0: batches are float32."""
-        return 0
+        self.fill_all(first, count, fill)
+        put_objects(rows, batch, 1)

@@ -6,7 +6,6 @@ width). A coverage map marks the cells of a grid that lie in an object and holds
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from caffepy.data.images.datum import opencv
 from caffepy.data.images.mean import read_mean
-from caffepy.data.transforms.pixels import Pixels, call_opencv, to_pixels
+from caffepy.data.transforms.pixels import Pixels, call_opencv, rounded, to_pixels
 from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import DataError
 from caffepy.layers.core.base import Blobs, Layer, register_layer
@@ -190,9 +189,7 @@ def draw_augmentation(
     augmentation = replace(augmentation, flip=happens(param.flip_prob))
     if happens(param.scale_prob):
         factor = _f32(rng.uniform(param.scale_min, param.scale_max))
-        augmentation = replace(
-            augmentation, scale=(_rounded(float(size[0] * factor)), _rounded(float(size[1] * factor)))
-        )
+        augmentation = replace(augmentation, scale=(rounded(float(size[0] * factor)), rounded(float(size[1] * factor))))
     if happens(param.rotation_prob):
         augmentation = replace(augmentation, rotation=symmetric(param.max_rotate_degree))
     if max(augmentation.scale) > _MAX_SIDE or min(augmentation.scale) < 1:
@@ -204,15 +201,10 @@ def draw_augmentation(
     if happens(param.crop_prob):
         fractions, shifts = (rng.uniform(0, 1), rng.uniform(0, 1)), (param.shift_y, param.shift_x)
     top, left = (
-        _rounded(fraction * (side - output_side + shift) - shift // 2)
+        rounded(fraction * (side - output_side + shift) - shift // 2)
         for fraction, side, output_side, shift in zip(fractions, rotated, output, shifts, strict=True)
     )
     return replace(augmentation, crop=(top, left))
-
-
-def _rounded(value: float) -> int:
-    """Round halves away from 0, as C's round."""
-    return int(math.copysign(math.floor(abs(value) + 0.5), value))
 
 
 def augment_image(pixels: Pixels, augmentation: Augmentation, mean: Floats, output: Size) -> Pixels:

@@ -9,8 +9,8 @@ import numpy as np
 from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
 from caffepy.data.transforms.pixel_boxes import EXACT
+from caffepy.data.transforms.pixels import rounded
 from caffepy.data.transforms.sample_rng import SampleRng
-from caffepy.data.workers import Workers
 from caffepy.errors import DataError
 from caffepy.layers.core.base import register_layer
 from caffepy.layers.input.anchor_labels import (
@@ -25,15 +25,16 @@ from caffepy.layers.input.anchor_labels import (
 from caffepy.layers.input.object_windows import (
     Floats,
     Normaliser,
+    ObjectWindowLoader,
     ObjectWindowSource,
     Scene,
     center_of,
+    open_object_windows,
     place,
     random_center,
     read_normaliser,
-    rounded,
 )
-from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
+from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source, seeded_stream
 from caffepy.proto import caffe_pb2
 
 _f32 = np.float32
@@ -81,9 +82,7 @@ class ImageGtDataLayer(PrefetchingLayer):
         normaliser = read_normaliser(self, param.scale * self.param.transform_param.scale)
         if param.do_multiple_scale and not 0 < param.min_scale <= param.max_scale:
             raise self.error("do_multiple_scale needs min_scale and max_scale, above 0 in ascending order")
-        self._windows = ObjectWindowSource(self.context.resolve(param.source), param.root_folder, False)
-        if self._windows.channels != 3:
-            raise self.error(f"its images have {self._windows.channels} channels, but they are read in color, with 3")
+        self._windows = open_object_windows(self, param.source, param.root_folder, False)
         height, width = crop_size(param) or self._windows.entries[-1].size
         self._settings = ImageGtSettings(
             param, maps, (height, width), normaliser, self.param.transform_param.mirror, self.context.nvidia
@@ -98,9 +97,8 @@ class ImageGtDataLayer(PrefetchingLayer):
         return super().batch_shape(index, sample_shape)
 
     def make_loader(self) -> DescribingLoader:
-        stream, layer_seed = self.random_stream(), self.param.transform_param.random_seed
-        seed = stream.seed if layer_seed < 0 else layer_seed
-        return ImageGtLoader(self._windows, self._settings, seed, stream.stream, self.where, self.threads(0))
+        stream = seeded_stream(self)
+        return ImageGtLoader(self._windows, self._settings, stream.seed, stream.stream, self.where, self.threads(0))
 
 
 def crop_size(param: caffe_pb2.ImageGtDataParameter) -> tuple[int, int] | None:
@@ -132,7 +130,7 @@ class ImageGtSettings:
     nvidia: bool
 
 
-class ImageGtLoader:
+class ImageGtLoader(ObjectWindowLoader):
     """Fills batches of ImageGtData; a `Loader`.
 
     Args:
@@ -148,28 +146,17 @@ class ImageGtLoader:
         self, source: ObjectWindowSource, settings: ImageGtSettings, seed: int, stream: int, where: str,
         threads: int = 1,
     ) -> None:  # fmt: skip
-        self._source = source
-        self._settings = settings
-        self._key = (seed, stream)
-        self._where = where
-        self._image = 0
         times = [settings.param.fg_img_multiple if not entry.flags[:, 0].all() else 1 for entry in source.entries]
         self._images = np.repeat(np.arange(len(source)), times)
         if not len(self._images):
             raise DataError(f"{where}: fg_img_multiple is 0, and each image of {source.description} has an object")
-        self._order = RecordOrder(len(self._images), 0, settings.param.shuffle, seed, stream)
-        self._workers = Workers(threads, f"read for {where}")
+        order = RecordOrder(len(self._images), 0, settings.param.shuffle, seed, stream)
+        super().__init__(source, order, where, threads)
+        self._settings = settings
+        self._key = (seed, stream)
 
-    @property
-    def reading(self) -> str:
-        return f"image {self._image} of {self._source.description}"
-
-    def close(self) -> None:
-        self._workers.close()
-        self._order.close()
-
-    def describe(self, sample: int) -> str:
-        return self._source.name(int(self._images[self._order.copy().records(sample, 1)[0]]))
+    def image_of(self, record: int) -> int:
+        return int(self._images[record])
 
     def load(self, first: int, count: int, batch: Batch) -> None:
         """Fill `batch` with the global samples [first, first + count)."""
@@ -178,36 +165,25 @@ class ImageGtLoader:
         labels = [
             batch.array(1 + i, (count, CHANNELS, *one.shape(*settings.size))) for i, one in enumerate(settings.maps)
         ]
-        numbers = self._images[self._order.records(first, count)]
         rows: list[Floats] = [np.empty((0, _COLUMNS), _f32)] * count
 
-        def fill(index: int) -> None:
-            number = self._image = int(numbers[index])
-            try:
-                rng = SampleRng(*self._key, first + index)
-                truth = self._put(number, rng, images[index], [one[index] for one in labels])
-            except DataError as error:
-                name = f"{self._source.description}: {self._source.name(number)}"
-                raise DataError(f"{self._where}: {name} {error}") from error
+        def fill(index: int, number: int) -> None:
+            rng = SampleRng(*self._key, first + index)
+            truth = self._put(number, rng, images[index], [one[index] for one in labels])
             of_image = np.full((len(truth.labels), 1), index, _f32)
             rows[index] = np.column_stack([of_image, truth.boxes, truth.labels, truth.ignored]).astype(_f32)
 
-        self._workers.run(fill, range(count))
-        self._order.prepare_next_epoch()
+        self.fill_all(first, count, fill)
         if settings.param.output_gt_boxes:
             found = np.concatenate(rows)
             found = found if len(found) else np.array([_NO_OBJECT], _f32)
             batch.array(1 + len(labels), (len(found), _COLUMNS, 1, 1))[...] = found[:, :, None, None]
 
-    def load_bytes(self, *_: object) -> int:
-        """Return 0: batches are float32."""
-        return 0
-
     def _put(self, number: int, rng: SampleRng, image: Floats, labels: list[Floats]) -> Truth:
         """Write one image and its labels, and return its objects."""
-        settings, entry = self._settings, self._source.entries[number]
+        settings, entry = self._settings, self.source.entries[number]
         param = settings.param
-        scene = Scene(self._source.read(number, settings.nvidia), entry.boxes, entry.ignored)
+        scene = Scene(self.source.read(number, settings.nvidia), entry.boxes, entry.ignored)
         if settings.mirror and rng.below(2):
             scene = scene.mirrored()
         if param.HasField("resize_width") and param.HasField("resize_height"):

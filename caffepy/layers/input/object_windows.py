@@ -7,9 +7,8 @@ ignore, difficult, x1, y1, x2, y2 in Cascade R-CNN's.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,10 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.data.images.datum import MAX_PIXELS, decode_image, opencv
+from caffepy.data.order import RecordOrder
 from caffepy.data.sources.source import hash_of
 from caffepy.data.transform import check_transform
-from caffepy.data.transforms.pixels import Pixels, resize, to_pixels
+from caffepy.data.transforms.pixels import Pixels, resize, rounded, to_pixels
 from caffepy.data.transforms.sample_rng import SampleRng
+from caffepy.data.workers import Workers
 from caffepy.errors import DataError
 from caffepy.files import read_list, read_regular
 from caffepy.layers.core.base import Layer
@@ -35,11 +36,6 @@ _CROP_FIRST, _MARGIN = 1.5, 1.2
 """Factor from which an image is cropped before it is enlarged, and the size of this crop relative to what is needed."""
 _NOISE = 20
 """Range of the random shift of a crop, in pixels."""
-
-
-def rounded(value: float) -> int:
-    """Round halves away from 0, as C's round."""
-    return int(math.copysign(math.floor(abs(float(value)) + 0.5), float(value)))
 
 
 # -- window files --------------------------------------------------------------------------------------
@@ -151,6 +147,89 @@ class ObjectWindowSource:
 
     def close(self) -> None:
         """Does nothing: no file stays open between reads."""
+
+
+def open_object_windows(layer: Layer, source: str, root_folder: str, difficult: bool) -> ObjectWindowSource:
+    """Return the images of a window file.
+
+    Args:
+        layer: whose source it is.
+        source: path of the file.
+        root_folder: prefix of each image's path.
+        difficult: whether objects have a column `difficult`.
+
+    Raises:
+        ConfigError: the images do not have 3 channels.
+        DataError: the file cannot be read, or has another format.
+    """
+    windows = ObjectWindowSource(layer.context.resolve(source), root_folder, difficult)
+    if windows.channels != 3:
+        raise layer.error(f"its images have {windows.channels} channels, but they are read in color, with 3")
+    return windows
+
+
+class ObjectWindowLoader:
+    """Reads the images of a window file in an order; the base of three layers' `Loader`.
+
+    Args:
+        source: the images.
+        order: of the images.
+        where: the layer, for messages.
+        threads: number of decoder threads.
+    """
+
+    def __init__(self, source: ObjectWindowSource, order: RecordOrder, where: str, threads: int) -> None:
+        self.source = source
+        self.where = where
+        self._order = order
+        self._image = 0
+        self._workers = Workers(threads, f"read for {where}")
+
+    @property
+    def reading(self) -> str:
+        return f"image {self._image} of {self.source.description}"
+
+    def close(self) -> None:
+        self._workers.close()
+        self._order.close()
+
+    def describe(self, sample: int) -> str:
+        return self.source.name(self.image_of(int(self._order.copy().records(sample, 1)[0])))
+
+    def image_of(self, record: int) -> int:
+        """Return the index of a record's image in the file."""
+        return record
+
+    def fill_all(self, first: int, count: int, fill: Callable[[int, int], None], alone: int = 0) -> None:
+        """Call `fill` with the index in the batch and the image of each of the samples [first, first + count).
+
+        Args:
+            first: global number of the first sample.
+            count: number of samples.
+            fill: writes one image to the batch; may run in several threads.
+            alone: number of images at the begin of the batch that are written in turn, before threads write the rest.
+
+        Raises:
+            DataError: an image cannot be read.
+        """
+        records = self._order.records(first, count)
+
+        def fill_one(index: int) -> None:
+            number = self._image = self.image_of(int(records[index]))
+            try:
+                fill(index, number)
+            except DataError as error:
+                name = f"{self.source.description}: {self.source.name(number)}"
+                raise DataError(f"{self.where}: {name} {error}") from error
+
+        for index in range(alone):
+            fill_one(index)
+        self._workers.run(fill_one, range(alone, count))
+        self._order.prepare_next_epoch()
+
+    def load_bytes(self, *_: object) -> int:
+        """Return 0: batches are float32."""
+        return 0
 
 
 # -- images --------------------------------------------------------------------------------------------

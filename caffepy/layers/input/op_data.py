@@ -26,7 +26,6 @@ from caffepy.data.people import (
     planes_of,
     read_people,
     rotation,
-    rounded,
     scaling,
     shift,
     warped,
@@ -34,6 +33,7 @@ from caffepy.data.people import (
 from caffepy.data.skeletons import SMALL_RATIO, Model, model_named
 from caffepy.data.sources.image_list import MAX_IMAGE_BYTES
 from caffepy.data.sources.source import RecordSource
+from caffepy.data.transforms.pixels import rounded
 from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import DataError
 from caffepy.files import read_regular

@@ -10,6 +10,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from caffepy.backend.input_ring import ByteImages, ImageSlot, InputRing, aligned_size
 from caffepy.backend.interface import Backend
 from caffepy.backend.layout import memory_order
-from caffepy.backend.types import Counter
+from caffepy.backend.types import Counter, RandomStream
 from caffepy.data.prefetch import Batch, Loader, Prefetcher
 from caffepy.data.schedule import TestSchedule, TrainSchedule
 from caffepy.errors import AbortedError, RunError
@@ -53,6 +54,12 @@ class DescribingLoader(Loader, Protocol):
 
     def describe(self, sample: int) -> str:
         """Return the name of the record of a global sample, for messages. Thread-safe."""
+
+
+def seeded_stream(layer: Layer) -> RandomStream:
+    """Return a data layer's random stream, with transform_param's random_seed as its seed if that is at least 0."""
+    stream, seed = layer.random_stream(), layer.param.transform_param.random_seed
+    return stream if seed < 0 else replace(stream, seed=seed)
 
 
 class PrefetchingLayer(Layer):

@@ -7,7 +7,6 @@ y1, x2, y2. The overlap with objects decides whether a window is foreground or b
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,13 +21,13 @@ from caffepy.data.images.mean import read_mean
 from caffepy.data.prefetch import Batch
 from caffepy.data.sources.source import hash_of
 from caffepy.data.transform import check_transform
-from caffepy.data.transforms.pixels import Image, Pixels, resize, to_pixels
+from caffepy.data.transforms.pixels import Image, Pixels, resize, rounded, to_pixels
 from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.data.workers import Workers
 from caffepy.errors import DataError
 from caffepy.files import read_list, read_regular
 from caffepy.layers.core.base import register_layer
-from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
+from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source, seeded_stream
 
 
 @register_layer("WindowData")
@@ -85,9 +84,8 @@ class WindowDataLayer(PrefetchingLayer):
         return np.array(list(transform.mean_value) or [0], np.float32).reshape(-1, 1, 1)
 
     def make_loader(self) -> DescribingLoader:
-        stream, layer_seed = self.random_stream(), self.param.transform_param.random_seed
-        seed = stream.seed if layer_seed < 0 else layer_seed
-        return WindowLoader(self._windows, self._settings, seed, stream.stream, self.where, self.threads(0))
+        stream = seeded_stream(self)
+        return WindowLoader(self._windows, self._settings, stream.seed, stream.stream, self.where, self.threads(0))
 
 
 # -- batches -------------------------------------------------------------------------------------------
@@ -231,11 +229,6 @@ class WindowCrop:
     left: int = 0
 
 
-def _rounded(value: np.float32 | float) -> int:
-    """Round halves away from 0, as C's round."""
-    return int(math.copysign(math.floor(abs(float(value)) + 0.5), float(value)))
-
-
 def _crop_axis(
     low: int, high: int, half: np.float32, size: int, settings: WindowSettings
 ) -> tuple[int, int, int, int, int]:
@@ -244,12 +237,12 @@ def _crop_axis(
     """
     context = _f32(settings.crop) / _f32(settings.crop - 2 * settings.context_pad)
     center = _f32(low) + _f32(high - low + 1) / _f32(2)
-    low, high = _rounded(center - half * context), _rounded(center + half * context)
+    low, high = rounded(center - half * context), rounded(center + half * context)
     scale = _f32(settings.crop) / _f32(high - low + 1)
     before, after = max(0, -low), max(0, high - size + 1)
     low, high = low + before, high - after
-    length = _rounded(_f32(high - low + 1) * scale)
-    return low, high, _rounded(_f32(before) * scale), _rounded(_f32(after) * scale), length
+    length = rounded(_f32(high - low + 1) * scale)
+    return low, high, rounded(_f32(before) * scale), rounded(_f32(after) * scale), length
 
 
 def crop_window(corners: list[int], image: tuple[int, int], settings: WindowSettings, mirror: bool) -> WindowCrop:
