@@ -56,8 +56,10 @@ NAMED_SIZES = {"mnist": (1, 28, 28), "cifar": (3, 32, 32), "siamese": (2, 28, 28
 LARGEST_IMAGE = 1100
 """Pixels of a side; images of more than twice the size are halved until they fit."""
 IMAGE_AXES = 4
-TEMPLATE_VALUES = {r"\$ADAPTED_\w+": "128", r"\$TARGET_\w+": "120", r"\$SCALE_\w+": "0.9", r"\$[A-Z_]+": '"x"'}
-"""What stands for the names in templates of PWC-Net and LiteFlowNet."""
+PLACEHOLDER = re.compile(r"""^([^#"'\n]*)\$\{?([A-Z]+)\w*\}?""", re.MULTILINE)
+"""`$NAME` or `${NAME}` of a template, which a script replaces, outside of a string."""
+PLACEHOLDER_VALUES = {"ADAPTED": "128", "TARGET": "120", "SCALE": "0.9", "NUM": "21"}
+"""By the first word of the placeholder's name, for PWC-Net, LiteFlowNet and DeepLab; others become a string."""
 
 
 def states_of(param: caffe_pb2.NetParameter) -> list[tuple[int, list[str]]]:
@@ -69,12 +71,11 @@ def states_of(param: caffe_pb2.NetParameter) -> list[tuple[int, list[str]]]:
 
 
 def read_filled(path: Path) -> caffe_pb2.NetParameter:
-    """Read a net; `$NAME` of a template, which a script replaces, becomes a number that fits."""
+    """Read a net; placeholders of a template become values that fit."""
     text = path.read_text(errors="replace")
-    if not re.search(r"^[^#]*\$[A-Z_]+", text, re.MULTILINE):
+    if not PLACEHOLDER.search(text):
         return read_net(path)
-    for pattern, value in TEMPLATE_VALUES.items():
-        text = re.sub(pattern, value, text)
+    text = PLACEHOLDER.sub(lambda found: found[1] + PLACEHOLDER_VALUES.get(found[2], '"x"'), text)
     param = parse_text(text, caffe_pb2.NetParameter(), str(path))
     upgrade_net(param, str(path))
     return param
