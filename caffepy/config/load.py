@@ -27,9 +27,10 @@ _MAX_CACHED_BYTES = 2**20
 """Size limit of a prototxt whose parsed message is cached."""
 
 _DEVICES = re.compile(
-    r"""#[^\n]*|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|[{}]|\bdevice_id(?P<value>\s*:\s*(?:\[[^]]*\]|-?\d+))"""
+    r"""#[^\n]*|"(?:[^"\\\n]|\\.)*"?|'(?:[^'\\\n]|\\.)*'?|[{}]|\bdevice_id(?P<value>\s*:\s*(?:\[[^][]*\]|-?\d+))"""
 )
-"""Comments, strings, braces, and device_id with its value."""
+"""Comments, strings, braces, and device_id with its value. An open string or list ends the match, so that the search
+takes linear time."""
 
 
 def read_net(path: Path | str) -> NetParameter:
@@ -89,9 +90,11 @@ def name_devices(text: str) -> str:
             found.append(match)
     if len(found) < 2 and not any("[" in match["value"] for match in found):
         return text
-    for match in reversed(found):
-        text = f"{text[: match.start()]}device_ids{text[match.start('value') :]}"
-    return text
+    parts, end = list[str](), 0
+    for match in found:
+        parts += [text[end : match.start()], "device_ids"]
+        end = match.start("value")
+    return "".join([*parts, text[end:]])
 
 
 @lru_cache(maxsize=8)

@@ -150,3 +150,13 @@ def test_long_texts_are_refused_in_time_that_is_linear_in_them(tmp_path: Path, t
     with pytest.raises(ConfigError, match=message):
         read_net(tmp_path / "n.prototxt")
     assert time.thread_time() - start < 30
+
+
+@pytest.mark.parametrize("piece", ['\\"', "device_id: [", "device_id: 1 "])
+def test_long_solvers_are_refused_in_linear_time(tmp_path: Path, piece: str) -> None:
+    """The search for several `device_id` passes each character once."""
+    (tmp_path / "s.prototxt").write_text(piece * 100_000 + " x: 1")
+    start = time.thread_time()
+    with pytest.raises(ConfigError, match="s.prototxt:1:"):
+        read_solver(tmp_path / "s.prototxt")
+    assert time.thread_time() - start < 10
