@@ -71,8 +71,9 @@ class RecordOrder:
         next_epoch = self._epoch + 1
         if not self._shuffle or next_epoch in self._orders or (self._thread is not None and self._thread.is_alive()):
             return
-        self._thread = threading.Thread(target=self._compute, args=(next_epoch,), name="permutation", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._compute, args=(next_epoch,), name="permutation", daemon=True)
+        thread.start()
+        self._thread = thread  # only a started thread can be joined, also in a child that is forked during `start`
 
     def close(self) -> None:
         """Join the thread of `prepare_next_epoch`."""

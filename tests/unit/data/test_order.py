@@ -1,6 +1,8 @@
+import os
 import threading
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,3 +46,27 @@ def test_samples_need_not_be_neighbours():
     order = RecordOrder(10, 3, True, 1)
     assert order.records_of(np.array([4, 25, 7])).tolist() == [int(order.records(s, 1)[0]) for s in (4, 25, 7)]
     assert order.copy().records(40, 9).tolist() == order.records(40, 9).tolist()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a fork of a process with threads
+def test_a_child_forked_during_the_start_of_the_thread_has_the_same_order(monkeypatch):
+    plain, prepared = RecordOrder(30, 0, True, 4), RecordOrder(30, 0, True, 4)
+    expected = plain.records(0, 90).tolist()
+    statuses = []
+
+    def fork_and_start(thread: threading.Thread) -> None:
+        child = os.fork()
+        if child == 0:
+            found = []
+            try:
+                found = [*first, *prepared.records(30, 60).tolist()]
+            finally:
+                os._exit(0 if found == expected else 1)
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        start(thread)
+
+    first, start = prepared.records(0, 30).tolist(), threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", fork_and_start)
+    prepared.prepare_next_epoch()
+    prepared.close()
+    assert statuses == [0]
