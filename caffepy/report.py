@@ -88,12 +88,19 @@ def format_report(ranks: Sequence[Sequence[Performance]], measured: float | None
             root = "root " if i == 0 else "     "
             lines.append(f"{node}{root if node else root.capitalize()}{format_performance(performance, measured)}")
         if node and len(devices) > 1:
-            lines.append(f"{node}performance: {_significant(_total(devices))} img/sec{_scaling(devices, measured)}")
+            rate = _significant(_total(devices))
+            lines.append(f"{node}{_multi_gpu(devices)}performance: {rate} img/sec{_scaling(devices, measured)}")
     all_devices = [performance for devices in ranks for performance in devices]
     if len(all_devices) > 1:
         rate = _significant(_total(all_devices))
-        lines.append(f"Overall performance: {rate} img/sec{_scaling(all_devices, measured)}")
+        kind = _multi_gpu(all_devices) if len(ranks) == 1 else ""
+        lines.append(f"Overall {kind}performance: {rate} img/sec{_scaling(all_devices, measured)}")
     return lines
+
+
+def _multi_gpu(devices: Sequence[Performance]) -> str:
+    """NVIDIA Caffe's word for the GPUs of one process (`parallel.cpp`)."""
+    return "multi-GPU " if all(performance.device.isdecimal() for performance in devices) else ""
 
 
 def _total(devices: Sequence[Performance]) -> float:

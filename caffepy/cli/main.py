@@ -34,7 +34,7 @@ from caffepy.options import ExtensionOptions
 from caffepy.registry import suggest
 
 GROUPS = {
-    "training": ("train", "test", "time", "warm-up", "snapshot", "data"),
+    "training": ("train", "test", "test_detection", "time", "warm-up", "snapshot", "data"),
     "devices": ("device_query", "launch", "bench", "plan"),
     "predictions": ("classify", "detect", "extract_features"),
     "nets and logs": ("net", "deploy", "draw_net", "parse_log", "plot_training_log"),
@@ -59,6 +59,8 @@ MODULES = {
     "import": "onnx",
     "parse_log": "logs",
     "plot_training_log": "logs",
+    "test": "test",
+    "test_detection": "test",
     **dict.fromkeys(GROUPS["data sets"], "data"),
     **dict.fromkeys(GROUPS["old files"], "upgrade"),
 }
@@ -67,7 +69,7 @@ WITHOUT_NETS = frozenset(
     ("data", "device_query", "launch", "bench", "parse_log", "plot_training_log", *GROUPS["data sets"])
 )
 """Commands that read no nets, and so have no `ExtensionOptions`. `launch` starts commands that have them."""
-WRITERS = frozenset({*MODULES, "data", "deploy", "draw_net", "extract_features"})
+WRITERS = frozenset({*MODULES, "data", "deploy", "draw_net", "extract_features"} - {"test", "test_detection"})
 """Commands that write files and do not handle signals themselves."""
 
 ALIASES = {

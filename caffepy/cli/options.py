@@ -218,12 +218,12 @@ class Switch(argparse.Action):
         setattr(namespace, self.dest, not name.startswith("--no") if not value else value.lower() in _TRUE)
 
 
-def add_switch(parser: argparse._ActionsContainer, name: str, help_text: str) -> None:
-    """Add a flag that is off by default: ``--name``, ``--name=true`` (and gflags' other values) or ``--noname``."""
+def add_switch(parser: argparse._ActionsContainer, name: str, help_text: str, default: bool = False) -> None:
+    """Add a flag: ``--name``, ``--name=true`` (and gflags' other values) or ``--noname``."""
     words = [word for lower in (*_TRUE, *_FALSE) for word in dict.fromkeys((lower, lower.capitalize(), lower.upper()))]
     spellings = [f"--{name}={word}" for word in words]
     action = parser.add_argument(
-        f"--{name}", f"--no{name}", *spellings, action=Switch, nargs=0, default=False, help=help_text
+        f"--{name}", f"--no{name}", *spellings, action=Switch, nargs=0, default=default, help=help_text
     )
     action.option_strings = [f"--{name}"]  # for the help; the parser knows all
 

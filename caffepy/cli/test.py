@@ -1,10 +1,10 @@
-"""`caffepy test`: score a trained model over a number of batches."""
+"""`caffepy test` and `caffepy test_detection`: score a trained model over a number of batches."""
 
 from __future__ import annotations
 
 import argparse
 import logging
-from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING
 
 from caffepy.cli.options import (
@@ -13,30 +13,49 @@ from caffepy.cli.options import (
     add_dialect_option,
     add_engine_option,
     add_engine_options,
+    add_options,
     add_state_options,
+    add_switch,
 )
 from caffepy.errors import ConfigError
 from caffepy.options.types import file_list, file_name, positive
+from caffepy.parallel.options import TrainOptions
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from caffepy.layers import LayerContext
-    from caffepy.net import Net
+    from caffepy.backend import Backend
+    from caffepy.data.schedule import Shard
     from caffepy.net.forward_runner import ForwardRunner
     from caffepy.onnx.engine import RuntimeRunner
+    from caffepy.parallel.processes.world import World
+    from caffepy.parallel.scoring import ScoringOptions
     from caffepy.proto.caffe_pb2 import NetParameter, NetState
-
-    Runner = ForwardRunner | RuntimeRunner
 
 logger = logging.getLogger(__name__)
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command and its options."""
-    parser = subparsers.add_parser(
-        "test", help="score a model", description="Run a net's TEST phase and print each batch's scores and their mean."
+def add_parser_test(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Add `test` and its options."""
+    _add_options(
+        subparsers.add_parser(
+            "test",
+            help="score a model",
+            description="Run a net's TEST phase and print each batch's scores and their mean.",
+        )
     )
+
+
+def add_parser_test_detection(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Add `test_detection` and its options."""
+    _add_options(
+        subparsers.add_parser(
+            "test_detection",
+            help="score a model by mean average precision",
+            description="Run a net's TEST phase and print the mean average precision of its DetectionEvaluate layers.",
+        )
+    )
+
+
+def _add_options(parser: Parser) -> None:
     parser.add_argument("--model", type=file_name, metavar="FILE", help="the net's prototxt (needed)")
     parser.add_argument(
         "--weights", type=file_list, default=[], metavar="LIST", help=".caffemodel files, separated by commas (needed)"
@@ -46,14 +65,16 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--ap-version", choices=("11point", "101point", "MaxIntegral", "Integral"), default="11point",
         help="average precision of detections (11point)",
     )  # fmt: skip
-    add_device_options(parser, "default: the CPU")
+    add_switch(parser, "show-per-class-result", "print the average precision of each class (on)", default=True)
+    add_device_options(parser, "each batch is scored by one of them; default: the CPU")
+    add_options(parser, TrainOptions, ("cpu_solvers", "timeout"))
     add_engine_options(parser)
     add_engine_option(parser)
     add_state_options(parser)
     add_dialect_option(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_test(args: argparse.Namespace) -> int:
     """Score the model.
 
     Raises:
@@ -61,32 +82,77 @@ def run(args: argparse.Namespace) -> int:
         MissingExtraError: the engine is not installed.
         CaffepyError: files, data or device cannot be used.
     """
-    if args.model is None:
-        raise ConfigError("test needs a net: caffepy test --model train_val.prototxt --weights net.caffemodel")
-    if not args.weights:
-        raise ConfigError("test needs trained weights: --weights net.caffemodel")
-    from caffepy.cli.nets import net_setup
-    from caffepy.onnx.engine import wants_runtime
-    from caffepy.proto import caffe_pb2
+    return _score(args, detection=False)
 
-    by_runtime = wants_runtime(args.engine, not args.gpus)
-    with (
-        net_setup(args, caffe_pb2.TEST, args.iterations) as setup,
-        closing(_runner(args, by_runtime, *setup)) as runner,
-    ):
-        if runner.net.inputs:
-            names = ", ".join(runner.net.inputs)
-            logger.warning("The inputs of this net (%s) are not filled: the scores are for zero inputs.", names)
-        logger.info("Running for %d iterations.", args.iterations)
-        _log_means(runner.net, *_score(runner, args.iterations, args.ap_version), args.iterations)
+
+def run_test_detection(args: argparse.Namespace) -> int:
+    """Score a net whose outputs are made by DetectionEvaluate layers; errors as of `run_test`."""
+    return _score(args, detection=True)
+
+
+def _score(args: argparse.Namespace, detection: bool) -> int:
+    from caffepy.parallel.processes.create import create_world
+    from caffepy.parallel.processes.launcher import refuse_foreign_launcher
+    from caffepy.parallel.scoring import score_on_all_devices
+
+    world = create_world()
+    world.run_on_all(lambda: refuse_foreign_launcher(world.rank, world.size))
+    try:
+        score_on_all_devices(world, _options(args, world, detection))
+    finally:
+        world.close()
     return 0
 
 
-def _runner(
-    args: argparse.Namespace, by_runtime: bool, param: NetParameter, context: LayerContext, state: NetState
-) -> Runner:
-    from caffepy.cli.nets import read_weights
+def _options(args: argparse.Namespace, world: World, detection: bool) -> ScoringOptions:
+    from caffepy.cli.nets import net_and_state, refuse_net_without_layers
+    from caffepy.onnx.engine import wants_runtime
+    from caffepy.parallel.processes.gpu_assignment import assign_gpus
+    from caffepy.parallel.scoring import ScoringOptions
+    from caffepy.proto import caffe_pb2
+    from caffepy.training.devices import check_gpus
 
+    def prepare() -> tuple[NetParameter, NetState, bool, list[int] | None]:
+        if args.model is None:
+            raise ConfigError(f"{args.command} needs a net: --model train_val.prototxt --weights net.caffemodel")
+        if not args.weights:
+            raise ConfigError(f"{args.command} needs trained weights: --weights net.caffemodel")
+        by_runtime = wants_runtime(args.engine, not args.gpus)
+        param, state = net_and_state(args, caffe_pb2.TEST)
+        refuse_net_without_layers(args.model, param, state)
+        return param, state, by_runtime, None if args.gpus is None else check_gpus(args.gpus)
+
+    param, state, by_runtime, found = world.run_on_all(prepare)
+    gpus = assign_gpus(world, found, named=True)
+    if gpus is None:
+        logger.info("Use CPU.")
+    else:
+        logger.info("Use GPU with device ID %s", ", ".join(map(str, gpus)))
+    return ScoringOptions(
+        partial(_make_runner, args, by_runtime, param, state),
+        batches=args.iterations,
+        devices=[None] * args.cpu_solvers if gpus is None else gpus,
+        threads=args.threads,
+        math=args.math,
+        ap_version=args.ap_version,
+        show_classes=args.show_per_class_result,
+        detection=detection,
+        timeout=args.timeout,
+    )
+
+
+def _make_runner(
+    args: argparse.Namespace, by_runtime: bool, param: NetParameter, state: NetState, backend: Backend, shard: Shard
+) -> ForwardRunner | RuntimeRunner:
+    from caffepy.cli.nets import read_weights
+    from caffepy.config.paths import PathResolver
+    from caffepy.layers import LayerContext
+    from caffepy.proto import caffe_pb2
+
+    resolve = PathResolver(args.model)
+    context = LayerContext(
+        backend, phase=caffe_pb2.TEST, shard=shard, test_iter=args.iterations, resolve=resolve, timeout=args.timeout
+    )
     weights = read_weights(args.weights)
     if by_runtime:
         from caffepy.net import Net
@@ -104,41 +170,3 @@ def _runner(
 
     fuse, share = args.fuse and not param.debug_info, args.share and not param.debug_info
     return prepare_inference(param, context, state, weights=weights, fuse=fuse, share=share, eager=args.eager)
-
-
-def _score(runner: Runner, iterations: int, ap_version: str) -> tuple[dict[str, np.ndarray], float]:
-    """Return the sums of all flattened outputs and of the loss over the batches; log mean average precisions.
-
-    Raises:
-        ConfigError: the size of an output differs between batches.
-    """
-    from caffepy.solvers.detection import DetectionScores, detection_outputs
-    from caffepy.solvers.testing import refuse_changing_outputs
-
-    net = runner.net
-    detections = DetectionScores(net, ap_version, True, log=logger.info)
-    summed = {name: blob for name, blob in net.outputs.items() if name not in detection_outputs(net)}
-    refuse_changing_outputs(net, summed)
-    sums: dict[str, np.ndarray] = {}
-    loss = 0.0
-    for batch in range(iterations):
-        runner.forward()
-        loss += net.loss()
-        net.raise_device_errors()
-        detections.take(batch)
-        for name, blob in summed.items():
-            scores = blob.host_data().astype("float64").ravel()
-            for score in scores:
-                logger.info("Batch %d, %s = %.6g", batch, name, score)
-            sums[name] = sums[name] + scores if name in sums else scores
-    detections.means()
-    return sums, loss
-
-
-def _log_means(net: Net, sums: dict[str, np.ndarray], loss: float, iterations: int) -> None:
-    logger.info("Loss: %.6g", loss / iterations)
-    for name, scores in sums.items():
-        weight = net.loss_weight(net.outputs[name])
-        for mean in scores / iterations:
-            share = f" (* {weight:.6g} = {weight * mean:.6g} loss)" if weight else ""
-            logger.info("%s = %.6g%s", name, mean, share)

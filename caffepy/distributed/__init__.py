@@ -16,12 +16,16 @@ from caffepy.distributed.default import (
     PRODUCT,
     SUM,
     all_gather,
+    all_gather_object,
     all_reduce,
     all_to_all,
     barrier,
     broadcast,
+    broadcast_object,
     destroy_process_group,
     gather,
+    gather_object,
+    get_backend,
     get_group,
     get_local_rank,
     get_rank,
@@ -30,6 +34,7 @@ from caffepy.distributed.default import (
     irecv,
     is_initialized,
     isend,
+    new_group,
     recv,
     reduce,
     reduce_scatter,
@@ -38,7 +43,7 @@ from caffepy.distributed.default import (
 )
 from caffepy.distributed.group import Handle, ProcessGroup
 from caffepy.distributed.spawn import spawn
-from caffepy.parallel.communicators.collectives import Operator
+from caffepy.parallel.communicators.collectives import ReduceOp
 
 __all__ = [
     "AVG",
@@ -48,15 +53,19 @@ __all__ = [
     "SUM",
     "DataParallel",
     "Handle",
-    "Operator",
     "ProcessGroup",
+    "ReduceOp",
     "all_gather",
+    "all_gather_object",
     "all_reduce",
     "all_to_all",
     "barrier",
     "broadcast",
+    "broadcast_object",
     "destroy_process_group",
     "gather",
+    "gather_object",
+    "get_backend",
     "get_group",
     "get_local_rank",
     "get_rank",
@@ -65,6 +74,7 @@ __all__ = [
     "irecv",
     "is_initialized",
     "isend",
+    "new_group",
     "recv",
     "reduce",
     "reduce_scatter",

@@ -10,7 +10,7 @@ import numpy as np
 
 from caffepy.backend.types import Array
 from caffepy.errors import UserError
-from caffepy.parallel.communicators.collectives import Operator, rows
+from caffepy.parallel.communicators.collectives import ReduceOp, rows
 
 DTYPES = ("float16", "float32", "float64", "int32", "int64", "uint8")
 """The dtypes that every communicator can reduce."""
@@ -59,16 +59,16 @@ def check_array(array: Any, name: str, memory: str, written: bool) -> None:
         raise UserError(f"{name} is in host memory: backend 'nccl' takes CuPy arrays, 'mpi' and 'tcp' take both")
 
 
-def check_operator(operator: Any, array: Array) -> Operator:
+def check_operator(operator: Any, array: Array) -> ReduceOp:
     """Return the operator, checked against the array's dtype.
 
     Raises:
         UserError: not an operator, or AVG of integers.
     """
-    if not isinstance(operator, Operator):
-        known = ", ".join(known.name for known in Operator)
+    if not isinstance(operator, ReduceOp):
+        known = ", ".join(known.name for known in ReduceOp)
         raise UserError(f"operator is {operator!r}; known: {known}, as in caffepy.distributed.SUM")
-    if operator is Operator.AVG and array.dtype.kind != "f":
+    if operator is ReduceOp.AVG and array.dtype.kind != "f":
         raise UserError(f"AVG of {array.dtype} would have to be rounded: use SUM and divide")
     return operator
 

@@ -44,9 +44,7 @@ def create_communicator(
         return connect_by_store(membership.channel, membership.rank, membership.size, timeout)
     if membership.world is None:
         raise UserError("backend 'mpi' needs mpirun, and mpi:// or no init_method; 'tcp' works without MPI")
-    communicator = membership.world.communicator()
-    assert communicator is not None
-    return communicator
+    return membership.world.communicator(membership.world_ranks)
 
 
 def _connect_gpus(membership: Membership, timeout: float, device: int | None) -> Communicator:

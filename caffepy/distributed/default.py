@@ -6,7 +6,7 @@ import atexit
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
@@ -14,14 +14,14 @@ from typing import Concatenate, ParamSpec, TypeVar
 from caffepy.distributed.arrays import whole_number
 from caffepy.distributed.backends import BACKENDS, create_communicator, default_backend
 from caffepy.distributed.group import ProcessGroup
-from caffepy.distributed.rendezvous import Membership, join
+from caffepy.distributed.rendezvous import Membership, join, join_subgroup
 from caffepy.errors import CaffepyError, UserError
-from caffepy.parallel.communicators.collectives import Operator
+from caffepy.parallel.communicators.collectives import ReduceOp
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SUM, PRODUCT, MIN, MAX, AVG = Operator.SUM, Operator.PRODUCT, Operator.MIN, Operator.MAX, Operator.AVG
+SUM, PRODUCT, MIN, MAX, AVG = ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG
 _WITHDRAW_SECONDS = 2.0
 """Seconds that rank 0 stays after a failed connection so that the others receive the reason."""
 
@@ -39,26 +39,38 @@ def connect(
     device: int | None = None,
 ) -> ProcessGroup:
     """Return a new group without making it the default. Arguments and errors as in `init_process_group`."""
-    if backend is not None:
-        named, backend = backend, str(backend).lower().replace("gloo", "tcp")
-        if backend not in BACKENDS:
-            raise UserError(f"backend '{named}' is not known; known: {', '.join(BACKENDS)}")
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    if not 0 < seconds < 1e9:
-        raise UserError(f"timeout is {timeout}; it must be a positive number of seconds")
+    backend, seconds = _known_backend(backend), _seconds(timeout)
     rank, world_size, device = (
         _whole(name, value) for name, value in (("rank", rank), ("world_size", world_size), ("device", device))
     )
     membership = join(init_method, rank, world_size, seconds)
-    chosen = backend or default_backend(membership)
+    return _group_of(membership, backend or default_backend(membership), seconds, device, "init_process_group")
+
+
+def _group_of(membership: Membership, backend: str, seconds: float, device: int | None, function: str) -> ProcessGroup:
+    """Connect the members; `function` is the script's call, for messages."""
     try:
-        return ProcessGroup(chosen, membership, create_communicator(chosen, membership, seconds, device), seconds)
+        return ProcessGroup(backend, membership, create_communicator(backend, membership, seconds, device), seconds)
     except BaseException as error:
-        message = f"{membership.name(membership.rank)}: init_process_group: {error}"
+        message = f"{membership.name(membership.rank)}: {function}: {error}"
         _withdraw(membership, message)
         if isinstance(error, CaffepyError):
             error.args = (message,)
         raise
+
+
+def _known_backend(name: str | None) -> str | None:
+    backend = None if name is None else str(name).lower().replace("gloo", "tcp")
+    if backend is not None and backend not in BACKENDS:
+        raise UserError(f"backend '{name}' is not known; known: {', '.join(BACKENDS)}")
+    return backend
+
+
+def _seconds(timeout: float | timedelta) -> float:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not 0 < seconds < 1e9:
+        raise UserError(f"timeout is {timeout}; it must be a positive number of seconds")
+    return seconds
 
 
 def _whole(name: str, value: int | None) -> int | None:
@@ -136,6 +148,59 @@ def destroy_process_group() -> None:
     get_group().destroy()
 
 
+def new_group(
+    ranks: Sequence[int] | None = None, timeout: float | timedelta | None = None, backend: str | None = None
+) -> ProcessGroup | None:
+    """Create a group of some ranks of the default group. Called by all ranks of the default group, in the same order.
+
+    Leaving the default group leaves the new group too.
+
+    Args:
+        ranks: the members, sorted for their new ranks; None: all.
+        timeout: longest wait of any operation, in seconds; None: as in the default group.
+        backend: as in `init_process_group`; None: as in the default group. ``nccl`` uses the current GPU of each rank.
+
+    Returns:
+        The group; None on ranks that are not its members.
+
+    Raises:
+        UserError: an invalid argument, or there is no default group.
+        PeerError: not all members joined in time.
+    """
+    parent = get_group()
+    named = range(parent.size) if ranks is None else ranks
+    members = sorted({number for rank in named if (number := whole_number(rank)) is not None})
+    if len(members) < len(named) or not members or not 0 <= members[0] <= members[-1] < parent.size:
+        raise UserError(f"ranks are {list(named)}; name different ranks from 0 to {parent.size - 1}")
+    seconds = parent.timeout if timeout is None else _seconds(timeout)
+    chosen = _known_backend(backend) or parent.backend
+    number = next(parent.subgroups)
+    if parent.rank not in members:
+        return None
+    membership = join_subgroup(parent.membership, members, number, seconds)
+    group = _group_of(membership, chosen, seconds, _current_gpu() if chosen == "nccl" else None, "new_group")
+
+    def leave() -> None:
+        if parent.failure is None or group.destroyed:
+            group.destroy()
+        else:
+            group.abort(parent.failure)
+
+    parent.releases.append(leave)
+    return group
+
+
+def _current_gpu() -> int:
+    from caffepy.parallel.communicators.nccl import current_gpu
+
+    return current_gpu()
+
+
+def get_backend() -> str:
+    """Return the name of the default group's backend."""
+    return get_group().backend
+
+
 def _of_default_group(method: Callable[Concatenate[ProcessGroup, P], T]) -> Callable[P, T]:
     """Return a function with a group method's signature and docstring that acts on the default group."""
 
@@ -163,6 +228,9 @@ scatter = _of_default_group(ProcessGroup.scatter)
 reduce_scatter = _of_default_group(ProcessGroup.reduce_scatter)
 all_to_all = _of_default_group(ProcessGroup.all_to_all)
 barrier = _of_default_group(ProcessGroup.barrier)
+broadcast_object = _of_default_group(ProcessGroup.broadcast_object)
+all_gather_object = _of_default_group(ProcessGroup.all_gather_object)
+gather_object = _of_default_group(ProcessGroup.gather_object)
 
 
 def get_rank() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +14,13 @@ from caffepy.backend.types import Array
 from caffepy.distributed.arrays import Arguments, Buffer, Parts, check_operator, whole_number
 from caffepy.distributed.rendezvous import Membership
 from caffepy.errors import PeerError, RunError, UserError
-from caffepy.parallel.communicators.collectives import Collective, Op, Operator, Work
+from caffepy.parallel.communicators.collectives import Collective, Op, ReduceOp, Work
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.control.describe_error import describe_error
 from caffepy.parallel.control.heartbeat import Heartbeat
 from caffepy.parallel.control.monitor import Monitor
 from caffepy.parallel.store.records import DeviceStatus, Failure
+from caffepy.parallel.store.values import pack, unpack
 
 TAG_LIMIT = 32767
 """The largest tag that every MPI allows."""
@@ -63,7 +65,9 @@ class ProcessGroup:
         self.failure: str | None = None
         """The error of a failed rank; every later operation raises it."""
         self.communicator = communicator
-        self._membership = membership
+        self.membership = membership
+        self.subgroups = itertools.count()
+        """Numbers of the groups made by `new_group`, the same on all ranks."""
         self._lock = threading.Lock()
         self._failed = threading.Event()
         self._heartbeat = Heartbeat("")
@@ -111,14 +115,14 @@ class ProcessGroup:
             return self._start(Collective(Op.BROADCAST, buffer.data, None, peer=root), None, async_op)
         return self._start(Collective(Op.BROADCAST, None, buffer.data, peer=root), buffer, async_op)
 
-    def all_reduce(self, array: Array, operator: Operator = Operator.SUM, async_op: bool = False) -> Handle:
+    def all_reduce(self, array: Array, operator: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Handle:
         """array = operator(all ranks' arrays), element by element, on every rank."""
         with self.reporting("all_reduce"):
             buffer = self._arguments.array(array, "array", written=True)
             operator = check_operator(operator, array)
         return self._start(Collective(Op.ALL_REDUCE, buffer.data, buffer.data, operator), buffer, async_op)
 
-    def reduce(self, array: Array, root: int = 0, operator: Operator = Operator.SUM, async_op: bool = False) -> Handle:
+    def reduce(self, array: Array, root: int = 0, operator: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Handle:
         """On the root: array = operator(all ranks' arrays); other ranks' arrays are unchanged."""
         with self.reporting("reduce"):
             root = self._check_rank(root, "root")
@@ -151,7 +155,7 @@ class ProcessGroup:
         return self._start(Collective(Op.SCATTER, _data(given), own.data, peer=root), own, async_op)
 
     def reduce_scatter(
-        self, array: Array, inputs: Parts, operator: Operator = Operator.SUM, async_op: bool = False
+        self, array: Array, inputs: Parts, operator: ReduceOp = ReduceOp.SUM, async_op: bool = False
     ) -> Handle:
         """array = operator(all ranks' inputs[rank])."""
         with self.reporting("reduce_scatter"):
@@ -171,6 +175,54 @@ class ProcessGroup:
     def barrier(self, async_op: bool = False) -> Handle:
         """Wait for all ranks; on GPUs, also for the preceding operations on the current stream."""
         return self._start(Collective(Op.BARRIER), None, async_op)
+
+    # -- objects ------------------------------------------------------------------------------------
+
+    def broadcast_object(self, value: Any = None, root: int = 0) -> Any:
+        """Return the root's value; other ranks pass nothing.
+
+        A value consists of None, booleans, numbers, text, bytes, paths and NumPy arrays of numbers, in lists, tuples
+        and dictionaries. It travels as JSON through rank 0, and nothing is unpickled; for large arrays, `broadcast` is
+        faster.
+        """
+        with self.reporting("broadcast_object"):
+            root = self._check_rank(root, "root")
+        found = self._exchange_objects("broadcast_object", value, [root], range(self.size))
+        return found[0]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return the value of each rank, on every rank; values as in `broadcast_object`."""
+        return self._exchange_objects("all_gather_object", value, range(self.size), range(self.size))
+
+    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
+        """Return the value of each rank on the root, None on the others; values as in `broadcast_object`."""
+        with self.reporting("gather_object"):
+            root = self._check_rank(root, "root")
+        found = self._exchange_objects("gather_object", value, range(self.size), [root])
+        return found if self.rank == root else None
+
+    def _exchange_objects(self, what: str, value: Any, senders: Sequence[int], receivers: Sequence[int]) -> list[Any]:
+        """Put this rank's value into the store if it sends, and return all senders' if it receives."""
+        channel = self.membership.channel
+        with self.bounded(what):
+            if self.destroyed:
+                raise UserError("the process group was destroyed")
+            key = f"object/{self._heartbeat.collectives}"
+            if self.rank in senders:
+                try:
+                    packed = pack(value)
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise UserError(str(error)) from error
+                channel.put(f"{key}/{self.rank}", packed, len(receivers))
+            if self.rank not in receivers:
+                return []
+            return [self._take_object(f"{key}/{sender}", what, sender) for sender in senders]
+
+    def _take_object(self, key: str, what: str, sender: int) -> Any:
+        packed = self.membership.channel.take(key, self.timeout, sender)
+        if packed is None:
+            self.give_up(what, (sender,), self.timeout)
+        return unpack(packed)
 
     # -- arguments ----------------------------------------------------------------------------------
 
@@ -209,7 +261,7 @@ class ProcessGroup:
             if self.destroyed:
                 return
             self.destroyed = True
-        channel = self._membership.channel
+        channel = self.membership.channel
         for release in self.releases:
             release()
         self._monitor.stop()
@@ -219,12 +271,12 @@ class ProcessGroup:
             self.communicator.close()
         channel.close()
         if late:
-            names = ", ".join(map(self._membership.name, late))
+            names = ", ".join(map(self.membership.name, late))
             raise PeerError(f"{self.name}: destroy_process_group: has waited {self.timeout:g} s for {names} to leave")
 
     def abort(self, message: str) -> None:
         """Abort all ranks' waits with a message, and leave the group."""
-        self._membership.channel.fail(message)
+        self.membership.channel.fail(message)
         self._fail(message)
         self.destroy()
 
@@ -235,8 +287,8 @@ class ProcessGroup:
 
     def end_world(self) -> None:
         """Abort MPI's processes after a failure, at the end of a script; no effect without MPI."""
-        if self._membership.world is not None and self.size > 1:
-            self._membership.world.end(RunError.exit_status)
+        if self.membership.world is not None and self.size > 1:
+            self.membership.world.end(RunError.exit_status)
 
     def __enter__(self) -> ProcessGroup:
         return self
@@ -277,7 +329,7 @@ class ProcessGroup:
 
     def name_of(self, rank: int) -> str:
         """Return a rank's name for messages."""
-        return self._membership.name(rank)
+        return self.membership.name(rank)
 
     @contextmanager
     def bounded(self, what: str) -> Iterator[None]:
@@ -303,18 +355,18 @@ class ProcessGroup:
         try:
             self.give_up(what, (), self.timeout)
         except PeerError as error:
-            self._membership.channel.fail(f"{self.name}: {what}: {error}")
+            self.membership.channel.fail(f"{self.name}: {what}: {error}")
             self._fail(str(error))
 
     def raise_if_departed(self, waits_for: Sequence[int]) -> None:
         """Raise PeerError if a rank that an operation waits for has left the group."""
-        departed = self._membership.find_departed(self._heartbeat.collectives, waits_for)
+        departed = self.membership.find_departed(self._heartbeat.collectives, waits_for)
         if departed:
             raise _StragglerError(f"waits for {departed}")
 
     def give_up(self, what: str, waits_for: Sequence[int], seconds: float) -> NoReturn:
         """Raise the PeerError of a wait that timed out, with the stragglers."""
-        stragglers = self._membership.find_stragglers(self._heartbeat.collectives, what, waits_for)
+        stragglers = self.membership.find_stragglers(self._heartbeat.collectives, what, waits_for)
         unknown = f"an operation that all ranks have started: {self.backend} or the network is stuck"
         raise _StragglerError(f"has waited {seconds:g} s for {stragglers or unknown}")
 
@@ -340,12 +392,12 @@ class ProcessGroup:
         return f"{collective.op.value} {'to' if collective.op is Op.SEND else 'from'} rank {collective.peer}"
 
     def _statuses(self) -> list[DeviceStatus]:
-        return [self._heartbeat.status(self.rank, self._membership.members[self.rank].host)]
+        return [self._heartbeat.status(self.rank, self.membership.members[self.rank].host)]
 
     def _on_failure(self, failure: Failure) -> None:
         """Handle the failure of another rank or of this rank's control plane. Called by the monitor's thread."""
         if not failure.reported:
-            self._membership.channel.fail(failure.message)
+            self.membership.channel.fail(failure.message)
         self._fail(failure.message)
 
     def _fail(self, message: str) -> None:

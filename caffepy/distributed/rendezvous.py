@@ -22,12 +22,13 @@ from caffepy.parallel.control.connect import LOOPBACK, connect_ranks
 from caffepy.parallel.processes.create import create_mpi_world
 from caffepy.parallel.processes.launcher import find_mpi_launcher, is_near, port_offset
 from caffepy.parallel.processes.machine import machine_identity, own_addresses
-from caffepy.parallel.processes.world import World
+from caffepy.parallel.processes.mpi_world import MpiWorld
 from caffepy.parallel.store.client import Address, ControlClient
 from caffepy.parallel.store.records import DeviceStatus, Member
 from caffepy.parallel.store.rendezvous import find_secret, join_store, listen
 from caffepy.parallel.store.server import ControlServer
 from caffepy.parallel.store.store import ControlChannel, MemoryStore, RankStore
+from caffepy.parallel.store.wire import Value
 
 _SILENT_SECONDS = 5.0
 """Seconds without a heartbeat after which a rank counts as stopped or disconnected."""
@@ -42,12 +43,14 @@ class Membership:
         members: all processes, in the order of ranks.
         channel: the control channel.
         world: MPI's world, if MPI started the processes.
+        world_ranks: the members' ranks in MPI's world; empty: all, in their order.
     """
 
     rank: int
     members: list[Member]
     channel: ControlChannel
-    world: World | None = None
+    world: MpiWorld | None = None
+    world_ranks: Sequence[int] = ()
 
     @property
     def size(self) -> int:
@@ -207,7 +210,7 @@ def _join_mpi(call: Call) -> Membership:
         call, world.rank, world.size, lambda own: connect_ranks(world, MemoryStore(world.size), call.timeout)
     )
     world.watch(lambda: None)
-    membership.world = world if world.size > 1 else None
+    membership.world = world if isinstance(world, MpiWorld) and world.size > 1 else None
     return membership
 
 
@@ -292,12 +295,46 @@ def _join(call: Call, rank: int, size: int, connect: Callable[[Member], ControlC
     return Membership(rank, members, channel)
 
 
+def join_subgroup(parent: Membership, ranks: Sequence[int], number: int, timeout: float) -> Membership:
+    """Join some ranks of a group, of which this rank is one, through the group's store.
+
+    Args:
+        parent: the group's membership.
+        ranks: the members of the new group, in the order of their new ranks.
+        number: distinguishes the groups made of `parent`, the same on all ranks.
+        timeout: longest wait in seconds.
+
+    Raises:
+        PeerError: not all members joined in time.
+    """
+    rank, own = ranks.index(parent.rank), parent.members[parent.rank]
+    if len(ranks) == 1:
+        return Membership(0, [own], RankStore(MemoryStore(1), 0), parent.world, ranks)
+    on_one_machine = len({parent.members[member].machine for member in ranks}) == 1
+
+    def connect() -> ControlChannel:
+        key = f"group/{number}/{ranks[0]}"
+        if rank == 0:
+            secret = secrets.token_hex()
+            server = ControlServer(MemoryStore(len(ranks)), own, (LOOPBACK if on_one_machine else "", 0), secret)
+            hosts = [LOOPBACK] if on_one_machine else [*own_addresses(), LOOPBACK]
+            parent.channel.put(key, _pack_address([(host, server.port) for host in hosts], secret), len(ranks) - 1)
+            return server
+        packed = parent.channel.take(key, timeout, ranks[0])
+        if packed is None:
+            raise PeerError(f"has waited {timeout:g} s for {parent.name(ranks[0])} to call new_group")
+        return ControlClient(lambda: _unpack_address(packed), rank, len(ranks), own, timeout)
+
+    members, channel = join_store(rank, own, connect, timeout, "new_group")
+    return Membership(rank, members, channel, parent.world, ranks)
+
+
 def _write(path: Path, addresses: Sequence[Address], secret: str) -> None:
     """Write the store's address to the rendezvous file, atomically and readable only by this user."""
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump({"addresses": addresses, "secret": secret}, file)
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(_pack_address(addresses, secret))
         draft.replace(path)
     except OSError as error:
         with suppress(OSError):
@@ -313,7 +350,15 @@ def _read(path: Path) -> tuple[list[Address], str]:
         UserError: another user could have written the file.
     """
     try:
-        found = json.loads(read_private(path, _MAX_BYTES))
-        return [(str(host), int(port)) for host, port in found["addresses"]], str(found["secret"])
+        return _unpack_address(read_private(path, _MAX_BYTES))
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise OSError(f"{path} does not hold an address: {error}") from error
+
+
+def _pack_address(addresses: Sequence[Address], secret: str) -> bytes:
+    return json.dumps({"addresses": addresses, "secret": secret}).encode()
+
+
+def _unpack_address(packed: Value) -> tuple[list[Address], str]:
+    found = json.loads(packed)
+    return [(str(host), int(port)) for host, port in found["addresses"]], str(found["secret"])

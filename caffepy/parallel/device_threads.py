@@ -16,7 +16,6 @@ from caffepy.data.schedule import Shard
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.factory import Connector
 from caffepy.parallel.hardware.affinity import Cores, bind_near_gpu, current_cores, take_cores
-from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.processes.launcher import find_launcher
 from caffepy.parallel.processes.world import World
 
@@ -48,11 +47,24 @@ class DeviceSpec:
         return f"rank {self.shard.rank // self.shard.devices_per_rank} on {socket.gethostname()}: {device}"
 
 
-def device_specs(world: World, options: TrainOptions, cores: Cores) -> list[DeviceSpec]:
-    """The devices that this rank trains with; its CPU solvers divide `cores` unless the options say how many to use."""
-    devices = options.local_devices
+def device_specs(
+    world: World,
+    devices: Sequence[int | None],
+    cores: Cores,
+    threads: int | None = None,
+    per_device_batch: bool = False,
+) -> list[DeviceSpec]:
+    """The devices that this rank computes with.
+
+    Args:
+        world: the processes.
+        devices: GPUs, or None for each solver on the CPU.
+        cores: the rank's, which its CPU solvers divide.
+        threads: CPU threads of each solver; None: its part of `cores`.
+        per_device_batch: see `Shard`.
+    """
     count = len(devices)
-    threads = options.threads or max(1, cores.count // count)
+    threads = threads or max(1, cores.count // count)
     training = next(_TRAININGS)
     return [
         DeviceSpec(
@@ -60,7 +72,7 @@ def device_specs(world: World, options: TrainOptions, cores: Cores) -> list[Devi
             device,
             _label(index, device, count),
             threads if device is None else None,
-            Shard(world.rank * count + index, world.size * count, count, options.batch == "per-device", training),
+            Shard(world.rank * count + index, world.size * count, count, per_device_batch, training),
         )
         for index, device in enumerate(devices)
     ]

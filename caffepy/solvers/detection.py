@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy as np
 from caffepy.errors import ConfigError
 from caffepy.layers import Layer
 from caffepy.net import Net
-from caffepy.solvers.callbacks import SingleDevice, SolverCallback
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +21,7 @@ of objects, and whether the detection is a hit."""
 _OBJECTS = -1.0
 """In place of a hit: the row says how many objects of its class the batch has."""
 _WIDTH = 5
-"""Columns of a DetectionEvaluate layer's top."""
+"""Columns of a DetectionEvaluate layer's top, and of the rows."""
 
 Rows = Any
 """A float64 NumPy array (K, 5)."""
@@ -41,8 +40,12 @@ def detection_outputs(net: Net) -> list[str]:
     return [name for name in net.outputs if maker_of(net, name).type == "DetectionEvaluate"]
 
 
-def check_detection_outputs(net: Net) -> None:
+def check_detection_outputs(net: Net, reason: str) -> None:
     """Check that all outputs of a test net can be scored by average precision.
+
+    Args:
+        net: the test net.
+        reason: what asks for average precision, for the message.
 
     Raises:
         ConfigError: one is no DetectionEvaluate layer's.
@@ -51,70 +54,50 @@ def check_detection_outputs(net: Net) -> None:
         maker = maker_of(net, name)
         if maker.type != "DetectionEvaluate":
             raise ConfigError(
-                f"solver: eval_type is \"detection\", but the test net's output '{name}' is made by layer "
+                f"{reason}, but the test net's output '{name}' is made by layer "
                 f"'{maker.name}' ({maker.type}), not by a DetectionEvaluate layer; let a Silence layer take it"
             )
 
 
 class DetectionScores:
-    """The detections of a whole test, of all devices.
+    """Mean average precision of a net's DetectionEvaluate layers.
 
     Args:
         net: the test net.
         ap_version: how average precision is computed.
         show_classes: whether to log that of each class too.
-        callback: the other devices; None: there are none.
-        rank: this device's among them.
         log: for lines that only the root shows.
     """
 
-    def __init__(
-        self, net: Net, ap_version: str, show_classes: bool, callback: SolverCallback | None = None, rank: int = 0,
-        log: Callable[..., None] = logger.info,
-    ) -> None:  # fmt: skip
+    def __init__(self, net: Net, ap_version: str, show_classes: bool, log: Callable[..., None] = logger.info) -> None:
         self._blobs = {name: net.outputs[name] for name in detection_outputs(net)}
         self._version = ap_version
         self._shows_classes = show_classes
-        self._callback = callback or SingleDevice()
-        self._rank = rank
         self._log = log
-        self._rows: list[Rows] = []
 
-    def take(self, batch: int) -> None:
-        """Collect the outputs of a batch of this number."""
+    def rows(self, batch: int) -> Rows:
+        """Return the detections and numbers of objects in the net's outputs, for a batch of this number."""
+        found = [np.empty((0, _WIDTH))]
         for index, blob in enumerate(self._blobs.values()):
             values = blob.host_data().reshape(-1, _WIDTH)
             objects = values[:, 0] == -1
             hits, misses = np.trunc(values[:, 3]), np.trunc(values[:, 4])
             # Neither hit nor miss: a detection of an object marked difficult.
             wanted = objects | (hits != 0) | (misses != 0)
-            rows = np.empty((len(values), 5))
+            rows = np.empty((len(values), _WIDTH))
             rows[:, _OUTPUT], rows[:, _BATCH], rows[:, _LABEL] = index, batch, np.trunc(values[:, 1])
             rows[:, _VALUE], rows[:, _HIT] = values[:, 2], np.where(objects, _OBJECTS, hits)
-            self._rows.append(rows[wanted])
+            found.append(rows[wanted])
+        return np.concatenate(found)
 
-    def means(self) -> dict[str, np.ndarray]:
-        """The mean average precision of each output, logged as well; every device must call it."""
-        rows = self._all_rows()
+    def means(self, rows: Rows) -> dict[str, np.ndarray]:
+        """Return and log the mean average precision of each output; `rows` are those of all batches."""
         means = {}
         for index, name in enumerate(self._blobs):
             mean = self._mean(rows[rows[:, _OUTPUT] == index])
             self._log("Test net output mAP #%d: %s = %.6g", index, name, mean)
             means[name] = np.array(mean)
         return means
-
-    def _all_rows(self) -> Rows:
-        """Those of all devices, in the order of the batches, so that they do not depend on who scored which."""
-        own = np.concatenate([np.empty((0, 5)), *self._rows])
-        callback, rank = self._callback, self._rank
-        counts = np.zeros(callback.world_size)
-        counts[rank] = len(own)
-        ends = np.cumsum(callback.sum_over_devices(counts)).astype(np.int64)
-        rows = np.zeros((int(ends[-1]), 5))
-        rows[ends[rank] - len(own) : ends[rank]] = own
-        if len(rows):
-            rows = callback.sum_over_devices(rows.ravel()).reshape(-1, 5)
-        return rows[np.lexsort((rows[:, _BATCH], rows[:, _OUTPUT]))]
 
     def _mean(self, rows: Rows) -> float:
         """The mean over all classes of an output; a class without objects or detections counts as 0, as in Caffe."""
@@ -130,6 +113,28 @@ class DetectionScores:
             if self._shows_classes:
                 self._log("class AP %d: %.6g", label, value)
         return float(total / np.float32(max(len(labels), 1)))
+
+
+def gather_rows(
+    rows: Sequence[Rows], rank: int, devices: int, sum_over_devices: Callable[[np.ndarray], np.ndarray]
+) -> Rows:
+    """Return the rows of all devices in the order of the batches, which does not depend on the number of devices.
+
+    Args:
+        rows: of this device's batches.
+        rank: this device's number among all.
+        devices: the number of devices.
+        sum_over_devices: the elementwise sum of a float64 array over all devices.
+    """
+    own = np.concatenate([np.empty((0, _WIDTH)), *rows])
+    counts = np.zeros(devices)
+    counts[rank] = len(own)
+    ends = np.cumsum(sum_over_devices(counts)).astype(np.int64)
+    gathered = np.zeros((int(ends[-1]), _WIDTH))
+    gathered[ends[rank] - len(own) : ends[rank]] = own
+    if len(gathered):
+        gathered = sum_over_devices(gathered.ravel()).reshape(-1, _WIDTH)
+    return gathered[np.lexsort((gathered[:, _BATCH], gathered[:, _OUTPUT]))]
 
 
 # -- average precision ---------------------------------------------------------------------------------

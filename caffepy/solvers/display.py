@@ -145,23 +145,34 @@ class Display:
         self._clock = clock
         self._log = log
 
-    def show_iteration(self, iteration: int, loss: float, callback: SolverCallback) -> None:
+    def show_iteration(self, iteration: int, loss: float, callback: SolverCallback, epochs: float | None) -> None:
         """``Iteration 100 (54 iter/s, 1.85s/100 iters), loss = 0.21`` and a line for each output.
+
+        NVIDIA's `solver.cpp` prints ``iter)`` and, where the number of records is known, the epochs made and in all:
+        ``Iteration 100 (54 iter/s, 1.85s/100 iter), 0.5/20ep, loss = 0.21``.
 
         Args:
             iteration: the one that was just made.
             loss: this device's.
             callback: the other devices.
+            epochs: in one iteration; None: not known.
         """
         blobs = [blob.host_data().astype(np.float64).ravel() for blob in self._net.outputs.values()]
         values = callback.sum_over_devices(np.concatenate([[loss], *blobs])) / callback.world_size
         rate, seconds = self._clock.lap(iteration)
         self._log(
-            "Iteration %d (%.6g iter/s, %.6gs/%d iters), loss = %.6g",
-            iteration, rate, seconds, self._param.display, values[0],
+            "Iteration %d (%.6g iter/s, %.6gs/%d %s, loss = %.6g",
+            iteration, rate, seconds, self._param.display, self._unit(iteration, epochs), values[0],
         )  # fmt: skip
         for line in output_lines(self._net, values[1:]):
             self._log("    Train net output #%s", line)
+
+    def _unit(self, iteration: int, epochs: float | None) -> str:
+        if not self._net.context.nvidia:
+            return "iters)"
+        if epochs is None:
+            return "iter)"
+        return f"iter), {round(epochs * iteration, 1):g}/{round(epochs * self._param.max_iter, 1):g}ep"
 
     def show_loss(self, iteration: int, loss: float, callback: SolverCallback) -> None:
         """``Iteration 1000, loss = 0.21``; arguments as of `show_iteration`."""

@@ -377,7 +377,7 @@ class Solver:
         """
         self._forward_backward(read_loss)
         if display:
-            self._display.show_iteration(self.iteration, self.losses.mean(), self.callback)
+            self._display.show_iteration(self.iteration, self.losses.mean(), self.callback, self._epochs_per_iteration)
         several = self.callback.world_size > 1
         if several and self.backend.asynchronous:
             # A pass may compile, tune and allocate, which can wait for all work of the process on any of its devices,
@@ -416,7 +416,7 @@ class Solver:
         self.net.raise_device_errors()
         self.losses.add(loss)
         if display:
-            self._display.show_iteration(self.iteration, self.losses.mean(), self.callback)
+            self._display.show_iteration(self.iteration, self.losses.mean(), self.callback, self._epochs_per_iteration)
             self._show_update(True)
 
     def _show_update(self, due: bool) -> None:
@@ -505,18 +505,23 @@ class Solver:
         Raises:
             ConfigError: no layer of the net knows how many records an epoch has.
         """
-        count, net = self.param.test_and_snapshot_last_epochs, self.net
+        count = self.param.test_and_snapshot_last_epochs
         if count <= 0:
             return frozenset()
-        sizes = [size for layer in net.layers if (size := layer.epoch_size()) is not None]
-        if not sizes:
+        part = self._epochs_per_iteration
+        if part is None:
             raise ConfigError(
                 "solver: test_and_snapshot_last_epochs needs a data layer that knows how many records an epoch has; "
                 "this net has none, use test_interval and snapshot"
             )
-        part = self._global_batch * self.param.iter_size / sizes[0]  # of an epoch, in one iteration
         back = [math.floor(epoch / part) for epoch in range(count)]
         return frozenset(self.param.max_iter - iterations for iterations in back if iterations < self.param.max_iter)
+
+    @property
+    def _epochs_per_iteration(self) -> float | None:
+        """By the net's first layer that knows how many records an epoch has; None if there is none."""
+        sizes = [size for layer in self.net.layers if (size := layer.epoch_size()) is not None]
+        return self._global_batch * self.param.iter_size / sizes[0] if sizes else None
 
     @property
     def _global_batch(self) -> int:

@@ -13,7 +13,7 @@ from caffepy.net import Net
 from caffepy.net.forward_runner import ForwardRunner
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solvers.callbacks import SolverCallback
-from caffepy.solvers.detection import DetectionScores, check_detection_outputs, maker_of
+from caffepy.solvers.detection import DetectionScores, Rows, check_detection_outputs, gather_rows, maker_of
 from caffepy.solvers.display import RootLog, output_lines
 
 
@@ -76,7 +76,7 @@ class Evaluator:
             ConfigError: the outputs cannot be scored as eval_type says.
         """
         detects = self._param.eval_type == "detection"
-        scores = self._detection_scores(runner.net) if detects else MeanScores(runner.net, self._callback, self._log)
+        scores = self._mean_precisions(runner.net) if detects else MeanScores(runner.net, self._callback, self._log)
         self._share_parameters(runner)
         self._capture_together(runner)
         loss = self._score_own_batches(runner, TestSchedule(self._shard, 1, batches), scores.take)
@@ -109,12 +109,10 @@ class Evaluator:
         if self._callback.min_over_devices(float(runner.wanted), "the capture of all devices' test graphs") == 0:
             runner.stop_capturing()
 
-    def _detection_scores(self, net: Net) -> DetectionScores:
-        check_detection_outputs(net)
-        param = self._param
-        return DetectionScores(
-            net, param.ap_version, param.show_per_class_result, self._callback, self._shard.rank, self._log
-        )
+    def _mean_precisions(self, net: Net) -> MeanPrecisions:
+        check_detection_outputs(net, 'solver: eval_type is "detection"')
+        scores = DetectionScores(net, self._param.ap_version, self._param.show_per_class_result, self._log)
+        return MeanPrecisions(scores, self._callback, self._shard.rank)
 
     def _score_own_batches(
         self, runner: ForwardRunner, schedule: TestSchedule, take: Callable[[int], None]
@@ -212,3 +210,29 @@ class MeanScores:
             scores[name] = values[start : start + blob.count].reshape(blob.shape)
             start += blob.count
         return scores
+
+
+class MeanPrecisions:
+    """The mean average precisions of a test net's outputs over a whole test.
+
+    Args:
+        scores: those of the test net.
+        callback: the other devices.
+        rank: this device's among them.
+    """
+
+    def __init__(self, scores: DetectionScores, callback: SolverCallback, rank: int) -> None:
+        self._scores = scores
+        self._callback = callback
+        self._rank = rank
+        self._rows: list[Rows] = []
+
+    def take(self, batch: int) -> None:
+        """Collect the detections of a batch of this number."""
+        self._rows.append(self._scores.rows(batch))
+
+    def means(self) -> dict[str, np.ndarray]:
+        """By blob name, over the batches of all devices; logged as well. Every device must call it."""
+        callback = self._callback
+        rows = gather_rows(self._rows, self._rank, callback.world_size, callback.sum_over_devices)
+        return self._scores.means(rows)

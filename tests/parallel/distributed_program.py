@@ -42,6 +42,28 @@ def misbehave(action: str) -> None:
         distributed.all_reduce(np.zeros(5, np.float32))
 
 
+def check_subgroups(group: distributed.ProcessGroup) -> None:
+    """Groups of one rank, of all but the first, and of all; arrays and objects of each."""
+    everybody = list(range(group.size))
+    for ranks in ([group.size - 1], everybody[1:], everybody):
+        part = distributed.new_group(ranks)
+        if group.rank not in ranks:
+            assert part is None
+            continue
+        assert part is not None and (part.rank, part.size) == (ranks.index(group.rank), len(ranks))
+        assert part.backend == group.backend == distributed.get_backend()
+        array = np.full(3, group.rank, np.float32)
+        part.all_reduce(array)
+        assert array.tolist() == [sum(ranks)] * 3
+        own = {"rank": group.rank, "array": np.arange(group.rank)}
+        found = part.all_gather_object(own)
+        assert [each["rank"] for each in found] == ranks
+        assert [len(each["array"]) for each in found] == ranks
+        assert part.broadcast_object((group.rank, b"x"), root=part.size - 1) == (ranks[-1], b"x")
+        gathered = part.gather_object(group.rank)
+        assert gathered == (ranks if part.rank == 0 else None)
+
+
 def main() -> None:
     """Run the action."""
     group = distributed.init_process_group(
@@ -50,6 +72,7 @@ def main() -> None:
     action = sys.argv[1]
     if action == "check":
         checks = Checker(group).everything()
+        check_subgroups(group)
         distributed.destroy_process_group()
         os.write(1, f"rank {group.rank} of {group.size} over {group.backend}: {checks} checks\n".encode())
         return

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.distributed import AVG, MAX, MIN, PRODUCT, SUM, Operator, ProcessGroup
+from caffepy.distributed import AVG, MAX, MIN, PRODUCT, SUM, ProcessGroup, ReduceOp
 from caffepy.distributed.arrays import DTYPES
 
 TOLERANCE = {"float16": 4e-3, "float32": 1e-5, "float64": 1e-12}
@@ -23,7 +23,7 @@ def inputs(size: int, shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.n
     return generator.integers(0, 4, (size, *shape)).astype(dtype)
 
 
-def reduced(arrays: np.ndarray, operator: Operator) -> np.ndarray:
+def reduced(arrays: np.ndarray, operator: ReduceOp) -> np.ndarray:
     """NumPy's reduction over the ranks; floating-point numbers in float64."""
     exact = arrays.astype(np.float64) if arrays.dtype.kind == "f" else arrays
     if operator is AVG:
@@ -32,9 +32,9 @@ def reduced(arrays: np.ndarray, operator: Operator) -> np.ndarray:
     return function.reduce(exact, axis=0, dtype=exact.dtype)
 
 
-def operators(dtype: str) -> tuple[Operator, ...]:
+def operators(dtype: str) -> tuple[ReduceOp, ...]:
     """Those that can be applied to a dtype."""
-    return tuple(Operator) if dtype.startswith("float") else (SUM, PRODUCT, MIN, MAX)
+    return tuple(ReduceOp) if dtype.startswith("float") else (SUM, PRODUCT, MIN, MAX)
 
 
 class Checker:
@@ -71,7 +71,7 @@ class Checker:
         self.group.barrier()
         return self.checks
 
-    def reductions(self, dtype: str, count: int, operator: Operator) -> None:
+    def reductions(self, dtype: str, count: int, operator: ReduceOp) -> None:
         group, size, rank = self.group, self.group.size, self.group.rank
         arrays = inputs(size, (count,), dtype)
         expected = reduced(arrays, operator)

@@ -27,10 +27,13 @@ def test_ranks_and_devices_add_up() -> None:
     device = Performance(batch=10, iterations=20, seconds=2.0, device="0")
     lines = format_report([[device, device], [device, device]])
     assert [line.split("Solver")[0] for line in lines[:2]] == ["Node {0} root ", "Node {0}      "]
-    assert lines[2] == "Node {0} performance: 200 img/sec"
-    assert lines[5] == "Node {1} performance: 200 img/sec"
+    assert lines[2] == "Node {0} multi-GPU performance: 200 img/sec"
+    assert lines[5] == "Node {1} multi-GPU performance: 200 img/sec"
     assert lines[6] == "Overall performance: 400 img/sec"
     assert len(lines) == 7
+    assert format_report([[device, device]])[-1] == "Overall multi-GPU performance: 200 img/sec"
+    cpu = replace(device, device="CPU 1")
+    assert format_report([[cpu, cpu]])[-1] == "Overall performance: 200 img/sec"
 
 
 def test_communication_comes_behind_what_parsers_read() -> None:

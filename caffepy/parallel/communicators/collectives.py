@@ -42,7 +42,7 @@ class Op(Enum):
     RECEIVE = "receive"
 
 
-class Operator(Enum):
+class ReduceOp(Enum):
     """How arrays of several devices become one, element by element. AVG, the mean, is for floating-point numbers."""
 
     SUM = "SUM"
@@ -52,12 +52,12 @@ class Operator(Enum):
     AVG = "AVG"
 
 
-_FUNCTIONS: dict[Operator, Callable[..., Any]] = {
-    Operator.SUM: np.add,
-    Operator.PRODUCT: np.multiply,
-    Operator.MIN: np.minimum,
-    Operator.MAX: np.maximum,
-    Operator.AVG: np.add,
+_FUNCTIONS: dict[ReduceOp, Callable[..., Any]] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.PRODUCT: np.multiply,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.AVG: np.add,
 }
 
 
@@ -120,7 +120,7 @@ class Collective:
     op: Op
     sent: Array | None = None
     received: Array | None = None
-    operator: Operator | None = None
+    operator: ReduceOp | None = None
     peer: int | None = None
     tag: int = 0
     compact: bool = False
@@ -273,13 +273,13 @@ class WorkSequence(Work):
         return True
 
 
-def reduce_pieces(pieces: list[Any], operator: Operator) -> Any:
+def reduce_pieces(pieces: list[Any], operator: ReduceOp) -> Any:
     """operator(pieces), a new host array; float16 is computed in float32 and rounded once."""
     dtype = pieces[0].dtype
     total = pieces[0].astype(np.float32 if dtype == np.float16 else dtype)
     for piece in pieces[1:]:
         _FUNCTIONS[operator](total, piece, out=total)
-    if operator is Operator.AVG:
+    if operator is ReduceOp.AVG:
         total /= len(pieces)
     return total.astype(dtype, copy=False)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from caffepy.backend.types import Array
 from caffepy.errors import PeerError
-from caffepy.parallel.communicators.collectives import Collective, Op, Operator, Work
+from caffepy.parallel.communicators.collectives import Collective, Op, ReduceOp, Work
 
 
 class Communicator(ABC):
@@ -96,7 +96,7 @@ class Communicator(ABC):
 
     def all_reduce(self, array: Array, average: bool = True) -> None:
         """array = the mean, or the sum, over all ranks, in place: (P,), contiguous, equal dtype everywhere."""
-        self._run(Collective(Op.ALL_REDUCE, array, array, Operator.AVG if average else Operator.SUM, blocking=True))
+        self._run(Collective(Op.ALL_REDUCE, array, array, ReduceOp.AVG if average else ReduceOp.SUM, blocking=True))
 
     def all_reduce_async(self, array: Array, timed: AbstractContextManager[None]) -> Work:
         """Start array = the mean over all ranks, if `asynchronous`; all ranks synchronize theirs in the same order.
@@ -105,7 +105,7 @@ class Communicator(ABC):
             array: (P,), contiguous.
             timed: entered where the all-reduce begins and left where it ends, with its stream current.
         """
-        return self.start(Collective(Op.ALL_REDUCE, array, array, Operator.AVG, overlap=timed))
+        return self.start(Collective(Op.ALL_REDUCE, array, array, ReduceOp.AVG, overlap=timed))
 
     def broadcast(self, array: Array, root: int = 0) -> None:
         """array = the array of rank `root`, in place."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 
 from caffepy.backend.types import Array
-from caffepy.parallel.communicators.collectives import Collective, FinishedWork, Op, Operator, Work, WorkSequence
+from caffepy.parallel.communicators.collectives import Collective, FinishedWork, Op, ReduceOp, Work, WorkSequence
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.compression import host_compressor
 from caffepy.parallel.communicators.local import LocalCommunicator
@@ -78,16 +78,16 @@ class HierarchicalCommunicator(Communicator):
             self._local.broadcast(collective.array)
 
     def _reduce_ranks(self, collective: Collective) -> Iterator[Work]:
-        array, divisor = collective.array, self.size if collective.operator is Operator.AVG else 1
+        array, divisor = collective.array, self.size if collective.operator is ReduceOp.AVG else 1
         if self._shared is not None and self._shared.holds(array):
             yield self._shared.start(array, 1 / divisor)
         elif self._compressor is not None and collective.overlap is not None:
             sent = self._compressor.compress(array)
-            yield self._ranks.start(Collective(Op.ALL_REDUCE, sent, sent, Operator.SUM, compact=True))
+            yield self._ranks.start(Collective(Op.ALL_REDUCE, sent, sent, ReduceOp.SUM, compact=True))
             self._compressor.decompress(sent, array)
         else:
             blocking = collective.blocking or not self._inter_node
-            work = self._ranks.start(Collective(Op.ALL_REDUCE, array, array, Operator.SUM, blocking=blocking))
+            work = self._ranks.start(Collective(Op.ALL_REDUCE, array, array, ReduceOp.SUM, blocking=blocking))
             if blocking:
                 work.synchronize()
             else:

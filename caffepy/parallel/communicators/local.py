@@ -14,7 +14,7 @@ import numpy.typing as npt
 from caffepy.backend.types import Array
 from caffepy.errors import AbortedError, PeerError
 from caffepy.monotonic_clock import suspend_aware_seconds
-from caffepy.parallel.communicators.collectives import Collective, FinishedWork, Op, Operator, Work
+from caffepy.parallel.communicators.collectives import Collective, FinishedWork, Op, ReduceOp, Work
 from caffepy.parallel.communicators.store_communicator import StoreCommunicator
 from caffepy.parallel.store.store import MemoryStore, RankStore
 
@@ -136,7 +136,7 @@ class LocalCommunicator(StoreCommunicator):
             assert collective.peer is not None
             self._copy_from(collective.array, collective.peer)
         elif self.size > 1:
-            self._reduce_shares(collective.array, collective.operator is Operator.AVG)
+            self._reduce_shares(collective.array, collective.operator is ReduceOp.AVG)
         return FinishedWork()
 
     def _reduce_shares(self, array: Array, average: bool) -> None:

@@ -21,8 +21,8 @@ from caffepy.parallel.communicators.collectives import (
     Collective,
     FinishedWork,
     Op,
-    Operator,
     PolledWork,
+    ReduceOp,
     Work,
     WorkSequence,
 )
@@ -129,7 +129,7 @@ class MpiCommunicator(Communicator):
             return WorkSequence(self._exchange(collective))
         with self._translated(collective):
             self._dispatcher.call(lambda: self._run_blocking(collective))
-        if collective.operator is Operator.AVG:
+        if collective.operator is ReduceOp.AVG:
             np.divide(collective.array, self.size, out=collective.array)
         return FinishedWork()
 
@@ -206,11 +206,11 @@ class MpiCommunicator(Communicator):
         mpi = self._mpi
         assert collective.operator is not None
         return {
-            Operator.SUM: mpi.SUM,
-            Operator.AVG: mpi.SUM,
-            Operator.PRODUCT: mpi.PROD,
-            Operator.MIN: mpi.MIN,
-            Operator.MAX: mpi.MAX,
+            ReduceOp.SUM: mpi.SUM,
+            ReduceOp.AVG: mpi.SUM,
+            ReduceOp.PRODUCT: mpi.PROD,
+            ReduceOp.MIN: mpi.MIN,
+            ReduceOp.MAX: mpi.MAX,
         }[collective.operator]
 
 
@@ -253,7 +253,7 @@ class _Buffers:
         """Convert the result to the dtype of `collective.received`."""
         if self.received is None or self.collective.operator is None:
             return
-        if self.collective.operator is Operator.AVG:
+        if self.collective.operator is ReduceOp.AVG:
             self.received /= self._size
         if self.received is not self.collective.received:
             assert self.collective.received is not None

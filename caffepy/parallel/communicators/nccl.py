@@ -16,8 +16,8 @@ from caffepy.parallel.communicators.collectives import (
     Collective,
     FinishedWork,
     Op,
-    Operator,
     PolledWork,
+    ReduceOp,
     Work,
     piece_of,
     rows,
@@ -68,6 +68,11 @@ def new_unique_id() -> UniqueId:
 def gpu_identity(device: int) -> str:
     """The PCI address of a GPU: its number depends on what each process is allowed to see."""
     return str(cupy.cuda.runtime.deviceGetPCIBusId(device))
+
+
+def current_gpu() -> int:
+    """The number of this thread's current GPU."""
+    return int(cupy.cuda.Device().id)
 
 
 def use_gpu(device: int) -> None:
@@ -139,7 +144,7 @@ class NcclCommunicator(Communicator):
         compressor = self._compressor
         with self._using, self._side_stream.after_current(timed) as work:
             sent = array if compressor is None else compressor.compress(array)
-            operator = Operator.AVG if compressor is None else Operator.SUM
+            operator = ReduceOp.AVG if compressor is None else ReduceOp.SUM
             enqueue(self._comm, Collective(Op.ALL_REDUCE, sent, sent, operator), self.rank, self.size)
             if compressor is not None:
                 compressor.decompress(sent, array)
@@ -218,7 +223,7 @@ _TYPES = {
     "uint16": 9,  # bfloat16
 }
 """ncclDataType_t; CuPy does not have a name for each in every version."""
-_OPERATORS = {Operator.SUM: 0, Operator.PRODUCT: 1, Operator.MAX: 2, Operator.MIN: 3, Operator.AVG: 4}
+_OPERATORS = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3, ReduceOp.AVG: 4}
 """ncclRedOp_t."""
 
 
@@ -239,7 +244,7 @@ def enqueue(comm: Any, collective: Collective, rank: int, size: int) -> None:
     stream = cupy.cuda.get_current_stream().ptr
     if collective.op is Op.BARRIER:
         token = cupy.zeros(1, cupy.float32)
-        collective = Collective(Op.ALL_REDUCE, token, token, Operator.SUM)
+        collective = Collective(Op.ALL_REDUCE, token, token, ReduceOp.SUM)
     if collective.op in (Op.GATHER, Op.SCATTER, Op.ALL_TO_ALL):
         _exchange(comm, collective, rank, size, stream)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from caffepy.parallel.communicators.communicator import Communicator
@@ -67,8 +67,11 @@ class MpiWorld(World):
     def serve(self) -> None:
         self._calls.serve()
 
-    def communicator(self) -> Communicator:
-        return MpiCommunicator(self._mpi, self._control.Dup(), self._calls)
+    def communicator(self, ranks: Sequence[int] = ()) -> Communicator:
+        """A new communicator; of some ranks, which are the callers, where `ranks` are given."""
+        control = self._control
+        comm = control.Create_group(control.group.Incl(list(ranks))) if ranks else control.Dup()
+        return MpiCommunicator(self._mpi, comm, self._calls)
 
     def close(self) -> None:
         """Nothing: MPI_Finalize waits for all when the process ends."""

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from fake_graph_backend import Leaving
 
-import caffepy.backend
 from caffepy.cli.main import main
 from caffepy.net import Net
+from caffepy.parallel import scoring
 from caffepy.proto import caffe_pb2
 
 NET = """
@@ -157,7 +157,7 @@ def test_folded_weights_leave_a_device_that_captures(
     monkeypatch.setattr(Net, "loss", noting)
     for made in (None, Leaving()):
         if made is not None:
-            monkeypatch.setattr(caffepy.backend, "create_backend", lambda *_, made=made: made)
+            monkeypatch.setattr(scoring, "create_backend", lambda *_, made=made: made)
         assert main(["test", "--model=net.prototxt", "--weights=net.caffemodel", "--iterations=3"]) == 0
         scores.append([line for line in messages(capsys) if "loss = " in line])
     assert away == [[False, False]] * 3 + [[True, False]] * 3

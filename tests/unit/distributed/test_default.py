@@ -122,3 +122,21 @@ def test_a_script_that_dies_of_an_error_tells_why() -> None:
     assert (first, second) == (1, 1)
     assert "barrier: rank 1 on " in heard.splitlines()[-1] and heard.splitlines()[-1].endswith("KeyError: 'key'")
     assert said.splitlines()[-1] == "KeyError: 'key'"
+
+
+def test_groups_and_objects_alone() -> None:
+    with distributed.init_process_group() as group:
+        part = distributed.new_group([0])
+        assert part is not None and (part.size, distributed.get_backend()) == (1, "tcp")
+        assert part.all_gather_object({"a": [1, None]}) == [{"a": [1, None]}]
+        assert distributed.broadcast_object((1, "x")) == (1, "x")
+        assert distributed.gather_object(3) == [3]
+        with pytest.raises(UserError, match="broadcast_object: a object does not travel"):
+            group.broadcast_object(object())
+    assert part.destroyed
+
+
+@pytest.mark.parametrize("ranks", [[], [1], [-1], [0, 0], ["0"], [0.5]])
+def test_ranks_of_a_new_group_are_checked(ranks: Any) -> None:
+    with distributed.init_process_group(), pytest.raises(UserError, match="name different ranks from 0 to 0"):
+        distributed.new_group(ranks)

@@ -8,7 +8,7 @@ import pytest
 from training import build_net
 
 from caffepy.net import Net
-from caffepy.parallel.communicators.collectives import Collective, FinishedWork, Op, Operator, Work
+from caffepy.parallel.communicators.collectives import Collective, FinishedWork, Op, ReduceOp, Work
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.reducer import Reducer
 from caffepy.trace import NO_TRACE
@@ -34,7 +34,7 @@ class Recorder(Communicator):
         self.log: list[str] = []
 
     def start(self, collective: Collective) -> Work:
-        assert collective.op is Op.ALL_REDUCE and collective.operator is Operator.AVG
+        assert collective.op is Op.ALL_REDUCE and collective.operator is ReduceOp.AVG
         if collective.overlap is None:
             self.log.append(f"all-reduce {collective.array.size}")
             return FinishedWork()

@@ -48,6 +48,16 @@ def net(tmp_path: Path) -> str:
     return NET % (tmp_path / "list.txt")
 
 
+def test_nvidias_display_has_the_epochs(net: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with build_solver(
+        SOLVER.replace("3 ", "0 ") + "min_lr: 0 iter_size: 2 display: 6 snapshot_after_train: false", net
+    ) as solver:
+        solver.step(7)
+    shown = [record.getMessage() for record in caplog.records if " iter/s, " in record.getMessage()]
+    assert [line.split(" iter), ")[1].split(", loss")[0] for line in shown] == ["0/5ep", "1.2/5ep"]
+
+
 def test_tests_and_snapshots_at_the_ends_of_the_last_epochs(
     net: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -40,6 +40,7 @@ def test_a_net_that_learns_nothing_is_a_warning(
 def test_the_log_is_caffes(lines: Any, nvidia: bool) -> None:
     """In BVLC's dialect the rate is a line's last word, which parse_log.sh takes for a number."""
     more = "min_lr: 0 " if nvidia else ""
+    unit = "iter" if nvidia else "iters"
     rate = "lr = 0.1, m = 0.9, lrm = 1, wd = 0, gs = 1" if nvidia else "lr = 0.1"
     with build_solver(TESTED + more + "display: 2 momentum: 0.9", TINY) as solver:
         lines()
@@ -58,11 +59,11 @@ def test_the_log_is_caffes(lines: Any, nvidia: bool) -> None:
         "Solving tiny",
         "Learning Rate Policy: fixed",
         *lines_of_test(0),
-        rf"Iteration 0 ({number} iter/s, {number}s/2 iters), loss = {number}",
+        rf"Iteration 0 ({number} iter/s, {number}s/2 {unit}), loss = {number}",
         rf"    Train net output #0: loss = {number} (* 1 = {number} loss)",
         f"Iteration 0, {rate}",
         *lines_of_test(2),
-        rf"Iteration 2 ({number} iter/s, {number}s/2 iters), loss = {number}",
+        rf"Iteration 2 ({number} iter/s, {number}s/2 {unit}), loss = {number}",
         rf"    Train net output #0: loss = {number} (* 1 = {number} loss)",
         f"Iteration 2, {rate}",
         rf"Iteration 4, loss = {number}",

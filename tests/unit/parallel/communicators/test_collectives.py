@@ -13,8 +13,8 @@ from caffepy.parallel.communicators.collectives import (
     Collective,
     FinishedWork,
     Op,
-    Operator,
     PolledWork,
+    ReduceOp,
     Work,
     WorkSequence,
     piece_of,
@@ -28,8 +28,8 @@ from caffepy.parallel.store.store import MemoryStore, RankStore
 
 def test_float16_is_rounded_once() -> None:
     pieces = [np.array([2048.0, 1.0], np.float16)] + [np.array([1.0, 2.0**-11], np.float16)] * 4
-    assert reduce_pieces(pieces, Operator.SUM).tolist() == [2052.0, 1.0 + 2.0**-9]
-    assert reduce_pieces(pieces, Operator.SUM).dtype == np.float16
+    assert reduce_pieces(pieces, ReduceOp.SUM).tolist() == [2052.0, 1.0 + 2.0**-9]
+    assert reduce_pieces(pieces, ReduceOp.SUM).dtype == np.float16
 
 
 @given(st.integers(1, 5), st.integers(0, 20))
@@ -37,10 +37,10 @@ def test_reductions_leave_their_inputs_alone(size: int, count: int) -> None:
     arrays = np.random.default_rng(count).integers(0, 9, (size, count))
     pieces = list(arrays.copy())
     expected = {
-        Operator.SUM: arrays.sum(0),
-        Operator.PRODUCT: arrays.prod(0),
-        Operator.MIN: arrays.min(0),
-        Operator.MAX: arrays.max(0),
+        ReduceOp.SUM: arrays.sum(0),
+        ReduceOp.PRODUCT: arrays.prod(0),
+        ReduceOp.MIN: arrays.min(0),
+        ReduceOp.MAX: arrays.max(0),
     }
     for operator, result in expected.items():
         np.testing.assert_array_equal(reduce_pieces(pieces, operator), result)
@@ -76,7 +76,7 @@ def test_operations_are_described_as_all_ranks_see_them() -> None:
         assert root.describe(3) == other.describe(3)
     assert same[0][0].describe(3) == "scatter from rank 2 of 4 float32"
     assert same[1][0].describe(3) == "gather to rank 2 of 4 float32"
-    assert Collective(Op.REDUCE, one, None, Operator.MIN, 1).describe(3) == "reduce MIN to rank 1 of 4 float32"
+    assert Collective(Op.REDUCE, one, None, ReduceOp.MIN, 1).describe(3) == "reduce MIN to rank 1 of 4 float32"
     assert Collective(Op.ALL_TO_ALL, all_of_them, all_of_them).describe(3) == "all_to_all of 4 float32"
     assert Collective(Op.BARRIER).describe(3) == "barrier"
 
@@ -94,12 +94,12 @@ def test_nothing_that_is_started_waits() -> None:
     first, second = (LocalCommunicator(group, i) for i in range(2))
     received, total = np.zeros(3), [np.full(3, 1.0), np.full(3, 2.0)]
     receiving = first.start(Collective(Op.RECEIVE, None, received, peer=1, tag=4))
-    reducing = first.start(Collective(Op.ALL_REDUCE, total[0], total[0], Operator.SUM))
+    reducing = first.start(Collective(Op.ALL_REDUCE, total[0], total[0], ReduceOp.SUM))
     assert not receiving.wait(0.0) and not reducing.wait(0.0)
     assert (receiving.waits_for, reducing.waits_for) == ([1], [1])
     second.start(Collective(Op.SEND, np.arange(3.0), peer=0, tag=4))
     assert receiving.wait(0.0) and received.tolist() == [0.0, 1.0, 2.0]
-    assert second.start(Collective(Op.ALL_REDUCE, total[1], total[1], Operator.SUM)).wait(0.0)
+    assert second.start(Collective(Op.ALL_REDUCE, total[1], total[1], ReduceOp.SUM)).wait(0.0)
     assert reducing.wait(0.0)
     assert total[0].tolist() == total[1].tolist() == [3.0] * 3
 
@@ -118,8 +118,8 @@ def test_ranks_that_call_different_operations_are_told() -> None:
     group = LocalGroup(2)
     first, second = (LocalCommunicator(group, i) for i in range(2))
     array = np.zeros(3, np.float32)
-    first.start(Collective(Op.ALL_REDUCE, array, array, Operator.MAX))
-    work = second.start(Collective(Op.ALL_REDUCE, array, array, Operator.MIN))
+    first.start(Collective(Op.ALL_REDUCE, array, array, ReduceOp.MAX))
+    work = second.start(Collective(Op.ALL_REDUCE, array, array, ReduceOp.MIN))
     with pytest.raises(
         UserError, match="this rank calls 'all_reduce MIN of 3 float32', rank 0 calls 'all_reduce MAX of 3 float32'"
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
 
 from caffepy.parallel.agreement import Difference
-from caffepy.parallel.processes.store_world import pack, unpack
+from caffepy.parallel.store.values import pack, unpack
 from caffepy.parallel.store.wire import WireError
 from caffepy.report import Performance
 
@@ -23,6 +25,13 @@ VALUES = st.recursive(
     PLAIN | st.just(Path("a/b")) | st.builds(Difference, st.text(), st.text(), st.text()),
     lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(KEYS, inner),
 )
+
+
+@dataclass
+class Text:
+    """A record of a script, which other processes may not have."""
+
+    number: int
 
 
 @given(VALUES)
@@ -37,7 +46,20 @@ def test_numbers_that_are_not_finite_and_records_arrive() -> None:
     assert unpack(pack(sent)) == sent
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, np.int64(3), np.zeros(2), Performance])
+@given(
+    npst.arrays(
+        npst.scalar_dtypes().filter(lambda dtype: dtype.kind in "biufc"), npst.array_shapes(min_dims=0, min_side=0)
+    )
+)
+def test_arrays_arrive_with_dtype_shape_and_bits(array: np.ndarray) -> None:
+    (found,) = unpack(pack([array]))
+    assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
+    assert found.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "value", [object(), {1, 2}, np.int64(3), np.array([None]), np.array(["a"]), Performance, Text(1)]
+)
 def test_nothing_else_is_sent(value: Any) -> None:
     with pytest.raises(TypeError, match="does not travel from rank to rank"):
         pack(value)
@@ -62,10 +84,14 @@ def test_nothing_else_is_sent(value: Any) -> None:
         {"tuple": 3},
         {"dict": [[[1], 2]]},
         {"dict": [1]},
+        {"array": ["O", [1], "AAAAAAAAAAA="]},
+        {"array": ["f4", [1 << 60], "AAAAAAAAAAA="]},
+        {"array": ["f4", [-1, 2], "AAAA"]},
+        {"array": ["f4"]},
     ],
 )
 def test_what_was_not_packed_is_refused(found: Any) -> None:
-    with pytest.raises(WireError, match="not a packed value|no record of caffepy's"):
+    with pytest.raises(WireError, match="not a packed value|no record of caffepy's|does not travel"):
         unpack(json.dumps(found).encode())
 
 
