@@ -27,7 +27,6 @@ from caffepy.parallel.device_threads import (
     DeviceThread,
     DeviceThreads,
     bind_rank,
-    device_names,
     device_specs,
 )
 from caffepy.parallel.factory import Connector, DeviceCommunicators
@@ -86,15 +85,13 @@ def score_on_all_devices(world: World, options: ScoringOptions) -> None:
     world.watch(failures.raise_first)
     on_gpus = options.devices[0] is not None
     specs = device_specs(world, options.devices, bind_rank(world, gpus=on_gpus), options.threads)
-    names = device_names(world, specs)
     # Scores travel through host memory, also between GPUs.
     communicators = DeviceCommunicators(world, len(specs), on_gpus=False, timeout=options.timeout)
 
     def on_change(index: int) -> None:
         error = threads[index].error
         if error is not None:
-            where = names[specs[index].shard.rank] if len(names) > 1 else ""
-            failures.device_failed(error, where)
+            failures.device_failed(error, f"device {specs[index].label}" if len(specs) > 1 else "")
         threads.changed()
 
     for spec in specs:
