@@ -12,12 +12,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from numpy.typing import NDArray
 
 from caffepy.backend import Backend, create_backend
 from caffepy.config.dialect import choose_dialect
 from caffepy.config.load import read_net
 from caffepy.config.paths import PathResolver
-from caffepy.errors import ConfigError, ShapeError
+from caffepy.data.preparation import ImagePreparation, has_preparation
+from caffepy.errors import ConfigError, DataError, ShapeError
 from caffepy.layers.core.base import LayerContext, PassCounter
 from caffepy.net import Net
 from caffepy.net.describe import net_table
@@ -71,6 +73,9 @@ class Model:
             )
         self._nets = ShapeRunners(self.net, param, eager=eager)
         self._runners = self._nets.kept
+        self._image_input = next((layer for layer in param.layer if has_preparation(layer)), None)
+        self._resolve = context.resolve
+        self._preparation: ImagePreparation | None = None
 
     @property
     def outputs(self) -> list[str]:
@@ -119,6 +124,44 @@ class Model:
         runner.forward()
         with self.backend.workspace_lease(runner.arena):
             return self._results(runner.net, bool(here))
+
+    def preparation(self) -> ImagePreparation | None:
+        """Return the conversion of images that an Input layer's fields give; None: no Input layer has such fields.
+
+        Raises:
+            ConfigError: the fields contradict each other or the input.
+            DataError: mean_file cannot be read.
+        """
+        with self._lock:
+            layer = self._image_input
+            if self._preparation is None and layer is not None:
+                self._preparation = ImagePreparation(layer, self.inputs[layer.top[0]], self._resolve)
+            return self._preparation
+
+    def prepare(self, image: Any, *more: Any) -> NDArray[np.float32]:
+        """Return images as values of the net's image input, prepared as in training: (N, C, H, W).
+
+            net(net.prepare("cat.jpg", "dog.jpg"))["prob"]
+
+        Args:
+            image: a file; or an array (H, W) or (H, W, C), gray or red, green and blue: uint8, or numbers from 0 to 1.
+            more: further images.
+
+        Raises:
+            ConfigError: no Input layer says how images become its values.
+            DataError: an image cannot be read, or the images become values of different shapes.
+        """
+        preparation = self.preparation()
+        if preparation is None:
+            raise ConfigError(
+                f"net '{self.net.name}': no Input layer says how images become its values; 'caffepy deploy --like "
+                "train_val.prototxt' writes its transform_param"
+            )
+        values = [preparation(one if isinstance(one, (str, PathLike)) else np.asarray(one)) for one in (image, *more)]
+        if len({array.shape for array in values}) > 1:
+            shapes = ", ".join(sorted({shape_text(array.shape) for array in values}))
+            raise DataError(f"the images become values of the shapes {shapes}; prepare images of one shape at a time")
+        return np.stack(values)
 
     def parameters_changed(self) -> None:
         """Use values written into `net`'s parameters since the last call."""

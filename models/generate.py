@@ -86,24 +86,29 @@ def _image(size: int, channels: int = 3) -> dict[str, tuple[int, ...]]:
     return {"data": (1, channels, size, size)}
 
 
+def _classifier(size: int, softmax: str, whole: int = 256) -> Deploy:
+    """A classifier of ImageNet: crops of `size` from images of `whole`, in pixels of a side."""
+    return Deploy(_image(size), softmax=softmax, sizes={"data": (whole, whole)})
+
+
 DEPLOYS: dict[str, tuple[str, Deploy]] = {
     "lenet/deploy": ("lenet/train_test", Deploy(_image(28, 1), softmax="ip2")),
     "cifar10/quick_deploy": ("cifar10/quick_train_test", Deploy(_image(32), softmax="ip2")),
     "cifar10/full_deploy": ("cifar10/full_train_test", Deploy(_image(32), softmax="ip1")),
-    "caffenet/deploy": ("caffenet/train_val", Deploy(_image(227), softmax="fc8")),
-    "vgg16/deploy": ("vgg16/train_val", Deploy(_image(224), softmax="fc8")),
-    "googlenet/deploy": ("googlenet/train_val", Deploy(_image(224), softmax="loss3_classifier")),
-    "resnet18/deploy": ("resnet18/train_val", Deploy(_image(224), softmax="fc1000")),
-    "resnet50/deploy": ("resnet50/train_val", Deploy(_image(224), softmax="fc1000")),
+    "caffenet/deploy": ("caffenet/train_val", _classifier(227, "fc8")),
+    "vgg16/deploy": ("vgg16/train_val", _classifier(224, "fc8")),
+    "googlenet/deploy": ("googlenet/train_val", _classifier(224, "loss3_classifier")),
+    "resnet18/deploy": ("resnet18/train_val", _classifier(224, "fc1000")),
+    "resnet50/deploy": ("resnet50/train_val", _classifier(224, "fc1000")),
     "mnist_autoencoder/deploy": ("mnist_autoencoder", Deploy(_image(28, 1), ["encode4", "decode1neuron"])),
     "mnist_siamese/deploy": ("mnist_siamese", Deploy(_image(28, 1), ["feat"])),
-    "alexnet/deploy": ("alexnet", Deploy(_image(227), softmax="fc8")),
-    "vgg19/deploy": ("vgg19", Deploy(_image(224), softmax="fc8")),
-    "inception_v3/deploy": ("inception_v3", Deploy(_image(299), softmax="classifier")),
-    "resnet152/deploy": ("resnet152", Deploy(_image(224), softmax="fc1000")),
-    "squeezenet/deploy": ("squeezenet", Deploy(_image(227), softmax="pool10")),
-    "mobilenet/deploy": ("mobilenet", Deploy(_image(224), softmax="fc7")),
-    "densenet121/deploy": ("densenet121", Deploy(_image(224), softmax="fc6")),
+    "alexnet/deploy": ("alexnet", _classifier(227, "fc8")),
+    "vgg19/deploy": ("vgg19", _classifier(224, "fc8")),
+    "inception_v3/deploy": ("inception_v3", _classifier(299, "classifier", 320)),
+    "resnet152/deploy": ("resnet152", _classifier(224, "fc1000")),
+    "squeezenet/deploy": ("squeezenet", _classifier(227, "pool10")),
+    "mobilenet/deploy": ("mobilenet", _classifier(224, "fc7")),
+    "densenet121/deploy": ("densenet121", _classifier(224, "fc6")),
     "fcn8s/deploy": ("fcn8s", Deploy(_image(500), ["score"])),
     "ssd300/deploy": ("ssd300", Deploy(_image(300), ["detection_out"])),
     "mobilenet_ssd/deploy": ("mobilenet_ssd", Deploy(_image(300), ["detection_out"])),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caffepy.cli.log import quiet_net
 from caffepy.cli.options import Parser
-from caffepy.errors import DataError, SnapshotError, one_line
+from caffepy.errors import ConfigError, DataError, SnapshotError, one_line
 from caffepy.options.types import name_list, positive, record_shape
 
 if TYPE_CHECKING:
@@ -17,14 +19,16 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Make a deploy net from a training net: Input layers replace data layers, Softmax or Sigmoid replaces the losses with
-that activation. Labels, accuracies, auxiliary classifiers, rates and fillers are removed. The result is written to
-stdout, or to --output.
+that activation. Labels, accuracies, auxiliary classifiers, rates and fillers are removed. An Input layer gets the
+fields (transform_param, image_data_param) that say how classify, detect and caffepy.load prepare images. The result is
+written to stdout, or to --output.
 
   caffepy deploy train_val.prototxt deploy.prototxt --weights model.caffemodel
   caffepy deploy lenet_train_test.prototxt --input data=1,28,28 --batch 16
+  caffepy deploy old_deploy.prototxt deploy.prototxt --like train_val.prototxt
 
 The shape of an input is read from --input, crop_size, resize_param, new_height and new_width, or from the data if they
-exist."""
+exist. With --like, NET is a deploy net that stays as it is, except for the preparation of its images."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -45,6 +49,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         metavar="LIST",
         help="output blobs (default: the predictions of its losses)",
     )
+    parser.add_argument(
+        "--like", type=Path, metavar="TRAIN.prototxt",
+        help="NET is a deploy net; prepare its images as the data layer of this training net does",
+    )  # fmt: skip
+    parser.add_argument(
+        "--image-size", type=record_shape, metavar="H,W",
+        help="size of the images before the crop (default: as in the fields or the data)",
+    )  # fmt: skip
     parser.add_argument("--weights", type=Path, metavar="FILE", help="check that these weights fit the deploy net")
 
 
@@ -56,17 +68,22 @@ def run(args: argparse.Namespace) -> int:
         SnapshotError: the weights do not fit.
         RunError: the file cannot be written.
     """
+    from google.protobuf import text_format
+
     from caffepy.config.load import read_net
     from caffepy.files import atomic_write
-    from caffepy.net.deploy import deploy_net, plan_deploy
 
     output = args.output or args.named_output
-    train = read_net(args.net)
-    shapes = _shapes_of_data(train, args.net) | dict(args.shapes)
-    net = deploy_net(train, plan_deploy(train, shapes, args.batch, args.outputs))
+    if args.image_size is not None and len(args.image_size) != 2:
+        raise ConfigError("--image-size is a height and a width such as 256,256")
+    if args.like is not None and (args.shapes or args.outputs or args.batch != 1):
+        raise ConfigError("--like keeps the net; give it without --input, --outputs and --batch")
+    train = read_net(args.like or args.net)
+    net = _made_from(train, args) if args.like is None else _prepared_like(read_net(args.net), train, args)
+    _move_mean_files(net, args.like or args.net, output)
     with quiet_net():
         layers = _check(net, args.weights)
-    text = "".join(_lines(train, net, args.net))
+    text = f"# {one_line(args.net.name)} for predictions.\n{text_format.MessageToString(net, as_utf8=True)}"
     if output is None:
         print(text, end="")
         return 0
@@ -82,6 +99,77 @@ def _named_shape(text: str) -> tuple[str, tuple[int, ...]]:
     if not name:
         raise argparse.ArgumentTypeError(f"'{text}' is not an input with its shape, such as data=3,224,224")
     return name, record_shape(shape)
+
+
+def _made_from(train: caffe_pb2.NetParameter, args: argparse.Namespace) -> caffe_pb2.NetParameter:
+    """Return the deploy net of a training net."""
+    from caffepy.net.deploy import deploy_net, plan_deploy
+
+    shapes = _shapes_of_data(train, args.net) | dict(args.shapes)
+    planned = plan_deploy(train, shapes, args.batch, args.outputs)
+    return deploy_net(train, replace(planned, sizes=_image_sizes(train, args, planned.inputs)))
+
+
+def _prepared_like(
+    net: caffe_pb2.NetParameter, train: caffe_pb2.NetParameter, args: argparse.Namespace
+) -> caffe_pb2.NetParameter:
+    """Return a deploy net whose Input layers prepare images as the data layers of a training net.
+
+    Raises:
+        ConfigError: no Input layer has the name of a data layer, and there are several of either.
+    """
+    from caffepy.config.dialect import Dialect, choose_dialect
+    from caffepy.net.deploy import copy_preparation, data_layer
+
+    inputs = [layer for layer in net.layer if layer.type == "Input"]
+    pairs = [(data_layer(train, layer.top[0]), layer) for layer in inputs]
+    tops = list(dict.fromkeys(layer.top[0] for layer in train.layer if not layer.bottom and layer.top))
+    if len(inputs) == len(tops) == 1:
+        pairs = [(data_layer(train, tops[0]), inputs[0])]
+    sizes = _image_sizes(train, args, tops)
+    nvidia = choose_dialect([train], lambda *line: None) is Dialect.NVIDIA
+    done = [
+        copy_preparation(source, layer, sizes.get(source.top[0]), nvidia)
+        for source, layer in pairs
+        if source is not None
+    ]
+    if not any(done):
+        found = ", ".join(layer.name for layer in inputs) or "it has none"
+        raise ConfigError(
+            f"{args.net}: none of its Input layers ({found}) takes images of 1 or 3 channels as a data layer of "
+            f"{args.like} ({', '.join(tops) or 'it has none'}) gives them"
+        )
+    return net
+
+
+def _image_sizes(
+    train: caffe_pb2.NetParameter, args: argparse.Namespace, tops: Iterable[str]
+) -> dict[str, tuple[int, int]]:
+    """Return height and width of the images before a crop by top: of --image-size, or of data that exist."""
+    from caffepy.proto import caffe_pb2
+
+    if args.image_size is not None:
+        return dict.fromkeys(tops, (args.image_size[0], args.image_size[1]))
+    whole = caffe_pb2.NetParameter()
+    whole.CopyFrom(train)
+    for layer in whole.layer:
+        for name in ("crop_size", "crop_h", "crop_w", "mean_file", "mean_value"):
+            layer.transform_param.ClearField(name)
+    cropped = {
+        layer.top[0] for layer in train.layer if layer.type == "Data" and layer.top
+        if layer.transform_param.crop_size or layer.transform_param.crop_h
+    }  # fmt: skip
+    shapes = _shapes_of_data(whole, args.like or args.net) if cropped else {}
+    return {top: (shape[1], shape[2]) for top, shape in shapes.items() if top in cropped and len(shape) == 3}
+
+
+def _move_mean_files(net: caffe_pb2.NetParameter, source: Path, output: Path | None) -> None:
+    """Make paths of mean files that are relative to the training net's folder relative to the deploy net's."""
+    folder = Path() if output is None else output.parent
+    for layer in net.layer:
+        mean = layer.transform_param.mean_file
+        if mean and not Path(mean).exists() and (source.parent / mean).exists():
+            layer.transform_param.mean_file = os.path.relpath(source.parent / mean, folder)
 
 
 def _shapes_of_data(train: caffe_pb2.NetParameter, path: Path) -> dict[str, tuple[int, ...]]:
@@ -133,29 +221,3 @@ def _check(net: caffe_pb2.NetParameter, weights: Path | None) -> int:
         return len(taken)
     finally:
         built.close()
-
-
-def _lines(train: caffe_pb2.NetParameter, net: caffe_pb2.NetParameter, path: Path) -> Iterator[str]:
-    """Yield the prototxt, with the preparation of the inputs as comments at the top."""
-    from google.protobuf import text_format
-
-    yield f"# {one_line(path.name)} for predictions.\n"
-    inputs = {layer.name for layer in net.layer if layer.type == "Input"}
-    said = set()
-    for layer in train.layer:
-        for line in _preparation(layer) if inputs & set(layer.top) and not layer.bottom else ():
-            if line not in said:
-                said.add(line)
-                yield f"# {one_line(line)}\n"
-    yield text_format.MessageToString(net, as_utf8=True)
-
-
-def _preparation(layer: caffe_pb2.LayerParameter) -> Iterator[str]:
-    """Yield the data layer's transformations in words."""
-    transform = layer.transform_param
-    if transform.mean_value:
-        yield f"'{layer.top[0]}': subtract {', '.join(f'{value:g}' for value in transform.mean_value)} per channel"
-    if transform.mean_file:
-        yield f"'{layer.top[0]}': subtract the mean image {transform.mean_file}"
-    if transform.scale != 1:
-        yield f"'{layer.top[0]}': multiply by {transform.scale:.9g}{', after that' if transform.mean_value else ''}"

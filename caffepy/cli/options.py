@@ -68,15 +68,23 @@ class Parser(argparse.ArgumentParser):
 
             raise ConfigError(_NAMES.sub(name_given, str(error))) from None
         parser: Parser = getattr(namespace, "parser", self)
-        if len(rest) == 1 and not rest[0].startswith("-") and parser.take_late(namespace, rest[0]):
-            return namespace
+        while rest and not rest[0].startswith("-") and parser.take_late(namespace, rest[0]):
+            rest = rest[1:]
         if rest:
             parser.refuse(rest[0])
         return namespace
 
     def take_late(self, namespace: argparse.Namespace, text: str) -> bool:
-        """Set an optional positional argument, which argparse rejects behind options; return whether it was set."""
+        """Set an optional positional argument, or add one to a list, which argparse rejects behind options.
+
+        Returns:
+            Whether it was set.
+        """
         for action in self._positionals._group_actions:
+            if action.nargs == "+":
+                value = action.type(text) if callable(action.type) else text
+                setattr(namespace, action.dest, [*getattr(namespace, action.dest), value])
+                return True
             if action.nargs == "?" and action.choices is None and getattr(namespace, action.dest) is action.default:
                 setattr(namespace, action.dest, action.type(text) if callable(action.type) else text)
                 return True

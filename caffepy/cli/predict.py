@@ -1,6 +1,7 @@
 """`caffepy classify` and `caffepy detect`: predictions for images (Caffe's `classify.py` and `detect.py`).
 
-`detect` prints the boxes of an SSD, or classifies windows as Caffe's `detect.py` does."""
+`detect` prints the boxes of an SSD, or classifies windows as Caffe's `detect.py` does. The fields of the net's Input
+layer, or the options of Caffe's `classify.py`, say how images are prepared."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ import argparse
 import csv
 import io
 import json
+import logging
+from collections import Counter
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +25,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from caffepy.predict import Box, Preparation
+    from caffepy.data.preparation import ImagePreparation
+    from caffepy.predict import Box, Model, Preparation, Steps
+
+log = logging.getLogger(__name__)
 
 
 def add_model_options(parser: Parser) -> None:
@@ -35,28 +42,52 @@ def add_model_options(parser: Parser) -> None:
     )  # fmt: skip
 
 
+_PREPARATION = ("mean_file", "raw_scale", "input_scale", "channel_swap")
+"""Options that replace the preparation of the net's Input layer."""
+
+
 def add_preparation_options(parser: Parser) -> None:
     """Add --mean-file, --raw-scale, --input-scale, --channel-swap and --ext of Caffe's `classify.py`."""
     parser.add_argument(
-        "--mean-file", default="", metavar="MEAN",
+        "--mean-file", metavar="MEAN",
         help="mean to subtract: values separated by commas, an .npy file or a .binaryproto (default: none)",
     )  # fmt: skip
     parser.add_argument(
-        "--raw-scale",
-        type=float,
-        default=255.0,
-        metavar="X",
-        help="factor before subtraction, for values from 0 to 1 (255)",
+        "--raw-scale", type=float, metavar="X", help="factor before subtraction, for values from 0 to 1 (255)"
     )
-    parser.add_argument("--input-scale", type=float, default=1.0, metavar="X", help="factor after subtraction (1)")
+    parser.add_argument("--input-scale", type=float, metavar="X", help="factor after subtraction (1)")
     parser.add_argument(
-        "--channel-swap", type=_order, default=(2, 1, 0), metavar="ORDER",
+        "--channel-swap", type=_order, metavar="ORDER",
         help="channel order as indices of red, green, blue (default: 2,1,0, which is blue, green, red)",
     )  # fmt: skip
-    parser.add_argument("--ext", default="jpg", help="suffix of the files read from a folder (jpg)")
+    parser.add_argument(
+        "--ext", default="", metavar="SUFFIX", help="suffix of the files read from a folder (default: all image files)"
+    )
 
 
-def preparation(args: argparse.Namespace) -> Preparation:
+def add_result_options(parser: Parser, default: str) -> None:
+    """Add --output and --format."""
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write here, as OUTPUT")
+    parser.add_argument(
+        "--format",
+        choices=("text", "csv", "json"),
+        help=f"form of the results (default: OUTPUT's suffix, or {default})",
+    )
+
+
+def inputs_and_output(args: argparse.Namespace, suffixes: tuple[str, ...]) -> tuple[list[Path], Path | None]:
+    """Return the input paths and the output of a command line INPUT ... [OUTPUT].
+
+    The last of several paths is the output if it has one of the suffixes, or has no suffix and does not exist.
+    """
+    paths = list(args.paths)
+    last = paths[-1]
+    if args.output is None and len(paths) > 1 and (last.suffix in suffixes or not (last.suffix or last.exists())):
+        return paths[:-1], last
+    return paths, args.output
+
+
+def option_preparation(args: argparse.Namespace) -> Preparation:
     """Return the preparation that the options describe.
 
     Raises:
@@ -65,7 +96,27 @@ def preparation(args: argparse.Namespace) -> Preparation:
     from caffepy.predict import Preparation
     from caffepy.predict.images import read_any_mean
 
-    return Preparation(args.raw_scale, args.channel_swap, read_any_mean(args.mean_file), args.input_scale)
+    given = {name: getattr(args, name) for name in _PREPARATION[1:] if getattr(args, name) is not None}
+    return Preparation(mean=read_any_mean(args.mean_file or ""), **given)
+
+
+def net_preparation(model: Model, args: argparse.Namespace, others: tuple[str, ...] = ()) -> ImagePreparation | None:
+    """Return the preparation of the net's Input layer; None without one, or if options replace it, with a warning.
+
+    Args:
+        model: the net.
+        args: the options.
+        others: names of options beside `_PREPARATION` that replace it.
+    """
+    preparation = model.preparation()
+    given = [f"--{name.replace('_', '-')}" for name in (*_PREPARATION, *others) if getattr(args, name) is not None]
+    if preparation is not None and given:
+        log.warning(
+            "%s: %s replaces the preparation that the net's Input layer has; images are prepared by the options alone",
+            args.model, " and ".join(given),
+        )  # fmt: skip
+        return None
+    return preparation
 
 
 def counted(number: int, one: str, more: str = "") -> str:
@@ -81,28 +132,35 @@ def _order(text: str) -> tuple[int, ...]:
 
 
 _CLASSIFY = """\
-Classify images: print the most likely classes, or write all probabilities as .npy.
+Classify images: print the most likely classes, or write them as CSV or JSON, or all scores as .npy.
 
-  caffepy classify cat.jpg --model deploy.prototxt --weights net.caffemodel --mean-file 104,117,123 --labels words.txt
-  caffepy classify photos/ predictions.npy --model deploy.prototxt --weights net.caffemodel
+  caffepy classify cat.jpg --model deploy.prototxt --weights net.caffemodel --labels words.txt
+  caffepy classify cat.jpg photos/ list.txt classes.csv --model deploy.prototxt --weights net.caffemodel
+  caffepy classify cat.jpg --model old_deploy.prototxt --weights net.caffemodel --mean-file 104,117,123
 
-The input is an image file, a folder (its files that end in --ext), or an .npy file of images (N, H, W, C) with values
-from 0 to 1 in red, green, blue. Predictions are the average over ten crops, unless --center-only is given."""
+Inputs are image files, folders, lists (.txt, a path per line) and .npy files of images (N, H, W, C) with values from 0
+to 1 in red, green, blue. Images are prepared by the fields of the net's Input layer, which 'caffepy deploy' writes.
+Without these fields, or with the options --mean-file, --raw-scale, --input-scale, --channel-swap or --images-dim, they
+are prepared as in Caffe's classify.py: resized to --images-dim, and scores are the average over ten crops, unless
+--center-only is given."""
 
-_IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+_SCORES = (".npy", ".csv", ".json")
 
 
 def add_parser_classify(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Add the command and its options."""
     parser = subparsers.add_parser("classify", help="classify images", description=_CLASSIFY)
-    parser.add_argument("input", type=Path, metavar="INPUT", help="an image, a folder or an .npy file")
-    parser.add_argument("output", type=Path, nargs="?", metavar="OUTPUT.npy", help="write all probabilities here")
+    parser.add_argument(
+        "paths", type=Path, nargs="+", metavar="INPUT ... [OUTPUT]",
+        help="images, folders, .txt lists or .npy files; an OUTPUT is .csv, .json or .npy (all scores)",
+    )  # fmt: skip
     add_model_options(parser)
+    add_result_options(parser, "text")
     parser.add_argument("--labels", type=Path, metavar="FILE", help="names of the classes, one per line")
     parser.add_argument("--top", type=positive, default=5, metavar="N", help="classes to show (default: 5)")
-    parser.add_argument("--center-only", action="store_true", help="use only the centre crop")
+    parser.add_argument("--center-only", action="store_true", help="use only the center crop")
     parser.add_argument(
-        "--images-dim", type=record_shape, default=(256, 256), metavar="H,W",
+        "--images-dim", type=record_shape, metavar="H,W",
         help="size of images before cropping (default: 256,256, or the input size if larger)",
     )  # fmt: skip
     add_preparation_options(parser)
@@ -111,7 +169,7 @@ def add_parser_classify(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 
 def run_classify(args: argparse.Namespace) -> int:
-    """Classify, and print or write the probabilities.
+    """Classify, and print or write the classes or all scores.
 
     Raises:
         ConfigError: the net has no image input, the preparation does not fit, or the output has an image's suffix.
@@ -119,38 +177,87 @@ def run_classify(args: argparse.Namespace) -> int:
         SnapshotError: the weights do not fit.
     """
     from caffepy.cli.devices import single_device
-    from caffepy.files import atomic_write, check_writable
-    from caffepy.predict import Model, classify, read_images
+    from caffepy.files import check_writable
+    from caffepy.predict import Model, classify, list_images
+    from caffepy.predict.images import SUFFIXES
 
-    if len(args.images_dim) != 2:
+    if args.images_dim is not None and len(args.images_dim) != 2:
         raise ConfigError("--images-dim is a height and a width such as 256,256")
-    if args.output is not None:
-        _refuse_image(args.output)
-        check_writable(args.output)
+    paths, output = inputs_and_output(args, _SCORES)
+    if output is not None:
+        if output.suffix.lower() in SUFFIXES:
+            raise ConfigError(f"'{output}' is the output and has an image's suffix; name a .csv, .json or .npy file")
+        check_writable(output)
     names = _names(args.labels)
     with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
-        channels, height, width = model.image_shape
-        images = read_images(args.input, channels, args.ext)
-        size = (max(args.images_dim[0], height), max(args.images_dim[1], width))
-        scores = classify(model, [image for _, image in images], preparation(args), size, args.center_only)
-    if args.output is not None:
-        import numpy as np
-
-        with atomic_write(args.output) as file:
-            np.save(file, scores)
-        print(f"{args.output}: {counted(len(scores), 'image')} x {counted(scores.shape[1], 'class', 'classes')}")
+        images = list_images(paths, args.ext)
+        scores = classify(model, images, _classify_steps(model, args))
+    form = args.format or {".csv": "csv", ".json": "json"}.get(output.suffix if output else "", "")
+    if output is not None and not form:
+        _write_scores(output, scores)
         return 0
-    for (path, _), row in zip(images, scores, strict=True):
-        _print_best(path, row, names, args.top)
+    found = [(image.name, _best(row, names, args.top)) for image, row in zip(images, scores, strict=True)]
+    text = {"csv": _classes_as_csv, "json": _classes_as_json}.get(form, _classes_as_text)(found)
+    _write(output, text, counted(len(images), "image"))
     return 0
 
 
-def _refuse_image(path: Path) -> None:
-    if path.suffix.lower() in _IMAGES:
-        raise ConfigError(
-            f"'{path}' is the output and has an image's suffix; name an .npy file, or, to classify several images, "
-            "give their folder"
-        )
+def _classify_steps(model: Model, args: argparse.Namespace) -> Steps:
+    from caffepy.predict.images import net_steps
+
+    preparation = net_preparation(model, args, ("images_dim",))
+    channels, height, width = model.image_shape
+    if preparation is not None:
+        return net_steps(preparation, channels)
+    size = args.images_dim or (256, 256)
+    size = (max(size[0], height), max(size[1], width))
+    return option_preparation(args).steps(model.image_shape, size, not args.center_only)
+
+
+def _write_scores(output: Path, scores: NDArray[np.float32]) -> None:
+    import numpy as np
+
+    from caffepy.files import atomic_write
+
+    with atomic_write(output) as file:
+        np.save(file, scores)
+    print(f"{output}: {counted(len(scores), 'image')} x {counted(scores.shape[1], 'class', 'classes')}")
+
+
+Class = tuple[int, str, float]
+"""Label, name and score."""
+Classified = list[tuple[str, list[Class]]]
+"""Images with their best classes."""
+
+
+def _best(scores: NDArray[np.float32], names: list[str], top: int) -> list[Class]:
+    order = (-scores).argsort(kind="stable")[:top].tolist()
+    return [(label, names[label] if label < len(names) else "", float(scores[label])) for label in order]
+
+
+def _classes_as_text(found: Classified) -> str:
+    lines = []
+    for image, classes in found:
+        lines.append(f"{one_line(image)}\n")
+        lines += [f"  {score:8.4f}  {one_line(name or f'class {label}')}\n" for label, name, score in classes]
+    return "".join(lines)
+
+
+def _classes_as_json(found: Classified) -> str:
+    rows = [
+        {"image": image, "classes": [{"label": label, "name": name, "score": score} for label, name, score in classes]}
+        for image, classes in found
+    ]
+    return json.dumps(rows, indent=1) + "\n"
+
+
+def _classes_as_csv(found: Classified) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["image", "label", "name", "score"])
+    for image, classes in found:
+        writer.writerows([image, label, name, f"{score:.6g}"] for label, name, score in classes)
+    return text.getvalue()
 
 
 def _names(path: Path | None) -> list[str]:
@@ -165,40 +272,33 @@ def _names(path: Path | None) -> list[str]:
         raise DataError(f"--labels {path}: cannot be read: {error.strerror}") from error
 
 
-def _print_best(path: str, scores: NDArray[np.float32], names: list[str], top: int) -> None:
-    print(one_line(path))
-    for index in (-scores).argsort(kind="stable")[:top].tolist():
-        name = names[index] if index < len(names) else f"class {index}"
-        print(f"  {scores[index]:8.4f}  {one_line(name)}")
-
-
 _DETECT = """\
-Detect objects with a net that ends in DetectionOutput (SSD): boxes in pixels, as CSV or JSON.
+Detect objects with a net that ends in DetectionOutput (SSD): boxes in pixels, as CSV, JSON or text.
 
-  caffepy detect street.jpg --model deploy.prototxt --weights ssd.caffemodel --mean-file 104,117,123 --draw found.png
+  caffepy detect street.jpg --model deploy.prototxt --weights ssd.caffemodel --draw found.png
   caffepy detect photos/ boxes.json --model deploy.prototxt --weights ssd.caffemodel --label-map labelmap.prototxt
+  caffepy detect street.jpg --model old_deploy.prototxt --weights ssd.caffemodel --mean-file 104,117,123
+
+Inputs and their preparation are those of 'caffepy classify'; an image is never cropped.
 
 With --crop-mode list, as in Caffe's detect.py, a classifier scores windows (R-CNN) from a CSV file with the header
 filename,xmin,ymin,xmax,ymax. The output, .csv or .h5, has a row of class scores for each window.
 
   caffepy detect windows.csv scores.h5 --crop-mode list --model deploy.prototxt --weights net.caffemodel"""
 _FIELDS = ("image", "label", "name", "score", "xmin", "ymin", "xmax", "ymax")
+_BOXES = (".json", ".csv", ".h5", ".hdf5")
 
 
 def add_parser_detect(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Add the command and its options."""
     parser = subparsers.add_parser("detect", help="detect objects in images (SSD)", description=_DETECT)
     parser.add_argument(
-        "input", type=Path, metavar="INPUT", help="an image, a folder, an .npy file; or windows as .csv"
-    )
-    parser.add_argument(
-        "output",
-        type=Path,
-        nargs="?",
-        metavar="OUTPUT",
-        help="write .json or .csv, for windows .csv or .h5 (default: CSV to stdout)",
+        "paths", type=Path, nargs="+", metavar="INPUT ... [OUTPUT]",
+        help="images, folders, .txt lists, .npy files, or windows as .csv; an OUTPUT is .json or .csv, for windows "
+        ".csv or .h5",
     )  # fmt: skip
     add_model_options(parser)
+    add_result_options(parser, "csv")
     parser.add_argument(
         "--crop-mode", choices=("list", "selective_search"), metavar="list", help="classify the windows of a CSV file"
     )
@@ -224,37 +324,58 @@ def run_detect(args: argparse.Namespace) -> int:
         DataError: an image or the windows cannot be read.
         SnapshotError: the weights do not fit.
     """
+    paths, output = inputs_and_output(args, _BOXES)
     if args.crop_mode is not None:
-        return _run_windows(args)
+        return _run_windows(args, paths, output)
     from caffepy.cli.devices import single_device
-    from caffepy.predict import Model, detect, draw_boxes, read_images
+    from caffepy.predict import Model, detect, draw_boxes, list_images
     from caffepy.predict.detect import read_label_names
 
-    _check_output(args.output, "boxes", (".json", ".csv"))
-    if args.input.suffix.lower() == ".csv":
-        raise ConfigError(
-            f"'{args.input}' is not an image; to classify the windows that it lists, give --crop-mode list"
-        )
+    if args.format is None:
+        _check_output(output, "boxes", (".json", ".csv"))
+    for path in paths:
+        if path.suffix.lower() == ".csv":
+            raise ConfigError(f"'{path}' is not an image; to classify the windows that it lists, give --crop-mode list")
     names = read_label_names(args.label_map) if args.label_map else {}
     found: list[Box] = []
     with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
-        images = read_images(args.input, model.image_shape[0], args.ext)
-        prepared = preparation(args)
-        if args.draw is not None:
-            _make_folder(args.draw, len(images))
-        for number, image in enumerate(images):
-            boxes = detect(model, image, prepared, args.threshold, names)
+        images = list_images(paths, args.ext)
+        steps = _detect_steps(model, args)
+        pictures = _pictures(args.draw, [image.name for image in images])
+        for image, picture in zip(images, pictures, strict=True):
+            pixels = steps.load(image)
+            boxes = detect(model, image.name, pixels, steps, args.threshold, names)
             found += boxes
-            if args.draw is not None:
-                draw_boxes(image[1], boxes, _picture(args.draw, image[0], number, len(images)))
-    text = _as_json(found) if args.output and args.output.suffix == ".json" else _as_csv(found)
-    _write(args.output, text, f"{counted(len(found), 'box', 'boxes')} in {counted(len(images), 'image')}")
+            if picture is not None:
+                draw_boxes(pixels, boxes, picture)
+    form = args.format or (output.suffix[1:] if output else "csv")
+    text = {"json": _as_json, "csv": _as_csv}.get(form, _as_text)(found)
+    _write(output, text, f"{counted(len(found), 'box', 'boxes')} in {counted(len(images), 'image')}")
     return 0
 
 
-def _run_windows(args: argparse.Namespace) -> int:
+def _detect_steps(model: Model, args: argparse.Namespace) -> Steps:
+    """Return the steps from whole images to the net's input.
+
+    Raises:
+        ConfigError: the net's preparation crops or pads images.
+    """
+    from caffepy.predict.images import net_steps
+
+    preparation = net_preparation(model, args)
+    if preparation is None:
+        return option_preparation(args).steps(model.image_shape)
+    if preparation.crops or preparation.pads:
+        raise ConfigError(
+            f"{args.model}: transform_param of the Input layer crops or pads images, and boxes are relative to whole "
+            "images; remove its crop or FIT_LARGE_SIZE_AND_PAD"
+        )
+    return net_steps(preparation, model.image_shape[0])
+
+
+def _run_windows(args: argparse.Namespace, paths: list[Path], output: Path | None) -> int:
     from caffepy.cli.devices import single_device
-    from caffepy.predict import Model, classify_windows, read_windows
+    from caffepy.predict import Model, Preparation, classify_windows, read_windows
     from caffepy.predict.windows import windows_as_csv, write_windows_hdf5
 
     if args.crop_mode == "selective_search":
@@ -264,16 +385,23 @@ def _run_windows(args: argparse.Namespace) -> int:
         )
     if args.draw is not None:
         raise ConfigError("--draw shows the boxes of an SSD; windows have none: leave it out")
-    _check_output(args.output, "windows", (".csv", ".h5", ".hdf5"))
-    windows = read_windows(args.input)
+    if args.format in ("text", "json"):
+        raise ConfigError(f"--format {args.format}: scores of windows are written as CSV or HDF5; leave it out")
+    _check_output(output, "windows", (".csv", ".h5", ".hdf5"))
+    if len(paths) != 1:
+        raise ConfigError(f"--crop-mode list takes one file of windows; {len(paths)} are given")
+    windows = read_windows(paths[0])
     with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
-        scores = classify_windows(model, windows, preparation(args), args.context_pad)
+        of_net = net_preparation(model, args)
+        mean, scale = of_net.mean_and_scale() if of_net is not None else (None, 1.0)
+        prepared = option_preparation(args) if of_net is None else Preparation(mean=mean, input_scale=scale)
+        scores = classify_windows(model, windows, prepared, args.context_pad)
     done = f"{counted(len(windows), 'window')} x {counted(scores.shape[1], 'class', 'classes')}"
-    if args.output is None or args.output.suffix == ".csv":
-        _write(args.output, windows_as_csv(windows, scores), done)
+    if output is None or output.suffix == ".csv":
+        _write(output, windows_as_csv(windows, scores), done)
     else:
-        write_windows_hdf5(args.output, windows, scores)
-        print(f"{args.output}: {done}")
+        write_windows_hdf5(output, windows, scores)
+        print(f"{output}: {done}")
     return 0
 
 
@@ -298,27 +426,28 @@ def _write(output: Path | None, text: str, done: str) -> None:
     print(f"{output}: {done}")
 
 
-def _picture(draw: Path, name: str, number: int, count: int) -> Path:
-    """Return the output path of an image with its boxes."""
-    if count == 1 and not draw.is_dir():
-        return draw
-    return draw / (f"{Path(name).stem}.png" if not name.endswith("]") else f"{number:06d}.png")
-
-
-def _make_folder(draw: Path, count: int) -> None:
-    """Create the output folder of several drawings.
+def _pictures(draw: Path | None, names: list[str]) -> list[Path | None]:
+    """Return the output path of each image with its boxes; the folder for several images is created.
 
     Raises:
         ConfigError: the folder cannot be created.
     """
+    if draw is None:
+        return [None] * len(names)
+    if len(names) == 1 and not draw.is_dir():
+        return [draw]
     try:
-        if count > 1:
-            draw.mkdir(parents=True, exist_ok=True)
+        draw.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"--draw {draw}: no folder for the pictures of {count} images can be made there ({error.strerror}); "
+            f"--draw {draw}: no folder for the pictures of {len(names)} images can be made there ({error.strerror}); "
             "name another one"
         ) from error
+    stems = [f"{number:06d}" if name.endswith("]") else Path(name).stem for number, name in enumerate(names)]
+    counts = Counter(stems)
+    return [
+        draw / (f"{stem}.png" if counts[stem] == 1 else f"{stem}_{number:06d}.png") for number, stem in enumerate(stems)
+    ]
 
 
 def _score(text: str) -> float:
@@ -344,3 +473,13 @@ def _as_csv(boxes: list[Box]) -> str:
         edges = (f"{edge:.1f}" for edge in (box.xmin, box.ymin, box.xmax, box.ymax))
         writer.writerow([box.image, box.label, box.name, f"{box.score:.4f}", *edges])
     return text.getvalue()
+
+
+def _as_text(boxes: list[Box]) -> str:
+    lines: list[str] = []
+    for image, group in groupby(boxes, key=lambda box: box.image):
+        lines.append(f"{one_line(image)}\n")
+        for box in group:
+            edges = " ".join(f"{edge:7.1f}" for edge in (box.xmin, box.ymin, box.xmax, box.ymax))
+            lines.append(f"  {box.score:8.4f} {edges}  {one_line(box.name or f'class {box.label}')}\n")
+    return "".join(lines)

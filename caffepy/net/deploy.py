@@ -1,4 +1,8 @@
-"""Deploy nets: Input layers replace data layers; losses and training fields are removed."""
+"""Deploy nets: Input layers replace data layers; losses and training fields are removed.
+
+An Input layer gets the fields that say how the data layer made its values of images; `caffepy.data.preparation` reads
+them. BVLC Caffe ignores them.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +49,7 @@ class Deploy:
         softmax: the blob of scores to which a Softmax layer `prob` is added, or "".
         axis: the class axis of `softmax`.
         heads: layers appended to the net.
+        sizes: height and width of the images before a crop, by input, where no field of the data layer gives them.
     """
 
     inputs: Mapping[str, Shape]
@@ -52,6 +57,7 @@ class Deploy:
     softmax: str = ""
     axis: int = 1
     heads: Layers = ()
+    sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def wanted(self) -> set[str]:
@@ -67,7 +73,10 @@ def deploy_net(train: caffe_pb2.NetParameter, deploy: Deploy) -> caffe_pb2.NetPa
     """
     net = caffe_pb2.NetParameter(name=train.name)
     for name, shape in deploy.inputs.items():
-        net.layer.add(name=name, type="Input", top=[name], input_param={"shape": [{"dim": shape}]})
+        added = net.layer.add(name=name, type="Input", top=[name], input_param={"shape": [{"dim": shape}]})
+        source = data_layer(train, name)
+        if source is not None:
+            copy_preparation(source, added, deploy.sizes.get(name), _is_nvidia(train))
     kept = _leading_to(deploy.wanted, set(deploy.inputs), _test_layers(train))
     shared = Counter(param.name for layer in kept for param in layer.param if param.name)
     net.layer.extend(_without_training(layer, shared) for layer in kept)
@@ -123,6 +132,65 @@ def _sharing(param: caffe_pb2.ParamSpec) -> caffe_pb2.ParamSpec:
 
 def _is_nvidia(net: caffe_pb2.NetParameter) -> bool:
     return choose_dialect([net], lambda *line: None) is Dialect.NVIDIA
+
+
+# -- how images become values -------------------------------------------------------------------------------
+
+_TRANSFORMS = (
+    "scale", "mean_file", "mean_value", "crop_size", "crop_h", "crop_w", "img_rand_resize_lower",
+    "img_rand_resize_upper", "interpolation_algo_down", "interpolation_algo_up", "allow_upscale",
+)  # fmt: skip
+_OF_BYTES = {"Data", "ImageData", "AnnotatedData"}
+"""Data layers that give images even without transform_param."""
+_RESIZED = ("AnnotatedData", "VideoData")
+"""Data layers that apply resize_param in both dialects."""
+
+
+def data_layer(train: caffe_pb2.NetParameter, top: str) -> caffe_pb2.LayerParameter | None:
+    """Return the data layer of the TEST phase, or else of any, whose first top has this name."""
+    layers = [*_test_layers(train), *train.layer]
+    return next((layer for layer in layers if not layer.bottom and layer.top[:1] == [top]), None)
+
+
+def copy_preparation(
+    source: caffe_pb2.LayerParameter,
+    target: caffe_pb2.LayerParameter,
+    size: tuple[int, int] | None = None,
+    nvidia: bool = False,
+) -> bool:
+    """Write into an Input layer how a data layer makes values of images; return whether it makes them of images.
+
+    Args:
+        source: the data layer.
+        target: the Input layer; its previous preparation is removed.
+        size: height and width of the data layer's images, where its fields do not give them.
+        nvidia: the data layer's net has NVIDIA's dialect.
+    """
+    shape = list(target.input_param.shape[0].dim) if target.input_param.shape else []
+    is_image = len(shape) == 4 and shape[1] in (1, 3)
+    if not is_image or not (source.type in _OF_BYTES or source.HasField("transform_param")):
+        return False
+    target.ClearField("transform_param")
+    target.ClearField("image_data_param")
+    given, listed, written = source.transform_param, source.image_data_param, target.transform_param
+    written.SetInParent()
+    cut = source.type != "WindowData"  # which resizes windows to the crop
+    for name in _TRANSFORMS if cut else _TRANSFORMS[:3]:
+        if name == "mean_value":
+            written.mean_value.extend(given.mean_value)
+        elif given.HasField(name):
+            setattr(written, name, getattr(given, name))
+    if given.resize_param and (source.type in _RESIZED or not nvidia):
+        written.resize_param.append(given.resize_param[0])
+        del written.resize_param[0].interp_mode[1:]
+    elif side := (listed.new_dim or listed.short_side):
+        resize = written.resize_param.add(resize_mode=caffe_pb2.ResizeParameter.FIT_SMALL_SIZE, height=side, width=side)
+        resize.interp_mode.append(resize.CUBIC if listed.bicubic else resize.LINEAR)
+    elif listed.new_height and listed.new_width:
+        size = listed.new_height, listed.new_width
+    if size is not None and cut and not written.resize_param:
+        target.image_data_param.new_height, target.image_data_param.new_width = size
+    return True
 
 
 # -- inputs and outputs of the deploy net -------------------------------------------------------------------

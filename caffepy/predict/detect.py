@@ -13,7 +13,7 @@ from caffepy.config.text import decode_text, parse_text
 from caffepy.data.images.datum import opencv
 from caffepy.errors import ConfigError, DataError
 from caffepy.files import atomic_write, read_regular
-from caffepy.predict.images import INPUT, Floats, Preparation
+from caffepy.predict.images import Floats, Steps
 from caffepy.predict.model import Model
 from caffepy.proto import caffe_pb2
 
@@ -50,8 +50,9 @@ class Box:
 
 def detect(
     model: Model,
-    image: tuple[str, Floats],
-    preparation: Preparation,
+    name: str,
+    pixels: Floats,
+    steps: Steps,
     least: float = 0.5,
     names: Mapping[int, str] | None = None,
 ) -> list[Box]:
@@ -59,8 +60,9 @@ def detect(
 
     Args:
         model: a net that ends in DetectionOutput.
-        image: name, and array (H, W, C) from 0 to 1.
-        preparation: preprocessing of the values.
+        name: the image's name.
+        pixels: the image as `steps` loads it.
+        steps: from an image to the net's input.
         least: lowest score.
         names: names by label.
 
@@ -69,10 +71,8 @@ def detect(
     """
     if "DetectionOutput" not in model.layer_types:
         raise ConfigError("the net has no DetectionOutput layer; 'caffepy detect' needs the deploy net of an SSD")
-    name, values = image
-    transformer = preparation.transformer((1, *model.image_shape))
-    rows = model.run(transformer.preprocess(INPUT, values)[None]).reshape(-1, _COLUMNS)
-    scale = np.array([values.shape[1], values.shape[0]] * 2, np.float32)
+    rows = model.run(steps.values(pixels)).reshape(-1, _COLUMNS)
+    scale = np.array([pixels.shape[1], pixels.shape[0]] * 2, np.float32)
     boxes = []
     for _, label, score, *edges in rows[(rows[:, 1] >= 0) & (rows[:, 2] >= least)].tolist():
         left, top, right, bottom = np.clip(np.array(edges, np.float32) * scale, 0, scale).tolist()

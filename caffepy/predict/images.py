@@ -1,12 +1,13 @@
-"""Reading of image files and arrays, and their preprocessing."""
+"""Reading of image files and arrays, and the steps to the values of a net's input."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import tokenize
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,9 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.data.images.mean import read_mean
+from caffepy.data.preparation import ImagePreparation, warn_about_small_crop
+from caffepy.data.sources.image_list import list_lines
 from caffepy.errors import ConfigError, DataError
 from caffepy.files import open_regular
-from caffepy.predict.pixels import Transformer, configured_transformer, load_image
+from caffepy.predict.pixels import (
+    Transformer,
+    configured_transformer,
+    crop_centres,
+    load_image,
+    oversample,
+    resize_image,
+)
 
 Floats = NDArray[np.float32]
 
@@ -63,34 +73,150 @@ class Preparation:
         }
         return configured_transformer(INPUT, shape, options)
 
+    def steps(self, shape: Sequence[int], size: tuple[int, int] | None = None, ten_crops: bool = False) -> Steps:
+        """Return the steps from images to an input of the shape (C, H, W), as in Caffe's classify.py.
 
-def image_files(path: Path, ending: str = "jpg") -> list[Path]:
-    """Return the file itself, or the files of a folder with this suffix, sorted by name.
+        Args:
+            shape: the input's shape.
+            size: height and width of images before cropping; None: images are resized to the input.
+            ten_crops: give the crops of the corners and the centre and their mirror images, not only the centre's.
+
+        Raises:
+            ConfigError: the input is larger than `size`, or the preparation does not fit.
+        """
+        channels, height, width = shape
+        transformer = self.transformer((1, *shape))
+        if size is not None and (height > size[0] or width > size[1]):
+            raise ConfigError(
+                f"images are resized to {size[0]} x {size[1]}, and the net takes {height} x {width}: give a larger "
+                f"--images-dim, such as {height},{width}"
+            )
+        if size is not None:
+            warn_about_small_crop(
+                (height, width), size, f"give --images-dim {height},{width}, or prepare images as the net's training "
+                "did ('caffepy deploy --like train_val.prototxt')",
+            )  # fmt: skip
+        cut = oversample if ten_crops else crop_centres
+
+        def values(pixels: Floats) -> Floats:
+            crops = [pixels] if size is None else cut([resize_image(pixels, size)], (height, width))
+            return np.stack([transformer.preprocess(INPUT, crop) for crop in crops])
+
+        return Steps(lambda image: image.load(channels), values)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """From an image to values of a net's input.
+
+    Args:
+        load: returns an image as (H, W, C) from 0 to 1: gray, or red, green and blue.
+        values: returns the values (n, C, h, w) of a loaded image; predictions of the n crops are averaged.
+    """
+
+    load: Callable[[InputImage], Floats]
+    values: Callable[[Floats], Floats]
+
+
+def net_steps(preparation: ImagePreparation, channels: int) -> Steps:
+    """Return the steps that the fields of the net's Input layer give; `channels` are the input's."""
+
+    def load(image: InputImage) -> Floats:
+        if not isinstance(image.content, Path):
+            return image.load(channels)
+        return np.asarray(preparation.load(image.content) / np.float32(255), np.float32)
+
+    return Steps(load, lambda pixels: preparation(pixels)[None])
+
+
+@dataclass(frozen=True)
+class InputImage:
+    """An image to predict.
+
+    Args:
+        name: file name, or array file and index.
+        content: the file, or an array (H, W, C), gray or red, green and blue, from 0 to 1.
+    """
+
+    name: str
+    content: Path | Floats
+
+    def load(self, channels: int) -> Floats:
+        """Return (H, W, C) from 0 to 1: gray if `channels` is 1, else red, green and blue.
+
+        Raises:
+            DataError: the file cannot be read, or the array has another number of channels.
+        """
+        if isinstance(self.content, Path):
+            return load_image(self.content, channels != 1)
+        if self.content.shape[2] != channels:
+            raise DataError(
+                f"'{self.name}' has the shape {self.content.shape}; images are (H, W, {channels}) for this net"
+            )
+        return self.content
+
+
+def list_images(paths: Sequence[Path], ending: str = "") -> list[InputImage]:
+    """Return the images that paths name: image files, folders, lists (.txt) and arrays (.npy).
+
+    A list has a path per line, from the working directory or else from the list's folder; a label after the path is
+    ignored. An array has the shape (H, W, C) or (N, H, W, C).
+
+    Args:
+        paths: the files and folders.
+        ending: suffix of the files of a folder; empty: those of `SUFFIXES`.
+
+    Raises:
+        DataError: a folder has no image, or a list or an array cannot be read.
+    """
+    found: list[InputImage] = []
+    for path in paths:
+        if path.suffix == ".npy":
+            found += _array_images(path)
+        elif path.suffix == ".txt":
+            found += [InputImage(str(file), file) for file in _listed_files(path)]
+        else:
+            found += [InputImage(str(file), file) for file in image_files(path, ending)]
+    return found
+
+
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+"""Suffixes of image files."""
+
+
+def image_files(path: Path, ending: str = "") -> list[Path]:
+    """Return the file itself, or the files of a folder with a suffix (empty: any of `SUFFIXES`), sorted by name.
 
     Raises:
         DataError: the folder has none.
     """
     if not path.is_dir():
         return [path]
-    found = sorted(entry for entry in path.iterdir() if entry.suffix.lower() == f".{ending.lower().lstrip('.')}")
+    endings = (f".{ending.lower().lstrip('.')}",) if ending else SUFFIXES
+    found = sorted(entry for entry in path.iterdir() if entry.suffix.lower() in endings)
     if not found:
-        raise DataError(f"folder '{path}' has no files that end in .{ending}; name another suffix with --ext")
+        what = f"files that end in .{ending.lstrip('.')}; name another suffix with --ext" if ending else "image files"
+        raise DataError(f"folder '{path}' has no {what}")
     return found
 
 
-def read_images(path: Path, channels: int = 3, ending: str = "jpg") -> list[tuple[str, Floats]]:
-    """Return names and images of an image file, a folder, or an .npy file (H, W, C) or (N, H, W, C) from 0 to 1.
+def _listed_files(path: Path) -> list[Path]:
+    found = []
+    for _, line in list_lines(path):
+        name = re.sub(r" [-+]?[0-9]{1,20}$", "", line)
+        options = [folder / text for text in (line, name) for folder in (Path(), path.parent)]
+        found.append(next((option for option in options if option.exists()), Path(name)))
+    if not found:
+        raise DataError(f"image list '{path}' names no images; write a path per line")
+    return found
 
-    Raises:
-        DataError: a file cannot be read, or is not an image with `channels` channels.
-    """
-    if path.suffix != ".npy":
-        return [(str(file), load_image(file, channels != 1)) for file in image_files(path, ending)]
+
+def _array_images(path: Path) -> list[InputImage]:
     array = read_array(path)
     array = array[None] if array.ndim == 3 else array
-    if array.ndim != 4 or array.shape[3] != channels or not array.size:
-        raise DataError(f"'{path}' has the shape {array.shape}; images are (N, H, W, {channels}) for this net")
-    return [(f"{path}[{index}]", np.asarray(image, np.float32)) for index, image in enumerate(array)]
+    if array.ndim != 4 or not array.size:
+        raise DataError(f"'{path}' has the shape {array.shape}; images are (N, H, W, C)")
+    return [InputImage(f"{path}[{index}]", np.asarray(image, np.float32)) for index, image in enumerate(array)]
 
 
 def read_array(path: Path) -> Floats:

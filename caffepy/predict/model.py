@@ -9,12 +9,14 @@ from types import TracebackType
 
 import numpy as np
 
+from caffepy.data.preparation import ImagePreparation
 from caffepy.errors import ConfigError
 from caffepy.inference import load
-from caffepy.predict.images import INPUT, Floats, Preparation
-from caffepy.predict.pixels import crop_centres, oversample, resize_image
+from caffepy.predict.images import Floats, InputImage, Steps
 
 logger = logging.getLogger(__name__)
+_BATCH = 16
+"""Crops per batch."""
 
 
 class Model:
@@ -70,38 +72,51 @@ class Model:
         """The net's layer types."""
         return {layer.type for layer in self.net.layers}
 
+    def preparation(self) -> ImagePreparation | None:
+        """Return the preparation that the fields of the Input layer give; None: it has no such fields.
+
+        Raises:
+            ConfigError: the fields contradict each other or the input.
+            DataError: the mean cannot be read.
+        """
+        return self._model.preparation()
+
     def run(self, images: Floats) -> Floats:
         """Return the net's first output for a batch (N, C, H, W)."""
         return np.asarray(self._model(images)[self._model.outputs[0]], np.float32)
 
 
-def classify(
-    model: Model, images: Sequence[Floats], preparation: Preparation, size: tuple[int, int] | None, centre_only: bool
-) -> Floats:
-    """Return the net's first output for each image: (N, classes).
+def classify(model: Model, images: Sequence[InputImage], steps: Steps) -> Floats:
+    """Return the net's first output for each image: (N, classes), averaged over its crops.
 
     Args:
         model: the net.
-        images: arrays (H, W, C) from 0 to 1.
-        preparation: preprocessing of the values.
-        size: height and width of images before cropping; None: the input's.
-        centre_only: use the centre crop; else average over corners, centre and their mirror images.
+        images: the images; at most one batch is held in memory.
+        steps: from an image to the net's input.
 
     Raises:
-        ConfigError: the input is larger than `size`, or the preparation does not fit.
+        DataError: an image cannot be read.
     """
-    _, height, width = model.image_shape
-    size = size or (height, width)
-    if height > size[0] or width > size[1]:
-        raise ConfigError(
-            f"images are resized to {size[0]} x {size[1]}, and the net takes {height} x {width}: give a larger "
-            f"--images-dim, such as {height},{width}"
-        )
-    transformer = preparation.transformer((1, *model.image_shape))
-    cut = crop_centres if centre_only else oversample
-    results = []
+    results: list[Floats] = []
+    pending: list[Floats] = []
     for image in images:
-        crops = cut([resize_image(image, size)], (height, width))
-        scores = model.run(np.stack([transformer.preprocess(INPUT, crop) for crop in crops]))
-        results.append(scores.reshape(len(scores), -1).mean(0))
+        values = steps.values(steps.load(image))
+        if pending and (values.shape[1:] != pending[0].shape[1:] or (len(pending) + 1) * len(values) > _BATCH):
+            results += _scores(model, pending)
+            pending = []
+        pending.append(values)
+    results += _scores(model, pending) if pending else []
     return np.stack(results)
+
+
+def _scores(model: Model, values: list[Floats]) -> list[Floats]:
+    """Return the first output for each image, averaged over its crops, of one batch."""
+    batch = np.concatenate(values)
+    scores = model.run(batch)
+    if scores.ndim == 0 or len(scores) != len(batch):
+        raise ConfigError(
+            f"the net's output is {' x '.join(map(str, scores.shape)) or 'one number'} for {len(batch)} images, not a "
+            "row of scores for each; 'caffepy detect' takes nets that find boxes"
+        )
+    scores = scores.reshape(len(values), len(values[0]), -1)
+    return list(scores.mean(1))

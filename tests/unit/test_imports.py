@@ -79,7 +79,7 @@ FOLDERS = {
         "data.sources",
         "data.transform",
         "data.images.bulk_copy",
-        "data.loader data.clips data.people",
+        "data.loader data.clips data.people data.preparation",
         "data.conversion",
     ),
     "layers": (
@@ -131,7 +131,7 @@ DOORS = {
     "backend.meta": ("net", "drawing", "plan", "onnx", "cli"),
     "data.images": ("layers.input", "layers.loss", "predict", "pycaffe", "cli"),
     "data.conversion": ("cli",),
-    "data.sources": ("layers.input", "net", "cli"),
+    "data.sources": ("layers.input", "net", "predict", "cli"),
     "layers.activation": ("net.fuse",),
     "layers.common": ("net.fuse",),
     "layers.detection": ("onnx.export",),

@@ -9,6 +9,9 @@ from caffepy.layers.core.base import Blobs, Layer, register_layer
 class InputLayer(Layer):
     """Tops that the caller fills (Caffe's `input_layer.cpp`), with one shape for each top or one for all.
 
+    `transform_param` and `image_data_param` (new_height, new_width) say how `caffepy classify`, `caffepy detect` and
+    `caffepy.load` make the first top's values of images: as ImageData does in the TEST phase, without mirroring.
+
     Raises:
         ConfigError: the number of shapes is neither 0, 1 nor the number of tops.
     """

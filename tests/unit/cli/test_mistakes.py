@@ -61,7 +61,9 @@ def test_the_message_helps(command: str, message: str, capsys: pytest.CaptureFix
 
 def test_a_second_image_is_not_overwritten_with_probabilities(capsys: pytest.CaptureFixture[str]) -> None:
     before = Path("dog.png").read_bytes()
-    assert main(["classify", "cat.png", "dog.png", "--model", "net.prototxt"]) == 2
+    assert main(["classify", "cat.png", "dog.png", "--model", "net.prototxt"]) == 0
+    assert "dog.png\n" in capsys.readouterr().out
+    assert main(["classify", "cat.png", "--output", "dog.png", "--model", "net.prototxt"]) == 2
     assert "'dog.png' is the output" in capsys.readouterr().err
     assert Path("dog.png").read_bytes() == before
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 from fake_graph_backend import FakeGraphBackend
@@ -15,7 +16,7 @@ from other_arrays import OnlyDlpack
 
 import caffepy
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.errors import ConfigError, ShapeError, SnapshotError
+from caffepy.errors import ConfigError, DataError, ShapeError, SnapshotError
 from caffepy.inference import Model
 from caffepy.layers.core.base import LayerContext
 from caffepy.net.fold import FoldedConvolution
@@ -240,3 +241,22 @@ def test_other_streams_begin_without_a_state() -> None:
     assert not np.allclose(model(x, ones)["out"], first)
     model(np.ones((3, 1, 4)), np.ones((3, 1)))
     np.testing.assert_array_equal(model(x, ones)["out"], first)
+
+
+def test_images_are_prepared(path: Path, tmp_path: Path):
+    """`prepare` gives the values of the input whose layer has a transform_param."""
+    net = caffepy.load(path)
+    with pytest.raises(ConfigError, match=r"net 'small': no Input layer says how images become.* deploy --like"):
+        net.prepare("a.png")
+    net.close()
+    fields = "transform_param { mean_value: 1 resize_param { resize_mode: FIT_SMALL_SIZE height: 6 width: 6 } }"
+    path.write_text(NET.replace('top: "data"', f'top: "data" {fields}', 1))
+    net = caffepy.load(path)
+    cv2.imwrite(str(tmp_path / "a.png"), np.full((12, 12, 3), 9, np.uint8))
+    array = np.full((12, 12), 5, np.uint8)
+    values = net.prepare(tmp_path / "a.png", array)
+    assert values.tolist() == [np.full((3, 6, 6), 8.0).tolist(), np.full((3, 6, 6), 4.0).tolist()]
+    assert net(data=values, other=np.zeros((2, 4)))["sum"].shape == (2, 4)
+    with pytest.raises(DataError, match="values of the shapes 3 x 6 x 12, 3 x 6 x 6; prepare images of one shape"):
+        net.prepare(array, array[:6])
+    net.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import generate
+import numpy as np
 import pytest
 from google.protobuf import text_format
 
@@ -40,7 +42,8 @@ def inferred(net: caffe_pb2.NetParameter, **options: object) -> caffe_pb2.NetPar
 def test_the_deploy_nets_of_the_models(path: str):
     train, deploy = generate.DEPLOYS[path]
     net = read_net(MODELS / f"{train if '/' in train else f'{train}/train_val'}.prototxt")
-    found = inferred(net, shapes={name: shape[1:] for name, shape in deploy.inputs.items()})
+    shapes = {name: shape[1:] for name, shape in deploy.inputs.items()}
+    found = deploy_net(net, replace(plan_deploy(net, shapes), sizes=deploy.sizes))
     if path == NO_SOFTMAX:
         assert found.layer[-1].type == "Softmax"
         del found.layer[-1]
@@ -207,7 +210,7 @@ def test_the_command_writes_and_checks(tmp_path: Path, weights: Path, capsys: py
         assert main([*arguments, *named]) == 0
     assert "9 layers; 4 layers take their weights from" in capsys.readouterr().out
     assert read_net(output) == read_net(MODELS / "lenet/deploy.prototxt")
-    assert "# 'data': multiply by 0.00390625" in output.read_text()
+    assert read_net(output).layer[0].transform_param.scale == 1 / 256
     assert main([*arguments[:2], "--input", "data=1,32,32", *arguments[4:]]) == 2
     assert "layer 'ip1', parameter 0: shape is" in capsys.readouterr().err
 
@@ -243,10 +246,64 @@ def test_the_shape_of_records_in_nvidias_dialect(tmp_path: Path, capsys: pytest.
 
 
 def test_the_command_prints(capsys: pytest.CaptureFixture[str]):
-    assert main(["deploy", str(MODELS / "caffenet/train_val.prototxt")]) == 0
+    assert main(["deploy", str(MODELS / "caffenet/train_val.prototxt"), "--image-size", "256,256"]) == 0
     text = capsys.readouterr().out
-    assert "# 'data': subtract 104, 117, 123 per channel" in text
     assert net_of(text) == read_net(MODELS / "caffenet/deploy.prototxt")
+
+
+CROPPED_RECORDS = """
+    layer { name: "data" type: "Data" top: "data" top: "label" include { phase: TEST }
+            data_param { batch_size: 1 backend: LMDB source: "records" }
+            transform_param { crop_size: 3 mirror: true mean_file: "mean.binaryproto" } }
+    layer { name: "fc" type: "InnerProduct" bottom: "data" top: "fc" inner_product_param { num_output: 3 } }
+    layer { name: "loss" type: "SoftmaxWithLoss" bottom: "fc" bottom: "label" }
+"""
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A training net with records of 4 x 5 and a mean file beside it."""
+    folder = tmp_path / "train"
+    folder.mkdir()
+    write_datums(folder / "records", [(b"0", caffe_pb2.Datum(channels=3, height=4, width=5, data=bytes(60)))])
+    mean = caffe_pb2.BlobProto(num=1, channels=3, height=4, width=5, data=[1.0] * 60)
+    (folder / "mean.binaryproto").write_bytes(mean.SerializeToString())
+    (folder / "train_val.prototxt").write_text(CROPPED_RECORDS)
+    return folder / "train_val.prototxt"
+
+
+def test_the_size_of_records_and_the_mean_file_are_written(trained: Path, tmp_path: Path):
+    output = tmp_path / "made" / "deploy.prototxt"
+    output.parent.mkdir()
+    assert main(["deploy", str(trained), str(output)]) == 0
+    layer = read_net(output).layer[0]
+    assert text_format.MessageToString(layer.transform_param, as_one_line=True) == (
+        'crop_size: 3 mean_file: "../train/mean.binaryproto"'
+    )
+    assert (layer.image_data_param.new_height, layer.image_data_param.new_width) == (4, 5)
+    net = caffepy.load(output)
+    assert net.prepare(np.full((9, 9, 3), 7, np.uint8)).tolist() == np.full((1, 3, 3, 3), 6.0).tolist()
+    net.close()
+
+
+def test_a_deploy_net_from_elsewhere_is_prepared_like_a_training_net(trained: Path, tmp_path: Path, capsys):
+    old, output = tmp_path / "old.prototxt", tmp_path / "new.prototxt"
+    old.write_text("""input: "image" input_dim: 10 input_dim: 3 input_dim: 3 input_dim: 3
+        layer { name: "fc" type: "InnerProduct" bottom: "image" top: "fc" inner_product_param { num_output: 3 } }""")
+    assert main(["deploy", str(old), str(output), "--like", str(trained)]) == 0
+    found, expected = read_net(output), read_net(old)
+    assert list(found.layer[0].input_param.shape[0].dim) == [10, 3, 3, 3]
+    assert found.layer[0].transform_param.crop_size == 3
+    assert found.layer[1] == expected.layer[1]
+    capsys.readouterr()
+    assert main(["deploy", str(old), "--like", str(trained), "--image-size", "6,7"]) == 0
+    assert net_of(capsys.readouterr().out).layer[0].image_data_param.new_width == 7
+    assert main(["deploy", str(old), "--like", str(trained), "--batch", "3"]) == 2
+    assert "--like keeps the net" in capsys.readouterr().err
+    old.write_text(old.read_text().replace("input_dim: 3", "input_dim: 2", 1))
+    assert main(["deploy", str(old), "--like", str(trained)]) == 2
+    said = capsys.readouterr().err
+    assert "none of its Input layers (input) takes images of 1 or 3 channels as a data layer of" in said
 
 
 def test_weights_that_lack_a_layer(tmp_path: Path, weights: Path, capsys: pytest.CaptureFixture[str]):

@@ -14,8 +14,8 @@ import pytest
 
 from caffepy.cli.main import main
 from caffepy.errors import ConfigError, DataError
-from caffepy.predict import Model, Preparation, classify, image_files, read_images, read_windows
-from caffepy.predict.images import read_any_mean, read_array
+from caffepy.predict import InputImage, Model, Preparation, classify, list_images, read_windows
+from caffepy.predict.images import image_files, read_any_mean, read_array
 from caffepy.proto import caffe_pb2
 from caffepy.pycaffe import Detector
 
@@ -111,10 +111,11 @@ def test_ten_crops_are_averaged(net: list[str]):
     image = rng.random((6, 7, 3), np.float32)
     crops = [image[t : t + 4, le : le + 4] for t, le in ((0, 0), (0, 3), (2, 0), (2, 3), (1, 1))]
     with Model(Path(net[1]), [Path(net[3])], threads=1) as model:
-        (mean,) = classify(model, [image], Preparation(1.0), (6, 7), centre_only=False)
-        (centre,) = classify(model, [image], Preparation(1.0), (6, 7), centre_only=True)
+        given, plain = [InputImage("given", image)], Preparation(1.0)
+        (mean,) = classify(model, given, plain.steps(model.image_shape, (6, 7), ten_crops=True))
+        (centre,) = classify(model, given, plain.steps(model.image_shape, (6, 7)))
         with pytest.raises(ConfigError, match=r"resized to 3 x 9, and the net takes 4 x 4: give a larger --images-dim"):
-            classify(model, [image], Preparation(), (3, 9), centre_only=True)
+            Preparation().steps(model.image_shape, (3, 9))
     assert mean == pytest.approx(np.mean([crop.mean((0, 1))[::-1] for crop in crops], axis=0), abs=1e-5)
     assert centre == pytest.approx(crops[-1].mean((0, 1))[::-1], abs=1e-5)
 
@@ -128,6 +129,111 @@ def test_folders_and_arrays(net: list[str], red: Path, tmp_path: Path, capsys):
     assert image_files(tmp_path, "png") == [red]
     with pytest.raises(DataError, match=r"has no files that end in \.gif; name another suffix with --ext"):
         image_files(tmp_path, "gif")
+
+
+# -- the preparation of the net's Input layer ---------------------------------------------------------------
+
+
+@pytest.fixture
+def own(net: list[str]) -> list[str]:
+    """The net with a preparation: half of the value above 10, from images of 8 x 8 cropped to 4 x 4."""
+    path = Path(net[1])
+    fields = (
+        "transform_param { scale: 0.5 mean_value: 10 crop_size: 4 } image_data_param { new_height: 8 new_width: 8 }"
+    )
+    path.write_text(COLOURS.replace('top: "data"', f'top: "data" {fields}', 1))
+    return net
+
+
+def test_images_are_prepared_by_the_net(own: list[str], red: Path, capsys):
+    assert main(["classify", str(red), *own, "--format", "csv"]) == 0
+    told = capsys.readouterr()
+    assert "W" not in {line[:1] for line in told.err.splitlines()}
+    rows = list(csv.DictReader(told.out.splitlines()))
+    assert [row["label"] for row in rows] == ["2", "0", "1"]
+    image = cv2.resize(cv2.imread(str(red)), (8, 8))[2:6, 2:6]
+    assert [float(row["score"]) for row in rows] == pytest.approx([(image[:, :, c].mean() - 10) / 2 for c in (2, 0, 1)])
+
+
+def test_options_replace_the_nets_preparation(own: list[str], red: Path, capsys):
+    for option in ("--mean-file=0", "--raw-scale=255", "--input-scale=1", "--channel-swap=2,1,0", "--images-dim=4,4"):
+        assert main(["classify", str(red), *own, "--top=1", option]) == 0
+        told = capsys.readouterr()
+        name = option.split("=")[0]
+        assert f"net.prototxt: {name} replaces the preparation that the net's Input layer has" in told.err
+        assert told.out.split()[2:] == ["class", "2"]
+        assert float(told.out.split()[1]) > 150
+    assert main(["classify", str(red), *own, "--top=1", "--center-only"]) == 0
+    told = capsys.readouterr()
+    assert "replaces" not in told.err
+    assert told.out.split()[1:] == ["95.0000", "class", "2"]
+
+
+def test_a_crop_of_less_than_half_is_a_warning(net: list[str], red: Path, capsys):
+    assert main(["classify", str(red), *net]) == 0
+    assert "sees 4 x 4 of each image, which is resized to 256 x 256: less than half" in capsys.readouterr().err
+    for dim in ("4,4", "5,6"):
+        assert main(["classify", str(red), *net, "--images-dim", dim]) == 0
+        assert "less than half" not in capsys.readouterr().err
+
+
+def test_several_images_folders_and_lists(own: list[str], red: Path, tmp_path: Path, capsys):
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    names = [photos / name for name in ("b.PNG", "a.jpg", "with space.bmp")]
+    for value, name in enumerate(names, 1):
+        cv2.imwrite(str(name), np.full((8, 8, 3), 60 * value, np.uint8))
+    (photos / "notes.md").write_text("no image")
+    (tmp_path / "list.txt").write_text(f"photos/b.PNG\n{names[2]}\n\nphotos/a.jpg 7\n{names[2]} 1\n")
+    out = tmp_path / "classes.json"
+    paths = [red, photos, tmp_path / "list.txt"]
+    assert main(["classify", *map(str, paths), str(out), *own, "--top", "1"]) == 0
+    assert capsys.readouterr().out == f"{out}: 8 images\n"
+    found = json.loads(out.read_text())
+    listed = [names[0], names[2], names[1], names[2]]
+    assert [Path(row["image"]) for row in found] == [red, names[1], names[0], names[2], *listed]
+    assert [row["classes"][0]["score"] for row in found[1:]] == pytest.approx([55, 25, 85, 25, 85, 55, 85], abs=1)
+    assert found[0]["classes"] == [{"label": 2, "name": "", "score": 95}]
+    for given in (
+        [*paths, "--output", tmp_path / "all.npy"],
+        [red, *own, photos, tmp_path / "list.txt", tmp_path / "all.npy"],
+    ):
+        assert main(["classify", *map(str, given), *(own if given[1] is photos else [])]) == 0
+        assert np.load(tmp_path / "all.npy").shape == (8, 3)
+    (tmp_path / "empty.txt").write_text("\n")
+    for path, message in ((tmp_path / "empty.txt", "names no images"), (tmp_path, "has no files that end in .gif")):
+        assert main(["classify", str(path), *own, "--ext", "gif"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_boxes_of_several_images(ssd: list[str], red: Path, tmp_path: Path, capsys):
+    (tmp_path / "more").mkdir()
+    again = tmp_path / "more" / "red.png"
+    again.write_bytes(red.read_bytes())
+    assert main(["detect", str(red), str(again), *ssd, "--draw", str(tmp_path / "drawn"), "--format", "text"]) == 0
+    box = "    0.7500    20.0    10.0    60.0    30.0  thing"
+    assert capsys.readouterr().out.splitlines() == [str(red), box, str(again), box]
+    assert [path.name for path in sorted((tmp_path / "drawn").iterdir())] == ["red_000000.png", "red_000001.png"]
+
+
+def test_boxes_are_those_of_whole_images(ssd: list[str], red: Path, capsys):
+    path = Path(ssd[1])
+    plain = path.read_text()
+    for fields, code in (
+        ("resize_param { height: 4 width: 4 } mean_value: 9", 0),
+        ("crop_size: 4", 2),
+        ("resize_param { resize_mode: FIT_LARGE_SIZE_AND_PAD height: 4 width: 4 }", 2),
+    ):
+        path.write_text(plain.replace('top: "data"', f'top: "data" transform_param {{ {fields} }}', 1))
+        assert main(["detect", str(red), *ssd]) == code
+        told = capsys.readouterr()
+        assert ("crops or pads images, and boxes are relative to whole images" in told.err) == bool(code)
+        assert code or "thing,0.7500,20.0,10.0,60.0,30.0" in told.out
+
+
+def test_a_net_without_a_row_for_each_image(ssd: list[str], red: Path, capsys):
+    assert main(["classify", str(red), *ssd[:3]]) == 2
+    assert "not a row of scores for each; 'caffepy detect' takes nets that find boxes" in capsys.readouterr().err
 
 
 def npy(header: str, values: bytes = b"") -> bytes:
@@ -167,12 +273,18 @@ def test_input_that_is_none(tmp_path: Path, net: list[str], red: Path, capsys):
     np.save(tmp_path / "flat.npy", np.zeros(7))
     np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
     (tmp_path / "text.jpg").write_text("no image")
-    with pytest.raises(DataError, match=r"has the shape \(7,\); images are \(N, H, W, 3\)"):
-        read_images(tmp_path / "flat.npy")
+    np.save(tmp_path / "two.npy", np.zeros((4, 4, 2)))
+    with pytest.raises(DataError, match=r"has the shape \(7,\); images are \(N, H, W, C\)"):
+        list_images([tmp_path / "flat.npy"])
     with pytest.raises(DataError, match=r"not a numeric \.npy file"):
-        read_images(tmp_path / "objects.npy")
-    with pytest.raises(DataError, match=r"image '.*text\.jpg'"):
-        read_images(tmp_path / "text.jpg")
+        list_images([tmp_path / "objects.npy"])
+    for name, message in (
+        ("text.jpg", r"image '.*text\.jpg'"),
+        ("two.npy", r"shape \(4, 4, 2\); images are \(H, W, 3\)"),
+    ):
+        (image,) = list_images([tmp_path / name])
+        with pytest.raises(DataError, match=message):
+            image.load(3)
     with pytest.raises(DataError, match="cannot be read: No such file"):
         read_any_mean(str(tmp_path / "mean.npy"))
     assert main(["classify", str(red), *net, "--mean-file", "1,2"]) == 2
@@ -249,6 +361,13 @@ def test_windows_of_a_list_are_classified(net: list[str], windows: Path, red: Pa
     assert first[:5] == [str(red), "15", "30", "25", "50"]
     assert [float(score) for score in first[5:]] == pytest.approx([99, -2, 197])
     assert [float(score) for score in second[5:]] == pytest.approx([-1, -2, 197])
+
+
+def test_windows_are_prepared_by_the_net(own: list[str], windows: Path, tmp_path: Path):
+    assert main(["detect", str(windows), str(tmp_path / "found.csv"), *own, "--crop-mode=list", "--context-pad=0"]) == 0
+    first, second = csv.reader((tmp_path / "found.csv").read_text().splitlines()[1:])
+    assert [float(score) for score in first[5:]] == pytest.approx([45, -5, 95])
+    assert [float(score) for score in second[5:]] == pytest.approx([-5, -5, 95])
 
 
 def test_windows_as_hdf5_have_their_surroundings(net: list[str], windows: Path, red: Path, tmp_path: Path, capsys):
