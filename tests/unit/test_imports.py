@@ -33,6 +33,7 @@ LEVELS = {
     "caches": 1,
     "report": 1,
     "monotonic_clock": 1,
+    "model_files": 2,
     "backend": 2,
     "trace": 3,
     "config": 3,
