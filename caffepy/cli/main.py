@@ -34,7 +34,7 @@ from caffepy.options import ExtensionOptions
 from caffepy.registry import suggest
 
 GROUPS = {
-    "training": ("train", "test", "test_detection", "time", "warm-up", "snapshot", "data"),
+    "training": ("train", "test", "test_detection", "time", "warm-up", "snapshot", "new", "data"),
     "devices": ("device_query", "launch", "bench", "plan"),
     "predictions": ("classify", "detect", "extract_features"),
     "nets and logs": ("net", "deploy", "draw_net", "parse_log", "plot_training_log"),
@@ -66,10 +66,10 @@ MODULES = {
 }
 """Modules with several commands. Their functions end with the command's name."""
 WITHOUT_NETS = frozenset(
-    ("data", "device_query", "launch", "bench", "parse_log", "plot_training_log", *GROUPS["data sets"])
+    ("data", "new", "device_query", "launch", "bench", "parse_log", "plot_training_log", *GROUPS["data sets"])
 )
 """Commands that read no nets, and so have no `ExtensionOptions`. `launch` starts commands that have them."""
-WRITERS = frozenset({*MODULES, "data", "deploy", "draw_net", "extract_features"} - {"test", "test_detection"})
+WRITERS = frozenset({*MODULES, "data", "deploy", "new", "draw_net", "extract_features"} - {"test", "test_detection"})
 """Commands that write files and do not handle signals themselves."""
 
 ALIASES = {

@@ -29,7 +29,14 @@ from caffepy.data.conversion.image_records import (
     read_image_record,
     single_threaded_opencv,
 )
-from caffepy.data.conversion.image_sets import ConversionResult, Database, ListEntry, convert_entries, root_prefix
+from caffepy.data.conversion.image_sets import (
+    ConversionResult,
+    Database,
+    ListEntry,
+    Reader,
+    convert_entries,
+    root_prefix,
+)
 from caffepy.data.conversion.label_maps import read_label_map
 from caffepy.data.conversion.ordered_map import ordered_map
 from caffepy.data.conversion.progress import Progress
@@ -194,6 +201,19 @@ def _number(value: Any, where: str) -> float:
         raise DataError(f"{where} is '{str(value)[:40]}', not a number") from None
 
 
+def voc_class_names(path: Path) -> set[str]:
+    """Return the names of the objects in an annotation file of VOC.
+
+    Raises:
+        DataError: the file cannot be read or is not XML.
+    """
+    try:
+        root = _parse_xml(read_regular(path, _MAX_BYTES), str(path))
+    except OSError as error:
+        raise DataError(f"'{path}' cannot be read: {error.strerror}") from error
+    return {name.strip() for item in root.findall("object") if (name := item.findtext("name"))}
+
+
 # -- COCO's JSON, one file per image ---------------------------------------------------------------------
 
 
@@ -309,13 +329,25 @@ def convert_annotation_set(
         RunError: writing failed.
     """
     prefix = root_prefix(root)
+    reader: Reader
     if annotations.anno_type == "classification":
         entries = [ListEntry(number, name, prefix + name, label) for number, name, label in labelled_lines(listing)]
         reader = partial(_read_labelled, images)
     else:
         entries = _paired_entries(listing, prefix)
-        reader = partial(_read_boxed, images, annotations.label_type, annotations.labels())
+        reader = boxed_reader(images, annotations.label_type, annotations.labels())
     return convert_entries(entries, listing, target, images, reader, seed, progress or Progress())
+
+
+def boxed_reader(images: ImageOptions, label_type: str, labels: Mapping[str, int]) -> Reader:
+    """Return the reader of `convert_entries` that makes AnnotatedDatums of images with annotation files.
+
+    Args:
+        images: image options.
+        label_type: format of the annotation files, one of `LABEL_TYPES`.
+        labels: label of each class name.
+    """
+    return partial(_read_boxed, images, label_type, labels)
 
 
 def write_image_sizes(
