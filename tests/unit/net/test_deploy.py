@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import caffepy
 from caffepy.backend import create_backend
 from caffepy.cli.main import main
 from caffepy.config.load import read_net
+from caffepy.config.messages import walk_fields
 from caffepy.data.sources.record_write import write_datums
 from caffepy.errors import ConfigError
 from caffepy.layers import LayerContext
@@ -48,6 +50,18 @@ def test_the_deploy_nets_of_the_models(path: str):
         assert found.layer[-1].type == "Softmax"
         del found.layer[-1]
     assert found == read_net(MODELS / f"{path}.prototxt")
+
+
+def test_bvlc_caffe_parses_the_inputs_of_the_models():
+    """Preparations have BVLC's fields alone, except for the resize of SSD, whose nets need SSD's Caffe anyway."""
+    wire = json.loads((MODELS.parent / "tests/golden/wire.json").read_text())["bvlc"]["messages"]
+    for path in generate.DEPLOYS:
+        for layer in read_net(MODELS / f"{path}.prototxt").layer:
+            if layer.type == "Input":
+                used = {owner.DESCRIPTOR.name + "." + field.name for owner, field, _, _ in walk_fields(layer)}
+                foreign = {name for name in used if name.split(".")[1] not in wire.get(name.split(".")[0], ())}
+                assert not {name for name in foreign if "resize" not in name.lower()}, path
+                assert not foreign or "ssd" in path
 
 
 CROPPED = ["caffenet", "vgg16", "googlenet", "resnet18", "inception_v3", "ssd300"]
