@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Write databases, train net, deploy net and solver that train a model for your own classes.
 
-  caffepy new resnet50 --data photos --to birds --weights resnet50.caffemodel
+  caffepy new squeezenet --data photos --to birds --weights squeezenet_v1.1.caffemodel
   caffepy new ssd300 --data VOC2007 --classes labels.txt --to cars --weights VGG_ILSVRC_16_layers_fc_reduced.caffemodel
 
 A classifier's data set has a folder of images for each class, or these folders in train/ and val/. A detector's has

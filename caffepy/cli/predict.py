@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import logging
+import os
 from collections import Counter
 from dataclasses import asdict
 from itertools import groupby
@@ -67,22 +68,23 @@ def add_preparation_options(parser: Parser) -> None:
 
 def add_result_options(parser: Parser, default: str) -> None:
     """Add --output and --format."""
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write here, as OUTPUT")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write here")
     parser.add_argument(
         "--format",
         choices=("text", "csv", "json"),
-        help=f"form of the results (default: OUTPUT's suffix, or {default})",
+        help=f"form of the results (default: by the output's suffix, else {default})",
     )
 
 
 def inputs_and_output(args: argparse.Namespace, suffixes: tuple[str, ...]) -> tuple[list[Path], Path | None]:
-    """Return the input paths and the output of a command line INPUT ... [OUTPUT].
+    """Return the input paths and the output of the positional arguments.
 
     The last of several paths is the output if it has one of the suffixes, or has no suffix and does not exist.
     """
     paths = list(args.paths)
     last = paths[-1]
-    if args.output is None and len(paths) > 1 and (last.suffix in suffixes or not (last.suffix or last.exists())):
+    is_output = last.suffix in suffixes or not (last.suffix or os.path.exists(last))
+    if args.output is None and len(paths) > 1 and is_output:
         return paths[:-1], last
     return paths, args.output
 
@@ -151,8 +153,8 @@ def add_parser_classify(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Add the command and its options."""
     parser = subparsers.add_parser("classify", help="classify images", description=_CLASSIFY)
     parser.add_argument(
-        "paths", type=Path, nargs="+", metavar="INPUT ... [OUTPUT]",
-        help="images, folders, .txt lists or .npy files; an OUTPUT is .csv, .json or .npy (all scores)",
+        "paths", type=Path, nargs="+", metavar="PATH",
+        help="images, folders, .txt lists or .npy files; behind them the output, .csv, .json or .npy (all scores)",
     )  # fmt: skip
     add_model_options(parser)
     add_result_options(parser, "text")
@@ -293,9 +295,9 @@ def add_parser_detect(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Add the command and its options."""
     parser = subparsers.add_parser("detect", help="detect objects in images (SSD)", description=_DETECT)
     parser.add_argument(
-        "paths", type=Path, nargs="+", metavar="INPUT ... [OUTPUT]",
-        help="images, folders, .txt lists, .npy files, or windows as .csv; an OUTPUT is .json or .csv, for windows "
-        ".csv or .h5",
+        "paths", type=Path, nargs="+", metavar="PATH",
+        help="images, folders, .txt lists, .npy files, or windows as .csv; behind them the output, .json or .csv, for "
+        "windows .csv or .h5",
     )  # fmt: skip
     add_model_options(parser)
     add_result_options(parser, "csv")

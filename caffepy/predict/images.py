@@ -205,7 +205,7 @@ def _listed_files(path: Path) -> list[Path]:
     for _, line in list_lines(path):
         name = re.sub(r" [-+]?[0-9]{1,20}$", "", line)
         options = [folder / text for text in (line, name) for folder in (Path(), path.parent)]
-        found.append(next((option for option in options if option.exists()), Path(name)))
+        found.append(next((option for option in options if os.path.exists(option)), Path(name)))
     if not found:
         raise DataError(f"image list '{path}' names no images; write a path per line")
     return found

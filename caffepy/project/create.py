@@ -154,6 +154,8 @@ def _check_target(project: Project) -> None:
     """
     if not project.data.is_dir():
         raise ConfigError(f"--data {project.data}: is not a folder")
+    if project.to.resolve().is_relative_to(project.data.resolve()):
+        raise ConfigError(f"--to {project.to} lies in the data set {project.data}; give another folder")
     solver = project.to / "solver.prototxt"
     if solver.exists() and not project.force:
         raise ConfigError(f"'{solver}' exists; give --to another folder, or --force to replace its files")

@@ -184,7 +184,7 @@ def _voc_entries(folder: Path, stems: Iterable[str], images: dict[str, Path], or
     entries = []
     for stem in stems:
         annotation = folder / "Annotations" / f"{stem}.xml"
-        if stem not in images or not annotation.is_file():
+        if stem not in images or not os.path.isfile(annotation):
             lacking = annotation if stem in images else folder / "JPEGImages" / f"{stem}.jpg"
             raise DataError(f"'{origin}': image '{stem}' has no file '{lacking}'; add it, or remove the image")
         path = str(images[stem])
@@ -276,7 +276,7 @@ class _CocoFile:
         left_out, entries = 0, []
         for number, (key, item) in enumerate(self._images.items()):
             name = str(item.get("file_name"))
-            path = next((folder / name for folder in folders if (folder / name).is_file()), None)
+            path = next((folder / name for folder in folders if os.path.isfile(folder / name)), None)
             if path is None:
                 raise DataError(f"'{self._path}': image '{name}' is in none of {', '.join(map(str, folders))}")
             boxes = self._boxes.get(key, [])

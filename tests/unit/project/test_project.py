@@ -214,6 +214,7 @@ def test_what_a_classifier_refuses(capsys: pytest.CaptureFixture[str]):
         ("new lenet --data photos --classes none.txt", "--classes none.txt: cannot be read: No such file"),
         ("new lenet --data empty", "put the images of each class into a folder of the class's name"),
         ("new lenet --data one", "no image is left for validation"),
+        ("new lenet --data one --to one/p", "--to one/p lies in the data set one"),
         ("new lenet --data one --val 1", "'1' is not a part between 0 and 1"),
         ("new lenet --data one --weights w", "--weights w: there is no such file"),
         ("new ssd300 --data photos", "has neither Annotations and JPEGImages, as Pascal VOC, nor annotations/*.json"),
