@@ -125,6 +125,11 @@ class Model:
         with self.backend.workspace_lease(runner.arena):
             return self._results(runner.net, bool(here))
 
+    @property
+    def prepares_images(self) -> bool:
+        """Whether an Input layer says how images become its values."""
+        return self._image_input is not None
+
     def preparation(self) -> ImagePreparation | None:
         """Return the conversion of images that an Input layer's fields give; None: no Input layer has such fields.
 

@@ -110,15 +110,14 @@ def net_preparation(model: Model, args: argparse.Namespace, others: tuple[str, .
         args: the options.
         others: names of options beside `_PREPARATION` that replace it.
     """
-    preparation = model.preparation()
     given = [f"--{name.replace('_', '-')}" for name in (*_PREPARATION, *others) if getattr(args, name) is not None]
-    if preparation is not None and given:
+    if model.prepares_images and given:
         log.warning(
             "%s: %s replaces the preparation that the net's Input layer has; images are prepared by the options alone",
             args.model, " and ".join(given),
         )  # fmt: skip
         return None
-    return preparation
+    return model.preparation()
 
 
 def counted(number: int, one: str, more: str = "") -> str:

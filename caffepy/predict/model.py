@@ -72,6 +72,11 @@ class Model:
         """The net's layer types."""
         return {layer.type for layer in self.net.layers}
 
+    @property
+    def prepares_images(self) -> bool:
+        """Whether the Input layer says how images become its values."""
+        return self._model.prepares_images
+
     def preparation(self) -> ImagePreparation | None:
         """Return the preparation that the fields of the Input layer give; None: it has no such fields.
 

@@ -163,6 +163,13 @@ def test_options_replace_the_nets_preparation(own: list[str], red: Path, capsys)
         assert f"net.prototxt: {name} replaces the preparation that the net's Input layer has" in told.err
         assert told.out.split()[2:] == ["class", "2"]
         assert float(told.out.split()[1]) > 150
+    path = Path(own[1])
+    path.write_text(path.read_text().replace("mean_value: 10", "mean_file: 'none'"))
+    assert main(["classify", str(red), *own, "--mean-file=0"]) == 0
+    capsys.readouterr()
+    assert main(["classify", str(red), *own]) == 2
+    assert "mean_file 'none' cannot be read: No such file" in capsys.readouterr().err
+    path.write_text(path.read_text().replace("mean_file: 'none'", "mean_value: 10"))
     assert main(["classify", str(red), *own, "--top=1", "--center-only"]) == 0
     told = capsys.readouterr()
     assert "replaces" not in told.err
