@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from caffepy.errors import CaffepyError, RunError, UserError
     from caffepy.inference import Model, load
     from caffepy.layers import register_layer
+    from caffepy.loggers import Logger
     from caffepy.net import Net
     from caffepy.proto.registration import register_proto
     from caffepy.snapshot.caffemodel import read_weights
@@ -27,6 +28,7 @@ _LAZY = {
     "Backend": "caffepy.backend",
     "Callback": "caffepy.training.train",
     "CaffepyError": "caffepy.errors",
+    "Logger": "caffepy.loggers",
     "Model": "caffepy.inference",
     "Net": "caffepy.net",
     "PathResolver": "caffepy.config.paths",
@@ -49,6 +51,7 @@ __all__ = [
     "Backend",
     "CaffepyError",
     "Callback",
+    "Logger",
     "Model",
     "Net",
     "PathResolver",

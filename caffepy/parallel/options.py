@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from caffepy.errors import ConfigError
+from caffepy.loggers.choose import logger_list
 from caffepy.options.declaration import check_values, option
 from caffepy.options.solver import KEEP_GROUP, MATH_MODES, MAX_SKIPPED, TIMEOUT, ExecutionOptions, RetentionPolicy
 from caffepy.options.types import (
@@ -95,6 +96,17 @@ class TrainOptions:
     engine: ExecutionOptions = field(default_factory=ExecutionOptions)
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
     overwrite: bool = option(False, "replace earlier snapshots with this prefix, also of another net", group=KEEP_GROUP)
+    loggers: list[Any] = option(
+        [],
+        "write losses, scores, rates and speed at each display and test: csv:FILE, jsonl:FILE, tensorboard:DIR, "
+        "wandb:PROJECT, mlflow:URI, divided by commas; in Python also objects",
+        flags=("--log",), parse=logger_list, metavar="LIST", group=_TRACE, per_rank=True,
+    )  # fmt: skip
+    log_histograms: int = option(
+        0,
+        "with --log: histograms of parameters and gradients every N iterations",
+        parse=positive, metavar="N", group=_TRACE,
+    )  # fmt: skip
     trace: Path | None = option(
         None,
         "write a timeline of all devices, for https://ui.perfetto.dev",

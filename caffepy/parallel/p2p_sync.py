@@ -12,6 +12,8 @@ import numpy as np
 
 from caffepy.backend import Backend, create_backend
 from caffepy.errors import AbortedError, NonFiniteError, PeerError
+from caffepy.loggers.choose import make_loggers
+from caffepy.loggers.watch import Watch
 from caffepy.monotonic_clock import suspend_aware_seconds
 from caffepy.parallel.communicators.local import PATIENCE
 from caffepy.parallel.control.heartbeat import Heartbeat
@@ -68,6 +70,7 @@ class P2PSync(DeviceThread):
         """The solver's state, once training is over, if the options ask for it."""
         self.solver: Solver | None = None
         self.ready = threading.Event()
+        self._watch: Watch | None = None
         self._options = options
         self._request = request
         names = names or [f"device {number}" for number in range(spec.shard.world_size)]
@@ -202,6 +205,9 @@ class P2PSync(DeviceThread):
             for observer in options.callbacks:
                 solver.add_callback(observer)
             self._read_start(solver)
+            if loggers := make_loggers(options.loggers):
+                self._watch = Watch(solver, loggers, options.log_histograms)
+                solver.add_callback(self._watch)
         return solver
 
     def _read_start(self, solver: Solver) -> None:
@@ -224,7 +230,9 @@ class P2PSync(DeviceThread):
             solver.check_earlier_snapshots()
 
     def _release(self) -> None:
-        """Close the solver: its graphs have captured the communicator's calls."""
+        """Close loggers and the solver: its graphs have captured the communicator's calls."""
+        if self._watch is not None:
+            self._watch.close(failed=self.error is not None)
         if self.solver is not None:
             self.solver.close()
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -69,6 +70,20 @@ class LossWindow:
         self._losses.extend(losses)
 
 
+class Shown(NamedTuple):
+    """What was displayed last.
+
+    Args:
+        iteration: of which.
+        loss: the mean of the last `average_loss` iterations over all devices.
+        outputs: the train net's, averaged over all devices, by blob name; empty where only the loss was displayed.
+    """
+
+    iteration: int
+    loss: float
+    outputs: dict[str, np.ndarray]
+
+
 class Clock:
     """Adds up the seconds of training iterations, without the first ones, tests and snapshots.
 
@@ -118,6 +133,11 @@ class Clock:
                 self._on_start()
             self._started = time.monotonic()
 
+    def elapsed(self) -> tuple[int, float]:
+        """Iterations that were timed until now, and their seconds."""
+        running = time.monotonic() - self._started if self._started is not None else 0.0
+        return self._performance.iterations, self._performance.seconds + running
+
     def lap(self, iteration: int) -> tuple[float, float]:
         """Iterations a second and seconds since the last call; (0, seconds) on the first one."""
         now = time.monotonic()
@@ -144,6 +164,8 @@ class Display:
         self._guard = guard
         self._clock = clock
         self._log = log
+        self.shown: Shown | None = None
+        """What was displayed last."""
 
     def show_iteration(self, iteration: int, loss: float, callback: SolverCallback, epochs: float | None) -> None:
         """``Iteration 100 (54 iter/s, 1.85s/100 iters), loss = 0.21`` and a line for each output.
@@ -164,6 +186,7 @@ class Display:
             "Iteration %d (%.6g iter/s, %.6gs/%d %s, loss = %.6g",
             iteration, rate, seconds, self._param.display, self._unit(iteration, epochs), values[0],
         )  # fmt: skip
+        self.shown = Shown(iteration, float(values[0]), by_name(self._net, values[1:]))
         for line in output_lines(self._net, values[1:]):
             self._log("    Train net output #%s", line)
 
@@ -176,8 +199,9 @@ class Display:
 
     def show_loss(self, iteration: int, loss: float, callback: SolverCallback) -> None:
         """``Iteration 1000, loss = 0.21``; arguments as of `show_iteration`."""
-        values = callback.sum_over_devices(np.array([loss]))
-        self._log("Iteration %d, loss = %.6g", iteration, values[0] / callback.world_size)
+        mean = float(callback.sum_over_devices(np.array([loss]))[0] / callback.world_size)
+        self.shown = Shown(iteration, mean, {})
+        self._log("Iteration %d, loss = %.6g", iteration, mean)
 
     def show_rate(self, iteration: int, rate: float, momentum: float, weight_decay: float) -> None:
         """``Iteration 100, lr = 0.01``, in the words of the net's dialect, so that the dialect's log parsers read it.
@@ -225,6 +249,15 @@ def output_lines(net: Net, values: np.ndarray) -> Iterator[str]:
             share = f" (* {weight:.6g} = {weight * value:.6g} loss)" if weight else ""
             yield f"{index}: {name} = {value:.6g}{share}"
             index += 1
+
+
+def by_name(net: Net, values: np.ndarray) -> dict[str, np.ndarray]:
+    """The elements of the outputs, given as one flat array, in the outputs' shapes by blob name."""
+    outputs, start = {}, 0
+    for name, blob in net.outputs.items():
+        outputs[name] = values[start : start + blob.count].reshape(blob.shape)
+        start += blob.count
+    return outputs
 
 
 def duration(seconds: float) -> str:

@@ -51,7 +51,7 @@ from caffepy.snapshot.solverstate import (
     write_solverstate,
 )
 from caffepy.solvers.callbacks import Action, Observers, SingleDevice, SolverCallback
-from caffepy.solvers.display import Clock, Display, LossWindow, RootLog, duration
+from caffepy.solvers.display import Clock, Display, LossWindow, RootLog, Shown, duration
 from caffepy.solvers.graph_runner import CudaGraphRunner
 from caffepy.solvers.hyperparameters import Hyperparameters
 from caffepy.solvers.net_factory import NetFactory, suggest_batch_size_on_oom
@@ -825,6 +825,11 @@ class Solver:
         for runner in self.tests:
             runner.close()
         self.net.close()
+
+    @property
+    def shown(self) -> Shown | None:
+        """What was displayed last; None before the first display."""
+        return self._display.shown
 
     def __repr__(self) -> str:
         losses = self.losses.values()

@@ -14,7 +14,7 @@ from caffepy.net.forward_runner import ForwardRunner
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solvers.callbacks import SolverCallback
 from caffepy.solvers.detection import DetectionScores, Rows, check_detection_outputs, gather_rows, maker_of
-from caffepy.solvers.display import RootLog, output_lines
+from caffepy.solvers.display import RootLog, by_name, output_lines
 
 
 class Evaluator:
@@ -202,14 +202,7 @@ class MeanScores:
         means = sums[:-1] / sums[-1]
         for line in output_lines(self._net, means):
             self._log("    Test net output #%s", line)
-        return self._by_name(means)
-
-    def _by_name(self, values: np.ndarray) -> dict[str, np.ndarray]:
-        scores, start = {}, 0
-        for name, blob in self._net.outputs.items():
-            scores[name] = values[start : start + blob.count].reshape(blob.shape)
-            start += blob.count
-        return scores
+        return by_name(self._net, means)
 
 
 class MeanPrecisions:

@@ -95,6 +95,16 @@ class Update:
         further = () if self.larc is None else (self.larc.turbo(iteration),)
         return (*self._rule.numbers(iteration, rate, momentum), *further)
 
+    def gradient_norm(self) -> float | None:
+        """The L2 norm of the present gradients as `clip_gradients` takes it: of the sum over `iter_size` passes,
+        without the loss scale. None if there are no gradients, or if `diff` has the step (snapshot_diff).
+
+        Waits for the device.
+        """
+        if not self._net.parameters.learned or (self._store_change and not self.guard.acts):
+            return None
+        return self.guard.gradient_norm()
+
     def run(self, scale: Array | float, l2: Array | float, l1: Array | float, numbers: Sequence[Array | float]) -> None:
         """Change the parameters, their copies in other dtypes and the history, by the gradients in `diff`.
 
@@ -177,7 +187,8 @@ class GradientGuard:
         self.adaptive = net.param.global_grad_scale_adaptive
         """Whether the loss scale follows the gradients."""
         scaled = self.adaptive or net.param.global_grad_scale != 1
-        self._acts = clip >= 0 or wanted or scaled
+        self.acts = clip >= 0 or wanted or scaled
+        """Whether `run` takes the gradients' norm in each iteration."""
         self._max_skipped = max_skipped
         self._shown = 0
         self._squares = [self._backend.zeros(()) for _ in range(2)]
@@ -190,7 +201,7 @@ class GradientGuard:
 
     def run(self, scale: Array | float) -> tuple[Array | float, Array | float]:
         """What to multiply the gradients with, `scale` included, and whether to skip the update (1) or not (0)."""
-        if not self._acts:
+        if not self.acts:
             return scale, 0.0
         self._backend.reduce(square, (self._net.parameters.gradients,), self._squares)
         state = (self.loss_scale, self._good, self._skipped, self._bad)
@@ -221,9 +232,17 @@ class GradientGuard:
         norm = float(self._backend.to_host(self._norm))
         return norm if self._clip < norm < math.inf else None
 
+    def gradient_norm(self) -> float:
+        """The gradients' norm, without the loss scale; computed here unless `run` does. Waits for the device."""
+        if self.acts:
+            return float(self._backend.to_host(self._norm))
+        self._backend.reduce(square, (self._net.parameters.gradients,), self._squares)
+        small, large = (math.sqrt(float(self._backend.to_host(squares))) for squares in self._squares)
+        return small if isfinite(small) else large * UNIT
+
     def newly_skipped(self) -> int:
         """Updates skipped since the last call; waits for the device."""
-        skipped = int(self._backend.to_host(self._skipped)) if self._acts else 0
+        skipped = int(self._backend.to_host(self._skipped)) if self.acts else 0
         new, self._shown = skipped - self._shown, skipped
         return new
 
@@ -233,7 +252,7 @@ class GradientGuard:
         Raises:
             NonFiniteError: in this iteration, naming the layer whose gradient overflowed.
         """
-        if not self._acts or float(self._backend.to_host(self._bad)) < self._max_skipped:
+        if not self.acts or float(self._backend.to_host(self._bad)) < self._max_skipped:
             return
         raise NonFiniteError(
             f"{self._max_skipped} updates in a row were skipped, because {self._where_overflow()}; {self._advice()}",

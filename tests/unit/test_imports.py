@@ -44,6 +44,7 @@ LEVELS = {
     "snapshot": 6,
     "net": 7,
     "solvers": 9,
+    "loggers": 9.5,
     "drawing": 9,
     "logs": 2,
     "predict": 11,
@@ -138,7 +139,7 @@ DOORS = {
     "layers.common": ("net.fuse",),
     "layers.detection": ("onnx.export",),
     "layers.core": ("snapshot", "net", "solvers", "parallel", "plan", "inference", "onnx", "pycaffe"),
-    "layers.input": ("net", "parallel", "plan"),
+    "layers.input": ("net", "loggers", "parallel", "plan"),
     "layers.loss": (),
     "layers.recurrent": (),
     "layers.normalization": ("net.fuse", "net.fold", "parallel", "onnx"),
@@ -167,6 +168,9 @@ ALLOWED = {
     "tqdm": ("progress.py",),
     "matplotlib": ("plan/report.py", "logs/plot.py"),
     "onnx": ("onnx/*.py", "onnx/*/*.py"),
+    "tensorboardX": ("loggers/tensorboard.py",),
+    "wandb": ("loggers/wandb.py",),
+    "mlflow": ("loggers/mlflow.py",),
     "onnxruntime": ("onnx/libraries.py",),
 }
 """Where optional libraries may be imported at all."""

@@ -1,0 +1,72 @@
+"""From the text `csv:run.csv` to a logger. Imports an adapter, and its library, when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from caffepy.errors import ConfigError
+from caffepy.loggers.contract import Logger
+
+KINDS = {"tensorboard": "DIR", "csv": "FILE", "jsonl": "FILE", "wandb": "PROJECT", "mlflow": "URI"}
+"""The kinds of loggers and what follows their colon."""
+
+
+def logger_list(text: str) -> list[str]:
+    """``KIND:TARGET``, divided by commas."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    for part in parts or [text]:
+        kind, _, target = part.partition(":")
+        if kind not in KINDS or not target:
+            known = ", ".join(f"{kind}:{target}" for kind, target in KINDS.items())
+            raise argparse.ArgumentTypeError(f"'{part}' is no logger; known: {known}")
+    return parts
+
+
+def make_loggers(given: Any) -> list[tuple[str, Logger]]:
+    """Return loggers with their names in messages.
+
+    Args:
+        given: texts such as ``csv:run.csv``, or objects, one or a sequence of them.
+
+    Raises:
+        ConfigError: one is neither such a text nor a logger.
+        MissingExtraError: the library of an adapter is not installed.
+    """
+    parts = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    return [named for part in parts for named in _make(part)]
+
+
+def _make(given: Any) -> list[tuple[str, Logger]]:
+    if isinstance(given, str):
+        try:
+            return [(text, _adapter(*text.split(":", 1))) for text in logger_list(given)]
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"loggers: {error}") from error
+    if not isinstance(given, Logger):
+        raise ConfigError(f"loggers: {given!r} is no logger; give a text such as 'csv:run.csv' or a caffepy.Logger")
+    return [(type(given).__name__, given)]
+
+
+def _adapter(kind: str, target: str) -> Logger:
+    if kind == "csv":
+        from caffepy.loggers.rows import CsvLogger
+
+        return CsvLogger(Path(target))
+    if kind == "jsonl":
+        from caffepy.loggers.rows import JsonLinesLogger
+
+        return JsonLinesLogger(Path(target))
+    if kind == "tensorboard":
+        from caffepy.loggers.tensorboard import TensorBoardLogger
+
+        return TensorBoardLogger(target)
+    if kind == "wandb":
+        from caffepy.loggers.wandb import WandbLogger
+
+        return WandbLogger(target)
+    from caffepy.loggers.mlflow import MlflowLogger
+
+    return MlflowLogger(target)
