@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from caffepy.errors import ConfigError
+from caffepy.errors import ConfigError, MissingExtraError
 from caffepy.loggers.contract import Logger
 
 KINDS = {"tensorboard": "DIR", "csv": "FILE", "jsonl": "FILE", "wandb": "PROJECT", "mlflow": "URI"}
 """The kinds of loggers and what follows their colon."""
+_LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
+"""By kind, which is the name of the extra too."""
 
 
 def logger_list(text: str) -> list[str]:
@@ -59,6 +61,14 @@ def _adapter(kind: str, target: str) -> Logger:
         from caffepy.loggers.rows import JsonLinesLogger
 
         return JsonLinesLogger(Path(target))
+    try:
+        return _library_adapter(kind, target)
+    except ImportError as error:
+        raise MissingExtraError(_LIBRARIES[kind], kind, f"for --log {kind}:{KINDS[kind]}") from error
+
+
+def _library_adapter(kind: str, target: str) -> Logger:
+    """Return an adapter; raises ImportError if its library is not installed."""
     if kind == "tensorboard":
         from caffepy.loggers.tensorboard import TensorBoardLogger
 

@@ -7,15 +7,11 @@ import re
 import time
 from collections.abc import Mapping
 
-from caffepy.errors import MissingExtraError
-from caffepy.loggers.contract import Logger, Run
+from mlflow.entities import Metric, Param
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
 
-try:
-    from mlflow.entities import Metric, Param
-    from mlflow.exceptions import MlflowException
-    from mlflow.tracking import MlflowClient
-except ImportError as missing:
-    raise MissingExtraError("mlflow", "mlflow", "for --log mlflow:URI") from missing
+from caffepy.loggers.contract import Logger, Run
 
 _REQUEST = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
 """Training waits while a request is made; MLflow's own limits add up to many minutes."""

@@ -9,18 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.errors import MissingExtraError, RunError
-from caffepy.loggers.contract import Logger, Run
+# Its SummaryWriter writes in a thread; if that fails, for example on a full disk, the caller waits for ever.
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import directory_check
+from tensorboardX.summary import make_histogram
 
-try:
-    # Its SummaryWriter writes in a thread; if that fails, for example on a full disk, the caller waits for ever.
-    from tensorboardX.event_file_writer import EventsWriter
-    from tensorboardX.proto.event_pb2 import Event, SessionLog
-    from tensorboardX.proto.summary_pb2 import Summary
-    from tensorboardX.record_writer import directory_check
-    from tensorboardX.summary import make_histogram
-except ImportError as missing:
-    raise MissingExtraError("tensorboardX", "tensorboard", "for --log tensorboard:DIR") from missing
+from caffepy.errors import RunError
+from caffepy.loggers.contract import Logger, Run
 
 _BINS = 64
 

@@ -6,14 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import wandb
 
-from caffepy.errors import MissingExtraError
 from caffepy.loggers.contract import Logger, Run
-
-try:
-    import wandb
-except ImportError as missing:
-    raise MissingExtraError("wandb", "wandb", "for --log wandb:PROJECT") from missing
 
 
 class WandbLogger(Logger):

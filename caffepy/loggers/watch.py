@@ -136,9 +136,9 @@ class Watch:
             return {}
         rate = iterations / seconds
         return {
-            "iterations_per_second": rate,
-            "images_per_second": rate * solver.performance.batch * solver.shard.world_size,
-            "waiting_share": min(waiting / seconds, 1.0),
+            "speed/iterations_per_second": rate,
+            "speed/images_per_second": rate * solver.performance.batch * solver.shard.world_size,
+            "speed/waiting_share": min(waiting / seconds, 1.0),
         }
 
     def _arrays(self) -> Iterator[tuple[str, np.ndarray]]:

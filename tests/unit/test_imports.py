@@ -309,8 +309,8 @@ def test_nothing_heavy_is_loaded_before_it_is_needed(code: str):
     assert loaded.splitlines()[-1].strip() == "loaded:"
 
 
-def test_everything_else_imports_without_mpi_and_cuda():
-    absent = (*CUPY, *ALLOWED["mpi4py"])
+def test_everything_else_imports_without_mpi_cuda_and_servers():
+    absent = (*CUPY, *ALLOWED["mpi4py"], *ALLOWED["wandb"], *ALLOWED["mlflow"])
     names = [
         name
         for name, path in MODULES.items()
@@ -318,7 +318,7 @@ def test_everything_else_imports_without_mpi_and_cuda():
     ]
     code = (
         "import importlib, sys\n"
-        "for absent in ('cupy', 'cudnn', 'mpi4py'): sys.modules[absent] = None\n"
+        "for absent in ('cupy', 'cudnn', 'mpi4py', 'wandb', 'mlflow'): sys.modules[absent] = None\n"
         "for name in sys.argv[1:]: importlib.import_module(name)"
     )
     python(code, *names)

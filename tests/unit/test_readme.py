@@ -33,9 +33,9 @@ FOLDERS = (ROOT, ROOT / "caffepy", ROOT / "caffepy" / "parallel", CPU, CPU / "co
 WIDTH = 120
 FOREIGN_OPTIONS = re.compile(
     "--(cpu-bind|cpus-per-task|gres|host|kill-on-bad-exit|no-kill|nodelist|ntasks|ntasks-per-node|oversubscribe|pty"
-    "|shm-size|signal|no-python|its|its-option)"
+    "|shm-size|signal|no-python|logdir|its|its-option)"
 )
-"""Options of mpirun, srun, scancel, docker and torchrun that pages show, and of any program."""
+"""Options of mpirun, srun, scancel, docker, torchrun and tensorboard that pages show, and of any program."""
 MADE_OPTIONS = re.compile("--(sig(int|hup|term)-effect|noencoded)")
 """Options whose names the parser puts together."""
 

@@ -130,10 +130,10 @@ def test_large_outputs_are_left_out() -> None:
 @pytest.mark.parametrize("captures", [False, True])
 def test_speed_counts_iterations_after_the_first_ones(captures: bool) -> None:
     recorder = record(DISPLAYED + "iter_size: 3 ", iterations=6, backend=FakeGraphBackend() if captures else CPU)
-    rates, images = recorder.column("iterations_per_second"), recorder.column("images_per_second")
+    rates, images = recorder.column("speed/iterations_per_second"), recorder.column("speed/images_per_second")
     assert list(rates) == [2, 3, 4, 5]
     assert all(images[i] == pytest.approx(12 * rate) for i, rate in rates.items())
-    assert set(recorder.column("waiting_share").values()) == {0.0}
+    assert set(recorder.column("speed/waiting_share").values()) == {0.0}
 
 
 def test_the_share_of_waiting_is_that_of_the_data_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_the_share_of_waiting_is_that_of_the_data_layers(monkeypatch: pytest.Mon
         monkeypatch.setattr(type(layer), "waited", property(lambda _: 0.25 * solver.clock.elapsed()[1]), raising=False)
         watch(solver, recorder)
         solver.step(4)
-    assert recorder.column("waiting_share")[3] == pytest.approx(0.25, rel=0.2)
+    assert recorder.column("speed/waiting_share")[3] == pytest.approx(0.25, rel=0.2)
 
 
 def test_the_first_logger_is_told_of_the_run(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_devices_are_averaged_and_one_of_them_writes() -> None:
     assert recorder.run is not None
     assert recorder.run.settings["devices"] == 2
     assert recorder.run.settings["images_per_iteration"] == 12
-    rates, images = recorder.column("iterations_per_second"), recorder.column("images_per_second")
+    rates, images = recorder.column("speed/iterations_per_second"), recorder.column("speed/images_per_second")
     assert all(images[i] == pytest.approx(12 * rate) for i, rate in rates.items())
     assert list(recorder.column("gradient_norm").values()) == pytest.approx(norms, rel=1e-5)
     assert recorder.column("loss")[1] != pytest.approx(trained.losses[1])  # that of the first device
