@@ -158,8 +158,8 @@ class TrainOptions:
         """Refuse options that are invalid.
 
         Raises:
-            ConfigError: no devices, a GPU named twice, iterations of a trace that is not written, a number or a choice
-                that the command line would refuse.
+            ConfigError: no devices, a GPU named twice, iterations of a trace that is not written, histograms without
+                a logger, a number or a choice that the command line would refuse.
         """
         if not self.local_devices:
             raise ConfigError("there is nothing to train on: name at least one GPU, or one CPU solver")
@@ -169,6 +169,8 @@ class TrainOptions:
                 raise ConfigError(f"GPU {device} is named twice in {named}: each solver needs a GPU of its own")
         if self.trace_iterations is not None and self.trace is None:
             raise ConfigError("--trace-iterations says what --trace FILE shows; name the file too")
+        if self.log_histograms and not self.loggers:
+            raise ConfigError("--log-histograms says what --log writes; give --log too, such as --log tensorboard:DIR")
         if not isinstance(self.trace_iterations, range | None):
             raise ConfigError(f"trace_iterations is {self.trace_iterations!r}; give a range such as range(20, 40)")
         check_values(self)

@@ -298,6 +298,13 @@ def test_loggers_are_told_of_a_training_that_fails() -> None:
     assert recorder.closed == [True]
 
 
+def test_histograms_without_a_logger_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--log-histograms says what --log writes; give --log too"):
+        caffepy.train(solver_param(PLAIN, TINY), log_histograms=1)
+    with pytest.raises(ConfigError, match="log_histograms: '-1' is not a whole number"):
+        caffepy.train(solver_param(PLAIN, TINY), log_histograms=-1, loggers=Recorder())
+
+
 def test_a_solver_without_display_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     recorder = record(TESTED)
     assert "the solver's display is 0: loggers get scores of tests only" in caplog.text
