@@ -42,7 +42,7 @@ class Watch:
         self._pending: dict[str, float] = {}
         """Values of the present iteration."""
         self._measured = (0, 0.0, 0.0)
-        """At the last display: timed iterations, their seconds, and seconds of waiting for data."""
+        """What `_measure` gave at the last display."""
         # On a GPU this compiles and allocates, which must not happen while other devices wait in an all-reduce.
         solver.update.gradient_norm()
         if solver.param.display == 0:
@@ -80,6 +80,8 @@ class Watch:
             self._pending.update(_named(f"test{index}", outputs))
 
     def after_iteration(self, solver: Solver) -> None:
+        if solver.clock.elapsed()[0] == 0:  # the first iterations are not timed; what they waited does not count either
+            self._measured = self._measure()
         if self._display_is_due:
             self._pending.update(self._display_values())
         self._write(solver.iteration - 1)
@@ -122,23 +124,26 @@ class Watch:
             values["gradient_norm"] = norm
         return values | self._speed()
 
+    def _measure(self) -> tuple[int, float, float]:
+        """Timed iterations until now, their seconds, and seconds of waiting for data."""
+        layers = self._solver.net.layers
+        waited = sum(layer.waited for layer in layers if isinstance(layer, PrefetchingLayer))
+        return *self._solver.clock.elapsed(), waited
+
     def _speed(self) -> dict[str, float]:
         """Iterations and images a second and the share of waiting since the last display, without tests and snapshots.
 
-        Empty before the first display after the first iterations, which are not timed.
+        Empty before the first display after the first iterations.
         """
-        solver = self._solver
-        before = self._measured
-        waited = sum(layer.waited for layer in solver.net.layers if isinstance(layer, PrefetchingLayer))
-        self._measured = (*solver.clock.elapsed(), waited)
-        iterations, seconds, waiting = (now - then for now, then in zip(self._measured, before, strict=True))
+        solver, before, self._measured = self._solver, self._measured, self._measure()
+        iterations, seconds, waited = (now - then for now, then in zip(self._measured, before, strict=True))
         if not iterations or not seconds > 0:
             return {}
         rate = iterations / seconds
         return {
             "speed/iterations_per_second": rate,
             "speed/images_per_second": rate * solver.performance.batch * solver.shard.world_size,
-            "speed/waiting_share": min(waiting / seconds, 1.0),
+            "speed/waiting_share": min(waited / seconds, 1.0),
         }
 
     def _arrays(self) -> Iterator[tuple[str, np.ndarray]]:
