@@ -61,7 +61,8 @@ class Logger:
     """Takes the values of a training. The methods do nothing; subclasses override what they need.
 
     The methods are called on rank 0, in the thread of the first device. An exception in `start` ends a training that
-    begins; all other exceptions become a warning, and the logger is not called any more.
+    begins with iteration 0. Other exceptions become a warning, and the logger is not called any more; a
+    `caffepy.UserError` in `start` always ends training.
     """
 
     def start(self, run: Run) -> None:

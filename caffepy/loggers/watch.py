@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from caffepy.errors import CaffepyError, ConfigError, one_line
+from caffepy.errors import CaffepyError, ConfigError, UserError, one_line
 from caffepy.layers.input.prefetching import PrefetchingLayer
 from caffepy.loggers.contract import Logger, Run
 from caffepy.solvers import Solver
@@ -31,8 +31,8 @@ class Watch:
         histogram_interval: iterations between histograms; 0: none.
 
     Raises:
-        ConfigError: a logger cannot start a training that begins.
-        CaffepyError: it raised that.
+        UserError: a logger refuses what it is given.
+        CaffepyError: a logger cannot start, and training begins with iteration 0.
     """
 
     def __init__(self, solver: Solver, loggers: Sequence[tuple[str, Logger]], histogram_interval: int) -> None:
@@ -59,12 +59,15 @@ class Watch:
             self._loggers.append((name, logger))
             try:
                 logger.start(run)
-            except CaffepyError:
+            except UserError:
                 raise
             except Exception as error:
-                if not run.iteration:
+                if run.iteration:
+                    self._remove(name, logger, error)
+                elif isinstance(error, CaffepyError):
+                    raise
+                else:
                     raise ConfigError(f"--log {name}: {_described(error)}; correct it, or leave it out") from error
-                self._remove(name, logger, error)
             else:
                 log.info("Logging to %s", name)
 

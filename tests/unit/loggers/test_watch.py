@@ -270,13 +270,16 @@ def test_a_logger_that_cannot_start_ends_a_training_that_begins(caplog: pytest.L
         caffepy.train(solver_param(PLAIN, TINY), loggers=Failing("start", RunError("the folder is read-only")))
 
 
+@pytest.mark.parametrize("error", [ConnectionError("no route to host"), RunError("run.csv: cannot be written")])
 def test_a_logger_that_cannot_start_does_not_end_a_training_that_resumes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    error: Exception, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     param = solver_param(DISPLAYED + f'snapshot: 2 snapshot_prefix: "{tmp_path}/net" ', TINY)
     caffepy.train(param, max_iter=2, threads=1)
     recorder = Recorder()
-    loggers = [Failing("start", ConnectionError("no route to host")), recorder]
+    with pytest.raises(ConfigError, match="another file"):
+        caffepy.train(param, snapshot="auto", loggers=Failing("start", ConfigError("another file")), threads=1)
+    loggers = [Failing("start", error), recorder]
     trained = caffepy.train(param, snapshot="auto", loggers=loggers, threads=1)
     assert trained.iteration == 4
     assert recorder.run is not None
