@@ -227,11 +227,12 @@ class Npy(BinaryTarget):
         return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(random.choice((0, 48, 300)))
 
     def read(self) -> None:
-        from caffepy.predict.images import read_any_mean, read_images
+        from caffepy.predict.images import list_images, read_any_mean
 
         with contextlib.suppress(_data_error()):
             read_any_mean(str(self.path))
-        read_images(self.path)
+        for image in list_images([self.path]):
+            image.load(3)
 
 
 class Image(BinaryTarget):
