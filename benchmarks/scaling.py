@@ -22,35 +22,36 @@ import sys
 import tempfile
 from pathlib import Path
 
+import h5py
 from google.protobuf import text_format
+from zoo_nets import net_param, values
 
-from caffepy.config.load import read_net
-from caffepy.proto.caffe_pb2 import TRAIN, FillerParameter, NetParameter, SolverParameter, Type
+from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter, Type
 
 ROOT = Path(__file__).resolve().parent.parent
-NETS = {
-    "lenet": ("lenet/train_test.prototxt", (64, 1, 28, 28)),
-    "cifar10_quick": ("cifar10/quick_train_test.prototxt", (100, 3, 32, 32)),
-    "caffenet": ("caffenet/train_val.prototxt", (128, 3, 227, 227)),
-    "googlenet": ("googlenet/train_val.prototxt", (64, 3, 224, 224)),
-    "resnet50": ("resnet50/train_val.prototxt", (64, 3, 224, 224)),
-}
-"""For each net its prototxt below models/ and one device's batch of images."""
+NETS = {"lenet": 64, "cifar10_quick": 100, "caffenet": 128, "googlenet": 64, "resnet50": 64}
+"""For each net of zoo_nets.py one device's batch of images; `--batch` lets others be named."""
 LIMIT = 240
 """Seconds that one run may take."""
 
 
-def synthetic_net(prototxt: Path, shape: tuple[int, ...], kind: str) -> NetParameter:
-    """The training net of a prototxt with made-up images in place of its data layers."""
-    net = read_net(prototxt)
-    layers = [layer for layer in net.layer if layer.type != "Data"]
+def synthetic_net(folder: Path, name: str, batch: int, kind: str) -> NetParameter:
+    """The training net with made-up images and labels in place of its data layers."""
+    net, made = net_param(name, True, batch, "DummyData")
+    for index, (blob, each) in enumerate(made.items()):
+        source = net.layer.add(name=blob, type="DummyData", top=[blob])
+        if each[1] == "boxes":  # SSD's, which no filler makes
+            path = folder / f"{name}_{blob}.h5"
+            with h5py.File(path, "w") as file:
+                file[blob] = values(each, 1)
+            (folder / f"{name}_{blob}.txt").write_text(f"{path}\n")
+            source.type = "HDF5Data"
+            source.hdf5_data_param.source, source.hdf5_data_param.batch_size = str(path.with_suffix(".txt")), 1
+        else:
+            source.dummy_data_param.shape.add(dim=each[0])
+            source.dummy_data_param.data_filler.add(type="constant", value=0.5 if index == 0 else 1)
+    layers = [*net.layer[-len(made) :], *net.layer[1 : -len(made)]]
     del net.layer[:]
-    source = net.layer.add(name="data", type="DummyData", top=["data", "label"])
-    source.include.add(phase=TRAIN)
-    source.dummy_data_param.shape.add(dim=shape)
-    source.dummy_data_param.shape.add(dim=shape[:1])
-    source.dummy_data_param.data_filler.append(FillerParameter(type="constant", value=0.5))
-    source.dummy_data_param.data_filler.append(FillerParameter(type="constant", value=1))
     net.layer.extend(layers)
     net.default_forward_type = net.default_backward_type = Type.Value(kind)
     return net
@@ -58,10 +59,8 @@ def synthetic_net(prototxt: Path, shape: tuple[int, ...], kind: str) -> NetParam
 
 def write_solver(folder: Path, name: str, iterations: int, kind: str, batch: int) -> Path:
     """A solver of a synthetic net; returns its path."""
-    prototxt, shape = NETS[name]
-    shape = (batch or shape[0], *shape[1:])
     param = SolverParameter(
-        net_param=synthetic_net(ROOT / "models" / prototxt, shape, kind), base_lr=0.001, lr_policy="fixed",
+        net_param=synthetic_net(folder, name, batch or NETS[name], kind), base_lr=1e-5, lr_policy="fixed",
         momentum=0.9, weight_decay=0.0005, max_iter=iterations, random_seed=1, snapshot_after_train=False, type="SGD",
     )  # fmt: skip
     path = folder / f"{name}_solver.prototxt"
@@ -153,7 +152,7 @@ def main() -> None:
         for name in arguments.nets.split(","):
             measure(name, devices, arguments, Path(folder))
     if arguments.peer:
-        measure_peer(devices, arguments.type, arguments.batch or NETS["resnet50"][1][0])
+        measure_peer(devices, arguments.type, arguments.batch or NETS["resnet50"])
 
 
 if __name__ == "__main__":
