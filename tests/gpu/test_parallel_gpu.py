@@ -413,32 +413,63 @@ def test_a_rank_that_falls_out_is_named(training: SubprocessTraining, kind: str,
 
 @pytest.mark.parametrize("way", ["one graph", "several graphs", "eager"])
 @pytest.mark.parametrize("net", [NET, NORMALISED_NET], ids=["plain", "normalised"])
-@pytest.mark.parametrize(("gpus", "device"), [(1, 0), (2, 0), (2, 1)])
 def test_a_stop_ends_the_wait_for_data_and_resuming_gives_the_same_bytes(
-    training: SubprocessTraining, gpus: int, device: int, net: str, way: str
+    training: SubprocessTraining, net: str, way: str
 ) -> None:
-    """The layer "Fault" divides an iteration's graph unless it is told to be captured; then it fails by a timer."""
-    need_gpus(gpus)
-    net = net.replace("batch_size: %(batch)d", "batch_size: %(batch)d prefetch: 1")
-    options = ("--gpus", ",".join(map(str, range(gpus))), *EXACT, *(["--eager"] if way == "eager" else []))
-    captured = {"CAPTURED": "1"} if way == "one graph" else {}
-    moment = "0 2.0" if captured else "8"
-    settings: dict[str, Any] = {"devices": options, "net_text": net, **captured}
-    started = training.start(FAULT=f"stall {device} {moment}", iterations=LONG, **settings)
-    training.wait_for_fault(started)
-    wait_for_silence(training.log(started[1]))
-    os.kill(started[0].pid, signal.SIGTERM)
-    begin = time.time()
-    outcome = training.finish(started, fault=begin)
+    outcome, settings = stop_while_stalled(training, 1, 0, net, way)
     assert outcome.status == 0 and not outcome.errors(), outcome.log
     assert outcome.seconds_after_fault() < LIMIT, outcome.log
     assert "Optimization stopped early." in outcome.log and "is not made" in outcome.log, outcome.log
     last = outcome.snapshots()[-1]
     whole = training.train(iterations=last, **settings)
     assert outcome.contents(last) == whole.contents(last), outcome.log
+    check_resuming(training, outcome, settings)
+
+
+@pytest.mark.parametrize("way", ["one graph", "several graphs", "eager"])
+@pytest.mark.parametrize(("device", "net"), [(0, NET), (1, NORMALISED_NET)], ids=["plain", "normalised"])
+def test_of_two_gpus_one_that_waits_for_data_is_named_and_training_goes_on_from_the_last_snapshot(
+    training: SubprocessTraining, device: int, net: str, way: str
+) -> None:
+    outcome, settings = stop_while_stalled(training, 2, device, net, way, "--timeout", "15")
+    assert outcome.status != 0 and outcome.seconds_after_fault() < 15 + LIMIT, outcome.log
+    (message,) = outcome.errors()
+    assert re.search(rf"device (GPU )?{device},? .* record \d+ of LMDB", message), outcome.log
+    assert "SIGTERM: " in outcome.log and "Optimization stopped early." not in outcome.log, outcome.log
+    check_resuming(training, outcome, settings)
+
+
+def stop_while_stalled(
+    training: SubprocessTraining, gpus: int, device: int, net: str, way: str, *options: str
+) -> tuple[Outcome, dict[str, Any]]:
+    """SIGTERM to a process of which one device waits for data that never come. Returns the settings of the training.
+
+    The layer "Fault" divides an iteration's graph unless it is told to be captured; then it fails by a timer.
+    """
+    need_gpus(gpus)
+    net = net.replace("batch_size: %(batch)d", "batch_size: %(batch)d prefetch: 1")
+    devices = ("--gpus", ",".join(map(str, range(gpus))), *EXACT, *(["--eager"] if way == "eager" else []))
+    captured = {"CAPTURED": "1"} if way == "one graph" else {}
+    moment = "0 2.0" if captured else "8"
+    settings: dict[str, Any] = {"devices": devices, "net_text": net, **captured}
+    snapshots = {"snapshot": 4} if gpus > 1 else {}
+    started = training.start(
+        *options, FAULT=f"stall {device} {moment}", iterations=LONG, **(settings | snapshots)
+    )  # fmt: skip
+    training.wait_for_fault(started)
+    wait_for_silence(training.log(started[1]))
+    os.kill(started[0].pid, signal.SIGTERM)
+    return training.finish(started, fault=time.time()), settings
+
+
+def check_resuming(training: SubprocessTraining, outcome: Outcome, settings: dict[str, Any]) -> None:
+    """A resumed training gives the same bytes each time, and the bytes of a training that was never ended."""
+    last = outcome.snapshots()[-1]
     snapshot = f"{outcome.prefix}_iter_{last}.solverstate"
     again = [training.train("--snapshot", snapshot, iterations=last + 7, **settings) for _ in range(2)]
     assert again[0].contents(last + 7) == again[1].contents(last + 7), again[0].log
-    if net.count("BatchNorm") == 0:  # running statistics of several devices are averaged where training stops
+    if (
+        "BatchNorm" not in settings["net_text"]
+    ):  # running statistics of several devices are averaged where training stops
         whole = training.train(iterations=last + 7, **settings)
         assert again[0].contents(last + 7) == whole.contents(last + 7), again[0].log

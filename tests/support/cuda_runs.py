@@ -54,11 +54,11 @@ layer { name: "accuracy" type: "Accuracy" bottom: "j" bottom: "label" top: "accu
 
 def all_expressions() -> list[Any]:
     """Every formula of the package."""
-    import caffepy
+    from caffepy import backend, layers, net, solvers
     from caffepy.backend.elementwise import Expression
 
-    for module in pkgutil.walk_packages(caffepy.__path__, "caffepy."):
-        if not module.name.endswith(("__main__", ".mpi", "_pb2")) and "nccl" not in module.name:
+    for part in (backend, layers, net, solvers):
+        for module in pkgutil.walk_packages(part.__path__, f"{part.__name__}."):
             importlib.import_module(module.name)
     from caffepy.solvers.rules import RULES, SGD
     from caffepy.solvers.update import update_formula
