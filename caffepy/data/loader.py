@@ -7,7 +7,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,17 +18,21 @@ from caffepy.backend.cpu.jit.deferred import JitThreshold
 from caffepy.backend.input_ring import ByteImages, ImageSlot
 from caffepy.blob import check_shape
 from caffepy.data.images.cache import ImageCache
-from caffepy.data.images.datum import datum_shape, decode_image, parse_datum, resize_image
+from caffepy.data.images.datum import copy_planes, datum_shape, decode_image, parse_datum, resize_image
 from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
 from caffepy.data.sources.image_list import ImageListSource
 from caffepy.data.sources.source import RecordSource
+from caffepy.data.stages import DECODING, READING, TRANSFORMING, StageTimes
 from caffepy.data.transform import CropParams, Transformer
 from caffepy.data.transforms.pixels import Image
-from caffepy.data.transforms.sample_rng import SampleRng
+from caffepy.data.transforms.sample_rng import SampleRng, sample_rngs
 from caffepy.data.workers import Workers
 from caffepy.errors import CaffepyError, DataError
 from caffepy.proto import caffe_pb2
+
+if TYPE_CHECKING:
+    from caffepy.data.images.bulk_copy import BulkCopy
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +42,29 @@ _MIN_THREADED_BYTES = 2**16
 """Minimum size of an uncompressed image for which several reading threads pay off."""
 _NUMBA_IMPORT_IMAGES = 4000
 """Images that Python copies while numba is imported, about 0.5 s."""
+
+
+@dataclass
+class _Block:
+    """The slots that a call of `load_bytes` fills.
+
+    Args:
+        records: record number of each sample.
+        rngs: random numbers of each sample's preprocessing; empty without preprocessing.
+        crop_params: mirror flags and crop offsets.
+        slot: layout of a slot.
+        parts: labels, crops and pixels of each slot.
+        pending: one flag per sample: 1 if it is not in its slot.
+        bulk: what was copied and located in bulk; None: nothing.
+    """
+
+    records: list[int]
+    rngs: list[SampleRng]
+    crop_params: CropParams
+    slot: ImageSlot
+    parts: list[tuple[Any, Any, Any]]
+    pending: NDArray[np.uint8]
+    bulk: BulkCopy | None
 
 
 class ImageLoader(ABC):
@@ -69,6 +98,8 @@ class ImageLoader(ABC):
         self._where = where
         self._record = 0
         self._workers = Workers(threads, f"read for {where}")
+        self.stages = StageTimes()
+        """Seconds of the threads in each stage."""
         self._mean_mode_set = False
         self._channels = 0
         """Channels of the first record's image; 0 before the first batch."""
@@ -123,7 +154,7 @@ class ImageLoader(ABC):
     def _first_image(self) -> tuple[Image, Shape]:
         try:
             self._set_mean_mode()
-            image, _ = self._read_and_preprocess(0, 0)
+            image, _ = self._read_and_preprocess(0, next(iter(self._rngs(np.zeros(1, np.int64))), None))
             return image, self._transformer.output_shape(_shape_of(image))
         except DataError as error:
             raise self._add_record_name(error, 0) from error
@@ -166,17 +197,20 @@ class ImageLoader(ABC):
             transformer.center_crops_mean = transformer.resizes_randomly or (transformer.nvidia and self.is_encoded())
         self._mean_mode_set = True
 
-    def _read_and_preprocess(self, number: int, sample: int) -> tuple[Image, float]:
-        """Read record `number` and preprocess its image as global sample `sample`; return the image and label."""
-        image, label = self.parse(number)
-        return self._preprocess_image(image, sample, True), label
+    def _read_and_preprocess(self, number: int, rng: SampleRng | None) -> tuple[Image, float]:
+        """Read record `number` and preprocess its image; return the image and label.
 
-    def _preprocess_image(self, image: Image, sample: int, encoded: bool) -> Image:
-        """Resize the image of a global sample; add noise if its record was encoded."""
-        if not self._transformer.preprocesses:
-            return image
-        rng = SampleRng(self._transformer.seed(self._seed), self._stream, sample)
-        return self._transformer.preprocess(image, rng, encoded)
+        Args:
+            number: the record.
+            rng: the sample's random numbers; None: nothing is to be preprocessed.
+        """
+        image, label = self.parse(number)
+        return image if rng is None else self._transformer.preprocess(image, rng, True), label
+
+    def _rngs(self, samples: NDArray[np.int64]) -> list[SampleRng]:
+        """Return the random numbers for preprocessing global samples; empty if nothing is to be preprocessed."""
+        transformer = self._transformer
+        return sample_rngs(transformer.seed(self._seed), self._stream, samples) if transformer.preprocesses else []
 
     # -- batches of floats ---------------------------------------------------------------------------
 
@@ -187,15 +221,16 @@ class ImageLoader(ABC):
             DataError: a record cannot be read or transformed; the message names it.
         """
         self._set_channels()
-        crop_params = self._transformer.draw_crops(
-            self._seed, self._stream, np.arange(first, first + count, dtype=np.int64)
-        )
+        samples = np.arange(first, first + count, dtype=np.int64)
+        crop_params = self._transformer.draw_crops(self._seed, self._stream, samples)
+        rngs = self._rngs(samples)
         labels = np.empty(count, np.float32)
         out: NDArray[np.float32] = np.empty(0, np.float32)
         for index, number in enumerate(self._order.records(first, count).tolist()):
             self._record = number
             try:
-                image, labels[index] = self._read_and_preprocess(number, first + index)
+                image, labels[index] = self._read_and_preprocess(number, rngs[index] if rngs else None)
+                start = perf_counter()
                 self._check_channels(image)
                 result = self._transformer.output_shape(_shape_of(image))
                 if index == 0:
@@ -207,6 +242,7 @@ class ImageLoader(ABC):
                         f"make {_format_shape(out.shape[1:])}; set crop_size, or batch_size: 1"
                     )
                 self._transformer.apply(image, crop_params, index, out[index])
+                self.stages.add(TRANSFORMING, start)
             except DataError as error:
                 raise self._add_record_name(error, number) from error
         if len(batch.arrays) > 1:
@@ -235,16 +271,21 @@ class ImageLoader(ABC):
         samples = (np.array(firsts, np.int64)[:, None] + np.arange(count)).reshape(-1)
         records = self._order.records_of(samples)
         self._record = int(records[0])
-        pending = self._copy_bulk(records, samples, slot, block)
+        start = perf_counter()
+        bulk = self._copy_bulk(records, samples, slot, block)
+        self.stages.add(READING, start)
+        pending = np.ones(records.size, np.uint8) if bulk is None else bulk.pending
         remaining = np.flatnonzero(pending)
         if remaining.size:
+            parts = [slot.parts(block[at : at + slot.size]) for at in range(0, len(firsts) * slot.size, slot.size)]
             crop_params = self._transformer.draw_crops(self._seed, self._stream, samples)
+            work = _Block(records.tolist(), self._rngs(samples), crop_params, slot, parts, pending, bulk)
             thread_safe = self._source.allows_concurrent_reads(int(records.max()) + 1)
             workers = self._workers if thread_safe and self._benefits_from_threads(slot) else Workers(1)
-            workers.run(
-                lambda i: self._copy_single(i, records, samples, crop_params, slot, block, pending), remaining.tolist()
-            )
+            workers.run(lambda i: self._copy_single(i, work), remaining.tolist())
             remaining = np.flatnonzero(pending)
+        if bulk is not None:
+            self._source.allows_concurrent_reads(0)  # raises if the file changed since `_copy_bulk`
         self._order.prepare_next_epoch()
         return int(remaining[0]) // count if remaining.size else len(firsts)
 
@@ -254,31 +295,35 @@ class ImageLoader(ABC):
 
     def _copy_bulk(
         self, records: NDArray[np.int64], samples: NDArray[np.int64], slot: ImageSlot, block: NDArray[np.uint8]
-    ) -> NDArray[np.uint8]:
-        """Copy records in bulk where possible. Return one flag per sample: 1 if it must still be copied, else 0."""
-        return np.ones(records.size, np.uint8)
+    ) -> BulkCopy | None:
+        """Copy or locate records in bulk where possible; None: nothing was done."""
+        return None
 
-    def _copy_single(
-        self, i: int, records: NDArray[np.int64], samples: NDArray[np.int64], crop_params: CropParams, slot: ImageSlot,
-        block: NDArray[np.uint8], pending: NDArray[np.uint8],
-    ) -> None:  # fmt: skip
-        """Copy sample i into its slot. pending[i] stays 1 if the record does not fit or cannot be read."""
+    def _read_sample(self, i: int, block: _Block) -> tuple[Image, float]:
+        """Return the preprocessed image of sample i and its label."""
+        return self._read_and_preprocess(block.records[i], block.rngs[i] if block.rngs else None)
+
+    def _copy_single(self, i: int, block: _Block) -> None:
+        """Copy sample i into its slot. Its pending flag stays 1 if the record does not fit or cannot be read."""
+        slot, transformer, crop_params = block.slot, self._transformer, block.crop_params
         try:
-            image, label = self._read_and_preprocess(int(records[i]), int(samples[i]))
-            shape = self._transformer.output_shape(_shape_of(image))
+            image, label = self._read_sample(i, block)
+            start = perf_counter()
+            channels, rows, columns = image.shape
+            shape = transformer.output_shape((channels, rows, columns))
         except (CaffepyError, OSError, ValueError, MemoryError):
             return
-        if image.dtype != np.uint8 or shape != slot.shape[1:]:
+        if image.dtype != np.uint8 or shape != (slot.channels, slot.height, slot.width):
             return
         number, index = divmod(i, slot.count)
-        labels, crops, pixels = slot.parts(block[number * slot.size : (number + 1) * slot.size])
-        top, left = self._transformer.crop_offset(image.shape[1], image.shape[2], crop_params, i)
-        pixels[index] = image[:, top : top + slot.height, left : left + slot.width]
-        crops[index] = (
-            (crop_params.mirror[i], 0, 0) if self._transformer.center_crops_mean else (crop_params.mirror[i], top, left)
-        )
+        labels, crops, pixels = block.parts[number]
+        top, left = transformer.crop_offset(rows, columns, crop_params, i)
+        copy_planes(image[:, top : top + slot.height, left : left + slot.width], pixels[index])
+        mirrored = int(crop_params.mirror[i])
+        crops[index] = (mirrored, 0, 0) if transformer.center_crops_mean else (mirrored, top, left)
         labels[index] = label
-        pending[i] = 0
+        self.stages.add(TRANSFORMING, start)
+        block.pending[i] = 0
 
 
 class DatumLoader(ImageLoader):
@@ -290,21 +335,17 @@ class DatumLoader(ImageLoader):
 
     def _copy_bulk(
         self, records: NDArray[np.int64], samples: NDArray[np.int64], slot: ImageSlot, block: NDArray[np.uint8]
-    ) -> NDArray[np.uint8]:
+    ) -> BulkCopy | None:
         index = self._source.index
-        if self._transformer.preprocesses or self._transformer.center_crops_mean:
-            return super()._copy_bulk(records, samples, slot, block)
         if index is None or not self._source.allows_concurrent_reads(int(records.max()) + 1):
-            return super()._copy_bulk(records, samples, slot, block)
+            return None
         if not self._jit_threshold.ends(records.size):
-            return super()._copy_bulk(records, samples, slot, block)
+            return None
         from caffepy.data.images.bulk_copy import copy_records
 
-        pending = copy_records(
+        return copy_records(
             index, records, samples, self._transformer, self._seed, self._stream, slot, block, self._workers.threads
         )
-        self._source.allows_concurrent_reads(0)  # raises if the file changed during the copy
-        return pending
 
     def is_encoded(self) -> bool:
         return parse_datum(self._source.read(0))[0].encoded
@@ -313,18 +354,39 @@ class DatumLoader(ImageLoader):
         return slot.channels * slot.height * slot.width >= _MIN_THREADED_BYTES or self.is_encoded()
 
     def parse(self, number: int) -> tuple[Image, float]:
-        datum, data = parse_datum(self._source.read(number))
+        datum, data = self._read_datum(number)
         return self.image_of(datum, data), datum.label
 
-    def _read_and_preprocess(self, number: int, sample: int) -> tuple[Image, float]:
+    def _read_datum(self, number: int) -> tuple[caffe_pb2.Datum, bytes | memoryview]:
+        start = perf_counter()
         datum, data = parse_datum(self._source.read(number))
-        return self._preprocess_image(self.image_of(datum, data), sample, datum.encoded), datum.label
+        self.stages.add(READING, start)
+        return datum, data
+
+    def _read_and_preprocess(self, number: int, rng: SampleRng | None) -> tuple[Image, float]:
+        datum, data = self._read_datum(number)
+        image = self.image_of(datum, data)
+        return image if rng is None else self._preprocess(image, rng, datum.encoded), datum.label
+
+    def _preprocess(self, image: Image, rng: SampleRng, encoded: bool) -> Image:
+        start = perf_counter()
+        preprocessed = self._transformer.preprocess(image, rng, encoded)
+        self.stages.add(TRANSFORMING, start)
+        return preprocessed
+
+    def _read_sample(self, i: int, block: _Block) -> tuple[Image, float]:
+        data = None if block.bulk is None else block.bulk.encoded(i)
+        if data is None:
+            return super()._read_sample(i, block)
+        number, index = divmod(i, block.slot.count)
+        image = self._decode(data)
+        return (self._preprocess(image, block.rngs[i], True) if block.rngs else image), block.parts[number][0][index]
 
     def image_of(self, datum: caffe_pb2.Datum, data: bytes | memoryview) -> Image:
         """Return the image of `datum`, whose `data` field is passed separately (`parse_datum`)."""
         transformer = self._transformer
         if datum.encoded:
-            return decode_image(data, transformer.force_color, transformer.force_gray, transformer.nvidia)
+            return self._decode(data)
         if transformer.force_color or transformer.force_gray:
             self._warn_once("force_color and force_gray affect encoded images only")
         if transformer.adds_noise:
@@ -335,6 +397,12 @@ class DatumLoader(ImageLoader):
             return pixels.astype(np.float32) if transformer.nvidia and transformer.resizes_randomly else pixels
         shape = datum_shape(datum, len(datum.float_data), "floats")
         return np.array(datum.float_data, np.float32).reshape(shape)
+
+    def _decode(self, data: bytes | memoryview) -> NDArray[np.uint8]:
+        start, transformer = perf_counter(), self._transformer
+        image = decode_image(data, transformer.force_color, transformer.force_gray, transformer.nvidia)
+        self.stages.add(DECODING, start)
+        return image
 
     def _warn_once(self, text: str) -> None:
         if text not in self._warned:
@@ -386,7 +454,11 @@ class ImageFileLoader(ImageLoader):
         return image, self._labels[number]
 
     def _decode_file(self, number: int) -> NDArray[np.uint8]:
-        image = decode_image(self._source.read(number), self._color, not self._color, self._transformer.nvidia)
+        start = perf_counter()
+        data = self._source.read(number)
+        start = self.stages.add(READING, start)
+        image = decode_image(data, self._color, not self._color, self._transformer.nvidia)
+        self.stages.add(DECODING, start)
         size, short = self._size, self._short_side
         if short:
             _, height, width = image.shape

@@ -66,9 +66,15 @@ def more_words(seed: int, stream: int, sample: int, first: int, blocks: int) -> 
     Returns:
         4 * blocks words.
     """
-    low = np.arange(first, first + blocks, dtype=np.uint64)
-    words = _words(seed, stream, low, np.array([sample], np.uint64), SAMPLE_WORDS)
-    return np.ascontiguousarray(words.T).reshape(-1)
+    words: NDArray[np.uint64] = more_words_of(seed, stream, np.array([sample]), first, blocks)[0]
+    return words
+
+
+def more_words_of(seed: int, stream: int, samples: NDArray[np.int64], first: int, blocks: int) -> NDArray[np.uint64]:
+    """Return `more_words` of several global samples: (N, 4 * blocks)."""
+    low = np.tile(np.arange(first, first + blocks, dtype=np.uint64), samples.size)
+    words = _words(seed, stream, low, np.repeat(samples.astype(np.uint64), blocks), SAMPLE_WORDS)
+    return np.ascontiguousarray(words.T).reshape(samples.size, 4 * blocks)
 
 
 def below(words: NDArray[np.uint64], limit: int | NDArray[np.uint64]) -> NDArray[np.int64]:

@@ -228,7 +228,8 @@ class Transformer:
         free_rows, free_columns = height - self._height, width - self._width
         if crop_params.top is None or crop_params.left is None:
             return free_rows // 2, free_columns // 2
-        return int(below(crop_params.top[index], free_rows + 1)), int(below(crop_params.left[index], free_columns + 1))
+        top, left = int(crop_params.top[index]), int(crop_params.left[index])
+        return top * (free_rows + 1) >> 32, left * (free_columns + 1) >> 32
 
     def apply(self, image: NDArray[np.generic], crop_params: CropParams, index: int, out: NDArray[np.float32]) -> None:
         """Transform one image.

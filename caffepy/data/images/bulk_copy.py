@@ -1,11 +1,13 @@
 """Bulk copy of Datums from a memory-mapped LMDB into a uint8 batch: one kernel parses, checks, crops and copies.
 
-It parses Datum's wire format without protobuf. The loader handles records that are damaged or are not uncompressed
-images of the expected size, and raises errors that name the record.
+It parses Datum's wire format without protobuf. Encoded images are located, and the loader decodes them. The loader also
+handles records that are damaged or are not images of the expected size, and raises errors that name the record.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -54,21 +56,21 @@ def _int32(value: Int) -> Int:
 
 
 @device_function
-def _parse(file: Bytes, at: Int, end: Int) -> tuple[Int, Int, Int, Int, Int, Int]:
-    """Return channels, height, width, label, and offset and size of the pixels of an uncompressed Datum.
+def _parse(file: Bytes, at: Int, end: Int) -> tuple[Int, Int, Int, Int, Int, Int, Int]:
+    """Return channels, height, width, label, 1 if the Datum is encoded, and offset and size of its data.
 
-    The offset is -1 if the Datum is damaged, encoded, or has a known field of an unexpected type.
+    The offset is -1 if the Datum is damaged or has a known field of an unexpected type.
     """
-    channels = height = width = label = size = begin = 0
+    channels = height = width = label = encoded = size = begin = 0
     while at < end:
         tag, at = _varint(file, at, end)
         field, kind = tag >> 3, tag & 7
         if at < 0 or field <= 0 or field > 0x1FFFFFFF:
-            return 0, 0, 0, 0, -1, 0
+            return 0, 0, 0, 0, 0, -1, 0
         if kind == 0:
             value, at = _varint(file, at, end)
-            if at < 0 or field == 4 or field == 6 or (field == 7 and value != 0):
-                return 0, 0, 0, 0, -1, 0
+            if at < 0 or field == 4 or field == 6:
+                return 0, 0, 0, 0, 0, -1, 0
             if field == 1:
                 channels = _int32(value)
             elif field == 2:
@@ -77,11 +79,13 @@ def _parse(file: Bytes, at: Int, end: Int) -> tuple[Int, Int, Int, Int, Int, Int
                 width = _int32(value)
             elif field == 5:
                 label = _int32(value)
+            elif field == 7:
+                encoded = 1 if value != 0 else 0
             continue
         if kind == 2:
             length, at = _varint(file, at, end)
             if at < 0 or length < 0 or length > end - at:
-                return 0, 0, 0, 0, -1, 0
+                return 0, 0, 0, 0, 0, -1, 0
             if field == 4:
                 begin, size = at, length
         elif kind == 5:
@@ -89,13 +93,13 @@ def _parse(file: Bytes, at: Int, end: Int) -> tuple[Int, Int, Int, Int, Int, Int
         elif kind == 1:
             length = 8
         else:
-            return 0, 0, 0, 0, -1, 0
+            return 0, 0, 0, 0, 0, -1, 0
         if length > end - at or (field != 4 and field != 6 and field <= 8):
-            return 0, 0, 0, 0, -1, 0
+            return 0, 0, 0, 0, 0, -1, 0
         if field == 4 and kind != 2:
-            return 0, 0, 0, 0, -1, 0
+            return 0, 0, 0, 0, 0, -1, 0
         at += length
-    return channels, height, width, label, begin, size
+    return channels, height, width, label, encoded, begin, size
 
 
 @device_function
@@ -124,17 +128,29 @@ def _is_large_record(file: Bytes, at: Int, page: Int, page_size: Int, size: Int)
 @kernel
 def _copy_records(
     begin: Int, end: Int, file: Bytes, file_at: Int, page_size: Int, offsets: Words, sizes: Words, records: Words,
-    samples: Words, block_at: Int, labels: Floats, crops: Ints, pending: Bytes, count: Int, slot_size: Int,
-    crops_at: Int, pixels_at: Int, channels: Int, height: Int, width: Int, crop: Int, random_crop: Int, mirror: Int,
-    mean_height: Int, mean_width: Int, key0: Int, key1: Int,
+    samples: Words, block_at: Int, labels: Floats, crops: Ints, pending: Bytes, begins: Words, lengths: Words,
+    copies: Int, count: Int, slot_size: Int, crops_at: Int, pixels_at: Int, channels: Int, height: Int, width: Int,
+    crop: Int, random_crop: Int, mirror: Int, mean_height: Int, mean_width: Int, key0: Int, key1: Int,
 ) -> None:  # fmt: skip
-    """Copy samples [begin, end), `count` in each slot; pending[i] becomes 0 for each copied sample."""
+    """Copy samples [begin, end), `count` in each slot; pending[i] becomes 0 for each copied sample.
+
+    For an encoded image, begins[i] and lengths[i] become the offset and the size of its file, and its label is set.
+    Without `copies`, nothing else is done.
+    """
     for i in range(begin, end):
         first, length = offsets[records[i]], sizes[records[i]]
         if first % page_size == 16 and not _is_large_record(file, first, first // page_size, page_size, length):
             continue
-        c, h, w, label, pixels, size = _parse(file, first, first + length)
+        c, h, w, label, encoded, pixels, size = _parse(file, first, first + length)
         if pixels < 0 or size <= 0:
+            continue
+        slot = i // count * slot_size
+        n = i % count
+        if encoded != 0:
+            begins[i], lengths[i] = pixels, size
+            labels[slot // 4 + n] = np.float32(label)
+            continue
+        if copies == 0:
             continue
         if not _is_image(c, h, w, size, channels, height, width, crop, mean_height, mean_width):
             continue
@@ -151,8 +167,6 @@ def _copy_records(
             if random_crop != 0:
                 top = np.int64((words[1] * np.uint64(h - height + 1)) >> _SHIFT)
                 left = np.int64((words[2] * np.uint64(w - width + 1)) >> _SHIFT)
-        slot = i // count * slot_size
-        n = i % count
         target = block_at + slot + pixels_at + n * channels * height * width
         if h == height and w == width:
             copy_bytes(target, file_at + pixels, size)
@@ -167,44 +181,66 @@ def _copy_records(
         pending[i] = 0
 
 
+@dataclass(frozen=True)
+class BulkCopy:
+    """What `copy_records` did.
+
+    Args:
+        pending: one flag per sample: 0 if it was copied to its slot, 1 if the loader must handle its record.
+        file: the mapped LMDB; None: no record was examined.
+        begins: offset in `file` of each encoded image.
+        lengths: size of each encoded image; 0: the record is not one.
+    """
+
+    pending: NDArray[np.uint8]
+    file: memoryview | None = None
+    begins: Sequence[int] = ()
+    lengths: Sequence[int] = ()
+
+    def encoded(self, i: int) -> memoryview | None:
+        """Return the encoded image of sample i, whose label is set; None if the kernel did not locate it."""
+        if self.file is None or not self.lengths[i]:
+            return None
+        return self.file[self.begins[i] : self.begins[i] + self.lengths[i]]
+
+
 def copy_records(
     index: LmdbIndex, records: NDArray[np.int64], samples: NDArray[np.int64], transformer: Transformer, seed: int,
     stream: int, slot: ImageSlot, block: NDArray[np.uint8], threads: int,
-) -> NDArray[np.uint8]:  # fmt: skip
-    """Copy the cropped images of records into the slots of a block.
+) -> BulkCopy:  # fmt: skip
+    """Copy the cropped images of records into the slots of a block, and locate encoded images.
 
-    The copies are valid only if the index's `check` passes afterwards: the file may change during the copy, and lost
-    pages read as zeros.
+    Copies and located images are valid only if the index's `check` passes after their use: the file may change, and
+    lost pages read as zeros. Images that the transformer preprocesses are not copied.
 
     Args:
         index: offsets of the records; `find` must have located them.
-        records: record settings, slot.count per slot.
-        samples: global sample settings of the records.
+        records: record numbers, slot.count per slot.
+        samples: global sample numbers of the records.
         transformer: provides the crop and mirror settings; the device applies mean and scale.
         seed: the solver's seed.
         stream: the layer's random stream.
         slot: layout of a batch.
         block: the slots' memory.
         threads: number of threads.
-
-    Returns:
-        One flag per sample: 0 if it was copied to its slot, 1 if its record must be parsed individually.
     """
     pending = np.ones(records.size, np.uint8)
+    copies = not (transformer.preprocesses or transformer.center_crops_mean)
     settings: tuple[Any, ...] = (
-        slot.count, slot.size, slot.crops_at, slot.pixels_at, slot.channels, slot.height, slot.width,
+        int(copies), slot.count, slot.size, slot.crops_at, slot.pixels_at, slot.channels, slot.height, slot.width,
         transformer.crop, int(transformer.random_crop), int(transformer.mirror), *transformer.mean_size,
         *key_of(transformer.seed(seed), stream),
     )  # fmt: skip
     if not _copy_records.should_compile(records.size, _COMPILE_COST_IMAGES):
-        return pending
+        return BulkCopy(pending)
     file = index.mapped()
     if file is None:
-        return pending
+        return BulkCopy(pending)
     image_bytes = slot.channels * slot.height * slot.width
+    begins, lengths = np.zeros(records.size, np.int64), np.zeros(records.size, np.int64)
     _copy_records.run(
         threads, records.size, max(1, _MIN_THREAD_BYTES // image_bytes), file, address_of(file), index.page_size,
         index.offsets, index.sizes, np.ascontiguousarray(records), np.ascontiguousarray(samples), address_of(block),
-        block, block, pending, *settings,
+        block, block, pending, begins, lengths, *settings,
     )  # fmt: skip
-    return pending
+    return BulkCopy(pending, memoryview(file.data), begins.tolist(), lengths.tolist())

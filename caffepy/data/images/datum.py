@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import struct
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -122,6 +123,18 @@ def decode_image(
     return as_channels_first(image)
 
 
+def copy_planes(image: NDArray[np.uint8], planes: NDArray[np.uint8]) -> None:
+    """Copy an image (C, H, W) into contiguous planes of the same shape.
+
+    For three channels in OpenCV's order of memory this is `cv::split`, four times as fast as NumPy.
+    """
+    channels = image.shape[0]
+    if channels == 3 and image.strides[0] == 1 and image.strides[2] == 3:
+        opencv().split(image.transpose(1, 2, 0), list(planes))
+    else:
+        planes[...] = image
+
+
 def resize_image(image: NDArray[np.uint8], height: int, width: int, bicubic: bool = False) -> NDArray[np.uint8]:
     """Resize an image (C, H, W) bilinearly (the default of `cv::resize`), or by bicubic interpolation."""
     cv2 = opencv()
@@ -133,6 +146,7 @@ def resize_image(image: NDArray[np.uint8], height: int, width: int, bicubic: boo
     return as_channels_first(np.asarray(resized))
 
 
+@cache
 def opencv() -> Any:
     """Import cv2 with its pixel limit set: some decoders allocate before `decode_image` could check the size."""
     os.environ.setdefault("OPENCV_IO_MAX_IMAGE_PIXELS", str(MAX_PIXELS))

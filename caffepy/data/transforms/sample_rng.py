@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.random import below, more_words
+from caffepy.data.random import below, more_words, more_words_of
 
 _BLOCKS = 16
 """Blocks of four words per call of `more_words`, whose cost is mostly overhead."""
@@ -20,12 +20,13 @@ class SampleRng:
         seed: the solver's seed, or `transform_param.random_seed`.
         stream: the layer's random stream.
         sample: the global sample number.
+        words: the first words, if they are known.
     """
 
-    def __init__(self, seed: int, stream: int, sample: int) -> None:
+    def __init__(self, seed: int, stream: int, sample: int, words: NDArray[np.uint64] | None = None) -> None:
         self._key = (seed, stream, sample)
-        self._words: NDArray[np.uint64] = np.empty(0, np.uint64)
-        self._next_block = 1
+        self._words: NDArray[np.uint64] = np.empty(0, np.uint64) if words is None else words
+        self._next_block = 1 + self._words.size // 4
 
     def words(self, count: int) -> NDArray[np.uint64]:
         """Return the next `count` 32-bit words."""
@@ -59,3 +60,9 @@ class SampleRng:
         """Return `count` float32 between the bounds; `high` may be one bound per number."""
         fractions = self.words(count).astype(np.float64) / 2.0**32
         return (low + (np.asarray(high, np.float64) - low) * fractions).astype(np.float32)
+
+
+def sample_rngs(seed: int, stream: int, samples: NDArray[np.int64]) -> list[SampleRng]:
+    """Return a generator for each global sample; the first words of all of them are computed together."""
+    words = more_words_of(seed, stream, samples, 1, _BLOCKS)
+    return [SampleRng(seed, stream, sample, own) for sample, own in zip(samples.tolist(), words, strict=True)]

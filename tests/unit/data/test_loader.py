@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 from memory_records import Records
 
 from caffepy.backend.input_ring import ImageSlot
+from caffepy.data.images import bulk_copy
 from caffepy.data.loader import DatumLoader, ImageFileLoader
 from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
 from caffepy.data.sources.image_list import ImageListSource
+from caffepy.data.sources.lmdb import LmdbSource
+from caffepy.data.sources.record_write import write_datums
 from caffepy.data.transform import Transformer
 from caffepy.data.workers import Workers
 from caffepy.errors import DataError
@@ -212,6 +215,35 @@ def test_slots_before_a_bad_record_are_filled(datum, message):
     assert load_bytes(subject, [0, 2, 4, 6], 2, (3, 4, 5))[0] == 3
     assert load_bytes(subject, [6], 2, (3, 4, 5))[0] == 0
     subject.close()
+
+
+@pytest.mark.parametrize(
+    "text", ["crop_size: 6 mirror: true", "crop_size: 6 img_rand_resize_lower: 8 img_rand_resize_upper: 12"]
+)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_encoded_images_located_in_bulk_are_those_read_one_by_one(text, threads, tmp_path, monkeypatch):
+    datums = [image_datum(n, height=9 + n % 3, width=11) for n in range(7)]
+    encoded = [Datum(data=encode(d), encoded=True, label=d.label - 2) for d in datums]
+    mixed = [one if n % 3 else datum for n, (one, datum) in enumerate(zip(encoded, datums, strict=True))]
+    damaged = [*mixed[:6], Datum(data=encode(datums[6])[:40], encoded=True)]
+    write_datums(tmp_path / "db", ((b"%d" % n, datum) for n, datum in enumerate(damaged)))
+    monkeypatch.setattr(bulk_copy._copy_records, "should_compile", lambda items, compiling: True)
+    results = []
+    for bulk in (True, False):
+        param = text_format.Parse(text, TransformationParameter())
+        transformer = Transformer(param, TRAIN, where="layer 'd'")
+        source, order = LmdbSource(tmp_path / "db"), RecordOrder(7)
+        subject = DatumLoader(source if bulk else Records(damaged), order, transformer, 1, 2, "layer 'd'", threads)
+        results.append(load_bytes(subject, [0, 3, 6], 3, (3, 6, 6)))
+        assert subject.stages.totals()["decoding"] > 0
+        subject.close()
+    (filled, slots), (expected_filled, expected) = results
+    assert filled == expected_filled == 2, "the slot with the damaged record is left to `load`"
+    for found, wanted in zip(slots, expected, strict=True):
+        for part, wanted_part in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(part, wanted_part)
+    with pytest.raises(DataError, match=r"record 6 .*PNG"):
+        load(subject, 6, 3)
 
 
 def test_floats_are_no_bytes():

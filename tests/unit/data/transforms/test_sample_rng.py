@@ -1,7 +1,7 @@
 import numpy as np
 
 from caffepy.data.random import below, more_words, sample_words
-from caffepy.data.transforms.sample_rng import SampleRng
+from caffepy.data.transforms.sample_rng import SampleRng, sample_rngs
 
 
 def test_a_sequence_does_not_depend_on_how_it_is_asked_for():
@@ -43,3 +43,9 @@ def test_upper_bounds_may_differ():
     words = SampleRng(0, 0, 0).words(3)
     np.testing.assert_allclose(found, words / 2**32 * [0, 1, 2], rtol=1e-6)
     assert below(words, 1).tolist() == [0, 0, 0]
+
+
+def test_generators_made_together_are_those_made_alone():
+    samples = np.array([3, 2**40, 0])
+    for sample, rng in zip(samples.tolist(), sample_rngs(1, 2, samples), strict=True):
+        np.testing.assert_array_equal(rng.words(500), SampleRng(1, 2, sample).words(500))
