@@ -268,14 +268,14 @@ def show_waiting(case: Case, path: Path, backend: Any, threads: int, seconds: fl
         loop = Iterations(backend, layer, tops, busy)
         without = loop.run(seconds, feed=False)
         loop.run(seconds / 2, feed=True)
-        loop.feeding, waited, first = 0.0, layer.waited, loop._number
+        loop.feeding, waited, first = 0.0, sum(layer.waited().values()), loop._number
         fed = loop.run(2 * seconds, feed=True)
         passes = loop._number - first
         print(
             f"{name}: {without:.4f} ms an iteration with the same batch always, {fed:.4f} ms fed: "
             f"{max(fed - without, 0) / fed:.1%} of the time waited for; {case.batch / fed * 1e3:,.0f} images/s; the "
             f"solver's thread spent {loop.feeding / passes * 1e6:.1f} us a pass on feeding, "
-            f"{(layer.waited - waited) / passes * 1e6:.1f} us of them waiting"
+            f"{(sum(layer.waited().values()) - waited) / passes * 1e6:.1f} us of them waiting"
         )
         layer.close()
 

@@ -5,8 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from caffepy.stages import COPYING, DECODING, READING, TRANSFORMING, format_waits
+
 WARM_UP = 2
 """Iterations at the start that are not timed, because they allocate, compile and tune."""
+
+_ADVICE = {
+    READING: "use a faster disk, or read more batches ahead with data_param { prefetch: N }",
+    DECODING: "decode on the GPU with --decode gpu, give the process more cores, or store smaller images",
+    TRANSFORMING: "give the process more cores, or resize the images once with `caffepy convert_imageset`",
+    COPYING: "lower batch_size or crop_size: the link to the device is the limit",
+}
+_WAIT_SHARE = 0.05
+"""Share of waiting for data from which the report gives advice."""
 
 
 @dataclass
@@ -21,6 +32,7 @@ class Performance:
         communication: seconds of them with an all-reduce in flight, overlapped or not; None on a single device, or
             where it is not measured.
         exposed: seconds of them in which the device waited for an all-reduce.
+        waits: seconds of them in which the device waited for data, by stage; None: no data layer reads ahead.
     """
 
     batch: int = 0
@@ -29,6 +41,7 @@ class Performance:
     device: str = "CPU"
     communication: float | None = None
     exposed: float | None = None
+    waits: dict[str, float] | None = None
 
     @property
     def iterations_per_second(self) -> float:
@@ -74,7 +87,7 @@ def format_performance(performance: Performance, measured: float | None = None) 
 
 
 def format_report(ranks: Sequence[Sequence[Performance]], measured: float | None = None) -> list[str]:
-    """The whole report: a line a device, a line a rank where it has several devices, one for all.
+    """The whole report: a line a device, a line a rank where it has several devices, one for all, the waits for data.
 
     Args:
         ranks: the performance of each rank's devices, in the order of the ranks.
@@ -95,6 +108,23 @@ def format_report(ranks: Sequence[Sequence[Performance]], measured: float | None
         rate = _significant(_total(all_devices))
         kind = _multi_gpu(all_devices) if len(ranks) == 1 else ""
         lines.append(f"Overall {kind}performance: {rate} img/sec{_scaling(all_devices, measured)}")
+    return [*lines, *_waiting(all_devices)]
+
+
+def _waiting(devices: Sequence[Performance]) -> list[str]:
+    """Return the share of the time in which devices waited for data, and what reduces the longest of the waits."""
+    readers = [performance for performance in devices if performance.waits is not None and performance.seconds > 0]
+    total = sum(performance.seconds for performance in readers)
+    waits: dict[str, float] = {}
+    for performance in readers:
+        for stage, seconds in (performance.waits or {}).items():
+            waits[stage] = waits.get(stage, 0.0) + seconds
+    if not total > 0:
+        return []
+    lines = [f"Waited for data {format_waits(waits, total)}"]
+    if sum(waits.values()) >= _WAIT_SHARE * total:
+        longest = max(waits, key=lambda stage: waits[stage])
+        lines.append(f"Most of it is {longest}: {_ADVICE[longest]}")
     return lines
 
 

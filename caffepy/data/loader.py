@@ -23,13 +23,13 @@ from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
 from caffepy.data.sources.image_list import ImageListSource
 from caffepy.data.sources.source import RecordSource
-from caffepy.data.stages import DECODING, READING, TRANSFORMING, StageTimes
 from caffepy.data.transform import CropParams, Transformer
 from caffepy.data.transforms.pixels import Image
 from caffepy.data.transforms.sample_rng import SampleRng, sample_rngs
 from caffepy.data.workers import Workers
 from caffepy.errors import CaffepyError, DataError
 from caffepy.proto import caffe_pb2
+from caffepy.stages import DECODING, READING, TRANSFORMING, StageTimes
 
 if TYPE_CHECKING:
     from caffepy.data.images.bulk_copy import BulkCopy

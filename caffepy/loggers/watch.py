@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from caffepy.errors import CaffepyError, ConfigError, UserError, one_line
-from caffepy.layers.input.prefetching import PrefetchingLayer
 from caffepy.loggers.contract import Logger, Run
 from caffepy.solvers import Solver
 
@@ -129,9 +128,7 @@ class Watch:
 
     def _measure(self) -> tuple[int, float, float]:
         """Timed iterations until now, their seconds, and seconds of waiting for data."""
-        layers = self._solver.net.layers
-        waited = sum(layer.waited for layer in layers if isinstance(layer, PrefetchingLayer))
-        return *self._solver.clock.elapsed(), waited
+        return *self._solver.clock.elapsed(), sum(self._solver.net.waited().values())
 
     def _speed(self) -> dict[str, float]:
         """Iterations and images a second and the share of waiting since the last display, without tests and snapshots.

@@ -48,6 +48,7 @@ from caffepy.net.wiring import (
 )
 from caffepy.proto import caffe_pb2
 from caffepy.snapshot.caffemodel import TrainedLayers, copy_trained_layers, layer_protos, share_trained_layers
+from caffepy.stages import STAGES
 from caffepy.trace import NO_TRACE, Tracer
 
 
@@ -257,6 +258,11 @@ class Net:
     def _dtypes(self) -> set[str]:
         """The dtypes, other than float32, that layers read their parameters in."""
         return {layer.dtype for layer in self.layers if layer.blobs and layer.dtype != "float32"}
+
+    def waited(self) -> dict[str, float]:
+        """Return the seconds that the solver waited for data, by stage; empty if no layer reads ahead."""
+        waits = [seconds for layer in self.layers if (seconds := layer.waited())]
+        return {stage: sum(seconds[stage] for seconds in waits) for stage in STAGES} if waits else {}
 
     def prefetch_to_device(self, number: int) -> None:
         """Copy the batches of pass `number` to the device. Called before `forward`."""

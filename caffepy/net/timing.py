@@ -1,4 +1,4 @@
-"""Layer-by-layer timing of a net, for `caffepy time` and `caffepy plan`."""
+"""Timing of a net layer by layer, and of its data layers alone, for `caffepy time` and `caffepy plan`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
+from caffepy.errors import ConfigError
+from caffepy.layers.input.prefetching import PrefetchingLayer
 from caffepy.net.net import Net
 from caffepy.net.wiring import Node
 
@@ -67,6 +69,70 @@ def measure(net: Net, iterations: int, report: Callable[[int, float], None] | No
             report(iteration + 1, milliseconds_since(start))
     times.total = milliseconds_since(begin)
     return times
+
+
+@dataclass(frozen=True)
+class DataTimes:
+    """How fast a data layer reads.
+
+    Args:
+        name: the layer's.
+        batches: batches that were timed.
+        batch_size: images of a batch.
+        seconds: their time.
+        cores: cores that the process used meanwhile.
+        stages: seconds of the reader's threads in each stage (`caffepy.stages`); empty: not measured.
+    """
+
+    name: str
+    batches: int
+    batch_size: int
+    seconds: float
+    cores: float
+    stages: dict[str, float]
+
+    @property
+    def images_per_second(self) -> float:
+        """batches * batch_size / seconds."""
+        return self.batches * self.batch_size / self.seconds
+
+
+def measure_data(net: Net, iterations: int) -> list[DataTimes]:
+    """Take batches from each data layer as training does, without copying them to the device.
+
+    Args:
+        net: is not run.
+        iterations: number of batches of each layer, after the batches that are read ahead at the start.
+
+    Raises:
+        ConfigError: no layer reads ahead.
+        DataError: a record cannot be read.
+    """
+    layers = [layer for layer in net.layers if isinstance(layer, PrefetchingLayer)]
+    if not layers:
+        raise ConfigError("the net has no data layer that reads ahead; --data times only such layers")
+    return [_measure_data_layer(layer, net.context.passes.number, iterations) for layer in layers]
+
+
+def _measure_data_layer(layer: PrefetchingLayer, number: int, iterations: int) -> DataTimes:
+    end = number + layer.prefetch_depth() + 2
+    while number < end:  # threads start and kernels are compiled
+        number += _take_batch(layer, number)
+    batches, before = 0, layer.stage_totals()
+    start, cpu = time.perf_counter(), time.process_time()
+    while batches < iterations:
+        batches += _take_batch(layer, number + batches)
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    stages = {stage: value - before.get(stage, 0.0) for stage, value in layer.stage_totals().items()}
+    return DataTimes(layer.name, batches, layer.schedule.count, seconds, cpu / seconds, stages)
+
+
+def _take_batch(layer: PrefetchingLayer, number: int) -> int:
+    """Wait for the batch that begins with pass `number` and give it back; return its passes."""
+    prefetcher, batch = layer.next_batch(number)
+    passes = batch.passes
+    prefetcher.release(batch)
+    return passes
 
 
 def milliseconds_since(start: float) -> float:

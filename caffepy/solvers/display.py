@@ -16,8 +16,12 @@ from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.report import WARM_UP, Performance
 from caffepy.solvers.callbacks import SolverCallback
 from caffepy.solvers.update import GradientGuard
+from caffepy.stages import format_waits
 
 log = logging.getLogger(__name__)
+
+_WAIT_SHARE = 0.05
+"""Share of waiting for data from which a display shows it."""
 
 
 class RootLog:
@@ -91,15 +95,25 @@ class Clock:
         performance: where iterations and seconds are added.
         backend: made to finish before the clock is stopped.
         on_start: called once, when the first iterations are over and seconds begin to count.
+        waits: returns the seconds of waiting for data until now, by stage; empty: no data layer reads ahead.
     """
 
-    def __init__(self, performance: Performance, backend: Backend, on_start: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        performance: Performance,
+        backend: Backend,
+        on_start: Callable[[], None],
+        waits: Callable[[], dict[str, float]] = dict,
+    ) -> None:
         self._performance = performance
         self._backend = backend
         self._seen = 0
         self._started: float | None = None
         self._active = False
         self._on_start = on_start
+        self._waits = waits
+        self._waits_at_start: dict[str, float] = {}
+        self._waits_shown: dict[str, float] = {}
         self._shown = time.monotonic()
         self._shown_iteration: int | None = None
 
@@ -122,6 +136,8 @@ class Clock:
         if self._started is not None:
             self._backend.synchronize()
             self._performance.seconds += time.monotonic() - self._started
+            if waits := self._waits():
+                self._performance.waits = _difference(waits, self._waits_at_start)
             self._started = None
 
     def resume(self) -> None:
@@ -131,6 +147,7 @@ class Clock:
             self._backend.synchronize()
             if self._performance.iterations == 0:
                 self._on_start()
+                self._waits_at_start = self._waits()
             self._started = time.monotonic()
 
     def elapsed(self) -> tuple[int, float]:
@@ -145,6 +162,15 @@ class Clock:
         done = iteration - self._shown_iteration if self._shown_iteration is not None else 0
         self._shown, self._shown_iteration = now, iteration
         return done / seconds if seconds > 0 else 0.0, seconds
+
+    def lap_waits(self) -> dict[str, float]:
+        """Seconds of waiting for data since the last call, by stage; empty on the first call."""
+        before, self._waits_shown = self._waits_shown, self._waits()
+        return _difference(self._waits_shown, before) if before else {}
+
+
+def _difference(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+    return {stage: seconds - before.get(stage, 0.0) for stage, seconds in after.items()}
 
 
 class Display:
@@ -189,6 +215,9 @@ class Display:
         self.shown = Shown(iteration, float(values[0]), by_name(self._net, values[1:]))
         for line in output_lines(self._net, values[1:]):
             self._log("    Train net output #%s", line)
+        waits = self._clock.lap_waits()
+        if sum(waits.values()) >= _WAIT_SHARE * seconds > 0:
+            self._log("    Waited for data %s", format_waits(waits, seconds))
 
     def _unit(self, iteration: int, epochs: float | None) -> str:
         if not self._net.context.nvidia:

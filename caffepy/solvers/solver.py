@@ -188,7 +188,7 @@ class Solver:
             self.graph_runner = self._new_graph_runner()
             self._last_epoch_ends()  # raises before training where no layer counts records
         self.performance = Performance(batch=self.net.batch_size() * param.iter_size)
-        self.clock = Clock(self.performance, backend, lambda: self.callback.on_clock_start())
+        self.clock = Clock(self.performance, backend, lambda: self.callback.on_clock_start(), self.net.waited)
         self._display = Display(param, self.net, self.update.guard, self.clock, self.log)
         self.retention = SnapshotRetention(param, self.resolve, self.net, self.test_nets, context.keep, self.log)
         self._observers = Observers(partial(self.requests.ask_for, Action.STOP))

@@ -31,6 +31,7 @@ LEVELS = {
     "progress": 2,
     "hdf5": 2,
     "caches": 1,
+    "stages": 0,
     "report": 1,
     "monotonic_clock": 1,
     "model_files": 2,

@@ -58,3 +58,18 @@ def test_a_device_that_only_waited_has_no_scaling() -> None:
     assert format_performance(waited).endswith(", communication 2.5 sec, exposed 2.5 sec")
     short = Performance(batch=10, communication=0.0, exposed=0.0)
     assert format_performance(short).endswith("(0 itr in 0 sec), communication 0 sec, exposed 0 sec")
+
+
+def test_waits_for_data_of_all_devices_are_reported() -> None:
+    device = Performance(batch=2, iterations=10, seconds=5.0, waits={"reading": 0.0, "decoding": 1.0})
+    other = replace(device, waits={"reading": 1.0, "decoding": 1.0})
+    lines = format_report([[device, other]])
+    assert lines[-2] == "Waited for data 30 % of the time (decoding 20 %, reading 10 %)"
+    assert "decoding" in lines[-1]
+    assert "--decode gpu" in lines[-1]
+
+
+def test_short_waits_need_no_advice() -> None:
+    waited = Performance(batch=2, iterations=10, seconds=5.0, waits={"reading": 0.1, "decoding": 0.0})
+    assert format_report([[waited]])[-1] == "Waited for data 2 % of the time (reading 2 %)"
+    assert format_report([[replace(waited, seconds=0.0)]])[-1].startswith("Root Solver"), "nothing was timed"

@@ -415,6 +415,13 @@ class Layer:
         """Return a file's values for parameter `index`, accepted by `accepts_shape`, in the parameter's shape."""
         raise NotImplementedError
 
+    def waited(self) -> dict[str, float]:
+        """Return the seconds that the solver waited for this layer's batches, by stage (`caffepy.stages`).
+
+        Empty for a layer that does not read ahead.
+        """
+        return {}
+
     def prefetch_to_device(self, number: int) -> None:
         """Copy the batch of pass `number` to the device. Called before `forward` if `prefetches` is set."""
         raise NotImplementedError

@@ -28,6 +28,9 @@ class ImagesLayer(PrefetchingLayer):
         stream = self.random_stream()
         return self.image_loader(stream.seed, stream.stream)
 
+    def stage_totals(self) -> dict[str, float]:
+        return self._loader.stages.totals() if isinstance(self._loader, ImageLoader) else {}
+
     def byte_images(self, count: int) -> ByteImages | None:
         return self.image_loader(0, 0).byte_images(count)
 

@@ -25,6 +25,7 @@ from caffepy.errors import AbortedError, RunError
 from caffepy.layers.core.base import Blobs, Layer
 from caffepy.monotonic_clock import suspend_aware_seconds
 from caffepy.proto import caffe_pb2
+from caffepy.stages import COPYING, Waits
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class PrefetchingLayer(Layer):
         self._prefetched: dict[int, HostToDeviceTransfer] = {}
         """The transfer of each pass that is prefetched and not released."""
         self._restarted = False
-        self._waited = 0.0
+        self._waits = Waits()
         self._prefetcher: Prefetcher | None = None
         self._loader: DescribingLoader | None = None
         self._schedule: TrainSchedule | TestSchedule | None = None
@@ -246,15 +247,25 @@ class PrefetchingLayer(Layer):
     def shapes_known_until(self, number: int) -> int:
         return max(number, self._copied_passes.stop)
 
-    @property
-    def waited(self) -> float:
-        """Seconds that the solver waited for this layer's batches."""
-        return self._waited + (self._prefetcher.waited if self._prefetcher is not None else 0.0)
+    def waited(self) -> dict[str, float]:
+        return dict(self._waits.seconds)
+
+    def stage_totals(self) -> dict[str, float]:
+        """Return the seconds of the reader's threads in each stage (`caffepy.stages`); empty: not measured."""
+        return {}
+
+    def next_batch(self, number: int) -> tuple[Prefetcher, Batch]:
+        """Wait for the batch that begins with pass `number`; return it with the prefetcher that takes it back."""
+        prefetcher = self._start_prefetcher()
+        before = prefetcher.waited
+        try:
+            return prefetcher, prefetcher.get(number)
+        finally:
+            self._waits.add(prefetcher.waited - before, self.stage_totals())
 
     def _copy_batch(self, number: int) -> None:
         """Start the copy of the batch that begins with pass `number` to the device."""
-        prefetcher = self._start_prefetcher()
-        batch = prefetcher.get(number)
+        prefetcher, batch = self.next_batch(number)
         transfer = self._transfer_for(batch)
         self._wait_for_free_slots(transfer.ring)
         self._copied_passes = range(batch.number, batch.number + batch.passes)
@@ -292,6 +303,7 @@ class PrefetchingLayer(Layer):
             if suspend_aware_seconds() > started + self.context.timeout:
                 raise RunError(f"{self.where}: {self.backend.name} has taken no input for {self.context.timeout:.0f} s")
             time.sleep(0.0002)
+        self._waits.seconds[COPYING] += suspend_aware_seconds() - started
 
     def _start_prefetcher(self) -> Prefetcher:
         if self._prefetcher is None:
@@ -338,7 +350,6 @@ class PrefetchingLayer(Layer):
         if self._prefetcher is not None:
             if not self._prefetcher.close():  # a second thread must not use the source at the same time
                 raise RunError(f"{self.where}: still reading; is the disk or network drive there?")
-            self._waited += self._prefetcher.waited
             self._prefetcher = None
         self._copied_passes = range(0)
         self._prefetched.clear()

@@ -6,12 +6,14 @@ import os
 import re
 from pathlib import Path
 
+import cv2
 import h5py
 import numpy as np
 import pytest
 from fake_graph_backend import Leaving
 
 from caffepy.cli.main import main
+from caffepy.data.sources.record_write import write_datums
 from caffepy.net import Net
 from caffepy.parallel import scoring
 from caffepy.proto import caffe_pb2
@@ -332,3 +334,21 @@ def test_what_onnxruntime_cannot_do(options: list[str], message: str, capsys: py
     Path("loss.prototxt").write_text(INFOGAIN.replace("InfogainLoss", "SoftmaxWithLoss"))
     assert main(["test", *options, "--weights=net.caffemodel", "--engine=onnxruntime"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_time_shows_the_speed_of_data_layers_alone(capsys: pytest.CaptureFixture[str]):
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 40, 40, 3), dtype=np.uint8)
+    images = (cv2.imencode(".jpg", each)[1].tobytes() for each in pixels)
+    datums = (caffe_pb2.Datum(data=image, encoded=True, label=1) for image in images)
+    write_datums(Path("db"), ((b"%d" % number, datum) for number, datum in enumerate(datums)))
+    data = 'layer { name: "d" type: "Data" top: "x" top: "y" data_param { source: "db" batch_size: 4 backend: LMDB } }'
+    Path("net.prototxt").write_text(data)
+    assert main(["time", "--model=net.prototxt", "--data", "--iterations=3", "--cpu"]) == 0
+    speed, shares = messages(capsys)[-2:]
+    assert re.search(r"d\t\d+ images/s \(\d+ batches of 4 in .* s\), [\d.]+ cores used", speed)
+    assert re.search(r"\tdecoding \d+ %", shares)
+
+
+def test_time_of_data_needs_a_data_layer(capsys: pytest.CaptureFixture[str]):
+    assert main(["time", "--model=net.prototxt", "--data"]) == 2
+    assert "--data" in capsys.readouterr().err

@@ -20,6 +20,7 @@ from caffepy.errors import ConfigError, RunError
 from caffepy.loggers import Logger, Run
 from caffepy.loggers.watch import Watch
 from caffepy.solvers import Solver
+from caffepy.stages import STAGES
 
 DISPLAYED = PLAIN + "display: 1 "
 
@@ -140,8 +141,8 @@ def test_the_share_of_waiting_is_that_of_the_data_layers(monkeypatch: pytest.Mon
     recorder = Recorder()
     with build_solver(DISPLAYED, TINY) as solver:
         layer = solver.net.layers[0]
-        monkeypatch.setattr("caffepy.loggers.watch.PrefetchingLayer", type(layer))
-        monkeypatch.setattr(type(layer), "waited", property(lambda _: 0.25 * solver.clock.elapsed()[1]), raising=False)
+        waits = dict.fromkeys(STAGES, 0.0)
+        monkeypatch.setattr(type(layer), "waited", lambda _: waits | {"decoding": 0.25 * solver.clock.elapsed()[1]})
         watch(solver, recorder)
         solver.step(4)
     assert recorder.column("speed/waiting_share")[3] == pytest.approx(0.25, rel=0.2)

@@ -263,12 +263,13 @@ def test_a_layer_waits_for_its_data_as_long_as_it_is_told(folder):
 
 def test_waiting_for_data_is_measured(folder):
     layer, blobs = make(folder / "bytes3", 2)
-    assert layer.waited == 0
+    assert sum(layer.waited().values()) == 0
     run(layer, blobs, 1)
-    before = layer.waited
-    assert before > 0
+    before = layer.waited()
+    assert before["reading"] > 0
+    assert before["decoding"] == 0, "the images are not encoded"
     layer.seek(0)
-    assert layer.waited == before
+    assert layer.waited() == before
     layer.close()
 
 

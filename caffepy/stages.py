@@ -64,14 +64,19 @@ class Waits:
             self.seconds[stage] += waited * seconds / busy
 
 
-def format_shares(seconds: Mapping[str, float], total: float) -> str:
-    """Return ``12 % of the time (decoding 10 %, reading 2 %)``, the largest first, without shares below 0.5 %.
+def format_stages(seconds: Mapping[str, float], total: float) -> str:
+    """Return ``decoding 10 %, reading 2 %``: shares of `total`, the largest first, without those below 0.5 %."""
+    shares = sorted(((100 * value / total, stage) for stage, value in seconds.items() if total > 0), reverse=True)
+    return ", ".join(f"{stage} {share:.0f} %" for share, stage in shares if share >= 0.5)
+
+
+def format_waits(seconds: Mapping[str, float], total: float) -> str:
+    """Return ``12 % of the time (decoding 10 %, reading 2 %)``.
 
     Args:
         seconds: of waiting, by stage.
         total: seconds in which they fell.
     """
-    shares = {stage: 100 * value / total for stage, value in seconds.items()} if total > 0 else {}
-    parts = [f"{stage} {share:.0f} %" for stage, share in sorted(shares.items(), key=lambda item: -item[1])]
-    shown = [part for part in parts if not part.endswith(" 0 %")]
-    return f"{min(sum(shares.values()), 100):.0f} % of the time" + (f" ({', '.join(shown)})" if shown else "")
+    share = min(sum(seconds.values()) / total, 1.0) if total > 0 else 0.0
+    parts = format_stages(seconds, total)
+    return f"{100 * share:.0f} % of the time" + (f" ({parts})" if parts else "")
