@@ -32,6 +32,7 @@ from caffepy.proto import caffe_pb2
 from caffepy.stages import DECODING, READING, TRANSFORMING, StageTimes
 
 if TYPE_CHECKING:
+    from caffepy.data.device_decoding import DeviceDecoding
     from caffepy.data.images.bulk_copy import BulkCopy
 
 logger = logging.getLogger(__name__)
@@ -45,8 +46,8 @@ _NUMBA_IMPORT_IMAGES = 4000
 
 
 @dataclass
-class _Block:
-    """The slots that a call of `load_bytes` fills.
+class Block:
+    """The slots that a call of `load_bytes` fills; the sample i is in slot i // slot.count.
 
     Args:
         records: record number of each sample.
@@ -100,10 +101,20 @@ class ImageLoader(ABC):
         self._workers = Workers(threads, f"read for {where}")
         self.stages = StageTimes()
         """Seconds of the threads in each stage."""
+        self.device: DeviceDecoding | None = None
+        """Decodes images on the device; None: only the host decodes."""
         self._mean_mode_set = False
         self._channels = 0
         """Channels of the first record's image; 0 before the first batch."""
         self._warned: set[str] = set()
+
+    def encoded_file(self, i: int, block: Block) -> tuple[bytes | memoryview | None, float]:
+        """Return the encoded image of sample i and its label; None: it is not one, or the host must handle it.
+
+        Raises:
+            DataError: the record cannot be read.
+        """
+        return None, 0.0
 
     @abstractmethod
     def parse(self, number: int) -> tuple[Image, float]:
@@ -122,6 +133,8 @@ class ImageLoader(ABC):
         """Stop the worker threads. Idempotent."""
         self._workers.close()
         self._order.close()
+        if self.device is not None:
+            self.device.close()
 
     def describe(self, sample: int) -> str:
         """Return the name of a global sample's record, for messages. Thread-safe."""
@@ -279,10 +292,14 @@ class ImageLoader(ABC):
         if remaining.size:
             parts = [slot.parts(block[at : at + slot.size]) for at in range(0, len(firsts) * slot.size, slot.size)]
             crop_params = self._transformer.draw_crops(self._seed, self._stream, samples)
-            work = _Block(records.tolist(), self._rngs(samples), crop_params, slot, parts, pending, bulk)
+            work = Block(records.tolist(), self._rngs(samples), crop_params, slot, parts, pending, bulk)
             thread_safe = self._source.allows_concurrent_reads(int(records.max()) + 1)
+            if self.device is not None and thread_safe:
+                self.device.decode(self, work)
+                remaining = np.flatnonzero(pending)
             workers = self._workers if thread_safe and self._benefits_from_threads(slot) else Workers(1)
-            workers.run(lambda i: self._copy_single(i, work), remaining.tolist())
+            if remaining.size:
+                workers.run(lambda i: self._copy_single(i, work), remaining.tolist())
             remaining = np.flatnonzero(pending)
         if bulk is not None:
             self._source.allows_concurrent_reads(0)  # raises if the file changed since `_copy_bulk`
@@ -299,11 +316,11 @@ class ImageLoader(ABC):
         """Copy or locate records in bulk where possible; None: nothing was done."""
         return None
 
-    def _read_sample(self, i: int, block: _Block) -> tuple[Image, float]:
+    def _read_sample(self, i: int, block: Block) -> tuple[Image, float]:
         """Return the preprocessed image of sample i and its label."""
         return self._read_and_preprocess(block.records[i], block.rngs[i] if block.rngs else None)
 
-    def _copy_single(self, i: int, block: _Block) -> None:
+    def _copy_single(self, i: int, block: Block) -> None:
         """Copy sample i into its slot. Its pending flag stays 1 if the record does not fit or cannot be read."""
         slot, transformer, crop_params = block.slot, self._transformer, block.crop_params
         try:
@@ -316,13 +333,19 @@ class ImageLoader(ABC):
         if image.dtype != np.uint8 or shape != (slot.channels, slot.height, slot.width):
             return
         number, index = divmod(i, slot.count)
-        labels, crops, pixels = block.parts[number]
         top, left = transformer.crop_offset(rows, columns, crop_params, i)
+        pixels = block.parts[number][2]
         copy_planes(image[:, top : top + slot.height, left : left + slot.width], pixels[index])
-        mirrored = int(crop_params.mirror[i])
-        crops[index] = (mirrored, 0, 0) if transformer.center_crops_mean else (mirrored, top, left)
-        labels[index] = label
+        self.mark_filled(i, block, top, left, label)
         self.stages.add(TRANSFORMING, start)
+
+    def mark_filled(self, i: int, block: Block, top: int, left: int, label: float) -> None:
+        """Set label, mirror flag and the crop's corner of sample i, whose pixels are in its slot."""
+        number, index = divmod(i, block.slot.count)
+        labels, crops, _ = block.parts[number]
+        mirrored = int(block.crop_params.mirror[i])
+        crops[index] = (mirrored, 0, 0) if self._transformer.center_crops_mean else (mirrored, top, left)
+        labels[index] = label
         block.pending[i] = 0
 
 
@@ -350,6 +373,14 @@ class DatumLoader(ImageLoader):
     def is_encoded(self) -> bool:
         return parse_datum(self._source.read(0))[0].encoded
 
+    def encoded_file(self, i: int, block: Block) -> tuple[bytes | memoryview | None, float]:
+        located = None if block.bulk is None else block.bulk.encoded(i)
+        if located is not None:
+            number, index = divmod(i, block.slot.count)
+            return located, block.parts[number][0][index]
+        datum, data = self._read_datum(block.records[i])
+        return (data if datum.encoded else None), datum.label
+
     def _benefits_from_threads(self, slot: ImageSlot) -> bool:
         return slot.channels * slot.height * slot.width >= _MIN_THREADED_BYTES or self.is_encoded()
 
@@ -374,7 +405,7 @@ class DatumLoader(ImageLoader):
         self.stages.add(TRANSFORMING, start)
         return preprocessed
 
-    def _read_sample(self, i: int, block: _Block) -> tuple[Image, float]:
+    def _read_sample(self, i: int, block: Block) -> tuple[Image, float]:
         data = None if block.bulk is None else block.bulk.encoded(i)
         if data is None:
             return super()._read_sample(i, block)
@@ -445,6 +476,14 @@ class ImageFileLoader(ImageLoader):
         self._cache = cache
         self._new_dim = new_dim
         self._bicubic = bicubic
+
+    def encoded_file(self, i: int, block: Block) -> tuple[bytes | memoryview | None, float]:
+        if self._cache is not None or self._size or self._short_side or self._new_dim or not self._color:
+            return None, 0.0
+        start, number = perf_counter(), block.records[i]
+        data = self._source.read(number)
+        self.stages.add(READING, start)
+        return data, self._labels[number]
 
     def parse(self, number: int) -> tuple[Image, float]:
         if self._cache is None:

@@ -28,6 +28,12 @@ class SampleRng:
         self._words: NDArray[np.uint64] = np.empty(0, np.uint64) if words is None else words
         self._next_block = 1 + self._words.size // 4
 
+    def copy(self) -> SampleRng:
+        """Return a generator that continues with the same words."""
+        other = SampleRng(*self._key, self._words)
+        other._next_block = self._next_block
+        return other
+
     def words(self, count: int) -> NDArray[np.uint64]:
         """Return the next `count` 32-bit words."""
         if self._words.size < count:

@@ -1,13 +1,27 @@
-"""The base class of data layers that read images."""
+"""The base class of data layers that read images: their loader, and what decodes its images."""
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
+from time import monotonic
 
 from caffepy.backend.input_ring import ByteImages
+from caffepy.data.device_decoding import DeviceDecoding
 from caffepy.data.loader import ImageLoader
+from caffepy.data.prefetch import Batch, Prefetcher
 from caffepy.data.transform import Transformer
+from caffepy.errors import MissingExtraError
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer
+from caffepy.proto import caffe_pb2
+from caffepy.stages import DECODING
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PASSES, _JUDGED_PASSES = 20, 100
+"""With `decode: AUTO`: passes that are not judged, because threads and kernels start, and the passes after them."""
+_MAX_WAIT = 0.05
+"""With `decode: AUTO`: share of the time that training may wait for the CPU's decoding."""
 
 
 class ImagesLayer(PrefetchingLayer):
@@ -26,7 +40,66 @@ class ImagesLayer(PrefetchingLayer):
 
     def make_loader(self) -> DescribingLoader:
         stream = self.random_stream()
-        return self.image_loader(stream.seed, stream.stream)
+        loader = self.image_loader(stream.seed, stream.stream)
+        self._passes = 0
+        self._judged_from: tuple[float, float] | None = None
+        self._judges = False
+        wanted = self._wanted_decoder()
+        if wanted != "cpu" and (reason := self._host_only()):
+            logger.warning("%s: the CPU decodes: %s", self.where, reason)
+        elif wanted == "gpu":
+            loader.device = DeviceDecoding(self.backend, self._transformer)
+            logger.info("%s: the GPU decodes plain JPEGs, as decode says", self.where)
+        else:
+            self._judges = wanted == "auto"
+        return loader
+
+    def _wanted_decoder(self) -> str:
+        """Return cpu, gpu or auto; in a test auto is cpu."""
+        field = self.param.transform_param.decode
+        wanted = self.context.decode or caffe_pb2.TransformationParameter.Decoder.Name(field).lower()
+        return "cpu" if wanted == "auto" and self.context.phase == caffe_pb2.TEST else wanted
+
+    def _host_only(self) -> str:
+        """Return why only the host can decode this layer's images; empty: the device can."""
+        if not self.backend.decodes_images:
+            return f"{self.backend.name} cannot"
+        if field := self._transformer.host_only():
+            return f"{field} is applied on the CPU only"
+        return "" if self.byte_images(1) is not None else f"the transformation of {self.param.type} is the CPU's"
+
+    def next_batch(self, number: int) -> tuple[Prefetcher, Batch]:
+        found = super().next_batch(number)
+        if self._judges:
+            self._judge(found[1].passes)
+        return found
+
+    def _judge(self, passes: int) -> None:
+        """Let the GPU decode if the first batches came late because of the CPU's decoding (`decode: AUTO`)."""
+        self._passes += passes
+        now, waited = monotonic(), self.waited()[DECODING]
+        if self._judged_from is None and self._passes >= _FIRST_PASSES:
+            self._judged_from = now, waited
+        if self._judged_from is None or self._passes < _FIRST_PASSES + _JUDGED_PASSES:
+            return
+        self._judges = False
+        seconds = now - self._judged_from[0]
+        share = (waited - self._judged_from[1]) / seconds if seconds > 0 else 0.0
+        if share <= _MAX_WAIT:
+            logger.info("%s: the CPU decodes: training waits %.0f %% of the time for it", self.where, 100 * share)
+            return
+        loader = self._loader
+        assert isinstance(loader, ImageLoader)
+        try:
+            loader.device = DeviceDecoding(self.backend, self._transformer)
+        except MissingExtraError as error:
+            logger.warning("%s: the CPU decodes, and training waits for it: %s", self.where, error)
+        else:
+            logger.info(
+                "%s: the GPU decodes from now on: training waited %.0f %% of the time for the CPU",
+                self.where,
+                100 * share,
+            )
 
     def stage_totals(self) -> dict[str, float]:
         return self._loader.stages.totals() if isinstance(self._loader, ImageLoader) else {}

@@ -1,0 +1,122 @@
+"""JPEG decoding on the GPU: nvImageCodec decodes batches, a kernel resizes and crops them; imported by `input`.
+
+nvImageCodec uses the GPU's JPEG engines where it has some, else CUDA kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from caffepy.backend.cuda.compiler import launch, library_kernel
+from caffepy.backend.cuda.device import cupy
+from caffepy.backend.image_decoder import ImageDecoder
+from caffepy.errors import MissingExtraError
+
+_FIELDS = 11
+"""Numbers of a `Job` of kernels/place.cu."""
+_DECODING_THREADS = 2
+"""Threads of nvImageCodec for the parts of its work that the CPU does."""
+
+
+def import_nvimgcodec() -> Any:
+    """Import nvImageCodec.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        from nvidia import nvimgcodec
+    except ImportError as error:
+        extra = f"decode{cupy.cuda.runtime.runtimeGetVersion() // 1000}"
+        raise MissingExtraError("nvImageCodec", extra, "to decode images on the GPU") from error
+    return nvimgcodec
+
+
+class CudaImageDecoder(ImageDecoder):
+    """`ImageDecoder` of one GPU, on a stream of its own.
+
+    Args:
+        device: the GPU's number.
+
+    Raises:
+        MissingExtraError: nvImageCodec is not installed.
+    """
+
+    def __init__(self, device: int) -> None:
+        self._library = library = import_nvimgcodec()
+        kinds = (library.BackendKind.HW_GPU_ONLY, library.BackendKind.GPU_ONLY, library.BackendKind.HYBRID_CPU_GPU)
+        self._device = cupy.cuda.Device(device)
+        with self._device:
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._decoder = library.Decoder(
+            device_id=device, max_num_cpu_threads=_DECODING_THREADS, backends=[library.Backend(kind) for kind in kinds]
+        )
+        self._settings = library.DecodeParams(
+            apply_exif_orientation=False, color_spec=library.ColorSpec.SRGB, sample_format=library.SampleFormat.P_RGB
+        )
+        self._images: list[Any] = []
+        """Decoded images, whose memory the next batch reuses."""
+        self._crops: Any = None
+        self._jobs: Any = None
+        self._kernel = library_kernel("place", "place")
+
+    def decode(self, files: Sequence[Any], places: Any, pixels: Any) -> list[bool]:
+        with self._device, self._stream:
+            images = self._decode_files(files)
+            jobs = np.zeros((len(files), _FIELDS), np.int64)
+            for number, image in images.items():
+                jobs[number, :6] = _layout(image)
+                jobs[number, 6:] = places[number]
+            self._place(jobs, pixels)
+        return [number in images for number in range(len(files))]
+
+    def _decode_files(self, files: Sequence[Any]) -> dict[int, Any]:
+        """Return the images of the files that can be decoded, by index."""
+        streams: dict[int, Any] = {}
+        for number, file in enumerate(files):
+            if file is not None:
+                try:
+                    streams[number] = self._library.CodeStream(file)
+                except (RuntimeError, ValueError):
+                    continue
+        if not streams:
+            return {}
+        count = len(streams)
+        reused = self._images[:count] if len(self._images) >= count else None
+        decoded = self._decoder.decode(
+            list(streams.values()), images=reused, params=self._settings, cuda_stream=self._stream.ptr
+        )
+        images = {number: image for number, image in zip(streams, decoded, strict=True) if image is not None}
+        self._images = [*images.values(), *self._images[count:]] if reused else list(images.values())
+        return images
+
+    def _place(self, jobs: Any, pixels: Any) -> None:
+        """Resize and crop the decoded images, copy them to the host and wait."""
+        if self._crops is None or self._crops.size < pixels.size:
+            self._crops = cupy.empty(pixels.size, "uint8")
+        if self._jobs is None or self._jobs.shape[0] < len(jobs):
+            self._jobs = cupy.empty(jobs.shape, "int64")
+        runtime = cupy.cuda.runtime
+        runtime.memcpyAsync(
+            self._jobs.data.ptr, jobs.ctypes.data, jobs.nbytes, runtime.memcpyHostToDevice, self._stream.ptr
+        )
+        count, _, height, width = pixels.shape
+        launch(self._kernel, count * height * width, (self._jobs, count, height, width, self._crops))
+        runtime.memcpyAsync(
+            pixels.ctypes.data, self._crops.data.ptr, pixels.nbytes, runtime.memcpyDeviceToHost, self._stream.ptr
+        )
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        self._images, self._crops, self._jobs, self._decoder = [], None, None, None
+
+
+def _layout(image: Any) -> tuple[int, int, int, int, int, int]:
+    """Return address, strides in bytes of rows, columns and channels, height and width of a planar image."""
+    interface = image.__cuda_array_interface__
+    channels, height, width = interface["shape"]
+    strides = interface.get("strides") or (height * width, width, 1)
+    return interface["data"][0], strides[1], strides[2], strides[0], height, width
