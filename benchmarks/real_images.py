@@ -1,0 +1,379 @@
+"""Training from encoded images: what the readers reach, and what a GPU trains from JPEGs beside made-up images.
+
+    python benchmarks/real_images.py [--rows caffenet,resnet50,resnet50-resize,ssd300] [--cores 16] [--seconds 4]
+
+Makes JPEGs that look like photographs (smooth noise, shapes and grain, quality 90) and LMDBs of them in a temporary
+folder; epochs repeat and the files stay in the page cache, so this is not about disks. For each row:
+
+- `reading`: `caffepy time --data`, the data layer alone;
+- `made up`, `CPU decodes`, `GPU decodes`: `caffepy train`, with images that are made up once and stay on the GPU, from
+  the LMDB, and from the LMDB with `--decode gpu` (needs nvImageCodec). Images a second are those of the report;
+  `waited` is its share of waiting for data; `cores` are those that the process used;
+- `PyTorch`: `peers/torch_images.py`, torchvision's decoder in as many worker processes as there are cores, the loader
+  alone and with a net of torchvision.
+
+Without a GPU only `reading` is measured. `--rows decoder` measures nvImageCodec alone, with each kind of backend.
+`--cores` binds all of it to so many cores. The default run takes less than five minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+from google.protobuf import text_format
+from scaling import synthetic_net
+from zoo_nets import net_param
+
+from caffepy.config.load import read_net
+from caffepy.data.sources.record_write import record_key, write_datums
+from caffepy.proto import caffe_pb2
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 150
+"""Seconds that a run may take."""
+STARTED = "Learning Rate Policy"
+"""Part of the line that a training logs before its first iteration."""
+RESIZE = (
+    "img_rand_resize_lower: 256 img_rand_resize_upper: 480 interpolation_algo_down: INTER_LINEAR "
+    "interpolation_algo_up: INTER_LINEAR"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A net and the images that it is trained from.
+
+    Args:
+        folder: of the net, below models/.
+        size: height and width of the images.
+        batch: the net's batch size.
+        kind: the net's type.
+        crop: the net's input size.
+        guess: images a second that a core reads about.
+        transform: fields that are added to transform_param.
+        peer: net of torchvision.
+    """
+
+    folder: str
+    size: tuple[int, int]
+    batch: int
+    kind: str
+    crop: int
+    guess: int
+    transform: str = ""
+    peer: str = ""
+
+
+ROWS = {
+    "caffenet": Row("caffenet", (256, 256), 256, "FLOAT16", 227, 1500, peer="alexnet"),
+    "resnet50": Row("resnet50", (256, 256), 256, "FLOAT16", 224, 1500),
+    "resnet50-resize": Row("resnet50", (375, 500), 256, "FLOAT16", 224, 700, RESIZE, peer="resnet50"),
+    "ssd300": Row("ssd300", (375, 500), 32, "FLOAT16", 300, 100),
+}
+DISTINCT = {(256, 256): 2048, (375, 500): 1024}
+"""Different images of each size."""
+
+
+# -- images ----------------------------------------------------------------------------------------------
+
+
+def photograph(seed: int, height: int, width: int) -> bytes:
+    """A JPEG file: smooth noise at four scales, circles and lines, grain."""
+    cv2.setNumThreads(1)
+    rng = np.random.default_rng(seed)
+    image = np.zeros((height, width, 3), np.float32) + rng.uniform(70, 180, 3).astype(np.float32)
+    for cells, contrast in ((3, 70), (8, 45), (24, 30), (64, 12)):
+        noise = rng.standard_normal((max(height * cells // width, 2), cells, 3)).astype(np.float32)
+        noise = 0.8 * noise.mean(2, keepdims=True) + 0.4 * noise
+        image += contrast * cv2.resize(noise, (width, height), interpolation=cv2.INTER_CUBIC)
+    for _ in range(8):
+        color, at = rng.uniform(0, 255, 3).tolist(), (int(rng.integers(width)), int(rng.integers(height)))
+        if rng.random() < 0.5:
+            cv2.circle(image, at, int(rng.integers(8, width // 5)), color, -1, cv2.LINE_AA)
+        else:
+            cv2.line(image, at, (int(rng.integers(width)), int(rng.integers(height))), color, 3, cv2.LINE_AA)
+    image += 3 * rng.standard_normal((height, width, 1)).astype(np.float32)
+    settings = [cv2.IMWRITE_JPEG_QUALITY, 90]
+    return bytes(cv2.imencode(".jpg", np.clip(image, 0, 255).astype(np.uint8), settings)[1].tobytes())
+
+
+def make_images(size: tuple[int, int], cores: int) -> list[bytes]:
+    """The files of one size."""
+    make = partial(photograph, height=size[0], width=size[1])
+    with ProcessPoolExecutor(cores) as pool:
+        return list(pool.map(make, range(DISTINCT[size]), chunksize=16))
+
+
+def annotated(image: bytes, number: int) -> caffe_pb2.AnnotatedDatum:
+    """A record of a detector's database: an image with two boxes."""
+    record = caffe_pb2.AnnotatedDatum(type=caffe_pb2.AnnotatedDatum.BBOX)
+    record.datum.CopyFrom(caffe_pb2.Datum(data=image, encoded=True, label=-1))
+    for label, (left, top) in ((1 + number % 20, (0.1, 0.2)), (1 + number % 7, (0.5, 0.4))):
+        group = record.annotation_group.add(group_label=label)
+        box = group.annotation.add(instance_id=0).bbox
+        box.xmin, box.ymin, box.xmax, box.ymax = left, top, left + 0.4, top + 0.5
+    return record
+
+
+def write_databases(folder: Path, rows: Sequence[Row], cores: int) -> None:
+    """Write the LMDBs and the peer's files of some rows."""
+    for size in sorted({row.size for row in rows}):
+        images = make_images(size, cores)
+        name = f"{size[0]}x{size[1]}"
+        print(f"{len(images)} JPEGs of {name}, {np.mean([len(image) for image in images]) / 1000:.1f} kB", flush=True)
+        datums = (caffe_pb2.Datum(data=image, encoded=True, label=n % 1000) for n, image in enumerate(images))
+        write_datums(folder / name, ((record_key(n), datum) for n, datum in enumerate(datums)))
+        if any(row.folder == "ssd300" and row.size == size for row in rows):
+            records = (annotated(image, n) for n, image in enumerate(images))
+            write_datums(folder / f"{name}-boxes", ((record_key(n), record) for n, record in enumerate(records)))
+        np.save(folder / f"{name}-bytes.npy", np.frombuffer(b"".join(images), np.uint8))
+        np.save(folder / f"{name}-ends.npy", np.cumsum([len(image) for image in images]))
+
+
+# -- nets ------------------------------------------------------------------------------------------------
+
+
+def data_layer(row: Row, folder: Path, threads: int = 0) -> caffe_pb2.LayerParameter:
+    """The net's data layer in TRAIN, over our database."""
+    net = read_net(ROOT / "models" / row.folder / "train_val.prototxt")
+    layer = next(each for each in net.layer if each.type in ("Data", "AnnotatedData"))
+    name = f"{row.size[0]}x{row.size[1]}" + ("-boxes" if layer.type == "AnnotatedData" else "")
+    layer.data_param.source, layer.data_param.batch_size = str(folder / name), row.batch
+    layer.data_param.threads = threads
+    layer.annotated_data_param.ClearField("label_map_file")
+    text_format.Merge(row.transform, layer.transform_param)
+    return layer
+
+
+def made_up(row: Row) -> caffe_pb2.NetParameter:
+    """The net to train on images that are made up once."""
+    if row.folder != "ssd300":
+        shape = (row.batch, 3, row.crop, row.crop)
+        return synthetic_net(ROOT / "models" / row.folder / "train_val.prototxt", shape, row.kind)
+    net, _ = net_param(row.folder, True, row.batch, "DummyData")
+    net.layer[0].dummy_data_param.data_filler.add(type="constant", value=0.5)
+    net.layer[0].dummy_data_param.data_filler.add(type="constant", value=-1)
+    net.default_forward_type = net.default_backward_type = caffe_pb2.Type.Value(row.kind)
+    return net
+
+
+def write_solver(path: Path, net: caffe_pb2.NetParameter) -> Path:
+    """A solver that trains until it is stopped."""
+    param = caffe_pb2.SolverParameter(
+        net_param=net, base_lr=1e-6, lr_policy="fixed", momentum=0.9, weight_decay=0.0005, max_iter=10**7,
+        random_seed=1, snapshot_after_train=False, type="SGD",
+    )  # fmt: skip
+    path.write_text(text_format.MessageToString(param))
+    return path
+
+
+# -- runs ------------------------------------------------------------------------------------------------
+
+
+def processor_seconds(process: int) -> float:
+    """Seconds of the processor that a process has used."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def train(solver: Path, gpu: int, seconds: float, options: Sequence[str]) -> tuple[float, str, float]:
+    """Train for some seconds; images a second, the share of waiting for data, and the cores that were used."""
+    command = [sys.executable, "-m", "caffepy", "train", "--solver", str(solver), "--gpus", str(gpu), *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    assert process.stderr is not None
+    end = threading.Timer(LIMIT, process.kill)
+    end.start()
+    lines, cores = [], 0.0
+    try:
+        for line in process.stderr:
+            lines.append(line)
+            if STARTED in line:
+                time.sleep(2)  # compiles, tunes and captures
+                before, begin = processor_seconds(process.pid), time.monotonic()
+                time.sleep(seconds)
+                cores = (processor_seconds(process.pid) - before) / (time.monotonic() - begin)
+                process.send_signal(signal.SIGINT)
+        process.wait()
+    finally:
+        end.cancel()
+        process.kill()
+    text = "".join(lines)
+    rates, waits = re.findall(r"performance.*?([\d.]+) img/sec", text), re.findall(r"Waited for data (\d+ %)", text)
+    if not rates:
+        raise SystemExit(f"{' '.join(command)} failed:\n{text[-3000:]}")
+    for notice in re.findall(r"\] (.*decodes.*)", text):
+        print(f"{'':34}{notice}")
+    return float(rates[-1]), waits[-1] if waits else "-", cores
+
+
+def read(row: Row, folder: Path, options: Sequence[str], seconds: float, cores: int) -> None:
+    """Print what the data layer reads alone."""
+    net = caffe_pb2.NetParameter(name="data", layer=[data_layer(row, folder, cores)])
+    path = folder / "data.prototxt"
+    path.write_text(text_format.MessageToString(net))
+    iterations = max(int(seconds * row.guess * cores / row.batch), 8)
+    command = [sys.executable, "-m", "caffepy", "time", "--model", str(path), "--data", *options, "--iterations"]
+    result = subprocess.run([*command, str(iterations)], capture_output=True, text=True, timeout=LIMIT)
+    found = re.findall(r"\t(\d+) images/s.*, ([\d.]+) cores used", result.stderr)
+    if not found:
+        raise SystemExit(f"{' '.join(command)} failed:\n{result.stderr[-3000:]}")
+    shares = re.findall(r"\t(.*) of the threads' time", result.stderr)
+    show("reading", float(found[-1][0]), cores=float(found[-1][1]), more=shares[-1] if shares else "")
+
+
+def show(label: str, rate: float, waited: str = "", cores: float | None = None, more: str = "") -> None:
+    """Print a line of the table."""
+    used = "" if cores is None else f"{cores:.1f} cores"
+    share = f"waited {waited}" if waited else ""
+    print(f"  {label:28}{rate:10,.0f} images/s  {share:14} {used:11} {more}".rstrip(), flush=True)
+
+
+def measure(name: str, folder: Path, arguments: argparse.Namespace) -> None:
+    """Print a row's lines."""
+    row = ROWS[name]
+    print(f"{name}: {row.size[0]}x{row.size[1]} to {row.crop}x{row.crop}, batches of {row.batch}", flush=True)
+    gpu = arguments.gpu
+    read(row, folder, ["--cpu"] if gpu is None else ["--gpu", str(gpu)], arguments.seconds, arguments.cores)
+    if gpu is None:
+        return
+    net = made_up(row)
+    show("made up", *train(write_solver(folder / "solver.prototxt", net), gpu, arguments.seconds, []))
+    net.layer[0].CopyFrom(data_layer(row, folder))
+    solver = write_solver(folder / "solver.prototxt", net)
+    show("CPU decodes", *train(solver, gpu, arguments.seconds, ["--decode", "cpu"]))
+    if row.folder != "ssd300" and has("nvidia", "nvidia.nvimgcodec"):
+        show("GPU decodes", *train(solver, gpu, arguments.seconds, ["--decode", "gpu"]))
+    if row.peer and has("torch", "torchvision"):
+        for line in peer(row, folder, arguments):
+            print(line, flush=True)
+
+
+def has(*modules: str) -> bool:
+    """Whether modules are installed."""
+    return all(importlib.util.find_spec(module) is not None for module in modules)
+
+
+def peer(row: Row, folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
+    """PyTorch's lines of a row."""
+    program = ROOT / "benchmarks" / "peers" / "torch_images.py"
+    files = folder / f"{row.size[0]}x{row.size[1]}"
+    command = [sys.executable, str(program), str(files), row.peer, str(row.crop), str(row.batch), str(arguments.cores)]
+    command += [str(arguments.seconds), str(arguments.gpu), *(["256", "480"] if row.transform else [])]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    if result.returncode:
+        yield f"  PyTorch failed: {result.stderr[-1000:]}"
+    yield from result.stdout.splitlines()
+
+
+# -- nvImageCodec alone ----------------------------------------------------------------------------------
+
+
+def measure_decoder(folder: Path, arguments: argparse.Namespace) -> None:
+    """Print what nvImageCodec decodes in batches of 128, with each kind of backend and several decoders."""
+    from nvidia import nvimgcodec as library
+
+    kinds = library.BackendKind
+    choices = {
+        "JPEG engines": [kinds.HW_GPU_ONLY], "CUDA": [kinds.GPU_ONLY], "CUDA and CPU": [kinds.HYBRID_CPU_GPU],
+        "all": [kinds.HW_GPU_ONLY, kinds.GPU_ONLY, kinds.HYBRID_CPU_GPU],
+    }  # fmt: skip
+    planar, blue = library.SampleFormat.P_RGB, library.SampleFormat.I_BGR
+    for size in sorted(DISTINCT):
+        name = folder / f"{size[0]}x{size[1]}"
+        memory, ends = np.load(f"{name}-bytes.npy"), np.load(f"{name}-ends.npy").tolist()
+        files = [memory[begin:end] for begin, end in zip([0, *ends], ends, strict=False)][:1024]
+        for label, chosen in choices.items():
+            for count, layout in ((1, planar), (3, planar), (3, blue)):
+                try:
+                    rate = _decoder_rate(library, files, chosen, layout, count, arguments)
+                except Exception as error:
+                    print(f"  {label}, {count} decoders: {error}", flush=True)
+                    break
+                show(f"{size[0]}x{size[1]} {label}, {count} x {layout.name}", rate)
+
+
+def _decoder_rate(
+    nv: Any, files: list[np.ndarray], kinds: list[Any], layout: Any, count: int, arguments: argparse.Namespace
+) -> float:
+    """Images a second of `count` threads with a decoder each."""
+    done, until = [0] * count, [0.0]
+    settings = nv.DecodeParams(apply_exif_orientation=False, color_spec=nv.ColorSpec.SRGB, sample_format=layout)
+
+    def work(thread: int) -> None:
+        backends = [nv.Backend(kind) for kind in kinds]
+        decoder = nv.Decoder(device_id=arguments.gpu, max_num_cpu_threads=2, backends=backends)
+        images, at = None, 128 * thread
+        while time.monotonic() < until[0]:
+            batch = [nv.CodeStream(file) for file in files[at % 1024 : at % 1024 + 128]]
+            images = decoder.decode(batch, images=images, params=settings)
+            if any(image is None for image in images):
+                raise ValueError("cannot decode these files")
+            done[thread] += len(batch)
+            at += 128 * count
+
+    def run(seconds: float) -> float:
+        begin, until[0] = time.monotonic(), time.monotonic() + seconds
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.monotonic() - begin
+
+    run(0.5)
+    done[:] = [0] * count
+    elapsed = run(1.5)
+    if not all(done):
+        raise ValueError("cannot decode these files")
+    return sum(done) / elapsed
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    available = sorted(os.sched_getaffinity(0))
+    parser.add_argument("--rows", default=",".join(ROWS), help=f"some of {', '.join(ROWS)}, decoder")
+    parser.add_argument("--cores", type=int, default=min(len(available), 16), help="cores to use")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
+    parser.add_argument("--gpu", type=int, help="the GPU's number (default: 0, if there is one; -1: none)")
+    arguments = parser.parse_args()
+    os.sched_setaffinity(0, available[: arguments.cores])
+    if arguments.gpu is None and has("cupy"):
+        probe = "import cupy; print(cupy.cuda.runtime.getDeviceCount())"
+        found = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+        arguments.gpu = 0 if found.returncode == 0 and int(found.stdout) > 0 else None
+    arguments.gpu = None if arguments.gpu == -1 else arguments.gpu
+    names = arguments.rows.split(",")
+    rows = [ROWS[name] for name in names if name in ROWS] if names != ["decoder"] else list(ROWS.values())
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        begin = time.monotonic()
+        write_databases(folder, rows, arguments.cores)
+        print(f"made in {time.monotonic() - begin:.0f} s; {arguments.cores} cores", flush=True)
+        for name in names:
+            if name == "decoder":
+                measure_decoder(folder, arguments)
+            else:
+                measure(name, folder, arguments)
+        print(f"all in {time.monotonic() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
