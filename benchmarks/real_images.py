@@ -39,7 +39,6 @@ import cv2
 import numpy as np
 from google.protobuf import text_format
 from scaling import synthetic_net
-from zoo_nets import net_param
 
 from caffepy.config.load import read_net
 from caffepy.data.sources.record_write import record_key, write_datums
@@ -162,18 +161,6 @@ def data_layer(row: Row, folder: Path, threads: int = 0) -> caffe_pb2.LayerParam
     return layer
 
 
-def made_up(row: Row) -> caffe_pb2.NetParameter:
-    """The net to train on images that are made up once."""
-    if row.folder != "ssd300":
-        shape = (row.batch, 3, row.crop, row.crop)
-        return synthetic_net(ROOT / "models" / row.folder / "train_val.prototxt", shape, row.kind)
-    net, _ = net_param(row.folder, True, row.batch, "DummyData")
-    net.layer[0].dummy_data_param.data_filler.add(type="constant", value=0.5)
-    net.layer[0].dummy_data_param.data_filler.add(type="constant", value=-1)
-    net.default_forward_type = net.default_backward_type = caffe_pb2.Type.Value(row.kind)
-    return net
-
-
 def write_solver(path: Path, net: caffe_pb2.NetParameter) -> Path:
     """A solver that trains until it is stopped."""
     param = caffe_pb2.SolverParameter(
@@ -253,9 +240,11 @@ def measure(name: str, folder: Path, arguments: argparse.Namespace) -> None:
     read(row, folder, ["--cpu"] if gpu is None else ["--gpu", str(gpu)], arguments.seconds, arguments.cores)
     if gpu is None:
         return
-    net = made_up(row)
+    net = synthetic_net(folder, row.folder, row.batch, row.kind)  # with images that are made up once
     show("made up", *train(write_solver(folder / "solver.prototxt", net), gpu, arguments.seconds, []))
-    net.layer[0].CopyFrom(data_layer(row, folder))
+    learned = [layer for layer in net.layer if layer.bottom]
+    del net.layer[:]
+    net.layer.extend([data_layer(row, folder), *learned])
     solver = write_solver(folder / "solver.prototxt", net)
     show("CPU decodes", *train(solver, gpu, arguments.seconds, ["--decode", "cpu"]))
     if row.folder != "ssd300" and has("nvidia", "nvidia.nvimgcodec"):
