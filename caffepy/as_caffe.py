@@ -5,6 +5,10 @@ In a notebook `import caffepy.as_caffe` before `import caffe`; on the command li
 
 A Caffe that is installed comes first all the same, unless `--force` stands before the script or `install(force=True)`
 was called; a folder `caffe` that lacks the compiled `_caffe`, such as Caffe's sources, does not count as one.
+
+Modules that caffepy lacks come from the folders `caffe` on sys.path. `caffe.model_libs` comes from there even though
+caffepy has it, because forks of SSD's Caffe change it together with their scripts. These modules have Python 2's
+`xrange`, which the scripts get with `from caffe.model_libs import *`.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ _SAME = {
     "caffe.proto.caffe_pb2": "caffepy.proto.caffe_pb2",
 }
 """Modules of pycaffe that are not named alike in `caffepy.pycaffe`."""
+_FORKS_OWN = frozenset(("caffe.model_libs",))
+"""Modules of which a fork's version precedes caffepy's."""
 
 _USAGE = "usage: python -m caffepy.as_caffe [--force] (script.py | -m module) [argument ...]"
 
@@ -54,6 +60,18 @@ class _Loader(importlib.abc.Loader):
         module.__spec__ = self._own_spec  # the import system has just put the second name's there
 
 
+class _ForkLoader(importlib.machinery.SourceFileLoader):
+    """Runs a fork's module, which may be written for Python 2."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        names = vars(module)
+        names["xrange"] = range
+        super().exec_module(module)
+        if "UnpackVariable" in names:  # SSD's begins with `assert len > 0`, which Python 3 refuses
+            own = importlib.import_module("caffepy.pycaffe.model_libs")
+            names["UnpackVariable"] = own.UnpackVariable
+
+
 class CaffeFinder(importlib.abc.MetaPathFinder):
     """Finds `caffe` and its modules in `caffepy.pycaffe`.
 
@@ -67,7 +85,10 @@ class CaffeFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The module of caffepy that has this name of Caffe's, None where it has none or a real Caffe is there."""
+        """The module of caffepy that has this name of Caffe's, or the file of a folder `caffe` on sys.path.
+
+        None if there is neither, or if a real Caffe is installed.
+        """
         if fullname.partition(".")[0] != "caffe":
             return None
         if fullname == "caffe" and not self.force and (other := installed_caffe()) is not None:
@@ -75,14 +96,28 @@ class CaffeFinder(importlib.abc.MetaPathFinder):
             return None
         if fullname != "caffe" and not _is_ours(sys.modules.get("caffe")):
             return None
+        if fullname in _FORKS_OWN and (forks := _find_in_folders(fullname)) is not None:
+            return forks
         own = _SAME.get(fullname, fullname.replace("caffe", "caffepy.pycaffe", 1))
-        found = importlib.util.find_spec(own)
+        try:
+            found = importlib.util.find_spec(own)
+        except ModuleNotFoundError:  # its package comes from a folder on sys.path
+            found = None
         if found is None:
-            return None
+            return _find_in_folders(fullname)
         is_package = found.submodule_search_locations is not None
         spec = importlib.machinery.ModuleSpec(fullname, _Loader(own), is_package=is_package)
         spec.origin = found.origin
         return spec
+
+
+def _find_in_folders(name: str) -> importlib.machinery.ModuleSpec | None:
+    """Find a module such as `caffe.a.b` as the file ``caffe/a/b.py`` of a folder on sys.path."""
+    package = name.split(".")[:-1]
+    spec = importlib.machinery.PathFinder.find_spec(name, [str(Path(entry, *package)) for entry in sys.path])
+    if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+        spec.loader = _ForkLoader(name, spec.loader.path)
+    return spec
 
 
 def _is_ours(module: ModuleType | None) -> bool:

@@ -43,6 +43,10 @@ class ConfigError(UserError):
     """A prototxt or a command-line option does not hold together."""
 
 
+class OptionError(ConfigError):
+    """An option of the command line is unknown, or its value is invalid."""
+
+
 class ShapeError(UserError):
     """Blobs of shapes that do not fit, with the layer that found them."""
 

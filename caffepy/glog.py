@@ -1,22 +1,43 @@
-"""Lines of the log as glog writes them, and the handler that writes them to stderr.
+"""Lines of the log as glog writes them, and the handlers that write them to stderr and to glog's files.
 
     I1121 11:29:00.123456 12345 solver.py:123] Iteration 100, loss = 0.25
 
 Level letter, month and day, time, thread, source line. The error that ends the command is ``caffepy: error: message``,
-as `caffepy.cli.main` prints it.
+or for Caffe's programs a line of level F.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
 
 ENDS = {"ends": True}
 """`extra` of the record of an error that ends the command without an exception in `caffepy.cli.main`."""
 _LETTERS = {logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "F"}
+LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
+"""Logging levels by glog severity."""
+_SEVERITIES = ("INFO", "WARNING", "ERROR", "FATAL")
+
+
+def minimum_level() -> int:
+    """The level below which nothing is logged, from the environment variable GLOG_minloglevel (0 to 3)."""
+    value = os.environ.get("GLOG_minloglevel", "")  # noqa: SIM112
+    return LEVELS[min(int(value), len(LEVELS) - 1)] if value.isdecimal() else logging.INFO
+
+
+def log_folder() -> Path | None:
+    """The folder of glog's log files: GLOG_log_dir, unless GLOG_logtostderr is set; None without one."""
+    folder = os.environ.get("GLOG_log_dir")  # noqa: SIM112
+    to_stderr = os.environ.get("GLOG_logtostderr", "")[:1].lower() in ("1", "t", "y")  # noqa: SIM112
+    return Path(folder) if folder and not to_stderr else None
 
 
 class GlogFormatter(logging.Formatter):
@@ -24,15 +45,18 @@ class GlogFormatter(logging.Formatter):
 
     Args:
         prefix: put before each message; names the rank.
+        glogs_errors: also the error that ends the command.
     """
 
-    def __init__(self, prefix: str = "") -> None:
+    def __init__(self, prefix: str = "", glogs_errors: bool = False) -> None:
         super().__init__()
         self._prefix = prefix
+        self._glogs_errors = glogs_errors
 
     def format(self, record: logging.LogRecord) -> str:
         """`I1121 11:29:00.123456 12345 solver.py:123] message`, a traceback below it or above the last error."""
-        if getattr(record, "ends", False):
+        ends = getattr(record, "ends", False)
+        if ends and not self._glogs_errors:
             trace = f"{self.formatException(record.exc_info)}\n" if record.exc_info else ""
             return f"{trace}caffepy: error: {record.getMessage()}"
         letter = _LETTERS.get(record.levelno, "I")
@@ -65,3 +89,63 @@ class StderrHandler(logging.Handler):
             self.write_line(self.format(record))
         except (OSError, ValueError):
             return
+
+
+class FileHandler(logging.Handler):
+    """Writes glog's log files: one per severity, with the lines of this and higher severities.
+
+    A file ``caffe.HOST.USER.log.INFO.20170101-120000.4711`` is made with the first line for it, and the symbolic link
+    ``caffe.INFO`` names it. If it cannot be made, a line on stderr says so, and the command goes on.
+
+    Args:
+        folder: of the files.
+        program: the first part of their names.
+    """
+
+    def __init__(self, folder: Path, program: str) -> None:
+        super().__init__()
+        self._folder = folder
+        self._program = program
+        self._files: list[TextIO | None] = []
+        """By severity, those that have been needed so far; None: it cannot be made."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record to the files of its severity and of lower ones."""
+        severity = sum(record.levelno >= level for level in LEVELS[1:])
+        line = self.format(record)
+        while len(self._files) <= severity:
+            self._files.append(self._open(_SEVERITIES[len(self._files)]))
+        for file in self._files[: severity + 1]:
+            if file is not None:
+                with suppress(OSError, ValueError):  # full disk
+                    file.write(f"{line}\n")
+                    file.flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            if file is not None:
+                with suppress(OSError):
+                    file.close()
+        self._files = []
+        super().close()
+
+    def _open(self, severity: str) -> TextIO | None:
+        now, user = time.localtime(), os.environ.get("USER") or "invalid-user"
+        stamp = time.strftime("%Y%m%d-%H%M%S", now)
+        name = f"{self._program}.{socket.gethostname()}.{user}.log.{severity}.{stamp}.{os.getpid()}"
+        link = self._folder / f"{self._program}.{severity}"
+        try:
+            file = (self._folder / name).open("a", encoding="utf-8", errors="backslashreplace")
+        except OSError as error:
+            write_line(f"Could not create log file: {error.strerror}: '{self._folder / name}'")
+            return None
+        with suppress(OSError):
+            link.unlink(missing_ok=True)
+            link.symlink_to(name)
+        file.write(
+            f"Log file created at: {time.strftime('%Y/%m/%d %H:%M:%S', now)}\n"
+            f"Running on machine: {socket.gethostname()}\n"
+            "Log line format: [IWEF]mmdd hh:mm:ss.uuuuuu threadid file:line] msg\n"
+        )
+        return file

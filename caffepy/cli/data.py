@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caffepy.cli.options import Parser, add_force_flag, add_positionals, add_switch
-from caffepy.errors import ConfigError
+from caffepy.errors import ConfigError, DataError, RunError
 from caffepy.options.types import natural
 
 if TYPE_CHECKING:
@@ -131,6 +131,11 @@ def add_parser_convert_annoset(subparsers: argparse._SubParsersAction[Parser]) -
         "convert_annoset", help="make a database of images with boxes", description=_CONVERT_ANNOSET
     )
     add_positionals(parser, (*ROOT_AND_LIST, ("DB_NAME", Path, "the database to make")))
+    _add_annotation_flags(parser)
+
+
+def _add_annotation_flags(parser: Parser) -> None:
+    """Add the flags of convert_annoset and create_annoset."""
     parser.add_argument(
         "--anno-type", choices=("classification", "detection"), default="classification",
         help="whether the list has labels or annotation files (classification)",
@@ -167,6 +172,46 @@ def run_convert_annoset(args: argparse.Namespace) -> int:
         )
     print(f"{args.db_name}: {done.records} images{f', {done.skipped} left out' if done.skipped else ''}")
     return 0
+
+
+_CREATE_ANNOSET = """\
+Make a database of images with labels or boxes and a link to it, as the scripts/create_annoset.py of SSD's Caffe does.
+
+The folder of DB_NAME and EXAMPLEDIR are made if they are absent. The link has the database's name."""
+
+
+def add_parser_create_annoset(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command and its options."""
+    parser = subparsers.add_parser(
+        "create_annoset", help="make a database of images with boxes and a link to it", description=_CREATE_ANNOSET
+    )
+    example = ("EXAMPLEDIR", Path, "the folder of the link")
+    add_positionals(parser, (*ROOT_AND_LIST, ("DB_NAME", Path, "the database to make"), example))
+    add_switch(parser, "redo", "replace an existing database, like --force")
+    _add_annotation_flags(parser)
+
+
+def run_create_annoset(args: argparse.Namespace) -> int:
+    """Make the database and the link, and print the record count.
+
+    Raises:
+        ConfigError: a required label map is missing.
+        DataError: as `run_convert_annoset`; or EXAMPLEDIR has a file of the link's name.
+        RunError: writing failed.
+    """
+    link = args.exampledir / args.db_name.name
+    if link.exists() and not link.is_symlink():
+        raise DataError(f"'{link}' exists and is no symbolic link; remove it, or name another EXAMPLEDIR")
+    args.force = args.force or args.redo
+    try:
+        args.db_name.parent.mkdir(parents=True, exist_ok=True)
+        status = run_convert_annoset(args)
+        args.exampledir.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(args.db_name.absolute())
+    except OSError as error:
+        raise RunError(f"'{error.filename}' cannot be written: {error.strerror}") from error
+    return status
 
 
 logger = logging.getLogger(__name__)
@@ -212,6 +257,11 @@ def run_compute_image_mean(args: argparse.Namespace) -> int:
     return 0
 
 
+_MNIST_FILES: tuple[tuple[str, type, str], ...] = (
+    ("IMAGE_FILE", Path, "idx3 file of images"),
+    ("LABEL_FILE", Path, "idx1 file of labels"),
+    ("DB_NAME", Path, "the database to make"),
+)
 _CONVERT_MNIST_DATA = """\
 Make a database from MNIST files, or other files in idx format, as Caffe's convert_mnist_data does.
 
@@ -223,12 +273,7 @@ def add_parser_convert_mnist_data(subparsers: argparse._SubParsersAction[Parser]
     parser = subparsers.add_parser(
         "convert_mnist_data", help="make a database from MNIST files", description=_CONVERT_MNIST_DATA
     )
-    names = (
-        ("IMAGE_FILE", Path, "idx3 file of images"),
-        ("LABEL_FILE", Path, "idx1 file of labels"),
-        ("DB_NAME", Path, "the database to make"),
-    )
-    add_positionals(parser, names)
+    add_positionals(parser, _MNIST_FILES)
     add_backend_flags(parser)
 
 
@@ -244,6 +289,40 @@ def run_convert_mnist_data(args: argparse.Namespace) -> int:
 
     target = Database(args.db_name, args.backend, args.force)
     print(f"{args.db_name}: {convert_digits(args.image_file, args.label_file, target)} images")
+    return 0
+
+
+_CONVERT_MNIST_SIAMESE_DATA = """\
+Make a database of random pairs of digits for a siamese net, as Caffe's convert_mnist_siamese_data does.
+
+A record has two images as channels, and the label 1 if they show the same digit, else 0. There are as many pairs as
+images."""
+
+
+def add_parser_convert_mnist_siamese_data(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command and its options."""
+    parser = subparsers.add_parser(
+        "convert_mnist_siamese_data",
+        help="make a database of pairs of MNIST's digits",
+        description=_CONVERT_MNIST_SIAMESE_DATA,
+    )
+    add_positionals(parser, _MNIST_FILES)
+    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="seed of the pairs (0)")
+    add_backend_flags(parser, "leveldb")
+
+
+def run_convert_mnist_siamese_data(args: argparse.Namespace) -> int:
+    """Make the database and print its record count.
+
+    Raises:
+        DataError: the files are not a valid pair, or the database exists.
+        RunError: writing failed.
+    """
+    from caffepy.data.conversion.image_sets import Database
+    from caffepy.data.conversion.mnist_cifar import convert_digit_pairs
+
+    target = Database(args.db_name, args.backend, args.force)
+    print(f"{args.db_name}: {convert_digit_pairs(args.image_file, args.label_file, target, args.seed)} pairs")
     return 0
 
 
@@ -351,9 +430,10 @@ def run_get_image_size(args: argparse.Namespace) -> int:
 # -- flags of several tools --------------------------------------------------------------------------------
 
 
-def add_backend_flags(parser: argparse._ActionsContainer) -> None:
+def add_backend_flags(parser: argparse._ActionsContainer, default: str = "lmdb") -> None:
     """Add --backend and --force, for tools that write a database."""
-    parser.add_argument("--backend", choices=("lmdb", "leveldb"), default="lmdb", help="kind of database (lmdb)")
+    kinds = ("lmdb", "leveldb")
+    parser.add_argument("--backend", choices=kinds, default=default, help=f"kind of database ({default})")
     add_force_flag(parser)
 
 

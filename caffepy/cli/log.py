@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from caffepy.errors import CaffepyError
-from caffepy.glog import GlogFormatter, StderrHandler
+from caffepy.glog import FileHandler, GlogFormatter, StderrHandler, log_folder, minimum_level
 from caffepy.parallel.processes.launcher import find_launcher
 from caffepy.progress import progress_bar
 
@@ -38,24 +38,34 @@ def raise_once(error: CaffepyError) -> NoReturn:
 
 
 @contextmanager
-def log_to_stderr(verbose: bool = False) -> Iterator[StderrHandler]:
-    """Send caffepy's log to stderr within a `with` block.
+def log_to_stderr(verbose: bool = False, caffes: str = "") -> Iterator[StderrHandler]:
+    """Send caffepy's log to stderr within a `with` block, and to the files of GLOG_log_dir if it is set.
 
     Args:
         verbose: log debug lines too, on every rank.
+        caffes: the name of Caffe's program that this process replaces; errors are then glog's lines. "": caffepy.
     """
     launcher = find_launcher()
     rank = launcher.rank if launcher else 0
+    prefix = f"[rank {rank}] " if launcher and verbose else ""
     handler = StderrHandler()
-    handler.setFormatter(GlogFormatter(f"[rank {rank}] " if launcher and verbose else ""))
+    handler.setFormatter(GlogFormatter(prefix, bool(caffes)))
+    handlers: list[logging.Handler] = [handler]
+    if (folder := log_folder()) is not None:
+        handlers.append(FileHandler(folder, caffes or "caffe"))
+        handlers[-1].setFormatter(GlogFormatter(prefix, glogs_errors=True))
     logger = logging.getLogger("caffepy")
     before = logger.level
-    logger.setLevel(logging.DEBUG if verbose else logging.INFO if rank == 0 else logging.ERROR)
-    logger.addHandler(handler)
+    level = minimum_level() if rank == 0 else max(minimum_level(), logging.ERROR)
+    logger.setLevel(logging.DEBUG if verbose else level)
+    for one in handlers:
+        logger.addHandler(one)
     try:
         yield handler
     finally:
-        logger.removeHandler(handler)
+        for one in handlers:
+            logger.removeHandler(one)
+            one.close()
         logger.setLevel(before)
 
 

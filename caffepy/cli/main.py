@@ -6,6 +6,7 @@ import argparse
 import errno
 import importlib
 import io
+import logging
 import os
 import signal
 import sys
@@ -24,14 +25,18 @@ from caffepy.errors import (
     CaffepyError,
     ConfigError,
     InternalError,
+    OptionError,
     OutOfMemoryError,
     RunError,
     lacks_threads,
     one_line,
 )
 from caffepy.files import open_closed_streams
+from caffepy.glog import ENDS
 from caffepy.options import ExtensionOptions
 from caffepy.registry import suggest
+
+logger = logging.getLogger(__name__)
 
 GROUPS = {
     "training": ("train", "test", "test_detection", "time", "warm-up", "snapshot", "new", "data"),
@@ -41,13 +46,16 @@ GROUPS = {
     "data sets": (
         "convert_imageset",
         "convert_annoset",
+        "create_annoset",
         "compute_image_mean",
         "convert_mnist_data",
+        "convert_mnist_siamese_data",
         "convert_cifar_data",
         "create_label_map",
         "get_image_size",
     ),
     "other formats": ("export", "import"),
+    "Caffe's programs": ("shims",),
     "old files": ("upgrade_net_proto_text", "upgrade_net_proto_binary", "upgrade_solver_proto_text"),
 }
 """Commands by group, for `caffepy --help`."""
@@ -66,7 +74,7 @@ MODULES = {
 }
 """Modules with several commands. Their functions end with the command's name."""
 WITHOUT_NETS = frozenset(
-    ("data", "new", "device_query", "launch", "bench", "parse_log", "plot_training_log", *GROUPS["data sets"])
+    ("data", "new", "device_query", "launch", "bench", "parse_log", "plot_training_log", "shims", *GROUPS["data sets"])
 )
 """Commands that read no nets, and so have no `ExtensionOptions`. `launch` starts commands that have them."""
 WRITERS = frozenset({*MODULES, "data", "deploy", "new", "draw_net", "extract_features"} - {"test", "test_detection"})
@@ -81,6 +89,8 @@ ALIASES = {
 """Caffe's older programs: the command that replaces each, and the options for their positional arguments:
 ``train_net solver.prototxt``, ``test_net net.prototxt net.caffemodel 100 GPU 0``."""
 
+ABORTED = 128 + signal.SIGABRT
+"""Exit status after an error of Caffe's programs, which abort, as shells have it."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells: 128 + SIGINT."""
 PIPE_CLOSED = 141
@@ -109,39 +119,50 @@ class Ended(KeyboardInterrupt):
         self.status = 128 + number
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: the process's own) and return the exit status."""
+def main(argv: Sequence[str] | None = None, caffes: str = "") -> int:
+    """Run the command line `argv` (default: the process's own) and return the exit status.
+
+    Args:
+        argv: the command and its arguments.
+        caffes: the name of Caffe's program that this process replaces. Errors are then glog's lines, and the status is
+            `ABORTED`, or 1 for an option that Caffe would refuse. "": caffepy.
+    """
     open_closed_streams()
+    arguments = expand(normalise(sys.argv[1:] if argv is None else argv))
+    as_caffe.install(force=True)  # modules of Python layers import caffe
     try:
-        return _main(argv)
+        with log_to_stderr("--verbose" in arguments, caffes):
+            return _main(arguments, caffes)
     finally:
         _drop_unwritten_log()
 
 
-def _main(argv: Sequence[str] | None) -> int:
-    arguments = expand(normalise(sys.argv[1:] if argv is None else argv))
+def _main(arguments: list[str], caffes: str) -> int:
     verbose = "--verbose" in arguments
     traced = verbose or "--traceback" in arguments or bool(os.environ.get(TRACEBACK))
-    as_caffe.install(force=True)  # modules of Python layers import caffe
     try:
         _print_anything()
-        with log_to_stderr(verbose):
-            return _run(arguments, verbose)
+        return _run(arguments, verbose)
+    except OptionError as error:
+        status = RunError.exit_status if caffes else error.exit_status
+        return _report(str(error), status, traced, logging.ERROR)
     except CaffepyError as error:
-        return _report(str(error), error.exit_status, traced)
+        return _report(str(error), ABORTED if caffes else error.exit_status, traced)
     except Ended as ended:
         return _report(f"ended by {ended}", ended.status, traced)
     except KeyboardInterrupt:
-        return _report("interrupted", INTERRUPTED, traced)
+        return _report("interrupted", INTERRUPTED, traced, logging.ERROR)
     except SystemExit as leaving:  # --help, --version, or a rank whose error the root reports
-        return int(leaving.code or 0)
+        status = int(leaving.code or 0)
+        return ABORTED if caffes and status else status
     except BrokenPipeError:
         _discard(sys.stdout)
         return PIPE_CLOSED
     except MemoryError:
-        return _report(NO_MEMORY, OutOfMemoryError.exit_status, traced)
+        return _report(NO_MEMORY, ABORTED if caffes else OutOfMemoryError.exit_status, traced)
     except Exception as error:
-        return _unforeseen(error, traced)
+        status = _unforeseen(error, traced)
+        return ABORTED if caffes else status
 
 
 def _run(arguments: list[str], verbose: bool) -> int:
@@ -286,11 +307,8 @@ def _print_anything() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _report(message: str, status: int, traced: bool) -> int:
-    with suppress(OSError):  # full disk
-        if traced:
-            traceback.print_exc()
-        print(f"caffepy: error: {rank_prefix()}{one_line(message)}", file=sys.stderr)
+def _report(message: str, status: int, traced: bool, level: int = logging.CRITICAL) -> int:
+    logger.log(level, "%s%s", rank_prefix(), one_line(message), exc_info=traced, extra=ENDS)
     return status
 
 

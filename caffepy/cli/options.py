@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from caffepy.errors import ConfigError
+from caffepy.errors import OptionError
 from caffepy.options import ExecutionOptions
 from caffepy.options.declaration import Option, options_of
 from caffepy.options.types import gpu_list
@@ -41,32 +41,32 @@ def normalise(arguments: Sequence[str]) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises ConfigError: one line, with the nearest option if there is one."""
+    """An ArgumentParser that raises OptionError: one line, with the nearest option if there is one."""
 
     def __init__(self, **settings: object) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(allow_abbrev=False, **settings)  # type: ignore[arg-type]
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError instead of printing the usage and exiting."""
-        raise ConfigError(f"{message}; '{self.prog} --help' lists the options")
+        """Raise OptionError instead of printing the usage and exiting."""
+        raise OptionError(f"{message}; '{self.prog} --help' lists the options")
 
     def parse_strictly(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse the arguments; leftover arguments are an error.
 
         Raises:
-            ConfigError: an unknown option or argument, or an invalid value. The message uses the given name of an
+            OptionError: an unknown option or argument, or an invalid value. The message uses the given name of an
                 option.
         """
         try:
             namespace, rest = self.parse_known_args(arguments)
-        except ConfigError as error:
+        except OptionError as error:
             given = {argument.split("=")[0] for argument in arguments}
 
             def name_given(found: re.Match[str]) -> str:
                 return next((name for name in found[0].split("/") if name in given), found[0])
 
-            raise ConfigError(_NAMES.sub(name_given, str(error))) from None
+            raise OptionError(_NAMES.sub(name_given, str(error))) from None
         parser: Parser = getattr(namespace, "parser", self)
         while rest and not rest[0].startswith("-") and parser.take_late(namespace, rest[0]):
             rest = rest[1:]
@@ -94,7 +94,7 @@ class Parser(argparse.ArgumentParser):
         """Report an unexpected argument.
 
         Raises:
-            ConfigError: always.
+            OptionError: always.
         """
         name = argument.split("=")[0]
         if not name.startswith("-"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from caffepy.version import __version__ as __version__
+from caffepy import version
 
 if TYPE_CHECKING:
     from caffepy import proto as proto
@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from caffepy.pycaffe.solver import Solver as Solver
     from caffepy.pycaffe.solver import get_solver as get_solver
     from caffepy.pycaffe.timer import Timer as Timer
+
+__version__ = version.CAFFE_VERSION
 
 _NAMES = {
     "blob": "Blob BlobVec",

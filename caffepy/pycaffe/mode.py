@@ -11,16 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from caffepy.data.schedule import Shard
-from caffepy.glog import GlogFormatter, StderrHandler
+from caffepy.glog import LEVELS, GlogFormatter, StderrHandler
 from caffepy.options.solver import MATH_MODES
 from caffepy.proto import caffe_pb2
 from caffepy.pycaffe.core.device import Device, cpu_device, device_of
 from caffepy.pycaffe.core.errors import ArgumentError, whole_number
 
 logger = logging.getLogger("caffepy.pycaffe")
-
-_LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
-"""Logging levels by glog severity."""
 
 VARIABLE = "CAFFEPY_LAYER_BY_LAYER"
 """Environment variable: 1 acts like `set_layer_by_layer()`, for unmodified scripts."""
@@ -196,7 +193,7 @@ def init_log(level: int = 0, stderr: bool = True) -> None:
     package.removeHandler(_handler)
     if stderr:
         package.addHandler(_handler)
-    package.setLevel(_LEVELS[min(max(level, 0), len(_LEVELS) - 1)])
+    package.setLevel(LEVELS[min(max(level, 0), len(LEVELS) - 1)])
     package.propagate = False
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from caffepy.layers.core.base import unknown_type_advice
@@ -88,9 +89,20 @@ def assign_proto(proto: Message, name: str, val: Any) -> None:
             raise type(error)(_refusal(proto, name, value)) from error
 
 
+_WHOLE = (
+    FieldDescriptor.CPPTYPE_INT32,
+    FieldDescriptor.CPPTYPE_INT64,
+    FieldDescriptor.CPPTYPE_UINT32,
+    FieldDescriptor.CPPTYPE_UINT64,
+)
+
+
 def _put(proto: Message, name: str, value: Any) -> None:
-    """Set a field, or append to a repeated one."""
+    """Set a field, or append to a repeated one. A whole number may be a float: scripts of Python 2 divide by /."""
     field = getattr(proto, name)
+    whole = isinstance(value, float) and value.is_integer()
+    if whole and proto.DESCRIPTOR.fields_by_name[name].cpp_type in _WHOLE:
+        value = int(value)
     if hasattr(field, "extend"):
         field.append(value)
     elif isinstance(value, Message):

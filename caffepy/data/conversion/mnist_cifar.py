@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from caffepy.data.conversion.image_sets import Database
 from caffepy.data.conversion.mean import compute_mean, write_mean
 from caffepy.data.sources.mnist import digit_datums, parse_images, parse_labels, read_idx
-from caffepy.data.sources.record_write import check_overwrite, write_datums
+from caffepy.data.sources.record_write import check_overwrite, record_key, write_datums
 from caffepy.errors import DataError
 from caffepy.files import read_regular
 from caffepy.proto import caffe_pb2
@@ -35,11 +35,53 @@ def convert_digits(images_file: Path, labels_file: Path, target: Database) -> in
         RunError: writing failed.
     """
     check_overwrite(target.path, target.force)
+    images, labels = _read_digits(images_file, labels_file)
+    return write_datums(target.path, digit_datums(images, labels), target.force, target.backend)
+
+
+def convert_digit_pairs(images_file: Path, labels_file: Path, target: Database, seed: int) -> int:
+    """Create a database of random pairs of images, as Caffe's `convert_mnist_siamese_data.cpp`.
+
+    A Datum has both images as its channels. Its label is 1 if the labels of the images are equal, else 0. There are as
+    many pairs as images.
+
+    Args:
+        images_file: an idx3 file, gzipped or not.
+        labels_file: an idx1 file, gzipped or not.
+        target: the database.
+        seed: of the pairs.
+
+    Returns:
+        The number of records.
+
+    Raises:
+        DataError: a file is not an idx file, the numbers of images and labels differ, or the database exists.
+        RunError: writing failed.
+    """
+    check_overwrite(target.path, target.force)
+    images, labels = _read_digits(images_file, labels_file)
+    pairs = np.random.default_rng(seed).integers(len(images), size=(len(images), 2))
+    return write_datums(target.path, _pair_datums(images, labels, pairs), target.force, target.backend)
+
+
+def _pair_datums(
+    images: NDArray[np.uint8], labels: NDArray[np.uint8], pairs: NDArray[np.int64]
+) -> Iterator[tuple[bytes, caffe_pb2.Datum]]:
+    _, height, width = images.shape
+    for number, pair in enumerate(pairs):
+        first, second = labels[pair]
+        data = images[pair].tobytes()
+        datum = caffe_pb2.Datum(channels=2, height=height, width=width, data=data, label=int(first == second))
+        yield record_key(number), datum
+
+
+def _read_digits(images_file: Path, labels_file: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Return the images and labels of two idx files: (N, H, W) and (N,)."""
     images = parse_images(read_idx(images_file), str(images_file))
     labels = parse_labels(read_idx(labels_file), str(labels_file), _MAX_CLASSES)
     if len(images) != len(labels):
         raise DataError(f"{images_file} has {len(images)} images and {labels_file} {len(labels)} labels")
-    return write_datums(target.path, digit_datums(images, labels), target.force, target.backend)
+    return images, labels
 
 
 # -- CIFAR-10 ------------------------------------------------------------------------------------------

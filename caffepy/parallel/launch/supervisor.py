@@ -22,7 +22,7 @@ _TERM_SECONDS = 2.0
 """Between SIGTERM and SIGKILL."""
 _DRAIN_SECONDS = 2.0
 """How long the rest of its output is read after the process has ended: another process may hold the pipe open."""
-_ERROR = re.compile(rb"(?:E\d{4} [\d:.]+ +\d+ \S+\] (?:\[rank \d+\] )?|caffepy: error: )(.+)")
+_ERROR = re.compile(rb"(?:[EF]\d{4} [\d:.]+ +\d+ \S+\] (?:\[rank \d+\] )?|caffepy: error: )(.+)")
 _LONGEST_LINE = 1 << 16
 _PR_SET_PDEATHSIG = 1
 

@@ -129,6 +129,8 @@ def test_assign_proto():
     assert [param.lr_mult for param in layer.param] == [2]
     assert [list(shape.dim) for shape in layer.dummy_data_param.shape] == [[2], [3]]
     assert layer.convolution_param.group == 2
+    assign_proto(layer, "convolution_param", {"num_output": 64 / 2, "kernel_size": [3, 4 / 2]})
+    assert layer.convolution_param.num_output == 32 and list(layer.convolution_param.kernel_size) == [3, 2]
     with pytest.raises(AttributeError, match="colour"):
         assign_proto(layer, "colour", 1)
     with pytest.raises(TypeError):
@@ -139,14 +141,14 @@ def test_assign_proto():
     ("given", "error", "message"),
     [
         (
-            {"num_output": 64 / 2},
+            {"num_output": 65 / 2},
             TypeError,
-            r"num_output of ConvolutionParameter is 32\.0 and takes a whole number of 0 or more; write int",
+            r"num_output of ConvolutionParameter is 32\.5 and takes a whole number of 0 or more; write int",
         ),
         (
-            {"kernel_size": [3, 2.0]},
+            {"kernel_size": [3, 2.5]},
             TypeError,
-            r"kernel_size of ConvolutionParameter is 2\.0 and takes a whole",
+            r"kernel_size of ConvolutionParameter is 2\.5 and takes a whole",
         ),
         (
             {"num_output": -1},
