@@ -7,12 +7,13 @@ A Caffe that is installed comes first all the same, unless `--force` stands befo
 was called; a folder `caffe` that lacks the compiled `_caffe`, such as Caffe's sources, does not count as one.
 
 Modules that caffepy lacks come from the folders `caffe` on sys.path. `caffe.model_libs` comes from there even though
-caffepy has it, because forks of SSD's Caffe change it together with their scripts. These modules have Python 2's
-`xrange`, which the scripts get with `from caffe.model_libs import *`.
+caffepy has it, because forks of SSD's Caffe change it together with their scripts. Python 2's
+`xrange` becomes a builtin, because these modules and scripts use it.
 """
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -37,6 +38,9 @@ _SAME = {
 """Modules of pycaffe that are not named alike in `caffepy.pycaffe`."""
 _FORKS_OWN = frozenset(("caffe.model_libs",))
 """Modules of which a fork's version precedes caffepy's."""
+
+_BESIDE_SCRIPTS = "model_libs"
+"""NVIDIA Caffe's copy of `caffe.model_libs`, in the folder of its SSD scripts."""
 
 _USAGE = "usage: python -m caffepy.as_caffe [--force] (script.py | -m module) [argument ...]"
 
@@ -64,9 +68,8 @@ class _ForkLoader(importlib.machinery.SourceFileLoader):
     """Runs a fork's module, which may be written for Python 2."""
 
     def exec_module(self, module: ModuleType) -> None:
-        names = vars(module)
-        names["xrange"] = range
         super().exec_module(module)
+        names = vars(module)
         if "UnpackVariable" in names:  # SSD's begins with `assert len > 0`, which Python 3 refuses
             own = importlib.import_module("caffepy.pycaffe.model_libs")
             names["UnpackVariable"] = own.UnpackVariable
@@ -89,6 +92,8 @@ class CaffeFinder(importlib.abc.MetaPathFinder):
 
         None if there is neither, or if a real Caffe is installed.
         """
+        if fullname == _BESIDE_SCRIPTS:
+            return _for_python3(importlib.machinery.PathFinder.find_spec(fullname, path))
         if fullname.partition(".")[0] != "caffe":
             return None
         if fullname == "caffe" and not self.force and (other := installed_caffe()) is not None:
@@ -114,9 +119,15 @@ class CaffeFinder(importlib.abc.MetaPathFinder):
 def _find_in_folders(name: str) -> importlib.machinery.ModuleSpec | None:
     """Find a module such as `caffe.a.b` as the file ``caffe/a/b.py`` of a folder on sys.path."""
     package = name.split(".")[:-1]
-    spec = importlib.machinery.PathFinder.find_spec(name, [str(Path(entry, *package)) for entry in sys.path])
+    return _for_python3(
+        importlib.machinery.PathFinder.find_spec(name, [str(Path(entry, *package)) for entry in sys.path])
+    )
+
+
+def _for_python3(spec: importlib.machinery.ModuleSpec | None) -> importlib.machinery.ModuleSpec | None:
+    """Give a module's file the loader of forks' modules."""
     if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-        spec.loader = _ForkLoader(name, spec.loader.path)
+        spec.loader = _ForkLoader(spec.name, spec.loader.path)
     return spec
 
 
@@ -150,6 +161,7 @@ def install(force: bool = False) -> None:
         force: also where another Caffe is installed or already imported; else `import caffe` gives that one, and a
             warning says so.
     """
+    vars(builtins).setdefault("xrange", range)
     finder = next((found for found in sys.meta_path if isinstance(found, CaffeFinder)), None)
     if finder is None:
         finder = CaffeFinder(force)

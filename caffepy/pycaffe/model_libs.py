@@ -22,8 +22,6 @@ ZERO = {"type": "constant", "value": 0}
 LEARNED = {"param": [WEIGHT, BIAS], "weight_filler": {"type": "xavier"}, "bias_filler": ZERO}
 """Settings of a convolution with weights and biases."""
 CLASSES = 1000
-xrange = range
-"""Python 2's name, for SSD's scripts, which import all names of this module."""
 
 
 # -- files ---------------------------------------------------------------------------------------------

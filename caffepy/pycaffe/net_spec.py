@@ -40,7 +40,8 @@ def param_name_dict() -> dict[str, str]:
     return found
 
 
-_FIELDS = param_name_dict()
+_FIELDS = {**param_name_dict(), "Deconvolution": "convolution"}
+"""Fields of LayerParameter by layer type, without `_param`; a fork of SSD's gives Deconvolution's settings directly."""
 
 
 def to_proto(*tops: Top | Function) -> NetParameter:

@@ -129,6 +129,8 @@ def test_assign_proto():
     assert [param.lr_mult for param in layer.param] == [2]
     assert [list(shape.dim) for shape in layer.dummy_data_param.shape] == [[2], [3]]
     assert layer.convolution_param.group == 2
+    deconvolution = layers.Deconvolution(layers.Input(), num_output=3).to_proto().layer[-1]
+    assert deconvolution.convolution_param.num_output == 3
     assign_proto(layer, "convolution_param", {"num_output": 64 / 2, "kernel_size": [3, 4 / 2]})
     assert layer.convolution_param.num_output == 32 and list(layer.convolution_param.kernel_size) == [3, 2]
     with pytest.raises(AttributeError, match="colour"):
