@@ -27,6 +27,7 @@ class Performance:
     Args:
         batch: samples that this device takes in one iteration, all `iter_size` passes together.
         iterations: iterations that were timed.
+        made: all iterations since the start, or since the snapshot that the training resumed from.
         seconds: their duration, without tests and snapshots.
         device: its label in the report: ``0`` for a GPU's number, ``CPU``, ``CPU 1`` for a second CPU solver.
         communication: seconds of them with an all-reduce in flight, overlapped or not; None on a single device, or
@@ -42,6 +43,7 @@ class Performance:
     communication: float | None = None
     exposed: float | None = None
     waits: dict[str, float] | None = None
+    made: int = 0
 
     @property
     def iterations_per_second(self) -> float:
@@ -68,9 +70,9 @@ class Performance:
 
 
 def format_performance(performance: Performance, measured: float | None = None) -> str:
-    """One device's line; unknown columns are omitted.
+    """One device's line; unknown columns are omitted. As in NVIDIA Caffe, the iterations include those of the start.
 
-    ``Solver performance on device 0: 51.2 * 64 = 3277 img/sec (998 itr in 19.5 sec), communication 3.1 sec, exposed
+    ``Solver performance on device 0: 51.2 * 64 = 3277 img/sec (1000 itr in 19.5 sec), communication 3.1 sec, exposed
     0.5 sec, scaling 0.974``
 
     Args:
@@ -81,7 +83,7 @@ def format_performance(performance: Performance, measured: float | None = None) 
         f"Solver performance on device {performance.device}: "
         f"{_significant(performance.iterations_per_second)} * {performance.batch} = "
         f"{_significant(performance.images_per_second)} img/sec "
-        f"({performance.iterations} itr in {_significant(performance.seconds)} sec)"
+        f"({performance.made} itr in {_significant(performance.seconds)} sec)"
         f"{_communication(performance)}{_scaling([performance], measured)}"
     )
 
@@ -94,6 +96,8 @@ def format_report(ranks: Sequence[Sequence[Performance]], measured: float | None
         measured: images a second of one device that trains alone, for the scaling column; None: an estimate from each
             device's time without `exposed`.
     """
+    if len(ranks) == len(ranks[0]) == 1:
+        return [format_performance(ranks[0][0], measured)]
     lines = []
     for rank, devices in enumerate(ranks):
         node = f"Node {{{rank}}} " if len(ranks) > 1 else ""

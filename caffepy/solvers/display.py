@@ -107,7 +107,6 @@ class Clock:
     ) -> None:
         self._performance = performance
         self._backend = backend
-        self._seen = 0
         self._started: float | None = None
         self._active = False
         self._on_start = on_start
@@ -124,7 +123,7 @@ class Clock:
 
     def tick(self) -> None:
         """One more iteration is done; it counts if the clock ran."""
-        self._seen += 1
+        self._performance.made += 1
         if self._started is not None:
             self._performance.iterations += 1
         elif self._active:
@@ -143,7 +142,7 @@ class Clock:
     def resume(self) -> None:
         """Count seconds again, once the first iterations are over."""
         self._active = True
-        if self._seen >= WARM_UP and self._started is None:
+        if self._performance.made >= WARM_UP and self._started is None:
             self._backend.synchronize()
             if self._performance.iterations == 0:
                 self._on_start()

@@ -6,12 +6,12 @@ from caffepy.report import Performance, format_performance, format_report
 
 
 def test_a_device_is_reported_as_nvidia_caffe_does() -> None:
-    line = format_performance(Performance(batch=64, iterations=998, seconds=19.5, device="0"))
-    assert line == "Solver performance on device 0: 51.18 * 64 = 3275 img/sec (998 itr in 19.5 sec)"
+    line = format_performance(Performance(batch=64, iterations=998, seconds=19.5, device="0", made=1000))
+    assert line == "Solver performance on device 0: 51.18 * 64 = 3275 img/sec (1000 itr in 19.5 sec)"
 
 
 def test_a_run_too_short_to_time_is_zero() -> None:
-    assert format_performance(Performance(batch=64)).endswith("CPU: 0 * 64 = 0 img/sec (0 itr in 0 sec)")
+    assert format_performance(Performance(batch=64, made=2)).endswith("CPU: 0 * 64 = 0 img/sec (2 itr in 0 sec)")
 
 
 def test_large_figures_have_no_exponent() -> None:
@@ -19,8 +19,8 @@ def test_large_figures_have_no_exponent() -> None:
 
 
 def test_one_device_needs_no_totals() -> None:
-    (line,) = format_report([[Performance(batch=2, iterations=10, seconds=5.0)]])
-    assert line == "Root Solver performance on device CPU: 2 * 2 = 4 img/sec (10 itr in 5 sec)"
+    (line,) = format_report([[Performance(batch=2, iterations=10, seconds=5.0, made=12)]])
+    assert line == "Solver performance on device CPU: 2 * 2 = 4 img/sec (12 itr in 5 sec)"
 
 
 def test_ranks_and_devices_add_up() -> None:
@@ -37,9 +37,9 @@ def test_ranks_and_devices_add_up() -> None:
 
 
 def test_communication_comes_behind_what_parsers_read() -> None:
-    device = Performance(batch=10, iterations=20, seconds=2.0, device="0", communication=0.5, exposed=0.2)
+    device = Performance(batch=10, iterations=20, seconds=2.0, device="0", communication=0.5, exposed=0.2, made=22)
     line = format_performance(device)
-    plain = "Solver performance on device 0: 10 * 10 = 100 img/sec (20 itr in 2 sec)"
+    plain = "Solver performance on device 0: 10 * 10 = 100 img/sec (22 itr in 2 sec)"
     assert line == f"{plain}, communication 0.5 sec, exposed 0.2 sec, scaling 0.900"
     assert format_performance(replace(device, communication=None, exposed=None)) == plain
 
