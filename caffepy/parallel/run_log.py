@@ -62,10 +62,12 @@ def _own_devices(world: World, options: TrainOptions) -> list[Device]:
         count = options.cpu_solvers
         names = [f"CPU solver {index}" if count > 1 else "CPU" for index in range(count)]
         return [Device(world.rank, world.host, machine, None, name) for name in names]
-    from caffepy.parallel.communicators.nccl import gpu_identity
+    from caffepy.parallel.communicators.nccl import gpu_identity, gpu_name
 
     return [
-        Device(world.rank, world.host, machine, gpu_identity(device), f"GPU {device}") for device in options.devices
+        # NVIDIA Caffe's log tools count the GPUs by this name.
+        Device(world.rank, world.host, machine, gpu_identity(device), f"GPU {device}: {gpu_name(device)}")
+        for device in options.devices
     ]
 
 
@@ -176,7 +178,7 @@ class Device:
         host: as people call its machine.
         machine: its `machine_identity`.
         bus_id: a GPU's PCI address; None: a CPU solver.
-        name: what it is, e.g. ``GPU 0``.
+        name: what it is, e.g. ``GPU 0: NVIDIA H100 80GB HBM3``.
     """
 
     rank: int

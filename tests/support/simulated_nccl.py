@@ -228,6 +228,7 @@ def install(gpus: int) -> None:
     nccl.get_unique_id = lambda: bytes(range(128))
     nccl.get_version = lambda: 22803
     runtime.CUDARuntimeError = RuntimeError
+    runtime.getDeviceProperties = lambda device: {"name": b"Simulated"}
     runtime.deviceGetPCIBusId = lambda device: f"0000:{visible[device]:02X}:00.0"
     runtime.getDeviceCount = lambda: len(visible)
     cuda.nccl, cuda.runtime, cuda.Event, cuda.Device = nccl, runtime, Event, Device

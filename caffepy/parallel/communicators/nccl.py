@@ -70,6 +70,11 @@ def gpu_identity(device: int) -> str:
     return str(cupy.cuda.runtime.deviceGetPCIBusId(device))
 
 
+def gpu_name(device: int) -> str:
+    """The model of a GPU."""
+    return str(cupy.cuda.runtime.getDeviceProperties(device)["name"].decode())
+
+
 def current_gpu() -> int:
     """The number of this thread's current GPU."""
     return int(cupy.cuda.Device().id)
