@@ -55,7 +55,7 @@ GROUPS = {
         "get_image_size",
     ),
     "other formats": ("export", "import"),
-    "Caffe's programs": ("shims",),
+    "set-up": ("shims", "completion"),
     "old files": ("upgrade_net_proto_text", "upgrade_net_proto_binary", "upgrade_solver_proto_text"),
 }
 """Commands by group, for `caffepy --help`."""
@@ -74,7 +74,18 @@ MODULES = {
 }
 """Modules with several commands. Their functions end with the command's name."""
 WITHOUT_NETS = frozenset(
-    ("data", "new", "device_query", "launch", "bench", "parse_log", "plot_training_log", "shims", *GROUPS["data sets"])
+    (
+        "data",
+        "new",
+        "device_query",
+        "launch",
+        "bench",
+        "parse_log",
+        "plot_training_log",
+        "shims",
+        "completion",
+        *GROUPS["data sets"],
+    )
 )
 """Commands that read no nets, and so have no `ExtensionOptions`. `launch` starts commands that have them."""
 WRITERS = frozenset({*MODULES, "data", "deploy", "new", "draw_net", "extract_features"} - {"test", "test_detection"})

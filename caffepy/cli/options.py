@@ -121,6 +121,13 @@ class Commands(_Subparsers):
         self._summaries[name] = settings.pop("help", "")
         return super().add_parser(name, **settings)
 
+    def list_one_by_one(self) -> None:
+        """Let argparse list the commands itself, as programs that read parsers expect."""
+        self.help = "command"
+        self._choices_actions = [
+            self._ChoicesPseudoAction(name, (), summary) for name, summary in self._summaries.items()
+        ]
+
     def listing(self, groups: Mapping[str, Sequence[str]]) -> str:
         """Return the list of the added commands by group."""
         width = max(map(len, self._summaries), default=0)
