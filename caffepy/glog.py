@@ -82,11 +82,14 @@ class StderrHandler(logging.Handler):
         super().__init__()
         self.write_line: Callable[[str], None] = write_line
         """Writes a line; a progress bar replaces it while it is shown."""
+        self.write_last: Callable[[str], None] = write_line
+        """Writes the error that ends the command; a progress bar ends before it, so that no bar follows."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record; a broken stderr does not stop training."""
         try:
-            self.write_line(self.format(record))
+            write = self.write_last if getattr(record, "ends", False) else self.write_line
+            write(self.format(record))
         except (OSError, ValueError):
             return
 

@@ -46,7 +46,7 @@ class ProgressBar:
             self.show(self._iteration())
             self._bar.close()
         for handler in self._handlers:
-            handler.write_line = write_line
+            handler.write_line = handler.write_last = write_line
 
     def show(self, iteration: int) -> None:
         """Move the bar to `iteration`; it appears with the first one above 0."""
@@ -64,9 +64,15 @@ class ProgressBar:
         self._bar = tqdm(total=self._total(), initial=iteration, unit=self._unit, file=sys.stderr, dynamic_ncols=True)
         for handler in self._handlers:
             handler.write_line = self._write_above
+            handler.write_last = self._write_last
 
     def _write_above(self, line: str) -> None:
         self._bar.write(line, file=sys.stderr)
+
+    def _write_last(self, line: str) -> None:
+        self._stop.set()
+        self._bar.close()
+        write_line(line)
 
     def _watch(self) -> None:
         while not self._stop.wait(_INTERVAL):

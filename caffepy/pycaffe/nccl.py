@@ -17,6 +17,7 @@ from caffepy.distributed.default import connect
 from caffepy.errors import UserError
 from caffepy.net.parameters import bucket_count
 from caffepy.parallel.reducer import Reducer
+from caffepy.pycaffe.core.errors import check_type
 from caffepy.pycaffe.mode import mode
 from caffepy.pycaffe.solver import Solver
 from caffepy.trace import NO_TRACE
@@ -39,12 +40,14 @@ class NCCL:
         uid: the result of `new_uid`, called once by the program that starts the processes.
 
     Raises:
+        ArgumentTypeError: `solver` is no solver.
         UserError: the uid is invalid, or the rank is too large.
         PeerError: another process did not join in time, or failed.
         MissingExtraError: `set_mode_gpu` was called, and NCCL or CuPy is not installed.
     """
 
     def __init__(self, solver: Solver, uid: bytes) -> None:
+        check_type("NCCL", solver, Solver)
         net = solver.net.net
         self._parameters = net.parameters
         self._device = solver.device

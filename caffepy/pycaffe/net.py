@@ -28,7 +28,14 @@ from caffepy.net.wiring import Node
 from caffepy.proto import caffe_pb2
 from caffepy.pycaffe.blob import Blob, BlobVec, Watch
 from caffepy.pycaffe.core.device import Device, HostArray
-from caffepy.pycaffe.core.errors import ArgumentError, UnknownBlobError, UnknownLayerError, as_users_raise, check_file
+from caffepy.pycaffe.core.errors import (
+    ArgumentError,
+    UnknownBlobError,
+    UnknownLayerError,
+    as_users_raise,
+    check_file,
+    check_type,
+)
 from caffepy.pycaffe.core.inference_path import InferencePath, can_be_folded
 from caffepy.pycaffe.layer import visible_layer
 from caffepy.pycaffe.mode import mode
@@ -538,8 +545,10 @@ class Net:
         are no longer this net's parameters.
 
         Raises:
+            ArgumentTypeError: `other` is no net.
             ConfigError: numbers or shapes of parameters differ.
         """
+        check_type("share_with", other, Net)
         self._inference.stop()
         theirs = other.net
         with self.device.computing():

@@ -20,6 +20,10 @@ class ArgumentError(ConfigError, RuntimeError):
     """An argument has a type, shape or value that is not possible."""
 
 
+class ArgumentTypeError(ConfigError, TypeError):
+    """An argument has a type that is not possible; Boost.Python's ArgumentError is a TypeError too."""
+
+
 class UnknownLayerError(ConfigError, ValueError):
     """A net has no layer of that name."""
 
@@ -28,6 +32,16 @@ class UnknownBlobError(ConfigError, KeyError):
     """A net has no blob of that name."""
 
     __str__ = Exception.__str__  # KeyError's puts the message in quotes
+
+
+def check_type(function: str, argument: object, expected: type) -> None:
+    """Refuse an argument of another class.
+
+    Raises:
+        ArgumentTypeError: it is no `expected`.
+    """
+    if not isinstance(argument, expected):
+        raise ArgumentTypeError(f"{function}({argument!r}): give a {expected.__name__}")
 
 
 def whole_number(function: str, value: float, least: float = -math.inf) -> int:
@@ -48,10 +62,13 @@ def check_file(path: str | os.PathLike[str]) -> Path:
 
     Raises:
         MissingFileError: it cannot.
+        ArgumentTypeError: it is no path. `open` would take a number for an open file.
     """
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise ArgumentTypeError(f"{path!r} is no file name; give a str or a Path")
     try:
         with open(path, "rb"):
-            return Path(path)
+            return Path(os.fsdecode(path))
     except (OSError, ValueError) as error:
         raise MissingFileError(f"Could not open file {path}: {getattr(error, 'strerror', None) or error}") from error
 

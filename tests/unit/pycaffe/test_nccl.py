@@ -188,11 +188,11 @@ def test_uids_are_bytes_and_differ():
 
 
 @pytest.mark.parametrize("uid", [b"", b"x" * 128, b"/etc/passwd", "text", None])
-def test_other_uids_are_refused(uid):
-    solver = SimpleNamespace(
-        net=SimpleNamespace(net=SimpleNamespace(parameters=None)),
-        device=None,
-        param=SimpleNamespace(layer_wise_reduce=True, iter_size=1),
-    )
+def test_other_uids_are_refused(solver_file, uid):
     with pytest.raises(UserError, match=r"NCCL needs the uid that caffe.NCCL.new_uid\(\) gave"):
-        NCCL(solver, uid)
+        NCCL(SGDSolver(solver_file), uid)
+
+
+def test_what_is_no_solver_is_a_type_error_as_in_boost_python():
+    with pytest.raises(TypeError, match=r"NCCL\(None\)"):
+        NCCL(None, "x")

@@ -439,6 +439,8 @@ def test_processes_take_turns_and_the_root_alone_tests_and_writes(solver_file: P
             "Could not open file no.solverstate",
         ),
         (lambda path: caffe.SGDSolver(path).step(-1), ConfigError, r"step\(-1\): give a number of 0 or more"),
+        (lambda path: caffe.SGDSolver(3), TypeError, "3 is no file name"),
+        (lambda path: caffe.SGDSolver(path).net.share_with(None), TypeError, r"share_with\(None\)"),
         (lambda path: caffe.SGDSolver(path).step(2.5), ConfigError, r"step\(2\.5\): give a whole number"),
         (lambda path: caffe.SGDSolver(path).step(math.nan), ConfigError, r"step\(nan\): give a whole number"),
     ],
