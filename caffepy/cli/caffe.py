@@ -18,7 +18,7 @@ from caffepy import version
 from caffepy.cli import main as command_line
 from caffepy.cli.log import log_to_stderr
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("caffepy.cli.caffe")  # also as __main__
 
 ACTIONS = ("device_query", "test", "test_detection", "time", "train")
 """Caffe's commands; the messages about another one list them."""

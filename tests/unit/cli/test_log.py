@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import datetime
 import logging
+import os
 import re
+import socket
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -141,6 +144,65 @@ def test_the_progress_bar_lets_the_log_through(capsys: pytest.CaptureFixture[str
     assert "above the bar\n" in text
     assert text.rstrip().endswith("after the bar")
     assert "7/10" in text
+
+
+def test_the_progress_bar_ends_before_the_error_that_ends_the_command(capsys: pytest.CaptureFixture[str]):
+    with log_to_stderr():
+        bar = ProgressBar(lambda: 7, lambda: 10)
+        bar.start()
+        bar.show(4)
+        logger.error("ending at once", extra=ENDS)
+        text = capsys.readouterr().err
+        bar.close()
+    assert text.endswith("\ncaffepy: error: ending at once\n")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [("0", "IWE"), ("1", "WE"), ("2", "E"), ("3", ""), ("9", ""), ("x", "IWE")]
+)
+def test_glog_minloglevel_hides_lower_levels(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: str, shown: str
+):
+    monkeypatch.setenv("GLOG_minloglevel", value)
+    with log_to_stderr():
+        for level in (logging.INFO, logging.WARNING, logging.ERROR):
+            logger.log(level, "text")
+    assert "".join(line[0] for line in capsys.readouterr().err.splitlines()) == shown
+
+
+def test_glog_log_dir_gets_glogs_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("GLOG_log_dir", str(tmp_path))
+    monkeypatch.setenv("USER", "someone")
+    with log_to_stderr():
+        logger.info("Solving LeNet")
+        logger.warning("slow disk")
+    assert "Solving LeNet" in capsys.readouterr().err, "Caffe sets alsologtostderr"
+    assert not (tmp_path / "caffe.ERROR").exists()
+    name = os.readlink(tmp_path / "caffe.INFO")
+    pattern = rf"caffe\.{re.escape(socket.gethostname())}\.someone\.log\.INFO\.\d{{8}}-\d{{6}}\.{os.getpid()}"
+    assert re.fullmatch(pattern, name)
+    created, *_, first, second = (tmp_path / name).read_text().splitlines()
+    assert created.startswith("Log file created at: ")
+    assert GLOG.fullmatch(first)[7] == "Solving LeNet" and GLOG.fullmatch(second)[1] == "W"
+    assert "Solving LeNet" not in (tmp_path / "caffe.WARNING").read_text()
+    monkeypatch.setenv("GLOG_logtostderr", "1")
+    with log_to_stderr():
+        logger.error("only here")
+    assert not (tmp_path / "caffe.ERROR").exists()
+
+
+def test_a_folder_of_logs_that_is_not_there_does_not_stop_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("GLOG_log_dir", str(tmp_path / "absent"))
+    with log_to_stderr():
+        logger.info("one")
+        logger.info("two")
+    text = capsys.readouterr().err
+    assert text.count("Could not create log file") == 1 and "one" in text and "two" in text
 
 
 def test_there_is_no_bar_where_stderr_is_no_terminal(capsys: pytest.CaptureFixture[str]):
