@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
-from caffepy import version
+from caffepy.version import CAFFE_VERSION as __version__  # noqa: F401, N811
 
 if TYPE_CHECKING:
     from caffepy import proto as proto
@@ -61,8 +62,6 @@ if TYPE_CHECKING:
     from caffepy.pycaffe.solver import get_solver as get_solver
     from caffepy.pycaffe.timer import Timer as Timer
 
-__version__ = version.CAFFE_VERSION
-
 _NAMES = {
     "blob": "Blob BlobVec",
     "classifier": "Classifier",
@@ -100,7 +99,9 @@ if not TYPE_CHECKING:  # hides `__getattr__` from type checkers, which would acc
 
     def __getattr__(name: str) -> Any:
         if name in _MODULES:
-            value: Any = importlib.import_module(_MODULES[name])
+            # By the name `caffe`, a fork's model_libs precedes caffepy's.
+            is_caffe = sys.modules.get("caffe") is sys.modules[__name__]
+            value: Any = importlib.import_module(f"caffe.{name}" if is_caffe else _MODULES[name])
             if name == "proto":
                 importlib.import_module("caffepy.proto.caffe_pb2")
         elif name in _LAZY:

@@ -145,7 +145,8 @@ def test_scripts_get_a_forks_modules_behind_caffepys(root: Path) -> None:
     (folder / "tools" / "__init__.py").write_text("")
     (folder / "tools" / "own.py").write_text("import caffe; NET = caffe.Net")
     Path("script.py").write_text(
-        "import caffe, caffe.io\nfrom caffe.model_libs import *\nfrom caffe.tools import own\n"
+        "import caffe, caffe.io\nassert caffe.model_libs.Pair\n"
+        "from caffe.model_libs import *\nfrom caffe.tools import own\n"
         "net = caffe.NetSpec()\nnet.data = caffe.layers.Input()\n"
         "print(len(Pair(net, 'data')), own.NET is caffe.Net, sum(xrange(3)), caffe.Net.__module__)\n"
     )
