@@ -155,14 +155,15 @@ def _main(arguments: list[str], caffes: str) -> int:
         _print_anything()
         return _run(arguments, verbose)
     except OptionError as error:
-        status = RunError.exit_status if caffes else error.exit_status
-        return _report(str(error), status, traced, logging.ERROR)
+        if caffes:
+            return _report(str(error), RunError.exit_status, traced, logging.ERROR)
+        return _report(str(error), error.exit_status, traced)
     except CaffepyError as error:
         return _report(str(error), ABORTED if caffes else error.exit_status, traced)
     except Ended as ended:
         return _report(f"ended by {ended}", ended.status, traced)
     except KeyboardInterrupt:
-        return _report("interrupted", INTERRUPTED, traced, logging.ERROR)
+        return _report("interrupted", INTERRUPTED, traced)
     except SystemExit as leaving:  # --help, --version, or a rank whose error the root reports
         status = int(leaving.code or 0)
         return ABORTED if caffes and status else status

@@ -124,7 +124,7 @@ class Failures:
     def interrupted_again(self) -> None:
         """End all processes at once: the second SIGINT."""
         message = "interrupted again: ending at once"
-        logger.error(message, extra=ENDS)
+        logger.critical(message, extra=ENDS)
         if self._watchdog is not None:
             # In a thread: this handler may have interrupted the main thread where that holds the channel's lock.
             failure = Failure(message, _INTERRUPTED, reported=True)
@@ -164,7 +164,7 @@ class Failures:
                 self._first = replace(failure, reported=True)
             if self._heard.is_set() or (through_root and self._root_reports(failure)):
                 return
-            logger.error("%s", failure.message, exc_info=failure.error if self.verbose else None, extra=ENDS)
+            logger.critical("%s", failure.message, exc_info=failure.error if self.verbose else None, extra=ENDS)
             if self._watchdog is not None:
                 self._watchdog.tell_failure(replace(failure, reported=True))
 
