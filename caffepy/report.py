@@ -97,7 +97,7 @@ def format_report(ranks: Sequence[Sequence[Performance]], measured: float | None
             device's time without `exposed`.
     """
     if len(ranks) == len(ranks[0]) == 1:
-        return [format_performance(ranks[0][0], measured)]
+        return [format_performance(ranks[0][0], measured), *_waiting(ranks[0])]
     lines = []
     for rank, devices in enumerate(ranks):
         node = f"Node {{{rank}}} " if len(ranks) > 1 else ""

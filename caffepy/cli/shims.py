@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if others and not args.force:
         raise ConfigError(
             f"{args.folder} already has {', '.join(str(path.relative_to(args.folder)) for path in others)}; --force "
-            "replaces them and keeps each as NAME.orig"
+            "replaces such files and keeps each as NAME.orig"
         )
     try:
         for path in others:

@@ -72,4 +72,4 @@ def test_waits_for_data_of_all_devices_are_reported() -> None:
 def test_short_waits_need_no_advice() -> None:
     waited = Performance(batch=2, iterations=10, seconds=5.0, waits={"reading": 0.1, "decoding": 0.0})
     assert format_report([[waited]])[-1] == "Waited for data 2 % of the time (reading 2 %)"
-    assert format_report([[replace(waited, seconds=0.0)]])[-1].startswith("Root Solver"), "nothing was timed"
+    assert format_report([[replace(waited, seconds=0.0)]])[-1].startswith("Solver performance"), "nothing was timed"

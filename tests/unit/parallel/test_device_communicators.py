@@ -46,6 +46,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = ModuleType("caffepy.parallel.communicators.nccl")
     module.__dict__.update(NcclCommunicator=Nccl, check_nccl=lambda: None, new_unique_id=lambda: "the id")
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setenv("NCCL_DEBUG", "VERSION")  # the user's own, which stays
     return module
 
 
