@@ -1,7 +1,8 @@
 """.caffemodel files: reads and writes layers with parameters, and copies parameters into a net's layers by name.
 
-A binary file contains the net with the layers' settings; an HDF5 file (`hdf5.py`) contains names and parameters of its
-layers. Formats: Caffe's `net.cpp`, ToProto, ToHDF5 and CopyTrainedLayersFrom.
+A binary file contains the net with the layers' settings; an HDF5 file (`hdf5.py`) and a .safetensors file
+(`safetensors.py`) contain names and parameters of its layers. Formats: Caffe's `net.cpp`, ToProto, ToHDF5 and
+CopyTrainedLayersFrom.
 
 Caffe allows several layers of one name and copies the last one's parameters to the first. caffepy matches layers of one
 name in order: the first to the first, the second to the second. Different numbers of layers of one name are an error.
@@ -56,6 +57,7 @@ from caffepy.snapshot.binary import (
     with_checksum,
     write_parts,
 )
+from caffepy.snapshot.safetensors import SUFFIX, read_safetensors, write_safetensors
 
 log = logging.getLogger(__name__)
 LayerT = TypeVar("LayerT", Layer, LayerParameter)
@@ -71,7 +73,7 @@ _BLOBS, _LAYER = LayerParameter.BLOBS_FIELD_NUMBER, NetParameter.LAYER_FIELD_NUM
 
 
 def read_caffemodel(path: Path | str) -> TrainedLayers:
-    """Read a .caffemodel of either format, Caffe and any version, upgraded to the current schema.
+    """Read a .safetensors file, or a .caffemodel of either format, Caffe and any version, as of the current schema.
 
     Large arrays of a binary file are not in the message. `crc32c` and `blob_count` are set if caffepy wrote the file.
 
@@ -92,12 +94,14 @@ def read_weights(path: Path | str) -> NetParameter:
 
 
 def read_layer_shapes(path: Path) -> NetParameter:
-    """Read layer names and blob shapes of a .caffemodel of either format, without the arrays.
+    """Read layer names and blob shapes of a .caffemodel of either format or a .safetensors file, without the arrays.
 
     Raises:
         SnapshotError: the file is absent, truncated or not a .caffemodel.
     """
     with convert_errors(str(path)):
+        if path.suffix == SUFFIX:
+            return read_safetensors(path, only_shapes=True)
         if not is_hdf5(path):
             return _read_outline(path)
         from caffepy.snapshot.hdf5 import read_layer_shapes_hdf5
@@ -107,7 +111,9 @@ def read_layer_shapes(path: Path) -> NetParameter:
 
 def _read(path: Path, inline_arrays: bool) -> TrainedLayers:
     with convert_errors(str(path)):
-        if is_hdf5(path):
+        if path.suffix == SUFFIX:
+            stored = StoredMessage(read_safetensors(path))
+        elif is_hdf5(path):
             from caffepy.snapshot.hdf5 import read_caffemodel_hdf5
 
             stored = StoredMessage(read_caffemodel_hdf5(path))
@@ -425,17 +431,20 @@ def share_trained_layers(layers: Sequence[Layer], others: Sequence[Layer], share
 
 
 def write_caffemodel(path: Path, name: str, layers: Sequence[Layer], write_diff: bool = False) -> None:
-    """Write a net's name and parameters: HDF5 if the path ends in .h5, else binary.
+    """Write a net's name and parameters: HDF5 if the path ends in .h5, .safetensors if it ends so, else binary.
 
     Args:
         path: the file.
         name: the net's name.
         layers: the net's layers. The binary format stores a shared parameter with every layer that uses it.
-        write_diff: also store gradients.
+        write_diff: also store gradients; not in .safetensors.
 
     Raises:
         RunError: the file cannot be written.
     """
+    if path.suffix == SUFFIX:
+        write_safetensors(path, layers)
+        return
     if path.suffix != ".h5":
         write_binary(path, name, layers, write_diff)
         return

@@ -20,6 +20,7 @@ from caffepy.layers.core.base import Layer
 from caffepy.proto.caffe_pb2 import SolverState
 from caffepy.snapshot.binary import iter_blobs
 from caffepy.snapshot.caffemodel import read_caffemodel
+from caffepy.snapshot.safetensors import SUFFIX
 from caffepy.snapshot.solverstate import find_learned_net, read_solverstate
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,8 @@ def describe_snapshot(path: Path) -> str:
     blobs = f"{content}, {count} blob{'s' * (count != 1)}"
     if message.HasField("crc32c"):
         return f"whole: {blobs}, checksum {message.crc32c:08x}"
-    return f"readable: {blobs}; no checksum (a file of Caffe's)"
+    reason = "the format has none" if path.suffix == SUFFIX else "a file of Caffe's"
+    return f"readable: {blobs}; no checksum ({reason})"
 
 
 # -- finding -------------------------------------------------------------------------------------------

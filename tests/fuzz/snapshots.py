@@ -11,7 +11,7 @@ from unittest.mock import patch
 import h5py
 import numpy as np
 from fuzz import seeds
-from fuzz.mutate import Random, damage_message
+from fuzz.mutate import Random, damage_message, damage_text
 from fuzz.mutate_hdf5 import damage_hdf5, damage_structure
 from fuzz.target import BinaryTarget, FileTarget
 
@@ -106,6 +106,32 @@ class WeightsHdf5(Hdf5Target):
     read = Weights.read
 
 
+class WeightsSafetensors(BinaryTarget):
+    """Half of the damaged files have a changed header and its right length."""
+
+    name = ".safetensors"
+    file = "x.safetensors"
+    share = 3
+
+    def prepare(self) -> None:
+        from caffepy.snapshot.caffemodel import write_caffemodel
+
+        self.net = seeds.small_net()
+        write_caffemodel(self.path, "net", self.net.layers)
+        self.blobs = [self.path.read_bytes()]
+
+    def make(self, random: Random) -> bytes:
+        if random.random() < 0.5:
+            return super().make(random)
+        data = self.blobs[0]
+        end = 8 + int.from_bytes(data[:8], "little")
+        text = data[8:end].decode()
+        header = damage_text(text, [text], random)
+        return len(header).to_bytes(8, "little") + header + data[end:]
+
+    read = Weights.read
+
+
 class State(SnapshotTarget):
     name = ".solverstate"
     file = "x.solverstate"
@@ -189,4 +215,4 @@ class Restore(SnapshotTarget):
                 self.solver.step(1)
 
 
-TARGETS = (Weights, WeightsHdf5, State, StateHdf5, Verify, Restore)
+TARGETS = (Weights, WeightsHdf5, WeightsSafetensors, State, StateHdf5, Verify, Restore)
