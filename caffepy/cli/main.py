@@ -63,8 +63,7 @@ COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 MODULES = {
     "classify": "predict",
     "detect": "predict",
-    "export": "onnx",
-    "import": "onnx",
+    "import": "import_onnx",
     "parse_log": "logs",
     "plot_training_log": "logs",
     "test": "test",
@@ -88,7 +87,9 @@ WITHOUT_NETS = frozenset(
     )
 )
 """Commands that read no nets, and so have no `ExtensionOptions`. `launch` starts commands that have them."""
-WRITERS = frozenset({*MODULES, "data", "deploy", "new", "draw_net", "extract_features"} - {"test", "test_detection"})
+WRITERS = frozenset(
+    {*MODULES, "data", "deploy", "export", "new", "draw_net", "extract_features"} - {"test", "test_detection"}
+)
 """Commands that write files and do not handle signals themselves."""
 
 ALIASES = {

@@ -56,6 +56,7 @@ LEVELS = {
     "distributed": 11,
     "training": 11,
     "onnx": 9,
+    "torch_export": 9.5,
     "pycaffe": 12,
     "as_caffe": 13,
     "cli": 14,
@@ -113,6 +114,11 @@ FOLDERS = {
         "onnx.importer",
         "onnx.engine",
     ),
+    "torch_export": (
+        "torch_export.code torch_export.check torch_export.modules",
+        "torch_export",
+        "torch_export.write",
+    ),
     "solvers": ("solvers", "solvers.__init__"),
     "parallel": (
         "parallel.hardware parallel.launch",
@@ -138,13 +144,13 @@ DOORS = {
     "data.sources": ("layers.input", "net", "predict", "cli"),
     "layers.activation": ("net.fuse",),
     "layers.common": ("net.fuse",),
-    "layers.detection": ("onnx.export",),
-    "layers.core": ("snapshot", "net", "solvers", "parallel", "plan", "inference", "onnx", "pycaffe"),
+    "layers.detection": ("onnx.export", "torch_export"),
+    "layers.core": ("snapshot", "net", "solvers", "parallel", "plan", "inference", "onnx", "torch_export", "pycaffe"),
     "layers.input": ("net", "loggers", "parallel", "plan"),
     "layers.loss": (),
     "layers.recurrent": (),
-    "layers.normalization": ("net.fuse", "net.fold", "parallel", "onnx"),
-    "layers.vision": ("net.fuse", "net.fold", "onnx.export"),
+    "layers.normalization": ("net.fuse", "net.fold", "parallel", "onnx", "torch_export"),
+    "layers.vision": ("net.fuse", "net.fold", "onnx.export", "torch_export"),
     "parallel.communicators": ("distributed", "cli"),
     "parallel.control": ("distributed",),
     "parallel.hardware": ("cli",),
@@ -169,6 +175,7 @@ ALLOWED = {
     "tqdm": ("progress.py",),
     "matplotlib": ("plan/report.py", "logs/plot.py"),
     "onnx": ("onnx/*.py", "onnx/*/*.py"),
+    "torch": ("torch_export/modules.py",),
     "tensorboardX": ("loggers/tensorboard.py",),
     "wandb": ("loggers/wandb.py",),
     "mlflow": ("loggers/mlflow.py",),
@@ -311,7 +318,7 @@ def test_nothing_heavy_is_loaded_before_it_is_needed(code: str):
 
 
 def test_everything_else_imports_without_mpi_cuda_and_servers():
-    absent = (*CUPY, *ALLOWED["mpi4py"], *ALLOWED["wandb"], *ALLOWED["mlflow"])
+    absent = (*CUPY, *ALLOWED["mpi4py"], *ALLOWED["wandb"], *ALLOWED["mlflow"], *ALLOWED["torch"])
     names = [
         name
         for name, path in MODULES.items()
@@ -319,7 +326,7 @@ def test_everything_else_imports_without_mpi_cuda_and_servers():
     ]
     code = (
         "import importlib, sys\n"
-        "for absent in ('cupy', 'cudnn', 'mpi4py', 'wandb', 'mlflow'): sys.modules[absent] = None\n"
+        "for absent in ('cupy', 'cudnn', 'mpi4py', 'wandb', 'mlflow', 'torch'): sys.modules[absent] = None\n"
         "for name in sys.argv[1:]: importlib.import_module(name)"
     )
     python(code, *names)

@@ -31,16 +31,25 @@ class PriorBoxLayer(Layer):
     recordable = True
     float32_tops_from = 0
 
+    ratios: list[np.float32]
+    """Aspect ratios other than 1, also those that `flip` adds."""
+    image_size: tuple[float, float] | None
+    """Height and width of the image; None: those of the second bottom."""
+    step_size: tuple[float, float] | None
+    """Pixels between positions, down and right; None: image_size over the feature map's size."""
+    variances: Rows
+    """Four numbers."""
+
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.prior_box_param
         self._check_sizes()
-        self._ratios = self._all_ratios()
-        self._image = self._pair("img_size", "img_h", "img_w")
-        self._step = self._pair("step", "step_h", "step_w")
+        self.ratios = self._all_ratios()
+        self.image_size = self._pair("img_size", "img_h", "img_w")
+        self.step_size = self._pair("step", "step_h", "step_w")
         variances = list(param.variance) or [0.1]
         if len(variances) not in (1, 4) or not all(value > 0 for value in variances):
             raise self.error("variance must be given once or four times, and be above 0; correct prior_box_param")
-        self._variances = np.full(4, variances, np.float32)
+        self.variances = np.full(4, variances, np.float32)
 
     def _check_sizes(self) -> None:
         param = self.param.prior_box_param
@@ -86,7 +95,7 @@ class PriorBoxLayer(Layer):
             if len(blob.shape) != 4:
                 raise self.shape_error("needs a feature map and an image of 4 axes", *bottom)
         sizes = len(self.param.prior_box_param.min_size)
-        kinds = sizes * (len(self._ratios) + 1) + len(self.param.prior_box_param.max_size)
+        kinds = sizes * (len(self.ratios) + 1) + len(self.param.prior_box_param.max_size)
         kinds *= 1 + self.param.prior_box_param.denser_prior_boxes
         shape = (1, 2, bottom[0].shape[2] * bottom[0].shape[3] * kinds * 4)
         check_shape(shape, self.where)
@@ -96,14 +105,14 @@ class PriorBoxLayer(Layer):
         self._priors = self.backend.zeros(shape)
         if self.backend.holds_values:
             boxes = self._boxes(*bottom).reshape(-1)
-            variances = np.tile(self._variances, len(boxes) // 4)
+            variances = np.tile(self.variances, len(boxes) // 4)
             self.backend.from_host(np.stack([boxes, variances])[None], self._priors)
 
     def _boxes(self, features: Blob, image: Blob) -> Rows:
         """Return all boxes (H, W, K, 4)."""
         height, width = features.shape[2:]
-        image_height, image_width = (np.float32(v) for v in self._image or image.shape[2:])
-        steps = self._step or (image_height / np.float32(height), image_width / np.float32(width))
+        image_height, image_width = (np.float32(v) for v in self.image_size or image.shape[2:])
+        steps = self.step_size or (image_height / np.float32(height), image_width / np.float32(width))
         offset = np.float32(self.param.prior_box_param.offset)
         y, x = (
             (np.arange(count, dtype=np.float32) + offset) * np.float32(step)
@@ -128,7 +137,7 @@ class PriorBoxLayer(Layer):
             extents.append((size, size))
             if param.max_size:
                 extents.append((np.sqrt(size * int(param.max_size[index])),) * 2)
-            roots = [np.sqrt(ratio) for ratio in self._ratios]
+            roots = [np.sqrt(ratio) for ratio in self.ratios]
             extents += [(size * root, size / root) for root in roots]
         return np.array(extents, np.float32).astype(np.float64)
 

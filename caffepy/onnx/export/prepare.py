@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from caffepy.backend import create_backend
 from caffepy.backend.interface import Backend
@@ -22,6 +26,9 @@ from caffepy.snapshot.caffemodel import read_caffemodel
 
 _ONLY_FOR_TRAINING = frozenset({"Accuracy", "DetectionEvaluate", "FLOWriter", "HDF5Output", "ImgWriter"})
 """Layers without a loss that no net for inference needs."""
+
+_STATISTICS = ("BatchNorm", "BN")
+"""Layers whose parameters stay float32: a variance may be beyond the range of float16."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,30 @@ def open_for_export(model: Path, weights: Sequence[Path], settings: Settings) ->
     for path in weights:
         net.copy_trained_layers_from(read_caffemodel(path), str(path))
     return net, param
+
+
+def round_to_half(net: Net) -> None:
+    """Round the net's parameters to float16, but for the statistics of BatchNorm.
+
+    Raises:
+        ConfigError: a value is beyond the range of float16.
+    """
+    for layer in net.layers:
+        if layer.type in _STATISTICS:
+            continue
+        for index, blob in enumerate(layer.blobs):
+            with np.errstate(over="ignore"):
+                values = np.asarray(blob.host_data(), np.float32).astype(np.float16)
+            if not np.isfinite(values).all():
+                raise layer.error(f"parameter {index} has values that float16 cannot hold; export without --half")
+            net.backend.from_host(values.astype(np.float32), blob.data)
+
+
+def as_half(values: NDArray[Any]) -> NDArray[Any]:
+    """Return float32 values as float16 if none of them changes, else unchanged."""
+    with np.errstate(over="ignore"):
+        half = values.astype(np.float16)
+    return half if np.array_equal(half.astype(values.dtype), values) else values
 
 
 def build(param: caffe_pb2.NetParameter, backend: Backend, model: Path = Path(), dialect: Dialect | None = None) -> Net:
@@ -118,12 +149,12 @@ def _without_labels(layer: caffe_pb2.LayerParameter, unread: set[str]) -> caffe_
     cls = layer_class(layer.type)
     if replaces_built_in(layer.type):
         raise ConfigError(
-            f"layer '{layer.name}' ({layer.type}) is of a class that the program registered, which has no ONNX form"
+            f"layer '{layer.name}' ({layer.type}) is of a class that the program registered, which cannot be exported"
         )
     if cls.prefetches or (cls.bottoms == (0, 0) and layer.type not in ("Input", "Parameter", "DummyData")):
         raise ConfigError(
-            f"layer '{layer.name}' ({layer.type}) reads records, which ONNX does not; export the deploy net, whose "
-            "Input layer says the image's shape"
+            f"layer '{layer.name}' ({layer.type}) reads records, which an exported net does not; export the deploy "
+            "net, whose Input layer says the image's shape"
         )
     result = caffe_pb2.LayerParameter()
     result.CopyFrom(layer)

@@ -8,20 +8,24 @@ import pkgutil
 from collections.abc import Mapping, Sequence
 from functools import cache
 
+import numpy as np
 import onnx
 from google.protobuf import text_format
-from onnx import ModelProto, TensorProto, ValueInfoProto, helper
+from onnx import ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from caffepy.blob import Blob
 from caffepy.errors import ConfigError
 from caffepy.net import Net
 from caffepy.net.wiring import Node
 from caffepy.onnx.export.graph import COMPOSITES, DEFAULT, EXPORTERS, NEWEST, OLDEST, PARAMETER_NAMES, Graph, LayerView
+from caffepy.onnx.export.prepare import as_half
 from caffepy.proto import caffe_pb2
 from caffepy.version import __version__
 
 LARGEST_MODEL = 2**31 - 1
 """Bytes that protobuf can hold."""
+LEAST_HALF = 16
+"""Elements of a constant from which on it is stored as float16."""
 COMPOSITE_KEY = "caffepy.layer."
 """Before a layer's name, a key of the model's metadata: what a layer was that became several nodes."""
 
@@ -36,13 +40,14 @@ def find_exporters() -> None:
         importlib.import_module(module.name)
 
 
-def to_model(net: Net, opset: int = DEFAULT, varying: Varying | None = None) -> ModelProto:
+def to_model(net: Net, opset: int = DEFAULT, varying: Varying | None = None, half: bool = False) -> ModelProto:
     """A net as an ONNX model.
 
     Args:
         net: in phase TEST, with its weights, on a backend that holds values.
         opset: the version of the operators.
         varying: of each blob's axes whether their size follows the batch; None: the batch is the net's.
+        half: store parameters that float16 holds exactly as float16, each with a Cast to float32.
 
     Raises:
         ConfigError: layers have no ONNX form, all of which are named, or `opset` is unknown.
@@ -54,7 +59,21 @@ def to_model(net: Net, opset: int = DEFAULT, varying: Varying | None = None) -> 
     writer = _Writer(net, Graph(opset), varying or {})
     for node in net.nodes:
         writer.add(node)
+    if half:
+        _store_as_half(writer.graph)
     return writer.model()
+
+
+def _store_as_half(graph: Graph) -> None:
+    casts = []
+    for name, constant in list(graph.constants.items()):
+        values = numpy_helper.to_array(constant)
+        stored = as_half(values) if values.dtype == np.float32 and values.size >= LEAST_HALF else values
+        if stored.dtype == np.float16:
+            del graph.constants[name]
+            half = graph.constant(stored, f"{name}/half")
+            casts.append(helper.make_node("Cast", [half], [name], name=f"{name}/Cast", to=TensorProto.FLOAT))
+    graph.nodes[:0] = casts
 
 
 def serialised(model: ModelProto) -> bytes:

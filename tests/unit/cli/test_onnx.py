@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from google.protobuf import text_format
-from onnx import TensorProto, helper, numpy_helper, save_model
+from onnx import TensorProto, helper, load_model, numpy_helper, save_model
 from onnx_nets import layer_text, net_of
 
 import caffepy
@@ -49,6 +49,26 @@ def test_there_and_back(files, more: list[str], tmp_path: Path, capsys: pytest.C
     assert [layer.type for layer in read_net(tmp_path / "back.prototxt").layer] == ["Input", "Convolution", "ReLU"]
     assert [len(layer.blobs) for layer in read_weights(tmp_path / "back.caffemodel").layer] == [0, 2, 0]
     assert main(["export", *(str(tmp_path / f"back.{e}") for e in ("prototxt", "caffemodel")), files[2]]) == 0
+
+
+@pytest.mark.parametrize("more", [[], ["--fold", "--batch", "dynamic"]])
+def test_half(files, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["export", *files, "--half", *more]) == 0
+    assert "float16 weights: output 'z': largest difference" in capsys.readouterr().out
+    stored = {constant.name: constant.data_type for constant in load_model(files[2]).graph.initializer}
+    assert stored["conv/W/half"] == TensorProto.FLOAT16
+    x = np.random.default_rng(5).standard_normal((2, 3, 6, 6)).astype(np.float32)
+    wanted, found = caffepy.load(*files[:2])(x)["z"], run_model(files[2], {"x0": x})["z"]
+    assert 0 < np.abs(found - wanted).max() < 0.01 * np.abs(wanted).max()
+    assert main(["import", files[2], "--output", str(tmp_path / "back")]) == 0
+
+
+def test_weights_beyond_the_range_of_float16(files, capsys: pytest.CaptureFixture[str]):
+    net = net_of(NET)
+    net.backend.fill(net.layers[1].blobs[0].data, 1e6)
+    write_caffemodel(Path(files[1]), net.name, net.layers)
+    assert main(["export", *files, "--half"]) == 2
+    assert "layer 'conv' (Convolution): parameter 0 has values that float16 cannot hold" in capsys.readouterr().err
 
 
 def test_without_a_comparison(files, capsys: pytest.CaptureFixture[str], tmp_path: Path):

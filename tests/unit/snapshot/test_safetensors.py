@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from onnx_nets import net_of
+from onnx_nets import layer_text, net_of
 from safetensors.numpy import load_file
 
+from caffepy.cli.main import main
 from caffepy.errors import RunError, SnapshotError
 from caffepy.snapshot.caffemodel import read_caffemodel, read_layer_shapes, write_caffemodel
 from caffepy.snapshot.safetensors import MAX_HEADER_BYTES, read_safetensors, read_tensors, write_tensors
@@ -103,3 +104,17 @@ def test_two_layers_of_one_name_are_refused(tmp_path: Path):
     net = net_of(NET.replace('"slope"', '"bn"'))
     with pytest.raises(RunError, match="two layers named 'bn' have parameters"):
         write_caffemodel(tmp_path / "net.safetensors", net.name, net.layers)
+
+
+def test_export_converts_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    text = layer_text('type: "InnerProduct" inner_product_param { num_output: 4 }', (2, 3))
+    model, weights = tmp_path / "net.prototxt", [tmp_path / name for name in ("a.caffemodel", "b.safetensors")]
+    model.write_text(text)
+    write_caffemodel(weights[0], "small", net_of(text).layers)
+    back = tmp_path / "c.caffemodel"
+    assert main(["export", str(model), *map(str, weights)]) == 0
+    assert main(["export", str(model), str(weights[1]), str(back)]) == 0
+    assert "2 blobs, 16 numbers" in capsys.readouterr().out
+    assert read_caffemodel(back).message.crc32c == read_caffemodel(weights[0]).message.crc32c
+    assert main(["snapshot", "verify", str(weights[1])]) == 0
+    assert "readable: 1 layers, 2 blobs; no checksum (the format has none)" in capsys.readouterr().out
