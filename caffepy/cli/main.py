@@ -54,7 +54,7 @@ GROUPS = {
         "create_label_map",
         "get_image_size",
     ),
-    "other formats": ("export", "import"),
+    "other formats": ("export", "quantize", "import"),
     "set-up": ("shims", "completion"),
     "old files": ("upgrade_net_proto_text", "upgrade_net_proto_binary", "upgrade_solver_proto_text"),
 }
@@ -88,7 +88,8 @@ WITHOUT_NETS = frozenset(
 )
 """Commands that read no nets, and so have no `ExtensionOptions`. `launch` starts commands that have them."""
 WRITERS = frozenset(
-    {*MODULES, "data", "deploy", "export", "new", "draw_net", "extract_features"} - {"test", "test_detection"}
+    {*MODULES, "data", "deploy", "export", "new", "draw_net", "extract_features", "quantize"}
+    - {"test", "test_detection"}
 )
 """Commands that write files and do not handle signals themselves."""
 

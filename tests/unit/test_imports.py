@@ -179,7 +179,7 @@ ALLOWED = {
     "tensorboardX": ("loggers/tensorboard.py",),
     "wandb": ("loggers/wandb.py",),
     "mlflow": ("loggers/mlflow.py",),
-    "onnxruntime": ("onnx/libraries.py",),
+    "onnxruntime": ("onnx/libraries.py", "onnx/quantize.py"),
 }
 """Where optional libraries may be imported at all."""
 
