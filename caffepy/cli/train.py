@@ -93,13 +93,13 @@ def make_options(args: argparse.Namespace) -> TrainOptions:
     """
     from caffepy.cli.devices import shares_gpus, train_devices
     from caffepy.proto import caffe_pb2
-    from caffepy.training.prepare import train_options
+    from caffepy.training.prepare import configure, train_options
 
-    param = _read_solver(args)
+    param, values = _read_solver(args), given_values(args, TrainOptions)
+    configure(param, args.solver, values)
     gpu_mode = param.solver_mode == caffe_pb2.SolverParameter.GPU
     if gpu_mode and args.gpus is None and not args.cpu:
         _preload_cuda(list(param.device_ids) or [param.device_id])
-    values = given_values(args, TrainOptions)
     values["devices"] = train_devices(args, gpu_mode, param, str(args.solver))
     return train_options(param, args.solver, values, share_gpus=shares_gpus(args, gpu_mode))
 

@@ -55,7 +55,7 @@ def read_solver(path: Path | str) -> SolverParameter:
     """
     param = read_prototxt(path, "solver", SolverParameter())
     upgrade_solver(param, str(path))
-    _complete_snapshot_prefix(param, Path(path))
+    complete_snapshot_prefix(param, Path(path))
     return param
 
 
@@ -106,7 +106,8 @@ def _parse_cached(text: str, message_type: Any, origin: str) -> Any:
     return parse_text(text, message_type(), origin)
 
 
-def _complete_snapshot_prefix(param: SolverParameter, path: Path) -> None:
+def complete_snapshot_prefix(param: SolverParameter, path: Path) -> None:
+    """Name snapshots after the solver's file where `snapshot_prefix` is missing or a folder; see `read_solver`."""
     if not param.HasField("snapshot_prefix"):
         param.snapshot_prefix = _check_utf8(str(path.with_suffix("")), path)
         log.info("snapshot_prefix is not given; snapshots will be named %s_iter_N", param.snapshot_prefix)

@@ -4,9 +4,32 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
 log = logging.getLogger(__name__)
+
+_PATH = re.compile(r".*(source|file|file_name|folder|directory|prefix)|(train_|test_)?net|weights|deploy|calibrator")
+"""Names of string fields that name a file or folder, which may differ from host to host."""
+
+
+def is_path(field: FieldDescriptor) -> bool:
+    """Return whether a field of the schema names a file or folder."""
+    return field.type == field.TYPE_STRING and _PATH.fullmatch(field.name) is not None
+
+
+def path_fields(message: Message) -> Iterator[tuple[Message, FieldDescriptor]]:
+    """Yield the fields that are set and name a file or folder, with the messages that hold them."""
+    for field, value in message.ListFields():
+        if is_path(field):
+            yield message, field
+        elif field.message_type is not None:
+            for inner in [value] if isinstance(value, Message) else value:
+                yield from path_fields(inner)
 
 
 def is_folder(path: Path | str) -> bool:

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
 from google.protobuf import text_format
 
 from caffepy.config.load import read_net
-from caffepy.config.paths import PathResolver
+from caffepy.config.paths import PathResolver, path_fields
 from caffepy.config.text import parse_text
 from caffepy.config.upgrade import upgrade_solver
 from caffepy.errors import ConfigError
 from caffepy.files import open_regular
-from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter
 
 _PREFIX = r"[IWEF]\d{4} [\d:.]+ +\d+ \S+\] (?:\[rank \d+\] )?"
 _HEADER = re.compile(rf"{_PREFIX}Initializing solver from parameters, (\d{{1,9}}) lines of a file in (.*):")
@@ -47,8 +47,15 @@ def describe_solver(param: SolverParameter, resolve: PathResolver) -> Iterator[s
         yield f"| {line}"
 
 
-def inline_nets(param: SolverParameter, resolve: PathResolver) -> SolverParameter:
+def inline_nets(
+    param: SolverParameter, resolve: PathResolver, read: Callable[[Path], NetParameter] = read_net
+) -> SolverParameter:
     """Return a copy of a solver whose nets are inlined instead of named by file.
+
+    Args:
+        param: the solver.
+        resolve: finds the files that it names.
+        read: reads a net's file.
 
     Raises:
         ConfigError: a net cannot be read.
@@ -57,12 +64,26 @@ def inline_nets(param: SolverParameter, resolve: PathResolver) -> SolverParamete
     result.CopyFrom(param)
     for name in ("net", "train_net"):
         if result.HasField(name):
-            getattr(result, f"{name}_param").CopyFrom(read_net(resolve(getattr(result, name))))
+            getattr(result, f"{name}_param").CopyFrom(read(resolve(getattr(result, name))))
             result.ClearField(name)
     for name in result.test_net:
-        result.test_net_param.append(read_net(resolve(name)))
+        result.test_net_param.append(read(resolve(name)))
     del result.test_net[:]
     return result
+
+
+def read_movable_net(path: Path) -> NetParameter:
+    """Read a net and name the files that lie beside its prototxt so that they are found from the working directory.
+
+    Raises:
+        ConfigError: the net cannot be read.
+    """
+    param, resolve = read_net(path), PathResolver(path)
+    for message, field in path_fields(param):
+        name = getattr(message, field.name)
+        if isinstance(name, str) and not field.name.endswith("prefix"):  # prefixes are of output files
+            setattr(message, field.name, str(resolve(name)))
+    return param
 
 
 def read_logged_solver(path: Path) -> tuple[SolverParameter, Path]:

@@ -43,6 +43,13 @@ def plugin_name(text: str) -> str:
     return given(text, "a Python file or module")
 
 
+def assignment(text: str) -> str:
+    """``FIELD=VALUE``."""
+    if not re.match(r"[^=]*\w[^=]*=", text):
+        raise argparse.ArgumentTypeError(f"'{text}' is no field with its value, such as base_lr=0.01")
+    return text
+
+
 def name_list(text: str) -> list[str]:
     """Names divided by commas."""
     try:

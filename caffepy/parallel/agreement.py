@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 
 from caffepy import version
 from caffepy.config.dialect import VARIABLE as DIALECT
-from caffepy.config.paths import PathResolver
+from caffepy.config.paths import PathResolver, is_path
 from caffepy.errors import ConfigError, RunError
 from caffepy.layers.core.base import Layer
 from caffepy.layers.input.prefetching import PrefetchingLayer
@@ -43,8 +42,6 @@ from caffepy.solvers import Solver
 Description: TypeAlias = "dict[str, str]"
 """A rank's fields, as messages call them, and their values; compared in this order."""
 
-_PATH = re.compile(r".*(source|file|file_name|folder|directory|prefix)|(train_|test_)?net|weights|deploy|calibrator")
-"""Names of string fields that name a file or folder, which may differ from host to host."""
 _OF_THE_ROOT = frozenset({"random_seed"})
 _OF_THE_HOST = frozenset({"device_id", "device_ids", "solver_mode"})
 _NETS = frozenset({"net_param", "train_net_param", "test_net_param"})
@@ -186,11 +183,6 @@ def _titles(layers: Iterable[LayerParameter | Layer]) -> list[str]:
 
 
 # -- messages as fields and values -----------------------------------------------------------------------
-
-
-def is_path(field: FieldDescriptor) -> bool:
-    """Whether a field of the schema names a file or folder."""
-    return field.type == field.TYPE_STRING and _PATH.fullmatch(field.name) is not None
 
 
 def _flatten(message: Message, prefix: str = "", skipped: Iterable[str] = ()) -> Iterator[tuple[str, str]]:

@@ -12,12 +12,14 @@ from caffepy.loggers.choose import logger_list
 from caffepy.options.declaration import check_values, option
 from caffepy.options.solver import KEEP_GROUP, MATH_MODES, MAX_SKIPPED, TIMEOUT, ExecutionOptions, RetentionPolicy
 from caffepy.options.types import (
+    assignment,
     file_list,
     file_name,
     gpu_list,
     iteration_range,
     level,
     name_list,
+    natural,
     positive,
     positive_number,
     positive_seconds,
@@ -28,7 +30,10 @@ if TYPE_CHECKING:
     from caffepy.config.paths import PathResolver
     from caffepy.proto.caffe_pb2 import SolverParameter
 
+DTYPES = ("FLOAT", "FLOAT16", "BFLOAT16")
+"""Values of --dtype, as the schema names them."""
 _SIGNAL_EFFECTS = ("stop", "snapshot", "none")
+_CONFIGURE = "fields of solver and net"
 _START = "where to start"
 _DEVICES = "devices"
 _TRACE = "seeing what it does"
@@ -54,6 +59,23 @@ class TrainOptions:
     """
 
     solver: SolverParameter
+    set: list[str] = option(
+        [],
+        "set a field of the solver or, with net. before it, of the net, as its prototxt would: base_lr=0.01, "
+        "net.layer[conv1].convolution_param.num_output=64; may be given several times",
+        parse=assignment, metavar="FIELD=VALUE", group=_CONFIGURE, per_rank=True, repeatable=True,
+    )  # fmt: skip
+    max_iter: int | None = option(
+        None, "max_iter instead of the solver's", parse=natural, metavar="N", group=_CONFIGURE, per_rank=True
+    )
+    seed: int | None = option(
+        None, "random_seed instead of the solver's", parse=natural, metavar="N", group=_CONFIGURE, per_rank=True
+    )
+    dtype: str | None = option(
+        None,
+        "precision of layers that do not give their own: the net's default_forward_type and default_backward_type",
+        choices=DTYPES, group=_CONFIGURE, per_rank=True,
+    )  # fmt: skip
     snapshot: Path | None = option(
         None,
         ".solverstate to resume from, or 'auto' for the newest whole one; rank 0 reads it",
@@ -148,6 +170,13 @@ class TrainOptions:
     resume_since: float | None = None
     callbacks: Sequence[Any] = ()
     keeps_trained: bool = False
+
+    @property
+    def assignments(self) -> list[str]:
+        """What `set`, `max_iter`, `seed` and `dtype` set, as `caffepy.config.assign` takes it."""
+        given = [("max_iter", self.max_iter), ("random_seed", self.seed)]
+        types = [(f"net.default_{way}_type", self.dtype) for way in ("forward", "backward")]
+        return [*self.set, *(f"{name}={value}" for name, value in (*given, *types) if value is not None)]
 
     @property
     def local_devices(self) -> list[int | None]:

@@ -21,6 +21,7 @@ from caffepy.parallel.device_threads import DeviceSpec, DeviceThread
 from caffepy.parallel.exchange import SolverExchange
 from caffepy.parallel.factory import Connector
 from caffepy.parallel.options import TrainOptions
+from caffepy.parallel.run_log import save_solver
 from caffepy.proto.caffe_pb2 import SolverState
 from caffepy.report import Performance
 from caffepy.snapshot.files import restore_first, snapshots
@@ -205,6 +206,8 @@ class P2PSync(DeviceThread):
             for observer in options.callbacks:
                 solver.add_callback(observer)
             self._read_start(solver)
+            if options.assignments and solver.writes_snapshots:
+                save_solver(options)
             if loggers := make_loggers(options.loggers):
                 self._watch = Watch(solver, loggers, options.log_histograms)
                 solver.add_callback(self._watch)

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from google.protobuf import text_format
 
 from caffepy.config.paths import PathResolver
-from caffepy.config.run_log import describe_solver
+from caffepy.config.run_log import describe_solver, inline_nets, read_movable_net
 from caffepy.data.schedule import Shard
 from caffepy.errors import CaffepyError, ConfigError
-from caffepy.files import check_writable, working_folder
+from caffepy.files import atomic_write, check_writable, working_folder
 from caffepy.parallel.hardware.affinity import format_cores
 from caffepy.parallel.hardware.nvml import Nvml, open_nvml
 from caffepy.parallel.options import TrainOptions
@@ -54,6 +55,20 @@ def log_run(world: World, options: TrainOptions) -> None:
         return
     for line in lines:
         logger.info("%s", line)
+
+
+def save_solver(options: TrainOptions) -> None:
+    """Write the solver with its nets beside its snapshots, as ``PREFIX_solver.prototxt``; for the root.
+
+    Raises:
+        CaffepyError: a net cannot be read, or the file cannot be written.
+    """
+    resolve = options.resolve or PathResolver(None)
+    path = resolve.output(f"{options.solver.snapshot_prefix}_solver.prototxt")
+    merged = inline_nets(options.solver, resolve, read_movable_net)
+    with atomic_write(path) as file:
+        file.write(text_format.MessageToString(merged, as_utf8=True).encode())
+    logger.info("Wrote the solver with its nets and the fields that options set to %s", path)
 
 
 def _own_devices(world: World, options: TrainOptions) -> list[Device]:

@@ -771,7 +771,7 @@ class Solver:
     # -- checks before training ----------------------------------------------------------------------
 
     @property
-    def _writes(self) -> bool:
+    def writes_snapshots(self) -> bool:
         """Whether training writes snapshots without a request."""
         param = self.param
         wanted = param.snapshot or param.snapshot_after_train or param.test_and_snapshot_last_epochs
@@ -779,7 +779,7 @@ class Solver:
 
     def _check_snapshots(self) -> None:
         """Fail before training, not at the first snapshot."""
-        if self.callback.is_root and self._writes:
+        if self.callback.is_root and self.writes_snapshots:
             check_snapshot(snapshot_paths(self.param, self.resolve, self.param.max_iter)[1], self.net.layers)
             remove_unfinished(self.resolve.output(self.param.snapshot_prefix))
         if self.param.snapshot:
@@ -807,7 +807,7 @@ class Solver:
             due = due or iteration in epochs or (param.snapshot_after_train and iteration == last)
             return due and self.iteration < iteration <= last
 
-        if self._writes and self.iteration < last:
+        if self.writes_snapshots and self.iteration < last:
             self.retention.check_earlier(writes, self._resumed)
 
     # -- for programs --------------------------------------------------------------------------------

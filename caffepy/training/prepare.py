@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from caffepy.config.assign import assign
 from caffepy.config.paths import PathResolver
 from caffepy.config.solver_check import check_solver
 from caffepy.errors import ConfigError
@@ -19,6 +20,25 @@ from caffepy.parallel.processes.launcher import find_launcher
 from caffepy.proto.caffe_pb2 import SolverParameter
 
 logger = logging.getLogger(__name__)
+
+
+def configure(param: SolverParameter, path: Path | None, values: Mapping[str, Any]) -> None:
+    """Set the fields of a solver and its nets that a command line or program gives, before anything is checked.
+
+    Args:
+        param: the solver as read; changed in place.
+        path: its file, or None.
+        values: options of `TrainOptions` by name, of which `set`, `max_iter`, `seed` and `dtype` count.
+
+    Raises:
+        ConfigError: there is no such field, or the value is none of it.
+    """
+    given = {name: values[name] for name in ("set", "max_iter", "seed", "dtype") if name in values}
+    if isinstance(given.get("set"), str):
+        given["set"] = [given["set"]]
+    assignments = with_values(TrainOptions(param), given).assignments
+    if assignments:
+        assign(param, assignments, PathResolver(path))
 
 
 def train_options(param: SolverParameter, path: Path | None, values: Mapping[str, Any], **further: Any) -> TrainOptions:

@@ -27,7 +27,7 @@ from caffepy.snapshot.caffemodel import write_caffemodel
 from caffepy.solvers import Solver, create_solver
 from caffepy.solvers.state import SavedSolver
 from caffepy.training.devices import check_gpus
-from caffepy.training.prepare import train_options
+from caffepy.training.prepare import configure, train_options
 
 AnyCallback: TypeAlias = "Callback | IterationCallback | Any"
 StrPath: TypeAlias = "str | PathLike[str]"
@@ -61,8 +61,8 @@ def train(
         snapshot: a .solverstate to resume from, or "auto" for the newest valid one.
         devices: indices of GPUs, or "all"; None: the CPU.
         callbacks: one or several callbacks, see `caffepy.Callback`.
-        options: `max_iter`; `progress`, whether to show a progress bar (by default in interactive sessions); the
-            other options of the command, such as `cpu_solvers` or `sync_bn`, see docs/reference/options.md.
+        options: `progress`, whether to show a progress bar (by default in interactive sessions); the other options of
+            the command, such as `max_iter`, `set` or `cpu_solvers`, see docs/reference/options.md.
 
     Raises:
         UserError: files, solver, net or options are invalid.
@@ -93,9 +93,8 @@ def _options(
     param, path = source
     if options["snapshot"] is not None and options["weights"]:
         raise ConfigError("snapshot and weights exclude each other: a snapshot brings its own weights; leave one out")
-    if "max_iter" in options:
-        param.max_iter = _whole(options.pop("max_iter"))
-    check_names(options, [*(one.name for one in options_of(TrainOptions)), "max_iter", "progress"], "train")
+    check_names(options, [*(one.name for one in options_of(TrainOptions)), "progress"], "train")
+    configure(param, path, options)
     return train_options(param, path, options, callbacks=callbacks, keeps_trained=True)
 
 
@@ -117,12 +116,6 @@ def _maker(options: TrainOptions, saved: SavedSolver) -> Callable[[], Solver]:
             raise
 
     return make
-
-
-def _whole(max_iter: Any) -> int:
-    if not isinstance(max_iter, int) or not 0 <= max_iter < 1 << 31:
-        raise ConfigError(f"max_iter is {max_iter!r}; it must be an integer of 0 or more")
-    return max_iter
 
 
 def _devices(devices: Sequence[int] | str | None) -> list[int] | None:

@@ -17,6 +17,7 @@ from training import build_solver, solver_param
 
 from caffepy import version
 from caffepy.config.dialect import override_dialect
+from caffepy.config.paths import is_path
 from caffepy.errors import ConfigError
 from caffepy.options import ExecutionOptions
 from caffepy.parallel.agreement import (
@@ -27,7 +28,6 @@ from caffepy.parallel.agreement import (
     describe_run,
     describe_solver,
     first_difference,
-    is_path,
 )
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.processes.world import SingleProcess

@@ -12,7 +12,7 @@ from training import build_solver, solver_param, weights_of
 
 import caffepy
 from caffepy.errors import ConfigError, DeviceError, MissingExtraError, RunError
-from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter
+from caffepy.proto.caffe_pb2 import FLOAT16, NetParameter, SolverParameter
 from caffepy.pycaffe.net_spec import NetSpec, layers
 from caffepy.solvers import Solver
 
@@ -198,7 +198,7 @@ def test_snapshots_and_weights_are_started_from(tmp_path: Path, solver_file: Pat
         ({"solver": {**FIELDS, "snapshot": 2}}, "snapshots are enabled and snapshot_prefix is missing"),
         ({"solver": FIELDS}, "solver: no net to train"),
         ({"solver": FIELDS, "net": 5}, "a net is a prototxt's path, a NetParameter or a NetSpec; int is none"),
-        ({"max_iter": -1}, "max_iter is -1; it must be an integer of 0 or more"),
+        ({"max_iter": -1}, "max_iter is -1; it must be at least 0"),
         ({"max_itr": 1}, r"train has no option 'max_itr'; .*max_iter"),
         ({"weights": "a", "snapshot": "b"}, "snapshot and weights exclude each other"),
         ({"devices": "first"}, "devices is 'first'; give a list of GPU indices, 'all', or None"),
@@ -257,3 +257,19 @@ def test_a_snapshot_of_another_net_is_not_replaced(tmp_path: Path, caplog: pytes
     with pytest.raises(ConfigError, match=r"x_iter_6\.caffemodel is of another net .* would be replaced"):
         caffepy.train(fields, net=net, threads=1)
     caffepy.train(fields, net=net, threads=1, overwrite=True).close()
+
+
+def test_set_fields_are_trained_with_and_saved_beside_the_snapshots(solver_file: Path) -> None:
+    given = {"set": ["base_lr=0.5", "net.layer[ip].inner_product_param.bias_term=false"], "max_iter": 2, "seed": 8}
+    with caffepy.train(solver_file, threads=1, **given, dtype="FLOAT16", cpu_solvers=2) as trained:
+        assert trained.iteration == 2
+        assert [blob.shape for blob in trained.net.layers[1].blobs] == [(2, 5)]
+        assert trained.net.param.default_forward_type == trained.net.param.default_backward_type == FLOAT16
+    saved = solver_file.with_name("small_solver.prototxt")
+    assert not saved.exists()  # nor are there snapshots
+    given["set"].append("snapshot_after_train=true")
+    with caffepy.train(solver_file, threads=1, **given) as trained:
+        first = weights_of(trained.net)
+    with caffepy.train(saved, threads=1, overwrite=True) as again:
+        assert again.iteration == 2
+        assert_same(weights_of(again.net), first)
