@@ -23,6 +23,7 @@ class Shard:
         world_size: number of devices over all MPI ranks.
         devices_per_rank: devices of each MPI rank.
         per_device_batch: `batch_size` in a prototxt is per device (BVLC's meaning) instead of per MPI rank.
+        overfit_batches: training takes the first so many batches over and over; 0: all samples.
         training: identifies the training run within this process, equal for all of its devices; 0: this process has no
             other devices in the run.
     """
@@ -31,6 +32,7 @@ class Shard:
     world_size: int = 1
     devices_per_rank: int = 1
     per_device_batch: bool = False
+    overfit_batches: int = 0
     training: int = field(default=0, compare=False)
 
     def device_batch(self, batch_size: int) -> int:
@@ -59,12 +61,16 @@ class TrainSchedule:
         self.count = shard.device_batch(batch_size)
         self._global = shard.global_batch(batch_size)
         self._offset = shard.rank * self.count
+        self._batches = shard.overfit_batches
         self._start = start
         self._first_pass = first_pass
 
     def first_sample(self, number: int) -> int:
         """Return the global number of this device's first sample in pass `number`."""
-        return self.position(number) + self._offset
+        first = self.position(number)
+        if self._batches:
+            first = first // self._global % self._batches * self._global
+        return first + self._offset
 
     def position(self, number: int) -> int:
         """Return the global sample number at which pass `number` begins; snapshots store it."""

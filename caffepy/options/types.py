@@ -120,6 +120,22 @@ def positive_number(text: str, what: str = "a number") -> float:
     return number
 
 
+def decay(text: str) -> float:
+    """A number above 0 and below 1."""
+    number = positive_number(text)
+    if number >= 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0 and below 1")
+    return number
+
+
+def score_and_patience(text: str) -> str:
+    """``SCORE:PATIENCE``, the name of a score and a number of tests."""
+    name, _, patience = text.rpartition(":")
+    if not name or not patience.isdecimal() or not 1 <= int(patience) <= LARGEST:
+        raise argparse.ArgumentTypeError(f"'{text}' is no score and number of tests such as accuracy:5")
+    return text
+
+
 def iteration_range(text: str) -> range:
     """``20:40``, the iterations from 20 on that come before 40."""
     match = re.fullmatch(r"([0-9]{1,10}):([0-9]{1,10})", text.strip())
@@ -154,5 +170,5 @@ def gpu_list(text: str) -> list[int] | str:
     return numbers
 
 
-NUMBERS = (positive, natural, level, positive_seconds, positive_number)
+NUMBERS = (positive, natural, level, positive_seconds, positive_number, decay)
 """Types whose values Python programs give as numbers."""

@@ -53,6 +53,7 @@ def device_specs(
     cores: Cores,
     threads: int | None = None,
     per_device_batch: bool = False,
+    overfit_batches: int = 0,
 ) -> list[DeviceSpec]:
     """The devices that this rank computes with.
 
@@ -61,7 +62,7 @@ def device_specs(
         devices: GPUs, or None for each solver on the CPU.
         cores: the rank's, which its CPU solvers divide.
         threads: CPU threads of each solver; None: its part of `cores`.
-        per_device_batch: see `Shard`.
+        per_device_batch: see `Shard`; so is `overfit_batches`.
     """
     count = len(devices)
     threads = threads or max(1, cores.count // count)
@@ -72,7 +73,7 @@ def device_specs(
             device,
             _label(index, device, count),
             threads if device is None else None,
-            Shard(world.rank * count + index, world.size * count, count, per_device_batch, training),
+            Shard(world.rank * count + index, world.size * count, count, per_device_batch, overfit_batches, training),
         )
         for index, device in enumerate(devices)
     ]

@@ -92,7 +92,7 @@ class SolverExchange:
     def on_start(self) -> None:
         solver, communicator = self._connected.solver, self._connected.communicator
         with self._waiting("the root's weights"):
-            for array in (solver.net.parameters.data, *solver.history):
+            for array in (solver.net.parameters.data, *solver.history, *solver.replicated):
                 communicator.broadcast(array, root=0)
             communicator.wait_on_device(None)
             solver.net.parameters.written()

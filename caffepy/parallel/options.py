@@ -13,6 +13,7 @@ from caffepy.options.declaration import check_values, option
 from caffepy.options.solver import KEEP_GROUP, MATH_MODES, MAX_SKIPPED, TIMEOUT, ExecutionOptions, RetentionPolicy
 from caffepy.options.types import (
     assignment,
+    decay,
     file_list,
     file_name,
     gpu_list,
@@ -23,6 +24,7 @@ from caffepy.options.types import (
     positive,
     positive_number,
     positive_seconds,
+    score_and_patience,
     snapshot_name,
 )
 
@@ -36,6 +38,7 @@ _SIGNAL_EFFECTS = ("stop", "snapshot", "none")
 _CONFIGURE = "fields of solver and net"
 _START = "where to start"
 _DEVICES = "devices"
+_TRIALS = "trials and when to stop"
 _TRACE = "seeing what it does"
 _SIGNALS = "signals"
 _LIMITS = "checks and limits"
@@ -118,6 +121,22 @@ class TrainOptions:
     engine: ExecutionOptions = field(default_factory=ExecutionOptions)
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
     overwrite: bool = option(False, "replace earlier snapshots with this prefix, also of another net", group=KEEP_GROUP)
+    ema: float = option(
+        0.0,
+        "average the parameters over iterations with this decay, such as 0.9999; tests score the average, and each "
+        "snapshot has it as PREFIX_iter_N.ema.caffemodel",
+        parse=decay, metavar="DECAY", group=_TRIALS,
+    )  # fmt: skip
+    early_stop: str | None = option(
+        None,
+        "stop when SCORE, an output of a test net or 'loss', has not become better in PATIENCE tests in a row",
+        parse=score_and_patience, metavar="SCORE:PATIENCE", group=_TRIALS,
+    )  # fmt: skip
+    overfit_batches: int = option(
+        0,
+        "train on the first N batches over and over: a net that can learn reaches a loss near 0",
+        parse=positive, metavar="N", group=_TRIALS,
+    )  # fmt: skip
     loggers: list[Any] = option(
         [],
         "write losses, scores, rates and speed at each display and test: csv:FILE, jsonl:FILE, tensorboard:DIR, "

@@ -133,7 +133,7 @@ class P2PManager:
         world, count, on_gpus = self._world, len(options.local_devices), options.devices is not None
         communicators = DeviceCommunicators(world, count, on_gpus, options.compression, options.timeout)
         per_device = options.batch == "per-device"
-        specs = device_specs(world, options.local_devices, cores, options.threads, per_device)
+        specs = device_specs(world, options.local_devices, cores, options.threads, per_device, options.overfit_batches)
         names = device_names(world, specs)
         for spec in specs:
             # Signals go to one thread of a process; its solver sends the request on with the gradients.

@@ -26,7 +26,9 @@ from caffepy.proto.caffe_pb2 import SolverState
 from caffepy.report import Performance
 from caffepy.snapshot.files import restore_first, snapshots
 from caffepy.solvers import Action, SingleDevice, Solver, SolverCallback, create_solver
+from caffepy.solvers.early_stop import EarlyStop
 from caffepy.solvers.state import SavedSolver
+from caffepy.solvers.weight_average import WeightAverage
 from caffepy.trace import NO_TRACE, Trace, Tracer
 
 logger = logging.getLogger(__name__)
@@ -202,10 +204,16 @@ class P2PSync(DeviceThread):
         self.solver = solver
         if backend.asynchronous:
             self.trace.watch_device(backend.record_timed_event, backend.synchronize)
-        if self.spec.shard.rank == 0:
+        root = self.spec.shard.rank == 0
+        if root:
+            self._read_start(solver)
+        if options.ema:  # before other callbacks, which see the parameters themselves after a test
+            solver.add_callback(WeightAverage(solver, options.ema))
+        if root:
             for observer in options.callbacks:
                 solver.add_callback(observer)
-            self._read_start(solver)
+            if options.early_stop:
+                solver.add_callback(EarlyStop(options.early_stop, solver))
             if options.assignments and solver.writes_snapshots:
                 save_solver(options)
             if loggers := make_loggers(options.loggers):

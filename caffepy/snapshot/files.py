@@ -124,6 +124,11 @@ def weights_beside(path: Path) -> Path:
     return path.with_name(_STATE_EXTENSION.sub(r".caffemodel\1", path.name))
 
 
+def averaged_weights_beside(path: Path) -> Path:
+    """Return the path of the averaged weights (`--ema`) that belong to a .solverstate."""
+    return path.with_name(_STATE_EXTENSION.sub(r".ema.caffemodel\1", path.name))
+
+
 def restore_first(paths: Sequence[Path], restore: Callable[[Path], None]) -> Path:
     """Restore the first snapshot that can be restored; return its path.
 
@@ -157,22 +162,22 @@ def _pattern(prefix: str, kind: str) -> re.Pattern[str]:
 
 
 def remove_snapshot(path: Path) -> None:
-    """Remove a .solverstate and its .caffemodel; symbolic links are kept.
+    """Remove a .solverstate, its .caffemodel and its averaged weights; symbolic links are kept.
 
     The state is removed first, so an interrupted removal leaves no incomplete snapshot.
 
     Raises:
         OSError: a file cannot be removed.
     """
-    pair = [path, weights_beside(path)]
-    modes = [os.lstat(file).st_mode for file in pair if os.path.lexists(file)]
+    files = [path, weights_beside(path), averaged_weights_beside(path)]
+    modes = [os.lstat(file).st_mode for file in files if os.path.lexists(file)]
     if all(stat.S_ISREG(mode) for mode in modes):
-        for file in pair:
+        for file in files:
             file.unlink(missing_ok=True)
 
 
 def remove_unfinished(prefix: Path) -> None:
     """Remove temporary files of killed processes for snapshots with a prefix."""
-    pattern = _pattern(str(prefix), "caffemodel|solverstate")
+    pattern = _pattern(str(prefix), r"(?:ema\.)?caffemodel|solverstate")
     for path in remove_leftovers(prefix.parent, lambda name: pattern.fullmatch(name) is not None):
         log.info("removed %s, a temporary file of a killed process", path)

@@ -98,7 +98,7 @@ class SingleDevice:
     def barrier(self) -> None: ...
 
 
-EVENTS = ("after_iteration", "after_test", "after_snapshot")
+EVENTS = ("after_iteration", "before_test", "after_test", "after_snapshot")
 """The methods that a program's callback may have; each returns True to stop training."""
 
 

@@ -16,7 +16,6 @@ from caffepy.errors import ConfigError, SnapshotError
 from caffepy.net import Net
 from caffepy.options import RetentionPolicy
 from caffepy.proto.caffe_pb2 import SolverParameter
-from caffepy.registry import suggest
 from caffepy.snapshot.caffemodel import first_difference, read_layer_shapes
 from caffepy.snapshot.files import (
     describe_snapshot,
@@ -27,12 +26,10 @@ from caffepy.snapshot.files import (
     weights_beside,
 )
 from caffepy.solvers.display import RootLog
+from caffepy.solvers.score import TestScore
 from caffepy.solvers.state import snapshot_paths
 
 log = logging.getLogger(__name__)
-
-LOSS = "loss"
-"""The score that stands for the sum of a test net's losses, where no output has this name."""
 
 
 class SnapshotRetention:
@@ -64,31 +61,13 @@ class SnapshotRetention:
         self._param = param
         self._resolve = resolve
         self._net = net
-        self._test_nets = test_nets
         self._keep = keep
         self._log = log
         self._written: Path | None = None
         """The newest snapshot of this run."""
-        self._sign = 1.0
-        """Makes larger scores the better ones."""
-        self._index = 0
-        """Which test net has the score."""
+        self._score = None
         if keep.keep_best:
-            self._find_score()
-
-    def _find_score(self) -> None:
-        """Which test net has the score, and whether larger is better."""
-        name, nets = self._keep.keep_best, self._test_nets
-        if not nets or not self._param.test_interval:
-            raise ConfigError(f"--keep-best {name} needs tests: set test_iter and test_interval in the solver")
-        having = [index for index, net in enumerate(nets) if name in net.outputs]
-        losing = [index for index, net in enumerate(nets) if name == LOSS and _weighted(net)]
-        if not having and not losing:
-            known = [output for net in nets for output in net.outputs]
-            raise ConfigError(f"--keep-best {name}: no test net has such an output; {suggest(name, known)}")
-        self._index = (having or losing)[0]
-        smaller = not having or name in _weighted(nets[self._index])
-        self._sign = -1.0 if smaller else 1.0
+            self._score = TestScore("--keep-best", keep.keep_best, test_nets, param.test_interval)
 
     def check_earlier(self, writes: Callable[[int], bool], resumed: Path | None) -> None:
         """Look, before training, at the snapshots with the solver's prefix that are there already.
@@ -135,15 +114,10 @@ class SnapshotRetention:
 
     def note_scores(self, iteration: int, scores: list[dict[str, np.ndarray]]) -> None:
         """Remember the score of an iteration's snapshot, which was written before its test."""
-        if not self._keep.keep_best or self._index >= len(scores):
-            return
-        found, net = scores[self._index], self._test_nets[self._index]
-        if self._keep.keep_best in found:
-            value = float(found[self._keep.keep_best].mean())
-        else:
-            value = sum(weight * float(found[name].sum()) for name, weight in _weighted(net).items())
-        self.scores[iteration] = value
-        self._tidy()
+        value = None if self._score is None else self._score.value(scores)
+        if value is not None:
+            self.scores[iteration] = value
+            self._tidy()
 
     def wrote(self, path: Path) -> None:
         """Remember the newest snapshot, and remove snapshots that need not stay."""
@@ -170,7 +144,8 @@ class SnapshotRetention:
 
     def _best(self, found: list[Path]) -> Path | None:
         """The snapshot that tested best, of equals the oldest; None if none was tested."""
-        scores = {path: self.scores.get(iteration_of(path), math.nan) * self._sign for path in reversed(found)}
+        sign = 1.0 if self._score is None else self._score.sign
+        scores = {path: self.scores.get(iteration_of(path), math.nan) * sign for path in reversed(found)}
         tested = {path: score for path, score in scores.items() if not math.isnan(score)}
         return max(tested, key=lambda path: tested[path]) if tested else None
 
@@ -183,9 +158,3 @@ class SnapshotRetention:
             log.warning("older snapshots are kept, because the newest cannot be read back: %s", error)
             return False
         return True
-
-
-def _weighted(net: Net) -> dict[str, float]:
-    """The outputs of a net that are losses, with their weights."""
-    weights = {name: float(net.loss_weight(blob)) for name, blob in net.outputs.items()}
-    return {name: weight for name, weight in weights.items() if weight}

@@ -156,7 +156,7 @@ class Solver:
         self.stopped_early = False
         self.restored: SolverState | None = None
         """What `restore` read, without history."""
-        self._resumed: Path | None = None
+        self.resumed_from: Path | None = None
         """The .solverstate that `restore` read."""
         self._snapshot_at = -1
         """The iteration of the last snapshot."""
@@ -181,6 +181,8 @@ class Solver:
             """Run the test nets, in Caffe's order."""
             self.test_nets = [runner.net for runner in self.tests]
             self.history: list[Array] = self._allocate(histories)
+            self.replicated: list[Array] = []
+            """Further arrays that all devices get from the root before the first iteration."""
             guard = context.guard or "float16" in self.net.parameters.copies
             chosen = rule(param, self.net.context.nvidia)
             self.update = Update(self.net, chosen, self.history, guard, context.max_skipped)
@@ -246,10 +248,11 @@ class Solver:
         """Copy trained layers from .caffemodel files, later ones over earlier ones; raises SnapshotError."""
         for path in paths:
             self.log("Finetuning from %s", path)
-            self._copy_layers(read_caffemodel(path), path)
+            self.copy_layers(read_caffemodel(path), path)
         self._refresh_copies()
 
-    def _copy_layers(self, weights: TrainedLayers, path: Path) -> None:
+    def copy_layers(self, weights: TrainedLayers, path: Path) -> None:
+        """Copy the layers of a file that has been read, by name; raises SnapshotError."""
         copy_trained_layers(self.net.layers, weights, str(path), self.net.context.log_level)
 
     def _refresh_copies(self) -> None:
@@ -583,6 +586,7 @@ class Solver:
             return []
         with self._not_training(), self._trace.span("test"):
             self.average_statistics()
+            self._observers.tell("before_test", self)
             started = time.monotonic()
             evaluator = Evaluator(self.param, self.net, self.shard, self.callback, self.log, self._interrupted)
             scores = evaluator.run_all(self.tests, self.iteration)
@@ -701,7 +705,7 @@ class Solver:
             self.backend.from_host(values.reshape(part.shape), part)
         saved.ClearField("history")
         self.adopt(saved)
-        self.restored, self._resumed = saved, path
+        self.restored, self.resumed_from = saved, path
         self._refresh_copies()
 
     def _restore_weights(self, path: Path) -> None:
@@ -713,7 +717,7 @@ class Solver:
                 raise SnapshotError(
                     f"{path}: has no layer '{parameter.layer.name}', which the net has; it is of another net"
                 )
-        self._copy_layers(weights, path)
+        self.copy_layers(weights, path)
 
     def adopt(self, saved: SolverState) -> None:
         """Resume from what another device's solver has `restored`; its weights and history come in `on_start`."""
@@ -808,12 +812,12 @@ class Solver:
             return due and self.iteration < iteration <= last
 
         if self.writes_snapshots and self.iteration < last:
-            self.retention.check_earlier(writes, self._resumed)
+            self.retention.check_earlier(writes, self.resumed_from)
 
     # -- for programs --------------------------------------------------------------------------------
 
     def add_callback(self, callback: Any) -> None:
-        """Call an object's `after_iteration`, `after_test` and `after_snapshot`; see `caffepy.Callback`.
+        """Call an object's methods `after_iteration`, `before_test` and so on; see `caffepy.Callback`.
 
         Raises:
             ConfigError: it has none of these methods and is no function.

@@ -142,6 +142,9 @@ class Callback:
     def after_iteration(self, solver: Solver) -> bool | None:
         """Called after iteration `solver.iteration - 1`."""
 
+    def before_test(self, solver: Solver) -> bool | None:
+        """Called before a test."""
+
     def after_test(self, solver: Solver, scores: list[dict[str, np.ndarray]]) -> bool | None:
         """Called after a test; `scores` has the mean of each output by name, for each test net."""
 
