@@ -73,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     manager = P2PManager(options)
     with progress_bar(lambda: manager.iteration, lambda: made[0].solver.max_iter):
         manager.run()
-    _say_how_to_resume(args, made[0].solver, manager.iteration)
+    if not made[0].check_only and made[0].lr_find is None:
+        _say_how_to_resume(args, made[0].solver, manager.iteration)
     return 0
 
 

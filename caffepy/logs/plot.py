@@ -72,12 +72,68 @@ def plot_logs(
         RunError: the file cannot be written.
     """
     path = Path(path)
-    if path.suffix.lstrip(".").lower() not in FORMATS:
-        raise ConfigError(f"'{path}': charts end in .{', .'.join(FORMATS)}; name another file")
+    picture_format(path)
     panels, x = _panels(logs, chart, x, outputs)
-    picture = _draw(panels, AXES[x], path.suffix.lstrip(".").lower(), log_scale, len(logs))
-    with atomic_write(path) as file:
-        file.write(picture)
+    figure = _new_figure((9, 1 + 3.6 * len(panels)))
+    _draw(figure, panels, AXES[x], log_scale, len(logs))
+    _save(figure, path)
+
+
+def picture_format(path: Path) -> str:
+    """Return the format that a picture's name ends in.
+
+    Raises:
+        ConfigError: the ending is unknown.
+    """
+    ending = path.suffix.lstrip(".").lower()
+    if ending not in FORMATS:
+        raise ConfigError(f"'{path}': charts end in .{', .'.join(FORMATS)}; name another file")
+    return ending
+
+
+def check_drawing(path: Path) -> None:
+    """Check, before training, that a picture can be drawn to `path`.
+
+    Raises:
+        ConfigError: the ending is unknown, matplotlib is not installed, or there is no such folder.
+    """
+    picture_format(path)
+    _new_figure((1, 1))
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"'{path}': there is no folder {path.parent}; make it first")
+
+
+def draw_rates(
+    path: Path, rates: Sequence[float], losses: Sequence[float], means: Sequence[float], chosen: float | None
+) -> None:
+    """Draw the losses of a learning-rate range test over the rates.
+
+    Args:
+        path: of the file, ending in .png, .svg or .pdf.
+        rates: learning rates.
+        losses: the loss at each rate.
+        means: its running mean.
+        chosen: the rate to mark; None: none.
+
+    Raises:
+        ConfigError: the ending is unknown, or matplotlib is not installed.
+        RunError: the file cannot be written.
+    """
+    figure = _new_figure((9, 4.6))
+    axes = figure.subplots()
+    axes.plot(rates, losses, linewidth=0.8, alpha=0.3, color="C0")
+    axes.plot(rates, means, linewidth=1.4, color="C0", label="loss, running mean")
+    if chosen is not None:
+        axes.axvline(chosen, linestyle="--", linewidth=1.0, color="C3", label=f"falls fastest at {chosen:.2g}")
+    lowest, first = min(means), max(means[0], min(means))
+    margin = max(first - lowest, 1e-9)
+    axes.set_ylim(lowest - 0.2 * margin, first + margin)
+    axes.set_xscale("log")
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    _save(figure, path)
 
 
 # -- curves -----------------------------------------------------------------------------------------------
@@ -198,21 +254,34 @@ def _name(logs: Sequence[TrainingLog], log: TrainingLog) -> str:
 # -- drawing ----------------------------------------------------------------------------------------------
 
 
-def _draw(panels: dict[str, list[Curve]], x_label: str, file_format: str, log_scale: bool, logs: int) -> bytes:
+def _new_figure(size: tuple[float, float]) -> Any:
+    """Return an empty picture, width and height in inches.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("charts need matplotlib: pip install 'caffepy[plot]'") from error
-    figure = Figure(figsize=(9, 1 + 3.6 * len(panels)), layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Any, path: Path) -> None:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=picture_format(path), dpi=120)
+    with atomic_write(path) as file:
+        file.write(buffer.getvalue())
+
+
+def _draw(figure: Any, panels: dict[str, list[Curve]], x_label: str, log_scale: bool, logs: int) -> None:
     panel_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)
     for axes, (title, curves) in zip(panel_axes[:, 0], panels.items(), strict=True):
         _draw_panel(axes, title, curves, log_scale and title != "scores", logs)
     panel_axes[-1, 0].set_xlabel(x_label)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=file_format, dpi=120)
-    return buffer.getvalue()
 
 
 def _draw_panel(axes: Any, title: str, curves: Sequence[Curve], log_scale: bool, logs: int) -> None:

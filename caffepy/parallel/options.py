@@ -121,6 +121,18 @@ class TrainOptions:
     engine: ExecutionOptions = field(default_factory=ExecutionOptions)
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
     overwrite: bool = option(False, "replace earlier snapshots with this prefix, also of another net", group=KEEP_GROUP)
+    check_only: bool = option(
+        False,
+        "build the nets, read the first batch, make one iteration and a short test, check memory and the snapshots' "
+        "folder, and stop without writing anything",
+        flags=("--check",), group=_TRIALS,
+    )  # fmt: skip
+    lr_find: Path | None = option(
+        None,
+        "instead of training: raise the learning rate from 1e-6 to 10 in 200 or --max-iter iterations and draw the "
+        "loss over it to FILE.png, .svg or .pdf",
+        parse=file_name, metavar="FILE", group=_TRIALS, per_rank=True,
+    )  # fmt: skip
     ema: float = option(
         0.0,
         "average the parameters over iterations with this decay, such as 0.9999; tests score the average, and each "
@@ -207,7 +219,8 @@ class TrainOptions:
 
         Raises:
             ConfigError: no devices, a GPU named twice, iterations of a trace that is not written, histograms without
-                a logger, a number or a choice that the command line would refuse.
+                a logger, a learning-rate test with a snapshot or a picture that cannot be drawn, a number or a choice
+                that the command line would refuse.
         """
         if not self.local_devices:
             raise ConfigError("there is nothing to train on: name at least one GPU, or one CPU solver")
@@ -219,6 +232,12 @@ class TrainOptions:
             raise ConfigError("--trace-iterations says what --trace FILE shows; name the file too")
         if self.log_histograms and not self.loggers:
             raise ConfigError("--log-histograms says what --log writes; give --log too, such as --log tensorboard:DIR")
+        if self.lr_find is not None:
+            if self.snapshot is not None or self.resume_newest:
+                raise ConfigError("--lr-find begins with untrained or given weights; give --weights, not --snapshot")
+            from caffepy.logs.plot import check_drawing
+
+            check_drawing(self.lr_find)
         if not isinstance(self.trace_iterations, range | None):
             raise ConfigError(f"trace_iterations is {self.trace_iterations!r}; give a range such as range(20, 40)")
         check_values(self)

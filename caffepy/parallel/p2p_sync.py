@@ -26,7 +26,9 @@ from caffepy.proto.caffe_pb2 import SolverState
 from caffepy.report import Performance
 from caffepy.snapshot.files import restore_first, snapshots
 from caffepy.solvers import Action, SingleDevice, Solver, SolverCallback, create_solver
+from caffepy.solvers.check_run import check_training, shortened
 from caffepy.solvers.early_stop import EarlyStop
+from caffepy.solvers.lr_find import LearningRateFinder
 from caffepy.solvers.state import SavedSolver
 from caffepy.solvers.weight_average import WeightAverage
 from caffepy.trace import NO_TRACE, Trace, Tracer
@@ -159,7 +161,10 @@ class P2PSync(DeviceThread):
             if self._several:
                 self._exchange.connect(self.solver, communicator, self._options.sync_bn)
         self.heartbeat.begin()
-        self.solver.solve()
+        if self._options.check_only:
+            check_training(self.solver)
+        else:
+            self.solver.solve()
         # No device may leave while others still test or write the last snapshot.
         self.solver.callback.barrier()
         if self._options.keeps_trained:
@@ -186,8 +191,9 @@ class P2PSync(DeviceThread):
     def _build(self, backend: Backend) -> Solver:
         options = self._options
         callback: SolverCallback = self._exchange if self._several else SingleDevice()
+        param = shortened(options.solver, self.spec.shard.world_size) if options.check_only else options.solver
         solver = create_solver(
-            options.solver,
+            param,
             backend,
             shard=self.spec.shard,
             resolve=options.resolve,
@@ -214,6 +220,10 @@ class P2PSync(DeviceThread):
                 solver.add_callback(observer)
             if options.early_stop:
                 solver.add_callback(EarlyStop(options.early_stop, solver))
+            if options.lr_find is not None:
+                solver.add_callback(LearningRateFinder(options.lr_find))
+            if options.check_only:
+                return solver
             if options.assignments and solver.writes_snapshots:
                 save_solver(options)
             if loggers := make_loggers(options.loggers):

@@ -18,6 +18,7 @@ from caffepy.parallel.launch.run import BATCH_RANKS, SINCE
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.processes.launcher import find_launcher
 from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.solvers.lr_find import rising_rates
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,9 @@ def train_options(param: SolverParameter, path: Path | None, values: Mapping[str
         ConfigError: the solver is invalid.
     """
     given, snapshot = dict(values), values.get("snapshot")
+    if given.get("lr_find") is not None:
+        rising_rates(param, given.get("max_iter"))
+        given["lr_find"], given["keep_going"] = Path(given["lr_find"]), True
     check_solver(param, str(path or "solver"))
     if given.get("level") is not None:
         param.train_state.level = given["level"]
