@@ -8,6 +8,7 @@ import os
 import platform
 import shlex
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from caffepy.options.types import file_name
 from caffepy.parallel.options import TrainOptions
 
 if TYPE_CHECKING:
+    from caffepy.cli.screen import TrainingScreen
     from caffepy.proto.caffe_pb2 import SolverParameter
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,20 @@ def run(args: argparse.Namespace) -> int:
         raise_once(error)
     if args.gpus is not None:
         _preload_cuda(args.gpus)
+    from caffepy.parallel.processes.terminal import open_terminal
+
+    terminal = None if args.verbose else open_terminal()
+    if terminal is None:
+        _train(args, None)
+        return 0
+    from caffepy.cli.screen import TrainingScreen
+
+    with TrainingScreen(terminal, args.solver or args.from_log) as screen:
+        _train(args, screen)
+    return 0
+
+
+def _train(args: argparse.Namespace, screen: TrainingScreen | None) -> None:
     from caffepy.parallel.p2p_manager import P2PManager
     from caffepy.progress import progress_bar
 
@@ -66,16 +82,20 @@ def run(args: argparse.Namespace) -> int:
 
     def options() -> TrainOptions:
         made.append(make_options(args))
+        if screen is not None:
+            screen.read(made[0])
         return made[0]
 
     command = shlex.join(["caffepy", *args.arguments])
     logger.info("caffepy %s, Python %s: %s", version.__version__, platform.python_version(), command)
-    manager = P2PManager(options)
-    with progress_bar(lambda: manager.iteration, lambda: made[0].solver.max_iter):
+    manager = P2PManager(options, None if screen is None else screen.begin)
+    bar = progress_bar(lambda: manager.iteration, lambda: made[0].solver.max_iter) if screen is None else nullcontext()
+    with bar:
         manager.run()
+    if screen is not None:
+        screen.end()
     if not made[0].check_only and made[0].lr_find is None:
         _say_how_to_resume(args, made[0].solver, manager.iteration)
-    return 0
 
 
 def _preload_cuda(gpus: list[int] | str) -> None:

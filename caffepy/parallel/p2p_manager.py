@@ -32,6 +32,7 @@ from caffepy.parallel.run_log import check_trace, describe_batch, gather_trace, 
 from caffepy.parallel.signals import SignalRequests
 from caffepy.parallel.store.store import ControlChannel
 from caffepy.proto.caffe_pb2 import SolverState
+from caffepy.solvers import Solver
 from caffepy.solvers.callbacks import Action
 from caffepy.solvers.state import SavedSolver
 
@@ -44,12 +45,16 @@ class P2PManager:
     Args:
         options: the run, or a function that makes it; the function is called on every rank after they have joined, so
             that a mistake that all of them find is reported once.
+        on_begin: called on rank 0 with the first device's solver when all devices are ready.
     """
 
     _world: World
     _failures: Failures
 
-    def __init__(self, options: TrainOptions | Callable[[], TrainOptions]) -> None:
+    def __init__(
+        self, options: TrainOptions | Callable[[], TrainOptions], on_begin: Callable[[Solver], None] | None = None
+    ) -> None:
+        self._on_begin = on_begin
         self._source = options if callable(options) else lambda: options
         self._syncs: DeviceThreads[P2PSync] = DeviceThreads()
         self._heartbeats: list[Heartbeat] = []
@@ -163,6 +168,8 @@ class P2PManager:
         if self._world.rank == 0:
             describe_batch(solver.net.param, solver.performance.batch, self._syncs[0].spec.shard)
             logger.info("Starting Optimization")
+            if self._on_begin is not None:
+                self._on_begin(solver)
         return state
 
     def _train(self, state: SolverState | None) -> None:

@@ -55,6 +55,14 @@ class LossWindow:
         self._losses.append(loss)
         self.added += 1
 
+    @property
+    def last(self) -> float | None:
+        """The loss that was entered last; None before the first. Thread-safe."""
+        try:
+            return self._losses[-1]
+        except IndexError:
+            return None
+
     def mean(self) -> float:
         """The mean of what is in the window; 0 before the first loss."""
         return sum(self._losses) / max(len(self._losses), 1)

@@ -156,6 +156,8 @@ class Solver:
         self.stopped_early = False
         self.restored: SolverState | None = None
         """What `restore` read, without history."""
+        self.planned_memory: int | None = None
+        """Bytes of all nets and the update as planned; None: blobs do not share memory, and there is no plan."""
         self.resumed_from: Path | None = None
         """The .solverstate that `restore` read."""
         self._snapshot_at = -1
@@ -204,6 +206,7 @@ class Solver:
         self._factory.spare_programs()
         if self._factory.share:
             plan = self._factory.share_memory()
+            self.planned_memory = plan.total(histories)
             self.log("%s", describe(plan, histories, self.backend.name))
         history = [self.net.parameters.new_history() for _ in range(histories)]
         for net in (self.net, *self.test_nets):

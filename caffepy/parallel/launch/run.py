@@ -18,6 +18,7 @@ from caffepy.errors import ConfigError
 from caffepy.parallel.launch.mpirun import Job
 from caffepy.parallel.launch.ranks import MARK, find_processes, send, sending_command
 from caffepy.parallel.launch.supervisor import END_SECONDS, Command, Ending, Supervisor
+from caffepy.parallel.processes.terminal import TERMINAL, name_terminal
 
 _FIRST_SECONDS = 1.0
 _LONGEST_SECONDS = 60.0
@@ -208,6 +209,8 @@ class LaunchedJob:
         own = {MARK: self.mark, COUNT: str(self._counter.made)}
         if self.start.typed:
             own[LINE] = self.start.typed
+        if terminal := name_terminal():
+            own[TERMINAL] = terminal
         if self._counter.made:
             own[SINCE] = repr(self._since)
         if self._job.size != self.start.job.size:
@@ -301,5 +304,7 @@ def is_here(host: str) -> bool:
 
 def environment_of(variables: Mapping[str, str], base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of a job's processes, without what an older launch has left in it."""
-    kept = {name: value for name, value in base.items() if name not in (MARK, COUNT, SINCE, BATCH_RANKS, LINE)}
+    kept = {
+        name: value for name, value in base.items() if name not in (MARK, COUNT, SINCE, BATCH_RANKS, LINE, TERMINAL)
+    }
     return {**kept, **variables}
