@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caffepy.cli.options import Parser, add_dialect_option, add_state_options
 from caffepy.cli.record_shapes import record_shapes
+from caffepy.cli.tables import print_table
 from caffepy.errors import ConfigError
 from caffepy.options.types import gpu_number, positive, positive_number, record_shape
 
 if TYPE_CHECKING:
+    from caffepy.blob import Blob
     from caffepy.layers import LayerContext
     from caffepy.net.memory_plan import MemoryPlan
     from caffepy.net.wiring import Node
@@ -155,15 +157,27 @@ def _print_layers(subject: Subject, fused: bool) -> None:
 
     net = Net(subject.param, subject.context, subject.state, fused)
     head = ("layer", "type", "bottoms -> tops", "shape", "parameters", "dtype")
-    _print_table([head, *(_row(node) for node in net.schedule)], right=(4,))
+    sources = _split_sources(net.schedule)
+    shown = [node for node in net.schedule if node.layer.type != "Split"]
+    print_table([head, *(_row(node, sources) for node in shown)], right=(4,), shrinking=(0, 1, 2, 3))
     learned = sum(parameter.blob.count for parameter in net.parameters.parameters if parameter.lr_mult)
-    print(f"\n{len(net.schedule)} layers, {learned:,} learned parameters")
+    print(f"\n{len(shown)} layers, {learned:,} learned parameters")
     net.close()
 
 
-def _row(node: Node) -> tuple[str, ...]:
+def _split_sources(nodes: Iterable[Node]) -> dict[Blob, str]:
+    """Return the name that the prototxt gives each top of an automatic Split layer."""
+    sources: dict[Blob, str] = {}
+    for node in nodes:
+        if node.layer.type == "Split":
+            bottom = node.bottoms[0]
+            sources.update(dict.fromkeys(node.tops, sources.get(bottom, bottom.name)))
+    return sources
+
+
+def _row(node: Node, sources: Mapping[Blob, str]) -> tuple[str, ...]:
     layer = node.layer
-    wires = f"{' '.join(b.name for b in node.bottoms)} -> {' '.join(t.name for t in node.tops)}".strip()
+    wires = f"{' '.join(sources.get(b, b.name) for b in node.bottoms)} -> {' '.join(t.name for t in node.tops)}".strip()
     shapes = list(dict.fromkeys("x".join(map(str, top.shape)) or "()" for top in node.tops))
     dtypes = dict.fromkeys(top.dtype for top in node.tops)
     count = sum(blob.count for blob in layer.blobs)
@@ -189,9 +203,9 @@ def _print_memory(subject: Subject, args: argparse.Namespace) -> None:
     plan = plan_memory(subject.param, subject.context, subject.state, not args.no_fuse)
     batch = written_batch(filter_net(subject.param, subject.state))
     print(f"{subject.param.name or 'net'}, {args.phase}, batch {batch}: memory on a GPU\n")
-    _print_table(_summary(plan, histories, not args.no_share), right=(1,))
+    print_table(_summary(plan, histories, not args.no_share), right=(1,))
     print(f"\nPeak: {_short_step(plan.steps[plan.peak])}. The largest blobs live there:\n")
-    _print_table(_largest(plan), right=(0,))
+    print_table(_largest(plan), right=(0,), shrinking=(1, 2, 5, 6))
     if available := _available(args):
         _print_largest_batch(subject, args, histories, available)
 
@@ -250,15 +264,3 @@ def _print_largest_batch(subject: Subject, args: argparse.Namespace, histories: 
 
 def _mebibytes(size: int) -> str:
     return f"{size / MEBIBYTE:,.1f}"
-
-
-def _print_table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> None:
-    """Print rows with aligned columns; columns in `right` are right-aligned."""
-    table = list(rows)
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        cells = (
-            text.rjust(width) if column in right else text.ljust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        )
-        print("  ".join(cells).rstrip())

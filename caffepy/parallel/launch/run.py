@@ -18,7 +18,6 @@ from caffepy.errors import ConfigError
 from caffepy.parallel.launch.mpirun import Job
 from caffepy.parallel.launch.ranks import MARK, find_processes, send, sending_command
 from caffepy.parallel.launch.supervisor import END_SECONDS, Command, Ending, Supervisor
-from caffepy.parallel.processes.terminal import TERMINAL, name_terminal
 
 _FIRST_SECONDS = 1.0
 _LONGEST_SECONDS = 60.0
@@ -104,6 +103,8 @@ BATCH_RANKS = "CAFFEPY_BATCH_RANKS"
 """The number of ranks that batch_size and iter_size were written for, where there are fewer now."""
 LINE = "CAFFEPY_LAUNCH_LINE"
 """The command line of `caffepy launch` before ``--``, which starts as many processes again."""
+TERMINAL = "CAFFEPY_TERMINAL"
+"""The terminal of `caffepy launch`, for rank 0: ``HOST:/dev/pts/3``."""
 _SENDING_SECONDS = 30.0
 """How long the launcher may take to send a signal on another machine, or to find out whether it is there."""
 
@@ -300,6 +301,14 @@ def is_here(host: str) -> bool:
     """Whether a host's name is one of this machine's."""
     own = socket.gethostname()
     return host in ("localhost", "127.0.0.1", "::1", own, own.partition(".")[0]) or host.partition(".")[0] == own
+
+
+def name_terminal() -> str | None:
+    """This process's terminal as the variable `TERMINAL` names it; None if stderr is none."""
+    try:
+        return f"{socket.gethostname()}:{os.ttyname(2)}"
+    except OSError:
+        return None
 
 
 def environment_of(variables: Mapping[str, str], base: Mapping[str, str] = os.environ) -> dict[str, str]:

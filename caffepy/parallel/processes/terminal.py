@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
+from caffepy.parallel.launch.run import TERMINAL
 from caffepy.parallel.processes.launcher import find_launcher
 
-TERMINAL = "CAFFEPY_TERMINAL"
-"""The variable in which `caffepy launch` names its terminal: ``HOST:/dev/pts/3``."""
 _PROGRAMS = frozenset(
     ("mpirun", "mpiexec", "prterun", "orterun", "mpiexec.hydra", "hydra_pmi_proxy", "mpirun.openmpi", "mpirun.mpich")
 )
@@ -42,14 +41,6 @@ def open_terminal(environment: Mapping[str, str] = os.environ, proc: Path = Path
         return None
     path = _told(environment.get(TERMINAL, "")) or _of_launcher(proc)
     return None if path is None else _open(path)
-
-
-def name_terminal() -> str | None:
-    """Return this process's terminal as the variable `TERMINAL` names it; None if stderr is none."""
-    try:
-        return f"{socket.gethostname()}:{os.ttyname(2)}"
-    except OSError:
-        return None
 
 
 def _told(text: str) -> str | None:

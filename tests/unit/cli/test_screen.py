@@ -8,11 +8,13 @@ import re
 from pathlib import Path
 
 import pytest
+from training import build_solver
 
 from caffepy.cli.main import main
-from caffepy.cli.screen import LogFile, ScreenFormatter, interrupt_notice
+from caffepy.cli.screen import LogFile, ScreenFormatter, interrupt_notice, live_values
 from caffepy.config.run_log import read_logged_solver
 from caffepy.glog import ENDS
+from caffepy.progress import ProgressBar
 
 NET = """
 name: "small"
@@ -67,8 +69,6 @@ def test_the_start_is_a_summary_and_the_rest_a_file(terminal: Terminal, capsys: 
         assert word in " ".join(before.split())
     assert max(map(len, before.splitlines())) <= 70
     assert "Iteration 4, lr = 0.05" in after
-    assert "6/6" in after
-    assert re.search(r"loss [\d.e-]+, lr 0\.05", after)
     log = log_text()
     assert log.startswith("I")
     for word in ("Initializing solver", "Creating training net", "Solving small", "Iteration 4, lr = 0.05"):
@@ -100,6 +100,19 @@ def test_verbose_shows_the_log_itself(terminal: Terminal, capsys: pytest.Capture
     assert "Initializing solver" in capsys.readouterr().err
     assert terminal.getvalue() == ""
     assert not list(Path().glob("*.log"))
+
+
+def test_loss_and_rate_are_behind_the_bar() -> None:
+    file = Terminal()
+    with build_solver('base_lr: 0.25 lr_policy: "fixed" max_iter: 4', NET) as solver:
+        bar = ProgressBar(lambda: solver.iteration, lambda: 4, status=lambda: live_values(solver), file=file)
+        bar.start()
+        solver.step(3)
+        assert re.fullmatch(r"loss [\d.e-]+, lr 0\.25", live_values(solver))
+        bar.show(3)
+        bar.close()
+    file.close()
+    assert re.search(r"3/4 .*loss [\d.e-]+, lr 0\.25", file.lines[-1])
 
 
 def record(level: int, text: str, **extra: object) -> logging.LogRecord:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from caffepy.parallel.processes.terminal import TERMINAL, name_terminal, open_terminal
+from caffepy.parallel.launch.run import TERMINAL, name_terminal
+from caffepy.parallel.processes.terminal import open_terminal
 
 RANK = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
 
