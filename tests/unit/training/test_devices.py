@@ -66,7 +66,7 @@ class Driver:
 class Manager:
     """A P2PManager that reads the options and trains nothing."""
 
-    def __init__(self, options: Callable[[], Any]) -> None:
+    def __init__(self, options: Callable[[], Any], on_begin: Any) -> None:
         self.run = options
 
 
