@@ -258,11 +258,11 @@ def net_files(options: TrainOptions) -> str:
 
 
 def interrupt_notice() -> str:
-    """Return what Ctrl-C does if it ends training without a snapshot; else ""."""
+    """Return what Ctrl-C does if the launcher leaves no time for a snapshot; else ""."""
     launcher = find_launcher()
     if launcher is None or launcher.store is not None or launcher.name == "srun" or os.environ.get(LINE):
         return ""
     return (
-        f"ends {launcher.name} and training without a snapshot; started by "
-        f"'caffepy launch --nproc-per-node {launcher.size or 'N'} -- train ...' it stops with one"
+        f"{launcher.name} kills training within half a second, too soon for most snapshots; "
+        f"'caffepy launch --nproc-per-node {launcher.size or 'N'} -- train ...' lets it write one"
     )
