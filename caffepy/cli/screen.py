@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from caffepy import version
 from caffepy.config.paths import PathResolver
-from caffepy.glog import GlogFormatter, StderrHandler
+from caffepy.glog import GlogFormatter, StderrHandler, log_folder
 from caffepy.parallel.launch.run import LINE
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.processes.launcher import find_launcher
@@ -34,13 +34,21 @@ _NAMES = 11
 """Columns of the names in the summary."""
 
 
-class ScreenFormatter(GlogFormatter):
-    """Formats records as ``11:29:00 message``, with ``warning:`` or ``error:`` before the messages of these levels."""
+class ScreenFormatter(logging.Formatter):
+    """Formats records as ``11:29:00 message``, with ``warning:`` or ``error:`` before the messages of these levels.
+
+    Args:
+        ends: formats the error that ends the command; None: as `GlogFormatter`.
+    """
+
+    def __init__(self, ends: logging.Formatter | None = None) -> None:
+        super().__init__()
+        self._ends = ends or GlogFormatter()
 
     def format(self, record: logging.LogRecord) -> str:
-        """`11:29:00 Iteration 100, loss = 0.25`; the error that ends the command as glog's formatter has it."""
+        """`11:29:00 Iteration 100, loss = 0.25`."""
         if getattr(record, "ends", False):
-            return super().format(record)
+            return self._ends.format(record)
         level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
         line = f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {level}{record.getMessage()}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
@@ -110,6 +118,7 @@ class TrainingScreen:
         self._solver_file = solver_file
         self._options: TrainOptions | None = None
         self._solver: Solver | None = None
+        self._log_folder = log_folder()
         self._log_file = LogFile()
         self._stack = ExitStack()
         self._bar = ExitStack()
@@ -119,7 +128,8 @@ class TrainingScreen:
         logger = logging.getLogger("caffepy")
         if self._terminal is not sys.stderr:
             self._stack.callback(self._terminal.close)
-        logger.addHandler(self._log_file)
+        if self._log_folder is None:
+            logger.addHandler(self._log_file)
         self._stack.callback(self._log_file.close)
         self._stack.callback(logger.removeHandler, self._log_file)
         for handler in self._handlers:
@@ -127,7 +137,7 @@ class TrainingScreen:
             self._stack.callback(handler.setFormatter, handler.formatter)
             self._stack.callback(handler.removeFilter, self._shows)
             handler.write_line = self._write
-            handler.setFormatter(ScreenFormatter())
+            handler.setFormatter(ScreenFormatter(handler.formatter))
             handler.addFilter(self._shows)
         self._write(f"caffepy {version.__version__}")
         return self
@@ -145,9 +155,10 @@ class TrainingScreen:
     # -- the events of a training --------------------------------------------------------------------
 
     def read(self, options: TrainOptions) -> None:
-        """Called when the options are known: opens the log file, beside the snapshots."""
+        """Called when the options are known: opens the log file beside the snapshots, unless GLOG_log_dir has one."""
         self._options = options
-        self._log_file.open(log_path(options))
+        if self._log_folder is None:
+            self._log_file.open(log_path(options))
 
     def begin(self, solver: Solver) -> None:
         """Called on rank 0 when all devices are ready: shows the summary and, from the first iteration on, the bar."""
@@ -155,7 +166,7 @@ class TrainingScreen:
         columns = shutil.get_terminal_size().columns
         with suppress(OSError, ValueError):
             columns = os.get_terminal_size(self._terminal.fileno()).columns or columns
-        for line in summary(self._solver_file, self._options, solver, self._log_file.path, columns):
+        for line in summary(self._solver_file, self._options, solver, self._log_folder or self._log_file.path, columns):
             with suppress(OSError, ValueError):
                 self._write(line)
         self._solver = solver

@@ -95,6 +95,15 @@ def test_a_check_leaves_no_log_beside_the_snapshots(terminal: Terminal, monkeypa
     assert "Initializing solver" in log.read_text()
 
 
+def test_glogs_folder_has_the_log(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("glog").mkdir()
+    monkeypatch.setenv("GLOG_log_dir", "glog")
+    assert train("--max-iter", "1") == 0
+    assert re.search("log +glog\n", terminal.text)
+    assert not list(Path().glob("*.log"))
+    assert "Initializing solver" in Path("glog/caffe.INFO").read_text()
+
+
 def test_verbose_shows_the_log_itself(terminal: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("--verbose", "--max-iter", "1") == 0
     assert "Initializing solver" in capsys.readouterr().err
