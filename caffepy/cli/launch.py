@@ -281,9 +281,15 @@ def _passes(train: argparse.Namespace) -> int:
     try:
         if train.proto is not None:
             register_proto(train.proto)
+        from caffepy.config.assign import assign
         from caffepy.config.load import read_solver
+        from caffepy.config.paths import PathResolver
 
-        return int(read_solver(train.solver).iter_size) if train.solver is not None else 1
+        if train.solver is None:
+            return 1
+        param = read_solver(train.solver)
+        assign(param, [text for text in train.set if text.startswith("iter_size")], PathResolver(train.solver))
+        return int(param.iter_size)
     except CaffepyError:
         return 1
 
