@@ -26,6 +26,7 @@ import h5py
 from google.protobuf import text_format
 from zoo_nets import net_param, values
 
+from caffepy.installation import install_command
 from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter, Type
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,7 +74,7 @@ def mpirun() -> list[str]:
     beside = Path(sys.executable).parent / "mpirun"
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     if found is None:
-        raise SystemExit("no mpirun found: pip install 'caffepy[mpi]'")
+        raise SystemExit(f"no mpirun found: {install_command('mpi')}")
     return [found, "--oversubscribe"]
 
 

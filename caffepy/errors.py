@@ -101,7 +101,9 @@ class MissingExtraError(UserError):
     """
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{package} is not installed and is needed {purpose}: pip install 'caffepy[{extra}]'")
+        from caffepy.installation import install_command  # reading metadata takes 20 ms of a start
+
+        super().__init__(f"{package} is not installed and is needed {purpose}: {install_command(extra)}")
 
 
 class RunError(CaffepyError):

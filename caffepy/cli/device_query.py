@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from caffepy.cli.options import Parser
 from caffepy.errors import CaffepyError, ConfigError, MissingExtraError
+from caffepy.installation import install_command
 from caffepy.options.types import gpu_list
 from caffepy.parallel.hardware.affinity import cores_near, current_cores, format_cores, parse_cores, pci_folder
 from caffepy.parallel.hardware.nvml import Nvml
@@ -130,7 +131,7 @@ def _mpi() -> Iterator[str]:
     except ConfigError as error:
         yield f"launcher: {error}"
     if launcher is None or _version(("mpi4py",)) is None:
-        yield "for several processes: pip install 'caffepy[mpi]' brings mpi4py and mpirun; one process trains without"
+        yield f"for several processes: {install_command('mpi')} brings mpirun; one process trains without"
 
 
 def _topology(requested: list[int] | str | None) -> Iterator[str]:

@@ -62,7 +62,7 @@ A number before the picture is one of Caffe's chart types:
   4 train learning rate vs. iterations  5 train learning rate vs. seconds
   6 train loss vs. iterations           7 train loss vs. seconds
 
-Needs matplotlib: pip install 'caffepy[plot]'."""
+Needs matplotlib, which the extra 'plot' installs."""
 
 
 def add_parser_plot_training_log(subparsers: argparse._SubParsersAction[Parser]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from caffepy.errors import ConfigError, DataError
 from caffepy.files import atomic_write
+from caffepy.installation import install_command
 from caffepy.logs.read import LogRow, TrainingLog
 
 FORMATS = ("png", "svg", "pdf")
@@ -264,7 +265,7 @@ def _new_figure(size: tuple[float, float]) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("charts need matplotlib: pip install 'caffepy[plot]'") from error
+        raise ConfigError(f"charts need matplotlib: {install_command('plot')}") from error
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -33,13 +33,14 @@ from caffepy.backend.cuda.compiler import (
     library_kernel,
 )
 from caffepy.backend.cuda.copy import copy
-from caffepy.backend.cuda.device import EXTRA, PURPOSE, cupy, has_tensor_cores
+from caffepy.backend.cuda.device import PURPOSE, cupy, has_tensor_cores
 from caffepy.backend.cuda.memory import CudaMemory, Scratch
 from caffepy.backend.elementwise import Expression, Kind
 from caffepy.backend.interface import DensePrimitives
 from caffepy.backend.layout import WIDE_LOAD
 from caffepy.backend.types import PRODUCT_WORKSPACE, Array
 from caffepy.errors import MissingExtraError, RunError
+from caffepy.installation import cuda_extra
 
 MAX_RESULTS = 2**17
 """Maximum elements of a small product."""
@@ -250,11 +251,11 @@ def _library() -> ctypes.CDLL:
     except ImportError:
         name = f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}"
     except RuntimeError as error:
-        raise MissingExtraError("the cuBLAS library", EXTRA, PURPOSE) from error
+        raise MissingExtraError("the cuBLAS library", cuda_extra(), PURPOSE) from error
     try:
         return ctypes.CDLL(name)
     except OSError as error:
-        raise MissingExtraError(f"the cuBLAS library {name}", EXTRA, PURPOSE) from error
+        raise MissingExtraError(f"the cuBLAS library {name}", cuda_extra(), PURPOSE) from error
 
 
 def _check(status: int, what: str) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 from caffepy.errors import DeviceError, MissingExtraError, OutOfMemoryError
 from caffepy.files import load_library
+from caffepy.installation import cuda_extra, install_command
 
 __all__ = [
-    "EXTRA",
     "GIBIBYTE",
     "PURPOSE",
     "DeviceProperties",
@@ -31,7 +31,6 @@ __all__ = [
     "import_cudnn",
 ]
 
-EXTRA = "cuda13"
 PURPOSE = "to train on a GPU"
 _NO_DRIVER = "this machine has no NVIDIA driver"
 
@@ -49,10 +48,10 @@ try:
     import cupy
 except ImportError as error:
     if _has_driver():
-        raise MissingExtraError("CuPy", EXTRA, PURPOSE) from error
+        raise MissingExtraError("CuPy", cuda_extra(), PURPOSE) from error
     raise DeviceError(
         f"{_NO_DRIVER}: train on the CPU with --cpu, or install the driver, and CuPy, which is not there either: "
-        f"pip install 'caffepy[{EXTRA}]'"
+        f"{install_command(cuda_extra())}"
     ) from error
 
 GIBIBYTE = 2**30
@@ -198,11 +197,11 @@ def import_cudnn() -> Any:
         with _without_torch():
             import cudnn
     except ImportError as error:
-        raise MissingExtraError("nvidia-cudnn-frontend", EXTRA, PURPOSE) from error
+        raise MissingExtraError("nvidia-cudnn-frontend", cuda_extra(), PURPOSE) from error
     try:
         cudnn.backend_version()
     except RuntimeError as error:
-        raise MissingExtraError("the cuDNN library", EXTRA, PURPOSE) from error
+        raise MissingExtraError("the cuDNN library", cuda_extra(), PURPOSE) from error
     return cudnn
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from caffepy.backend.types import Array
 from caffepy.errors import AbortedError, DeviceError, MissingExtraError, PeerError
+from caffepy.installation import cuda_extra
 from caffepy.parallel.communicators.collectives import (
     Collective,
     FinishedWork,
@@ -30,7 +31,7 @@ try:
     import cupy
     from cupy.cuda import nccl
 except ImportError as error:
-    raise MissingExtraError("CuPy", "cuda13", "to train on GPUs") from error
+    raise MissingExtraError("CuPy", cuda_extra(), "to train on GPUs") from error
 
 UniqueId = Any
 """NCCL's 128 bytes, as CuPy hands them out: bytes, before CuPy 14 a tuple."""
@@ -51,11 +52,11 @@ def check_nccl() -> None:
         DeviceError: it is too old.
     """
     if not nccl.available:
-        raise MissingExtraError("nvidia-nccl-cu13", "cuda13", "to train on several GPUs")
+        raise MissingExtraError("the NCCL library", cuda_extra(), "to train on several GPUs")
     if int(nccl.get_version()) < _MIN_VERSION:
         raise DeviceError(
             f"NCCL {nccl_version()} is too old: averages of gradients (ncclAvg) need 2.10 or later; "
-            "pip install -U nvidia-nccl-cu13 (nvidia-nccl-cu12 for CUDA 12)"
+            f"pip install -U nvidia-nccl-{cuda_extra().replace('cuda', 'cu')}"
         )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from caffepy.errors import MissingExtraError
+from caffepy.installation import cuda_extra
 
 try:
     import cupy
     from cupy.cuda import nccl
 except ImportError as error:
-    raise MissingExtraError("CuPy", "cuda13", "to look at GPUs") from error
+    raise MissingExtraError("CuPy", cuda_extra(), "to look at GPUs") from error
 
 
 def nccl_version() -> str | None:

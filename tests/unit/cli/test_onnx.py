@@ -84,7 +84,7 @@ def test_without_the_libraries(files, monkeypatch: pytest.MonkeyPatch, capsys: p
     for command in (["export", *files], ["import", files[2]]):
         assert main(command) == 2
         assert "onnx is not installed and is needed to" in (said := capsys.readouterr().err)
-        assert "pip install 'caffepy[onnx]'" in said
+        assert "[onnx]'" in said
 
 
 def test_without_onnxruntime(files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -94,7 +94,8 @@ def test_without_onnxruntime(files, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert main(["export", *files]) == 2
     assert "onnxruntime, needed to check the file, is not installed" in capsys.readouterr().err
     assert main(["import", files[2]]) == 0
-    assert "not compared: onnxruntime is not installed (pip install 'caffepy[onnx]')" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "not compared: onnxruntime is not installed (" in said and "[onnx]'" in said
 
 
 def test_a_difference_writes_nothing(files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

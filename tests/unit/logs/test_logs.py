@@ -241,7 +241,7 @@ def test_mistakes_are_named(write, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(DataError, match="have nothing for 'mAP'; their outputs: accuracy, loss"):
         plot_logs([log], tmp_path / "a.png", outputs=["mAP"])
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"charts need matplotlib: pip install 'caffepy\[plot\]'"):
+    with pytest.raises(ConfigError, match=r"charts need matplotlib: .*install .*\[plot\]'"):
         plot_logs([log], tmp_path / "a.png")
 
 

@@ -79,7 +79,7 @@ def test_the_launcher_beside_this_python_comes_first(tmp_path: Path, monkeypatch
 def test_without_a_launcher_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MissingExtraError, match=r"mpirun is not installed .* pip install 'caffepy\[mpi\]'"):
+    with pytest.raises(MissingExtraError, match=r"mpirun is not installed .* install .*\[mpi\]'"):
         find_mpirun()
 
 
