@@ -51,7 +51,8 @@ class PathResolver:
     """Resolves the paths in a prototxt.
 
     A relative path is resolved from the working directory, as in Caffe. If nothing exists there, it is resolved from
-    the prototxt's folder, and the log reports it.
+    the prototxt's folder, and the log reports it. Caffe's own files contain paths from the folder of its sources: in
+    ``models/lenet/solver.prototxt``, ``models/lenet/train_test.prototxt`` is also ``train_test.prototxt`` beside it.
 
     Args:
         prototxt: the file that contains the paths, or None.
@@ -67,15 +68,28 @@ class PathResolver:
         path = Path(os.path.expanduser(name))
         if self.folder is None or path.is_absolute() or _exists(path):
             return path
-        beside = self.folder / path
-        if not _exists(beside):
-            return path
-        self._log_once(name, beside)
-        return beside
+        for beside in self._beside(path):
+            if _exists(beside):
+                self._log_once(name, beside)
+                return beside
+        return path
 
     def output(self, name: str) -> Path:
-        """Return the path of an output file, always from the working directory, as in Caffe."""
-        return Path(os.path.expanduser(name))
+        """Return the path of an output file: from the working directory, as in Caffe, if its folder exists there."""
+        path = Path(os.path.expanduser(name))
+        if self.folder is None or path.is_absolute() or is_folder(path.parent):
+            return path
+        return next((beside for beside in self._beside(path) if is_folder(beside.parent)), path)
+
+    def _beside(self, path: Path) -> Iterator[Path]:
+        """Yield a path from the prototxt's folder, then without leading folders by which that folder's path ends."""
+        if self.folder is None:
+            return
+        yield self.folder / path
+        own = Path(os.path.abspath(self.folder)).parts
+        for lead in path.parents:
+            if lead.parts and own[-len(lead.parts) :] == lead.parts:
+                yield self.folder / path.relative_to(lead)
 
     def _log_once(self, name: str, path: Path) -> None:
         if name not in self._reported:

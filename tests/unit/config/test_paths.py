@@ -45,3 +45,23 @@ def test_absolute_paths_stay(folders: Path) -> None:
 def test_files_are_written_from_the_working_directory(folders: Path) -> None:
     (folders / "model" / "snap").touch()
     assert PathResolver(folders / "model" / "net.prototxt").output("snap") == Path("snap")
+
+
+@pytest.mark.parametrize("working", ["model", "work", "."])
+def test_paths_of_caffe_s_folder_work_from_every_folder(
+    folders: Path, monkeypatch: pytest.MonkeyPatch, working: str
+) -> None:
+    """They begin with the folder of the prototxt, which is there from Caffe's folder only."""
+    monkeypatch.chdir(folders / working)
+    (folders / "model" / "net.prototxt").touch()
+    resolve = PathResolver(Path("solver.prototxt") if working == "model" else folders / "model" / "solver.prototxt")
+    assert resolve("model/net.prototxt").resolve() == folders / "model" / "net.prototxt"
+    assert resolve.output("model/snap").resolve() == folders / "model" / "snap"
+
+
+def test_other_folders_are_not_left_out(folders: Path) -> None:
+    (folders / "model" / "net.prototxt").touch()
+    resolve = PathResolver(folders / "model" / "solver.prototxt")
+    for name in ("other/net.prototxt", "model/other/net.prototxt", "../model/net.prototxt/x"):
+        assert resolve(name) == Path(name)
+    assert resolve.output("absent/snap") == Path("absent/snap")
