@@ -1,7 +1,12 @@
-"""Generates caffepy/proto/caffe_pb2.py from proto/caffe.proto in every build; setup.cfg holds the metadata."""
+"""Generates caffepy/proto/caffe_pb2.py from proto/caffe.proto in every build; setup.cfg holds the metadata.
+
+A wheel contains the models too. With the repository's address in CAFFEPY_URL, as in releases, the metadata have links.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -10,7 +15,10 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 SCHEMA = ROOT / "proto" / "caffe.proto"
+MODELS = ROOT / "models"
 PACKAGE = Path("caffepy") / "proto"
+_VERSION = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
+_RELATIVE_LINK = re.compile(r"\]\((?![a-z]+:|#)([^)]+)\)")
 
 
 def generate() -> None:
@@ -25,8 +33,37 @@ def generate() -> None:
         raise SystemExit(f"protoc could not compile {SCHEMA}")
 
 
+def copy_models(package: Path) -> None:
+    """Copies the models' texts into a package; data and weights beside them stay behind."""
+    for pattern in ("README.md", "*/README.md", "*/*.prototxt"):
+        for file in MODELS.glob(pattern):
+            target = package / file.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, target)
+
+
+def release_metadata(url: str) -> dict[str, object]:
+    """Links for an index, which shows the README at another address; nothing without the repository's address."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    if not url:
+        return {"long_description": readme}
+    found = _VERSION.search((ROOT / "caffepy" / "version.py").read_text())
+    if found is None:
+        raise SystemExit("caffepy/version.py has no __version__")
+    files = f"{url}/blob/v{found[1]}"
+    return {
+        "long_description": _RELATIVE_LINK.sub(rf"]({files}/\1)", readme),
+        "url": url,
+        "project_urls": {
+            "Documentation": f"{files}/README.md#documents",
+            "Changelog": f"{files}/CHANGELOG.md",
+            "Issues": f"{url}/issues",
+        },
+    }
+
+
 class BuildWithSchema(build_py):
-    """Generates the schema's module first, and puts the commented schema itself into the package."""
+    """Generates the schema's module first, and puts the commented schema and the models into the package."""
 
     def run(self) -> None:
         generate()
@@ -36,6 +73,8 @@ class BuildWithSchema(build_py):
         super().run()
         if not self.editable_mode:
             shutil.copy(SCHEMA, Path(self.build_lib) / PACKAGE / SCHEMA.name)
+            copy_models(Path(self.build_lib) / "caffepy")
 
 
-setup(cmdclass={"build_py": BuildWithSchema})
+if __name__ == "__main__":
+    setup(cmdclass={"build_py": BuildWithSchema}, **release_metadata(os.environ.get("CAFFEPY_URL", "").rstrip("/")))

@@ -39,7 +39,7 @@ from caffepy.registry import suggest
 logger = logging.getLogger(__name__)
 
 GROUPS = {
-    "training": ("train", "test", "test_detection", "time", "warm-up", "snapshot", "new", "data"),
+    "training": ("train", "test", "test_detection", "time", "warm-up", "snapshot", "new", "models", "data"),
     "devices": ("device_query", "launch", "bench", "plan"),
     "predictions": ("classify", "detect", "extract_features"),
     "nets and logs": ("net", "deploy", "draw_net", "parse_log", "plot_training_log"),
@@ -76,6 +76,7 @@ WITHOUT_NETS = frozenset(
     (
         "data",
         "new",
+        "models",
         "device_query",
         "launch",
         "bench",
@@ -88,7 +89,7 @@ WITHOUT_NETS = frozenset(
 )
 """Commands that read no nets, and so have no `ExtensionOptions`. `launch` starts commands that have them."""
 WRITERS = frozenset(
-    {*MODULES, "data", "deploy", "export", "new", "draw_net", "extract_features", "quantize"}
+    {*MODULES, "data", "deploy", "export", "models", "new", "draw_net", "extract_features", "quantize"}
     - {"test", "test_detection"}
 )
 """Commands that write files and do not handle signals themselves."""
