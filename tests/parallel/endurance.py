@@ -29,7 +29,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS / "support")]
 import pytest  # noqa: E402
 from fault_case import FaultCase  # noqa: E402
 from group_faults import GROUP_FAULTS  # noqa: E402
-from processes import default_interrupts  # noqa: E402
+from interrupts import default_interrupts  # noqa: E402
 from restart_faults import RESTART_FAULTS  # noqa: E402
 from subprocess_training import SubprocessTraining  # noqa: E402
 from training_faults import TRAINING_FAULTS  # noqa: E402

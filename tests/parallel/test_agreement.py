@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import find_mpirun
 from subprocess_training import NET, SOLVER, Outcome, SubprocessTraining
 
 from caffepy.proto.caffe_pb2 import Datum
@@ -98,7 +99,7 @@ DIFFERENCES: dict[str, tuple[Callable[[SubprocessTraining], Outcome], str]] = {
 @pytest.fixture(scope="module")
 def refused(training: SubprocessTraining, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Outcome]]]:
     """The chosen differences, tried beside each other."""
-    pytest.importorskip("mpi4py")
+    find_mpirun()
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
         chosen = [item for item in request.session.items if item.parent is request.node]
         names = [item.callspec.params["name"] for item in chosen if "refused" in getattr(item, "fixturenames", ())]
@@ -123,7 +124,7 @@ def test_torchruns_variables_that_are_incomplete_or_contradict_mpi_are_refused(t
     assert alone.status == 2, alone.log
     wanted = "has RANK=1 and WORLD_SIZE=2 but no MASTER_ADDR and MASTER_PORT: set RANK, WORLD_SIZE"
     assert wanted in alone.errors()[0]
-    pytest.importorskip("mpi4py")
+    find_mpirun()
     launched = training.train(ranks=2, batch=32, iterations=2, RANK="0", WORLD_SIZE="2")
     assert launched.status == 2, launched.log
     wanted = r"rank 1 on \S+: the environment has RANK=0 and WORLD_SIZE=2, but MPI says rank 1 of 2 processes: unset"
@@ -152,7 +153,7 @@ def assert_same_files(one: Path, other: Path) -> None:
 
 def test_only_the_root_needs_snapshots_and_weights(training: SubprocessTraining) -> None:
     """Rank 1's folder has neither the weights to start from, nor snapshots, nor a folder for them."""
-    pytest.importorskip("mpi4py")
+    find_mpirun()
     start = training.train(iterations=1)
     (training.folder / "saved").mkdir()
     folder = training.new_folder()

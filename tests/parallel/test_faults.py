@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 from fault_case import FaultCase, Trials, parameters
-from processes import processes_of
+from processes import find_mpirun, processes_of
 from subprocess_training import NET, SubprocessTraining
 from training_faults import TRAINING_FAULTS, check_message
 
@@ -103,7 +103,7 @@ def test_ranks_with_different_devices_are_refused(training: SubprocessTraining) 
 
 def test_an_mpirun_of_another_mpi_is_noticed(training: SubprocessTraining) -> None:
     """A launcher whose variables the MPI library does not know: it starts alone."""
-    pytest.importorskip("mpi4py")
+    find_mpirun()
     outcome = training.train(iterations=2, PMI_RANK="0", PMI_SIZE="2")
     assert outcome.status == 2
     (message,) = outcome.errors()

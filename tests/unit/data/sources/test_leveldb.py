@@ -1,6 +1,7 @@
 import sys
 
 import pytest
+from databases import NO_PLYVEL
 
 from caffepy.data.sources.leveldb import LevelDbSource
 from caffepy.errors import DataError, MissingExtraError
@@ -8,7 +9,7 @@ from caffepy.errors import DataError, MissingExtraError
 
 @pytest.fixture
 def database(tmp_path):
-    plyvel = pytest.importorskip("plyvel")
+    plyvel = pytest.importorskip("plyvel", reason=NO_PLYVEL)
     path = tmp_path / "db"
     with plyvel.DB(str(path), create_if_missing=True) as file, file.write_batch() as batch:
         for number in reversed(range(200)):
@@ -40,7 +41,7 @@ def test_what_is_none(database, tmp_path):
 
 
 def test_an_empty_one(tmp_path):
-    plyvel = pytest.importorskip("plyvel")
+    plyvel = pytest.importorskip("plyvel", reason=NO_PLYVEL)
     plyvel.DB(str(tmp_path / "db"), create_if_missing=True).close()
     with pytest.raises(DataError, match="LevelDB '.*db' holds no records"):
         LevelDbSource(tmp_path / "db")

@@ -5,6 +5,7 @@ import re
 import cv2
 import numpy as np
 import pytest
+from databases import NO_PLYVEL
 from google.protobuf import text_format
 
 from caffepy.backend import create_backend
@@ -276,7 +277,7 @@ def test_nvidias_mean_of_decoded_images_is_cut_at_its_centre(folder, tmp_path):
 
 
 def test_a_leveldb_is_read_as_an_lmdb_is(folder, tmp_path):
-    plyvel = pytest.importorskip("plyvel")
+    plyvel = pytest.importorskip("plyvel", reason=NO_PLYVEL)
     with plyvel.DB(str(tmp_path / "db"), create_if_missing=True) as file:
         for n in range(RECORDS):
             file.put(record_key(n), datum(n, True).SerializeToString())
