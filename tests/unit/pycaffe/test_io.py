@@ -7,15 +7,18 @@ import builtins
 import cv2
 import numpy as np
 import pytest
-import scipy.ndimage
-import skimage.io
-import skimage.transform
 from hypothesis import given
 from hypothesis import strategies as st
 
 from caffepy.errors import DataError, MissingExtraError, UserError
 from caffepy.proto import caffe_pb2
 from caffepy.pycaffe import io
+
+pytest.importorskip("scipy", reason="scipy is not installed: pip install '.[test]'")
+
+import scipy.ndimage
+import skimage.io
+import skimage.transform
 
 
 def random_image(shape, low=0.0, high=1.0, seed=0):
