@@ -77,5 +77,6 @@ def shared_cache(key: Hashable) -> ImageCache:
     with _lock:
         cache = _shared.get(key)
         if cache is None:
-            cache = _shared[key] = ImageCache(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
+            free = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS: all memory
+            cache = _shared[key] = ImageCache(os.sysconf(free) * os.sysconf("SC_PAGE_SIZE") // 2)
         return cache

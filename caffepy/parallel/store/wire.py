@@ -6,6 +6,7 @@ import fcntl
 import json
 import socket
 import struct
+import sys
 import termios
 import time
 from collections.abc import Sequence
@@ -164,7 +165,10 @@ def prepare(line: socket.socket) -> None:
     """Send at once, and notice within eight seconds that a machine has vanished, which closes nothing."""
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3)
+    if sys.platform == "darwin":
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPALIVE, 3)
+    else:
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5)
 

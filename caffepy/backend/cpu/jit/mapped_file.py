@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import platform
 import signal
 import threading
 import weakref
@@ -65,11 +66,13 @@ class MappedFile:
         size: bytes to map, at least 1.
 
     Raises:
-        OSError: mapping failed, or too many files are mapped.
+        OSError: mapping failed, too many files are mapped, or the system is not Linux.
         ValueError: the file is smaller.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
+        if platform.system() != "Linux":
+            raise OSError("files are mapped on Linux only: the layout of sigaction is Linux's")
         self.memory: NDArray[np.uint8] = np.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_READ), np.uint8)
         begin = self.memory.ctypes.data
         with _lock:
