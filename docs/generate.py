@@ -158,7 +158,7 @@ prototxt: the exported net then has the location predictions, scores and priors 
 _HEAD_OF_ONNX = """\
 # Export to ONNX, import from ONNX
 
-Install the extra first: `pip install 'caffepy[onnx]'`.
+Install the extra first: `pip install '.[onnx]'`.
 
     caffepy export deploy.prototxt net.caffemodel net.onnx
     caffepy export deploy.prototxt net.caffemodel net.onnx --batch dynamic --fold --opset 13

@@ -1,16 +1,26 @@
-"""What `make demo` would do to a clone in each state, and what an installation may bring with it."""
+"""What `make demo` would do to a clone in each state, and what an installation, an sdist and a wheel contain."""
 
 from __future__ import annotations
 
 import configparser
+import fnmatch
+import importlib.util
+import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+from caffepy.cli.main import build_parser
+from caffepy.cli.options import normalise
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PLAIN, EDITABLE = "pip install --quiet --no-compile '.[mpi]'", "pip install --quiet --editable '.[mpi,test,dev]'"
@@ -129,3 +139,113 @@ def test_every_file_of_the_package_is_installed():
     }
     assert "caffepy/py.typed" in installed
     assert wanted <= installed, wanted - installed
+
+
+@pytest.fixture
+def packaging(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module setup.py; setuptools, which it imports, belongs to the build and need not be installed."""
+    for name, member in (
+        ("setuptools", "setup"),
+        ("setuptools.command", "none"),
+        ("setuptools.command.build_py", "build_py"),
+    ):
+        module = ModuleType(name)
+        setattr(module, member, object)
+        monkeypatch.setitem(sys.modules, name, module)
+    spec = importlib.util.spec_from_file_location("packaging_of_caffepy", REPOSITORY / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def test_a_wheel_contains_the_models_texts(packaging: ModuleType, tmp_path: Path):
+    packaging.copy_models(tmp_path)
+    copied = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    models = {*(REPOSITORY / "models").rglob("*.prototxt"), *(REPOSITORY / "models").rglob("README.md")}
+    assert copied == {str(path.relative_to(REPOSITORY)) for path in models}
+    assert "models/lenet/solver.prototxt" in copied
+
+
+def test_a_release_has_links(packaging: ModuleType):
+    found = packaging.release_metadata("https://example.org/owner/name")
+    text = found["long_description"]
+    assert found["url"] == "https://example.org/owner/name"
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) > 20
+    assert all(link.startswith("https://") for link in links)
+    assert re.search(r"\(https://example.org/owner/name/blob/v[\d.]+/docs/how-to/install.md\)", text)
+
+
+def test_a_build_without_an_address_has_no_links(packaging: ModuleType):
+    assert packaging.release_metadata("") == {"long_description": (REPOSITORY / "README.md").read_text()}
+
+
+def in_sdist(path: str, rules: list[list[str]]) -> bool:
+    """Whether MANIFEST.in includes a file; the last rule that concerns it decides."""
+    included = path in ("setup.py", "setup.cfg", "pyproject.toml", "MANIFEST.in")
+
+    def named(patterns: list[str], text: str) -> bool:
+        return any(fnmatch.fnmatch(text, pattern) for pattern in patterns)
+
+    for command, first, *others in rules:
+        name, below = Path(path).name, path.startswith(f"{first}/")
+        if command == "graft":
+            included |= below
+        elif command == "recursive-include":
+            included |= below and named(others, name)
+        elif command == "include":
+            included |= path == name and named([first, *others], name)
+        elif named([first, *others], name if command == "global-exclude" else path):
+            included = False
+    return included
+
+
+def test_an_sdist_contains_what_a_clone_contains():
+    """Tests, documents, models, benchmarks and examples too; `.github` is for the repository's host."""
+    listed = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    if listed.returncode != 0 or not listed.stdout:
+        pytest.skip("this is no clone")
+    lines = (REPOSITORY / "MANIFEST.in").read_text().splitlines()
+    rules = [line.split() for line in lines if line and not line.startswith("#")]
+    assert {rule[0] for rule in rules} <= {"graft", "include", "recursive-include", "exclude", "global-exclude"}
+    missing = [path for path in listed.stdout.splitlines() if not in_sdist(path, rules)]
+    assert [path for path in missing if not path.startswith(".github/")] == []
+    assert not in_sdist("caffepy/proto/caffe_pb2.py", rules)
+    assert not in_sdist("models/lenet/mnist_train_lmdb/data.mdb", rules)
+
+
+def commands_of_examples() -> list[str]:
+    """caffepy's command lines in examples/ and in the Dockerfile's first comment."""
+    batch = (REPOSITORY / "examples" / "slurm" / "train.sbatch").read_text()
+    job = (REPOSITORY / "examples" / "kubernetes" / "mpijob.yaml").read_text()
+    (command,) = re.findall(r"^exec (caffepy .*)$", batch, re.MULTILINE)
+    (first,), (rest,) = (re.findall(rf"^ +{key}: \[(.*)\]$", job, re.MULTILINE)[:1] for key in ("command", "args"))
+    return [command.replace("${1:-solver.prototxt}", "solver.prototxt"), f"{first}, {rest}".replace(",", "")]
+
+
+@pytest.mark.parametrize("command", commands_of_examples(), ids=["Slurm", "Kubernetes"])
+def test_commands_of_the_examples_are_understood(command: str):
+    arguments = normalise(shlex.split(command)[1:])
+    launched = build_parser(arguments).parse_strictly(arguments)
+    assert launched.command == "launch"
+    training = arguments[arguments.index("--") + 1 :]
+    assert build_parser(training).parse_strictly(training).command == "train"
+
+
+def test_the_dockerfile_has_a_target_for_each_kind_of_machine():
+    text = (REPOSITORY / "Dockerfile").read_text()
+    settings = configparser.ConfigParser()
+    settings.read(REPOSITORY / "setup.cfg")
+    extras = {name for found in re.findall(r"\.whl\)\[([\w,]+)\]", text) for name in found.split(",")}
+    assert extras <= set(settings["options.extras_require"])
+    assert {"cpu", "cuda12", "cuda13"} <= set(re.findall(r"^FROM \S+ AS (\w+)$", text, re.MULTILINE))
+    needed = {line[1:] for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert all((REPOSITORY / name).exists() for name in needed)
+    assert {"caffepy", "models", "proto", "setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"} == needed
+
+
+def test_the_devcontainer_is_json():
+    settings = json.loads((REPOSITORY / ".devcontainer" / "devcontainer.json").read_text())
+    assert settings["postCreateCommand"] == "make .venv/test.stamp"

@@ -33,9 +33,9 @@ FOLDERS = (ROOT, ROOT / "caffepy", ROOT / "caffepy" / "parallel", CPU, CPU / "co
 WIDTH = 120
 FOREIGN_OPTIONS = re.compile(
     "--(cpu-bind|cpus-per-task|gres|host|kill-on-bad-exit|no-kill|nodelist|ntasks|ntasks-per-node|oversubscribe|pty"
-    "|shm-size|signal|no-python|logdir|its|its-option)"
+    "|shm-size|signal|no-python|logdir|its|its-option|target|tag|rm|volume|editable)"
 )
-"""Options of mpirun, srun, scancel, docker, torchrun and tensorboard that pages show, and of any program."""
+"""Options of mpirun, srun, scancel, docker, pip, torchrun and tensorboard that pages show, and of any program."""
 MADE_OPTIONS = re.compile("--(sig(int|hup|term)-effect|noencoded)")
 """Options whose names the parser puts together."""
 
@@ -146,6 +146,7 @@ def programs() -> dict[str, str]:
     """The text of each of the project's programs, and the flags of the options that are declared as fields."""
     folders = ("caffepy", "benchmarks", "tests", "models", "tools", "docs")
     texts = {name_of(path): path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    texts["setup.py"] = (ROOT / "setup.py").read_text()
     declared = [(flag, one.default is True) for one in options_of(TrainOptions) for flag in one.flags]
     flags = [name for flag, switch in declared for name in (flag, flag.replace("--", "--no-"))[: 1 + switch]]
     return texts | {"declared options": " ".join(f'"{flag}"' for flag in flags)}
