@@ -86,10 +86,13 @@ class PathResolver:
         if self.folder is None:
             return
         yield self.folder / path
-        own = Path(os.path.abspath(self.folder)).parts
-        for lead in path.parents:
-            if lead.parts and own[-len(lead.parts) :] == lead.parts:
-                yield self.folder / path.relative_to(lead)
+        try:
+            own, parts = Path(os.path.abspath(self.folder)).parts, path.parts
+        except OSError:  # the working directory was removed
+            return
+        for count in range(min(len(own), len(parts) - 1), 0, -1):
+            if own[-count:] == parts[:count]:
+                yield self.folder.joinpath(*parts[count:])
 
     def _log_once(self, name: str, path: Path) -> None:
         if name not in self._reported:

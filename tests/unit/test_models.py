@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,14 @@ def meta_net(param: caffe_pb2.NetParameter, phase: int = caffe_pb2.TRAIN) -> Net
     backend = MetaBackend()
     with backend.activate():
         return Net(param, LayerContext(backend, phase=phase))
+
+
+@pytest.mark.parametrize("readme", sorted(MODELS.glob("*/README.md")), ids=name_of)
+def test_readmes_say_where_weights_are_and_with_which_checksum(readme: Path):
+    (weights,) = re.findall(r"^Weights: (.*)\Z", readme.read_text(), re.MULTILINE | re.DOTALL)
+    published = re.search(r"SHA-(1\s+`[0-9a-f]{40}`|256\s+`[0-9a-f]{64}`)", weights)
+    assert published or re.search(r"no checksum|train it|does not fit|no public|begins with", weights)
+    assert bool(published) or "http" not in weights or "no checksum" in weights
 
 
 @pytest.mark.parametrize("path", SOLVERS, ids=name_of)
