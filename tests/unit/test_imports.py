@@ -184,6 +184,9 @@ ALLOWED = {
 }
 """Where optional libraries may be imported at all."""
 
+NOT_NEEDED = ("mpi4py", "tensorboardX", "wandb", "mlflow", "torch")
+"""Libraries of MPI, loggers and exports, which are imported by the modules that use them."""
+
 HEAVY = ("numpy", "google.protobuf", "numba", "cv2", "h5py", "lmdb", "tqdm", "mpi4py", "cupy", "matplotlib", "onnx")
 """What `import caffepy` and `caffepy --help` must not load."""
 
@@ -319,7 +322,7 @@ def test_nothing_heavy_is_loaded_before_it_is_needed(code: str):
 
 
 def test_everything_else_imports_without_mpi_cuda_and_servers():
-    absent = (*CUPY, *ALLOWED["mpi4py"], *ALLOWED["wandb"], *ALLOWED["mlflow"], *ALLOWED["torch"])
+    absent = (*CUPY, *(path for name in NOT_NEEDED for path in ALLOWED[name]))
     names = [
         name
         for name, path in MODULES.items()
@@ -327,7 +330,7 @@ def test_everything_else_imports_without_mpi_cuda_and_servers():
     ]
     code = (
         "import importlib, sys\n"
-        "for absent in ('cupy', 'cudnn', 'mpi4py', 'wandb', 'mlflow', 'torch'): sys.modules[absent] = None\n"
+        f"for absent in ('cupy', 'cudnn', *{NOT_NEEDED}): sys.modules[absent] = None\n"
         "for name in sys.argv[1:]: importlib.import_module(name)"
     )
     python(code, *names)

@@ -51,5 +51,5 @@ def test_a_missing_library_is_named_with_its_extra(
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"caffepy.loggers.{extra}", raising=False)
-    with pytest.raises(MissingExtraError, match=rf"{package} is not installed .*caffepy\[{extra}\]"):
+    with pytest.raises(MissingExtraError, match=rf"{package} is not installed .*\[{extra}\]'"):
         make_loggers(text)

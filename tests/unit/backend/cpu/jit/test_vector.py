@@ -44,6 +44,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("features, width", OTHERS)
 def test_other_vector_widths(features: dict[str, bool], width: int, tmp_path: Path) -> None:
+    pytest.importorskip("hypothesis")  # of the checks that the program calls
     tests = next(path for path in Path(__file__).parents if path.name == "tests")
     # A cache of its own: the folder's name knows the processor, not what we pretend that it can do.
     environment = os.environ | {
