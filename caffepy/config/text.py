@@ -128,7 +128,7 @@ def _explain(message: str, root: str) -> str:
         return f"field '{repeated[2]}' of {repeated[1]} has several values, of which caffepy reads one; keep one"
     if repeated:
         return f"field '{repeated[2]}' of {repeated[1]} is given twice; keep one"
-    if "digits) for integer string conversion" in message:
+    if "for integer string conversion" in message:
         return "a number is outside the range of its field; write a smaller one"
     no_number = _NO_NUMBER.search(message)
     if no_number:
