@@ -23,7 +23,7 @@ from caffepy.layers.core.base import LayerContext, layer_class
 from caffepy.proto.caffe_pb2 import TRAIN, Datum, LayerParameter
 
 logger = logging.getLogger(__name__)
-pytest.importorskip("nvidia.nvimgcodec", reason="no nvImageCodec: pip install 'caffepy[decode13]'")
+pytest.importorskip("nvidia.nvimgcodec", reason="no nvImageCodec: pip install '.[decode13]'")
 
 LARGEST = {"not subsampled": 4}
 """Largest allowed difference of a pixel, where it is not 12."""
