@@ -203,8 +203,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     install(force)
     _show_log()
+    _fork_processes()
     _run(arguments)
     return 0
+
+
+def _fork_processes() -> None:
+    """Let `multiprocessing` fork by default, as on Linux before Python 3.14: Caffe's scripts expect it.
+
+    The server that forks since then imports the script where `import caffe` does not give caffepy.
+    """
+    import multiprocessing  # takes milliseconds of each start of caffepy
+
+    if multiprocessing.get_all_start_methods()[0] == "forkserver":
+        multiprocessing.set_start_method("fork", force=True)
 
 
 def _run(arguments: Sequence[str]) -> None:
