@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
+from urllib.error import HTTPError
 
 import numpy as np
 from numpy.typing import NDArray
@@ -250,6 +251,8 @@ def fetch_file(file: IdxFile, mirrors: tuple[str, ...] = MIRRORS, timeout: float
                 return _unpack_verified(response.read(file.size), file)
         except (OSError, HTTPException, zlib.error, DataError) as error:
             failures.append(f"{url}: {error}")
+            if isinstance(error, HTTPError):
+                error.close()  # it holds the connection; else Python 3.14 warns
     raise RunError(
         f"cannot fetch {file.name} ({'; '.join(failures)}); download the four files yourself and pass --from DIR, "
         "or use the subset in the package with --subset"
