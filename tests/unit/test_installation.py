@@ -123,6 +123,15 @@ def test_the_cudnn_frontend_brings_no_compilers_with_it(extra: str):
     assert all(extra.removeprefix("cuda") in line or "frontend" in line for line in wanted)
 
 
+def test_the_page_on_installing_names_each_extra():
+    settings = configparser.ConfigParser()
+    settings.read(REPOSITORY / "setup.cfg")
+    page = (REPOSITORY / "docs" / "how-to" / "install.md").read_text()
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", page, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert named == set(settings["options.extras_require"]) - {"docs", "test", "dev"}
+
+
 def test_every_file_of_the_package_is_installed():
     """Kernels, digits and py.typed, without which type checkers do not look into the package."""
     settings = configparser.ConfigParser()
