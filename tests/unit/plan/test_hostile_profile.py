@@ -20,7 +20,7 @@ PROFILE = {
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[" * 100_000, "cannot be read as a profile: maximum recursion depth"),
+        ("[" * 100_000, "cannot be read as a profile: (maximum recursion depth|Stack overflow)"),
         ("9" * 5000, "cannot be read as a profile: Exceeds the limit"),
         (json.dumps(PROFILE | {"batch": 10**400}), "batch: is an integer beyond 2.128, must be a int of at least 1"),
         (json.dumps(PROFILE | {"iteration_ms": 1e300}), "iteration_ms: is 1e.300, must be a float .* at most 1e.15"),
