@@ -89,7 +89,7 @@ of a train net.
 
 ## PyTorch
 
-    pip install 'caffepy[torch]'
+    pip install '.[torch]'
     caffepy export deploy.prototxt net.caffemodel net.py
 
 The command runs the net and the module on the same random input and prints the largest difference of each output.

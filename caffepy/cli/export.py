@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from caffepy.cli.options import Parser, add_dialect_option, add_state_options
 from caffepy.errors import ConfigError
+from caffepy.installation import install_command
 from caffepy.options.types import file_list, positive
 
 if TYPE_CHECKING:
@@ -177,8 +178,8 @@ def _export_onnx(args: argparse.Namespace) -> int:
 
     require_onnx("to write ONNX files")
     if not args.no_check and not has_runtime():
-        raise ConfigError("onnxruntime, needed to check the file, is not installed: pip install 'caffepy[onnx]', "
-                          "or give --no-check")  # fmt: skip
+        raise ConfigError("onnxruntime, needed to check the file, is not installed: "
+                          f"{install_command('onnx')}, or give --no-check")  # fmt: skip
     from caffepy.onnx.check import LIMIT
     from caffepy.onnx.export.prepare import varying_axes
     from caffepy.onnx.export.write import serialised, to_model

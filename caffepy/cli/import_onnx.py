@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from caffepy.cli.options import Parser
 from caffepy.errors import ConfigError
+from caffepy.installation import install_command
 from caffepy.options.types import positive
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def run_import(args: argparse.Namespace) -> int:
     if args.no_check:
         print("not compared, because of --no-check")
     elif not has_runtime():
-        print("not compared: onnxruntime is not installed (pip install 'caffepy[onnx]')")
+        print(f"not compared: onnxruntime is not installed ({install_command('onnx')})")
     else:
         check = compare
     paths = write_imported(base, param, net, check)
