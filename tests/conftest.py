@@ -21,6 +21,7 @@ OF_EXTRA = (
     "onnx",
     "onnxruntime",
     "psutil",
+    "safetensors",
     "shtab",
     "skimage",
     "tensorboardX",

@@ -11,7 +11,6 @@ from snapshot_runs import NET, SOLVER
 from training import solver_param
 
 import caffepy
-from caffepy.backend.cuda.device import device_count
 from caffepy.solvers import Solver
 
 DECAY = 0.3
@@ -49,6 +48,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def devices(count: int) -> list[int]:
+    from caffepy.backend.cuda.device import device_count
+
     if device_count() < count:
         pytest.skip(f"needs {count} GPUs")
     return list(range(count))
