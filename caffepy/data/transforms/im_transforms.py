@@ -342,8 +342,12 @@ def _hue(image: Bytes, summand: float) -> Bytes:
 
 def scale_bytes(image: Bytes, factor: float, summand: float) -> Bytes:
     """Return round(image * factor + summand), computed in float32 and saturated, as `cv::Mat::convertTo`."""
+    return cast(Bytes, call_opencv("LUT", image, _scale_table(factor, summand)))
+
+
+def _scale_table(factor: float, summand: float) -> Bytes:
     table = np.arange(256, dtype=np.float32) * np.float32(factor) + np.float32(summand)
-    return cast(Bytes, np.clip(np.rint(table), 0, 255).astype(np.uint8)[image])
+    return np.clip(np.rint(table), 0, 255).astype(np.uint8)
 
 
 def adjust_hsv(image: Bytes, channel: int, factor: float, summand: float) -> Bytes:
@@ -353,9 +357,10 @@ def adjust_hsv(image: Bytes, channel: int, factor: float, summand: float) -> Byt
         DataError: the image does not have three channels.
     """
     cv2 = opencv()
-    hsv = np.array(call_opencv("cvtColor", image, cv2.COLOR_BGR2HSV))
-    hsv[:, :, channel] = scale_bytes(hsv[:, :, channel], factor, summand)
-    return cast(Bytes, call_opencv("cvtColor", hsv, cv2.COLOR_HSV2BGR))
+    hsv = call_opencv("cvtColor", image, cv2.COLOR_BGR2HSV)
+    tables = np.repeat(np.arange(256, dtype=np.uint8)[:, None, None], 3, axis=2)
+    tables[:, 0, channel] = _scale_table(factor, summand)
+    return cast(Bytes, call_opencv("cvtColor", call_opencv("LUT", hsv, tables), cv2.COLOR_HSV2BGR))
 
 
 def _reorder(image: Bytes, rng: SampleRng) -> Bytes:

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from caffepy.data.images.datum import opencv
 from caffepy.errors import DataError
 
+_MAX_CHANNELS = 4
+"""Most channels that OpenCV has a colour for."""
+
 Image: TypeAlias = "NDArray[Any]"
 """(C, H, W), uint8 or float32, any strides."""
 Pixels: TypeAlias = "NDArray[Any]"
@@ -60,6 +63,19 @@ def resize(pixels: Pixels, height: int, width: int, interpolation: int) -> Pixel
     if height <= 0 or width <= 0:
         raise DataError(f"is {pixels.shape[0]} x {pixels.shape[1]} and would be resized to {height} x {width}")
     return call_opencv("resize", pixels, (width, height), interpolation=interpolation)
+
+
+def surround(image: Image, borders: tuple[int, int, int, int], color: NDArray[np.generic]) -> Image:
+    """Return an image with borders (top, bottom, left, right) of one colour around it; `color`: (C,)."""
+    pixels = to_pixels(image)
+    if pixels.shape[2] > _MAX_CHANNELS:
+        top, bottom, left, right = borders
+        shape = (pixels.shape[0] + top + bottom, pixels.shape[1] + left + right, pixels.shape[2])
+        canvas = np.broadcast_to(color.astype(pixels.dtype), shape).copy()
+        canvas[top : shape[0] - bottom, left : shape[1] - right] = pixels
+        return to_image(canvas)
+    border: int = opencv().BORDER_CONSTANT
+    return to_image(call_opencv("copyMakeBorder", pixels, *borders, border, value=color.astype(np.float64).tolist()))
 
 
 def recompress(image: Image) -> Image:

@@ -68,7 +68,14 @@ class SampleRng:
         return (low + (np.asarray(high, np.float64) - low) * fractions).astype(np.float32)
 
 
-def sample_rngs(seed: int, stream: int, samples: NDArray[np.int64]) -> list[SampleRng]:
-    """Return a generator for each global sample; the first words of all of them are computed together."""
-    words = more_words_of(seed, stream, samples, 1, _BLOCKS)
+def sample_rngs(seed: int, stream: int, samples: NDArray[np.int64], blocks: int = _BLOCKS) -> list[SampleRng]:
+    """Return a generator for each global sample; the first words of all of them are computed together.
+
+    Args:
+        seed: as of `SampleRng`.
+        stream: as of `SampleRng`.
+        samples: global sample numbers.
+        blocks: blocks of four words that are computed together.
+    """
+    words = more_words_of(seed, stream, samples, 1, blocks)
     return [SampleRng(seed, stream, sample, own) for sample, own in zip(samples.tolist(), words, strict=True)]

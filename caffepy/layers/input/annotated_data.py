@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -35,13 +36,14 @@ from caffepy.data.transforms.boxes import (
     sample_patch,
 )
 from caffepy.data.transforms.im_transforms import choose_resize, distort
-from caffepy.data.transforms.pixels import Image, recompress, to_image, to_pixels
-from caffepy.data.transforms.sample_rng import SampleRng
+from caffepy.data.transforms.pixels import Image, recompress, surround, to_image, to_pixels
+from caffepy.data.transforms.sample_rng import SampleRng, sample_rngs
 from caffepy.errors import DataError
 from caffepy.layers.core.base import register_layer
 from caffepy.layers.input.data import DataLayer
 from caffepy.layers.input.prefetching import Source
 from caffepy.proto import caffe_pb2
+from caffepy.stages import TRANSFORMING
 
 
 @register_layer("AnnotatedData")
@@ -137,6 +139,8 @@ YOLO_BOXES = 300
 """Boxes of an image with yolo_data_type 1."""
 YOLO_SHAPE = (1, YOLO_BOXES, 5)
 """Shape of one image's boxes with yolo_data_type 1."""
+_MAX_TRIALS = 64
+"""Trials of a sampler whose random words are computed together; more are rare."""
 _RESIZE_BATCHES = 10
 """Batches for which one of several resize_param is used."""
 
@@ -205,6 +209,9 @@ class AnnotatedLoader(DatumLoader):
         self._settings = settings
         self._transformer.center_crops_mean = True
         self._rows = _MIN_ROWS
+        trials = sum(min(sampler.max_trials, _MAX_TRIALS) for sampler in settings.samplers)
+        self._word_blocks = 16 + trials
+        """Blocks of random words for the colours and the patch: a trial takes four words."""
         self._resize = 0
 
     # -- the first record ----------------------------------------------------------------------------
@@ -228,18 +235,20 @@ class AnnotatedLoader(DatumLoader):
         results: list[Annotations | None] = [None] * count
         labels = np.empty(count, np.float32)
         out: list[NDArray[np.float32]] = []
+        rngs = [self._rngs_of(samples, stage, blocks) for stage, blocks in ((0, self._word_blocks), (1, 16))]
 
         def fill(index: int) -> None:
             number = self._record = int(records[index])
             try:
-                sample = self._augmented(number, self._rng(first + index))
+                sample = self._augmented(number, rngs[0][index])
+                start = perf_counter()
                 labels[index] = sample.label
                 image, height, width = sample.image, *sample.image.shape[1:]
-                rng = self._rng(first + index, stage=1)
-                image = self._transformer.preprocess(image, rng, sample.encoded, self._resize)
+                image = self._transformer.preprocess(image, rngs[1][index], sample.encoded, self._resize)
                 sample = replace(sample, image=image)
                 self._put(sample, index, count, crop_params, batch, out)
                 results[index] = self._transform_boxes(sample, index, crop_params, height, width)
+                self.stages.add(TRANSFORMING, start)
             except DataError as error:
                 raise self._add_record_name(error, number) from error
 
@@ -258,6 +267,11 @@ class AnnotatedLoader(DatumLoader):
         if len(resizes) < 2 or devices is None:
             return 0
         return choose_resize(resizes, self._rng(first // (count * devices) // _RESIZE_BATCHES, stage=2))
+
+    def _rngs_of(self, samples: NDArray[np.int64], stage: int, blocks: int) -> list[SampleRng]:
+        """Return `_rng` of several samples, with the first 4 * `blocks` words of each."""
+        seed = self._transformer.seed(self._seed)
+        return sample_rngs(seed, self._stream ^ (stage << 31), samples, blocks)
 
     def _rng(self, sample: int, stage: int = 0) -> SampleRng:
         """Return random numbers: of a sample for colours and patch (stage 0), size and noise (1), of a batch (2)."""
@@ -368,10 +382,8 @@ class AnnotatedLoader(DatumLoader):
             )
         top = math.floor(rng.uniform(0, rows - height))
         left = math.floor(rng.uniform(0, columns - width))
-        canvas = np.empty((rows, columns, channels), sample.image.dtype).transpose(2, 0, 1)
         color = np.clip(np.rint(self._transformer.channel_means(channels)), 0, 255)
-        canvas[...] = color.astype(canvas.dtype)[:, None, None]
-        canvas[:, top : top + height, left : left + width] = sample.image
+        canvas = surround(sample.image, (top, rows - height - top, left, columns - width - left), color)
         size = np.array([width, height, width, height], np.float32)
         box = np.array([-left, -top, columns - left, rows - top], np.float32) / size
         annotations = crop_annotations(sample.annotations, box, self._constraint())
