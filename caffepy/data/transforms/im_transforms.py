@@ -347,7 +347,7 @@ def scale_bytes(image: Bytes, factor: float, summand: float) -> Bytes:
 
 def _scale_table(factor: float, summand: float) -> Bytes:
     table = np.arange(256, dtype=np.float32) * np.float32(factor) + np.float32(summand)
-    return np.clip(np.rint(table), 0, 255).astype(np.uint8)
+    return cast(Bytes, np.clip(np.rint(table), 0, 255).astype(np.uint8))
 
 
 def adjust_hsv(image: Bytes, channel: int, factor: float, summand: float) -> Bytes:

@@ -36,7 +36,7 @@ from caffepy.data.transforms.boxes import (
     sample_patch,
 )
 from caffepy.data.transforms.im_transforms import choose_resize, distort
-from caffepy.data.transforms.pixels import Image, recompress, surround, to_image, to_pixels
+from caffepy.data.transforms.pixels import Canvas, Image, canvas_part, recompress, to_image, to_pixels
 from caffepy.data.transforms.sample_rng import SampleRng, sample_rngs
 from caffepy.errors import DataError
 from caffepy.layers.core.base import register_layer
@@ -175,12 +175,26 @@ class AnnotatedSettings:
 
 @dataclass(frozen=True)
 class Sample:
-    """An image with its boxes during augmentation. `encoded`: the record holds a compressed image (JPEG, PNG)."""
+    """An image with its boxes during augmentation.
+
+    Args:
+        image: (C, H, W).
+        annotations: its boxes.
+        encoded: whether the record holds a compressed image (JPEG, PNG).
+        label: the Datum's.
+        canvas: a larger canvas on which the image lies and that is not drawn yet; None: there is none.
+    """
 
     image: Image
     annotations: Annotations
     encoded: bool
     label: float = 0.0
+    canvas: Canvas | None = None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the canvas, or of the image without one."""
+        return (self.canvas.rows, self.canvas.columns) if self.canvas else (self.image.shape[1], self.image.shape[2])
 
 
 def first_boxes(source: RecordSource, where: str) -> int | None:
@@ -338,7 +352,9 @@ class AnnotatedLoader(DatumLoader):
         if transform.HasField("expand_param"):
             sample = self._expanded(sample, rng)
         patch = self._patch(sample, rng)
-        return sample if patch is None else self._cropped(sample, clip(patch))
+        if patch is not None:
+            return self._cropped(sample, clip(patch))
+        return sample if sample.canvas is None else replace(sample, image=self._part(sample, 0, 0, *sample.size))
 
     def _patch(self, sample: Sample, rng: SampleRng) -> Floats | None:
         """Return the part of the image to keep; None: all of it."""
@@ -369,12 +385,15 @@ class AnnotatedLoader(DatumLoader):
         return transform.emit_constraint if transform.HasField("emit_constraint") else None
 
     def _expanded(self, sample: Sample, rng: SampleRng) -> Sample:
-        """Place the image at random on a canvas of the mean's colour, up to max_expand_ratio times as large."""
+        """Place the image at random on a canvas of the mean's colour, up to max_expand_ratio times as large.
+
+        `_part` draws the canvas, because a patch may need little of it.
+        """
         param = self._settings.transform.expand_param
         if rng.uniform(0, 1) > param.prob or abs(param.max_expand_ratio - 1) < 1e-2:
             return sample
         ratio = _f32(rng.uniform(1, param.max_expand_ratio))
-        channels, height, width = sample.image.shape
+        height, width = sample.size
         rows, columns = int(_f32(height) * ratio), int(_f32(width) * ratio)
         if rows * columns > _MAX_PIXELS:
             raise DataError(
@@ -382,22 +401,27 @@ class AnnotatedLoader(DatumLoader):
             )
         top = math.floor(rng.uniform(0, rows - height))
         left = math.floor(rng.uniform(0, columns - width))
-        color = np.clip(np.rint(self._transformer.channel_means(channels)), 0, 255)
-        canvas = surround(sample.image, (top, rows - height - top, left, columns - width - left), color)
         size = np.array([width, height, width, height], np.float32)
         box = np.array([-left, -top, columns - left, rows - top], np.float32) / size
         annotations = crop_annotations(sample.annotations, box, self._constraint())
-        return self._recompressed(replace(sample, image=canvas, annotations=annotations))
+        return replace(sample, annotations=annotations, canvas=Canvas(rows, columns, top, left))
+
+    def _part(self, sample: Sample, top: int, left: int, rows: int, columns: int) -> Image:
+        """Return a part of the image, or of its canvas, which Caffe compresses after the expansion."""
+        if sample.canvas is None:
+            return sample.image[:, top : top + rows, left : left + columns]
+        color = np.clip(np.rint(self._transformer.channel_means(sample.image.shape[0])), 0, 255)
+        return canvas_part(sample.image, sample.canvas, color, (top, left, rows, columns), sample.encoded)
 
     def _cropped(self, sample: Sample, patch: Floats) -> Sample:
         """Crop the image to a patch within it."""
-        _, height, width = sample.image.shape
+        height, width = sample.size
         corners = patch * np.array([width, height, width, height], np.float32)
         left, top = (min(int(corner), size - 1) for corner, size in zip(corners[:2], (width, height), strict=True))
         columns, rows = (max(int(side), 1) for side in corners[2:] - corners[:2])
-        image = sample.image[:, top : top + rows, left : left + columns]
+        image = self._part(sample, top, left, rows, columns)
         annotations = crop_annotations(sample.annotations, patch, self._constraint())
-        return self._recompressed(replace(sample, image=image, annotations=annotations))
+        return self._recompressed(replace(sample, image=image, annotations=annotations, canvas=None))
 
     def _transform_boxes(
         self, sample: Sample, index: int, crop_params: CropParams, height: int, width: int
