@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from queue import SimpleQueue
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,13 +15,11 @@ from caffepy.backend.image_decoder import AREA, ImageDecoder
 from caffepy.backend.interface import Backend
 from caffepy.data.images.datum import MAX_PIXELS
 from caffepy.data.images.jpeg import plain_jpeg_size
+from caffepy.data.loader import Block, BlockDecoder, ImageLoader
 from caffepy.data.transform import Transformer
 from caffepy.data.workers import Workers
 from caffepy.errors import CaffepyError
 from caffepy.stages import DECODING
-
-if TYPE_CHECKING:
-    from caffepy.data.loader import Block, ImageLoader
 
 _DECODERS = 3
 """Decoders that work at the same time: while the device decodes one part, threads prepare others."""
@@ -31,7 +28,7 @@ _PART = 128
 _CHANNELS = 3
 
 
-class DeviceDecoding:
+class DeviceDecoding(BlockDecoder):
     """Decodes images of a loader's blocks on a device. Bits differ a little from those of the host's decoder.
 
     Args:

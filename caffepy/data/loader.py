@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,6 @@ from caffepy.proto import caffe_pb2
 from caffepy.stages import DECODING, READING, TRANSFORMING, StageTimes
 
 if TYPE_CHECKING:
-    from caffepy.data.device_decoding import DeviceDecoding
     from caffepy.data.images.bulk_copy import BulkCopy
 
 logger = logging.getLogger(__name__)
@@ -68,6 +67,16 @@ class Block:
     bulk: BulkCopy | None
 
 
+class BlockDecoder(Protocol):
+    """Decodes images in place of a loader's threads."""
+
+    def decode(self, loader: ImageLoader, block: Block) -> None:
+        """Fill the pending samples that it can decode; the loader decodes the others."""
+
+    def close(self) -> None:
+        """Free its memory. Idempotent."""
+
+
 class ImageLoader(ABC):
     """Fills batches from a source of images; a `Loader`.
 
@@ -101,7 +110,7 @@ class ImageLoader(ABC):
         self._workers = Workers(threads, f"read for {where}")
         self.stages = StageTimes()
         """Seconds of the threads in each stage."""
-        self.device: DeviceDecoding | None = None
+        self.device: BlockDecoder | None = None
         """Decodes images on the device; None: only the host decodes."""
         self._mean_mode_set = False
         self._channels = 0

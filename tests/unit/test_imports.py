@@ -86,7 +86,7 @@ FOLDERS = {
         "data.transform",
         "data.images.bulk_copy",
         "data.loader data.clips data.people data.preparation",
-        "data.conversion",
+        "data.conversion data.device_decoding",
     ),
     "layers": (
         "layers.core",
