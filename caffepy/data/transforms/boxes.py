@@ -118,15 +118,17 @@ _f32 = np.float32
 
 def areas(boxes: Floats) -> Floats:
     """Return the area of each box; 0 if a maximum is less than its minimum."""
-    width, height = boxes[..., 2] - boxes[..., 0], boxes[..., 3] - boxes[..., 1]
+    return _area(boxes[..., 2] - boxes[..., 0], boxes[..., 3] - boxes[..., 1])
+
+
+def _area(width: Floats, height: Floats) -> Floats:
     return np.where((width < 0) | (height < 0), _f32(0), width * height)
 
 
 def intersections(first: Floats, second: Floats) -> Floats:
     """Return the intersection areas; the arguments broadcast."""
-    low = np.maximum(first[..., :2], second[..., :2])
-    high = np.minimum(first[..., 2:], second[..., 2:])
-    return areas(np.concatenate((low, high), -1))
+    sides = np.minimum(first[..., 2:], second[..., 2:]) - np.maximum(first[..., :2], second[..., :2])
+    return _area(sides[..., 0], sides[..., 1])
 
 
 def overlaps(first: Floats, second: Floats) -> Floats:
@@ -330,9 +332,12 @@ def random_patches(sampler: caffe_pb2.Sampler, count: int, rng: SampleRng) -> Fl
     scale = rng.uniforms(sampler.min_scale, sampler.max_scale, count)
     ratio = rng.uniforms(sampler.min_aspect_ratio, sampler.max_aspect_ratio, count)
     ratio = np.minimum(np.maximum(ratio, scale * scale), _f32(1) / (scale * scale))
-    size = np.stack((scale * np.sqrt(ratio), scale / np.sqrt(ratio)), 1)
-    corner = np.stack([rng.uniforms(0, np.maximum(_f32(1) - size[:, axis], 0), count) for axis in (0, 1)], 1)
-    return np.concatenate((corner, corner + size), 1)
+    root = np.sqrt(ratio)
+    patches = np.empty((count, 4), np.float32)
+    for axis, size in enumerate((scale * root, scale / root)):
+        patches[:, axis] = rng.uniforms(0, np.maximum(_f32(1) - size, 0), count)
+        patches[:, axis + 2] = patches[:, axis] + size
+    return patches
 
 
 def satisfies(patches: Floats, objects: Floats, constraint: caffe_pb2.SampleConstraint) -> NDArray[np.bool_]:
