@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -114,3 +116,25 @@ def test_a_stop_ends_a_tests_wait_for_data(
         assert (solver.iteration, solver.stopped_early) == (0, True)
         source.free.set()
     assert "Test interrupted." in caplog.text
+
+
+def test_displays_and_the_report_show_the_share_of_waiting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, texts: tuple[str, str]
+) -> None:
+    read = DatumLoader.load_bytes
+
+    def slow(loader: DatumLoader, *arguments: Any) -> int:
+        time.sleep(0.2)
+        return read(loader, *arguments)
+
+    monkeypatch.setattr(DatumLoader, "load_bytes", slow)
+    text = texts[0].replace("iter_size: 3", "display: 10")
+    with caplog.at_level(logging.INFO), build_solver(text, texts[1]) as solver:
+        solver.step(11)
+    waits = solver.performance.waits
+    assert waits is not None
+    assert 0.1 < waits["reading"] <= solver.performance.seconds
+    assert waits["decoding"] == 0
+    shown = [message for message in caplog.messages if "Waited for data" in message]
+    assert len(shown) == 1
+    assert re.search(r"Waited for data \d+ % of the time \(reading \d+ %\)", shown[0])
