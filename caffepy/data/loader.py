@@ -110,8 +110,8 @@ class ImageLoader(ABC):
         self._workers = Workers(threads, f"read for {where}")
         self.stages = StageTimes()
         """Seconds of the threads in each stage."""
-        self.device: BlockDecoder | None = None
-        """Decodes images on the device; None: only the host decodes."""
+        self._decoding: BlockDecoder | None = None
+        self._replaced: list[BlockDecoder] = []
         self._mean_mode_set = False
         self._channels = 0
         """Channels of the first record's image; 0 before the first batch."""
@@ -134,6 +134,17 @@ class ImageLoader(ABC):
         """
 
     @property
+    def threads(self) -> int:
+        """Threads that read and decode records."""
+        return self._workers.threads
+
+    def decode_with(self, decoding: BlockDecoder) -> None:
+        """Let `decoding` decode from the next block on what it can; the loader closes it."""
+        if self._decoding is not None:
+            self._replaced.append(self._decoding)  # it may be at work
+        self._decoding = decoding
+
+    @property
     def reading(self) -> str:
         """The current record, for messages."""
         return f"record {self._record} of {self._source.description}"
@@ -142,8 +153,9 @@ class ImageLoader(ABC):
         """Stop the worker threads. Idempotent."""
         self._workers.close()
         self._order.close()
-        if self.device is not None:
-            self.device.close()
+        for decoding in (self._decoding, *self._replaced):
+            if decoding is not None:
+                decoding.close()
 
     def describe(self, sample: int) -> str:
         """Return the name of a global sample's record, for messages. Thread-safe."""
@@ -303,8 +315,8 @@ class ImageLoader(ABC):
             crop_params = self._transformer.draw_crops(self._seed, self._stream, samples)
             work = Block(records.tolist(), self._rngs(samples), crop_params, slot, parts, pending, bulk)
             thread_safe = self._source.allows_concurrent_reads(int(records.max()) + 1)
-            if self.device is not None and thread_safe:
-                self.device.decode(self, work)
+            if self._decoding is not None and thread_safe:
+                self._decoding.decode(self, work)
                 remaining = np.flatnonzero(pending)
             workers = self._workers if thread_safe and self._benefits_from_threads(slot) else Workers(1)
             if remaining.size:

@@ -84,9 +84,9 @@ FOLDERS = {
         "data.transforms",
         "data.sources",
         "data.transform",
-        "data.images.bulk_copy",
+        "data.images.bulk_copy data.images.host_decoder",
         "data.loader data.clips data.people data.preparation",
-        "data.conversion data.device_decoding",
+        "data.conversion data.batch_decoding",
     ),
     "layers": (
         "layers.core",

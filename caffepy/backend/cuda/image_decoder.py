@@ -13,26 +13,12 @@ import numpy as np
 from caffepy.backend.cuda.compiler import launch, library_kernel
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.image_decoder import ImageDecoder
-from caffepy.errors import MissingExtraError
+from caffepy.backend.nvimgcodec import BatchCodec, import_nvimgcodec
 
 _FIELDS = 11
 """Numbers of a `Job` of kernels/place.cu."""
 _DECODING_THREADS = 2
 """Threads of nvImageCodec for the parts of its work that the CPU does."""
-
-
-def import_nvimgcodec() -> Any:
-    """Import nvImageCodec.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
-    try:
-        from nvidia import nvimgcodec
-    except ImportError as error:
-        extra = f"decode{cupy.cuda.runtime.runtimeGetVersion() // 1000}"
-        raise MissingExtraError("nvImageCodec", extra, "to decode images on the GPU") from error
-    return nvimgcodec
 
 
 class CudaImageDecoder(ImageDecoder):
@@ -46,52 +32,24 @@ class CudaImageDecoder(ImageDecoder):
     """
 
     def __init__(self, device: int) -> None:
-        self._library = library = import_nvimgcodec()
-        kinds = (library.BackendKind.HW_GPU_ONLY, library.BackendKind.GPU_ONLY, library.BackendKind.HYBRID_CPU_GPU)
+        library = import_nvimgcodec(f"decode{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
+        self._codec = BatchCodec(library, device, planar=True, threads=_DECODING_THREADS)
         self._device = cupy.cuda.Device(device)
         with self._device:
             self._stream = cupy.cuda.Stream(non_blocking=True)
-        self._decoder = library.Decoder(
-            device_id=device, max_num_cpu_threads=_DECODING_THREADS, backends=[library.Backend(kind) for kind in kinds]
-        )
-        self._settings = library.DecodeParams(
-            apply_exif_orientation=False, color_spec=library.ColorSpec.SRGB, sample_format=library.SampleFormat.P_RGB
-        )
-        self._images: list[Any] = []
-        """Decoded images, whose memory the next batch reuses."""
         self._crops: Any = None
         self._jobs: Any = None
         self._kernel = library_kernel("place", "place")
 
     def decode(self, files: Sequence[Any], places: Any, pixels: Any) -> list[bool]:
         with self._device, self._stream:
-            images = self._decode_files(files)
+            images = self._codec.decode(files, self._stream.ptr)
             jobs = np.zeros((len(files), _FIELDS), np.int64)
             for number, image in images.items():
                 jobs[number, :6] = _layout(image)
                 jobs[number, 6:] = places[number]
             self._place(jobs, pixels)
         return [number in images for number in range(len(files))]
-
-    def _decode_files(self, files: Sequence[Any]) -> dict[int, Any]:
-        """Return the images of the files that can be decoded, by index."""
-        streams: dict[int, Any] = {}
-        for number, file in enumerate(files):
-            if file is not None:
-                try:
-                    streams[number] = self._library.CodeStream(file)
-                except (RuntimeError, ValueError):
-                    continue
-        if not streams:
-            return {}
-        count = len(streams)
-        reused = self._images[:count] if len(self._images) >= count else None
-        decoded = self._decoder.decode(
-            list(streams.values()), images=reused, params=self._settings, cuda_stream=self._stream.ptr
-        )
-        images = {number: image for number, image in zip(streams, decoded, strict=True) if image is not None}
-        self._images = [*images.values(), *self._images[count:]] if reused else list(images.values())
-        return images
 
     def _place(self, jobs: Any, pixels: Any) -> None:
         """Resize and crop the decoded images, copy them to the host and wait."""
@@ -111,7 +69,8 @@ class CudaImageDecoder(ImageDecoder):
         self._stream.synchronize()
 
     def close(self) -> None:
-        self._images, self._crops, self._jobs, self._decoder = [], None, None, None
+        self._codec.close()
+        self._crops = self._jobs = None
 
 
 def _layout(image: Any) -> tuple[int, int, int, int, int, int]:

@@ -7,7 +7,8 @@ from abc import abstractmethod
 from time import monotonic
 
 from caffepy.backend.input_ring import ByteImages
-from caffepy.data.device_decoding import DeviceDecoding
+from caffepy.data.batch_decoding import BatchDecoding
+from caffepy.data.images.host_decoder import HostImageDecoder
 from caffepy.data.loader import ImageLoader
 from caffepy.data.prefetch import Batch, Prefetcher
 from caffepy.data.transform import Transformer
@@ -18,6 +19,10 @@ from caffepy.stages import DECODING
 
 logger = logging.getLogger(__name__)
 
+_DECODERS = 4
+"""Decoders of batches that work at the same time."""
+_MIN_THREADS = 4
+"""Threads from which decoding in batches is faster than by OpenCV."""
 _FIRST_PASSES, _JUDGED_PASSES = 20, 100
 """With `decode: AUTO`: passes that are not judged, because threads and kernels start, and the passes after them."""
 _MAX_WAIT = 0.05
@@ -47,12 +52,33 @@ class ImagesLayer(PrefetchingLayer):
         wanted = self._wanted_decoder()
         if wanted != "cpu" and (reason := self._host_only()):
             logger.warning("%s: the CPU decodes: %s", self.where, reason)
-        elif wanted == "gpu":
-            loader.device = DeviceDecoding(self.backend, self._transformer)
+            wanted = "cpu"
+        if wanted == "gpu":
+            self._decode_on_device(loader)
             logger.info("%s: the GPU decodes plain JPEGs, as decode says", self.where)
         else:
+            self._decode_in_batches(loader)
             self._judges = wanted == "auto"
         return loader
+
+    def _decode_on_device(self, loader: ImageLoader) -> None:
+        decoders = [self.backend.image_decoder() for _ in range(_DECODERS)]
+        loader.decode_with(BatchDecoding(decoders, self._transformer))
+
+    def _decode_in_batches(self, loader: ImageLoader) -> None:
+        """Let nvImageCodec decode on the CPU, if it is installed: many threads of OpenCV wait for Python's lock."""
+        if loader.threads < _MIN_THREADS or self._transformer.host_only() or not self._reads_encoded_bytes(loader):
+            return
+        try:
+            decoders = [HostImageDecoder(loader.threads) for _ in range(_DECODERS)]
+        except (MissingExtraError, RuntimeError) as error:
+            logger.debug("%s: OpenCV decodes: %s", self.where, error)
+            return
+        loader.decode_with(BatchDecoding(decoders, self._transformer))
+        logger.info("%s: nvImageCodec decodes plain JPEGs on the CPU, to OpenCV's pixels", self.where)
+
+    def _reads_encoded_bytes(self, loader: ImageLoader) -> bool:
+        return self.byte_images(1) is not None and loader.is_encoded()
 
     def _wanted_decoder(self) -> str:
         """Return cpu, gpu or auto; in a test auto is cpu."""
@@ -91,7 +117,7 @@ class ImagesLayer(PrefetchingLayer):
         loader = self._loader
         assert isinstance(loader, ImageLoader)
         try:
-            loader.device = DeviceDecoding(self.backend, self._transformer)
+            self._decode_on_device(loader)
         except MissingExtraError as error:
             logger.warning("%s: the CPU decodes, and training waits for it: %s", self.where, error)
         else:

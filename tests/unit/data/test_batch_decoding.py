@@ -1,9 +1,8 @@
-"""Which images the device decodes and where their crops go, with a decoder that stands for the device's."""
+"""Which images are decoded in batches and where their crops go, with OpenCV and with nvImageCodec on the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import cv2
@@ -15,7 +14,7 @@ from memory_records import Records
 
 from caffepy.backend.image_decoder import ImageDecoder
 from caffepy.backend.input_ring import ImageSlot
-from caffepy.data.device_decoding import DeviceDecoding
+from caffepy.data.batch_decoding import BatchDecoding
 from caffepy.data.loader import DatumLoader
 from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
@@ -28,7 +27,7 @@ CROP = "crop_size: 24 mirror: true "
 RESIZED = CROP + "img_rand_resize_lower: 30 img_rand_resize_upper: 60 allow_upscale: true "
 
 
-class HostDecoder(ImageDecoder):
+class Cv2Decoder(ImageDecoder):
     """Decodes with OpenCV.
 
     Args:
@@ -55,14 +54,13 @@ class HostDecoder(ImageDecoder):
         """There is nothing to close."""
 
 
-def load(images: Sequence[bytes], text: str, decoder: HostDecoder | None = None, count: int = 0) -> Any:
+def load(images: Sequence[bytes], text: str, decoder: Cv2Decoder | None = None, count: int = 0) -> Any:
     """How many slots `load_bytes` filled, and their parts."""
     records = Records([Datum(data=image, encoded=True, label=n - 3) for n, image in enumerate(images)])
     transformer = Transformer(text_format.Parse(text, TransformationParameter()), TRAIN, where="layer 'd'")
     loader = DatumLoader(records, RecordOrder(len(images)), transformer, 1, 2, "layer 'd'", 2)
     if decoder is not None:
-        backend: Any = SimpleNamespace(image_decoder=lambda: decoder)
-        loader.device = DeviceDecoding(backend, transformer)
+        loader.decode_with(BatchDecoding([decoder] * 2, transformer))
     slot = ImageSlot(count or len(images), 3, 24, 24)
     slots = len(images) // slot.count
     block = np.zeros(slots * slot.size, np.uint8)
@@ -71,7 +69,7 @@ def load(images: Sequence[bytes], text: str, decoder: HostDecoder | None = None,
     return filled, [slot.parts(block[n * slot.size : (n + 1) * slot.size]) for n in range(slots)]
 
 
-def check(images: Sequence[bytes], text: str, decoder: HostDecoder, count: int = 0) -> None:
+def check(images: Sequence[bytes], text: str, decoder: Cv2Decoder, count: int = 0) -> None:
     """The slots are those of the host."""
     expected, found = load(images, text, count=count), load(images, text, decoder, count)
     assert found[0] == expected[0]
@@ -89,13 +87,13 @@ INTERPOLATIONS = [
 @pytest.mark.parametrize("text", [CROP, *(RESIZED + interpolation for interpolation in INTERPOLATIONS)])
 def test_crops_and_sizes_are_those_of_the_host(text: str) -> None:
     images = [jpeg(smooth_image(n, 40 + n, 70 - n)) for n in range(12)]
-    decoder = HostDecoder()
+    decoder = Cv2Decoder()
     check(images, text, decoder, count=4)
     assert len(decoder.decoded) >= 3
 
 
 def test_unusual_files_are_left_to_the_host() -> None:
-    by_name, decoder = files(), HostDecoder()
+    by_name, decoder = files(), Cv2Decoder()
     images = [*by_name.values(), jpeg(smooth_image(1))]
     check(images, CROP, decoder)
     plain = {by_name[name] for name in ("baseline", "subsampled", "not subsampled", "with restarts")} | {images[-1]}
@@ -104,7 +102,7 @@ def test_unusual_files_are_left_to_the_host() -> None:
 
 def test_what_the_device_cannot_decode_is_left_to_the_host() -> None:
     images = [jpeg(smooth_image(n)) for n in range(5)]
-    decoder = HostDecoder(refused=[images[0], images[3]])
+    decoder = Cv2Decoder(refused=[images[0], images[3]])
     check(images, RESIZED, decoder)
     assert sorted(decoder.decoded) == sorted([images[1], images[2], images[4]])
 
@@ -115,7 +113,7 @@ def test_what_the_device_cannot_decode_is_left_to_the_host() -> None:
 def test_bad_records_end_the_block_as_on_the_host(bad: bytes) -> None:
     images = [jpeg(smooth_image(n)) for n in range(6)]
     images[4] = bad
-    decoder = HostDecoder()
+    decoder = Cv2Decoder()
     assert load(images, CROP, decoder, 2)[0] == load(images, CROP, count=2)[0] == 2
 
 
@@ -123,8 +121,7 @@ def test_the_host_reports_a_damaged_file() -> None:
     records = Records([Datum(data=jpeg(smooth_image(0)), encoded=True), Datum(data=b"abc", encoded=True)])
     transformer = Transformer(text_format.Parse(CROP, TransformationParameter()), TRAIN, where="layer 'd'")
     loader = DatumLoader(records, RecordOrder(2), transformer, 1, 2, "layer 'd'")
-    backend: Any = SimpleNamespace(image_decoder=HostDecoder)
-    loader.device = DeviceDecoding(backend, transformer)
+    loader.decode_with(BatchDecoding([Cv2Decoder()], transformer))
     slot = ImageSlot(2, 3, 24, 24)
     assert loader.load_bytes([0], 2, slot, np.zeros(slot.size, np.uint8)) == 0
     with pytest.raises(DataError, match="record 1 .*OpenCV"):

@@ -1,18 +1,18 @@
-"""Decoding of a loader's images on the device: which images, in which parts, with which decoders.
+"""Decoding of a loader's images in parts of batches: which images, and with which of several decoders.
 
-`caffepy.layers.input` makes it where a field or an option asks for it; `caffepy.data.loader` calls it. Images that are
-not plain JPEGs, and those that the device cannot decode, stay pending, and the loader decodes them on the host.
+`caffepy.layers.input.images` makes it; `caffepy.data.loader` calls it. Images that are not plain JPEGs, and those that
+the decoders cannot decode, stay pending, and the loader decodes them one by one with OpenCV.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from queue import SimpleQueue
 from time import perf_counter
 
 import numpy as np
 
 from caffepy.backend.image_decoder import AREA, ImageDecoder
-from caffepy.backend.interface import Backend
 from caffepy.data.images.datum import MAX_PIXELS
 from caffepy.data.images.jpeg import plain_jpeg_size
 from caffepy.data.loader import Block, BlockDecoder, ImageLoader
@@ -21,33 +21,30 @@ from caffepy.data.workers import Workers
 from caffepy.errors import CaffepyError
 from caffepy.stages import DECODING
 
-_DECODERS = 3
-"""Decoders that work at the same time: while the device decodes one part, threads prepare others."""
-_PART = 128
+_PART = 64
 """Most images of a part."""
 _CHANNELS = 3
+_MAX_SIDE = 1 << 16
+"""Most pixels of a resized image's side, as in `random_resize`."""
 
 
-class DeviceDecoding(BlockDecoder):
-    """Decodes images of a loader's blocks on a device. Bits differ a little from those of the host's decoder.
+class BatchDecoding(BlockDecoder):
+    """Decodes parts of a loader's blocks.
 
     Args:
-        backend: the device.
+        decoders: work at the same time: while some decode, threads prepare parts for the others.
         transformer: the loader's; its `host_only` is empty.
-
-    Raises:
-        MissingExtraError: the library that decodes is not installed.
     """
 
-    def __init__(self, backend: Backend, transformer: Transformer) -> None:
+    def __init__(self, decoders: Sequence[ImageDecoder], transformer: Transformer) -> None:
         self._transformer = transformer
         self._decoders: SimpleQueue[ImageDecoder] = SimpleQueue()
-        for _ in range(_DECODERS):
-            self._decoders.put(backend.image_decoder())
-        self._workers = Workers(_DECODERS, "decode on the device")
+        for decoder in decoders:
+            self._decoders.put(decoder)
+        self._workers = Workers(len(decoders), "decode")
 
     def decode(self, loader: ImageLoader, block: Block) -> None:
-        """Fill the pending samples of a block whose images the device can decode."""
+        """Fill the pending samples of a block that are plain JPEGs."""
         count, total = block.slot.count, len(block.pending)
         if block.slot.channels != _CHANNELS:
             return
@@ -82,12 +79,12 @@ class DeviceDecoding(BlockDecoder):
                 loader.mark_filled(first + i, block, int(places[i, 2]), int(places[i, 3]), labels[i])
 
     def _prepare(self, loader: ImageLoader, block: Block, i: int, place: np.ndarray) -> tuple[np.ndarray | None, float]:
-        """Return the file of sample i, None if the host must decode it, and its label; set its place."""
+        """Return the file of sample i, None if the loader must decode it, and its label; set its place."""
         if not block.pending[i]:
             return None, 0.0
         try:
             data, label = loader.encoded_file(i, block)
-        except (CaffepyError, OSError, ValueError, MemoryError):  # the host's way raises it again and reports it
+        except (CaffepyError, OSError, ValueError, MemoryError):  # the loader raises it again and reports it
             return None, 0.0
         size = None if data is None else plain_jpeg_size(data, self._transformer.nvidia)
         if data is None or size is None or size[0] * size[1] > MAX_PIXELS:
@@ -103,11 +100,7 @@ class DeviceDecoding(BlockDecoder):
         return np.frombuffer(data, np.uint8), label
 
     def close(self) -> None:
-        """Stop the threads and free the device's memory. Idempotent."""
+        """Stop the threads and free the decoders' memory. Idempotent."""
         self._workers.close()
         while not self._decoders.empty():
             self._decoders.get().close()
-
-
-_MAX_SIDE = 1 << 16
-"""Most pixels of a resized image's side, as on the host."""

@@ -1,0 +1,62 @@
+"""JPEG decoding of batches on the CPU by nvImageCodec, to the pixels of `decode_image`; imported by layers/input.
+
+OpenCV decodes one image a call, and with many threads they wait for Python's lock. Here the lock is released once for
+each batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from caffepy.backend.image_decoder import ImageDecoder
+from caffepy.backend.nvimgcodec import BatchCodec, import_nvimgcodec
+from caffepy.data.images.datum import copy_planes
+from caffepy.data.transforms.pixels import resize, to_image
+from caffepy.data.workers import Workers
+from caffepy.errors import DataError
+
+
+class HostImageDecoder(ImageDecoder):
+    """`ImageDecoder` of the CPU.
+
+    Args:
+        threads: threads that decode, and that resize.
+
+    Raises:
+        MissingExtraError: nvImageCodec is not installed.
+        RuntimeError: nvImageCodec cannot make a decoder.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._codec = BatchCodec(import_nvimgcodec(), None, planar=False, threads=threads)
+        self._resizers = Workers(threads, "resize")
+
+    def decode(self, files: Sequence[Any], places: Any, pixels: Any) -> list[bool]:
+        images = self._codec.decode(files)
+        rows = places.tolist()
+        done = [False] * len(files)
+
+        def place(number: int) -> None:
+            image = np.asarray(images[number])
+            height, width, top, left, interpolation = rows[number]
+            try:
+                if image.shape[:2] != (height, width):
+                    image = resize(image, height, width, interpolation)
+            except DataError:
+                return  # `preprocess` raises it again
+            crop = image[top : top + pixels.shape[2], left : left + pixels.shape[3]]
+            copy_planes(to_image(crop), pixels[number])
+            done[number] = True
+
+        resized = [number for number, image in images.items() if [image.height, image.width] != rows[number][:2]]
+        self._resizers.run(place, resized)
+        for number in images.keys() - set(resized):
+            place(number)
+        return done
+
+    def close(self) -> None:
+        self._resizers.close()
+        self._codec.close()
