@@ -24,20 +24,32 @@ class HostImageDecoder(ImageDecoder):
 
     Args:
         threads: threads that decode, and that resize.
+        resizes: whether images may be resized; without, copies into the crops are faster.
 
     Raises:
         MissingExtraError: nvImageCodec is not installed.
         RuntimeError: nvImageCodec cannot make a decoder.
     """
 
-    def __init__(self, threads: int) -> None:
-        self._codec = BatchCodec(import_nvimgcodec(), None, planar=False, threads=threads)
+    def __init__(self, threads: int, resizes: bool) -> None:
+        self._planar = not resizes
+        self._codec = BatchCodec(import_nvimgcodec(), None, self._planar, max(threads - 1, 1))
         self._resizers = Workers(threads, "resize")
 
     def decode(self, files: Sequence[Any], places: Any, pixels: Any) -> list[bool]:
         images = self._codec.decode(files)
+        if self._planar:
+            height, width = pixels.shape[2:]
+            for number, image in images.items():
+                top, left = places[number, 2], places[number, 3]
+                pixels[number] = np.asarray(image)[::-1, top : top + height, left : left + width]
+            return [number in images for number in range(len(files))]
+        return self._resize(images, places, pixels)
+
+    def _resize(self, images: dict[int, Any], places: Any, pixels: Any) -> list[bool]:
+        """Resize and crop images (H, W, 3), as `decode`."""
         rows = places.tolist()
-        done = [False] * len(files)
+        done = [False] * len(rows)
 
         def place(number: int) -> None:
             image = np.asarray(images[number])

@@ -70,7 +70,8 @@ class ImagesLayer(PrefetchingLayer):
         if loader.threads < _MIN_THREADS or self._transformer.host_only() or not self._reads_encoded_bytes(loader):
             return
         try:
-            decoders = [HostImageDecoder(loader.threads) for _ in range(_DECODERS)]
+            resizes = self._transformer.preprocesses
+            decoders = [HostImageDecoder(loader.threads, resizes) for _ in range(_DECODERS)]
         except (MissingExtraError, RuntimeError) as error:
             logger.debug("%s: OpenCV decodes: %s", self.where, error)
             return

@@ -19,10 +19,10 @@ SAMPLINGS = (0x411111, 0x221111, 0x211111, 0x121111, 0x111111)
 """Subsampling of the colours, in `cv2.imwrite`'s numbers."""
 
 
-@pytest.fixture
-def decoder() -> Iterator[HostImageDecoder]:
-    """A decoder with two threads."""
-    one = HostImageDecoder(2)
+@pytest.fixture(params=[True, False])
+def decoder(request: pytest.FixtureRequest) -> Iterator[HostImageDecoder]:
+    """A decoder with two threads, that resizes or not."""
+    one = HostImageDecoder(2, request.param)
     yield one
     one.close()
     one.close()
@@ -45,7 +45,8 @@ def test_pixels_are_opencvs(decoder: HostImageDecoder, sampling: int, restarts: 
 
 
 @pytest.mark.parametrize("interpolation", range(4))
-def test_resized_crops_are_opencvs(decoder: HostImageDecoder, interpolation: int) -> None:
+def test_resized_crops_are_opencvs(interpolation: int) -> None:
+    decoder = HostImageDecoder(2, True)
     encoded = [np.frombuffer(jpeg(smooth_image(n)), np.uint8) for n in range(5)]
     places = np.array([[30 + 7 * n, 40 + 9 * n, n, 2 * n, interpolation] for n in range(4)] + [[40, 56, 3, 4, 0]])
     pixels = np.zeros((5, 3, 20, 24), np.uint8)
@@ -55,6 +56,7 @@ def test_resized_crops_are_opencvs(decoder: HostImageDecoder, interpolation: int
         if image.shape[:2] != (rows, columns):
             image = resize(image, rows, columns, interpolation)
         np.testing.assert_array_equal(found, image[top : top + 20, left : left + 24].transpose(2, 0, 1))
+    decoder.close()
 
 
 def test_what_cannot_be_decoded_is_named(decoder: HostImageDecoder) -> None:
