@@ -12,7 +12,7 @@ folder; epochs repeat and the files stay in the page cache, so this is not about
 - `PyTorch`: `peers/torch_images.py`, torchvision's decoder in as many worker processes as there are cores, the loader
   alone and with a net of torchvision.
 
-Without a GPU only `reading` is measured. `--rows decoder` measures nvImageCodec alone, with each kind of backend.
+Without a GPU only `reading` is measured. `--rows decoder` measures OpenCV and nvImageCodec without a loader.
 `--cores` binds all of it to so many cores. The default run takes less than five minutes.
 """
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import os
 import re
 import signal
@@ -28,8 +29,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ import numpy as np
 from google.protobuf import text_format
 from scaling import synthetic_net
 
+from caffepy.backend.nvimgcodec import BatchCodec, import_nvimgcodec
 from caffepy.config.load import read_net
 from caffepy.data.sources.record_write import record_key, write_datums
 from caffepy.proto import caffe_pb2
@@ -47,8 +49,8 @@ from caffepy.proto import caffe_pb2
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 150
 """Seconds that a run may take."""
-STARTED = "Learning Rate Policy"
-"""Part of the line that a training logs before its first iteration."""
+STARTED = "] Iteration 0 "
+"""Part of the line that a training logs after its first iteration, which compiles kernels."""
 RESIZE = (
     "img_rand_resize_lower: 256 img_rand_resize_upper: 480 interpolation_algo_down: INTER_LINEAR "
     "interpolation_algo_up: INTER_LINEAR"
@@ -165,7 +167,7 @@ def write_solver(path: Path, net: caffe_pb2.NetParameter) -> Path:
     """A solver that trains until it is stopped."""
     param = caffe_pb2.SolverParameter(
         net_param=net, base_lr=1e-6, lr_policy="fixed", momentum=0.9, weight_decay=0.0005, max_iter=10**7,
-        random_seed=1, snapshot_after_train=False, type="SGD",
+        display=10**6, random_seed=1, snapshot_after_train=False, type="SGD",
     )  # fmt: skip
     path.write_text(text_format.MessageToString(param))
     return path
@@ -191,8 +193,8 @@ def train(solver: Path, gpu: int, seconds: float, options: Sequence[str]) -> tup
     try:
         for line in process.stderr:
             lines.append(line)
-            if STARTED in line:
-                time.sleep(2)  # compiles, tunes and captures
+            if STARTED in line and not cores:
+                time.sleep(2)  # captures graphs; decoders come to their speed
                 before, begin = processor_seconds(process.pid), time.monotonic()
                 time.sleep(seconds)
                 cores = (processor_seconds(process.pid) - before) / (time.monotonic() - begin)
@@ -274,64 +276,57 @@ def peer(row: Row, folder: Path, arguments: argparse.Namespace) -> Iterator[str]
 # -- nvImageCodec alone ----------------------------------------------------------------------------------
 
 
-def measure_decoder(folder: Path, arguments: argparse.Namespace) -> None:
-    """Print what nvImageCodec decodes in batches of 128, with each kind of backend and several decoders."""
-    from nvidia import nvimgcodec as library
-
-    kinds = library.BackendKind
-    choices = {
-        "JPEG engines": [kinds.HW_GPU_ONLY], "CUDA": [kinds.GPU_ONLY], "CUDA and CPU": [kinds.HYBRID_CPU_GPU],
-        "all": [kinds.HW_GPU_ONLY, kinds.GPU_ONLY, kinds.HYBRID_CPU_GPU],
-    }  # fmt: skip
-    planar, blue = library.SampleFormat.P_RGB, library.SampleFormat.I_BGR
+def measure_decoders(folder: Path, arguments: argparse.Namespace) -> None:
+    """Print what decoders give without a loader: OpenCV in threads, nvImageCodec on the CPU and on the GPU."""
     for size in sorted(DISTINCT):
         name = folder / f"{size[0]}x{size[1]}"
         memory, ends = np.load(f"{name}-bytes.npy"), np.load(f"{name}-ends.npy").tolist()
         files = [memory[begin:end] for begin, end in zip([0, *ends], ends, strict=False)][:1024]
-        for label, chosen in choices.items():
-            for count, layout in ((1, planar), (3, planar), (3, blue)):
-                try:
-                    rate = _decoder_rate(library, files, chosen, layout, count, arguments)
-                except Exception as error:
-                    print(f"  {label}, {count} decoders: {error}", flush=True)
-                    break
-                show(f"{size[0]}x{size[1]} {label}, {count} x {layout.name}", rate)
+        for count in sorted({1, 4, arguments.cores}):
+            rate = decoder_rate(
+                lambda: lambda batch: [cv2.imdecode(file, cv2.IMREAD_COLOR) for file in batch], files, count
+            )
+            show(f"{size[0]}x{size[1]} OpenCV, {count} threads", rate)
+        devices = (
+            [None, *([] if arguments.gpu is None else [arguments.gpu])] if has("nvidia", "nvidia.nvimgcodec") else []
+        )
+        for device, planar, count in itertools.product(devices, (True, False), (1, 4, 8)):
+            make = partial(batch_decode, device, planar, max(arguments.cores - 1, 1) if device is None else 2)
+            where, layout = "CPU" if device is None else "GPU", "planes" if planar else "pixels"
+            show(f"{size[0]}x{size[1]} {where}, {count} x {layout}", decoder_rate(make, files, count))
 
 
-def _decoder_rate(
-    nv: Any, files: list[np.ndarray], kinds: list[Any], layout: Any, count: int, arguments: argparse.Namespace
-) -> float:
-    """Images a second of `count` threads with a decoder each."""
-    done, until = [0] * count, [0.0]
-    settings = nv.DecodeParams(apply_exif_orientation=False, color_spec=nv.ColorSpec.SRGB, sample_format=layout)
+def decode_one_by_one(batch: Sequence[Any]) -> None:
+    """Decode files with OpenCV."""
+    for file in batch:
+        cv2.imdecode(file, cv2.IMREAD_COLOR)
+
+
+def batch_decode(device: int | None, planar: bool, threads: int) -> Callable[[Sequence[Any]], Any]:
+    """A function that decodes batches with nvImageCodec."""
+    codec = BatchCodec(import_nvimgcodec(), device, planar, threads)
+
+    def decode(batch: Sequence[Any]) -> None:
+        if len(codec.decode(batch)) < len(batch):
+            raise ValueError("nvImageCodec cannot decode these files")
+
+    return decode
+
+
+def decoder_rate(make: Callable[[], Callable[[Sequence[Any]], Any]], files: list[np.ndarray], count: int) -> float:
+    """Images a second of `count` threads, each with a decoder of its own and batches of 64."""
+    done, begin, end = [0] * count, time.monotonic() + 0.7, time.monotonic() + 2.2
 
     def work(thread: int) -> None:
-        backends = [nv.Backend(kind) for kind in kinds]
-        decoder = nv.Decoder(device_id=arguments.gpu, max_num_cpu_threads=2, backends=backends)
-        images, at = None, 128 * thread
-        while time.monotonic() < until[0]:
-            batch = [nv.CodeStream(file) for file in files[at % 1024 : at % 1024 + 128]]
-            images = decoder.decode(batch, images=images, params=settings)
-            if any(image is None for image in images):
-                raise ValueError("cannot decode these files")
-            done[thread] += len(batch)
-            at += 128 * count
+        decode, at = make(), 64 * thread
+        while time.monotonic() < end:
+            decode(files[at % 1024 : at % 1024 + 64])
+            done[thread] += 64 if time.monotonic() > begin else 0
+            at += 64 * count
 
-    def run(seconds: float) -> float:
-        begin, until[0] = time.monotonic(), time.monotonic() + seconds
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return time.monotonic() - begin
-
-    run(0.5)
-    done[:] = [0] * count
-    elapsed = run(1.5)
-    if not all(done):
-        raise ValueError("cannot decode these files")
-    return sum(done) / elapsed
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(work, range(count)))
+    return sum(done) / (time.monotonic() - begin)
 
 
 def main() -> None:
@@ -358,7 +353,7 @@ def main() -> None:
         print(f"made in {time.monotonic() - begin:.0f} s; {arguments.cores} cores", flush=True)
         for name in names:
             if name == "decoder":
-                measure_decoder(folder, arguments)
+                measure_decoders(folder, arguments)
             else:
                 measure(name, folder, arguments)
         print(f"all in {time.monotonic() - begin:.0f} s")

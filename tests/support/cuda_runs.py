@@ -397,7 +397,7 @@ def run_image_decoder(backend: Any) -> None:
     """A decoder over a library that decodes nothing."""
     from caffepy.backend.cuda import image_decoder
 
-    image = SimpleNamespace(__cuda_array_interface__={"shape": (3, 9, 8), "data": (4096, False)})
+    image = SimpleNamespace(__cuda_array_interface__={"shape": (9, 8, 3), "data": (4096, False)})
     library = MagicMock()
     library.Decoder.return_value.decode.side_effect = lambda streams, **_: [image] * len(streams)
     with patch.object(image_decoder, "import_nvimgcodec", lambda: library):

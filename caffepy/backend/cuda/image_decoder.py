@@ -33,7 +33,7 @@ class CudaImageDecoder(ImageDecoder):
 
     def __init__(self, device: int) -> None:
         library = import_nvimgcodec(f"decode{cupy.cuda.runtime.runtimeGetVersion() // 1000}")
-        self._codec = BatchCodec(library, device, planar=True, threads=_DECODING_THREADS)
+        self._codec = BatchCodec(library, device, planar=False, threads=_DECODING_THREADS)
         self._device = cupy.cuda.Device(device)
         with self._device:
             self._stream = cupy.cuda.Stream(non_blocking=True)
@@ -74,8 +74,11 @@ class CudaImageDecoder(ImageDecoder):
 
 
 def _layout(image: Any) -> tuple[int, int, int, int, int, int]:
-    """Return address, strides in bytes of rows, columns and channels, height and width of a planar image."""
+    """Return address, strides in bytes of rows, columns and channels, height and width of an image (H, W, 3), BGR.
+
+    The channels' stride is negative, and the address is that of red: the kernel takes RGB.
+    """
     interface = image.__cuda_array_interface__
-    channels, height, width = interface["shape"]
-    strides = interface.get("strides") or (height * width, width, 1)
-    return interface["data"][0], strides[1], strides[2], strides[0], height, width
+    height, width, channels = interface["shape"]
+    rows, columns, step = interface.get("strides") or (width * channels, channels, 1)
+    return interface["data"][0] + 2 * step, rows, columns, -step, height, width

@@ -20,7 +20,8 @@ struct Taps {
 __device__ Taps taps_of(int interpolation, int position, int resized, int length) {
     const float scale = (float)length / (float)resized;
     if (resized == length || interpolation == NEAREST) {
-        const int nearest = resized == length ? position : (int)floor((double)position * length / resized);
+        const double step = 1.0 / ((double)resized / (double)length);  // rounds as OpenCV's
+        const int nearest = resized == length ? position : (int)floor(position * step);
         return {min(nearest, length - 1), 1, 0.0f, 0.0f};
     }
     if (interpolation == LINEAR || interpolation == CUBIC) {

@@ -37,7 +37,9 @@ class Sevens(ImageDecoder):
         """There is nothing to close."""
 
 
-def layer_over(folder: Path, text: str, phase: int = TRAIN, option: str = "", decoder: Any = Sevens) -> Any:
+def layer_over(
+    folder: Path, text: str, phase: int = TRAIN, option: str = "", decoder: Any = Sevens, threads: int = 1
+) -> Any:
     """A Data layer on a device that decodes images, with its blobs."""
     path = folder / "db"
     if not path.exists():
@@ -46,7 +48,8 @@ def layer_over(folder: Path, text: str, phase: int = TRAIN, option: str = "", de
     backend: Any = create_backend(threads=1)
     if decoder is not None:
         backend.decodes_images, backend.image_decoder = True, decoder
-    data = f"data_param {{ source: '{path}' backend: LMDB batch_size: 10 }} transform_param {{ {text} }}"
+    data = f"data_param {{ source: '{path}' backend: LMDB batch_size: 10 threads: {threads} }}"
+    data += f" transform_param {{ {text} }}"
     param = text_format.Parse(f"name: 'd' type: 'Data' top: 'x' top: 'y' {data}", LayerParameter())
     layer = layer_class("Data")(param, LayerContext(backend, phase, decode=option))
     tops = [Blob(backend), Blob(backend)]
@@ -102,6 +105,20 @@ def test_a_missing_library_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(MissingExtraError, match="decode13"):
         run(layer, tops)
     layer.close()
+
+
+def test_many_threads_decode_batches_to_the_same_pixels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("nvidia.nvimgcodec", reason="no nvImageCodec for this platform")
+    batches = []
+    for threads in (1, 4):
+        layer, tops = layer_over(tmp_path, CROP + "mirror: true", decoder=None, threads=threads)
+        with caplog.at_level(logging.INFO):
+            run(layer, tops)
+        assert any("nvImageCodec decodes" in message for message in caplog.messages) == (threads == 4)
+        batches.append([blob.host_data().copy() for blob in tops])
+        layer.close()
+    for found, expected in zip(*batches, strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 @pytest.fixture
