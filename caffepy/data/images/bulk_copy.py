@@ -244,3 +244,38 @@ def copy_records(
         block, block, pending, begins, lengths, *settings,
     )  # fmt: skip
     return BulkCopy(pending, memoryview(file.data), begins.tolist(), lengths.tolist())
+
+
+@kernel
+def _copy_crops(
+    begin: Int, end: Int, corners: Words, row_strides: Words, plane_strides: Words, target: Int, targets: Words,
+    channels: Int, height: Int, width: Int,
+) -> None:  # fmt: skip
+    """Copy crops [begin, end); the last plane of the source becomes the first."""
+    for i in range(begin, end):
+        to = target + targets[i] * channels * height * width
+        for channel in range(channels):
+            source = corners[i] + (channels - 1 - channel) * plane_strides[i]
+            for _ in range(height):
+                copy_bytes(to, source, width)
+                source += row_strides[i]
+                to += width
+
+
+def copy_crops(corners: NDArray[np.int64], strides: NDArray[np.int64], targets: list[int], pixels: Any) -> bool:
+    """Copy crops of planar images in reverse order of their planes; return False if it does not pay to compile.
+
+    Args:
+        corners: (N,), addresses of the crops' first bytes.
+        strides: (2, N), bytes from a row to the next and from a plane to the next.
+        targets: N indices in `pixels`.
+        pixels: uint8, (M, C, H, W), contiguous: receives the crops.
+    """
+    if not _copy_crops.should_compile(len(targets), _COMPILE_COST_IMAGES):
+        return False
+    _, channels, height, width = pixels.shape
+    _copy_crops.run(
+        1, len(targets), 1, corners, np.ascontiguousarray(strides[0]), np.ascontiguousarray(strides[1]),
+        address_of(pixels), np.array(targets, np.int64), channels, height, width,
+    )  # fmt: skip
+    return True

@@ -11,12 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from caffepy.backend.cpu.jit.deferred import JitThreshold
 from caffepy.backend.image_decoder import ImageDecoder
 from caffepy.backend.nvimgcodec import BatchCodec, import_nvimgcodec
 from caffepy.data.images.datum import copy_planes
 from caffepy.data.transforms.pixels import resize, to_image
 from caffepy.data.workers import Workers
 from caffepy.errors import DataError
+
+_NUMBA_IMPORT_IMAGES = 20_000
+"""Images that NumPy crops while numba is imported, about 0.5 s."""
 
 
 class HostImageDecoder(ImageDecoder):
@@ -35,16 +39,33 @@ class HostImageDecoder(ImageDecoder):
         self._planar = not resizes
         self._codec = BatchCodec(import_nvimgcodec(), None, self._planar, max(threads - 1, 1))
         self._resizers = Workers(threads, "resize")
+        self._jit_threshold = JitThreshold(_NUMBA_IMPORT_IMAGES)
 
     def decode(self, files: Sequence[Any], places: Any, pixels: Any) -> list[bool]:
         images = self._codec.decode(files)
         if self._planar:
-            height, width = pixels.shape[2:]
-            for number, image in images.items():
-                top, left = places[number, 2], places[number, 3]
-                pixels[number] = np.asarray(image)[::-1, top : top + height, left : left + width]
+            if images:
+                self._crop(images, places, pixels)
             return [number in images for number in range(len(files))]
         return self._resize(images, places, pixels)
+
+    def _crop(self, images: dict[int, Any], places: Any, pixels: Any) -> None:
+        """Crop planar images, RGB, as `decode`."""
+        numbers = list(images)
+        if self._jit_threshold.ends(len(numbers)):
+            from caffepy.data.images.bulk_copy import copy_crops
+
+            layouts = [image.__array_interface__ for image in images.values()]
+            addresses = np.array([layout["data"][0] for layout in layouts], np.int64)
+            heights, widths = np.array([layout["shape"][1:] for layout in layouts], np.int64).T
+            strides = np.stack((widths, heights * widths))
+            corners = addresses + places[numbers, 2] * widths + places[numbers, 3]
+            if all(layout["strides"] is None for layout in layouts) and copy_crops(corners, strides, numbers, pixels):
+                return
+        height, width = pixels.shape[2:]
+        for number, image in images.items():
+            top, left = places[number, 2], places[number, 3]
+            pixels[number] = np.asarray(image)[::-1, top : top + height, left : left + width]
 
     def _resize(self, images: dict[int, Any], places: Any, pixels: Any) -> list[bool]:
         """Resize and crop images (H, W, 3), as `decode`."""

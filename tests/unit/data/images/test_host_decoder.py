@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from image_files import files, jpeg, smooth_image
 
+from caffepy.backend.cpu.jit.deferred import JitThreshold
+from caffepy.data.images import bulk_copy
 from caffepy.data.images.datum import decode_image
 from caffepy.data.images.host_decoder import HostImageDecoder
 from caffepy.data.transforms.pixels import resize
@@ -19,10 +21,13 @@ SAMPLINGS = (0x411111, 0x221111, 0x211111, 0x121111, 0x111111)
 """Subsampling of the colours, in `cv2.imwrite`'s numbers."""
 
 
-@pytest.fixture(params=[True, False])
-def decoder(request: pytest.FixtureRequest) -> Iterator[HostImageDecoder]:
-    """A decoder with two threads, that resizes or not."""
-    one = HostImageDecoder(2, request.param)
+@pytest.fixture(params=["resizes", "crops", "crops by the kernel"])
+def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostImageDecoder]:
+    """A decoder with two threads."""
+    by_kernel = request.param == "crops by the kernel"
+    monkeypatch.setattr(bulk_copy._copy_crops, "should_compile", lambda items, compiling: by_kernel)
+    monkeypatch.setattr(JitThreshold, "ends", lambda self, items: by_kernel)
+    one = HostImageDecoder(2, request.param == "resizes")
     yield one
     one.close()
     one.close()
