@@ -214,7 +214,8 @@ def train(solver: Path, gpu: int, seconds: float, options: Sequence[str]) -> tup
 
 def read(row: Row, folder: Path, options: Sequence[str], seconds: float, cores: int) -> None:
     """Print what the data layer reads alone."""
-    net = caffe_pb2.NetParameter(name="data", layer=[data_layer(row, folder, cores)])
+    threads = cores if "--cpu" in options else 0  # on the CPU backend one thread reads by default
+    net = caffe_pb2.NetParameter(name="data", layer=[data_layer(row, folder, threads)])
     path = folder / "data.prototxt"
     path.write_text(text_format.MessageToString(net))
     iterations = max(int(seconds * row.guess * cores / row.batch), 8)

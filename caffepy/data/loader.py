@@ -133,11 +133,6 @@ class ImageLoader(ABC):
             DataError: the record cannot be read or decoded. The message follows the record's name.
         """
 
-    @property
-    def threads(self) -> int:
-        """Threads that read and decode records."""
-        return self._workers.threads
-
     def decode_with(self, decoding: BlockDecoder) -> None:
         """Let `decoding` decode from the next block on what it can; the loader closes it."""
         if self._decoding is not None:

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 _DECODERS = 4
 """Decoders of batches that work at the same time."""
+_MOST_CORES = 1024
+"""nvImageCodec's threads need no lock of Python's, so all cores may decode."""
 _MIN_THREADS = 4
 """Threads from which decoding in batches is faster than by OpenCV."""
 _FIRST_PASSES, _JUDGED_PASSES = 20, 100
@@ -37,6 +39,10 @@ class ImagesLayer(PrefetchingLayer):
     @abstractmethod
     def image_loader(self, seed: int, stream: int) -> ImageLoader:
         """Return a loader. Crops, mirroring and order follow from `seed` and `stream`."""
+
+    def requested_threads(self) -> int:
+        """Return the prototxt's number of reader threads; 0: automatic."""
+        return 0
 
     def make_transformer(self) -> Transformer:
         """Return the transformation of `transform_param`."""
@@ -67,11 +73,12 @@ class ImagesLayer(PrefetchingLayer):
 
     def _decode_in_batches(self, loader: ImageLoader) -> None:
         """Let nvImageCodec decode on the CPU, if it is installed: many threads of OpenCV wait for Python's lock."""
-        if loader.threads < _MIN_THREADS or self._transformer.host_only() or not self._reads_encoded_bytes(loader):
+        threads = self.threads(self.requested_threads(), _MOST_CORES)
+        if threads < _MIN_THREADS or self._transformer.host_only() or not self._reads_encoded_bytes(loader):
             return
         try:
             resizes = self._transformer.preprocesses
-            decoders = [HostImageDecoder(loader.threads, resizes) for _ in range(_DECODERS)]
+            decoders = [HostImageDecoder(threads, resizes) for _ in range(_DECODERS)]
         except (MissingExtraError, RuntimeError) as error:
             logger.debug("%s: OpenCV decodes: %s", self.where, error)
             return
