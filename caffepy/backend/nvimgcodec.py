@@ -6,6 +6,7 @@ decodes a batch in the library's own threads and releases Python's lock once.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ def import_nvimgcodec(extra: str = "decode13") -> Any:
     Raises:
         MissingExtraError: it is not installed.
     """
+    # It would print a line for each file that it cannot decode; the loader decodes these with OpenCV.
+    os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
     try:
         from nvidia import nvimgcodec
     except ImportError as error:
