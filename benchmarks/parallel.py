@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 from google.protobuf import text_format
-from scaling import NETS, ROOT, images_per_second, mpirun, synthetic_net
+from scaling import NETS, images_per_second, mpirun, synthetic_net
 
 from caffepy.proto.caffe_pb2 import SolverParameter
 
@@ -30,9 +30,8 @@ RANKS = 2
 
 def write_solver(folder: Path, name: str, batch: int, iterations: int, overlap: bool) -> Path:
     """A solver whose ranks take `batch` images each; returns its path."""
-    prototxt, shape = NETS[name]
     param = SolverParameter(
-        net_param=synthetic_net(ROOT / "models" / prototxt, (batch, *shape[1:]), "FLOAT"), base_lr=0.001,
+        net_param=synthetic_net(folder, name, batch, "FLOAT"), base_lr=0.001,
         lr_policy="fixed", momentum=0.9, weight_decay=0.0005, max_iter=iterations, random_seed=1,
         snapshot_after_train=False, type="SGD", layer_wise_reduce=overlap,
     )  # fmt: skip

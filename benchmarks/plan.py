@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from google.protobuf import text_format
-from scaling import LIMIT, NETS, ROOT, images_per_second, mpirun, synthetic_net
+from scaling import LIMIT, ROOT, images_per_second, mpirun, synthetic_net
 
 from caffepy.plan.calibrate import fit_link, read_measurements
 from caffepy.plan.model import AUTO, Cluster, Link
@@ -64,8 +64,7 @@ def environment() -> dict[str, str]:
 
 def write_solver(folder: Path, name: str, overlap: bool) -> Path:
     """A solver whose ranks take a batch each; returns its path."""
-    prototxt, shape = NETS[name]
-    net = synthetic_net(ROOT / "models" / prototxt, (BATCHES[name], *shape[1:]), "FLOAT")
+    net = synthetic_net(folder, name, BATCHES[name], "FLOAT")
     param = SolverParameter(
         net_param=net, base_lr=0.001, lr_policy="fixed", momentum=0.9, weight_decay=0.0005,
         max_iter=ITERATIONS[name], random_seed=1, snapshot_after_train=False, type="SGD", layer_wise_reduce=overlap,
