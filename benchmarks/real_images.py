@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import itertools
 import os
 import re
 import signal
@@ -41,7 +40,6 @@ import numpy as np
 from google.protobuf import text_format
 from scaling import synthetic_net
 
-from caffepy.backend.nvimgcodec import BatchCodec, import_nvimgcodec
 from caffepy.config.load import read_net
 from caffepy.data.sources.record_write import record_key, write_datums
 from caffepy.proto import caffe_pb2
@@ -274,27 +272,21 @@ def peer(row: Row, folder: Path, arguments: argparse.Namespace) -> Iterator[str]
     yield from result.stdout.splitlines()
 
 
-# -- nvImageCodec alone ----------------------------------------------------------------------------------
+# -- decoders alone --------------------------------------------------------------------------------------
 
 
 def measure_decoders(folder: Path, arguments: argparse.Namespace) -> None:
-    """Print what decoders give without a loader: OpenCV in threads, nvImageCodec on the CPU and on the GPU."""
+    """Print what decoders give without a loader: OpenCV in threads, and nvImageCodec on the GPU."""
     for size in sorted(DISTINCT):
         name = folder / f"{size[0]}x{size[1]}"
         memory, ends = np.load(f"{name}-bytes.npy"), np.load(f"{name}-ends.npy").tolist()
         files = [memory[begin:end] for begin, end in zip([0, *ends], ends, strict=False)][:1024]
         for count in sorted({1, 4, arguments.cores}):
-            rate = decoder_rate(
-                lambda: lambda batch: [cv2.imdecode(file, cv2.IMREAD_COLOR) for file in batch], files, count
-            )
-            show(f"{size[0]}x{size[1]} OpenCV, {count} threads", rate)
-        devices = (
-            [None, *([] if arguments.gpu is None else [arguments.gpu])] if has("nvidia", "nvidia.nvimgcodec") else []
-        )
-        for device, planar, count in itertools.product(devices, (True, False), (1, 4, 8)):
-            make = partial(batch_decode, device, planar, max(arguments.cores - 1, 1) if device is None else 2)
-            where, layout = "CPU" if device is None else "GPU", "planes" if planar else "pixels"
-            show(f"{size[0]}x{size[1]} {where}, {count} x {layout}", decoder_rate(make, files, count))
+            show(f"{size[0]}x{size[1]} OpenCV, {count} threads", decoder_rate(lambda: decode_one_by_one, files, count))
+        if arguments.gpu is not None and has("nvidia", "nvidia.nvimgcodec"):
+            for count in (1, 4, 8):
+                rate = decoder_rate(partial(batch_decode, arguments.gpu), files, count)
+                show(f"{size[0]}x{size[1]} GPU, {count} decoders", rate)
 
 
 def decode_one_by_one(batch: Sequence[Any]) -> None:
@@ -303,9 +295,11 @@ def decode_one_by_one(batch: Sequence[Any]) -> None:
         cv2.imdecode(file, cv2.IMREAD_COLOR)
 
 
-def batch_decode(device: int | None, planar: bool, threads: int) -> Callable[[Sequence[Any]], Any]:
+def batch_decode(device: int) -> Callable[[Sequence[Any]], Any]:
     """A function that decodes batches with nvImageCodec."""
-    codec = BatchCodec(import_nvimgcodec(), device, planar, threads)
+    from caffepy.backend.cuda.image_decoder import BatchCodec
+
+    codec = BatchCodec(device)
 
     def decode(batch: Sequence[Any]) -> None:
         if len(codec.decode(batch)) < len(batch):

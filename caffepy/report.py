@@ -12,10 +12,7 @@ WARM_UP = 2
 
 _ADVICE = {
     READING: "use a faster disk, or read more batches ahead with data_param { prefetch: N }",
-    DECODING: (
-        "install caffepy[decode13] (CUDA 12: decode12), give the process more cores, store smaller images, or use "
-        "--decode gpu"
-    ),
+    DECODING: "give the process more cores, store smaller images, or use --decode gpu on a GPU",
     TRANSFORMING: "give the process more cores, or resize the images once with `caffepy convert_imageset`",
     COPYING: "lower batch_size or crop_size: the link to the device is the limit",
 }

@@ -383,8 +383,9 @@ class DatumLoader(ImageLoader):
         from caffepy.data.images.bulk_copy import copy_records
 
         return copy_records(
-            index, records, samples, self._transformer, self._seed, self._stream, slot, block, self._workers.threads
-        )
+            index, records, samples, self._transformer, self._seed, self._stream, slot, block, self._workers.threads,
+            self.is_encoded(),
+        )  # fmt: skip
 
     def is_encoded(self) -> bool:
         return parse_datum(self._source.read(0))[0].encoded

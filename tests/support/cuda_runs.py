@@ -400,7 +400,7 @@ def run_image_decoder(backend: Any) -> None:
     image = SimpleNamespace(__cuda_array_interface__={"shape": (9, 8, 3), "data": (4096, False)})
     library = MagicMock()
     library.Decoder.return_value.decode.side_effect = lambda streams, **_: [image] * len(streams)
-    with patch.object(image_decoder, "import_nvimgcodec", lambda _: library):
+    with patch.object(image_decoder, "import_nvimgcodec", lambda: library):
         decoder = backend.image_decoder()
     places, pixels = np.zeros((2, 5), np.int64), np.zeros((2, 3, 4, 4), np.uint8)
     assert decoder.decode([np.zeros(9, np.uint8), None], places, pixels) == [True, False]

@@ -85,7 +85,6 @@ FOLDERS = {
         "data.sources",
         "data.transform",
         "data.images.bulk_copy",
-        "data.images.host_decoder",
         "data.loader data.clips data.people data.preparation",
         "data.conversion data.batch_decoding",
     ),

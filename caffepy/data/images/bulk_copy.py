@@ -28,6 +28,8 @@ _MIN_THREAD_BYTES = 1 << 22
 """Minimum bytes per thread."""
 _COMPILE_COST_IMAGES = 32_768
 """Images that the loader copies one by one while the kernel is compiled, about 1 s."""
+_COMPILE_COST_FILES = 8_192
+"""Encoded images for which many threads wait as long for Python's lock when records are parsed one by one."""
 word = compiled_part(lmdb_index.word)
 _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 
@@ -206,7 +208,7 @@ class BulkCopy:
 
 def copy_records(
     index: LmdbIndex, records: NDArray[np.int64], samples: NDArray[np.int64], transformer: Transformer, seed: int,
-    stream: int, slot: ImageSlot, block: NDArray[np.uint8], threads: int,
+    stream: int, slot: ImageSlot, block: NDArray[np.uint8], threads: int, encoded: bool,
 ) -> BulkCopy:  # fmt: skip
     """Copy the cropped images of records into the slots of a block, and locate encoded images.
 
@@ -223,6 +225,7 @@ def copy_records(
         slot: layout of a batch.
         block: the slots' memory.
         threads: number of threads.
+        encoded: whether most images are encoded.
     """
     pending = np.ones(records.size, np.uint8)
     copies = not (transformer.preprocesses or transformer.center_crops_mean)
@@ -231,7 +234,7 @@ def copy_records(
         transformer.crop, int(transformer.random_crop), int(transformer.mirror), *transformer.mean_size,
         *key_of(transformer.seed(seed), stream),
     )  # fmt: skip
-    if not _copy_records.should_compile(records.size, _COMPILE_COST_IMAGES):
+    if not _copy_records.should_compile(records.size, _COMPILE_COST_FILES if encoded else _COMPILE_COST_IMAGES):
         return BulkCopy(pending)
     file = index.mapped()
     if file is None:
@@ -244,38 +247,3 @@ def copy_records(
         block, block, pending, begins, lengths, *settings,
     )  # fmt: skip
     return BulkCopy(pending, memoryview(file.data), begins.tolist(), lengths.tolist())
-
-
-@kernel
-def _copy_crops(
-    begin: Int, end: Int, corners: Words, row_strides: Words, plane_strides: Words, target: Int, targets: Words,
-    channels: Int, height: Int, width: Int,
-) -> None:  # fmt: skip
-    """Copy crops [begin, end); the last plane of the source becomes the first."""
-    for i in range(begin, end):
-        to = target + targets[i] * channels * height * width
-        for channel in range(channels):
-            source = corners[i] + (channels - 1 - channel) * plane_strides[i]
-            for _ in range(height):
-                copy_bytes(to, source, width)
-                source += row_strides[i]
-                to += width
-
-
-def copy_crops(corners: NDArray[np.int64], strides: NDArray[np.int64], targets: list[int], pixels: Any) -> bool:
-    """Copy crops of planar images in reverse order of their planes; return False if it does not pay to compile.
-
-    Args:
-        corners: (N,), addresses of the crops' first bytes.
-        strides: (2, N), bytes from a row to the next and from a plane to the next.
-        targets: N indices in `pixels`.
-        pixels: uint8, (M, C, H, W), contiguous: receives the crops.
-    """
-    if not _copy_crops.should_compile(len(targets), _COMPILE_COST_IMAGES):
-        return False
-    _, channels, height, width = pixels.shape
-    _copy_crops.run(
-        1, len(targets), 1, corners, np.ascontiguousarray(strides[0]), np.ascontiguousarray(strides[1]),
-        address_of(pixels), np.array(targets, np.int64), channels, height, width,
-    )  # fmt: skip
-    return True

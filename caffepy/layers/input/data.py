@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from caffepy.data import random
+from caffepy.data.images.datum import parse_datum
 from caffepy.data.loader import DatumLoader, ImageLoader
 from caffepy.data.order import RecordOrder
 from caffepy.data.sources.leveldb import LevelDbSource, is_leveldb
@@ -99,9 +100,12 @@ class DataLayer(ImagesLayer):
         return RecordOrder(len(self._records), skip, shuffle, seed, stream)
 
     def image_loader(self, seed: int, stream: int) -> ImageLoader:
-        threads = self.threads(self.requested_threads())
+        threads = self.threads(self.param.data_param.threads, self._first_is_encoded())
         order = self.record_order(seed, stream)
         return DatumLoader(self._records, order, self._transformer, seed, stream, self.where, threads)
 
-    def requested_threads(self) -> int:
-        return self.param.data_param.threads
+    def _first_is_encoded(self) -> bool:
+        try:
+            return parse_datum(self._records.read(0))[0].encoded
+        except DataError:
+            return False  # the loader raises the error with the record's name

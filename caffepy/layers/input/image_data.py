@@ -69,16 +69,12 @@ class ImageDataLayer(ImagesLayer):
         total = len(self._list)
         order = RecordOrder(self._epoch_images(total), skip, param.shuffle, seed, stream, total)
         size = (param.new_height, param.new_width) if param.new_height else None
-        threads = self.threads(self.requested_threads())
+        threads = self.threads(param.threads if param.HasField("threads") else 0)
         return ImageFileLoader(
             self._list, order, self._transformer, seed, stream, self.where, threads,
             color=param.is_color, size=size, short_side=param.short_side, cache=self._cache,
             new_dim=param.new_dim, bicubic=param.bicubic,
         )  # fmt: skip
-
-    def requested_threads(self) -> int:
-        param = self.param.image_data_param
-        return param.threads if param.HasField("threads") else 0
 
     def _epoch_images(self, total: int) -> int:
         """Return the number of images in an epoch: in TRAIN total / dataset_share_per_node if that is above 1."""

@@ -8,7 +8,6 @@ from time import monotonic
 
 from caffepy.backend.input_ring import ByteImages
 from caffepy.data.batch_decoding import BatchDecoding
-from caffepy.data.images.host_decoder import HostImageDecoder
 from caffepy.data.loader import ImageLoader
 from caffepy.data.prefetch import Batch, Prefetcher
 from caffepy.data.transform import Transformer
@@ -20,11 +19,7 @@ from caffepy.stages import DECODING
 logger = logging.getLogger(__name__)
 
 _DECODERS = 4
-"""Decoders of batches that work at the same time."""
-_MOST_CORES = 1024
-"""nvImageCodec's threads need no lock of Python's, so all cores may decode."""
-_MIN_THREADS = 4
-"""Threads from which decoding in batches is faster than by OpenCV."""
+"""Decoders of a GPU that work at the same time."""
 _FIRST_PASSES, _JUDGED_PASSES = 20, 100
 """With `decode: AUTO`: passes that are not judged, because threads and kernels start, and the passes after them."""
 _MAX_WAIT = 0.05
@@ -39,10 +34,6 @@ class ImagesLayer(PrefetchingLayer):
     @abstractmethod
     def image_loader(self, seed: int, stream: int) -> ImageLoader:
         """Return a loader. Crops, mirroring and order follow from `seed` and `stream`."""
-
-    def requested_threads(self) -> int:
-        """Return the prototxt's number of reader threads; 0: automatic."""
-        return 0
 
     def make_transformer(self) -> Transformer:
         """Return the transformation of `transform_param`."""
@@ -63,30 +54,12 @@ class ImagesLayer(PrefetchingLayer):
             self._decode_on_device(loader)
             logger.info("%s: the GPU decodes plain JPEGs, as decode says", self.where)
         else:
-            self._decode_in_batches(loader)
             self._judges = wanted == "auto"
         return loader
 
     def _decode_on_device(self, loader: ImageLoader) -> None:
         decoders = [self.backend.image_decoder() for _ in range(_DECODERS)]
         loader.decode_with(BatchDecoding(decoders, self._transformer))
-
-    def _decode_in_batches(self, loader: ImageLoader) -> None:
-        """Let nvImageCodec decode on the CPU, if it is installed: many threads of OpenCV wait for Python's lock."""
-        threads = self.threads(self.requested_threads(), _MOST_CORES)
-        if threads < _MIN_THREADS or self._transformer.host_only() or not self._reads_encoded_bytes(loader):
-            return
-        try:
-            resizes = self._transformer.preprocesses
-            decoders = [HostImageDecoder(threads, resizes) for _ in range(_DECODERS)]
-        except (MissingExtraError, RuntimeError) as error:
-            logger.debug("%s: OpenCV decodes: %s", self.where, error)
-            return
-        loader.decode_with(BatchDecoding(decoders, self._transformer))
-        logger.info("%s: nvImageCodec decodes plain JPEGs on the CPU, to OpenCV's pixels", self.where)
-
-    def _reads_encoded_bytes(self, loader: ImageLoader) -> bool:
-        return self.byte_images(1) is not None and loader.is_encoded()
 
     def _wanted_decoder(self) -> str:
         """Return cpu, gpu or auto; in a test auto is cpu."""

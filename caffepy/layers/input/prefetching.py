@@ -29,8 +29,8 @@ from caffepy.stages import COPYING, Waits
 
 logger = logging.getLogger(__name__)
 
-_MAX_THREADS = 8
-"""Memory bandwidth limits threads that copy, and Python's lock those that decode: 16 decoded half as fast as 8."""
+_MAX_COPYING_THREADS = 8
+"""Memory bandwidth limits readers that only copy: more threads copy no faster."""
 
 _CLOSE_SECONDS = 2.0
 """Limit of the wait for the reader thread when the layer is closed. The thread is a daemon: a dead network drive may
@@ -108,21 +108,23 @@ class PrefetchingLayer(Layer):
         """
         return {} if self._source is None else self._source.fingerprint()
 
-    def threads(self, requested: int, most: int = _MAX_THREADS) -> int:
+    def threads(self, requested: int, decodes: bool = True) -> int:
         """Return the number of reader threads.
 
         With a GPU the readers use the cores of the process. On the CPU backend the solver uses them.
 
         Args:
             requested: the prototxt's; 0 for automatic.
-            most: most threads of an automatic choice.
+            decodes: whether the threads decode images; else they only copy.
         """
         if requested:
             return requested
         from caffepy.backend.cpu.jit.cpus import cpu_count
 
-        cores = cpu_count() // max(self.context.shard.devices_per_rank, 1)
-        return min(max(cores - 1, 1), most) if self.backend.asynchronous else 1
+        if not self.backend.asynchronous:
+            return 1
+        cores = max(cpu_count() // max(self.context.shard.devices_per_rank, 1), 1)
+        return cores if decodes else min(max(cores - 1, 1), _MAX_COPYING_THREADS)
 
     def prefetch_depth(self) -> int:
         """Return the number of batches to read ahead."""

@@ -1,4 +1,4 @@
-"""Which images are decoded in batches and where their crops go, with OpenCV and with nvImageCodec on the CPU."""
+"""Which images are decoded in batches, and where their crops go."""
 
 from __future__ import annotations
 

@@ -57,7 +57,9 @@ def copy(records, shape, text="", phase=TRAIN, count=None, first=0, threads=1, r
     slots = len(records) // slot.count
     block = np.full(slots * slot.size, 77, np.uint8)
     numbers = np.arange(len(records))
-    left = copy_records(index_of(written, large), numbers, numbers + first, transformer, 5, 6, slot, block, threads)
+    left = copy_records(
+        index_of(written, large), numbers, numbers + first, transformer, 5, 6, slot, block, threads, False
+    )
     return left.pending, [slot.parts(block[i * slot.size : (i + 1) * slot.size]) for i in range(slots)], transformer
 
 

@@ -107,20 +107,6 @@ def test_a_missing_library_is_an_error(tmp_path: Path) -> None:
     layer.close()
 
 
-def test_many_threads_decode_batches_to_the_same_pixels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pytest.importorskip("nvidia.nvimgcodec", reason="no nvImageCodec for this platform")
-    batches = []
-    for threads in (1, 4):
-        layer, tops = layer_over(tmp_path, CROP + "mirror: true", decoder=None, threads=threads)
-        with caplog.at_level(logging.INFO):
-            run(layer, tops)
-        assert any("nvImageCodec decodes" in message for message in caplog.messages) == (threads == 4)
-        batches.append([blob.host_data().copy() for blob in tops])
-        layer.close()
-    for found, expected in zip(*batches, strict=True):
-        np.testing.assert_array_equal(found, expected)
-
-
 @pytest.fixture
 def few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """AUTO judges the passes 3 to 6."""
