@@ -359,7 +359,8 @@ def _check_gradients(
                 ends.append(objective(moved))
             measured = (ends[0] - ends[1]) / (2 * step)
             computed = float((gradient.astype(np.float64) * direction).sum())
-            scale = max(float(np.abs(gradient * direction).sum()), 1e-3)
+            # Terms near 1 that cancel in a gradient leave float32's rounding of them, 1e-7.
+            scale = max(float(np.abs(gradient * direction).sum()), 1e-2)
             assert abs(measured - computed) <= tolerance * scale, (
                 f"{runner.backend}: gradient {index}: {computed:.6g} in a direction with a difference of {measured:.6g}"
             )
