@@ -110,7 +110,7 @@ class FileHandler(logging.Handler):
         self._folder = folder
         self._program = program
         self._files: list[TextIO | None] = []
-        """By severity, those that have been needed so far; None: it cannot be made."""
+        """The opened files by severity; None: the file cannot be created."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record to the files of its severity and of lower ones."""

@@ -72,7 +72,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _installed() -> Distribution | None:
-    """Return caffepy's metadata; of several, for example a checkout's egg-info too, those that tell the origin."""
+    """Return caffepy's metadata; of several (a checkout has an egg-info too), the metadata with an origin."""
     found = list(distributions(name=NAME))
     return next((each for each in found if _direct_url(each) is not None), found[0] if found else None)
 

@@ -1,7 +1,7 @@
 """Decoding of a loader's images in parts of batches: which images, and with which of several decoders.
 
-`caffepy.layers.input.images` makes it; `caffepy.data.loader` calls it. Images that are not plain JPEGs, and those that
-the decoders cannot decode, stay pending, and the loader decodes them one by one with OpenCV.
+`caffepy.layers.input.images` makes it; `caffepy.data.loader` calls it. Images that are not plain JPEGs stay
+pending, as do images that the decoders refuse. The loader decodes pending images one by one with OpenCV.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Block:
         slot: layout of a slot.
         parts: labels, crops and pixels of each slot.
         pending: one flag per sample: 1 if it is not in its slot.
-        bulk: what was copied and located in bulk; None: nothing.
+        bulk: samples that were copied or located in bulk; None: no sample.
     """
 
     records: list[int]
@@ -134,7 +134,7 @@ class ImageLoader(ABC):
         """
 
     def decode_with(self, decoding: BlockDecoder) -> None:
-        """Let `decoding` decode from the next block on what it can; the loader closes it."""
+        """Let `decoding` decode images from the next block on; the loader closes it."""
         if self._decoding is not None:
             self._replaced.append(self._decoding)  # it may be at work
         self._decoding = decoding

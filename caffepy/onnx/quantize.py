@@ -129,7 +129,7 @@ def _behind_products(model: ModelProto) -> list[str]:
 def quantize(model: ModelProto, samples: Iterable[Arrays]) -> bytes:
     """Return a model whose convolutions and products compute with int8, with scales of weights by channel.
 
-    The ranges of activations are those that occur on the samples. Q and DQ operators hold the scales (QDQ format).
+    The samples give the ranges of activations. Q and DQ operators hold the scales (QDQ format).
     Nodes behind the last convolution or product, such as softmax and the decoding of boxes, stay float32.
 
     Args:

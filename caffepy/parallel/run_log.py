@@ -193,7 +193,7 @@ class Device:
         host: as people call its machine.
         machine: its `machine_identity`.
         bus_id: a GPU's PCI address; None: a CPU solver.
-        name: what it is, e.g. ``GPU 0: NVIDIA H100 80GB HBM3``.
+        name: device and model, e.g. ``GPU 0: NVIDIA H100 80GB HBM3``.
     """
 
     rank: int

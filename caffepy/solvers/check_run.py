@@ -42,7 +42,7 @@ def check_training(solver: Solver) -> None:
     The constructor of a solver of `shortened` has built the nets and checked that snapshots can be written.
 
     Raises:
-        CaffepyError: whatever would end training in its first iteration or test.
+        CaffepyError: an error that would end training in its first iteration or test.
     """
     solver.step(1, progress=False)
     loss = solver.losses.values()

@@ -167,7 +167,7 @@ class LayerCode:
     """A layer with the variables of its bottoms.
 
     Args:
-        module: what it is added to.
+        module: the code to which the layer is added.
         layer: the layer, set up, with its parameters.
         inputs: the variables of the bottoms.
         bottoms: with their shapes.

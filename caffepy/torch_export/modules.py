@@ -1,6 +1,7 @@
 """The classes that exported files contain for layers that PyTorch has no module for.
 
-`write` copies the text of a class that a net uses, with those that it uses itself, and does not import this module.
+`write` copies the text of each class that a net uses, and of the classes that this class uses. It does not import this
+module.
 """
 
 import math

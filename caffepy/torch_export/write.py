@@ -131,7 +131,7 @@ class _Writer:
         return wanted
 
     def _mergeable(self, index: int) -> tuple[Layer, Layer] | None:
-        """The BatchNorm at an index and the Scale behind it, if nothing else reads what is between them."""
+        """The BatchNorm at an index and the Scale behind it, if no other layer reads the blob between them."""
         node = self.net.nodes[index]
         layer = node.layer
         if not isinstance(layer, BatchNormLayer) or layer.scale_bias or len(node.tops) != 1:
@@ -206,7 +206,7 @@ class _Writer:
 
 
 def _classes_for(code: str) -> list[str]:
-    """The texts of the classes that code uses, with those that these use."""
+    """The texts of the classes that code uses, directly or through other classes."""
     texts, wanted = class_texts(), names_in(code)
     while not wanted.issuperset(more := {name for own in wanted & set(texts) for name in names_in(texts[own])}):
         wanted |= more

@@ -32,7 +32,7 @@ class PriorBoxLayer(Layer):
     float32_tops_from = 0
 
     ratios: list[np.float32]
-    """Aspect ratios other than 1, also those that `flip` adds."""
+    """Aspect ratios other than 1, with the ratios that `flip` adds."""
     image_size: tuple[float, float] | None
     """Height and width of the image; None: those of the second bottom."""
     step_size: tuple[float, float] | None
