@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -111,7 +112,6 @@ class ImageLoader(ABC):
         self.stages = StageTimes()
         """Seconds of the threads in each stage."""
         self._decoding: BlockDecoder | None = None
-        self._replaced: list[BlockDecoder] = []
         self._mean_mode_set = False
         self._channels = 0
         """Channels of the first record's image; 0 before the first batch."""
@@ -134,9 +134,8 @@ class ImageLoader(ABC):
         """
 
     def decode_with(self, decoding: BlockDecoder) -> None:
-        """Let `decoding` decode images from the next block on; the loader closes it."""
-        if self._decoding is not None:
-            self._replaced.append(self._decoding)  # it may be at work
+        """Let `decoding` decode images from the next block on; the loader closes it. At most one call."""
+        assert self._decoding is None
         self._decoding = decoding
 
     @property
@@ -148,9 +147,8 @@ class ImageLoader(ABC):
         """Stop the worker threads. Idempotent."""
         self._workers.close()
         self._order.close()
-        for decoding in (self._decoding, *self._replaced):
-            if decoding is not None:
-                decoding.close()
+        if self._decoding is not None:
+            self._decoding.close()
 
     def describe(self, sample: int) -> str:
         """Return the name of a global sample's record, for messages. Thread-safe."""
@@ -388,6 +386,11 @@ class DatumLoader(ImageLoader):
         )  # fmt: skip
 
     def is_encoded(self) -> bool:
+        return self._first_is_encoded
+
+    @cached_property
+    def _first_is_encoded(self) -> bool:
+        """Read once: `load_bytes` asks for each block."""
         return parse_datum(self._source.read(0))[0].encoded
 
     def encoded_file(self, i: int, block: Block) -> tuple[bytes | memoryview | None, float]:
