@@ -1,4 +1,4 @@
-"""The header of a JPEG file: finds the files that a decoder on the device may take; imported by the loaders.
+"""The header of a JPEG file: finds the files that a decoder on the device may take; imported by batch_decoding.
 
 Marker names and offsets follow ITU-T T.81, annex B, and JFIF's and Adobe's application segments.
 """
