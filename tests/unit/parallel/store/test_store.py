@@ -50,6 +50,8 @@ def net() -> Iterator[Net]:
         client.close()
     net.server.close()
     net.server.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)  # a connection's thread leaves the server's table shortly before its end
     assert set(threading.enumerate()) <= before, "a thread of the server is left"
 
 
