@@ -45,57 +45,60 @@ class BatchDecoding(BlockDecoder):
 
     def decode(self, loader: ImageLoader, block: Block) -> None:
         """Fill the pending samples of a block that are plain JPEGs."""
-        count, total = block.slot.count, len(block.pending)
-        if block.slot.channels != _CHANNELS:
-            return
-        parts = [
-            (first, min(first + _PART, slot + count))
-            for slot in range(0, total, count)
-            for first in range(slot, slot + count, _PART)
-        ]
-        self._workers.run(lambda number: self._decode_part(loader, block, *parts[number]), range(len(parts)))
+        if block.slot.channels == _CHANNELS:
+            ranges = block.ranges(_PART)
+            self._workers.run(lambda number: self._decode_part(loader, block, ranges[number]), range(len(ranges)))
 
-    def _decode_part(self, loader: ImageLoader, block: Block, first: int, end: int) -> None:
-        """Decode the samples [first, end) of one slot."""
-        slot, files, labels = block.slot, [], []
-        places = np.zeros((end - first, 5), np.int64)
-        for i in range(first, end):
-            file, label = self._prepare(loader, block, i, places[i - first])
-            files.append(file)
-            labels.append(label)
+    def _decode_part(self, loader: ImageLoader, block: Block, samples: range) -> None:
+        """Decode samples of one slot."""
+        places = np.zeros((len(samples), 5), np.int64)
+        prepared = [self._prepare(loader, block, i, place) for i, place in zip(samples, places, strict=True)]
+        files = [file for file, _ in prepared]
         if all(file is None for file in files):
             return
         start = perf_counter()
-        number, index = divmod(first, slot.count)
-        pixels = block.parts[number][2][index : index + end - first]
         decoder = self._decoders.get()
         try:
-            decoded = decoder.decode(files, places, pixels)
+            decoded = decoder.decode(files, places, block.pixels(samples))
         finally:
             self._decoders.put(decoder)
         loader.stages.add(DECODING, start)
-        for i, done in enumerate(decoded):
+        for i, done, (_, label), place in zip(samples, decoded, prepared, places, strict=True):
             if done:
-                loader.mark_filled(first + i, block, int(places[i, 2]), int(places[i, 3]), labels[i])
+                loader.mark_filled(i, block, int(place[2]), int(place[3]), label)
 
-    def _prepare(self, loader: ImageLoader, block: Block, i: int, place: np.ndarray) -> tuple[np.ndarray | None, float]:
-        """Return the file of sample i, None if the loader must decode it, and its label; set its place."""
+    def _prepare(
+        self, loader: ImageLoader, block: Block, i: int, place: np.ndarray
+    ) -> tuple[np.ndarray | None, float | None]:
+        """Return the file of sample i, None if the loader must decode it, and its label; set its place.
+
+        The label is None if it is in the slot.
+        """
         if not block.pending[i]:
-            return None, 0.0
+            return None, None
+        bulk = block.bulk
+        if bulk is not None and (ready := bulk.ready_jpeg(i)):
+            place[:4] = bulk.found[i, 2:]
+            return ready[0], None
         try:
             data, label = loader.encoded_file(i, block)
         except (CaffepyError, OSError, ValueError, MemoryError):  # the loader raises it again and reports it
-            return None, 0.0
-        size = None if data is None else plain_jpeg_size(data, self._transformer.nvidia)
-        if data is None or size is None or size[0] * size[1] > MAX_PIXELS:
-            return None, 0.0
-        rows, columns, interpolation = self._transformer.draw_size(*size, block.rngs[i].copy() if block.rngs else None)
+            return None, None
+        if data is None:
+            return None, None
+        located = None if bulk is None else bulk.plain_size(i)
+        height, width = located or plain_jpeg_size(data, 0, len(data), self._transformer.nvidia)
+        if not 0 < height * width <= MAX_PIXELS:
+            return None, None
+        rows, columns, interpolation = self._transformer.draw_size(
+            height, width, block.rngs[i].copy() if block.rngs else None
+        )
         slot = block.slot
-        enlarges = rows > size[0] or columns > size[1]
+        enlarges = rows > height or columns > width
         exact = self._transformer.crop or (rows, columns) == (slot.height, slot.width)
         fits = slot.height <= rows <= _MAX_SIDE and slot.width <= columns <= _MAX_SIDE
         if not (exact and fits) or (interpolation == AREA and enlarges):
-            return None, 0.0
+            return None, None
         place[:] = rows, columns, *self._transformer.crop_offset(rows, columns, block.crop_params, i), interpolation
         return np.frombuffer(data, np.uint8), label
 

@@ -19,7 +19,14 @@ from caffepy.backend.cpu.jit.deferred import JitThreshold
 from caffepy.backend.input_ring import ByteImages, ImageSlot
 from caffepy.blob import check_shape
 from caffepy.data.images.cache import ImageCache
-from caffepy.data.images.datum import copy_planes, datum_shape, decode_image, parse_datum, resize_image
+from caffepy.data.images.datum import (
+    copy_planes,
+    datum_shape,
+    decode_image,
+    decode_plain_jpeg,
+    parse_datum,
+    resize_image,
+)
 from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
 from caffepy.data.sources.image_list import ImageListSource
@@ -41,6 +48,8 @@ Shape = tuple[int, int, int]
 
 _MIN_THREADED_BYTES = 2**16
 """Minimum size of an uncompressed image for which several reading threads pay off."""
+_DECODED_TOGETHER = 16
+"""Images that a thread decodes before it copies their crops: few enough that threads end a block together."""
 _NUMBA_IMPORT_IMAGES = 4000
 """Images that Python copies while numba is imported, about 0.5 s."""
 
@@ -66,6 +75,19 @@ class Block:
     parts: list[tuple[Any, Any, Any]]
     pending: NDArray[np.uint8]
     bulk: BulkCopy | None
+
+    def ranges(self, limit: int) -> list[range]:
+        """Return the ranges of at most `limit` samples of one slot in which any are pending."""
+        count = self.slot.count
+        starts = [first for slot in range(0, len(self.records), count) for first in range(slot, slot + count, limit)]
+        ranges = [range(first, min(first + limit, first - first % count + count)) for first in starts]
+        return [samples for samples in ranges if self.pending[samples.start : samples.stop].any()]
+
+    def pixels(self, samples: range) -> NDArray[np.uint8]:
+        """Return the pixels of samples of one slot."""
+        number, first = divmod(samples.start, self.slot.count)
+        pixels: NDArray[np.uint8] = self.parts[number][2][first : first + len(samples)]
+        return pixels
 
 
 class BlockDecoder(Protocol):
@@ -312,6 +334,10 @@ class ImageLoader(ABC):
                 self._decoding.decode(self, work)
                 remaining = np.flatnonzero(pending)
             workers = self._workers if thread_safe and self._benefits_from_threads(slot) else Workers(1)
+            if bulk is not None and bulk.any_ready:
+                ranges = work.ranges(_DECODED_TOGETHER)
+                workers.run(lambda i: self._decode_ready(ranges[i], work, bulk), range(len(ranges)))
+                remaining = np.flatnonzero(pending)
             if remaining.size:
                 workers.run(lambda i: self._copy_single(i, work), remaining.tolist())
             remaining = np.flatnonzero(pending)
@@ -329,6 +355,23 @@ class ImageLoader(ABC):
     ) -> BulkCopy | None:
         """Copy or locate records in bulk where possible; None: nothing was done."""
         return None
+
+    def _decode_ready(self, samples: range, block: Block, bulk: BulkCopy) -> None:
+        """Decode the samples that need no more than that and a crop, almost without the GIL.
+
+        Those that OpenCV refuses stay pending.
+        """
+        from caffepy.data.images.bulk_copy import copy_crops
+
+        start = perf_counter()
+        files = [bulk.ready_jpeg(i) if block.pending[i] else None for i in samples]
+        images = [None if file is None else decode_plain_jpeg(*file) for file in files]
+        start = self.stages.add(DECODING, start)
+        copy_crops(images, bulk.found[samples.start : samples.stop], block.pixels(samples))
+        for i, image in zip(samples, images, strict=True):
+            if image is not None:
+                block.pending[i] = 0
+        self.stages.add(TRANSFORMING, start)
 
     def _read_sample(self, i: int, block: Block) -> tuple[Image, float]:
         """Return the preprocessed image of sample i and its label."""
@@ -353,13 +396,17 @@ class ImageLoader(ABC):
         self.mark_filled(i, block, top, left, label)
         self.stages.add(TRANSFORMING, start)
 
-    def mark_filled(self, i: int, block: Block, top: int, left: int, label: float) -> None:
-        """Set label, mirror flag and the crop's corner of sample i, whose pixels are in its slot."""
+    def mark_filled(self, i: int, block: Block, top: int, left: int, label: float | None) -> None:
+        """Set label, mirror flag and the crop's corner of sample i, whose pixels are in its slot.
+
+        None: the label is set.
+        """
         number, index = divmod(i, block.slot.count)
         labels, crops, _ = block.parts[number]
         mirrored = int(block.crop_params.mirror[i])
         crops[index] = (mirrored, 0, 0) if self._transformer.center_crops_mean else (mirrored, top, left)
-        labels[index] = label
+        if label is not None:
+            labels[index] = label
         block.pending[i] = 0
 
 

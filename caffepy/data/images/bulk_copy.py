@@ -1,7 +1,8 @@
 """Bulk copy of Datums from a memory-mapped LMDB into a uint8 batch: one kernel parses, checks, crops and copies.
 
-It parses Datum's wire format without protobuf. Encoded images are located, and the loader decodes them. The loader also
-handles records that are damaged or are not images of the expected size, and raises errors that name the record.
+It parses Datum's wire format without protobuf. Encoded images are located, and the loader decodes them; a second kernel
+copies the crops of decoded images. The loader also handles records that are damaged or are not images of the expected
+size, and raises errors that name the record.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from numpy.typing import NDArray
 
 from caffepy.backend.cpu.jit.address import address_of
 from caffepy.backend.cpu.jit.deferred import compiled_part
-from caffepy.backend.cpu.jit.intrinsics import copy_bytes
+from caffepy.backend.cpu.jit.intrinsics import copy_bytes, octets
 from caffepy.backend.cpu.jit.kernel import Bytes, Floats, Int, Ints, Words, device_function, kernel
 from caffepy.backend.cpu.random import philox
 from caffepy.backend.input_ring import ImageSlot
+from caffepy.data.images.datum import MAX_PIXELS
+from caffepy.data.images.jpeg import plain_jpeg_size
 from caffepy.data.random import SAMPLE_WORDS, key_of
 from caffepy.data.sources import lmdb_index
 from caffepy.data.sources.lmdb_index import LmdbIndex
@@ -30,7 +33,10 @@ _COMPILE_COST_IMAGES = 32_768
 """Images that the loader copies one by one while the kernel is compiled, about 1 s."""
 _COMPILE_COST_FILES = 8_192
 """Encoded images for which many threads wait as long for Python's lock when records are parsed one by one."""
+_FOUND = 6
+"""Numbers of a sample in `BulkCopy.found`."""
 word = compiled_part(lmdb_index.word)
+jpeg_size = compiled_part(plain_jpeg_size)
 _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
@@ -130,14 +136,14 @@ def _is_large_record(file: Bytes, at: Int, page: Int, page_size: Int, size: Int)
 @kernel
 def _copy_records(
     begin: Int, end: Int, file: Bytes, file_at: Int, page_size: Int, offsets: Words, sizes: Words, records: Words,
-    samples: Words, block_at: Int, labels: Floats, crops: Ints, pending: Bytes, begins: Words, lengths: Words,
+    samples: Words, block_at: Int, labels: Floats, crops: Ints, pending: Bytes, found: Words, nvidia: Int,
     copies: Int, count: Int, slot_size: Int, crops_at: Int, pixels_at: Int, channels: Int, height: Int, width: Int,
-    crop: Int, random_crop: Int, mirror: Int, mean_height: Int, mean_width: Int, key0: Int, key1: Int,
+    crop: Int, random_crop: Int, mirror: Int, centered: Int, mean_height: Int, mean_width: Int, key0: Int, key1: Int,
 ) -> None:  # fmt: skip
     """Copy samples [begin, end), `count` in each slot; pending[i] becomes 0 for each copied sample.
 
-    For an encoded image, begins[i] and lengths[i] become the offset and the size of its file, and its label is set.
-    Without `copies`, nothing else is done.
+    For an encoded image, its label is set, and the row i of `found` as `BulkCopy` describes. Without `copies`, nothing
+    else is done.
     """
     for i in range(begin, end):
         first, length = offsets[records[i]], sizes[records[i]]
@@ -148,10 +154,15 @@ def _copy_records(
             continue
         slot = i // count * slot_size
         n = i % count
+        row = _FOUND * i
         if encoded != 0:
-            begins[i], lengths[i] = pixels, size
             labels[slot // 4 + n] = np.float32(label)
-            continue
+            found[row], found[row + 1] = pixels, size
+            h, w = jpeg_size(file, pixels, pixels + size, nvidia)
+            if h == 0 or h * w > MAX_PIXELS:
+                continue
+            found[row + 2], found[row + 3] = h, w
+            c, size = 3, 3 * h * w
         if copies == 0:
             continue
         if not _is_image(c, h, w, size, channels, height, width, crop, mean_height, mean_width):
@@ -169,6 +180,13 @@ def _copy_records(
             if random_crop != 0:
                 top = np.int64((words[1] * np.uint64(h - height + 1)) >> _SHIFT)
                 left = np.int64((words[2] * np.uint64(w - width + 1)) >> _SHIFT)
+        crop_index = (slot + crops_at) // 4 + 3 * n
+        crops[crop_index], crops[crop_index + 1], crops[crop_index + 2] = mirrored, top, left
+        if centered != 0:  # the mean's crop is at one place
+            crops[crop_index + 1], crops[crop_index + 2] = 0, 0
+        if encoded != 0:
+            found[row + 4], found[row + 5] = top, left
+            continue
         target = block_at + slot + pixels_at + n * channels * height * width
         if h == height and w == width:
             copy_bytes(target, file_at + pixels, size)
@@ -178,9 +196,25 @@ def _copy_records(
                     copy_bytes(target, file_at + pixels + (channel * h + top + y) * w + left, width)
                     target += width
         labels[slot // 4 + n] = np.float32(label)
-        crop_index = (slot + crops_at) // 4 + 3 * n
-        crops[crop_index], crops[crop_index + 1], crops[crop_index + 2] = mirrored, top, left
         pending[i] = 0
+
+
+@kernel
+def _copy_crops(begin: Int, end: Int, images: Words, found: Words, target: Int, height: Int, width: Int) -> None:
+    """Copy crops of images (H, W, 3) with addresses `images` to planes (3, height, width), one after the other."""
+    pixels = height * width
+    for i in range(begin, end):
+        if images[i] == 0:
+            continue
+        row = _FOUND * i
+        columns, top, left = found[row + 3], found[row + 4], found[row + 5]
+        for y in range(height):
+            source = octets(images[i] + 3 * ((top + y) * columns + left))
+            plane = octets(target + 3 * i * pixels + y * width)
+            for x in range(width):
+                plane[x] = source[3 * x]
+                plane[pixels + x] = source[3 * x + 1]
+                plane[2 * pixels + x] = source[3 * x + 2]
 
 
 @dataclass(frozen=True)
@@ -189,28 +223,45 @@ class BulkCopy:
 
     Args:
         pending: one flag per sample: 0 if it was copied to its slot, 1 if the loader must handle its record.
-        file: the mapped LMDB; None: no record was examined.
-        begins: offset in `file` of each encoded image.
-        lengths: size of each encoded image; 0: the record is not one.
+        file: the mapped LMDB.
+        found: int64, (N, 6). For an encoded image, whose label is set, offset and size of its file; for a plain JPEG
+            (`jpeg.plain_jpeg_size`) also its height and width; and for one of the expected size that nothing changes
+            before the crop, the crop's row and column, which are set in the slot too. Else sizes are 0, and row and
+            column -1.
     """
 
     pending: NDArray[np.uint8]
-    file: memoryview | None = None
-    begins: Sequence[int] = ()
-    lengths: Sequence[int] = ()
+    file: NDArray[np.uint8]
+    found: NDArray[np.int64]
 
     def encoded(self, i: int) -> memoryview | None:
         """Return the encoded image of sample i, whose label is set; None if the kernel did not locate it."""
-        if self.file is None or not self.lengths[i]:
-            return None
-        return self.file[self.begins[i] : self.begins[i] + self.lengths[i]]
+        begin, length = self.found[i, :2].tolist()
+        return self.file[begin : begin + length].data if length else None
+
+    @property
+    def any_ready(self) -> bool:
+        """Whether any sample is a JPEG that needs only to be decoded and cropped."""
+        return bool((self.found[:, 4] >= 0).any())
+
+    def plain_size(self, i: int) -> tuple[int, int] | None:
+        """Return height and width of sample i if it is a plain JPEG that the kernel located."""
+        height, width = self.found[i, 2:4].tolist()
+        return (height, width) if height else None
+
+    def ready_jpeg(self, i: int) -> tuple[NDArray[np.uint8], int, int] | None:
+        """Return file, height and width of sample i if it is a JPEG that needs only to be decoded and cropped."""
+        begin, length, height, width, top, _ = self.found[i].tolist()
+        return None if top < 0 else (self.file[begin : begin + length], height, width)
 
 
 def copy_records(
     index: LmdbIndex, records: NDArray[np.int64], samples: NDArray[np.int64], transformer: Transformer, seed: int,
     stream: int, slot: ImageSlot, block: NDArray[np.uint8], threads: int, encoded: bool,
-) -> BulkCopy:  # fmt: skip
+) -> BulkCopy | None:  # fmt: skip
     """Copy the cropped images of records into the slots of a block, and locate encoded images.
+
+    Returns None, and does nothing, as long as the kernel is not worth its compilation or the file cannot be mapped.
 
     Copies and located images are valid only if the index's `check` passes after their use: the file may change, and
     lost pages read as zeros. Images that the transformer preprocesses are not copied.
@@ -227,23 +278,36 @@ def copy_records(
         threads: number of threads.
         encoded: whether most images are encoded.
     """
-    pending = np.ones(records.size, np.uint8)
-    copies = not (transformer.preprocesses or transformer.center_crops_mean)
+    centered = transformer.center_crops_mean
     settings: tuple[Any, ...] = (
-        int(copies), slot.count, slot.size, slot.crops_at, slot.pixels_at, slot.channels, slot.height, slot.width,
-        transformer.crop, int(transformer.random_crop), int(transformer.mirror), *transformer.mean_size,
-        *key_of(transformer.seed(seed), stream),
+        int(not transformer.preprocesses), slot.count, slot.size, slot.crops_at, slot.pixels_at, slot.channels,
+        slot.height, slot.width, transformer.crop, int(transformer.random_crop), int(transformer.mirror),
+        int(centered), *((0, 0) if centered else transformer.mean_size), *key_of(transformer.seed(seed), stream),
     )  # fmt: skip
     if not _copy_records.should_compile(records.size, _COMPILE_COST_FILES if encoded else _COMPILE_COST_IMAGES):
-        return BulkCopy(pending)
+        return None
     file = index.mapped()
     if file is None:
-        return BulkCopy(pending)
+        return None
     image_bytes = slot.channels * slot.height * slot.width
-    begins, lengths = np.zeros(records.size, np.int64), np.zeros(records.size, np.int64)
+    pending = np.ones(records.size, np.uint8)
+    found = np.tile(np.array([0, 0, 0, 0, -1, -1]), (records.size, 1))
     _copy_records.run(
         threads, records.size, max(1, _MIN_THREAD_BYTES // image_bytes), file, address_of(file), index.page_size,
         index.offsets, index.sizes, np.ascontiguousarray(records), np.ascontiguousarray(samples), address_of(block),
-        block, block, pending, begins, lengths, *settings,
+        block, block, pending, found, int(transformer.nvidia), *settings,
     )  # fmt: skip
-    return BulkCopy(pending, memoryview(file.data), begins.tolist(), lengths.tolist())
+    return BulkCopy(pending, file, found)
+
+
+def copy_crops(images: Sequence[NDArray[np.uint8] | None], found: NDArray[np.int64], pixels: NDArray[np.uint8]) -> None:
+    """Copy the crops of decoded images, without the GIL.
+
+    Args:
+        images: contiguous (H, W, 3); None: nothing to copy.
+        found: of `BulkCopy`, for these images.
+        pixels: receives the crops: (N, 3, h, w), contiguous.
+    """
+    count, _, height, width = pixels.shape
+    addresses = np.array([0 if image is None else address_of(image) for image in images], np.int64)
+    _copy_crops.run(1, count, count, addresses, np.ascontiguousarray(found), address_of(pixels), height, width)

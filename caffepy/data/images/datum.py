@@ -123,6 +123,19 @@ def decode_image(
     return as_channels_first(image)
 
 
+def decode_plain_jpeg(file: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8] | None:
+    """Decode a file whose size `jpeg.plain_jpeg_size` gave to (H, W, 3) in BGR order; None: OpenCV cannot.
+
+    One call that releases the GIL: what else is done for a file in Python, threads wait for.
+    """
+    cv2 = opencv()
+    try:
+        image = cv2.imdecode(file, cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
+    except (cv2.error, MemoryError):
+        return None
+    return None if image is None or image.shape != (height, width, 3) else image
+
+
 def copy_planes(image: NDArray[np.uint8], planes: NDArray[np.uint8]) -> None:
     """Copy an image (C, H, W) into contiguous planes of the same shape.
 

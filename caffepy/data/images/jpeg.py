@@ -1,45 +1,63 @@
-"""The header of a JPEG file: finds the files that a decoder on the device may take; imported by batch_decoding.
+"""The header of a JPEG file: finds the files that are decoded in parts of batches, on the CPU or the device.
 
-Marker names and offsets follow ITU-T T.81, annex B, and JFIF's and Adobe's application segments.
+`bulk_copy` runs it as machine code, `batch_decoding` in Python. Marker names and offsets follow ITU-T T.81, annex B,
+and JFIF's and Adobe's application segments.
 """
 
 from __future__ import annotations
 
+import numpy as np
+
+from caffepy.backend.cpu.jit.deferred import Bytes, Int, part
+
 _BASELINE, _TABLES, _EXTENSION, _ARITHMETIC = 0xC0, 0xC4, 0xC8, 0xCC
-_FRAMES = {*range(0xC0, 0xD0)} - {_TABLES, _EXTENSION, _ARITHMETIC}
+_FIRST_FRAME, _LAST_FRAME = 0xC0, 0xCF
 _SCAN, _APP1, _APP14 = 0xDA, 0xE1, 0xEE
+_EXIF, _ADOBE = 0x45786966, 0x41646F62
+"""The first four letters of the segments' names."""
 _TRANSFORM_AT = 15
 """Offset of the byte in Adobe's segment, from its marker, that is 1 for YCbCr."""
 
 
-def plain_jpeg_size(data: bytes | memoryview, ignores_orientation: bool = False) -> tuple[int, int] | None:
-    """Return height and width of a complete baseline JPEG with three channels, YCbCr, of 8 bits; None for other files.
+@part
+def _number(file: Bytes, at: Int, size: Int) -> Int:
+    """Return a big-endian number of `size` bytes."""
+    value = 0
+    for i in range(size):
+        value = value << 8 | np.int64(file[at + i])
+    return value
+
+
+@part
+def plain_jpeg_size(file: Bytes, begin: Int, end: Int, ignores_orientation: Int) -> tuple[Int, Int]:
+    """Return height and width of a complete baseline JPEG with three channels, YCbCr, of 8 bits; else (0, 0).
 
     Args:
-        data: the file's content.
+        file: contains the JPEG in [begin, end).
+        begin: its first byte.
+        end: one past its last byte.
         ignores_orientation: whether decoding ignores the orientation that Exif may give; else files with Exif are not
             plain.
     """
-    end = len(data)
-    if end < 4 or data[0] != 0xFF or data[1] != 0xD8 or data[end - 2] != 0xFF or data[end - 1] != 0xD9:
-        return None
-    at = 2
-    while at + 10 <= end and data[at] == 0xFF:
-        marker = data[at + 1]
+    if end - begin < 4 or _number(file, begin, 2) != 0xFFD8 or _number(file, end - 2, 2) != 0xFFD9:
+        return 0, 0
+    at = begin + 2
+    while at + 10 <= end and file[at] == 0xFF:
+        marker = np.int64(file[at + 1])
         if marker == 0xFF:
             at += 1
             continue
-        length = data[at + 2] << 8 | data[at + 3]
-        if marker in _FRAMES:
-            height, width = data[at + 5] << 8 | data[at + 6], data[at + 7] << 8 | data[at + 8]
-            plain = marker == _BASELINE and data[at + 4] == 8 and data[at + 9] == 3 and height and width
-            return (height, width) if plain else None
+        length = _number(file, at + 2, 2)
+        if marker >= _FIRST_FRAME and marker <= _LAST_FRAME and marker not in (_TABLES, _EXTENSION, _ARITHMETIC):
+            height, width = _number(file, at + 5, 2), _number(file, at + 7, 2)
+            plain = marker == _BASELINE and file[at + 4] == 8 and file[at + 9] == 3 and height > 0 and width > 0
+            return (height, width) if plain else (0, 0)
         if marker == _SCAN or length < 2:
-            return None
-        if marker == _APP1 and not ignores_orientation and bytes(data[at + 4 : at + 8]) == b"Exif":
-            return None
-        adobe = marker == _APP14 and bytes(data[at + 4 : at + 9]) == b"Adobe"
-        if adobe and (at + _TRANSFORM_AT >= end or data[at + _TRANSFORM_AT] != 1):
-            return None
+            return 0, 0
+        if marker == _APP1 and not ignores_orientation and _number(file, at + 4, 4) == _EXIF:
+            return 0, 0
+        adobe = marker == _APP14 and _number(file, at + 4, 4) == _ADOBE
+        if adobe and (at + _TRANSFORM_AT >= end or file[at + _TRANSFORM_AT] != 1):
+            return 0, 0
         at += 2 + length
-    return None
+    return 0, 0

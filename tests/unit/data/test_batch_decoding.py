@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import cv2
@@ -15,9 +16,13 @@ from memory_records import Records
 from caffepy.backend.image_decoder import ImageDecoder
 from caffepy.backend.input_ring import ImageSlot
 from caffepy.data.batch_decoding import BatchDecoding
+from caffepy.data.images import bulk_copy
 from caffepy.data.loader import DatumLoader
 from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
+from caffepy.data.sources.lmdb import LmdbSource
+from caffepy.data.sources.record_write import write_datums
+from caffepy.data.sources.source import RecordSource
 from caffepy.data.transform import Transformer
 from caffepy.data.transforms.pixels import resize
 from caffepy.errors import DataError
@@ -54,9 +59,14 @@ class Cv2Decoder(ImageDecoder):
         """There is nothing to close."""
 
 
-def load(images: Sequence[bytes], text: str, decoder: Cv2Decoder | None = None, count: int = 0) -> Any:
+def load(
+    images: Sequence[bytes], text: str, decoder: Cv2Decoder | None = None, count: int = 0, lmdb: Path | None = None
+) -> Any:
     """How many slots `load_bytes` filled, and their parts."""
-    records = Records([Datum(data=image, encoded=True, label=n - 3) for n, image in enumerate(images)])
+    datums = [Datum(data=image, encoded=True, label=n - 3) for n, image in enumerate(images)]
+    if lmdb is not None:
+        write_datums(lmdb, ((b"%03d" % n, datum) for n, datum in enumerate(datums)))
+    records: RecordSource = Records(datums) if lmdb is None else LmdbSource(lmdb)
     transformer = Transformer(text_format.Parse(text, TransformationParameter()), TRAIN, where="layer 'd'")
     loader = DatumLoader(records, RecordOrder(len(images)), transformer, 1, 2, "layer 'd'", 2)
     if decoder is not None:
@@ -90,6 +100,19 @@ def test_crops_and_sizes_are_those_of_the_host(text: str) -> None:
     decoder = Cv2Decoder()
     check(images, text, decoder, count=4)
     assert len(decoder.decoded) >= 3
+
+
+@pytest.mark.parametrize("text", [CROP, RESIZED + INTERPOLATIONS[1]])
+def test_files_that_were_located_in_bulk_are_decoded(text: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(bulk_copy._copy_records, "should_compile", lambda items, compiling: True)
+    images = [*files().values(), *(jpeg(smooth_image(n, 40 + n, 70 - n)) for n in range(12))][-20:]
+    decoder = Cv2Decoder(refused=images[-1:])
+    expected, found = load(images, text, count=5), load(images, text, decoder, 5, tmp_path / "db")
+    assert found[0] == expected[0]
+    assert len(decoder.decoded) >= 8
+    for parts, wanted in zip(found[1][: found[0]], expected[1], strict=False):
+        for part, wanted_part in zip(parts, wanted, strict=True):
+            np.testing.assert_array_equal(part, wanted_part)
 
 
 def test_unusual_files_are_left_to_the_host() -> None:

@@ -1,6 +1,7 @@
 import logging
 
 import cv2
+import image_files
 import numpy as np
 import pytest
 from google.protobuf import text_format
@@ -10,6 +11,7 @@ from memory_records import Records
 
 from caffepy.backend.input_ring import ImageSlot
 from caffepy.data.images import bulk_copy
+from caffepy.data.images.datum import decode_plain_jpeg
 from caffepy.data.loader import DatumLoader, ImageFileLoader
 from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
@@ -19,7 +21,7 @@ from caffepy.data.sources.record_write import write_datums
 from caffepy.data.transform import Transformer
 from caffepy.data.workers import Workers
 from caffepy.errors import DataError
-from caffepy.proto.caffe_pb2 import TRAIN, Datum, TransformationParameter
+from caffepy.proto.caffe_pb2 import TEST, TRAIN, BlobProto, BlobShape, Datum, TransformationParameter
 
 
 def image_datum(number, channels=3, height=4, width=5, **more):
@@ -244,6 +246,50 @@ def test_encoded_images_located_in_bulk_are_those_read_one_by_one(text, threads,
             np.testing.assert_array_equal(part, wanted_part)
     with pytest.raises(DataError, match=r"record 6 .*PNG"):
         load(subject, 6, 3)
+
+
+JPEG_SETTINGS = [
+    ("crop_size: 24 mirror: true", TRAIN, False),
+    ("crop_size: 24 force_color: true", TEST, False),
+    ("crop_size: 24 mirror: true mean_file: 'm'", TRAIN, False),
+    ("crop_size: 24 mirror: true mean_file: 'm'", TRAIN, True),
+    ("mirror: true", TRAIN, True),
+]
+
+
+@pytest.mark.parametrize(("text", "phase", "nvidia"), JPEG_SETTINGS)
+def test_jpegs_located_in_bulk_are_those_read_one_by_one(text, phase, nvidia, tmp_path, monkeypatch):
+    """Files of all kinds, one of another size, one whose scan is damaged, and one that OpenCV refuses."""
+    mean = BlobProto(shape=BlobShape(dim=(3, 40, 56)), data=np.arange(3 * 40 * 56) % 251)
+    (tmp_path / "mean").write_bytes(mean.SerializeToString())
+    by_name, other = image_files.files(), image_files.jpeg(image_files.smooth_image(7, 41, 56))
+    damaged = by_name["baseline"][:-40] + bytes(38) + by_name["baseline"][-2:]
+    images = [*(image_files.files(n)["baseline"] for n in range(20)), damaged]
+    images += [file for name, file in by_name.items() if name != "CMYK"] + [other] * 3
+    datums = [Datum(data=data, encoded=True, label=n - 3) for n, data in enumerate(images)]
+    write_datums(tmp_path / "db", ((b"%03d" % n, datum) for n, datum in enumerate(datums)))
+    monkeypatch.setattr(bulk_copy._copy_records, "should_compile", lambda items, compiling: True)
+    sizes = []
+
+    def counted(file, height, width):
+        sizes.append((height, width))
+        return decode_plain_jpeg(file, height, width)
+
+    monkeypatch.setattr("caffepy.data.loader.decode_plain_jpeg", counted)
+    count, results = len(datums) // 4, []
+    for bulk in (True, False):
+        param = text_format.Parse(text, TransformationParameter())
+        transformer = Transformer(param, phase, lambda _: tmp_path / "mean", "layer 'd'", nvidia)
+        source = LmdbSource(tmp_path / "db") if bulk else Records(datums)
+        subject = DatumLoader(source, RecordOrder(len(datums)), transformer, 1, 2, "layer 'd'", 2)
+        shape = subject.sample_shape()
+        results.append(load_bytes(subject, range(0, len(datums), count), count, shape))
+        subject.close()
+    assert len(sizes) >= 24, "of the files that are plain"
+    assert results[0][0] == results[1][0] >= 2
+    for found, wanted in zip(results[0][1][: results[0][0]], results[1][1], strict=False):
+        for part, wanted_part in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(part, wanted_part)
 
 
 def test_floats_are_no_bytes():

@@ -60,7 +60,8 @@ def copy(records, shape, text="", phase=TRAIN, count=None, first=0, threads=1, r
     left = copy_records(
         index_of(written, large), numbers, numbers + first, transformer, 5, 6, slot, block, threads, False
     )
-    return left.pending, [slot.parts(block[i * slot.size : (i + 1) * slot.size]) for i in range(slots)], transformer
+    pending = np.ones(len(records), np.uint8) if left is None else left.pending
+    return pending, [slot.parts(block[i * slot.size : (i + 1) * slot.size]) for i in range(slots)], transformer
 
 
 def datum(number=0, shape=(3, 4, 5), **more):
