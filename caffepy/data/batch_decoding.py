@@ -77,22 +77,21 @@ class BatchDecoding(BlockDecoder):
         if not block.pending[i]:
             return None, None
         bulk = block.bulk
-        if bulk is not None and (ready := bulk.ready_jpeg(i)):
-            place[:4] = bulk.found[i, 2:]
-            return ready[0], None
+        located = None if bulk is None else bulk.plain_jpeg(i)
+        if bulk is not None and located and (corner := bulk.corner(i)):
+            place[:4] = *located[1:], *corner
+            return located[0], None
         try:
             data, label = loader.encoded_file(i, block)
         except (CaffepyError, OSError, ValueError, MemoryError):  # the loader raises it again and reports it
             return None, None
         if data is None:
             return None, None
-        located = None if bulk is None else bulk.plain_size(i)
-        height, width = located or plain_jpeg_size(data, 0, len(data), self._transformer.nvidia)
+        height, width = located[1:] if located else plain_jpeg_size(data, 0, len(data), self._transformer.nvidia)
         if not 0 < height * width <= MAX_PIXELS:
             return None, None
-        rows, columns, interpolation = self._transformer.draw_size(
-            height, width, block.rngs[i].copy() if block.rngs else None
-        )
+        rng = block.rngs[i].copy() if block.rngs else None
+        rows, columns, interpolation = self._transformer.draw_size(height, width, rng)
         slot = block.slot
         enlarges = rows > height or columns > width
         exact = self._transformer.crop or (rows, columns) == (slot.height, slot.width)

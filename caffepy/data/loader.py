@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter
@@ -26,13 +26,14 @@ from caffepy.data.images.datum import (
     decode_plain_jpeg,
     parse_datum,
     resize_image,
+    single_threaded_opencv,
 )
 from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
 from caffepy.data.sources.image_list import ImageListSource
 from caffepy.data.sources.source import RecordSource
 from caffepy.data.transform import CropParams, Transformer
-from caffepy.data.transforms.pixels import Image
+from caffepy.data.transforms.pixels import Image, without_ipp
 from caffepy.data.transforms.sample_rng import SampleRng, sample_rngs
 from caffepy.data.workers import Workers
 from caffepy.errors import CaffepyError, DataError
@@ -48,7 +49,7 @@ Shape = tuple[int, int, int]
 
 _MIN_THREADED_BYTES = 2**16
 """Minimum size of an uncompressed image for which several reading threads pay off."""
-_DECODED_TOGETHER = 16
+_DECODED_TOGETHER = 4
 """Images that a thread decodes before it copies their crops: few enough that threads end a block together."""
 _NUMBA_IMPORT_IMAGES = 4000
 """Images that Python copies while numba is imported, about 0.5 s."""
@@ -131,6 +132,9 @@ class ImageLoader(ABC):
         self._where = where
         self._record = 0
         self._workers = Workers(threads, f"read for {where}")
+        self._blocks = ExitStack()
+        """Left when the loader is closed."""
+        self._has_own_threads = False
         self.stages = StageTimes()
         """Seconds of the threads in each stage."""
         self._decoding: BlockDecoder | None = None
@@ -168,6 +172,7 @@ class ImageLoader(ABC):
     def close(self) -> None:
         """Stop the worker threads. Idempotent."""
         self._workers.close()
+        self._blocks.close()
         self._order.close()
         if self._decoding is not None:
             self._decoding.close()
@@ -333,18 +338,25 @@ class ImageLoader(ABC):
             if self._decoding is not None and thread_safe:
                 self._decoding.decode(self, work)
                 remaining = np.flatnonzero(pending)
-            workers = self._workers if thread_safe and self._benefits_from_threads(slot) else Workers(1)
-            if bulk is not None and bulk.any_ready:
+            run = self._run if thread_safe and self._benefits_from_threads(slot) else Workers(1).run
+            if bulk is not None:
                 ranges = work.ranges(_DECODED_TOGETHER)
-                workers.run(lambda i: self._decode_ready(ranges[i], work, bulk), range(len(ranges)))
+                run(lambda n: self._decode_plain(ranges[n], work, bulk), range(len(ranges)))
                 remaining = np.flatnonzero(pending)
             if remaining.size:
-                workers.run(lambda i: self._copy_single(i, work), remaining.tolist())
+                run(lambda i: self._copy_single(i, work), remaining.tolist())
             remaining = np.flatnonzero(pending)
         if bulk is not None:
             self._source.allows_concurrent_reads(0)  # raises if the file changed since `_copy_bulk`
         self._order.prepare_next_epoch()
         return int(remaining[0]) // count if remaining.size else len(firsts)
+
+    def _run(self, function: Callable[[int], None], items: Iterable[int]) -> None:
+        """Call `function` with each item in the loader's threads."""
+        if not self._has_own_threads and self._workers.threads > 1 and self.is_encoded():
+            self._blocks.enter_context(single_threaded_opencv())
+            self._has_own_threads = True
+        self._workers.run(function, items)
 
     def _benefits_from_threads(self, slot: ImageSlot) -> bool:
         """Return whether decoding or copying a record releases the GIL long enough for several threads to pay off."""
@@ -356,22 +368,50 @@ class ImageLoader(ABC):
         """Copy or locate records in bulk where possible; None: nothing was done."""
         return None
 
-    def _decode_ready(self, samples: range, block: Block, bulk: BulkCopy) -> None:
-        """Decode the samples that need no more than that and a crop, almost without the GIL.
+    def _decode_plain(self, samples: range, block: Block, bulk: BulkCopy) -> None:
+        """Decode, preprocess and crop plain JPEGs that `bulk` located, with few calls that give the GIL away.
 
-        Those that OpenCV refuses stay pending.
+        Samples stay pending if they are something else, if they do not fit or if they cannot be read.
         """
         from caffepy.data.images.bulk_copy import copy_crops
 
         start = perf_counter()
-        files = [bulk.ready_jpeg(i) if block.pending[i] else None for i in samples]
+        files = [bulk.plain_jpeg(i) if block.pending[i] else None for i in samples]
         images = [None if file is None else decode_plain_jpeg(*file) for file in files]
         start = self.stages.add(DECODING, start)
-        copy_crops(images, bulk.found[samples.start : samples.stop], block.pixels(samples))
-        for i, image in zip(samples, images, strict=True):
+        corners = np.zeros((len(samples), 2), np.int64)
+        with without_ipp():
+            for n, i in enumerate(samples):
+                image = images[n]
+                if image is None:
+                    continue
+                corner = bulk.corner(i)
+                if corner is None:
+                    images[n], corner = self._preprocessed(image, i, block)
+                corners[n] = corner
+        copy_crops(images, corners, block.pixels(samples))
+        for i, image, (top, left) in zip(samples, images, corners.tolist(), strict=True):
             if image is not None:
-                block.pending[i] = 0
+                self.mark_filled(i, block, top, left, None)
         self.stages.add(TRANSFORMING, start)
+
+    def _preprocessed(
+        self, image: NDArray[np.uint8], i: int, block: Block
+    ) -> tuple[NDArray[np.uint8] | None, tuple[int, int]]:
+        """Return the preprocessed image (H, W, 3) of sample i, None if it does not fit, and the crop's corner."""
+        transformer, slot = self._transformer, block.slot
+        try:
+            result = image.transpose(2, 0, 1)
+            if block.rngs:
+                result = transformer.preprocess(result, block.rngs[i].copy(), True)
+            channels, rows, columns = result.shape
+            shape = transformer.output_shape((channels, rows, columns))
+        except (CaffepyError, OSError, ValueError, MemoryError):
+            return None, (0, 0)
+        if result.dtype != np.uint8 or shape != (slot.channels, slot.height, slot.width) or channels != image.shape[2]:
+            return None, (0, 0)
+        corner = transformer.crop_offset(rows, columns, block.crop_params, i)
+        return np.ascontiguousarray(result.transpose(1, 2, 0)), corner
 
     def _read_sample(self, i: int, block: Block) -> tuple[Image, float]:
         """Return the preprocessed image of sample i and its label."""
@@ -579,7 +619,7 @@ class ImageFileLoader(ImageLoader):
         """Decode images into the cache until it is full. Unreadable images are skipped; `load` reports them."""
         cache = self._cache
         if cache is not None:
-            self._workers.run(self._cache_image, range(len(self._source)))
+            self._run(self._cache_image, range(len(self._source)))
             count = sum(file in cache for file in self._files)
             logger.info("%s: cached %d of %d decoded images", self._where, count, len(self._files))
 

@@ -33,7 +33,7 @@ from caffepy.data.transforms.im_transforms import (
     random_size,
     resizes_randomly,
 )
-from caffepy.data.transforms.pixels import Image, Pixels, to_image, to_pixels
+from caffepy.data.transforms.pixels import Image, Pixels, to_image, to_pixels, without_ipp
 from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import ConfigError, DataError
 from caffepy.proto import caffe_pb2
@@ -200,14 +200,15 @@ class Transformer:
         if not self.preprocesses:
             return image
         pixels: Pixels = to_pixels(image)
-        if self._intel:
-            pixels = intel_resize(pixels, self._param, rng)
-        if self.resizes_randomly:
-            pixels = random_resize(pixels, self._param, (self._height, self._width), rng)
-        if self._ssd and self._param.resize_param:
-            pixels = apply_resize(pixels, self._param.resize_param[resize], rng)
-        if encoded and self.adds_noise:
-            pixels = apply_noise(pixels, self._param.noise_param, rng)
+        with without_ipp():
+            if self._intel:
+                pixels = intel_resize(pixels, self._param, rng)
+            if self.resizes_randomly:
+                pixels = random_resize(pixels, self._param, (self._height, self._width), rng)
+            if self._ssd and self._param.resize_param:
+                pixels = apply_resize(pixels, self._param.resize_param[resize], rng)
+            if encoded and self.adds_noise:
+                pixels = apply_noise(pixels, self._param.noise_param, rng)
         return to_image(pixels)
 
     def host_only(self) -> str:

@@ -27,7 +27,6 @@ from caffepy.data.conversion.image_records import (
     UnreadableImageError,
     image_size,
     read_image_record,
-    single_threaded_opencv,
 )
 from caffepy.data.conversion.image_sets import (
     ConversionResult,
@@ -40,6 +39,7 @@ from caffepy.data.conversion.image_sets import (
 from caffepy.data.conversion.label_maps import read_label_map
 from caffepy.data.conversion.ordered_map import ordered_map
 from caffepy.data.conversion.progress import Progress
+from caffepy.data.images.datum import single_threaded_opencv
 from caffepy.data.sources.image_list import labelled_lines, list_lines
 from caffepy.errors import ConfigError, DataError
 from caffepy.files import atomic_write, read_regular

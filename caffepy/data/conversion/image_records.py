@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePath
@@ -131,18 +129,6 @@ def image_size(path: str) -> tuple[int, int]:
     """
     height, width = _read_pixels(path, False)[1].shape[:2]
     return height, width
-
-
-@contextmanager
-def single_threaded_opencv() -> Iterator[None]:
-    """Limit OpenCV to one thread per call within the block; images are processed in parallel instead."""
-    cv2 = opencv()
-    previous = cv2.getNumThreads()
-    cv2.setNumThreads(1)
-    try:
-        yield
-    finally:
-        cv2.setNumThreads(previous)
 
 
 def _read_pixels(path: str, gray: bool) -> tuple[bytes, Pixels]:

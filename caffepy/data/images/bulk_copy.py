@@ -200,16 +200,16 @@ def _copy_records(
 
 
 @kernel
-def _copy_crops(begin: Int, end: Int, images: Words, found: Words, target: Int, height: Int, width: Int) -> None:
-    """Copy crops of images (H, W, 3) with addresses `images` to planes (3, height, width), one after the other."""
+def _copy_crops(begin: Int, end: Int, images: Words, corners: Words, target: Int, height: Int, width: Int) -> None:
+    """Copy crops to planes (3, height, width), one after the other; `images` are addresses and widths."""
     pixels = height * width
     for i in range(begin, end):
-        if images[i] == 0:
+        image, columns = images[2 * i], images[2 * i + 1]
+        if image == 0:
             continue
-        row = _FOUND * i
-        columns, top, left = found[row + 3], found[row + 4], found[row + 5]
+        top, left = corners[2 * i], corners[2 * i + 1]
         for y in range(height):
-            source = octets(images[i] + 3 * ((top + y) * columns + left))
+            source = octets(image + 3 * ((top + y) * columns + left))
             plane = octets(target + 3 * i * pixels + y * width)
             for x in range(width):
                 plane[x] = source[3 * x]
@@ -239,20 +239,15 @@ class BulkCopy:
         begin, length = self.found[i, :2].tolist()
         return self.file[begin : begin + length].data if length else None
 
-    @property
-    def any_ready(self) -> bool:
-        """Whether any sample is a JPEG that needs only to be decoded and cropped."""
-        return bool((self.found[:, 4] >= 0).any())
+    def plain_jpeg(self, i: int) -> tuple[NDArray[np.uint8], int, int] | None:
+        """Return file, height and width of sample i if it is a plain JPEG that the kernel located."""
+        begin, length, height, width = self.found[i, :4].tolist()
+        return (self.file[begin : begin + length], height, width) if height else None
 
-    def plain_size(self, i: int) -> tuple[int, int] | None:
-        """Return height and width of sample i if it is a plain JPEG that the kernel located."""
-        height, width = self.found[i, 2:4].tolist()
-        return (height, width) if height else None
-
-    def ready_jpeg(self, i: int) -> tuple[NDArray[np.uint8], int, int] | None:
-        """Return file, height and width of sample i if it is a JPEG that needs only to be decoded and cropped."""
-        begin, length, height, width, top, _ = self.found[i].tolist()
-        return None if top < 0 else (self.file[begin : begin + length], height, width)
+    def corner(self, i: int) -> tuple[int, int] | None:
+        """Return row and column of the crop of sample i if nothing changes its image before; the slot has them too."""
+        top, left = self.found[i, 4:].tolist()
+        return (top, left) if top >= 0 else None
 
 
 def copy_records(
@@ -300,14 +295,17 @@ def copy_records(
     return BulkCopy(pending, file, found)
 
 
-def copy_crops(images: Sequence[NDArray[np.uint8] | None], found: NDArray[np.int64], pixels: NDArray[np.uint8]) -> None:
-    """Copy the crops of decoded images, without the GIL.
+def copy_crops(
+    images: Sequence[NDArray[np.uint8] | None], corners: NDArray[np.int64], pixels: NDArray[np.uint8]
+) -> None:
+    """Copy crops of images, without the GIL.
 
     Args:
         images: contiguous (H, W, 3); None: nothing to copy.
-        found: of `BulkCopy`, for these images.
+        corners: (N, 2), contiguous: row and column of each crop.
         pixels: receives the crops: (N, 3, h, w), contiguous.
     """
     count, _, height, width = pixels.shape
-    addresses = np.array([0 if image is None else address_of(image) for image in images], np.int64)
-    _copy_crops.run(1, count, count, addresses, np.ascontiguousarray(found), address_of(pixels), height, width)
+    places = [(0, 0) if image is None else (address_of(image), image.shape[1]) for image in images]
+    table = np.array(places, np.int64)
+    _copy_crops.run(1, count, count, table, corners, address_of(pixels), height, width)

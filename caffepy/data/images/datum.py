@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import os
 import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -14,6 +17,7 @@ from numpy.typing import NDArray
 
 from caffepy.data.images.png import is_png, sanitize_png
 from caffepy.errors import DataError
+from caffepy.forks import free_after_fork
 from caffepy.proto import caffe_pb2
 
 VIEW_MIN_BYTES = 1 << 14
@@ -166,6 +170,38 @@ def opencv() -> Any:
     import cv2
 
     return cv2
+
+
+class _SingleThreaded:
+    """How many blocks of `single_threaded_opencv` there are, and OpenCV's number of threads before the first."""
+
+    def __init__(self) -> None:
+        self.lock = free_after_fork(threading.Lock())
+        self.blocks = self.before = 0
+
+
+_single_threaded = _SingleThreaded()
+
+
+@contextmanager
+def single_threaded_opencv() -> Iterator[None]:
+    """Let OpenCV use no threads of its own in the process, while any such block lasts.
+
+    For callers with threads of their own, for which those of OpenCV's one pool would get in the way.
+    """
+    cv2, state = opencv(), _single_threaded
+    with state.lock:
+        if state.blocks == 0:
+            state.before = cv2.getNumThreads()
+            cv2.setNumThreads(1)
+        state.blocks += 1
+    try:
+        yield
+    finally:
+        with state.lock:
+            state.blocks -= 1
+            if state.blocks == 0:
+                cv2.setNumThreads(state.before)
 
 
 def _encoded_size(data: bytes | memoryview) -> tuple[int, int]:

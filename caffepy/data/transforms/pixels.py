@@ -4,6 +4,9 @@ DataError."""
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -38,21 +41,47 @@ def to_image(pixels: Pixels) -> Image:
     return image
 
 
+class _Ipp(threading.local):
+    """Whether this thread is in a `without_ipp` block."""
+
+    is_off = False
+
+
+_ipp = _Ipp()
+
+
+@contextmanager
+def without_ipp() -> Iterator[None]:
+    """Switch off Intel IPP, which rounds differently, for this thread's calls of OpenCV in a block. Blocks may nest.
+
+    Loaders enter it once for each image: the calls that switch give the GIL away, as all of OpenCV's do.
+    """
+    if _ipp.is_off:
+        yield
+        return
+    cv2 = opencv()
+    use_ipp = cv2.ipp.useIPP()
+    cv2.ipp.setUseIPP(False)
+    _ipp.is_off = True
+    try:
+        yield
+    finally:
+        _ipp.is_off = False
+        cv2.ipp.setUseIPP(use_ipp)
+
+
 def call_opencv(function: str, *args: Any, **kwargs: Any) -> Pixels:
-    """Call an OpenCV function without Intel IPP, which rounds differently; return an array of three axes.
+    """Call an OpenCV function without Intel IPP; return an array of three axes.
 
     Raises:
         DataError: OpenCV failed. The message follows a record's name.
     """
     cv2 = opencv()
-    use_ipp = cv2.ipp.useIPP()
-    cv2.ipp.setUseIPP(False)  # for this thread
     try:
-        result = np.asarray(getattr(cv2, function)(*args, **kwargs))
+        with without_ipp():
+            result = np.asarray(getattr(cv2, function)(*args, **kwargs))
     except (cv2.error, MemoryError, OverflowError) as error:
         raise DataError(f"cannot be transformed: OpenCV's {function} says {' '.join(str(error).split())}") from error
-    finally:
-        cv2.ipp.setUseIPP(use_ipp)
     return np.atleast_3d(result)
 
 

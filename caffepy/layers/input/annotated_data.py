@@ -36,7 +36,7 @@ from caffepy.data.transforms.boxes import (
     sample_patch,
 )
 from caffepy.data.transforms.im_transforms import choose_resize, distort
-from caffepy.data.transforms.pixels import Canvas, Image, canvas_part, recompress, to_image, to_pixels
+from caffepy.data.transforms.pixels import Canvas, Image, canvas_part, recompress, to_image, to_pixels, without_ipp
 from caffepy.data.transforms.sample_rng import SampleRng, sample_rngs
 from caffepy.errors import DataError
 from caffepy.layers.core.base import register_layer
@@ -252,6 +252,10 @@ class AnnotatedLoader(DatumLoader):
         rngs = [self._rngs_of(samples, stage, blocks) for stage, blocks in ((0, self._word_blocks), (1, 16))]
 
         def fill(index: int) -> None:
+            with without_ipp():
+                fill_one(index)
+
+        def fill_one(index: int) -> None:
             number = self._record = int(records[index])
             try:
                 sample = self._augmented(number, rngs[0][index])
@@ -267,7 +271,7 @@ class AnnotatedLoader(DatumLoader):
                 raise self._add_record_name(error, number) from error
 
         fill(0)  # sets the batch's shape
-        self._workers.run(fill, range(1, count))
+        self._run(fill, range(1, count))
         if len(batch.arrays) > 1 and self._settings.has_boxes:
             put = self._put_yolo_rows if self._settings.yolo else self._put_boxes
             put([annotations for annotations in results if annotations is not None], batch)

@@ -121,7 +121,7 @@ class BoxLoader(DatumLoader):
                 raise self._add_record_name(error, number) from error
 
         fill(0)  # sets the batch's shape
-        self._workers.run(fill, range(1, count))
+        self._run(fill, range(1, count))
         for index, label in zip(range(1, len(batch.arrays)), labels, strict=False):
             batch.array(index, label.shape)[...] = label
         self._order.prepare_next_epoch()
