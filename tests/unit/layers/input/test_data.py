@@ -16,6 +16,7 @@ from caffepy.data.schedule import Shard
 from caffepy.data.sources.record_write import record_key, write_datums
 from caffepy.errors import AbortedError, ConfigError, DataError, ShapeError
 from caffepy.layers.core.base import LayerContext, layer_class
+from caffepy.monotonic_clock import suspend_aware_seconds
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, Datum, LayerParameter
 
 RECORDS = 50
@@ -223,6 +224,7 @@ def test_one_top_and_what_is_in_it(folder):
 
 
 def test_no_threads_are_left(folder):
+    suspend_aware_seconds()  # may start the process's clock
     before = threading.active_count()
     with Runner(data_layer(folder, "batch_size: 3")) as runner:
         runner.labels(2)
