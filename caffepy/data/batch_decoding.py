@@ -14,7 +14,7 @@ import numpy as np
 
 from caffepy.backend.image_decoder import AREA, ImageDecoder
 from caffepy.data.images.datum import MAX_PIXELS
-from caffepy.data.images.jpeg import plain_jpeg_size
+from caffepy.data.images.jpeg import jpeg_size
 from caffepy.data.loader import Block, BlockDecoder, ImageLoader
 from caffepy.data.transform import Transformer
 from caffepy.data.workers import Workers
@@ -87,8 +87,8 @@ class BatchDecoding(BlockDecoder):
             return None, None
         if data is None:
             return None, None
-        height, width = located[1:] if located else plain_jpeg_size(data, 0, len(data), self._transformer.nvidia)
-        if not 0 < height * width <= MAX_PIXELS:
+        height, width, plain = (*located[1:], 1) if located else jpeg_size(data, 0, len(data), self._transformer.nvidia)
+        if not plain or height * width > MAX_PIXELS:
             return None, None
         rng = block.rngs[i].copy() if block.rngs else None
         rows, columns, interpolation = self._transformer.draw_size(height, width, rng)

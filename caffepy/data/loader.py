@@ -35,7 +35,7 @@ from caffepy.data.sources.source import RecordSource
 from caffepy.data.transform import CropParams, Transformer
 from caffepy.data.transforms.pixels import Image, without_ipp
 from caffepy.data.transforms.sample_rng import SampleRng, sample_rngs
-from caffepy.data.workers import Workers
+from caffepy.data.workers import Workers, keep_freed_memory
 from caffepy.errors import CaffepyError, DataError
 from caffepy.proto import caffe_pb2
 from caffepy.stages import DECODING, READING, TRANSFORMING, StageTimes
@@ -49,8 +49,8 @@ Shape = tuple[int, int, int]
 
 _MIN_THREADED_BYTES = 2**16
 """Minimum size of an uncompressed image for which several reading threads pay off."""
-_DECODED_TOGETHER = 4
-"""Images that a thread decodes before it copies their crops: few enough that threads end a block together."""
+_DECODED_TOGETHER = 16
+"""Images that a thread decodes before it copies their crops, so that it rarely takes the GIL."""
 _NUMBA_IMPORT_IMAGES = 4000
 """Images that Python copies while numba is imported, about 0.5 s."""
 
@@ -355,6 +355,7 @@ class ImageLoader(ABC):
         """Call `function` with each item in the loader's threads."""
         if not self._has_own_threads and self._workers.threads > 1 and self.is_encoded():
             self._blocks.enter_context(single_threaded_opencv())
+            keep_freed_memory()
             self._has_own_threads = True
         self._workers.run(function, items)
 

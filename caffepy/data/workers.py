@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
 from collections import deque
@@ -12,6 +13,24 @@ from caffepy.forks import tell_after_fork
 
 _POLL_SECONDS = 1.0
 """Interval at which the caller checks that the worker threads are alive."""
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Options of glibc's mallopt(3)."""
+_KEPT_BYTES, _MAPPED_BYTES = 1 << 28, 1 << 25
+"""Freed memory that an arena keeps, and the size from which memory is mapped anew each time (the largest allowed)."""
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep the memory that threads free; other C libraries are left as they are.
+
+    An image is larger than what glibc keeps by default. Each would cost hundreds of page faults, and each return of
+    memory to the system interrupts the cores of all threads.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
 class _Job:

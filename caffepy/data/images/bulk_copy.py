@@ -20,8 +20,8 @@ from caffepy.backend.cpu.jit.intrinsics import copy_bytes, octets
 from caffepy.backend.cpu.jit.kernel import Bytes, Floats, Int, Ints, Words, device_function, kernel
 from caffepy.backend.cpu.random import philox
 from caffepy.backend.input_ring import ImageSlot
+from caffepy.data.images import jpeg
 from caffepy.data.images.datum import MAX_PIXELS
-from caffepy.data.images.jpeg import plain_jpeg_size
 from caffepy.data.random import SAMPLE_WORDS, key_of
 from caffepy.data.sources import lmdb_index
 from caffepy.data.sources.lmdb_index import LmdbIndex
@@ -36,7 +36,7 @@ _COMPILE_COST_FILES = 8_192
 _FOUND = 6
 """Numbers of a sample in `BulkCopy.found`."""
 word = compiled_part(lmdb_index.word)
-jpeg_size = compiled_part(plain_jpeg_size)
+jpeg_size = compiled_part(jpeg.jpeg_size)
 _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
@@ -158,8 +158,8 @@ def _copy_records(
         if encoded != 0:
             labels[slot // 4 + n] = np.float32(label)
             found[row], found[row + 1] = pixels, size
-            h, w = jpeg_size(file, pixels, pixels + size, nvidia)
-            if h == 0 or h * w > MAX_PIXELS:
+            h, w, plain = jpeg_size(file, pixels, pixels + size, nvidia)
+            if plain == 0 or h * w > MAX_PIXELS:
                 continue
             found[row + 2], found[row + 3] = h, w
             c, size = 3, 3 * h * w
@@ -225,7 +225,7 @@ class BulkCopy:
         pending: one flag per sample: 0 if it was copied to its slot, 1 if the loader must handle its record.
         file: the mapped LMDB.
         found: int64, (N, 6). For an encoded image, whose label is set, offset and size of its file; for a plain JPEG
-            (`jpeg.plain_jpeg_size`) also its height and width; and for one of the expected size that nothing changes
+            (`jpeg.jpeg_size`) also its height and width; and for one of the expected size that nothing changes
             before the crop, the crop's row and column, which are set in the slot too. Else sizes are 0, and row and
             column -1.
     """

@@ -15,6 +15,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
+from caffepy.data.images.jpeg import jpeg_size
 from caffepy.data.images.png import is_png, sanitize_png
 from caffepy.errors import DataError
 from caffepy.forks import free_after_fork
@@ -26,8 +27,6 @@ _DATA_TAG = 0x22
 MAX_PIXELS = 1 << 26
 """Pixel limit of encoded images: a PNG of 945 kB can unpack to gigabytes. A square image at the limit has 8192 rows."""
 _JPEG = b"\xff\xd8"
-_JPEG_SIZES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
-"""Markers of the JPEG segments (SOFn) that hold height and width."""
 
 
 def parse_datum(record: bytes | memoryview) -> tuple[caffe_pb2.Datum, bytes | memoryview]:
@@ -128,7 +127,7 @@ def decode_image(
 
 
 def decode_plain_jpeg(file: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8] | None:
-    """Decode a file whose size `jpeg.plain_jpeg_size` gave to (H, W, 3) in BGR order; None: OpenCV cannot.
+    """Decode a file whose size `jpeg.jpeg_size` gave to (H, W, 3) in BGR order; None: OpenCV cannot.
 
     One call that releases the GIL: what else is done for a file in Python, threads wait for.
     """
@@ -209,13 +208,8 @@ def _encoded_size(data: bytes | memoryview) -> tuple[int, int]:
     if is_png(data) and len(data) >= 24:
         width, height = struct.unpack_from(">2I", data, 16)
         return height, width
-    offset = 2 if bytes(data[:2]) == _JPEG else len(data)
-    while offset + 9 <= len(data) and data[offset] == 0xFF:
-        marker, length = data[offset + 1], data[offset + 2] << 8 | data[offset + 3]
-        if marker in _JPEG_SIZES:
-            return data[offset + 5] << 8 | data[offset + 6], data[offset + 7] << 8 | data[offset + 8]
-        offset += 1 if marker == 0xFF else 2 + length
-    return 0, 0
+    height, width, _ = jpeg_size(data, 0, len(data), True)
+    return int(height), int(width)
 
 
 def as_channels_first(image: NDArray[np.generic]) -> NDArray[np.uint8]:

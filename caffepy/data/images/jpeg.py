@@ -1,7 +1,7 @@
-"""The header of a JPEG file: finds the files that are decoded in parts of batches, on the CPU or the device.
+"""The header of a JPEG file: its size, and whether it may be decoded in parts of batches, on the CPU or the device.
 
-`bulk_copy` runs it as machine code, `batch_decoding` in Python. Marker names and offsets follow ITU-T T.81, annex B,
-and JFIF's and Adobe's application segments.
+`bulk_copy` runs it as machine code, `batch_decoding` and `datum` in Python. Marker names and offsets follow ITU-T
+T.81, annex B, and JFIF's and Adobe's application segments.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ def _number(file: Bytes, at: Int, size: Int) -> Int:
 
 
 @part
-def plain_jpeg_size(file: Bytes, begin: Int, end: Int, ignores_orientation: Int) -> tuple[Int, Int]:
-    """Return height and width of a complete baseline JPEG with three channels, YCbCr, of 8 bits; else (0, 0).
+def jpeg_size(file: Bytes, begin: Int, end: Int, ignores_orientation: Int) -> tuple[Int, Int, Int]:
+    """Return height and width of a JPEG, and 1 if it is plain; zeros if its header is damaged or of another format.
+
+    A plain JPEG is complete and baseline, with three channels, YCbCr, of 8 bits.
 
     Args:
         file: contains the JPEG in [begin, end).
@@ -39,8 +41,9 @@ def plain_jpeg_size(file: Bytes, begin: Int, end: Int, ignores_orientation: Int)
         ignores_orientation: whether decoding ignores the orientation that Exif may give; else files with Exif are not
             plain.
     """
-    if end - begin < 4 or _number(file, begin, 2) != 0xFFD8 or _number(file, end - 2, 2) != 0xFFD9:
-        return 0, 0
+    if end - begin < 4 or _number(file, begin, 2) != 0xFFD8:
+        return 0, 0, 0
+    plain = 1 if _number(file, end - 2, 2) == 0xFFD9 else 0
     at = begin + 2
     while at + 10 <= end and file[at] == 0xFF:
         marker = np.int64(file[at + 1])
@@ -50,14 +53,15 @@ def plain_jpeg_size(file: Bytes, begin: Int, end: Int, ignores_orientation: Int)
         length = _number(file, at + 2, 2)
         if marker >= _FIRST_FRAME and marker <= _LAST_FRAME and marker not in (_TABLES, _EXTENSION, _ARITHMETIC):
             height, width = _number(file, at + 5, 2), _number(file, at + 7, 2)
-            plain = marker == _BASELINE and file[at + 4] == 8 and file[at + 9] == 3 and height > 0 and width > 0
-            return (height, width) if plain else (0, 0)
+            if marker != _BASELINE or file[at + 4] != 8 or file[at + 9] != 3 or height == 0 or width == 0:
+                plain = 0
+            return height, width, plain
         if marker == _SCAN or length < 2:
-            return 0, 0
+            return 0, 0, 0
         if marker == _APP1 and not ignores_orientation and _number(file, at + 4, 4) == _EXIF:
-            return 0, 0
+            plain = 0
         adobe = marker == _APP14 and _number(file, at + 4, 4) == _ADOBE
         if adobe and (at + _TRANSFORM_AT >= end or file[at + _TRANSFORM_AT] != 1):
-            return 0, 0
+            plain = 0
         at += 2 + length
-    return 0, 0
+    return 0, 0, 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from time import perf_counter
 from typing import Any
 
@@ -237,6 +238,10 @@ class AnnotatedLoader(DatumLoader):
             return sample.image, self._transformer.output_shape(sample.image.shape)
         except DataError as error:
             raise self._add_record_name(error, 0) from error
+
+    @cached_property
+    def _first_is_encoded(self) -> bool:
+        return parse_annotated_datum(self._source.read(0))[0].datum.encoded
 
     # -- batches -------------------------------------------------------------------------------------
 

@@ -1,3 +1,6 @@
+import platform
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -46,3 +49,31 @@ def test_no_thread_starts_without_need_and_none_is_left():
     workers.close()
     workers.close()
     assert threading.active_count() == before
+
+
+FAULTS = """
+import resource
+import numpy as np
+from caffepy.data.workers import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        first, second = np.ones(1 << 22, np.uint8), np.ones(1 << 22, np.uint8)
+        del first, second
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults()
+print(faults())
+keep_freed_memory()
+faults()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="for glibc's malloc")
+def test_kept_memory_brings_no_page_faults():
+    result = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True, timeout=60)
+    before, after = map(int, result.stdout.split())
+    assert before > 20 * 500
+    assert after < 20

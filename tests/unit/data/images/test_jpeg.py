@@ -13,8 +13,10 @@ PLAIN = jpeg(smooth_image(0, 17, 23))
 
 def plain_jpeg_size(data: bytes | memoryview, ignores_orientation: bool = False) -> tuple[int, int] | None:
     """The size of a file between other bytes; None: it is not plain."""
-    size = headers.plain_jpeg_size(b"\xff\xd8" + bytes(data) + b"\xff\xd9", 2, 2 + len(data), ignores_orientation)
-    return None if size == (0, 0) else size
+    height, width, plain = headers.jpeg_size(
+        b"\xff\xd8" + bytes(data) + b"\xff\xd9", 2, 2 + len(data), ignores_orientation
+    )
+    return (height, width) if plain else None
 
 
 @pytest.mark.parametrize("name", ["baseline", "subsampled", "not subsampled", "with restarts"])

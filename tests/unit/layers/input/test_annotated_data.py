@@ -325,6 +325,13 @@ def test_damaged_records_are_named(bad, message):
         load(loader([record(0), bad]), 0, 2)
 
 
+def test_an_encoded_gray_image_among_colored_ones_can_be_converted():
+    gray = record(1, BOX, encoded=True)
+    gray.datum.data = cv2.imencode(".png", np.zeros((20, 30), np.uint8))[1].tobytes()
+    with pytest.raises(DataError, match=r"record 1 .* is gray \(1 channel\).* force_color: true"):
+        load(loader([record(0, encoded=True), gray]), 0, 2)
+
+
 def test_boxes_beyond_the_border_are_clipped_and_empty_ones_dropped():
     boxes = [[-0.5, 0.2, 0.5, 1.5], [0.5, 0.5, 0.5, 0.9], [0.9, 0.1, 0.2, 0.3], [1.5, 0, 2, 1]]
     rows = load(loader([record(0, boxes)]), 0, 1)[1][0, 0]
