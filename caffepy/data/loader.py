@@ -49,6 +49,8 @@ Shape = tuple[int, int, int]
 
 _MIN_THREADED_BYTES = 2**16
 """Minimum size of an uncompressed image for which several reading threads pay off."""
+_JPEG_CHANNELS = 3
+"""Channels of a plain JPEG."""
 _DECODED_TOGETHER = 16
 """Images that a thread decodes before it copies their crops, so that it rarely takes the GIL."""
 _NUMBA_IMPORT_IMAGES = 4000
@@ -132,9 +134,9 @@ class ImageLoader(ABC):
         self._where = where
         self._record = 0
         self._workers = Workers(threads, f"read for {where}")
-        self._blocks = ExitStack()
-        """Left when the loader is closed."""
-        self._has_own_threads = False
+        self._threads_context = ExitStack()
+        """What several threads need; `close` leaves it."""
+        self._threads_prepared = False
         self.stages = StageTimes()
         """Seconds of the threads in each stage."""
         self._decoding: BlockDecoder | None = None
@@ -172,7 +174,7 @@ class ImageLoader(ABC):
     def close(self) -> None:
         """Stop the worker threads. Idempotent."""
         self._workers.close()
-        self._blocks.close()
+        self._threads_context.close()
         self._order.close()
         if self._decoding is not None:
             self._decoding.close()
@@ -339,7 +341,7 @@ class ImageLoader(ABC):
                 self._decoding.decode(self, work)
                 remaining = np.flatnonzero(pending)
             run = self._run if thread_safe and self._benefits_from_threads(slot) else Workers(1).run
-            if bulk is not None:
+            if bulk is not None and slot.channels == _JPEG_CHANNELS:
                 ranges = work.ranges(_DECODED_TOGETHER)
                 run(lambda n: self._decode_plain(ranges[n], work, bulk), range(len(ranges)))
                 remaining = np.flatnonzero(pending)
@@ -353,10 +355,10 @@ class ImageLoader(ABC):
 
     def _run(self, function: Callable[[int], None], items: Iterable[int]) -> None:
         """Call `function` with each item in the loader's threads."""
-        if not self._has_own_threads and self._workers.threads > 1 and self.is_encoded():
-            self._blocks.enter_context(single_threaded_opencv())
+        if not self._threads_prepared and self._workers.threads > 1 and self.is_encoded():
+            self._threads_context.enter_context(single_threaded_opencv())
             keep_freed_memory()
-            self._has_own_threads = True
+            self._threads_prepared = True
         self._workers.run(function, items)
 
     def _benefits_from_threads(self, slot: ImageSlot) -> bool:
@@ -379,6 +381,8 @@ class ImageLoader(ABC):
         start = perf_counter()
         files = [bulk.plain_jpeg(i) if block.pending[i] else None for i in samples]
         images = [None if file is None else decode_plain_jpeg(*file) for file in files]
+        if all(image is None for image in images):
+            return
         start = self.stages.add(DECODING, start)
         corners = np.zeros((len(samples), 2), np.int64)
         with without_ipp():
@@ -440,7 +444,7 @@ class ImageLoader(ABC):
     def mark_filled(self, i: int, block: Block, top: int, left: int, label: float | None) -> None:
         """Set label, mirror flag and the crop's corner of sample i, whose pixels are in its slot.
 
-        None: the label is set.
+        Without a label, the slot has it already.
         """
         number, index = divmod(i, block.slot.count)
         labels, crops, _ = block.parts[number]

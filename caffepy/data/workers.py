@@ -22,10 +22,10 @@ _KEPT_BYTES, _MAPPED_BYTES = 1 << 28, 1 << 25
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep the memory that threads free; other C libraries are left as they are.
+    """Let glibc keep the memory that threads free; other C libraries have no such setting.
 
-    An image is larger than what glibc keeps by default. Each would cost hundreds of page faults, and each return of
-    memory to the system interrupts the cores of all threads.
+    By default glibc returns blocks of an image's size to the system. Each image would cost hundreds of page faults, and
+    each return interrupts the cores of all threads.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
