@@ -195,7 +195,8 @@ class P2PManager:
         self._syncs.changed()
 
     def _report(self, options: TrainOptions) -> None:
-        report_performance(self._world, [sync.performance for sync in self._syncs], options.single_rate)
+        if not options.check_only:
+            report_performance(self._world, [sync.performance for sync in self._syncs], options.single_rate)
         gather_trace(self._world, options.trace, [sync.events for sync in self._syncs])
 
 

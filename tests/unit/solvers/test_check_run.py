@@ -47,6 +47,7 @@ def test_it_makes_an_iteration_and_a_test_and_writes_nothing(
     said = "\n".join(caplog.messages)
     for word in ("accuracy", "snapshots can be written", "training can begin"):
         assert word in said
+    assert "Solver performance" not in said
 
 
 def test_it_goes_on_from_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
