@@ -404,19 +404,26 @@ class ImageLoader(ABC):
         self, image: NDArray[np.uint8], i: int, block: Block
     ) -> tuple[NDArray[np.uint8] | None, tuple[int, int]]:
         """Return the preprocessed image (H, W, 3) of sample i, None if it does not fit, and the crop's corner."""
-        transformer, slot = self._transformer, block.slot
+        result = image.transpose(2, 0, 1)
         try:
-            result = image.transpose(2, 0, 1)
-            if block.rngs:
-                result = transformer.preprocess(result, block.rngs[i].copy(), True)
-            channels, rows, columns = result.shape
-            shape = transformer.output_shape((channels, rows, columns))
+            if block.rngs:  # a copy: `_copy_single` draws the same numbers if the sample stays pending
+                result = self._transformer.preprocess(result, block.rngs[i].copy(), True)
+            corner = self._corner_in_slot(result, i, block)
         except (CaffepyError, OSError, ValueError, MemoryError):
-            return None, (0, 0)
-        if result.dtype != np.uint8 or shape != (slot.channels, slot.height, slot.width) or channels != image.shape[2]:
-            return None, (0, 0)
-        corner = transformer.crop_offset(rows, columns, block.crop_params, i)
-        return np.ascontiguousarray(result.transpose(1, 2, 0)), corner
+            corner = None
+        return (None, (0, 0)) if corner is None else (np.ascontiguousarray(result.transpose(1, 2, 0)), corner)
+
+    def _corner_in_slot(self, image: Image, i: int, block: Block) -> tuple[int, int] | None:
+        """Return row and column of the crop of sample i; None if the image (C, H, W) does not fit the slot.
+
+        Raises:
+            DataError: the image is smaller than the crop, or the mean does not fit it.
+        """
+        slot, (channels, rows, columns) = block.slot, image.shape
+        shape = self._transformer.output_shape((channels, rows, columns))
+        if image.dtype != np.uint8 or shape != (slot.channels, slot.height, slot.width):
+            return None
+        return self._transformer.crop_offset(rows, columns, block.crop_params, i)
 
     def _read_sample(self, i: int, block: Block) -> tuple[Image, float]:
         """Return the preprocessed image of sample i and its label."""
@@ -424,18 +431,17 @@ class ImageLoader(ABC):
 
     def _copy_single(self, i: int, block: Block) -> None:
         """Copy sample i into its slot. Its pending flag stays 1 if the record does not fit or cannot be read."""
-        slot, transformer, crop_params = block.slot, self._transformer, block.crop_params
+        slot = block.slot
         try:
             image, label = self._read_sample(i, block)
             start = perf_counter()
-            channels, rows, columns = image.shape
-            shape = transformer.output_shape((channels, rows, columns))
+            corner = self._corner_in_slot(image, i, block)
         except (CaffepyError, OSError, ValueError, MemoryError):
             return
-        if image.dtype != np.uint8 or shape != (slot.channels, slot.height, slot.width):
+        if corner is None:
             return
         number, index = divmod(i, slot.count)
-        top, left = transformer.crop_offset(rows, columns, crop_params, i)
+        top, left = corner
         pixels = block.parts[number][2]
         copy_planes(image[:, top : top + slot.height, left : left + slot.width], pixels[index])
         self.mark_filled(i, block, top, left, label)

@@ -259,7 +259,7 @@ JPEG_SETTINGS = [
 
 @pytest.mark.parametrize(("text", "phase", "nvidia"), JPEG_SETTINGS)
 def test_jpegs_located_in_bulk_are_those_read_one_by_one(text, phase, nvidia, tmp_path, monkeypatch):
-    """Files of all kinds, one of another size, one whose scan is damaged, and one that OpenCV refuses."""
+    """Files of all kinds, one whose scan is damaged, and some of another size."""
     mean = BlobProto(shape=BlobShape(dim=(3, 40, 56)), data=np.arange(3 * 40 * 56) % 251)
     (tmp_path / "mean").write_bytes(mean.SerializeToString())
     by_name, other = image_files.files(), image_files.jpeg(image_files.smooth_image(7, 41, 56))
