@@ -8,7 +8,7 @@ folder; epochs repeat and the files stay in the page cache, so this is not about
 - `reading`: `caffepy time --data`, the data layer alone;
 - `made up`, `CPU decodes`, `GPU decodes`: `caffepy train`, with images that are made up once and stay on the GPU, from
   the LMDB, and from the LMDB with `--decode gpu` (needs nvImageCodec). Images a second are those of the report;
-  `waited` is its share of waiting for data; `cores` are those that the process used;
+  `waited` is its share of waiting for data; `cores` are those that it and its readers used;
 - `PyTorch`: `peers/torch_images.py`, torchvision's decoder in as many worker processes as there are cores, the loader
   alone and with a net of torchvision.
 
@@ -175,9 +175,11 @@ def write_solver(path: Path, net: caffe_pb2.NetParameter) -> Path:
 
 
 def processor_seconds(process: int) -> float:
-    """Seconds of the processor that a process has used."""
+    """Seconds of the processor that a process and its children have used."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    children = " ".join(path.read_text() for path in Path(f"/proc/{process}/task").glob("*/children")).split()
+    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(processor_seconds(int(child)) for child in children)
 
 
 def train(solver: Path, gpu: int, seconds: float, options: Sequence[str]) -> tuple[float, str, float]:

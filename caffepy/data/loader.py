@@ -167,6 +167,19 @@ class ImageLoader(ABC):
         self._decoding = decoding
 
     @property
+    def threads(self) -> int:
+        """Threads that read and decode records."""
+        return self._workers.threads
+
+    def limited_by_gil(self) -> bool:
+        """Return whether the threads mostly wait for Python's lock (the GIL): they change images in many short calls.
+
+        Raises:
+            DataError: as `parse`.
+        """
+        return self._transformer.preprocesses and self._decoding is None and self.is_encoded()
+
+    @property
     def reading(self) -> str:
         """The current record, for messages."""
         return f"record {self._record} of {self._source.description}"
@@ -602,6 +615,9 @@ class ImageFileLoader(ImageLoader):
         data = self._source.read(number)
         self.stages.add(READING, start)
         return data, self._labels[number]
+
+    def limited_by_gil(self) -> bool:
+        return self._cache is None and super().limited_by_gil()  # the threads share the cache
 
     def parse(self, number: int) -> tuple[Image, float]:
         if self._cache is None:

@@ -1,7 +1,7 @@
-"""Prefetching: each data layer has a thread that fills batches while the device computes.
+"""Prefetching: threads of each data layer fill batches while the device computes.
 
-Holds the queue between the prefetch thread and the solver's thread. Every wait is bounded: the solver's wait ends with
-the batch, the prefetch thread's error, `close`, an exception from `check_wait`, or `timeout`.
+Holds the queue between the prefetch threads and the solver's thread. Every wait is bounded: the solver's wait ends with
+the batch, the error of reading it, `close`, an exception from `check_wait`, or `timeout`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -75,6 +76,8 @@ class Batch:
         """Number of passes in the batch."""
         self.slot: ImageSlot | None = None
         """The layout of each pass in `bytes`; None: the batch is in `arrays`."""
+        self.least_rows = 0
+        """Rows that an array with a variable number of rows has at least, a power of two; 0: only those with values."""
         self.bytes: NDArray[np.uint8] = np.empty(0, np.uint8)
         self.arrays: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * tops
         self._memory = memory
@@ -85,6 +88,12 @@ class Batch:
             flat = self._memory(4 * math.prod(shape)).view(np.float32)
             self.arrays[top] = view(flat, shape)
         return self.arrays[top]
+
+    def padded_rows(self, rows: int) -> int:
+        """Return the rows of an array with a variable number of rows: `rows`, or a power of two with `least_rows`."""
+        if self.least_rows:
+            self.least_rows = rows = max(self.least_rows, 1 << (rows - 1).bit_length())
+        return rows
 
     def reserve(self, slot: ImageSlot, passes: int) -> NDArray[np.uint8]:
         """Return the byte buffer, grown to `passes` slots."""
@@ -116,10 +125,10 @@ def _describe_error(error: BaseException) -> str:
 
 
 class Prefetcher:
-    """Fills the batches of consecutive passes in a thread, which the first `get` starts.
+    """Fills the batches of consecutive passes in threads, which the first `get` starts.
 
     Args:
-        loader: fills the batches.
+        loaders: fill the batches, each in a thread of its own, several batches at the same time.
         first_sample: maps a pass to the global number of this device's first sample.
         count: samples in a batch.
         tops: arrays in a batch.
@@ -127,7 +136,9 @@ class Prefetcher:
         where: the layer, for messages.
         slot: layout of a pass of uint8 images; None: batches are float32. After a record that does not fit the layout,
             batches are float32.
-        block: maximum passes of a uint8 batch; each batch ends at or before a multiple of `block`.
+        block: maximum passes of a uint8 batch; each batch ends at or before a multiple of `block`. 1 for several
+            loaders: the last pass of a batch must be known before the next batch is begun.
+        least_rows: `Batch.least_rows` of the first batch; later batches have at least the rows of earlier ones.
         memory: allocates the batches' memory.
         warn_after: seconds of waiting after which the log names the current record.
         timeout: seconds of waiting after which training fails.
@@ -136,7 +147,7 @@ class Prefetcher:
 
     def __init__(  # noqa: PLR0913 -- one keyword a setting
         self,
-        loader: Loader,
+        loaders: Sequence[Loader],
         first_sample: Callable[[int], int],
         count: int,
         tops: int,
@@ -144,12 +155,13 @@ class Prefetcher:
         where: str = "data layer",
         slot: ImageSlot | None = None,
         block: int = 1,
+        least_rows: int = 0,
         memory: Memory = plain_memory,
         warn_after: float = 30.0,
         timeout: float = 600.0,
         check_wait: Callable[[], None] = never_cancel,
     ) -> None:
-        self._loader = loader
+        self._loaders = loaders
         self._first_sample = first_sample
         self._count = count
         self._tops = tops
@@ -158,30 +170,32 @@ class Prefetcher:
         self._depth = max(depth, 1)
         self._where = where
         self._slot = slot
-        self._block = block
+        self._block = block if len(loaders) == 1 else 1
         self._max_passes = 1
         """Maximum passes of the next uint8 batch. Starts small so that the first batch is ready early."""
+        self._least_rows = least_rows
         self._memory = memory
         self.waited = 0.0
         """Total seconds that `get` waited for batches."""
         self._warn_after = warn_after
         self._timeout = timeout
         self._check_wait = check_wait
-        self._changed = threading.Condition()
-        self._ready: deque[Batch] = deque()
-        self._free: deque[Batch] = deque()
-        self._error: BaseException | None = None
         self._closed = False
-        self._ended = False
-        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._filling: dict[int, Loader] = {}
+        """The loader that fills the batch that begins with a pass."""
+        self._ready: dict[int, Batch] = {}
+        self._failed: dict[int, BaseException] = {}
+        """The errors of passes. No other batch is begun after an error."""
+        self._free: deque[Batch] = deque()
+        self._threads: list[threading.Thread] = []
         tell_after_fork(self)
 
     def forked(self) -> None:
-        """Reset after a fork: the next `get` starts a thread in the child."""
+        """Reset after a fork: the next `get` starts threads in the child."""
         self._changed = threading.Condition()
-        self._ready.clear()
-        self._free.clear()
-        self._error, self._ended, self._thread = None, False, None
+        for kept in (self._filling, self._ready, self._failed, self._free, self._threads):
+            kept.clear()
 
     def get(self, number: int) -> Batch:
         """Return the batch that begins with pass `number`. Batches must be consecutive.
@@ -193,119 +207,134 @@ class Prefetcher:
             Exception: `check_wait` raised it; a later `get` returns the batch.
         """
         with self._changed:
-            if self._thread is None and not self._closed:
+            if not self._threads and not self._closed:
                 self._next = number
-                self._thread = threading.Thread(target=self._run, name=f"prefetch {self._where}", daemon=True)
-                self._thread.start()
-            self._wait_for_batch()
-            batch = self._ready.popleft()
+                for loader in self._loaders:
+                    thread = threading.Thread(
+                        target=self._run, args=(loader,), name=f"prefetch {self._where}", daemon=True
+                    )
+                    thread.start()
+                    self._threads.append(thread)
+            self._wait_for_batch(number)
+            batch = self._ready.pop(number)
             self._changed.notify_all()
-        assert batch.number == number, (batch.number, number)
         return batch
 
     def release(self, batch: Batch) -> None:
-        """Return a batch to the prefetch thread for reuse."""
+        """Return a batch to the prefetch threads for reuse."""
         with self._changed:
             self._free.append(batch)
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Stop the thread and wake waiters; return whether it ended within `timeout`. Idempotent."""
+        """Stop the threads and wake waiters; return whether they ended within `timeout`. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
-            if self._thread.is_alive():
-                logger.warning(
-                    "%s: the prefetch thread did not stop; it is reading %s", self._where, self._loader.reading
-                )
-                return False
+        end = time.monotonic() + timeout
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(end - time.monotonic(), 0.0))
+        if any(thread.is_alive() for thread in self._threads if thread is not threading.current_thread()):
+            logger.warning("%s: the prefetch thread did not stop; it is reading %s", self._where, self._reading())
+            return False
         return True
 
-    def _wait_for_batch(self) -> None:
-        """Wait, holding the lock, until a batch is ready."""
-        if self._ready:
+    def _reading(self) -> str:
+        """The record that is read, of the first batch that is not ready."""
+        filling = sorted(self._filling.items())
+        return (filling[0][1] if filling else self._loaders[0]).reading
+
+    def _wait_for_batch(self, number: int) -> None:
+        """Wait, holding the lock, until the batch that begins with pass `number` is ready."""
+        if number in self._ready:
             return
         started, thread = suspend_aware_seconds(), threading.get_ident()
-        _waits[thread] = (lambda: self._loader.reading, started)
+        _waits[thread] = (self._reading, started)
         try:
-            self._poll_until_ready(started)
+            self._poll_until_ready(number, started)
         finally:
             del _waits[thread]
             self.waited += suspend_aware_seconds() - started
 
-    def _poll_until_ready(self, started: float) -> None:
+    def _poll_until_ready(self, number: int, started: float) -> None:
         warn_at = started + self._warn_after
-        while not self._ready:
-            if self._error is not None:
-                raise self._error
+        while number not in self._ready:
+            if number in self._failed:
+                raise self._failed[number]
             if self._closed:
                 raise AbortedError(f"{self._where}: closed while waiting for data")
-            if self._ended or not (self._thread and self._thread.is_alive()):
+            if not any(thread.is_alive() for thread in self._threads):
                 raise RunError(f"{self._where}: the prefetch thread has ended; see the log above")
             self._check_wait()
             now = suspend_aware_seconds()
             if now >= started + self._timeout:
                 raise RunError(
-                    f"{self._where}: no data for {now - started:.0f} s while reading {self._loader.reading}; "
+                    f"{self._where}: no data for {now - started:.0f} s while reading {self._reading()}; "
                     "is the disk or network drive available?"
                 )
             if now >= warn_at:
                 logger.warning(
-                    "%s: waiting for data for %.0f s, reading %s", self._where, now - started, self._loader.reading
+                    "%s: waiting for data for %.0f s, reading %s", self._where, now - started, self._reading()
                 )
                 warn_at += self._warn_after
             self._changed.wait(min(max(min(warn_at, started + self._timeout) - now, 0.001), _POLL_SECONDS))
 
-    # -- the prefetch thread -------------------------------------------------------------------------
+    # -- the prefetch threads ------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, loader: Loader) -> None:
+        number = self._next
         try:
-            while (batch := self._next_batch()) is not None:
-                batch.number = self._next
-                self._fill(batch)
-                self._next += batch.passes
+            while (batch := self._begin_batch(loader)) is not None:
+                number, planned = batch.number, batch.passes
+                self._fill(batch, loader)
                 with self._changed:
-                    self._ready.append(batch)
+                    self._next -= planned - batch.passes  # several loaders plan one pass each
+                    self._least_rows = max(self._least_rows, batch.least_rows)
+                    del self._filling[number]
+                    self._ready[number] = batch
                     self._changed.notify_all()
         except BaseException as error:
-            self._fail(error)
+            self._fail(number, error, loader)
         finally:
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
-            self._loader.close()
+            loader.close()
 
-    def _fill(self, batch: Batch) -> None:
-        if self._slot is not None:
-            end = min((self._next // self._block + 1) * self._block, self._next + self._max_passes)
-            passes, self._max_passes = range(self._next, end), min(_GROWTH * self._max_passes, self._block)
-            firsts = [self._first_sample(number) for number in passes]
-            block = batch.reserve(self._slot, self._block)
-            batch.passes = self._loader.load_bytes(firsts, self._count, self._slot, block)
+    def _begin_batch(self, loader: Loader) -> Batch | None:
+        """Wait until fewer than `depth` batches are ready, then return the next one to fill; None: no more."""
+        with self._changed:
+            while len(self._ready) >= self._depth and not self._closed and not self._failed:
+                self._changed.wait(60)
+            if self._closed or self._failed:
+                return None
+            batch = self._free.popleft() if self._free else Batch(self._tops, self._memory)
+            batch.number, batch.passes, batch.slot = self._next, 1, self._slot
+            batch.least_rows = self._least_rows
+            if self._slot is not None:
+                end = min((self._next // self._block + 1) * self._block, self._next + self._max_passes)
+                batch.passes = end - self._next
+                self._max_passes = min(_GROWTH * self._max_passes, self._block)
+            self._next += batch.passes
+            self._filling[batch.number] = loader
+            return batch
+
+    def _fill(self, batch: Batch, loader: Loader) -> None:
+        if batch.slot is not None:
+            firsts = [self._first_sample(batch.number + i) for i in range(batch.passes)]
+            block = batch.reserve(batch.slot, self._block)
+            batch.passes = loader.load_bytes(firsts, self._count, batch.slot, block)
             if batch.passes:
                 return
             self._slot = None
         batch.slot, batch.passes, batch.bytes = None, 1, np.empty(0, np.uint8)
-        self._loader.load(self._first_sample(self._next), self._count, batch)
+        loader.load(self._first_sample(batch.number), self._count, batch)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, number: int, error: BaseException, loader: Loader) -> None:
         if not isinstance(error, CaffepyError):
             try:
-                failure = RunError(f"{self._where}: reading {self._loader.reading} failed: {_describe_error(error)}")
+                failure = RunError(f"{self._where}: reading {loader.reading} failed: {_describe_error(error)}")
             except Exception:  # `reading` failed too, for example out of memory
                 failure = RunError(f"{self._where}: reading failed: {type(error).__name__}")
             failure.__cause__ = error
             error = failure
         with self._changed:
-            self._error = error
+            self._failed[number] = error
             self._changed.notify_all()
-
-    def _next_batch(self) -> Batch | None:
-        """Wait until fewer than `depth` batches are ready, then return one to fill; None after `close`."""
-        with self._changed:
-            while len(self._ready) >= self._depth and not self._closed:
-                self._changed.wait(60)
-            if self._closed:
-                return None
-            return self._free.popleft() if self._free else Batch(self._tops, self._memory)

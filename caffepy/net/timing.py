@@ -80,7 +80,7 @@ class DataTimes:
         batches: batches that were timed.
         batch_size: images of a batch.
         seconds: their time.
-        cores: cores that the process used meanwhile.
+        cores: cores that the process and those that read for it used meanwhile.
         stages: seconds of the reader's threads in each stage (`caffepy.stages`); empty: not measured.
     """
 
@@ -119,10 +119,10 @@ def _measure_data_layer(layer: PrefetchingLayer, number: int, iterations: int) -
     while number < end:  # threads start and kernels are compiled
         number += _take_batch(layer, number)
     batches, before = 0, layer.stage_totals()
-    start, cpu = time.perf_counter(), time.process_time()
+    start, cpu = time.perf_counter(), time.process_time() + layer.processor_seconds()
     while batches < iterations:
         batches += _take_batch(layer, number + batches)
-    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    seconds, cpu = time.perf_counter() - start, time.process_time() + layer.processor_seconds() - cpu
     stages = {stage: value - before.get(stage, 0.0) for stage, value in layer.stage_totals().items()}
     return DataTimes(layer.name, batches, layer.schedule.count, seconds, cpu / seconds, stages)
 

@@ -106,7 +106,6 @@ class AnnotatedDataLayer(DataLayer):
 
     def image_loader(self, seed: int, stream: int) -> AnnotatedLoader:
         param = self.param.annotated_data_param
-        pad_rows = self.backend.asynchronous and self.context.phase == caffe_pb2.TRAIN
         needs_type = self._has_boxes and not param.HasField("anno_type")
         training = self.context.phase == caffe_pb2.TRAIN
         settings = AnnotatedSettings(
@@ -114,7 +113,6 @@ class AnnotatedDataLayer(DataLayer):
             list(param.batch_sampler),
             self._has_boxes,
             needs_type,
-            pad_rows,
             yolo=self._yolo,
             difficult=param.train_diffcult,
             jitter=param.yolo_data_jitter if self._yolo or param.HasField("yolo_data_jitter") else 0.0,
@@ -132,8 +130,6 @@ class AnnotatedDataLayer(DataLayer):
 
 _f32 = np.float32
 _MAX_PIXELS = 1 << 26
-_MIN_ROWS = 16
-"""Smallest number of rows with `pad_rows`."""
 LABEL_SHAPE = (1, 1, 1)
 """Shape of one image's label, for records without boxes."""
 YOLO_BOXES = 300
@@ -155,8 +151,6 @@ class AnnotatedSettings:
         samplers: the prototxt's batch_sampler.
         has_boxes: whether the second top holds boxes; else it holds the labels of Datums.
         needs_type: whether each record must have a type of annotation.
-        pad_rows: whether rows of image -1, which MultiBoxLoss ignores, pad the boxes to a power of two. The shape then
-            seldom changes, and a captured graph can be replayed for other batches.
         yolo: whether the second top holds YOLO's rows.
         difficult: whether YOLO's rows include boxes marked difficult.
         jitter: part of the sides that a random crop may cut off; 0: no such crop. Samplers replace it.
@@ -167,7 +161,6 @@ class AnnotatedSettings:
     samplers: Sequence[caffe_pb2.BatchSampler] = ()
     has_boxes: bool = True
     needs_type: bool = False
-    pad_rows: bool = False
     yolo: bool = False
     difficult: bool = True
     jitter: float = 0.0
@@ -223,11 +216,13 @@ class AnnotatedLoader(DatumLoader):
         super().__init__(*args)
         self._settings = settings
         self._transformer.center_crops_mean = True
-        self._rows = _MIN_ROWS
         trials = sum(min(sampler.max_trials, _MAX_TRIALS) for sampler in settings.samplers)
         self._word_blocks = 16 + trials
         """Blocks of random words for the colours and the patch: a trial takes four words."""
         self._resize = 0
+
+    def limited_by_gil(self) -> bool:
+        return True
 
     # -- the first record ----------------------------------------------------------------------------
 
@@ -323,9 +318,7 @@ class AnnotatedLoader(DatumLoader):
 
     def _put_boxes(self, results: list[Annotations], batch: Batch) -> None:
         rows = np.concatenate([annotations.rows(item) for item, annotations in enumerate(results)])
-        count = max(len(rows), 1)
-        if self._settings.pad_rows:
-            self._rows = count = max(self._rows, 1 << (count - 1).bit_length())
+        count = batch.padded_rows(max(len(rows), 1))  # MultiBoxLoss ignores rows of image -1
         top = batch.array(1, (1, 1, count, COLUMNS))[0, 0]
         top[...] = -1
         top[: len(rows)] = rows

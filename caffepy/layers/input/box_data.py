@@ -94,6 +94,9 @@ class BoxLoader(DatumLoader):
         self._sides = sides
         self._crops = crops
 
+    def limited_by_gil(self) -> bool:
+        return True
+
     def load(self, first: int, count: int, batch: Batch) -> None:
         self._set_channels()
         samples = np.arange(first, first + count, dtype=np.int64)

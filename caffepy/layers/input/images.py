@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
+from collections.abc import Sequence
 from time import monotonic
 
 from caffepy.backend.input_ring import ByteImages
 from caffepy.data.batch_decoding import BatchDecoding
 from caffepy.data.loader import ImageLoader
-from caffepy.data.prefetch import Batch, Prefetcher
+from caffepy.data.prefetch import Batch, Loader, Prefetcher
 from caffepy.data.transform import Transformer
 from caffepy.errors import MissingExtraError
+from caffepy.files import working_folder
+from caffepy.layers.core.base import Blobs
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer
+from caffepy.layers.input.process_loader import ProcessLoader, reading_task
 from caffepy.proto import caffe_pb2
 from caffepy.stages import DECODING
 
@@ -31,6 +35,10 @@ class ImagesLayer(PrefetchingLayer):
 
     _transformer: Transformer
 
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self._folder = working_folder()
+        super().setup(bottom, top)
+
     @abstractmethod
     def image_loader(self, seed: int, stream: int) -> ImageLoader:
         """Return a loader. Crops, mirroring and order follow from `seed` and `stream`."""
@@ -46,6 +54,7 @@ class ImagesLayer(PrefetchingLayer):
         self._passes = 0
         self._judged_from: tuple[float, float] | None = None
         self._judges = False
+        self._processes: list[ProcessLoader] = []
         wanted = self._wanted_decoder()
         if wanted != "cpu" and (reason := self._host_only()):
             logger.warning("%s: the CPU decodes: %s", self.where, reason)
@@ -56,6 +65,17 @@ class ImagesLayer(PrefetchingLayer):
         else:
             self._judges = wanted == "auto"
         return loader
+
+    def loaders(self, loader: DescribingLoader) -> Sequence[Loader]:
+        """Return the layer's loader, or in training processes, if threads would wait for Python's lock (the GIL)."""
+        assert isinstance(loader, ImageLoader)
+        several = loader.threads > 1 and self.context.phase == caffe_pb2.TRAIN and not self._judges
+        if several and loader.limited_by_gil():
+            stream, warned = self.random_stream(), set[str]()
+            if (task := reading_task(self, self._folder, stream.seed, stream.stream)) is not None:
+                self._processes = [ProcessLoader(task, loader, self.where, warned) for _ in range(loader.threads)]
+                logger.info("%s: %d processes read the images", self.where, loader.threads)
+        return self._processes or [loader]
 
     def _decode_on_device(self, loader: ImageLoader) -> None:
         decoders = [self.backend.image_decoder() for _ in range(_DECODERS)]
@@ -109,7 +129,16 @@ class ImagesLayer(PrefetchingLayer):
             )
 
     def stage_totals(self) -> dict[str, float]:
-        return self._loader.stages.totals() if isinstance(self._loader, ImageLoader) else {}
+        if not isinstance(self._loader, ImageLoader):
+            return {}
+        totals = self._loader.stages.totals()
+        for process in self._processes:
+            for stage, seconds in process.stages.items():
+                totals[stage] += seconds
+        return totals
+
+    def processor_seconds(self) -> float:
+        return sum(process.processor_seconds for process in self._processes)
 
     def byte_images(self, count: int) -> ByteImages | None:
         return self.image_loader(0, 0).byte_images(count)

@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 _MAX_COPYING_THREADS = 8
 """Memory bandwidth limits readers that only copy: more threads copy no faster."""
 
+_LEAST_ROWS = 16
+"""Rows that a batch with a variable number of boxes has at least in training on a GPU, so that its shape seldom changes
+and a captured graph can be replayed for other batches."""
 _CLOSE_SECONDS = 2.0
 """Limit of the wait for the reader thread when the layer is closed. The thread is a daemon: a dead network drive may
 block it for ever."""
@@ -95,6 +98,10 @@ class PrefetchingLayer(Layer):
     @abstractmethod
     def make_loader(self) -> DescribingLoader:
         """Return the loader that fills the batches. Called after a snapshot was restored."""
+
+    def loaders(self, loader: DescribingLoader) -> Sequence[Loader]:
+        """Return the loaders that fill batches at the same time; `loader` is the layer's own."""
+        return [loader]
 
     def byte_images(self, count: int) -> ByteImages | None:
         """Return the layout of batches of `count` uint8 images; None: batches are float32."""
@@ -254,6 +261,10 @@ class PrefetchingLayer(Layer):
         """Return the seconds of the reader's threads in each stage (`caffepy.stages`); empty: not measured."""
         return {}
 
+    def processor_seconds(self) -> float:
+        """Return the seconds of the processor that other processes have used to read for this layer."""
+        return 0.0
+
     def next_batch(self, number: int) -> tuple[Prefetcher, Batch]:
         """Wait for the batch that begins with pass `number`; return it with the prefetcher that takes it back."""
         prefetcher = self._start_prefetcher()
@@ -311,7 +322,7 @@ class PrefetchingLayer(Layer):
             self._images = self.byte_images(self._count)
             slot = None if self._images is None else self._images.slot
             self._prefetcher = Prefetcher(
-                self._loader,
+                self.loaders(self._loader),
                 self.schedule.first_sample,
                 self._count,
                 tops=len(self.param.top),
@@ -319,6 +330,7 @@ class PrefetchingLayer(Layer):
                 where=self.where,
                 slot=slot,
                 block=1 if slot is None else passes_per_block(slot),
+                least_rows=_LEAST_ROWS if self.backend.asynchronous and self.context.phase == caffe_pb2.TRAIN else 0,
                 memory=self.backend.host_memory,
                 timeout=self.context.timeout,
                 check_wait=self.context.check_wait,

@@ -140,14 +140,14 @@ class Mute:
 
 
 def test_a_reader_that_cannot_say_what_it_read_is_noticed_at_once() -> None:
-    subject = Prefetcher(Mute(), lambda number: number, 1, 1, where="layer 'd'", timeout=300)  # type: ignore[arg-type]
+    subject = Prefetcher([Mute()], lambda number: number, 1, 1, where="layer 'd'", timeout=300)  # type: ignore[arg-type]
     with pytest.raises(RunError, match="layer 'd': reading failed: KeyboardInterrupt"):
         subject.get(0)
 
 
 def test_a_reader_that_ends_without_a_word_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Prefetcher, "_fail", lambda self, error: None)
-    subject = Prefetcher(Mute(), lambda number: number, 1, 1, where="layer 'd'", timeout=300)  # type: ignore[arg-type]
+    monkeypatch.setattr(Prefetcher, "_fail", lambda *_: None)
+    subject = Prefetcher([Mute()], lambda number: number, 1, 1, where="layer 'd'", timeout=300)  # type: ignore[arg-type]
     with pytest.raises(RunError, match="layer 'd': the prefetch thread has ended"):
         subject.get(0)
 

@@ -48,7 +48,7 @@ class Numbers:
 
 
 def prefetcher(loader, **settings):
-    return Prefetcher(loader, lambda number: 10 * number, 4, 1, where="layer 'd'", **settings)
+    return Prefetcher([loader], lambda number: 10 * number, 4, 1, where="layer 'd'", **settings)
 
 
 def test_batches_come_in_order_from_the_pass_asked_for():
@@ -190,6 +190,53 @@ def test_where_bytes_end_floats_go_on():
         assert batch.arrays[0].tolist() == [10 * number + i for i in range(4)]
     assert subject.close()
     assert loader.closed
+
+
+def test_several_loaders_fill_batches_at_the_same_time_and_in_order():
+    barrier = threading.Barrier(3)
+
+    class Together(Numbers):
+        """Fills a batch only while two others do."""
+
+        def load(self, first, count, batch):
+            super().load(first, count, batch)
+            barrier.wait(300)
+            time.sleep(0.01 * (first // 10 % 3))
+
+    loaders = [Together() for _ in range(3)]
+    subject = Prefetcher(loaders, lambda number: 10 * number, 4, 1, depth=2)
+    for number in range(2, 14):
+        batch = subject.get(number)
+        assert batch.number == number
+        assert batch.arrays[0].tolist() == [10 * number + i for i in range(4)]
+        subject.release(batch)
+    barrier.abort()
+    assert subject.close()
+    assert all(loader.closed for loader in loaders)
+
+
+def test_an_error_waits_for_the_batches_before_it():
+    error, gate = DataError("record 10 is bad"), threading.Event()
+    slow, bad = Numbers(gate=gate), Numbers(10, error)
+    subject = Prefetcher([slow, bad], lambda number: 10 * number, 4, 1)
+    threading.Timer(0.2, gate.set).start()
+    assert subject.get(0).number == 0
+    with pytest.raises(DataError, match="^record 10 is bad$"):
+        subject.get(1)
+    assert subject.close()
+
+
+def test_later_batches_have_the_rows_of_earlier_ones():
+    class Rows(Numbers):
+        """A loader of arrays with 1, 20, 1 … rows."""
+
+        def load(self, first, count, batch):
+            batch.array(0, (batch.padded_rows(20 if first == 10 else 1),))[...] = first
+
+    for least, expected in ((0, [1, 20, 1, 1]), (16, [16, 32, 32, 32])):
+        subject = prefetcher(Rows(), least_rows=least)
+        assert [subject.get(number).arrays[0].size for number in range(4)] == expected
+        assert subject.close()
 
 
 def test_waiting_is_measured():

@@ -65,10 +65,14 @@ def test_a_batch_without_boxes_has_one_row_of_minus_one():
 
 
 def test_rows_may_be_filled_up_so_that_their_number_seldom_changes():
-    subject = loader([record(0), *[record(n, np.tile(CORNERS, (8, 1))) for n in (1, 2)]], pad_rows=True)
-    counts = [load(subject, 0, 1)[1].shape[2], load(subject, 1, 1)[1].shape[2], load(subject, 0, 1)[1].shape[2]]
+    subject = loader([record(0), *[record(n, np.tile(CORNERS, (8, 1))) for n in (1, 2)]])
+    batch, counts = Batch(2), []
+    batch.least_rows = 16
+    for first in (0, 1, 0):
+        subject.load(first, 1, batch)
+        counts.append(batch.arrays[1].shape[2])
     assert counts == [16, 32, 32]
-    rows = load(subject, 0, 1)[1][0, 0]
+    rows = batch.arrays[1][0, 0]
     assert (rows[:3, 0] == 0).all()
     assert (rows[3:] == -1).all()
 
