@@ -53,6 +53,8 @@ _JPEG_CHANNELS = 3
 """Channels of a plain JPEG."""
 _DECODED_TOGETHER = 16
 """Images that a thread decodes before it copies their crops, so that it rarely takes the GIL."""
+_MOST_DECODING_THREADS = 8
+"""Threads that decode images of a database without waiting for the GIL much; 16 use 10 cores."""
 _NUMBA_IMPORT_IMAGES = 4000
 """Images that Python copies while numba is imported, about 0.5 s."""
 
@@ -172,12 +174,15 @@ class ImageLoader(ABC):
         return self._workers.threads
 
     def limited_by_gil(self) -> bool:
-        """Return whether the threads mostly wait for Python's lock (the GIL): they change images in many short calls.
+        """Return whether the threads would often wait for Python's lock (the GIL).
+
+        They do if they change each image in many short calls, or if many of them decode.
 
         Raises:
             DataError: as `parse`.
         """
-        return self._transformer.preprocesses and self._decoding is None and self.is_encoded()
+        waits = self._transformer.preprocesses or self.threads > _MOST_DECODING_THREADS
+        return waits and self._decoding is None and self.is_encoded()
 
     @property
     def reading(self) -> str:
@@ -617,7 +622,7 @@ class ImageFileLoader(ImageLoader):
         return data, self._labels[number]
 
     def limited_by_gil(self) -> bool:
-        return self._cache is None and super().limited_by_gil()  # the threads share the cache
+        return self._cache is None and self._decoding is None  # the threads share the cache
 
     def parse(self, number: int) -> tuple[Image, float]:
         if self._cache is None:

@@ -210,7 +210,7 @@ class ProcessLoader:
             process.wait(_END_SECONDS)
         return RunError(
             f"{self._where}: the process that reads {self.reading} has ended with exit status {process.returncode}; "
-            "-9 is the system's answer to a lack of memory. With data_param { threads: 1 } no other process reads"
+            "-9 is the system's answer to a lack of memory: use fewer cores (taskset), each of which has a process"
         )
 
 

@@ -117,11 +117,50 @@ def test_processes_read_what_the_layer_opened(tmp_path: Path, monkeypatch: pytes
     layer.close()
 
 
-def test_images_that_are_only_decoded_are_read_in_threads(tmp_path: Path) -> None:
-    layer = layer_over(write_records(tmp_path, "Data"), "Data", "crop_size: 32", 3)
-    next(batches(layer, 1))
-    assert processes(layer) == []
+@pytest.mark.parametrize(
+    ("kind", "text", "threads", "wanted"),
+    [
+        ("AnnotatedData", BOXES, 2, 2),
+        ("Data", RESIZE, 2, 2),
+        ("Data", RESIZE, 1, 0),
+        ("Data", RESIZE + " decode: AUTO", 2, 0),
+        ("Data", "crop_size: 32", 8, 0),
+        ("Data", "crop_size: 32", 9, 9),
+    ],
+)
+def test_processes_read_where_threads_would_wait_for_the_gil(
+    tmp_path: Path, kind: str, text: str, threads: int, wanted: int
+) -> None:
+    layer = layer_over(write_records(tmp_path, kind), kind, text, threads)
+    layer.backend.decodes_images = True
+    own = layer.make_loader()
+    loaders = layer.loaders(own)
+    assert [loader for loader in loaders if loader is not own] == layer._processes
+    assert len(layer._processes) == wanted
     layer.close()
+
+
+def test_image_lists_are_read_in_processes_unless_decoded_images_are_kept(tmp_path: Path) -> None:
+    for number in range(RECORDS):
+        (tmp_path / f"{number}.jpg").write_bytes(encoded(number))
+    (tmp_path / "list").write_text("".join(f"{number}.jpg {number}\n" for number in range(RECORDS)))
+    found = []
+    for settings in ("threads: 1", "threads: 2", "threads: 2 cache: true"):
+        data = f"source: '{tmp_path}/list' root_folder: '{tmp_path}/' batch_size: 4 {settings}"
+        param = text_format.Parse(
+            f"name: 'd' type: 'ImageData' top: 'x' top: 'y' image_data_param {{ {data} new_height: 40 new_width: 50 }}",
+            LayerParameter(),
+        )
+        layer = layer_class("ImageData")(param, LayerContext(create_backend(threads=1), TRAIN, seed=5))
+        layer.setup([], [Blob(layer.backend), Blob(layer.backend)])
+        found.append((list(batches(layer, 4)), len(processes(layer))))
+        layer.close()
+    assert [count for _, count in found] == [0, 2, 0]
+    expected, *others = (taken for taken, _ in found)
+    for taken in others:
+        for batch, wanted in zip(taken[:4], expected, strict=False):
+            for array, same in zip(batch, wanted, strict=True):
+                np.testing.assert_array_equal(array, same)
 
 
 def test_a_record_that_cannot_be_read_is_named_after_the_batches_before_it(tmp_path: Path) -> None:
