@@ -1,6 +1,6 @@
 """Training from encoded images: what the readers reach, and what a GPU trains from JPEGs beside made-up images.
 
-    python benchmarks/real_images.py [--rows caffenet,resnet50,resnet50-resize,ssd300] [--cores 16] [--seconds 4]
+    python benchmarks/real_images.py [--rows caffenet,ssd300] [--cores 16] [--seconds 4]
 
 Makes JPEGs that look like photographs (smooth noise, shapes and grain, quality 90) and LMDBs of them in a temporary
 folder; epochs repeat and the files stay in the page cache, so this is not about disks. For each row:
@@ -250,6 +250,10 @@ def measure(name: str, folder: Path, arguments: argparse.Namespace) -> None:
     net.layer.extend([data_layer(row, folder), *learned])
     solver = write_solver(folder / "solver.prototxt", net)
     show("CPU decodes", *train(solver, gpu, arguments.seconds, ["--decode", "cpu"]))
+    if row.folder == "ssd300":
+        net.layer[0].annotated_data_param.recompress = False
+        without = write_solver(folder / "solver.prototxt", net)
+        show("without recompression", *train(without, gpu, arguments.seconds, ["--decode", "cpu"]))
     if row.folder != "ssd300" and has("nvidia", "nvidia.nvimgcodec"):
         show("GPU decodes", *train(solver, gpu, arguments.seconds, ["--decode", "gpu"]))
     if row.peer and has("torch", "torchvision"):

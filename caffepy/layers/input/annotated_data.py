@@ -54,7 +54,8 @@ class AnnotatedDataLayer(DataLayer):
     Tops: images (N, C, H, W), and the boxes of all images (1, 1, boxes, 8) with the columns image index, label,
     instance, xmin, ymin, xmax, ymax as fractions of width and height, difficult; one row of -1 if there are no boxes.
     For records without a type of annotation the second top holds labels, (N, 1, 1, 1). In training on a GPU, rows with
-    image -1 pad the boxes to a power of two, so that captured graphs stay valid.
+    image -1 pad the boxes to a power of two, so that captured graphs stay valid. As in Caffe, an encoded image is
+    compressed to JPEG after its colours, its canvas and its patch; `recompress: false` leaves that out.
 
     As in MobileNet-YOLO's `annotated_data_layer.cpp`: With yolo_data_type 1 the second top is (N, 1, 300, 5) with rows
     class from 0, center x, center y, width, height, and then rows of 0. Without a batch_sampler, yolo_data_jitter or
@@ -117,6 +118,7 @@ class AnnotatedDataLayer(DataLayer):
             difficult=param.train_diffcult,
             jitter=param.yolo_data_jitter if self._yolo or param.HasField("yolo_data_jitter") else 0.0,
             devices=self.context.shard.world_size if training else None,
+            recompress=param.recompress,
         )
         threads = self.threads(self.param.data_param.threads)
         order = self.record_order(seed, stream)
@@ -155,6 +157,7 @@ class AnnotatedSettings:
         difficult: whether YOLO's rows include boxes marked difficult.
         jitter: part of the sides that a random crop may cut off; 0: no such crop. Samplers replace it.
         devices: devices that divide a batch of the training; None: this is a test.
+        recompress: whether encoded images are compressed to JPEG after each change.
     """
 
     transform: caffe_pb2.TransformationParameter
@@ -165,6 +168,7 @@ class AnnotatedSettings:
     difficult: bool = True
     jitter: float = 0.0
     devices: int | None = None
+    recompress: bool = True
 
 
 @dataclass(frozen=True)
@@ -378,9 +382,10 @@ class AnnotatedLoader(DatumLoader):
 
     def _recompressed(self, sample: Sample) -> Sample:
         """Compress an encoded record's image to JPEG and decode it, as Caffe does after each change."""
-        if not sample.encoded:
-            return sample
-        return replace(sample, image=recompress(sample.image))
+        return replace(sample, image=recompress(sample.image)) if self._recompresses(sample) else sample
+
+    def _recompresses(self, sample: Sample) -> bool:
+        return sample.encoded and self._settings.recompress
 
     def _constraint(self) -> caffe_pb2.EmitConstraint | None:
         transform = self._settings.transform
@@ -413,7 +418,7 @@ class AnnotatedLoader(DatumLoader):
         if sample.canvas is None:
             return sample.image[:, top : top + rows, left : left + columns]
         color = np.clip(np.rint(self._transformer.channel_means(sample.image.shape[0])), 0, 255)
-        return canvas_part(sample.image, sample.canvas, color, (top, left, rows, columns), sample.encoded)
+        return canvas_part(sample.image, sample.canvas, color, (top, left, rows, columns), self._recompresses(sample))
 
     def _cropped(self, sample: Sample, patch: Floats) -> Sample:
         """Crop the image to a patch within it."""

@@ -151,6 +151,16 @@ def test_encoded_records_are_written_as_jpeg_again_after_each_change():
     np.testing.assert_array_equal(load(loader([record(0)], text), 0, 1)[0][0], pixels(0))
 
 
+def test_without_recompression_an_encoded_image_is_augmented_as_a_raw_one():
+    text = "mirror: true expand_param { max_expand_ratio: 3 } mean_value: 40"
+    samplers = ("sampler { min_scale: 0.5 max_scale: 0.9 }",)
+    encoded = loader([record(0, encoded=True)], text, samplers, recompress=False)
+    raw = loader([record(0)], text, samplers)
+    for sample in range(20):
+        for found, expected in zip(load(encoded, sample, 1), load(raw, sample, 1), strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
 def test_raw_records_keep_their_colors(caplog):
     """As in Caffe, which distorts and damages decoded images alone."""
     text = (
