@@ -7,8 +7,9 @@ folder; epochs repeat and the files stay in the page cache, so this is not about
 
 - `reading`: `caffepy time --data`, the data layer alone;
 - `made up`, `CPU decodes`, `GPU decodes`: `caffepy train`, with images that are made up once and stay on the GPU, from
-  the LMDB, and from the LMDB with `--decode gpu` (needs nvImageCodec). Images a second are those of the report;
-  `waited` is its share of waiting for data; `cores` are those that it and its readers used;
+  the LMDB, and from the LMDB with `--decode gpu` (needs nvImageCodec). SSD300 is also trained with `recompress: false`.
+  Images a second and the share of waiting for data are those of the log's lines after the first five seconds; `cores`
+  are those that the process and its readers used;
 - `PyTorch`: `peers/torch_images.py`, torchvision's decoder in as many worker processes as there are cores, the loader
   alone and with a net of torchvision.
 
@@ -47,6 +48,10 @@ from caffepy.proto import caffe_pb2
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 150
 """Seconds that a run may take."""
+START_SECONDS = 5
+"""Seconds of a training that are not measured: readers start, graphs are captured, a kernel is compiled."""
+DISPLAY = 20
+"""Iterations between two lines of the log."""
 STARTED = "] Iteration 0 "
 """Part of the line that a training logs after its first iteration, which compiles kernels."""
 RESIZE = (
@@ -165,7 +170,7 @@ def write_solver(path: Path, net: caffe_pb2.NetParameter) -> Path:
     """A solver that trains until it is stopped."""
     param = caffe_pb2.SolverParameter(
         net_param=net, base_lr=1e-6, lr_policy="fixed", momentum=0.9, weight_decay=0.0005, max_iter=10**7,
-        display=10**6, random_seed=1, snapshot_after_train=False, type="SGD",
+        display=DISPLAY, random_seed=1, snapshot_after_train=False, type="SGD",
     )  # fmt: skip
     path.write_text(text_format.MessageToString(param))
     return path
@@ -182,34 +187,38 @@ def processor_seconds(process: int) -> float:
     return own + sum(processor_seconds(int(child)) for child in children)
 
 
-def train(solver: Path, gpu: int, seconds: float, options: Sequence[str]) -> tuple[float, str, float]:
-    """Train for some seconds; images a second, the share of waiting for data, and the cores that were used."""
+def train(row: Row, solver: Path, gpu: int, seconds: float, options: Sequence[str]) -> tuple[float, str, float]:
+    """Train for some seconds after a start; images a second, the share of waiting for data, and the cores used."""
     command = [sys.executable, "-m", "caffepy", "train", "--solver", str(solver), "--gpus", str(gpu), *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     assert process.stderr is not None
     end = threading.Timer(LIMIT, process.kill)
     end.start()
-    lines, cores = [], 0.0
+    lines, displayed, since = list[str](), list[str](), ""
+    before = begin = cores = 0.0
     try:
         for line in process.stderr:
             lines.append(line)
-            if STARTED in line and not cores:
-                time.sleep(2)  # captures graphs; decoders come to their speed
-                before, begin = processor_seconds(process.pid), time.monotonic()
-                time.sleep(seconds)
-                cores = (processor_seconds(process.pid) - before) / (time.monotonic() - begin)
-                process.send_signal(signal.SIGINT)
+            if STARTED in line and not since:
+                time.sleep(START_SECONDS)
+                before, begin, since = processor_seconds(process.pid), time.monotonic(), time.strftime("%H:%M:%S")
+            elif since and line[:1] == "I" and line.split(maxsplit=2)[1] >= since:
+                displayed.append(line)
+                lasted = time.monotonic() - begin
+                if not cores and lasted >= seconds and sum(" iter/s" in each for each in displayed) > 1:
+                    cores = (processor_seconds(process.pid) - before) / lasted
+                    process.send_signal(signal.SIGINT)
         process.wait()
     finally:
         end.cancel()
         process.kill()
-    text = "".join(lines)
-    rates, waits = re.findall(r"performance.*?([\d.]+) img/sec", text), re.findall(r"Waited for data (\d+ %)", text)
+    rates = [float(rate) for rate in re.findall(r"Iteration \d+ \(([\d.]+) iter/s", "".join(displayed))]
     if not rates:
-        raise SystemExit(f"{' '.join(command)} failed:\n{text[-3000:]}")
-    for notice in re.findall(r"\] (.*decodes.*)", text):
+        raise SystemExit(f"{' '.join(command)} failed:\n{''.join(lines)[-3000:]}")
+    waits = [float(share) for share in re.findall(r"    Waited for data (\d+) %", "".join(displayed))]
+    for notice in re.findall(r"\] (.*(?:decodes|processes read).*)", "".join(lines)):
         print(f"{'':34}{notice}")
-    return float(rates[-1]), waits[-1] if waits else "-", cores
+    return row.batch * len(rates) / sum(1 / rate for rate in rates), f"{sum(waits) / len(rates):.0f} %", cores
 
 
 def read(row: Row, folder: Path, options: Sequence[str], seconds: float, cores: int) -> None:
@@ -244,18 +253,18 @@ def measure(name: str, folder: Path, arguments: argparse.Namespace) -> None:
     if gpu is None:
         return
     net = synthetic_net(folder, row.folder, row.batch, row.kind)  # with images that are made up once
-    show("made up", *train(write_solver(folder / "solver.prototxt", net), gpu, arguments.seconds, []))
+    show("made up", *train(row, write_solver(folder / "solver.prototxt", net), gpu, arguments.seconds, []))
     learned = [layer for layer in net.layer if layer.bottom]
     del net.layer[:]
     net.layer.extend([data_layer(row, folder), *learned])
     solver = write_solver(folder / "solver.prototxt", net)
-    show("CPU decodes", *train(solver, gpu, arguments.seconds, ["--decode", "cpu"]))
+    show("CPU decodes", *train(row, solver, gpu, arguments.seconds, ["--decode", "cpu"]))
     if row.folder == "ssd300":
         net.layer[0].annotated_data_param.recompress = False
         without = write_solver(folder / "solver.prototxt", net)
-        show("without recompression", *train(without, gpu, arguments.seconds, ["--decode", "cpu"]))
+        show("without recompression", *train(row, without, gpu, arguments.seconds, ["--decode", "cpu"]))
     if row.folder != "ssd300" and has("nvidia", "nvidia.nvimgcodec"):
-        show("GPU decodes", *train(solver, gpu, arguments.seconds, ["--decode", "gpu"]))
+        show("GPU decodes", *train(row, solver, gpu, arguments.seconds, ["--decode", "gpu"]))
     if row.peer and has("torch", "torchvision"):
         for line in peer(row, folder, arguments):
             print(line, flush=True)

@@ -264,7 +264,8 @@ class Prefetcher:
             if self._closed:
                 raise AbortedError(f"{self._where}: closed while waiting for data")
             if not any(thread.is_alive() for thread in self._threads):
-                raise RunError(f"{self._where}: the prefetch thread has ended; see the log above")
+                ended = RunError(f"{self._where}: the prefetch thread has ended; see the log above")
+                raise next(iter(self._failed.values()), ended)
             self._check_wait()
             now = suspend_aware_seconds()
             if now >= started + self._timeout:
