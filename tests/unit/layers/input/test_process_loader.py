@@ -110,6 +110,7 @@ def test_processes_fill_the_batches_that_one_thread_fills(tmp_path: Path, kind: 
 def test_processes_read_what_the_layer_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_records(tmp_path, "AnnotatedData")
     (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "random.py").write_text("raise SystemExit('this is a file of the user')")
     monkeypatch.chdir(tmp_path)
     layer = layer_over(Path("AnnotatedData"), "AnnotatedData", BOXES, 2)
     monkeypatch.chdir("elsewhere")
@@ -227,6 +228,7 @@ time.sleep(300)
     wait_for_end(numbers)
 
 
+@pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_child_starts_processes_of_its_own(tmp_path: Path) -> None:
     path = write_records(tmp_path, "AnnotatedData")
     layer = layer_over(path, "AnnotatedData", BOXES, 2)
