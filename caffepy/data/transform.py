@@ -274,7 +274,8 @@ class Transformer:
             if self.center_crops_mean
             else np.broadcast_to(self.mean(image.shape), image.shape)[part]
         )
-        np.subtract(crop, mean, out=target, dtype=np.float32)
+        for pixels, average, place in zip(crop, mean, target, strict=True):  # all at once take twice as long
+            np.subtract(pixels, average, out=place, dtype=np.float32)
         if self.scale != 1:
             out *= self.scale
 
