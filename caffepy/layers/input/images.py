@@ -37,6 +37,7 @@ class ImagesLayer(PrefetchingLayer):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self._folder = working_folder()
+        self._processes: list[ProcessLoader] = []
         super().setup(bottom, top)
 
     @abstractmethod
@@ -54,7 +55,7 @@ class ImagesLayer(PrefetchingLayer):
         self._passes = 0
         self._judged_from: tuple[float, float] | None = None
         self._judges = False
-        self._processes: list[ProcessLoader] = []
+        self._processes = []
         wanted = self._wanted_decoder()
         if wanted != "cpu" and (reason := self._host_only()):
             logger.warning("%s: the CPU decodes: %s", self.where, reason)
@@ -76,6 +77,11 @@ class ImagesLayer(PrefetchingLayer):
                 self._processes = [ProcessLoader(task, loader, self.where, warned) for _ in range(loader.threads)]
                 logger.info("%s: %d processes read the images", self.where, loader.threads)
         return self._processes or [loader]
+
+    def close(self) -> None:
+        for process in getattr(self, "_processes", []):  # nothing waits for the batches that they fill
+            process.close()
+        super().close()
 
     def _decode_on_device(self, loader: ImageLoader) -> None:
         decoders = [self.backend.image_decoder() for _ in range(_DECODERS)]

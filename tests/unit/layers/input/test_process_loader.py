@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from image_files import jpeg, smooth_image
 from caffepy.backend import create_backend
 from caffepy.blob import Blob
 from caffepy.data.sources.record_write import record_key, write_datums
-from caffepy.errors import DataError, RunError
+from caffepy.errors import AbortedError, DataError, RunError
 from caffepy.layers.core.base import LayerContext, layer_class
 from caffepy.proto.caffe_pb2 import TRAIN, AnnotatedDatum, Datum, LayerParameter
 
@@ -176,6 +177,29 @@ def test_a_record_that_cannot_be_read_is_named_after_the_batches_before_it(tmp_p
     with pytest.raises(DataError, match=f"layer 'd' .*: LMDB '{path}': record 5 .*30 bytes"):
         next(taken)
     layer.close()
+
+
+def test_a_layer_is_closed_while_processes_fill_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    layer = layer_over(write_records(tmp_path, "AnnotatedData"), "AnnotatedData", BOXES, 2, batch=100_000)
+    errors = []
+
+    def wait() -> None:
+        try:
+            layer.next_batch(0)
+        except AbortedError as error:
+            errors.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    end = time.monotonic() + 60
+    while len(processes(layer)) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    numbers = processes(layer)
+    layer.close()
+    waiter.join(60)
+    wait_for_end(numbers)
+    assert len(errors) == 1
+    assert "did not stop" not in caplog.text
 
 
 def test_a_process_that_was_killed_is_reported(tmp_path: Path) -> None:
