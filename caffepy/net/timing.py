@@ -80,7 +80,7 @@ class DataTimes:
         batches: batches that were timed.
         batch_size: images of a batch.
         seconds: their time.
-        cores: cores that the process and those that read for it used meanwhile.
+        cores: cores that the process and its reading processes used meanwhile.
         stages: seconds of the reader's threads in each stage (`caffepy.stages`); empty: not measured.
     """
 
