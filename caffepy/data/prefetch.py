@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend.input_ring import ImageSlot
-from caffepy.backend.layout import view
+from caffepy.backend.layout import memory_order, view
 from caffepy.errors import AbortedError, CaffepyError, RunError
 from caffepy.forks import tell_after_fork
 from caffepy.monotonic_clock import suspend_aware_seconds
@@ -88,6 +88,10 @@ class Batch:
             flat = self._memory(4 * math.prod(shape)).view(np.float32)
             self.arrays[top] = view(flat, shape)
         return self.arrays[top]
+
+    def array_bytes(self) -> list[NDArray[np.uint8]]:
+        """Return the memory of each array as bytes: 1-D views, in memory order."""
+        return [memory_order(array).reshape(-1).view(np.uint8) for array in self.arrays]
 
     def padded_rows(self, rows: int) -> int:
         """Return the rows of an array with a variable number of rows: `rows`, or a power of two with `least_rows`."""

@@ -55,7 +55,6 @@ class ImagesLayer(PrefetchingLayer):
         self._passes = 0
         self._judged_from: tuple[float, float] | None = None
         self._judges = False
-        self._processes = []
         wanted = self._wanted_decoder()
         if wanted != "cpu" and (reason := self._host_only()):
             logger.warning("%s: the CPU decodes: %s", self.where, reason)
@@ -70,6 +69,7 @@ class ImagesLayer(PrefetchingLayer):
     def loaders(self, loader: DescribingLoader) -> Sequence[Loader]:
         """Return the layer's loader, or in training processes, if threads would wait for Python's lock (the GIL)."""
         assert isinstance(loader, ImageLoader)
+        self._processes = []
         several = loader.threads > 1 and self.context.phase == caffe_pb2.TRAIN and not self._judges
         if several and loader.limited_by_gil():
             stream, warned = self.random_stream(), set[str]()

@@ -17,7 +17,6 @@ import numpy as np
 
 from caffepy.backend.input_ring import ByteImages, ImageSlot, InputRing, aligned_size
 from caffepy.backend.interface import Backend
-from caffepy.backend.layout import memory_order
 from caffepy.backend.types import Counter, RandomStream
 from caffepy.data.prefetch import Batch, Loader, Prefetcher
 from caffepy.data.schedule import TestSchedule, TrainSchedule
@@ -503,8 +502,7 @@ class FloatTransfer(HostToDeviceTransfer):
         self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
 
     def put(self, batch: Batch, done: Callable[[], None]) -> None:
-        flats = [memory_order(array).reshape(-1).view(np.uint8) for array in batch.arrays]
-        self.ring.put(batch.number, 1, list(zip(self._offsets, flats, strict=True)), done)
+        self.ring.put(batch.number, 1, list(zip(self._offsets, batch.array_bytes(), strict=True)), done)
 
     def fill_tops(self, counter: Counter, tops: Blobs) -> None:
         for offset, top in zip(self._offsets, tops, strict=True):

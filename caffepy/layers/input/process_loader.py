@@ -27,7 +27,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend.input_ring import ImageSlot
-from caffepy.backend.layout import memory_order
 from caffepy.config.paths import PathResolver
 from caffepy.data.loader import ImageLoader
 from caffepy.data.prefetch import Batch
@@ -133,7 +132,9 @@ class ProcessLoader:
         answer = self._ask({"first": first, "count": count, "rows": batch.least_rows, "tops": len(batch.arrays)})
         batch.least_rows = answer["rows"]
         for top, shape in enumerate(answer["shapes"]):
-            self._read_into(memory_order(batch.array(top, tuple(shape))).reshape(-1).view(np.uint8))
+            batch.array(top, tuple(shape))
+        for memory in batch.array_bytes():
+            self._read_into(memory)
 
     def load_bytes(self, firsts: Sequence[int], count: int, slot: ImageSlot, block: NDArray[np.uint8]) -> int:
         """Fill slots as `ImageLoader.load_bytes` does.
@@ -142,8 +143,7 @@ class ProcessLoader:
             RunError: the process has ended.
         """
         self._first = firsts[0]
-        shape = (slot.count, slot.channels, slot.height, slot.width)
-        filled: int = self._ask({"firsts": list(map(int, firsts)), "count": count, "slot": shape})["filled"]
+        filled: int = self._ask({"firsts": list(map(int, firsts)), "count": count, "slot": slot.shape})["filled"]
         self._read_into(block[: filled * slot.size])
         return filled
 

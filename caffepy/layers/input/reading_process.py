@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from caffepy.backend import create_backend
 from caffepy.backend.input_ring import ImageSlot
-from caffepy.backend.layout import memory_order
 from caffepy.config.dialect import Dialect
 from caffepy.config.paths import PathResolver
 from caffepy.data.images.datum import single_threaded_opencv
@@ -117,5 +116,4 @@ class _Reader:
         batch = self._batch
         batch.least_rows = request["rows"]
         self.loader.load(request["first"], request["count"], batch)
-        parts = [memory_order(array).reshape(-1).view(np.uint8) for array in batch.arrays]
-        return {"shapes": [array.shape for array in batch.arrays], "rows": batch.least_rows}, parts
+        return {"shapes": [array.shape for array in batch.arrays], "rows": batch.least_rows}, batch.array_bytes()
