@@ -136,7 +136,7 @@ class Prefetcher:
         first_sample: maps a pass to the global number of this device's first sample.
         count: samples in a batch.
         tops: arrays in a batch.
-        depth: maximum number of prefetched batches.
+        depth: maximum number of prefetched batches; each loader after the first adds one.
         where: the layer, for messages.
         slot: layout of a pass of uint8 images; None: batches are float32. After a record that does not fit the layout,
             batches are float32.
@@ -171,7 +171,9 @@ class Prefetcher:
         self._tops = tops
         self._next = 0
         """First pass of the next batch to fill; the first `get` initialises it."""
-        self._depth = max(depth, 1)
+        self.depth = max(depth, 1) + len(loaders) - 1
+        """Maximum number of batches that are ready or being filled. If only those that are ready counted, loaders that
+        finish at the same time would also wait at the same time."""
         self._where = where
         self._slot = slot
         self._block = block if len(loaders) == 1 else 1
@@ -304,9 +306,9 @@ class Prefetcher:
             loader.close()
 
     def _begin_batch(self, loader: Loader) -> Batch | None:
-        """Wait until fewer than `depth` batches are ready, then return the next one to fill; None: no more."""
+        """Wait until another batch is to be filled, then return it; None: no more."""
         with self._changed:
-            while len(self._ready) >= self._depth and not self._closed and not self._failed:
+            while not self._closed and not self._failed and len(self._ready) + len(self._filling) >= self.depth:
                 self._changed.wait(60)
             if self._closed or self._failed:
                 return None

@@ -115,7 +115,7 @@ def measure_data(net: Net, iterations: int) -> list[DataTimes]:
 
 
 def _measure_data_layer(layer: PrefetchingLayer, number: int, iterations: int) -> DataTimes:
-    end = number + layer.prefetch_depth() + 2
+    end = number + layer.batches_ahead() + 2
     while number < end:  # threads start and kernels are compiled
         number += _take_batch(layer, number)
     batches, before = 0, layer.stage_totals()

@@ -264,6 +264,10 @@ class PrefetchingLayer(Layer):
         """Return the seconds of the processor that other processes have used to read for this layer."""
         return 0.0
 
+    def batches_ahead(self) -> int:
+        """Return the number of batches that are ready or being filled when training waits for none."""
+        return self._start_prefetcher().depth
+
     def next_batch(self, number: int) -> tuple[Prefetcher, Batch]:
         """Wait for the batch that begins with pass `number`; return it with the prefetcher that takes it back."""
         prefetcher = self._start_prefetcher()

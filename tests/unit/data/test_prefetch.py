@@ -215,6 +215,26 @@ def test_several_loaders_fill_batches_at_the_same_time_and_in_order():
     assert all(loader.closed for loader in loaders)
 
 
+def test_a_loader_goes_on_while_the_batches_of_others_are_ready():
+    """Loaders that finish together do not wait together until most of their batches are taken."""
+    loaded = threading.Semaphore(0)
+
+    class Counted(Numbers):
+        def load(self, first, count, batch):
+            super().load(first, count, batch)
+            loaded.release()
+
+    subject = Prefetcher([Counted() for _ in range(4)], lambda number: 10 * number, 4, 1, depth=2)
+    subject.get(0)
+    for _ in range(6):  # the batch that was taken, and five that are ready
+        assert loaded.acquire(timeout=300)
+    assert not loaded.acquire(timeout=0.05)
+    subject.get(1)
+    assert loaded.acquire(timeout=300)
+    assert not loaded.acquire(timeout=0.05)
+    assert subject.close()
+
+
 def test_an_error_waits_for_the_batches_before_it():
     error, gate = DataError("record 10 is bad"), threading.Event()
     slow, bad = Numbers(gate=gate), Numbers(10, error)
