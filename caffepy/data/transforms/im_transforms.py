@@ -358,9 +358,8 @@ def adjust_hsv(image: Bytes, channel: int, factor: float, summand: float) -> Byt
     """
     cv2 = opencv()
     hsv = call_opencv("cvtColor", image, cv2.COLOR_BGR2HSV)
-    tables = np.repeat(np.arange(256, dtype=np.uint8)[:, None, None], 3, axis=2)
-    tables[:, 0, channel] = _scale_table(factor, summand)
-    return cast(Bytes, call_opencv("cvtColor", call_opencv("LUT", hsv, tables), cv2.COLOR_HSV2BGR))
+    changed = scale_bytes(cast(Bytes, call_opencv("extractChannel", hsv, channel)), factor, summand)
+    return cast(Bytes, call_opencv("cvtColor", call_opencv("insertChannel", changed, hsv, channel), cv2.COLOR_HSV2BGR))
 
 
 def _reorder(image: Bytes, rng: SampleRng) -> Bytes:

@@ -60,7 +60,8 @@ class SampleRng:
 
     def uniform(self, low: float, high: float) -> float:
         """Return a float32 between the bounds."""
-        return float(self.uniforms(low, high, 1)[0])
+        fraction = int(self.words(1)[0]) / 2.0**32
+        return float(np.float32(low + (high - low) * fraction))
 
     def uniforms(self, low: float, high: float | NDArray[np.float32], count: int) -> NDArray[np.float32]:
         """Return `count` float32 between the bounds; `high` may be one bound per number."""
