@@ -329,15 +329,15 @@ def _patches(batch_sampler: caffe_pb2.BatchSampler, objects: Floats, rng: Sample
 
 def random_patches(sampler: caffe_pb2.Sampler, count: int, rng: SampleRng) -> Floats:
     """Draw (count, 4) patches with sides scale * sqrt(ratio) and scale / sqrt(ratio) at random positions."""
-    scale = rng.uniforms(sampler.min_scale, sampler.max_scale, count)
-    ratio = rng.uniforms(sampler.min_aspect_ratio, sampler.max_aspect_ratio, count)
+    fractions = rng.words(4 * count).reshape(4, count) / 2.0**32
+    low = np.array([sampler.min_scale, sampler.min_aspect_ratio])[:, None]
+    high = np.array([sampler.max_scale, sampler.max_aspect_ratio])[:, None]
+    scale, ratio = (low + (high - low) * fractions[:2]).astype(np.float32)
     ratio = np.minimum(np.maximum(ratio, scale * scale), _f32(1) / (scale * scale))
     root = np.sqrt(ratio)
-    patches = np.empty((count, 4), np.float32)
-    for axis, size in enumerate((scale * root, scale / root)):
-        patches[:, axis] = rng.uniforms(0, np.maximum(_f32(1) - size, 0), count)
-        patches[:, axis + 2] = patches[:, axis] + size
-    return patches
+    sides = np.stack((scale * root, scale / root))
+    corners = (np.maximum(_f32(1) - sides, 0) * fractions[2:]).astype(np.float32)
+    return np.asarray(np.concatenate((corners, corners + sides)).T)
 
 
 def satisfies(patches: Floats, objects: Floats, constraint: caffe_pb2.SampleConstraint) -> NDArray[np.bool_]:

@@ -63,10 +63,9 @@ class SampleRng:
         fraction = int(self.words(1)[0]) / 2.0**32
         return float(np.float32(low + (high - low) * fraction))
 
-    def uniforms(self, low: float, high: float | NDArray[np.float32], count: int) -> NDArray[np.float32]:
-        """Return `count` float32 between the bounds; `high` may be one bound per number."""
-        fractions = self.words(count).astype(np.float64) / 2.0**32
-        return (low + (np.asarray(high, np.float64) - low) * fractions).astype(np.float32)
+    def uniforms(self, low: float, high: float, count: int) -> NDArray[np.float32]:
+        """Return `count` float32 between the bounds."""
+        return (low + (high - low) * (self.words(count) / 2.0**32)).astype(np.float32)
 
 
 def sample_rngs(seed: int, stream: int, samples: NDArray[np.int64], blocks: int = _BLOCKS) -> list[SampleRng]:
