@@ -53,8 +53,8 @@ _JPEG_CHANNELS = 3
 """Channels of a plain JPEG."""
 _DECODED_TOGETHER = 16
 """Images that a thread decodes before it copies their crops, so that it rarely takes the GIL."""
-_MOST_DECODING_THREADS = 8
-"""Threads that decode images of a database without waiting for the GIL much; 16 use 10 cores."""
+MOST_DECODING_THREADS = 8
+"""Threads that decode images of a database without waiting for the GIL much; 16 use 9 cores."""
 _NUMBA_IMPORT_IMAGES = 4000
 """Images that Python copies while numba is imported, about 0.5 s."""
 
@@ -181,7 +181,7 @@ class ImageLoader(ABC):
         Raises:
             DataError: as `parse`.
         """
-        waits = self._transformer.preprocesses or self.threads > _MOST_DECODING_THREADS
+        waits = self._transformer.preprocesses or self.threads > MOST_DECODING_THREADS
         return waits and self._decoding is None and self.is_encoded()
 
     @property

@@ -9,7 +9,7 @@ from time import monotonic
 
 from caffepy.backend.input_ring import ByteImages
 from caffepy.data.batch_decoding import BatchDecoding
-from caffepy.data.loader import ImageLoader
+from caffepy.data.loader import MOST_DECODING_THREADS, ImageLoader
 from caffepy.data.prefetch import Batch, Loader, Prefetcher
 from caffepy.data.transform import Transformer
 from caffepy.errors import MissingExtraError
@@ -62,8 +62,10 @@ class ImagesLayer(PrefetchingLayer):
         if wanted == "gpu":
             self._decode_on_device(loader)
             logger.info("%s: the GPU decodes plain JPEGs, as decode says", self.where)
-        else:
-            self._judges = wanted == "auto"
+        elif wanted == "auto":
+            self._judges = loader.threads <= MOST_DECODING_THREADS
+            if not self._judges:
+                logger.info("%s: the CPU decodes: %d cores outdo a GPU's JPEG engines", self.where, loader.threads)
         return loader
 
     def loaders(self, loader: DescribingLoader) -> Sequence[Loader]:

@@ -128,6 +128,8 @@ def test_processes_read_what_the_layer_opened(tmp_path: Path, monkeypatch: pytes
         ("Data", RESIZE + " decode: AUTO", 2, 0),
         ("Data", "crop_size: 32", 8, 0),
         ("Data", "crop_size: 32", 9, 9),
+        ("Data", "crop_size: 32 decode: AUTO", 8, 0),
+        ("Data", "crop_size: 32 decode: AUTO", 9, 9),
     ],
 )
 def test_processes_read_where_threads_would_wait_for_the_gil(
