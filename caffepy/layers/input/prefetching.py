@@ -181,6 +181,14 @@ class PrefetchingLayer(Layer):
         known = self.context.sample_shapes
         if all(name in known for name in self.param.top):
             return [known[name] for name in self.param.top]
+        return self.open_source()
+
+    def open_source(self) -> Sequence[tuple[int, ...]]:
+        """Open the source and keep it; return the shape of one sample of each top.
+
+        Raises:
+            DataError: the source cannot be read.
+        """
         self._source, shapes = self.open()
         return shapes
 

@@ -32,7 +32,7 @@ from caffepy.data.loader import ImageLoader
 from caffepy.data.prefetch import Batch
 from caffepy.errors import AbortedError, CaffepyError, DataError, RunError
 from caffepy.forks import free_after_fork, tell_after_fork
-from caffepy.layers.core.base import Layer
+from caffepy.layers.input.prefetching import PrefetchingLayer
 from caffepy.proto import caffe_pb2
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ main(answers)
 """
 
 
-def reading_task(layer: Layer, folder: str, seed: int, stream: int) -> dict[str, Any] | None:
+def reading_task(layer: PrefetchingLayer, folder: str, seed: int, stream: int) -> dict[str, Any] | None:
     """Return the settings of a process that reads for a data layer in training; None: another process cannot.
 
     Args:
@@ -83,7 +83,16 @@ def reading_task(layer: Layer, folder: str, seed: int, stream: int) -> dict[str,
         "devices": context.shard.world_size,
         "seed": seed,
         "stream": stream,
+        "fingerprint": source_fingerprint(layer),
     }
+
+
+def source_fingerprint(layer: PrefetchingLayer) -> dict[str, str]:
+    """Return `PrefetchingLayer.fingerprint`; empty if a record that it needs cannot be read."""
+    try:
+        return layer.fingerprint()
+    except DataError:
+        return {}
 
 
 class ProcessLoader:

@@ -28,7 +28,7 @@ from caffepy.data.workers import keep_freed_memory
 from caffepy.errors import CaffepyError, DataError
 from caffepy.layers.core.base import LayerContext, layer_class
 from caffepy.layers.input.images import ImagesLayer
-from caffepy.layers.input.process_loader import json_line
+from caffepy.layers.input.process_loader import json_line, source_fingerprint
 from caffepy.proto import caffe_pb2
 
 
@@ -85,7 +85,7 @@ class _Reader:
         task: of `reading_task`.
 
     Raises:
-        DataError: the layer's source cannot be read.
+        DataError: the source cannot be read, or is not the one that the trainer has opened.
     """
 
     def __init__(self, task: dict[str, Any]) -> None:
@@ -100,7 +100,14 @@ class _Reader:
         param = caffe_pb2.LayerParameter.FromString(b64decode(task["layer"]))
         layer = layer_class(param.type)(param, context)
         assert isinstance(layer, ImagesLayer)
-        layer.open()
+        layer.open_source()
+        found = source_fingerprint(layer)
+        for name, before in task["fingerprint"].items():
+            if found.get(name) != before:
+                raise DataError(
+                    f"{layer.where}: {name} was {before} when the net was made, and is {found.get(name)} now: leave "
+                    "the data as they are while a net reads them, or set threads: 1"
+                )
         self.loader = layer.image_loader(task["seed"], task["stream"])
         self._batch = Batch(0)
 

@@ -119,6 +119,16 @@ def test_processes_read_what_the_layer_opened(tmp_path: Path, monkeypatch: pytes
     layer.close()
 
 
+def test_data_that_changed_since_the_layer_opened_them_are_refused(tmp_path: Path) -> None:
+    path = write_records(tmp_path, "Data")
+    layer = layer_over(path, "Data", RESIZE, 2)
+    path.rename(tmp_path / "before")
+    write_datums(path, ((record_key(n), Datum(data=encoded(n + 1), encoded=True)) for n in range(RECORDS)))
+    with pytest.raises(DataError, match=r"layer 'd' .*the hash of the first record was \w+ .* is \w+ now"):
+        layer.next_batch(0)
+    layer.close()
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "threads", "wanted"),
     [
