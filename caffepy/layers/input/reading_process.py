@@ -31,6 +31,8 @@ from caffepy.layers.input.images import ImagesLayer
 from caffepy.layers.input.process_loader import json_line, source_fingerprint
 from caffepy.proto import caffe_pb2
 
+_ADVICE = "leave the data as they are while a net reads them, or set threads: 1"
+
 
 class _Warnings(logging.Handler):
     """Keeps the log's warnings for the next answer."""
@@ -100,13 +102,15 @@ class _Reader:
         param = caffe_pb2.LayerParameter.FromString(b64decode(task["layer"]))
         layer = layer_class(param.type)(param, context)
         assert isinstance(layer, ImagesLayer)
-        layer.open_source()
+        try:
+            layer.open_source()
+        except DataError as error:
+            raise DataError(f"{error}, although it could be read when the net was made: {_ADVICE}") from error
         found = source_fingerprint(layer)
         for name, before in task["fingerprint"].items():
             if found.get(name) != before:
                 raise DataError(
-                    f"{layer.where}: {name} was {before} when the net was made, and is {found.get(name)} now: leave "
-                    "the data as they are while a net reads them, or set threads: 1"
+                    f"{layer.where}: {name} was {before} when the net was made, and is {found.get(name)} now: {_ADVICE}"
                 )
         self.loader = layer.image_loader(task["seed"], task["stream"])
         self._batch = Batch(0)

@@ -121,12 +121,15 @@ def test_processes_read_what_the_layer_opened(tmp_path: Path, monkeypatch: pytes
 
 def test_data_that_changed_since_the_layer_opened_them_are_refused(tmp_path: Path) -> None:
     path = write_records(tmp_path, "Data")
-    layer = layer_over(path, "Data", RESIZE, 2)
+    changed, gone = layer_over(path, "Data", RESIZE, 2), layer_over(path, "Data", RESIZE, 2)
     path.rename(tmp_path / "before")
+    with pytest.raises(DataError, match=f"layer 'd' .*{path}.* when the net was made"):
+        gone.next_batch(0)
     write_datums(path, ((record_key(n), Datum(data=encoded(n + 1), encoded=True)) for n in range(RECORDS)))
     with pytest.raises(DataError, match=r"layer 'd' .*the hash of the first record was \w+ .* is \w+ now"):
-        layer.next_batch(0)
-    layer.close()
+        changed.next_batch(0)
+    gone.close()
+    changed.close()
 
 
 @pytest.mark.parametrize(
