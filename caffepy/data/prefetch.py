@@ -172,7 +172,7 @@ class Prefetcher:
         self._next = 0
         """First pass of the next batch to fill; the first `get` initialises it."""
         self.depth = max(depth, 1) + len(loaders) - 1
-        """Maximum number of batches that are ready or being filled. If only those that are ready counted, loaders that
+        """Maximum number of batches that are ready or being filled. With a limit of ready batches alone, loaders that
         finish at the same time would also wait at the same time."""
         self._where = where
         self._slot = slot
