@@ -236,9 +236,18 @@ def test_a_loader_goes_on_while_the_batches_of_others_are_ready():
 
 
 def test_an_error_waits_for_the_batches_before_it():
-    error, gate = DataError("record 10 is bad"), threading.Event()
-    slow, bad = Numbers(gate=gate), Numbers(10, error)
-    subject = Prefetcher([slow, bad], lambda number: 10 * number, 4, 1)
+    gate = threading.Event()
+
+    class SlowThenBad(Numbers):
+        """Waits before the first batch and fails at the second; each loader may get either."""
+
+        def load(self, first, count, batch):
+            if first == 0:
+                gate.wait(300)
+            super().load(first, count, batch)
+
+    loaders = [SlowThenBad(10, DataError("record 10 is bad")) for _ in range(2)]
+    subject = Prefetcher(loaders, lambda number: 10 * number, 4, 1)
     threading.Timer(0.2, gate.set).start()
     assert subject.get(0).number == 0
     with pytest.raises(DataError, match="^record 10 is bad$"):
