@@ -342,7 +342,9 @@ def _rounding(one: _Axis, two: _Axis) -> bool:
             starts = [(c - 1) * a.stride - a.before < a.size for c, a in zip(counts, axes, strict=True)]
             if all(good) and all(starts):
                 return ceil
-    raise UnsupportedError("its padding behind the image is so large that Caffe's pooling has fewer windows")
+    raise UnsupportedError(
+        "whether it rounds up or down along both axes, Caffe's pooling has fewer windows, or one behind the image"
+    )
 
 
 def _pair(name: str, height: int, width: int) -> dict[str, object]:
