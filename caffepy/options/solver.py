@@ -33,7 +33,8 @@ class ExecutionOptions:
     decode: str = option(
         "",
         "what decodes the JPEGs of the train net, in place of transform_param's decode: the CPU; the GPU, with pixels "
-        "that differ a little (needs the decode12 or decode13 extra); or the CPU until training waits for it (auto)",
+        "that differ a little (needs the decode12 or decode13 extra); or the CPU, with up to eight cores for "
+        "each GPU only until training waits for it (auto)",
         choices=DECODERS,
         group=_ENGINE,
     )
