@@ -41,7 +41,7 @@ from caffepy.data.skeletons import model_named
 from caffepy.errors import CaffepyError
 from caffepy.layers import LayerContext, layer_class
 from caffepy.net import Net
-from caffepy.net.record_shape import WINDOW_FILES, label_shapes, object_list, told_shape
+from caffepy.net.record_shape import label_shapes, object_list, told_shape
 from caffepy.proto import caffe_pb2
 from caffepy.solvers.rules import RULES
 
@@ -58,6 +58,8 @@ LARGEST_IMAGE = 1100
 IMAGE_AXES = 4
 TOLERANCE = 1e-4
 """Of outputs of a GPU, relative to the largest value."""
+WINDOW_FILES = ("ImageGtData", "DetectionData", "EvalData")
+"""Layers with images and objects of window files."""
 PLACEHOLDER = re.compile(r"""^([^#"'\n]*)\$\{?([A-Z]+)\w*\}?""", re.MULTILINE)
 """`$NAME` or `${NAME}` of a template, which a script replaces, outside of a string."""
 PLACEHOLDER_VALUES = {"ADAPTED": "128", "TARGET": "120", "SCALE": "0.9", "NUM": "21"}

@@ -161,3 +161,8 @@ def _pick_up(one: LabelMap, out: Floats, label: np.float32, sides: Floats, overl
     out[0, row, column], out[1:5, row, column] = label, sides
     if overlap is not None:
         out[5, row, column] = overlap
+
+
+def map_shapes(strides: Sequence[int], image: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the shapes of the maps of anchors of these strides, for an image of shape (C, H, W)."""
+    return [(CHANNELS, *LabelMap(1, 1, max(stride, 1)).shape(image[1], image[2])) for stride in strides]

@@ -7,7 +7,7 @@ The augmentation distorts, expands, samples, resizes, crops and mirrors. Defined
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from time import perf_counter
@@ -68,6 +68,20 @@ class AnnotatedDataLayer(DataLayer):
     """
 
     made_by = "`caffepy convert_annoset` makes LMDBs of images with boxes"
+
+    @classmethod
+    def told_size(cls, layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int, str] | None:
+        return super().told_size(layer, False)  # applies `resize_param` in both dialects
+
+    @classmethod
+    def label_shapes(cls, layer: caffe_pb2.LayerParameter, image: Sequence[int]) -> list[tuple[int, ...]]:
+        return [(1, 1, COLUMNS)] * (len(layer.top) - 1)
+
+    @classmethod
+    def object_list(cls, layer: caffe_pb2.LayerParameter, shapes: Mapping[str, Sequence[int]]) -> int | None:
+        if layer.annotated_data_param.yolo_data_type == 1 or len(layer.top) < 2:
+            return None
+        return 1 if shapes.get(layer.top[1], (1,))[-1] > 1 else None
 
     def open(self) -> tuple[Source, list[tuple[int, ...]]]:
         param = self.param.annotated_data_param

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ from caffepy.layers.input.anchor_labels import (
     Truth,
     is_outside,
     label_anchors,
+    map_shapes,
     read_label_maps,
 )
 from caffepy.layers.input.object_windows import (
@@ -54,6 +56,20 @@ def to_step(size: float) -> int:
     return rounded(size / _STEP) * _STEP
 
 
+def told_side_lengths(
+    param: caffe_pb2.DetectionDataParameter | caffe_pb2.EvalDataParameter,
+) -> tuple[int, int, str] | None:
+    """Return the height and width of the images, wide ones where both are possible, and the fields that tell them."""
+    sides = (
+        ("crop_height", "crop_width"), ("crop_short_size", "crop_long_size"), ("resize_height", "resize_width"),
+        ("short_size", "long_size"),
+    )  # fmt: skip
+    for height, width in sides:
+        if height in param.DESCRIPTOR.fields_by_name and getattr(param, height) and getattr(param, width):
+            return getattr(param, height), getattr(param, width), f"{height} and {width}"
+    return None
+
+
 # -- DetectionData -------------------------------------------------------------------------------------
 
 
@@ -76,6 +92,20 @@ class DetectionDataLayer(PrefetchingLayer):
     """
 
     tops = (1, None)
+
+    @classmethod
+    def told_size(cls, layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int, str] | None:
+        return told_side_lengths(layer.detection_data_param)
+
+    @classmethod
+    def label_shapes(cls, layer: caffe_pb2.LayerParameter, image: Sequence[int]) -> list[tuple[int, ...]]:
+        param = layer.detection_data_param
+        maps = map_shapes(param.stride, image)
+        return [*maps, (COLUMNS, 1, 1)] if param.output_gt_boxes else maps
+
+    @classmethod
+    def object_list(cls, layer: caffe_pb2.LayerParameter, shapes: Mapping[str, Sequence[int]]) -> int | None:
+        return len(layer.top) - 1 if layer.detection_data_param.output_gt_boxes else None
 
     def batch_size(self) -> int:
         return self.param.detection_data_param.batch_size
@@ -387,6 +417,19 @@ class EvalDataLayer(PrefetchingLayer):
     """
 
     tops = (2, 3)
+
+    @classmethod
+    def told_size(cls, layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int, str] | None:
+        return told_side_lengths(layer.eval_data_param)
+
+    @classmethod
+    def label_shapes(cls, layer: caffe_pb2.LayerParameter, image: Sequence[int]) -> list[tuple[int, ...]]:
+        sizes: list[tuple[int, ...]] = [(COLUMNS, 1, 1), (2, 1, 1)]
+        return sizes[: len(layer.top) - 1]
+
+    @classmethod
+    def object_list(cls, layer: caffe_pb2.LayerParameter, shapes: Mapping[str, Sequence[int]]) -> int | None:
+        return 1
 
     def batch_size(self) -> int:
         return self.param.eval_data_param.batch_size

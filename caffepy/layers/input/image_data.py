@@ -29,6 +29,12 @@ class ImageDataLayer(ImagesLayer):
 
     tops = (2, 2)
 
+    @classmethod
+    def told_image(cls, layer: caffe_pb2.LayerParameter, height: int, width: int) -> tuple[int, ...]:
+        if not layer.image_data_param.is_color:
+            return 1, height, width
+        return super().told_image(layer, height, width)
+
     def batch_size(self) -> int:
         return self.param.image_data_param.batch_size
 

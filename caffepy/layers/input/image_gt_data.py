@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ from caffepy.layers.input.anchor_labels import (
     Truth,
     is_outside,
     label_anchors,
+    map_shapes,
     read_label_maps,
 )
 from caffepy.layers.input.object_windows import (
@@ -65,6 +67,21 @@ class ImageGtDataLayer(PrefetchingLayer):
     """
 
     tops = (2, None)
+
+    @classmethod
+    def told_size(cls, layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int, str] | None:
+        size = crop_size(layer.image_gt_data_param)
+        return None if size is None else (*size, "crop_height and crop_width or resize_height and resize_width")
+
+    @classmethod
+    def label_shapes(cls, layer: caffe_pb2.LayerParameter, image: Sequence[int]) -> list[tuple[int, ...]]:
+        param = layer.image_gt_data_param
+        maps = map_shapes(param.downsample_rate, image)
+        return [*maps, (_COLUMNS, 1, 1)] if param.output_gt_boxes else maps
+
+    @classmethod
+    def object_list(cls, layer: caffe_pb2.LayerParameter, shapes: Mapping[str, Sequence[int]]) -> int | None:
+        return len(layer.top) - 1 if layer.image_gt_data_param.output_gt_boxes else None
 
     def batch_size(self) -> int:
         return self.param.image_gt_data_param.batch_size

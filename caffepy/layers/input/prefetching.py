@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar, Protocol
 
@@ -101,6 +101,52 @@ class PrefetchingLayer(Layer):
     def loaders(self, loader: DescribingLoader) -> Sequence[Loader]:
         """Return the loaders that fill batches at the same time; `loader` is the layer's own."""
         return [loader]
+
+    @classmethod
+    def told_size(cls, layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int, str] | None:
+        """Return the height and width that the fields fix for all images, and the names of these fields.
+
+        Args:
+            layer: the layer as its net gives it; it need not have a source.
+            nvidia: the prototxt has NVIDIA's dialect, in which only SSD's layers apply `resize_param`.
+        """
+        transform, listed = layer.transform_param, layer.image_data_param
+        resize = transform.resize_param[0] if transform.resize_param else caffe_pb2.ResizeParameter()
+        applied = bool(transform.resize_param) and not nvidia
+        fixed = applied and resize.resize_mode != caffe_pb2.ResizeParameter.FIT_SMALL_SIZE
+        told = (
+            (transform.crop_size, transform.crop_size, "crop_size"),
+            (transform.crop_h, transform.crop_w, "crop_h and crop_w"),
+            (resize.height if fixed else 0, resize.width if fixed else 0, "resize_param"),
+            (listed.new_height, listed.new_width, "new_height and new_width"),
+        )
+        return next((size for size in told if size[0] and size[1]), None)
+
+    @classmethod
+    def told_image(cls, layer: caffe_pb2.LayerParameter, height: int, width: int) -> tuple[int, ...]:
+        """Return the shape of a record of images of this size: (C, H, W).
+
+        C is the number of values of `mean_value`, but 3 for one value or none, and 1 for gray images.
+        """
+        transform = layer.transform_param
+        if transform.force_gray:
+            return 1, height, width
+        channels = len(transform.mean_value)
+        return channels if channels > 1 else 3, height, width
+
+    @classmethod
+    def label_shapes(cls, layer: caffe_pb2.LayerParameter, image: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the shapes of the tops after the first, for a record of shape `image` and one object."""
+        return [()] * (len(layer.top) - 1)
+
+    @classmethod
+    def object_list(cls, layer: caffe_pb2.LayerParameter, shapes: Mapping[str, Sequence[int]]) -> int | None:
+        """Return the index of the top that holds one list of the objects of all images; None: there is none.
+
+        Args:
+            shapes: shape of one record by top.
+        """
+        return None
 
     def byte_images(self, count: int) -> ByteImages | None:
         """Return the layout of batches of `count` uint8 images; None: batches are float32."""

@@ -79,6 +79,25 @@ class VideoDataLayer(PrefetchingLayer):
 
     tops = (1, 2)
 
+    @classmethod
+    def told_size(cls, layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int, str] | None:
+        param = layer.video_data_param
+        told = super().told_size(layer, False)  # applies `resize_param` in both dialects
+        if told is None and param.new_height and param.new_width:
+            return param.new_height, param.new_width, "new_height and new_width"
+        return told
+
+    @classmethod
+    def told_image(cls, layer: caffe_pb2.LayerParameter, height: int, width: int) -> tuple[int, ...]:
+        """Return (C, H, W), with C3D's `source` (3, frames, H, W), with TSN's (channels of all frames, H, W)."""
+        param = layer.video_data_param
+        if not param.HasField("source"):
+            return super().told_image(layer, height, width)
+        if not is_of_segments(param):
+            return 3, param.new_length, height, width
+        colors = 2 if param.modality == param.FLOW else 1 if param.grayscale else 3
+        return colors * param.new_length * param.num_segments, height, width
+
     def batch_size(self) -> int:
         param = self.param.video_data_param
         return param.batch_size if param.HasField("source") else self.param.data_param.batch_size
