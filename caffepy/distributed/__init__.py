@@ -11,7 +11,6 @@ from `caffepy.parallel`. Imported by scripts and pycaffe.
 from __future__ import annotations
 
 from caffepy.distributed.data_parallel import (
-    DataParallel,
     DistributedDataParallel,
 )
 from caffepy.distributed.default import (
@@ -72,7 +71,6 @@ __all__ = [
     "MIN",
     "PRODUCT",
     "SUM",
-    "DataParallel",
     "DistributedDataParallel",
     "GroupMember",
     "Handle",

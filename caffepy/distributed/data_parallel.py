@@ -113,10 +113,6 @@ class DistributedDataParallel:
         return int(rows[0, 3])
 
 
-DataParallel = DistributedDataParallel
-"""The class's earlier name."""
-
-
 def _check_devices(solver: Solver, device_ids: Sequence[int] | None, output_device: int | None) -> None:
     """Reject devices that are not the solver's."""
     number = getattr(solver.backend, "device", None)
