@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _RANK_VARIABLES = {"Open MPI": "OMPI_COMM_WORLD_RANK", "MPICH": "PMI_RANK", "Intel MPI": "PMI_RANK"}
 """The environment variable of the rank, by MPI implementation."""
+_MPI_OPTIONS = ("hosts", "hostfile", "nodes", "mpirun", "min_nodes")
+"""Options that are for MPI alone."""
 _DESCRIPTION = """\
 Print the command line that starts a command in several processes, run it and wait for its end.
 
@@ -131,6 +133,7 @@ def make_start(args: argparse.Namespace) -> Start:
     Raises:
         ConfigError, MissingExtraError: as in `run`.
     """
+    from caffepy.parallel.launch.local import Rendezvous
     from caffepy.parallel.launch.slurm import find_allocation
     from caffepy.parallel.processes.launcher import find_mpi_launcher
 
@@ -144,6 +147,9 @@ def make_start(args: argparse.Namespace) -> Start:
     allocation = find_allocation()
     if allocation is None and "SLURM_JOB_ID" in os.environ:
         _say("srun is not installed; Slurm's allocation is ignored")
+    if allocation is None and _is_for_torch(args):
+        _say("the script takes its local rank from torch.distributed's launcher: it is started without MPI")
+        return _without_mpi(args, Rendezvous())
     job = make_job(args, allocation)
     if allocation is None:
         return _with_mpirun(args, job)
@@ -216,20 +222,30 @@ def _within_slurm(args: argparse.Namespace, job: Job, allocation: Allocation) ->
     )
 
 
+def _is_for_torch(args: argparse.Namespace) -> bool:
+    """Return whether a script asks for its local rank as under torch.distributed's launchers, and no option for MPI."""
+    from caffepy.parallel.launch.local import local_rank_name
+
+    given = any(getattr(args, name) for name in (*_MPI_OPTIONS, "mpirun_options"))
+    return not given and not _batch_system() and local_rank_name(_program(args.program)) is not None
+
+
 def _without_mpi(args: argparse.Namespace, rendezvous: Rendezvous) -> Start:
     """Return the `Start` of this machine's processes without a launcher."""
     import signal
 
-    from caffepy.parallel.launch.local import RANK, local_commands, secret_for
+    from caffepy.parallel.launch.local import RANK, local_commands, local_rank_name, secret_for
     from caffepy.parallel.launch.mpirun import Job
     from caffepy.parallel.launch.run import Start, environment_of
     from caffepy.parallel.launch.slurm import without_slurm
 
     rendezvous = rendezvous.complete()
     job = Job(_program(args.program), args.nproc_per_node or 1)
+    name = local_rank_name(job.program) or ""
+    option = name if name.startswith("-") else None
     return Start(
         job,
-        lambda job: local_commands(job, rendezvous),
+        lambda job: local_commands(job, rendezvous, option),
         environment_of(secret_for(rendezvous), without_slurm()),  # a step's variables would make each rank task 0
         RANK,
         last_signal=signal.SIGKILL,
@@ -248,7 +264,7 @@ def _rendezvous(args: argparse.Namespace) -> Rendezvous | None:
     given = {"--node-rank": args.node_rank, "--master-addr": args.master_addr, "--master-port": args.master_port}
     if args.nnodes is None and all(value is None for value in given.values()):
         return None
-    for name in ("hosts", "hostfile", "nodes", "mpirun", "min_nodes"):
+    for name in _MPI_OPTIONS:
         if getattr(args, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} is for MPI; without MPI run caffepy launch on each machine, with --nnodes")

@@ -1,6 +1,8 @@
 """Point-to-point and collective communication for scripts, over NCCL, MPI or TCP.
 
-Modules: `default.py` the default group and its functions, `group.py` the process group and its operations,
+Names, order and meaning of arguments are those of `torch.distributed`.
+
+Modules: `functions.py` the operations, `default.py` the default group and its subgroups, `group.py` the process group,
 `data_parallel.py` training of a solver in a group, `spawn.py` starting processes, `arrays.py` checks of arguments,
 `rendezvous.py` joining and membership, `backends.py` choice of the communicator. Communicators and control channel come
 from `caffepy.parallel`. Imported by scripts and pycaffe.
@@ -8,42 +10,60 @@ from `caffepy.parallel`. Imported by scripts and pycaffe.
 
 from __future__ import annotations
 
-from caffepy.distributed.data_parallel import DataParallel
+from caffepy.distributed.data_parallel import (
+    DistributedDataParallel,
+)
 from caffepy.distributed.default import (
     AVG,
     MAX,
     MIN,
     PRODUCT,
     SUM,
-    all_gather,
-    all_gather_object,
-    all_reduce,
-    all_to_all,
-    barrier,
-    broadcast,
-    broadcast_object,
+    GroupMember,
     destroy_process_group,
-    gather,
-    gather_object,
     get_backend,
     get_group,
     get_local_rank,
     get_rank,
     get_world_size,
     init_process_group,
-    irecv,
+    is_available,
     is_initialized,
-    isend,
     new_group,
+)
+from caffepy.distributed.functions import (
+    all_gather,
+    all_gather_into_tensor,
+    all_gather_object,
+    all_reduce,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    irecv,
+    isend,
     recv,
     reduce,
     reduce_scatter,
+    reduce_scatter_tensor,
     scatter,
+    scatter_object_list,
     send,
 )
-from caffepy.distributed.group import Handle, ProcessGroup
-from caffepy.distributed.spawn import spawn
-from caffepy.parallel.communicators.collectives import ReduceOp
+from caffepy.distributed.group import (
+    Handle,
+    ProcessGroup,
+)
+from caffepy.distributed.spawn import (
+    ProcessContext,
+    spawn,
+)
+from caffepy.parallel.communicators.collectives import (
+    ReduceOp,
+)
 
 __all__ = [
     "AVG",
@@ -51,17 +71,21 @@ __all__ = [
     "MIN",
     "PRODUCT",
     "SUM",
-    "DataParallel",
+    "DistributedDataParallel",
+    "GroupMember",
     "Handle",
+    "ProcessContext",
     "ProcessGroup",
     "ReduceOp",
     "all_gather",
+    "all_gather_into_tensor",
     "all_gather_object",
     "all_reduce",
     "all_to_all",
+    "all_to_all_single",
     "barrier",
     "broadcast",
-    "broadcast_object",
+    "broadcast_object_list",
     "destroy_process_group",
     "gather",
     "gather_object",
@@ -72,13 +96,16 @@ __all__ = [
     "get_world_size",
     "init_process_group",
     "irecv",
+    "is_available",
     "is_initialized",
     "isend",
     "new_group",
     "recv",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_tensor",
     "scatter",
+    "scatter_object_list",
     "send",
     "spawn",
 ]

@@ -59,18 +59,18 @@ def check_array(array: Any, name: str, memory: str, written: bool) -> None:
         raise UserError(f"{name} is in host memory: backend 'nccl' takes CuPy arrays, 'mpi' and 'tcp' take both")
 
 
-def check_operator(operator: Any, array: Array) -> ReduceOp:
+def check_operator(op: Any, array: Array) -> ReduceOp:
     """Return the operator, checked against the array's dtype.
 
     Raises:
         UserError: not an operator, or AVG of integers.
     """
-    if not isinstance(operator, ReduceOp):
+    if not isinstance(op, ReduceOp):
         known = ", ".join(known.name for known in ReduceOp)
-        raise UserError(f"operator is {operator!r}; known: {known}, as in caffepy.distributed.SUM")
-    if operator is ReduceOp.AVG and array.dtype.kind != "f":
+        raise UserError(f"op is {op!r}; known: {known}, as in caffepy.distributed.ReduceOp.SUM")
+    if op is ReduceOp.AVG and array.dtype.kind != "f":
         raise UserError(f"AVG of {array.dtype} would have to be rounded: use SUM and divide")
-    return operator
+    return op
 
 
 class Buffer:

@@ -39,7 +39,7 @@ def create_communicator(
     if backend == "nccl":
         return _connect_gpus(membership, timeout, device)
     if device is not None:
-        raise UserError(f"device is for backend 'nccl'; '{backend}' takes arrays on any device")
+        raise UserError(f"device_id is for backend 'nccl'; '{backend}' takes arrays on any device")
     if backend == "tcp" or (backend == "mpi" and membership.size == 1):
         return connect_by_store(membership.channel, membership.rank, membership.size, timeout)
     if membership.world is None:
@@ -91,7 +91,9 @@ def _choose_gpu(membership: Membership) -> int:
     if count == 1:
         return 0
     if count < needed:
-        raise UserError(f"this host has {count} GPUs for {needed} ranks: start fewer ranks, or give each its device=")
+        raise UserError(
+            f"this host has {count} GPUs for {needed} ranks: start fewer ranks, or give each its device_id="
+        )
     return membership.local_rank
 
 
@@ -102,7 +104,7 @@ def _check_gpus(membership: Membership, identities: list[tuple[str, str]]) -> No
         if first != rank:
             raise UserError(
                 f"{membership.name(first)} and {membership.name(rank)} both use the GPU at {identity[1]}: "
-                f"give each its device="
+                f"give each its device_id="
             )
 
 

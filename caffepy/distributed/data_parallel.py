@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -17,7 +17,7 @@ from caffepy.parallel.factory import connect_alone
 from caffepy.solvers import Solver
 
 
-class DataParallel:
+class DistributedDataParallel:
     """Connects a solver with the solvers of the group's other processes, one device each.
 
     Each process reads its own shard of the data; `batch_size` is per process. Gradients are averaged in buckets
@@ -27,31 +27,48 @@ class DataParallel:
     Example:
         >>> import caffepy
         >>> from caffepy import distributed
-        >>> def work(path):
+        >>> def work(rank, path):
+        ...     distributed.init_process_group()
         ...     solver = caffepy.create_solver(caffepy.read_solver(path), caffepy.create_backend())
-        ...     distributed.DataParallel(solver)
+        ...     distributed.DistributedDataParallel(solver)
         ...     solver.solve()
 
     Args:
-        solver: a new or restored solver, on the CPU for a group over MPI or TCP, on a GPU for NCCL.
-        group: the group; None: the default group.
+        module: a new or restored solver, on the CPU for a group over MPI or TCP, on a GPU for NCCL.
+        device_ids: the solver's GPU, in a list; None: not checked. None on the CPU.
+        output_device: likewise, as a number.
+        process_group: the group; None: the default group.
         sync_bn: compute BatchNorm's statistics over the batches of all processes.
 
     Raises:
-        UserError: the group's backend does not fit the solver's device, or nets or iterations of the solvers differ.
+        UserError: `module` is no solver, its device is not that of `device_ids` or does not fit the group's backend,
+            or nets or iterations of the solvers differ.
         PeerError: another process failed, left or did not join in time.
     """
 
-    def __init__(self, solver: Solver, group: ProcessGroup | None = None, *, sync_bn: bool = False) -> None:
-        self.solver = solver
-        self.group = group or get_group()
+    def __init__(
+        self,
+        module: Solver,
+        device_ids: Sequence[int] | None = None,
+        output_device: int | None = None,
+        *,
+        process_group: ProcessGroup | None = None,
+        sync_bn: bool = False,
+    ) -> None:
+        if not isinstance(module, Solver):
+            raise UserError(
+                f"module is a {type(module).__name__}; give DistributedDataParallel a solver, which has the net"
+            )
+        solver = self.solver = module
+        _check_devices(solver, device_ids, output_device)
+        self.group = process_group or get_group()
         self.rank, self.world_size = self.group.rank, self.group.size
         names = [self.group.name_of(rank) for rank in range(self.world_size)]
         self._exchange = SolverExchange(self.rank, names, self._mark)
         if self.world_size == 1:
             return
         if solver.callback.world_size > 1:
-            raise UserError("this solver already trains with other devices; give DataParallel a single-device solver")
+            raise UserError("this solver already trains with other devices; give a single-device solver")
         communicator = self._choose(solver)
         with solver.backend.activate():
             seed = self._compare(solver, communicator, names)
@@ -94,6 +111,16 @@ class DataParallel:
                     "give all processes the same solver, net and snapshot"
                 )
         return int(rows[0, 3])
+
+
+def _check_devices(solver: Solver, device_ids: Sequence[int] | None, output_device: int | None) -> None:
+    """Reject devices that are not the solver's."""
+    number = getattr(solver.backend, "device", None)
+    output = None if output_device is None else [output_device]
+    for name, given in (("device_ids", device_ids), ("output_device", output)):
+        if given and (number is None or list(given) != [number]):
+            own = "the CPU: leave it out" if number is None else f"GPU {number}: give that one"
+            raise UserError(f"{name} is {given}, but the solver is on {own}")
 
 
 def gradient_communicator(group: ProcessGroup) -> Communicator:

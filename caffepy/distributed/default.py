@@ -1,15 +1,16 @@
-"""The default process group, and its operations as functions."""
+"""The default process group and groups of some of its ranks. `functions.py` has the operations."""
 
 from __future__ import annotations
 
 import atexit
-import inspect
+import multiprocessing
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from enum import Enum
+from multiprocessing.util import Finalize
+from types import TracebackType
 
 from caffepy.distributed.arrays import whole_number
 from caffepy.distributed.backends import BACKENDS, create_communicator, default_backend
@@ -17,11 +18,19 @@ from caffepy.distributed.group import ProcessGroup
 from caffepy.distributed.rendezvous import Membership, join, join_subgroup
 from caffepy.errors import CaffepyError, UserError
 from caffepy.parallel.communicators.collectives import ReduceOp
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from caffepy.parallel.processes.launcher import find_launcher
 
 SUM, PRODUCT, MIN, MAX, AVG = ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG
+
+
+class GroupMember(Enum):
+    """The result of `new_group` on a rank that is not a member of the new group."""
+
+    NON_GROUP_MEMBER = -100
+
+
+AnyGroup = ProcessGroup | GroupMember | None
+"""A group as an argument; None: the default group."""
 _WITHDRAW_SECONDS = 2.0
 """Seconds that rank 0 stays after a failed connection so that the others receive the reason."""
 
@@ -36,15 +45,17 @@ def connect(
     rank: int | None = None,
     world_size: int | None = None,
     timeout: float | timedelta = 300.0,
-    device: int | None = None,
+    device_id: int | None = None,
 ) -> ProcessGroup:
     """Return a new group without making it the default. Arguments and errors as in `init_process_group`."""
     backend, seconds = _known_backend(backend), _seconds(timeout)
-    rank, world_size, device = (
-        _whole(name, value) for name, value in (("rank", rank), ("world_size", world_size), ("device", device))
+    rank, world_size, device_id = (
+        _whole(name, value) for name, value in (("rank", rank), ("world_size", world_size), ("device_id", device_id))
     )
+    if backend == "mpi" and init_method in (None, "env://", "mpi://") and _started_by_mpi():
+        init_method, rank, world_size = "mpi://", None, None  # MPI knows them; torch's scripts pass 0 and 0
     membership = join(init_method, rank, world_size, seconds)
-    return _group_of(membership, backend or default_backend(membership), seconds, device, "init_process_group")
+    return _group_of(membership, backend or default_backend(membership), seconds, device_id, "init_process_group")
 
 
 def _group_of(membership: Membership, backend: str, seconds: float, device: int | None, function: str) -> ProcessGroup:
@@ -57,6 +68,11 @@ def _group_of(membership: Membership, backend: str, seconds: float, device: int 
         if isinstance(error, CaffepyError):
             error.args = (message,)
         raise
+
+
+def _started_by_mpi() -> bool:
+    launcher = find_launcher()
+    return launcher is not None and launcher.store is None and launcher.size != 1
 
 
 def _known_backend(name: str | None) -> str | None:
@@ -83,11 +99,12 @@ def _whole(name: str, value: int | None) -> int | None:
 def init_process_group(
     backend: str | None = None,
     init_method: str | None = None,
+    timeout: float | timedelta | None = None,
+    world_size: int | None = -1,
+    rank: int | None = -1,
     *,
-    rank: int | None = None,
-    world_size: int | None = None,
-    timeout: float | timedelta = 300.0,
-    device: int | None = None,
+    group_name: str = "",
+    device_id: int | None = None,
 ) -> ProcessGroup:
     """Create the default group. Called once by each process.
 
@@ -101,14 +118,15 @@ def init_process_group(
     Args:
         backend: ``nccl`` (CuPy arrays), ``mpi`` or ``tcp`` (NumPy and CuPy arrays; slow, but without dependencies),
             case-insensitive; ``gloo`` means ``tcp``. None: ``mpi`` under mpirun, else ``tcp``.
-        init_method: ``mpi://``, ``env://``, ``tcp://host:port`` or ``file:///path``. None: ``env://`` if MASTER_ADDR,
-            MASTER_PORT, RANK and WORLD_SIZE are set, else ``mpi://``, a group of one if no launcher started the
-            process.
-        rank: this process's rank; None: from RANK or the launcher.
-        world_size: the number of processes; None: from WORLD_SIZE or the launcher.
-        timeout: longest wait of any operation, in seconds.
-        device: for ``nccl``, this process's GPU, which becomes current. None: assign the GPUs of a host to its ranks in
-            order.
+        init_method: ``mpi://``, ``env://``, ``tcp://host:port`` or ``file:///path``. None: ``env://`` if MASTER_ADDR
+            and MASTER_PORT are set and rank and world size are given or in RANK and WORLD_SIZE; else ``mpi://``, a
+            group of one if no launcher started the process.
+        timeout: longest wait of any operation, in seconds; None: 300.
+        world_size: the number of processes; -1: from WORLD_SIZE or the launcher. Ignored over MPI with `backend` mpi.
+        rank: this process's rank; -1: from RANK or the launcher. Ignored over MPI with `backend` mpi.
+        group_name: ignored, as in torch.distributed.
+        device_id: for ``nccl``, this process's GPU, which becomes current. None: assign the GPUs of a host to its
+            ranks in order.
 
     Returns:
         The group, which can be used in a ``with`` statement.
@@ -122,8 +140,48 @@ def init_process_group(
     with _lock:
         if is_initialized():
             raise UserError("init_process_group was called before: call destroy_process_group first")
-        _group = connect(backend, init_method, rank=rank, world_size=world_size, timeout=timeout, device=device)
+        _group = connect(
+            backend,
+            init_method,
+            rank=None if rank == -1 else rank,
+            world_size=None if world_size == -1 else world_size,
+            timeout=300.0 if timeout is None else timeout,
+            device_id=device_id,
+        )
+        _report_errors_once()
+        if multiprocessing.parent_process() is not None:
+            Finalize(None, _end, exitpriority=10)  # multiprocessing's children exit without atexit's handlers
         return _group
+
+
+_print_error = sys.excepthook
+"""Prints the traceback of the script's error."""
+
+
+def _report_errors_once() -> None:
+    global _print_error
+    if sys.excepthook is not _report:
+        _print_error, sys.excepthook = sys.excepthook, _report
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Report the script's error to the other ranks; print it in full on the rank that failed first, else one line."""
+    group = _group
+    if group is None or group.size == 1 or hasattr(sys, "ps1"):
+        _print_error(kind, error, trace)
+        return
+    own = group.describe_failure(error)
+    if not group.destroyed:
+        group.abort(own)
+    if group.failure in (None, own):
+        _print_error(kind, error, trace)
+    else:
+        sys.stderr.write(f"{kind.__name__}: {own}\n" if isinstance(error, CaffepyError) else f"{own}\n")
+
+
+def is_available() -> bool:
+    """Return True: process groups need no optional package."""
+    return True
 
 
 def is_initialized() -> bool:
@@ -143,14 +201,15 @@ def get_group() -> ProcessGroup:
     return group
 
 
-def destroy_process_group() -> None:
-    """Leave the default group. Rank 0 waits for all others to leave, at most for the timeout."""
-    get_group().destroy()
+def destroy_process_group(group: AnyGroup = None) -> None:
+    """Leave a group; None: the default group and all others. Rank 0 waits for the others, at most for the timeout."""
+    if not isinstance(group, GroupMember):
+        (group or get_group()).destroy()
 
 
 def new_group(
     ranks: Sequence[int] | None = None, timeout: float | timedelta | None = None, backend: str | None = None
-) -> ProcessGroup | None:
+) -> ProcessGroup | GroupMember:
     """Create a group of some ranks of the default group. Called by all ranks of the default group, in the same order.
 
     Leaving the default group leaves the new group too.
@@ -161,7 +220,8 @@ def new_group(
         backend: as in `init_process_group`; None: as in the default group. ``nccl`` uses the current GPU of each rank.
 
     Returns:
-        The group; None on ranks that are not its members.
+        The group; `GroupMember.NON_GROUP_MEMBER` on ranks that are not its members, where operations with this
+        ``group=`` do nothing.
 
     Raises:
         UserError: an invalid argument, or there is no default group.
@@ -176,7 +236,7 @@ def new_group(
     chosen = _known_backend(backend) or parent.backend
     number = next(parent.subgroups)
     if parent.rank not in members:
-        return None
+        return GroupMember.NON_GROUP_MEMBER
     membership = join_subgroup(parent.membership, members, number, seconds)
     group = _group_of(membership, chosen, seconds, _current_gpu() if chosen == "nccl" else None, "new_group")
 
@@ -196,51 +256,19 @@ def _current_gpu() -> int:
     return current_gpu()
 
 
-def get_backend() -> str:
-    """Return the name of the default group's backend."""
-    return get_group().backend
+def get_backend(group: ProcessGroup | None = None) -> str:
+    """Return the name of a group's backend."""
+    return (group or get_group()).backend
 
 
-def _of_default_group(method: Callable[Concatenate[ProcessGroup, P], T]) -> Callable[P, T]:
-    """Return a function with a group method's signature and docstring that acts on the default group."""
-
-    @wraps(method)
-    def function(*args: P.args, **kwargs: P.kwargs) -> T:
-        return method(get_group(), *args, **kwargs)
-
-    signature = inspect.signature(method)
-    function.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=list(signature.parameters.values())[1:]
-    )
-    return function
+def get_rank(group: AnyGroup = None) -> int:
+    """Return this process's rank in a group, from 0; -1 if it is not a member."""
+    return -1 if isinstance(group, GroupMember) else (group or get_group()).rank
 
 
-send = _of_default_group(ProcessGroup.send)
-recv = _of_default_group(ProcessGroup.recv)
-isend = _of_default_group(ProcessGroup.isend)
-irecv = _of_default_group(ProcessGroup.irecv)
-broadcast = _of_default_group(ProcessGroup.broadcast)
-all_reduce = _of_default_group(ProcessGroup.all_reduce)
-reduce = _of_default_group(ProcessGroup.reduce)
-all_gather = _of_default_group(ProcessGroup.all_gather)
-gather = _of_default_group(ProcessGroup.gather)
-scatter = _of_default_group(ProcessGroup.scatter)
-reduce_scatter = _of_default_group(ProcessGroup.reduce_scatter)
-all_to_all = _of_default_group(ProcessGroup.all_to_all)
-barrier = _of_default_group(ProcessGroup.barrier)
-broadcast_object = _of_default_group(ProcessGroup.broadcast_object)
-all_gather_object = _of_default_group(ProcessGroup.all_gather_object)
-gather_object = _of_default_group(ProcessGroup.gather_object)
-
-
-def get_rank() -> int:
-    """Return this process's rank, from 0."""
-    return get_group().rank
-
-
-def get_world_size() -> int:
-    """Return the number of processes."""
-    return get_group().size
+def get_world_size(group: AnyGroup = None) -> int:
+    """Return the number of processes of a group; -1 if this process is not a member."""
+    return -1 if isinstance(group, GroupMember) else (group or get_group()).size
 
 
 def get_local_rank() -> int:
@@ -264,11 +292,11 @@ def _end() -> None:
     group = _group
     if group is None:
         return
-    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+    error = None if hasattr(sys, "ps1") else (sys.exc_info()[1] or getattr(sys, "last_value", None))
     if not group.destroyed:
         if group.failure is not None:
             group.abort(group.failure)
-        elif error is not None:
+        elif error is not None and not isinstance(error, SystemExit):
             group.abort(group.describe_failure(error))
         else:
             group.destroy()

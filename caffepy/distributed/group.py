@@ -7,8 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from caffepy.backend.types import Array
 from caffepy.distributed.arrays import Arguments, Buffer, Parts, check_operator, whole_number
@@ -22,10 +23,18 @@ from caffepy.parallel.control.monitor import Monitor
 from caffepy.parallel.store.records import DeviceStatus, Failure
 from caffepy.parallel.store.values import pack, unpack
 
+T = TypeVar("T")
+
+WORLD = None
+"""The default group, as torch.distributed's ``dist.group.WORLD``: `group` None means it everywhere."""
 TAG_LIMIT = 32767
 """The largest tag that every MPI allows."""
 _FAILURE_SECONDS = 1.0
 """Seconds to wait for the monitor to receive the reason of a failed connection."""
+_PRINT_SECONDS = 1.0
+"""Seconds that a rank leaves the one that failed to print its error and to end all."""
+_CAUSE_SECONDS = 0.2
+"""Seconds to wait for an earlier failure of another rank, which is the cause of the job's end."""
 _POLL_SECONDS = 2.0
 """Seconds between checks for ranks that have left."""
 
@@ -37,8 +46,9 @@ class _StragglerError(PeerError):
 class ProcessGroup:
     """A group of processes that exchange arrays.
 
-    All ranks must call the same collectives in the same order. `all_gather` and similar operations take a list with one
-    array per rank, or one array that contains them in rank order. With ``async_op=True`` an operation is only started,
+    The methods are `caffepy.distributed`'s functions with ranks of this group (``group_src``, ``group_dst``). All ranks
+    must call the same collectives in the same order. `all_gather` and similar operations take a list with one array per
+    rank, or one array that contains them in rank order. With ``async_op=True`` an operation is only started,
     and its arrays must not be used until the handle's `wait`; otherwise the call blocks until completion.
 
     Every operation raises UserError for invalid arguments, and PeerError if another rank failed, left, or did not
@@ -58,6 +68,8 @@ class ProcessGroup:
         self.backend = backend
         self.timeout = timeout
         self.rank, self.size = membership.rank, membership.size
+        self.default_ranks = membership.world_ranks or range(self.size)
+        """The members' ranks in the default group."""
         self.local_rank = membership.local_rank
         """This process's rank on its host."""
         self.name = membership.name(self.rank)
@@ -82,94 +94,99 @@ class ProcessGroup:
 
     # -- point to point -----------------------------------------------------------------------------
 
-    def send(self, array: Array, destination: int, tag: int = 0) -> None:
+    def send(self, tensor: Array, group_dst: int, tag: int = 0) -> None:
         """Send an array to a rank that receives one of the same dtype and size with the same tag."""
-        self.isend(array, destination, tag).wait()
+        self.isend(tensor, group_dst, tag).wait()
 
-    def recv(self, array: Array, source: int, tag: int = 0) -> None:
-        """Receive an array from rank `source`; messages with the same tag arrive in sending order."""
-        self.irecv(array, source, tag).wait()
+    def recv(self, tensor: Array, group_src: int, tag: int = 0) -> int:
+        """Receive an array from a rank; messages with the same tag arrive in sending order. Returns the sender."""
+        self.irecv(tensor, group_src, tag).wait()
+        return int(group_src)
 
-    def isend(self, array: Array, destination: int, tag: int = 0) -> Handle:
+    def isend(self, tensor: Array, group_dst: int, tag: int = 0) -> Handle:
         """Start to send. The array must not be modified until the handle's `wait`."""
         with self.reporting("send"):
-            destination, tag = self._check_message(destination, tag)
-            buffer = self._arguments.array(array, "array")
-        return self._start(Collective(Op.SEND, buffer.data, peer=destination, tag=tag), None, True)
+            peer, tag = self._check_message(group_dst, tag)
+            buffer = self._arguments.array(tensor, "tensor")
+        return self._start(Collective(Op.SEND, buffer.data, peer=peer, tag=tag), None, True)
 
-    def irecv(self, array: Array, source: int, tag: int = 0) -> Handle:
+    def irecv(self, tensor: Array, group_src: int, tag: int = 0) -> Handle:
         """Start to receive. The array contains the message after the handle's `wait`."""
         with self.reporting("receive"):
-            source, tag = self._check_message(source, tag)
-            buffer = self._arguments.array(array, "array", written=True)
-        return self._start(Collective(Op.RECEIVE, None, buffer.data, peer=source, tag=tag), buffer, True)
+            peer, tag = self._check_message(group_src, tag)
+            buffer = self._arguments.array(tensor, "tensor", written=True)
+        return self._start(Collective(Op.RECEIVE, None, buffer.data, peer=peer, tag=tag), buffer, True)
 
     # -- collectives --------------------------------------------------------------------------------
 
-    def broadcast(self, array: Array, root: int = 0, async_op: bool = False) -> Handle:
-        """array = the root's array."""
+    def broadcast(self, tensor: Array, group_src: int = 0, async_op: bool = False) -> Handle:
+        """tensor = the source's tensor."""
         with self.reporting("broadcast"):
-            root = self._check_rank(root, "root")
-            buffer = self._arguments.array(array, "array", written=root != self.rank)
+            root = self._check_rank(group_src, "group_src")
+            buffer = self._arguments.array(tensor, "tensor", written=root != self.rank)
         if root == self.rank:
             return self._start(Collective(Op.BROADCAST, buffer.data, None, peer=root), None, async_op)
         return self._start(Collective(Op.BROADCAST, None, buffer.data, peer=root), buffer, async_op)
 
-    def all_reduce(self, array: Array, operator: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Handle:
-        """array = operator(all ranks' arrays), element by element, on every rank."""
+    def all_reduce(self, tensor: Array, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Handle:
+        """tensor = op(all ranks' tensors), element by element, on every rank."""
         with self.reporting("all_reduce"):
-            buffer = self._arguments.array(array, "array", written=True)
-            operator = check_operator(operator, array)
-        return self._start(Collective(Op.ALL_REDUCE, buffer.data, buffer.data, operator), buffer, async_op)
+            buffer = self._arguments.array(tensor, "tensor", written=True)
+            op = check_operator(op, tensor)
+        return self._start(Collective(Op.ALL_REDUCE, buffer.data, buffer.data, op), buffer, async_op)
 
-    def reduce(self, array: Array, root: int = 0, operator: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Handle:
-        """On the root: array = operator(all ranks' arrays); other ranks' arrays are unchanged."""
+    def reduce(self, tensor: Array, group_dst: int = 0, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Handle:
+        """On the destination: tensor = op(all ranks' tensors); other ranks' tensors are unchanged."""
         with self.reporting("reduce"):
-            root = self._check_rank(root, "root")
-            own = self._arguments.array(array, "array", written=root == self.rank)
-            operator = check_operator(operator, array)
+            root = self._check_rank(group_dst, "group_dst")
+            own = self._arguments.array(tensor, "tensor", written=root == self.rank)
+            op = check_operator(op, tensor)
         result = own if root == self.rank else None
-        return self._start(Collective(Op.REDUCE, own.data, _data(result), operator, root), result, async_op)
+        return self._start(Collective(Op.REDUCE, own.data, _data(result), op, root), result, async_op)
 
-    def all_gather(self, outputs: Parts, array: Array, async_op: bool = False) -> Handle:
-        """outputs[i] = the array of rank i, on every rank."""
+    def all_gather(self, tensor_list: Parts, tensor: Array, async_op: bool = False) -> Handle:
+        """tensor_list[i] = the tensor of rank i, on every rank."""
         with self.reporting("all_gather"):
-            own = self._arguments.array(array, "array")
-            gathered = self._arguments.parts(outputs, "outputs", array, written=True)
+            own = self._arguments.array(tensor, "tensor")
+            gathered = self._arguments.parts(tensor_list, "tensor_list", tensor, written=True)
         return self._start(Collective(Op.ALL_GATHER, own.data, gathered.data), gathered, async_op)
 
-    def gather(self, array: Array, outputs: Parts | None = None, root: int = 0, async_op: bool = False) -> Handle:
-        """On the root: outputs[i] = the array of rank i; other ranks pass no outputs."""
+    def gather(
+        self, tensor: Array, gather_list: Parts | None = None, group_dst: int = 0, async_op: bool = False
+    ) -> Handle:
+        """On the destination: gather_list[i] = the tensor of rank i; other ranks pass no list."""
         with self.reporting("gather"):
-            root = self._check_rank(root, "root")
-            own = self._arguments.array(array, "array")
-            gathered = self._at_root(outputs, "outputs", array, root, written=True)
+            root = self._check_rank(group_dst, "group_dst")
+            own = self._arguments.array(tensor, "tensor")
+            gathered = self._at_root(gather_list, "gather_list", tensor, root, written=True)
         return self._start(Collective(Op.GATHER, own.data, _data(gathered), peer=root), gathered, async_op)
 
-    def scatter(self, array: Array, inputs: Parts | None = None, root: int = 0, async_op: bool = False) -> Handle:
-        """array = the root's inputs[rank]; other ranks pass no inputs."""
+    def scatter(
+        self, tensor: Array, scatter_list: Parts | None = None, group_src: int = 0, async_op: bool = False
+    ) -> Handle:
+        """tensor = the source's scatter_list[rank]; other ranks pass no list."""
         with self.reporting("scatter"):
-            root = self._check_rank(root, "root")
-            own = self._arguments.array(array, "array", written=True)
-            given = self._at_root(inputs, "inputs", array, root)
+            root = self._check_rank(group_src, "group_src")
+            own = self._arguments.array(tensor, "tensor", written=True)
+            given = self._at_root(scatter_list, "scatter_list", tensor, root)
         return self._start(Collective(Op.SCATTER, _data(given), own.data, peer=root), own, async_op)
 
     def reduce_scatter(
-        self, array: Array, inputs: Parts, operator: ReduceOp = ReduceOp.SUM, async_op: bool = False
+        self, output: Array, input_list: Parts, op: ReduceOp = ReduceOp.SUM, async_op: bool = False
     ) -> Handle:
-        """array = operator(all ranks' inputs[rank])."""
+        """output = op(all ranks' input_list[rank])."""
         with self.reporting("reduce_scatter"):
-            own = self._arguments.array(array, "array", written=True)
-            given = self._arguments.parts(inputs, "inputs", array)
-            operator = check_operator(operator, array)
-        return self._start(Collective(Op.REDUCE_SCATTER, given.data, own.data, operator), own, async_op)
+            own = self._arguments.array(output, "output", written=True)
+            given = self._arguments.parts(input_list, "input_list", output)
+            op = check_operator(op, output)
+        return self._start(Collective(Op.REDUCE_SCATTER, given.data, own.data, op), own, async_op)
 
-    def all_to_all(self, outputs: Parts, inputs: Parts, async_op: bool = False) -> Handle:
-        """outputs[i] = inputs[rank] of rank i; all parts have one shape."""
+    def all_to_all(self, output_tensor_list: Parts, input_tensor_list: Parts, async_op: bool = False) -> Handle:
+        """output_tensor_list[i] = input_tensor_list[rank] of rank i; all parts have one shape."""
         with self.reporting("all_to_all"):
-            like = self._arguments.first(inputs, "inputs")
-            given = self._arguments.parts(inputs, "inputs", like)
-            taken = self._arguments.parts(outputs, "outputs", like, written=True)
+            like = self._arguments.first(input_tensor_list, "input_tensor_list")
+            given = self._arguments.parts(input_tensor_list, "input_tensor_list", like)
+            taken = self._arguments.parts(output_tensor_list, "output_tensor_list", like, written=True)
         return self._start(Collective(Op.ALL_TO_ALL, given.data, taken.data), taken, async_op)
 
     def barrier(self, async_op: bool = False) -> Handle:
@@ -178,28 +195,61 @@ class ProcessGroup:
 
     # -- objects ------------------------------------------------------------------------------------
 
-    def broadcast_object(self, value: Any = None, root: int = 0) -> Any:
-        """Return the root's value; other ranks pass nothing.
+    def broadcast_object_list(self, object_list: list[Any], group_src: int = 0) -> None:
+        """object_list[:] = the source's objects; the lists are of one length.
 
-        A value consists of None, booleans, numbers, text, bytes, paths and NumPy arrays of numbers, in lists, tuples
+        An object consists of None, booleans, numbers, text, bytes, paths and NumPy arrays of numbers, in lists, tuples
         and dictionaries. It travels as JSON through rank 0, and nothing is unpickled; for large arrays, `broadcast` is
         faster.
         """
-        with self.reporting("broadcast_object"):
-            root = self._check_rank(root, "root")
-        found = self._exchange_objects("broadcast_object", value, [root], range(self.size))
-        return found[0]
+        with self.reporting("broadcast_object_list"):
+            root = self._check_rank(group_src, "group_src")
+            _check_objects(object_list, "object_list")
+        (found,) = self._exchange_objects("broadcast_object_list", object_list, [root], range(self.size))
+        with self.reporting("broadcast_object_list"):
+            _check_objects(object_list, "object_list", len(found))
+        object_list[:] = found
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the value of each rank, on every rank; values as in `broadcast_object`."""
-        return self._exchange_objects("all_gather_object", value, range(self.size), range(self.size))
+    def all_gather_object(self, object_list: list[Any], obj: Any) -> None:
+        """object_list[i] = the object of rank i, on every rank; objects as in `broadcast_object_list`."""
+        with self.reporting("all_gather_object"):
+            _check_objects(object_list, "object_list", self.size)
+        object_list[:] = self._exchange_objects("all_gather_object", obj, range(self.size), range(self.size))
 
-    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
-        """Return the value of each rank on the root, None on the others; values as in `broadcast_object`."""
+    def gather_object(self, obj: Any, object_gather_list: list[Any] | None = None, group_dst: int = 0) -> None:
+        """On the destination: object_gather_list[i] = the object of rank i; other ranks pass no list.
+
+        Objects are those of `broadcast_object_list`.
+        """
         with self.reporting("gather_object"):
-            root = self._check_rank(root, "root")
-        found = self._exchange_objects("gather_object", value, range(self.size), [root])
-        return found if self.rank == root else None
+            root = self._check_rank(group_dst, "group_dst")
+            taken = self._only_at_root(object_gather_list, "object_gather_list", root)
+            if taken is not None:
+                _check_objects(taken, "object_gather_list", self.size)
+        found = self._exchange_objects("gather_object", obj, range(self.size), [root])
+        if taken is not None:
+            taken[:] = found
+
+    def scatter_object_list(
+        self,
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: list[Any] | None = None,
+        group_src: int = 0,
+    ) -> None:
+        """scatter_object_output_list[0] = the source's scatter_object_input_list[rank].
+
+        Objects are those of `broadcast_object_list`. The lists of other ranks than the source are not read.
+        """
+        with self.reporting("scatter_object_list"):
+            root = self._check_rank(group_src, "group_src")
+            _check_objects(scatter_object_output_list, "scatter_object_output_list")
+            if not scatter_object_output_list:
+                raise UserError("scatter_object_output_list is empty; give a list of one element")
+            if self.rank == root:
+                _check_objects(scatter_object_input_list, "scatter_object_input_list", self.size)
+        given = scatter_object_input_list
+        (found,) = self._exchange_objects("scatter_object_list", given, [root], range(self.size))
+        scatter_object_output_list[0] = found[self.rank]
 
     def _exchange_objects(self, what: str, value: Any, senders: Sequence[int], receivers: Sequence[int]) -> list[Any]:
         """Put this rank's value into the store if it sends, and return all senders' if it receives."""
@@ -228,9 +278,16 @@ class ProcessGroup:
 
     def _at_root(self, parts: Parts | None, name: str, like: Array, root: int, written: bool = False) -> Buffer | None:
         """Return the buffer of an argument that only the root passes."""
-        if (root == self.rank) != (parts is not None):
-            raise UserError(f"{name} are {'missing on' if parts is None else 'only for'} the root, rank {root}")
-        return None if parts is None else self._arguments.parts(parts, name, like, written)
+        given = self._only_at_root(parts, name, root)
+        return None if given is None else self._arguments.parts(given, name, like, written)
+
+    def _only_at_root(self, given: T | None, name: str, root: int) -> T | None:
+        """Return an argument that only the root passes; an empty list of another rank counts as None."""
+        if root != self.rank and isinstance(given, (list, tuple)) and not given:
+            return None
+        if (root == self.rank) != (given is not None):
+            raise UserError(f"{name} is {'missing on' if given is None else 'only for'} the root, rank {root}")
+        return given
 
     def _check_rank(self, rank: Any, name: str) -> int:
         number = whole_number(rank)
@@ -277,6 +334,8 @@ class ProcessGroup:
     def abort(self, message: str) -> None:
         """Abort all ranks' waits with a message, and leave the group."""
         self.membership.channel.fail(message)
+        if self.size > 1:
+            self._failed.wait(_CAUSE_SECONDS)
         self._fail(message)
         self.destroy()
 
@@ -288,6 +347,8 @@ class ProcessGroup:
     def end_world(self) -> None:
         """Abort MPI's processes after a failure, at the end of a script; no effect without MPI."""
         if self.membership.world is not None and self.size > 1:
+            if self.failure is not None and not self.failure.startswith(self.name):
+                time.sleep(_PRINT_SECONDS)
             self.membership.world.end(RunError.exit_status)
 
     def __enter__(self) -> ProcessGroup:
@@ -302,6 +363,18 @@ class ProcessGroup:
             self.abort(self.failure or self.describe_failure(error))
 
     # -- for handles --------------------------------------------------------------------------------
+
+    def rank_of(self, rank: Any, name: str) -> int:
+        """Return the rank in this group of a rank of the default group.
+
+        Raises:
+            UserError: it is not a member.
+        """
+        number = whole_number(rank)
+        if number is None or number not in self.default_ranks:
+            ranks = ", ".join(map(str, self.default_ranks))
+            raise UserError(f"{name} {rank!r} is not a rank of this group: ranks are {ranks}")
+        return self.default_ranks.index(number)
 
     @contextmanager
     def reporting(self, what: str) -> Iterator[None]:
@@ -426,8 +499,8 @@ class Handle:
         self._lock = threading.Lock()
         self._done = False
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Block until the operation completes and its results are in their arrays.
+    def wait(self, timeout: float | timedelta | None = None) -> bool:
+        """Block until the operation completes and its results are in their arrays; then return True.
 
         Args:
             timeout: seconds; None: the group's. A timed-out wait does not cancel the operation.
@@ -436,16 +509,18 @@ class Handle:
             PeerError: timeout (the message names the missing ranks), or another rank failed.
             UserError: another rank called a different operation.
         """
-        seconds = self._group.timeout if timeout is None else timeout
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        seconds = self._group.timeout if seconds is None else seconds
         deadline = time.monotonic() + seconds
         with self._lock:
             if self._done:
-                return
+                return True
             with self._group.waiting(self._what):
                 while not self._finish(max(0.0, min(_POLL_SECONDS, deadline - time.monotonic()))):
                     if time.monotonic() >= deadline:
                         self._group.give_up(self._what, self._work.waits_for, seconds)
                     self._group.raise_if_departed(self._work.waits_for)
+        return True
 
     def is_completed(self) -> bool:
         """Return whether the operation is complete, without blocking. Errors as in `wait`."""
@@ -462,6 +537,14 @@ class Handle:
             self._written = None
             self._done = True
         return self._done
+
+
+def _check_objects(objects: Any, name: str, count: int | None = None) -> None:
+    """Reject what is no list, or one of another length than `count`."""
+    if not isinstance(objects, list):
+        raise UserError(f"{name} is a {type(objects).__name__}: pass a list")
+    if count is not None and len(objects) != count:
+        raise UserError(f"{name} has {len(objects)} elements; it should have {count}")
 
 
 def _data(buffer: Buffer | None) -> Array | None:

@@ -174,8 +174,9 @@ def join(
     """Join the group's other processes.
 
     Args:
-        method: ``mpi://``, ``env://``, ``tcp://host:port`` or ``file:///path``. None: ``env://`` if its four variables
-            are set, else ``mpi://``, a group of one without a launcher.
+        method: ``mpi://``, ``env://``, ``tcp://host:port`` or ``file:///path``. None: ``env://`` if MASTER_ADDR and
+            MASTER_PORT are set and rank and size are known, else ``mpi://``, a group of one without a launcher.
+            ``env://`` without these two variables is ``mpi://`` if MPI's launcher started several processes.
         rank: this process's rank; None: from the environment or the launcher.
         size: the number of processes; None: likewise.
         timeout: longest wait in seconds.
@@ -185,8 +186,13 @@ def join(
         UserError: rank or size is unknown, or the address is not rank 0's.
         PeerError: not all processes joined in time.
     """
+    launcher = find_mpi_launcher(environment)
+    addressed = all(name in environment for name in ENVIRONMENT[:2])
     if method is None:
-        method = "env://" if all(name in environment for name in ENVIRONMENT) else "mpi://"
+        known = (rank is not None or "RANK" in environment) and (size is not None or "WORLD_SIZE" in environment)
+        method = "env://" if addressed and known else "mpi://"
+    if method == "env://" and not addressed and launcher is not None and launcher.size != 1:
+        method = "mpi://"
     ways = {"mpi": _join_mpi, "env": _join_address, "tcp": _join_address, "file": _join_file}
     scheme, separator, _ = method.partition("://")
     if not separator or scheme not in ways:
@@ -198,7 +204,10 @@ def _join_mpi(call: Call) -> Membership:
     world = create_mpi_world()
     for name, given, found in (("rank", call.rank, world.rank), ("world_size", call.size, world.size)):
         if given not in (None, found):
-            raise UserError(f"{name} is {given}, but MPI says {found}: leave it out, or name another init_method")
+            raise UserError(
+                f"{name} is {given}, but MPI says {found}: leave it out, set {' and '.join(ENVIRONMENT[:2])}, or name "
+                "another init_method"
+            )
     deadline = time.monotonic() + call.timeout
 
     def check_deadline() -> None:

@@ -1,4 +1,4 @@
-"""Start a function in several processes of this host that form a process group; a failure ends all of them."""
+"""Start a function in several processes of this host that may form a process group; a failure ends all of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from caffepy.distributed.default import destroy_process_group, get_group, init_process_group
+from caffepy.distributed.default import destroy_process_group, get_group, is_initialized
 from caffepy.errors import PeerError, RunError, UserError, describe
 from caffepy.parallel.launch.local import RANK, SECRET, Rendezvous
 
@@ -64,31 +64,69 @@ class _Child:
         return f"rank {self.rank} has ended with status {code} without an error message"
 
 
-def spawn(
-    function: Callable[..., Any],
-    nprocs: int,
-    args: tuple[Any, ...] = (),
-    *,
-    backend: str | None = None,
-    timeout: float = 300.0,
-) -> None:
-    """Call `function(*args)` in processes of this host with an initialised default group, and wait for their end.
-
-    The processes import the function's module again: call `spawn` under `if __name__ == "__main__":`, and in a notebook
-    import the function from a module. `get_rank()` returns the rank.
+class ProcessContext:
+    """The processes of `spawn` with ``join=False``.
 
     Args:
-        function: a module-level function.
+        children: the processes, in the order of ranks.
+    """
+
+    def __init__(self, children: list[_Child]) -> None:
+        self._children = children
+
+    @property
+    def processes(self) -> list[SpawnProcess]:
+        """The processes, in the order of ranks."""
+        return [child.process for child in self._children]
+
+    def pids(self) -> list[int | None]:
+        """Return the numbers of the processes."""
+        return [process.pid for process in self.processes]
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for the end of all processes; return whether all have ended within `timeout` seconds.
+
+        Raises:
+            RunError: as in `spawn`; all other processes are ended.
+        """
+        if not _wait(self._children, timeout):
+            return False
+        try:
+            _raise_failure(self._children)
+        finally:
+            _end(self._children)
+        return True
+
+
+def spawn(
+    fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, join: bool = True, daemon: bool = False
+) -> ProcessContext | None:
+    """Call ``fn(rank, *args)`` in processes of this host, as `torch.multiprocessing.spawn`.
+
+    `fn` calls `init_process_group`, which needs no arguments: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+    and a secret are in the environment of each process. A group that `fn` leaves open is destroyed after it. The
+    processes import the function's module again: call `spawn` under `if __name__ == "__main__":`, and in a notebook
+    import the function from a module.
+
+    Args:
+        fn: a module-level function.
+        args: its arguments after the rank; they are pickled.
         nprocs: the number of processes.
-        args: its arguments; they are pickled.
-        backend: the group's backend: ``nccl`` with one GPU per process, or ``tcp`` (also None) without dependencies.
-        timeout: longest wait of any operation of the group, in seconds.
+        join: wait for the end of all processes.
+        daemon: start daemonic processes, which cannot start processes.
+
+    Returns:
+        None; with ``join=False`` the context of the running processes.
 
     Raises:
         UserError: nprocs is not a positive integer.
         RunError: the function raised in a process, or a process died; the message contains the error, the cause its
             traceback. All other processes are ended.
     """
+    if not callable(fn):
+        raise UserError(f"spawn: fn is a {type(fn).__name__}; it must be a function: spawn(fn, args=(), nprocs=1)")
+    if not isinstance(args, (tuple, list)):
+        raise UserError(f"spawn: args is a {type(args).__name__}; it must be a tuple: spawn(fn, args=(), nprocs=1)")
     if not isinstance(nprocs, int) or isinstance(nprocs, bool) or nprocs < 1:
         raise UserError(f"spawn: nprocs is {nprocs!r}; it must be an integer of 1 or more")
     rendezvous = Rendezvous().complete()
@@ -100,17 +138,23 @@ def spawn(
     try:
         for rank in range(nprocs):
             variables = {**shared, RANK: str(rank), "LOCAL_RANK": str(rank)}
-            children.append(_start(rank, variables, (function, args, backend or "tcp", timeout)))
-        _wait(children)
-        _raise_failure(children)
-    finally:
+            children.append(_start(rank, variables, fn, (rank, *args), daemon))
+        context = ProcessContext(children)
+        if not join:
+            return context
+        context.join()
+    except BaseException:
         _end(children)
+        raise
+    return None
 
 
-def _start(rank: int, variables: dict[str, str], call: tuple[Any, ...]) -> _Child:
+def _start(rank: int, variables: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...], daemon: bool) -> _Child:
     context = multiprocessing.get_context("spawn")
     own, other = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(other, os.getpid(), variables, *call), name=f"caffepy rank {rank}")
+    process = context.Process(
+        target=_work, args=(other, os.getpid(), variables, fn, args), name=f"caffepy rank {rank}", daemon=daemon
+    )
     try:
         process.start()
     except BaseException:
@@ -121,21 +165,30 @@ def _start(rank: int, variables: dict[str, str], call: tuple[Any, ...]) -> _Chil
     return _Child(rank, process, own)
 
 
-def _wait(children: list[_Child]) -> None:
-    """Wait until all have ended; after a failure, only until the others have sent their errors."""
+def _wait(children: list[_Child], timeout: float | None) -> bool:
+    """Wait until all have ended; after a failure, only until the others have sent their errors.
+
+    Returns:
+        Whether that was within `timeout` seconds; None: no limit.
+    """
+    limit = None if timeout is None else time.monotonic() + timeout
     end: float | None = None
     while any(child.process.is_alive() for child in children):
         running = [child.process.sentinel for child in children if child.process.is_alive()]
         pipes = [child.pipe for child in children if not child.text and child.process.is_alive()]
-        wait([*running, *pipes], _POLL_SECONDS)
+        left = _POLL_SECONDS if limit is None else max(0.0, limit - time.monotonic())
+        wait([*running, *pipes], min(_POLL_SECONDS, left))
         for child in children:
             child.read()
         if end is None and any(child.failed for child in children):
             end = time.monotonic() + _FAILURE_SECONDS
         if end is not None and time.monotonic() > end:
-            return
+            return True
+        if end is None and limit is not None and time.monotonic() > limit:
+            return False
     for child in children:
         child.read()
+    return True
 
 
 def _raise_failure(children: list[_Child]) -> None:
@@ -166,29 +219,26 @@ def _end(children: list[_Child]) -> None:
 
 
 def _work(
-    pipe: Connection,
-    parent: int,
-    variables: dict[str, str],
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    backend: str,
-    timeout: float,
+    pipe: Connection, parent: int, variables: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    """Join the group, call the function and leave; an error is sent to the parent before the peers notice it."""
+    """Call the function and leave its group; an error is sent to the parent before the peers notice it."""
     _end_with(parent)
     os.environ.update(variables)
     try:
-        device = int(variables["LOCAL_RANK"]) if backend == "nccl" else None
-        init_process_group(backend, "env://", timeout=timeout, device=device)
-        function(*args)
-        destroy_process_group()
+        fn(*args)
+        _leave()
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
-            destroy_process_group()
+            _leave()
             return
         _send_error(pipe, error)
         _abort_group(error)
         sys.exit(1)
+
+
+def _leave() -> None:
+    if is_initialized():
+        destroy_process_group()
 
 
 def _send_error(pipe: Connection, error: BaseException) -> None:

@@ -1,6 +1,6 @@
 """How a solver communicates with the other devices: the `SolverCallback` over a communicator.
 
-`P2PSync`, which `caffepy train` makes for each device, and `caffepy.distributed.DataParallel` have one.
+`P2PSync`, which `caffepy train` makes for each device, and `caffepy.distributed`'s `DistributedDataParallel` have one.
 """
 
 from __future__ import annotations

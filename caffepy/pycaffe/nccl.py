@@ -56,7 +56,7 @@ class NCCL:
             _address(uid),
             rank=mode.solver_rank,
             world_size=mode.solver_count,
-            device=mode.device if mode.gpu else None,
+            device_id=mode.device if mode.gpu else None,
         )
         in_parts = solver.param.layer_wise_reduce and solver.param.iter_size == 1 and not net.backend.asynchronous
         buckets = bucket_count(net.param) if in_parts else 1

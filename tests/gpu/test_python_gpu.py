@@ -86,7 +86,7 @@ def test_spawned_solvers_train_on_gpus(tmp_path: Path, eager: bool) -> None:
     need_gpus(2)
     (tmp_path / "net.prototxt").write_text(NET.replace("16", "8"))
     (tmp_path / "solver4.prototxt").write_text(f'net: "{tmp_path}/net.prototxt" {SOLVER}')
-    spawn(spawned.train, 2, (str(tmp_path), 4, True, eager), backend="nccl", timeout=300)
+    spawn(spawned.train, (str(tmp_path), 4, True, eager), nprocs=2)
     first, second = (np.load(tmp_path / f"rank{rank}.npz") for rank in range(2))
     for key, wanted in zip(first.files, train(threads=1)[0].values(), strict=True):
         np.testing.assert_array_equal(first[key], second[key])

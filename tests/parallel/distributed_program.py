@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 import numpy as np
 from collectives import Checker
@@ -48,19 +49,24 @@ def check_subgroups(group: distributed.ProcessGroup) -> None:
     for ranks in ([group.size - 1], everybody[1:], everybody):
         part = distributed.new_group(ranks)
         if group.rank not in ranks:
-            assert part is None
+            assert part is distributed.GroupMember.NON_GROUP_MEMBER
             continue
-        assert part is not None and (part.rank, part.size) == (ranks.index(group.rank), len(ranks))
+        assert not isinstance(part, distributed.GroupMember)
+        assert (part.rank, part.size) == (ranks.index(group.rank), len(ranks))
         assert part.backend == group.backend == distributed.get_backend()
         array = np.full(3, group.rank, np.float32)
         part.all_reduce(array)
         assert array.tolist() == [sum(ranks)] * 3
         own = {"rank": group.rank, "array": np.arange(group.rank)}
-        found = part.all_gather_object(own)
+        found: list[Any] = [None] * part.size
+        part.all_gather_object(found, own)
         assert [each["rank"] for each in found] == ranks
         assert [len(each["array"]) for each in found] == ranks
-        assert part.broadcast_object((group.rank, b"x"), root=part.size - 1) == (ranks[-1], b"x")
-        gathered = part.gather_object(group.rank)
+        objects = [(group.rank, b"x")]
+        distributed.broadcast_object_list(objects, src=ranks[-1], group=part)
+        assert objects == [(ranks[-1], b"x")]
+        gathered = [None] * part.size if part.rank == 0 else None
+        part.gather_object(group.rank, gathered)
         assert gathered == (ranks if part.rank == 0 else None)
 
 

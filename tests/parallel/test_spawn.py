@@ -97,7 +97,7 @@ def assert_both_have(folder: Path, name: str, whole: list[np.ndarray]) -> None:
 
 
 def test_spawned_solvers_train_as_one(folder: Path, whole: list[np.ndarray]) -> None:
-    spawn(spawned.train, 2, (str(folder), 4), timeout=300)
+    spawn(spawned.train, args=(str(folder), 4), nprocs=2, join=True)
     assert_both_have(folder, "rank", whole)
 
 
@@ -122,7 +122,7 @@ def test_a_script_with_nccl_trains_as_one_process(folder: Path, whole: list[np.n
 def test_a_process_that_fails_ends_all(how: str, text: str) -> None:
     start = time.monotonic()
     with pytest.raises(RunError, match=text) as caught:
-        spawn(spawned.fail, 2, (how,), timeout=300)
+        spawn(spawned.fail, (how,), 2)
     assert time.monotonic() - start < 300
     assert not multiprocessing.active_children()
     if how == "raise":
@@ -132,4 +132,9 @@ def test_a_process_that_fails_ends_all(how: str, text: str) -> None:
 @pytest.mark.parametrize("count", [0, -1, "2", True])
 def test_the_number_of_processes_is_checked(count: object) -> None:
     with pytest.raises(UserError, match="nprocs is .*; it must be an integer of 1 or more"):
-        spawn(spawned.fail, count)  # type: ignore[arg-type]
+        spawn(spawned.fail, (), count)  # type: ignore[arg-type]
+
+
+def test_arguments_in_the_order_of_an_earlier_version_are_refused() -> None:
+    with pytest.raises(UserError, match=r"args is a int; it must be a tuple: spawn\(fn, args=\(\), nprocs=1\)"):
+        spawn(spawned.fail, 2, ("raise",))  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from random_nets import NAMINGS, RandomNet, Shape, Stem
 from training import CPU, solver_param
 
 from caffepy.backend import create_backend
-from caffepy.distributed import DataParallel, ProcessGroup
+from caffepy.distributed import DistributedDataParallel, ProcessGroup
 from caffepy.errors import SnapshotError
 from caffepy.inference import Model
 from caffepy.layers.core.base import LayerContext
@@ -312,7 +312,7 @@ def train_in_ranks(net: NamedNet, folder: Path, count: int, tcp: bool) -> Outcom
             solver = create_solver(solver_for(net, folder, BATCH // count, BATCH // count), backend)
         solver.add_callback(note)
         try:
-            DataParallel(solver, group, sync_bn=True)
+            DistributedDataParallel(solver, process_group=group, sync_bn=True)
             solver.solve()
         finally:
             solver.close()

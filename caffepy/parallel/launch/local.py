@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from caffepy.errors import ConfigError
 from caffepy.parallel.launch.mpirun import Job
@@ -50,8 +52,32 @@ class Rendezvous:
         return replace(self, address=self.address or _LOOPBACK, port=port)
 
 
-def local_commands(job: Job, rendezvous: Rendezvous) -> list[tuple[Sequence[str], dict[str, str]]]:
-    """The command line of each process of this machine, and its variables; `rendezvous` is complete."""
+def local_rank_name(program: Sequence[str]) -> str | None:
+    """How a Python script asks for its local rank, if it is written for torch.distributed's launchers.
+
+    Returns:
+        ``LOCAL_RANK``, torchrun's variable; ``--local_rank`` or ``--local-rank``, which torch.distributed.launch
+        passes to a script; None: the program is no script, or asks for neither.
+    """
+    script = next((word for word in program[1:2] if word.endswith(".py")), None)
+    try:
+        text = "" if script is None else Path(script).read_text(errors="replace")
+    except OSError:  # the ranks report it
+        return None
+    found = re.findall(r"""["'](--local[_-]rank|LOCAL_RANK)["']""", text)
+    return max(found, key=lambda name: name.startswith("-"), default=None)
+
+
+def local_commands(
+    job: Job, rendezvous: Rendezvous, option: str | None = None
+) -> list[tuple[Sequence[str], dict[str, str]]]:
+    """The command line of each process of this machine, and its variables.
+
+    Args:
+        job: the program; Python and a script, if there is an option.
+        rendezvous: complete.
+        option: passes the local rank to the script.
+    """
     shared = {
         "WORLD_SIZE": str(rendezvous.nodes * job.per_node),
         "LOCAL_WORLD_SIZE": str(job.per_node),
@@ -59,9 +85,12 @@ def local_commands(job: Job, rendezvous: Rendezvous) -> list[tuple[Sequence[str]
         "MASTER_PORT": str(rendezvous.port),
     }
     first = rendezvous.node_rank * job.per_node
-    return [
-        (job.program, {RANK: str(first + local), "LOCAL_RANK": str(local), **shared}) for local in range(job.per_node)
-    ]
+    commands: list[tuple[Sequence[str], dict[str, str]]] = []
+    for local in range(job.per_node):
+        told = [] if option is None else [f"{option}={local}"]
+        variables = {RANK: str(first + local), "LOCAL_RANK": str(local), **shared}
+        commands.append(([*job.program[:2], *told, *job.program[2:]], variables))
+    return commands
 
 
 def secret_for(rendezvous: Rendezvous, environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -39,6 +39,7 @@ _ARRAY_KINDS = "biufc"
 """Of dtypes: booleans and numbers."""
 _READERS: dict[str, Callable[[Any], Any]] = {
     "array": _read_array,
+    "scalar": lambda content: _read_array(content)[()],
     "bytes": base64.b64decode,
     "path": Path,
     "tuple": lambda parts: tuple(map(_read, parts)),
@@ -49,8 +50,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def pack(value: Any) -> bytes:
-    """Return JSON of None, numbers, text, bytes, paths, NumPy arrays of numbers, and lists, tuples, dictionaries and
-    caffepy's dataclasses of these.
+    """Return JSON of None, numbers, text, bytes, paths, NumPy numbers and arrays of them, and lists, tuples,
+    dictionaries and caffepy's dataclasses of these.
 
     Raises:
         TypeError: it is something else.
@@ -71,6 +72,8 @@ def unpack(packed: Value) -> Any:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic) and value.dtype.kind in _ARRAY_KINDS:
+        return {"scalar": [value.dtype.str, [], base64.b64encode(value.tobytes()).decode()]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, bytes):

@@ -62,6 +62,27 @@ def test_the_program_is_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert program("--", "sh", "-c", "true") == ["sh", "-c", "true"]
 
 
+@pytest.mark.parametrize("dash", ["-", "_"])
+def test_a_script_of_torch_distributed_is_started_as_there(
+    dash: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("train.py").write_text('parser.add_argument("--local_rank", type=int)')
+    words = [f"--nproc{dash}per{dash}node=2", "train.py", "--lr", "0.1"]
+    assert main(["launch", "--dry-run", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert ["mpirun" in line for line in lines] == [False, False]
+    assert [line.split(" MASTER_PORT=")[0] for line in lines] == [
+        f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1" for rank in range(2)
+    ]
+    assert all(line.endswith(f"train.py --local_rank={rank} --lr 0.1") for rank, line in enumerate(lines))
+    nodes = [f"--nnodes{dash}".rstrip(dash) + "=2", f"--node{dash}rank=1", f"--master{dash}addr=a"]
+    assert main(["launch", "--dry-run", *nodes, f"--master{dash}port=1234", *words]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert "RANK=2 LOCAL_RANK=0 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1234" in first
+    assert second.endswith("train.py --local_rank=1 --lr 0.1")
+    assert "-np 2" in launch(capsys, *words)  # --mpirun is for MPI
+
+
 def test_hosts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("MINE", "1")

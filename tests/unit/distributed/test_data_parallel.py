@@ -13,7 +13,7 @@ from process_groups import raise_first, run_tcp
 from training import build_solver, solver_param, weights_of
 
 from caffepy.backend import create_backend
-from caffepy.distributed import DataParallel, ProcessGroup
+from caffepy.distributed import DistributedDataParallel, ProcessGroup
 from caffepy.errors import PeerError, UserError
 from caffepy.solvers import Solver, create_solver
 
@@ -50,7 +50,7 @@ def run(work: Work, ranks: int = 2, batch: int = 4, more: str = "", settings: st
 
 
 def train(group: ProcessGroup, solver: Solver) -> dict[str, np.ndarray]:
-    DataParallel(solver, group, sync_bn=True)
+    DistributedDataParallel(solver, process_group=group, sync_bn=True)
     solver.solve()
     return weights_of(solver.net)
 
@@ -84,7 +84,7 @@ def test_gradients_are_exchanged_during_the_backward_pass(caplog: pytest.LogCapt
 
 def test_a_callback_stops_all_ranks_in_one_iteration() -> None:
     def work(group: ProcessGroup, solver: Solver) -> tuple[int, bool]:
-        DataParallel(solver, group)
+        DistributedDataParallel(solver, process_group=group)
         if group.rank == 1:
             solver.add_callback(lambda solver: solver.iteration == 2)
         solver.step(50)
@@ -95,7 +95,7 @@ def test_a_callback_stops_all_ranks_in_one_iteration() -> None:
 
 def test_tests_are_shared_and_the_root_alone_writes(tmp_path: Any) -> None:
     def work(group: ProcessGroup, solver: Solver) -> tuple[float, bool]:
-        DataParallel(solver, group)
+        DistributedDataParallel(solver, process_group=group)
         solver.step(1)
         solver.snapshot()
         return float(solver.test_all()[0]["loss"]), solver.callback.is_root
@@ -108,7 +108,7 @@ def test_tests_are_shared_and_the_root_alone_writes(tmp_path: Any) -> None:
 
 def test_one_process_alone_trains_alone() -> None:
     def work(group: ProcessGroup, solver: Solver) -> int:
-        DataParallel(solver, group)
+        DistributedDataParallel(solver, process_group=group)
         solver.step(2)
         return solver.callback.world_size
 
@@ -118,7 +118,7 @@ def test_one_process_alone_trains_alone() -> None:
 def test_solvers_that_differ_are_named() -> None:
     def work(group: ProcessGroup, solver: Solver) -> None:
         solver.param.max_iter += group.rank
-        DataParallel(solver, group)
+        DistributedDataParallel(solver, process_group=group)
 
     wanted = r"max_iter is 5 on rank 0 .* and 6 on rank 1 .*; give all processes the same solver, net and snapshot"
     assert all(re.search(wanted, str(error)) for error in run(work))
@@ -126,16 +126,28 @@ def test_solvers_that_differ_are_named() -> None:
 
 def test_a_solver_is_parallel_once() -> None:
     def work(group: ProcessGroup, solver: Solver) -> None:
-        DataParallel(solver, group)
+        DistributedDataParallel(solver, process_group=group)
         with pytest.raises(UserError, match="this solver already trains with other devices"):
-            DataParallel(solver, group)
+            DistributedDataParallel(solver, process_group=group)
 
     raise_first(run(work))
 
 
+def test_devices_that_are_not_the_solvers_are_named() -> None:
+    def work(group: ProcessGroup, solver: Solver) -> None:
+        for arguments in ({"device_ids": [0]}, {"output_device": 0}):
+            with pytest.raises(UserError, match="is .*0.*, but the solver is on the CPU: leave it out"):
+                DistributedDataParallel(solver, process_group=group, **arguments)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match="module is a Net; give DistributedDataParallel a solver"):
+            DistributedDataParallel(solver.net, process_group=group)  # type: ignore[arg-type]
+        DistributedDataParallel(solver, device_ids=None, output_device=None, process_group=group)
+
+    raise_first(run(work, ranks=1))
+
+
 def test_the_end_of_a_rank_ends_the_others_waits() -> None:
     def work(group: ProcessGroup, solver: Solver) -> None:
-        DataParallel(solver, group)
+        DistributedDataParallel(solver, process_group=group)
         solver.step(1)
         if group.rank == 1:
             raise ValueError("injected")
@@ -151,7 +163,7 @@ def test_a_rank_that_does_not_come_is_given_up() -> None:
     given_up = threading.Event()
 
     def work(group: ProcessGroup, solver: Solver) -> None:
-        DataParallel(solver, group)
+        DistributedDataParallel(solver, process_group=group)
         group.timeout = 1.0
         if group.rank == 1:
             given_up.wait(300)

@@ -78,7 +78,7 @@ def test_without_a_group(call: Any) -> None:
         ({"backend": 3}, "backend '3' is not known"),
         ({"timeout": 0}, "timeout is 0; it must be a positive number of seconds"),
         ({"timeout": timedelta(seconds=-1)}, "timeout is -1 day"),
-        ({"device": 0}, "init_process_group: device is for backend 'nccl'"),
+        ({"device_id": 0}, "init_process_group: device_id is for backend 'nccl'"),
         ({"init_method": "smoke://signals"}, "init_method 'smoke://signals' is none of"),
     ],
 )
@@ -127,12 +127,19 @@ def test_a_script_that_dies_of_an_error_tells_why() -> None:
 def test_groups_and_objects_alone() -> None:
     with distributed.init_process_group() as group:
         part = distributed.new_group([0])
-        assert part is not None and (part.size, distributed.get_backend()) == (1, "tcp")
-        assert part.all_gather_object({"a": [1, None]}) == [{"a": [1, None]}]
-        assert distributed.broadcast_object((1, "x")) == (1, "x")
-        assert distributed.gather_object(3) == [3]
-        with pytest.raises(UserError, match="broadcast_object: a object does not travel"):
-            group.broadcast_object(object())
+        assert not isinstance(part, distributed.GroupMember)
+        assert (part.size, distributed.get_backend()) == (1, "tcp")
+        found: list[Any] = [None]
+        distributed.all_gather_object(found, {"a": [1, None]}, group=part)
+        assert found == [{"a": [1, None]}]
+        distributed.gather_object(np.float32(3), found)
+        assert found == [3.0] and type(found[0]) is np.float32
+        distributed.broadcast_object_list(found)
+        assert found == [3.0]
+        distributed.scatter_object_list(found, [(1, "x")])
+        assert found == [(1, "x")]
+        with pytest.raises(UserError, match="broadcast_object_list: a object does not travel"):
+            group.broadcast_object_list([object()])
     assert part.destroyed
 
 

@@ -70,7 +70,7 @@ def test_numpys_integers_are_ranks_roots_and_tags() -> None:
         assert raise_first(run(2, work)) == [[1.0, 2.0], [0.0, 1.0]]
 
 
-@pytest.mark.parametrize("name", ["rank", "world_size", "device"])
+@pytest.mark.parametrize("name", ["rank", "world_size", "device_id"])
 def test_what_is_no_whole_number_is_refused(name: str) -> None:
     with pytest.raises(UserError, match=f"{name} is '1'; it must be an integer"):
         connect("tcp", "tcp://127.0.0.1:1", **{name: "1"})  # type: ignore[arg-type]
@@ -87,35 +87,38 @@ ARRAY = np.zeros(4, np.float32)
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        (lambda g: g.all_reduce([1.0]), r"all_reduce: array is a list: pass a NumPy or CuPy array"),
-        (lambda g: g.all_reduce(np.zeros(2, np.complex64)), "array has dtype complex64; known: float16, float32"),
-        (lambda g: g.all_reduce(np.zeros(2, ">f4")), "array has dtype >f4"),
-        (lambda g: g.all_reduce(np.zeros((4, 4))[:, 0]), "array is not contiguous"),
-        (lambda g: g.all_reduce(np.zeros((2, 3)).T), "array is not contiguous"),
-        (lambda g: g.all_reduce(np.frombuffer(b"12345678")), "array is read-only"),
+        (lambda g: g.all_reduce([1.0]), r"all_reduce: tensor is a list: pass a NumPy or CuPy array"),
+        (lambda g: g.all_reduce(np.zeros(2, np.complex64)), "tensor has dtype complex64; known: float16, float32"),
+        (lambda g: g.all_reduce(np.zeros(2, ">f4")), "tensor has dtype >f4"),
+        (lambda g: g.all_reduce(np.zeros((4, 4))[:, 0]), "tensor is not contiguous"),
+        (lambda g: g.all_reduce(np.zeros((2, 3)).T), "tensor is not contiguous"),
+        (lambda g: g.all_reduce(np.frombuffer(b"12345678")), "tensor is read-only"),
         (lambda g: g.all_reduce(np.zeros(2, np.int32), AVG), "AVG of int32 would have to be rounded"),
-        (lambda g: g.all_reduce(ARRAY, "sum"), "operator is 'sum'; known: SUM, PRODUCT, MIN, MAX, AVG"),
-        (lambda g: g.broadcast(ARRAY, 2), "broadcast: root 2 is not a rank of this group: ranks are 0 to 1"),
-        (lambda g: g.reduce(ARRAY, -1), "reduce: root -1 is not a rank"),
-        (lambda g: g.all_gather([ARRAY], ARRAY), "all_gather: outputs has 1 arrays; give one for each of 2 ranks"),
+        (lambda g: g.all_reduce(ARRAY, "sum"), "op is 'sum'; known: SUM, PRODUCT, MIN, MAX, AVG"),
+        (lambda g: g.broadcast(ARRAY, 2), "broadcast: group_src 2 is not a rank of this group: ranks are 0 to 1"),
+        (lambda g: g.reduce(ARRAY, -1), "reduce: group_dst -1 is not a rank"),
+        (lambda g: g.all_gather([ARRAY], ARRAY), "all_gather: tensor_list has 1 arrays; give one for each of 2 ranks"),
         (
             lambda g: g.all_gather([ARRAY, np.zeros(5, np.float32)], ARRAY),
-            r"outputs\[1\] is float32 \(5,\); it should be float32 \(4,\)",
+            r"tensor_list\[1\] is float32 \(5,\); it should be float32 \(4,\)",
         ),
         (
             lambda g: g.all_gather([ARRAY, np.zeros(4)], ARRAY),
-            r"outputs\[1\] is float64 \(4,\); it should be float32 \(4,\)",
+            r"tensor_list\[1\] is float64 \(4,\); it should be float32 \(4,\)",
         ),
         (
             lambda g: g.all_gather(np.zeros((3, 4), np.float32), ARRAY),
-            r"outputs is float32 \(3, 4\); it should be float32 \(2, 4\) or \(8,\), or a list of 2 arrays",
+            r"tensor_list is float32 \(3, 4\); it should be float32 \(2, 4\) or \(8,\), or a list of 2 arrays",
         ),
-        (lambda g: g.gather(ARRAY), "gather: outputs are missing on the root, rank 0"),
-        (lambda g: g.gather(ARRAY, [ARRAY, ARRAY], root=1), "gather: outputs are only for the root, rank 1"),
-        (lambda g: g.scatter(ARRAY), "scatter: inputs are missing on the root, rank 0"),
-        (lambda g: g.reduce_scatter(ARRAY, ARRAY), r"reduce_scatter: inputs is float32 \(4,\); it should be"),
-        (lambda g: g.all_to_all(ARRAY, np.zeros(3, np.float32)), r"inputs of shape \(3,\) cannot be cut into 2"),
-        (lambda g: g.all_to_all([], []), "all_to_all: inputs has 0 arrays; give one for each of 2 ranks"),
+        (lambda g: g.gather(ARRAY), "gather: gather_list is missing on the root, rank 0"),
+        (lambda g: g.gather(ARRAY, [ARRAY, ARRAY], group_dst=1), "gather: gather_list is only for the root, rank 1"),
+        (lambda g: g.scatter(ARRAY), "scatter: scatter_list is missing on the root, rank 0"),
+        (lambda g: g.reduce_scatter(ARRAY, ARRAY), r"reduce_scatter: input_list is float32 \(4,\); it should be"),
+        (
+            lambda g: g.all_to_all(ARRAY, np.zeros(3, np.float32)),
+            r"shape \(3,\) cannot be cut into 2 equal parts",
+        ),
+        (lambda g: g.all_to_all([], []), "all_to_all: input_tensor_list has 0 arrays; give one for each of 2 ranks"),
         (lambda g: g.send(ARRAY, 0), "send: a rank cannot send to itself"),
         (lambda g: g.recv(ARRAY, 2), "receive: rank 2 is not a rank of this group"),
         (lambda g: g.isend(ARRAY, 1, tag=1 << 20), "send: tag 1048576 is not an integer from 0 to 32767"),
@@ -270,5 +273,5 @@ def test_gpu_arrays_travel_through_host_memory() -> None:
 def test_host_arrays_are_refused_by_nccl() -> None:
     from caffepy.distributed.arrays import check_array
 
-    with pytest.raises(UserError, match="array is in host memory: backend 'nccl' takes CuPy arrays, 'mpi' and 'tcp'"):
+    with pytest.raises(UserError, match="tensor is in host memory: backend 'nccl' takes CuPy arrays, 'mpi' and 'tcp'"):
         check_array(ARRAY, "array", "gpu", written=True)

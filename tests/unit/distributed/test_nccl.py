@@ -15,7 +15,7 @@ from process_groups import run_threads, free_port
 from caffepy.distributed.default import connect
 method = f"tcp://127.0.0.1:{free_port()}"
 def group(rank, size, device=None):
-    return connect("nccl", method, rank=rank, world_size=size, timeout=300, device=device)
+    return connect("nccl", method, rank=rank, world_size=size, timeout=300, device_id=device)
 """
 
 
@@ -51,15 +51,15 @@ print(*run_threads(2, work), sep="\\n")
 """
     lines = run(code)
     assert len(lines) == 4
-    assert sum("all_reduce: array is in host memory" in line for line in lines) == 2
+    assert sum("all_reduce: tensor is in host memory" in line for line in lines) == 2
     assert sum("send: NCCL does not support tags: leave it out" in line for line in lines) == 2
 
 
 @pytest.mark.parametrize(
     ("gpus", "device", "message"),
     [
-        (2, "None", "this host has 2 GPUs for 3 ranks: start fewer ranks, or give each its device="),
-        (3, "1", "both use the GPU at 0000:01:00.0: give each its device="),
+        (2, "None", "this host has 2 GPUs for 3 ranks: start fewer ranks, or give each its device_id="),
+        (3, "1", "both use the GPU at 0000:01:00.0: give each its device_id="),
         (1, "None", "both use the GPU at 0000:00:00.0"),
     ],
 )

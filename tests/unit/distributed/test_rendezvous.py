@@ -90,6 +90,14 @@ def test_env() -> None:
     assert raise_first(run_threads(2, work)) == [0, 1]
 
 
+def test_an_address_is_enough_where_rank_and_size_are_given() -> None:
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    found = raise_first(run_threads(2, lambda rank: join(None, rank, 2, 300.0, variables)))
+    assert [membership.rank for membership in found] == [0, 1]
+    for membership in reversed(found):
+        part(membership)
+
+
 def test_alone_without_a_launcher() -> None:
     membership = join(None, None, None, 1.0, NOTHING)
     assert (membership.rank, membership.size, membership.local_rank, membership.local_size) == (0, 1, 0, 1)

@@ -11,7 +11,7 @@ import pytest
 from process_groups import raise_first, run_tcp
 from training import build_solver
 
-from caffepy.distributed import DataParallel, ProcessGroup
+from caffepy.distributed import DistributedDataParallel, ProcessGroup
 from caffepy.errors import ConfigError
 from caffepy.pycaffe.mode import mode
 from caffepy.pycaffe.solver import SGDSolver
@@ -76,7 +76,7 @@ def test_an_epoch_is_shorter_where_processes_divide_the_records(net: str, tmp_pa
         tested: list[int] = []
         with build_solver(SOLVER + f'snapshot_prefix: "{tmp_path}/x"', net) as solver:
             solver.add_callback(Noting(tested))
-            DataParallel(solver, group)
+            DistributedDataParallel(solver, process_group=group)
             solver.solve()
         return tested
 

@@ -46,6 +46,12 @@ def test_numbers_that_are_not_finite_and_records_arrive() -> None:
     assert unpack(pack(sent)) == sent
 
 
+@pytest.mark.parametrize("value", [np.float32(0.1), np.float64(0.1), np.int64(-3), np.bool_(True), np.complex64(1j)])
+def test_numbers_of_numpy_keep_their_type(value: np.generic) -> None:
+    (found,) = unpack(pack([value]))
+    assert found == value and type(found) is type(value)
+
+
 @given(
     npst.arrays(
         npst.scalar_dtypes().filter(lambda dtype: dtype.kind in "biufc"), npst.array_shapes(min_dims=0, min_side=0)
@@ -58,7 +64,7 @@ def test_arrays_arrive_with_dtype_shape_and_bits(array: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [object(), {1, 2}, np.int64(3), np.array([None]), np.array(["a"]), Performance, Text(1)]
+    "value", [object(), {1, 2}, np.datetime64("now"), np.array([None]), np.array(["a"]), Performance, Text(1)]
 )
 def test_nothing_else_is_sent(value: Any) -> None:
     with pytest.raises(TypeError, match="does not travel from rank to rank"):
