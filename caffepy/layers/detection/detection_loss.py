@@ -7,7 +7,6 @@ import numpy as np
 from caffepy.layers.core.base import Blobs, Layer, LayerContext, register_layer
 from caffepy.layers.detection.boxes import Rows
 from caffepy.layers.detection.grid_loss import GridLoss, GridLossLayer
-from caffepy.layers.detection.mscnn_loss import MscnnLossLayer
 from caffepy.layers.detection.yolo_boxes import COORDINATES, center_overlaps
 from caffepy.layers.loss.base import LossLayer
 from caffepy.proto import caffe_pb2
@@ -115,8 +114,11 @@ class DetectionLossLayer(LossLayer):
 
     def __new__(cls, param: caffe_pb2.LayerParameter, context: LayerContext) -> Layer:  # type: ignore[misc]
         """Return the layer of the fork whose fields are set."""
-        mscnn = param.detection_loss_param.HasField("cls_num")
-        return MscnnLossLayer(param, context) if mscnn else YoloLossLayer(param, context)
+        if not param.detection_loss_param.HasField("cls_num"):
+            return YoloLossLayer(param, context)
+        from caffepy.layers.detection.mscnn_loss import MscnnLossLayer  # another family of forks
+
+        return MscnnLossLayer(param, context)
 
 
 # -- grids of YOLO 1 -----------------------------------------------------------------------------------
