@@ -12,9 +12,8 @@ from caffepy.distributed.default import get_group
 from caffepy.distributed.group import ProcessGroup
 from caffepy.errors import UserError
 from caffepy.parallel.communicators.communicator import Communicator
-from caffepy.parallel.exchange import SolverExchange
+from caffepy.parallel.exchange import SolverExchange, SynchronisedSolver
 from caffepy.parallel.factory import connect_alone
-from caffepy.solvers import Solver
 
 
 class DistributedDataParallel:
@@ -48,14 +47,14 @@ class DistributedDataParallel:
 
     def __init__(
         self,
-        module: Solver,
+        module: SynchronisedSolver,
         device_ids: Sequence[int] | None = None,
         output_device: int | None = None,
         *,
         process_group: ProcessGroup | None = None,
         sync_bn: bool = False,
     ) -> None:
-        if not isinstance(module, Solver):
+        if not callable(getattr(module, "join", None)):
             raise UserError(
                 f"module is a {type(module).__name__}; give DistributedDataParallel a solver, which has the net"
             )
@@ -67,7 +66,7 @@ class DistributedDataParallel:
         self._exchange = SolverExchange(self.rank, names, self._mark)
         if self.world_size == 1:
             return
-        if solver.callback.world_size > 1:
+        if solver.world_size > 1:
             raise UserError("this solver already trains with other devices; give a single-device solver")
         communicator = self._choose(solver)
         with solver.backend.activate():
@@ -85,7 +84,7 @@ class DistributedDataParallel:
     def _mark(self, what: str | Callable[[], str]) -> AbstractContextManager[None]:
         return self.group.bounded(what if isinstance(what, str) else what())
 
-    def _choose(self, solver: Solver) -> Communicator:
+    def _choose(self, solver: SynchronisedSolver) -> Communicator:
         """Return the group's communicator, after checking that it supports the solver's device."""
         on_gpu = solver.backend.asynchronous
         if on_gpu != (self.group.communicator.memory == "gpu"):
@@ -96,7 +95,7 @@ class DistributedDataParallel:
             )
         return gradient_communicator(self.group)
 
-    def _compare(self, solver: Solver, communicator: Communicator, names: list[str]) -> int:
+    def _compare(self, solver: SynchronisedSolver, communicator: Communicator, names: list[str]) -> int:
         """Reject solvers whose nets or iterations differ; return rank 0's seed."""
         rows = np.zeros((self.world_size, 4))
         rows[self.rank] = solver.net.parameters.size, solver.param.max_iter, solver.iteration, solver.param.random_seed
@@ -113,7 +112,7 @@ class DistributedDataParallel:
         return int(rows[0, 3])
 
 
-def _check_devices(solver: Solver, device_ids: Sequence[int] | None, output_device: int | None) -> None:
+def _check_devices(solver: SynchronisedSolver, device_ids: Sequence[int] | None, output_device: int | None) -> None:
     """Reject devices that are not the solver's."""
     number = getattr(solver.backend, "device", None)
     output = None if output_device is None else [output_device]

@@ -10,18 +10,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from caffepy.backend import Array
+from caffepy.backend import Array, Backend
+from caffepy.data.schedule import Shard
 from caffepy.errors import AbortedError
+from caffepy.net import Net
 from caffepy.net.parameters import bucket_count
 from caffepy.net.wiring import capture_blockers
 from caffepy.parallel.agreement import check_replicas
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.reducer import Reducer
-from caffepy.solvers import Solver
+from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.trace import NO_TRACE, Tracer
 
 logger = logging.getLogger(__name__)
@@ -30,11 +32,47 @@ Mark = Callable[["str | Callable[[], str]"], AbstractContextManager[None]]
 """Marks a `with` block that waits for all devices: what for, or what says how far it has come."""
 
 
+class PendingGraphs(Protocol):
+    """The captured iterations of a solver."""
+
+    def drain(self) -> None:
+        """Wait until the device has run all launched iterations."""
+
+    def drop(self) -> None:
+        """Free the graphs."""
+
+
+class SynchronisedSolver(Protocol):
+    """The parts of a solver that the synchronisation reads; `caffepy.solvers.Solver` has them."""
+
+    @property
+    def net(self) -> Net: ...
+    @property
+    def param(self) -> SolverParameter: ...
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def iteration(self) -> int: ...
+    @property
+    def last_pass(self) -> bool: ...
+    @property
+    def history(self) -> Sequence[Array]: ...
+    @property
+    def replicated(self) -> Sequence[Array]: ...
+    @property
+    def graph_runner(self) -> PendingGraphs: ...
+    @property
+    def world_size(self) -> int: ...
+
+    def join(self, callback: SolverExchange, shard: Shard, random_seed: int) -> None:
+        """Train with other devices from now on; called by all of them at the same point."""
+
+
 @dataclass(frozen=True)
 class _Connection:
     """What `SolverExchange.connect` makes."""
 
-    solver: Solver
+    solver: SynchronisedSolver
     communicator: Communicator
     reducer: Reducer
 
@@ -65,7 +103,7 @@ class SolverExchange:
         self._cancelled = False
         self._connection: _Connection | None = None
 
-    def connect(self, solver: Solver, communicator: Communicator, sync_bn: bool) -> None:
+    def connect(self, solver: SynchronisedSolver, communicator: Communicator, sync_bn: bool) -> None:
         """Let a solver's layers and gradients reach the other devices; called by all of them.
 
         Args:
@@ -177,7 +215,7 @@ class SolverExchange:
             raise AbortedError("training was stopped")
         return self._connection
 
-    def _make_reducer(self, solver: Solver, communicator: Communicator) -> Reducer:
+    def _make_reducer(self, solver: SynchronisedSolver, communicator: Communicator) -> Reducer:
         """As the prototxts want it: `layer_wise_reduce` (BVLC) and `reduce_buckets` (NVIDIA).
 
         Without an option the overlap depends on its estimated gain.
@@ -197,7 +235,7 @@ class SolverExchange:
         return reducer
 
 
-def _may_begin(solver: Solver) -> bool:
+def _may_begin(solver: SynchronisedSolver) -> bool:
     """Whether exchanges may begin in the present backward pass.
 
     On a device that works behind the host only while that is captured: an eager pass may compile, tune and allocate,

@@ -145,7 +145,7 @@ class Solver:
         self.backend = backend
         self.shard, self.resolve, self.callback = context.shard, context.resolve, context.callback
         self.log = RootLog(self.callback.is_root)
-        self.requests = Requests(context.request, alone=self.callback.world_size == 1)
+        self.requests = Requests(context.request, alone=self.world_size == 1)
         self._trace, self._keep_going = context.trace, context.keep_going
         self.iteration = 0
         """How many iterations were made, those before a snapshot that was restored included."""
@@ -178,7 +178,7 @@ class Solver:
             self.net = self._factory.train_net(context.trace)
             for names in param.weights if self.callback.is_root else ():
                 self.load_weights([self.resolve(name.strip()) for name in names.split(",")])
-            alone = self.callback.world_size == 1
+            alone = self.world_size == 1
             self.tests = self._factory.test_runners(self.net, engine.eager, lazily=alone)
             """Run the test nets, in Caffe's order."""
             self.test_nets = [runner.net for runner in self.tests]
@@ -219,6 +219,11 @@ class Solver:
         return CudaGraphRunner(
             self.net, self.param.iter_size, self, self.callback, self.requests, self._trace, self.log, captures
         )
+
+    @property
+    def world_size(self) -> int:
+        """How many devices train together."""
+        return self.callback.world_size
 
     @on_device
     def join(self, callback: SolverCallback, shard: Shard, random_seed: int) -> None:
@@ -337,7 +342,7 @@ class Solver:
         self._fetch(self._passes)
         self.requests.poll()
         self._send_hyperparameters()
-        if self.callback.world_size > 1:
+        if self.world_size > 1:
             self.requests.mark_sent()
         if not (self.graph_runner.captured and self.graph_runner.run(self._passes)):
             self._run_eagerly(display, read_loss)
@@ -385,7 +390,7 @@ class Solver:
         self._forward_backward(read_loss)
         if display:
             self._display.show_iteration(self.iteration, self.losses.mean(), self.callback, self._epochs_per_iteration)
-        several = self.callback.world_size > 1
+        several = self.world_size > 1
         if several and self.backend.asynchronous:
             # A pass may compile, tune and allocate, which can wait for all work of the process on any of its devices,
             # an all-reduce included that this device has not joined.
@@ -466,7 +471,7 @@ class Solver:
         if index == 0:
             self.net.clear_param_diffs()
         self.last_pass = index == self.param.iter_size - 1
-        if self.last_pass and self.callback.world_size > 1:
+        if self.last_pass and self.world_size > 1:
             self.backend.copy(self.hyperparameters.flags, self.net.parameters.flags[: len(FLAGS)])
 
     def exchange_gradients(self) -> None:
@@ -585,7 +590,7 @@ class Solver:
         A stop that is requested meanwhile ends the tests where this device trains alone.
         """
         self.graph_runner.drain()
-        if Action.STOP in self.requests and self.callback.world_size > 1:
+        if Action.STOP in self.requests and self.world_size > 1:
             return []
         with self._not_training(), self._trace.span("test"):
             self.average_statistics()
@@ -604,7 +609,7 @@ class Solver:
 
     def _interrupted(self) -> bool:
         """Whether a test should end at once; devices that train together finish it."""
-        if self.callback.world_size > 1:
+        if self.world_size > 1:
             return False
         self.requests.poll()
         return Action.STOP in self.requests
@@ -614,7 +619,7 @@ class Solver:
 
         At most once an iteration: averaging equal numbers could round them, and a resumed run starts from them.
         """
-        if self.callback.world_size == 1 or self._averaged_at == self.iteration:
+        if self.world_size == 1 or self._averaged_at == self.iteration:
             return
         self._averaged_at = self.iteration
         if arrays := self.net.statistics(local_only=True):
