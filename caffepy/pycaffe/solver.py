@@ -123,6 +123,9 @@ class Solver:
     def _before_iteration(self) -> Action:
         """Return the action requested before an iteration or a test batch."""
         if self._started != self.iter:
+            if self._started < 0 or self._callbacks.callbacks or self.net.has_callbacks:
+                for blob in self.solver.net.unreached_parameters():
+                    self.device.backend.fill(blob.diff, 0.0)  # the program may have written it
             self._started = self.iter
             self._callbacks.before_iteration()
         return Action.NONE
@@ -174,8 +177,6 @@ class Solver:
         with self.device.computing(), as_users_raise():
             if any(net.has_callbacks for net in (self.net, *self.test_nets)):
                 self.solver.graph_runner.stop_capturing()
-            for blob in self.solver.net.unreached_parameters():
-                self.device.backend.fill(blob.diff, 0.0)  # the program may have written it
             yield
 
     def snapshot(self) -> None:

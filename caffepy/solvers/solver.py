@@ -470,6 +470,7 @@ class Solver:
         self.net.context.passes.on_device = self.hyperparameters.counter(index)
         if index == 0:
             self.net.clear_param_diffs()
+            self.update.clear_changes()
         self.last_pass = index == self.param.iter_size - 1
         if self.last_pass and self.world_size > 1:
             self.backend.copy(self.hyperparameters.flags, self.net.parameters.flags[: len(FLAGS)])

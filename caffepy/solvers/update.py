@@ -105,6 +105,15 @@ class Update:
             return None
         return self.guard.gradient_norm()
 
+    def clear_changes(self) -> None:
+        """Set to 0 what the last update left in `diff`, as Caffe does in each iteration (`net.cpp`, ClearParamDiffs).
+
+        A backward pass overwrites only the gradients of the parameters that a loss reaches.
+        """
+        parameters = self._net.parameters
+        if self._store_change and parameters.learned:
+            self._net.backend.fill(parameters.gradients, 0.0)
+
     def run(self, scale: Array | float, l2: Array | float, l1: Array | float, numbers: Sequence[Array | float]) -> None:
         """Change the parameters, their copies in other dtypes and the history, by the gradients in `diff`.
 

@@ -164,6 +164,29 @@ def test_tests_do_not_call_the_start_again(solver_file: Path, write) -> None:
     assert starts == [0, 1]
 
 
+@pytest.mark.parametrize("where", ["on_gradients_ready", "after_backward"])
+def test_diffs_that_a_callback_writes_last_for_one_iteration(net_file: Path, solver_file: Path, where: str) -> None:
+    """As Caffe clears them in each iteration (`solver.cpp`, Step), also those that no backward pass computes."""
+    aside = (
+        "layer { name: 'aside' type: 'InnerProduct' bottom: 'data' top: 'aside' param { decay_mult: 0 } "
+        "inner_product_param { num_output: 1 bias_term: false } } layer { name: 's' type: 'Silence' bottom: 'aside' }"
+    )
+    net_file.write_text(net_file.read_text().replace("force_backward: true", "") + aside)
+    solver = caffe.SGDSolver(str(solver_file))
+    held, found = solver.net.params["aside"][0].diff, []
+
+    def add(*_: object) -> None:
+        held[...] += 1
+        found.append(float(held.max()))
+
+    if where == "on_gradients_ready":
+        solver.add_callback(lambda: None, add)
+    else:
+        solver.net.after_backward(lambda layer: add() if layer == 0 else None)
+    solver.step(3)
+    assert found == [1, 1, 1]
+
+
 def test_an_exchange_object_is_a_callback(solver: caffe.SGDSolver) -> None:
     class Exchange:
         calls = 0

@@ -53,6 +53,23 @@ def test_all_iterations_but_the_first_are_replayed_and_give_the_same() -> None:
         np.testing.assert_array_equal(values, found[1][name])
 
 
+def test_graphs_clear_the_updates_that_snapshot_diff_stores() -> None:
+    """They would be the next iteration's gradients where no loss reaches a parameter."""
+    aside = """
+layer { name: "aside" type: "InnerProduct" bottom: "data" top: "aside"
+  inner_product_param { num_output: 2 weight_filler { value: 0.5 } } }
+layer { name: "silence" type: "Silence" bottom: "aside" }
+"""
+    found = []
+    for stored in ("", "snapshot_diff: true"):
+        with graph_solver(f"{SOLVER} weight_decay: 0.5 clip_gradients: 0.1 {stored}", NET + aside) as solver:
+            solver.step(5)
+            assert launches(solver) == 4
+            found.append(weights_of(solver.net))
+    for name, values in found[0].items():
+        np.testing.assert_allclose(found[1][name], values, rtol=1e-6, err_msg=name)
+
+
 FILTERED = """
 layer { name: "data" type: "DummyData" top: "data" top: "label" top: "s" dummy_data_param {
   shape { dim: 6 dim: 5 } shape { dim: 6 } shape { dim: 6 } data_filler { type: "gaussian" }

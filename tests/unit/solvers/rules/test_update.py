@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from training import CLASSIFIER, build_solver, weights_of
+from training import CLASSIFIER, build_solver, solver_param, weights_of
 
+import caffepy
 from caffepy.errors import NonFiniteError
 from caffepy.net.wiring import Node
 from caffepy.snapshot.caffemodel import read_weights
@@ -351,3 +352,70 @@ def test_a_skipped_update_leaves_the_gradients_in_snapshot_diff() -> None:
         for finite in (True, False):
             solver.step(1)
             assert np.isfinite(solver.backend.to_host(solver.net.parameters.gradients)).all() == finite
+
+
+UNREACHED = """
+layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {
+  shape { dim: 4 dim: 3 } shape { dim: 4 dim: 2 } data_filler { value: 1 } data_filler { value: -0.5 } } }
+layer { name: "frozen" type: "InnerProduct" bottom: "data" top: "frozen" param { lr_mult: 0 }
+  inner_product_param { num_output: 3 bias_term: false weight_filler { value: 0.4 } } }
+layer { name: "ip" type: "InnerProduct" bottom: "frozen" top: "ip"
+  inner_product_param { num_output: 2 bias_term: false weight_filler { value: 0.3 } } }
+layer { name: "aside" type: "InnerProduct" bottom: "data" top: "aside" param { lr_mult: 1 } param { decay_mult: 0 }
+  inner_product_param { num_output: 2 weight_filler { value: 1 } bias_filler { value: 1 } } }
+layer { name: "silence" type: "Silence" bottom: "aside" }
+layer { name: "cut" type: "InnerProduct" bottom: "data" top: "cut" param { lr_mult: 2 decay_mult: 0.5 }
+  inner_product_param { num_output: 2 bias_term: false weight_filler { value: -1 } } }
+layer { name: "behind" type: "Power" bottom: "cut" top: "behind" propagate_down: false power_param { scale: 0 } }
+layer { name: "sum" type: "Eltwise" bottom: "ip" bottom: "behind" top: "sum" }
+layer { name: "loss" type: "EuclideanLoss" bottom: "sum" bottom: "label" top: "loss" }
+"""
+"""`ip` has a gradient; `aside` and `cut` are learned, but no loss reaches them."""
+
+
+def caffes_weights(iterations: int, passes: int, clip: float) -> dict[str, np.ndarray]:
+    """The weights of UNREACHED after SGD as in Caffe's `solver.cpp` and `sgd_solver.cpp`, in NumPy.
+
+    Each iteration clears all diffs. The update then stays in them.
+    """
+    weights = {"frozen": np.full((3, 3), 0.4), "ip": np.full((2, 3), 0.3), "cut": np.full((2, 3), -1.0)}
+    weights |= {"aside": np.ones((2, 3)), "aside bias": np.ones(2)}
+    multipliers = {"frozen": (0, 1), "ip": (1, 1), "cut": (2, 0.5), "aside": (1, 1), "aside bias": (1, 0)}
+    history = {name: np.zeros_like(values) for name, values in weights.items()}
+    for _ in range(iterations):
+        diff = {name: np.zeros_like(values) for name, values in weights.items()}
+        for _ in range(passes):
+            bottom = np.ones((4, 3)) @ weights["frozen"].T
+            diff["ip"] += (bottom @ weights["ip"].T + 0.5).T @ bottom / 4
+        norm = np.sqrt(sum((values**2).sum() for values in diff.values()))
+        for name, (lr_mult, decay_mult) in multipliers.items():
+            gradient = diff[name] * (clip / norm if 0 <= clip < norm else 1) / passes
+            gradient += 0.5 * decay_mult * weights[name]
+            history[name] = 0.1 * lr_mult * gradient + 0.9 * history[name]
+            weights[name] = weights[name] - history[name]
+    return weights
+
+
+UNREACHED_SOLVER = (
+    'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.5 max_iter: 4 random_seed: 1 '
+    "snapshot_after_train: false snapshot_diff: "
+)
+
+
+@pytest.mark.parametrize("clip", [-1, 0.05])
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("stored", ["false", "true"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_snapshot_diff_changes_nothing_where_no_loss_reaches(
+    devices: int, stored: str, passes: int, clip: float
+) -> None:
+    """Caffe clears all diffs in each iteration, also those that no backward pass writes (`net.cpp`, ClearParamDiffs).
+
+    Otherwise the stored update would be the next iteration's gradient, and a part of the norm that is clipped.
+    """
+    param = solver_param(f"{UNREACHED_SOLVER}{stored} iter_size: {passes} clip_gradients: {clip}", UNREACHED)
+    with caffepy.train(param, cpu_solvers=devices, threads=1, callbacks=()) as trained:
+        found = weights_of(trained.net)
+    for name, values in caffes_weights(4, passes, clip).items():
+        key = f"{name.removesuffix(' bias')}_{int(name.endswith('bias'))}"
+        np.testing.assert_allclose(found[key], values, rtol=1e-5, err_msg=name)
