@@ -12,7 +12,7 @@ _DESCRIPTION = """\
 Read snapshots of caffepy, BVLC's or NVIDIA's Caffe in either format, and print one line for each file. Snapshots of
 caffepy are checked by their number of blobs and CRC-32C; for others the line says only that they are readable.
 
-exit status: 0 all files are readable; 2 a file is unreadable or damaged"""
+exit status: 0 all files are readable; 2 a file is unreadable, damaged, or was changed after caffepy wrote it"""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:

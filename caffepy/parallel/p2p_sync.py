@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -246,7 +247,7 @@ class P2PSync(DeviceThread):
         else:
             known = snapshots(solver.resolve.output(solver.param.snapshot_prefix))
             older = known[known.index(newest) + 1 :] if newest in known else []
-            restore_first([newest, *older], solver.restore)
+            restore_first([newest, *older], partial(solver.restore, strict=True))
         if not self._options.overwrite:
             solver.check_earlier_snapshots()
 

@@ -120,10 +120,29 @@ class StoredMessage(Generic[S]):
     Args:
         message: a blob with `data_end` has the float32 values `content[data_begin:data_end]`.
         content: the file's bytes; empty if all arrays are in the message.
+        change: how the file differs from the one that caffepy wrote; '' if it does not, or if Caffe wrote it.
     """
 
     message: S
     content: bytes = b""
+    change: str = ""
+
+    def check_unchanged(self, origin: str, strict: bool) -> None:
+        """Report that a program changed the file after caffepy wrote it: scripts edit models.
+
+        Args:
+            origin: the file's name.
+            strict: refuse the file instead of logging a warning.
+
+        Raises:
+            SnapshotError: the file was changed, and `strict` is set.
+        """
+        if not self.change:
+            return
+        problem = f"{origin}: changed after caffepy wrote it: {self.change}"
+        if strict:
+            raise SnapshotError(f"{problem}; it is loaded only where it is named")
+        log.warning("%s", problem)
 
 
 def is_hdf5(path: Path) -> bool:
@@ -140,7 +159,8 @@ def read_message(
 ) -> StoredMessage[S]:
     """Read the message in a binary file. Call it within `convert_errors`.
 
-    It checks the checksum and the number of blobs, not the values of fields.
+    It checks the checksum and the number of blobs, not the values of fields. A file that a program wrote again through
+    protobuf is read; `change` of the result says so.
 
     Args:
         path: the file.
@@ -169,7 +189,7 @@ def read_message(
             log.info("%s: %s and are skipped; --proto FILE reads them", path, _OTHER_SETTINGS)
     if not parsed:
         raise SnapshotError(f"{path}: not a binary {kind.DESCRIPTOR.name}: {describe_content(content)}")
-    check_integrity(message, content, str(path))
+    change = check_integrity(message, content, str(path))
     if field:
         raise SnapshotError(f"{path}: {field} is not UTF-8; the file is damaged")
     name, required = _MESSAGE_KINDS[kind]
@@ -177,7 +197,7 @@ def read_message(
         raise SnapshotError(f"{path}: not a {name}: {describe_content(content)}")
     _check_counts(message, str(path))
     _check_offsets(message, arrays, str(path))
-    return StoredMessage(message, content if arrays else b"")
+    return StoredMessage(message, content if arrays else b"", change)
 
 
 def common_fields(content: bytes) -> bytes:
@@ -522,37 +542,50 @@ def with_checksum(kind: type[NetParameter | SolverState], count: int, parts: Ite
     yield kind(crc32c=checksum).SerializeToString()
 
 
-def check_integrity(message: NetParameter | SolverState, content: bytes, origin: str) -> None:
+def check_integrity(message: NetParameter | SolverState, content: bytes, origin: str) -> str:
     """Check blob count and checksum of a file of caffepy's; Caffe's files have none.
+
+    caffepy writes `blob_count` first. Protobuf writes it behind all layers or history blobs, so a file that does not
+    begin with it and has a checksum is whole, and a program wrote it again. Without a checksum it is a file of Caffe's.
 
     Args:
         message: the parsed message.
         content: the file's bytes.
         origin: the file's name.
 
+    Returns:
+        How the file differs from the one that caffepy wrote, or ''.
+
     Raises:
         SnapshotError: the number of blobs or the checksum is wrong.
     """
-    if not message.HasField("blob_count") and not message.HasField("crc32c"):
-        return
+    has_count, has_checksum = message.HasField("blob_count"), message.HasField("crc32c")
+    if not has_count and not has_checksum:
+        return ""
     count = sum(1 for _ in iter_blobs(message))
+    first = type(message)(blob_count=message.blob_count).SerializeToString()
+    if has_count and not content.startswith(first):
+        checksum = extend_checksum(0, content)
+        return change_text(checksum, message.crc32c, count, message.blob_count) if has_checksum else ""
     last = type(message)(crc32c=message.crc32c).SerializeToString()
-    if count != message.blob_count or not message.HasField("crc32c") or not content.endswith(last):
+    if count != message.blob_count or not has_checksum or not content.endswith(last):
         raise SnapshotError(
             f"{origin}: holds {count} of {message.blob_count} blobs, or its end is missing: it is truncated or "
             "damaged; copy it again or use an older one"
         )
     checksum = extend_checksum(0, memoryview(content)[: -len(last)])
     if checksum != message.crc32c:
-        raise SnapshotError(checksum_message(origin, checksum, message.crc32c))
+        raise SnapshotError(
+            f"{origin}: its checksum is {checksum:08x}, but {message.crc32c:08x} was written: the file is damaged; "
+            "copy it again or use an older one"
+        )
+    return ""
 
 
-def checksum_message(origin: str, actual: int, expected: int) -> str:
-    """Return the error message for a wrong checksum."""
-    return (
-        f"{origin}: its checksum is {actual:08x}, but {expected:08x} was written: the file is damaged; copy it again "
-        "or use an older one"
-    )
+def change_text(actual: int, expected: int, count: int, expected_count: int) -> str:
+    """Return how checksum and number of blobs differ from those that caffepy wrote."""
+    blobs = f", and it holds {count} blobs of {expected_count}" if count != expected_count else ""
+    return f"its checksum is {actual:08x}, but {expected:08x} was written{blobs}"
 
 
 # -- writing -------------------------------------------------------------------------------------------

@@ -72,16 +72,20 @@ _BLOBS, _LAYER = LayerParameter.BLOBS_FIELD_NUMBER, NetParameter.LAYER_FIELD_NUM
 # -- reading -------------------------------------------------------------------------------------------
 
 
-def read_caffemodel(path: Path | str) -> TrainedLayers:
+def read_caffemodel(path: Path | str, strict: bool = False) -> TrainedLayers:
     """Read a .safetensors file, or a .caffemodel of either format, Caffe and any version, as of the current schema.
 
     Large arrays of a binary file are not in the message. `crc32c` and `blob_count` are set if caffepy wrote the file.
+
+    Args:
+        path: the file.
+        strict: refuse a file that was changed after caffepy wrote it, instead of logging a warning.
 
     Raises:
         SnapshotError: the file is absent, truncated, too large or not a .caffemodel, or a blob's number of values does
             not match its shape.
     """
-    return _read(Path(path), inline_arrays=False)
+    return _read(Path(path), inline_arrays=False, strict=strict)
 
 
 def read_weights(path: Path | str) -> NetParameter:
@@ -109,14 +113,14 @@ def read_layer_shapes(path: Path) -> NetParameter:
         return read_layer_shapes_hdf5(path)
 
 
-def _read(path: Path, inline_arrays: bool) -> TrainedLayers:
+def _read(path: Path, inline_arrays: bool, strict: bool = False) -> TrainedLayers:
     with convert_errors(str(path)):
         if path.suffix == SUFFIX:
             stored = StoredMessage(read_safetensors(path))
         elif is_hdf5(path):
             from caffepy.snapshot.hdf5 import read_caffemodel_hdf5
 
-            stored = StoredMessage(read_caffemodel_hdf5(path))
+            stored = read_caffemodel_hdf5(path)
         else:
             stored = read_message(path, NetParameter, inline_arrays, weights_only=True)
             adopt_nvidia_fields(stored.message)
@@ -124,6 +128,7 @@ def _read(path: Path, inline_arrays: bool) -> TrainedLayers:
         for layer in stored.message.layer:
             for index, blob in enumerate(layer.blobs):
                 check_blob(blob, f"{path}: layer '{layer.name}' blob {index}")
+    stored.check_unchanged(str(path), strict)
     return stored
 
 

@@ -59,10 +59,10 @@ def describe_snapshot(path: Path) -> str:
     """Read a .caffemodel or .solverstate completely and describe its content and checks.
 
     Raises:
-        SnapshotError: the file is absent, damaged or of another kind.
+        SnapshotError: the file is absent, damaged, of another kind, or was changed after caffepy wrote it.
     """
     is_state = _STATE_EXTENSION.search(path.name)
-    message = read_solverstate(path).message if is_state else read_caffemodel(path).message
+    message = (read_solverstate if is_state else read_caffemodel)(path, strict=True).message
     count = sum(1 for _ in iter_blobs(message))
     content = f"iteration {message.iter}" if isinstance(message, SolverState) else f"{len(message.layer)} layers"
     blobs = f"{content}, {count} blob{'s' * (count != 1)}"
@@ -76,10 +76,13 @@ def describe_snapshot(path: Path) -> str:
 
 
 def newest_snapshot(prefix: Path | str) -> Path | None:
-    """Return the newest .solverstate that can be read together with its weights, or None."""
+    """Return the newest .solverstate that can be read together with its weights, or None.
+
+    Files that were changed after caffepy wrote them are passed over.
+    """
     for path in snapshots(prefix):
         try:
-            read_caffemodel(find_learned_net(read_solverstate(path).message, path))
+            read_caffemodel(find_learned_net(read_solverstate(path, strict=True).message, path), strict=True)
         except SnapshotError as error:
             log.warning("skipping an incomplete snapshot: %s", error)
             continue

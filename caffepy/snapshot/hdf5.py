@@ -27,7 +27,7 @@ from caffepy.files import atomic_write
 from caffepy.hdf5 import Dataset, Group, check_dataset, find_object, open_hdf5, read_hdf5
 from caffepy.layers.core.base import Layer
 from caffepy.proto.caffe_pb2 import BlobProto, BlobShape, NetParameter, SolverState
-from caffepy.snapshot.binary import WRITE_FAILURE_NOTE, checksum_message, extend_checksum, to_blob_proto
+from caffepy.snapshot.binary import WRITE_FAILURE_NOTE, StoredMessage, change_text, extend_checksum, to_blob_proto
 
 _CAFFE_FIELDS = ("iter", "learned_net", "current_step", "history")
 
@@ -211,20 +211,21 @@ def _create(path: Path, blobs: str) -> Iterator[Any]:
         target.write(buffer.getbuffer())
 
 
-def _check_integrity(path: Path, message: NetParameter | SolverState, contents: DatasetReader, blobs: str) -> None:
-    """Compare checksum and blob count with the attributes (Caffe writes none) and store them in the message."""
+def _check_integrity(message: NetParameter | SolverState, contents: DatasetReader, blobs: str) -> str:
+    """Compare checksum and blob count with the attributes and store them in the message; Caffe writes none.
+
+    Returns:
+        How the file differs from the one that caffepy wrote, or ''. A file that was cut off cannot be read at all.
+    """
     checksum, count = (contents.number(name) for name in (_CHECKSUM, _BLOB_COUNT))
-    if checksum is None and count is None and not message.HasField("blob_count"):
-        return
-    actual_count = contents.counts.get(blobs, 0)
-    if checksum is None or actual_count != count:
-        raise SnapshotError(
-            f"{path}: holds {actual_count} of {count or message.blob_count} blobs, or its checksum is missing: it is "
-            "truncated or damaged; copy it again or use an older one"
-        )
-    if contents.checksum != checksum:
-        raise SnapshotError(checksum_message(str(path), contents.checksum, checksum))
-    message.crc32c, message.blob_count = checksum, actual_count
+    message.ClearField("blob_count")
+    if checksum is None:
+        return ""
+    actual = contents.counts.get(blobs, 0)
+    message.crc32c, message.blob_count = checksum, actual
+    if (contents.checksum, actual) == (checksum, count):
+        return ""
+    return change_text(contents.checksum, checksum, actual, count or 0)
 
 
 # -- .caffemodel ---------------------------------------------------------------------------------------
@@ -293,7 +294,7 @@ def _layer_group(parent: Any, path: str) -> Any:
     return group
 
 
-def read_caffemodel_hdf5(path: Path) -> NetParameter:
+def read_caffemodel_hdf5(path: Path) -> StoredMessage[NetParameter]:
     """Read the layers with parameters of a .caffemodel.h5; set `crc32c` and `blob_count` if stored.
 
     A shared parameter that another layer stores is an empty blob.
@@ -313,9 +314,9 @@ def read_caffemodel_hdf5(path: Path) -> NetParameter:
             if content.path[0] == "data" and len(content.path) > 2:
                 name = _layer_name(content)
                 layers.setdefault(name, {})[_index(path, name, content)] = to_blob_proto(content.floats())
-        _check_integrity(path, result, contents, "data")
+        change = _check_integrity(result, contents, "data")
     _add_layers(result, layers)
-    return result
+    return StoredMessage(result, change=change)
 
 
 def read_layer_shapes_hdf5(path: Path) -> NetParameter:
@@ -392,7 +393,7 @@ def _write_string(file: Any, name: str, value: str) -> None:
     stored.write(h5py.h5s.ALL, h5py.h5s.ALL, np.array(content, f"S{len(content) + 1}"), kind)
 
 
-def read_solverstate_hdf5(path: Path) -> SolverState:
+def read_solverstate_hdf5(path: Path) -> StoredMessage[SolverState]:
     """Read a .solverstate.h5; set `crc32c` and `blob_count` if stored.
 
     Raises:
@@ -413,13 +414,13 @@ def read_solverstate_hdf5(path: Path) -> SolverState:
             elif len(content.path) == 1:
                 fields[content.path[0]] = content
         _set_fields(state, fields)
-        _check_integrity(path, state, contents, "history")
+        change = _check_integrity(state, contents, "history")
     count = len(history)
     for index in map(str, range(count)):
         if index not in history:
             raise SnapshotError(f"{path}: history {index} of {count} is missing; the file is damaged")
         state.history.append(history.pop(index))
-    return state
+    return StoredMessage(state, change=change)
 
 
 def _set_fields(state: SolverState, fields: dict[str, DatasetContent]) -> None:

@@ -39,10 +39,14 @@ _HEADER_BYTES = 1 << 16
 # -- reading -------------------------------------------------------------------------------------------
 
 
-def read_solverstate(path: Path) -> StoredMessage[SolverState]:
+def read_solverstate(path: Path, strict: bool = False) -> StoredMessage[SolverState]:
     """Read a .solverstate of either format; `crc32c` and `blob_count` are set if caffepy wrote it.
 
     Large arrays of a binary file are not in the message.
+
+    Args:
+        path: the file.
+        strict: refuse a file that was changed after caffepy wrote it, instead of logging a warning.
 
     Raises:
         SnapshotError: the file is absent, truncated, too large or not a .solverstate, or a blob's number of values does
@@ -52,10 +56,11 @@ def read_solverstate(path: Path) -> StoredMessage[SolverState]:
         if is_hdf5(path):
             from caffepy.snapshot.hdf5 import read_solverstate_hdf5
 
-            stored = StoredMessage(read_solverstate_hdf5(path))
+            stored = read_solverstate_hdf5(path)
         else:
             stored = read_message(path, SolverState)
         _check_state(stored.message, str(path))
+    stored.check_unchanged(str(path), strict)
     return stored
 
 

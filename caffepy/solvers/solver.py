@@ -695,19 +695,23 @@ class Solver:
         return saved
 
     @on_device
-    def restore(self, path: Path) -> None:
+    def restore(self, path: Path, strict: bool = False) -> None:
         """Resume from a .solverstate of caffepy's or of either Caffe's, and the .caffemodel that it names.
+
+        Args:
+            path: the .solverstate.
+            strict: refuse files that were changed after caffepy wrote them, instead of logging a warning.
 
         Raises:
             SnapshotError: a file cannot be read, or is of another solver or net; nothing was changed.
         """
         path = Path(path)
         self.log("Restoring previous solver status from %s", path)
-        stored = read_solverstate(path)
+        stored = read_solverstate(path, strict)
         saved = stored.message
         check_fits(saved, path, self.net, len(self.history), self.param.type)
         if saved.HasField("learned_net"):
-            self._restore_weights(find_learned_net(saved, path))
+            self._restore_weights(find_learned_net(saved, path), strict)
         else:
             log.warning("%s names no learned_net: the weights stay as they are, as in Caffe", path)
         for part, values in zip(history_views(self.net, self.history), history_arrays(stored, path), strict=True):
@@ -717,9 +721,9 @@ class Solver:
         self.restored, self.resumed_from = saved, path
         self._refresh_copies()
 
-    def _restore_weights(self, path: Path) -> None:
+    def _restore_weights(self, path: Path, strict: bool) -> None:
         """Copy all parameters of the net from a .caffemodel, or none."""
-        weights = read_caffemodel(path)
+        weights = read_caffemodel(path, strict)
         stored = {layer.name for layer in weights.message.layer}
         for parameter in self.net.parameters.parameters:
             if parameter.layer.name not in stored:

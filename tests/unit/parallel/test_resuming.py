@@ -49,6 +49,20 @@ def test_all_devices_go_on_from_an_older_one(folder: Path, caplog: pytest.LogCap
     assert (folder / "x_iter_6.caffemodel").read_bytes() == wanted
 
 
+def test_a_snapshot_that_a_script_changed_is_passed_over(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where it is not the newest: the newest does not fit here, and the one before it is changed."""
+    run(6)
+    wanted = (folder / "x_iter_6.caffemodel").read_bytes()
+    as_caffe_would_have_cut_it(folder / "x_iter_6.solverstate")
+    changed = folder / "x_iter_4.solverstate"
+    changed.write_bytes(SolverState.FromString(changed.read_bytes()).SerializeToString())
+    for age, iteration in enumerate((6, 4, 2)):
+        os.utime(f"x_iter_{iteration}.solverstate", (100 - age, 100 - age))
+    run(6)
+    assert "x_iter_4.solverstate: changed after caffepy wrote it" in caplog.text
+    assert (folder / "x_iter_6.caffemodel").read_bytes() == wanted
+
+
 def test_snapshots_of_another_solver_are_not_passed_over_to_start_anew(folder: Path) -> None:
     run(4)
     with pytest.raises(SnapshotError, match="x_iter_4.solverstate: is the state of a solver of type SGD.* move them "):

@@ -229,12 +229,11 @@ def test_a_checksum_that_was_lost_or_changed() -> None:
     with h5py.File("s.h5", "a") as file:
         value = int(file.attrs["caffepy_crc32c"])
         file.attrs["caffepy_crc32c"] = np.uint32(value ^ 1)
-    with pytest.raises(SnapshotError, match=f"s.h5: its checksum is {value:08x}, but {value ^ 1:08x} was"):
-        read_solverstate(Path("s.h5"))
+    with pytest.raises(SnapshotError, match=f"s.h5: .* its checksum is {value:08x}, but {value ^ 1:08x} was"):
+        read_solverstate(Path("s.h5"), strict=True)
     with h5py.File("s.h5", "a") as file:
         del file.attrs["caffepy_crc32c"]
-    with pytest.raises(SnapshotError, match="s.h5: holds 1 of 1 blobs, or its checksum is missing"):
-        read_solverstate(Path("s.h5"))
+    assert not read_solverstate(Path("s.h5"), strict=True).message.HasField("crc32c")
     with h5py.File("s.h5", "a") as file:
         file.attrs["caffepy_crc32c"] = "no number"
     with pytest.raises(SnapshotError, match="s.h5.*the attribute 'caffepy_crc32c' is not an integer"):
