@@ -203,7 +203,7 @@ def image_files(path: Path, ending: str = "") -> list[Path]:
 def _listed_files(path: Path) -> list[Path]:
     found = []
     for _, line in list_lines(path):
-        name = re.sub(r" [-+]?[0-9]{1,20}$", "", line)
+        name = re.sub(r"\s+[-+]?[0-9]{1,20}$", "", line)
         options = [folder / text for text in (line, name) for folder in (Path(), path.parent)]
         found.append(next((option for option in options if os.path.exists(option)), Path(name)))
     if not found:

@@ -393,7 +393,10 @@ def _paired_entries(listing: Path, prefix: str) -> list[ListEntry]:
     for number, text in list_lines(listing):
         words = text.split()
         if len(words) != 2:
-            raise DataError(f"'{listing}':{number}: has {len(words)} words; a line is an image and its annotation")
+            raise DataError(
+                f"'{listing}':{number}: has {len(words)} words; a line is an image and its annotation; white space "
+                "divides, so a path cannot contain any"
+            )
         entries.append(ListEntry(number, words[0], prefix + words[0], -1, prefix + words[1]))
     return entries
 

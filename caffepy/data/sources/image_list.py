@@ -1,4 +1,4 @@
-"""Image lists of Caffe's ImageData: one `path label` per line."""
+"""Image lists of Caffe's ImageData: one `path label` per line. The last run of white space divides them."""
 
 from __future__ import annotations
 
@@ -36,16 +36,20 @@ def list_lines(path: Path) -> Iterator[tuple[int, str]]:
 def labelled_lines(path: Path) -> Iterator[tuple[int, str, int]]:
     """Yield number, path and label of each line that is not blank.
 
+    BVLC Caffe divides at the last space, so paths may contain spaces. NVIDIA Caffe divides at white space
+    (`infile >> filename >> label`), so lists may have tabs and aligned columns.
+
     Raises:
         DataError: the list cannot be read, or has a line without a label or with a NUL character.
     """
     for number, line in list_lines(path):
-        name, _, label = line.rpartition(" ")
+        *name, label = line.rsplit(maxsplit=1)
         if not re.fullmatch(r"[-+]?[0-9]{1,20}", label) or int(label) not in _LABELS:
             raise DataError(
-                f"'{path}':{number}: '{label[:40]}' is not a label; a line is a path, a space and a 32-bit integer"
+                f"'{path}':{number}: '{label[:40]}' is not a label; a line is a path, a space or a tab, and a 32-bit "
+                "integer"
             )
-        yield number, name, int(label)
+        yield number, "".join(name), int(label)
 
 
 class ImageListSource:

@@ -43,7 +43,10 @@ def read_image_sizes(layer: Layer, name: str) -> list[ImageSize]:
         if not words:
             continue
         if len(words) != 3 or not all(word.isdecimal() and len(word) < 10 and int(word) > 0 for word in words[1:]):
-            raise layer.data_error(f"{path}, line {number}: '{line[:80]}' is not a name, a height and a width")
+            raise layer.data_error(
+                f"{path}, line {number}: '{line[:80]}' is not a name, a height and a width; white "
+                "space divides, so a name cannot contain any"
+            )
         sizes.append(ImageSize(words[0], int(words[1]), int(words[2])))
     if not sizes:
         raise layer.data_error(f"name_size_file {path} is empty; it needs a line 'name height width' for each image")

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from caffepy.backend.input_ring import ImageSlot
 from caffepy.blob import MAX_ELEMENTS, check_shape, format_shape
+from caffepy.config.messages import HDF5_MAGIC
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import permutation
 from caffepy.data.sources.source import hash_of
 from caffepy.errors import DataError
-from caffepy.files import read_list, working_folder
+from caffepy.files import open_regular, read_list, working_folder
 from caffepy.hdf5 import Dataset, Group, check_dataset, find_object, open_hdf5
 from caffepy.layers.core.base import register_layer
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
@@ -77,9 +78,18 @@ class Hdf5Source:
         self._loaded = -1
         self._arrays: list[NDArray[np.float32]] = []
         try:
-            names = read_list(path, _MAX_LIST_BYTES).split()
+            with open_regular(path) as file:
+                if file.read(len(HDF5_MAGIC)) == HDF5_MAGIC:
+                    raise DataError(
+                        f"'{path}' is an HDF5 file; hdf5_data_param.source must name a text file that lists HDF5 "
+                        "files, one a line"
+                    )
+            lines = read_list(path, _MAX_LIST_BYTES).split("\n")
         except OSError as error:
             raise DataError(f"{self.description} cannot be read: {error.strerror}") from error
+        names = [name for line in lines for name in line.split()]
+        divided = any(len(line.split()) > 1 for line in lines)
+        self._advice = f"; white space divides the names in '{path}', so a path cannot contain any" if divided else ""
         if not names:
             raise DataError(f"{self.description} names no files; write one HDF5 file a line")
         self.files = [_beside(path, name, resolve) for name in names]
@@ -91,7 +101,7 @@ class Hdf5Source:
     def _scan(self, path: Path) -> int:
         """Check the datasets of a file and return its number of rows."""
         if not os.path.lexists(path):
-            raise DataError(f"HDF5 file '{path}' does not exist (looked from {working_folder()})")
+            raise DataError(f"HDF5 file '{path}' does not exist (looked from {working_folder()}){self._advice}")
         with open_hdf5(path, DataError) as file:
             shapes = [shape for _, shape in self._find_datasets(file, path)]
         rows = {name: shape[0] for name, shape in zip(self._datasets, shapes, strict=True)}

@@ -108,7 +108,7 @@ class ObjectWindowSource:
         columns = "class ignore x1 y1 x2 y2" if self._columns == 6 else "class ignore difficult x1 y1 x2 y2"
         return (
             f"each is '# number path channels height width objects', with '{columns}' for each object, and "
-            "'regions', with 'x1 y1 x2 y2' for each region to ignore"
+            "'regions', with 'x1 y1 x2 y2' for each region to ignore; white space divides, so a path cannot contain any"
         )
 
     def _entry(self, path: str, size: tuple[int, int], rows: list[list[float]], regions: list[list[float]]) -> Entry:

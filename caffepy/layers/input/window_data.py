@@ -394,7 +394,10 @@ class WindowSource:
         """Does nothing: no file stays open between reads."""
 
 
-_FORMAT = "each is '# number path channels height width windows', and each window 'class overlap x1 y1 x2 y2'"
+_FORMAT = (
+    "each is '# number path channels height width windows', and each window 'class overlap x1 y1 x2 y2'; white space "
+    "divides, so a path cannot contain any"
+)
 
 
 def _windows(table: NDArray[np.int64], label: int | None = None) -> Windows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import cv2
@@ -60,6 +61,13 @@ def test_keys_and_records_are_those_of_caffe():
         (b"00000001_2.PNG", plain(PICTURE[::-1], -1)),
         (b"00000002_3.jpg", plain(jpeg, 70000)),
     ]
+
+
+def test_columns_of_tabs_and_spaces_are_one_space():
+    wanted = convert()
+    Path("columns.txt").write_bytes(b"a b/1.png\t3\r\n2.PNG    -1 \n3.jpg \t70000\n")
+    shutil.rmtree("db")
+    assert convert("columns.txt") == wanted
 
 
 def test_the_bytes_by_hand():

@@ -160,6 +160,16 @@ def test_bad_lists(tmp_path, content, message):
         Hdf5Source(tmp_path / "list.txt", ["data"])
 
 
+@pytest.mark.parametrize("size", [0, 1 << 27])
+def test_a_source_that_is_the_hdf5_file_itself(tmp_path, size):
+    with h5py.File(tmp_path / "train.h5", "w") as file:
+        file["data"] = np.zeros((2, 3))
+    with open(tmp_path / "train.h5", "ab") as file:
+        file.truncate(max(size, file.tell()))
+    with pytest.raises(DataError, match=r"train\.h5' is an HDF5 file; hdf5_data_param.source must name a text file"):
+        Hdf5Source(tmp_path / "train.h5", ["data"])
+
+
 def test_absent_list(tmp_path):
     with pytest.raises(DataError, match=r"HDF5 list '.*nothing' cannot be read: .*No such file"):
         Hdf5Source(tmp_path / "nothing", ["data"])
