@@ -157,6 +157,7 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ('type: "Resample" resample_param { height: 9 width: 3 }', (IMAGE,)),
     ('type: "Resample" resample_param { height: 3 width: 4 type: CUBIC }', (IMAGE,)),
     ('type: "Downsample" downsample_param { top_height: 3 top_width: 4 }', (IMAGE,)),
+    ('type: "Downsample" downsample_param { top_height: 9 top_width: 12 }', (IMAGE,)),
     ('type: "ROIPooling" roi_pooling_param { pooled_h: 2 pooled_w: 3 }', (IMAGE, (2, 5))),
     ('type: "ROIPooling" roi_pooling_param { pooled_h: 2 pooled_w: 3 pad_ratio: 1.5 }', (IMAGE, (2, 5, 1, 1))),
     ('type: "MaskPooling"', ((2, 3, 4, 5), (2, 1, 4, 5))),

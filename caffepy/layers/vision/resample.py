@@ -27,18 +27,18 @@ def known(x: Each) -> Each:
 
 
 @expression
-def missing(x: Each) -> Each:
-    return 0.0 if x == x else 1.0
+def is_known(x: Each) -> Each:
+    return 1.0 if x == x else 0.0
 
 
 @expression
-def mean_of_known(total: Each, absent: Each, nan: Scalar) -> Each:
-    return nan if absent > 0.5 * (1 - absent) else total / (1 - absent)
+def mean_of_known(total: Each, present: Each, nan: Scalar) -> Each:
+    return nan if 1 - present > 0.5 * present else total / present
 
 
 @expression
-def share_of_known(dy: Each, absent: Each) -> Each:
-    return 0.0 if absent > 0.5 * (1 - absent) else dy / (1 - absent)
+def share_of_known(dy: Each, present: Each) -> Each:
+    return 0.0 if 1 - present > 0.5 * present else dy / present
 
 
 @expression
@@ -210,14 +210,15 @@ class DownsampleLayer(ResizingLayer):
 
     Source: FlowNet 2's `downsample_layer.cu`. Corners are aligned. Pixels have the weight max(0, 1 - |distance| /
     scale) along each axis, with the scale (W - 1) / (W' - 1). NaN in x is a missing value: y is the weighted mean of
-    the others, or NaN where the missing weight is more than half of the others'. dx is 0 at missing values.
+    the others, or NaN where the missing weight is more than half of the others', or where no pixel has a weight, as
+    between the pixels of a smaller x. dx is 0 at missing values.
 
     Raises:
         ConfigError: the size is missing.
         ShapeError: a bottom does not have four axes, or one side of the top or the bottom has one pixel alone.
     """
 
-    _absent: ScratchBuffer
+    _present: ScratchBuffer
 
     def given_size(self) -> tuple[int, int]:
         return self.param.downsample_param.top_height, self.param.downsample_param.top_width
@@ -225,8 +226,8 @@ class DownsampleLayer(ResizingLayer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)
         self._value, self._mask = (self.scratch(name, bottom[0].shape) for name in ("value", "mask"))
-        self._total, self._absent, self._share = (
-            self.scratch(name, top[0].shape) for name in ("total", "absent", "share")
+        self._total, self._present, self._share = (
+            self.scratch(name, top[0].shape) for name in ("total", "present", "share")
         )
 
     def taps(self, size: int, target: int, other_size: int, other_target: int) -> Taps:
@@ -237,20 +238,22 @@ class DownsampleLayer(ResizingLayer):
         scale = np.float32(size - 1) / np.float32(target - 1)
         positions = np.arange(target, dtype=np.float32) / np.float32(target - 1) * np.float32(size - 1)
         pixels, distances, exists = _neighbours(positions, math.ceil(scale), size)
-        return _normalised(pixels, np.where(exists, _triangle(distances / float(scale)), 0.0))
+        # FlowNet's kernel computes in float32, which decides where a weight is 0 at a distance of `scale`.
+        weights = _triangle(distances.astype(np.float32) / scale).astype(np.float64)
+        return _normalised(pixels, np.where(exists, weights, 0.0))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         backend, x = self.backend, bottom[0].data
         backend.apply(known, (x,), (self._value.array,))
-        backend.apply(missing, (x,), (self._mask.array,))
+        backend.apply(is_known, (x,), (self._mask.array,))
         self.resize(self._value.array, self._total.array)
-        self.resize(self._mask.array, self._absent.array)
-        backend.apply(mean_of_known, (self._total.array, self._absent.array, math.nan), (top[0].data,))
+        self.resize(self._mask.array, self._present.array)
+        backend.apply(mean_of_known, (self._total.array, self._present.array, math.nan), (top[0].data,))
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if propagate_down[0]:
             share, dx = self._share.array, bottom[0].diff
-            self.backend.apply(share_of_known, (top[0].diff, self._absent.array), (share,))
+            self.backend.apply(share_of_known, (top[0].diff, self._present.array), (share,))
             self.resize_back(share, dx)
             self.backend.apply(where_known, (dx, bottom[0].data), (dx,))
         if len(bottom) > 1 and propagate_down[1]:

@@ -193,7 +193,7 @@ def resample(view: LayerView) -> str:
 def downsample(view: LayerView) -> str:
     lost = view.add("IsNaN", view.x)
     total = resized(view, view.add("Where", lost, view.floats(0), view.x))
-    absent = resized(view, view.add("Cast", lost, to=1))
-    present = view.add("Sub", view.floats(1), absent)
+    present = resized(view, view.add("Cast", view.add("Not", lost), to=1))
+    absent = view.add("Sub", view.floats(1), present)
     few = view.add("Greater", absent, view.add("Mul", present, view.floats(0.5)))
     return view.add("Where", few, view.floats(np.nan), view.add("Div", total, present))

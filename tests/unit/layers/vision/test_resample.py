@@ -78,15 +78,18 @@ def test_bad_settings() -> None:
 
 
 def downsampled(x: Any, height: int, width: int) -> Any:
-    """Means of the pixels around each position, without missing ones."""
-    steps = [(size - 1) / (target - 1) for size, target in zip(x.shape[2:], (height, width), strict=True)]
+    """Means of the pixels around each position, without missing ones; weights in float32 as in FlowNet 2's kernel."""
+    one = np.float32(1)
+
+    def weights_of(size: int, target: int, at: int) -> Any:
+        position = np.float32(at) / np.float32(target - 1) * np.float32(size - 1)
+        scale = np.float32(size - 1) / np.float32(target - 1)
+        return np.maximum(one - np.abs(np.arange(size, dtype=np.float32) - position) / scale, 0)
+
     y = np.zeros((*x.shape[:2], height, width))
     for i in range(height):
         for j in range(width):
-            rows, columns = (
-                np.maximum(1 - np.abs(np.arange(size) - k * step) / step, 0)
-                for size, k, step in zip(x.shape[2:], (i, j), steps, strict=True)
-            )
+            rows, columns = weights_of(x.shape[2], height, i), weights_of(x.shape[3], width, j)
             weights = np.broadcast_to(np.outer(rows, columns), x.shape)
             missing = np.isnan(x)
             known = np.where(missing, 0, weights).sum(axis=(2, 3))
@@ -102,6 +105,19 @@ def test_downsample(size: tuple[int, int]) -> None:
     fields = f"top_height: {size[0]} top_width: {size[1]}"
     x = gaussian((2, 3, 7, 9))
     check_layer(f"type: 'Downsample' downsample_param {{ {fields} }}", [x], lambda x: downsampled(x, *size))
+
+
+@pytest.mark.parametrize("size", [(9, 4), (3, 20), (13, 17)])
+def test_positions_between_pixels_have_no_weight(size: tuple[int, int]) -> None:
+    """A larger top has positions farther than the scale from each pixel: 0 / 0 in FlowNet 2's kernel, which is NaN."""
+    x = gaussian((2, 2, 5, 6))
+    runner = Runner(f"type: 'Downsample' downsample_param {{ top_height: {size[0]} top_width: {size[1]} }}", [x])
+    y = runner.forward()[0]
+    wanted = downsampled(x.astype(np.float64), *size)
+    assert np.isnan(wanted).any() and np.isfinite(wanted).any()
+    np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-6)
+    dx = runner.backward([np.where(np.isnan(wanted), np.nan, 1).astype(np.float32)])[0]
+    assert dx is not None and abs(dx.sum() - np.isfinite(wanted).sum()) < 1e-3
 
 
 def test_missing_values() -> None:
