@@ -284,6 +284,30 @@ def test_a_layer_in_place_on_a_recurrent_layers_top(kind: str, layer: str, steps
         np.testing.assert_array_equal(in_place, apart)
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("kind", ["RNN", "LSTM"])
+def test_flatten_right_behind_a_recurrent_layer(kind: str, steps: int) -> None:
+    """In Caffe its gradients are 0: Flatten's backward pass gives its bottom another diff than the unrolled net has."""
+    found = []
+    for flat in (False, True):
+        shape = (steps, 10) if flat else (steps, 2, 5)
+        flatten = 'layer { name: "f" type: "Flatten" bottom: "y" top: "f" }' if flat else ""
+        net = net_of(f"""
+        {inputs(("x", (steps, 2, 4)), ("cont", (steps, 2)), ("target", shape))}
+        layer {{ name: "r" type: "{kind}" bottom: "x" bottom: "cont" top: "y" recurrent_param {{ num_output: 5
+          weight_filler {{ type: "uniform" min: -0.5 max: 0.5 }} }} }}
+        {flatten}
+        layer {{ name: "loss" type: "EuclideanLoss" bottom: "{"f" if flat else "y"}" bottom: "target" top: "loss" }}
+        """)
+        feed(net)
+        CPU.fill(net.blobs["cont"].data, 1)
+        run(net)
+        found.append([blob.host_diff().copy() for layer in net.layers if layer.name == "r" for blob in layer.blobs])
+    assert all(plain.any() for plain in found[0][:2])
+    for plain, flattened in zip(*found, strict=True):
+        np.testing.assert_allclose(flattened, plain, rtol=1e-6, atol=1e-7)
+
+
 # -- what ends the program in Caffe ---------------------------------------------------------------------------
 
 

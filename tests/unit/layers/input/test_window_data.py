@@ -63,6 +63,19 @@ def test_mean_scale_and_mirror(folder):
     assert 8 < sum(flips) < 32
 
 
+def test_both_scales_act(folder):
+    """Caffe reads window_data_param.scale alone."""
+    source(folder, [FOREGROUND, BACKGROUND])
+    files = f"source: '{folder}/windows.txt' root_folder: '{folder}/' batch_size: 4 fg_fraction: 1"
+    net = build_net(
+        f"layer {{ name: 'w' type: 'WindowData' top: 'x' top: 'y' window_data_param {{ {files} scale: 0.5 }} "
+        "transform_param { crop_size: 20 scale: 0.25 } }"
+    )
+    net.forward()
+    np.testing.assert_array_equal(net.blobs["x"].host_data()[0], cut(FOREGROUND) * np.float32(0.125))
+    net.close()
+
+
 def test_context_and_square():
     """A window of 10 x 10 in a result of 20 with 5 of context is doubled; at the border the context is zeros."""
     one = settings(context_pad=5)
