@@ -197,6 +197,9 @@ class Transformer:
 
         Steps: convert to float32, resize, transpose, swap channels, multiply by raw_scale, subtract the mean, multiply
             by input_scale.
+
+        Raises:
+            ArrayError: the image has fewer channels than channel_swap or the mean.
         """
         self._check_input(in_)
         image = data.astype(np.float32, copy=False)
@@ -206,7 +209,10 @@ class Transformer:
         if in_ in self.transpose:
             image = image.transpose(self.transpose[in_])
         if in_ in self.channel_swap:
+            self._check_channels(in_, image, max(self.channel_swap[in_]) + 1)
             image = image[list(self.channel_swap[in_])]
+        if in_ in self.mean:
+            self._check_channels(in_, image, len(self.mean[in_]))
         if np.may_share_memory(image, data):
             image = image.copy()
         if in_ in self.raw_scale:
@@ -216,6 +222,13 @@ class Transformer:
         if in_ in self.input_scale:
             image *= self.input_scale[in_]
         return image
+
+    def _check_channels(self, in_: str, image: Floats, needed: int) -> None:
+        if len(image) < needed:
+            raise ArrayError(
+                f"the image has {len(image)} channel{'s' * (len(image) != 1)}, and '{in_}' takes {needed}; read a gray "
+                "image with color=True (caffe.io.load_image), or repeat its channel"
+            )
 
     def deprocess(self, in_: str, data: Floats) -> Floats:
         """Return the image of an input (K, H, W): the inverse of `preprocess`, without resizing."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.predict.pixels import configured_transformer, crop_centres, resize_image
+from caffepy.predict.pixels import ArrayError, configured_transformer, crop_centres, resize_image
 from caffepy.predict.pixels import oversample as ten_crops
 from caffepy.proto.caffe_pb2 import TEST
 from caffepy.pycaffe.net import Net
@@ -58,7 +58,11 @@ class Classifier(Net):
 
         Raises:
             UserError: the net's input is larger than `image_dims`.
+            ArrayError: an image does not have three dimensions, or has too few channels.
         """
+        for image in inputs:
+            if np.ndim(image) != 3:
+                raise ArrayError(f"an image has the shape {np.shape(image)}; images are (H, W, K), gray ones (H, W, 1)")
         resized = np.stack([resize_image(image, self.image_dims) for image in inputs])
         crops = (ten_crops if oversample else crop_centres)(resized, self.crop_dims)
         in_ = self.inputs[0]

@@ -74,7 +74,10 @@ class MemoryDataLayer(Layer):
             self._copy(np.zeros(self._shape, np.float32), np.zeros(self._shape[:1], np.float32), top)
             return
         if self._arrays is None:
-            raise RunError(f"{self.where} has no data; call its reset_arrays before a pass")
+            raise RunError(
+                f"{self.where} has no data; call its reset_arrays before a pass, in pycaffe the "
+                "net's set_input_arrays"
+            )
         rows = slice(self._position, self._position + self._shape[0])
         self._copy(self._arrays[0][rows], self._arrays[1][rows], top)
         self._position = rows.stop % len(self._arrays[0])

@@ -60,8 +60,13 @@ def find_class(module_name: str, class_name: str, resolve: Callable[[str], Path]
     cls, file = getattr(module, class_name, None), getattr(module, "__file__", "without a file")
     if cls is None:
         raise ConfigError(f"{where}: module '{module_name}' ({file}) has no class '{class_name}'")
-    check_methods(cls, f"{where}: class '{class_name}' of {file}")
+    check_methods(cls, f"{where}: class {describe_class(cls)}")
     return cls
+
+
+def describe_class(cls: Any) -> str:
+    """Return a user's class and the file of its module, for messages."""
+    return f"'{cls.__name__}' of {getattr(sys.modules.get(cls.__module__), '__file__', 'without a file')}"
 
 
 def check_methods(cls: Any, what: str) -> None:

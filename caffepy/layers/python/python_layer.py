@@ -15,7 +15,14 @@ import numpy as np
 
 from caffepy.blob import Blob, FourAxes
 from caffepy.layers.core.base import Blobs, Layer, register_layer
-from caffepy.layers.python.python_class import PythonObject, check_methods, find_class, make_object, user_errors
+from caffepy.layers.python.python_class import (
+    PythonObject,
+    check_methods,
+    describe_class,
+    find_class,
+    make_object,
+    user_errors,
+)
 from caffepy.proto import caffe_pb2
 
 _DECLARED = (
@@ -78,6 +85,9 @@ class PythonLayerBase:
     def backward(self, top: Sequence[HostBlob], propagate_down: list[bool], bottom: Sequence[HostBlob]) -> None:
         """Write the diffs of the bottoms that `propagate_down` marks, and add to those of the parameters."""
         raise NotImplementedError
+
+
+_TO_BE_WRITTEN = (PythonLayerBase.reshape, PythonLayerBase.forward, PythonLayerBase.backward)
 
 
 @register_layer("Python")
@@ -164,6 +174,9 @@ class PythonLayer(Layer):
         """Call a method of the user's object under its lock."""
         with self._object.lock, user_errors(method, self._object.instance, self.where):
             instance = self._object.instance
+            function = getattr(instance, method, None)
+            if function is None or getattr(function, "__func__", None) in _TO_BE_WRITTEN:
+                raise self.error(f"class {describe_class(type(instance))} lacks {method}")
             instance.param_str = instance.param_str_ = self.param.python_param.param_str
             instance.phase = Phase(self.context.phase)
             for host, blob in zip(self._parameters, self.blobs, strict=True):
@@ -171,7 +184,7 @@ class PythonLayer(Layer):
             instance.blobs = self._parameters
             instance.rank, instance.world_size = self.context.shard.rank, self.context.shard.world_size
             try:
-                getattr(instance, method)(*arguments)
+                function(*arguments)
             finally:
                 if self.blobs_between_calls is not None:
                     instance.blobs = self.blobs_between_calls

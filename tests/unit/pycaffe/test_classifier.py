@@ -46,6 +46,17 @@ def test_ten_crops_are_averaged(model):
     np.testing.assert_allclose(net.predict([one]), expected[np.newaxis], rtol=1e-4)
 
 
+@pytest.mark.parametrize("options", [{"channel_swap": (2, 1, 0)}, {"mean": np.array([1.0, 2, 3])}])
+def test_a_gray_image_for_a_color_net(model, options):
+    with pytest.raises(UserError, match="the image has 1 channel, and 'data' takes 3"):
+        Classifier(model, None, **options).predict([image()[:, :, :1]], oversample=False)
+
+
+def test_an_image_without_channels(model):
+    with pytest.raises(UserError, match=r"an image has the shape \(20, 16\); images are \(H, W, K\), gray ones"):
+        Classifier(model, None).predict([image()[:, :, 0]])
+
+
 def test_images_are_resized_to_the_input(model):
     net = Classifier(model, None)
     assert list(net.image_dims) == [8, 8]

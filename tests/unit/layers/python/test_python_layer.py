@@ -92,6 +92,16 @@ class Incomplete:
     pass
 
 
+class WithoutReshape(PythonLayerBase):
+    def forward(self, bottom, top):
+        pass
+
+
+class WithoutBackward(WithoutReshape):
+    def reshape(self, bottom, top):
+        top[0].reshape(*bottom[0].shape)
+
+
 LIMITS = {"TRAIN": 3, "TEST": 2}
 
 
@@ -297,12 +307,20 @@ def test_a_module_beside_the_prototxt(tmp_path: Path, monkeypatch: pytest.Monkey
         ("type: 'Python'", "python_param needs module and layer"),
         (text("Absent"), r"module 'user_layers' \(.*user_layers.py\) has no class 'Absent'"),
         (text("Incomplete"), r"class 'Incomplete' of .*user_layers.py lacks setup, reshape, forward"),
+        (text("WithoutReshape"), r"layer 'L' \(Python\): class 'WithoutReshape' of .*user_layers.py lacks reshape"),
         (text("Euclidean"), r"layer 'L' \(Python\): setup: .*user_layers.py:11: Exception: Need two inputs"),
     ],
 )
 def test_settings_that_do_not_fit(setting: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Runner(setting, [gaussian((2, 3))], tops=1)
+
+
+def test_a_backward_pass_that_is_missing() -> None:
+    runner = Runner(text("WithoutBackward"), [gaussian((2, 3))], tops=1)
+    runner.forward()
+    with pytest.raises(ConfigError, match=r"class 'WithoutBackward' of .*user_layers.py lacks backward"):
+        runner.backward([gaussian((2, 3))])
 
 
 @pytest.mark.parametrize(
