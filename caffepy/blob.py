@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from caffepy.backend.interface import Backend
     from caffepy.backend.types import Array
 
+MAX_AXES = 32
+"""Caffe's limit on the axes of one blob (`blob.hpp`, kMaxBlobAxes)."""
 MAX_ELEMENTS = 2**31 - 1
 """Caffe's limit on the elements of one blob."""
 
@@ -26,11 +28,13 @@ def check_shape(shape: tuple[int, ...], where: str) -> None:
         ShapeError: a negative dimension, or more than 32 of them.
         BlobSizeError: over 2^31 - 1 elements.
     """
-    negative_or_many = any(d < 0 for d in shape) or len(shape) > 32
-    if negative_or_many or math.prod(shape) > MAX_ELEMENTS:
-        kind = ShapeError if negative_or_many else BlobSizeError
+    if len(shape) > MAX_AXES:
+        raise ShapeError(f"{where}: a shape of {len(shape)} axes is not possible: a blob has at most {MAX_AXES} axes")
+    negative = any(d < 0 for d in shape)
+    if negative or math.prod(shape) > MAX_ELEMENTS:
+        kind = ShapeError if negative else BlobSizeError
         raise kind(
-            f"{where}: shape {format_shape(shape)} is not possible: a blob has at most 32 axes, none "
+            f"{where}: shape {format_shape(shape)} is not possible: a blob has at most {MAX_AXES} axes, none "
             f"negative, and at most {MAX_ELEMENTS} elements"
         )
 
@@ -94,6 +98,8 @@ class Blob:
     def __init__(self, backend: Backend, shape: tuple[int, ...] = (), name: str = "", dtype: str = "float32") -> None:
         self.backend = backend
         self.name = name
+        self.title = name
+        """The name in the prototxt, for messages: that of the blob before a Split or Cast layer which the net added."""
         self.dtype = dtype
         self.copies: dict[str, Array] = {}
         """A parameter's values in other dtypes, refreshed by the net's ParameterBuffer."""

@@ -139,6 +139,7 @@ class Wiring:
             raise layer.error(
                 f"computes in float32 and cannot work in place on a blob kept in {shared[0]}; give its top another name"
             )
+        layer.bottom_names = [blob.title for blob in bottoms]
         layer.dtype = precision.dtype(layer, [b.dtype for b in bottoms], shared[0] if shared else None)
         tops = [self._make_top(layer, j) for j in range(len(layer.param.top))]
         if layer.auto_tops:
@@ -169,6 +170,8 @@ class Wiring:
             if name in self.blobs:
                 raise _produced_twice(param, index)
             self.blobs[name] = Blob(self.backend, name=name, dtype=layer.top_dtype(index))
+            if layer.type == "Split" and is_split_of(name, param.bottom[0]):
+                self.blobs[name].title = self.blobs[param.bottom[0]].title
         self._unused.add(name)
         return self.blobs[name]
 
@@ -204,6 +207,7 @@ def insert_casts(node: Node, context: LayerContext) -> list[Node]:
         cast.dtype = wanted
         cast.loss_weights = [0.0]
         node.bottoms[j] = Blob(context.backend, name=name, dtype=wanted)
+        node.bottoms[j].title = blob.title
         casts.append(Node(cast, [blob], [node.bottoms[j]]))
     return casts
 
@@ -347,6 +351,6 @@ def check_gradients(nodes: list[Node]) -> None:
         for j, down in enumerate(node.propagate_down):
             if down and (j in node.layer.no_gradient_bottoms or not node.layer.has_backward):
                 raise node.layer.error(
-                    f"cannot backpropagate to its bottom '{node.bottoms[j].name}', which depends on learnable "
+                    f"cannot backpropagate to its bottom '{node.layer.bottom_names[j]}', which depends on learnable "
                     "parameters; write propagate_down: false for that bottom, or lr_mult: 0 at those parameters"
                 )

@@ -31,7 +31,7 @@ class BatchReindexLayer(Layer):
         self.refuse_in_place(bottom, top)
         self._check = IndexCheck(
             self,
-            f"entry {{}} of '{bottom[1].name}' is not the index of a sample of '{bottom[0].name}', from 0",
+            f"entry {{}} of '{bottom[1].title}' is not the index of a sample of '{bottom[0].title}', from 0",
         )
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:

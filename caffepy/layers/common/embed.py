@@ -35,7 +35,7 @@ class EmbedLayer(Layer):
         if param.bias_term:
             self.add_parameter((param.num_output,), param.bias_filler)
         self._check = IndexCheck(
-            self, f"element {{}} of '{bottom[0].name}' is outside 0 to {param.input_dim - 1}; correct it, or give "
+            self, f"element {{}} of '{bottom[0].title}' is outside 0 to {param.input_dim - 1}; correct it, or give "
             "embed_param a larger input_dim"
         )  # fmt: skip
 

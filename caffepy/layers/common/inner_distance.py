@@ -103,7 +103,7 @@ class InnerDistanceLayer(Layer):
             self._labels = LayoutAdapter(backend, bottom[-1].shape, (rows,))
             self._hot = self.scratch("one hot", (rows, outputs))
             self._check = IndexCheck(
-                self, f"label {{}} of '{bottom[-1].name}' is outside 0 to {outputs - 1}; correct the data, or enlarge "
+                self, f"label {{}} of '{bottom[-1].title}' is outside 0 to {outputs - 1}; correct the data, or enlarge "
                 "num_output"
             )  # fmt: skip
         names = {"pulls": (rows, self._inputs), "dots": (rows, outputs), "squares": (rows,), "column": (rows,)}

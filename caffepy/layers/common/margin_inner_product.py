@@ -126,7 +126,7 @@ class AngularMarginLayer(Layer):
         self._share = self.backend.zeros(())
         last = param.num_output - 1
         self._check = IndexCheck(
-            self, f"label {{}} of '{bottom[1].name}' is outside 0 to {last}; correct the data, or enlarge num_output"
+            self, f"label {{}} of '{bottom[1].title}' is outside 0 to {last}; correct the data, or enlarge num_output"
         )
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:

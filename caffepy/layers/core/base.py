@@ -300,6 +300,8 @@ class Layer:
         self.context = context
         self.backend = context.backend
         self.name = param.name
+        self.bottom_names = list(param.bottom)
+        """The bottoms' names for messages; see `Blob.title`. Set by the net."""
         self.random_name = param.name
         """Key of the layer's random numbers. The net makes it unique if two layers have the same name."""
         self.type = f"{param.type} (registered)" if replaces_built_in(param.type) else param.type
@@ -510,7 +512,7 @@ class Layer:
         """
         for blob in top:
             if any(blob is other for other in bottom):
-                raise self.error(f"cannot work in place; give the top another name than the bottom's '{blob.name}'")
+                raise self.error(f"cannot work in place; give the top another name than the bottom's '{blob.title}'")
 
     def save_top(self, top: Blobs) -> None:
         """Save the first top's data for `backward` if a later layer overwrites them. Call at the end of `forward`."""
@@ -552,5 +554,5 @@ class Layer:
 
     def shape_error(self, message: str, *blobs: Blob) -> ShapeError:
         """Return a ShapeError that names the layer and the shapes of `blobs`."""
-        shapes = "; ".join(f"'{b.name}' is {format_shape(b.shape)}" for b in blobs)
+        shapes = "; ".join(f"'{b.title}' is {format_shape(b.shape)}" for b in blobs)
         return ShapeError(f"{self.where}: {message}" + (f" ({shapes})" if shapes else ""))

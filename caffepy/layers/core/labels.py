@@ -77,7 +77,7 @@ class Labels:
             what = f"a label of the samples from {self._sample(first)} on, number {row} of its batch, is"
         raise DataError(
             f"{self._layer.where}: {what} outside the {self.classes} classes, 0 to "
-            f"{self.classes - 1}; correct the data, or give the blob '{self._layer.param.bottom[0]}' more classes"
+            f"{self.classes - 1}; correct the data, or give the blob '{self._layer.bottom_names[0]}' more classes"
         )
 
     def _sample(self, number: int) -> int:

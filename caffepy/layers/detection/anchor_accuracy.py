@@ -243,7 +243,7 @@ class BboxAccuracyLayer(Layer):
         labels = objects[rows, 0].astype(np.int64)
         columns = BOX * (labels if self._aware else np.minimum(labels, 1))[:, None] + np.arange(BOX)
         if columns.max() >= predictions.shape[1]:
-            raise self.data_error(f"'{self.param.bottom[2]}' has the class {labels.max()}, which has no prediction")
+            raise self.data_error(f"'{self.bottom_names[2]}' has the class {labels.max()}, which has no prediction")
         offsets = self._normalisation.undo(predictions[rows[:, None], columns])
         truth, before = (_with_sizes(part) for part in (objects[rows, 1:5], regions[rows, 1:5]))
         sides = before[:, 2:] * np.exp(offsets[:, 2:])

@@ -139,7 +139,7 @@ def _with_labels(layer: Layer, settings: Settings, scores: Rows, predictions: Ro
         valid |= numbers == ignored
     if not valid.all():
         at = tuple(np.argwhere(~valid)[0])
-        blob = layer.param.bottom[-1]
+        blob = layer.bottom_names[-1]
         raise layer.data_error(
             f"'{blob}' has the label {labels[:, :, 0][at]:g} in image {at[0]} of the batch at ({at[2]}, {at[3]}), but "
             f"there are {classes} classes, 0 to {classes - 1}; correct the labels or cls_num"

@@ -75,9 +75,9 @@ class BoxAnnotatorOHEMLayer(Layer):
         """Return whether each position is kept, (positions,)."""
         keys = np.array(losses, np.float32).reshape(-1)
         if not (images >= 0).all():
-            raise self.data_error(f"'{self.param.bottom[_REGIONS]}' names an image below 0")
+            raise self.data_error(f"'{self.bottom_names[_REGIONS]}' names an image below 0")
         if np.isnan(keys).any():
-            raise self.data_error(f"'{self.param.bottom[_LOSS]}' contains NaN; the net's losses diverged")
+            raise self.data_error(f"'{self.bottom_names[_LOSS]}' contains NaN; the net's losses diverged")
         order = np.arange(len(keys), dtype=np.int32)
         sort_like_cpp(keys, order)
         named = images.reshape(-1)[order].astype(np.int64)

@@ -121,7 +121,7 @@ def bad_prior(layer: Layer, number: int, box: Rows, variances: Rows, code: int) 
     """Return the error that prior `number` of bottom 2 is invalid."""
     corners, factors = (" ".join(f"{v:g}" for v in values) for values in (box, variances))
     return layer.data_error(
-        f"prior {number} of '{layer.param.bottom[2]}' is ({corners}) with variances ({factors}): it needs variances "
+        f"prior {number} of '{layer.bottom_names[2]}' is ({corners}) with variances ({factors}): it needs variances "
         "above 0" + (" and a width and height above 0" if code != CORNER else "") + "; correct its PriorBox layer"
     )
 

@@ -100,7 +100,7 @@ class DetectionEvaluateLayer(Layer):
         self.backend.from_host(rows.reshape(top[0].shape), top[0].data)
 
     def _evaluate(self, detections: Rows, truth_values: Rows) -> Rows:
-        param, name = self.param.detection_evaluate_param, self.param.bottom[1]
+        param, name = self.param.detection_evaluate_param, self.bottom_names[1]
         background = param.background_label_id
         truth = read_ground_truth(self, truth_values, name, background, stop_at_padding=self._inputs is None)
         self._check(detections)
@@ -129,7 +129,7 @@ class DetectionEvaluateLayer(Layer):
         Raises:
             DataError: a detection has an image, label or score that is not finite, or belongs to the background.
         """
-        blob, background = self.param.bottom[0], self.param.detection_evaluate_param.background_label_id
+        blob, background = self.bottom_names[0], self.param.detection_evaluate_param.background_label_id
         bad = np.flatnonzero(~np.isfinite(detections[:, :2]).all(1) | np.isnan(detections[:, 2]))
         if len(bad):
             image, label, score = detections[bad[0], :3]
@@ -191,8 +191,8 @@ class DetectionEvaluateLayer(Layer):
             DataError: the third bottom has no size of the image.
         """
         if not 0 <= image < len(inputs):
-            name = self.param.bottom[2]
-            raise self.data_error(f"'{self.param.bottom[0]}' has image {image}, but '{name}' {len(inputs)} sizes")
+            name = self.bottom_names[2]
+            raise self.data_error(f"'{self.bottom_names[0]}' has image {image}, but '{name}' {len(inputs)} sizes")
         if not self._sizes:
             return np.ones(4, np.float32)
         original = self._sizes[self._next]

@@ -37,7 +37,7 @@ class YoloLossLayer(GridLossLayer):
         classes, truth = objects.classes[image, cell], objects.boxes[image, cell]
         if ((classes < 0) | (classes >= param.num_class)).any():
             raise self.data_error(
-                f"'{self.param.bottom[1]}' has the classes {classes.min()} to {classes.max()}, but num_class is "
+                f"'{self.bottom_names[1]}' has the classes {classes.min()} to {classes.max()}, but num_class is "
                 f"{param.num_class}; classes begin at 0"
             )
         first_confidence, first_box = param.num_class, param.num_class + param.num_object

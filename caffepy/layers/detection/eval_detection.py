@@ -174,7 +174,7 @@ class EvalDetectionLayer(Layer):
         classes = grid.classes[owners, cells]
         if ((classes < 0) | (classes >= param.num_class)).any():
             raise self.data_error(
-                f"'{self.param.bottom[1]}' has the classes {classes.min()} to {classes.max()}, but num_class is "
+                f"'{self.bottom_names[1]}' has the classes {classes.min()} to {classes.max()}, but num_class is "
                 f"{param.num_class}; classes begin at 0"
             )
         return owners, classes, grid.boxes[owners, cells], grid.difficult[owners, cells]

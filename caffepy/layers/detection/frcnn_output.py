@@ -94,7 +94,7 @@ class FrcnnOutputLayer(Layer):
         if len(bad):
             row = " ".join(f"{v:g}" for v in regions[bad[0], :5])
             raise self.data_error(
-                f"region {bad[0]} of '{self.param.bottom[_REGIONS]}' is ({row}); it must be of image 0 of a batch of "
+                f"region {bad[0]} of '{self.bottom_names[_REGIONS]}' is ({row}); it must be of image 0 of a batch of "
                 "one image, with x1 <= x2 and y1 <= y2"
             )
         with np.errstate(all="ignore"):

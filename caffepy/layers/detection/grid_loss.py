@@ -165,7 +165,7 @@ class GridObjectsReader:
         if bad.any():
             index = int(np.flatnonzero(bad)[0])
             raise self._layer.data_error(
-                f"'{self._layer.param.bottom[1]}' has an object of class {labels_read[index]:g} in image "
+                f"'{self._layer.bottom_names[1]}' has an object of class {labels_read[index]:g} in image "
                 f"{images[index]:g} of the batch with the box {', '.join(f'{v:g}' for v in boxes[index])}; there are "
                 f"{classes} classes and {self._images} images"
             )

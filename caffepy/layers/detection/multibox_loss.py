@@ -194,7 +194,7 @@ class MultiBoxLossLayer(LossLayer):
         Raises:
             DataError: a label is outside the classes.
         """
-        param, name = self.param.multibox_loss_param, self.param.bottom[_TRUTH]
+        param, name = self.param.multibox_loss_param, self.bottom_names[_TRUTH]
         truth = read_ground_truth(self, values, name, param.background_label_id, difficult=param.use_difficult_gt)
         bad = np.flatnonzero((truth.labels >= self._classes) & (truth.images >= 0) & (truth.images < self._shape[0]))
         if len(bad) and not param.map_object_to_agnostic:
@@ -525,7 +525,7 @@ class DeviceProblem:
         layer, param = self._layer, self._layer.param.multibox_loss_param
         if kind == _PRIOR:
             return bad_prior(layer, number, values[:4], values[4:], param.code_type)
-        blob = layer.param.bottom[3]
+        blob = layer.bottom_names[3]
         if kind == _OBJECT:
             return bad_object(layer, blob, number, values)
         assert kind == _CLASS

@@ -126,12 +126,12 @@ class ProposalTargetLayer(RowLayer):
 
     def _read_regions(self, rows: Rows) -> Rows:
         """Return regions (R, 5) as image, x, y, width, height."""
-        self._check_images(rows[:, 0], self.param.bottom[0])
+        self._check_images(rows[:, 0], self.bottom_names[0])
         return _with_sizes(rows)
 
     def _read_objects(self, rows: Rows) -> Objects:
         rows = rows[rows[:, 0] != -1]
-        name, classes = self.param.bottom[1], self.param.proposal_target_param.cls_num
+        name, classes = self.bottom_names[1], self.param.proposal_target_param.cls_num
         self._check_images(rows[:, 0], name)
         bad = np.flatnonzero(~((rows[:, 5] > 0) & (rows[:, 5] < classes)))
         if len(bad):

@@ -94,7 +94,7 @@ class DecodeBBoxLayer(RowLayer):
             keep &= ~(values[2][:, -1] >= np.float32(self.param.decode_bbox_param.gt_iou_thr))
         if not keep.any():
             raise self.data_error(
-                f"none of the {count} regions of '{self.param.bottom[1]}' is left: each has no area, or overlaps its "
+                f"none of the {count} regions of '{self.bottom_names[1]}' is left: each has no area, or overlaps its "
                 "object by gt_iou_thr or more"
             )
         rows = np.concatenate([regions[:, :1], boxes], 1)[keep]
@@ -155,7 +155,7 @@ class ScaleRouteLayer(RowLayer):
         with np.errstate(divide="ignore"):
             distances = np.abs(np.log2(scales / np.float32(self._middle)))
         if not np.isfinite(distances).any():
-            raise self.data_error(f"no region of '{self.param.bottom[0]}' has a width and a height above 0")
+            raise self.data_error(f"no region of '{self.bottom_names[0]}' has a width and a height above 0")
         return np.array([np.nanargmin(distances)])
 
 
@@ -213,7 +213,7 @@ class HardMiningLayer(RowLayer):
         bad = np.flatnonzero(~((images >= 0) & (images < limit)))
         if len(bad):
             raise self.data_error(
-                f"region {bad[0]} of '{self.param.bottom[1]}' is of image {images[bad[0]]:g}, but num_image is {limit}"
+                f"region {bad[0]} of '{self.bottom_names[1]}' is of image {images[bad[0]]:g}, but num_image is {limit}"
             )
         order = descending(losses)
         numbers = images[order].astype(np.int64)

@@ -63,7 +63,7 @@ class AugmentationLayer(Layer):
         samples = bottom[0].shape[0]
         shape = bottom[index].shape
         if not shape or shape[0] != samples or bottom[index].count != samples * len(NAMES):
-            raise self.shape_error(f"'{bottom[index].name}' must have {len(NAMES)} coefficients a sample", *bottom)
+            raise self.shape_error(f"'{bottom[index].title}' must have {len(NAMES)} coefficients a sample", *bottom)
 
     def read_coefficients(self, bottom: Blobs, index: int) -> NDArray[np.float32]:
         """Return the coefficients of a bottom, (N, coefficients)."""

@@ -116,7 +116,7 @@ class DetectNetTransformationLayer(Layer):
             DataError: their number or length is wrong, or one is not finite.
         """
         count, length = rows[0, :2].tolist()
-        name = f"{self.where}: '{self.param.bottom[1]}' of image {index} of the batch"
+        name = f"{self.where}: '{self.bottom_names[1]}' of image {index} of the batch"
         if not (0 <= count <= len(rows) - 1) or int(length) != _COLUMNS:
             raise DataError(
                 f"{name} begins with {count:g} and {length:g}; it must be the number of boxes, at most "

@@ -98,8 +98,8 @@ class LabelScoresLayer(Layer):
         self._labels = LayoutAdapter(self.backend, bottom[1].shape, rows[:1])
         self._hot = self.scratch("one hot", rows)
         self._check = IndexCheck(
-            self, f"label {{}} of '{bottom[1].name}' is outside 0 to {rows[1] - 1}; correct the data, or give "
-            f"'{bottom[0].name}' more classes"
+            self, f"label {{}} of '{bottom[1].title}' is outside 0 to {rows[1] - 1}; correct the data, or give "
+            f"'{bottom[0].title}' more classes"
         )  # fmt: skip
 
     def mark_labels(self, bottom: Blobs) -> Array:

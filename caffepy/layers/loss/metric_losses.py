@@ -57,7 +57,7 @@ class DistanceLossLayer(LossLayer):
         labels = np.asarray(self.backend.to_host(bottom[1].data)).reshape(-1).astype(np.int64)
         if self.backend.holds_values and ((labels < 0) | (labels >= self._rows[1])).any():
             raise self.data_error(
-                f"a label of '{bottom[1].name}' is outside 0 to {self._rows[1] - 1}; correct the data"
+                f"a label of '{bottom[1].title}' is outside 0 to {self._rows[1] - 1}; correct the data"
             )
         return labels
 

@@ -29,7 +29,7 @@ class AxpyLayer(Layer):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         if top[0] is bottom[0]:
-            raise self.error(f"cannot work in place on its first bottom, '{bottom[0].name}'")
+            raise self.error(f"cannot work in place on its first bottom, '{bottom[0].title}'")
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         a, x, b = bottom

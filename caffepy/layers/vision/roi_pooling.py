@@ -25,7 +25,7 @@ class RegionLayer(Layer):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)
         self._check = IndexCheck(
-            self, f"region {{}} of '{bottom[1].name}' has a sample number outside the batch of '{bottom[0].name}'"
+            self, f"region {{}} of '{bottom[1].title}' has a sample number outside the batch of '{bottom[0].title}'"
         )
 
     def check_shapes(self, bottom: Blobs) -> int:

@@ -36,8 +36,8 @@ class UpsampleLayer(Layer):
         self._check_settings(len(bottom) > 1)
         if len(bottom) > 1:
             self._check = IndexCheck(
-                self, f"element {{}} of the mask '{bottom[1].name}' is outside of the top; set the pooled image's size "
-                "by scale, pad_out_h, pad_out_w, upsample_h and upsample_w"
+                self, f"element {{}} of the mask '{bottom[1].title}' is outside of the top; set the pooled image's "
+                "size by scale, pad_out_h, pad_out_w, upsample_h and upsample_w"
             )  # fmt: skip
 
     def _check_settings(self, masked: bool) -> None:

@@ -192,7 +192,7 @@ class LayerView:
         """
         varies = self.varying.get(blob.name, ())
         if any(axis < len(varies) and varies[axis] for axis in axes):
-            raise self.error(f"the size of '{blob.name}' depends on the batch; export it with --batch N")
+            raise self.error(f"the size of '{blob.title}' depends on the batch; export it with --batch N")
 
     def error(self, message: str) -> ConfigError:
         """An error that names the layer."""

@@ -38,6 +38,23 @@ def test_a_loss_whose_top_is_a_bottom(kind: str, tops: str) -> None:
         build(f'{ip} layer {{ name: "loss" type: "{kind}" {bottoms} {tops} }}')
 
 
+@pytest.mark.parametrize("size", [1, 9])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        'type: "Input" input_param { shape { %s } }',
+        'type: "DummyData" dummy_data_param { shape { %s } }',
+        'type: "Parameter" parameter_param { shape { %s } }',
+        'type: "Reshape" bottom: "y" reshape_param { shape { dim: 2 dim: 1 %s } }',
+    ],
+)
+def test_shapes_of_thousands_of_axes(layer: str, size: int) -> None:
+    """Their number of elements has more digits than Python prints."""
+    message = "(a shape of 500[0-9] axes is not possible: a blob has at most 32 axes|2 elements cannot take the shape)"
+    with pytest.raises(ShapeError, match=f"layer 'l' .*{message}"):
+        build(f'layer {{ name: "l" top: "l" {layer % (f"dim: {size} " * 5000)} }}')
+
+
 def convolution(settings: str, kind: str = "Convolution") -> str:
     return f'layer {{ name: "c" type: "{kind}" bottom: "x" top: "c" convolution_param {{ num_output: 4 {settings} }} }}'
 

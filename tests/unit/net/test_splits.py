@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
+import numpy as np
+import pytest
+from training import CPU, build_net
+
+from caffepy.backend.meta import MetaBackend
 from caffepy.config.text import parse_text
-from caffepy.errors import ConfigError
+from caffepy.errors import ConfigError, DataError, ShapeError
+from caffepy.layers import LayerContext
+from caffepy.net import Net
 from caffepy.net.splits import insert_splits
 from caffepy.proto import caffe_pb2
 
@@ -97,3 +104,53 @@ def test_the_net_given_is_not_changed() -> None:
     before = param.SerializeToString()
     insert_splits(param)
     assert param.SerializeToString() == before
+
+
+# -- messages -----------------------------------------------------------------------------------------------
+
+SHARED = """
+layer { name: "data" type: "Input" top: "x" top: "y" input_param { shape { dim: 2 dim: 3 } shape { dim: 2 } } }
+layer { name: "ip" type: "InnerProduct" bottom: "x" top: "ip" inner_product_param { num_output: 3 } }
+layer { name: "more" type: "Silence" bottom: "x" bottom: "y" bottom: "ip" }
+"""
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        'type: "SoftmaxWithLoss" bottom: "ip" bottom: "y" top: "l"',
+        'type: "Accuracy" bottom: "ip" bottom: "y" top: "l"',
+        'type: "MultinomialLogisticLoss" bottom: "ip" bottom: "y" top: "l"',
+        'type: "HingeLoss" bottom: "ip" bottom: "y" top: "l"',
+        'type: "CenterLoss" bottom: "ip" bottom: "y" top: "l" center_loss_param { num_output: 3 }',
+        'type: "Embed" bottom: "y" top: "l" embed_param { input_dim: 3 num_output: 2 }',
+        'type: "BatchReindex" bottom: "x" bottom: "y" top: "l"',
+    ],
+)
+def test_bad_data_are_of_the_blob_that_the_prototxt_names(reader: str) -> None:
+    net = build_net(f'{SHARED} layer {{ name: "l" {reader} }}')
+    CPU.from_host(np.array([0, 7], np.float32), net.blobs["y"].data)
+    with pytest.raises(DataError, match="layer 'l' .*'(ip|y)'") as caught:
+        net.forward()
+        net.raise_device_errors()
+    assert "_split_" not in str(caught.value)
+
+
+def test_shapes_are_of_the_blob_that_the_prototxt_names() -> None:
+    with pytest.raises(ShapeError, match=r"layer 'l' \(EuclideanLoss\): .*'x' is 2 3 \(6\).*'y' is 2 \(2\)"):
+        build_net(f'{SHARED} layer {{ name: "l" type: "EuclideanLoss" bottom: "x" bottom: "y" top: "l" }}')
+
+
+@pytest.mark.parametrize("kind", ["FLOAT", "FLOAT16"])
+def test_layers_know_the_names_that_the_prototxt_gives_their_bottoms(kind: str) -> None:
+    """Behind Split and Cast layers too."""
+    text = f"""default_forward_type: {kind} default_backward_type: {kind} {SHARED}
+    layer {{ name: "sum" type: "Eltwise" bottom: "ip" bottom: "x" top: "sum" }}
+    layer {{ name: "l" type: "SoftmaxWithLoss" bottom: "ip" bottom: "y" top: "l" }}"""
+    net = Net(parse_text(text, caffe_pb2.NetParameter(), "net"), LayerContext(MetaBackend()))
+    written = {
+        found["name"]: re.findall('bottom: "(.*?)"', found[0])
+        for found in re.finditer('layer { name: "(?P<name>.*?)".*', text)
+    }
+    found = {layer.name: layer.bottom_names for layer in net.layers if layer.type not in ("Split", "Cast")}
+    assert found == written
