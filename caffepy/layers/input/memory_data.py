@@ -75,8 +75,7 @@ class MemoryDataLayer(Layer):
             return
         if self._arrays is None:
             raise RunError(
-                f"{self.where} has no data; call its reset_arrays before a pass, in pycaffe the "
-                "net's set_input_arrays"
+                f"{self.where} has no data; call its reset_arrays before a pass, in pycaffe the net's set_input_arrays"
             )
         rows = slice(self._position, self._position + self._shape[0])
         self._copy(self._arrays[0][rows], self._arrays[1][rows], top)
