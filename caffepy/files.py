@@ -13,12 +13,12 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from caffepy.errors import CaffepyError, RunError, UserError
+from caffepy.errors import CaffepyError, ConfigError, RunError, UserError
 
 _STARTED = time.time()
 """About when this process began; older temporary files are another process's."""
@@ -179,9 +179,10 @@ def atomic_write(path: Path, unharmed: str = "", durable: bool = True) -> Iterat
         durable: whether to fsync, which takes milliseconds, so that the file survives a crash of the system.
 
     Raises:
-        RunError: the file cannot be written (no space, no permission, no such folder).
+        RunError: the file cannot be written (no space, no permission, no such folder, or `path` is a device).
     """
     try:
+        _check_replaceable(path)
         temporary = temporary_beside(path)
         with _create(temporary) as file:
             try:
@@ -213,11 +214,74 @@ def check_writable(path: Path) -> None:
     try:
         if path.is_dir():
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+        _check_replaceable(path)
         temporary = temporary_beside(path)
         _create(temporary).close()
         temporary.unlink()
     except OSError as error:
         raise _unwritable(path, error) from error
+
+
+def check_output(path: Path, overwrite: bool, inputs: Iterable[Path] = (), mark: bytes = b"") -> None:
+    """Check, before a command reads or computes anything long, that it may write its output, and can.
+
+    Args:
+        path: the output.
+        overwrite: whether the user gave --overwrite.
+        inputs: files that the command reads.
+        mark: the first bytes of files that the command writes; such a file is replaced unless it is an input. Empty:
+            no file is known by its beginning.
+
+    Raises:
+        ConfigError: the output is an input, or a file that the command did not write, and `overwrite` is off.
+        RunError: it cannot be written.
+    """
+    check_writable(path)
+    if overwrite or not os.path.lexists(path):
+        return
+    if is_same_file(path, inputs):
+        raise ConfigError(
+            f"{path}: the output is also an input; name another file, or give --overwrite to replace the input"
+        )
+    if not (mark and _begins_with(path, mark)):
+        raise ConfigError(f"{path}: the output exists; name another file, or give --overwrite to replace it")
+
+
+def check_not_input(path: Path, inputs: Iterable[Path]) -> None:
+    """Check that a tool of Caffe, which replaces an existing output as in Caffe, does not replace an input.
+
+    Raises:
+        ConfigError: it would.
+    """
+    if is_same_file(path, inputs):
+        raise ConfigError(f"{path}: the output is also an input; name another file")
+
+
+def is_same_file(path: Path, others: Iterable[Path]) -> bool:
+    """Whether a file is one of others under this or another name: a link, or another path."""
+    for other in others:
+        with suppress(OSError, ValueError):  # one is absent, or has an invalid path
+            if os.path.samefile(path, other):
+                return True
+    return False
+
+
+def _begins_with(path: Path, mark: bytes) -> bool:
+    try:
+        with open_regular(path) as file:
+            return file.read(len(mark)) == mark
+    except OSError:
+        return False
+
+
+def _check_replaceable(path: Path) -> None:
+    """Refuse a device, FIFO or socket: the rename would replace it by a file."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):  # there is none yet
+        return
+    if not stat.S_ISDIR(mode):
+        _check_regular(mode, path)
 
 
 def _unwritable(path: Path, error: OSError, unharmed: str = "") -> RunError:

@@ -77,7 +77,7 @@ def copy_model(name: str, to: Path = DEFAULT_FOLDER, force: bool = False) -> lis
     changed = {path: content for path, content in contents.items() if _content(path) != content}
     there = [path for path in changed if path.exists()]
     if there and not force:
-        raise ConfigError(f"{there[0]} exists with other contents; give --force to replace it, or --to another folder")
+        raise ConfigError(f"{there[0]} exists with other contents; give --overwrite, or --to another folder")
     _make_folder(target)
     for path, content in changed.items():
         with atomic_write(path) as file:

@@ -309,6 +309,10 @@ class Trace:
         ]
 
 
+MARK = b'{"displayTimeUnit"'
+"""The first bytes of a trace."""
+
+
 def write_trace(path: Path, devices: Iterable[Sequence[dict[str, Any]]]) -> int:
     """Write the events of all devices to one file; returns the number of spans.
 

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser, add_force_flag, add_positionals, add_switch
+from caffepy.cli.options import Parser, add_overwrite_flag, add_positionals, add_switch
 from caffepy.errors import ConfigError, DataError, RunError
 from caffepy.options.types import natural
 
@@ -24,7 +24,7 @@ Make mnist_train_lmdb and mnist_test_lmdb, as Caffe's convert_mnist_data does.
 
 Without --subset and --from the whole set (60,000 and 10,000 digits, 11 MB) is downloaded from its public mirrors
 and checked by its SHA-256. An LMDB gets its name only when it is complete. An existing LMDB with the same digits is
-kept; any other is replaced only with --force."""
+kept; any other is replaced only with --overwrite."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -36,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--from", dest="source", type=Path, metavar="DIR", help="read the idx files in DIR, gzipped or not"
     )
     parser.add_argument("--to", type=Path, default=Path(), metavar="DIR", help="where to put the LMDBs (default: here)")
-    parser.add_argument("--force", action="store_true", help="replace existing LMDBs")
+    add_overwrite_flag(parser, "replace existing LMDBs")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--subset and --from exclude each other; give one of them")
     source = mnist.SUBSET if args.subset else args.source
     read = mnist.fetch_file if source is None else mnist.folder_reader(source)
-    there = {path for path in mnist.lmdb_paths(args.to).values() if path.exists() and not args.force}
-    for path, count in mnist.build_lmdbs(args.to, read, args.force).items():
+    there = {path for path in mnist.lmdb_paths(args.to).values() if path.exists() and not args.overwrite}
+    for path, count in mnist.build_lmdbs(args.to, read, args.overwrite).items():
         print(f"{path}: {count} digits{', there already' if path in there else ''}")
     return 0
 
@@ -88,7 +88,7 @@ def run_convert_imageset(args: argparse.Namespace) -> int:
     from caffepy.cli.log import showing
     from caffepy.data.conversion.image_sets import Database, convert_image_set
 
-    target = Database(args.db_name, args.backend, args.force)
+    target = Database(args.db_name, args.backend, args.overwrite)
     with showing("files") as progress:
         done = convert_image_set(args.rootfolder, args.listfile, target, image_options(args), seed_of(args), progress)
     print(f"{args.db_name}: {done.records} images{f', {done.skipped} left out' if done.skipped else ''}")
@@ -163,7 +163,7 @@ def run_convert_annoset(args: argparse.Namespace) -> int:
     from caffepy.data.conversion.annotation_sets import AnnotationOptions, convert_annotation_set
     from caffepy.data.conversion.image_sets import Database
 
-    target = Database(args.db_name, args.backend, args.force)
+    target = Database(args.db_name, args.backend, args.overwrite)
     annotations = AnnotationOptions(args.anno_type, args.label_type, args.label_map_file, args.check_label)
     images = image_options(args, min_dim=args.min_dim, max_dim=args.max_dim)
     with showing("files") as progress:
@@ -187,7 +187,7 @@ def add_parser_create_annoset(subparsers: argparse._SubParsersAction[Parser]) ->
     )
     example = ("EXAMPLEDIR", Path, "the folder of the link")
     add_positionals(parser, (*ROOT_AND_LIST, ("DB_NAME", Path, "the database to make"), example))
-    add_switch(parser, "redo", "replace an existing database, like --force")
+    add_switch(parser, "redo", "replace an existing database, like --overwrite")
     _add_annotation_flags(parser)
 
 
@@ -202,7 +202,7 @@ def run_create_annoset(args: argparse.Namespace) -> int:
     link = args.exampledir / args.db_name.name
     if link.exists() and not link.is_symlink():
         raise DataError(f"'{link}' exists and is no symbolic link; remove it, or name another EXAMPLEDIR")
-    args.force = args.force or args.redo
+    args.overwrite = args.overwrite or args.redo
     try:
         args.db_name.parent.mkdir(parents=True, exist_ok=True)
         status = run_convert_annoset(args)
@@ -242,9 +242,10 @@ def run_compute_image_mean(args: argparse.Namespace) -> int:
     """
     from caffepy.cli.log import showing
     from caffepy.data.conversion.mean import channel_means, compute_mean, write_mean
-    from caffepy.files import check_writable
+    from caffepy.files import check_not_input, check_writable
 
     if args.output_file is not None:
+        check_not_input(args.output_file, args.input_db.glob("*"))
         check_writable(args.output_file)
     with showing("files") as progress:
         mean = compute_mean(args.input_db, args.backend, args.threads or None, progress)
@@ -287,7 +288,7 @@ def run_convert_mnist_data(args: argparse.Namespace) -> int:
     from caffepy.data.conversion.image_sets import Database
     from caffepy.data.conversion.mnist_cifar import convert_digits
 
-    target = Database(args.db_name, args.backend, args.force)
+    target = Database(args.db_name, args.backend, args.overwrite)
     print(f"{args.db_name}: {convert_digits(args.image_file, args.label_file, target)} images")
     return 0
 
@@ -321,7 +322,7 @@ def run_convert_mnist_siamese_data(args: argparse.Namespace) -> int:
     from caffepy.data.conversion.image_sets import Database
     from caffepy.data.conversion.mnist_cifar import convert_digit_pairs
 
-    target = Database(args.db_name, args.backend, args.force)
+    target = Database(args.db_name, args.backend, args.overwrite)
     print(f"{args.db_name}: {convert_digit_pairs(args.image_file, args.label_file, target, args.seed)} pairs")
     return 0
 
@@ -344,7 +345,7 @@ def add_parser_convert_cifar_data(subparsers: argparse._SubParsersAction[Parser]
     parser.add_argument(
         "backend", choices=("lmdb", "leveldb"), nargs="?", default="lmdb", help="kind of database (lmdb)"
     )
-    add_force_flag(parser)
+    add_overwrite_flag(parser, "replace an existing database")
 
 
 def run_convert_cifar_data(args: argparse.Namespace) -> int:
@@ -356,7 +357,7 @@ def run_convert_cifar_data(args: argparse.Namespace) -> int:
     """
     from caffepy.data.conversion.mnist_cifar import convert_cifar
 
-    for path, count in convert_cifar(args.input_folder, args.output_folder, args.backend, args.force).items():
+    for path, count in convert_cifar(args.input_folder, args.output_folder, args.backend, args.overwrite).items():
         print(f"{path}: {count} images")
     print(f"{args.output_folder / 'mean.binaryproto'}: the mean of the training images")
     return 0
@@ -387,7 +388,9 @@ def run_create_label_map(args: argparse.Namespace) -> int:
         RunError: writing failed.
     """
     from caffepy.data.conversion.label_maps import create_label_map
+    from caffepy.files import check_not_input
 
+    check_not_input(args.outfile, [args.mapfile])
     count = create_label_map(args.mapfile, args.outfile, args.delimiter, args.include_background)
     print(f"{args.outfile}: {count} classes")
     return 0
@@ -418,7 +421,9 @@ def run_get_image_size(args: argparse.Namespace) -> int:
     """
     from caffepy.cli.log import showing
     from caffepy.data.conversion.annotation_sets import write_image_sizes
+    from caffepy.files import check_not_input
 
+    check_not_input(args.outfile, filter(None, (args.listfile, args.name_id_file)))
     with showing("files") as progress:
         done = write_image_sizes(
             args.rootfolder, args.listfile, args.outfile, args.name_id_file, args.threads or None, progress
@@ -431,10 +436,10 @@ def run_get_image_size(args: argparse.Namespace) -> int:
 
 
 def add_backend_flags(parser: argparse._ActionsContainer, default: str = "lmdb") -> None:
-    """Add --backend and --force, for tools that write a database."""
+    """Add --backend and --overwrite, for tools that write a database."""
     kinds = ("lmdb", "leveldb")
     parser.add_argument("--backend", choices=kinds, default=default, help=f"kind of database ({default})")
-    add_force_flag(parser)
+    add_overwrite_flag(parser, "replace an existing database")
 
 
 def add_image_flags(parser: argparse._ActionsContainer) -> None:

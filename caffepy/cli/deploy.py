@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caffepy.cli.log import quiet_net
-from caffepy.cli.options import Parser
+from caffepy.cli.options import Parser, add_overwrite_flag
 from caffepy.errors import ConfigError, DataError, SnapshotError, one_line
 from caffepy.options.types import name_list, positive, record_shape
 
@@ -58,26 +58,31 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="size of the images before the crop (default: as in the fields or the data)",
     )  # fmt: skip
     parser.add_argument("--weights", type=Path, metavar="FILE", help="check that these weights fit the deploy net")
+    add_overwrite_flag(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the deploy net.
 
     Raises:
-        ConfigError: the net cannot be read, has no outputs, or the shape of an input is unknown.
+        ConfigError: the net cannot be read, has no outputs, the shape of an input is unknown, or the file exists.
         SnapshotError: the weights do not fit.
         RunError: the file cannot be written.
     """
     from google.protobuf import text_format
 
     from caffepy.config.load import read_net
-    from caffepy.files import atomic_write
+    from caffepy.files import atomic_write, check_output
 
+    if args.output is not None and args.named_output is not None:
+        raise ConfigError(f"{args.output} and --output {args.named_output} are both the output; give one of them")
     output = args.output or args.named_output
     if args.image_size is not None and len(args.image_size) != 2:
         raise ConfigError("--image-size is a height and a width such as 256,256")
     if args.like is not None and (args.shapes or args.outputs or args.batch != 1):
         raise ConfigError("--like keeps the net; give it without --input, --outputs and --batch")
+    if output is not None:
+        check_output(output, args.overwrite, filter(None, (args.net, args.like, args.weights)))
     train = read_net(args.like or args.net)
     net = _made_from(train, args) if args.like is None else _prepared_like(read_net(args.net), train, args)
     _move_mean_files(net, args.like or args.net, output)

@@ -37,13 +37,16 @@ def run(args: argparse.Namespace) -> int:
     """Draw the net and print the file's name.
 
     Raises:
-        ConfigError: the net cannot be read, the file's suffix is unknown, or Graphviz is not installed.
+        ConfigError: the net cannot be read or would be replaced, the file's suffix is unknown, or Graphviz is not
+            installed.
         RunError: Graphviz fails, or the file cannot be written.
     """
     from caffepy.config.load import read_net
     from caffepy.drawing import draw_net
+    from caffepy.files import check_not_input
     from caffepy.proto import caffe_pb2
 
+    check_not_input(args.picture, [args.net])
     phase = None if args.phase == "ALL" else caffe_pb2.Phase.Value(args.phase)
     draw_net(read_net(args.net), args.picture, args.rankdir, phase, rates=args.display_lrm)
     print(f"Drawing net to {args.picture}")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from caffepy.cli.options import Parser, add_dialect_option, add_state_options
+from caffepy.cli.options import Parser, add_dialect_option, add_overwrite_flag, add_state_options
 from caffepy.errors import ConfigError
 from caffepy.installation import install_command
 from caffepy.options.types import file_list, positive
@@ -73,6 +73,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help=f"store weights as float16; fails if an output changes by more than {HALF_LIMIT:g} of its largest value",
     )  # fmt: skip
     parser.add_argument("--no-check", action="store_true", help="do not compare net and export")
+    add_overwrite_flag(parser)
     add_state_options(parser)
     add_dialect_option(parser)
 
@@ -100,6 +101,7 @@ def _export_weights(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.output}: weights are written as .safetensors, .caffemodel or .caffemodel.h5")
     if args.half:
         raise ConfigError("--half is for ONNX and PyTorch: Caffe's weights are float32; leave it out")
+    _check_output(args, args.output)
     net, _ = _open(args)
     if args.fold:
         raise ConfigError("--fold changes the layers that weights belong to; leave it out")
@@ -138,6 +140,13 @@ def _sources(args: argparse.Namespace) -> tuple[Net, Net, caffe_pb2.NetParameter
     if args.half:
         round_to_half(source)
     return net, source, param
+
+
+def _check_output(args: argparse.Namespace, *paths: Path) -> None:
+    from caffepy.files import check_output
+
+    for path in paths:
+        check_output(path, args.overwrite, (args.model, *args.weights))
 
 
 def _check(
@@ -184,6 +193,7 @@ def _export_onnx(args: argparse.Namespace) -> int:
     from caffepy.onnx.export.prepare import varying_axes
     from caffepy.onnx.export.write import serialised, to_model
 
+    _check_output(args, args.output)
     net, source, param = _sources(args)
     varying = varying_axes(param, args.model) if args.batch == "dynamic" else None
     opset = OPSETS[1] if args.opset is None else args.opset
@@ -198,7 +208,6 @@ def _export_onnx(args: argparse.Namespace) -> int:
 
 
 def _export_torch(args: argparse.Namespace) -> int:
-    from caffepy.files import check_writable
     from caffepy.onnx.export.prepare import as_half, varying_axes
     from caffepy.snapshot.safetensors import SUFFIX, write_tensors
     from caffepy.torch_export.check import LIMIT, require_torch, run_exported
@@ -209,10 +218,7 @@ def _export_torch(args: argparse.Namespace) -> int:
     if not args.no_check:
         require_torch("to check the module; or give --no-check")
     paths = [args.output, args.output.with_suffix(SUFFIX)]
-    for path in paths:
-        if path.resolve() in [read.resolve() for read in (args.model, *args.weights)]:
-            raise ConfigError(f"{path} would be replaced by the export that reads it; name another OUT")
-        check_writable(path)
+    _check_output(args, *paths)
     net, source, param = _sources(args)
     text, parameters = to_torch(source, _varying_or_fixed(varying_axes, param, args))
     if args.half:

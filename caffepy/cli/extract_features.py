@@ -7,7 +7,7 @@ import logging
 from contextlib import ExitStack
 from pathlib import Path
 
-from caffepy.cli.options import Parser, add_device_options, add_dialect_option, add_force_flag, add_state_options
+from caffepy.cli.options import Parser, add_device_options, add_dialect_option, add_overwrite_flag, add_state_options
 from caffepy.errors import ConfigError
 from caffepy.options.types import name_list, positive
 
@@ -34,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("backend", choices=("lmdb", "leveldb"), help="kind of database")
     parser.add_argument("device", choices=("CPU", "GPU"), nargs="?", help="device of the net (CPU)")
     parser.add_argument("device_id", type=int, nargs="?", default=0, metavar="DEVICE_ID", help="index of the GPU (0)")
-    add_force_flag(parser)
+    add_overwrite_flag(parser, "replace existing databases")
     add_device_options(parser, "default: the CPU")
     add_state_options(parser)
     add_dialect_option(parser)
@@ -60,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         net = stack.enter_context(open_net(args, caffe_pb2.TEST, args.batches, [args.weights]))
         check_blobs(net, args.blobs)
-        writers = [stack.enter_context(open_writer(Path(path), args.backend, args.force)) for path in args.databases]
+        writers = [
+            stack.enter_context(open_writer(Path(path), args.backend, args.overwrite)) for path in args.databases
+        ]
         progress = stack.enter_context(showing("batches"))
         progress.total = args.batches
         extract_features(net, args.blobs, writers, args.batches, progress.advance)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser
+from caffepy.cli.options import Parser, add_overwrite_flag
 from caffepy.errors import ConfigError
 from caffepy.installation import install_command
 from caffepy.options.types import positive
@@ -48,6 +48,7 @@ def add_parser_import(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )  # fmt: skip
     parser.add_argument("--fold", action="store_true", help="merge BatchNorm and Scale into the layers before them")
     parser.add_argument("--no-check", action="store_true", help="do not compare net and file")
+    add_overwrite_flag(parser)
 
 
 def run_import(args: argparse.Namespace) -> int:
@@ -59,12 +60,15 @@ def run_import(args: argparse.Namespace) -> int:
     from caffepy.onnx.libraries import has_runtime, require_onnx
 
     require_onnx("to read ONNX files")
-    from caffepy.onnx.importer.read import build_imported, check_imported, write_imported
+    from caffepy.files import check_output
+    from caffepy.onnx.importer.read import build_imported, check_imported, imported_paths, write_imported
 
     base = args.output or (args.model.with_suffix("") if args.model.name else args.model)
     if base.is_dir():
         raise ConfigError(f"{base} is a folder; give --output a path without suffix, e.g. {base / args.model.stem}")
     param, net = build_imported(args.model, base.name, args.batch, dict(args.shape), args.fold)
+    for path in imported_paths(base):
+        check_output(path, args.overwrite, [args.model])
 
     def compare(loaded: Net) -> None:
         for one in check_imported(args.model, loaded):

@@ -81,9 +81,11 @@ def run_plot_training_log(args: argparse.Namespace) -> int:
     """Draw the picture and print its name.
 
     Raises:
-        ConfigError: the picture or logs are missing, the chart type is unknown, or matplotlib is not installed.
+        ConfigError: the picture or logs are missing, the picture is a log, the chart type is unknown, or matplotlib is
+            not installed.
         DataError: a log cannot be read, or has nothing to draw.
     """
+    from caffepy.files import check_not_input
     from caffepy.logs import plot_logs, read_log
 
     words = list(args.words)
@@ -91,6 +93,7 @@ def run_plot_training_log(args: argparse.Namespace) -> int:
     if len(words) < 2:
         raise ConfigError("plot_training_log needs a picture to write and at least one log: training.png train.log")
     picture, *files = map(Path, words)
+    check_not_input(picture, files)
     logs = [read_log(path) for path in files]
     chosen = [log.latest() if args.latest else log for log in logs]
     plot_logs(chosen, picture, chart, args.x, args.outputs, args.log_scale)

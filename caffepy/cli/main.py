@@ -89,7 +89,7 @@ WITHOUT_NETS = frozenset(
 )
 """Commands that read no nets, and so have no `ExtensionOptions`. `launch` starts commands that have them."""
 WRITERS = frozenset(
-    {*MODULES, "data", "deploy", "export", "models", "new", "draw_net", "extract_features", "quantize"}
+    {*MODULES, "data", "deploy", "export", "models", "new", "draw_net", "extract_features", "plan", "quantize", "shims"}
     - {"test", "test_detection"}
 )
 """Commands that write files and do not handle signals themselves."""

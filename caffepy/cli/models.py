@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from caffepy.cli.options import Parser
+from caffepy.cli.options import Parser, add_overwrite_flag
 from caffepy.errors import ConfigError
 
 _DESCRIPTION = """\
@@ -26,7 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--to", type=Path, default=Path("models"), metavar="DIR", help="copy to DIR/NAME (default: models/NAME)"
     )
-    parser.add_argument("--force", action="store_true", help="replace files with other contents")
+    add_overwrite_flag(parser, "replace files with other contents")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,6 +49,6 @@ def run(args: argparse.Namespace) -> int:
     if not args.names:
         raise ConfigError("models copy: name a model; 'caffepy models list' lists them")
     for name in args.names:
-        for path in copy_model(name, args.to, args.force):
+        for path in copy_model(name, args.to, args.overwrite):
             print(path)
     return 0

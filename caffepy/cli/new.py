@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser
+from caffepy.cli.options import Parser, add_overwrite_flag
 from caffepy.errors import ConfigError
 from caffepy.options.types import natural, positive
 from caffepy.registry import suggest
@@ -52,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--encoded", action="store_true", help="store a classifier's images as JPEG: less space, more work per image"
     )
-    parser.add_argument("--force", action="store_true", help="replace existing files")
+    add_overwrite_flag(parser, "replace existing files")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--weights {args.weights}: there is no such file")
     project = Project(
         args.model, args.data, args.to or Path(args.model), args.classes, args.weights is not None, args.val, args.seed,
-        args.batch, args.epochs, args.encoded, args.force,
+        args.batch, args.epochs, args.encoded, args.overwrite,
     )  # fmt: skip
     created = create_project(project)
     for line in _summary(project, created):

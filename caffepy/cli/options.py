@@ -233,19 +233,25 @@ class Switch(argparse.Action):
         setattr(namespace, self.dest, not name.startswith("--no") if not value else value.lower() in _TRUE)
 
 
-def add_switch(parser: argparse._ActionsContainer, name: str, help_text: str, default: bool = False) -> None:
-    """Add a flag: ``--name``, ``--name=true`` (and gflags' other values) or ``--noname``."""
+def add_switch(
+    parser: argparse._ActionsContainer, name: str, help_text: str, default: bool = False, older: str = ""
+) -> None:
+    """Add a flag: ``--name``, ``--name=true`` (and gflags' other values) or ``--noname``; also under an older name."""
     words = [word for lower in (*_TRUE, *_FALSE) for word in dict.fromkeys((lower, lower.capitalize(), lower.upper()))]
-    spellings = [f"--{name}={word}" for word in words]
-    action = parser.add_argument(
-        f"--{name}", f"--no{name}", *spellings, action=Switch, nargs=0, default=default, help=help_text
-    )
+    spellings = [
+        spelling
+        for one in filter(None, (name, older))
+        for spelling in (f"--{one}", f"--no{one}", *(f"--{one}={word}" for word in words))
+    ]
+    action = parser.add_argument(*spellings, action=Switch, nargs=0, default=default, help=help_text)
     action.option_strings = [f"--{name}"]  # for the help; the parser knows all
 
 
-def add_force_flag(parser: argparse._ActionsContainer) -> None:
-    """Add --force."""
-    add_switch(parser, "force", "replace an existing database")
+def add_overwrite_flag(
+    parser: argparse._ActionsContainer, help_text: str = "replace an existing output, also an input of the command"
+) -> None:
+    """Add --overwrite, of all commands that write and do not replace files as a tool of Caffe does."""
+    add_switch(parser, "overwrite", help_text, older="force")
 
 
 def add_positionals(parser: argparse._ActionsContainer, names: Sequence[tuple[str, type, str]]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from caffepy.cli.options import Parser, add_device_options
+from caffepy.cli.options import Parser, add_device_options, add_overwrite_flag
 from caffepy.errors import ConfigError, DataError
 from caffepy.options.types import positive, positive_number, record_shape
 
@@ -47,6 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     output.add_argument("--save-profile", type=Path, metavar="FILE", help="write the times as JSON for --profile")
     output.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV too")
     output.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it too (needs matplotlib)")
+    add_overwrite_flag(output)
 
 
 def _add_source(group: argparse._ArgumentGroup) -> None:
@@ -150,17 +151,21 @@ def run(args: argparse.Namespace) -> int:
     """Print the table to stdout.
 
     Raises:
-        ConfigError: the options conflict.
+        ConfigError: the options conflict, or a file to write exists.
         MissingExtraError: --plot without matplotlib.
         CaffepyError: files, data or device cannot be used.
     """
     _check_options(args)
+    from caffepy.files import check_output
     from caffepy.plan.predict import sweep
     from caffepy.plan.profile import write_profile
     from caffepy.plan.report import describe, format_table, load_figure, write_csv, write_plot
 
     if args.plot:
         load_figure()  # fail before minutes of measurement
+    read = [path for path in (args.solver, args.profile, args.calibrate, args.calibrate_network) if path is not None]
+    for path in filter(None, (args.save_profile, args.csv, args.plot)):
+        check_output(path, args.overwrite, read)
     profile = _profile(args).fitted()
     if args.save_profile:
         write_profile(args.save_profile, profile)

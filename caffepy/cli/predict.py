@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caffepy.cli.log import quiet_net
-from caffepy.cli.options import Parser, add_device_options, add_engine_option
+from caffepy.cli.options import Parser, add_device_options, add_engine_option, add_overwrite_flag
 from caffepy.errors import ConfigError, DataError, one_line
 from caffepy.options.types import file_list, natural, positive, record_shape
 
@@ -67,8 +67,9 @@ def add_preparation_options(parser: Parser) -> None:
 
 
 def add_result_options(parser: Parser, default: str) -> None:
-    """Add --output and --format."""
+    """Add --output, --overwrite and --format."""
     parser.add_argument("--output", type=Path, metavar="FILE", help="write here")
+    add_overwrite_flag(parser)
     parser.add_argument(
         "--format",
         choices=("text", "csv", "json"),
@@ -173,12 +174,12 @@ def run_classify(args: argparse.Namespace) -> int:
     """Classify, and print or write the classes or all scores.
 
     Raises:
-        ConfigError: the net has no image input, the preparation does not fit, or the output has an image's suffix.
+        ConfigError: the net has no image input, the preparation does not fit, or the output exists or has an image's
+            suffix.
         DataError: an image cannot be read.
         SnapshotError: the weights do not fit.
     """
     from caffepy.cli.devices import single_device
-    from caffepy.files import check_writable
     from caffepy.predict import Model, classify, list_images
     from caffepy.predict.images import SUFFIXES
 
@@ -188,7 +189,7 @@ def run_classify(args: argparse.Namespace) -> int:
     if output is not None:
         if output.suffix.lower() in SUFFIXES:
             raise ConfigError(f"'{output}' is the output and has an image's suffix; name a .csv, .json or .npy file")
-        check_writable(output)
+        _check_output(args, output, paths)
     names = _names(args.labels)
     with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
         images = list_images(paths, args.ext)
@@ -321,7 +322,7 @@ def run_detect(args: argparse.Namespace) -> int:
     """Detect boxes, print or write them, and draw them on request; or classify windows.
 
     Raises:
-        ConfigError: the net is not an SSD, an output's suffix is unknown, or selective search is requested.
+        ConfigError: the net is not an SSD, an output exists or has an unknown suffix, or selective search is requested.
         DataError: an image or the windows cannot be read.
         SnapshotError: the weights do not fit.
     """
@@ -333,7 +334,8 @@ def run_detect(args: argparse.Namespace) -> int:
     from caffepy.predict.detect import read_label_names
 
     if args.format is None:
-        _check_output(output, "boxes", (".json", ".csv"))
+        _check_suffix(output, "boxes", (".json", ".csv"))
+    _check_output(args, output, paths)
     for path in paths:
         if path.suffix.lower() == ".csv":
             raise ConfigError(f"'{path}' is not an image; to classify the windows that it lists, give --crop-mode list")
@@ -343,6 +345,8 @@ def run_detect(args: argparse.Namespace) -> int:
         images = list_images(paths, args.ext)
         steps = _detect_steps(model, args)
         pictures = _pictures(args.draw, [image.name for image in images])
+        for drawn in pictures:
+            _check_output(args, drawn, [image.content for image in images if isinstance(image.content, Path)])
         for image, picture in zip(images, pictures, strict=True):
             pixels = steps.load(image)
             boxes = detect(model, image.name, pixels, steps, args.threshold, names)
@@ -388,7 +392,8 @@ def _run_windows(args: argparse.Namespace, paths: list[Path], output: Path | Non
         raise ConfigError("--draw shows the boxes of an SSD; windows have none: leave it out")
     if args.format in ("text", "json"):
         raise ConfigError(f"--format {args.format}: scores of windows are written as CSV or HDF5; leave it out")
-    _check_output(output, "windows", (".csv", ".h5", ".hdf5"))
+    _check_suffix(output, "windows", (".csv", ".h5", ".hdf5"))
+    _check_output(args, output, paths)
     if len(paths) != 1:
         raise ConfigError(f"--crop-mode list takes one file of windows; {len(paths)} are given")
     windows = read_windows(paths[0])
@@ -406,13 +411,17 @@ def _run_windows(args: argparse.Namespace, paths: list[Path], output: Path | Non
     return 0
 
 
-def _check_output(output: Path | None, what: str, endings: tuple[str, ...]) -> None:
-    from caffepy.files import check_writable
-
+def _check_suffix(output: Path | None, what: str, endings: tuple[str, ...]) -> None:
     if output is not None and output.suffix not in endings:
         raise ConfigError(f"'{output}': {what} are written as {' or '.join(endings)}; name another file")
+
+
+def _check_output(args: argparse.Namespace, output: Path | None, read: list[Path]) -> None:
+    """Check that a result may be written; `read` are the images, lists and arrays that the command reads."""
+    from caffepy.files import check_output
+
     if output is not None:
-        check_writable(output)
+        check_output(output, args.overwrite, [*read, args.model, *args.weights])
 
 
 def _write(output: Path | None, text: str, done: str) -> None:

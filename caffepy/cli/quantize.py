@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from caffepy.cli.options import Parser, add_dialect_option
+from caffepy.cli.options import Parser, add_dialect_option, add_overwrite_flag
 from caffepy.errors import ConfigError
 from caffepy.options.types import file_list, positive
 
@@ -42,6 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument("--samples", type=positive, default=256, metavar="N", help="images to calibrate with (256)")
     parser.add_argument("--iterations", type=positive, default=50, metavar="N", help="batches to score (50)")
+    add_overwrite_flag(parser)
     add_dialect_option(parser)
 
 
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         CaffepyError: the files cannot be used, or onnxruntime cannot quantize the net.
     """
     from caffepy.errors import MissingExtraError
-    from caffepy.files import atomic_write, check_writable
+    from caffepy.files import atomic_write, check_output
     from caffepy.onnx.libraries import EXTRA, Session, has_runtime, require_onnx
 
     if (args.like is None) and (args.images is None):
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     from caffepy.onnx.fold import fold_batch_norms, with_parameters
     from caffepy.onnx.quantize import quantize
 
-    check_writable(args.output)
+    check_output(args.output, args.overwrite, filter(None, (args.model, *args.weights, args.like, args.images)))
     net, param = open_for_export(args.model, args.weights, Settings())
     folded = fold_batch_norms(with_parameters(param, net), net.context.nvidia)
     source = build(folded, net.backend, args.model, net.context.dialect)

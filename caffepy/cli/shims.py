@@ -6,9 +6,10 @@ import argparse
 import os
 import shlex
 import sys
+from itertools import count
 from pathlib import Path
 
-from caffepy.cli.options import Parser
+from caffepy.cli.options import Parser, add_overwrite_flag
 from caffepy.errors import ConfigError, RunError
 from caffepy.files import atomic_write
 
@@ -42,27 +43,27 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Add the command and its options."""
     parser = subparsers.add_parser("shims", help="put caffepy in the place of a Caffe", description=_DESCRIPTION)
     parser.add_argument("folder", type=Path, metavar="DIR", help="the root folder of a Caffe")
-    parser.add_argument("--force", action="store_true", help="replace Caffe's own files, and keep them as NAME.orig")
+    add_overwrite_flag(parser, "replace Caffe's own files, and keep them as NAME.orig")
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the files and print how to use them.
 
     Raises:
-        ConfigError: the folder has other files in these places, and `--force` is not given.
+        ConfigError: the folder has other files in these places, and `--overwrite` is not given.
         RunError: a file cannot be written.
     """
     contents = shim_contents()
     paths = {args.folder / name: text for name, text in contents.items()}
     others = [path for path in paths if _is_other(path)]
-    if others and not args.force:
+    if others and not args.overwrite:
         raise ConfigError(
-            f"{args.folder} already has {', '.join(str(path.relative_to(args.folder)) for path in others)}; --force "
-            "replaces such files and keeps each as NAME.orig"
+            f"{args.folder} already has {', '.join(str(path.relative_to(args.folder)) for path in others)}; "
+            "--overwrite replaces such files and keeps each as NAME.orig"
         )
     try:
         for path in others:
-            path.rename(path.with_name(f"{path.name}.orig"))
+            path.rename(_unused_name(path))
         for path, text in paths.items():
             _write(path, text)
     except OSError as error:
@@ -113,6 +114,12 @@ from caffepy.cli.caffe import main
 if __name__ == "__main__":
     sys.exit(main(["create_annoset"] + sys.argv[1:]))
 '''
+
+
+def _unused_name(path: Path) -> Path:
+    """The path with .orig behind it, or with .orig2, .orig3, ...: an earlier original stays."""
+    names = (path.with_name(f"{path.name}.orig{number if number > 1 else ''}") for number in count(1))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def _is_other(path: Path) -> bool:

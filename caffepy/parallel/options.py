@@ -120,7 +120,12 @@ class TrainOptions:
     )  # fmt: skip
     engine: ExecutionOptions = field(default_factory=ExecutionOptions)
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
-    overwrite: bool = option(False, "replace earlier snapshots with this prefix, also of another net", group=KEEP_GROUP)
+    overwrite: bool = option(
+        False,
+        "replace earlier snapshots with this prefix, also of another net, and files with the names of the saved "
+        "solver, --trace and --lr-find",
+        group=KEEP_GROUP,
+    )
     check_only: bool = option(
         False,
         "build the nets, read the first batch, make one iteration and a short test, check memory and the snapshots' "

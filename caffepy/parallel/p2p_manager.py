@@ -28,7 +28,14 @@ from caffepy.parallel.p2p_sync import P2PSync
 from caffepy.parallel.processes.create import create_world
 from caffepy.parallel.processes.launcher import refuse_foreign_launcher
 from caffepy.parallel.processes.world import World
-from caffepy.parallel.run_log import check_trace, describe_batch, gather_trace, log_run, report_performance
+from caffepy.parallel.run_log import (
+    check_picture,
+    check_trace,
+    describe_batch,
+    gather_trace,
+    log_run,
+    report_performance,
+)
 from caffepy.parallel.signals import SignalRequests
 from caffepy.parallel.store.store import ControlChannel
 from caffepy.proto.caffe_pb2 import SolverState
@@ -117,7 +124,8 @@ class P2PManager:
         world.run_on_all(lambda: refuse_foreign_launcher(world.rank, world.size))
         options = world.run_on_all(self._checked_options)
         self._failures.verbose = options.verbose
-        world.run_on_all(partial(check_trace, options.trace, world.rank))
+        world.run_on_all(partial(check_trace, options.trace, world.rank, options.overwrite))
+        world.run_on_all(partial(check_picture, options.lr_find, world.rank, options.overwrite))
         cores = bind_rank(world, gpus=options.devices is not None)
         return agree_on_options(world, options), cores
 

@@ -17,16 +17,19 @@ from caffepy.config.paths import PathResolver
 from caffepy.config.run_log import describe_solver, inline_nets, read_movable_net
 from caffepy.data.schedule import Shard
 from caffepy.errors import CaffepyError, ConfigError
-from caffepy.files import atomic_write, check_writable, working_folder
+from caffepy.files import atomic_write, check_output, working_folder
 from caffepy.parallel.hardware.affinity import format_cores
 from caffepy.parallel.hardware.nvml import Nvml, open_nvml
 from caffepy.parallel.options import TrainOptions
 from caffepy.parallel.processes.world import World
 from caffepy.proto.caffe_pb2 import NetParameter
 from caffepy.report import Performance, format_report
-from caffepy.trace import pack_events, unpack_events, write_trace
+from caffepy.trace import MARK, pack_events, unpack_events, write_trace
 
 logger = logging.getLogger(__name__)
+
+_SAVED = "# Written by caffepy train.\n"
+"""The first line of a saved solver; a file that lacks it is the user's."""
 
 
 def log_run(world: World, options: TrainOptions) -> None:
@@ -60,14 +63,22 @@ def log_run(world: World, options: TrainOptions) -> None:
 def save_solver(options: TrainOptions) -> None:
     """Write the solver with its nets beside its snapshots, as ``PREFIX_solver.prototxt``; for the root.
 
+    Often the user's own solver has this name: a file that no training wrote stays, with a warning, and so does the
+    solver that this training reads.
+
     Raises:
         CaffepyError: a net cannot be read, or the file cannot be written.
     """
     resolve = options.resolve or PathResolver(None)
     path = resolve.output(f"{options.solver.snapshot_prefix}_solver.prototxt")
+    try:
+        check_output(path, options.overwrite, filter(None, [resolve.prototxt]), _SAVED.encode())
+    except ConfigError as error:
+        logger.warning("the solver with its nets and the fields that options set is not saved: %s", error)
+        return
     merged = inline_nets(options.solver, resolve, read_movable_net)
     with atomic_write(path) as file:
-        file.write(text_format.MessageToString(merged, as_utf8=True).encode())
+        file.write(f"{_SAVED}{text_format.MessageToString(merged, as_utf8=True)}".encode())
     logger.info("Wrote the solver with its nets and the fields that options set to %s", path)
 
 
@@ -96,18 +107,29 @@ def _own_links(world: World, devices: list[Device]) -> tuple[str, dict[tuple[str
         return machine, gpu_links(gpus, nvml)
 
 
-def check_trace(path: Path | None, rank: int) -> None:
+def check_trace(path: Path | None, rank: int, overwrite: bool = False) -> None:
     """Refuse, before training, a trace that the root could not write after it.
 
     Raises:
-        ConfigError: on the root, if the folder does not exist.
+        ConfigError: on the root, if the folder does not exist, or the file exists, is no trace and `overwrite` is off.
         RunError: on the root, if the file cannot be written.
     """
     if rank != 0 or path is None:
         return
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"--trace {path}: there is no folder {path.parent}; make it first")
-    check_writable(path)
+    check_output(path, overwrite, mark=MARK)
+
+
+def check_picture(path: Path | None, rank: int, overwrite: bool) -> None:
+    """Refuse, before a learning-rate test, a picture that would replace a file.
+
+    Raises:
+        ConfigError: on the root, if the file exists and `overwrite` is off.
+        RunError: on the root, if the file cannot be written.
+    """
+    if rank == 0 and path is not None:
+        check_output(path, overwrite)
 
 
 def batch_sizes(net: NetParameter) -> Iterator[tuple[str, int]]:

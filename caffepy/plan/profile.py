@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from caffepy.errors import ConfigError, RunError
-from caffepy.files import read_regular
+from caffepy.errors import ConfigError
+from caffepy.files import atomic_write, read_regular
 
 MAX_BYTES = 2**26
 """Size limit of the file."""
@@ -121,10 +121,8 @@ def write_profile(path: Path, profile: Profile) -> None:
     Raises:
         RunError: the file cannot be written.
     """
-    try:
-        path.write_text(json.dumps({"format": FORMAT, **asdict(profile)}, indent=1) + "\n")
-    except OSError as error:
-        raise RunError(f"{path}: cannot be written: {error.strerror or error}") from error
+    with atomic_write(path) as file:
+        file.write((json.dumps({"format": FORMAT, **asdict(profile)}, indent=1) + "\n").encode())
 
 
 def read_profile(path: Path) -> Profile:

@@ -10,7 +10,8 @@ from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
-from caffepy.errors import ConfigError, MissingExtraError, RunError
+from caffepy.errors import ConfigError, MissingExtraError
+from caffepy.files import atomic_write
 from caffepy.plan.model import Cluster, Link
 from caffepy.plan.predict import Exchange, Prediction
 from caffepy.plan.profile import Profile
@@ -71,10 +72,8 @@ def write_csv(path: Path, predictions: Sequence[Prediction]) -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([field.name for field in fields(Prediction)])
     writer.writerows(astuple(prediction) for prediction in predictions)
-    try:
-        path.write_text(text.getvalue())
-    except OSError as error:
-        raise RunError(f"{path}: cannot be written: {error.strerror or error}") from error
+    with atomic_write(path) as file:
+        file.write(text.getvalue().encode())
 
 
 def load_figure() -> Any:
@@ -109,12 +108,13 @@ def write_plot(path: Path, predictions: Sequence[Prediction], title: str) -> Non
     by_devices = sorted(predictions, key=lambda prediction: prediction.devices)
     _draw_times(times, by_devices)
     _draw_efficiency(rates, by_devices)
+    picture = io.BytesIO()
     try:
-        figure.savefig(path, dpi=120)
+        figure.savefig(picture, format=path.suffix.lstrip(".") or "png", dpi=120)
     except ValueError as error:
         raise ConfigError(f"--plot {path}: {error}") from error
-    except OSError as error:
-        raise RunError(f"{path}: cannot be written: {error.strerror or error}") from error
+    with atomic_write(path) as file:
+        file.write(picture.getvalue())
 
 
 def _draw_times(axes: Any, predictions: Sequence[Prediction]) -> None:

@@ -42,6 +42,7 @@ _FILES = {
     "cifar10": ("quick_train_test", "quick_solver", "quick_deploy"),
 }
 """Names of the train net, solver and deploy net where they are not the usual ones."""
+_LISTS_AND_DATABASES = ("train.txt", "val.txt", "train_lmdb", "val_lmdb")
 _MAX_README_BYTES = 1 << 20
 _WEIGHTS = re.compile(r"\[`([^`]+)`\]\(([^)\s]+)\)")
 
@@ -125,7 +126,7 @@ def create_project(project: Project) -> Created:
     names = _FILES.get(project.model, ("train_val", "solver", "deploy"))
     net, solver = read_net(folder / f"{names[0]}.prototxt"), read_solver(folder / f"{names[1]}.prototxt")
     shown = read_net(folder / f"{names[2]}.prototxt").layer[0]
-    _check_target(project)
+    _check_target(project, shown.transform_param.mean_file)
     data = _read_data(project)
     train, val = _write_databases(project, data, shown)
     count = len(data.classes)
@@ -146,19 +147,22 @@ def create_project(project: Project) -> Created:
     return Created(data.classes, train, val, skipped, solver.max_iter)
 
 
-def _check_target(project: Project) -> None:
+def _check_target(project: Project, mean_file: str) -> None:
     """Create the folder to write.
 
     Raises:
-        ConfigError: the data set is not there, or the folder has files already or cannot be created.
+        ConfigError: the data set is not there, or the folder cannot be created or has files that would be replaced.
     """
     if not project.data.is_dir():
         raise ConfigError(f"--data {project.data}: is not a folder")
     if project.to.resolve().is_relative_to(project.data.resolve()):
         raise ConfigError(f"--to {project.to} lies in the data set {project.data}; give another folder")
-    solver = project.to / "solver.prototxt"
-    if solver.exists() and not project.force:
-        raise ConfigError(f"'{solver}' exists; give --to another folder, or --force to replace its files")
+    written = ["solver.prototxt", "train_val.prototxt", "deploy.prototxt", "labels.txt", *_LISTS_AND_DATABASES]
+    written += ["labelmap.prototxt"] if project.detects else []
+    there = [project.to / name for name in (*written, mean_file) if name and os.path.lexists(project.to / name)]
+    there += [*(project.to / "annotations").glob("*")] if project.detects else []
+    if there and not project.force:
+        raise ConfigError(f"'{there[0]}' exists; give --to another folder, or --overwrite to replace its files")
     try:
         project.to.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -14,7 +14,7 @@ from caffepy.data.conversion.mean import compute_mean, write_mean
 from caffepy.data.sources.mnist import digit_datums, parse_images, parse_labels, read_idx
 from caffepy.data.sources.record_write import check_overwrite, record_key, write_datums
 from caffepy.errors import DataError
-from caffepy.files import read_regular
+from caffepy.files import check_output, read_regular
 from caffepy.proto import caffe_pb2
 
 # -- MNIST ---------------------------------------------------------------------------------------------
@@ -101,21 +101,25 @@ def convert_cifar(source: Path, target: Path, backend: str = "lmdb", force: bool
         source: folder of CIFAR-10's binary version.
         target: folder of the databases.
         backend: lmdb or leveldb; also the suffix of the databases' names.
-        force: replace existing databases.
+        force: replace existing databases and an existing mean.
 
     Returns:
         The number of records of each database.
 
     Raises:
+        ConfigError: the mean exists.
         DataError: a file is missing or not from CIFAR-10, or a database exists.
         RunError: writing failed.
     """
     paths = {split: target / f"cifar10_{split}_{backend}" for split in _SPLITS}
     for path in paths.values():
         check_overwrite(path, force)
+    mean = target / "mean.binaryproto"
+    if os.path.lexists(mean):
+        check_output(mean, force)
     images = {split: [_read(source / name) for name in names] for split, names in _SPLITS.items()}
     counts = {path: write_datums(path, _datums(images[split]), force, backend) for split, path in paths.items()}
-    write_mean(target / "mean.binaryproto", compute_mean(paths["train"], backend))
+    write_mean(mean, compute_mean(paths["train"], backend))
     return counts
 
 

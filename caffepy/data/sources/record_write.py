@@ -237,10 +237,10 @@ def check_overwrite(path: Path, force: bool) -> None:
     if parent is not None and not parent.is_dir():
         raise DataError(f"'{path}' cannot be created: '{parent}' is not a folder; choose another path")
     if os.path.lexists(path) and not force:
-        raise DataError(f"'{path}' already exists; remove it, or give --force to replace it")
+        raise DataError(f"'{path}' already exists; remove it, or give --overwrite to replace it")
     if os.path.lexists(path) and not (path.is_dir() and _is_database_or_empty(set(os.listdir(path)))):
         raise DataError(
-            f"'{path}' is not an LMDB or LevelDB and is not replaced, even with --force; choose another path"
+            f"'{path}' is not an LMDB or LevelDB and is not replaced, even with --overwrite; choose another path"
         )
 
 

@@ -337,6 +337,11 @@ def check_imported(path: Path, net: Net) -> list[Difference]:
     return differences
 
 
+def imported_paths(base: Path) -> tuple[Path, Path]:
+    """Return the paths of the prototxt and the .caffemodel; `base` is their path without the ending."""
+    return base.with_name(f"{base.name}.prototxt"), base.with_name(f"{base.name}.caffemodel")
+
+
 def write_imported(
     base: Path, param: caffe_pb2.NetParameter, net: Net, check: Callable[[Net], None] | None = None
 ) -> tuple[Path, Path]:
@@ -355,7 +360,7 @@ def write_imported(
         text = text_format.MessageToString(param).encode()
     except UnicodeError as error:
         raise ConfigError(f"{base.name}: a name is not UTF-8") from error
-    prototxt, weights = (base.with_name(f"{base.name}.{ending}") for ending in ("prototxt", "caffemodel"))
+    prototxt, weights = imported_paths(base)
     if len(text) > MAX_BYTES:
         raise RunError(f"{prototxt}: would be larger than protobuf can read")
     for path in (prototxt, weights):

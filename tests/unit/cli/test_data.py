@@ -13,8 +13,8 @@ def test_the_shipped_digits_become_two_lmdbs(tmp_path, capsys):
         f"{tmp_path}/mnist_test_lmdb: 1500 digits, there already\n"
     )
     assert main(["data", "mnist", "--to", str(tmp_path)]) == 2  # the whole set; nothing is fetched
-    assert "already exists; remove it, or give --force" in capsys.readouterr().err
-    assert main(["data", "mnist", "--subset", "--force", f"--to={tmp_path}"]) == 0
+    assert "already exists; remove it, or give --overwrite" in capsys.readouterr().err
+    assert main(["data", "mnist", "--subset", "--overwrite", f"--to={tmp_path}"]) == 0
     assert "8500 digits\n" in capsys.readouterr().out
 
 

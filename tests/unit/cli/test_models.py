@@ -48,9 +48,9 @@ def test_changed_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     solver.write_text("changed")
     status, _, error = run(capsys, "copy", "lenet")
     assert status == 2
-    assert f"{solver} exists with other contents" in error and "--force" in error
+    assert f"{solver} exists with other contents" in error and "--overwrite" in error
     assert solver.read_text() == "changed"
-    assert run(capsys, "copy", "lenet", "--force")[0] == 0
+    assert run(capsys, "copy", "lenet", "--overwrite")[0] == 0
     assert solver.read_text() == original
 
 

@@ -48,7 +48,10 @@ def test_there_and_back(files, more: list[str], tmp_path: Path, capsys: pytest.C
     assert "back.prototxt: 3 layers" in said
     assert [layer.type for layer in read_net(tmp_path / "back.prototxt").layer] == ["Input", "Convolution", "ReLU"]
     assert [len(layer.blobs) for layer in read_weights(tmp_path / "back.caffemodel").layer] == [0, 2, 0]
-    assert main(["export", *(str(tmp_path / f"back.{e}") for e in ("prototxt", "caffemodel")), files[2]]) == 0
+    assert (
+        main(["export", *(str(tmp_path / f"back.{e}") for e in ("prototxt", "caffemodel")), files[2], "--overwrite"])
+        == 0
+    )
 
 
 @pytest.mark.parametrize("more", [[], ["--fold", "--batch", "dynamic"]])

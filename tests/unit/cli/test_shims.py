@@ -126,7 +126,7 @@ def test_files_of_a_caffe_are_replaced_only_with_force(
     assert main(["shims", str(tmp_path)]) == 2
     assert "python/caffe/__init__.py" in capsys.readouterr().err
     assert not (tmp_path / "build").exists(), "nothing is written"
-    assert main(["shims", str(tmp_path), "--force"]) == 0
+    assert main(["shims", str(tmp_path), "--overwrite"]) == 0
     assert own.with_name("__init__.py.orig").read_text() == "from .pycaffe import Net"
     before = own.read_text()
     assert main(["shims", str(tmp_path)]) == 0, "caffepy's own files are replaced without it"

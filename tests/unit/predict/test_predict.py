@@ -92,6 +92,7 @@ def test_values_are_prepared_as_caffe_does(net: list[str], red: Path, tmp_path: 
     assert scores.shape == (1, 3)
     assert scores[0, 1] == -1
     assert scores[0, 2] == pytest.approx((200 / 255 * 100 - 3) / 2, abs=1e-4)
+    output = tmp_path / "swapped.npy"
     assert main(["classify", str(red), str(output), *net, "--images-dim=4,4", "--channel_swap=0,1,2"]) == 0
     assert np.load(output)[0, 0] == pytest.approx(200, abs=1e-3)
 
@@ -207,6 +208,7 @@ def test_several_images_folders_and_lists(own: list[str], red: Path, tmp_path: P
     ):
         assert main(["classify", *map(str, given), *(own if given[1] is photos else [])]) == 0
         assert np.load(tmp_path / "all.npy").shape == (8, 3)
+        (tmp_path / "all.npy").unlink()
     (tmp_path / "empty.txt").write_text("\n")
     for path, message in ((tmp_path / "empty.txt", "names no images"), (tmp_path, "has no files that end in .gif")):
         assert main(["classify", str(path), *own, "--ext", "gif"]) == 2

@@ -228,9 +228,9 @@ def test_existing_files_stay(capsys: pytest.CaptureFixture[str]):
     assert run("new lenet --data photos --to p") == 0
     Path("p/solver.prototxt").write_text("mine")
     assert run("new lenet --data photos --to p") == 2
-    assert "'p/solver.prototxt' exists; give --to another folder, or --force" in capsys.readouterr().err
+    assert "'p/solver.prototxt' exists; give --to another folder, or --overwrite" in capsys.readouterr().err
     assert Path("p/solver.prototxt").read_text() == "mine"
-    assert run("new lenet --data photos --to p --force") == 0
+    assert run("new lenet --data photos --to p --overwrite") == 0
     assert read_solver(Path("p/solver.prototxt")).max_iter == 30
 
 

@@ -207,7 +207,7 @@ def test_weights_that_the_export_would_replace(files, capsys: pytest.CaptureFixt
     assert main(["export", *files[:2], str(weights)]) == 0
     before = weights.read_bytes()
     assert main(["export", files[0], str(weights), str(model), "--no-check"]) == 2
-    assert "net.safetensors would be replaced by the export that reads it" in capsys.readouterr().err
+    assert "net.safetensors: the output is also an input" in capsys.readouterr().err
     assert weights.read_bytes() == before and not model.exists()
 
 

@@ -164,7 +164,7 @@ def test_a_destination_that_is_there_is_refused_before_any_work(backend: str, mo
     target = Database(Path("db"), backend)
     convert_image_set("img/", Path("list.txt"), target, ImageOptions())
     monkeypatch.setattr(image_sets, "read_image_record", None)
-    with pytest.raises(DataError, match="'db' already exists; remove it, or give --force to replace it"):
+    with pytest.raises(DataError, match="'db' already exists; remove it, or give --overwrite to replace it"):
         convert_image_set("img/", Path("list.txt"), target, ImageOptions())
 
 

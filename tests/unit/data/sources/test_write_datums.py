@@ -35,7 +35,7 @@ def test_the_map_grows_with_the_data(tmp_path):
 
 def test_what_is_there_stays_unless_forced(tmp_path):
     write_datums(tmp_path / "db", datums(3))
-    with pytest.raises(DataError, match=r"db' already exists; remove it, or give --force to replace it"):
+    with pytest.raises(DataError, match=r"db' already exists; remove it, or give --overwrite to replace it"):
         write_datums(tmp_path / "db", datums(5))
     assert labels(tmp_path / "db") == [0, 1, 2]
     write_datums(tmp_path / "db", datums(5), force=True)
