@@ -208,6 +208,8 @@ convolution or product, such as Softmax and DetectionOutput, stay float32.
 | `--samples N` | images to calibrate with; 256 by default |
 | `--iterations N` | batches to score; 50 by default |
 
+Images of `--images` that cannot be read are left out with a line each, and the exit status is 1.
+
 Calibration finds the range of each activation. For a classifier with `--like` the command prints the accuracy before
 and after. LeNet of `make demo`, 1500 digits: 0.9787 before, 0.9780 after; the file has 446 KB in place of 1725 KB.
 

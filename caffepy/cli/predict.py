@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from caffepy.cli.log import quiet_net
 from caffepy.cli.options import Parser, add_device_options, add_engine_option, add_overwrite_flag
+from caffepy.cli.unreadable import Unreadable
 from caffepy.errors import ConfigError, DataError, one_line
 from caffepy.options.types import file_list, natural, positive, record_shape
 
@@ -176,7 +177,7 @@ def run_classify(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: the net has no image input, the preparation does not fit, or the output exists or has an image's
             suffix.
-        DataError: an image cannot be read.
+        DataError: no image can be read.
         SnapshotError: the weights do not fit.
     """
     from caffepy.cli.devices import single_device
@@ -193,15 +194,19 @@ def run_classify(args: argparse.Namespace) -> int:
     names = _names(args.labels)
     with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
         images = list_images(paths, args.ext)
-        scores = classify(model, images, _classify_steps(model, args))
+        unreadable = Unreadable(image.name for image in images)
+        scores = classify(
+            model, images, _classify_steps(model, args), lambda image, error: unreadable.leave_out(image.name, error)
+        )
+    unreadable.check()
     form = args.format or {".csv": "csv", ".json": "json"}.get(output.suffix if output else "", "")
     if output is not None and not form:
         _write_scores(output, scores)
-        return 0
-    found = [(image.name, _best(row, names, args.top)) for image, row in zip(images, scores, strict=True)]
+        return unreadable.exit_status
+    found = [(name, _best(row, names, args.top)) for name, row in zip(unreadable.read, scores, strict=True)]
     text = {"csv": _classes_as_csv, "json": _classes_as_json}.get(form, _classes_as_text)(found)
-    _write(output, text, counted(len(images), "image"))
-    return 0
+    _write(output, text, counted(len(found), "image"))
+    return unreadable.exit_status
 
 
 def _classify_steps(model: Model, args: argparse.Namespace) -> Steps:
@@ -323,7 +328,7 @@ def run_detect(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: the net is not an SSD, an output exists or has an unknown suffix, or selective search is requested.
-        DataError: an image or the windows cannot be read.
+        DataError: the windows, or all images, cannot be read.
         SnapshotError: the weights do not fit.
     """
     paths, output = inputs_and_output(args, _BOXES)
@@ -343,20 +348,26 @@ def run_detect(args: argparse.Namespace) -> int:
     found: list[Box] = []
     with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
         images = list_images(paths, args.ext)
+        unreadable = Unreadable(image.name for image in images)
         steps = _detect_steps(model, args)
         pictures = _pictures(args.draw, [image.name for image in images])
         for drawn in pictures:
             _check_output(args, drawn, [image.content for image in images if isinstance(image.content, Path)])
         for image, picture in zip(images, pictures, strict=True):
-            pixels = steps.load(image)
-            boxes = detect(model, image.name, pixels, steps, args.threshold, names)
+            try:
+                pixels = steps.load(image)
+                boxes = detect(model, image.name, pixels, steps, args.threshold, names)
+            except DataError as error:
+                unreadable.leave_out(image.name, error)
+                continue
             found += boxes
             if picture is not None:
                 draw_boxes(pixels, boxes, picture)
+    unreadable.check()
     form = args.format or (output.suffix[1:] if output else "csv")
     text = {"json": _as_json, "csv": _as_csv}.get(form, _as_text)(found)
-    _write(output, text, f"{counted(len(found), 'box', 'boxes')} in {counted(len(images), 'image')}")
-    return 0
+    _write(output, text, f"{counted(len(found), 'box', 'boxes')} in {counted(len(unreadable.read), 'image')}")
+    return unreadable.exit_status
 
 
 def _detect_steps(model: Model, args: argparse.Namespace) -> Steps:
@@ -401,14 +412,17 @@ def _run_windows(args: argparse.Namespace, paths: list[Path], output: Path | Non
         of_net = net_preparation(model, args)
         mean, scale = of_net.mean_and_scale() if of_net is not None else (None, 1.0)
         prepared = option_preparation(args) if of_net is None else Preparation(mean=mean, input_scale=scale)
-        scores = classify_windows(model, windows, prepared, args.context_pad)
+        unreadable = Unreadable(dict.fromkeys(window.filename for window in windows))
+        scores = classify_windows(model, windows, prepared, args.context_pad, unreadable.leave_out)
+    unreadable.check()
+    windows = [window for window in windows if window.filename not in unreadable.names]
     done = f"{counted(len(windows), 'window')} x {counted(scores.shape[1], 'class', 'classes')}"
     if output is None or output.suffix == ".csv":
         _write(output, windows_as_csv(windows, scores), done)
     else:
         write_windows_hdf5(output, windows, scores)
         print(f"{output}: {done}")
-    return 0
+    return unreadable.exit_status
 
 
 def _check_suffix(output: Path | None, what: str, endings: tuple[str, ...]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from caffepy.cli.options import Parser, add_dialect_option, add_overwrite_flag
-from caffepy.errors import ConfigError
+from caffepy.errors import ConfigError, DataError
 from caffepy.options.types import file_list, positive
 
 if TYPE_CHECKING:
@@ -47,10 +47,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the file; print the accuracy before and after.
+    """Write the file; print the accuracy before and after. Return 1 if images of --images were left out.
 
     Raises:
-        CaffepyError: the files cannot be used, or onnxruntime cannot quantize the net.
+        CaffepyError: the files cannot be used, no image can be read, or onnxruntime cannot quantize the net.
     """
     from caffepy.errors import MissingExtraError
     from caffepy.files import atomic_write, check_output
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     source.copy_trained_layers_from(folded, "the folded net")
     model = to_model(source, varying=varying_axes(folded, args.model))
     before = serialised(model)
-    samples = list(_samples(args, net))
+    samples, status = (list(_samples(args, net)), 0) if args.images is None else _images(args, net)
     float_session = Session(before)
     refuse_large(compare(float_session.run(samples[0]), run_net(net, samples[0])))
     after = quantize(model, samples)
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"int8: {difference(name, found[name], wanted[name])}")
     if args.like is not None:
         _print_accuracy(args, net, float_session.run, int8_session.run)
-    return 0
+    return status
 
 
 def _samples(args: argparse.Namespace, net: Net) -> Iterator[Arrays]:
@@ -100,9 +100,6 @@ def _samples(args: argparse.Namespace, net: Net) -> Iterator[Arrays]:
     from caffepy.onnx.quantize import open_data
     from caffepy.proto import caffe_pb2
 
-    if args.images is not None:
-        yield from _images(args, net)
-        return
     count = 0
     with open_data(args.like, caffe_pb2.TRAIN, net.inputs, net.backend, args.samples) as reader:
         while count < args.samples:
@@ -113,13 +110,14 @@ def _samples(args: argparse.Namespace, net: Net) -> Iterator[Arrays]:
             count += number
 
 
-def _images(args: argparse.Namespace, net: Net) -> Iterator[Arrays]:
-    """Yield the first images of --images, prepared as the Input layer says."""
+def _images(args: argparse.Namespace, net: Net) -> tuple[list[Arrays], int]:
+    """Return the first readable images of --images, prepared as the Input layer says, and the exit status."""
     import numpy as np
 
+    from caffepy.cli.unreadable import Unreadable
     from caffepy.config.paths import PathResolver
     from caffepy.data.preparation import ImagePreparation, has_preparation
-    from caffepy.predict.images import image_files
+    from caffepy.predict.images import list_images
 
     layer = next((node.layer.param for node in net.nodes if has_preparation(node.layer.param)), None)
     if layer is None or len(net.inputs) != 1:
@@ -128,11 +126,21 @@ def _images(args: argparse.Namespace, net: Net) -> Iterator[Arrays]:
             "--like train_val.prototxt' writes its transform_param"
         )
     preparation = ImagePreparation(layer, net.blobs[layer.top[0]].shape, PathResolver(args.model))
-    files = image_files(args.images)
-    if not files:
-        raise ConfigError(f"{args.images}: there are no images in it")
-    for file in files[: args.samples]:
-        yield {layer.top[0]: np.asarray(preparation(file))[None]}
+    if args.images.suffix == ".npy":
+        raise ConfigError(f"--images {args.images}: name a folder, a list or an image; arrays are not read")
+    images = list_images([args.images])
+    unreadable = Unreadable(image.name for image in images)
+    samples: list[Arrays] = []
+    for image in images:
+        if len(samples) == args.samples:
+            break
+        assert isinstance(image.content, Path)
+        try:
+            samples.append({layer.top[0]: np.asarray(preparation(image.content))[None]})
+        except DataError as error:
+            unreadable.leave_out(image.name, error)
+    unreadable.check()
+    return samples, unreadable.exit_status
 
 
 def _print_accuracy(args: argparse.Namespace, net: Net, *runs: Callable[[Arrays], Arrays]) -> None:

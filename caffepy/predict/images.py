@@ -193,7 +193,10 @@ def image_files(path: Path, ending: str = "") -> list[Path]:
     if not path.is_dir():
         return [path]
     endings = (f".{ending.lower().lstrip('.')}",) if ending else SUFFIXES
-    found = sorted(entry for entry in path.iterdir() if entry.suffix.lower() in endings)
+    try:
+        found = sorted(entry for entry in path.iterdir() if entry.suffix.lower() in endings)
+    except OSError as error:
+        raise DataError(f"folder '{path}' cannot be read: {error.strerror}") from error
     if not found:
         what = f"files that end in .{ending.lstrip('.')}; name another suffix with --ext" if ending else "image files"
         raise DataError(f"folder '{path}' has no {what}")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 
 from caffepy.data.preparation import ImagePreparation
-from caffepy.errors import ConfigError
+from caffepy.errors import ConfigError, DataError
 from caffepy.inference import load
 from caffepy.predict.images import Floats, InputImage, Steps
 
@@ -91,13 +91,19 @@ class Model:
         return np.asarray(self._model(images)[self._model.outputs[0]], np.float32)
 
 
-def classify(model: Model, images: Sequence[InputImage], steps: Steps) -> Floats:
+def classify(
+    model: Model,
+    images: Sequence[InputImage],
+    steps: Steps,
+    leave_out: Callable[[InputImage, DataError], None] | None = None,
+) -> Floats:
     """Return the net's first output for each image: (N, classes), averaged over its crops.
 
     Args:
         model: the net.
         images: the images; at most one batch is held in memory.
         steps: from an image to the net's input.
+        leave_out: called with an image that cannot be read, which has no row then; None: the error is raised.
 
     Raises:
         DataError: an image cannot be read.
@@ -105,13 +111,19 @@ def classify(model: Model, images: Sequence[InputImage], steps: Steps) -> Floats
     results: list[Floats] = []
     pending: list[Floats] = []
     for image in images:
-        values = steps.values(steps.load(image))
+        try:
+            values = steps.values(steps.load(image))
+        except DataError as error:
+            if leave_out is None:
+                raise
+            leave_out(image, error)
+            continue
         if pending and (values.shape[1:] != pending[0].shape[1:] or (len(pending) + 1) * len(values) > _BATCH):
             results += _scores(model, pending)
             pending = []
         pending.append(values)
     results += _scores(model, pending) if pending else []
-    return np.stack(results)
+    return np.stack(results) if results else np.zeros((0, 0), np.float32)
 
 
 def _scores(model: Model, values: list[Floats]) -> list[Floats]:

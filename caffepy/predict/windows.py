@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,13 @@ def _window(row: dict[str, str | None], where: str) -> Window:
     return Window(row["filename"] or "", edges)
 
 
-def classify_windows(model: Model, windows: Sequence[Window], preparation: Preparation, context_pad: int) -> Floats:
+def classify_windows(
+    model: Model,
+    windows: Sequence[Window],
+    preparation: Preparation,
+    context_pad: int,
+    leave_out: Callable[[str, DataError], None] | None = None,
+) -> Floats:
     """Return the net's first output for each window: (N, classes).
 
     Args:
@@ -89,6 +95,8 @@ def classify_windows(model: Model, windows: Sequence[Window], preparation: Prepa
         windows: the windows; keep those of one image adjacent, because only the last image is cached.
         preparation: preprocessing of the values.
         context_pad: width in pixels of the input's border that shows what surrounds a window.
+        leave_out: called with the name of an image that cannot be read, whose windows have no row then; None: the
+            error is raised.
 
     Raises:
         ConfigError: the preparation does not fit.
@@ -100,19 +108,31 @@ def classify_windows(model: Model, windows: Sequence[Window], preparation: Prepa
     check_context_pad(context_pad, height, width)
     mean = crop_mean(transformer, INPUT)
     dims = np.array([height, width, channels])
-    image = np.zeros((0, 0, channels), np.float32)
+    image: Floats | None = None
     name = None
     results: list[Floats] = []
     inputs: list[Floats] = []
     for number, window in enumerate(windows, 1):
         if window.filename != name:
-            image, name = load_image(window.filename, channels != 1), window.filename
-        inputs.append(transformer.preprocess(INPUT, crop_window(image, window.edges, dims, context_pad, mean, name)))
-        if len(inputs) == _BATCH or number == len(windows):
+            image, name = _load(window.filename, channels != 1, leave_out), window.filename
+        if image is not None:
+            cropped = crop_window(image, window.edges, dims, context_pad, mean, name)
+            inputs.append(transformer.preprocess(INPUT, cropped))
+        if inputs and (len(inputs) == _BATCH or number == len(windows)):
             scores = model.run(np.stack(inputs))
             results.append(scores.reshape(len(inputs), -1))
             inputs = []
-    return np.concatenate(results)
+    return np.concatenate(results) if results else np.zeros((0, 0), np.float32)
+
+
+def _load(name: str, color: bool, leave_out: Callable[[str, DataError], None] | None) -> Floats | None:
+    try:
+        return load_image(name, color)
+    except DataError as error:
+        if leave_out is None:
+            raise
+        leave_out(name, error)
+        return None
 
 
 def windows_as_csv(windows: Sequence[Window], scores: Floats) -> str:

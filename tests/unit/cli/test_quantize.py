@@ -121,3 +121,15 @@ def test_data_of_other_names_is_refused(files, capsys: pytest.CaptureFixture[str
     path.write_text(path.read_text().replace('"data"', '"image"'))
     assert quantize(files, "--like", str(path)) == 2
     assert "its data layers give image, label; the deploy net's input 'data' must be one" in capsys.readouterr().err
+
+
+def test_images_that_cannot_be_read(files, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name in ("00.png", "03.png"):
+        (tmp_path / "photos" / name).write_bytes(b"no image")
+    assert quantize(files, "--images", files["photos"], "--samples", "10") == 1
+    said = capsys.readouterr()
+    assert "calibrated with 10 images" in said.out
+    assert [line.split("'")[1][-6:] for line in said.err.splitlines() if "left out: " in line] == ["00.png", "03.png"]
+    (tmp_path / "list.txt").write_text(f"{tmp_path / 'photos/00.png'}\n{tmp_path / 'absent.png'}\n")
+    assert quantize(files, "--images", str(tmp_path / "list.txt"), "--overwrite") == 2
+    assert "none of the 2 images can be read" in capsys.readouterr().err

@@ -424,3 +424,73 @@ def test_mistakes_about_windows(net: list[str], windows: Path, red: Path, tmp_pa
     windows.write_text(f"filename,xmin,ymin,xmax,ymax\n{red},30,50,50,55\n")
     assert main(["detect", str(windows), *net, "--crop-mode", "list", "--context-pad", "0"]) == 2
     assert f"the window [50, 30, 55, 50] is empty in an image '{red}' of 40 x 80" in capsys.readouterr().err
+
+
+# -- unreadable images -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    """A folder of two images and three files that are none."""
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    for name in ("b.png", "e.png"):
+        cv2.imwrite(str(folder / name), np.full((4, 4, 3), 100, np.uint8))
+    whole = (folder / "b.png").read_bytes()
+    for name, content in (("a.png", b""), ("c.jpg", b"no image"), ("d.png", whole[: len(whole) // 2])):
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def lines_of(said: str) -> list[str]:
+    """The names of the images that a log says were left out."""
+    return [Path(line.split("'")[1]).name for line in said.splitlines() if "left out: " in line]
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_classify_leaves_out_images_that_cannot_be_read(
+    prepared: bool, damaged: Path, net, own, tmp_path: Path, capsys
+):
+    own = own if prepared else [*net, "--images-dim=4,4"]
+    for output in ("found.csv", "found.json", "found.npy"):
+        assert main(["classify", str(damaged), str(tmp_path / output), *own]) == 1
+        assert lines_of(capsys.readouterr().err) == ["a.png", "c.jpg", "d.png"]
+    rows = list(csv.reader((tmp_path / "found.csv").read_text().splitlines()[1:]))
+    assert [Path(name).name for name, *_ in rows[::3]] == ["b.png", "e.png"]
+    assert [Path(row["image"]).name for row in json.loads((tmp_path / "found.json").read_text())] == ["b.png", "e.png"]
+    assert np.load(tmp_path / "found.npy").shape == (2, 3)
+    np.save(tmp_path / "gray.npy", np.zeros((4, 4, 1)))
+    absent = tmp_path / "absent.png"
+    assert main(["classify", str(damaged / "b.png"), str(tmp_path / "gray.npy"), str(absent), *own]) == 1
+    said = capsys.readouterr()
+    assert lines_of(said.err)[-1] == "absent.png" and said.out.startswith(str(damaged / "b.png"))
+
+
+def test_classify_without_a_readable_image(damaged: Path, net, tmp_path: Path, capsys):
+    for name in ("b.png", "e.png"):
+        (damaged / name).unlink()
+    assert main(["classify", str(damaged), str(tmp_path / "found.csv"), *net]) == 2
+    said = capsys.readouterr().err
+    assert len(lines_of(said)) == 3 and "none of the 3 images can be read" in said
+    assert not (tmp_path / "found.csv").exists()
+    assert main(["classify", str(damaged / "a.png"), *net]) == 2  # one image: its own error
+    assert "caffepy: error: image" in capsys.readouterr().err
+
+
+def test_detect_leaves_out_images_that_cannot_be_read(damaged: Path, ssd, net, tmp_path: Path, capsys):
+    assert main(["detect", str(damaged), *ssd, "--draw", str(tmp_path / "drawn")]) == 1
+    said = capsys.readouterr()
+    assert lines_of(said.err) == ["a.png", "c.jpg", "d.png"]
+    assert [Path(line.split(",")[0]).name for line in said.out.splitlines()[1:]] == ["b.png", "e.png"]
+    assert sorted(path.name for path in (tmp_path / "drawn").iterdir()) == ["b.png", "e.png"]
+    windows = tmp_path / "list.csv"
+    names = ("a.png", "b.png", "b.png", "c.jpg", "a.png", "d.png")
+    windows.write_text("filename,xmin,ymin,xmax,ymax\n" + "".join(f"{damaged / name},0,0,2,2\n" for name in names))
+    options = ["--crop-mode=list", "--context-pad=0"]
+    for output in ("found.csv", "found.h5"):
+        assert main(["detect", str(windows), str(tmp_path / output), *net, *options]) == 1
+        said = capsys.readouterr()
+        assert lines_of(said.err) == ["a.png", "c.jpg", "d.png"] and "2 windows x 3 classes" in said.out
+    assert (tmp_path / "found.csv").read_text().count("b.png") == 2
+    windows.write_text(f"filename,xmin,ymin,xmax,ymax\n{damaged / 'a.png'},0,0,2,2\n")
+    assert main(["detect", str(windows), *net, *options]) == 2
