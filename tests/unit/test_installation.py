@@ -150,6 +150,41 @@ def test_every_file_of_the_package_is_installed():
     assert wanted <= installed, wanted - installed
 
 
+_EDITABLE_PATHS = """
+from setuptools import Distribution
+from setuptools.command.editable_wheel import editable_wheel
+
+distribution = Distribution({"script_name": "setup.py"})
+distribution.parse_config_files()
+command = editable_wheel(distribution)
+command.ensure_finalized()
+print(*(path.resolve() for path in command._select_strategy("caffepy", "none", "build").path_entries))
+"""
+"""Prints what the .pth file of an editable installation adds to sys.path; an import hook has no `path_entries`."""
+
+
+def test_python_beside_an_editable_clone_finds_the_package(tmp_path: Path):
+    """Not the clone's folder, which has the package's name and is a namespace package to Python."""
+    pytest.importorskip("setuptools.command.editable_wheel", reason="a build brings setuptools itself")
+    clone = tmp_path / "caffepy"
+    (clone / "caffepy").mkdir(parents=True)
+    (clone / "caffepy" / "__init__.py").write_text("name = 'the package'")
+    for name in ("setup.cfg", "LICENSE", "caffepy/version.py"):
+        shutil.copy(REPOSITORY / name, clone / name)
+
+    def python(code: str, folder: Path) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "clone.pth").write_text(python(_EDITABLE_PATHS, clone))
+    seen = "import site; site.addsitedir('site'); import caffepy; print(caffepy.name)"
+    assert python(seen, tmp_path) == "the package"
+
+
 @pytest.fixture
 def packaging(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module setup.py; setuptools, which it imports, belongs to the build and need not be installed."""
