@@ -183,8 +183,8 @@ output's largest value, the command fails and writes nothing. `--no-check` skips
 | `--half` | store weights as float16, each with a Cast to float32 ([half precision](leave-caffe.md#half-precision)) |
 | `--opset` | 13 to 21; 17 by default |
 
-- The net must be a deploy net: Input layers give the shapes. Losses, Accuracy, and inputs that only they read are left
-  out.
+- The net must be a deploy net: Input layers give the shapes. Losses, Accuracy, and inputs that no other layer reads
+  are left out.
 - Outputs have the names of the net's blobs, nodes the names of its layers.
 - Pooling has explicit padding, because ONNX's `ceil_mode` and divisors differ from Caffe's.
 - LSTM and RNN begin with a state of 0 in each run.

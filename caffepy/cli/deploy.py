@@ -28,7 +28,8 @@ written to stdout, or to --output.
   caffepy deploy old_deploy.prototxt deploy.prototxt --like train_val.prototxt
 
 The shape of an input is read from --input, crop_size, resize_param, new_height and new_width, or from the data if they
-exist. With --like, NET is a deploy net that stays as it is, except for the preparation of its images."""
+exist. DummyData, Parameter and Python layers stay, unless --input names their top. With --like, NET is a deploy net
+that stays as it is, except for the preparation of its images."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -107,11 +108,19 @@ def _named_shape(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _made_from(train: caffe_pb2.NetParameter, args: argparse.Namespace) -> caffe_pb2.NetParameter:
-    """Return the deploy net of a training net."""
+    """Return the deploy net of a training net.
+
+    Raises:
+        ConfigError: --input names something else than an input.
+    """
     from caffepy.net.deploy import deploy_net, plan_deploy
 
     shapes = _shapes_of_data(train, args.net) | dict(args.shapes)
     planned = plan_deploy(train, shapes, args.batch, args.outputs)
+    for name, _ in args.shapes:
+        if name not in planned.inputs:
+            known = ", ".join(planned.inputs) or "none"
+            raise ConfigError(f"--input {name}: the deploy net has no such input; its inputs are {known}")
     return deploy_net(train, replace(planned, sizes=_image_sizes(train, args, planned.inputs)))
 
 

@@ -33,7 +33,7 @@ _LEARNED = {
 }  # fmt: skip
 """Layers with learned parameters. A blob that depends on none of them is data or a target."""
 _CONSTANTS = {"DummyData", "Parameter", "Python"}
-"""Layers without bottoms that the deploy net keeps."""
+"""Layers without bottoms that the deploy net keeps, unless the shape of a top is given."""
 _SCORES = {"Accuracy", "DetectionEvaluate", "Silence"}
 _HEADS = {"SoftmaxWithLoss": "Softmax", "InfogainLoss": "Softmax", "SigmoidCrossEntropyLoss": "Sigmoid"}
 """Losses with a built-in activation, and that activation."""
@@ -210,7 +210,8 @@ def plan_deploy(
 
     Args:
         train: the net in the current format.
-        shapes: shape of one record by input name; overrides `told_shape`.
+        shapes: shape of one record by input name; overrides `told_shape`, and makes an input of a top of DummyData,
+            Parameter or Python.
         batch: records in a batch.
         outputs: names of the output blobs; empty derives them from the losses.
 
@@ -237,11 +238,15 @@ def _inputs(
 ) -> dict[str, Shape]:
     """Return the tops of data layers that the kept layers read, with their shapes.
 
-    Test data layers that belong to particular stages are looked up among all layers of the net.
+    Test data layers that belong to particular stages are looked up among all layers of the net. A layer of constants
+    becomes an input if `shapes` names a top of it.
     """
     read = {bottom for layer in kept for bottom in layer.bottom}
     made = {top for layer in kept for top in layer.top}
-    sources = [layer for layer in kept if not layer.bottom and layer.type not in _CONSTANTS]
+    sources = [
+        layer for layer in kept
+        if not layer.bottom and (layer.type not in _CONSTANTS or not set(shapes).isdisjoint(layer.top))
+    ]  # fmt: skip
     sources += [layer for layer in train.layer if not layer.bottom and (read - made) & set(layer.top)]
     nvidia = _is_nvidia(train)
     inputs: dict[str, Shape] = {}

@@ -42,9 +42,9 @@ class AveragePool(nn.Module):
 class StochasticPool(nn.Module):
     """Each window's elements weighted by themselves, as stochastic pooling has it outside of training."""
 
-    def __init__(self, kernel, stride):
+    def __init__(self, kernel, stride, ceil_mode):
         super().__init__()
-        self.average = nn.AvgPool2d(kernel, stride, ceil_mode=True)
+        self.average = nn.AvgPool2d(kernel, stride, ceil_mode=ceil_mode)
 
     def forward(self, x: Tensor) -> Tensor:
         total = self.average(x)

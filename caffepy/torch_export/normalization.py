@@ -68,7 +68,7 @@ def _own(code: LayerCode, index: int) -> NDArray[np.float32]:
     assert isinstance(layer, BroadcastLayer)
     values = code.weights(index)
     behind = code.rank - layer.axis - values.ndim if values.ndim else 0
-    return values.reshape(*values.shape, *(1,) * behind)
+    return values.reshape((*values.shape, *(1,) * behind))
 
 
 def _second(code: LayerCode) -> str:

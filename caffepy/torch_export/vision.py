@@ -88,7 +88,7 @@ def pooling(code: LayerCode) -> str:
         return code.apply("nn.AdaptiveMaxPool2d(1)" if param.pool == _Pool.MAX else "nn.AdaptiveAvgPool2d(1)")
     kernel, stride = pair(g.kernel), pair(g.stride)
     if param.pool == _Pool.STOCHASTIC:
-        return code.apply(call("StochasticPool", kernel, stride=stride))
+        return code.apply(call("StochasticPool", kernel, stride=stride, ceil_mode=_rounds_up(param)))
     if any(2 * pad > size for pad, size in zip(g.pad, g.kernel, strict=True)):
         return _padded(code)
     pad, rounds_up = pair(g.pad) if any(g.pad) else None, True if _rounds_up(param) else None

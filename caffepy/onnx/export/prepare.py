@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ from caffepy.net import Net
 from caffepy.net.memory_plan import with_batch
 from caffepy.proto import caffe_pb2
 from caffepy.snapshot.caffemodel import read_caffemodel
+
+log = logging.getLogger(__name__)
 
 _ONLY_FOR_TRAINING = frozenset({"Accuracy", "DetectionEvaluate", "FLOWriter", "HDF5Output", "ImgWriter"})
 """Layers without a loss that no net for inference needs."""
@@ -115,18 +118,19 @@ def varying_axes(param: caffe_pb2.NetParameter, model: Path = Path()) -> dict[st
 def inference_net(param: caffe_pb2.NetParameter, settings: Settings) -> caffe_pb2.NetParameter:
     """The layers of a net that inference needs, filtered by phase, with the batch set.
 
+    Inputs that none of these layers reads, such as labels, are left out.
+
     Raises:
         ConfigError: a layer reads records, or nothing is left.
     """
     own = caffe_pb2.NetState(level=settings.level, stage=settings.stages)
     net = filter_net(param, net_state(settings.phase, param.state, own))
     kept = [layer for layer in net.layer if not _is_for_training(layer)]
-    dropped = {bottom for layer in net.layer if _is_for_training(layer) for bottom in layer.bottom}
     read = {bottom for layer in kept for bottom in layer.bottom}
     result = caffe_pb2.NetParameter(name=net.name, state=net.state)
     result.state.phase = caffe_pb2.TEST
     for layer in kept:
-        own_layer = _without_labels(layer, dropped - read)
+        own_layer = _without_unread(layer, read)
         if own_layer is not None:
             own_layer.phase = caffe_pb2.TEST
             result.layer.append(own_layer)
@@ -140,8 +144,8 @@ def _is_for_training(layer: caffe_pb2.LayerParameter) -> bool:
     return layer.type in _ONLY_FOR_TRAINING or layer_class(layer.type, f"layer '{layer.name}'").is_loss
 
 
-def _without_labels(layer: caffe_pb2.LayerParameter, unread: set[str]) -> caffe_pb2.LayerParameter | None:
-    """The layer without the tops that only layers of training read; None if no top is left.
+def _without_unread(layer: caffe_pb2.LayerParameter, read: set[str]) -> caffe_pb2.LayerParameter | None:
+    """The layer, an Input without the tops that no layer reads; None if no top is left.
 
     Raises:
         ConfigError: it reads records.
@@ -160,7 +164,9 @@ def _without_labels(layer: caffe_pb2.LayerParameter, unread: set[str]) -> caffe_
     result.CopyFrom(layer)
     if layer.type != "Input":
         return result
-    chosen = [index for index, top in enumerate(layer.top) if top not in unread]
+    chosen = [index for index, top in enumerate(layer.top) if top in read]
+    for top in set(layer.top) - read:
+        log.info("input '%s' is left out: no layer of the export reads it", top)
     shapes = layer.input_param.shape
     del result.top[:], result.input_param.shape[:]
     result.top.extend(layer.top[index] for index in chosen)

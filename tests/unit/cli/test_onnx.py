@@ -66,6 +66,17 @@ def test_half(files, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["import", files[2], "--output", str(tmp_path / "back")]) == 0
 
 
+@pytest.mark.parametrize("more", [[], ["--batch", "dynamic", "--fold"]])
+def test_an_input_that_no_layer_reads(files, more: list[str], capsys: pytest.CaptureFixture[str]):
+    unread = 'layer { name: "i" type: "Input" top: "im_info" input_param { shape { dim: 2 dim: 3 } } }'
+    Path(files[0]).write_text(NET + unread)
+    assert main(["export", *files, *more]) == 0
+    said = capsys.readouterr()
+    assert "output 'z': largest difference" in said.out and "output 'im_info'" not in said.out
+    assert "input 'im_info' is left out: no layer of the export reads it" in said.err
+    assert [one.name for one in load_model(files[2]).graph.input] == ["x0"]
+
+
 def test_weights_beyond_the_range_of_float16(files, capsys: pytest.CaptureFixture[str]):
     net = net_of(NET)
     net.backend.fill(net.layers[1].blobs[0].data, 1e6)

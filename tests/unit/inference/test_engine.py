@@ -54,6 +54,15 @@ def test_gives_our_numbers_and_says_so(path: Path, caplog: pytest.LogCaptureFixt
     assert not caplog.records  # compared once
 
 
+def test_an_input_that_no_layer_reads_stays_an_output(path: Path) -> None:
+    path.write_text(NET + 'layer { name: "i" type: "Input" top: "info" input_param { shape { dim: 1 dim: 3 } } }')
+    by_runtime, by_us = (caffepy.load(path, engine=name, threads=1) for name in ("onnxruntime", "own"))
+    given = {"data": images(), "info": images((1, 3))}
+    found, wanted = by_runtime(**given), by_us(**given)
+    assert set(found) == set(wanted) == {"prob", "info"}
+    np.testing.assert_array_equal(found["info"], given["info"])
+
+
 def test_other_shapes_have_sessions_of_their_own(path: Path) -> None:
     model = caffepy.load(path, engine="onnxruntime", threads=1)
     for shape in ((2, 3, 8, 8), (1, 3, 8, 8), (3, 3, 12, 10)):

@@ -199,6 +199,22 @@ def test_mistakes_are_named():
         inferred(net_of('layer { name: "d" type: "DummyData" top: "d" }'))
 
 
+MADE = """
+    layer { name: "made" type: "%s" top: "x" top: "y" dummy_data_param { shape { dim: 1 dim: 3 } } }
+    layer { name: "fc" type: "InnerProduct" bottom: "x" top: "fc" inner_product_param { num_output: 2 } }
+    layer { name: "loss" type: "EuclideanLoss" bottom: "fc" bottom: "y" }
+"""
+
+
+@pytest.mark.parametrize("kind", ["DummyData", "Python"])
+def test_a_layer_of_constants_becomes_an_input_where_its_shape_is_given(kind: str):
+    net = net_of(MADE % kind)
+    assert [layer.type for layer in inferred(net, outputs=["fc"]).layer] == [kind, "InnerProduct"]
+    found = inferred(net, outputs=["fc"], shapes={"x": (3,)}, batch=4)
+    assert [layer.type for layer in found.layer] == ["Input", "InnerProduct"]
+    assert list(found.layer[0].input_param.shape[0].dim) == [4, 3]
+
+
 # -- the command ------------------------------------------------------------------------------------------
 
 
@@ -318,6 +334,14 @@ def test_a_deploy_net_from_elsewhere_is_prepared_like_a_training_net(trained: Pa
     assert main(["deploy", str(old), "--like", str(trained)]) == 2
     said = capsys.readouterr().err
     assert "none of its Input layers (input) takes images of 1 or 3 channels as a data layer of" in said
+
+
+@pytest.mark.parametrize("name", ["dta", "label", "ip1"])
+def test_an_input_that_the_deploy_net_does_not_have(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    net, output = str(MODELS / "lenet/train_test.prototxt"), tmp_path / "deploy.prototxt"
+    assert main(["deploy", net, str(output), "--input", "data=1,28,28", "--input", f"{name}=3"]) == 2
+    assert f"--input {name}: the deploy net has no such input; its inputs are data" in capsys.readouterr().err
+    assert not output.exists()
 
 
 def test_weights_that_lack_a_layer(tmp_path: Path, weights: Path, capsys: pytest.CaptureFixture[str]):

@@ -200,6 +200,14 @@ def test_layers_of_training_and_their_labels_are_left_out():
     assert [one.name for one in model.graph.output] == ["fc"]
 
 
+def test_an_input_that_no_layer_reads_is_left_out():
+    net = net_of(layer_text('type: "ReLU"', (2, 3), (1, 3)).replace('bottom: "x0"', ""))
+    assert list(net.outputs) == ["y"]
+    model = to_model(net)
+    assert [one.name for one in model.graph.input] == ["x1"]
+    assert list(run_model(serialised(model), random_inputs(net))) == ["y"]
+
+
 def test_a_data_layer_is_refused():
     text = 'layer { name: "d" type: "Data" top: "data" data_param { source: "x" batch_size: 2 } }'
     param = text_format.Parse(text, caffe_pb2.NetParameter())
