@@ -92,9 +92,10 @@ of a train net.
     pip install '.[torch]'
     caffepy export deploy.prototxt net.caffemodel net.py
 
-The command runs the net and the module on the same random input and prints the largest difference of each output.
-Above 1e-5 of the output's largest value it writes nothing. `--no-check` skips the comparison; PyTorch need not be
-installed then. `python benchmarks/torch_round_trip.py` prints the differences of all nets of `models/`.
+The command runs the net and the module on the same random input, as for [ONNX](onnx.md#export), and prints the largest
+difference of each output. Above 1e-5 of the output's largest value it writes nothing. `--no-check` skips the
+comparison; PyTorch need not be installed then. `python benchmarks/torch_round_trip.py` prints the differences of all
+nets of `models/`.
 
 The file needs PyTorch and safetensors, not caffepy:
 
@@ -188,8 +189,10 @@ output's largest value, the command fails and writes nothing. `--no-check` skips
 - Outputs have the names of the net's blobs, nodes the names of its layers.
 - Pooling has explicit padding, because ONNX's `ceil_mode` and divisors differ from Caffe's.
 - LSTM and RNN begin with a state of 0 in each run.
-- DetectionOutput becomes NonMaxSuppression and the operators around it. Boxes whose score equals that of the last box
-  within `top_k` or `keep_top_k` all stay. `eta` is refused.
+- DetectionOutput becomes NonMaxSuppression and the operators around it. `eta` is refused. Of equal scores `keep_top_k`
+  takes the first, also in PyTorch; Caffe leaves their order to `std::sort`.
+- The comparison runs ArgMax, DetectionOutput and ROIPooling behind other layers also alone, with inputs that these
+  seldom meet: inverted and empty boxes, regions outside of the image, equal scores.
 - Operators that `import` would not recognise as their layer are described in the metadata (`caffepy.layer.<name>`), so
   that `import` restores the layer.
 - If layers have no ONNX form (Python, PSROIPooling, data layers), one error names all of them.

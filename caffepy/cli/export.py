@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from caffepy.cli.options import Parser, add_dialect_option, add_overwrite_flag, add_state_options
-from caffepy.errors import ConfigError
+from caffepy.errors import ConfigError, RunError
 from caffepy.installation import install_command
 from caffepy.options.types import file_list, positive
 
@@ -150,13 +150,19 @@ def _check_output(args: argparse.Namespace, *paths: Path) -> None:
 
 
 def _check(
-    net: Net, source: Net, args: argparse.Namespace, run_export: Callable[[Arrays], Arrays], limit: float
+    net: Net,
+    source: Net,
+    args: argparse.Namespace,
+    run_export: Callable[[Arrays], Arrays],
+    run_alone: Callable[[Net, Arrays], Arrays],
+    limit: float,
 ) -> None:
     """Compare the export with the net and print the differences; if the batch is dynamic, also for a larger batch.
 
-    With --half the export is compared with the rounded net, and the rounded net with the net.
+    With --half the export is compared with the rounded net, and the rounded net with the net. `run_alone` exports and
+    runs a net of one layer, for layers whose branches the net's inputs may not reach.
     """
-    from caffepy.onnx.check import compare, difference, larger_batch, random_inputs, refuse_large, run_net
+    from caffepy.onnx.check import compare, difference, larger_batch, layers_alone, random_inputs, refuse_large, run_net
 
     inputs = random_inputs(net)
     for feeds in [inputs, larger_batch(inputs)] if args.batch == "dynamic" else [inputs]:
@@ -174,6 +180,15 @@ def _check(
             print(f"float16 weights: {change}")
             if not _finds_boxes(source, name):
                 refuse_large([change], HALF_LIMIT, "export without --half")
+    for alone, feeds in layers_alone(source):
+        where = f"layer '{alone.name}' alone"
+        try:
+            differences = compare(run_alone(alone, feeds), run_net(alone, feeds))
+            for one in differences:
+                print(f"{where}: {one}")
+            refuse_large(differences, limit)
+        except RunError as error:
+            raise RunError(f"{where}: {error}") from error
 
 
 def _finds_boxes(net: Net, output: str) -> bool:
@@ -200,7 +215,11 @@ def _export_onnx(args: argparse.Namespace) -> int:
     model = to_model(source, opset, varying, half=args.half)
     content = serialised(model)
     if not args.no_check:
-        _check(net, source, args, lambda feeds: run_model(content, feeds), LIMIT)
+
+        def run_alone(alone: Net, feeds: Arrays) -> Arrays:
+            return run_model(serialised(to_model(alone, opset)), feeds)
+
+        _check(net, source, args, lambda feeds: run_model(content, feeds), run_alone, LIMIT)
     with atomic_write(args.output) as file:
         file.write(content)
     print(f"{args.output}: {len(model.graph.node)} nodes, opset {opset}, {len(content)} bytes")
@@ -224,12 +243,20 @@ def _export_torch(args: argparse.Namespace) -> int:
     if args.half:
         parameters = {name: as_half(values) for name, values in parameters.items()}
     with tempfile.TemporaryDirectory(dir=args.output.parent, prefix=".caffepy-export-") as folder:
-        written = [Path(folder) / path.name for path in paths]
-        written[0].write_text(text, encoding="utf-8")
-        write_tensors(written[1], parameters)
+
+        def write(name: str, text: str, parameters: Arrays) -> list[Path]:
+            files = [Path(folder) / name, (Path(folder) / name).with_suffix(SUFFIX)]
+            files[0].write_text(text, encoding="utf-8")
+            write_tensors(files[1], parameters)
+            return files
+
+        def run_alone(alone: Net, feeds: Arrays) -> Arrays:
+            return run_exported(write(f"alone-{args.output.name}", *to_torch(alone))[0], feeds, list(alone.outputs))
+
+        written = write(args.output.name, text, parameters)
         if not args.no_check:
             outputs = list(source.outputs)
-            _check(net, source, args, lambda feeds: run_exported(written[0], feeds, outputs), LIMIT)
+            _check(net, source, args, lambda feeds: run_exported(written[0], feeds, outputs), run_alone, LIMIT)
         for new, path in zip(written, paths, strict=True):
             os.replace(new, path)
     print(f"{paths[0]}: {len(text.splitlines())} lines; {paths[1]}: {len(parameters)} tensors, "

@@ -1,6 +1,7 @@
 """DetectionOutput: boxes decoded, suppressed within each class by NonMaxSuppression, and the best kept.
 
-Among boxes whose score is exactly that of the last one that `top_k` or `keep_top_k` lets in, all stay.
+Of equal scores the first count, as in Caffe's stable sort for `top_k`. For `keep_top_k` Caffe leaves their order to
+`std::sort`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _LOWEST = float(np.finfo(np.float32).min)
 
 @exports(
     "DetectionOutput",
-    form="Mul, Exp, Add for the boxes; TopK, NonMaxSuppression, GatherND, ScatterND, Compress, Concat",
+    form="Mul, Exp, Add for the boxes; TopK, NonMaxSuppression, GatherND, ScatterElements, Compress, Concat",
     composite=True,
 )  # fmt: skip
 def detection_output(view: LayerView) -> str:
@@ -77,19 +78,33 @@ def _candidates(view: LayerView, scores: str) -> str:
     _, top_k = _limits(view.param.detection_output_param)
     if not 0 <= top_k < view.bottoms[2].count // 8:
         return scores
+    empty = view.add("Expand", view.floats(-np.inf), view.add("Shape", scores))
     if top_k == 0:
-        return view.add("Min", scores, view.floats(-np.inf))
-    best, _ = view.add_many("TopK", 2, scores, view.ints(top_k), axis=-1)
-    last = view.add("Slice", best, view.ints(top_k - 1), view.ints(top_k), view.ints(-1))
-    return view.add("Where", view.add("GreaterOrEqual", scores, last), scores, view.floats(-np.inf))
+        return empty
+    best, places = view.add_many("TopK", 2, scores, view.ints(top_k), axis=-1)
+    return view.add("ScatterElements", empty, places, best, axis=2)
+
+
+def _without_inverted(view: LayerView, boxes: str) -> str:
+    """The boxes, inverted ones without extent: in Caffe they overlap no other, and ONNX would exchange their corners.
+
+    Above a threshold of 1, which ONNX does not have, no box is suppressed; then none has an extent.
+    """
+    param = view.param.detection_output_param
+    above = param.nms_param.nms_threshold > 1
+    if param.code_type == CENTER_SIZE and not above:  # whose sides are exponentials
+        return boxes
+    low, high = view.add_many("Split", 2, boxes, view.ints(2, 2), axis=-1)
+    return view.add("Concat", low, low if above else view.add("Max", low, high), axis=-1)
 
 
 def _suppressed(view: LayerView, boxes: str, scores: str) -> str:
     """(image, class, box) of what is left, by boxes (N, P, 4) and scores (N, K, P)."""
     param = view.param.detection_output_param
     number = view.bottoms[2].count // 8
-    numbers = (view.ints(number), view.floats([param.nms_param.nms_threshold]), view.floats([_limits(param)[0]]))
-    return view.add("NonMaxSuppression", boxes, _candidates(view, scores), *numbers)
+    threshold = min(param.nms_param.nms_threshold, 1)
+    numbers = (view.ints(number), view.floats([threshold]), view.floats([_limits(param)[0]]))
+    return view.add("NonMaxSuppression", _without_inverted(view, boxes), _candidates(view, scores), *numbers)
 
 
 def _suppressed_apart(view: LayerView, boxes: str, scores: str, classes: int) -> str:
@@ -111,11 +126,11 @@ def _best(view: LayerView, chosen: str, scores: str, classes: int) -> str:
         return view.add("Compress", chosen, view.add("Less", found, view.floats(-np.inf)), axis=0)
     empty = view.add("Expand", view.floats(-np.inf), view.add("Shape", scores))
     left = view.reshaped(view.add("ScatterND", empty, chosen, found), (0, -1))
-    best, _ = view.add_many("TopK", 2, left, view.ints(keep), axis=-1)
-    last = view.add("Slice", best, view.ints(keep - 1), view.ints(keep), view.ints(-1))
-    image = view.add("Gather", chosen, view.graph.constant(np.array(0), f"{view.layer.name}/first"), axis=1)
-    limit = view.add("Gather", view.reshaped(last, (-1,)), image, axis=0)
-    return view.add("Compress", chosen, view.add("GreaterOrEqual", found, limit), axis=0)
+    _, places = view.add_many("TopK", 2, left, view.ints(keep), axis=-1)
+    ones = view.add("Expand", view.floats(1), view.add("Shape", places))
+    zeros = view.add("Expand", view.floats(0), view.add("Shape", left))
+    best = view.add("Reshape", view.add("ScatterElements", zeros, places, ones, axis=1), view.add("Shape", scores))
+    return view.add("Compress", chosen, view.add("Greater", view.add("GatherND", best, chosen), view.floats(0)), axis=0)
 
 
 def _rows(view: LayerView, chosen: str, boxes: str, scores: str, classes: list[int]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from export_cases import DETECT
 from google.protobuf import text_format
 from onnx import TensorProto, helper, load_model, numpy_helper, save_model
 from onnx_nets import layer_text, net_of
@@ -14,6 +15,7 @@ from onnx_nets import layer_text, net_of
 import caffepy
 from caffepy.cli.main import main
 from caffepy.config.load import read_net
+from caffepy.onnx.export.graph import LayerView
 from caffepy.onnx.libraries import run_model
 from caffepy.snapshot.caffemodel import read_weights, write_caffemodel
 
@@ -75,6 +77,35 @@ def test_an_input_that_no_layer_reads(files, more: list[str], capsys: pytest.Cap
     assert "output 'z': largest difference" in said.out and "output 'im_info'" not in said.out
     assert "input 'im_info' is left out: no layer of the export reads it" in said.err
     assert [one.name for one in load_model(files[2]).graph.input] == ["x0"]
+
+
+BEHIND = """
+layer { name: "scores" type: "Sigmoid" bottom: "conf" top: "scores" }
+layer { name: "codes" type: "Power" bottom: "loc" top: "codes" power_param { scale: 0.001 } }
+"""
+
+
+def test_the_check_reaches_boxes_that_a_nets_own_inputs_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    first, last = (DETECT % (240, "code_type: CORNER", "")).split('layer { name: "out"')
+    detection = last.replace('bottom: "loc" bottom: "conf"', 'bottom: "codes" bottom: "scores"')
+    paths = [tmp_path / name for name in ("net.prototxt", "net.caffemodel", "net.onnx")]
+    paths[0].write_text(f'{first}{BEHIND}layer {{ name: "out"{detection}')
+    write_caffemodel(paths[1], "net", net_of(paths[0].read_text()).layers)
+    command = ["export", *map(str, paths)]
+    assert main(command) == 0
+    assert "layer 'out' alone: output 'top0': largest difference" in capsys.readouterr().out
+    paths[2].unlink()
+    add = LayerView.add
+
+    def without_max(view: LayerView, kind: str, *names: str, **more: object) -> str:
+        return names[-1] if kind == "Max" else add(view, kind, *names, **more)
+
+    monkeypatch.setattr(LayerView, "add", without_max)
+    assert main(command) == 1
+    assert "layer 'out' alone: output 'top0' has the shape" in capsys.readouterr().err
+    assert not paths[2].exists()
 
 
 def test_weights_beyond_the_range_of_float16(files, capsys: pytest.CaptureFixture[str]):

@@ -147,10 +147,46 @@ def test_a_net_without_layers_is_refused_with_its_phase():
 def test_detection_output(code: str, top_k: str, more: str):
     locations = 240 * (4 if "share_location: false" in more else 1)
     net = net_of(DETECT % (locations, f"code_type: {code} {more}", top_k))
+    assert run_net(net, random_inputs(net))["out"].shape[3] == 7
+    assert_exported(net, 2e-5)
+
+
+@pytest.mark.parametrize("code", ["CORNER", "CENTER_SIZE"])
+def test_a_threshold_above_1_suppresses_nothing(code: str):
+    net = net_of((DETECT % (240, f"code_type: {code}", "")).replace("nms_threshold: 0.4", "nms_threshold: 1.5"))
+    assert run_net(net, random_inputs(net))["out"].shape[2] == 2 * 3 * 60
+    assert_exported(net, 2e-5)
+
+
+@pytest.mark.parametrize(("more", "nms"), [("keep_top_k: 7", "top_k: 3"), ("keep_top_k: 7", ""), ("", "top_k: 3")])
+def test_of_equal_scores_the_first_stay(more: str, nms: str):
+    net = net_of(DETECT % (240, f"confidence_threshold: 0.1 {more}", nms))
     inputs = random_inputs(net)
-    inputs["loc"] = inputs["loc"] * np.float32(0.3)
-    assert run_net(net, inputs)["out"].shape[3] == 7
+    scores = np.zeros((2, 60, 4), np.float32)
+    scores[:, ::12] = 0.5  # 15 boxes, of which std::sort keeps the order
+    for name, values in (("conf", scores), ("loc", 0 * inputs["loc"])):
+        inputs[name] = values.reshape(inputs[name].shape)
     assert_exported(net, 2e-5, inputs)
+
+
+@pytest.mark.parametrize("code", ["CORNER", "CENTER_SIZE", "CORNER_SIZE"])
+def test_the_check_feeds_boxes_and_scores_that_reach_every_branch(code: str):
+    net = net_of(DETECT % (240, f"code_type: {code}", ""))
+    rows = run_net(net, random_inputs(net))["out"].reshape(-1, 7)
+    width, height = (rows[:, 5:] - rows[:, 3:5]).T
+    assert len(np.unique(rows[:, 2])) < len(rows)
+    if code == "CENTER_SIZE":
+        assert ((width == 0) & (height == 0)).any()
+    else:
+        assert ((width < 0) & (height > 0)).any() and ((width < 0) & (height < 0)).any()
+
+
+def test_the_check_feeds_regions_that_reach_every_branch():
+    net = layer_net('type: "ROIPooling" roi_pooling_param { pooled_h: 2 pooled_w: 3 }', (2, 6, 7, 5), (40, 5))
+    image, left, top, right, bottom = random_inputs(net)["x1"].T
+    assert set(image) == {0, 1}
+    assert (right < left).any() and (bottom < top).any() and (left > 4).any() and (top < 0).any()
+    assert (left % 1 == 0.5).any()
 
 
 def test_a_threshold_that_shrinks_is_refused():
