@@ -135,6 +135,8 @@ def negative_square(code: LayerCode) -> str:
 @exports("Dropout", form="nn.Dropout; with scale_train: false a factor")
 def dropout(code: LayerCode) -> str:
     param = code.param.dropout_param
+    if param.sample_weights_test:
+        raise code.refuse("sample_weights_test, which draws random numbers,")
     if param.scale_train:
         return code.apply(call("nn.Dropout", number(param.dropout_ratio)))
     return _affine(code.x, 1 - param.dropout_ratio)
@@ -142,8 +144,6 @@ def dropout(code: LayerCode) -> str:
 
 @exports("SeLUDropout", "SeLuDropout", "Split", "Scatter", form="nothing: the value stays")
 def unchanged(code: LayerCode) -> list[str]:
-    if code.param.dropout_param.sample_weights_test:
-        raise code.refuse("sample_weights_test, which draws random numbers,")
     return code.inputs if len(code.inputs) == len(code.tops) else [code.x] * len(code.tops)
 
 

@@ -54,4 +54,4 @@ def run_exported(path: Path, inputs: Mapping[str, NDArray[Any]], outputs: list[s
     except Exception as error:  # its exceptions have no common base class
         raise RunError(f"PyTorch cannot run the module: {one_line(str(error))}") from error
     results = found if isinstance(found, dict) else {outputs[0]: found}
-    return {name: value.float().numpy() for name, value in results.items()}
+    return {name: value.detach().float().numpy() for name, value in results.items()}

@@ -23,6 +23,18 @@ class MaxPool(nn.Module):
         return F.max_pool2d(F.pad(x, self.pad, value=-math.inf), self.kernel, self.stride)
 
 
+class MaxPoolWithMask(nn.Module):
+    """Maximum of each window, and its position h * width + w in the image as a number of x's type."""
+
+    def __init__(self, kernel, stride, padding=0, ceil_mode=False):
+        super().__init__()
+        self.pool = nn.MaxPool2d(kernel, stride, padding, ceil_mode=ceil_mode, return_indices=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, index = self.pool(x)
+        return y, index.to(x.dtype)
+
+
 class AveragePool(nn.Module):
     """Average of each window: padding counts as zeros, what a window has beyond it does not count."""
 
@@ -225,7 +237,7 @@ class ROIPool(nn.Module):
     def forward(self, x: Tensor, regions: Tensor) -> Tensor:
         pooled = x.new_zeros(len(regions), x.shape[1], self.height, self.width)
         for region, result in zip(regions.reshape(-1, 5), pooled, strict=True):
-            left, top, right, bottom = (region[1:] * self.scale + 0.5).floor().int().tolist()
+            left, top, right, bottom = self.rounded(region[1:] * self.scale).int().tolist()
             rows = self.parts(top, max(bottom - top + 1, 1), self.height, x.shape[2])
             columns = self.parts(left, max(right - left + 1, 1), self.width, x.shape[3])
             for i, row in enumerate(rows):
@@ -236,10 +248,16 @@ class ROIPool(nn.Module):
         return pooled
 
     @staticmethod
+    def rounded(x: Tensor) -> Tensor:
+        """The nearest integers, halves away from zero."""
+        whole = x.trunc()
+        return whole + x.sign() * ((x - whole).abs() >= 0.5)
+
+    @staticmethod
     def parts(first, size, count, limit):
         """The pixels of each of `count` overlapping parts along an axis."""
-        edges = torch.arange(count + 1, dtype=torch.float32) * (size / count) + first
-        begins, ends = edges[:-1].floor().int(), edges[1:].ceil().int()
+        edges = torch.arange(count + 1, dtype=torch.float32) * (size / count)
+        begins, ends = edges[:-1].floor().int() + first, edges[1:].ceil().int() + first
         return [slice(*pair) for pair in torch.stack([begins, ends], dim=1).clamp(0, limit).tolist()]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from caffepy.layers.core.unit_weights import LEAST_SQUARE
-from caffepy.layers.vision.base_convolution import BaseConvolutionLayer
+from caffepy.layers.vision.base_convolution import BaseConvolutionLayer, beyond_padding
 from caffepy.layers.vision.convolution3d import Pooling3DLayer
 from caffepy.layers.vision.pooling import PoolingLayer
 from caffepy.layers.vision.spp import SPPLayer
@@ -19,7 +19,19 @@ _Pool = caffe_pb2.PoolingParameter
     "Convolution", "DepthwiseConvolution", "ConvolutionDepthwise", "Convolution3D", form="nn.Conv1d, Conv2d or Conv3d"
 )  # fmt: skip
 def convolution(code: LayerCode) -> list[str]:
+    code.inputs = [_widened(code, value) for value in code.inputs]
     return _convolve(code, "nn.Conv", code.layer.blobs[0].shape[0])
+
+
+def _widened(code: LayerCode, value: str) -> str:
+    """A bottom with the zeros that windows read beyond the padding, which PyTorch has on both sides alike."""
+    layer = code.layer
+    assert isinstance(layer, BaseConvolutionLayer)
+    image, windows = (blob.shape[layer.axis + 1 :] for blob in (code.bottoms[0], code.tops[0]))
+    more = beyond_padding(layer.geometry, image, windows)
+    if not any(more):
+        return value
+    return f"F.pad({value}, ({', '.join(f'0, {size}' for size in reversed(more))}))"
 
 
 @exports("Deconvolution", "Deconvolution3D", form="nn.ConvTranspose1d, ConvTranspose2d or ConvTranspose3d")
@@ -57,7 +69,7 @@ def im2col(code: LayerCode) -> str:
     if layer.axis != 1 or len(g.kernel) != 2:
         raise code.refuse(f"axis {layer.axis} with {len(g.kernel)} spatial axes")
     sizes = ", ".join(pair(values) for values in (g.kernel, g.dilation, g.pad, g.stride))
-    return f"F.unfold({code.x}, {sizes}).unflatten(2, {code.tops[0].shape[2:]})"
+    return f"F.unfold({_widened(code, code.x)}, {sizes}).unflatten(2, {code.tops[0].shape[2:]})"
 
 
 @exports("InnerProduct", form="nn.Linear, behind flatten")
@@ -78,7 +90,8 @@ def inner_product(code: LayerCode) -> str:
 
 @exports(
     "Pooling",
-    form="nn.MaxPool2d, nn.AvgPool2d; global ones nn.AdaptiveMaxPool2d, nn.AdaptiveAvgPool2d; a class for STOCHASTIC",
+    form="nn.MaxPool2d, nn.AvgPool2d; global ones nn.AdaptiveMaxPool2d, nn.AdaptiveAvgPool2d; a class for STOCHASTIC "
+    "and for a mask",
 )  # fmt: skip
 def pooling(code: LayerCode) -> str:
     param, layer = code.param.pooling_param, code.layer
@@ -97,7 +110,7 @@ def pooling(code: LayerCode) -> str:
         return code.apply(call("nn.AvgPool2d", kernel, **settings))
     if len(code.tops) == 1:
         return code.apply(call("nn.MaxPool2d", kernel, **settings))
-    return code.apply(call("nn.MaxPool2d", kernel, **settings, return_indices=True))
+    return code.apply(call("MaxPoolWithMask", kernel, **settings))
 
 
 def _rounds_up(param: caffe_pb2.PoolingParameter) -> bool:

@@ -74,6 +74,16 @@ class Operand:
             self._adapter.store(array)
 
 
+def beyond_padding(geometry: Geometry, image: Shape, windows: Shape) -> Shape:
+    """Return how far the last window of each spatial axis reaches beyond the padding.
+
+    Caffe gives a kernel larger than the padded image one window where the stride is large enough; it reads zeros there.
+    """
+    g = geometry
+    sizes = zip(image, windows, g.kernel, g.stride, g.pad, g.dilation, strict=True)
+    return tuple(max((n - 1) * by + d * (k - 1) + 1 - size - 2 * pad, 0) for size, n, k, by, pad, d in sizes)
+
+
 class BaseConvolutionLayer(Layer):
     """Reads the prototxt, makes the parameters and plans the convolution.
 

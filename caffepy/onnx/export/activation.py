@@ -124,14 +124,14 @@ def logarithm(view: LayerView) -> str:
 
 @exports("SeLUDropout", "SeLuDropout", "Split", form="nothing: the value stays")
 def unchanged(view: LayerView) -> list[str]:
-    if view.param.dropout_param.sample_weights_test:
-        raise view.error("sample_weights_test draws random numbers, which cannot be exported; set it to false")
     return [view.x] * len(view.tops)
 
 
 @exports("Dropout", form="nothing, or Mul with scale_train: false")
 def dropout(view: LayerView) -> str:
     param = view.param.dropout_param
+    if param.sample_weights_test:
+        raise view.error("sample_weights_test draws random numbers, which cannot be exported; set it to false")
     return view.x if param.scale_train else view.scaled(view.x, 1 - param.dropout_ratio)
 
 

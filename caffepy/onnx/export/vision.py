@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from caffepy.layers.core.unit_weights import LEAST_SQUARE
-from caffepy.layers.vision.base_convolution import BaseConvolutionLayer
+from caffepy.layers.vision.base_convolution import BaseConvolutionLayer, beyond_padding
 from caffepy.layers.vision.pooling import PoolingLayer
 from caffepy.layers.vision.region_mask import resize_matrix
 from caffepy.layers.vision.roi_pooling import padding_map
@@ -54,11 +54,15 @@ class _Window:
     attributes: dict[str, Any]
 
 
-def _window(view: LayerView) -> _Window:
+def _window(view: LayerView, reads: bool = True) -> _Window:
+    """The settings; `reads`: the windows are read, not written as by Deconvolution."""
     layer = view.layer
     assert isinstance(layer, BaseConvolutionLayer)
-    g = layer.geometry
-    settings = {"kernel_shape": list(g.kernel), "strides": list(g.stride), "pads": [*g.pad, *g.pad]}
+    g, end = layer.geometry, list(layer.geometry.pad)
+    if reads:
+        image, windows = (blob.shape[layer.axis + 1 :] for blob in (view.bottoms[0], view.tops[0]))
+        end = [pad + more for pad, more in zip(end, beyond_padding(g, image, windows), strict=True)]
+    settings = {"kernel_shape": list(g.kernel), "strides": list(g.stride), "pads": [*g.pad, *end]}
     settings["dilations"] = list(g.dilation)
     return _Window(layer.axis, g.kernel, {**settings, "group": g.group})
 
@@ -72,7 +76,7 @@ def _as_image(view: LayerView, index: int, window: _Window) -> str:
 
 
 def _convolve(view: LayerView, operator: str) -> list[str]:
-    window, layer = _window(view), view.layer
+    window, layer = _window(view, operator == "Conv"), view.layer
     spatial = len(window.kernel)
     weights = view.parameter(0, None if spatial else (*layer.blobs[0].shape, 1))
     parameters = [weights, *(view.parameter(index) for index in range(1, len(layer.blobs)))]

@@ -213,6 +213,12 @@ def test_samples_of_regions_are_refused_by_name(kind: str):
         to_model(net_of(text))
 
 
+def test_dropout_that_draws_in_a_test_is_refused():
+    net = layer_net('type: "Dropout" dropout_param { sample_weights_test: true }', (2, 3))
+    with pytest.raises(ConfigError, match="layer 'it' .Dropout.: sample_weights_test draws random numbers"):
+        to_model(net)
+
+
 def test_layers_without_a_form_are_all_named():
     text = layer_text('type: "PSROIPooling" psroi_pooling_param { output_dim: 1 group_size: 1 spatial_scale: 1 }',
                       (1, 1, 4, 4), (1, 5))  # fmt: skip

@@ -64,6 +64,19 @@ def test_unpooling_by_a_mask(tmp_path: Path):
     assert_module(net_of(text + pool + up), tmp_path)
 
 
+def test_a_mask_is_a_number_as_in_caffe(tmp_path: Path):
+    pool = ('layer { name: "p" type: "Pooling" bottom: "x0" top: "p" top: "m" pooling_param { kernel_size: 2 } }'
+            'layer { name: "elu" type: "ELU" bottom: "m" top: "elu" }')  # fmt: skip
+    text = layer_text('type: "Silence" top: "s"', (1, 2, 6, 8)).split('layer { name: "it"')[0]
+    assert_module(net_of(text + pool), tmp_path)
+
+
+def test_a_parameter_that_is_an_output(tmp_path: Path):
+    text = layer_text('type: "ReLU"', (2, 3))
+    more = 'layer { name: "one" type: "Parameter" top: "one" parameter_param { shape { dim: 2 dim: 3 } } }'
+    assert_module(net_of(text + more), tmp_path)
+
+
 def test_layers_in_place_and_blobs_with_several_readers(tmp_path: Path):
     assert_module(net_of(CHAIN), tmp_path)
 

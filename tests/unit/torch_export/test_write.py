@@ -154,6 +154,14 @@ def test_a_scale_that_is_not_the_only_reader_stays():
     assert "self.bn = nn.BatchNorm1d(3, affine=False)" in written and "self.scale = Scale(3, bias=False)" in written
 
 
+def test_dropout_that_draws_in_a_test_is_refused():
+    net = layer_net('type: "Dropout" dropout_param { sample_weights_test: true }', (2, 3))
+    with pytest.raises(
+        ConfigError, match="layer 'it' .Dropout.: sample_weights_test,? which draws random numbers, has no PyTorch form"
+    ):
+        to_torch(net)
+
+
 def test_layers_without_a_form_are_all_named():
     text = layer_text('type: "PSROIPooling" psroi_pooling_param { output_dim: 1 group_size: 1 spatial_scale: 1 }',
                       (1, 1, 4, 4), (1, 5))  # fmt: skip
