@@ -50,7 +50,7 @@ def to_model(net: Net, opset: int = DEFAULT, varying: Varying | None = None, hal
         half: store parameters that float16 holds exactly as float16, each with a Cast to float32.
 
     Raises:
-        ConfigError: layers have no ONNX form, all of which are named, or `opset` is unknown.
+        ConfigError: layers have no ONNX form, all of which are named, the net has no output, or `opset` is unknown.
     """
     if not OLDEST <= opset <= NEWEST:
         raise ConfigError(f"opset is {opset}; {OLDEST} to {NEWEST} can be written")
@@ -195,6 +195,8 @@ class _Writer:
     def model(self) -> ModelProto:
         """The whole model."""
         outputs = self._outputs()
+        if not outputs:
+            raise ConfigError(f"net '{self.net.name}' has no output: layers read each of its blobs")
         graph = helper.make_graph(
             self.graph.nodes, self.net.name or "net", self.inputs, outputs, list(self.graph.constants.values())
         )

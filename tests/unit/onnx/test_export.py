@@ -250,6 +250,11 @@ def test_an_input_that_no_layer_reads_is_left_out():
     assert list(run_model(serialised(model), random_inputs(net))) == ["y"]
 
 
+def test_a_net_without_outputs_is_refused():
+    with pytest.raises(ConfigError, match="net 'small' has no output"):
+        to_model(net_of(layer_text('type: "Silence"', (2, 3)).replace('top: "y"', "")))
+
+
 def test_a_data_layer_is_refused():
     text = 'layer { name: "d" type: "Data" top: "data" data_param { source: "x" batch_size: 2 } }'
     param = text_format.Parse(text, caffe_pb2.NetParameter())
