@@ -10,11 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from caffepy.backend.interface import Backend
-from caffepy.backend.types import Array, element_dtype
-from caffepy.blob import Blob, format_shape
+from caffepy.backend.types import Array
+from caffepy.blob import Blob
 from caffepy.errors import (
     CaffepyError,
     ConfigError,
@@ -67,21 +65,11 @@ class Node:
         layer = self.layer
         with self.named_errors():
             layer.reshape(self.bottoms, self.tops)
-            self._check_memory()
+            layer.check_top_memory([top for top in self.tops if all(top is not bottom for bottom in self.bottoms)])
         self.shapes = [bottom.shape for bottom in self.bottoms]
         if layer.is_loss and layer.loss_weights[0] and self._weighted is not self.tops[0].diff:
             self._weighted = self.tops[0].diff
             layer.backend.fill(self._weighted, layer.loss_weights[0])
-
-    def _check_memory(self) -> None:
-        """Check that the tops fit into memory before anything is computed.
-
-        Raises:
-            OutOfMemoryError: the tops exceed the backend's memory.
-        """
-        tops = [top for top in self.tops if all(top is not bottom for bottom in self.bottoms)]
-        size = sum(top.count * np.dtype(element_dtype(top.dtype)).itemsize for top in tops)
-        self.layer.check_memory(size, f"its tops, {', '.join(format_shape(top.shape) for top in tops)}")
 
     @contextmanager
     def named_errors(self) -> Iterator[None]:

@@ -16,8 +16,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias, TypeVar, overload
 
+import numpy as np
+
 from caffepy.backend.interface import Backend
-from caffepy.backend.types import Array, Counter, RandomStream
+from caffepy.backend.types import Array, Counter, RandomStream, element_dtype
 from caffepy.blob import Blob, format_shape
 from caffepy.config.dialect import Dialect
 from caffepy.data.prefetch import never_cancel
@@ -482,6 +484,15 @@ class Layer:
         if available is not None and size > available:
             problem = f"{size / 2**30:.1f} GiB are needed for {purpose}, and there are {available / 2**30:.1f} GiB"
             raise OutOfMemoryError(problem, "use a smaller batch_size, image or num_output", available)
+
+    def check_top_memory(self, tops: Blobs) -> None:
+        """Check that tops fit into memory before anything is computed.
+
+        Raises:
+            OutOfMemoryError: they exceed the backend's memory.
+        """
+        size = sum(top.count * np.dtype(element_dtype(top.dtype)).itemsize for top in tops)
+        self.check_memory(size, f"its tops, {', '.join(format_shape(top.shape) for top in tops)}")
 
     def accumulate(self, index: int) -> bool:
         """Whether to add the gradient of parameter `index` to its diff instead of overwriting it.

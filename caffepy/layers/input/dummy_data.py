@@ -21,7 +21,8 @@ T = TypeVar("T")
 class DummyDataLayer(Layer):
     """Tops with the values of fillers (Caffe's `dummy_data_layer.cpp`).
 
-    Constant tops are filled once, random ones in every pass. Random values depend on the global number of each sample.
+    Constant tops are filled at set-up and never again: what a program writes there stays. Random ones are 0 before the
+    first pass and filled in every pass. Random values depend on the global number of each sample.
     As in both Caffes, each device has tops of the prototxt's shapes: the batch is not divided among devices.
 
     Raises:
@@ -43,10 +44,13 @@ class DummyDataLayer(Layer):
                 f"it is given {len(fillers)} times"
             )
         self._fillers = fillers * len(top) if len(fillers) == 1 else fillers
-        self._filled: list[tuple[int, ...] | None] = [None] * len(top)
         for blob, shape in zip(top, self._shapes(len(top)), strict=True):
             check_shape(shape, self.where)
             blob.reshape(shape)
+        self.check_top_memory(top)
+        for filler, blob in zip(self._fillers, top, strict=True):
+            if filler.type == "constant":
+                self.backend.fill(blob.data, filler.value)
         self.context.number_samples(top[0].shape[0] if top[0].shape else 1)
 
     def _shapes(self, tops: int) -> list[tuple[int, ...]]:
@@ -72,11 +76,7 @@ class DummyDataLayer(Layer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         for i, (filler, blob) in enumerate(zip(self._fillers, top, strict=True)):
-            if filler.type == "constant":
-                if self._filled[i] != blob.shape:
-                    self.backend.fill(blob.data, filler.value)
-                    self._filled[i] = blob.shape
-            else:
+            if filler.type != "constant":
                 self.backend.from_host(self._random(i, filler, blob.shape), blob.data)
 
     def capture_blocker(self) -> str | None:
