@@ -21,6 +21,10 @@ def _nothing(*_: object) -> None:
     return None
 
 
+def _same(array: Array) -> Array:
+    return array
+
+
 @dataclass(frozen=True)
 class Watch:
     """Hooks with which a net observes its blobs. The defaults do nothing.
@@ -32,6 +36,8 @@ class Watch:
         before_all: called before the program gets caffepy's own blob or changes the shape.
         given: called with each data array that the program gets.
         reshaped: called after the program has changed the shape.
+        original: returns the array whose numbers the program gets in place of an array of data.
+        given_original: called in place of `given` with an array of such numbers.
     """
 
     before_data: Callable[[], object] = _nothing
@@ -40,6 +46,8 @@ class Watch:
     before_all: Callable[[], object] = _nothing
     given: Callable[[NDArray[np.float32]], object] = _nothing
     reshaped: Callable[[], object] = _nothing
+    original: Callable[[Array], Array] = _same
+    given_original: Callable[[NDArray[np.float32]], object] = _nothing
 
 
 _UNWATCHED = Watch()
@@ -73,8 +81,10 @@ class Blob(core.FourAxes):
         """The data."""
         self._watch.before_data()
         with self._device.active():
-            array = self._device.arrays.of(self._blob.data)
-        self._watch.given(array)
+            own = self._blob.data
+            shown = self._watch.original(own)
+            array = self._device.arrays.of(shown).reshape(self._blob.shape)
+        (self._watch.given if shown is own else self._watch.given_original)(array)
         return array
 
     @property

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.backend import Array
 from caffepy.blob import Blob as CoreBlob
 from caffepy.config.filter import net_state
 from caffepy.config.load import read_net
@@ -37,6 +38,7 @@ from caffepy.pycaffe.core.errors import (
     check_type,
 )
 from caffepy.pycaffe.core.inference_path import InferencePath, can_be_folded
+from caffepy.pycaffe.core.shared_memory import SharedMemory
 from caffepy.pycaffe.layer import visible_layer
 from caffepy.pycaffe.mode import mode
 from caffepy.registry import suggest
@@ -111,6 +113,8 @@ class Net:
         self.device = device
         """Use `with net.device.computing():` around code that computes with caffepy's own arrays."""
         self._inference = InferencePath(net, device, runners)
+        with device.computing():
+            self._shared = SharedMemory(net)
         self.has_callbacks = False
         """Whether layer callbacks are registered."""
         self._position = {id(node): index for index, node in enumerate(net.schedule)}
@@ -139,15 +143,19 @@ class Net:
     def blobs(self) -> OrderedDict[str, Blob]:
         """The blobs by name in the order of the layers, including those of Split layers."""
         path, hidden = self._inference, self._inference.hidden
-        seen = Watch(reshaped=self._reshape_before_forward)
-        unseen = Watch(
-            before_data=path.look_at_values, before_shape=path.look_at_shape, before_all=path.stop, given=path.hold,
-            reshaped=self._reshape_before_forward,
+        seen = Watch(reshaped=self._reshape_before_forward, original=self._original, given_original=path.hold)
+        unseen = replace(
+            seen, before_data=path.look_at_values, before_shape=path.look_at_shape, before_all=path.stop,
+            given=path.hold,
         )  # fmt: skip
         return OrderedDict(
             (name, Blob(top, self.device, replace(unseen if top in hidden else seen, before_diff=self._diff_use(top))))
             for name, top in self._tops.items()
         )
+
+    def _original(self, array: Array) -> Array:
+        """Return what the program sees of a blob's data; folded passes write outputs, not what they are copies of."""
+        return array if self._inference.folds else self._shared.original(array)
 
     def _diff_use(self, top: CoreBlob) -> Callable[[], None]:
         """Return the hook called before the program uses a top's diff: it may write the diff of a loss, as in Caffe."""
@@ -391,6 +399,8 @@ class Net:
         with self.device.computing(), as_users_raise():
             if copies := self._core.parameters.copies:
                 self._core.parameters.refresh(copies)
+            if start:
+                self._shared.refresh()
             self._core.forward_part(self._part(start, end))
             self._raise_device_errors()
         if (start, end) == (0, len(self._nodes) - 1):
@@ -400,6 +410,7 @@ class Net:
         """Run layers backward by index, from `start` down to `end`."""
         self._inference.stop()
         with self.device.computing(), as_users_raise():
+            self._shared.refresh()
             self._core.backward(self._part(end, start))
             self._raise_device_errors()
 
@@ -455,6 +466,7 @@ class Net:
         """Reshape all layers to the blobs' current shapes."""
         with self.device.computing(), as_users_raise():
             self._core.reshape()
+            self._shared.share_again()
         self._inference.reshaped()
 
     def clear_param_diffs(self) -> None:
@@ -523,6 +535,7 @@ class Net:
         def call(node: Node) -> None:
             if id(node) in numbers:
                 device.call(callback, numbers[id(node)])
+                self._shared.refresh()
 
         return call
 

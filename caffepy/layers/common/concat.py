@@ -84,6 +84,9 @@ class ConcatLayer(AxisLayer):
         pairs = zip(bottom, flat, strict=True)
         self._flat = [LayoutAdapter(self.backend, blob.shape, target, self.dtype) for blob, target in pairs]
 
+    def shares_at_setup(self) -> bool:
+        return len(self.param.bottom) == 1 and not self.param.concat_param.per_fla_fuse
+
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         if self.param.concat_param.per_fla_fuse:
             for number, (blob, flat) in enumerate(zip(bottom, self._flat, strict=True)):
@@ -152,6 +155,9 @@ class SliceLayer(AxisLayer):
         if min(sizes) < 1:
             raise self.shape_error(f"slice points {points} must rise within axis {self._axis}, above 0", bottom)
         return sizes
+
+    def shares_at_setup(self) -> bool:
+        return len(self.param.top) == 1
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         if len(top) == 1 and not self.tops_overwritten:

@@ -9,7 +9,10 @@ from caffepy.proto import caffe_pb2
 
 @register_layer("Parameter")
 class ParameterLayer(Layer):
-    """y = a learned parameter of shape `parameter_param.shape`, initially 0 (Caffe's `parameter_layer.hpp`)."""
+    """y = a learned parameter of shape `parameter_param.shape`, initially 0 (Caffe's `parameter_layer.hpp`).
+
+    The top shares the parameter's data: what a program writes there after a pass changes the parameter.
+    """
 
     bottoms = (0, 0)
 
@@ -23,7 +26,10 @@ class ParameterLayer(Layer):
         """The top keeps its shape."""
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        self.backend.copy(self.blobs[0].data, top[0].data)
+        if self.tops_overwritten:
+            self.backend.copy(self.blobs[0].data, top[0].data)
+        else:
+            top[0].bind(data=self.blobs[0].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if not self.propagate_to_params[0]:

@@ -24,6 +24,8 @@ class RearrangingLayer(Layer):
 class PermuteLayer(RearrangingLayer):
     """Axis i of the top is axis order[i] of the bottom; axes missing in `order` follow (SSD's `permute_layer.cpp`).
 
+    The top shares the bottom's data if no axis moves.
+
     Raises:
         ConfigError: `order` has an axis twice, or one that the bottom lacks.
     """
@@ -41,7 +43,10 @@ class PermuteLayer(RearrangingLayer):
         top[0].reshape(tuple(bottom[0].shape[axis] for axis in self._order))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        self.backend.copy(bottom[0].data.transpose(*self._order), top[0].data)
+        if self._order == tuple(range(len(self._order))) and not self.tops_overwritten:
+            top[0].bind(data=bottom[0].data)
+        else:
+            self.backend.copy(bottom[0].data.transpose(*self._order), top[0].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if propagate_down[0]:

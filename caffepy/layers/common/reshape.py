@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable
 
+from caffepy.backend import Array
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.core.layout_adapter import LayoutAdapter
 
@@ -21,6 +23,8 @@ class ReshapingLayer(Layer):
     recordable = True
 
     _shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    _copied: tuple[weakref.ref[Array], weakref.ref[Array]] | None = None
+    """The bottom's and the top's array of the last pass, if the top could not share the bottom's memory."""
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)
@@ -42,6 +46,15 @@ class ReshapingLayer(Layer):
             top[0].bind(data=self._down.target(bottom[0].data))
         else:
             self._down.transfer(bottom[0].data, top[0].data)
+            self._copied = None if self.tops_overwritten else (weakref.ref(bottom[0].data), weakref.ref(top[0].data))
+
+    def copied(self, bottom: Blobs, top: Blobs) -> tuple[Array, Array] | None:
+        if self._copied is None:
+            return None
+        source, target = self._copied[0](), self._copied[1]()
+        both = source is not None and target is not None
+        current = both and source is bottom[0].allocated("data") and target is top[0].allocated("data")
+        return (source, target) if current else None
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if not propagate_down[0]:
@@ -86,6 +99,9 @@ class ReshapeLayer(ReshapingLayer):
         dims = list(self.param.reshape_param.shape.dim)
         if dims.count(-1) > 1 or any(d < -1 for d in dims):
             raise self.error(f"shape {_text(dims)} may hold one -1 and no other negative number")
+
+    def shares_at_setup(self) -> bool:
+        return True
 
     def top_shape(self, bottom: Blobs) -> tuple[int, ...]:
         param = self.param.reshape_param

@@ -394,6 +394,14 @@ class Layer:
         """Return the indices of the parameters that the forward pass updates (BatchNorm)."""
         return ()
 
+    def shares_at_setup(self) -> bool:
+        """Whether Caffe shares the bottom's memory with the top when it shapes the layer: its passes move nothing."""
+        return False
+
+    def copied(self, bottom: Blobs, top: Blobs) -> tuple[Array, Array] | None:
+        """Return the bottom's and the top's array, if the top is a copy of what Caffe has in shared memory."""
+        return None
+
     def local_statistics(self) -> Sequence[int]:
         """Return the indices of `running_statistics` whose values differ between devices."""
         return ()

@@ -65,6 +65,11 @@ class InferencePath:
         return self._runners is not None
 
     @property
+    def folds(self) -> bool:
+        """Whether the next pass may run on the folded form, which writes inputs and outputs only."""
+        return self.active and self._begun
+
+    @property
     def hidden(self) -> set[Blob]:
         """The blobs that are neither inputs nor outputs."""
         seen = {*map(self._net.blobs.__getitem__, self._net.inputs), *self._net.outputs.values()}
