@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from random_programs import run_program
+from shared_memory_programs import run_program as run_shared_memory_program
 
 from caffepy import pycaffe as caffe
 from caffepy.pycaffe.mode import mode
@@ -366,3 +367,8 @@ def test_a_captured_solver_shares_another_nets_values(net_file: Path, tmp_path: 
 def test_random_programs_do_what_caffe_does(first: int) -> None:
     for seed in range(first, first + 10):
         run_program(seed, steps=30)
+
+
+def test_programs_that_write_before_a_pass_do_what_caffe_does() -> None:
+    for seed in range(2001, 2031):
+        run_shared_memory_program(seed)

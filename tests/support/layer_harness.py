@@ -151,6 +151,9 @@ class Runner:
             for blob, value in zip(self.layer.blobs, self.params, strict=bool(self.params)):
                 backend.from_host(value, blob.data)
             self.layer.reshape(self.bottom, self.top)
+            for blob in self.top:  # in Caffe they are 0 before the first pass
+                filled = not self.in_place and param.type != "DummyData" and blob.allocated("data") is not None
+                assert not (filled and blob.host_data().any()), f"{param.type} fills its top before the first pass"
 
     def forward(self, inputs: Sequence[Floats] | None = None) -> list[Floats]:
         """The tops' values for these inputs, by default the runner's."""
