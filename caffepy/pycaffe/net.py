@@ -115,6 +115,7 @@ class Net:
         self._inference = InferencePath(net, device, runners)
         with device.computing():
             self._shared = SharedMemory(net)
+            self._fill_loss_weights()
         self.has_callbacks = False
         """Whether layer callbacks are registered."""
         self._position = {id(node): index for index, node in enumerate(net.schedule)}
@@ -122,6 +123,13 @@ class Net:
             blob.gradient_started = True  # `backward` adds to the parameters' diffs
         weakref.finalize(self, net.close)
         weakref.finalize(self, self._inference.close)
+
+    def _fill_loss_weights(self) -> None:
+        """Fill the diffs of tops that have a loss weight (`Layer::SetLossWeights`); the first tops of losses are."""
+        for node in self._core.nodes:
+            for index, (top, weight) in enumerate(zip(node.tops, node.layer.loss_weights, strict=True)):
+                if weight and (index or not node.layer.is_loss):
+                    self._core.backend.fill(top.diff, weight)
 
     # -- blobs, layers and parameters, by name and by index --------------------------------------------
 

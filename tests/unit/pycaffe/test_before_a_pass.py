@@ -195,3 +195,13 @@ def test_outputs_kept_over_passes_are_overwritten_though_they_are_copies(make: A
         assert (again == 2 * value).all()
         assert (kept == 2 * value).all()
         assert (before == 2 * value).all()
+
+
+def test_diffs_of_tops_with_a_loss_weight_are_the_weight_from_the_beginning(make: Any) -> None:
+    net = make(
+        "layer { name: 'a' type: 'Input' top: 'a' top: 'y' input_param { shape { dim: 2 dim: 3 } } } "
+        "layer { name: 'p' type: 'Power' bottom: 'a' top: 'p' loss_weight: 2 } "
+        "layer { name: 'l' type: 'EuclideanLoss' bottom: 'a' bottom: 'y' top: 'l' loss_weight: 3 }"
+    )
+    assert (net.blobs["p"].diff == 2).all()
+    assert net.blobs["l"].diff == 3
