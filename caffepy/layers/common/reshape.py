@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable
 
 from caffepy.backend import Array
+from caffepy.backend.layout import address
 from caffepy.layers.core.base import Blobs, Layer, register_layer
 from caffepy.layers.core.layout_adapter import LayoutAdapter
 
@@ -23,8 +24,8 @@ class ReshapingLayer(Layer):
     recordable = True
 
     _shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    _copied: tuple[weakref.ref[Array], weakref.ref[Array]] | None = None
-    """The bottom's and the top's array of the last pass, if the top could not share the bottom's memory."""
+    _copied: tuple[int, weakref.ref[Array]] | None = None
+    """The bottom's address and the top's array in the last pass, if the top could not share the bottom's memory."""
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)
@@ -44,17 +45,17 @@ class ReshapingLayer(Layer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         if self._down.is_view and not self.tops_overwritten:
             top[0].bind(data=self._down.target(bottom[0].data))
+            self._copied = None
         else:
             self._down.transfer(bottom[0].data, top[0].data)
-            self._copied = None if self.tops_overwritten else (weakref.ref(bottom[0].data), weakref.ref(top[0].data))
+            if self.backend.holds_values and not self.tops_overwritten:
+                self._copied = (address(bottom[0].data), weakref.ref(top[0].data))
 
     def copied(self, bottom: Blobs, top: Blobs) -> tuple[Array, Array] | None:
-        if self._copied is None:
+        source, target = bottom[0].allocated("data"), top[0].allocated("data")
+        if self._copied is None or source is None or target is None:
             return None
-        source, target = self._copied[0](), self._copied[1]()
-        both = source is not None and target is not None
-        current = both and source is bottom[0].allocated("data") and target is top[0].allocated("data")
-        return (source, target) if current else None
+        return (source, target) if target is self._copied[1]() and address(source) == self._copied[0] else None
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if not propagate_down[0]:

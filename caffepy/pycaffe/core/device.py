@@ -29,42 +29,47 @@ class _Copy:
     def __init__(self, backend: Backend, array: Array) -> None:
         self._backend = backend
         self._array = array
-        host: HostArray = np.empty(array.shape, np.float32)  # owns its memory: views of it keep it, and no other, alive
-        host[...] = backend.to_host(array)
-        self._known = host.copy()
+        self._memory: HostArray = np.empty(array.shape, np.float32)
+        """Outlives the arrays that the program gets: what it wrote before it released them is uploaded later."""
+        self._memory[...] = backend.to_host(array)
+        self._known = self._memory.copy()
         """The numbers that both had last."""
-        self._given: HostArray | None = host
-        """Keeps values written into an array that the program has released, until they are copied to the device."""
-        self._host = weakref.ref(host)
+        self._given: Callable[[], HostArray | None] = _nothing
 
-    def host(self) -> HostArray | None:
-        """The host array, None if the program does not hold it any more."""
-        return self._host()
+    def is_held(self) -> bool:
+        """Whether the program holds an array of it."""
+        return self._given() is not None
 
     def give(self) -> HostArray:
-        """The host array for the program, which lives until the next `upload` at least; it must live now."""
-        self._given = self._host()
-        assert self._given is not None
-        view: HostArray = self._given.view()
+        """An array for the program; all have one base, which lives as long as the program holds one."""
+        given = self._given()
+        if given is None:
+            given = _owner_of(self._memory)
+            self._given = weakref.ref(given)
+        view: HostArray = given.view()
         return view
 
     def upload(self) -> None:
         """Copy to the device what the program has changed, and only then: arrays of another shape may share memory."""
-        host = self._host()
-        if host is not None and not np.array_equal(_bits(host), _bits(self._known)):
-            self._known[...] = host  # another thread may be writing: what comes later is uploaded later
+        if not np.array_equal(_bits(self._memory), _bits(self._known)):
+            self._known[...] = self._memory  # another thread may be writing: what comes later is uploaded later
             self._backend.from_host(self._known, self._array)
-        self._given = None
 
     def download(self) -> None:
         """Copy the device's numbers to the host where they changed: another thread may be writing the others."""
-        host = self._host()
-        if host is None:
-            return
         found = self._backend.to_host(self._array)
         if not np.array_equal(_bits(np.ascontiguousarray(found)), _bits(self._known)):
             self._known[...] = found
-            host[...] = self._known
+            self._memory[...] = self._known
+
+
+def _nothing() -> None:
+    return None
+
+
+def _owner_of(memory: Any) -> HostArray:
+    """An array of the same memory that its views, and no array of caffepy's, have as their base."""
+    return np.asarray(memoryview(memory))
 
 
 def _bits(array: HostArray) -> NDArray[np.uint32]:
@@ -88,30 +93,28 @@ class HostArrays:
         """A C-contiguous float32 array of the numbers of a device array, in logical order.
 
         What is written into it reaches the device; it is the very memory where that is possible. Its `base` lives as
-        long as the program holds the array or a view of it, and on a GPU until the next `upload`.
+        long as the program holds the array or a view of it.
         """
         if isinstance(array, np.ndarray) and array.dtype == np.float32 and array.flags.c_contiguous:
-            memory: Any = array
-            owner = np.asarray(memoryview(memory))  # views have it, not the blob's array, as their base
-            view: HostArray = owner.view()
+            view: HostArray = _owner_of(array).view()
             return view
         key = (address(array), tuple(array.shape), tuple(array.strides))
         with self._lock:
             found = self._copies.get(key)
-            if found is None or found.host() is None:
+            if found is None:
                 for other in [copy for (pointer, *_), copy in self._copies.items() if pointer == key[0]]:
                     other.upload()
                 found = self._copies[key] = _Copy(self._backend, array)
             return found.give()
 
     def write(self, array: Array, numbers: NDArray[Any]) -> bool:
-        """Copy numbers of the same shape to a device array; False where the program has a host array of it to write to.
+        """Copy numbers of the same shape to a device array; False where the program has, or had, a host array of it.
 
         Spares copying the device's numbers to a new host array first.
         """
         place = address(array)
         with self._lock:
-            held = any(key[0] == place and copy.host() is not None for key, copy in self._copies.items())
+            held = any(pointer == place for pointer, *_ in self._copies)
         if numbers.dtype.kind not in "biuf" or held:
             return False
         self._backend.upload(numbers, array)
@@ -120,9 +123,10 @@ class HostArrays:
     def upload(self) -> None:
         """Copy to the device what the program has written."""
         with self._lock:
+            held = {key: copy for key, copy in self._copies.items() if copy.is_held()}  # asked before copying
             for copy in self._copies.values():
                 copy.upload()
-            self._copies = {key: copy for key, copy in self._copies.items() if copy.host() is not None}
+            self._copies = held
 
     def download(self) -> None:
         """Bring the arrays that the program holds up to date."""

@@ -205,3 +205,12 @@ def test_diffs_of_tops_with_a_loss_weight_are_the_weight_from_the_beginning(make
     )
     assert (net.blobs["p"].diff == 2).all()
     assert net.blobs["l"].diff == 3
+
+
+def test_what_was_written_to_an_array_kept_over_a_pass_and_then_released_is_not_lost(make: Any) -> None:
+    net = make(joined(IMAGE, "type: 'Power'"), caffe.TRAIN)
+    kept = net.blobs["b"].data
+    net.forward()
+    kept[...] = numbers(IMAGE)
+    del kept
+    assert net.forward(start="sum")["sum"] == numbers(IMAGE).sum()
