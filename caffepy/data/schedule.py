@@ -7,6 +7,9 @@ contiguous part, in rank order. Therefore the same G trains on the same samples 
 
 Testing: batches are not divided. Batch j of 0 .. test_iter-1 goes to device j mod D, so each sample is scored once and
 the mean over batches does not depend on D.
+
+A net with a layer that depends on earlier passes is `undivided`: all devices train on the same samples, and the root
+scores all batches.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ class Shard:
         overfit_batches: training takes the first so many batches over and over; 0: all samples.
         training: identifies the training run within this process, equal for all of its devices; 0: this process has no
             other devices in the run.
+        undivided: the net has a layer that depends on earlier passes. Each device trains on all samples; the root alone
+            scores a test.
     """
 
     rank: int = 0
@@ -34,17 +39,35 @@ class Shard:
     per_device_batch: bool = False
     overfit_batches: int = 0
     training: int = field(default=0, compare=False)
+    undivided: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Number of parts into which the devices divide the training samples."""
+        return 1 if self.undivided else self.world_size
+
+    @property
+    def part(self) -> int:
+        """The part that this device takes."""
+        return 0 if self.undivided else self.rank
 
     def device_batch(self, batch_size: int) -> int:
         """Return the size of one device's training batch.
 
-        ceil(batch_size / devices_per_rank), or `batch_size` if it is per device.
+        ceil(batch_size / devices_per_rank), or `batch_size` if it is per device or the samples are not divided.
         """
-        return batch_size if self.per_device_batch else -(-batch_size // self.devices_per_rank)
+        whole = self.per_device_batch or self.undivided
+        return batch_size if whole else -(-batch_size // self.devices_per_rank)
 
     def global_batch(self, batch_size: int) -> int:
         """Return the samples that all devices take in one pass."""
-        return self.device_batch(batch_size) * self.world_size
+        return self.device_batch(batch_size) * self.parts
+
+    def test_batches(self, test_iter: int) -> range:
+        """Return the batches of a test that this device scores."""
+        if self.undivided:
+            return range(test_iter if self.rank == 0 else 0)
+        return range(self.rank, test_iter, self.world_size)
 
 
 class TrainSchedule:
@@ -60,7 +83,7 @@ class TrainSchedule:
     def __init__(self, shard: Shard, batch_size: int, start: int = 0, first_pass: int = 0) -> None:
         self.count = shard.device_batch(batch_size)
         self._global = shard.global_batch(batch_size)
-        self._offset = shard.rank * self.count
+        self._offset = shard.part * self.count
         self._batches = shard.overfit_batches
         self._start = start
         self._first_pass = first_pass
@@ -92,7 +115,7 @@ class TestSchedule:
 
     def __init__(self, shard: Shard, batch_size: int, test_iter: int, start: int = 0, first_pass: int = 0) -> None:
         self.count = batch_size
-        self._shard = shard
+        self._batches = shard.test_batches(test_iter)
         self._test_iter = test_iter
         self._start = start
         self._first_pass = first_pass
@@ -100,13 +123,12 @@ class TestSchedule:
     @property
     def passes_per_test(self) -> int:
         """Batches of one test that this device scores; 0 if it gets none."""
-        return len(range(self._shard.rank, self._test_iter, self._shard.world_size))
+        return len(self._batches)
 
     def first_sample(self, number: int) -> int:
         """Return the global number of this device's first sample in its pass `number`."""
         test, batch = divmod(number - self._first_pass, self.passes_per_test)
-        j = self._shard.rank + batch * self._shard.world_size
-        return self._start + (test * self._test_iter + j) * self.count
+        return self._start + (test * self._test_iter + self._batches[batch]) * self.count
 
     def position(self, number: int) -> int:
         """Return the global sample number at which the test of pass `number` begins."""

@@ -142,7 +142,7 @@ class Watch:
         rate = iterations / seconds
         return {
             "speed/iterations_per_second": rate,
-            "speed/images_per_second": rate * solver.performance.batch * solver.shard.world_size,
+            "speed/images_per_second": rate * solver.performance.batch * solver.net.context.shard.parts,
             "speed/waiting_share": min(waited / seconds, 1.0),
         }
 
@@ -208,7 +208,7 @@ def _run(solver: Solver) -> Run:
         elif isinstance(value, bool | int | str):
             settings[field.name] = value
     settings["devices"] = solver.shard.world_size
-    settings["images_per_iteration"] = solver.performance.batch * solver.shard.world_size
+    settings["images_per_iteration"] = solver.performance.batch * solver.net.context.shard.parts
     identifiers = solver.resolve.output(f"{solver.param.snapshot_prefix}_loggers.json")
     known = solver.param.snapshot_prefix and Path(identifiers).parent.is_dir()
     return Run(solver.iteration, settings, Path(identifiers) if known else None)

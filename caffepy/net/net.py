@@ -22,6 +22,7 @@ from caffepy.config.filter import filter_net, is_included, net_state
 from caffepy.config.load import MAX_TEXT_BYTES
 from caffepy.config.paths import PathResolver
 from caffepy.config.text import decode_text, layer_blocks, parse_text
+from caffepy.data.schedule import Shard
 from caffepy.errors import CaffepyError, DeviceError, UserError
 from caffepy.files import read_regular
 from caffepy.layers.core.base import Layer, LayerContext, is_registered, layer_class
@@ -29,6 +30,7 @@ from caffepy.layers.core.formulas import scaled
 from caffepy.net import debug
 from caffepy.net.auto_crop import resolve_auto_crops
 from caffepy.net.describe import describe_net, net_table
+from caffepy.net.divide import divide_passes, number_made_samples
 from caffepy.net.fold import FoldedConvolution, fold_nodes
 from caffepy.net.fuse import fuse_nodes
 from caffepy.net.parameters import ParameterBuffer, ParameterTable
@@ -169,14 +171,30 @@ class Net:
     ) -> None:
         """Give layers the all-reduces over all devices. Called after the devices are connected.
 
+        None is given where all devices have the same samples: counts and statistics are those of the whole batch.
+
         Args:
             total: in-place sum over all devices, for losses that count labels.
             mean: in-place mean over all devices, for BatchNorm; None: each device uses its own statistics.
             capturable: whether both can be captured in a CUDA graph.
         """
+        if self.context.shard.undivided:
+            return
         self.context.all_reduce_sum = total
         self.context.all_reduce_mean = mean
         self.context.all_reduce_capturable = capturable
+
+    def join(self, shard: Shard, seed: int) -> None:
+        """Belong to a device that trains with others from now on, with the seed of all.
+
+        Data layers continue at their position.
+        """
+        positions = [(layer, layer.position()) for layer in self.layers]
+        self.context.shard, self.context.seed = shard, seed
+        divide_passes(self.param, self.context)
+        for layer, position in positions:
+            if position is not None:
+                layer.seek(position)
 
     # -- running -------------------------------------------------------------------------------------
 
@@ -551,6 +569,7 @@ def _build(param: caffe_pb2.NetParameter, context: LayerContext, state: caffe_pb
     check_loss_weights(filtered)
     resolve_auto_crops(filtered)
     param = insert_splits(filtered)
+    divide_passes(param, context)
     wiring, table = Wiring(context.backend), ParameterTable()
     nodes: list[Node] = []
     plan = GradientPlan()
@@ -560,6 +579,7 @@ def _build(param: caffe_pb2.NetParameter, context: LayerContext, state: caffe_pb
         plan.add(node)
         _log_layer(context.log_level, node)
         nodes.append(node)
+    number_made_samples(nodes, context)
     _plan_backward(nodes, context, param.force_backward)
     built = BuiltNet(param, nodes, wiring.blobs, wiring.outputs(), table)
     _log_outputs(context.log_level, built)

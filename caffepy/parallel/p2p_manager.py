@@ -174,7 +174,7 @@ class P2PManager:
         assert solver is not None
         state = agree_on_start(self._world, solver)
         if self._world.rank == 0:
-            describe_batch(solver.net.param, solver.performance.batch, self._syncs[0].spec.shard)
+            describe_batch(solver.net.param, solver.performance.batch, solver.net.context.shard)
             logger.info("Starting Optimization")
             if self._on_begin is not None:
                 self._on_begin(solver)

@@ -13,6 +13,7 @@ import numpy as np
 
 from caffepy.backend import Backend, create_backend
 from caffepy.errors import AbortedError, NonFiniteError, PeerError
+from caffepy.layers.python.solver_rank import become_solver
 from caffepy.loggers.choose import make_loggers
 from caffepy.loggers.watch import Watch
 from caffepy.monotonic_clock import suspend_aware_seconds
@@ -150,6 +151,8 @@ class P2PSync(DeviceThread):
 
     def _train(self, backend: Backend) -> None:
         self._connect.begin()
+        shard = self.spec.shard
+        become_solver(shard.rank, shard.world_size, alone=shard.devices_per_rank == 1)
         self.solver = self._build(backend)
         with self.heartbeat.collective("the start of training"):
             self.ready.set()

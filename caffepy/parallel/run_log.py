@@ -145,7 +145,7 @@ def division_warning(layer: str, batch_size: int, shard: Shard) -> str | None:
     """The warning if a rank's batch is not divisible by its devices, or None."""
     devices = shard.devices_per_rank
     device_batch = shard.device_batch(batch_size)
-    if shard.per_device_batch or device_batch * devices == batch_size:
+    if shard.per_device_batch or shard.undivided or device_batch * devices == batch_size:
         return None
     return (
         f"layer '{layer}': batch_size {batch_size} is not divisible by {devices} devices: each takes {device_batch}, "
@@ -164,9 +164,8 @@ def describe_batch(net: NetParameter, batch: int, shard: Shard) -> None:
     for layer, batch_size in batch_sizes(net):
         if warning := division_warning(layer, batch_size, shard):
             logger.warning("%s", warning)
-    logger.info(
-        "Batch: %d per device, %d per rank, %d in all", batch, batch * shard.devices_per_rank, batch * shard.world_size
-    )
+    per_rank = batch if shard.undivided else batch * shard.devices_per_rank
+    logger.info("Batch: %d per device, %d per rank, %d in all", batch, per_rank, batch * shard.parts)
 
 
 def report_performance(world: World, devices: Sequence[Performance], single_rate: float | None) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from caffepy.backend import Backend, create_backend
-from caffepy.data.schedule import Shard, TestSchedule
+from caffepy.data.schedule import Shard
 from caffepy.errors import AbortedError
 from caffepy.net import Net
 from caffepy.net.forward_runner import ForwardRunner
@@ -158,21 +158,24 @@ class _ScoringThread(DeviceThread):
         scores = _Scores(net, options.batches)
         detections = DetectionScores(net, options.ap_version, options.show_classes)
         own_rows: list[Rows] = []
-        schedule = TestSchedule(shard, 1, options.batches)
-        for number in range(schedule.passes_per_test):
+        undivided = net.context.shard.undivided
+        own = net.context.shard.test_batches(options.batches)
+        for batch in range(options.batches) if undivided else own:
             if self._aborted:
                 raise AbortedError("the test was stopped")
-            runner.forward()
-            batch = schedule.first_sample(number)
-            scores.take(batch)
-            net.raise_device_errors()
-            own_rows.append(detections.rows(batch))
-            if shard.world_size == 1:
-                scores.log_batch(batch)
+            if batch in own:
+                runner.forward()
+                scores.take(batch)
+                net.raise_device_errors()
+                own_rows.append(detections.rows(batch))
+                if len(own) == options.batches:
+                    scores.log_batch(batch)
+            if undivided:  # a wait for the whole test could exceed the timeout
+                self._sum_over_devices(np.zeros(1))
         scores.values = self._sum_over_devices(scores.values)
         rows = gather_rows(own_rows, shard.rank, shard.world_size, self._sum_over_devices)
         if is_root:
-            for batch in range(options.batches if shard.world_size > 1 else 0):
+            for batch in range(options.batches if len(own) < options.batches else 0):
                 scores.log_batch(batch)
             detections.means(rows)
             scores.log_means()

@@ -12,6 +12,7 @@ import numpy as np
 
 from caffepy.data.schedule import Shard
 from caffepy.glog import LEVELS, GlogFormatter, StderrHandler
+from caffepy.layers.python.solver_rank import ask_place
 from caffepy.options.solver import MATH_MODES
 from caffepy.proto import caffe_pb2
 from caffepy.pycaffe.core.device import Device, cpu_device, device_of
@@ -144,8 +145,12 @@ def set_random_seed(seed: int) -> None:
 
 
 def solver_count() -> int:
-    """Return the number of processes in the training."""
-    return mode.solver_count
+    """Return the number of solvers in the training: the devices of `caffepy train`, or the number that was set.
+
+    In a net whose passes run on one device it is 1: a test net with a Python layer.
+    """
+    place = ask_place()
+    return mode.solver_count if place is None else place[1]
 
 
 def set_solver_count(count: int) -> None:
@@ -158,8 +163,9 @@ def set_solver_count(count: int) -> None:
 
 
 def solver_rank() -> int:
-    """Return the rank of this process."""
-    return mode.solver_rank
+    """Return the rank of the calling solver thread in `caffepy train`, or the rank that was set; see `solver_count`."""
+    place = ask_place()
+    return mode.solver_rank if place is None else place[0]
 
 
 def set_solver_rank(rank: int) -> None:

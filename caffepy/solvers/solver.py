@@ -245,12 +245,7 @@ class Solver:
         self.graph_runner = self._new_graph_runner()
         self.tests = [ForwardRunner(net, self._eager, lazily=False) for net in self.test_nets]
         for net in (self.net, *self.test_nets):
-            positions = [(layer, layer.position()) for layer in net.layers]
-            net.context.shard = shard
-            net.context.seed = random_seed
-            for layer, position in positions:
-                if position is not None:
-                    layer.seek(position)
+            net.join(shard, random_seed)
 
     def load_weights(self, paths: list[Path]) -> None:
         """Copy trained layers from .caffemodel files, later ones over earlier ones; raises SnapshotError."""
@@ -539,7 +534,7 @@ class Solver:
     @property
     def _global_batch(self) -> int:
         """Samples of all devices in a pass."""
-        return self.net.batch_size() * self.net.context.shard.world_size
+        return self.net.batch_size() * self.net.context.shard.parts
 
     # -- a loss that is not finite -------------------------------------------------------------------
 

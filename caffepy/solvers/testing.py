@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from caffepy.backend.layout import address
-from caffepy.data.schedule import Shard, TestSchedule
+from caffepy.data.schedule import Shard
 from caffepy.errors import ConfigError, StopRequestedError
 from caffepy.net import Net
 from caffepy.net.forward_runner import ForwardRunner
@@ -79,9 +79,10 @@ class Evaluator:
         scores = self._mean_precisions(runner.net) if detects else MeanScores(runner.net, self._callback, self._log)
         self._share_parameters(runner)
         self._capture_together(runner)
-        loss = self._score_own_batches(runner, TestSchedule(self._shard, 1, batches), scores.take)
+        loss = self._score_own_batches(runner, batches, scores.take)
         if loss is None:
             return None
+        self._share_statistics(runner.net)
         if self._param.test_compute_loss:
             mean = self._callback.sum_over_devices(np.array([loss]))[0] / batches
             self._log("Test loss: %.6g", mean)
@@ -114,25 +115,37 @@ class Evaluator:
         scores = DetectionScores(net, self._param.ap_version, self._param.show_per_class_result, self._log)
         return MeanPrecisions(scores, self._callback, self._shard.rank)
 
-    def _score_own_batches(
-        self, runner: ForwardRunner, schedule: TestSchedule, take: Callable[[int], None]
-    ) -> float | None:
+    def _score_own_batches(self, runner: ForwardRunner, batches: int, take: Callable[[int], None]) -> float | None:
         """Run this device's batches and hand each batch's number to `take`; the sum of the losses if they are wanted.
 
-        None if the test was interrupted.
+        None if the test was interrupted. Where the root alone scores, the others wait for it after each batch: a wait
+        for the whole test could exceed the timeout.
         """
         net, loss = runner.net, 0.0
-        for number in range(schedule.passes_per_test):
-            if self._interrupted():
-                return None
-            try:
-                runner.forward()
-            except StopRequestedError:
-                return None
-            take(schedule.first_sample(number))
-            loss += net.loss() if self._param.test_compute_loss else 0.0
-            net.raise_device_errors()
+        shard = net.context.shard
+        own = shard.test_batches(batches)
+        for batch in range(batches) if shard.undivided else own:
+            if batch in own:
+                if self._interrupted():
+                    return None
+                try:
+                    runner.forward()
+                except StopRequestedError:
+                    return None
+                take(batch)
+                loss += net.loss() if self._param.test_compute_loss else 0.0
+                net.raise_device_errors()
+            if shard.undivided:
+                self._callback.barrier()
         return loss
+
+    def _share_statistics(self, net: Net) -> None:
+        """Give all devices the running statistics that a test on the root alone has changed (BatchNorm)."""
+        if not net.context.shard.undivided:
+            return
+        for array in net.statistics():
+            own = np.asarray(net.backend.to_host(array), np.float64) * self._callback.is_root
+            net.backend.from_host(self._callback.sum_over_devices(own).astype(np.float32), array)
 
 
 def _addresses(net: Net) -> list[int]:

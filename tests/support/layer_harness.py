@@ -2,7 +2,8 @@
 
 `check_layer` runs a layer on every backend present and checks the forward pass against a formula in float64 where one
 is given, the gradients against central differences, that diffs are overwritten or accumulated as the contract says,
-that a second run gives the same bits, and that neither working in place nor later layers that do so change anything.
+that a second run gives the same bits, that a test's passes depend on earlier ones only where the layer says so, and
+that neither working in place nor later layers that do so change anything.
 """
 
 from __future__ import annotations
@@ -238,6 +239,7 @@ def check_layer(
         start = [np.array(p) for p in params] or Runner(text, inputs, backend, **settings).run(top_diffs).params
         if reference is not None:
             _check_forward(result, reference, inputs, start, backend)
+        _check_independence(*(Runner(text, inputs, backend, tops, TEST, params) for _ in range(2)))
         _check_repeats(runner, result, Runner(text, inputs, backend, **settings), top_diffs)
         if gradients and runner.layer.has_backward:
             which = range(len(runner.layer.blobs)) if learned is None else learned
@@ -270,6 +272,18 @@ def _check_forward(
     wanted = _as_tuple(reference(*[np.asarray(a, np.float64) for a in (*inputs, *params)]))
     for i, (found, value) in enumerate(zip(result.tops, wanted, strict=True)):
         assert_near(found, value, forward_tolerance(backend), f"{backend}: top {i}")
+
+
+def _check_independence(after: Runner, alone: Runner) -> None:
+    """A layer that does not say that it depends on earlier passes gives the second of a test without the first."""
+    layer = after.layer
+    if layer.depends_on_earlier_passes(layer.param, layer.context):
+        return
+    after.forward()
+    layer.context.passes.number += 1
+    after.first_sample = alone.first_sample = 1000
+    for found, wanted in zip(after.forward(), alone.forward(), strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 def _check_repeats(runner: Runner, result: Result, again: Runner, top_diffs: list[Floats]) -> None:

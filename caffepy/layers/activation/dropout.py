@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from caffepy.backend import Array, RandomStream
 from caffepy.backend.types import Counter
-from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.core.base import Blobs, Layer, LayerContext, register_layer
 from caffepy.layers.core.formulas import scaled
 from caffepy.proto import caffe_pb2
 
@@ -45,6 +45,11 @@ class DropoutLayer(Layer):
         if self._training:
             self._counter = self.counter()
         self._drop(bottom[0].data, top[0].data)
+
+    @classmethod
+    def depends_on_earlier_passes(cls, param: caffe_pb2.LayerParameter, context: LayerContext) -> bool:
+        """In a TEST that draws numbers: these follow the number of passes, which is another on each device."""
+        return context.phase == caffe_pb2.TEST and param.dropout_param.sample_weights_test
 
     def _stream(self) -> RandomStream:
         """Return the random stream. Called in each pass: restoring a snapshot may change the seed."""

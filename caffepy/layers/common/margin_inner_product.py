@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from math import fabs, sqrt
+from typing import ClassVar
 
 from caffepy.backend import Array, Channel, Each, Scalar, expression
 from caffepy.blob import Blob
-from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.core.base import Blobs, Layer, LayerContext, register_layer
 from caffepy.layers.core.formulas import identity, product, product_with_channel
 from caffepy.layers.core.index_check import IndexCheck
 from caffepy.layers.core.layout_adapter import LayoutAdapter
@@ -106,12 +107,14 @@ class AngularMarginLayer(Layer):
     no_gradient_bottoms = frozenset({1})
     no_gradient_tops = frozenset({1})
 
+    field: ClassVar[str]
+    """The field of the layer's message."""
     _shape: tuple[int, ...] | None = None
 
     @property
     def settings(self) -> caffe_pb2.MarginInnerProductParameter | caffe_pb2.LargeMarginInnerProductParameter:
         """The layer's message."""
-        raise NotImplementedError
+        return getattr(self.param, self.field)  # type: ignore[no-any-return]
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)
@@ -160,6 +163,13 @@ class AngularMarginLayer(Layer):
             "label weight",
         )
         self._rows = {name: self.scratch(name, (rows,)) for name in names}
+
+    @classmethod
+    def depends_on_earlier_passes(cls, param: caffe_pb2.LayerParameter, context: LayerContext) -> bool:
+        """In TEST where lambda follows the number of passes, which is another on each device."""
+        given = getattr(param, cls.field)
+        read = given.type != 0 or len(param.top) > 1
+        return context.phase == caffe_pb2.TEST and given.gamma != 0 and read
 
     def row(self, name: str) -> Array:
         """Return a buffer with one number for each sample."""
@@ -248,9 +258,7 @@ class MarginInnerProductLayer(AngularMarginLayer):
         DataError: a label is outside the classes.
     """
 
-    @property
-    def settings(self) -> caffe_pb2.MarginInnerProductParameter:
-        return self.param.margin_inner_product_param
+    field = "margin_inner_product_param"
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         super().setup(bottom, top)
@@ -291,9 +299,7 @@ class LargeMarginInnerProductLayer(AngularMarginLayer):
         DataError: a label is outside the classes.
     """
 
-    @property
-    def settings(self) -> caffe_pb2.LargeMarginInnerProductParameter:
-        return self.param.largemargin_inner_product_param
+    field = "largemargin_inner_product_param"
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)

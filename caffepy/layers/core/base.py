@@ -236,7 +236,7 @@ class LayerContext:
         def first(number: int) -> int:  # reads the shard at each call: the solver may join a group later
             if self.phase == caffe_pb2.TEST:
                 return TestSchedule(self.shard, batch, self.test_iter).first_sample(number)
-            return (number * self.shard.world_size + self.shard.rank) * batch
+            return (number * self.shard.parts + self.shard.part) * batch
 
         if self.first_sample is None:
             self.first_sample = first
@@ -385,6 +385,20 @@ class Layer:
     def has_side_effects(self) -> bool:
         """Whether a forward pass does more than compute the tops: it writes files, runs a user's code, or counts."""
         return False
+
+    @classmethod
+    def depends_on_earlier_passes(cls, param: caffe_pb2.LayerParameter, context: LayerContext) -> bool:
+        """Whether the passes of a net with this layer must run one after the other on one device.
+
+        They must where a pass reads what earlier passes have left, counts the passes, replaces a file, or takes data
+        that have no position. Statistics of a training, which the devices average, do not count. Known from the
+        prototxt, because data layers divide the records in `setup`. By default the layers with `state` depend.
+
+        Args:
+            param: the layer's prototxt.
+            context: of the net.
+        """
+        return cls.state is not Layer.state
 
     def communicates(self) -> bool:
         """Whether a pass contains a collective, so that every device has to run it."""

@@ -6,12 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.data.transforms.pixel_boxes import PixelBoxes, overlaps
-from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.core.base import Blobs, Layer, LayerContext, register_layer
 from caffepy.layers.detection.boxes import Rows, box_sizes, overlap_matrix
 from caffepy.layers.detection.ground_truth import COLUMNS as TRUTH_COLUMNS
 from caffepy.layers.detection.ground_truth import GroundTruth, read_ground_truth
 from caffepy.layers.detection.image_sizes import ImageSize, check_resize, read_image_sizes, to_pixels
 from caffepy.layers.detection.sorting import sort_like_cpp
+from caffepy.proto import caffe_pb2
 
 _DETECTION_COLUMNS, _COLUMNS = 7, 5
 _FROM_DETECTION, _FROM_OBJECT = (0, 5, 6, 1, 2, 3, 4), (0, 5, 6, 1, 2, 3, 4, 7)
@@ -77,6 +78,11 @@ class DetectionEvaluateLayer(Layer):
             if blob.shape[:2] != (1, 1) or len(blob.shape) != 4 or blob.shape[3] != columns:
                 raise self.shape_error("needs detections 1 1 D 7 and objects 1 1 G 8", *bottom)
         top[0].reshape((1, 1, self.param.detection_evaluate_param.num_classes, _COLUMNS))
+
+    @classmethod
+    def depends_on_earlier_passes(cls, param: caffe_pb2.LayerParameter, context: LayerContext) -> bool:
+        """With name_size_file, whose lines belong to the images with detections, in order."""
+        return bool(param.detection_evaluate_param.name_size_file)
 
     def has_side_effects(self) -> bool:
         """Whether the layer advances in name_size_file."""
@@ -145,11 +151,8 @@ class DetectionEvaluateLayer(Layer):
             )
 
     def _seek_image(self) -> None:
-        """Set the line of name_size_file for the first pass, also of a resumed run.
-
-        If several devices share a test, set it for each pass.
-        """
-        if self._sizes and (self.context.shard.world_size > 1 or not self._started):
+        """Set the line of name_size_file for the first pass, also of a resumed run."""
+        if self._sizes and not self._started:
             self._next, self._started = self.first_sample() % len(self._sizes), True
 
     def _score(self, detections: Rows, truth: GroundTruth, objects: NDArray[np.intp], image: int) -> Rows:

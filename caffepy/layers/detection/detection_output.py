@@ -9,7 +9,7 @@ import numpy as np
 
 from caffepy.config.text import decode_text, parse_text
 from caffepy.files import atomic_write, read_regular
-from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.core.base import Blobs, Layer, LayerContext, register_layer
 from caffepy.layers.detection.boxes import CENTER_SIZE, Priors, Rows, box_sizes, decode, read_priors
 from caffepy.layers.detection.host import host_threads, warn
 from caffepy.layers.detection.image_sizes import ImageSize, check_resize, read_image_sizes, to_pixels
@@ -88,6 +88,11 @@ class DetectionOutputLayer(Layer):
                 )  # fmt: skip
         self._shape = (images, priors)
         top[0].reshape((1, 1, 1, COLUMNS + self._shape_codes))
+
+    @classmethod
+    def depends_on_earlier_passes(cls, param: caffe_pb2.LayerParameter, context: LayerContext) -> bool:
+        """In TEST with result files, which hold the detections of many passes."""
+        return context.phase == caffe_pb2.TEST and writes_files(param.detection_output_param.save_output_param)
 
     def has_side_effects(self) -> bool:
         return self._files is not None
@@ -216,8 +221,13 @@ def _number(word: str) -> int | float | str:
     return float(word) if dot and part.isdecimal() and whole.lstrip("-").isdecimal() else word
 
 
+def writes_files(param: caffe_pb2.SaveOutputParameter) -> bool:
+    """Return whether the settings ask for result files and have all that these need."""
+    return bool(param.output_directory and param.label_map_file and param.name_size_file)
+
+
 def open_result_files(layer: Layer, param: caffe_pb2.SaveOutputParameter, classes: list[int]) -> ResultFiles | None:
-    """Return the result files of a layer; None, with a warning, if a field is missing or several devices test.
+    """Return the result files of a layer; None, with a warning, if a field is missing or devices divide the samples.
 
     Raises:
         ConfigError: the settings contradict each other.
@@ -226,16 +236,13 @@ def open_result_files(layer: Layer, param: caffe_pb2.SaveOutputParameter, classe
     given = [param.output_directory, param.label_map_file, param.name_size_file]
     if any(given) and not all(given):
         warn(layer, "no files are written: save_output_param needs output_directory, label_map_file, name_size_file")
-    if not all(given):
+    if not writes_files(param):
         return None
-    if layer.context.shard.world_size > 1:
-        warn(
-            layer,
-            "save_output_param has no effect where several devices share a test; to have the files, run caffepy test "
-            "or train on one device",
-        )
+    shard = layer.context.shard
+    if shard.parts > 1:
+        warn(layer, "save_output_param has no effect in a TRAIN net on several devices; save the detections in a test")
         return None
-    return ResultFiles(layer, param, classes) if layer.backend.holds_values else None
+    return ResultFiles(layer, param, classes) if layer.backend.holds_values and shard.rank == 0 else None
 
 
 class ResultFiles:

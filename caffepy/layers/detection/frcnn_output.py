@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from caffepy.data.transforms.pixel_boxes import PixelBoxes
-from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.core.base import Blobs, Layer, LayerContext, register_layer
 from caffepy.layers.detection.anchors import decode_regions, read_normalisation
 from caffepy.layers.detection.boxes import Rows
-from caffepy.layers.detection.detection_output import ResultFiles, open_result_files
+from caffepy.layers.detection.detection_output import ResultFiles, open_result_files, writes_files
 from caffepy.layers.detection.sorting import sort_like_cpp
 from caffepy.layers.detection.suppression import check_mode, suppress_pixels
+from caffepy.proto import caffe_pb2
 
 _PROBABILITIES, _OFFSETS, _REGIONS, _SIZE = range(4)
 COLUMNS = 7
@@ -63,6 +64,11 @@ class FrcnnOutputLayer(Layer):
                 self, self.param.frcnn_output_param.save_output_param, list(range(1, classes))
             )
         top[0].reshape((1, COLUMNS, 1, 1))
+
+    @classmethod
+    def depends_on_earlier_passes(cls, param: caffe_pb2.LayerParameter, context: LayerContext) -> bool:
+        """In TEST with result files, which hold the detections of many passes."""
+        return context.phase == caffe_pb2.TEST and writes_files(param.frcnn_output_param.save_output_param)
 
     def has_side_effects(self) -> bool:
         return bool(self.param.frcnn_output_param.save_output_param.output_directory)

@@ -85,7 +85,7 @@ class GridLossLayer(LossLayer):
     @property
     def training_devices(self) -> int:
         """Number of devices over whose losses the training averages."""
-        return self.context.shard.world_size if self.context.phase == caffe_pb2.TRAIN else 1
+        return self.context.shard.parts if self.context.phase == caffe_pb2.TRAIN else 1
 
 
 # -- lists of objects ----------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ class AnnotatedDataLayer(DataLayer):
             yolo=self._yolo,
             difficult=param.train_diffcult,
             jitter=param.yolo_data_jitter if self._yolo or param.HasField("yolo_data_jitter") else 0.0,
-            devices=self.context.shard.world_size if training else None,
+            devices=self.context.shard.parts if training else None,
             recompress=param.recompress,
         )
         threads = self.threads(self.param.data_param.threads)

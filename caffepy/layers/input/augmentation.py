@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from caffepy.backend import Array, Border, Channel, Each, expression
 from caffepy.data.transforms.sample_rng import SampleRng
-from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.core.base import Blobs, Layer, LayerContext, register_layer
 from caffepy.layers.core.layout_adapter import flatten_samples
 from caffepy.layers.input import augmentation_coefficients as coefficients
 from caffepy.layers.input.augmentation_coefficients import NAMES, Coefficients
@@ -53,6 +53,14 @@ class AugmentationLayer(Layer):
         wanted = self.context.phase == caffe_pb2.TRAIN or self._settings.augment_during_test
         fields = (*coefficients.SPATIAL_FIELDS, *coefficients.CHROMATIC_FIELDS, *coefficients.EIGEN_FIELDS)
         return wanted and coefficients.has_any(self._settings, (*fields, *coefficients.EFFECTS))
+
+    @classmethod
+    def depends_on_earlier_passes(cls, param: caffe_pb2.LayerParameter, context: LayerContext) -> bool:
+        """In TEST where the spreads follow the number of passes, which is another on each device."""
+        given = param.augmentation_param
+        drawn = given.augment_during_test and (param.type != "DataAugmentation" or len(param.bottom) < 2)
+        schedule = param.coeff_schedule_param
+        return context.phase == caffe_pb2.TEST and drawn and schedule.initial_coeff != schedule.final_coeff
 
     def check_coefficients(self, bottom: Blobs, index: int) -> None:
         """Check that a bottom has the coefficients of each sample.

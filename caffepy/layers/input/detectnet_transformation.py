@@ -92,7 +92,7 @@ class DetectNetTransformationLayer(Layer):
         if self.context.first_sample is not None:
             return self.first_sample()
         shard = self.context.shard
-        return (self.context.passes.number * shard.world_size + shard.rank) * count
+        return (self.context.passes.number * shard.parts + shard.part) * count
 
     def _augmentation(self, size: tuple[int, int], sample: int) -> Augmentation:
         if self.context.phase != caffe_pb2.TRAIN:

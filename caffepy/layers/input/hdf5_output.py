@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from caffepy.errors import RunError
-from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.core.base import Blobs, Layer, LayerContext, register_layer
+from caffepy.proto import caffe_pb2
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,11 @@ class HDF5OutputLayer(Layer):
         for blob, needs_gradient in zip(bottom, propagate_down, strict=True):
             if needs_gradient:
                 self.backend.fill(blob.diff, 0)
+
+    @classmethod
+    def depends_on_earlier_passes(cls, param: caffe_pb2.LayerParameter, context: LayerContext) -> bool:
+        """In TEST: each pass replaces the file of the last one."""
+        return context.phase == caffe_pb2.TEST
 
     def has_side_effects(self) -> bool:
         return True

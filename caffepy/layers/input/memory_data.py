@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.errors import RunError, ShapeError
-from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.core.base import Blobs, Layer, LayerContext, register_layer
+from caffepy.proto import caffe_pb2
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,11 @@ class MemoryDataLayer(Layer):
         top[1].reshape((self._shape[0], 1, 1, 1))
         self.backend.from_host(data, top[0].data)
         self.backend.from_host(labels.reshape(top[1].shape), top[1].data)
+
+    @classmethod
+    def depends_on_earlier_passes(cls, param: caffe_pb2.LayerParameter, context: LayerContext) -> bool:
+        """In TEST: only the program knows the position. In a training it gives each process its own arrays."""
+        return context.phase == caffe_pb2.TEST
 
     def capture_blocker(self) -> str | None:
         return "it copies its arrays from the host in every pass"

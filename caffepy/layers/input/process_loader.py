@@ -80,7 +80,7 @@ def reading_task(layer: PrefetchingLayer, folder: str, seed: int, stream: int) -
         "folder": folder,
         "prototxt": None if prototxt is None else str(prototxt),
         "dialect": None if context.dialect is None else context.dialect.value,
-        "devices": context.shard.world_size,
+        "devices": context.shard.parts,
         "seed": seed,
         "stream": stream,
         "fingerprint": source_fingerprint(layer),

@@ -11,7 +11,7 @@ import numpy as np
 
 from caffepy.errors import RunError
 from caffepy.files import atomic_write
-from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.core.base import Blobs, Layer, LayerContext, register_layer
 from caffepy.proto import caffe_pb2
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,11 @@ class WriterLayer(Layer):
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if propagate_down[0]:
             self.backend.fill(bottom[0].diff, 0)
+
+    @classmethod
+    def depends_on_earlier_passes(cls, param: caffe_pb2.LayerParameter, context: LayerContext) -> bool:
+        """In TEST with a single file, which each pass replaces."""
+        return context.phase == caffe_pb2.TEST and bool(param.writer_param.file)
 
     def has_side_effects(self) -> bool:
         return True

@@ -104,7 +104,7 @@ class LossLayer(Layer):
             return float(max(self.param.loss_param.pre_fixed_normalizer, 1))
         counts = {_Parameter.FULL: labels, _Parameter.VALID: labels, _Parameter.BATCH_SIZE: batch}
         if mode not in counts:
-            return 1 / self.context.shard.world_size if self.context.phase == caffe_pb2.TRAIN else 1.0
+            return 1 / self.context.shard.parts if self.context.phase == caffe_pb2.TRAIN else 1.0
         return float(max(counts[mode], 1))  # type: ignore[index]
 
     def communicates(self) -> bool:

@@ -7,10 +7,11 @@ from math import fabs
 from typing import Any
 
 from caffepy.backend import Channel, Each, Scalar, expression
-from caffepy.layers.core.base import Blobs, register_layer
+from caffepy.layers.core.base import Blobs, LayerContext, register_layer
 from caffepy.layers.core.formulas import identity
 from caffepy.layers.core.layout_adapter import flatten_pixels
 from caffepy.layers.loss.base import LossLayer
+from caffepy.proto import caffe_pb2
 
 
 @expression
@@ -187,6 +188,11 @@ class LpqLossLayer(LossLayer):
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         self._pixels.backward(self._formula(), top, propagate_down, bottom)
+
+    @classmethod
+    def depends_on_earlier_passes(cls, param: caffe_pb2.LayerParameter, context: LayerContext) -> bool:
+        """In TEST where the exponents follow the number of passes, which is another on each device."""
+        return context.phase == caffe_pb2.TEST and len(param.lpq_loss_param.p) > 1
 
     def capture_blocker(self) -> str | None:
         if len(self._episodes) > 1:

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend import Array, Channel, Each, Scalar, expression
-from caffepy.layers.core.base import Blobs, register_layer
+from caffepy.layers.core.base import Blobs, LayerContext, register_layer
 from caffepy.layers.core.layout_adapter import LayoutAdapter
 from caffepy.layers.loss.base import LossLayer
+from caffepy.proto import caffe_pb2
 
 KEPT = 0.99
 """Share of the old average of the label's part in the new one."""
@@ -110,6 +111,11 @@ class GeneralContrastiveLossLayer(DistanceLossLayer):
 
     def state(self) -> Sequence[Array]:
         return (self._average,)
+
+    @classmethod
+    def depends_on_earlier_passes(cls, param: caffe_pb2.LayerParameter, context: LayerContext) -> bool:
+        """In TEST with the margins' average; in a training each device has its own, as of running statistics."""
+        return context.phase == caffe_pb2.TEST and param.general_contrastive_loss_param.add_intra_mae
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.general_contrastive_loss_param

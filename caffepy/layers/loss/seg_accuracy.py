@@ -6,10 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend import Array, Channel, Each, Scalar, expression
-from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.core.base import Blobs, Layer, LayerContext, register_layer
 from caffepy.layers.core.formulas import identity, product
 from caffepy.layers.core.labels import Labels
 from caffepy.layers.core.layout_adapter import LayoutAdapter
+from caffepy.proto import caffe_pb2
 
 
 @expression
@@ -97,6 +98,10 @@ class SegAccuracyLayer(Layer):
 
     def capture_blocker(self) -> str | None:
         return "it adds up its counts on the host, because of reset: false" if self._adds_up else None
+
+    @classmethod
+    def depends_on_earlier_passes(cls, param: caffe_pb2.LayerParameter, context: LayerContext) -> bool:
+        return not param.seg_accuracy_param.reset
 
     def has_side_effects(self) -> bool:
         return self._adds_up

@@ -10,7 +10,7 @@ from caffepy.backend import Array, Channel, Each, Scalar, expression
 from caffepy.backend.formulas import scaled, squared_distance
 from caffepy.backend.types import BatchNormState
 from caffepy.config.dialect import LEAST_EPSILON
-from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.core.base import Blobs, Layer, LayerContext, register_layer
 from caffepy.layers.core.buffer import ScratchBuffer
 from caffepy.proto import caffe_pb2
 
@@ -160,6 +160,12 @@ class BatchNormLayer(Layer):
     def local_statistics(self) -> Sequence[int]:
         """Mean and variance. The count in blob 2 is the same on all devices."""
         return () if self._use_stored or self.context.all_reduce_mean is not None else (0, 1)
+
+    @classmethod
+    def depends_on_earlier_passes(cls, param: caffe_pb2.LayerParameter, context: LayerContext) -> bool:
+        """In TEST with the batch's statistics, which change those that the next training pass and snapshot read."""
+        given = param.batch_norm_param
+        return context.phase == caffe_pb2.TEST and given.HasField("use_global_stats") and not given.use_global_stats
 
     def state(self) -> Sequence[Array]:
         """The number of training passes, in NVIDIA's dialect."""

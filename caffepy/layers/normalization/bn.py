@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from caffepy.backend import Array, Each, Scalar, expression
 from caffepy.backend.types import BatchNormState
-from caffepy.layers.core.base import Blobs, register_layer
+from caffepy.layers.core.base import Blobs, LayerContext, register_layer
 from caffepy.layers.normalization.batch_norm import BatchNormLayer
 from caffepy.proto import caffe_pb2
 
@@ -112,6 +112,11 @@ class BNLayer(BatchNormLayer):
     @property
     def _part_size(self) -> int:
         return 0
+
+    @classmethod
+    def depends_on_earlier_passes(cls, param: caffe_pb2.LayerParameter, context: LayerContext) -> bool:
+        """Never: tests use the stored statistics, or keep none."""
+        return False
 
     def running_statistics(self) -> Sequence[int]:
         return () if self._use_stored or self._segnet else (2, 3)

@@ -6,15 +6,18 @@ data and diff are NumPy arrays on the host.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from enum import IntEnum
 from typing import Any, ClassVar
 
 import numpy as np
 
 from caffepy.blob import Blob, FourAxes
-from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.errors import ConfigError
+from caffepy.layers.core.base import Blobs, Layer, LayerContext, register_layer
 from caffepy.layers.python.python_class import (
     PythonObject,
     check_methods,
@@ -23,7 +26,10 @@ from caffepy.layers.python.python_class import (
     make_object,
     user_errors,
 )
+from caffepy.layers.python.solver_rank import acting_as, take_question
 from caffepy.proto import caffe_pb2
+
+log = logging.getLogger(__name__)
 
 _DECLARED = (
     "bottoms",
@@ -57,11 +63,15 @@ class PythonLayerBase:
 
     The layer sets `param`, the layer's prototxt, before `setup`, and these attributes before each call: `param_str`,
     also as `param_str_`, `phase` (0: TRAIN, 1: TEST; str(phase) is the name), `blobs` (the parameters;
-    `add_blob(*shape)` makes one), `rank` and `world_size` (of this device in training). bottom and top are lists of
-    blobs with `shape`, `num`, `channels`, `height`, `width`, `count`, `reshape(*shape)`, and the NumPy arrays `data`
-    and `diff`, which are written in place (`top[0].data[...] = …`).
+    `add_blob(*shape)` makes one), `rank` and `world_size` (of this device among those that divide the data, as
+    `caffe.solver_rank()` and `caffe.solver_count()`). bottom and top are lists of blobs with `shape`, `num`,
+    `channels`, `height`, `width`, `count`, `reshape(*shape)`, and the NumPy arrays `data` and `diff`, which are written
+    in place (`top[0].data[...] = …`).
     """
 
+    depends_on_earlier_passes: bool
+    """Whether passes must run one after the other on one device: by default in TEST, not in TRAIN. A class without
+    state that says False lets devices divide the batches of a test."""
     type: str = "Python"
     param: caffe_pb2.LayerParameter
     param_str: str
@@ -144,17 +154,29 @@ class PythonLayer(Layer):
             instance.type = self.type
         self._blobs: dict[Blob, HostBlob] = {}
         self._parameters = ParameterBlobs(self._make_parameter)
+        self._asked = _reads_rank(cls)
         self._call("setup", self._hosts(bottom), self._hosts(top))
         for blob in self._parameters:
             blob.upload("data")
 
     def _find_class(self) -> Any:
-        if self.user_class is not None:
-            return self.user_class
-        param = self.param.python_param
-        if not param.module or not param.layer:
-            raise self.error("python_param needs module and layer")
-        return find_class(param.module, param.layer, self.context.resolve, self.where)
+        return self._class_of(self.param, self.context)
+
+    @classmethod
+    def _class_of(cls, param: caffe_pb2.LayerParameter, context: LayerContext) -> Any:
+        if cls.user_class is not None:
+            return cls.user_class
+        names, where = param.python_param, f"layer '{param.name}' ({param.type})"
+        if not names.module or not names.layer:
+            raise ConfigError(f"{where}: python_param needs module and layer")
+        return find_class(names.module, names.layer, context.resolve, where)
+
+    @classmethod
+    def depends_on_earlier_passes(cls, param: caffe_pb2.LayerParameter, context: LayerContext) -> bool:
+        """What the class says; else in TEST, as a user's code may keep anything. A training gives each device its own
+        object, as Caffe does."""
+        declared = getattr(cls._class_of(param, context), "depends_on_earlier_passes", None)
+        return context.phase == caffe_pb2.TEST if declared is None else bool(declared)
 
     def _key(self, cls: Any) -> tuple[Any, ...]:
         """Return the key that the replicas of this layer on the training devices of this process have in common."""
@@ -172,7 +194,11 @@ class PythonLayer(Layer):
 
     def _call(self, method: str, *arguments: Any) -> None:
         """Call a method of the user's object under its lock."""
-        with self._object.lock, user_errors(method, self._object.instance, self.where):
+        shard = self.context.shard
+        place = shard.part, shard.parts
+        solver = acting_as(place) if shard.world_size > 1 else nullcontext()
+        take_question()
+        with self._object.lock, user_errors(method, self._object.instance, self.where), solver:
             instance = self._object.instance
             function = getattr(instance, method, None)
             if function is None or getattr(function, "__func__", None) in _TO_BE_WRITTEN:
@@ -182,12 +208,25 @@ class PythonLayer(Layer):
             for host, blob in zip(self._parameters, self.blobs, strict=True):
                 host.blob = blob  # after `setup` the net may replace it by a parameter shared by name
             instance.blobs = self._parameters
-            instance.rank, instance.world_size = self.context.shard.rank, self.context.shard.world_size
+            instance.rank, instance.world_size = place
             try:
                 function(*arguments)
             finally:
+                self._asked |= take_question()
                 if self.blobs_between_calls is not None:
                     instance.blobs = self.blobs_between_calls
+
+    def _warn_if_never_asked(self) -> None:
+        """Name a data layer of a training that gives each device the same samples, as far as can be told."""
+        shard = self.context.shard
+        if not self._asked and not self.param.bottom and self.context.phase == caffe_pb2.TRAIN and shard.parts > 1:
+            self._asked = True
+            if shard.rank == 0:
+                log.warning(
+                    "%s makes data and has never asked for caffe.solver_rank() and caffe.solver_count(): unless it "
+                    "divides its data by other means, all %d devices train on the same samples",
+                    self.where, shard.parts,
+                )  # fmt: skip
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         for host in self._hosts(bottom):
@@ -206,6 +245,7 @@ class PythonLayer(Layer):
             host.mark_current("diff")
         self._call("reshape", bottoms, tops)
         self._call("forward", bottoms, tops)
+        self._warn_if_never_asked()
         for host in tops:
             host.upload("data")
 
@@ -242,6 +282,16 @@ class PythonLayer(Layer):
 
     def capture_blocker(self) -> str | None:
         return "it runs the user's Python code on the host"
+
+
+_RANKS = frozenset({"rank", "world_size", "Get_rank"})
+"""Attributes by which an object learns its rank without a call of this package: its own, and those of mpi4py."""
+
+
+def _reads_rank(cls: Any) -> bool:
+    """Whether a method of a user's class reads one of `_RANKS`."""
+    methods = (value for base in cls.__mro__ if base is not PythonLayerBase for value in vars(base).values())
+    return any(_RANKS.intersection(getattr(getattr(each, "__code__", None), "co_names", ())) for each in methods)
 
 
 # -- blobs ---------------------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ import numpy as np
 
 from caffepy.backend import Array
 from caffepy.blob import Blob
-from caffepy.layers.core.base import Blobs, Layer
+from caffepy.layers.core.base import Blobs, Layer, LayerContext
 from caffepy.layers.core.formulas import identity, product_with_channel, total_with_channel
 from caffepy.layers.core.layout_adapter import LayoutAdapter
+from caffepy.proto import caffe_pb2
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +149,10 @@ class RecurrentLayer(Layer):
 
     def state(self) -> Sequence[Array]:
         return () if self.param.recurrent_param.expose_hidden else self._stored_states
+
+    @classmethod
+    def depends_on_earlier_passes(cls, param: caffe_pb2.LayerParameter, context: LayerContext) -> bool:
+        return not param.recurrent_param.expose_hidden
 
     # -- used by subclasses --------------------------------------------------------------------------
 

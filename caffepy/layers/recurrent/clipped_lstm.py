@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 from caffepy.backend import Array, Each, Scalar, expression
-from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.layers.core.base import Blobs, Layer, LayerContext, register_layer
 from caffepy.layers.core.formulas import identity, product_with_channel, total_with_channel
 from caffepy.layers.core.layout_adapter import LayoutAdapter
+from caffepy.proto import caffe_pb2
 
 STATES = ("hidden", "cell")
 
@@ -99,6 +100,10 @@ class LstmLayer(Layer):
 
     def state(self) -> list[Array]:
         return self._stored
+
+    @classmethod
+    def depends_on_earlier_passes(cls, param: caffe_pb2.LayerParameter, context: LayerContext) -> bool:
+        return len(param.bottom) > 1
 
     def _buffer(self, name: str, *sizes: int) -> Array:
         return self.scratch(name, (*sizes[:-1], self._streams, sizes[-1])).array

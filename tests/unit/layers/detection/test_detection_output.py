@@ -323,12 +323,12 @@ def test_settings_that_do_not_hold_together(files: Path, text: str, kind: type[E
         build(text, _two_images(), backend_named("cpu"))
 
 
-def test_several_devices_write_no_files_and_say_so(files: Path, caplog: pytest.LogCaptureFixture) -> None:
-    net = build(SAVE.format("VOC", ""), _two_images(), backend_named("cpu"), Shard(0, 2))
-    net.forward()
-    assert not (files / "out").exists()
-    lines = [record.getMessage() for record in caplog.records]
-    assert any("layer 'L' (DetectionOutput): save_output_param has no effect where several" in line for line in lines)
+def test_of_several_devices_the_root_alone_tests_and_writes_files(files: Path) -> None:
+    for rank in (1, 0):
+        net = build(SAVE.format("VOC", ""), _two_images(), backend_named("cpu"), Shard(rank, 2))
+        assert net.context.shard.undivided
+        net.forward()
+        assert (files / "out").exists() == (rank == 0)
 
 
 def test_names_that_lead_out_of_the_folder_are_refused(files: Path) -> None:

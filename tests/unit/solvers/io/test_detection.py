@@ -107,9 +107,9 @@ def test_several_devices_give_the_same_score() -> None:
     shared = _Shared(devices)
 
     def score(rank: int) -> float:
-        with build_solver(DETECTION, NET) as solver:
+        shard = Shard(rank, devices)
+        with build_solver(DETECTION, NET, shard=shard) as solver:
             _play(solver, rank, devices)
-            shard = Shard(rank, devices)
             evaluator = Evaluator(solver.param, solver.net, shard, shared, solver.log, lambda: False)
             scores = evaluator.run(solver.tests[0], solver.param.test_iter[0])
             assert scores is not None
