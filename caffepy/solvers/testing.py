@@ -143,7 +143,7 @@ class Evaluator:
         """Give all devices the running statistics that a test on the root alone has changed (BatchNorm)."""
         if not net.context.shard.undivided:
             return
-        for array in net.statistics():
+        for array in (layer.blobs[index].data for layer in net.layers for index in layer.running_statistics()):
             own = np.asarray(net.backend.to_host(array), np.float64) * self._callback.is_root
             net.backend.from_host(self._callback.sum_over_devices(own).astype(np.float32), array)
 
