@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 
 from caffepy.backend import Backend, create_backend
 from caffepy.errors import AbortedError, NonFiniteError, PeerError
-from caffepy.layers.python.solver_rank import become_solver
+from caffepy.layers.python.solver_rank import acting_as
 from caffepy.loggers.choose import make_loggers
 from caffepy.loggers.watch import Watch
 from caffepy.monotonic_clock import suspend_aware_seconds
@@ -141,7 +142,10 @@ class P2PSync(DeviceThread):
 
     def _work(self, backend: Backend) -> None:
         # Numbers that are not finite are counted or reported by training itself.
-        with np.errstate(all="ignore"):
+        shard = self.spec.shard
+        place = shard.rank, shard.world_size
+        solver = acting_as(place, shard.devices_per_rank == 1) if self._several else nullcontext()
+        with np.errstate(all="ignore"), solver:
             self._train(backend)
 
     def _fail(self, error: BaseException) -> None:
@@ -151,8 +155,6 @@ class P2PSync(DeviceThread):
 
     def _train(self, backend: Backend) -> None:
         self._connect.begin()
-        shard = self.spec.shard
-        become_solver(shard.rank, shard.world_size, alone=shard.devices_per_rank == 1)
         self.solver = self._build(backend)
         with self.heartbeat.collective("the start of training"):
             self.ready.set()

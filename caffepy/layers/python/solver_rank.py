@@ -25,27 +25,23 @@ _process: list[Place] = []
 """The place of a process with one solver, for threads that a user's code starts."""
 
 
-def become_solver(rank: int, count: int, alone: bool) -> None:
-    """Let the calling thread be a solver from now on.
+@contextmanager
+def acting_as(place: Place, whole_process: bool = False) -> Iterator[None]:
+    """Let the calling thread be a solver within a `with` block.
 
     Args:
-        rank: its rank among all.
-        count: the number of solvers.
-        alone: whether the process has no other solver.
+        place: its rank, and the number of solvers.
+        whole_process: whether the process has no other solver; then its other threads have the place too.
     """
-    _thread.place = rank, count
-    if alone:
-        _process[:] = [(rank, count)]
-
-
-@contextmanager
-def acting_as(place: Place) -> Iterator[None]:
-    """Let the calling thread be another solver within a `with` block."""
     before, _thread.place = _thread.place, place
+    if whole_process:
+        _process[:] = [place]
     try:
         yield
     finally:
         _thread.place = before
+        if whole_process:
+            _process.clear()
 
 
 def ask_place() -> Place | None:
