@@ -147,11 +147,19 @@ def describe(error: BaseException) -> str:
     """An error in one line; other errors than CaffepyError with their type."""
     if lacks_threads(error):
         return NO_THREADS
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
     return one_line(str(error) if isinstance(error, CaffepyError) else f"{type(error).__name__}: {error}")
 
 
-def exit_status(error: BaseException) -> int:
-    """The exit status of a process that ends with `error`."""
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as in shells: 128 + SIGINT."""
+
+
+def exit_status(error: BaseException | None) -> int:
+    """The exit status of a process that ends with `error`, or for an unknown reason where there is none."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
     return error.exit_status if isinstance(error, CaffepyError) else RunError.exit_status
 
 

@@ -75,21 +75,20 @@ def run(args: argparse.Namespace) -> int:
     from caffepy.parallel.processes.create import create_world
     from caffepy.parallel.processes.launcher import refuse_foreign_launcher
 
-    world = create_world()
-    world.run_on_all(lambda: refuse_foreign_launcher(world.rank, world.size))
-    options = _options(args, world)
     timings: list[Timing] = []
+    with create_world() as world:
+        world.run_on_all(lambda: refuse_foreign_launcher(world.rank, world.size))
+        options = _options(args, world)
 
-    def tell(timing: Timing) -> None:
-        timings.append(timing)
+        def tell(timing: Timing) -> None:
+            timings.append(timing)
+            if world.rank == 0:
+                print(_row(timing, options.dtype), flush=True)
+
+        bench = AllReduceBenchmark(world, options, tell)
         if world.rank == 0:
-            print(_row(timing, options.dtype), flush=True)
-
-    bench = AllReduceBenchmark(world, options, tell)
-    if world.rank == 0:
-        print(_head(options, world.size), flush=True)
-    bench.run()
-    world.close()
+            print(_head(options, world.size), flush=True)
+        bench.run()
     wrong = sum(timing.wrong for timing in timings)
     if wrong:
         if world.rank != 0:

@@ -21,6 +21,7 @@ from caffepy import as_caffe, version
 from caffepy.cli.log import log_to_stderr, raise_once, rank_prefix
 from caffepy.cli.options import Commands, Parser, add_options, normalise
 from caffepy.errors import (
+    INTERRUPTED,
     NO_THREADS,
     CaffepyError,
     ConfigError,
@@ -34,6 +35,7 @@ from caffepy.errors import (
 from caffepy.files import open_closed_streams
 from caffepy.glog import ENDS
 from caffepy.options import ExtensionOptions
+from caffepy.parallel.processes.at_exit import end_unless_left
 from caffepy.registry import suggest
 
 logger = logging.getLogger(__name__)
@@ -105,8 +107,6 @@ ALIASES = {
 
 ABORTED = 128 + signal.SIGABRT
 """Exit status after an error of Caffe's programs, which abort, as shells have it."""
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as in shells: 128 + SIGINT."""
 PIPE_CLOSED = 141
 """Exit status when the reader of the output has exited: 128 + SIGPIPE."""
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -146,9 +146,11 @@ def main(argv: Sequence[str] | None = None, caffes: str = "") -> int:
     as_caffe.install(force=True)  # modules of Python layers import caffe
     try:
         with log_to_stderr("--verbose" in arguments, caffes):
-            return _main(arguments, caffes)
+            status = _main(arguments, caffes)
     finally:
         _drop_unwritten_log()
+    end_unless_left(status or RunError.exit_status)
+    return status
 
 
 def _main(arguments: list[str], caffes: str) -> int:

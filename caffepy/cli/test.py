@@ -95,12 +95,9 @@ def _score(args: argparse.Namespace, detection: bool) -> int:
     from caffepy.parallel.processes.launcher import refuse_foreign_launcher
     from caffepy.parallel.scoring import score_on_all_devices
 
-    world = create_world()
-    world.run_on_all(lambda: refuse_foreign_launcher(world.rank, world.size))
-    try:
+    with create_world() as world:
+        world.run_on_all(lambda: refuse_foreign_launcher(world.rank, world.size))
         score_on_all_devices(world, _options(args, world, detection))
-    finally:
-        world.close()
     return 0
 
 

@@ -18,6 +18,7 @@ from caffepy.distributed.group import ProcessGroup
 from caffepy.distributed.rendezvous import Membership, join, join_subgroup
 from caffepy.errors import CaffepyError, UserError
 from caffepy.parallel.communicators.collectives import ReduceOp
+from caffepy.parallel.processes.at_exit import left
 from caffepy.parallel.processes.launcher import find_launcher
 
 SUM, PRODUCT, MIN, MAX, AVG = ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG
@@ -36,6 +37,8 @@ _WITHDRAW_SECONDS = 2.0
 
 _lock = threading.Lock()
 _group: ProcessGroup | None = None
+_refused = False
+"""Whether an error has kept this process out of a group. The script may have caught it."""
 
 
 def connect(
@@ -136,18 +139,22 @@ def init_process_group(
         PeerError: not all processes joined in time, or one failed.
         MissingExtraError: the backend's library is not installed.
     """
-    global _group
+    global _group, _refused
     with _lock:
         if is_initialized():
             raise UserError("init_process_group was called before: call destroy_process_group first")
-        _group = connect(
-            backend,
-            init_method,
-            rank=None if rank == -1 else rank,
-            world_size=None if world_size == -1 else world_size,
-            timeout=300.0 if timeout is None else timeout,
-            device_id=device_id,
-        )
+        try:
+            _group = connect(
+                backend,
+                init_method,
+                rank=None if rank == -1 else rank,
+                world_size=None if world_size == -1 else world_size,
+                timeout=300.0 if timeout is None else timeout,
+                device_id=device_id,
+            )
+        except Exception:
+            _refused = True
+            raise
         _report_errors_once()
         if multiprocessing.parent_process() is not None:
             Finalize(None, _end, exitpriority=10)  # multiprocessing's children exit without atexit's handlers
@@ -290,9 +297,11 @@ def _end() -> None:
     MPI ranks with an abandoned operation would block in MPI_Finalize, so they exit at once.
     """
     group = _group
-    if group is None:
-        return
     error = None if hasattr(sys, "ps1") else (sys.exc_info()[1] or getattr(sys, "last_value", None))
+    if group is None:
+        if _refused and error is None:
+            left()
+        return
     if not group.destroyed:
         if group.failure is not None:
             group.abort(group.failure)
@@ -302,3 +311,4 @@ def _end() -> None:
             group.destroy()
     if group.failure is not None:
         group.end_world()
+    left()

@@ -7,7 +7,7 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-from caffepy.errors import AbortedError, CaffepyError, NonFiniteError, PeerError, RunError, exit_status
+from caffepy.errors import INTERRUPTED, AbortedError, CaffepyError, NonFiniteError, PeerError, RunError, exit_status
 from caffepy.glog import ENDS
 from caffepy.parallel.control.describe_error import describe_error
 from caffepy.parallel.control.watchdog import Watchdog
@@ -21,8 +21,6 @@ _JOIN_SECONDS = 2.0
 """How long a failed run waits for its threads, all together."""
 _LAST_RESORT_SECONDS = 6.0
 """When a process ends after a failure, even if its main thread is stuck in MPI."""
-_INTERRUPTED = 130
-"""The exit status of a shell's command that SIGINT has ended."""
 _TELL_SECONDS = 1.0
 """How long the others may take to hear of a failure, and rank 0 to answer."""
 
@@ -127,11 +125,11 @@ class Failures:
         logger.critical(message, extra=ENDS)
         if self._watchdog is not None:
             # In a thread: this handler may have interrupted the main thread where that holds the channel's lock.
-            failure = Failure(message, _INTERRUPTED, reported=True)
+            failure = Failure(message, INTERRUPTED, reported=True)
             telling = threading.Thread(target=self._watchdog.tell_failure, args=(failure,), daemon=True)
             telling.start()
             telling.join(_TELL_SECONDS)
-        self._world.end(_INTERRUPTED)
+        self._world.end(INTERRUPTED)
 
     def _own_failure(self, text: str, error: BaseException, location: str = "") -> Failure:
         rank = self._world.name(self._world.rank) if self._world.size > 1 else ""

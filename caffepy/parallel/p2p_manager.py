@@ -76,17 +76,16 @@ class P2PManager:
             CaffepyError: whatever is wrong, if this is the only process, or if all ranks found it before training began
                 (then on the root; the others raise SystemExit). An error of one rank alone ends all processes here.
         """
-        self._world = create_world()
-        self._failures = Failures(self._world, self._syncs)
-        self._world.watch(self._failures.raise_first)
-        try:
-            self._run()
-        except BaseException as error:
-            self._failures.end(error)
-            raise
-        finally:
-            self._failures.close()
-            self._world.close()
+        with create_world() as self._world:
+            self._failures = Failures(self._world, self._syncs)
+            self._world.watch(self._failures.raise_first)
+            try:
+                self._run()
+            except BaseException as error:
+                self._failures.end(error)
+                raise
+            finally:
+                self._failures.close()
 
     @property
     def iteration(self) -> int:

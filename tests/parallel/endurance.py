@@ -3,7 +3,8 @@
     python tests/parallel/endurance.py --rounds 20 [--faults kill,SIGINT] [--jobs 2] [--turns] [--restarts 1]
     python3 tests/parallel/endurance.py --restarts 1 --rounds 16 --jobs 8 --seconds 560 [--first 17]
 
-The faults and what is promised of their ends are those of the tests: `training_faults.py`, `group_faults.py`; with
+The faults and what is promised of their ends are those of the tests: `training_faults.py`, `group_faults.py`,
+`start_faults.py` (fifty rounds have all fifty moments of a run); with
 ``--restarts 1`` those of `restart_faults.py`, over training that `caffepy launch --restarts 1` starts. The exit
 status is 1 if anything was not as promised. Ctrl-C prints the table of what was tried so far; the last line is a
 summary. Nothing has to be installed: packages may be found through PYTHONPATH, mpirun on the PATH.
@@ -31,10 +32,11 @@ from fault_case import FaultCase  # noqa: E402
 from group_faults import GROUP_FAULTS  # noqa: E402
 from interrupts import default_interrupts  # noqa: E402
 from restart_faults import RESTART_FAULTS  # noqa: E402
+from start_faults import START_FAULTS  # noqa: E402
 from subprocess_training import SubprocessTraining  # noqa: E402
 from training_faults import TRAINING_FAULTS  # noqa: E402
 
-CASES = [*TRAINING_FAULTS, *GROUP_FAULTS]
+CASES = [*TRAINING_FAULTS, *START_FAULTS, *GROUP_FAULTS]
 _TAIL = 40
 """Lines of a failed round's log that are printed."""
 

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 from fault_case import FaultCase, Trials, parameters
 from processes import find_mpirun, processes_of
+from start_faults import START_FAULTS
 from subprocess_training import NET, SubprocessTraining
 from training_faults import TRAINING_FAULTS, check_message
 
@@ -121,3 +122,8 @@ def test_several_ranks_without_mpi4py_are_told_what_to_install(training: Subproc
     assert (
         "mpi4py is not installed and is needed to train on several ranks: " in outcome.log and "[mpi]'" in outcome.log
     )
+
+
+@pytest.mark.parametrize("case", parameters(START_FAULTS))
+def test_a_rank_that_falls_out_at_any_moment_ends_all(trials: Trials, case: FaultCase) -> None:
+    trials[case].result()

@@ -201,12 +201,13 @@ class SubprocessTraining:
         net_text: str = NET,
         solver_text: str = "",
         launch: Sequence[str] | None = None,
+        program: Path = PROGRAM,
         **environment: str,
     ) -> tuple[subprocess.Popen[str], str]:
         """Start a run, with mpirun or without MPI where `ranks` are given; ``{rank}`` in an option becomes the rank's
         number.
 
-        Where options of `caffepy launch` are given (`launch`), it is the parent.
+        Where options of `caffepy launch` are given (`launch`), it is the parent. `program` has caffepy's command line.
 
         Returns the process, a group of its own, and the prefix of its snapshots.
         """
@@ -216,7 +217,7 @@ class SubprocessTraining:
         (self.folder / net).write_text(net_text % {"batch": batch})
         values = {"net": net, "iterations": iterations, "snapshot": snapshot, "prefix": prefix}
         (self.folder / solver).write_text(SOLVER % values + solver_text)
-        command = [sys.executable, str(PROGRAM), "train", "--solver", solver, *devices, *self._threads, *options]
+        command = [sys.executable, str(program), "train", "--solver", solver, *devices, *self._threads, *options]
         if launch is not None:
             parent = [sys.executable, "-m", "caffepy", "launch", "--oversubscribe", "--nproc-per-node", str(ranks or 1)]
             way = ["--mpirun", find_mpirun()] if mpi else ["--nnodes", "1"]

@@ -37,10 +37,8 @@ def raise_together(error: CaffepyError) -> NoReturn:
         world = create_world()
     except CaffepyError:  # there is no MPI to agree by
         raise error from None
-    try:
+    with world:
         world.raise_on_all(error)
-    finally:
-        world.close()
     raise error
 
 
@@ -49,6 +47,6 @@ def create_mpi_world() -> World:
     launcher = find_mpi_launcher()
     if launcher is None or launcher.size == 1:
         return SingleProcess()
-    from caffepy.parallel.processes.mpi_world import MpiWorld
+    from caffepy.parallel.processes.mpi_world import join_mpi
 
-    return MpiWorld(launcher)
+    return join_mpi(launcher)

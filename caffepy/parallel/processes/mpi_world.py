@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 from caffepy.parallel.communicators.communicator import Communicator
 from caffepy.parallel.communicators.mpi import MainThreadDispatcher, MpiCommunicator, load_mpi
+from caffepy.parallel.processes.at_exit import joining, left
 from caffepy.parallel.processes.launcher import Launcher, check_launcher
 from caffepy.parallel.processes.machine import machine_identity
 from caffepy.parallel.processes.world import World, end_process, flush_streams
@@ -22,6 +23,35 @@ _FORWARD_SECONDS = 0.3
 """Time for the launcher to forward printed text: at an abort it drops the rest, or mixes it with its own."""
 _ABORT_SECONDS = 3.0
 """How long MPI_Abort may take before the process ends without it."""
+
+
+def join_mpi(launcher: Launcher) -> MpiWorld:
+    """The world of MPI's processes, which this process ends unless it leaves them; errors as of `MpiWorld`."""
+    joining(_end_mpi)
+    return MpiWorld(launcher)
+
+
+def _end_mpi(status: int) -> None:
+    """End all processes of MPI, unless it has not started or there is no other; then MPI_Finalize waits for none."""
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False  # an interrupt may have ended the import before MPI started, or after
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        return
+    if MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.size > 1:
+        abort(MPI.COMM_WORLD, status)
+
+
+def abort(comm: Any, status: int) -> NoReturn:
+    """End all processes of an MPI communicator, this one included."""
+    flush_streams()
+    time.sleep(_FORWARD_SECONDS)
+    aborting = threading.Thread(target=comm.Abort, args=(status,), daemon=True)
+    aborting.start()
+    aborting.join(_ABORT_SECONDS)
+    end_process(status)
 
 
 class MpiWorld(World):
@@ -74,15 +104,11 @@ class MpiWorld(World):
         return MpiCommunicator(self._mpi, comm, self._calls)
 
     def close(self) -> None:
-        """Nothing: MPI_Finalize waits for all when the process ends."""
+        """Leave the others; MPI_Finalize waits for all when the process ends."""
+        left()
 
     def end(self, status: int) -> NoReturn:
-        flush_streams()
-        time.sleep(_FORWARD_SECONDS)
-        aborting = threading.Thread(target=self._mpi.COMM_WORLD.Abort, args=(status,), daemon=True)
-        aborting.start()
-        aborting.join(_ABORT_SECONDS)
-        end_process(status)
+        abort(self._mpi.COMM_WORLD, status)
 
     def _wait(self, request: Any) -> None:
         while not request.Test():

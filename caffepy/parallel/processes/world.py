@@ -8,6 +8,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
+from types import TracebackType
 from typing import NoReturn, TypeVar
 
 from caffepy.errors import InternalError, RunError, UserError, describe, exit_status
@@ -76,6 +77,18 @@ class World(ABC):
     @abstractmethod
     def end(self, status: int) -> NoReturn:
         """End this process, and with it the world, at once: nothing is waited for."""
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the other ranks, unless they have not agreed on the error: then the exit of this process ends them."""
+        if error is None or self.ended_together or self.size == 1:
+            self.close()
+        elif self.channel is not None:
+            self.channel.fail(f"{self.name(self.rank)}: {describe(error)}")
 
     @property
     def host(self) -> str:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -342,3 +345,47 @@ def test_calls_of_threads_run_on_the_main_thread_where_mpi_wants_it() -> None:
     while thread.is_alive():
         service.serve()
     assert ran_on == [threading.get_ident()]
+
+
+class Closing(FakeWorld):
+    """One rank that notes what it is told at its end."""
+
+    def __init__(self, agreed: bool) -> None:
+        super().__init__(1, [None, None])
+        self.ended_together = agreed
+        self.told: list[str] = []
+        self.channel = SimpleNamespace(fail=self.told.append)  # type: ignore[assignment]
+
+    def close(self) -> None:
+        self.told.append("left")
+
+
+@pytest.mark.parametrize(
+    ("error", "agreed", "told"),
+    [
+        (None, False, "left"),
+        (ConfigError("all found it"), True, "left"),
+        (ConfigError("odd"), False, "rank 1 on host1: odd"),
+        (KeyboardInterrupt(), False, "rank 1 on host1: interrupted"),
+        (SystemExit(0), False, "rank 1 on host1: SystemExit: 0"),
+        (MemoryError("full"), False, "rank 1 on host1: MemoryError: full"),
+    ],
+)
+def test_a_rank_leaves_in_good_order_or_tells_the_others_why(
+    error: BaseException | None, agreed: bool, told: str
+) -> None:
+    world = Closing(agreed)
+    with suppress(BaseException), world:
+        if error is not None:
+            raise error
+    assert world.told == [told]
+
+
+def test_a_process_that_has_not_left_ends_the_others_at_its_exit() -> None:
+    code = (
+        "from caffepy.parallel.processes.at_exit import joining, left\njoining(lambda status: print('ended', status))\n"
+    )
+    ends = {"raise KeyboardInterrupt": "ended 130", "raise SystemExit(0)": "ended 1", "left()": "", "pass": "ended 1"}
+    for last, printed in ends.items():
+        done = subprocess.run([sys.executable, "-c", code + last], capture_output=True, text=True, timeout=300)
+        assert done.stdout.strip() == printed, done.stderr
