@@ -106,6 +106,18 @@ def load_mpi() -> Any:
     return MPI
 
 
+def find_started_mpi() -> Any | None:
+    """mpi4py's MPI module if MPI has started and not ended; an interrupt may have ended its import at any moment."""
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        return None
+    return MPI if MPI.Is_initialized() and not MPI.Is_finalized() else None
+
+
 class MpiCommunicator(Communicator):
     """Host arrays among the processes of an MPI communicator.
 

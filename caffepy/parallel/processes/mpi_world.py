@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from caffepy.parallel.communicators.communicator import Communicator
-from caffepy.parallel.communicators.mpi import MainThreadDispatcher, MpiCommunicator, load_mpi
+from caffepy.parallel.communicators.mpi import MainThreadDispatcher, MpiCommunicator, find_started_mpi, load_mpi
 from caffepy.parallel.processes.at_exit import joining, left
 from caffepy.parallel.processes.launcher import Launcher, check_launcher
 from caffepy.parallel.processes.machine import machine_identity
@@ -33,15 +33,9 @@ def join_mpi(launcher: Launcher) -> MpiWorld:
 
 def _end_mpi(status: int) -> None:
     """End all processes of MPI, unless it has not started or there is no other; then MPI_Finalize waits for none."""
-    try:
-        import mpi4py
-
-        mpi4py.rc.initialize = False  # an interrupt may have ended the import before MPI started, or after
-        from mpi4py import MPI
-    except (ImportError, RuntimeError):
-        return
-    if MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.size > 1:
-        abort(MPI.COMM_WORLD, status)
+    mpi = find_started_mpi()
+    if mpi is not None and mpi.COMM_WORLD.size > 1:
+        abort(mpi.COMM_WORLD, status)
 
 
 def abort(comm: Any, status: int) -> NoReturn:
