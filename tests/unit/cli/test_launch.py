@@ -292,6 +292,7 @@ def test_the_installed_mpi_runs_it(tmp_path: Path) -> None:
         "world = create_world()\n"
         "everybody = world.all_gather((world.local_rank, sys.argv[1:]))\n"
         "if world.rank == 0: print(everybody)\n"
+        "world.close()\n"
         "sys.exit(3)\n"
     )
     command = [sys.executable, "-m", "caffepy", "launch", "--nproc-per-node=2", "--oversubscribe", "script.py", "-a_b"]

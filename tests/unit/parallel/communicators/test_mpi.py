@@ -50,6 +50,7 @@ for name, communicator in communicators.items():
         assert all(work.synchronize() for work in works), name
         assert (arrays[0] == 2.25).all() and (arrays[1] == 4.5).all(), (name, arrays)
     communicator.close()
+world.close()
 print("done", flush=True)
 """
 
