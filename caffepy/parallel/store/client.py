@@ -32,8 +32,8 @@ from caffepy.parallel.store.wire import (
 
 _GRACE_SECONDS = 10.0
 _CONNECT_SECONDS = 3.0
-_HANDSHAKE_SECONDS = 10.0
-"""Strangers may be before this rank in the server's queue."""
+HANDSHAKE_SECONDS = 10.0
+"""How long one attempt waits for the server, in whose queue strangers may be before this rank."""
 _RETRY_SECONDS = 0.1
 
 Address = tuple[str, int]
@@ -141,12 +141,32 @@ class ControlClient(ControlChannel):
             if line.getsockname() == line.getpeername():  # without a server TCP may connect a port to itself
                 raise ConnectionRefusedError("no server listens")
             prepare(line)
-            line.settimeout(min(_HANDSHAKE_SECONDS, self._timeout))
+            line.settimeout(min(HANDSHAKE_SECONDS, self._timeout))
             self._server = introduce(line, self._secret, replace(self._hello, role=role))
         except BaseException:
             hang_up(line)
             raise
         return line
+
+    def _connect_again(self) -> socket.socket:
+        """A further connection, until the timeout: strangers may keep the server busy.
+
+        Raises:
+            OSError: the server has ended, or the last attempt's error.
+            AbortedError: this channel was closed.
+        """
+        deadline = time.monotonic() + self._timeout
+        while True:
+            try:
+                return self._connect(DATA)
+            except ConnectionRefusedError:
+                raise
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+            if self._closed:
+                raise AbortedError("the store was closed")
+            time.sleep(_RETRY_SECONDS)
 
     def _send(self, frame: Frame) -> None:
         """Write to the control connection; `watch` notices where it is broken."""
@@ -191,7 +211,7 @@ class ControlClient(ControlChannel):
                 raise AbortedError("the store was closed")
             if self._idle:
                 return self._idle.pop()
-        line = self._connect(DATA)
+        line = self._connect_again()
         with self._lock:
             self._open.add(line)
             closed = self._closed

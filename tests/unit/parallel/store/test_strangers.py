@@ -24,7 +24,7 @@ from strangers import (
     silent_connections,
 )
 
-from caffepy.errors import PeerError, UserError
+from caffepy.errors import AbortedError, PeerError, UserError
 from caffepy.parallel.store import server, wire
 from caffepy.parallel.store.client import ControlClient
 from caffepy.parallel.store.handshake import DATA, Hello, challenge, introduce
@@ -155,6 +155,41 @@ def test_silent_connections_are_few_and_keep_nobody_out(root: ControlServer) -> 
         check_in_order(root)
         assert time.monotonic() - begin < 300.0
         assert all(is_closed(line, 300.0) for line in lines)
+
+
+def test_a_rank_that_has_joined_waits_behind_strangers(root: ControlServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attempt is shorter than the server's work on those before it; the timeout is longer."""
+    client = join(root)
+    monkeypatch.setattr(server, "UNPROVEN_LIMIT", 1)
+    monkeypatch.setattr("caffepy.parallel.store.client.HANDSHAKE_SECONDS", 0.2)
+    with silent_connections(root.port, 3):
+        client.put("key", b"works")
+    assert root.take("key", 5.0) == b"works"
+    client.leave([])
+    client.close()
+
+
+def test_a_rank_waits_neither_for_a_server_that_has_ended_nor_after_its_own_end(
+    root: ControlServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = ControlServer(MemoryStore(2), member(0), ("127.0.0.1", 0), SECRET)
+    client = join(ended)
+    client.leave([])
+    ended.close()
+    with pytest.raises(PeerError, match="ended unexpectedly"):
+        client.put("key", b"x")
+    client.close()
+
+    monkeypatch.setattr("caffepy.parallel.store.client.HANDSHAKE_SECONDS", 0.2)
+    client = join(root)
+    monkeypatch.setattr(server, "UNPROVEN_LIMIT", 1)
+    client.leave([])
+    with silent_connections(root.port, 20):
+        closing = threading.Timer(0.3, client.close)
+        closing.start()
+        with pytest.raises(AbortedError, match="the store was closed"):
+            client.put("key", b"x")
+        closing.join()
 
 
 def test_without_threads_for_a_connection_the_server_goes_on(
