@@ -97,9 +97,12 @@ def tile(code: LayerCode) -> str:
     return f"{code.x}.repeat({', '.join(map(str, repeats))})"
 
 
-@exports("ShuffleChannel", form="nn.ChannelShuffle")
+@exports("ShuffleChannel", form="nn.ChannelShuffle; of two axes unflatten, transpose, flatten")
 def shuffle_channel(code: LayerCode) -> str:
-    return code.apply(call("nn.ChannelShuffle", code.param.shuffle_channel_param.group))
+    group = code.param.shuffle_channel_param.group
+    if code.rank < 3:  # which nn.ChannelShuffle refuses
+        return f"{code.x}.unflatten(1, ({group}, -1)).transpose(1, 2).flatten(1)"
+    return code.apply(call("nn.ChannelShuffle", group))
 
 
 @exports("Reduction", form="sum or mean")

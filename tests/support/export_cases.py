@@ -126,6 +126,7 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ('type: "AutoCrop" crop_param { axis: 2 offset: 1 offset: 2 }', (IMAGE, (2, 6, 3, 3))),
     ('type: "Tile" tile_param { axis: 2 tiles: 3 }', (IMAGE,)),
     ('type: "ShuffleChannel" shuffle_channel_param { group: 3 }', (IMAGE,)),
+    ('type: "ShuffleChannel" shuffle_channel_param { group: 2 }', (VECTOR,)),
     ('type: "Reorg" reorg_param { stride: 2 }', ((2, 8, 4, 6),)),
     ('type: "Reorg" reorg_param { stride: 2 reverse: true }', ((2, 8, 4, 6),)),
     ('type: "Mish"', (IMAGE,)),

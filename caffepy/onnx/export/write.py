@@ -118,6 +118,10 @@ class _Writer:
         self.resized: set[Blob] = set()
         """Blobs whose shape depends on numbers."""
         self.graph.names |= set(net.blobs)
+        inputs = [top for node in net.nodes if node.layer.type == "Input" for top in node.tops]
+        sizes = {top.shape[axis] for top in inputs for axis, one in enumerate(varying.get(top.name, ())) if one}
+        self.batch = sizes.pop() if len(sizes) == 1 else -1
+        """The size that is called N in shapes; -1: inputs have several."""
 
     def add(self, node: Node) -> None:
         """Add a layer."""
@@ -173,9 +177,10 @@ class _Writer:
 
     def _info(self, blob: Blob, name: str) -> ValueInfoProto:
         varies = self.varying.get(blob.name, [False] * len(blob.shape))
-        shape: list[int | str] = ["N" if one else size for size, one in zip(blob.shape, varies, strict=True)]
-        if blob in self.resized:
-            shape = [f"{name}_{axis}" for axis in range(len(shape))]
+        shape: list[int | str] = [f"{name}_{axis}" for axis in range(len(blob.shape))]
+        for axis, (size, one) in enumerate(zip(blob.shape, varies, strict=True)):
+            if blob not in self.resized and (not one or size == self.batch):
+                shape[axis] = "N" if one else size
         return helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
 
     def _outputs(self) -> list[ValueInfoProto]:

@@ -126,6 +126,16 @@ def test_any_batch():
     assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
 
 
+def test_inputs_of_other_batches_have_names_of_their_own_for_them():
+    text = layer_text('type: "BatchReindex"', (2, 3), (4,))
+    more = 'layer { name: "flat" type: "Reshape" bottom: "y" top: "flat" reshape_param { shape { dim: -1 } } }'
+    net = net_of(text + more)
+    model = to_model(net, varying=varying_axes(inference_net(net.param, Settings())))
+    infos = [*model.graph.input, *model.graph.output]
+    sizes = {one.name: [axis.dim_param or axis.dim_value for axis in one.type.tensor_type.shape.dim] for one in infos}
+    assert sizes == {"x0": ["x0_0", 3], "x1": ["x1_0"], "flat": ["flat_0"]}
+
+
 def test_a_shape_that_depends_on_the_batch_twice_is_refused():
     text = layer_text('type: "LSTM" recurrent_param { num_output: 4 }', (3, 2, 5), (3, 2))
     net = net_of(text)
