@@ -1,7 +1,8 @@
 """Makes `import caffe` import `caffepy.pycaffe`, and runs unchanged scripts so.
 
 In a notebook `import caffepy.as_caffe` before `import caffe`; on the command line
-`python -m caffepy.as_caffe script.py arguments` or `python -m caffepy.as_caffe -m module arguments`.
+`python -m caffepy.as_caffe script.py arguments`, `python -m caffepy.as_caffe -m module arguments` or
+`python -m caffepy.as_caffe -c code arguments`.
 
 A Caffe that is installed comes first all the same, unless `--force` stands before the script or `install(force=True)`
 was called; a folder `caffe` that lacks the compiled `_caffe`, such as Caffe's sources, does not count as one.
@@ -42,7 +43,9 @@ _FORKS_OWN = frozenset(("caffe.model_libs",))
 _BESIDE_SCRIPTS = "model_libs"
 """NVIDIA Caffe's copy of `caffe.model_libs`, in the folder of its SSD scripts."""
 
-_USAGE = "usage: python -m caffepy.as_caffe [--force] (script.py | -m module) [argument ...]"
+_USAGE = """\
+usage: python -m caffepy.as_caffe [--force] (script.py | -m module) [argument ...]
+   or: python -m caffepy.as_caffe [--force] -c code [argument ...]"""
 
 
 class _Loader(importlib.abc.Loader):
@@ -189,16 +192,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a script or module whose `import caffe` gives caffepy, with Caffe's log on stderr.
 
     Args:
-        argv: [--force], then a script or `-m` and a module, then its arguments; by default the process's own.
+        argv: [--force], then a script, or `-m` and a module, or `-c` and code, then its arguments; by default the
+            process's own.
     """
     importlib.import_module("caffepy.files").open_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     force = arguments[:1] == ["--force"]
     arguments = arguments[force:]
-    if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
+    if not arguments or arguments[0] in ("-h", "--help") or arguments in (["-m"], ["-c"]):
         sys.stderr.write(f"{_USAGE}\n")
-        return 0 if arguments[:1] and arguments[0] != "-m" else 2
-    if arguments[0] != "-m" and not Path(arguments[0]).is_file():
+        return 0 if arguments[:1] and arguments[0] not in ("-m", "-c") else 2
+    if arguments[0] not in ("-m", "-c") and not Path(arguments[0]).is_file():
         sys.stderr.write(f"python -m caffepy.as_caffe: there is no script '{arguments[0]}'; {_USAGE}\n")
         return 2
     install(force)
@@ -220,10 +224,15 @@ def _fork_processes() -> None:
 
 
 def _run(arguments: Sequence[str]) -> None:
-    """Run a script, or `-m` and a module, with the arguments behind it."""
+    """Run a script, or `-m` and a module, or `-c` and code, with the arguments behind it."""
     if arguments[0] == "-m":
         sys.argv = list(arguments[1:])
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        sys.path[0] = ""
+        sys.modules["__main__"] = main_module = ModuleType("__main__")
+        exec(compile(arguments[1], "<string>", "exec"), vars(main_module))
     else:
         sys.argv = list(arguments)
         sys.path[0] = str(Path(arguments[0]).resolve().parent)

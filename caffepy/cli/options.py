@@ -7,6 +7,7 @@ Caffe's own programs use gflags: `-solver x`, `-solver=x`, `--solver x` and `--s
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,6 +22,12 @@ from caffepy.registry import suggest
 _TRUE = ("true", "t", "yes", "y", "1")
 _FALSE = ("false", "f", "no", "n", "0")
 """Values of a switch; gflags' forms are `-encoded`, `-encoded=true` and `-noencoded`."""
+_OPTIONS_OF_FILES = {
+    ".prototxt": ("--model", "--solver"),
+    ".caffemodel": ("--weights",),
+    ".solverstate": ("--snapshot",),
+}
+"""The options that take a file of this ending, of commands without positional arguments."""
 _NAMES = re.compile(r"(?<=argument )--?\w[\w-]*(?:/--?\w[\w-]*)+")
 """The names of an option in argparse's messages."""
 _OPTION = re.compile(r"-{1,2}([A-Za-z][\w-]+)(=.*)?", re.DOTALL)
@@ -98,7 +105,10 @@ class Parser(argparse.ArgumentParser):
         """
         name = argument.split("=")[0]
         if not name.startswith("-"):
-            self.error(f"unexpected argument '{argument}'")
+            options = [option for option in _OPTIONS_OF_FILES.get(os.path.splitext(argument)[1], ())
+                       if option in self._option_string_actions]  # fmt: skip
+            hint = f": a file has an option here, {' or '.join(f'{one} {argument}' for one in options)}"
+            self.error(f"unexpected argument '{argument}'{hint if options else ''}")
         known = [option for option in self._option_string_actions if option.startswith("--")]
         self.error(f"unknown option '{name}'; {suggest(name, known)}")
 

@@ -204,6 +204,21 @@ def _missing(roots: Sequence[Message], part: _Part) -> str:
     return f"the net has no layer [{part.choice}]; {suggest(part.choice or '', list(dict.fromkeys(names)))}"
 
 
+def _by_number(target: Any, field: FieldDescriptor, choice: str, origin: str) -> str:
+    """What to say of an element that is to be replaced and is given by a name."""
+    present = getattr(target, field.name)
+    if field.message_type is not LayerParameter.DESCRIPTOR:
+        return f"[{choice}] is no number; {field.name} has {len(present)} elements, give one from 0 to {len(present)}"
+    named = _layers_named(present, choice, origin)
+    if not named:
+        return _missing([target], _Part(field.name, choice))
+    number = next(number for number, layer in enumerate(present) if layer is named[0])
+    return (
+        f"this replaces the whole layer; set one of its fields, such as {field.name}[{choice}].type, or give the "
+        f"layer's number, {field.name}[{number}]"
+    )
+
+
 def _set(target: Any, field: FieldDescriptor, part: _Part, values: list[Any], origin: str) -> None:
     """Give a field of a message its value, or one element of it."""
     if not _repeated(field):
@@ -219,6 +234,8 @@ def _set(target: Any, field: FieldDescriptor, part: _Part, values: list[Any], or
         del present[:]
         present.extend(values)
         return
+    if not part.choice.isdecimal():
+        raise ConfigError(f"{origin}: {_by_number(target, field, part.choice, origin)}")
     if len(values) != 1 or not part.choice.isdecimal() or int(part.choice) > len(present):
         raise ConfigError(
             f"{origin}: {field.name} has {len(present)} elements; give one value, and a number from 0 to {len(present)}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from caffepy.errors import ConfigError
 from caffepy.logs.plot import draw_rates
 from caffepy.proto.caffe_pb2 import SolverParameter
 
@@ -41,7 +42,12 @@ def rising_rates(param: SolverParameter, iterations: int | None) -> None:
     Args:
         param: the solver; changed in place.
         iterations: of the test; None: `ITERATIONS`.
+
+    Raises:
+        ConfigError: there are no iterations.
     """
+    if iterations == 0:
+        raise ConfigError("--lr-find without an iteration finds nothing; give --max-iter 1 or more, or leave it out")
     param.max_iter = iterations or ITERATIONS
     for name in ("test_net", "test_net_param", "test_iter", "test_state"):
         param.ClearField(name)

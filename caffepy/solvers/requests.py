@@ -106,6 +106,16 @@ class Requests:
             flags = self._answers.popleft()()
             self._wanted |= {action for action, asked in zip(FLAGS, flags, strict=True) if asked > 0}
 
+    def agree(self, total: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Take over what any device requests now; called by all devices at the same point.
+
+        Args:
+            total: sums an array over all devices.
+        """
+        flags = total(np.array(self.flags()))
+        self._unsent.clear()
+        self._wanted |= {action for action, asked in zip(FLAGS, flags, strict=True) if asked > 0}
+
     def clear(self) -> None:
         """Forget the requests that all devices know: they were acted on."""
         self._wanted.clear()

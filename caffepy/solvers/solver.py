@@ -601,6 +601,8 @@ class Solver:
             if self.test_nets:
                 self.log("Tests completed in %.6gs", time.monotonic() - started)
             self._observers.tell("after_test", self, scores)
+            if self.callback.world_size > 1:  # a stop after a test ends training with the net that was tested
+                self.requests.agree(self.callback.sum_over_devices)
             return scores
 
     def _interrupted(self) -> bool:

@@ -144,8 +144,24 @@ def test_an_unknown_command_offers_the_nearest():
 
 
 def test_an_argument_that_belongs_nowhere():
-    with pytest.raises(ConfigError, match="unexpected argument 'solver.prototxt'"):
-        parse("train", "solver.prototxt")
+    with pytest.raises(ConfigError, match="unexpected argument 'x'; 'caffepy train --help'"):
+        parse("train", "x")
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("net net.prototxt", "--model net.prototxt or --solver net.prototxt"),
+        ("train solver.prototxt", "--solver solver.prototxt"),
+        ("train --solver s s_iter_1.solverstate", "--snapshot s_iter_1.solverstate"),
+        ("test --model n n.caffemodel", "--weights n.caffemodel"),
+        ("time net.prototxt", "--model net.prototxt"),
+    ],
+)
+def test_a_file_without_its_option(words: str, hint: str):
+    command, *arguments = words.split()
+    with pytest.raises(ConfigError, match=f"unexpected argument '{arguments[-1]}': a file has an option here, {hint};"):
+        parse(command, *arguments)
 
 
 def test_a_missing_value():

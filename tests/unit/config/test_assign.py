@@ -104,6 +104,10 @@ def test_the_last_of_two_assignments_holds() -> None:
         ("net.layer.type=x", r"layer is a list; say which one, such as layer\[NAME\]"),
         ("net.layer[data].data_param.batch_sise=2", "unknown field 'batch_sise' of DataParameter"),
         ("net.base_lr=2", "'base_lr' is a field of a solver, and a net was expected"),
+        ("net.layer[conv1.a]={}", r"replaces the whole layer; set .* layer\[conv1\.a\]\.type, or .*, layer\[2\]"),
+        ("net.layer[data,TEST]={}", r"replaces the whole layer; .*, layer\[1\]"),
+        ("net.layer[conv]={}", r"no layer \[conv\]; .*conv1\.a"),
+        ("net.layer[conv1.a].param[x]={}", r"\[x\] is no number; param has 0 elements, give one from 0 to 0"),
         ("=2", "write a field"),
     ],
 )

@@ -25,6 +25,15 @@ def test_another_text_is_refused_with_the_kinds(text: str) -> None:
         make_loggers([text])
 
 
+@pytest.mark.parametrize("text", ["csv:X,csv:X", "csv:X,jsonl:./X", "tensorboard:X,csv:X", "wandb:p,mlflow:u,wandb:p"])
+def test_two_loggers_do_not_share_a_target(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="' write to the same place; name another"):
+        logger_list(text)
+    with pytest.raises(ConfigError, match="' write to the same place"):
+        make_loggers(text.split(","))
+    assert logger_list("csv:X,jsonl:Y,wandb:X") == ["csv:X", "jsonl:Y", "wandb:X"]
+
+
 def test_texts_and_objects_are_loggers_alone_or_in_a_list() -> None:
     own = caffepy.Logger()
     assert [name for name, _ in make_loggers(own)] == ["Logger"]

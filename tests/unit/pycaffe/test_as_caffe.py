@@ -44,7 +44,7 @@ def python(*arguments: str, cwd: Path, path: str = "", **variables: str) -> subp
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("way", [("script.py",), ("-m", "script")])
+@pytest.mark.parametrize("way", [("script.py",), ("-m", "script"), ("-c", SAME)])
 def test_scripts_and_modules(tmp_path: Path, way: tuple[str, ...]) -> None:
     (tmp_path / "script.py").write_text(SAME)
     done = python("-m", "caffepy.as_caffe", *way, "a", "--b", cwd=tmp_path)
@@ -96,7 +96,9 @@ def test_a_single_file_named_caffe_is_one(tmp_path: Path) -> None:
     assert done.stdout == "file\n" and "caffe.py, not caffepy's" in done.stderr
 
 
-@pytest.mark.parametrize(("arguments", "status"), [([], 2), (["-m"], 2), (["--help"], 0), (["absent.py"], 2)])
+@pytest.mark.parametrize(
+    ("arguments", "status"), [([], 2), (["-m"], 2), (["-c"], 2), (["--help"], 0), (["absent.py"], 2)]
+)
 def test_usage(arguments: list[str], status: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert as_caffe.main(arguments) == status
     shown = capsys.readouterr().err

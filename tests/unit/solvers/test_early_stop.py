@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from training import TESTED, TINY, build_solver
+from training import TESTED, TINY, build_solver, solver_param
 
 import caffepy
 from caffepy.errors import ConfigError
@@ -71,10 +72,20 @@ def test_a_name_may_contain_a_colon() -> None:
 
 def test_training_ends_early() -> None:
     """Without learning no score becomes better."""
-    from training import solver_param
-
     param = solver_param(TESTED.replace("max_iter: 4", "max_iter: 100"), TINY)
     with caffepy.train(param, early_stop="accuracy:2", set="base_lr=0", threads=1) as trained:
         assert trained.stopped_early
         assert trained.iteration < 100
         assert len(trained.scores) >= 3
+
+
+@pytest.mark.parametrize("solvers", [1, 2])
+def test_the_last_snapshot_is_of_the_net_that_was_tested_last(solvers: int, tmp_path: Path) -> None:
+    """Also on several devices, whose other requests take effect after the next iteration."""
+    text = TESTED.replace("max_iter: 4", "max_iter: 100").replace("snapshot_after_train: false", "")
+    param = solver_param(f'{text} snapshot: 1000 snapshot_prefix: "{tmp_path / "s"}"', TINY)
+    with caffepy.train(param, early_stop="accuracy:2", set="base_lr=0", cpu_solvers=solvers, threads=1) as trained:
+        assert trained.stopped_early
+        tested = max(trained.scores)
+        assert trained.iteration == tested
+        assert [path.name for path in trained.snapshots] == [f"s_iter_{tested}.solverstate"]

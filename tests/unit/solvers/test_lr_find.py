@@ -101,6 +101,7 @@ def test_a_loss_that_is_not_finite_ends_the_test(tmp_path: Path) -> None:
         ({"lr_find": "lr.txt"}, r"lr\.txt"),
         ({"lr_find": "absent/lr.png"}, "there is no folder absent"),
         ({"lr_find": "lr.png", "snapshot": "auto"}, "--lr-find"),
+        ({"lr_find": "lr.png", "max_iter": 0}, "--lr-find without an iteration"),
     ],
 )
 def test_mistakes_are_found_before_training(options: dict[str, Any], text: str) -> None:
