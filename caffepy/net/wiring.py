@@ -63,8 +63,13 @@ class Node:
     def reshape(self) -> None:
         """Reshape the layer to its bottoms' current shapes; a loss writes its weight to a newly allocated top diff."""
         layer = self.layer
+        shared = [(top, top.shape) for top in self.tops if any(top is bottom for bottom in self.bottoms)]
         with self.named_errors():
-            layer.reshape(self.bottoms, self.tops)
+            try:
+                layer.reshape(self.bottoms, self.tops)
+            finally:
+                if any(blob.shape != shape for blob, shape in shared):  # its bottom is lost
+                    layer.refuse_in_place(self.bottoms, self.tops)
             layer.check_top_memory([top for top in self.tops if all(top is not bottom for bottom in self.bottoms)])
         self.shapes = [bottom.shape for bottom in self.bottoms]
         if layer.is_loss and layer.loss_weights[0] and self._weighted is not self.tops[0].diff:

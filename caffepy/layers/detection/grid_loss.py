@@ -133,7 +133,7 @@ class GridObjectsReader:
         """
         shape, images = bottom[1].shape, bottom[0].shape[0]
         self._images = images
-        self.corners = shape[-1] == CORNER_COLUMNS and shape[0] == 1 and len(shape) == 4
+        self.corners = len(shape) == 4 and shape[0] == 1 and shape[-1] == CORNER_COLUMNS
         if self.corners:
             return
         if not shape or shape[0] != images or bottom[1].count % (max(images, 1) * YOLO_COLUMNS):

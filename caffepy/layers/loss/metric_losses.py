@@ -38,6 +38,8 @@ class DistanceLossLayer(LossLayer):
             raise self.shape_error("needs distances (N, classes) of at least two classes", bottom[0])
         if bottom[1].count != samples:
             raise self.shape_error("needs one label for each sample", bottom[0], bottom[1])
+        if len(bottom) > 2 and bottom[2].count != bottom[0].count:
+            raise self.shape_error("needs as many values in the third bottom as distances", bottom[0], bottom[2])
         if len(top) > 1:
             top[1].reshape((self.statistics,))
         self._factors = self.scratch("factors", bottom[0].shape)
