@@ -143,6 +143,17 @@ def lacks_threads(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and str(error) == "can't start new thread"
 
 
+_CANNOT_MAP = ("failed to map segment from shared object", "cannot map zero-fill pages", "Cannot allocate memory")
+"""What the dynamic loader says where there is no memory for a library."""
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error says that the process cannot have more memory, for its data or to load a library."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, (ImportError, OSError)) and any(text in str(error) for text in _CANNOT_MAP)
+
+
 def describe(error: BaseException) -> str:
     """An error in one line; other errors than CaffepyError with their type."""
     if lacks_threads(error):

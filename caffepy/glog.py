@@ -19,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from caffepy.whole_numbers import whole
+
 ENDS = {"ends": True}
 """`extra` of the record of an error that ends the command without an exception in `caffepy.cli.main`."""
 _LETTERS = {logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "F"}
@@ -30,7 +32,8 @@ _SEVERITIES = ("INFO", "WARNING", "ERROR", "FATAL")
 def minimum_level() -> int:
     """The level below which nothing is logged, from the environment variable GLOG_minloglevel (0 to 3)."""
     value = os.environ.get("GLOG_minloglevel", "")  # noqa: SIM112
-    return LEVELS[min(int(value), len(LEVELS) - 1)] if value.isdecimal() else logging.INFO
+    level = whole(value)
+    return logging.INFO if level is None else LEVELS[min(level, len(LEVELS) - 1)]
 
 
 def log_folder() -> Path | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from caffepy.cli.options import Parser
 from caffepy.errors import ConfigError
 from caffepy.options.types import name_list
+from caffepy.whole_numbers import whole
 
 _PARSE_LOG = """\
 Write a training log as <log>.train and <log>.test: CSV with the columns NumIters, Seconds, LearningRate and the
@@ -89,7 +90,12 @@ def run_plot_training_log(args: argparse.Namespace) -> int:
     from caffepy.logs import plot_logs, read_log
 
     words = list(args.words)
-    chart = int(words.pop(0)) if words[0].isascii() and words[0].isdigit() else None
+    chart = None
+    if words[0].isascii() and words[0].isdigit():
+        chart = whole(words[0])
+        if chart is None:
+            raise ConfigError(f"'{words[0][:20]}…' is no chart type; 'plot_training_log --help' lists them")
+        words.pop(0)
     if len(words) < 2:
         raise ConfigError("plot_training_log needs a picture to write and at least one log: training.png train.log")
     picture, *files = map(Path, words)

@@ -29,6 +29,7 @@ from caffepy.errors import (
     OptionError,
     OutOfMemoryError,
     RunError,
+    lacks_memory,
     lacks_threads,
     one_line,
 )
@@ -175,8 +176,6 @@ def _main(arguments: list[str], caffes: str) -> int:
     except BrokenPipeError:
         _discard(sys.stdout)
         return PIPE_CLOSED
-    except MemoryError:
-        return _report(NO_MEMORY, ABORTED if caffes else OutOfMemoryError.exit_status, traced)
     except Exception as error:
         status = _unforeseen(error, traced)
         return ABORTED if caffes else status
@@ -334,6 +333,8 @@ def _unforeseen(error: Exception, traced: bool) -> int:
     if isinstance(error, OSError) and error.errno in NO_SPACE and error.filename is None:
         _discard(sys.stdout)
         return _report(f"the output cannot be written: {error.strerror}", RunError.exit_status, traced)
+    if lacks_memory(error):
+        return _report(NO_MEMORY, OutOfMemoryError.exit_status, traced)
     if lacks_threads(error):
         return _report(NO_THREADS, RunError.exit_status, traced)
     return _report(_describe(error, traced), InternalError.exit_status, traced)

@@ -27,6 +27,7 @@ from caffepy.config.upgrade import upgrade_solver
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter, NetParameter, SolverParameter
 from caffepy.registry import suggest
+from caffepy.whole_numbers import whole
 
 log = logging.getLogger(__name__)
 
@@ -175,9 +176,9 @@ def _selected(target: Any, field: FieldDescriptor, part: _Part, origin: str) -> 
         raise ConfigError(f"{origin}: {field.name} is a list; say which one, such as {example}")
     if field.message_type is LayerParameter.DESCRIPTOR and (named := _layers_named(values, part.choice, origin)):
         return named
-    if not part.choice.isdecimal():
+    index = whole(part.choice)
+    if index is None:
         return []
-    index = int(part.choice)
     if index == len(values) and field.message_type is not LayerParameter.DESCRIPTOR:
         values.add()
     return [values[index]] if index < len(values) else []
@@ -236,11 +237,12 @@ def _set(target: Any, field: FieldDescriptor, part: _Part, values: list[Any], or
         return
     if not part.choice.isdecimal():
         raise ConfigError(f"{origin}: {_by_number(target, field, part.choice, origin)}")
-    if len(values) != 1 or not part.choice.isdecimal() or int(part.choice) > len(present):
+    index = whole(part.choice, most=len(present))
+    if len(values) != 1 or index is None:
         raise ConfigError(
             f"{origin}: {field.name} has {len(present)} elements; give one value, and a number from 0 to {len(present)}"
         )
     kept = list(present)
-    kept[int(part.choice) : int(part.choice) + 1] = values
+    kept[index : index + 1] = values
     del present[:]
     present.extend(kept)

@@ -257,7 +257,7 @@ class _CocoFile:
                 self._boxes.setdefault(item["image_id"], []).append(kept)
         except OSError as error:
             raise DataError(f"'{path}' cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(
                 f"'{path}' is not COCO's annotations of objects ({type(error).__name__}: {error}); it needs images, "
                 "categories and annotations"

@@ -31,6 +31,8 @@ from caffepy.snapshot.binary import (
 )
 
 _MAX_COUNTER = 2**62
+_LARGEST_SEED = 2**63 - 1
+"""Of a solver's random_seed, an int64."""
 """Exclusive limit of a state's counters; their sums fit in 64 bits."""
 _HEADER_BYTES = 1 << 16
 """Size estimate of a state without its history, for the check before training."""
@@ -86,6 +88,8 @@ def _check_state(state: SolverState, origin: str) -> None:
     for field, count in counts.items():
         if not 0 <= count < _MAX_COUNTER:
             raise SnapshotError(f"{origin}: {field} is {count}, which is out of range; the file is damaged")
+    if state.seed > _LARGEST_SEED:
+        raise SnapshotError(f"{origin}: seed is {state.seed}, which is out of range; the file is damaged")
     if not 0 <= state.loss_scale < math.inf:
         raise SnapshotError(f"{origin}: loss_scale is {state.loss_scale}; the file is damaged")
     for index, blob in enumerate(state.history):

@@ -24,6 +24,7 @@ LEVELS = {
     "forks": 0,
     "proto": 1.5,
     "version": 0,
+    "whole_numbers": 0,
     "installation": -1,
     "registry": 1,
     "options": 1.5,

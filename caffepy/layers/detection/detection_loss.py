@@ -145,7 +145,7 @@ def check_grid(layer: Layer, bottom: Blobs, side: int, classes: int, boxes: int)
     Raises:
         ShapeError: they do not match.
     """
-    images, cells = bottom[0].shape[0], side**2
+    images, cells = bottom[0].shape[0] if bottom[0].shape else 0, side**2
     values = cells * (classes + (COORDINATES + 1) * boxes)
     if bottom[0].count != images * values or bottom[1].count != images * cells * LABEL_ROWS:
         raise layer.shape_error(

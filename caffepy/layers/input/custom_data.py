@@ -22,6 +22,7 @@ from caffepy.files import read_regular
 from caffepy.layers.core.base import register_layer
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
 from caffepy.proto import caffe_pb2
+from caffepy.whole_numbers import LARGEST, whole
 
 logger = logging.getLogger(__name__)
 
@@ -141,9 +142,10 @@ def read_labels(path: Path, where: str) -> NDArray[np.int64]:
         raise DataError(f"{where}: preselection_file '{path}' cannot be read: {error.strerror or error}") from error
     labels = []
     for word in words:
-        if not word.lstrip(b"+-").isdigit():
+        label = whole(word, -LARGEST, LARGEST)
+        if label is None:
             break
-        labels.append(int(word))
+        labels.append(label)
     return np.array(labels, np.int64)
 
 

@@ -26,6 +26,7 @@ from caffepy.files import read_regular
 from caffepy.layers.core.base import register_layer
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
 from caffepy.proto import caffe_pb2
+from caffepy.whole_numbers import whole
 
 Size = tuple[int, int]
 LabelType = caffe_pb2.ImageDataParameter
@@ -315,9 +316,10 @@ class ImageSegDataLayer(_ImageDataPairs):
         label = param.ignore_label
         if self._label_type == LabelType.IMAGE:
             word = self.files.names[number][1]
-            if not word.isdigit():
+            number_of_class = whole(word)
+            if number_of_class is None:
                 raise DataError(f"has '{word[:40]}' in place of a label; label_type: PIXEL reads an image of labels")
-            label = int(word)
+            label = number_of_class
         return Pair(pixels, np.full(pixels.shape[:2], label, np.uint8 if 0 <= label < 256 else np.float32))
 
     def augment(self, pair: Pair, rng: SampleRng) -> Pair:

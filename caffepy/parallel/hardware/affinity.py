@@ -8,6 +8,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from caffepy.whole_numbers import whole
+
 logger = logging.getLogger(__name__)
 
 
@@ -160,6 +162,7 @@ def _within_quota(cores: int) -> int:
             period = (group / "cpu/cpu.cfs_period_us").read_text().strip()
         except OSError:
             return cores
-    if not quota.isdigit():  # "max", or -1
+    allowed, in_time = whole(quota, most=1 << 62), whole(period, 1)
+    if allowed is None or in_time is None:  # "max", or -1
         return cores
-    return max(1, min(cores, math.ceil(int(quota) / int(period))))
+    return max(1, min(cores, math.ceil(allowed / in_time)))

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from caffepy.whole_numbers import whole
+
 MARK = "CAFFEPY_LAUNCH"
 """The variable that all processes of one `caffepy launch` have, with a value that no other job has."""
 _SELF = "caffepy.parallel.launch.ranks"
@@ -55,8 +57,7 @@ def find_processes(mark: str, variable: str, system: Path = Path("/proc")) -> li
             continue
         if environment.get(MARK) == mark:
             rank = environment.get(variable, "")
-            own = int(rank) if rank.isdigit() else None
-            found.append(Process(int(folder.name), int(parent), own, state in (b"T", b"t")))
+            found.append(Process(int(folder.name), int(parent), whole(rank), state in (b"T", b"t")))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import sys
 from pathlib import Path
@@ -124,9 +125,20 @@ def test_the_traceback_is_there_for_the_asking(
     assert text.splitlines()[-1].endswith("please report it to the developers with this output")
 
 
-def test_memory_that_cannot_be_had(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "failure",
+    [
+        MemoryError(),
+        ImportError("libfoo.so.3: failed to map segment from shared object"),
+        OSError("/usr/lib/libfoo.so: cannot map zero-fill pages"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ],
+)
+def test_memory_that_cannot_be_had(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
     def fail(path: Path) -> None:
-        raise MemoryError
+        raise failure
 
     monkeypatch.setattr("caffepy.config.load.read_net", fail)
     status, error = fails(capsys, "net", "--model", "n")

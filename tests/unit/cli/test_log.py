@@ -159,7 +159,8 @@ def test_the_progress_bar_ends_before_the_error_that_ends_the_command(capsys: py
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"), [("0", "IWE"), ("1", "WE"), ("2", "E"), ("3", ""), ("9", ""), ("x", "IWE")]
+    ("value", "shown"),
+    [("0", "IWE"), ("1", "WE"), ("2", "E"), ("3", ""), ("9", ""), ("x", "IWE"), ("²", "IWE"), ("9" * 5000, "IWE")],
 )
 def test_glog_minloglevel_hides_lower_levels(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: str, shown: str

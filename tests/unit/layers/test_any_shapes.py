@@ -93,6 +93,15 @@ def pass_or_be_refused(one: Case, shapes: list[tuple[int, ...]], in_place: int |
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("kind", sorted(CASES))
+def test_bottoms_without_axes_are_taken_or_refused(kind: str) -> None:
+    one = CASES[kind][0]
+    shapes = [values_of(text, index).shape for index, text in enumerate(one.bottoms.split())]
+    for index in range(len(shapes)):
+        pass_or_be_refused(one, [*shapes[:index], (), *shapes[index + 1 :]], None)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", sorted(CASES))
 def test_other_shapes_are_taken_or_refused(kind: str) -> None:
     draw = random.Random(kind)
     for _ in range(TRIES):

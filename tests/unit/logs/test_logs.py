@@ -251,3 +251,5 @@ def test_the_command_takes_caffes_arguments(write, tmp_path: Path, capsys: pytes
     assert cv2.imread(str(picture)).shape[2] == 3
     assert main(["plot_training_log", str(picture)]) == 2
     assert "needs a picture to write and at least one log" in capsys.readouterr().err
+    assert main(["plot_training_log", "9" * 5000, str(picture), str(log)]) == 2
+    assert f"'{'9' * 20}…' is no chart type" in capsys.readouterr().err

@@ -324,6 +324,14 @@ def test_what_a_detector_refuses(capsys: pytest.CaptureFixture[str]):
             "image 'x.jpg' is in none of",
         ),
         ('{"images": [], "categories": [], "annotations": []}', "names no images"),
+        (
+            '{"images": [], "categories": [{"id": 1e999, "name": "x"}], "annotations": []}',
+            "all.json' is not COCO's annotations of objects (OverflowError",
+        ),
+        (
+            f'{{"images": [], "categories": [{{"id": {"9" * 5000}, "name": "x"}}], "annotations": []}}',
+            "all.json' is not COCO's annotations of objects (ValueError",
+        ),
     ):
         Path("other/annotations/all.json").write_text(text)
         assert run("new ssd300 --data other --to p") == 2

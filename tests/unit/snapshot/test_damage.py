@@ -226,6 +226,7 @@ def field(number: int, content: bytes) -> bytes:
         (SolverState(current_step=-1).SerializeToString(), "current_step is -1, which is out of range"),
         (SolverState(pass_number=2**64 - 1).SerializeToString(), "pass_number is 18446744073709551615"),
         (SolverState(test_pass_number=[2**63]).SerializeToString(), "test_pass_number is 9223372036854775808"),
+        (SolverState(seed=2**63).SerializeToString(), "seed is 9223372036854775808, which is out of range"),
         (SolverState(loss_scale=float("nan")).SerializeToString(), "loss_scale is nan"),
     ],
 )

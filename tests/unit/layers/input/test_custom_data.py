@@ -131,6 +131,13 @@ def test_range_and_preselection(folder: Path) -> None:
     assert order(folder, f"{labels} 1 range_start: 1 range_end: 3", 4) == [2, 4, 5, 2]
 
 
+@pytest.mark.parametrize("word", ["--5", "+-3", "9" * 5000, "²", "x"])
+def test_a_preselection_ends_at_the_first_word_that_is_no_number(folder: Path, word: str) -> None:
+    (folder / "few.txt").write_text(f"+2 -1 2 {word} 2")
+    with pytest.raises(DataError, match="few.txt' has 3 labels, but .* 12 records"):
+        order(folder, f"preselection_file: '{folder}/few.txt' preselection_label: 2", 4)
+
+
 def test_permutation(folder: Path) -> None:
     """One order for all epochs, by its seed, in blocks, before or after the range, or a new one after some batches."""
     once = order(folder, "rand_permute: true", 2 * COUNT)

@@ -191,6 +191,14 @@ def test_one_label_for_an_image_and_none(tmp_path: Path):
         assert set(y.ravel()) == {9}
 
 
+@pytest.mark.parametrize("word", ["²", "9" * 5000, "-1", "l0.png"])
+def test_a_word_that_is_no_label_is_named(tmp_path: Path, word: str):
+    write(tmp_path, second="number")
+    (tmp_path / "list").write_text(f"i0.png {word}\n")
+    with pytest.raises(DataError, match=f"has '{word[:40]}' in place of a label"):
+        batches(net_of(tmp_path, "ImageSegData", "batch_size: 1"), 1)
+
+
 # -- ImageLabelmapData and SegData -----------------------------------------------------------------------
 
 
