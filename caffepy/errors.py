@@ -18,9 +18,14 @@ NO_THREADS = (
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
+def printable(text: str) -> str:
+    """A name as a terminal, a log line or a table can show it: control characters and line breaks are escaped."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def one_line(text: str) -> str:
     """A message as one line of at most `LONGEST_MESSAGE` characters; control characters are escaped."""
-    line = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text.strip())
+    line = printable(text.strip())
     if len(line) <= LONGEST_MESSAGE:
         return line
     half = LONGEST_MESSAGE // 2

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,12 +14,12 @@ from google.protobuf import text_format
 from google.protobuf.message import Message
 
 from caffepy.config.load import read_net, read_solver
-from caffepy.data.conversion.annotation_sets import boxed_reader
+from caffepy.data.conversion.annotation_sets import BoxCheck, boxed_reader
 from caffepy.data.conversion.image_records import ImageOptions
 from caffepy.data.conversion.image_sets import Database, convert_entries, convert_image_set
 from caffepy.data.conversion.mean import compute_mean, write_mean
 from caffepy.data.conversion.progress import Progress
-from caffepy.errors import ConfigError, DataError
+from caffepy.errors import ConfigError, DataError, printable
 from caffepy.files import atomic_write, read_regular
 from caffepy.model_files import models_folder
 from caffepy.net.deploy import deploy_net, plan_deploy
@@ -43,7 +45,11 @@ _FILES = {
 }
 """Names of the train net, solver and deploy net where they are not the usual ones."""
 _LISTS_AND_DATABASES = ("train.txt", "val.txt", "train_lmdb", "val_lmdb")
+logger = logging.getLogger(__name__)
+
 _MAX_README_BYTES = 1 << 20
+_NAMED = 5
+"""Boxes or classes that a warning names."""
 _WEIGHTS = re.compile(r"\[`([^`]+)`\]\(([^)\s]+)\)")
 
 
@@ -174,11 +180,33 @@ def _read_data(project: Project) -> DataSet:
     settings = (project.data, classes, project.share, project.seed)
     detected = project.detects
     data = detection_data_set(*settings, project.to / "annotations") if detected else folder_data_set(*settings)
+    _check_classes(project, data.classes)
+    for entry in (*data.train, *data.val):
+        if "\n" in entry.path:  # the lists have a line for each image
+            raise DataError(f"'{entry.path}': the path has a line break; rename the image or its folder")
     if not data.val:
         raise DataError(
             f"--data {project.data}: no image is left for validation; add images, or give --val a larger part"
         )
     return data
+
+
+def _check_classes(project: Project, names: list[str]) -> None:
+    """Check that there are classes, and that each name is a line of labels.txt.
+
+    Raises:
+        DataError: there is no class, or a name is empty or has a control character.
+    """
+    if not names:
+        raise DataError(f"--data {project.data}: has no classes; add objects with names to the annotations")
+    bad = next((name for name in names if not name.strip() or name != printable(name)), None)
+    if bad is not None:
+        fault = "has a line break or control character" if bad.strip() else "is empty"
+        raise DataError(f"--data {project.data}: the name of the class '{bad}' {fault}; rename the class")
+    if len(names) == 1 and not project.detects:
+        logger.warning(
+            "--data %s: has one class, '%s': every image is of that class, and the loss is 0", project.data, names[0]
+        )
 
 
 def _write_databases(project: Project, data: DataSet, shown: caffe_pb2.LayerParameter) -> tuple[int, int]:
@@ -192,15 +220,35 @@ def _write_databases(project: Project, data: DataSet, shown: caffe_pb2.LayerPara
         seed = project.seed if name == "train" else None
         if data.label_type:
             numbered = [replace(entry, number=number) for number, entry in enumerate(entries, 1)]
-            kept = ImageOptions(encoded=True)
-            reader = boxed_reader(kept, data.label_type, data.labels)
+            kept, check = ImageOptions(encoded=True), BoxCheck()
+            reader = boxed_reader(kept, data.label_type, data.labels, check)
             done = convert_entries(numbered, listing, database, kept, reader, seed, Progress())
+            _report_boxes(listing, check, data.classes, name == "train")
         else:
             done = convert_image_set("", listing, database, _image_options(shown, project.encoded), seed)
         counts.append(done.records)
     if shown.transform_param.mean_file:
         write_mean(project.to / shown.transform_param.mean_file, compute_mean(project.to / "train_lmdb"))
     return counts[0], counts[1]
+
+
+def _report_boxes(listing: Path, check: BoxCheck, classes: list[str], training: bool) -> None:
+    """Log the boxes that are left out, and the classes without boxes.
+
+    Raises:
+        DataError: no box is left for training.
+    """
+    for fault, count in sorted(Counter(fault for fault, _ in check.left_out).items()):
+        places = sorted(where for other, where in check.left_out if other == fault)
+        others = f" and {count - _NAMED} others" if count > _NAMED else ""
+        logger.warning(
+            "%s: %d boxes are left out, each %s: %s%s", listing, count, fault, "; ".join(places[:_NAMED]), others
+        )
+    if not check.labels and training:
+        raise DataError(f"'{listing}': no image has a box of the classes; a detector learns nothing without boxes")
+    lacking = [name for label, name in enumerate(classes, 1) if label not in check.labels]
+    if lacking:
+        logger.warning("%s: no box of %d of the classes: %s", listing, len(lacking), ", ".join(lacking[:_NAMED]))
 
 
 def _image_options(shown: caffe_pb2.LayerParameter, encoded: bool) -> ImageOptions:

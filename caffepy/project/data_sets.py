@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,8 +59,8 @@ def read_classes(path: Path) -> list[str]:
     names = [line.strip() for line in lines if line.strip()]
     if not names:
         raise DataError(f"--classes {path}: names no class; write one per line")
-    twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
-    if twice is not None:
+    twice, often = Counter(names).most_common(1)[0]
+    if often > 1:
         raise DataError(f"--classes {path}: names '{twice}' twice; remove one")
     return names
 
@@ -111,18 +112,19 @@ def folder_data_set(folder: Path, classes: list[str] | None, share: float, seed:
         classes = classes or [entry.name for entry in _subfolders(train)]
         return DataSet(classes, _labelled(train, classes), _labelled(val, classes))
     classes = classes or list(found)
-    every = _labelled(folder, classes)
-    parts = [
-        split([entry for entry in every if entry.label == label], share, seed + label) for label in range(len(classes))
-    ]
+    by_label: list[list[ListEntry]] = [[] for _ in classes]
+    for entry in _labelled(folder, classes):
+        by_label[entry.label].append(entry)
+    parts = [split(entries, share, seed + label) for label, entries in enumerate(by_label)]
     return DataSet(classes, [one for part in parts for one in part[0]], [one for part in parts for one in part[1]])
 
 
 def _labelled(folder: Path, classes: Sequence[str]) -> list[ListEntry]:
     if not classes:
         raise DataError(f"'{folder}' has no folders; put the images of each class into a folder of the class's name")
-    names = [entry.name for entry in _subfolders(folder)]
-    unknown = next((name for name in names if name not in classes), None)
+    names = {entry.name: None for entry in _subfolders(folder)}
+    known = set(classes)
+    unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
         raise DataError(f"'{folder / unknown}' is not a class; {suggest(unknown, classes)}")
     entries = []
@@ -223,12 +225,16 @@ def coco_data_set(folder: Path, classes: list[str] | None, share: float, seed: i
             raise DataError(f"'{folder / 'annotations'}' has {found}; name two of them *train*.json and *val*.json")
         pair = [files[0], None]
     documents = [_CocoFile(path, folder) for path in pair if path is not None]
-    categories = {key: name for document in documents for key, name in document.categories.items()}
-    names = classes or [name for _, name in sorted(categories.items())]
-    unknown = next((name for name in names if name not in categories.values()), None)
+    categories: dict[int, str] = {}
+    for document in documents:
+        document.add_categories(categories)
+    names = classes or list(dict.fromkeys(name for _, name in sorted(categories.items())))
+    known = set(categories.values())
+    unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
-        raise DataError(f"'{files[0]}' has no category '{unknown}'; {suggest(unknown, categories.values())}")
-    labels = {str(key): names.index(name) + 1 for key, name in categories.items() if name in names}
+        raise DataError(f"'{files[0]}' has no category '{unknown}'; {suggest(unknown, known)}")
+    label_of = {name: label for label, name in enumerate(names, 1)}
+    labels = {str(key): label_of[name] for key, name in categories.items() if name in label_of}
     made = [document.entries(set(labels), target) for document in documents]
     train, val = (made[0], made[1]) if len(made) == 2 else split(made[0], share, seed)
     return DataSet(names, train, val, "json", labels)
@@ -246,52 +252,109 @@ class _CocoFile:
     """
 
     def __init__(self, path: Path, folder: Path) -> None:
-        self._path, self._folder = path, folder
+        self.path, self._folder = path, folder
         try:
             document = json.loads(read_regular(path, _MAX_JSON_BYTES))
             self._images = {item["id"]: item for item in document["images"]}
-            self.categories = {int(item["id"]): str(item["name"]).strip() for item in document["categories"]}
+            twice, often = next(iter(Counter(item["id"] for item in document["images"]).most_common(1)), (None, 0))
+            self._categories = {int(item["id"]): str(item["name"]).strip() for item in document["categories"]}
             self._boxes: dict[Any, list[dict[str, Any]]] = {}
             for item in document["annotations"]:
                 kept = {name: item[name] for name in ("category_id", "bbox")} | {"iscrowd": item.get("iscrowd", 0)}
                 self._boxes.setdefault(item["image_id"], []).append(kept)
         except OSError as error:
             raise DataError(f"'{path}' cannot be read: {error.strerror}") from error
-        except (ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise DataError(
                 f"'{path}' is not COCO's annotations of objects ({type(error).__name__}: {error}); it needs images, "
                 "categories and annotations"
             ) from error
+        if often > 1:
+            raise DataError(f"'{path}': {often} images have the id {twice!r}; give each image another id")
+
+    def add_categories(self, categories: dict[int, str]) -> None:
+        """Add the file's categories to those of another file.
+
+        Raises:
+            DataError: an id has another name there.
+        """
+        for key, name in self._categories.items():
+            if categories.setdefault(key, name) != name:
+                raise DataError(
+                    f"'{self.path}': category {key} is '{name}', but '{categories[key]}' in the other file; give both "
+                    "files the same categories"
+                )
 
     def entries(self, categories: set[str], target: Path) -> list[ListEntry]:
         """Return the images, with an annotation file each; boxes of other categories are left out.
 
         Raises:
-            DataError: an image is missing.
+            DataError: an image is missing, or its name leads out of the data set's folder.
             RunError: a file cannot be written.
         """
         target.mkdir(exist_ok=True)
-        word = self._path.stem.removeprefix("instances_")
-        folders = [self._folder / "images" / word, self._folder / word, self._folder / "images", self._folder]
-        left_out, entries = 0, []
+        known = set(map(str, self._categories))
+        unlisted, unknown, entries = 0, Counter[str](), []
         for number, (key, item) in enumerate(self._images.items()):
-            name = str(item.get("file_name"))
-            path = next((folder / name for folder in folders if os.path.isfile(folder / name)), None)
-            if path is None:
-                raise DataError(f"'{self._path}': image '{name}' is in none of {', '.join(map(str, folders))}")
-            boxes = self._boxes.get(key, [])
-            kept = [box for box in boxes if str(box["category_id"]) in categories]
-            left_out += len(boxes) - len(kept)
-            annotation = target / f"{self._path.stem}_{number:06d}.json"
+            path = self._find(str(item.get("file_name")))
+            boxes, kept = self._boxes.pop(key, []), []
+            for box in boxes:
+                category = str(box["category_id"])
+                if category in categories:
+                    kept.append(box)
+                elif category in known:
+                    unlisted += 1
+                else:
+                    unknown[category] += 1
+            annotation = target / f"{self.path.stem}_{number:06d}.json"
             content = {"image": {"height": item.get("height"), "width": item.get("width")}, "annotation": kept}
             with atomic_write(annotation) as file:
                 file.write(json.dumps(content).encode())
             entries.append(ListEntry(0, str(path), str(path), -1, str(annotation)))
-        if left_out:
-            logger.info("%s: %d boxes of classes that are not listed are left out", self._path, left_out)
+        if unlisted:
+            logger.info("%s: %d boxes of classes that are not listed are left out", self.path, unlisted)
+        if unknown:
+            logger.warning(
+                "%s: %d boxes are left out: the file has no category %s",
+                self.path, unknown.total(), _some([repr(category) for category in unknown]),
+            )  # fmt: skip
+        if self._boxes:
+            logger.warning(
+                "%s: %d boxes are left out: the file has no image with the id %s",
+                self.path, sum(map(len, self._boxes.values())), _some([repr(key) for key in self._boxes]),
+            )  # fmt: skip
         if not entries:
-            raise DataError(f"'{self._path}' names no images")
+            raise DataError(f"'{self.path}' names no images")
         return entries
+
+    def _find(self, name: str) -> str:
+        """Return the path of an image; links in the data set's folder are followed, as they are the user's.
+
+        Raises:
+            DataError: it is missing, or its name leads out of the data set's folder.
+        """
+        word, outside = self.path.stem.removeprefix("instances_"), False
+        folders = ["images/" + word, word, "images", ""]
+        for folder in folders:
+            inner = os.path.normpath(os.path.join(folder, name))
+            if os.path.isabs(inner):
+                inner = os.path.relpath(inner, os.path.abspath(self._folder))
+            if inner.split(os.sep)[0] == os.pardir:
+                outside = True
+            elif os.path.isfile(self._folder / inner):
+                return str(self._folder / inner)
+        if outside:
+            raise DataError(
+                f"'{self.path}': image '{name}' leads out of the data set's folder '{self._folder}' or does not "
+                "exist; name images by their paths in that folder"
+            )
+        searched = ", ".join(str(self._folder / folder) for folder in folders)
+        raise DataError(f"'{self.path}': image '{name}' is in none of {searched}")
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first names of a list as text."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
 
 
 def detection_data_set(folder: Path, classes: list[str] | None, share: float, seed: int, target: Path) -> DataSet:

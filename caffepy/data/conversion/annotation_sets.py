@@ -10,7 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
@@ -62,6 +62,21 @@ Corners = tuple[float, float, float, float]
 """xmin, ymin, xmax, ymax in pixels."""
 
 
+@dataclass(frozen=True)
+class BoxCheck:
+    """The boxes of a conversion that leaves out the boxes without an area in the image.
+
+    Reading threads fill it: adding to a list or set is atomic.
+
+    Attributes:
+        left_out: the fault of each box that is left out, and its annotation file and corners.
+        labels: the labels of the other boxes.
+    """
+
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    labels: set[int] = field(default_factory=set)
+
+
 class BoxWriter:
     """Adds the boxes of an image to a record, normalised and grouped by label.
 
@@ -69,12 +84,20 @@ class BoxWriter:
         record: the record to fill.
         path: path of the annotation file, for messages.
         labels: label of each class name.
+        check: leaves out boxes without an area in the image; None: all boxes are kept, as in Caffe.
     """
 
-    def __init__(self, record: caffe_pb2.AnnotatedDatum, path: str, labels: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        record: caffe_pb2.AnnotatedDatum,
+        path: str,
+        labels: Mapping[str, int],
+        check: BoxCheck | None = None,
+    ) -> None:
         self._record = record
         self._groups: dict[int, caffe_pb2.AnnotationGroup] = {}
         self._labels = labels
+        self._check = check
         self.path = path
         self.size = (0, 0)
 
@@ -105,7 +128,7 @@ class BoxWriter:
         return self._labels[name]
 
     def add(self, label: int, corners: Corners, difficult: bool) -> None:
-        """Add a box.
+        """Add a box, or count it in the check.
 
         Raises:
             DataError: a coordinate is not finite.
@@ -113,8 +136,16 @@ class BoxWriter:
         height, width = self.size
         if not all(map(math.isfinite, corners)):
             raise DataError(f"'{self.path}': the box {corners} has a coordinate that is not finite")
-        if not (0 <= corners[0] <= corners[2] <= width and 0 <= corners[1] <= corners[3] <= height):
-            shown = ", ".join(f"{corner:g}" for corner in corners)
+        fault = _fault(corners, self.size)
+        shown = ", ".join(f"{corner:g}" for corner in corners)
+        if self._check is not None:
+            if fault:
+                self._check.left_out.append((fault, f"'{self.path}': ({shown})"))
+                return
+            self._check.labels.add(label)
+        if fault in (INVERTED, EMPTY):
+            logger.warning("'%s': the box (%s) %s", self.path, shown, fault)
+        elif not (0 <= corners[0] <= corners[2] <= width and 0 <= corners[1] <= corners[3] <= height):
             logger.warning("'%s': the box (%s) does not lie within %d x %d", self.path, shown, height, width)
         if label not in self._groups:
             self._groups[label] = self._record.annotation_group.add(group_label=label)
@@ -126,7 +157,27 @@ class BoxWriter:
         group.annotation.add(instance_id=len(group.annotation), bbox=box)
 
 
-def read_boxes(path: str, kind: str, image: Size, labels: Mapping[str, int], record: caffe_pb2.AnnotatedDatum) -> None:
+INVERTED, EMPTY, OUTSIDE = "is inverted", "has no width or no height", "lies outside of its image"
+
+
+def _fault(corners: Corners, size: Size) -> str:
+    """Return why a box has no area in an image of this size; "" if it has one."""
+    xmin, ymin, xmax, ymax = corners
+    if xmin > xmax or ymin > ymax:
+        return INVERTED
+    if xmin == xmax or ymin == ymax:
+        return EMPTY
+    return OUTSIDE if xmin >= size[1] or ymin >= size[0] or xmax <= 0 or ymax <= 0 else ""
+
+
+def read_boxes(
+    path: str,
+    kind: str,
+    image: Size,
+    labels: Mapping[str, int],
+    record: caffe_pb2.AnnotatedDatum,
+    check: BoxCheck | None = None,
+) -> None:
     """Read the boxes of an annotation file into a record.
 
     Args:
@@ -135,6 +186,7 @@ def read_boxes(path: str, kind: str, image: Size, labels: Mapping[str, int], rec
         image: height and width of the image.
         labels: label of each class name.
         record: the record to fill.
+        check: as in `BoxWriter`.
 
     Raises:
         DataError: the file cannot be read, is not of this kind, or names a class without a label.
@@ -143,7 +195,7 @@ def read_boxes(path: str, kind: str, image: Size, labels: Mapping[str, int], rec
         content = read_regular(Path(path), _MAX_BYTES)
     except OSError as error:
         raise DataError(f"'{path}' cannot be read: {error.strerror}") from error
-    READERS[kind](content, image, BoxWriter(record, path, labels))
+    READERS[kind](content, image, BoxWriter(record, path, labels, check))
 
 
 # -- VOC's XML -------------------------------------------------------------------------------------------
@@ -211,7 +263,7 @@ def voc_class_names(path: Path) -> set[str]:
         root = _parse_xml(read_regular(path, _MAX_BYTES), str(path))
     except OSError as error:
         raise DataError(f"'{path}' cannot be read: {error.strerror}") from error
-    return {name.strip() for item in root.findall("object") if (name := item.findtext("name"))}
+    return {name.strip() for item in root.findall("object") if (name := item.findtext("name", "")).strip()}
 
 
 # -- COCO's JSON, one file per image ---------------------------------------------------------------------
@@ -339,15 +391,18 @@ def convert_annotation_set(
     return convert_entries(entries, listing, target, images, reader, seed, progress or Progress())
 
 
-def boxed_reader(images: ImageOptions, label_type: str, labels: Mapping[str, int]) -> Reader:
+def boxed_reader(
+    images: ImageOptions, label_type: str, labels: Mapping[str, int], check: BoxCheck | None = None
+) -> Reader:
     """Return the reader of `convert_entries` that makes AnnotatedDatums of images with annotation files.
 
     Args:
         images: image options.
         label_type: format of the annotation files, one of `LABEL_TYPES`.
         labels: label of each class name.
+        check: as in `BoxWriter`.
     """
-    return partial(_read_boxed, images, label_type, labels)
+    return partial(_read_boxed, images, label_type, labels, check)
 
 
 def write_image_sizes(
@@ -407,12 +462,12 @@ def _read_labelled(options: ImageOptions, entry: ListEntry) -> tuple[ImageRecord
 
 
 def _read_boxed(
-    options: ImageOptions, label_type: str, labels: Mapping[str, int], entry: ListEntry
+    options: ImageOptions, label_type: str, labels: Mapping[str, int], check: BoxCheck | None, entry: ListEntry
 ) -> tuple[ImageRecord, bytes]:
     image = read_image_record(entry.path, entry.label, options, with_shape=True)
     rest = caffe_pb2.AnnotatedDatum(type=caffe_pb2.AnnotatedDatum.BBOX)
     if os.path.exists(entry.annotation):
-        read_boxes(entry.annotation, label_type, image.original, labels, rest)
+        read_boxes(entry.annotation, label_type, image.original, labels, rest, check)
     else:
         logger.warning("'%s' does not exist: '%s' gets no boxes", entry.annotation, entry.path)
     return image, b"".join((field_header(_DATUM_TAG, len(image.datum)), image.datum, rest.SerializeToString()))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import cv2
 import lmdb
@@ -332,6 +334,8 @@ def test_what_a_detector_refuses(capsys: pytest.CaptureFixture[str]):
             f'{{"images": [], "categories": [{{"id": {"9" * 5000}, "name": "x"}}], "annotations": []}}',
             "all.json' is not COCO's annotations of objects (ValueError",
         ),
+        ('{"images": [{"id": 1}, {"id": 1}], "categories": [], "annotations": []}', "2 images have the id 1"),
+        ('{"images": [], "categories": [{"id": 1e999, "name": "a"}], "annotations": []}', "OverflowError"),
     ):
         Path("other/annotations/all.json").write_text(text)
         assert run("new ssd300 --data other --to p") == 2
@@ -342,6 +346,164 @@ def test_what_a_detector_refuses(capsys: pytest.CaptureFixture[str]):
         Path(f"street/ImageSets/Main/{name}.txt").write_text("3\n")
     assert run("new ssd300 --data street --to p") == 2
     assert "image '3' has no file 'street/Annotations/3.xml'; add it, or remove the image" in capsys.readouterr().err
+
+
+def coco_file(
+    boxes: Sequence[Any], images: Sequence[str] = ("0.jpg", "1.jpg"), categories: dict[int, str] | None = None,
+    name: str = "all", image_id: int = 0,
+) -> None:  # fmt: skip
+    """A data set of images of 20 x 30 in COCO's layout, and boxes as (category, box) of one of them."""
+    for number in range(2):
+        write_image(Path(f"street/images/{number}.jpg"), 9)
+    Path("street/annotations").mkdir(exist_ok=True)
+    document = {
+        "images": [{"id": id_, "file_name": file, "height": 20, "width": 30} for id_, file in enumerate(images)],
+        "categories": [
+            {"id": id_, "name": text} for id_, text in ({1: "car"} if categories is None else categories).items()
+        ],
+        "annotations": [{"image_id": image_id, "category_id": category, "bbox": box} for category, box in boxes],
+    }
+    Path(f"street/annotations/{name}.json").write_text(json.dumps(document))
+
+
+GOOD = (3, 5, 17, 10)
+"""A box as x, y, width and height."""
+NO_AREA = {
+    "is inverted": (20, 5, -17, 10),
+    "has no width or no height": (3, 5, 0, 10),
+    "lies outside of its image": (30, 5, 17, 10),
+}
+
+
+@pytest.mark.parametrize("layout", ["coco", "voc"])
+def test_boxes_without_an_area_in_the_image_are_named_and_left_out(layout: str, caplog: pytest.LogCaptureFixture):
+    boxed = [GOOD, *NO_AREA.values(), NO_AREA["is inverted"]]
+    if layout == "coco":
+        coco_file([(1, box) for box in boxed] + [(1, (25, 15, 9, 9))], ("0.jpg", "1.jpg"))
+        coco_file([(1, GOOD)], name="val")
+        Path("street/annotations/all.json").rename("street/annotations/train.json")
+    else:
+        street(("car",), 2)
+        objects = "".join(
+            f"<object><name>car</name><bndbox><xmin>{x}</xmin><ymin>{y}</ymin><xmax>{x + width}</xmax>"
+            f"<ymax>{y + height}</ymax></bndbox></object>"
+            for x, y, width, height in [*boxed, (25, 15, 9, 9)]
+        )
+        Path("street/Annotations/0.xml").write_text(
+            f"<annotation><size><height>20</height><width>30</width></size>{objects}</annotation>"
+        )
+        Path("street/ImageSets/Main").mkdir(parents=True)
+        for name, stem in (("train", "0"), ("val", "1")):
+            Path(f"street/ImageSets/Main/{name}.txt").write_text(stem)
+    assert run("new mobilenet_ssd --data street --to p") == 0
+    assert boxes("p/train_lmdb")["street/images/0.jpg" if layout == "coco" else "street/JPEGImages/0.jpg"] == [
+        (1, pytest.approx(0.1)), (1, pytest.approx(25 / 30)),
+    ], "a box that crosses the border stays"  # fmt: skip
+    for fault, count in zip(NO_AREA, (2, 1, 1), strict=True):
+        [line] = [line for line in caplog.messages if fault in line]
+        assert f"p/train.txt: {count} boxes are left out" in line
+        assert ("train_000000.json" if layout == "coco" else "0.xml") in line
+
+
+def test_boxes_of_categories_and_images_that_the_file_does_not_have(caplog: pytest.LogCaptureFixture):
+    coco_file([(1, GOOD), (7, GOOD), (7, GOOD), ("x", GOOD)], name="train")
+    coco_file([(1, GOOD)], name="val")
+    path = Path("street/annotations/train.json")
+    document = json.loads(path.read_text())
+    document["annotations"].append({"image_id": 99, "category_id": 1, "bbox": GOOD})
+    path.write_text(json.dumps(document))
+    assert run("new mobilenet_ssd --data street --to p") == 0
+    assert boxes("p/train_lmdb")["street/images/0.jpg"] == [(1, pytest.approx(0.1))]
+    assert f"{path}: 3 boxes are left out: the file has no category '7', 'x'" in caplog.messages
+    assert f"{path}: 1 boxes are left out: the file has no image with the id 99" in caplog.messages
+
+
+def test_a_data_set_without_classes_or_boxes_is_refused(capsys: pytest.CaptureFixture[str]):
+    """A net for 0 classes, and a detector without boxes, train with loss 0."""
+    cases: list[tuple[Callable[[], None], str]] = [
+        (lambda: coco_file([], categories={}), "--data street: has no classes"),
+        (lambda: coco_file([]), "'p/train.txt': no image has a box of the classes"),
+        (lambda: coco_file([(1, (0, 0, 0, 0))]), "'p/train.txt': no image has a box of the classes"),
+        (lambda: coco_file([(1, GOOD)], categories={1: " "}), "the name of the class '' is empty"),
+        (lambda: coco_file([(1, GOOD)], categories={1: "a\nb"}), r"the name of the class 'a\nb' has a line break"),
+        (lambda: street(()), "--data street: has no classes"),
+        (lambda: street((" ",)), "--data street: has no classes"),
+    ]
+    for make, message in cases:
+        shutil.rmtree("street", ignore_errors=True)
+        make()
+        assert run("new mobilenet_ssd --data street --to p --force") == 2, message
+        assert message in capsys.readouterr().err
+        assert not Path("p/solver.prototxt").exists()
+
+
+def test_categories_of_one_name_are_one_class():
+    coco_file([(1, GOOD), (2, (6, 5, 9, 9)), (3, (9, 5, 9, 9))], categories={1: "car", 2: "bus", 3: "car"})
+    coco_file([(1, GOOD)], categories={1: "car"}, name="val")
+    Path("street/annotations/all.json").rename("street/annotations/train.json")
+    assert run("new mobilenet_ssd --data street --to p") == 0
+    assert Path("p/labels.txt").read_text().split() == ["car", "bus"]
+    assert [label for label, _ in boxes("p/train_lmdb")["street/images/0.jpg"]] == [1, 1, 2]
+
+
+def test_files_with_other_categories_are_refused(capsys: pytest.CaptureFixture[str]):
+    coco_file([(1, GOOD)], name="train")
+    coco_file([(1, GOOD)], categories={1: "bus"}, name="val")
+    assert run("new mobilenet_ssd --data street --to p") == 2
+    assert "val.json': category 1 is 'bus', but 'car' in the other file" in capsys.readouterr().err
+
+
+def test_one_class_of_images_is_warned_of(caplog: pytest.LogCaptureFixture):
+    photos(classes=("a",))
+    assert run("new lenet --data photos --to p") == 0
+    assert "--data photos: has one class, 'a': every image is of that class, and the loss is 0" in caplog.messages
+
+
+# -- files that a data set names -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "{cwd}/secret.jpg", "../../secret.jpg", "../secret.jpg", "x/../../../secret.jpg", "../street2/0.jpg",
+        "link/../../secret.jpg",
+    ],
+)  # fmt: skip
+def test_names_that_lead_out_of_the_data_set_are_refused(name: str, capsys: pytest.CaptureFixture[str]):
+    write_image(Path("secret.jpg"), 1)
+    write_image(Path("street2/0.jpg"), 1)
+    Path("else/where").mkdir(parents=True)
+    Path("street/images").mkdir(parents=True)
+    Path("street/images/link").symlink_to(Path("else/where").resolve())
+    name = name.format(cwd=Path.cwd())
+    coco_file([(1, GOOD)], [name, "1.jpg"])
+    assert run("new mobilenet_ssd --data street --to p") == 2
+    assert f"image '{name}' leads out of the data set's folder 'street'" in capsys.readouterr().err
+    assert not Path("p/train_lmdb").exists()
+
+
+@pytest.mark.parametrize("data", ["street", "./street", "{cwd}/street", "p/../street"])
+def test_names_that_stay_in_the_data_set(data: str):
+    """Also absolute names, names with `..`, and links, which are the user's own."""
+    write_image(Path("disk/0.jpg"), 1)
+    Path("street").mkdir()
+    Path("street/linked").symlink_to(Path("disk").resolve())
+    Path("p").mkdir()
+    names = [f"{Path.cwd()}/street/images/0.jpg", "../images/1.jpg", "./0.jpg", "linked/0.jpg"]
+    coco_file([(1, GOOD)], names, name="train")
+    coco_file([(1, GOOD)], name="val")
+    assert main(["new", "mobilenet_ssd", "--data", data.format(cwd=Path.cwd()), "--to", "p"]) == 0
+    wanted = [Path(name).resolve() for name in ("street/images/0.jpg", "street/images/1.jpg", "disk/0.jpg")]
+    assert {Path(name).resolve() for name in boxes("p/train_lmdb")} == set(wanted)
+
+
+def test_a_line_break_in_a_path_names_no_other_file(capsys: pytest.CaptureFixture[str]):
+    write_image(Path("secret.png"), 1)
+    photos()
+    write_image(Path(f"photos/robin/x 0\n/{Path.cwd()}/secret.png"), 1)
+    assert run("new lenet --data photos --to p") == 2
+    assert "the path has a line break; rename the image or its folder" in capsys.readouterr().err
+    assert not Path("p/train_lmdb").exists()
 
 
 # -- weights and the tutorial --------------------------------------------------------------------------------

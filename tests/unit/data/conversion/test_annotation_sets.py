@@ -126,6 +126,14 @@ def test_without_a_size_the_images_own_counts(caplog: pytest.LogCaptureFixture):
     ]
 
 
+def test_boxes_without_an_area_are_named_and_kept_as_in_caffe(caplog: pytest.LogCaptureFixture):
+    write_xml(("cat", 0, (30, 0, 10, 20)), ("cat", 0, (9, 0, 9, 20)))
+    [group] = convert(**DETECTION).annotation_group
+    assert len(group.annotation) == 2
+    assert "'1.anno': the box (30, 0, 10, 20) is inverted" in caplog.messages
+    assert "'1.anno': the box (9, 0, 9, 20) has no width or no height" in caplog.messages
+
+
 def test_labels_of_a_classification():
     Path("list.txt").write_text("1.png 5\n")
     found = convert(ImageOptions(threads=1))
