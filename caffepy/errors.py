@@ -17,10 +17,17 @@ NO_THREADS = (
 )
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
+_NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
+
 
 def printable(text: str) -> str:
     """A name as a terminal, a log line or a table can show it: control characters and line breaks are escaped."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def spreadsheet_text(text: str) -> str:
+    """A name as a cell of CSV: printable, and behind an apostrophe where a spreadsheet would read a formula."""
+    return printable(f"'{text}" if text[:1] in tuple("=+-@\t\r\n") and not _NUMBER.fullmatch(text) else text)
 
 
 def one_line(text: str) -> str:

@@ -14,10 +14,13 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
+
+from caffepy.errors import printable
 
 from caffepy.whole_numbers import whole
 
@@ -59,15 +62,21 @@ class GlogFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """`I1121 11:29:00.123456 12345 solver.py:123] message`, a traceback below it or above the last error."""
         ends = getattr(record, "ends", False)
+        message = printable(record.getMessage())  # a name in it forges no line and no escape sequence
         if ends and not self._glogs_errors:
             trace = f"{self.formatException(record.exc_info)}\n" if record.exc_info else ""
-            return f"{trace}caffepy: error: {record.getMessage()}"
+            return f"{trace}caffepy: error: {message}"
         letter = _LETTERS.get(record.levelno, "I")
         stamp = time.strftime("%m%d %H:%M:%S", time.localtime(record.created))
         microseconds = int(record.created % 1 * 1e6)
         source = f"{threading.get_native_id():5d} {record.filename}:{record.lineno}]"
-        line = f"{letter}{stamp}.{microseconds:06d} {source} {self._prefix}{record.getMessage()}"
+        line = f"{letter}{stamp}.{microseconds:06d} {source} {self._prefix}{message}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 -- logging's name
+        """The lines of a traceback; an exception's message is one line."""
+        parts = [part.rstrip("\n") for part in traceback.format_exception(*ei)]
+        return "\n".join("\n".join(map(printable, part.split("\n") if part[:1] in " \n" else [part])) for part in parts)
 
 
 def write_line(line: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
+from caffepy.errors import printable
 from caffepy.glog import StderrHandler
 
 _INTERVAL = 0.2
@@ -68,7 +69,7 @@ class ProgressBar:
                 return
             self._open(iteration)
         if self._status is not None:
-            self._bar.set_postfix_str(self._status(), refresh=False)
+            self._bar.set_postfix_str(printable(self._status()), refresh=False)
         self._bar.update(iteration - self._bar.n)
 
     def _open(self, iteration: int) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from caffepy.cli.log import quiet_net
 from caffepy.cli.options import Parser, add_overwrite_flag
-from caffepy.errors import ConfigError, DataError, SnapshotError, one_line
+from caffepy.errors import ConfigError, DataError, SnapshotError, one_line, printable
 from caffepy.options.types import name_list, positive, record_shape
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         layers = _check(net, args.weights)
     text = f"# {one_line(args.net.name)} for predictions.\n{text_format.MessageToString(net, as_utf8=True)}"
     if output is None:
-        print(text, end="")
+        print("\n".join(map(printable, text.split("\n"))), end="")
         return 0
     with atomic_write(output) as file:
         file.write(text.encode())

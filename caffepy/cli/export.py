@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from caffepy.cli.options import Parser, add_dialect_option, add_overwrite_flag, add_state_options
-from caffepy.errors import ConfigError, RunError
+from caffepy.errors import ConfigError, RunError, printable
 from caffepy.installation import install_command
 from caffepy.options.types import file_list, positive
 
@@ -174,7 +174,8 @@ def _check(
         refuse_large(differences, limit)
         for name in wanted if args.half else ():
             if rounded[name].shape != wanted[name].shape:  # as many boxes as are found
-                print(f"float16 weights: output '{name}' has the shape {rounded[name].shape}, not {wanted[name].shape}")
+                shapes = f"has the shape {rounded[name].shape}, not {wanted[name].shape}"
+                print(f"float16 weights: output '{printable(name)}' {shapes}")
                 continue
             change = difference(name, rounded[name], wanted[name])
             print(f"float16 weights: {change}")

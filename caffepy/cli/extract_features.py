@@ -7,8 +7,14 @@ import logging
 from contextlib import ExitStack
 from pathlib import Path
 
-from caffepy.cli.options import Parser, add_device_options, add_dialect_option, add_overwrite_flag, add_state_options
-from caffepy.errors import ConfigError
+from caffepy.cli.options import (
+    Parser,
+    add_device_options,
+    add_dialect_option,
+    add_overwrite_flag,
+    add_state_options,
+)
+from caffepy.errors import ConfigError, printable
 from caffepy.options.types import name_list, positive
 
 logger = logging.getLogger(__name__)
@@ -67,5 +73,5 @@ def run(args: argparse.Namespace) -> int:
         progress.total = args.batches
         extract_features(net, args.blobs, writers, args.batches, progress.advance)
     for path, blob, writer in zip(args.databases, args.blobs, writers, strict=True):
-        print(f"{path}: {writer.count} records of '{blob}'")
+        print(f"{path}: {writer.count} records of '{printable(blob)}'")
     return 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from caffepy.cli.options import Parser, add_dialect_option, add_state_options
 from caffepy.cli.record_shapes import record_shapes
 from caffepy.cli.tables import print_table
-from caffepy.errors import ConfigError
+from caffepy.errors import ConfigError, printable
 from caffepy.options.types import gpu_number, positive, positive_number, record_shape
 
 if TYPE_CHECKING:
@@ -202,9 +202,9 @@ def _print_memory(subject: Subject, args: argparse.Namespace) -> None:
     histories = subject.histories if training else 0
     plan = plan_memory(subject.param, subject.context, subject.state, not args.no_fuse)
     batch = written_batch(filter_net(subject.param, subject.state))
-    print(f"{subject.param.name or 'net'}, {args.phase}, batch {batch}: memory on a GPU\n")
+    print(f"{printable(subject.param.name) or 'net'}, {args.phase}, batch {batch}: memory on a GPU\n")
     print_table(_summary(plan, histories, not args.no_share), right=(1,))
-    print(f"\nPeak: {_short_step(plan.steps[plan.peak])}. The largest blobs live there:\n")
+    print(f"\nPeak: {printable(_short_step(plan.steps[plan.peak]))}. The largest blobs live there:\n")
     print_table(_largest(plan), right=(0,), shrinking=(1, 2, 5, 6))
     if available := _available(args):
         _print_largest_batch(subject, args, histories, available)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from caffepy.cli.options import Parser, add_device_options, add_overwrite_flag
-from caffepy.errors import ConfigError, DataError
+from caffepy.errors import ConfigError, DataError, printable
 from caffepy.options.types import positive, positive_number, record_shape
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
     cluster, exchange = _cluster(args, profile.on_cpu), _exchange(args, profile.on_cpu)
     predictions = sweep(profile, args.nodes, cluster, exchange)
     for line in (*describe(profile, cluster, exchange), "", *format_table(predictions)):
-        print(line)
+        print(printable(line))
     if args.csv:
         write_csv(args.csv, predictions)
     if args.plot:

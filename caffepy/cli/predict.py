@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from caffepy.cli.log import quiet_net
 from caffepy.cli.options import Parser, add_device_options, add_engine_option, add_overwrite_flag
 from caffepy.cli.unreadable import Unreadable
-from caffepy.errors import ConfigError, DataError, one_line
+from caffepy.errors import ConfigError, DataError, one_line, spreadsheet_text
 from caffepy.options.types import file_list, natural, positive, record_shape
 
 if TYPE_CHECKING:
@@ -263,7 +263,8 @@ def _classes_as_csv(found: Classified) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["image", "label", "name", "score"])
     for image, classes in found:
-        writer.writerows([image, label, name, f"{score:.6g}"] for label, name, score in classes)
+        cells = [(label, spreadsheet_text(name), f"{score:.6g}") for label, name, score in classes]
+        writer.writerows((spreadsheet_text(image), *row) for row in cells)
     return text.getvalue()
 
 
@@ -495,7 +496,8 @@ def _as_csv(boxes: list[Box]) -> str:
     writer.writerow(_FIELDS)
     for box in boxes:
         edges = (f"{edge:.1f}" for edge in (box.xmin, box.ymin, box.xmax, box.ymax))
-        writer.writerow([box.image, box.label, box.name, f"{box.score:.4f}", *edges])
+        texts = spreadsheet_text(box.image), box.label, spreadsheet_text(box.name)
+        writer.writerow([*texts, f"{box.score:.4f}", *edges])
     return text.getvalue()
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from caffepy import version
 from caffepy.config.paths import PathResolver
+from caffepy.errors import printable
 from caffepy.glog import GlogFormatter, StderrHandler, log_folder
 from caffepy.parallel.launch.run import LINE
 from caffepy.parallel.options import TrainOptions
@@ -50,7 +51,7 @@ class ScreenFormatter(logging.Formatter):
         if getattr(record, "ends", False):
             return self._ends.format(record)
         level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
-        line = f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {level}{record.getMessage()}"
+        line = f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {level}{printable(record.getMessage())}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
@@ -180,7 +181,7 @@ class TrainingScreen:
         self._bar.close()
 
     def _write(self, line: str) -> None:
-        self._terminal.write(f"{line}\n")
+        self._terminal.write(f"{printable(line)}\n")
         self._terminal.flush()
 
 

@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 
+from caffepy.errors import printable
+
 _GAP = "  "
 _NARROWEST = 8
 """Columns are not shortened below this width."""
@@ -27,7 +29,7 @@ def format_table(
     rows: Iterable[Sequence[str]], right: Sequence[int], shrinking: Sequence[int], width: int | None
 ) -> list[str]:
     """Return the lines of a table, none longer than `width` if its columns can be made so narrow; None: any width."""
-    table = [list(row) for row in rows]
+    table = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     if width is not None:
         _narrow(widths, shrinking, width - len(_GAP) * (len(widths) - 1))

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from caffepy.errors import ConfigError, RunError
+from caffepy.errors import ConfigError, RunError, spreadsheet_text
 from caffepy.files import atomic_write, open_regular
 from caffepy.loggers.contract import Logger, Run
 
@@ -108,7 +108,9 @@ class CsvLogger(RowFile):
         self._columns = ["iteration", "time"]
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> None:
-        if new := [name for name in values if name not in self._columns]:
+        values = {spreadsheet_text(name): value for name, value in values.items()}
+        known = set(self._columns)
+        if new := [name for name in values if name not in known]:
             rows = self._read()
             self._columns += new
             self._rewrite(rows)

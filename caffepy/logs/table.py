@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from caffepy.errors import spreadsheet_text
 from caffepy.files import atomic_write
 from caffepy.logs.read import LogRow, TrainingLog
 
@@ -48,7 +49,7 @@ def _table(rows: Sequence[LogRow], delimiter: str) -> str:
     head += [_NET] if several_nets else []
     text = io.StringIO()
     writer = csv.writer(text, delimiter=delimiter, lineterminator="\n")
-    writer.writerow([*head, *(map(_safe, names) if names else [_LOSS])])
+    writer.writerow([*head, *(map(spreadsheet_text, names) if names else [_LOSS])])
     for row in rows:
         if names and not row.outputs:  # the loss after the last iteration
             continue
@@ -67,8 +68,3 @@ def _values(row: LogRow, names: Sequence[str]) -> Iterator[str]:
 
 def _rounded(value: float) -> str:
     return f"{value:.9g}"
-
-
-def _safe(name: str) -> str:
-    """Escape a column's name that a spreadsheet would read as a formula."""
-    return f"'{name}" if name[:1] in "=+-@\t" else name

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from caffepy.blob import Blob
+from caffepy.errors import printable
 from caffepy.net.wiring import Node
 from caffepy.proto import caffe_pb2
 
@@ -20,7 +21,8 @@ def describe_net(name: str, phase: int, nodes: Sequence[Node], where: str) -> st
     """``<caffepy net 'lenet' (TRAIN): 9 layers, 431,080 parameters, on CPU, 2 threads>``."""
     count = sum(blob.count for blob in _own_parameters(nodes))
     layers = len(_shown(nodes))
-    return f"<caffepy net '{name}' ({caffe_pb2.Phase.Name(phase)}): {layers} layers, {count:,} parameters, on {where}>"
+    title = f"{printable(name)}' ({caffe_pb2.Phase.Name(phase)})"
+    return f"<caffepy net '{title}: {layers} layers, {count:,} parameters, on {where}>"
 
 
 def net_table(title: str, nodes: Sequence[Node]) -> str:

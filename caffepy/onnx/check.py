@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.blob import Blob
-from caffepy.errors import RunError
+from caffepy.errors import RunError, printable
 from caffepy.layers.core.base import PassCounter
 from caffepy.net import Net
 from caffepy.net.wiring import Node
@@ -37,7 +37,8 @@ class Difference:
     relative: float
 
     def __str__(self) -> str:
-        return f"output '{self.name}': largest difference {self.largest:.3g}, {self.relative:.3g} of the largest value"
+        size = f"largest difference {self.largest:.3g}, {self.relative:.3g} of the largest value"
+        return f"output '{printable(self.name)}': {size}"
 
 
 def random_inputs(net: Net, seed: int = 1) -> Arrays:

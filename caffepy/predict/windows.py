@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.errors import DataError
+from caffepy.errors import DataError, spreadsheet_text
 from caffepy.files import atomic_write, read_regular
 from caffepy.predict.images import INPUT, Preparation
 from caffepy.predict.model import Model
@@ -141,7 +141,7 @@ def windows_as_csv(windows: Sequence[Window], scores: Floats) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["filename", *EDGES, *(f"class{number}" for number in range(scores.shape[1]))])
     for window, row in zip(windows, scores, strict=True):
-        writer.writerow([window.filename, *window.edges, *(f"{score:.6g}" for score in row)])
+        writer.writerow([spreadsheet_text(window.filename), *window.edges, *(f"{score:.6g}" for score in row)])
     return text.getvalue()
 
 

@@ -204,5 +204,6 @@ def init_log(level: int = 0, stderr: bool = True) -> None:
 
 
 def log(message: str) -> None:
-    """Log a line."""
-    logger.info("%s", message, stacklevel=2)
+    """Log a line, or each line of a text."""
+    for line in message.split("\n"):
+        logger.info("%s", line, stacklevel=2)
