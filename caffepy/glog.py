@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from caffepy.errors import printable
-
 from caffepy.whole_numbers import whole
 
 ENDS = {"ends": True}
