@@ -127,8 +127,7 @@ def _parsed(
     """
     field = fields[-1] if len(fields) == len(parts) else None
     text = f"{parts[-1].name}{_value_text(value.strip(), field)}"
-    for part in reversed(parts[:-1]):
-        text = f"{part.name} {{ {text} }}"
+    text = "".join(f"{part.name} {{ " for part in parts[:-1]) + text + " }" * (len(parts) - 1)
     try:
         message: Message = parse_text(text, kind(), origin)
     except ConfigError as error:
@@ -242,7 +241,9 @@ def _set(target: Any, field: FieldDescriptor, part: _Part, values: list[Any], or
         raise ConfigError(
             f"{origin}: {field.name} has {len(present)} elements; give one value, and a number from 0 to {len(present)}"
         )
-    kept = list(present)
-    kept[index : index + 1] = values
-    del present[:]
-    present.extend(kept)
+    if field.message_type is not None:
+        (present.add() if index == len(present) else present[index]).CopyFrom(values[0])
+    elif index == len(present):
+        present.append(values[0])
+    else:
+        present[index] = values[0]

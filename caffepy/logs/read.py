@@ -14,6 +14,7 @@ import math
 import os
 import re
 from calendar import isleap
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -129,12 +130,14 @@ def records(lines: Iterable[str], year: int) -> Iterator[Record]:
             yield Record(match["thread"], seconds, line[match.end() : end].rstrip())
 
 
-_NUMBER = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|nan|inf))"
+_NUMBER = r"([-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+|nan|inf))"
 _ITERATION = re.compile(r"\bIteration (\d{1,10})\b")
 _LOSS = re.compile(rf", loss = {_NUMBER}")
 _RATE = re.compile(rf", lr = {_NUMBER}")
 _TESTING = re.compile(r", Testing net \(#(\d{1,4})\)")
-_OUTPUT = re.compile(rf"\b(Train|Test) net output (?:mAP )?#(\d{{1,6}}): (\S.*?) = {_NUMBER}(?= |$)")
+_OUTPUT = re.compile(r"\b(Train|Test) net output (?:mAP )?#\d{1,6}: (?=\S)")
+_NAMED_VALUE = re.compile(rf"(\S.*?) = {_NUMBER}(?= |$)")
+"""Behind `_OUTPUT`. One expression for both would search the rest of a line from each of its `_OUTPUT`s."""
 _LONGEST_LINE = 1 << 16
 """In characters: longer lines are read in pieces."""
 
@@ -228,15 +231,17 @@ class _Reader:
         self._start: float | None = None
         self._run = -1
         self._last_iteration = -1
-        self._current: dict[str, LogRow] = {}
+        self._current: dict[str, tuple[LogRow, Counter[str]]] = {}
+        """The row of each thread, and how often its outputs have each name."""
         self._rates: dict[tuple[int, int], float] = {}
 
     def add(self, record: Record) -> None:
         """Add a record."""
         if re.match(r"\s*(\[rank 0\] |\S* )?Solving \S", record.message):
             self._begin_run(record.seconds)
-        if match := _OUTPUT.search(record.message):
-            self._add_output(record, match)
+        head = _OUTPUT.search(record.message)
+        if head and (value := _NAMED_VALUE.match(record.message, head.end())):
+            self._add_output(record, head[1], value)
         elif match := _ITERATION.search(record.message):
             self._add_iteration(record, int(match[1]))
 
@@ -279,21 +284,21 @@ class _Reader:
     def _new_row(self, record: Record, iteration: int, net: int = 0, loss: float | None = None) -> LogRow:
         self._start = start = record.seconds if self._start is None else self._start
         row = LogRow(iteration, record.seconds - start, self._run, net, loss=loss)
-        self._current[record.thread] = row
+        self._current[record.thread] = row, Counter()
         return row
 
-    def _add_output(self, record: Record, match: re.Match[str]) -> None:
+    def _add_output(self, record: Record, kind: str, value: re.Match[str]) -> None:
         """Add an output to this thread's current row, or to the newest row if the thread has none."""
-        kind, _, name, value = match.groups()
-        row = self._current.get(record.thread) or (next(reversed(self._current.values()), None))
-        if row is None or (row.loss is None) != (kind == "Test"):
+        current = self._current.get(record.thread) or (next(reversed(self._current.values()), None))
+        if current is None or (current[0].loss is None) != (kind == "Test"):
             return
-        number = 0
-        key = name
+        (row, counts), name = current, value[1]
+        key = f"{name}[{counts[name]}]" if counts[name] else name
         while key in row.outputs:
-            number += 1
-            key = f"{name}[{number}]"
-        row.outputs[key] = float(value)
+            counts[name] += 1
+            key = f"{name}[{counts[name]}]"
+        counts[name] += 1
+        row.outputs[key] = float(value[2])
 
     def _fill_rates(self, rows: list[LogRow]) -> None:
         """Fill missing learning rates from the preceding row, or else from the next."""

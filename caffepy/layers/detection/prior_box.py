@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect, insort
+
 import numpy as np
 
 from caffepy.blob import Blob, check_shape
@@ -68,9 +70,15 @@ class PriorBoxLayer(Layer):
     def _all_ratios(self) -> list[np.float32]:
         """Return the distinct ratios other than 1; with `flip` the inverse follows each."""
         param, ratios = self.param.prior_box_param, [np.float32(1)]
+        known = list(ratios)
+        """Sorted: only the neighbours of a ratio can equal it."""
         for ratio in np.array(param.aspect_ratio, np.float32):
-            if all(abs(ratio - other) >= 1e-6 for other in ratios):
-                ratios += [ratio, np.float32(1 / float(ratio))] if param.flip else [ratio]
+            at = bisect(known, ratio)
+            if all(abs(ratio - other) >= 1e-6 for other in known[max(at - 1, 0) : at + 1]):
+                new = [ratio, np.float32(1 / float(ratio))] if param.flip else [ratio]
+                ratios += new
+                for value in new:
+                    insort(known, value)
         return ratios[1:]
 
     def _pair(self, both: str, height: str, width: str) -> tuple[float, float] | None:
