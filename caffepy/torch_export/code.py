@@ -65,14 +65,17 @@ class Names:
 
     def __init__(self, taken: Sequence[str]) -> None:
         self._taken = set(taken)
+        self._numbers: dict[str, int] = {}
+        """The next number behind each name."""
 
     def new(self, wanted: str) -> str:
         """Return an identifier like `wanted` that has not been given yet."""
         name = identifier(wanted)
-        found, number = name, 1
+        found, number = name, self._numbers.get(name, 1)
         while found in self._taken or keyword.iskeyword(found):
             found, number = f"{name}_{number}", number + 1
         self._taken.add(found)
+        self._numbers[name] = number
         return found
 
 

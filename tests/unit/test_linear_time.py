@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from onnx import TensorProto, helper
 
 from caffepy.backend.meta import MetaBackend
 from caffepy.config.assign import assign
@@ -24,10 +25,13 @@ from caffepy.loggers.rows import CsvLogger
 from caffepy.logs.read import read_log
 from caffepy.net.memory_plan import Lifetime, assign_offsets, widest_gaps
 from caffepy.net.net import Net
+from caffepy.onnx.export.graph import Graph
+from caffepy.onnx.importer.read import read_onnx
 from caffepy.predict.detect import read_label_names
 from caffepy.project.data_sets import coco_data_set, read_classes
 from caffepy.proto import caffe_pb2
 from caffepy.snapshot.safetensors import read_tensors, write_tensors
+from caffepy.torch_export.code import Names
 
 Task = Callable[[], object]
 GLOG = "I1121 11:29:00.123456 12345 solver.py:123]"
@@ -193,12 +197,41 @@ def plan_of_a_trained_chain(count: int) -> Task:
     return plan([Lifetime(256 * (1 + index % 7), index, count - index) for index in range(3 * count // 8)])
 
 
+def relu_nodes(count: int, name: str, unread: bool) -> Task:
+    nodes = [
+        helper.make_node("Relu", ["x" if unread or not index else f"t{index - 1}"], [f"t{index}"], name=name)
+        for index in range(count // 8)
+    ]
+    values = [helper.make_tensor_value_info(value, TensorProto.FLOAT, [1, 2]) for value in ("x", nodes[-1].output[0])]
+    graph = helper.make_graph(nodes, "graph", values[:1], values[1:])
+    Path("a.onnx").write_bytes(helper.make_model(graph).SerializeToString())
+    return lambda: read_onnx(Path("a.onnx"), "net")
+
+
+def onnx_chain(count: int) -> Task:
+    return relu_nodes(count, "", unread=False)
+
+
+def onnx_equal_names(count: int) -> Task:
+    return relu_nodes(count, "name", unread=True)
+
+
+def names_of_exports(count: int) -> Task:
+    def run() -> None:
+        graph, names = Graph(), Names(())
+        given = {graph.new_name("name") for _ in range(count)} | {names.new("other") for _ in range(count)}
+        assert len(given) == 2 * count
+
+    return run
+
+
 # -- the test ------------------------------------------------------------------------------------------------
 
 TASKS = (
     class_names, coco_categories, label_map_of_tools, label_map_of_detections, list_of_labels,
     xml_objects, xml_depth, json_boxes, set_elements, set_list, set_path, log_of_outputs_without_values,
-    log_of_a_long_number, log_of_equal_outputs, columns_of_csv, tensors, prior_ratios, plan_of_a_tested_chain,
+    log_of_a_long_number, log_of_equal_outputs, columns_of_csv, tensors, prior_ratios,
+    onnx_chain, onnx_equal_names, names_of_exports, plan_of_a_tested_chain,
     plan_of_a_trained_chain,
 )  # fmt: skip
 SIZE = 1000

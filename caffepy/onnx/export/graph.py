@@ -62,13 +62,16 @@ class Graph:
     nodes: list[NodeProto] = field(default_factory=list)
     constants: dict[str, TensorProto] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
+    numbers: dict[str, int] = field(default_factory=dict)
+    """The next number behind each name that `new_name` has given."""
 
     def new_name(self, wanted: str) -> str:
         """A name of a value or node that nothing has yet."""
-        name, number = wanted, 1
+        name, number = wanted, self.numbers.get(wanted, 1)
         while name in self.names:
             name, number = f"{wanted}_{number}", number + 1
         self.names.add(name)
+        self.numbers[wanted] = number
         return name
 
     def constant(self, values: NDArray[Any], wanted: str) -> str:

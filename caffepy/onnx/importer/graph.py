@@ -61,8 +61,9 @@ class NetBuilder:
     def __init__(self, name: str) -> None:
         self.param = caffe_pb2.NetParameter(name=name)
         self._context = LayerContext(MetaBackend(), phase=caffe_pb2.TEST, dialect=Dialect.BVLC)
-        self._names: set[str] = set()
-        self._blob_names: set[str] = set()
+        self._names: dict[str, int] = {}
+        self._blob_names: dict[str, int] = {}
+        """Given names, and the last number behind each."""
         self.producers: dict[str, caffe_pb2.LayerParameter] = {}
         """The layer that makes each blob."""
         self.shapes: dict[str, Shape] = {}
@@ -74,7 +75,7 @@ class NetBuilder:
 
     def reserve(self, names: Sequence[str]) -> None:
         """Keep blob names for outputs: `add` gives them to nothing else."""
-        self._blob_names |= set(names)
+        self._blob_names.update(dict.fromkeys(names, 1))
 
     def add(
         self, kind: str, bottoms: Sequence[Tensor], name: str, blobs: Sequence[Array] = (), **fields: Any
@@ -187,7 +188,7 @@ class NetBuilder:
     def finish(self, outputs: Sequence[tuple[str, Tensor]]) -> caffe_pb2.NetParameter:
         """The net, whose outputs have the names wanted; layers that none of them needs are gone."""
         for name, tensor in outputs:
-            self._blob_names.discard(name)
+            self._blob_names.pop(name, None)
             self.add("Split", [tensor], name)
         wanted = {name for name, _ in outputs}
         kept: list[caffe_pb2.LayerParameter] = []
@@ -223,12 +224,13 @@ def _set(message: Any, field: str, value: Any) -> None:
         setattr(message, field, value)
 
 
-def _unique(wanted: str, taken: set[str]) -> str:
-    name, number = wanted, 1
+def _unique(wanted: str, taken: dict[str, int]) -> str:
+    name, number = wanted, taken.get(wanted, 1)
     while name in taken:
         number += 1
         name = f"{wanted}_{number}"
-    taken.add(name)
+    taken[name] = 1
+    taken[wanted] = number
     return name
 
 
@@ -253,8 +255,8 @@ def _without_final_splits(net: caffe_pb2.NetParameter, outputs: set[str]) -> Non
 
 
 def _silence_unread(net: caffe_pb2.NetParameter, outputs: set[str]) -> None:
-    read = {bottom for layer in net.layer for bottom in layer.bottom}
-    unread = [top for layer in net.layer for top in layer.top if top not in read | outputs]
+    read = {bottom for layer in net.layer for bottom in layer.bottom} | outputs
+    unread = [top for layer in net.layer for top in layer.top if top not in read]
     if unread:
         net.layer.add(name="unread", type="Silence", bottom=unread)
 

@@ -168,7 +168,7 @@ def in_order(graph: GraphProto, path: Path) -> list[NodeProto]:
     missing = []
     for index, node in enumerate(graph.node):
         needed = {name for name in node.input if name not in known}
-        if lost := sorted(needed - set(outputs)):
+        if lost := sorted(name for name in needed if name not in outputs):
             raise ConfigError(f"{path}: node '{describe(node)}' reads '{lost[0]}', which nothing gives")
         missing.append(len(needed))
         for name in needed:
