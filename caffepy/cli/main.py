@@ -8,6 +8,7 @@ import importlib
 import io
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -335,6 +336,9 @@ def _unforeseen(error: Exception, traced: bool) -> int:
         return _report(f"the output cannot be written: {error.strerror}", RunError.exit_status, traced)
     if lacks_memory(error):
         return _report(NO_MEMORY, OutOfMemoryError.exit_status, traced)
+    if isinstance(error, (ImportError, OSError)) and re.search(r"\.so\b", str(error)):
+        found = f"a library cannot be loaded: {error}; raise the memory limit (ulimit -v), or install the library again"
+        return _report(found, RunError.exit_status, traced)
     if lacks_threads(error):
         return _report(NO_THREADS, RunError.exit_status, traced)
     return _report(_describe(error, traced), InternalError.exit_status, traced)

@@ -128,6 +128,24 @@ def test_the_traceback_is_there_for_the_asking(
 @pytest.mark.parametrize(
     "failure",
     [
+        OSError("Could not find/load shared object file 'libllvmlite.so' from resource location: 'llvmlite.binding'"),
+        ImportError("libfoo.so.3: cannot open shared object file: No such file or directory"),
+    ],
+)
+def test_a_library_that_cannot_be_loaded_is_no_mistake_of_ours(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    def fail(path: Path) -> None:
+        raise failure
+
+    monkeypatch.setattr("caffepy.config.load.read_net", fail)
+    status, error = fails(capsys, "net", "--model", "n")
+    assert (status, error.startswith(f"a library cannot be loaded: {failure}; ")) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
         MemoryError(),
         ImportError("libfoo.so.3: failed to map segment from shared object"),
         OSError("/usr/lib/libfoo.so: cannot map zero-fill pages"),
