@@ -101,10 +101,14 @@ class HostArrays:
         key = (address(array), tuple(array.shape), tuple(array.strides))
         with self._lock:
             found = self._copies.get(key)
+            others = [copy for (pointer, *_), copy in self._copies.items() if pointer == key[0] and copy is not found]
+            for other in others:
+                other.upload()  # what the program wrote there comes before what it is going to write here
             if found is None:
-                for other in [copy for (pointer, *_), copy in self._copies.items() if pointer == key[0]]:
-                    other.upload()
                 found = self._copies[key] = _Copy(self._backend, array)
+            elif others:
+                found.upload()
+                found.download()
             return found.give()
 
     def write(self, array: Array, numbers: NDArray[Any]) -> bool:

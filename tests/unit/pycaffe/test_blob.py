@@ -89,6 +89,18 @@ def test_blobs_of_one_memory_are_one(device: Device) -> None:
         assert (logical(two) == 5).all()
 
 
+def test_the_later_of_two_writes_to_one_memory_holds(device: Device) -> None:
+    flat, image, other = make(device, 2, 60), make(device, 2, 3, 4, 5), make(device, 2, 3, 2, 10)
+    for blob in (image, other):
+        blob.blob.bind(data=device.backend.view(device.backend.flat(flat.blob.data), blob.blob.shape))
+    kept = image.data  # both are copies, since images are channels last
+    other.data[...] = 1
+    image.data[...] = 2
+    with device.computing():
+        assert (logical(flat) == 2).all()
+    assert (kept == 2).all() and (other.data == 2).all()
+
+
 def test_an_array_that_was_only_read_overwrites_nothing(device: Device) -> None:
     """Two shapes over one memory are two host arrays, and what was not changed is not copied back."""
     flat = make(device, 2, 60)
