@@ -2,7 +2,8 @@
 
 `<a|b>` is one of several texts. A template has the bottoms that it takes: `any`, `image`, `vector` or `clip` is an open
 blob with any number of axes, 4, 2 or 5; `same` has the first bottom's shape; `2x3` is a new input, in which N, C, H and
-W stand for the first bottom's sizes, and `.` for no axes; `pooled 6x4` a maximum pooling of an image and its mask.
+W stand for the first bottom's sizes, and `.` for no axes; `pooled 6x4` a maximum pooling of an image and its mask;
+`positive 2x3` the absolute values of an input, since STOCHASTIC divides by sums, which may cancel out otherwise.
 `tops:2` gives a layer two tops. SHIFT_FILE and MEAN_FILE are paths.
 """
 
@@ -164,9 +165,9 @@ TEMPLATES: dict[str, list[Template]] = {
     "Pooling": [
         *[(f"pooling_param {{ <|pool: MAX|pool: AVE> {POOL} }}", "image")] * 3,
         ("pooling_param { pool: <MAX|AVE> global_pooling: true }", "image"),
-        ("pooling_param { pool: STOCHASTIC global_pooling: <true|false> }", "2x3x4x5"),
+        ("pooling_param { pool: STOCHASTIC global_pooling: true }", "positive 2x3x4x5"),
         ("pooling_param { pool: STOCHASTIC <kernel_size: 2|kernel_h: 3 kernel_w: 2> stride: <1|2> "
-         "<|round_mode: FLOOR|ceil_mode: false> }", "2x3x6x7"),
+         "<|round_mode: FLOOR|ceil_mode: false> }", "positive 2x3x6x7"),
         (f"tops:2 pooling_param {{ pool: MAX {POOL} }}", "2x3x6x7"),
         ("tops:2 pooling_param { global_pooling: true }", "2x3x6x7"),
     ],

@@ -83,8 +83,11 @@ class ExportNet(RandomNet):
         bottoms: list[Stem] = []
         for text in wanted:
             first = bottoms[0] if bottoms else None
-            if text.startswith("pooled"):
-                found: list[Stem] | None = self._pooled(text.split()[1])
+            what, _, sizes = text.partition(" ")
+            if what == "pooled":
+                found: list[Stem] | None = self._pooled(sizes)
+            elif what == "positive":
+                found = self._positive(sizes)
             else:
                 found = self._bottom(self._fill(text), first, kind in LEAPING)
             if found is None:
@@ -149,6 +152,13 @@ class ExportNet(RandomNet):
         image, names = self._input((2, 3, height, width), True), [self._new("pooled"), self._new("mask")]
         self._layer("Pooling", [image.name], names, "pooling_param { kernel_size: 2 stride: 2 }")
         return [Stem(name, (2, 3, 3, 2)) for name in names]
+
+    def _positive(self, sizes: str) -> list[Stem]:
+        """The absolute values of an input."""
+        source = self._input(tuple(map(int, sizes.split("x"))), True)
+        name = self._new("positive")
+        self._layer("AbsVal", [source.name], [name])
+        return [Stem(name, source.shape)]
 
     def _unread(self) -> str:
         shape = (self._random.randint(1, 3), *(3 for _ in range(self._random.randint(0, 2))))
