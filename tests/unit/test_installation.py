@@ -172,17 +172,15 @@ def test_python_beside_an_editable_clone_finds_the_package(tmp_path: Path):
     for name in ("setup.cfg", "LICENSE", "caffepy/version.py"):
         shutil.copy(REPOSITORY / name, clone / name)
 
-    def python(code: str, folder: Path) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300, check=False
-        )
+    def python(*arguments: str, folder: Path) -> str:
+        done = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "clone.pth").write_text(python(_EDITABLE_PATHS, clone))
+    (tmp_path / "site" / "clone.pth").write_text(python("-c", _EDITABLE_PATHS, folder=clone))
     seen = "import site; site.addsitedir('site'); import caffepy; print(caffepy.name)"
-    assert python(seen, tmp_path) == "the package"
+    assert python("-S", "-c", seen, folder=tmp_path) == "the package"  # -S: without this environment's own caffepy
 
 
 @pytest.fixture
