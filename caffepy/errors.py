@@ -25,6 +25,11 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def printable_message(text: str) -> str:
+    """A message of the log, as `printable`; tabs stay, since they separate the columns of Caffe's `time`."""
+    return "\t".join(map(printable, text.split("\t")))
+
+
 def spreadsheet_text(text: str) -> str:
     """A name as a cell of CSV: printable, and behind an apostrophe where a spreadsheet would read a formula."""
     return printable(f"'{text}" if text[:1] in tuple("=+-@\t\r\n") and not _NUMBER.fullmatch(text) else text)

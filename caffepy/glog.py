@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from caffepy.errors import printable
+from caffepy.errors import printable, printable_message
 from caffepy.whole_numbers import whole
 
 ENDS = {"ends": True}
@@ -61,7 +61,7 @@ class GlogFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """`I1121 11:29:00.123456 12345 solver.py:123] message`, a traceback below it or above the last error."""
         ends = getattr(record, "ends", False)
-        message = printable(record.getMessage())  # a name in it forges no line and no escape sequence
+        message = printable_message(record.getMessage())  # a name in it forges no line and no escape sequence
         if ends and not self._glogs_errors:
             trace = f"{self.formatException(record.exc_info)}\n" if record.exc_info else ""
             return f"{trace}caffepy: error: {message}"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from caffepy import version
 from caffepy.config.paths import PathResolver
-from caffepy.errors import printable
+from caffepy.errors import printable, printable_message
 from caffepy.glog import GlogFormatter, StderrHandler, log_folder
 from caffepy.parallel.launch.run import LINE
 from caffepy.parallel.options import TrainOptions
@@ -51,7 +51,8 @@ class ScreenFormatter(logging.Formatter):
         if getattr(record, "ends", False):
             return self._ends.format(record)
         level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
-        line = f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {level}{printable(record.getMessage())}"
+        stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
+        line = f"{stamp} {level}{printable_message(record.getMessage())}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 

@@ -54,7 +54,7 @@ class DistributedDataParallel:
         process_group: ProcessGroup | None = None,
         sync_bn: bool = False,
     ) -> None:
-        if not callable(getattr(module, "join", None)):
+        if not callable(getattr(module, "step", None)):
             raise UserError(
                 f"module is a {type(module).__name__}; give DistributedDataParallel a solver, which has the net"
             )

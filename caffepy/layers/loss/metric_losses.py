@@ -29,6 +29,8 @@ class DistanceLossLayer(LossLayer):
 
     statistics = 2
     """Numbers in the second top."""
+    weighs_samples = False
+    """Whether the third bottom has a factor for each sample, else a value for each distance."""
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)
@@ -38,8 +40,9 @@ class DistanceLossLayer(LossLayer):
             raise self.shape_error("needs distances (N, classes) of at least two classes", bottom[0])
         if bottom[1].count != samples:
             raise self.shape_error("needs one label for each sample", bottom[0], bottom[1])
-        if len(bottom) > 2 and bottom[2].count != bottom[0].count:
-            raise self.shape_error("needs as many values in the third bottom as distances", bottom[0], bottom[2])
+        if len(bottom) > 2 and bottom[2].count != (samples if self.weighs_samples else bottom[0].count):
+            each = "sample" if self.weighs_samples else "distance"
+            raise self.shape_error(f"needs one value in the third bottom for each {each}", bottom[0], bottom[2])
         if len(top) > 1:
             top[1].reshape((self.statistics,))
         self._factors = self.scratch("factors", bottom[0].shape)
@@ -172,9 +175,11 @@ class GeneralTripletLossLayer(DistanceLossLayer):
     `positive_first` leaves the terms out (`general_triplet_loss_layer.cpp` of caffe-windows).
 
     Raises:
-        ShapeError: there are fewer than two classes, or not one label for each sample.
+        ShapeError: there are fewer than two classes, or not one label and one factor for each sample.
         DataError: a label is outside the classes.
     """
+
+    weighs_samples = True
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.general_triplet_loss_param

@@ -20,7 +20,7 @@ from caffepy.proto import caffe_pb2
 
 FORGED = "I0101 00:00:00.000000 1 solver.cpp:1] Iteration 77, loss = 0"
 EVIL = f"=a\x1b[31m\x1b]0;title\x07\r\x08\x9b1m\u2028\n{FORGED}\n"
-CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 NET = """
 layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param { shape { dim: 2 dim: 3 }
   shape { dim: 2 } data_filler { type: "gaussian" } data_filler { type: "constant" } } }

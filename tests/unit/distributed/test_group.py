@@ -274,4 +274,4 @@ def test_host_arrays_are_refused_by_nccl() -> None:
     from caffepy.distributed.arrays import check_array
 
     with pytest.raises(UserError, match="tensor is in host memory: backend 'nccl' takes CuPy arrays, 'mpi' and 'tcp'"):
-        check_array(ARRAY, "array", "gpu", written=True)
+        check_array(ARRAY, "tensor", "gpu", written=True)

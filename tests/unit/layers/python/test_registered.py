@@ -230,8 +230,10 @@ def test_deploy_keeps_registered_layers() -> None:
     text = f"""{NOISE} layer {{ name: "a" type: "Affine2" bottom: "d" top: "a" }}
         layer {{ name: "loss" type: "EuclideanLoss" bottom: "a" bottom: "t" top: "loss" }}"""
     train = parse_text(text, caffe_pb2.NetParameter(), "n")
-    made = deploy_net(train, plan_deploy(train, {"d": (1, 3)}))
+    made = deploy_net(train, plan_deploy(train, {}))
     assert [layer.type for layer in made.layer] == ["DummyData", "Affine2"]
+    made = deploy_net(train, plan_deploy(train, {"d": (1, 3)}))
+    assert [layer.type for layer in made.layer] == ["Input", "Affine2"]
 
 
 def test_an_unknown_type_names_the_door_and_guesses_only_misspellings() -> None:
