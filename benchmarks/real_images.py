@@ -6,14 +6,13 @@ Makes JPEGs that look like photographs (smooth noise, shapes and grain, quality 
 folder; epochs repeat and the files stay in the page cache, so this is not about disks. For each row:
 
 - `reading`: `caffepy time --data`, the data layer alone;
-- `made up`, `CPU decodes`, `GPU decodes`: `caffepy train`, with images that are made up once and stay on the GPU, from
-  the LMDB, and from the LMDB with `--decode gpu` (needs nvImageCodec). SSD300 is also trained with `recompress: false`.
-  Images a second and the share of waiting for data are those of the log's lines after the first ten seconds; `cores`
-  are those that the process and its readers used;
+- `made up`, `from JPEGs`: `caffepy train`, with images that are made up once and stay on the GPU, and from the LMDB.
+  SSD300 is also trained with `recompress: false`. Images a second and the share of waiting for data are those of the
+  log's lines after the first ten seconds; `cores` are those that the process and its readers used;
 - `PyTorch`: `peers/torch_images.py`, torchvision's decoder in as many worker processes as there are cores, the loader
   alone and with a net of torchvision.
 
-Without a GPU only `reading` is measured. `--rows decoder` measures OpenCV and nvImageCodec without a loader.
+Without a GPU only `reading` is measured. `--rows decoder` measures OpenCV without a loader.
 `--cores` binds all of it to so many cores. The default run takes less than ten minutes.
 """
 
@@ -29,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -188,9 +187,9 @@ def processor_seconds(process: int) -> float:
     return own + sum(processor_seconds(int(child)) for child in children)
 
 
-def train(row: Row, solver: Path, gpu: int, seconds: float, options: Sequence[str]) -> tuple[float, str, float]:
+def train(row: Row, solver: Path, gpu: int, seconds: float) -> tuple[float, str, float]:
     """Train for some seconds after a start; images a second, the share of waiting for data, and the cores used."""
-    command = [sys.executable, "-m", "caffepy", "train", "--solver", str(solver), "--gpus", str(gpu), *options]
+    command = [sys.executable, "-m", "caffepy", "train", "--solver", str(solver), "--gpus", str(gpu)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     assert process.stderr is not None
     end = threading.Timer(LIMIT, process.kill)
@@ -217,7 +216,7 @@ def train(row: Row, solver: Path, gpu: int, seconds: float, options: Sequence[st
     if not rates:
         raise SystemExit(f"{' '.join(command)} failed:\n{''.join(lines)[-3000:]}")
     waits = [float(share) for share in re.findall(r"    Waited for data (\d+) %", "".join(displayed))]
-    for notice in re.findall(r"\] (.*(?:decodes|processes read).*)", "".join(lines)):
+    for notice in re.findall(r"\] (.*processes read.*)", "".join(lines)):
         print(f"{'':34}{notice}")
     return row.batch * len(rates) / sum(1 / rate for rate in rates), f"{sum(waits) / len(rates):.0f} %", cores
 
@@ -254,18 +253,16 @@ def measure(name: str, folder: Path, arguments: argparse.Namespace) -> None:
     if gpu is None:
         return
     net = synthetic_net(folder, row.folder, row.batch, row.kind)  # with images that are made up once
-    show("made up", *train(row, write_solver(folder / "solver.prototxt", net), gpu, arguments.seconds, []))
+    show("made up", *train(row, write_solver(folder / "solver.prototxt", net), gpu, arguments.seconds))
     learned = [layer for layer in net.layer if layer.bottom]
     del net.layer[:]
     net.layer.extend([data_layer(row, folder), *learned])
     solver = write_solver(folder / "solver.prototxt", net)
-    show("CPU decodes", *train(row, solver, gpu, arguments.seconds, ["--decode", "cpu"]))
+    show("from JPEGs", *train(row, solver, gpu, arguments.seconds))
     if row.folder == "ssd300":
         net.layer[0].annotated_data_param.recompress = False
         without = write_solver(folder / "solver.prototxt", net)
-        show("without recompression", *train(row, without, gpu, arguments.seconds, ["--decode", "cpu"]))
-    if row.folder != "ssd300" and has("nvidia", "nvidia.nvimgcodec"):
-        show("GPU decodes", *train(row, solver, gpu, arguments.seconds, ["--decode", "gpu"]))
+        show("without recompression", *train(row, without, gpu, arguments.seconds))
     if row.peer and has("torch", "torchvision"):
         for line in peer(row, folder, arguments):
             print(line, flush=True)
@@ -292,44 +289,27 @@ def peer(row: Row, folder: Path, arguments: argparse.Namespace) -> Iterator[str]
 
 
 def measure_decoders(folder: Path, arguments: argparse.Namespace) -> None:
-    """Print what decoders give without a loader: OpenCV in threads, and nvImageCodec on the GPU."""
+    """Print what OpenCV decodes in threads, without a loader."""
     for size in sorted(DISTINCT):
         name = folder / f"{size[0]}x{size[1]}"
         memory, ends = np.load(f"{name}-bytes.npy"), np.load(f"{name}-ends.npy").tolist()
         files = [memory[begin:end] for begin, end in zip([0, *ends], ends, strict=False)][:1024]
         for count in sorted({1, 4, arguments.cores}):
-            show(f"{size[0]}x{size[1]} OpenCV, {count} threads", decoder_rate(lambda: decode_one_by_one, files, count))
-        if arguments.gpu is not None and has("nvidia", "nvidia.nvimgcodec"):
-            for count in (1, 4, 8):
-                rate = decoder_rate(partial(batch_decode, arguments.gpu), files, count)
-                show(f"{size[0]}x{size[1]} GPU, {count} decoders", rate)
+            show(f"{size[0]}x{size[1]} OpenCV, {count} threads", decoder_rate(files, count))
 
 
-def decode_one_by_one(batch: Sequence[Any]) -> None:
+def decode(batch: Sequence[Any]) -> None:
     """Decode files with OpenCV."""
     for file in batch:
         cv2.imdecode(file, cv2.IMREAD_COLOR)
 
 
-def batch_decode(device: int) -> Callable[[Sequence[Any]], Any]:
-    """A function that decodes batches with nvImageCodec."""
-    from caffepy.backend.cuda.image_decoder import BatchCodec
-
-    codec = BatchCodec(device)
-
-    def decode(batch: Sequence[Any]) -> None:
-        if len(codec.decode(batch)) < len(batch):
-            raise ValueError("nvImageCodec cannot decode these files")
-
-    return decode
-
-
-def decoder_rate(make: Callable[[], Callable[[Sequence[Any]], Any]], files: list[np.ndarray], count: int) -> float:
-    """Images a second of `count` threads, each with a decoder of its own and batches of 64."""
+def decoder_rate(files: list[np.ndarray], count: int) -> float:
+    """Images a second of `count` threads, with batches of 64."""
     done, ready = [0] * count, threading.Barrier(count)
 
     def work(thread: int) -> float:
-        decode, at = make(), 64 * thread
+        at = 64 * thread
         decode(files[:64])
         ready.wait(30)
         begin = time.monotonic()

@@ -12,7 +12,7 @@ WARM_UP = 2
 
 _ADVICE = {
     READING: "use a faster disk, or read more batches ahead with data_param { prefetch: N }",
-    DECODING: "give the process more cores, store smaller images, or use --decode gpu on a GPU",
+    DECODING: "give the process more cores, store smaller images, or store pixels (convert_imageset without --encoded)",
     TRANSFORMING: "give the process more cores, or resize the images once with `caffepy convert_imageset`",
     COPYING: "lower batch_size or crop_size: the link to the device is the limit",
 }

@@ -59,7 +59,6 @@ from caffepy.backend.handles import (
     Graph,
     TimedEvent,
 )
-from caffepy.backend.image_decoder import ImageDecoder
 from caffepy.backend.input_ring import HostRing, ImageSlot, InputRing
 from caffepy.backend.layout import address
 from caffepy.backend.types import (
@@ -756,9 +755,6 @@ class DetectionPrimitives:
 class InputPrimitives(CopyPrimitives):
     """Net input. The reference implementation uses host memory and NumPy."""
 
-    decodes_images = False
-    """Whether the device can decode images (`image_decoder`)."""
-
     def host_memory(self, size: int) -> Any:
         """Return host memory (NumPy, uint8, 1-D) from which `InputRing.put` copies at full speed. Thread-safe."""
         import numpy as np
@@ -782,14 +778,6 @@ class InputPrimitives(CopyPrimitives):
     def download(self, arrays: Sequence[Array]) -> list[Any]:
         """As `to_host` of each array, through a staging buffer for full-speed transfers; waits once for all."""
         return [self.to_host(array) for array in arrays]
-
-    def image_decoder(self) -> ImageDecoder:
-        """Return a decoder of images on the device. Call it only where `decodes_images` is set.
-
-        Raises:
-            MissingExtraError: the library that decodes is not installed.
-        """
-        raise AssertionError("the host decodes images")
 
     def input_ring(self, slot_size: int, block: int, blocks: int) -> InputRing:
         """Return a ring of input slots; see `InputRing`.

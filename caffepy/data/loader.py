@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +53,7 @@ _JPEG_CHANNELS = 3
 """Channels of a plain JPEG."""
 _DECODED_TOGETHER = 16
 """Images that a thread decodes before it copies their crops, so that it rarely takes the GIL."""
-MOST_DECODING_THREADS = 8
+_MOST_DECODING_THREADS = 8
 """Threads that decode images of a database without waiting for the GIL much; 16 use 9 cores."""
 _NUMBA_IMPORT_IMAGES = 4000
 """Images that Python copies while numba is imported, about 0.5 s."""
@@ -95,16 +95,6 @@ class Block:
         return pixels
 
 
-class BlockDecoder(Protocol):
-    """Decodes images in place of a loader's threads."""
-
-    def decode(self, loader: ImageLoader, block: Block) -> None:
-        """Fill the pending samples that it can decode; the loader decodes the others."""
-
-    def close(self) -> None:
-        """Free its memory. Idempotent."""
-
-
 class ImageLoader(ABC):
     """Fills batches from a source of images; a `Loader`.
 
@@ -141,19 +131,10 @@ class ImageLoader(ABC):
         self._threads_prepared = False
         self.stages = StageTimes()
         """Seconds of the threads in each stage."""
-        self._decoding: BlockDecoder | None = None
         self._mean_mode_set = False
         self._channels = 0
         """Channels of the first record's image; 0 before the first batch."""
         self._warned: set[str] = set()
-
-    def encoded_file(self, i: int, block: Block) -> tuple[bytes | memoryview | None, float]:
-        """Return the encoded image of sample i and its label; None: it is not one, or the host must handle it.
-
-        Raises:
-            DataError: the record cannot be read.
-        """
-        return None, 0.0
 
     @abstractmethod
     def parse(self, number: int) -> tuple[Image, float]:
@@ -162,11 +143,6 @@ class ImageLoader(ABC):
         Raises:
             DataError: the record cannot be read or decoded. The message follows the record's name.
         """
-
-    def decode_with(self, decoding: BlockDecoder) -> None:
-        """Let `decoding` decode images from the next block on; the loader closes it. At most one call."""
-        assert self._decoding is None
-        self._decoding = decoding
 
     @property
     def threads(self) -> int:
@@ -181,8 +157,7 @@ class ImageLoader(ABC):
         Raises:
             DataError: as `parse`.
         """
-        waits = self._transformer.preprocesses or self.threads > MOST_DECODING_THREADS
-        return waits and self._decoding is None and self.is_encoded()
+        return (self._transformer.preprocesses or self.threads > _MOST_DECODING_THREADS) and self.is_encoded()
 
     @property
     def reading(self) -> str:
@@ -194,8 +169,6 @@ class ImageLoader(ABC):
         self._workers.close()
         self._threads_context.close()
         self._order.close()
-        if self._decoding is not None:
-            self._decoding.close()
 
     def describe(self, sample: int) -> str:
         """Return the name of a global sample's record, for messages. Thread-safe."""
@@ -355,9 +328,6 @@ class ImageLoader(ABC):
             crop_params = self._transformer.draw_crops(self._seed, self._stream, samples)
             work = Block(records.tolist(), self._rngs(samples), crop_params, slot, parts, pending, bulk)
             thread_safe = self._source.allows_concurrent_reads(int(records.max()) + 1)
-            if self._decoding is not None and thread_safe:
-                self._decoding.decode(self, work)
-                remaining = np.flatnonzero(pending)
             run = self._run if thread_safe and self._benefits_from_threads(slot) else Workers(1).run
             if bulk is not None and slot.channels == _JPEG_CHANNELS:
                 ranges = work.ranges(_DECODED_TOGETHER)
@@ -415,7 +385,7 @@ class ImageLoader(ABC):
         copy_crops(images, corners, block.pixels(samples))
         for i, image, (top, left) in zip(samples, images, corners.tolist(), strict=True):
             if image is not None:
-                self.mark_filled(i, block, top, left, None)
+                self._mark_filled(i, block, top, left, None)
         self.stages.add(TRANSFORMING, start)
 
     def _preprocessed(
@@ -462,10 +432,10 @@ class ImageLoader(ABC):
         top, left = corner
         pixels = block.parts[number][2]
         copy_planes(image[:, top : top + slot.height, left : left + slot.width], pixels[index])
-        self.mark_filled(i, block, top, left, label)
+        self._mark_filled(i, block, top, left, label)
         self.stages.add(TRANSFORMING, start)
 
-    def mark_filled(self, i: int, block: Block, top: int, left: int, label: float | None) -> None:
+    def _mark_filled(self, i: int, block: Block, top: int, left: int, label: float | None) -> None:
         """Set label, mirror flag and the crop's corner of sample i, whose pixels are in its slot.
 
         Without a label, the slot has it already.
@@ -508,14 +478,6 @@ class DatumLoader(ImageLoader):
     def _first_is_encoded(self) -> bool:
         """Read once: `load_bytes` asks for each block."""
         return parse_datum(self._source.read(0))[0].encoded
-
-    def encoded_file(self, i: int, block: Block) -> tuple[bytes | memoryview | None, float]:
-        located = None if block.bulk is None else block.bulk.encoded(i)
-        if located is not None:
-            number, index = divmod(i, block.slot.count)
-            return located, block.parts[number][0][index]
-        datum, data = self._read_datum(block.records[i])
-        return (data if datum.encoded else None), datum.label
 
     def _benefits_from_threads(self, slot: ImageSlot) -> bool:
         return slot.channels * slot.height * slot.width >= _MIN_THREADED_BYTES or self.is_encoded()
@@ -613,16 +575,8 @@ class ImageFileLoader(ImageLoader):
         self._new_dim = new_dim
         self._bicubic = bicubic
 
-    def encoded_file(self, i: int, block: Block) -> tuple[bytes | memoryview | None, float]:
-        if self._cache is not None or self._size or self._short_side or self._new_dim or not self._color:
-            return None, 0.0
-        start, number = perf_counter(), block.records[i]
-        data = self._source.read(number)
-        self.stages.add(READING, start)
-        return data, self._labels[number]
-
     def limited_by_gil(self) -> bool:
-        return self._cache is None and self._decoding is None  # the threads share the cache
+        return self._cache is None  # the threads share the cache
 
     def parse(self, number: int) -> tuple[Image, float]:
         if self._cache is None:

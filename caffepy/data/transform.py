@@ -30,7 +30,6 @@ from caffepy.data.transforms.im_transforms import (
     check_resizes,
     intel_resize,
     random_resize,
-    random_size,
     resizes_randomly,
 )
 from caffepy.data.transforms.pixels import Image, Pixels, to_image, to_pixels, without_ipp
@@ -210,29 +209,6 @@ class Transformer:
             if encoded and self.adds_noise:
                 pixels = apply_noise(pixels, self._param.noise_param, rng)
         return to_image(pixels)
-
-    def host_only(self) -> str:
-        """Return the field by which only the host can preprocess images; empty: a device can."""
-        if self.adds_noise:
-            return "noise_param"
-        if self._ssd and self._param.resize_param:
-            return "resize_param"
-        fields = [name for name in INTEL_RESIZES if self._param.HasField(name)]
-        return "force_gray" if self.force_gray else fields[0] if fields else ""
-
-    def draw_size(self, height: int, width: int, rng: SampleRng | None) -> tuple[int, int, int]:
-        """Return height and width to which `preprocess` resizes an image of height x width, and the interpolation.
-
-        Args:
-            height: of the image.
-            width: of the image.
-            rng: the sample's random numbers; None: nothing is to be preprocessed.
-        """
-        if rng is None:
-            return height, width, 0
-        rows, columns = random_size(self._param, height, width, (self._height, self._width), rng)
-        downscales = rows <= height and columns <= width
-        return rows, columns, self._param.interpolation_algo_down if downscales else self._param.interpolation_algo_up
 
     def draw_crops(self, seed: int, stream: int, samples: NDArray[np.int64]) -> CropParams:
         """Draw mirror flags and crop offsets of global samples."""

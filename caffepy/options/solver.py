@@ -14,7 +14,6 @@ TIMEOUT = 300.0
 MAX_SKIPPED = 50
 """Updates skipped in a row, because gradients are not finite, after which training ends."""
 
-DECODERS = ("cpu", "gpu", "auto")
 """What decodes images."""
 _ENGINE = "GPU engine"
 KEEP_GROUP = "which snapshots stay"
@@ -29,14 +28,6 @@ class ExecutionOptions:
     share: bool = option(True, "let blobs that are never needed at the same time share memory", group=_ENGINE)
     autotune: bool = option(
         True, "time the algorithms for each convolution on the GPU once and remember the fastest", group=_ENGINE
-    )
-    decode: str = option(
-        "",
-        "what decodes the JPEGs of the train net, in place of transform_param's decode: the CPU; the GPU, with pixels "
-        "that differ a little (needs the decode12 or decode13 extra); or the CPU, with up to eight cores for "
-        "each GPU only until training waits for it (auto)",
-        choices=DECODERS,
-        group=_ENGINE,
     )
     deterministic: bool = option(
         True,

@@ -66,7 +66,6 @@ class NetFactory:
         share: whether `share_memory` will be called.
         timeout: longest wait of a data layer, in seconds.
         check_wait: called while a data layer waits; ends the wait by raising.
-        decode: what decodes the images of the train net; empty: transform_param says it.
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class NetFactory:
         share: bool = False,
         timeout: float = 600.0,
         check_wait: Callable[[], None] = never_cancel,
-        decode: str = "",
     ) -> None:
         self.param = param
         self.backend = backend
@@ -89,7 +87,6 @@ class NetFactory:
         self.share = share
         self.timeout = timeout
         self.check_wait = check_wait
-        self.decode = decode
         self._dialect: Dialect | None = None
         self._made: list[tuple[Net, caffe_pb2.NetParameter, caffe_pb2.NetState]] = []
 
@@ -248,7 +245,6 @@ class NetFactory:
             timeout=self.timeout,
             check_wait=self.check_wait,
             dialect=self._dialect,
-            decode=self.decode if state.phase == caffe_pb2.TRAIN else "",
             net_number=len(self._made),
         )
 

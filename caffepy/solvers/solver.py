@@ -171,9 +171,8 @@ class Solver:
         # Where debug_info does not read the blobs between layers, layers may be fused and blobs share memory.
         fuse, share = (wanted and not param.debug_info for wanted in (engine.fuse, engine.share))
         self._factory = NetFactory(
-            param, backend, self.shard, self.resolve, fuse, share, context.timeout, self.requests.check_wait,
-            engine.decode,
-        )  # fmt: skip
+            param, backend, self.shard, self.resolve, fuse, share, context.timeout, self.requests.check_wait
+        )
         with suggest_batch_size_on_oom(self._factory, histories), backend.activate():
             self.net = self._factory.train_net(context.trace)
             for names in param.weights if self.callback.is_root else ():

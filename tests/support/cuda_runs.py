@@ -15,9 +15,7 @@ import json
 import pkgutil
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, patch
 
 import numpy as np
 from fake_cuda import ROOT, Recorder, fake_backend, install
@@ -390,21 +388,6 @@ def run_input(backend: Any) -> None:
             backend.take_images(ring, (0, 0), slot, backend.zeros(mean), 1.0, images, labels)
         backend.take_values(ring, (0, 0), 0, images)
     backend.device_timer(3)
-    run_image_decoder(backend)
-
-
-def run_image_decoder(backend: Any) -> None:
-    """A decoder over a library that decodes nothing."""
-    from caffepy.backend.cuda import image_decoder
-
-    image = SimpleNamespace(__cuda_array_interface__={"shape": (9, 8, 3), "data": (4096, False)})
-    library = MagicMock()
-    library.Decoder.return_value.decode.side_effect = lambda streams, **_: [image] * len(streams)
-    with patch.object(image_decoder, "import_nvimgcodec", lambda: library):
-        decoder = backend.image_decoder()
-    places, pixels = np.zeros((2, 5), np.int64), np.zeros((2, 3, 4, 4), np.uint8)
-    assert decoder.decode([np.zeros(9, np.uint8), None], places, pixels) == [True, False]
-    decoder.close()
 
 
 def main() -> int:

@@ -87,7 +87,7 @@ FOLDERS = {
         "data.transform",
         "data.images.bulk_copy",
         "data.loader data.clips data.people data.preparation",
-        "data.conversion data.batch_decoding",
+        "data.conversion",
     ),
     "layers": (
         "layers.core",

@@ -66,7 +66,7 @@ def test_waits_for_data_of_all_devices_are_reported() -> None:
     lines = format_report([[device, other]])
     assert lines[-2] == "Waited for data 30 % of the time (decoding 20 %, reading 10 %)"
     assert "decoding" in lines[-1]
-    assert "--decode gpu" in lines[-1]
+    assert "more cores" in lines[-1]
 
 
 def test_short_waits_need_no_advice() -> None:

@@ -28,7 +28,6 @@ from caffepy.backend.cuda.compiler import (
 from caffepy.backend.cuda.copy import Staging
 from caffepy.backend.cuda.device import GIBIBYTE, cupy
 from caffepy.backend.cuda.memory import CudaMemory
-from caffepy.backend.image_decoder import ImageDecoder
 from caffepy.backend.input_ring import ImageSlot, InputRing
 from caffepy.backend.interface import InputPrimitives
 from caffepy.backend.types import Array, Counter
@@ -124,7 +123,6 @@ class CudaRing(InputRing):
 class CudaInput(InputPrimitives, CudaMemory):
     """`InputPrimitives` of the GPU."""
 
-    decodes_images = True
     _staging: Staging
 
     def upload(self, host: Any, destination: Array) -> None:
@@ -147,11 +145,6 @@ class CudaInput(InputPrimitives, CudaMemory):
                     f"{size / GIBIBYTE:.2f} GiB of pinned host memory for input cannot be allocated ({error}): "
                     "use a smaller batch_size or prefetch"
                 ) from error
-
-    def image_decoder(self) -> ImageDecoder:
-        from caffepy.backend.cuda.image_decoder import CudaImageDecoder
-
-        return CudaImageDecoder(self.device)
 
     def input_ring(self, slot_size: int, block: int, blocks: int) -> InputRing:
         with self._device, self.stream:

@@ -1,7 +1,7 @@
-"""The header of a JPEG file: its size, and whether it may be decoded in parts of batches, on the CPU or the device.
+"""The header of a JPEG file: its size, and whether one thread may decode it together with others.
 
-`bulk_copy` runs it as machine code, `batch_decoding` and `datum` in Python. Marker names and offsets follow ITU-T
-T.81, annex B, and JFIF's and Adobe's application segments.
+`bulk_copy` runs it as machine code, `datum` in Python. Marker names and offsets follow ITU-T T.81, annex B, and JFIF's
+and Adobe's application segments.
 """
 
 from __future__ import annotations

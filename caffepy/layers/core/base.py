@@ -176,7 +176,6 @@ class LayerContext:
         timeout: seconds without data from the disk, or without a free slot on the device, after which training fails.
         check_wait: called every 0.1 s while a layer waits for data; it raises to end the wait.
         dialect: which Caffe's numbers layers compute where the two differ; None: the net decides when it is built.
-        decode: what decodes images, in place of transform_param's `decode`: "cpu", "gpu" or "auto"; empty: that field.
         run_fillers: whether parameters are allocated and get their fillers' values; False for a net that shares the
             parameters of another.
     """
@@ -193,7 +192,6 @@ class LayerContext:
     timeout: float = 600.0
     check_wait: Callable[[], None] = never_cancel
     dialect: Dialect | None = None
-    decode: str = ""
     run_fillers: bool = True
     net_number: int = 0
     """Index among the solver's nets. With `shard.training` it identifies the replicas of a net in this process."""

@@ -143,6 +143,12 @@ def test_a_schema_that_contradicts_caffepys_is_refused_by_name() -> None:
         unite(b"enum LayerParameter { A = 0; }", "f.proto", module)
 
 
+def test_a_fork_may_use_the_numbers_of_fields_that_caffepy_had() -> None:
+    module = importlib.import_module("caffepy.proto.caffe_pb2")
+    file, _ = unite(b"message TransformationParameter { optional int32 fork = 2000; }", "f.proto", module)
+    assert file.message_types_by_name["TransformationParameter"].fields_by_name["fork"].number == 2000
+
+
 @settings(max_examples=30)
 @given(st.randoms(use_true_random=False))
 def test_a_fork_with_any_numbers_can_be_read(random: Any) -> None:

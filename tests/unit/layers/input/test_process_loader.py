@@ -138,18 +138,14 @@ def test_data_that_changed_since_the_layer_opened_them_are_refused(tmp_path: Pat
         ("AnnotatedData", BOXES, 2, 2),
         ("Data", RESIZE, 2, 2),
         ("Data", RESIZE, 1, 0),
-        ("Data", RESIZE + " decode: AUTO", 2, 0),
         ("Data", "crop_size: 32", 8, 0),
         ("Data", "crop_size: 32", 9, 9),
-        ("Data", "crop_size: 32 decode: AUTO", 8, 0),
-        ("Data", "crop_size: 32 decode: AUTO", 9, 9),
     ],
 )
 def test_processes_read_where_threads_would_wait_for_the_gil(
     tmp_path: Path, kind: str, text: str, threads: int, wanted: int
 ) -> None:
     layer = layer_over(write_records(tmp_path, kind), kind, text, threads)
-    layer.backend.decodes_images = True
     own = layer.make_loader()
     loaders = layer.loaders(own)
     assert [loader for loader in loaders if loader is not own] == layer._processes
