@@ -6,7 +6,7 @@
 # make proto  generate caffepy/proto from proto/caffe.proto (an installation does this by itself)
 # make clean  remove what these made
 #
-# Needs python3 (3.10 or later) with venv, and make; everything else comes from PyPI.
+# Needs python3 (3.11 or later) with venv, and make; everything else comes from PyPI.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -74,8 +74,8 @@ clean:
 	rm -f models/lenet/*.caffemodel models/lenet/*.solverstate
 
 $(BIN)/pip:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-	  echo "caffepy needs Python 3.10 or later; this is $$($(PYTHON) --version): make PYTHON=/path/to/python3.x" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "caffepy needs Python 3.11 or later; this is $$($(PYTHON) --version): make PYTHON=/path/to/python3.x" >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo "$(PYTHON) has no venv or ensurepip; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)

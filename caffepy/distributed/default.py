@@ -297,7 +297,7 @@ def _end() -> None:
     MPI ranks with an abandoned operation would block in MPI_Finalize, so they exit at once.
     """
     group = _group
-    error = None if hasattr(sys, "ps1") else (sys.exc_info()[1] or getattr(sys, "last_value", None))
+    error = None if hasattr(sys, "ps1") else (sys.exception() or getattr(sys, "last_value", None))
     if group is None:
         if _refused and error is None:
             left()

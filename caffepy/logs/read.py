@@ -17,7 +17,7 @@ from calendar import isleap
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
@@ -193,7 +193,7 @@ def read_log(path: Path | str) -> TrainingLog:
     path = Path(path)
     try:
         with open_regular(path) as file:
-            changed = datetime.fromtimestamp(os.fstat(file.fileno()).st_mtime, timezone.utc)
+            changed = datetime.fromtimestamp(os.fstat(file.fileno()).st_mtime, UTC)
             reader = _Reader(path)
             year = first_year(_lines(file), changed.year)
             file.seek(0)

@@ -43,7 +43,7 @@ _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 @device_function
 def _varint(file: Bytes, at: Int, end: Int) -> tuple[Int, Int]:
     """Return a varint as 64 bits and the offset after it; the offset is -1 if the varint does not end."""
-    value = 0
+    value: Int = 0
     shift = 0
     while at < end and shift < 70:
         byte = np.int64(file[at])
@@ -167,7 +167,9 @@ def _copy_records(
             continue
         if not _is_image(c, h, w, size, channels, height, width, crop, mean_height, mean_width):
             continue
-        mirrored, top, left = 0, 0, 0
+        mirrored: Int = 0
+        top: Int = 0
+        left: Int = 0
         if crop != 0:
             top, left = (h - height) // 2, (w - width) // 2
         if mirror != 0 or random_crop != 0:

@@ -22,7 +22,7 @@ _TRANSFORM_AT = 15
 @part
 def _number(file: Bytes, at: Int, size: Int) -> Int:
     """Return a big-endian number of `size` bytes."""
-    value = 0
+    value: Int = 0
     for i in range(size):
         value = value << 8 | np.int64(file[at + i])
     return value

@@ -169,7 +169,7 @@ _MAX_BYTES = 2**31 - 1
 @part
 def word(file: Bytes, at: Int, size: Int) -> Int:
     """Return a little-endian number of `size` bytes."""
-    value = 0
+    value: Int = 0
     for i in range(size):
         value |= np.int64(file[at + i]) << (8 * i)
     return value

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, SupportsFloat, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ Pixels: TypeAlias = "NDArray[Any]"
 """(H, W, C), uint8 or float32, contiguous: OpenCV's order."""
 
 
-def rounded(value: float) -> int:
+def rounded(value: SupportsFloat) -> int:
     """Round halves away from 0, as C's round."""
     return int(math.copysign(math.floor(abs(float(value)) + 0.5), float(value)))
 

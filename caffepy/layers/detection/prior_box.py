@@ -120,7 +120,7 @@ class PriorBoxLayer(Layer):
         """Return all boxes (H, W, K, 4)."""
         height, width = features.shape[2:]
         image_height, image_width = (np.float32(v) for v in self.image_size or image.shape[2:])
-        steps = self.step_size or (image_height / np.float32(height), image_width / np.float32(width))
+        steps = self.step_size or (float(image_height / np.float32(height)), float(image_width / np.float32(width)))
         offset = np.float32(self.param.prior_box_param.offset)
         y, x = (
             (np.arange(count, dtype=np.float32) + offset) * np.float32(step)

@@ -79,8 +79,8 @@ def is_outside(boxes: Floats, least: tuple[float, float], canvas: tuple[int, int
     """Return which boxes (n, 4) have their center outside the canvas, or a smaller width or height than `least`."""
     centers, sides = (boxes[:, :2] + boxes[:, 2:]) / _f32(2), boxes[:, 2:] - boxes[:, :2] + _f32(1)
     limits = np.array(canvas[::-1], _f32)
-    found: NDArray[np.bool_] = ((centers < 0) | (centers >= limits) | (sides < np.array(least, _f32))).any(1)
-    return found
+    outside = (centers < 0) | (centers >= limits) | (sides < np.array(least, _f32))
+    return outside[:, 0] | outside[:, 1]
 
 
 def label_anchors(maps: list[LabelMap], matching: Matching, truth: Truth, placed: Placed, outs: list[Floats]) -> None:

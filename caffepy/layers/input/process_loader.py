@@ -44,8 +44,7 @@ _END_SECONDS = 5.0
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 """Variables that set the threads of libraries; there is a process for each core."""
 _START = """
-import os, sys
-sys.path[:] = filter(None, sys.path)  # not the working directory, where a file may have a module's name
+import os
 answers = os.dup(1)
 os.dup2(2, 1)  # what libraries print does not get among the answers
 from caffepy.layers.input.reading_process import main
@@ -235,7 +234,7 @@ def _start(task: dict[str, Any]) -> subprocess.Popen[bytes]:
     paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, **dict.fromkeys(_ONE_THREAD, "1"), "PYTHONPATH": os.pathsep.join(paths)}
     process = subprocess.Popen(
-        [sys.executable, "-c", _START],
+        [sys.executable, "-P", "-c", _START],  # -P: a file of the working directory may have a module's name
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=task["folder"],

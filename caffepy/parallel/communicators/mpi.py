@@ -9,8 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -60,12 +59,10 @@ class MainThreadDispatcher:
             return function()
         future: Future[T] = Future()
         self._calls.put((function, future))
-        while True:
-            try:
-                return future.result(timeout=0.5)
-            except FutureTimeoutError:
-                if self._aborted.is_set():
-                    raise AbortedError("training was stopped") from None
+        while not wait([future], timeout=0.5).done:
+            if self._aborted.is_set():
+                raise AbortedError("training was stopped")
+        return future.result()
 
     def serve(self) -> None:
         """Run queued calls until the queue stays empty for a moment; called by the main thread."""

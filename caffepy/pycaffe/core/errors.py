@@ -77,7 +77,7 @@ def check_file(path: str | os.PathLike[str]) -> Path:
 def as_users_raise() -> Iterator[None]:
     """Let what a user's own layer or callback raised come out as it was raised, as pycaffe does.
 
-    The message that names the layer is kept as a note of the exception (Python 3.11 and later).
+    The message that names the layer is kept as a note of the exception.
     """
     try:
         yield
@@ -85,6 +85,5 @@ def as_users_raise() -> Iterator[None]:
         cause = error.__cause__
         if not isinstance(error, UserCodeError) or cause is None:
             raise
-        if hasattr(cause, "add_note"):
-            cause.add_note(str(error))
+        cause.add_note(str(error))
         raise cause from None

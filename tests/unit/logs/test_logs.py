@@ -6,7 +6,7 @@ import csv
 import math
 import os
 import sys
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import cv2
@@ -50,7 +50,7 @@ def write(tmp_path: Path):
     def write_log(text: str, name: str = "train.log", year: int = 2016) -> Path:
         path = tmp_path / name
         path.write_bytes(text.encode("utf-8", "surrogateescape"))
-        changed = datetime(year, 1, 1, 12, tzinfo=timezone.utc).timestamp()
+        changed = datetime(year, 1, 1, 12, tzinfo=UTC).timestamp()
         os.utime(path, (changed, changed))
         return path
 

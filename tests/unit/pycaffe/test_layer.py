@@ -108,8 +108,7 @@ def test_it_knows_the_phase(write) -> None:
 def test_what_it_raises_comes_out(write) -> None:
     with pytest.raises(OSError, match="in setup") as raised:
         caffe.Net(write("setup.prototxt", NET % ("Failing", "setup")), caffe.TRAIN)
-    if sys.version_info >= (3, 11):
-        assert "layer 'times' (Python): setup:" in raised.value.__notes__[0]
+    assert "layer 'times' (Python): setup:" in raised.value.__notes__[0]
     net = caffe.Net(write("forward.prototxt", NET % ("Failing", "")), caffe.TRAIN)
     with pytest.raises(ZeroDivisionError, match="in forward"):
         net.forward()

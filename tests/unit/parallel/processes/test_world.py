@@ -4,7 +4,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -389,3 +391,18 @@ def test_a_process_that_has_not_left_ends_the_others_at_its_exit() -> None:
     for last, printed in ends.items():
         done = subprocess.run([sys.executable, "-c", code + last], capture_output=True, text=True, timeout=300)
         assert done.stdout.strip() == printed, done.stderr
+
+
+def test_what_such_a_call_raises_reaches_its_thread() -> None:
+    def fail() -> None:
+        raise TimeoutError("too late")
+
+    service = MainThreadDispatcher(direct=False)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(service.call, fail)
+        end = time.monotonic() + 10
+        while not call.done() and time.monotonic() < end:
+            service.serve()
+        service.abort()
+        with pytest.raises(TimeoutError, match="too late"):
+            call.result()
