@@ -254,6 +254,7 @@ JPEG_SETTINGS = [
     ("crop_size: 24 mirror: true mean_file: 'm'", TRAIN, False),
     ("crop_size: 24 mirror: true mean_file: 'm'", TRAIN, True),
     ("mirror: true", TRAIN, True),
+    ("crop_size: 24 img_rand_resize_lower: 30 img_rand_resize_upper: 60 allow_upscale: true", TRAIN, False),
 ]
 
 
