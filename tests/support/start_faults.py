@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import threading
+import time
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from fault_case import FaultCase
-from processes import REPOSITORY
+from processes import REPOSITORY, ranks_of
 from subprocess_training import LIMIT, SubprocessTraining
 
 PROGRAM = REPOSITORY / "tests" / "parallel" / "struck.py"
@@ -21,6 +23,8 @@ _WAYS: dict[str, dict[str, Any]] = {
     "launch with MPI": {"launch": ()},
     "launch": {"mpi": False, "launch": ()},
 }
+_LAUNCHER_SECONDS = 10.0
+"""Time for mpirun to end after its ranks."""
 _counting = threading.Lock()
 _functions: WeakKeyDictionary[SubprocessTraining, int] = WeakKeyDictionary()
 
@@ -42,6 +46,8 @@ def struck(kind: str, way: str, first: int, training: SubprocessTraining, number
     moment = round(functions_of_a_run(training) * (part + 0.5) / MOMENTS)
     settings: dict[str, Any] = {"ranks": 2, "batch": 32, "iterations": 2, "program": PROGRAM, **_WAYS[way]}
     started = training.start(**settings, STRIKE=f"{kind} {1 - part % 2} {moment}")
+    if way == "mpirun":
+        _end_hung_launcher(training, started)
     outcome = training.finish(started, LIMIT)
     trained = "Optimization Done." in outcome.log or "Optimization stopped early." in outcome.log
     assert outcome.status != 0 or trained, f"status 0 without training:\n{outcome.log}"
@@ -49,6 +55,25 @@ def struck(kind: str, way: str, first: int, training: SubprocessTraining, number
         assert outcome.status == 0, outcome.log
         return 0.0
     return outcome.seconds_after_fault()
+
+
+def _end_hung_launcher(training: SubprocessTraining, started: tuple[subprocess.Popen[str], str]) -> None:
+    """Wait for a run's end, and kill its mpirun if it hangs although all ranks have ended.
+
+    Open MPI's launcher waits for ever if a rank ends in the middle of its first connection, and says PMIX_ERR_UNREACH.
+    """
+    process, prefix = started
+    end, without_ranks = time.monotonic() + LIMIT, None
+    while process.poll() is None and time.monotonic() < end:
+        if ranks_of(training.mark(prefix)):
+            without_ranks = None
+        else:
+            without_ranks = without_ranks or time.monotonic()
+            log = training.log(prefix).read_text(errors="replace")
+            if time.monotonic() > without_ranks + _LAUNCHER_SECONDS and "PMIX_ERR_UNREACH" in log:
+                process.kill()
+                return
+        time.sleep(0.1)
 
 
 _TESTED = {
