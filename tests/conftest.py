@@ -21,7 +21,6 @@ OF_EXTRA = (
     "onnx",
     "onnxruntime",
     "psutil",
-    "safetensors",
     "shtab",
     "skimage",
     "tensorboardX",

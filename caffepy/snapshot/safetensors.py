@@ -1,4 +1,4 @@
-"""The .safetensors format of weights: a JSON header with names, types and places, and the values behind it.
+"""The .safetensors format of weights, by the package safetensors, which checks sizes before it reads values.
 
 A parameter is called LAYER.INDEX: `conv1.0` is the first parameter of the layer `conv1`. caffemodel.py imports this
 module for weights, cli for the parameters of PyTorch modules.
@@ -6,15 +6,14 @@ module for weights, cli for the parameters of PyTorch modules.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save
 
 from caffepy.errors import RunError, SnapshotError
 from caffepy.files import atomic_write, read_input
@@ -24,26 +23,10 @@ from caffepy.snapshot.binary import WRITE_FAILURE_NOTE, to_blob_proto
 
 SUFFIX = ".safetensors"
 MAX_FILE_BYTES = 1 << 40
-MAX_HEADER_BYTES = 1 << 24
-"""Maximum size of the header."""
 _INDICES = frozenset(map(str, range(100)))
 """Of a layer's parameters."""
 
 _TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-_WRITTEN = {"<f4": "F32", "<f2": "F16"}
-_LENGTH_BYTES = 8
-_ALIGNMENT = 8
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor in the header."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 # -- writing -------------------------------------------------------------------------------------------
@@ -69,26 +52,14 @@ def write_safetensors(path: Path, layers: Sequence[Layer]) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, NDArray[Any]]) -> None:
-    """Write arrays of float32 and float16 by name.
+    """Write arrays of float32 and float16 by name. The package's own `save_file` would replace a device, too.
 
     Raises:
         RunError: the file cannot be written.
     """
-    header: dict[str, Any] = {}
-    end = 0
-    for name, array in tensors.items():
-        begin, end = end, end + array.nbytes
-        header[name] = {
-            "dtype": _WRITTEN[array.dtype.newbyteorder("<").str],
-            "shape": list(array.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    content = save({name: np.asarray(array, order="C") for name, array in tensors.items()})
     with atomic_write(path, WRITE_FAILURE_NOTE) as file:
-        file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
-        for array in tensors.values():
-            file.write(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).data.cast("B"))
+        file.write(content)
 
 
 # -- reading -------------------------------------------------------------------------------------------
@@ -121,49 +92,24 @@ def read_safetensors(path: Path, only_shapes: bool = False) -> NetParameter:
 
 
 def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
-    """Return the tensors of a file by name: float64, float32 or float16 arrays, and bfloat16 as uint16.
+    """Return the tensors of a file, sorted by name: float64, float32 or float16 arrays, and bfloat16 as uint16.
 
     Raises:
         SnapshotError: the file is absent or damaged, or a type is none of these.
     """
     content = read_input(path, "file", SnapshotError, MAX_FILE_BYTES, f"more than {MAX_FILE_BYTES} bytes")
-    length = int.from_bytes(content[:_LENGTH_BYTES], "little")
-    start = _LENGTH_BYTES + length
-    if length > MAX_HEADER_BYTES or start > len(content):
-        raise _damaged(path, f"its header would have {length} bytes, the file has {len(content)}")
     try:
-        header = json.loads(content[_LENGTH_BYTES:start])
-        header.pop("__metadata__", None)
-        entries = sorted((_entry(name, fields) for name, fields in header.items()), key=lambda entry: entry.begin)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise _damaged(path, f"its header is wrong: {error}") from error
-    ends = [0, *(entry.end for entry in entries)]
-    if [entry.begin for entry in entries] != ends[:-1] or start + ends[-1] != len(content):
-        raise _damaged(path, f"its header describes other values than the {len(content) - start} bytes behind it")
-    values = memoryview(content)[start:]
-    return {
-        entry.name: np.frombuffer(values[entry.begin : entry.end], _TYPES[entry.dtype]).reshape(entry.shape)
-        for entry in entries
-    }
-
-
-def _entry(name: str, fields: Any) -> _Entry:
-    shape, offsets = (tuple(fields[key]) for key in ("shape", "data_offsets"))
-    begin, end = offsets
-    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-        raise ValueError(f"'{name}' has the shape {shape} and the place {offsets}")
-    if fields["dtype"] not in _TYPES:
-        raise ValueError(f"'{name}' has the type {fields['dtype']}; {', '.join(_TYPES)} are read")
-    if math.prod(shape) * np.dtype(_TYPES[fields["dtype"]]).itemsize != end - begin:
-        raise ValueError(f"'{name}' has the shape {shape}, but {end - begin} bytes of {fields['dtype']}")
-    return _Entry(name, fields["dtype"], shape, begin, end)
+        return {
+            name: np.frombuffer(tensor["data"], _TYPES[tensor["dtype"]]).reshape(tensor["shape"])
+            for name, tensor in sorted(deserialize(content), key=lambda each: each[0])  # type: ignore[no-untyped-call]
+        }
+    except KeyError as error:
+        raise SnapshotError(f"{path}: a tensor has the type {error}; {', '.join(_TYPES)} are read") from error
+    except (SafetensorError, ValueError) as error:
+        raise SnapshotError(f"{path}: is damaged or not a {SUFFIX} file: {error}") from error
 
 
 def _as_float32(array: NDArray[Any]) -> NDArray[np.float32]:
     if array.dtype == np.uint16:  # bfloat16, the upper half of a float32
         array = (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float32, copy=False)
-
-
-def _damaged(path: Path, what: str) -> SnapshotError:
-    return SnapshotError(f"{path}: is damaged or not a {SUFFIX} file: {what}")

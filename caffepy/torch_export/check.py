@@ -14,20 +14,19 @@ from numpy.typing import NDArray
 from caffepy.errors import MissingExtraError, RunError, one_line
 
 EXTRA = "torch"
-"""The extra that installs torch and safetensors."""
+"""The extra that installs torch."""
 LIMIT = 1e-5
 """Tolerance relative to the output's largest absolute value."""
 
 
 def require_torch(purpose: str) -> None:
-    """Check that torch and safetensors can be imported.
+    """Check that torch can be imported.
 
     Raises:
-        MissingExtraError: one is not installed.
+        MissingExtraError: it is not installed.
     """
-    for package in ("torch", "safetensors"):
-        if importlib.util.find_spec(package) is None:
-            raise MissingExtraError(package, EXTRA, purpose)
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtraError("torch", EXTRA, purpose)
 
 
 def run_exported(path: Path, inputs: Mapping[str, NDArray[Any]], outputs: list[str]) -> dict[str, NDArray[Any]]:

@@ -14,7 +14,7 @@ from caffepy.torch_export.check import run_exported
 from caffepy.torch_export.write import Varying, to_torch
 
 Arrays = dict[str, np.ndarray]
-HAS_TORCH = importlib.util.find_spec("torch") is not None and importlib.util.find_spec("safetensors") is not None
+HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
 def write_module(net: Net, folder: Path, varying: Varying | None = None) -> Path:

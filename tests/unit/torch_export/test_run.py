@@ -22,7 +22,6 @@ from caffepy.torch_export.code import EXPORTERS, MODULE_NAMES
 from caffepy.torch_export.write import to_torch
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("safetensors")
 
 ROOT = Path(__file__).parents[3]
 REFUSED = ("axis: 2 }", "num_output: 4 }", "pad: 2", "normalize_param", "filter_param", "per_fla_fuse", "top_k: 3",
