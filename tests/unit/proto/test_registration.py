@@ -81,7 +81,7 @@ def test_options_of_a_command(folder: Path) -> None:
     assert "net.prototxt:1: layer 'f': unknown layer type 'Blurred'; if a Caffe fork" in said
     (folder / "fork.proto").write_text("message M {\n optional X x = 1; }")
     said = run(folder, *command, "--proto", "fork.proto", status=2)
-    assert "fork.proto:2: field 'x' of M has the type 'X', which the file does not define" in said
+    assert 'fork.proto:2: "X" is not defined' in said
     said = run(folder, *command, status=2, CAFFEPY_PROTO="none.proto")
     assert "caffepy: error: " in said
     assert "none.proto: no such schema (.proto); check the path" in said

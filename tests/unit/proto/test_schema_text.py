@@ -9,15 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pb2 import (
+    DescriptorProto,
+    EnumDescriptorProto,
+    FieldDescriptorProto,
+    FileDescriptorProto,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from caffepy.errors import ConfigError
 from caffepy.proto import caffe_pb2
-from caffepy.proto.schema_text import MAX_BYTES, SCALARS, parse_schema
+from caffepy.proto.schema_text import MAX_BYTES, parse_schema
 
 SCHEMA = (Path(__file__).parents[3] / "proto" / "caffe.proto").read_text()
+
+
+SCALARS = {
+    name.removeprefix("TYPE_").lower(): kind
+    for name, kind in FieldDescriptorProto.Type.items()
+    if name not in ("TYPE_GROUP", "TYPE_MESSAGE", "TYPE_ENUM")
+}
 
 
 def compiled() -> FileDescriptorProto:
@@ -80,13 +92,13 @@ def test_every_kind_of_statement() -> None:
           message Inner { enum E { A = 0; B = -0x10 [deprecated = true]; } optional E e = 1 [default = B]; }
           optional Inner.E e = 0x3; oneof kind { string s = 5; E2 other = 6; }
           optional string text = 7 [default = "a\\"b" 'c\\n\\x41\\101'];
-          repeated float f = 8 [packed = true, (my.option).part = "x"];
+          repeated float f = 8 [packed = true];
           optional double d = 12 [default = -inf]; optional float g = 13 [default = .5];
           optional uint64 u = 14 [default = 0xffffffffffffffff]; optional bool optional = 15 [default = true];
           /* message Hidden { } */ extend M { optional int32 more = 1000; }
         }
         enum E2 { option allow_alias = true; X = 1; Y = 1; reserved 7; };
-        service S { rpc F (M) returns (M) { option x = 1; } }
+        service S { rpc F (M) returns (M) ; }
         extend M { optional int32 most = 1001; }"""
     file = parse_schema(text, "f.proto")
     assert [message.name for message in file.message_type] == ["M"]
@@ -115,43 +127,44 @@ def test_a_type_is_looked_up_from_its_message_outwards() -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("message M {\n optional T t = 1; }", r"f\.proto:2: field 't' of M has the type 'T', which the file does not"),
-        ("message M {\n int32 t = 1; }", r"f\.proto:2: found int32 where a field is expected; proto2 fields begin"),
-        ("message M {\n\n optional int32 t = 0; }", r"f\.proto:3: field 't' has number 0, which protobuf does not"),
-        ("message M { optional int32 t = 19500; }", r"number 19500, which protobuf"),
-        ("message M { optional int32 t = 99999999999; }", r"number 99999999999, which protobuf"),
-        ("message M { optional int32 t = -1; }", r"number -1, which protobuf"),
-        ("message M { optional int32 a = 1; optional int32 b = 1; }", r"'a' and 'b' of M both have number 1"),
-        ("message M { optional int32 a = 1; optional int32 a = 2; }", r"'a' of M is declared twice"),
-        ("message M { }\nmessage M { }", r"f\.proto:2: 'M' is defined twice"),
-        ("enum E { A = 0; }\nenum F { A = 0; }", r"f\.proto:2: 'A' is defined twice"),
-        ("enum E { }", r"f\.proto:1: enum E has no value"),
-        ("enum E { A = 0; B = 0; }", r"two values of E have number 0"),
-        ("enum E { A = 3000000000; }", r"an enum's numbers have 32 bits"),
-        ("message M { optional int32 t = 1 [default = 1.5]; }", r"'t' of M cannot have the default 1\.5"),
-        ("message M { optional int32 t = 1 [default = 2147483648]; }", r"cannot have the default 2147483648"),
-        ("message M { optional uint32 t = 1 [default = -1]; }", r"cannot have the default -1"),
-        ("message M { optional bool t = 1 [default = 1]; }", r"cannot have the default 1"),
-        ("message M { optional string t = 1 [default = x]; }", r"cannot have the default x"),
-        ("message M { optional M t = 1 [default = x]; }", r"cannot have the default x"),
-        ("message M { enum E { A = 0; } optional E t = 1 [default = B]; }", r"cannot have the default B"),
-        ("message M { repeated int32 t = 1 [default = 0]; }", r"cannot have the default 0"),
-        ("message M { optional int32 t = 1 [packed = true]; }", r"'t' of M cannot be packed"),
-        ("message M { map<int32, int32> t = 1; }", r"found map where a field is expected"),
-        ("message M { optional group T = 1 { } }", r"group fields are not supported"),
+        ("message M {\n optional T t = 1; }", r'f\.proto:2: "T" is not defined$'),
+        ("message M {\n int32 t = 1; }", r'f\.proto:2: Expected "required", "optional", or "repeated"'),
+        ("message M {\n\n optional int32 t = 0; }", r"f\.proto:3: Field numbers must be positive"),
+        ("message M { optional int32 t = 19500; }", r"f\.proto: Field numbers 19000 through 19999 are reserved"),
+        ("message M { optional int32 t = 99999999999; }", r"f\.proto:1: Integer out of range"),
+        ("message M { optional int32 t = -1; }", r"Expected field number"),
+        ("message M { optional int32 a = 1; optional int32 b = 1; }", r'Field number 1 has already been used in "M"'),
+        ("message M { optional int32 a = 1; optional int32 a = 2; }", r'"a" is already defined in "M"'),
+        ("message M { }\nmessage M { }", r'f\.proto:2: "M" is already defined'),
+        ("enum E { A = 0; }\nenum F { A = 0; }", r'f\.proto:2: "A" is already defined'),
+        ("enum E { }", r"Enums must contain at least one value"),
+        ("enum E { A = 0; B = 0; }", r'"B" uses the same enum value as "A"'),
+        ("enum E { A = 3000000000; }", r"Integer out of range"),
+        ("message M { optional int32 t = 1 [default = 1.5]; }", r"Expected integer for field default"),
+        ("message M { optional int32 t = 1 [default = 2147483648]; }", r"Integer out of range"),
+        ("message M { optional uint32 t = 1 [default = -1]; }", r"Unsigned field can't have negative default"),
+        ("message M { optional bool t = 1 [default = 1]; }", r'Expected "true" or "false"'),
+        ("message M { optional string t = 1 [default = x]; }", r"Expected string for field default"),
+        ("message M { optional M t = 1 [default = x]; }", r"Messages can't have default values"),
+        ("message M { enum E { A = 0; } optional E t = 1 [default = B]; }", r'"M\.E" has no value named "B"'),
+        ("message M { repeated int32 t = 1 [default = 0]; }", r"Repeated fields can't have default"),
+        ("message M { optional int32 t = 1 [packed = true]; }", r"can only be specified for repeated primitive fields"),
+        ("message M { map<int32, int32> t = 1; }", r"groups and maps, as in TEntry, are not supported"),
+        ("message M { optional group T = 1 { } }", r"groups and maps, as in M, are not supported"),
         ('syntax = "proto3";', r"its language is proto3; Caffe's schema is proto2"),
-        ('edition = "2023";', r"its language is 2023"),
-        ("message M {", r"found the end of the file where a field is expected"),
-        ("message M { reserved 3", r"the file ends where ';' is expected"),
-        ("enum E { option x", r"found the end of the file|the file ends"),
-        ("service S {\n rpc", r"f\.proto:1: this block is not closed"),
-        ("message M { optional int32 t 1; }", r"found 1 where '=' is expected"),
-        ("message 3 { }", r"found 3 where a message's name is expected"),
-        ("layer { name: 'x' }", r"found layer where a message or an enum is expected"),
-        ("message M { optional string t = 1 [default = \"x]; }", r"f\.proto:1: unexpected character '\"'"),
-        ("/* open", r"f\.proto:1: unexpected character '/'"),
-        ("message A { " * 40, r"nested too deeply"),
-        ("/" * (MAX_BYTES + 1), r"has \d+ characters"),
+        ('edition = "2023";', r"its language is editions"),
+        ("message M {", r"Reached end of input in message"),
+        ("message M { reserved 3", r'Expected ";"'),
+        ("enum E { option x", r'Expected "="'),
+        ("service S {\n rpc", r"f\.proto:2: Expected method name"),
+        ("message M { optional int32 t 1; }", r"Missing field number"),
+        ("message 3 { }", r"Expected message name"),
+        ("layer { name: 'x' }", r"Expected top-level statement"),
+        ("message M { optional string t = 1 [default = \"x]; }", r"Unexpected end of string"),
+        ("/* open", r"End-of-file inside block comment"),
+        ("message A { " * 40, r"recursion limit for nested messages"),
+        ("/" * (MAX_BYTES + 1), r"has \d+ bytes"),
+        ('import "/etc/passwd";', r'f\.proto:1: Import "/etc/passwd" was not found .*; add its definitions'),
     ],
 )  # fmt: skip
 def test_an_error_names_file_line_and_problem(text: str, error: str) -> None:
@@ -174,7 +187,7 @@ def test_damaged_texts_are_read_or_refused(data: st.DataObject) -> None:
     try:
         parse_schema("message M {" + "".join(pieces), "f.proto")
     except ConfigError as error:
-        assert re.match(r"f\.proto:\d+: ", str(error))
+        assert re.match(r"f\.proto(:\d+)?: ", str(error))
 
 
 NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True).filter(lambda name: name not in ("reserved", "option"))
