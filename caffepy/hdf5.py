@@ -51,6 +51,8 @@ _MIN_BUDGET = 1 << 16
 """Metadata bytes that are always allowed."""
 _MAX_HEADER = 1 << 18
 """Maximum bytes of an object header: pyfive copies all of it for each of its parts."""
+_MIN_MESSAGE_SIZE = 16
+"""Minimum size that a message of a header counts for: its overhead in Python."""
 _PARSE_ERRORS = (AssertionError, InvalidHDF5File, RuntimeError, struct.error)
 """Exceptions of pyfive that are not Python's for wrong values."""
 _DAMAGE = (ArithmeticError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
@@ -256,6 +258,7 @@ class _File:
             with _parsing():
                 header = _Header(self, address)
                 self._header_budget = None
+                self.charge(_MIN_MESSAGE_SIZE * len(header.msgs))
                 if header.find_msg_type(_LAYOUT):
                     return Dataset(self, header, name)
                 kinds = (_SYMBOL_TABLE, _LINK_INFO, _LINK)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +19,11 @@ from caffepy.data.random import permutation
 from caffepy.data.sources.source import hash_of
 from caffepy.errors import DataError
 from caffepy.files import open_regular, read_list, working_folder
-from caffepy.hdf5 import Dataset, Group, check_dataset, find_object, open_hdf5
 from caffepy.layers.core.base import register_layer
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
+
+if TYPE_CHECKING:
+    from caffepy.hdf5 import Dataset, Group
 
 
 @register_layer("HDF5Data")
@@ -102,7 +106,7 @@ class Hdf5Source:
         """Check the datasets of a file and return its number of rows."""
         if not os.path.lexists(path):
             raise DataError(f"HDF5 file '{path}' does not exist (looked from {working_folder()}){self._advice}")
-        with open_hdf5(path, DataError) as file:
+        with _open(path) as file:
             shapes = [shape for _, shape in self._find_datasets(file, path)]
         rows = {name: shape[0] for name, shape in zip(self._datasets, shapes, strict=True)}
         if len(set(rows.values())) > 1:
@@ -129,7 +133,7 @@ class Hdf5Source:
         return self._arrays
 
     def _read(self, path: Path) -> list[NDArray[np.float32]]:
-        with open_hdf5(path, DataError) as file:
+        with _open(path) as file:
             arrays = [dataset.read(np.float32) for dataset, _ in self._find_datasets(file, path)]
         shapes = [(self.rows[self.files.index(path)], *shape) for shape in self.row_shapes]
         if [array.shape for array in arrays] != shapes:
@@ -138,6 +142,8 @@ class Hdf5Source:
 
     def _find_datasets(self, file: Group, path: Path) -> list[tuple[Dataset, tuple[int, ...]]]:
         """Return the datasets of the tops and their shapes, after a check of their sizes against the file's."""
+        from caffepy.hdf5 import check_dataset
+
         datasets, size = [], 0
         for dataset in [_dataset(file, name, path) for name in self._datasets]:
             size = check_dataset(dataset, size)
@@ -146,7 +152,7 @@ class Hdf5Source:
 
     def fingerprint(self) -> dict[str, str]:
         """Return the number of rows of each file and the hash of the first row (see `RecordSource.fingerprint`)."""
-        with open_hdf5(self.files[0], DataError) as file:
+        with _open(self.files[0]) as file:
             rows = [dataset.read(np.float32, rows=1)[0] for dataset, _ in self._find_datasets(file, self.files[0])]
         return {
             "the number of rows of each file": ", ".join(map(str, self.rows)),
@@ -240,12 +246,21 @@ def _beside(list_path: Path, name: str, resolve: Callable[[str], Path]) -> Path:
     return beside if not os.path.exists(resolved) and os.path.exists(beside) else resolved
 
 
+def _open(path: Path) -> AbstractContextManager[Group]:
+    """Open an HDF5 file. pyfive, whose import takes 60 ms, is not needed by nets without this layer."""
+    from caffepy.hdf5 import open_hdf5
+
+    return open_hdf5(path, DataError)
+
+
 def _dataset(file: Group, name: str, path: Path) -> Dataset:
     """Return the dataset of a top.
 
     Raises:
         DataError: the file lacks it; the message lists the datasets that exist.
     """
+    from caffepy.hdf5 import Dataset, find_object
+
     dataset = find_object(file, name)
     if not isinstance(dataset, Dataset):
         names = sorted(file.links)
