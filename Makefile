@@ -3,7 +3,7 @@
 # make fuzz   damage 200000 inputs of every format: no exception of Python's, signal, hang or growth
 # make lint   ruff, its formatter and mypy alone
 # make site   build the HTML documentation in build/site
-# make proto  generate caffepy/proto from proto/caffe.proto (an installation does this by itself)
+# make proto  generate caffepy/formats/proto from proto/caffe.proto (an installation does this by itself)
 # make clean  remove what these made
 #
 # Needs python3 (3.11 or later) with venv, and make; everything else comes from PyPI.
@@ -69,7 +69,7 @@ proto: $(VENV)/test.stamp
 
 clean:
 	rm -rf $(VENV) $(VENV)-docs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f caffepy/proto/caffe_pb2.py caffepy/proto/caffe_pb2.pyi
+	rm -f caffepy/formats/proto/caffe_pb2.py caffepy/formats/proto/caffe_pb2.pyi
 	rm -rf models/lenet/*_lmdb
 	rm -f models/lenet/*.caffemodel models/lenet/*.solverstate
 

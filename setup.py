@@ -1,4 +1,4 @@
-"""Generates caffepy/proto/caffe_pb2.py from proto/caffe.proto in every build; setup.cfg holds the metadata.
+"""Generates caffepy/formats/proto/caffe_pb2.py from proto/caffe.proto in every build; setup.cfg holds the metadata.
 
 A wheel contains the models too. With the repository's address in CAFFEPY_URL, as in releases, the metadata have links.
 """
@@ -16,7 +16,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 SCHEMA = ROOT / "proto" / "caffe.proto"
 MODELS = ROOT / "models"
-PACKAGE = Path("caffepy") / "proto"
+PACKAGE = Path("caffepy") / "formats" / "proto"
 _VERSION = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
 _RELATIVE_LINK = re.compile(r"\]\((?![a-z]+:|#)([^)]+)\)")
 
@@ -25,7 +25,7 @@ def generate() -> None:
     """Writes the Python module and its type stub beside the package's sources, where git ignores them."""
     from grpc_tools import protoc
 
-    # Known to protobuf as caffepy/proto/caffe.proto, so that a caffe.proto of somebody else's can be loaded beside it.
+    # Known to protobuf by the path below caffepy, so that a caffe.proto of somebody else's can be loaded beside it.
     name = (PACKAGE / SCHEMA.name).as_posix()
     include = f"-I{PACKAGE.as_posix()}={SCHEMA.parent}"
     arguments = ["protoc", include, f"--python_out={ROOT}", f"--pyi_out={ROOT}", name]

@@ -38,8 +38,8 @@ def model_of(net: str, batch: int, threads: int, engine: str | None) -> tuple[An
     from google.protobuf import text_format
 
     import caffepy
-    from caffepy.config.load import read_net
-    from caffepy.inference import load
+    from caffepy.formats.load import read_net
+    from caffepy.infer.model import load
 
     path = ROOT / "models" / net / "deploy.prototxt"
     param = read_net(path)
@@ -59,8 +59,8 @@ def random_parameters(net: Any) -> Any:
     """Weights of He's spread; statistics of numbers that are normal already."""
     import numpy as np
 
-    from caffepy.proto import caffe_pb2
-    from caffepy.snapshot.binary import to_blob_proto
+    from caffepy.formats.binary import to_blob_proto
+    from caffepy.formats.proto import caffe_pb2
 
     generator, result = np.random.default_rng(1), caffe_pb2.NetParameter()
     for layer in net.layers:
@@ -84,7 +84,7 @@ def caller(net: str, side: str, batch: int, threads: int) -> Callable[[], Any]:
         return lambda: model(images)
     import onnxruntime
 
-    from caffepy.onnx.export.write import to_model
+    from caffepy.export.onnx.write import to_model
 
     varying = {name: [True] + [False] * (len(blob.shape) - 1) for name, blob in model.net.blobs.items() if blob.shape}
     options = onnxruntime.SessionOptions()

@@ -42,9 +42,9 @@ def caffepy_passes(case: Case, threads: int) -> Passes:
     from google.protobuf import text_format
 
     from caffepy.backend import create_backend
-    from caffepy.layers.core.base import LayerContext
+    from caffepy.formats.proto import caffe_pb2
+    from caffepy.layers.layer import LayerContext
     from caffepy.net import Net
-    from caffepy.proto import caffe_pb2
 
     shape = " ".join(f"dim: {size}" for size in case.x)
     text = f'force_backward: true layer {{ name: "x" type: "Input" top: "x" input_param {{ shape {{ {shape} }} }} }}'

@@ -66,9 +66,9 @@ def caffepy_step(case: Case, threads: int) -> Callable[[], Any]:
     import numpy as np
 
     from caffepy.backend import create_backend
-    from caffepy.config.load import read_net
-    from caffepy.proto import caffe_pb2
-    from caffepy.solvers import create_solver
+    from caffepy.formats.load import read_net
+    from caffepy.formats.proto import caffe_pb2
+    from caffepy.training.solver import create_solver
 
     net = read_net(ROOT / "models" / case.prototxt)
     layers = [layer for layer in net.layer if layer.type != "Data"]

@@ -51,9 +51,9 @@ def our_passes(case: Case, dtype: str, backend: Any) -> Passes:
     import numpy as np
     from google.protobuf import text_format
 
-    from caffepy.layers.core.base import LayerContext
+    from caffepy.formats.proto import caffe_pb2
+    from caffepy.layers.layer import LayerContext
     from caffepy.net import Net
-    from caffepy.proto import caffe_pb2
 
     shape = " ".join(f"dim: {size}" for size in case.x)
     text = f'force_backward: true layer {{ name: "x" type: "Input" top: "x" input_param {{ shape {{ {shape} }} }} }}'

@@ -48,7 +48,7 @@ BEST_PEERS = {
 def ours(arguments: argparse.Namespace) -> dict[str, float]:
     """Milliseconds and GiB of our iteration."""
     from caffepy.backend import create_backend
-    from caffepy.options import ExecutionOptions
+    from caffepy.utils.options import ExecutionOptions
 
     name, kind = arguments.row.split(":")
     engine = ExecutionOptions(

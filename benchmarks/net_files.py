@@ -32,8 +32,8 @@ def has_loss(path: str) -> bool:
     Raises:
         SystemExit: it cannot be read.
     """
-    from caffepy.config.load import read_net
     from caffepy.errors import CaffepyError
+    from caffepy.formats.load import read_net
 
     try:
         return any("Loss" in layer.type for layer in _of_phase(read_net(Path(path)), True).layer)
@@ -53,7 +53,7 @@ def file_param(path: str, train: bool, batch: int, source: str) -> tuple[Any, di
     Raises:
         SystemExit: a data layer does not say the size of its images.
     """
-    from caffepy.config.load import read_net
+    from caffepy.formats.load import read_net
 
     net = _of_phase(read_net(Path(path)), train)
     if not train:
@@ -76,8 +76,8 @@ def batch_of(path: str) -> int:
 
 
 def _of_phase(net: Any, train: bool) -> Any:
-    from caffepy.config.filter import filter_net
-    from caffepy.proto import caffe_pb2
+    from caffepy.formats.load import filter_net
+    from caffepy.formats.proto import caffe_pb2
 
     return filter_net(net, caffe_pb2.NetState(phase=caffe_pb2.TRAIN if train else caffe_pb2.TEST))
 
@@ -124,9 +124,9 @@ def _resized(shape: list[int], old: int, new: int) -> list[int]:
 def _kinds(net: Any, train: bool) -> dict[str, str]:
     """What the inputs hold that are not normal numbers."""
     from caffepy.backend.meta import MetaBackend
-    from caffepy.layers.core.base import LayerContext
+    from caffepy.formats.proto import caffe_pb2
+    from caffepy.layers.layer import LayerContext
     from caffepy.net import Net
-    from caffepy.proto import caffe_pb2
 
     built = Net(net, LayerContext(MetaBackend(), phase=caffe_pb2.TRAIN if train else caffe_pb2.TEST))
     origins: dict[str, str] = {}

@@ -25,8 +25,8 @@ DTYPES = {"FLOAT": "float32", "FLOAT16": "float16", "BFLOAT16": "bfloat16"}
 
 def make_solver(name: str, kind: str, batch: int, backend: Any, engine: Any = None) -> Any:
     """A solver of one of the nets, its made-up inputs already on the backend, which must be active."""
-    from caffepy.proto import caffe_pb2
-    from caffepy.solvers import create_solver
+    from caffepy.formats.proto import caffe_pb2
+    from caffepy.training.solver import create_solver
 
     net, made = net_param(name, True, batch, "DummyData")
     net.default_forward_type = net.default_backward_type = caffe_pb2.Type.Value(kind)
@@ -122,7 +122,7 @@ def pycaffe(job: dict[str, Any]) -> dict[str, Any]:
     from peers.agreement import fill
 
     from caffepy import pycaffe as caffe
-    from caffepy.proto import caffe_pb2
+    from caffepy.formats.proto import caffe_pb2
 
     param, made = net_param(job["name"], False, job["batch"])
     param.default_forward_type = param.default_backward_type = caffe_pb2.Type.Value(job["dtype"])
@@ -150,10 +150,10 @@ def export(job: dict[str, Any]) -> dict[str, Any]:
     from peers.agreement import fill
 
     from caffepy.backend import create_backend
-    from caffepy.layers.core.base import LayerContext
+    from caffepy.export.onnx.write import serialised, to_model
+    from caffepy.formats.proto import caffe_pb2
+    from caffepy.layers.layer import LayerContext
     from caffepy.net import Net
-    from caffepy.onnx.export.write import serialised, to_model
-    from caffepy.proto import caffe_pb2
 
     backend = create_backend(None)
     with backend.activate():

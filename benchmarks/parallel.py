@@ -23,7 +23,7 @@ from pathlib import Path
 from google.protobuf import text_format
 from scaling import NETS, images_per_second, mpirun, synthetic_net
 
-from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.formats.proto.caffe_pb2 import SolverParameter
 
 RANKS = 2
 

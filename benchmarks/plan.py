@@ -24,11 +24,11 @@ from pathlib import Path
 from google.protobuf import text_format
 from scaling import LIMIT, ROOT, images_per_second, mpirun, synthetic_net
 
-from caffepy.plan.calibrate import fit_link, read_measurements
-from caffepy.plan.model import AUTO, Cluster, Link
-from caffepy.plan.predict import Exchange, Prediction, predict
-from caffepy.plan.profile import Profile, read_profile
-from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.formats.proto.caffe_pb2 import SolverParameter
+from caffepy.scaling.calibrate import fit_link, read_measurements
+from caffepy.scaling.model import AUTO, Cluster, Link
+from caffepy.scaling.predict import Exchange, Prediction, predict
+from caffepy.scaling.profile import Profile, read_profile
 
 RANKS = 2
 ITERATIONS = {"lenet": 150, "cifar10_quick": 50, "caffenet": 12}

@@ -29,11 +29,11 @@ from google.protobuf import text_format
 from scaling import images_per_second, write_solver
 
 from caffepy.backend import Backend, create_backend
-from caffepy.blob import Blob
 from caffepy.data.sources.record_write import record_key, write_datums
-from caffepy.layers.core.base import LayerContext, layer_class
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.blob import Blob
 from caffepy.layers.input.prefetching import passes_per_block
-from caffepy.proto import caffe_pb2
+from caffepy.layers.layer import LayerContext, layer_class
 
 IN_FLIGHT = 4
 """Iterations that the host goes ahead of the GPU."""

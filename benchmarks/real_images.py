@@ -40,9 +40,9 @@ import numpy as np
 from google.protobuf import text_format
 from scaling import synthetic_net
 
-from caffepy.config.load import read_net
 from caffepy.data.sources.record_write import record_key, write_datums
-from caffepy.proto import caffe_pb2
+from caffepy.formats.load import read_net
+from caffepy.formats.proto import caffe_pb2
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 150

@@ -26,8 +26,8 @@ import h5py
 from google.protobuf import text_format
 from zoo_nets import net_param, values
 
-from caffepy.installation import install_command
-from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter, Type
+from caffepy.formats.proto.caffe_pb2 import NetParameter, SolverParameter, Type
+from caffepy.utils.installation import install_command
 
 ROOT = Path(__file__).resolve().parent.parent
 NETS = {"lenet": 64, "cifar10_quick": 100, "caffenet": 128, "googlenet": 64, "resnet50": 64}

@@ -59,7 +59,7 @@ def write_solver(folder: Path, model: str, batch: int) -> Path:
     """A solver of a model, with the digits that come with caffepy or with made-up images."""
     from google.protobuf import text_format
 
-    from caffepy.config.load import read_net
+    from caffepy.formats.load import read_net
 
     lenet = model == "lenet"
     net = read_net(ROOT / "models" / model / ("train_test.prototxt" if lenet else "train_val.prototxt"))

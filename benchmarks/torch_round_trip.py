@@ -27,10 +27,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/support")]
 from onnx_nets import even_out, random_parameters  # noqa: E402
 from torch_nets import write_module  # noqa: E402
 
+from caffepy.export.onnx.check import compare, random_inputs, run_net  # noqa: E402
+from caffepy.export.onnx.prepare import Settings, open_for_export, round_to_half  # noqa: E402
+from caffepy.export.torch.check import LIMIT, run_exported  # noqa: E402
 from caffepy.net import Net  # noqa: E402
-from caffepy.onnx.check import compare, random_inputs, run_net  # noqa: E402
-from caffepy.onnx.export.prepare import Settings, open_for_export, round_to_half  # noqa: E402
-from caffepy.torch_export.check import LIMIT, run_exported  # noqa: E402
 
 MODELS = sorted(str(path.relative_to(ROOT / "models")) for path in ROOT.glob("models/*/*deploy.prototxt"))
 Arrays = dict[str, np.ndarray]

@@ -104,7 +104,7 @@ def net_param(name: str, train: bool, batch: int, source: str = "Input") -> tupl
         batch: images.
         source: type of the layer that holds the inputs: Input or DummyData.
     """
-    from caffepy.config.load import read_net
+    from caffepy.formats.load import read_net
 
     if is_file(name):
         return file_param(name, train, batch, source)

@@ -12,38 +12,38 @@ from caffepy.version import __version__
 
 if TYPE_CHECKING:
     from caffepy.backend import Backend, create_backend
-    from caffepy.config.load import read_net, read_solver
-    from caffepy.config.paths import PathResolver
     from caffepy.errors import CaffepyError, RunError, UserError
-    from caffepy.inference import Model, load
+    from caffepy.formats.caffemodel import read_weights
+    from caffepy.formats.load import read_net, read_solver
+    from caffepy.formats.paths import PathResolver
+    from caffepy.formats.proto.registration import register_proto
+    from caffepy.infer.model import Model, load
     from caffepy.layers import register_layer
-    from caffepy.loggers import Logger
     from caffepy.net import Net
-    from caffepy.proto.registration import register_proto
-    from caffepy.snapshot.caffemodel import read_weights
-    from caffepy.solvers import Solver, create_solver
+    from caffepy.training.callbacks.loggers.contract import Logger
+    from caffepy.training.solver import Solver, create_solver
     from caffepy.training.train import Callback, TrainResult, train
 
 _LAZY = {
     "Backend": "caffepy.backend",
     "Callback": "caffepy.training.train",
     "CaffepyError": "caffepy.errors",
-    "Logger": "caffepy.loggers",
-    "Model": "caffepy.inference",
+    "Logger": "caffepy.training.callbacks.loggers.contract",
+    "Model": "caffepy.infer.model",
     "Net": "caffepy.net",
-    "PathResolver": "caffepy.config.paths",
+    "PathResolver": "caffepy.formats.paths",
     "RunError": "caffepy.errors",
-    "Solver": "caffepy.solvers",
+    "Solver": "caffepy.training.solver",
     "TrainResult": "caffepy.training.train",
     "UserError": "caffepy.errors",
     "create_backend": "caffepy.backend",
-    "create_solver": "caffepy.solvers",
-    "load": "caffepy.inference",
-    "read_net": "caffepy.config.load",
-    "read_solver": "caffepy.config.load",
-    "read_weights": "caffepy.snapshot.caffemodel",
+    "create_solver": "caffepy.training.solver",
+    "load": "caffepy.infer.model",
+    "read_net": "caffepy.formats.load",
+    "read_solver": "caffepy.formats.load",
+    "read_weights": "caffepy.formats.caffemodel",
     "register_layer": "caffepy.layers",
-    "register_proto": "caffepy.proto.registration",
+    "register_proto": "caffepy.formats.proto.registration",
     "train": "caffepy.training.train",
 }
 

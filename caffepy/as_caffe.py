@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from caffepy.whole_numbers import whole
+from caffepy.utils.whole_numbers import whole
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ _SAME = {
     "caffe": "caffepy.pycaffe",
     "caffe._caffe": "caffepy.pycaffe",
     "caffe.pycaffe": "caffepy.pycaffe",
-    "caffe.proto": "caffepy.proto",
-    "caffe.proto.caffe_pb2": "caffepy.proto.caffe_pb2",
+    "caffe.proto": "caffepy.formats.proto",
+    "caffe.proto.caffe_pb2": "caffepy.formats.proto.caffe_pb2",
 }
 """Modules of pycaffe that are not named alike in `caffepy.pycaffe`."""
 _FORKS_OWN = frozenset(("caffe.model_libs",))
@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: [--force], then a script, or `-m` and a module, or `-c` and code, then its arguments; by default the
             process's own.
     """
-    importlib.import_module("caffepy.files").open_closed_streams()
+    importlib.import_module("caffepy.utils.files").open_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     force = arguments[:1] == ["--force"]
     arguments = arguments[force:]

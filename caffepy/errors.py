@@ -108,21 +108,6 @@ class OutOfMemoryError(DeviceError):
         return OutOfMemoryError(self.problem, advice, self.available)
 
 
-class MissingExtraError(UserError):
-    """An optional package is needed.
-
-    Args:
-        package: the package that could not be imported, e.g. ``cupy``.
-        extra: the extra of caffepy that installs it, e.g. ``cuda13``.
-        purpose: a clause: ``to train on a GPU``.
-    """
-
-    def __init__(self, package: str, extra: str, purpose: str) -> None:
-        from caffepy.installation import install_command  # reading metadata takes 20 ms of a start
-
-        super().__init__(f"{package} is not installed and is needed {purpose}: {install_command(extra)}")
-
-
 class RunError(CaffepyError):
     """Training or testing failed while running."""
 

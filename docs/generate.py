@@ -12,19 +12,19 @@ from pathlib import Path
 from google.protobuf.descriptor import Descriptor
 
 from caffepy.cli.main import build_parser
-from caffepy.config.fields import NO_MEANING, REFUSED
+from caffepy.export.onnx.graph import FORMS
+from caffepy.export.onnx.write import find_exporters
+from caffepy.export.onnx_import.graph import IMPORTED_AS
+from caffepy.export.onnx_import.read import find_importers
+from caffepy.export.torch.code import FORMS as TORCH_FORMS
+from caffepy.export.torch.write import find_exporters as find_torch_exporters
+from caffepy.formats.fields import NO_MEANING, REFUSED
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import Layer, layer_class
-from caffepy.layers.core.base import LAYERS, import_layer_types
-from caffepy.layers.core.known_types import OF_BOTH, OF_BVLC, OF_NVIDIA
-from caffepy.onnx.export.graph import FORMS
-from caffepy.onnx.export.write import find_exporters
-from caffepy.onnx.importer.graph import IMPORTED_AS
-from caffepy.onnx.importer.read import find_importers
-from caffepy.options.declaration import Option, options_of
-from caffepy.parallel.options import TrainOptions
-from caffepy.proto import caffe_pb2
-from caffepy.torch_export.code import FORMS as TORCH_FORMS
-from caffepy.torch_export.write import to_torch
+from caffepy.layers.known_types import OF_BOTH, OF_BVLC, OF_NVIDIA
+from caffepy.layers.layer import LAYERS, import_layer_types
+from caffepy.training.options import TrainOptions
+from caffepy.utils.options import Option, options_of
 
 DOCS = Path(__file__).parent
 WIDTH = 120
@@ -39,7 +39,7 @@ Every field of `proto/caffe.proto`, which is the union of the schemas of BVLC Ca
 - is *refused*: giving it is an error with the sentence below; or
 - has *no meaning*: it is accepted and changes no result, for the reason below.
 
-`python docs/generate.py` writes this page from the schema and `caffepy/config/fields.py`.
+`python docs/generate.py` writes this page from the schema and `caffepy/formats/fields.py`.
 
 Five fields act here although NVIDIA Caffe ignores them in part:
 
@@ -71,7 +71,7 @@ The options of `caffepy train`. The second column is the keyword of `caffepy.tra
 `-max_skipped 10`, `-max_skipped=10`, `--max-skipped 10`. If several ranks train, they compare the options before the
 first iteration; only those marked *own* may differ. Without `devices` `caffepy.train` uses the CPU.
 
-`python docs/generate.py` writes this page from `caffepy/parallel/options.py` and `caffepy/options/solver.py`.
+`python docs/generate.py` writes this page from `caffepy/training/options.py` and `caffepy/utils/options.py`.
 """
 _HEAD_OF_LEAVE_CAFFE = """\
 # Leave Caffe
@@ -342,7 +342,7 @@ def onnx_page() -> str:
 
 def leave_caffe_page() -> str:
     """The text of docs/how-to/leave-caffe.md."""
-    assert to_torch is not None  # its module registers all forms
+    find_torch_exporters()
     names = sorted(TORCH_FORMS, key=lambda name: (name.lower(), name))
     rows = [f"| {name} | {TORCH_FORMS[name]} |" for name in names]
     return "\n".join([_HEAD_OF_LEAVE_CAFFE, "| layer type | PyTorch |", "|---|---|", *rows, ""])

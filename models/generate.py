@@ -18,9 +18,9 @@ from generator.inception import inception_v3
 from generator.mnist import autoencoder, siamese
 from generator.text import net_text
 
-from caffepy.config.load import read_net
+from caffepy.formats.load import read_net
+from caffepy.formats.proto import caffe_pb2
 from caffepy.net.deploy import Deploy, deploy_net
-from caffepy.proto import caffe_pb2
 
 MODELS = Path(__file__).resolve().parent
 Net = Callable[[], caffe_pb2.NetParameter]

@@ -13,9 +13,9 @@ from processes import in_a_process
 from zoo_nets import net_param, values
 
 from caffepy.backend import create_backend
-from caffepy.layers.core.base import LayerContext
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.layer import LayerContext
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
 from peers.description import describe_net
 
 RUNNER = str(Path(__file__).resolve().parent / "torch_run.py")

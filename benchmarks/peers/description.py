@@ -11,9 +11,9 @@ from typing import Any
 from zoo_nets import Made, net_param
 
 from caffepy.backend.meta import MetaBackend
-from caffepy.layers.core.base import LayerContext
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.layer import LayerContext
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
 
 Settings = dict[str, Any]
 READERS: dict[str, Callable[[Any, Sequence[int]], Settings]] = {}

@@ -5,11 +5,11 @@ Modules above import this package's root; the tables of tests/unit/test_imports.
 
 from __future__ import annotations
 
-from caffepy.backend.elementwise import Channel, Each, Expression, Scalar, expression
+from caffepy.backend.expression import Channel, Each, Expression, Scalar, expression
 from caffepy.backend.handles import Convolution
 from caffepy.backend.interface import Backend
 from caffepy.backend.types import Array, Border, CorrelationWindow, Geometry, LrnWindow, RandomStream, SparseMatrix
-from caffepy.options.solver import MATH_MODES
+from caffepy.utils.options import MATH_MODES
 
 __all__ = [
     "MATH_MODES",

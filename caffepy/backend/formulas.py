@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import sqrt
 
-from caffepy.backend.elementwise import Channel, Each, Scalar, expression
+from caffepy.backend.expression import Channel, Each, Scalar, expression
 
 
 @expression

@@ -1,6 +1,6 @@
 """Objects that a backend returns: graphs, events, timers, asynchronous copies, planned convolutions.
 
-Each backend has its own classes for them (`device_scalars.py` and `cuda/graph.py`; the convolutions beside
+Each backend has its own classes for them (`synchronous.py` and `cuda/graph.py`; the convolutions beside
 their kernels).
 """
 

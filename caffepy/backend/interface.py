@@ -28,7 +28,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
-from caffepy.backend.elementwise import Expression
+from caffepy.backend.expression import Expression
 from caffepy.backend.formulas import (
     drop,
     finished,

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.device_scalars import Synchronous
 from caffepy.backend.handles import AsyncCopy, BoxLoss, Convolution
 from caffepy.backend.interface import Backend
 from caffepy.backend.layout import is_plain
+from caffepy.backend.synchronous import Synchronous
 from caffepy.backend.types import Array, BoxLossSettings, Geometry, element_dtype, gpu_workspace, spatial_output
 
 SETUP = -1

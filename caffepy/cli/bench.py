@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from caffepy.cli.options import Parser
 from caffepy.errors import RunError
-from caffepy.options.types import gpu_list, positive, positive_seconds
+from caffepy.utils.options import gpu_list, positive, positive_seconds
 
 if TYPE_CHECKING:
-    from caffepy.parallel.benchmark import BenchmarkOptions, Timing
-    from caffepy.parallel.processes.world import World
+    from caffepy.distributed.processes.world import World
+    from caffepy.scaling.benchmark import BenchmarkOptions, Timing
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _SIZES = "4K,64K,1M,16M,64M"
@@ -71,9 +71,9 @@ def run(args: argparse.Namespace) -> int:
         RunError: a result is wrong.
         CaffepyError: another device failed.
     """
-    from caffepy.parallel.benchmark import AllReduceBenchmark
-    from caffepy.parallel.processes.create import create_world
-    from caffepy.parallel.processes.launcher import refuse_foreign_launcher
+    from caffepy.distributed.processes.create import create_world
+    from caffepy.distributed.processes.launcher import refuse_foreign_launcher
+    from caffepy.scaling.benchmark import AllReduceBenchmark
 
     timings: list[Timing] = []
     with create_world() as world:
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace, world: World) -> BenchmarkOptions:
-    from caffepy.parallel.benchmark import BenchmarkOptions
+    from caffepy.scaling.benchmark import BenchmarkOptions
 
     devices = None if args.cpu else _gpus(args.gpus, world)
     options = BenchmarkOptions(
@@ -116,7 +116,7 @@ def _options(args: argparse.Namespace, world: World) -> BenchmarkOptions:
 
 def _gpus(requested: list[int] | str | None, world: World) -> list[int]:
     """Return this rank's share of the named GPUs, or of all."""
-    from caffepy.parallel.processes.gpu_assignment import assign_gpus
+    from caffepy.distributed.processes.gpu_assignment import assign_gpus
     from caffepy.training.devices import check_gpus
 
     available = world.run_on_all(lambda: check_gpus(requested or "all"))

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from caffepy import version
 from caffepy.cli import main as command_line
-from caffepy.cli.log import log_to_stderr
+from caffepy.cli.output import log_to_stderr
 
 logger = logging.getLogger("caffepy.cli.caffe")  # also as __main__
 

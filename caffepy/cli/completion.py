@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 
 from caffepy.cli.options import Commands, Parser
-from caffepy.errors import MissingExtraError
+from caffepy.utils.installation import MissingExtraError
 
 SHELLS = ("bash", "zsh", "tcsh")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from caffepy.cli.options import Parser, add_overwrite_flag, add_positionals, add_switch
 from caffepy.errors import ConfigError, DataError, RunError
-from caffepy.options.types import natural
+from caffepy.utils.options import natural
 
 if TYPE_CHECKING:
     from caffepy.data.conversion.image_records import ImageOptions
@@ -85,7 +85,7 @@ def run_convert_imageset(args: argparse.Namespace) -> int:
         DataError: the list or all of its images cannot be read, or the database exists.
         RunError: writing failed.
     """
-    from caffepy.cli.log import showing
+    from caffepy.cli.output import showing
     from caffepy.data.conversion.image_sets import Database, convert_image_set
 
     target = Database(args.db_name, args.backend, args.overwrite)
@@ -159,7 +159,7 @@ def run_convert_annoset(args: argparse.Namespace) -> int:
         DataError: the list, all of its images or an annotation file cannot be read, or the database exists.
         RunError: writing failed.
     """
-    from caffepy.cli.log import showing
+    from caffepy.cli.output import showing
     from caffepy.data.conversion.annotation_sets import AnnotationOptions, convert_annotation_set
     from caffepy.data.conversion.image_sets import Database
 
@@ -240,9 +240,9 @@ def run_compute_image_mean(args: argparse.Namespace) -> int:
         DataError: the database cannot be read, or its images differ in size.
         RunError: the mean cannot be written.
     """
-    from caffepy.cli.log import showing
+    from caffepy.cli.output import showing
     from caffepy.data.conversion.mean import channel_means, compute_mean, write_mean
-    from caffepy.files import check_not_input, check_writable
+    from caffepy.utils.files import check_not_input, check_writable
 
     if args.output_file is not None:
         check_not_input(args.output_file, args.input_db.glob("*"))
@@ -388,7 +388,7 @@ def run_create_label_map(args: argparse.Namespace) -> int:
         RunError: writing failed.
     """
     from caffepy.data.conversion.label_maps import create_label_map
-    from caffepy.files import check_not_input
+    from caffepy.utils.files import check_not_input
 
     check_not_input(args.outfile, [args.mapfile])
     count = create_label_map(args.mapfile, args.outfile, args.delimiter, args.include_background)
@@ -419,9 +419,9 @@ def run_get_image_size(args: argparse.Namespace) -> int:
         DataError: the list or all of its images cannot be read, or an image has no id.
         RunError: writing failed.
     """
-    from caffepy.cli.log import showing
+    from caffepy.cli.output import showing
     from caffepy.data.conversion.annotation_sets import write_image_sizes
-    from caffepy.files import check_not_input
+    from caffepy.utils.files import check_not_input
 
     check_not_input(args.outfile, filter(None, (args.listfile, args.name_id_file)))
     with showing("files") as progress:

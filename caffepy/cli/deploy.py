@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.log import quiet_net
 from caffepy.cli.options import Parser, add_overwrite_flag
+from caffepy.cli.output import quiet_net
 from caffepy.errors import ConfigError, DataError, SnapshotError, one_line, printable
-from caffepy.options.types import name_list, positive, record_shape
+from caffepy.utils.options import name_list, positive, record_shape
 
 if TYPE_CHECKING:
-    from caffepy.proto import caffe_pb2
+    from caffepy.formats.proto import caffe_pb2
 
 _DESCRIPTION = """\
 Make a deploy net from a training net: Input layers replace data layers, Softmax or Sigmoid replaces the losses with
@@ -72,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
     """
     from google.protobuf import text_format
 
-    from caffepy.config.load import read_net
-    from caffepy.files import atomic_write, check_output
+    from caffepy.formats.load import read_net
+    from caffepy.utils.files import atomic_write, check_output
 
     if args.output is not None and args.named_output is not None:
         raise ConfigError(f"{args.output} and --output {args.named_output} are both the output; give one of them")
@@ -132,7 +132,7 @@ def _prepared_like(
     Raises:
         ConfigError: no Input layer has the name of a data layer, and there are several of either.
     """
-    from caffepy.config.dialect import Dialect, choose_dialect
+    from caffepy.formats.dialect import Dialect, choose_dialect
     from caffepy.net.deploy import copy_preparation, data_layer
 
     inputs = [layer for layer in net.layer if layer.type == "Input"]
@@ -160,7 +160,7 @@ def _image_sizes(
     train: caffe_pb2.NetParameter, args: argparse.Namespace, tops: Iterable[str]
 ) -> dict[str, tuple[int, int]]:
     """Return height and width of the images before a crop by top: of --image-size, or of data that exist."""
-    from caffepy.proto import caffe_pb2
+    from caffepy.formats.proto import caffe_pb2
 
     if args.image_size is not None:
         return dict.fromkeys(tops, (args.image_size[0], args.image_size[1]))
@@ -189,11 +189,11 @@ def _move_mean_files(net: caffe_pb2.NetParameter, source: Path, output: Path | N
 def _shapes_of_data(train: caffe_pb2.NetParameter, path: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of one record by top, for data layers whose data exist."""
     from caffepy.backend.meta import MetaBackend
-    from caffepy.config.dialect import choose_dialect
-    from caffepy.config.paths import PathResolver
+    from caffepy.formats.dialect import choose_dialect
+    from caffepy.formats.paths import PathResolver
+    from caffepy.formats.proto import caffe_pb2
     from caffepy.layers import LayerContext
     from caffepy.net.memory_plan import read_sample_shapes
-    from caffepy.proto import caffe_pb2
 
     dialect = choose_dialect([train], lambda *line: None)
     context = LayerContext(MetaBackend(), phase=caffe_pb2.TEST, resolve=PathResolver(path), dialect=dialect)
@@ -216,10 +216,10 @@ def _check(net: caffe_pb2.NetParameter, weights: Path | None) -> int:
     """
     from caffepy.backend import create_backend
     from caffepy.backend.meta import MetaBackend
+    from caffepy.formats.caffemodel import read_caffemodel
+    from caffepy.formats.proto import caffe_pb2
     from caffepy.layers import LayerContext
     from caffepy.net import Net
-    from caffepy.proto import caffe_pb2
-    from caffepy.snapshot.caffemodel import read_caffemodel
 
     backend = MetaBackend() if weights is None else create_backend(None)
     built = Net(net, LayerContext(backend, phase=caffe_pb2.TEST))

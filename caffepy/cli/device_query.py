@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from caffepy.cli.options import Parser
-from caffepy.errors import CaffepyError, ConfigError, MissingExtraError
-from caffepy.installation import install_command
-from caffepy.options.types import gpu_list
-from caffepy.parallel.hardware.affinity import cores_near, current_cores, format_cores, parse_cores, pci_folder
-from caffepy.parallel.hardware.nvml import Nvml
+from caffepy.distributed.affinity import cores_near, current_cores, format_cores, parse_cores, pci_folder
+from caffepy.distributed.nvml import Nvml
+from caffepy.errors import CaffepyError, ConfigError
+from caffepy.utils.installation import MissingExtraError, install_command
+from caffepy.utils.options import gpu_list
 
 _PACKAGES = (
     ("NumPy", ("numpy",)),
@@ -120,7 +120,7 @@ def _threading_layers() -> list[str]:
 
 
 def _mpi() -> Iterator[str]:
-    from caffepy.parallel.launch.mpirun import find_mpirun
+    from caffepy.distributed.launch.mpirun import find_mpirun
 
     launcher = None
     try:
@@ -142,7 +142,7 @@ def _topology(requested: list[int] | str | None) -> Iterator[str]:
 
 
 def _gpu_topology(requested: list[int] | str | None) -> Iterator[str]:
-    from caffepy.parallel.hardware.nvml import open_nvml
+    from caffepy.distributed.nvml import open_nvml
     from caffepy.training.devices import check_gpus
 
     try:
@@ -151,7 +151,7 @@ def _gpu_topology(requested: list[int] | str | None) -> Iterator[str]:
         yield f"no GPUs: {error}"
         return
     from caffepy.backend.cuda.device import device_properties
-    from caffepy.parallel.hardware.nccl_info import nccl_version, peer_access
+    from caffepy.distributed.nccl_info import nccl_version, peer_access
 
     with open_nvml() as nvml:
         gpus = [Gpu(number, device_properties(number).pci_bus_id) for number in numbers]
@@ -183,7 +183,7 @@ _LEVELS = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", 
 _ASK_MPI = """
 import sys
 sys.path[:0] = sys.argv[1:]
-from caffepy.parallel.communicators.mpi import load_mpi
+from caffepy.distributed.communicators.mpi import load_mpi
 MPI = load_mpi()
 print(MPI.Query_thread(), MPI.Get_library_version())
 """

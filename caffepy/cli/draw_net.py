@@ -41,10 +41,10 @@ def run(args: argparse.Namespace) -> int:
             installed.
         RunError: Graphviz fails, or the file cannot be written.
     """
-    from caffepy.config.load import read_net
-    from caffepy.drawing import draw_net
-    from caffepy.files import check_not_input
-    from caffepy.proto import caffe_pb2
+    from caffepy.export.drawing import draw_net
+    from caffepy.formats.load import read_net
+    from caffepy.formats.proto import caffe_pb2
+    from caffepy.utils.files import check_not_input
 
     check_not_input(args.picture, [args.net])
     phase = None if args.phase == "ALL" else caffe_pb2.Phase.Value(args.phase)

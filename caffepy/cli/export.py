@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from caffepy.cli.options import Parser, add_dialect_option, add_overwrite_flag, add_state_options
 from caffepy.errors import ConfigError, RunError, printable
-from caffepy.installation import install_command
-from caffepy.options.types import file_list, positive
+from caffepy.utils.installation import install_command
+from caffepy.utils.options import file_list, positive
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
+    from caffepy.formats.proto import caffe_pb2
     from caffepy.net import Net
-    from caffepy.proto import caffe_pb2
 
     Arrays = Mapping[str, NDArray[Any]]
 
@@ -37,7 +37,7 @@ written: 1e-4 for ONNX, 1e-5 for PyTorch.
 TARGETS = {".onnx": "onnx", ".py": "torch", ".safetensors": "weights", ".caffemodel": "weights", ".h5": "weights"}
 """What --to is by default, by the suffix of OUT."""
 OPSETS = (13, 17, 21)
-"""Oldest, default and newest operator version, as in caffepy.onnx.export.graph, which needs onnx."""
+"""Oldest, default and newest operator version, as in caffepy.export.onnx.graph, which needs onnx."""
 HALF_LIMIT = 0.01
 """Tolerance of the outputs with float16 weights, relative to the output's largest absolute value."""
 
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _export_weights(args: argparse.Namespace) -> int:
-    from caffepy.snapshot.caffemodel import write_caffemodel
+    from caffepy.formats.caffemodel import write_caffemodel
 
     if TARGETS.get(args.output.suffix) != "weights":
         raise ConfigError(f"{args.output}: weights are written as .safetensors, .caffemodel or .caffemodel.h5")
@@ -116,8 +116,8 @@ def _export_weights(args: argparse.Namespace) -> int:
 
 def _open(args: argparse.Namespace) -> tuple[Net, caffe_pb2.NetParameter]:
     """The net with its weights, and its message."""
-    from caffepy.onnx.export.prepare import Settings, open_for_export
-    from caffepy.proto import caffe_pb2
+    from caffepy.export.onnx.prepare import Settings, open_for_export
+    from caffepy.formats.proto import caffe_pb2
 
     batch = None if args.batch == "dynamic" else args.batch
     settings = Settings(caffe_pb2.Phase.Value(args.phase), args.level, args.stage, batch)
@@ -126,8 +126,8 @@ def _open(args: argparse.Namespace) -> tuple[Net, caffe_pb2.NetParameter]:
 
 def _sources(args: argparse.Namespace) -> tuple[Net, Net, caffe_pb2.NetParameter]:
     """The net as read; the net to export, folded and rounded as the options say; and the message of the latter."""
-    from caffepy.onnx.export.prepare import build, round_to_half
-    from caffepy.onnx.fold import fold_batch_norms, with_parameters
+    from caffepy.export.onnx.fold import fold_batch_norms, with_parameters
+    from caffepy.export.onnx.prepare import build, round_to_half
 
     net, param = _open(args)
     source = net
@@ -143,7 +143,7 @@ def _sources(args: argparse.Namespace) -> tuple[Net, Net, caffe_pb2.NetParameter
 
 
 def _check_output(args: argparse.Namespace, *paths: Path) -> None:
-    from caffepy.files import check_output
+    from caffepy.utils.files import check_output
 
     for path in paths:
         check_output(path, args.overwrite, (args.model, *args.weights))
@@ -162,7 +162,15 @@ def _check(
     With --half the export is compared with the rounded net, and the rounded net with the net. `run_alone` exports and
     runs a net of one layer, for layers whose branches the net's inputs may not reach.
     """
-    from caffepy.onnx.check import compare, difference, larger_batch, layers_alone, random_inputs, refuse_large, run_net
+    from caffepy.export.onnx.check import (
+        compare,
+        difference,
+        larger_batch,
+        layers_alone,
+        random_inputs,
+        refuse_large,
+        run_net,
+    )
 
     inputs = random_inputs(net)
     for feeds in [inputs, larger_batch(inputs)] if args.batch == "dynamic" else [inputs]:
@@ -198,16 +206,16 @@ def _finds_boxes(net: Net, output: str) -> bool:
 
 
 def _export_onnx(args: argparse.Namespace) -> int:
-    from caffepy.files import atomic_write
-    from caffepy.onnx.libraries import has_runtime, require_onnx, run_model
+    from caffepy.export.onnx.libraries import has_runtime, require_onnx, run_model
+    from caffepy.utils.files import atomic_write
 
     require_onnx("to write ONNX files")
     if not args.no_check and not has_runtime():
         raise ConfigError("onnxruntime, needed to check the file, is not installed: "
                           f"{install_command('onnx')}, or give --no-check")  # fmt: skip
-    from caffepy.onnx.check import LIMIT
-    from caffepy.onnx.export.prepare import varying_axes
-    from caffepy.onnx.export.write import serialised, to_model
+    from caffepy.export.onnx.check import LIMIT
+    from caffepy.export.onnx.prepare import varying_axes
+    from caffepy.export.onnx.write import serialised, to_model
 
     _check_output(args, args.output)
     net, source, param = _sources(args)
@@ -228,10 +236,10 @@ def _export_onnx(args: argparse.Namespace) -> int:
 
 
 def _export_torch(args: argparse.Namespace) -> int:
-    from caffepy.onnx.export.prepare import as_half, varying_axes
-    from caffepy.snapshot.safetensors import SUFFIX, write_tensors
-    from caffepy.torch_export.check import LIMIT, require_torch, run_exported
-    from caffepy.torch_export.write import to_torch
+    from caffepy.export.onnx.prepare import as_half, varying_axes
+    from caffepy.export.torch.check import LIMIT, require_torch, run_exported
+    from caffepy.export.torch.write import to_torch
+    from caffepy.formats.safetensors import SUFFIX, write_tensors
 
     if args.output.suffix != ".py":
         raise ConfigError(f"{args.output}: a PyTorch module is a .py file, with a {SUFFIX} file beside it; name one")

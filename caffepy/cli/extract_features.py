@@ -15,7 +15,7 @@ from caffepy.cli.options import (
     add_state_options,
 )
 from caffepy.errors import ConfigError, printable
-from caffepy.options.types import name_list, positive
+from caffepy.utils.options import name_list, positive
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +57,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{len(args.blobs)} blobs but {len(args.databases)} databases; name one for each blob")
     if args.device == "GPU" and args.gpus is None:
         args.gpus = [args.device_id]
-    from caffepy.cli.log import showing
     from caffepy.cli.nets import open_net
+    from caffepy.cli.output import showing
     from caffepy.data.sources.record_write import open_writer
-    from caffepy.net.features import check_blobs, extract_features
-    from caffepy.proto import caffe_pb2
+    from caffepy.formats.proto import caffe_pb2
+    from caffepy.infer.features import check_blobs, extract_features
 
     with ExitStack() as stack:
         net = stack.enter_context(open_net(args, caffe_pb2.TEST, args.batches, [args.weights]))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from caffepy.cli.options import Parser, add_overwrite_flag
 from caffepy.errors import ConfigError
-from caffepy.installation import install_command
-from caffepy.options.types import positive
+from caffepy.utils.installation import install_command
+from caffepy.utils.options import positive
 
 if TYPE_CHECKING:
     from caffepy.net import Net
@@ -57,11 +57,11 @@ def run_import(args: argparse.Namespace) -> int:
     Raises:
         CaffepyError: the file cannot be used, or the difference is too large.
     """
-    from caffepy.onnx.libraries import has_runtime, require_onnx
+    from caffepy.export.onnx.libraries import has_runtime, require_onnx
 
     require_onnx("to read ONNX files")
-    from caffepy.files import check_output
-    from caffepy.onnx.importer.read import build_imported, check_imported, imported_paths, write_imported
+    from caffepy.export.onnx_import.read import build_imported, check_imported, imported_paths, write_imported
+    from caffepy.utils.files import check_output
 
     base = args.output or (args.model.with_suffix("") if args.model.name else args.model)
     if base.is_dir():

@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from caffepy.cli.options import Parser, normalise
-from caffepy.errors import CaffepyError, ConfigError, MissingExtraError
-from caffepy.options.types import name_list, natural, positive
+from caffepy.errors import CaffepyError, ConfigError
+from caffepy.utils.installation import MissingExtraError
+from caffepy.utils.options import name_list, natural, positive
 
 if TYPE_CHECKING:
-    from caffepy.parallel.launch.hostfile import Host
-    from caffepy.parallel.launch.local import Rendezvous
-    from caffepy.parallel.launch.mpirun import Job, Mpirun
-    from caffepy.parallel.launch.run import Start
-    from caffepy.parallel.launch.slurm import Allocation
+    from caffepy.distributed.launch.hostfile import Host
+    from caffepy.distributed.launch.local import Rendezvous
+    from caffepy.distributed.launch.mpirun import Job, Mpirun
+    from caffepy.distributed.launch.run import LaunchPlan
+    from caffepy.distributed.launch.slurm import Allocation
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: the options conflict, the hostfile cannot be read, or the command is missing.
         MissingExtraError: no launcher is installed.
     """
-    from caffepy.parallel.launch.run import LaunchedJob
+    from caffepy.distributed.launch.run import LaunchedJob
 
     start = make_start(args)
     lines = [
@@ -127,15 +128,15 @@ def _before_program(args: argparse.Namespace) -> list[str]:
     return [*before, "--"] if before[-1] != "--" else before
 
 
-def make_start(args: argparse.Namespace) -> Start:
-    """Return the `Start` of the job.
+def make_start(args: argparse.Namespace) -> LaunchPlan:
+    """Return the `LaunchPlan` of the job.
 
     Raises:
         ConfigError, MissingExtraError: as in `run`.
     """
-    from caffepy.parallel.launch.local import Rendezvous
-    from caffepy.parallel.launch.slurm import find_allocation
-    from caffepy.parallel.processes.launcher import find_mpi_launcher
+    from caffepy.distributed.launch.local import Rendezvous
+    from caffepy.distributed.launch.slurm import find_allocation
+    from caffepy.distributed.processes.launcher import find_mpi_launcher
 
     launcher = find_mpi_launcher()
     terminal = "SLURM_PTY_PORT" in os.environ  # a shell opened by `srun --pty`
@@ -156,9 +157,9 @@ def make_start(args: argparse.Namespace) -> Start:
     return _within_slurm(args, job, allocation)
 
 
-def _with_mpirun(args: argparse.Namespace, job: Job) -> Start:
-    from caffepy.parallel.launch.local import Rendezvous
-    from caffepy.parallel.launch.mpirun import find_mpirun
+def _with_mpirun(args: argparse.Namespace, job: Job) -> LaunchPlan:
+    from caffepy.distributed.launch.local import Rendezvous
+    from caffepy.distributed.launch.mpirun import find_mpirun
 
     try:
         return _mpirun_start(args, job, find_mpirun(args.mpirun))
@@ -169,8 +170,10 @@ def _with_mpirun(args: argparse.Namespace, job: Job) -> Start:
         return _without_mpi(args, Rendezvous())
 
 
-def _mpirun_start(args: argparse.Namespace, job: Job, mpirun: Mpirun, variables: dict[str, str] | None = None) -> Start:
-    from caffepy.parallel.launch.mpirun import mpirun_line
+def _mpirun_start(
+    args: argparse.Namespace, job: Job, mpirun: Mpirun, variables: dict[str, str] | None = None
+) -> LaunchPlan:
+    from caffepy.distributed.launch.mpirun import mpirun_line
 
     return _start(args, job, _RANK_VARIABLES[mpirun.kind], mpirun.path, lambda job: mpirun_line(mpirun, job), variables)
 
@@ -182,8 +185,8 @@ def _start(
     program: Path,
     line: Callable[[Job], list[str]],
     variables: dict[str, str] | None = None,
-) -> Start:
-    """Return the `Start` of a job by a launcher.
+) -> LaunchPlan:
+    """Return the `LaunchPlan` of a job by a launcher.
 
     Args:
         args: the command line.
@@ -193,18 +196,18 @@ def _start(
         line: the launcher's command line.
         variables: environment variables for the launcher.
     """
-    from caffepy.parallel.launch.mpirun import search_path
-    from caffepy.parallel.launch.run import Start, environment_of
-    from caffepy.parallel.launch.slurm import without_slurm
+    from caffepy.distributed.launch.mpirun import search_path
+    from caffepy.distributed.launch.run import LaunchPlan, environment_of
+    from caffepy.distributed.launch.slurm import without_slurm
 
     inherited = os.environ if shutil.which("srun") else without_slurm()
     environment = environment_of({"PATH": search_path(program)}, inherited)
-    return Start(job, lambda job: [(line(job), variables or {})], environment, variable, **_training(args))
+    return LaunchPlan(job, lambda job: [(line(job), variables or {})], environment, variable, **_training(args))
 
 
-def _within_slurm(args: argparse.Namespace, job: Job, allocation: Allocation) -> Start:
-    from caffepy.parallel.launch.mpirun import find_mpirun
-    from caffepy.parallel.launch.slurm import host_names, srun_line
+def _within_slurm(args: argparse.Namespace, job: Job, allocation: Allocation) -> LaunchPlan:
+    from caffepy.distributed.launch.mpirun import find_mpirun
+    from caffepy.distributed.launch.slurm import host_names, srun_line
 
     # The current step holds the allocation's CPUs; without this, a nested step would wait forever.
     variables = {"SLURM_OVERLAP": "1"} if allocation.within_step else {}
@@ -224,26 +227,26 @@ def _within_slurm(args: argparse.Namespace, job: Job, allocation: Allocation) ->
 
 def _is_for_torch(args: argparse.Namespace) -> bool:
     """Return whether a script asks for its local rank as under torch.distributed's launchers, and no option for MPI."""
-    from caffepy.parallel.launch.local import local_rank_name
+    from caffepy.distributed.launch.local import local_rank_name
 
     given = any(getattr(args, name) for name in (*_MPI_OPTIONS, "mpirun_options"))
     return not given and not _batch_system() and local_rank_name(_program(args.program)) is not None
 
 
-def _without_mpi(args: argparse.Namespace, rendezvous: Rendezvous) -> Start:
-    """Return the `Start` of this machine's processes without a launcher."""
+def _without_mpi(args: argparse.Namespace, rendezvous: Rendezvous) -> LaunchPlan:
+    """Return the `LaunchPlan` of this machine's processes without a launcher."""
     import signal
 
-    from caffepy.parallel.launch.local import RANK, local_commands, local_rank_name, secret_for
-    from caffepy.parallel.launch.mpirun import Job
-    from caffepy.parallel.launch.run import Start, environment_of
-    from caffepy.parallel.launch.slurm import without_slurm
+    from caffepy.distributed.launch.local import RANK, local_commands, local_rank_name, secret_for
+    from caffepy.distributed.launch.mpirun import Job
+    from caffepy.distributed.launch.run import LaunchPlan, environment_of
+    from caffepy.distributed.launch.slurm import without_slurm
 
     rendezvous = rendezvous.complete()
     job = Job(_program(args.program), args.nproc_per_node or 1)
     name = local_rank_name(job.program) or ""
     option = name if name.startswith("-") else None
-    return Start(
+    return LaunchPlan(
         job,
         lambda job: local_commands(job, rendezvous, option),
         environment_of(secret_for(rendezvous), without_slurm()),  # a step's variables would make each rank task 0
@@ -259,7 +262,7 @@ def _rendezvous(args: argparse.Namespace) -> Rendezvous | None:
     Raises:
         ConfigError: options for MPI and for the rendezvous are mixed.
     """
-    from caffepy.parallel.launch.local import Rendezvous
+    from caffepy.distributed.launch.local import Rendezvous
 
     given = {"--node-rank": args.node_rank, "--master-addr": args.master_addr, "--master-port": args.master_port}
     if args.nnodes is None and all(value is None for value in given.values()):
@@ -272,7 +275,7 @@ def _rendezvous(args: argparse.Namespace) -> Rendezvous | None:
 
 
 def _training(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the training fields of `Start`; empty if the job is no caffepy training."""
+    """Return the training fields of `LaunchPlan`; empty if the job is no caffepy training."""
     from caffepy.cli.main import build_parser
 
     words = normalise(args.program[1:] if args.program[:1] == ["--"] else args.program)
@@ -292,14 +295,14 @@ def _training(args: argparse.Namespace) -> dict[str, Any]:
 
 def _passes(train: argparse.Namespace) -> int:
     """Return the solver's iter_size; 1 if the file cannot be read here."""
-    from caffepy.proto.registration import register_proto
+    from caffepy.formats.proto.registration import register_proto
 
     try:
         if train.proto is not None:
             register_proto(train.proto)
-        from caffepy.config.assign import assign
-        from caffepy.config.load import read_solver
-        from caffepy.config.paths import PathResolver
+        from caffepy.formats.assign import assign
+        from caffepy.formats.load import read_solver
+        from caffepy.formats.paths import PathResolver
 
         if train.solver is None:
             return 1
@@ -312,8 +315,8 @@ def _passes(train: argparse.Namespace) -> int:
 
 def _slurm_way(job: Job) -> tuple[Mpirun | None, str | None]:
     """Return the MPI's own launcher if srun cannot start this MPI (logged), else srun's ``--mpi`` plugin."""
-    from caffepy.parallel.launch.mpirun import find_mpirun
-    from caffepy.parallel.launch.slurm import PLUGINS, refusal
+    from caffepy.distributed.launch.mpirun import find_mpirun
+    from caffepy.distributed.launch.slurm import PLUGINS, refusal
 
     if any(option.startswith("--mpi") for option in job.options):
         return None, None
@@ -346,8 +349,8 @@ def make_job(args: argparse.Namespace, allocation: Allocation | None) -> Job:
     Raises:
         ConfigError: the job cannot be started.
     """
-    from caffepy.parallel.launch.hostfile import parse_hosts, read_hostfile
-    from caffepy.parallel.launch.mpirun import Job, exported_names
+    from caffepy.distributed.launch.hostfile import parse_hosts, read_hostfile
+    from caffepy.distributed.launch.mpirun import Job, exported_names
 
     hosts = read_hostfile(args.hostfile) if args.hostfile else parse_hosts(args.hosts or [])
     if args.nodes is not None and hosts:
@@ -405,7 +408,7 @@ def _program(words: Sequence[str]) -> list[str]:
         ConfigError: the command is missing or cannot be found.
     """
     from caffepy.cli.main import COMMANDS
-    from caffepy.registry import suggest
+    from caffepy.utils.registry import suggest
 
     words = list(words[1:] if words[:1] == ["--"] else words)
     if not words:

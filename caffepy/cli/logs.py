@@ -7,8 +7,8 @@ from pathlib import Path
 
 from caffepy.cli.options import Parser
 from caffepy.errors import ConfigError
-from caffepy.options.types import name_list
-from caffepy.whole_numbers import whole
+from caffepy.utils.options import name_list
+from caffepy.utils.whole_numbers import whole
 
 _PARSE_LOG = """\
 Write a training log as <log>.train and <log>.test: CSV with the columns NumIters, Seconds, LearningRate and the
@@ -37,7 +37,7 @@ def run_parse_log(args: argparse.Namespace) -> int:
         DataError: the log cannot be read or is not a training log.
         RunError: a table cannot be written.
     """
-    from caffepy.logs import read_log, write_tables
+    from caffepy.logs.read import read_log, write_tables
 
     delimiter = args.delimiter.replace("\\t", "\t")
     if len(delimiter) != 1 or delimiter in '\r\n"':
@@ -86,8 +86,9 @@ def run_plot_training_log(args: argparse.Namespace) -> int:
             not installed.
         DataError: a log cannot be read, or has nothing to draw.
     """
-    from caffepy.files import check_not_input
-    from caffepy.logs import plot_logs, read_log
+    from caffepy.logs.plot import plot_logs
+    from caffepy.logs.read import read_log
+    from caffepy.utils.files import check_not_input
 
     words = list(args.words)
     chart = None

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from caffepy import as_caffe, version
-from caffepy.cli.log import log_to_stderr, raise_once, rank_prefix
 from caffepy.cli.options import Commands, Parser, add_options, normalise
+from caffepy.cli.output import log_to_stderr, raise_once, rank_prefix
+from caffepy.distributed.processes.at_exit import end_unless_left
 from caffepy.errors import (
     INTERRUPTED,
     NO_THREADS,
@@ -34,11 +35,10 @@ from caffepy.errors import (
     lacks_threads,
     one_line,
 )
-from caffepy.files import open_closed_streams
-from caffepy.glog import ENDS
-from caffepy.options import ExtensionOptions
-from caffepy.parallel.processes.at_exit import end_unless_left
-from caffepy.registry import suggest
+from caffepy.utils.files import open_closed_streams
+from caffepy.utils.glog import ENDS
+from caffepy.utils.options import ExtensionOptions
+from caffepy.utils.registry import suggest
 
 logger = logging.getLogger(__name__)
 
@@ -211,11 +211,11 @@ def _extend(args: argparse.Namespace) -> None:
     """
     if getattr(args, "proto", None) is not None:
         os.environ.pop(PROTO, None)  # the option overrides the variable, which is read by the import
-        from caffepy.proto.registration import register_proto
+        from caffepy.formats.proto.registration import register_proto
 
         register_proto(args.proto)
     for plugin in getattr(args, "plugin", ()):
-        from caffepy.cli.plugins import import_plugin
+        from caffepy.cli.options import import_plugin
 
         import_plugin(plugin)
 
@@ -247,7 +247,7 @@ def _dialect(name: str | None) -> AbstractContextManager[None]:
     """Return a context manager that applies --dialect, if given."""
     if name is None:
         return nullcontext()
-    from caffepy.config.dialect import override_dialect
+    from caffepy.formats.dialect import override_dialect
 
     return override_dialect(name)
 

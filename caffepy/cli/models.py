@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: a model is unknown or missing, or files with other contents exist.
         RunError: a file cannot be written.
     """
-    from caffepy.model_files import copy_model, list_models
+    from caffepy.scaffold.model_files import copy_model, list_models
 
     if args.action == "list":
         if args.names:

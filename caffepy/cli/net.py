@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from caffepy.cli.nets import record_shapes
 from caffepy.cli.options import Parser, add_dialect_option, add_state_options
-from caffepy.cli.record_shapes import record_shapes
-from caffepy.cli.tables import print_table
+from caffepy.cli.output import print_table
 from caffepy.errors import ConfigError, printable
-from caffepy.options.types import gpu_number, positive, positive_number, record_shape
+from caffepy.utils.options import gpu_number, positive, positive_number, record_shape
 
 if TYPE_CHECKING:
-    from caffepy.blob import Blob
+    from caffepy.formats.proto import caffe_pb2
     from caffepy.layers import LayerContext
+    from caffepy.layers.blob import Blob
+    from caffepy.net.graph import Node
     from caffepy.net.memory_plan import MemoryPlan
-    from caffepy.net.wiring import Node
-    from caffepy.proto import caffe_pb2
 
 _DESCRIPTION = """\
 Print a net's layers, or predict its GPU memory.
@@ -106,8 +106,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(args: argparse.Namespace) -> Subject:
+    from caffepy.formats.proto import caffe_pb2
     from caffepy.net.memory_plan import with_batch
-    from caffepy.proto import caffe_pb2
 
     own = caffe_pb2.NetState(level=args.level, stage=args.stage)
     phase = caffe_pb2.Phase.Value(args.phase)
@@ -119,9 +119,8 @@ def _read(args: argparse.Namespace) -> Subject:
 
 def _read_model(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
     from caffepy.backend.meta import MetaBackend
-    from caffepy.config.filter import net_state
-    from caffepy.config.load import read_net
-    from caffepy.config.paths import PathResolver
+    from caffepy.formats.load import net_state, read_net
+    from caffepy.formats.paths import PathResolver
     from caffepy.layers import LayerContext
 
     param = read_net(path)
@@ -131,13 +130,12 @@ def _read_model(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
 
 def _read_solver(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
     from caffepy.backend.meta import MetaBackend
-    from caffepy.config.filter import net_state
-    from caffepy.config.load import read_solver
-    from caffepy.config.paths import PathResolver
-    from caffepy.data.schedule import Shard
-    from caffepy.proto import caffe_pb2
-    from caffepy.solvers.net_factory import NetFactory
-    from caffepy.solvers.rules import RULES
+    from caffepy.data.sharding import Shard
+    from caffepy.formats.load import net_state, read_solver
+    from caffepy.formats.paths import PathResolver
+    from caffepy.formats.proto import caffe_pb2
+    from caffepy.training.net_factory import NetFactory
+    from caffepy.training.rules import RULES
 
     solver = read_solver(path)
     factory = NetFactory(solver, MetaBackend(), Shard(), PathResolver(path))
@@ -195,7 +193,7 @@ def _short(name: str) -> str:
 
 
 def _print_memory(subject: Subject, args: argparse.Namespace) -> None:
-    from caffepy.config.filter import filter_net
+    from caffepy.formats.load import filter_net
     from caffepy.net.memory_plan import plan_memory, written_batch
 
     training = args.phase == "TRAIN"
@@ -211,7 +209,7 @@ def _print_memory(subject: Subject, args: argparse.Namespace) -> None:
 
 
 def _summary(plan: MemoryPlan, histories: int, share: bool) -> Iterable[tuple[str, ...]]:
-    from caffepy.net.liveness import BLOBS
+    from caffepy.net.memory_plan import BLOBS
 
     shared = f"sharing memory; {_mebibytes(plan.alone)} without, {_mebibytes(plan.bound)} are needed at once"
     yield ("", "MiB", "")

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from caffepy.cli.options import Parser, add_overwrite_flag
 from caffepy.errors import ConfigError
-from caffepy.options.types import natural, positive
-from caffepy.registry import suggest
+from caffepy.utils.options import natural, positive
+from caffepy.utils.registry import suggest
 
 if TYPE_CHECKING:
-    from caffepy.project import Created, Project
+    from caffepy.scaffold.create import Created, Project
 
 _DESCRIPTION = """\
 Write databases, train net, deploy net and solver that train a model for your own classes.
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         DataError: the data set is incomplete, or images cannot be read.
         RunError: a file cannot be written.
     """
-    from caffepy.project import CLASSIFIERS, DETECTORS, Project, create_project
+    from caffepy.scaffold.create import CLASSIFIERS, DETECTORS, Project, create_project
 
     known = (*CLASSIFIERS, *DETECTORS)
     if args.model not in known:
@@ -102,7 +102,7 @@ def _summary(project: Project, created: Created) -> list[str]:
 
 def _next_steps(project: Project, created: Created, weights: Path | None) -> list[str]:
     """Return the commands that train, test by hand and predict."""
-    from caffepy.project.create import known_weights
+    from caffepy.scaffold.create import known_weights
 
     to, lines = project.to, ["Next:"]
     known = known_weights(project.model)

@@ -1,4 +1,4 @@
-"""Command-line options in Caffe's spellings, and a parser that reports errors in one line.
+"""Command-line options in Caffe's spellings, errors in one line, and `--plugin`: modules that register layer types.
 
 Caffe's own programs use gflags: `-solver x`, `-solver=x`, `--solver x` and `--solver=x` are equivalent, and so are
 `--sigint_effect` and `--sigint-effect`. `normalise` converts all of them to argparse's form.
@@ -7,17 +7,19 @@ Caffe's own programs use gflags: `-solver x`, `-solver=x`, `--solver x` and `--s
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import os
 import re
+import sys
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from caffepy.errors import OptionError
-from caffepy.options import ExecutionOptions
-from caffepy.options.declaration import Option, options_of
-from caffepy.options.types import gpu_list
-from caffepy.parallel.options import TrainOptions
-from caffepy.registry import suggest
+from caffepy.errors import CaffepyError, ConfigError, OptionError
+from caffepy.training.options import TrainOptions
+from caffepy.utils.options import ExecutionOptions, Option, gpu_list, options_of
+from caffepy.utils.registry import suggest
 
 _TRUE = ("true", "t", "yes", "y", "1")
 _FALSE = ("false", "f", "no", "n", "0")
@@ -268,3 +270,63 @@ def add_positionals(parser: argparse._ActionsContainer, names: Sequence[tuple[st
     """Add positional arguments, given as name, type and help."""
     for name, kind, help_text in names:
         parser.add_argument(name.lower(), type=kind, metavar=name, help=help_text)
+
+
+def import_plugin(name: str) -> None:
+    """Import a module by its name, from sys.path or the working directory, or a file by its path.
+
+    The module calls `caffepy.register_layer`.
+
+    Raises:
+        ConfigError: the module does not exist, or raises an exception.
+    """
+    try:
+        if name.endswith(".py"):
+            _import_file(Path(name))
+        else:
+            _import_module(name)
+    except CaffepyError:
+        raise
+    except Exception as error:
+        from caffepy.layers.python import describe
+
+        raise ConfigError(f"--plugin {name}: {describe(error, name)}") from error
+
+
+def _import_file(path: Path) -> None:
+    if not path.is_file():
+        raise ConfigError(f"--plugin {path}: no such file; give a Python file or the name of a module")
+    path = path.resolve()
+    _add_folder(path.parent)  # of modules that the file imports
+    name = path.stem
+    if name in sys.modules:
+        if getattr(sys.modules[name], "__file__", None) == str(path):
+            return
+        raise ConfigError(f"--plugin {path}: a module named '{name}' is imported already; rename the file")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+
+
+def _import_module(name: str) -> None:
+    _add_folder(Path(os.curdir).resolve())
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(
+            f"--plugin {name}: no module '{name}' on PYTHONPATH or in the working directory; to give a file, write its "
+            "path with .py"
+        ) from None
+
+
+def _add_folder(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))

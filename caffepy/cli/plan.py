@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from caffepy.cli.options import Parser, add_device_options, add_overwrite_flag
 from caffepy.errors import ConfigError, DataError, printable
-from caffepy.options.types import positive, positive_number, record_shape
+from caffepy.utils.options import positive, positive_number, record_shape
 
 if TYPE_CHECKING:
-    from caffepy.plan.model import Cluster, Link
-    from caffepy.plan.predict import Exchange
-    from caffepy.plan.profile import Profile
+    from caffepy.scaling.model import Cluster, Link
+    from caffepy.scaling.predict import Exchange
+    from caffepy.scaling.profile import Profile
 
 T = TypeVar("T")
 
@@ -117,10 +117,10 @@ def _add_exchange(group: argparse._ArgumentGroup) -> None:
 
 
 def _parsed_by(name: str) -> Callable[[str], object]:
-    """Return a function of caffepy.plan.model as an argparse type; the module is imported on first use."""
+    """Return a function of caffepy.scaling.model as an argparse type; the module is imported on first use."""
 
     def parse(text: str) -> object:
-        from caffepy.plan import model
+        from caffepy.scaling import model
 
         try:
             return getattr(model, name)(text)
@@ -156,10 +156,10 @@ def run(args: argparse.Namespace) -> int:
         CaffepyError: files, data or device cannot be used.
     """
     _check_options(args)
-    from caffepy.files import check_output
-    from caffepy.plan.predict import sweep
-    from caffepy.plan.profile import write_profile
-    from caffepy.plan.report import describe, format_table, load_figure, write_csv, write_plot
+    from caffepy.scaling.predict import sweep
+    from caffepy.scaling.profile import write_profile
+    from caffepy.scaling.report import describe, format_table, load_figure, write_csv, write_plot
+    from caffepy.utils.files import check_output
 
     if args.plot:
         load_figure()  # fail before minutes of measurement
@@ -202,23 +202,23 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def _profile(args: argparse.Namespace) -> Profile:
-    from caffepy.plan.profile import read_profile
+    from caffepy.scaling.profile import read_profile
 
     if args.profile is None:
         return _make_profile(args)
     profile = read_profile(args.profile)
     if args.solver is None:
         return profile
-    from caffepy.plan.measure import with_settings_of
+    from caffepy.scaling.measure import with_settings_of
 
     return with_settings_of(args.solver, profile, str(args.profile))
 
 
 def _make_profile(args: argparse.Namespace) -> Profile:
     from caffepy.backend import create_backend
-    from caffepy.cli.devices import train_devices
-    from caffepy.plan.measure import estimate_profile, measure_profile, read_subject
-    from caffepy.proto.caffe_pb2 import SolverParameter
+    from caffepy.cli.nets import train_devices
+    from caffepy.formats.proto.caffe_pb2 import SolverParameter
+    from caffepy.scaling.measure import estimate_profile, measure_profile, read_subject
 
     subject = read_subject(args.solver, args.batch, args.shape)
     gpu_mode = subject.solver.solver_mode == SolverParameter.GPU
@@ -240,7 +240,7 @@ def _make_profile(args: argparse.Namespace) -> Profile:
 
 
 def _cluster(args: argparse.Namespace, on_cpu: bool) -> Cluster:
-    from caffepy.plan.model import LINKS, NETWORK_LATENCY, Cluster, Link
+    from caffepy.scaling.model import LINKS, NETWORK_LATENCY, Cluster, Link
 
     inside = _calibrated(args, args.calibrate, between=False) or args.links or LINKS["shm" if on_cpu else "nvlink"]
     between = _calibrated(args, args.calibrate_network, between=True)
@@ -254,7 +254,7 @@ def _calibrated(args: argparse.Namespace, path: Path | None, between: bool) -> L
     """Return the link fitted to measured all-reduces."""
     if path is None:
         return None
-    from caffepy.plan.calibrate import fit_link, read_measurements
+    from caffepy.scaling.calibrate import fit_link, read_measurements
 
     fit = fit_link(read_measurements(path), args.algorithm, between)
     print(f"{path}: the error of the fit is at most {fit.error:.0%}")
@@ -266,7 +266,7 @@ def _given(value: T | None, otherwise: T) -> T:
 
 
 def _exchange(args: argparse.Namespace, on_cpu: bool) -> Exchange:
-    from caffepy.plan.predict import Exchange
+    from caffepy.scaling.predict import Exchange
 
     return Exchange(
         overlap=False if args.no_overlap else None,

@@ -17,18 +17,20 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.log import quiet_net
 from caffepy.cli.options import Parser, add_device_options, add_engine_option, add_overwrite_flag
+from caffepy.cli.output import quiet_net
 from caffepy.cli.unreadable import Unreadable
 from caffepy.errors import ConfigError, DataError, one_line, spreadsheet_text
-from caffepy.options.types import file_list, natural, positive, record_shape
+from caffepy.utils.options import file_list, natural, positive, record_shape
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from caffepy.data.preparation import ImagePreparation
-    from caffepy.predict import Box, Model, Preparation, Steps
+    from caffepy.infer.classify import Model
+    from caffepy.infer.detect import Box
+    from caffepy.infer.images import Preparation, Steps
+    from caffepy.infer.input_transform import ImagePreparation
 
 log = logging.getLogger(__name__)
 
@@ -97,8 +99,7 @@ def option_preparation(args: argparse.Namespace) -> Preparation:
     Raises:
         DataError: the mean cannot be read.
     """
-    from caffepy.predict import Preparation
-    from caffepy.predict.images import read_any_mean
+    from caffepy.infer.images import Preparation, read_any_mean
 
     given = {name: getattr(args, name) for name in _PREPARATION[1:] if getattr(args, name) is not None}
     return Preparation(mean=read_any_mean(args.mean_file or ""), **given)
@@ -180,9 +181,9 @@ def run_classify(args: argparse.Namespace) -> int:
         DataError: no image can be read.
         SnapshotError: the weights do not fit.
     """
-    from caffepy.cli.devices import single_device
-    from caffepy.predict import Model, classify, list_images
-    from caffepy.predict.images import SUFFIXES
+    from caffepy.cli.nets import single_device
+    from caffepy.infer.classify import Model, classify
+    from caffepy.infer.images import SUFFIXES, list_images
 
     if args.images_dim is not None and len(args.images_dim) != 2:
         raise ConfigError("--images-dim is a height and a width such as 256,256")
@@ -210,7 +211,7 @@ def run_classify(args: argparse.Namespace) -> int:
 
 
 def _classify_steps(model: Model, args: argparse.Namespace) -> Steps:
-    from caffepy.predict.images import net_steps
+    from caffepy.infer.images import net_steps
 
     preparation = net_preparation(model, args, ("images_dim",))
     channels, height, width = model.image_shape
@@ -224,7 +225,7 @@ def _classify_steps(model: Model, args: argparse.Namespace) -> Steps:
 def _write_scores(output: Path, scores: NDArray[np.float32]) -> None:
     import numpy as np
 
-    from caffepy.files import atomic_write
+    from caffepy.utils.files import atomic_write
 
     with atomic_write(output) as file:
         np.save(file, scores)
@@ -272,7 +273,7 @@ def _names(path: Path | None) -> list[str]:
     """Return names of classes from a file, one per line, such as Caffe's `synset_words.txt`."""
     if path is None:
         return []
-    from caffepy.files import read_regular
+    from caffepy.utils.files import read_regular
 
     try:
         return read_regular(path, 1 << 24).decode("utf-8", "replace").splitlines()
@@ -335,9 +336,10 @@ def run_detect(args: argparse.Namespace) -> int:
     paths, output = inputs_and_output(args, _BOXES)
     if args.crop_mode is not None:
         return _run_windows(args, paths, output)
-    from caffepy.cli.devices import single_device
-    from caffepy.predict import Model, detect, draw_boxes, list_images
-    from caffepy.predict.detect import read_label_names
+    from caffepy.cli.nets import single_device
+    from caffepy.infer.classify import Model
+    from caffepy.infer.detect import detect, draw_boxes, read_label_names
+    from caffepy.infer.images import list_images
 
     if args.format is None:
         _check_suffix(output, "boxes", (".json", ".csv"))
@@ -377,7 +379,7 @@ def _detect_steps(model: Model, args: argparse.Namespace) -> Steps:
     Raises:
         ConfigError: the net's preparation crops or pads images.
     """
-    from caffepy.predict.images import net_steps
+    from caffepy.infer.images import net_steps
 
     preparation = net_preparation(model, args)
     if preparation is None:
@@ -391,9 +393,10 @@ def _detect_steps(model: Model, args: argparse.Namespace) -> Steps:
 
 
 def _run_windows(args: argparse.Namespace, paths: list[Path], output: Path | None) -> int:
-    from caffepy.cli.devices import single_device
-    from caffepy.predict import Model, Preparation, classify_windows, read_windows
-    from caffepy.predict.windows import windows_as_csv, write_windows_hdf5
+    from caffepy.cli.nets import single_device
+    from caffepy.infer.classify import Model
+    from caffepy.infer.images import Preparation
+    from caffepy.infer.windows import classify_windows, read_windows, windows_as_csv, write_windows_hdf5
 
     if args.crop_mode == "selective_search":
         raise ConfigError(
@@ -433,7 +436,7 @@ def _check_suffix(output: Path | None, what: str, endings: tuple[str, ...]) -> N
 
 def _check_output(args: argparse.Namespace, output: Path | None, read: list[Path]) -> None:
     """Check that a result may be written; `read` are the images, lists and arrays that the command reads."""
-    from caffepy.files import check_output
+    from caffepy.utils.files import check_output
 
     if output is not None:
         check_output(output, args.overwrite, [*read, args.model, *args.weights])
@@ -441,7 +444,7 @@ def _check_output(args: argparse.Namespace, output: Path | None, read: list[Path
 
 def _write(output: Path | None, text: str, done: str) -> None:
     """Print a text, or write it to a file and print the file's name."""
-    from caffepy.files import atomic_write
+    from caffepy.utils.files import atomic_write
 
     if output is None:
         print(text, end="")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from caffepy.cli.options import Parser, add_dialect_option, add_overwrite_flag
 from caffepy.errors import ConfigError, DataError
-from caffepy.options.types import file_list, positive
+from caffepy.utils.options import file_list, positive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -52,20 +52,20 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         CaffepyError: the files cannot be used, no image can be read, or onnxruntime cannot quantize the net.
     """
-    from caffepy.errors import MissingExtraError
-    from caffepy.files import atomic_write, check_output
-    from caffepy.onnx.libraries import EXTRA, Session, has_runtime, require_onnx
+    from caffepy.export.onnx.libraries import EXTRA, Session, has_runtime, require_onnx
+    from caffepy.utils.files import atomic_write, check_output
+    from caffepy.utils.installation import MissingExtraError
 
     if (args.like is None) and (args.images is None):
         raise ConfigError("quantize needs images of the training set: --like train_val.prototxt or --images PATH")
     require_onnx("to quantize nets")
     if not has_runtime():
         raise MissingExtraError("onnxruntime", EXTRA, "to quantize nets")
-    from caffepy.onnx.check import compare, difference, refuse_large, run_net
-    from caffepy.onnx.export.prepare import Settings, build, open_for_export, varying_axes
-    from caffepy.onnx.export.write import serialised, to_model
-    from caffepy.onnx.fold import fold_batch_norms, with_parameters
-    from caffepy.onnx.quantize import quantize
+    from caffepy.export.onnx.check import compare, difference, refuse_large, run_net
+    from caffepy.export.onnx.fold import fold_batch_norms, with_parameters
+    from caffepy.export.onnx.prepare import Settings, build, open_for_export, varying_axes
+    from caffepy.export.onnx.quantize import quantize
+    from caffepy.export.onnx.write import serialised, to_model
 
     check_output(args.output, args.overwrite, filter(None, (args.model, *args.weights, args.like, args.images)))
     net, param = open_for_export(args.model, args.weights, Settings())
@@ -97,8 +97,8 @@ def _samples(args: argparse.Namespace, net: Net) -> Iterator[Arrays]:
     Raises:
         ConfigError: there are none.
     """
-    from caffepy.onnx.quantize import open_data
-    from caffepy.proto import caffe_pb2
+    from caffepy.export.onnx.quantize import open_data
+    from caffepy.formats.proto import caffe_pb2
 
     count = 0
     with open_data(args.like, caffe_pb2.TRAIN, net.inputs, net.backend, args.samples) as reader:
@@ -115,9 +115,9 @@ def _images(args: argparse.Namespace, net: Net) -> tuple[list[Arrays], int]:
     import numpy as np
 
     from caffepy.cli.unreadable import Unreadable
-    from caffepy.config.paths import PathResolver
-    from caffepy.data.preparation import ImagePreparation, has_preparation
-    from caffepy.predict.images import list_images
+    from caffepy.formats.paths import PathResolver
+    from caffepy.infer.images import list_images
+    from caffepy.infer.input_transform import ImagePreparation, has_preparation
 
     layer = next((node.layer.param for node in net.nodes if has_preparation(node.layer.param)), None)
     if layer is None or len(net.inputs) != 1:
@@ -144,8 +144,8 @@ def _images(args: argparse.Namespace, net: Net) -> tuple[list[Arrays], int]:
 
 
 def _print_accuracy(args: argparse.Namespace, net: Net, *runs: Callable[[Arrays], Arrays]) -> None:
-    from caffepy.onnx.quantize import accuracies, open_data
-    from caffepy.proto import caffe_pb2
+    from caffepy.export.onnx.quantize import accuracies, open_data
+    from caffepy.formats.proto import caffe_pb2
 
     output, batches = next(iter(net.outputs)), args.iterations
     try:

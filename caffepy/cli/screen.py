@@ -1,6 +1,6 @@
 """What `caffepy train` shows on a terminal: a summary, short log lines and a live line; the whole log goes to a file.
 
-Only `caffepy.cli.train` uses it. Where stderr is no terminal, the log is as `caffepy.cli.log` writes it.
+Only `caffepy.cli.train` uses it. Where stderr is no terminal, the log is as `caffepy.cli.output` writes it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from caffepy import version
-from caffepy.config.paths import PathResolver
+from caffepy.distributed.launch.run import LINE
+from caffepy.distributed.processes.launcher import find_launcher
 from caffepy.errors import printable, printable_message
-from caffepy.glog import GlogFormatter, StderrHandler, log_folder
-from caffepy.parallel.launch.run import LINE
-from caffepy.parallel.options import TrainOptions
-from caffepy.parallel.processes.launcher import find_launcher
-from caffepy.progress import progress_bar
+from caffepy.formats.paths import PathResolver
+from caffepy.training.options import TrainOptions
+from caffepy.utils.glog import GlogFormatter, StderrHandler, log_folder
+from caffepy.utils.progress import progress_bar
 
 if TYPE_CHECKING:
-    from caffepy.solvers import Solver
+    from caffepy.training.solver import Solver
 
 _NAMES = 11
 """Columns of the names in the summary."""

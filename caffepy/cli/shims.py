@@ -11,7 +11,7 @@ from pathlib import Path
 
 from caffepy.cli.options import Parser, add_overwrite_flag
 from caffepy.errors import ConfigError, RunError
-from caffepy.files import atomic_write
+from caffepy.utils.files import atomic_write
 
 TOOLS = (
     "caffe", "compute_image_mean", "convert_annoset", "convert_imageset", "create_label_map", "device_query",

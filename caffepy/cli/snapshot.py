@@ -24,7 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a line for each file; return 0 if all are valid."""
-    from caffepy.snapshot.files import describe_snapshot
+    from caffepy.formats.snapshot_files import describe_snapshot
 
     status = 0
     for path in args.files:

@@ -18,17 +18,17 @@ from caffepy.cli.options import (
     add_switch,
 )
 from caffepy.errors import ConfigError
-from caffepy.options.types import file_list, file_name, positive
-from caffepy.parallel.options import TrainOptions
+from caffepy.training.options import TrainOptions
+from caffepy.utils.options import file_list, file_name, positive
 
 if TYPE_CHECKING:
     from caffepy.backend import Backend
-    from caffepy.data.schedule import Shard
-    from caffepy.net.forward_runner import ForwardRunner
-    from caffepy.onnx.engine import RuntimeRunner
-    from caffepy.parallel.processes.world import World
-    from caffepy.parallel.scoring import ScoringOptions
-    from caffepy.proto.caffe_pb2 import NetParameter, NetState
+    from caffepy.data.sharding import Shard
+    from caffepy.distributed.processes.world import World
+    from caffepy.formats.proto.caffe_pb2 import NetParameter, NetState
+    from caffepy.infer.onnx_engine import RuntimeExecutor
+    from caffepy.net.executor import ForwardExecutor
+    from caffepy.training.evaluate_model import ScoringOptions
 
 logger = logging.getLogger(__name__)
 
@@ -91,9 +91,9 @@ def run_test_detection(args: argparse.Namespace) -> int:
 
 
 def _score(args: argparse.Namespace, detection: bool) -> int:
-    from caffepy.parallel.processes.create import create_world
-    from caffepy.parallel.processes.launcher import refuse_foreign_launcher
-    from caffepy.parallel.scoring import score_on_all_devices
+    from caffepy.distributed.processes.create import create_world
+    from caffepy.distributed.processes.launcher import refuse_foreign_launcher
+    from caffepy.training.evaluate_model import score_on_all_devices
 
     with create_world() as world:
         world.run_on_all(lambda: refuse_foreign_launcher(world.rank, world.size))
@@ -103,11 +103,11 @@ def _score(args: argparse.Namespace, detection: bool) -> int:
 
 def _options(args: argparse.Namespace, world: World, detection: bool) -> ScoringOptions:
     from caffepy.cli.nets import net_and_state, refuse_net_without_layers
-    from caffepy.onnx.engine import wants_runtime
-    from caffepy.parallel.processes.gpu_assignment import assign_gpus
-    from caffepy.parallel.scoring import ScoringOptions
-    from caffepy.proto import caffe_pb2
+    from caffepy.distributed.processes.gpu_assignment import assign_gpus
+    from caffepy.formats.proto import caffe_pb2
+    from caffepy.infer.onnx_engine import wants_runtime
     from caffepy.training.devices import check_gpus
+    from caffepy.training.evaluate_model import ScoringOptions
 
     def prepare() -> tuple[NetParameter, NetState, bool, list[int] | None]:
         if args.model is None:
@@ -140,11 +140,11 @@ def _options(args: argparse.Namespace, world: World, detection: bool) -> Scoring
 
 def _make_runner(
     args: argparse.Namespace, by_runtime: bool, param: NetParameter, state: NetState, backend: Backend, shard: Shard
-) -> ForwardRunner | RuntimeRunner:
+) -> ForwardExecutor | RuntimeExecutor:
     from caffepy.cli.nets import read_weights
-    from caffepy.config.paths import PathResolver
+    from caffepy.formats.paths import PathResolver
+    from caffepy.formats.proto import caffe_pb2
     from caffepy.layers import LayerContext
-    from caffepy.proto import caffe_pb2
 
     resolve = PathResolver(args.model)
     context = LayerContext(
@@ -152,18 +152,18 @@ def _make_runner(
     )
     weights = read_weights(args.weights)
     if by_runtime:
+        from caffepy.infer.onnx_engine import RuntimeExecutor
         from caffepy.net import Net
-        from caffepy.onnx.engine import RuntimeRunner
 
         net = Net(param, context, state)
         try:
             for layers, origin in weights:
                 net.copy_trained_layers_from(layers, origin)
-            return RuntimeRunner(net, param, state)
+            return RuntimeExecutor(net, param, state)
         except BaseException:
             net.close()
             raise
-    from caffepy.net.forward_runner import prepare_inference
+    from caffepy.net.executor import prepare_inference
 
     fuse, share = args.fuse and not param.debug_info, args.share and not param.debug_info
     return prepare_inference(param, context, state, weights=weights, fuse=fuse, share=share, eager=args.eager)

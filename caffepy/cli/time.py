@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from caffepy.cli.options import Parser, add_device_options, add_dialect_option, add_state_options
 from caffepy.errors import ConfigError
-from caffepy.options.types import file_list, file_name, positive
-from caffepy.stages import format_stages
+from caffepy.logs.data_waits import format_stages
+from caffepy.utils.options import file_list, file_name, positive
 
 if TYPE_CHECKING:
     from caffepy.net import Net
@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         raise ConfigError("time needs a net: caffepy time --model train_val.prototxt")
     from caffepy.cli.nets import open_net
+    from caffepy.formats.proto import caffe_pb2
     from caffepy.net.timing import measure, measure_data
-    from caffepy.proto import caffe_pb2
 
     with open_net(args, caffe_pb2.Phase.Value(args.phase), args.iterations, args.weights) as net:
         if args.data:

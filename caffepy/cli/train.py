@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from caffepy import version
-from caffepy.cli.log import raise_once
 from caffepy.cli.options import Parser, add_dialect_option, add_options, given_values
+from caffepy.cli.output import raise_once
 from caffepy.errors import ConfigError
-from caffepy.options.types import file_name
-from caffepy.parallel.options import TrainOptions
+from caffepy.training.options import TrainOptions
+from caffepy.utils.options import file_name
 
 if TYPE_CHECKING:
     from caffepy.cli.screen import TrainingScreen
-    from caffepy.proto.caffe_pb2 import SolverParameter
+    from caffepy.formats.proto.caffe_pb2 import SolverParameter
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         raise_once(error)
     if args.gpus is not None:
         _preload_cuda(args.gpus)
-    from caffepy.parallel.processes.terminal import open_terminal
+    from caffepy.distributed.processes.terminal import open_terminal
 
     terminal = None if args.verbose else open_terminal()
     if terminal is None:
@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace, screen: TrainingScreen | None) -> None:
-    from caffepy.parallel.p2p_manager import P2PManager
-    from caffepy.progress import progress_bar
+    from caffepy.training.p2p_manager import P2PManager
+    from caffepy.utils.progress import progress_bar
 
     made: list[TrainOptions] = []
 
@@ -100,7 +100,7 @@ def _train(args: argparse.Namespace, screen: TrainingScreen | None) -> None:
 
 def _preload_cuda(gpus: list[int] | str) -> None:
     """Start CUDA during the imports; only the driver if this process's GPUs are not known yet."""
-    from caffepy.parallel.processes.launcher import find_launcher
+    from caffepy.distributed.processes.launcher import find_launcher
     from caffepy.training.devices import preload_cuda
 
     preload_cuda([] if isinstance(gpus, str) or find_launcher() is not None else gpus)
@@ -112,8 +112,8 @@ def make_options(args: argparse.Namespace) -> TrainOptions:
     Raises:
         CaffepyError: the solver or the devices are invalid.
     """
-    from caffepy.cli.devices import shares_gpus, train_devices
-    from caffepy.proto import caffe_pb2
+    from caffepy.cli.nets import shares_gpus, train_devices
+    from caffepy.formats.proto import caffe_pb2
     from caffepy.training.prepare import configure, train_options
 
     param, values = _read_solver(args), given_values(args, TrainOptions)
@@ -127,8 +127,8 @@ def make_options(args: argparse.Namespace) -> TrainOptions:
 
 def _read_solver(args: argparse.Namespace) -> SolverParameter:
     """Return the solver of --solver or --from-log. With --from-log, set `args.solver` to the original file."""
-    from caffepy.config.load import read_solver
-    from caffepy.config.run_log import read_logged_solver
+    from caffepy.formats.load import read_solver
+    from caffepy.formats.logged_solver import read_logged_solver
 
     if args.from_log is None:
         return read_solver(args.solver)
@@ -153,11 +153,11 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def _say_how_to_resume(args: argparse.Namespace, param: SolverParameter, iteration: int) -> None:
-    from caffepy.config.paths import PathResolver
-    from caffepy.parallel.launch.run import LINE
-    from caffepy.parallel.processes.launcher import find_launcher
-    from caffepy.proto import caffe_pb2
-    from caffepy.snapshot.files import snapshot_names
+    from caffepy.distributed.launch.run import LINE
+    from caffepy.distributed.processes.launcher import find_launcher
+    from caffepy.formats.paths import PathResolver
+    from caffepy.formats.proto import caffe_pb2
+    from caffepy.formats.snapshot_files import snapshot_names
 
     hdf5 = param.snapshot_format == caffe_pb2.SolverParameter.HDF5
     output = PathResolver(args.solver).output

@@ -40,21 +40,21 @@ def run_upgrade_net_proto_text(args: argparse.Namespace) -> int:
         UserError: the old file cannot be read or upgraded.
         RunError: the new file cannot be written.
     """
-    from caffepy.snapshot.upgrade_files import upgrade_net_text
+    from caffepy.formats.upgrade_files import upgrade_net_text
 
     return _upgrade(args, upgrade_net_text)
 
 
 def run_upgrade_net_proto_binary(args: argparse.Namespace) -> int:
     """As `run_upgrade_net_proto_text`, for a .caffemodel."""
-    from caffepy.snapshot.upgrade_files import upgrade_net_binary
+    from caffepy.formats.upgrade_files import upgrade_net_binary
 
     return _upgrade(args, upgrade_net_binary)
 
 
 def run_upgrade_solver_proto_text(args: argparse.Namespace) -> int:
     """As `run_upgrade_net_proto_text`, for a solver."""
-    from caffepy.snapshot.upgrade_files import upgrade_solver_text
+    from caffepy.formats.upgrade_files import upgrade_solver_text
 
     return _upgrade(args, upgrade_solver_text)
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from caffepy.cli.options import Parser, add_device_options, add_dialect_option, add_options, given_values
 from caffepy.errors import ConfigError
-from caffepy.options.types import file_name, record_shape
-from caffepy.parallel.options import TrainOptions
+from caffepy.training.options import TrainOptions
+from caffepy.utils.options import file_name, record_shape
 
 if TYPE_CHECKING:
-    from caffepy.proto.caffe_pb2 import SolverParameter
+    from caffepy.formats.proto.caffe_pb2 import SolverParameter
 
 logger = logging.getLogger(__name__)
 
@@ -56,22 +56,22 @@ def run(args: argparse.Namespace) -> int:
         _train(args)
     else:
         _predict(args)
-    from caffepy.caches import cache_folder
+    from caffepy.utils.caches import cache_folder
 
     logger.info("Later starts of this version on this machine use the caches in %s", cache_folder() or "no folder")
     return 0
 
 
 def _train(args: argparse.Namespace) -> None:
-    from caffepy.parallel.p2p_manager import P2PManager
+    from caffepy.training.p2p_manager import P2PManager
 
     P2PManager(lambda: _train_options(args)).run()
 
 
 def _train_options(args: argparse.Namespace) -> TrainOptions:
-    from caffepy.cli.devices import shares_gpus, train_devices
-    from caffepy.config.load import read_solver
-    from caffepy.proto.caffe_pb2 import SolverParameter
+    from caffepy.cli.nets import shares_gpus, train_devices
+    from caffepy.formats.load import read_solver
+    from caffepy.formats.proto.caffe_pb2 import SolverParameter
     from caffepy.training.prepare import train_options
 
     param = read_solver(args.solver)
@@ -87,11 +87,11 @@ def _train_options(args: argparse.Namespace) -> TrainOptions:
 def _leave_out_data(param: SolverParameter, args: argparse.Namespace, devices: int) -> None:
     """Limit a solver to one iteration and one pass of each test net on synthetic data, without snapshots."""
     from caffepy.backend.meta import MetaBackend
-    from caffepy.cli.record_shapes import record_shapes
-    from caffepy.config.paths import PathResolver
-    from caffepy.data.schedule import Shard
+    from caffepy.cli.nets import record_shapes
+    from caffepy.data.sharding import Shard
+    from caffepy.formats.paths import PathResolver
     from caffepy.net.record_shape import without_data
-    from caffepy.solvers.net_factory import NetFactory
+    from caffepy.training.net_factory import NetFactory
 
     factory = NetFactory(param, MetaBackend(), Shard(), PathResolver(args.solver))
     train, *tests = [
@@ -116,13 +116,12 @@ def _predict(args: argparse.Namespace) -> None:
 
     from caffepy.backend import create_backend
     from caffepy.backend.meta import MetaBackend
-    from caffepy.cli.nets import net_and_state, refuse_net_without_layers
-    from caffepy.cli.record_shapes import record_shapes
-    from caffepy.config.paths import PathResolver
-    from caffepy.inference import Model
+    from caffepy.cli.nets import net_and_state, record_shapes, refuse_net_without_layers
+    from caffepy.formats.paths import PathResolver
+    from caffepy.formats.proto import caffe_pb2
+    from caffepy.infer.model import Model
     from caffepy.layers import LayerContext
     from caffepy.net.record_shape import without_data
-    from caffepy.proto import caffe_pb2
     from caffepy.training.devices import check_gpus
 
     param, state = net_and_state(args, caffe_pb2.TEST)

@@ -16,18 +16,17 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.images.datum import as_channels_first, decode_image, opencv, resize_image
-from caffepy.data.images.mean import read_volume_mean
-from caffepy.data.order import RecordOrder
+from caffepy.data.datum import as_channels_first, decode_image, opencv, resize_image
+from caffepy.data.mean import read_volume_mean
 from caffepy.data.prefetch import Batch
-from caffepy.data.samples import SampleLoader
+from caffepy.data.random import SampleRng
+from caffepy.data.sampler import SampleLoader, Sampler
 from caffepy.data.sources.image_list import MAX_IMAGE_BYTES, list_lines
 from caffepy.data.sources.source import hash_of
 from caffepy.data.transform import check_transform
-from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import ConfigError, DataError
-from caffepy.files import read_regular
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
+from caffepy.utils.files import read_regular
 
 logger = logging.getLogger(__name__)
 
@@ -514,7 +513,7 @@ class ClipLoader(SampleLoader):
     """
 
     def __init__(
-        self, source: ClipList, order: RecordOrder, reader: ClipReader, transform: ClipTransform, seed: int,
+        self, source: ClipList, order: Sampler, reader: ClipReader, transform: ClipTransform, seed: int,
         stream: int, where: str,
     ) -> None:  # fmt: skip
         super().__init__(where)

@@ -17,9 +17,7 @@ from numpy.typing import NDArray
 
 from caffepy.backend.cpu.jit.deferred import JitThreshold
 from caffepy.backend.input_ring import ByteImages, ImageSlot
-from caffepy.blob import check_shape
-from caffepy.data.images.cache import ImageCache
-from caffepy.data.images.datum import (
+from caffepy.data.datum import (
     copy_planes,
     datum_shape,
     decode_image,
@@ -28,20 +26,22 @@ from caffepy.data.images.datum import (
     resize_image,
     single_threaded_opencv,
 )
-from caffepy.data.order import RecordOrder
+from caffepy.data.image_cache import ImageCache
 from caffepy.data.prefetch import Batch
+from caffepy.data.random import SampleRng, sample_rngs
+from caffepy.data.sampler import Sampler
 from caffepy.data.sources.image_list import ImageListSource
 from caffepy.data.sources.source import RecordSource
 from caffepy.data.transform import CropParams, Transformer
 from caffepy.data.transforms.pixels import Image, without_ipp
-from caffepy.data.transforms.sample_rng import SampleRng, sample_rngs
 from caffepy.data.workers import Workers, keep_freed_memory
 from caffepy.errors import CaffepyError, DataError
-from caffepy.proto import caffe_pb2
-from caffepy.stages import DECODING, READING, TRANSFORMING, StageTimes
+from caffepy.formats.blob_shape import check_shape
+from caffepy.formats.proto import caffe_pb2
+from caffepy.logs.data_waits import DECODING, READING, TRANSFORMING, StageTimes
 
 if TYPE_CHECKING:
-    from caffepy.data.images.bulk_copy import BulkCopy
+    from caffepy.data.bulk_copy import BulkCopy
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class ImageLoader(ABC):
     def __init__(
         self,
         source: RecordSource,
-        order: RecordOrder,
+        order: Sampler,
         transformer: Transformer,
         seed: int = 0,
         stream: int = 0,
@@ -364,7 +364,7 @@ class ImageLoader(ABC):
 
         Samples stay pending if they are something else, if they do not fit or if they cannot be read.
         """
-        from caffepy.data.images.bulk_copy import copy_crops
+        from caffepy.data.bulk_copy import copy_crops
 
         start = perf_counter()
         files = [bulk.plain_jpeg(i) if block.pending[i] else None for i in samples]
@@ -464,7 +464,7 @@ class DatumLoader(ImageLoader):
             return None
         if not self._jit_threshold.ends(records.size):
             return None
-        from caffepy.data.images.bulk_copy import copy_records
+        from caffepy.data.bulk_copy import copy_records
 
         return copy_records(
             index, records, samples, self._transformer, self._seed, self._stream, slot, block, self._workers.threads,

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from caffepy.backend.input_ring import ImageSlot
 from caffepy.backend.layout import memory_order, view
 from caffepy.errors import AbortedError, CaffepyError, RunError
-from caffepy.forks import tell_after_fork
-from caffepy.monotonic_clock import suspend_aware_seconds
+from caffepy.utils.clocks import suspend_aware_seconds
+from caffepy.utils.process_fork import tell_after_fork
 
 logger = logging.getLogger(__name__)
 

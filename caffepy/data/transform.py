@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.images.mean import read_mean
-from caffepy.data.random import below, sample_words
+from caffepy.data.mean import read_mean
+from caffepy.data.random import SampleRng, below, sample_words
 from caffepy.data.sources.source import hash_of
 from caffepy.data.transforms.im_transforms import (
     INTEL_RESIZES,
@@ -33,9 +33,8 @@ from caffepy.data.transforms.im_transforms import (
     resizes_randomly,
 )
 from caffepy.data.transforms.pixels import Image, Pixels, to_image, to_pixels, without_ipp
-from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import ConfigError, DataError
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
 
 logger = logging.getLogger(__name__)
 _MAX_CROP = 1 << 16

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from caffepy.errors import RunError
-from caffepy.forks import tell_after_fork
+from caffepy.utils.process_fork import tell_after_fork
 
 _POLL_SECONDS = 1.0
 """Interval at which the caller checks that the worker threads are alive."""

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.types import Array
+from caffepy.distributed.communicators.collectives import ReduceOp, rows
 from caffepy.errors import UserError
-from caffepy.parallel.communicators.collectives import ReduceOp, rows
 
 DTYPES = ("float16", "float32", "float64", "int32", "int64", "uint8")
 """The dtypes that every communicator can reduce."""

@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 
-from caffepy.data.schedule import Shard
+from caffepy.data.sharding import Shard
+from caffepy.distributed.communicators.communicator import Communicator
+from caffepy.distributed.connect import connect_alone
 from caffepy.distributed.default import get_group
+from caffepy.distributed.gradient_sync import GradientSync, SynchronisedSolver
 from caffepy.distributed.group import ProcessGroup
 from caffepy.errors import UserError
-from caffepy.parallel.communicators.communicator import Communicator
-from caffepy.parallel.exchange import SolverExchange, SynchronisedSolver
-from caffepy.parallel.factory import connect_alone
 
 
 class DistributedDataParallel:
@@ -63,7 +63,7 @@ class DistributedDataParallel:
         self.group = process_group or get_group()
         self.rank, self.world_size = self.group.rank, self.group.size
         names = [self.group.name_of(rank) for rank in range(self.world_size)]
-        self._exchange = SolverExchange(self.rank, names, self._mark)
+        self._exchange = GradientSync(self.rank, names, self._mark)
         if self.world_size == 1:
             return
         if solver.world_size > 1:

@@ -13,10 +13,10 @@ from typing import Any
 
 from caffepy.backend.types import Array
 from caffepy.distributed.arrays import Parts
+from caffepy.distributed.communicators.collectives import ReduceOp
 from caffepy.distributed.default import AnyGroup, GroupMember, get_group
 from caffepy.distributed.group import Handle, ProcessGroup
 from caffepy.errors import UserError
-from caffepy.parallel.communicators.collectives import ReduceOp
 
 logger = logging.getLogger(__name__)
 

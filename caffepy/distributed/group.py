@@ -13,15 +13,13 @@ from typing import Any, NoReturn, TypeVar
 
 from caffepy.backend.types import Array
 from caffepy.distributed.arrays import Arguments, Buffer, Parts, check_operator, whole_number
+from caffepy.distributed.communicators.collectives import Collective, Op, PendingCollective, ReduceOp
+from caffepy.distributed.communicators.communicator import Communicator
+from caffepy.distributed.liveness import Heartbeat, Monitor, describe_error
 from caffepy.distributed.rendezvous import Membership
+from caffepy.distributed.store.records import DeviceStatus, Failure
+from caffepy.distributed.store.values import pack, unpack
 from caffepy.errors import PeerError, RunError, UserError
-from caffepy.parallel.communicators.collectives import Collective, Op, ReduceOp, Work
-from caffepy.parallel.communicators.communicator import Communicator
-from caffepy.parallel.control.describe_error import describe_error
-from caffepy.parallel.control.heartbeat import Heartbeat
-from caffepy.parallel.control.monitor import Monitor
-from caffepy.parallel.store.records import DeviceStatus, Failure
-from caffepy.parallel.store.values import pack, unpack
 
 T = TypeVar("T")
 
@@ -491,7 +489,7 @@ class Handle:
         written: the buffer to unpack on completion.
     """
 
-    def __init__(self, group: ProcessGroup, what: str, work: Work, written: Buffer | None) -> None:
+    def __init__(self, group: ProcessGroup, what: str, work: PendingCollective, written: Buffer | None) -> None:
         self._group = group
         self._what = what
         self._work = work

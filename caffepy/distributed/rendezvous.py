@@ -16,19 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from caffepy.distributed.control_channel import LOOPBACK, connect_ranks
+from caffepy.distributed.processes.create import create_mpi_world
+from caffepy.distributed.processes.launcher import find_mpi_launcher, is_near, port_offset
+from caffepy.distributed.processes.mpi_world import MpiWorld
+from caffepy.distributed.processes.world import machine_identity, own_addresses
+from caffepy.distributed.store.client import Address, ControlClient
+from caffepy.distributed.store.records import DeviceStatus, Member
+from caffepy.distributed.store.rendezvous import find_secret, join_store, listen
+from caffepy.distributed.store.server import ControlServer
+from caffepy.distributed.store.store import ControlChannel, MemoryStore, RankStore
+from caffepy.distributed.store.wire import Value
 from caffepy.errors import PeerError, UserError
-from caffepy.files import read_private
-from caffepy.parallel.control.connect import LOOPBACK, connect_ranks
-from caffepy.parallel.processes.create import create_mpi_world
-from caffepy.parallel.processes.launcher import find_mpi_launcher, is_near, port_offset
-from caffepy.parallel.processes.machine import machine_identity, own_addresses
-from caffepy.parallel.processes.mpi_world import MpiWorld
-from caffepy.parallel.store.client import Address, ControlClient
-from caffepy.parallel.store.records import DeviceStatus, Member
-from caffepy.parallel.store.rendezvous import find_secret, join_store, listen
-from caffepy.parallel.store.server import ControlServer
-from caffepy.parallel.store.store import ControlChannel, MemoryStore, RankStore
-from caffepy.parallel.store.wire import Value
+from caffepy.utils.files import read_private
 
 _SILENT_SECONDS = 5.0
 """Seconds without a heartbeat after which a rank counts as stopped or disconnected."""

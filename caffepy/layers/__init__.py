@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from caffepy.layers.core.base import (
+from caffepy.layers.layer import (
     Layer,
     LayerContext,
     PassCounter,

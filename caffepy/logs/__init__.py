@@ -1,7 +1,4 @@
-"""Reading of training logs of BVLC Caffe, NVIDIA Caffe and caffepy, and output as tables and charts."""
+"""Log lines, traces and reports of a run, and reading of logs of BVLC Caffe, NVIDIA Caffe and caffepy.
 
-from caffepy.logs.plot import CHARTS, plot_logs
-from caffepy.logs.read import LogRow, TrainingLog, read_log
-from caffepy.logs.table import write_tables
-
-__all__ = ["CHARTS", "LogRow", "TrainingLog", "plot_logs", "read_log", "write_tables"]
+All parts above the formats import it.
+"""

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from caffepy.errors import ConfigError, DataError
-from caffepy.files import atomic_write
-from caffepy.installation import install_command
 from caffepy.logs.read import LogRow, TrainingLog
+from caffepy.utils.files import atomic_write
+from caffepy.utils.installation import install_command
 
 FORMATS = ("png", "svg", "pdf")
 AXES = {"iterations": "Iters", "seconds": "Seconds"}

@@ -6,23 +6,27 @@ parses the lines of `solver.cpp` and `sgd_solver.cpp` of both Caffes:
     I0625 18:30:07.380233   173 solver.cpp:302] Iteration 100 (6.20402 iter/s, 15.7962s/100 iter), loss = 6.88429
     I0625 18:30:07.380303   173 solver.cpp:324]     Train net output #2: loss = 6.88429 (* 1 = 6.88429 loss)
     I0625 18:30:07.380308   173 sgd_solver.cpp:137] Iteration 100, lr = 0.19992, m = 0.9
+
+Output of logs as CSV files with the columns of Caffe's `tools/extra/parse_log.py`.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import os
 import re
 from calendar import isleap
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
-from caffepy.errors import DataError
-from caffepy.files import open_regular
+from caffepy.errors import DataError, spreadsheet_text
+from caffepy.utils.files import atomic_write, open_regular
 
 _PREFIX = re.compile(
     r"[IWEF](?P<year>20\d\d)?(?P<month>[01]\d)(?P<day>[0-3]\d) (?P<time>\d\d:\d\d:\d\d\.\d{1,6}) +(?P<thread>\d+) "
@@ -308,3 +312,62 @@ class _Reader:
                 if math.isnan(row.learning_rate):
                     row.learning_rate = last
                 last = row.learning_rate
+
+
+_NET = "TestNet"
+_LOSS_COLUMN = "loss"
+
+
+def write_tables(log: TrainingLog, folder: Path, delimiter: str = ",") -> list[Path]:
+    """Write `<log>.train` and `<log>.test` to a folder. A table without rows is not written.
+
+    The columns are NumIters, Seconds, LearningRate, with several test nets TestNet, and the net's outputs. A train net
+    without outputs has the column loss.
+
+    Args:
+        log: the log.
+        folder: of the files.
+        delimiter: between columns.
+
+    Returns:
+        The paths of the written files.
+
+    Raises:
+        RunError: a file cannot be written.
+    """
+    paths = []
+    for rows, ending in ((log.train, "train"), (log.test, "test")):
+        path = folder / f"{log.path.name}.{ending}"
+        if rows:
+            with atomic_write(path) as file:
+                file.write(_table(rows, delimiter).encode())
+            paths.append(path)
+    return paths
+
+
+def _table(rows: Sequence[LogRow], delimiter: str) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row.outputs))
+    head = ["NumIters", "Seconds", "LearningRate"]
+    several_nets = any(row.net for row in rows)
+    head += [_NET] if several_nets else []
+    text = io.StringIO()
+    writer = csv.writer(text, delimiter=delimiter, lineterminator="\n")
+    writer.writerow([*head, *(map(spreadsheet_text, names) if names else [_LOSS_COLUMN])])
+    for row in rows:
+        if names and not row.outputs:  # the loss after the last iteration
+            continue
+        cells: list[object] = [row.iteration, f"{row.seconds:.6f}", _rounded(row.learning_rate)]
+        cells += [row.net] if several_nets else []
+        writer.writerow([*cells, *_values(row, names)])
+    return text.getvalue()
+
+
+def _values(row: LogRow, names: Sequence[str]) -> Iterator[str]:
+    if not names:
+        yield _rounded(row.loss or 0.0)
+    for name in names:
+        yield _rounded(row.outputs[name]) if name in row.outputs else ""
+
+
+def _rounded(value: float) -> str:
+    return f"{value:.9g}"

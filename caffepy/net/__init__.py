@@ -1,6 +1,6 @@
 """Nets: filtering, automatic splits, wiring, flat parameters, forward and backward.
 
-Imported by `caffepy.solvers` and every package above it.
+Imported by forks and all parts above.
 """
 
 from caffepy.net.net import Net

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from caffepy.errors import ConfigError
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
 
 Map = tuple[Fraction, Fraction]
 Maps = tuple[Map, Map]

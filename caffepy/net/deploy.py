@@ -1,6 +1,6 @@
 """Deploy nets: Input layers replace data layers; losses and training fields are removed.
 
-An Input layer gets the fields that say how the data layer made its values of images; `caffepy.data.preparation` reads
+An Input layer gets the fields that say how the data layer made its values of images; `infer/input_transform.py` reads
 them. BVLC Caffe ignores them.
 """
 
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from caffepy.config.dialect import LEAST_EPSILON, Dialect, choose_dialect
-from caffepy.config.filter import filter_net, net_state
 from caffepy.errors import ConfigError
-from caffepy.layers.core.base import is_registered
+from caffepy.formats.dialect import LEAST_EPSILON, Dialect, choose_dialect
+from caffepy.formats.load import filter_net, net_state
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.layer import is_registered
 from caffepy.net.record_shape import told_shape
-from caffepy.proto import caffe_pb2
 
 Shape = tuple[int, ...]
 Layers = Sequence[caffe_pb2.LayerParameter]

@@ -1,17 +1,27 @@
-"""Text and HTML summaries of a net, for `repr` and notebooks.
+"""Texts about a net: summaries for `repr` and notebooks, and the log lines of `debug_info: true`.
 
-HTML output escapes all text, because names come from files.
+HTML output escapes all text, because names come from files. The lines are worded as in Caffe's `net.cpp`.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
-from caffepy.blob import Blob
+import numpy as np
+
 from caffepy.errors import printable
-from caffepy.net.wiring import Node
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.blob import Blob
+from caffepy.layers.layer import Layer
+from caffepy.net.graph import Node
+
+if TYPE_CHECKING:
+    from caffepy.net.parameters import ParameterBuffer
+
 
 _STYLE = "text-align: left; padding: 1px 8px;"
 _HEADER = ("layer", "type", "bottoms", "tops", "parameters", "dtype")
@@ -77,3 +87,67 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def _row(tag: str, cells: Sequence[object]) -> str:
     written = (f"<{tag} style='{_STYLE}'>{escape(str(cell))}</{tag}>" for cell in cells)
     return f"<tr>{''.join(written)}</tr>"
+
+
+log = logging.getLogger(__name__)
+
+
+def mean_magnitude(values: np.ndarray) -> float:
+    """Return the mean of the absolute values, as Caffe prints it."""
+    return float(np.abs(values).sum(dtype=np.float64) / max(values.size, 1))
+
+
+def log_forward(node: Node) -> None:
+    """Log the tops and parameters of a layer after its forward pass."""
+    prefix = f"    [Forward] Layer {node.layer.name}"
+    for top in node.tops:
+        log.info("%s, top blob %s data: %.6g", prefix, top.name, mean_magnitude(top.host_data()))
+    for index, blob in enumerate(node.layer.blobs):
+        name = display_name(node.layer, index)
+        log.info("%s, param blob %s data: %.6g", prefix, name, mean_magnitude(blob.host_data()))
+
+
+def log_backward(node: Node) -> None:
+    """Log the gradients of a layer's bottoms and parameters after its backward pass."""
+    prefix = f"    [Backward] Layer {node.layer.name}"
+    for bottom, down in zip(node.bottoms, node.propagate_down, strict=True):
+        if down:
+            log.info("%s, bottom blob %s diff: %.6g", prefix, bottom.name, mean_magnitude(bottom.host_diff()))
+    for index, blob in enumerate(node.layer.blobs):
+        if node.layer.propagate_to_params[index]:
+            log.info("%s, param blob %d diff: %.6g", prefix, index, mean_magnitude(blob.host_diff()))
+
+
+def log_norms(parameters: ParameterBuffer) -> None:
+    """Log the L1 and L2 norms of all parameters and of all gradients."""
+    values = [parameter.blob.host_data().ravel() for parameter in parameters.parameters]
+    norms = [_norms(np.concatenate([np.empty(0), *values])), _norms(parameters.backend.to_host(parameters.gradients))]
+    log.info(
+        "    [Backward] All net params (data, diff): L1 norm = (%.6g, %.6g); L2 norm = (%.6g, %.6g)",
+        norms[0][0], norms[1][0], norms[0][1], norms[1][1],
+    )  # fmt: skip
+
+
+def log_update(parameters: ParameterBuffer, before: np.ndarray) -> None:
+    """Log each parameter's magnitude and the magnitude of its update; `before` holds the flat values before it."""
+    after = parameters.backend.to_host(parameters.data)
+    for parameter in parameters.parameters:
+        elements = slice(parameter.start, parameter.stop)
+        log.info(
+            "    [Update] Layer %s, param %s data: %.6g; diff: %.6g",
+            parameter.layer.name,
+            display_name(parameter.layer, parameter.index),
+            mean_magnitude(before[elements]),
+            mean_magnitude(before[elements] - after[elements]),
+        )
+
+
+def display_name(layer: Layer, index: int) -> str:
+    """Return a parameter's name in Caffe's log: the name in its ParamSpec, else its index."""
+    specs = layer.param.param
+    return (specs[index].name if index < len(specs) else "") or str(index)
+
+
+def _norms(values: np.ndarray) -> tuple[float, float]:
+    wide = values.astype(np.float64)
+    return float(np.abs(wide).sum()), math.sqrt(float(wide @ wide))

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from caffepy.layers.core.base import LayerContext, layer_class
-from caffepy.layers.python.python_layer import PythonLayer
-from caffepy.net.wiring import Node
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.layer import LayerContext, layer_class
+from caffepy.layers.python import PythonLayer
+from caffepy.net.graph import Node
 
 log = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from caffepy.backend import Array, Convolution, Each, expression
-from caffepy.blob import Blob
-from caffepy.layers.core.base import Blobs, Layer
-from caffepy.layers.core.formulas import product, product_with_channel, total
-from caffepy.layers.normalization.batch_norm import BatchNormLayer
-from caffepy.layers.normalization.scale import BiasLayer, BroadcastLayer, ScaleLayer
-from caffepy.layers.vision.convolution import ConvolutionLayer
+from caffepy.layers.batch_norm import BatchNormLayer
+from caffepy.layers.blob import Blob
+from caffepy.layers.convolution import ConvolutionLayer
+from caffepy.layers.formulas import product, product_with_channel, total
+from caffepy.layers.layer import Blobs, Layer
+from caffepy.layers.scale import BiasLayer, BroadcastLayer, ScaleLayer
 from caffepy.net.fuse import Chain, FusedLayer, Fusion
-from caffepy.net.wiring import Node
+from caffepy.net.graph import Node
 
 
 @expression

@@ -13,17 +13,16 @@ from collections.abc import Sequence
 
 from caffepy.backend import Array, Channel, Each, expression
 from caffepy.backend.types import BatchNormState, NormalisedBottom, mask_bytes
-from caffepy.blob import Blob
-from caffepy.layers.activation.base import ActivationLayer
-from caffepy.layers.common.inner_product import InnerProductLayer
-from caffepy.layers.common.rearrange import transpose_channels
-from caffepy.layers.core.base import Blobs, Layer
-from caffepy.layers.core.buffer import ScratchBuffer
-from caffepy.layers.normalization.batch_norm import BatchNormLayer
-from caffepy.layers.normalization.scale import BroadcastLayer, ScaleLayer
-from caffepy.layers.vision.convolution import ConvolutionLayer
-from caffepy.net.wiring import Node
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.activation import ActivationLayer
+from caffepy.layers.batch_norm import BatchNormLayer
+from caffepy.layers.blob import Blob
+from caffepy.layers.convolution import ConvolutionLayer
+from caffepy.layers.inner_product import InnerProductLayer
+from caffepy.layers.layer import Blobs, Layer, ScratchBuffer
+from caffepy.layers.scale import BroadcastLayer, ScaleLayer
+from caffepy.layers.tensor import transpose_channels
+from caffepy.net.graph import Node
 
 
 @expression

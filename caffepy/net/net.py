@@ -1,6 +1,6 @@
 """Nets: layers and blobs built from a prototxt, run forward and backward (Caffe's `net.cpp`).
 
-`caffepy.snapshot.caffemodel` copies parameters between nets and files. Nets are built in the order of `Net::Init`.
+`caffepy.formats.caffemodel` copies parameters between nets and files. Nets are built in the order of `Net::Init`.
 """
 
 from __future__ import annotations
@@ -15,43 +15,45 @@ from functools import cached_property
 from pathlib import Path
 
 from caffepy.backend import Array
-from caffepy.blob import Blob, format_shape
-from caffepy.config.dialect import choose_dialect
-from caffepy.config.fields import refuse_fields, refuse_fork_fields
-from caffepy.config.filter import filter_net, is_included, net_state
-from caffepy.config.load import MAX_TEXT_BYTES
-from caffepy.config.paths import PathResolver
-from caffepy.config.text import decode_text, layer_blocks, parse_text
-from caffepy.data.schedule import Shard
+from caffepy.data.sharding import Shard
 from caffepy.errors import CaffepyError, DeviceError, UserError
-from caffepy.files import read_regular
-from caffepy.layers.core.base import Layer, LayerContext, is_registered, layer_class
-from caffepy.layers.core.formulas import scaled
-from caffepy.net import debug
+from caffepy.formats.blob_shape import format_shape
+from caffepy.formats.caffemodel import TrainedLayers, layer_protos
+from caffepy.formats.dialect import choose_dialect
+from caffepy.formats.fields import refuse_fields, refuse_fork_fields
+from caffepy.formats.load import MAX_TEXT_BYTES, filter_net, is_included, net_state
+from caffepy.formats.paths import PathResolver
+from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.prototxt import decode_text, layer_blocks, parse_text
+from caffepy.layers.blob import Blob
+from caffepy.layers.formulas import scaled
+from caffepy.layers.layer import Layer, LayerContext, is_registered, layer_class
+from caffepy.logs.data_waits import STAGES
+from caffepy.logs.trace import NO_TRACE, Tracer
+from caffepy.net import describe as debug
 from caffepy.net.auto_crop import resolve_auto_crops
 from caffepy.net.describe import describe_net, net_table
 from caffepy.net.divide import divide_passes, number_made_samples
 from caffepy.net.fold import FoldedConvolution, fold_nodes
 from caffepy.net.fuse import fuse_nodes
-from caffepy.net.parameters import ParameterBuffer, ParameterTable
-from caffepy.net.precision import Precision, find_label_tops
-from caffepy.net.splits import insert_splits
-from caffepy.net.wiring import (
+from caffepy.net.graph import (
     GradientPlan,
     Node,
+    Precision,
     Wiring,
     check_gradients,
     check_loss_weights,
+    find_label_tops,
     find_loss_readers,
     force_backward,
     insert_casts,
+    insert_splits,
     overwritten_tops,
     prune_backward,
 )
-from caffepy.proto import caffe_pb2
-from caffepy.snapshot.caffemodel import TrainedLayers, copy_trained_layers, layer_protos, share_trained_layers
-from caffepy.stages import STAGES
-from caffepy.trace import NO_TRACE, Tracer
+from caffepy.net.parameters import ParameterBuffer, ParameterTable
+from caffepy.net.trained_layers import copy_trained_layers, share_trained_layers
+from caffepy.utils.files import read_regular
 
 
 class Net:

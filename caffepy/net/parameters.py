@@ -11,14 +11,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from caffepy.backend.elementwise import Each, expression
+from caffepy.backend.expression import Each, expression
 from caffepy.backend.interface import Backend
 from caffepy.backend.layout import address, is_plain
 from caffepy.backend.types import Array
-from caffepy.blob import Blob, format_shape
 from caffepy.errors import ConfigError, OutOfMemoryError
-from caffepy.layers.core.base import Layer
-from caffepy.proto import caffe_pb2
+from caffepy.formats.blob_shape import format_shape
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.blob import Blob
+from caffepy.layers.layer import Layer
 
 ALIGNMENT = 64
 """Alignment of each parameter in elements: 256 bytes, for vector and tensor units."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from caffepy.errors import ConfigError
-from caffepy.layers.core.base import layer_class
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.prefetching import PrefetchingLayer
-from caffepy.proto import caffe_pb2
+from caffepy.layers.layer import layer_class
 
 
 def _data_layer(layer: caffe_pb2.LayerParameter) -> type[PrefetchingLayer]:

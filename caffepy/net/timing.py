@@ -9,8 +9,8 @@ from statistics import fmean, median
 
 from caffepy.errors import ConfigError
 from caffepy.layers.input.prefetching import PrefetchingLayer
+from caffepy.net.graph import Node
 from caffepy.net.net import Net
-from caffepy.net.wiring import Node
 
 Samples = list[float]
 """Milliseconds, one value per iteration."""
@@ -81,7 +81,7 @@ class DataTimes:
         batch_size: images of a batch.
         seconds: their time.
         cores: cores that the process and its reading processes used meanwhile.
-        stages: seconds of the reader's threads in each stage (`caffepy.stages`); empty: not measured.
+        stages: seconds of the reader's threads in each stage (`caffepy.logs.data_waits`); empty: not measured.
     """
 
     name: str

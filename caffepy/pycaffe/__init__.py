@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from caffepy.version import CAFFE_VERSION as __version__  # noqa: F401, N811
 
 if TYPE_CHECKING:
-    from caffepy import proto as proto
-    from caffepy.layers.python.python_layer import PythonLayerBase as Layer  # noqa: F401
-    from caffepy.proto.caffe_pb2 import TEST as TEST
-    from caffepy.proto.caffe_pb2 import TRAIN as TRAIN
+    from caffepy.formats import proto as proto
+    from caffepy.formats.proto.caffe_pb2 import TEST as TEST
+    from caffepy.formats.proto.caffe_pb2 import TRAIN as TRAIN
+    from caffepy.layers.python import PythonLayerBase as Layer  # noqa: F401
     from caffepy.pycaffe import classifier as classifier
     from caffepy.pycaffe import coord_map as coord_map
     from caffepy.pycaffe import detector as detector
@@ -78,9 +78,9 @@ _NAMES = {
 """Names by module of this package."""
 
 _ELSEWHERE = {
-    "Layer": ("caffepy.layers.python.python_layer", "PythonLayerBase"),
-    "TEST": ("caffepy.proto.caffe_pb2", "TEST"),
-    "TRAIN": ("caffepy.proto.caffe_pb2", "TRAIN"),
+    "Layer": ("caffepy.layers.python", "PythonLayerBase"),
+    "TEST": ("caffepy.formats.proto.caffe_pb2", "TEST"),
+    "TRAIN": ("caffepy.formats.proto.caffe_pb2", "TRAIN"),
 }
 """Names from other packages: (module, name in it)."""
 
@@ -90,7 +90,7 @@ _MODULES = {
     name: f"{__name__}.{name}"
     for name in ("classifier", "coord_map", "detector", "draw", "io", "model_libs", "net_spec")
 }
-_MODULES["proto"] = "caffepy.proto"
+_MODULES["proto"] = "caffepy.formats.proto"
 
 __all__ = sorted(["__version__", *_LAZY, *_MODULES])
 
@@ -103,7 +103,7 @@ if not TYPE_CHECKING:  # hides `__getattr__` from type checkers, which would acc
             is_caffe = sys.modules.get("caffe") is sys.modules[__name__]
             value: Any = importlib.import_module(f"caffe.{name}" if is_caffe else _MODULES[name])
             if name == "proto":
-                importlib.import_module("caffepy.proto.caffe_pb2")
+                importlib.import_module("caffepy.formats.proto.caffe_pb2")
         elif name in _LAZY:
             module, attribute = _LAZY[name]
             value = getattr(importlib.import_module(module), attribute)

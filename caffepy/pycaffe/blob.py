@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy import blob as core
 from caffepy.backend import Array
+from caffepy.layers import blob as core
 from caffepy.pycaffe.core.device import Device
 from caffepy.pycaffe.core.errors import whole_number
 from caffepy.pycaffe.mode import mode

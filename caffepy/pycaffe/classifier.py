@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.predict.pixels import ArrayError, configured_transformer, crop_centres, resize_image
-from caffepy.predict.pixels import oversample as ten_crops
-from caffepy.proto.caffe_pb2 import TEST
+from caffepy.formats.proto.caffe_pb2 import TEST
+from caffepy.infer.pixels import ArrayError, configured_transformer, crop_centres, resize_image
+from caffepy.infer.pixels import oversample as ten_crops
 from caffepy.pycaffe.net import Net
 
 

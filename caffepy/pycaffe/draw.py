@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from caffepy.config.filter import filter_net, net_state
-from caffepy.drawing import draw_net as _draw_file
-from caffepy.drawing import render_net
-from caffepy.proto import caffe_pb2
-from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter
+from caffepy.export.drawing import draw_net as _draw_file
+from caffepy.export.drawing import render_net
+from caffepy.formats.load import filter_net, net_state
+from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.proto.caffe_pb2 import LayerParameter, NetParameter
 
 LAYER_STYLE_DEFAULT = {"shape": "record", "fillcolor": "#6495ED", "style": "filled"}
 NEURON_LAYER_STYLE = {"shape": "record", "fillcolor": "#90EE90", "style": "filled"}
@@ -171,7 +171,7 @@ def draw_net(
     Args:
         caffe_net: the net.
         rankdir: LR, RL, TB or BT.
-        ext: the format, one of `caffepy.drawing.FORMATS`.
+        ext: the format, one of `caffepy.export.drawing.FORMATS`.
         phase: caffe_pb2.TRAIN or TEST, None: all layers.
         display_lrm: whether learning rate multipliers are shown.
 

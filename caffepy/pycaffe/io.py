@@ -1,4 +1,4 @@
-"""Conversion of records (pycaffe's `io.py`); also exports the image functions of `caffepy.predict`."""
+"""Conversion of records (pycaffe's `io.py`); also exports the image functions of `caffepy.infer`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.images.datum import decode_image
-from caffepy.predict.pixels import ArrayError as ArrayError
-from caffepy.predict.pixels import Transformer as Transformer
-from caffepy.predict.pixels import load_image as load_image
-from caffepy.predict.pixels import oversample as oversample
-from caffepy.predict.pixels import resize_image as resize_image
-from caffepy.proto import caffe_pb2
-from caffepy.proto.caffe_pb2 import BlobProto, Datum
+from caffepy.data.datum import decode_image
+from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.proto.caffe_pb2 import BlobProto, Datum
+from caffepy.infer.pixels import ArrayError as ArrayError
+from caffepy.infer.pixels import Transformer as Transformer
+from caffepy.infer.pixels import load_image as load_image
+from caffepy.infer.pixels import oversample as oversample
+from caffepy.infer.pixels import resize_image as resize_image
 
 Floats = NDArray[Any]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from google.protobuf import text_format
 
-from caffepy.layers.core.base import LAYERS, LayerContext, import_layer_types, layer_class
-from caffepy.layers.core.base import Layer as CoreLayer
-from caffepy.layers.python.python_layer import PythonLayer
-from caffepy.net.wiring import Node
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.layer import LAYERS, LayerContext, import_layer_types, layer_class
+from caffepy.layers.layer import Layer as CoreLayer
+from caffepy.layers.python import PythonLayer
+from caffepy.net.graph import Node
 from caffepy.pycaffe.blob import Blob, BlobVec, unwrap
 from caffepy.pycaffe.core.device import Device
 from caffepy.pycaffe.core.errors import ArgumentError, as_users_raise

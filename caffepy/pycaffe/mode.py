@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from caffepy.data.schedule import Shard
-from caffepy.glog import LEVELS, GlogFormatter, StderrHandler
-from caffepy.layers.python.solver_rank import ask_place
-from caffepy.options.solver import MATH_MODES
-from caffepy.proto import caffe_pb2
+from caffepy.data.sharding import Shard
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.python import ask_place
 from caffepy.pycaffe.core.device import Device, cpu_device, device_of
 from caffepy.pycaffe.core.errors import ArgumentError, whole_number
+from caffepy.utils.glog import LEVELS, GlogFormatter, StderrHandler
+from caffepy.utils.options import MATH_MODES
 
 logger = logging.getLogger("caffepy.pycaffe")
 

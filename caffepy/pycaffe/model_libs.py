@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
 from caffepy.pycaffe.net_spec import NetSpec, layers, params
 
 Settings = Mapping[str, Any]

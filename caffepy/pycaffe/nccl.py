@@ -14,13 +14,13 @@ from pathlib import Path
 
 from caffepy.distributed.data_parallel import gradient_communicator
 from caffepy.distributed.default import connect
+from caffepy.distributed.reducer import Reducer
 from caffepy.errors import UserError
+from caffepy.logs.trace import NO_TRACE
 from caffepy.net.parameters import bucket_count
-from caffepy.parallel.reducer import Reducer
 from caffepy.pycaffe.core.errors import check_type
 from caffepy.pycaffe.mode import mode
 from caffepy.pycaffe.solver import Solver
-from caffepy.trace import NO_TRACE
 
 _PREFIX = "caffepy-nccl-"
 

@@ -17,16 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend import Array
-from caffepy.blob import Blob as CoreBlob
-from caffepy.config.filter import net_state
-from caffepy.config.load import read_net
-from caffepy.config.paths import PathResolver
 from caffepy.errors import ShapeError
-from caffepy.layers.core.base import LayerContext
+from caffepy.formats.caffemodel import read_caffemodel, write_binary
+from caffepy.formats.hdf5_snapshot import read_caffemodel_hdf5, write_caffemodel_hdf5
+from caffepy.formats.load import net_state, read_net
+from caffepy.formats.paths import PathResolver
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.blob import Blob as CoreBlob
+from caffepy.layers.layer import LayerContext
 from caffepy.net import Net as CoreNet
-from caffepy.net.forward_runner import ShapeRunners
-from caffepy.net.wiring import Node
-from caffepy.proto import caffe_pb2
+from caffepy.net.executor import ShapeExecutors
+from caffepy.net.graph import Node
 from caffepy.pycaffe.blob import Blob, BlobVec, Watch
 from caffepy.pycaffe.core.device import Device, HostArray
 from caffepy.pycaffe.core.errors import (
@@ -41,9 +42,7 @@ from caffepy.pycaffe.core.inference_path import InferencePath, can_be_folded
 from caffepy.pycaffe.core.shared_memory import SharedMemory
 from caffepy.pycaffe.layer import visible_layer
 from caffepy.pycaffe.mode import mode
-from caffepy.registry import suggest
-from caffepy.snapshot.caffemodel import read_caffemodel, write_binary
-from caffepy.snapshot.hdf5 import read_caffemodel_hdf5, write_caffemodel_hdf5
+from caffepy.utils.registry import suggest
 
 logger = logging.getLogger("caffepy.pycaffe")
 
@@ -108,7 +107,7 @@ class Net:
         wrapped._wrap(net, device)
         return wrapped
 
-    def _wrap(self, net: CoreNet, device: Device, runners: ShapeRunners | None = None) -> None:
+    def _wrap(self, net: CoreNet, device: Device, runners: ShapeExecutors | None = None) -> None:
         self._core = net
         self.device = device
         """Use `with net.device.computing():` around code that computes with caffepy's own arrays."""
@@ -618,7 +617,7 @@ def _state(phase: Any, level: int, stages: Iterable[str] | None) -> caffe_pb2.Ne
     return caffe_pb2.NetState(phase=phase, level=level, stage=list(stages or []))
 
 
-def _build(path: Path, state: caffe_pb2.NetState, device: Device) -> tuple[CoreNet, ShapeRunners | None]:
+def _build(path: Path, state: caffe_pb2.NetState, device: Device) -> tuple[CoreNet, ShapeExecutors | None]:
     """Return the net, and the runners of its folded form if it has one."""
     param = read_net(path)
     context = LayerContext(
@@ -631,7 +630,7 @@ def _build(path: Path, state: caffe_pb2.NetState, device: Device) -> tuple[CoreN
     state = net_state(state.phase, param.state, state)
     net = CoreNet(param, context, state)
     folded = net.inputs and can_be_folded(net) and not mode.layer_by_layer
-    return net, ShapeRunners(net, param, state) if folded else None
+    return net, ShapeExecutors(net, param, state) if folded else None
 
 
 def _count(arrays: Mapping[str, Any]) -> int:

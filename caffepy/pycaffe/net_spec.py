@@ -15,11 +15,11 @@ import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from caffepy.layers.core.base import unknown_type_advice
-from caffepy.proto import caffe_pb2
-from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter
+from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.proto.caffe_pb2 import LayerParameter, NetParameter
+from caffepy.layers.layer import unknown_type_advice
 from caffepy.pycaffe.layer import layer_type_list
-from caffepy.registry import suggest
+from caffepy.utils.registry import suggest
 
 logger = logging.getLogger(__name__)
 

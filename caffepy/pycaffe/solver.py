@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from caffepy.config.load import read_solver
-from caffepy.config.paths import PathResolver
-from caffepy.options import ExecutionOptions
-from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.formats.load import read_solver
+from caffepy.formats.paths import PathResolver
+from caffepy.formats.proto.caffe_pb2 import SolverParameter
 from caffepy.pycaffe.core.device import Device
 from caffepy.pycaffe.core.errors import ArgumentError, as_users_raise, check_file, whole_number
 from caffepy.pycaffe.mode import mode
 from caffepy.pycaffe.net import Net
-from caffepy.solvers import Action, SingleDevice, create_solver
+from caffepy.training.callback import Action, SingleDevice
+from caffepy.training.solver import create_solver
+from caffepy.utils.options import ExecutionOptions
 
 Call = Callable[[], Any]
 

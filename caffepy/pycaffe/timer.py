@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from caffepy.backend.device_scalars import HostTimedEvent
 from caffepy.backend.handles import TimedEvent
+from caffepy.backend.synchronous import HostTimedEvent
 from caffepy.pycaffe.mode import mode
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from caffepy.files import load_library
+from caffepy.utils.files import load_library
 
 _EXIT_SECONDS = 10.0
 """Seconds to wait for the driver at process exit: exiting while it starts may hang."""

@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from caffepy.config.assign import assign
-from caffepy.config.paths import PathResolver
-from caffepy.config.solver_check import check_solver
+from caffepy.distributed.launch.run import BATCH_RANKS, SINCE
+from caffepy.distributed.processes.launcher import find_launcher
 from caffepy.errors import ConfigError
-from caffepy.options.declaration import with_values
-from caffepy.parallel.launch.run import BATCH_RANKS, SINCE
-from caffepy.parallel.options import TrainOptions
-from caffepy.parallel.processes.launcher import find_launcher
-from caffepy.proto.caffe_pb2 import SolverParameter
-from caffepy.solvers.lr_find import rising_rates
+from caffepy.formats.assign import assign
+from caffepy.formats.paths import PathResolver
+from caffepy.formats.proto.caffe_pb2 import SolverParameter
+from caffepy.formats.solver_check import check_solver
+from caffepy.training.callbacks.lr_find import rising_rates
+from caffepy.training.options import TrainOptions
+from caffepy.utils.options import with_values
 
 logger = logging.getLogger(__name__)
 

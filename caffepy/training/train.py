@@ -12,22 +12,22 @@ import numpy as np
 from google.protobuf.message import EncodeError
 
 from caffepy.backend import create_backend
-from caffepy.config.load import read_net, read_solver
-from caffepy.config.upgrade import upgrade_net, upgrade_solver
 from caffepy.errors import ConfigError
+from caffepy.formats.caffemodel import write_caffemodel
+from caffepy.formats.load import read_net, read_solver
+from caffepy.formats.proto.caffe_pb2 import NetParameter, SolverParameter
+from caffepy.formats.upgrade import upgrade_net, upgrade_solver
 from caffepy.net import Net
 from caffepy.net.describe import table
-from caffepy.options.declaration import check_names, options_of
-from caffepy.parallel.options import TrainOptions
-from caffepy.parallel.p2p_manager import P2PManager
-from caffepy.progress import interactive, progress_bar
-from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter
-from caffepy.registry import suggest
-from caffepy.snapshot.caffemodel import write_caffemodel
-from caffepy.solvers import Solver, create_solver
-from caffepy.solvers.state import SavedSolver
 from caffepy.training.devices import check_gpus
+from caffepy.training.options import TrainOptions
+from caffepy.training.p2p_manager import P2PManager
 from caffepy.training.prepare import configure, train_options
+from caffepy.training.solver import Solver, create_solver
+from caffepy.training.state import SavedSolver
+from caffepy.utils.options import check_names, options_of
+from caffepy.utils.progress import interactive, progress_bar
+from caffepy.utils.registry import suggest
 
 AnyCallback: TypeAlias = "Callback | IterationCallback | Any"
 StrPath: TypeAlias = "str | PathLike[str]"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
 
 BIAS_TOO = [{"lr_mult": 1, "decay_mult": 1}, {"lr_mult": 2, "decay_mult": 0}]
 WEIGHT = [{"lr_mult": 1, "decay_mult": 1}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
 from generator.builder import CAFFE_MEAN, TEST, TRAIN, Builder
 from generator.classifiers import XAVIER, normalised_conv, vgg
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
 from generator.builder import Builder
 
 Kernel = tuple[int, int]

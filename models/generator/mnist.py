@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
 from generator.builder import Builder
 
 PIXEL = 1 / 256

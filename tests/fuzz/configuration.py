@@ -12,17 +12,17 @@ from google.protobuf import text_format
 
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.backend.meta import MetaBackend
-from caffepy.config.load import read_net, read_solver
-from caffepy.config.paths import PathResolver
-from caffepy.config.solver_check import check_solver, log_ignored
-from caffepy.data.schedule import Shard
+from caffepy.data.sharding import Shard
 from caffepy.errors import UserError
+from caffepy.formats.load import read_net, read_solver
+from caffepy.formats.paths import PathResolver
+from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.proto.registration import unite
+from caffepy.formats.solver_check import check_solver, log_ignored
 from caffepy.layers import LayerContext, layer_class
 from caffepy.net import Net
 from caffepy.net.memory_plan import plan_memory
-from caffepy.proto import caffe_pb2
-from caffepy.proto.registration import unite
-from caffepy.solvers.net_factory import NetFactory
+from caffepy.training.net_factory import NetFactory
 
 LENET_SHAPES: dict[str, tuple[int, ...]] = {"data": (1, 28, 28), "label": ()}
 
@@ -40,8 +40,8 @@ class SolverText(TextTarget):
         self.texts = seeds.solvers()
 
     def read(self) -> None:
-        from caffepy.solvers import policies
-        from caffepy.solvers.rules import RULES
+        from caffepy.training import policies
+        from caffepy.training.rules import RULES
 
         param = read_solver(self.path)
         check_solver(param, str(self.path))
@@ -177,7 +177,7 @@ class RunLog(TextTarget):
     share = 2
 
     def prepare(self) -> None:
-        from caffepy.config.run_log import describe_solver
+        from caffepy.formats.logged_solver import describe_solver
 
         prefix = "I1121 11:29:00.123456 12345 run_log.py:40] "
         path = self.folder / "solver.prototxt"
@@ -188,7 +188,7 @@ class RunLog(TextTarget):
             self.texts.append("\n".join([f"{prefix}caffepy train", *lines, f"{prefix}Solving"]) + "\n")
 
     def read(self) -> None:
-        from caffepy.config.run_log import read_logged_solver
+        from caffepy.formats.logged_solver import read_logged_solver
 
         param, folder = read_logged_solver(self.path)
         check_solver(param, str(self.path))
@@ -208,8 +208,8 @@ class DetectionFiles(TextTarget):
         self.layer = layer_class(param.type)(param, LayerContext(MetaBackend()))
 
     def read(self) -> None:
-        from caffepy.layers.detection.detection_output import read_label_map
-        from caffepy.layers.detection.image_sizes import read_image_sizes
+        from caffepy.layers.detection.boxes import read_image_sizes
+        from caffepy.layers.detection.output import read_label_map
 
         for reader in (read_label_map, read_image_sizes):
             with contextlib.suppress(UserError):

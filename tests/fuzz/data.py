@@ -12,7 +12,7 @@ from fuzz.mutate import Random, damage_text
 from fuzz.mutate_hdf5 import damage_hdf5, damage_structure, structured_files
 from fuzz.target import BinaryTarget, TextTarget
 
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
 
 
 class Lmdb(BinaryTarget):
@@ -41,7 +41,7 @@ class Lmdb(BinaryTarget):
 
 def read_records(source: Any) -> None:
     """Parse the first records of a source."""
-    from caffepy.data.images.datum import parse_datum
+    from caffepy.data.datum import parse_datum
 
     for number in range(min(len(source), 400)):
         with contextlib.suppress(_data_error()):
@@ -51,13 +51,13 @@ def read_records(source: Any) -> None:
 def read_batch(source: Any) -> None:
     """Load the first records into a batch of bytes, or of floats where they are none of bytes."""
     from caffepy.data.loader import DatumLoader
-    from caffepy.data.order import RecordOrder
     from caffepy.data.prefetch import Batch
+    from caffepy.data.sampler import Sampler
     from caffepy.data.transform import Transformer
 
     count = min(len(source), 16)
     transformer = Transformer(caffe_pb2.TransformationParameter(mirror=True), caffe_pb2.TRAIN)
-    loader = DatumLoader(source, RecordOrder(len(source)), transformer)
+    loader = DatumLoader(source, Sampler(len(source)), transformer)
     try:
         images = loader.byte_images(count)
         if images is not None and images.slot.size < 1 << 24:
@@ -128,7 +128,7 @@ class Hdf5Data(BinaryTarget):
         return damage_structure(data, random) if chance > 0.4 else data
 
     def read(self) -> None:
-        from caffepy.layers.input.hdf5_data import Hdf5Source
+        from caffepy.layers.input.hdf5 import Hdf5Source
 
         source = Hdf5Source(self.list, ["data", "label"])
         try:
@@ -176,7 +176,7 @@ class WindowTable(TextTarget):
         self.texts = ["filename,ymin,xmin,ymax,xmax\na.png,1,2,30,40\nb.png,0.5,1e1,9,9\n"]
 
     def read(self) -> None:
-        from caffepy.predict import read_windows
+        from caffepy.infer.windows import read_windows
 
         read_windows(self.path)
 
@@ -227,7 +227,7 @@ class Npy(BinaryTarget):
         return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(random.choice((0, 48, 300)))
 
     def read(self) -> None:
-        from caffepy.predict.images import list_images, read_any_mean
+        from caffepy.infer.images import list_images, read_any_mean
 
         with contextlib.suppress(_data_error()):
             read_any_mean(str(self.path))
@@ -243,7 +243,7 @@ class Image(BinaryTarget):
         self.blobs = seeds.images()
 
     def use(self, data: bytes) -> None:
-        from caffepy.data.images.datum import decode_image
+        from caffepy.data.datum import decode_image
 
         decode_image(data)
 
@@ -256,7 +256,7 @@ class Datum(BinaryTarget):
         self.blobs = [record.SerializeToString() for record in seeds.datum()]
 
     def use(self, data: bytes) -> None:
-        from caffepy.data.images.datum import datum_shape, decode_image, parse_datum
+        from caffepy.data.datum import datum_shape, decode_image, parse_datum
 
         record, values = parse_datum(data)
         if record.encoded:
@@ -277,7 +277,7 @@ class Mean(BinaryTarget):
         self.blobs = [blob.SerializeToString(), raw.SerializeToString()]
 
     def read(self) -> None:
-        from caffepy.data.images.mean import read_mean
+        from caffepy.data.mean import read_mean
 
         read_mean(self.path)
 
@@ -289,7 +289,7 @@ class Blob(Mean):
     file = "infogain.binaryproto"
 
     def read(self) -> None:
-        from caffepy.data.images.mean import read_blob
+        from caffepy.data.mean import read_blob
 
         read_blob(self.path, "infogain_loss_param source")
 

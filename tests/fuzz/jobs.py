@@ -25,7 +25,7 @@ class Hostfile(TextTarget):
         self.texts = ["a slots=4\nb slots=4 max_slots=8\n", "a:4\nb:4\n# comment\na\n", "node-1.site\nuser@b\n"]
 
     def read(self) -> None:
-        from caffepy.parallel.launch.hostfile import read_hostfile
+        from caffepy.distributed.launch.hostfile import read_hostfile
 
         for host in read_hostfile(self.path):
             assert not host.name.startswith("-"), host
@@ -39,9 +39,9 @@ class Profile(TextTarget):
         self.texts = [seeds.profile()]
 
     def read(self) -> None:
-        from caffepy.plan.model import Cluster, parse_link
-        from caffepy.plan.predict import Exchange, predict
-        from caffepy.plan.profile import read_profile
+        from caffepy.scaling.model import Cluster, parse_link
+        from caffepy.scaling.predict import Exchange, predict
+        from caffepy.scaling.profile import read_profile
 
         profile = read_profile(self.path).fitted()
         predict(profile, Cluster(2, 2, parse_link("shm"), parse_link("pcie")), Exchange())
@@ -57,7 +57,7 @@ class Measurements(TextTarget):
         ]
 
     def read(self) -> None:
-        from caffepy.plan.calibrate import fit_link, read_measurements
+        from caffepy.scaling.calibrate import fit_link, read_measurements
 
         fit_link(read_measurements(self.path), "auto")
 
@@ -82,8 +82,8 @@ class Slurm(Target):
         return json.dumps(values).encode()
 
     def use(self, data: bytes) -> None:
-        from caffepy.parallel.launch.mpirun import Job
-        from caffepy.parallel.launch.slurm import find_allocation, srun_line
+        from caffepy.distributed.launch.mpirun import Job
+        from caffepy.distributed.launch.slurm import find_allocation, srun_line
 
         allocation = find_allocation({**json.loads(data), "PATH": str(self.folder)})
         if allocation is not None:
@@ -100,7 +100,7 @@ class Frames(BinaryTarget):
     share = 2
 
     def prepare(self) -> None:
-        from caffepy.parallel.store.wire import Frame, Kind, send_frame
+        from caffepy.distributed.store.wire import Frame, Kind, send_frame
 
         frames = [Frame(Kind.PUT, b"value", "key", 1.0, 2), Frame(Kind.TAKE, key="key", seconds=5), Frame(Kind.LEAVE)]
         self.blobs = []
@@ -111,7 +111,7 @@ class Frames(BinaryTarget):
                 self.blobs.append(far.recv(4096))
 
     def use(self, data: bytes) -> None:
-        from caffepy.parallel.store.wire import VALUE_LIMIT, receive_frame
+        from caffepy.distributed.store.wire import VALUE_LIMIT, receive_frame
 
         near, far = socket.socketpair()
         with near, far:
@@ -128,15 +128,15 @@ class Records(TextTarget):
     share = 2
 
     def prepare(self) -> None:
-        from caffepy.parallel.store.records import DeviceStatus, Failure
-        from caffepy.parallel.store.wire import encode
+        from caffepy.distributed.store.records import DeviceStatus, Failure
+        from caffepy.distributed.store.wire import encode
 
         status = DeviceStatus(1, "host", 7, "0", 5, 3, "a wait", 1.5)
         self.texts = [encode([status, status]).decode(), encode(Failure("it broke", 1)).decode()]
 
     def use(self, data: bytes) -> None:
-        from caffepy.parallel.store.records import DeviceStatus, Failure
-        from caffepy.parallel.store.wire import WireError, decode, decode_list
+        from caffepy.distributed.store.records import DeviceStatus, Failure
+        from caffepy.distributed.store.wire import WireError, decode, decode_list
 
         with contextlib.suppress(WireError):
             for status in decode_list(DeviceStatus, data):
@@ -155,7 +155,7 @@ class Handshake(BinaryTarget):
         self.blobs = [b"\0\x20" + bytes(32) + b'{"host": "h", "machine": "m", "process": 1}', b"GET / HTTP/1.1\r\n\r\n"]
 
     def use(self, data: bytes) -> None:
-        from caffepy.parallel.store.handshake import challenge
+        from caffepy.distributed.store.handshake import challenge
 
         near, far = socket.socketpair()
         with near, far:
@@ -199,8 +199,8 @@ class Member(TextTarget):
         ]
 
     def use(self, data: bytes) -> None:
-        from caffepy.parallel.store.handshake import challenge
-        from caffepy.parallel.store.wire import Kind
+        from caffepy.distributed.store.handshake import challenge
+        from caffepy.distributed.store.wire import Kind
 
         def reply(received: bytes) -> bytes:
             proof = hmac.digest(b"caffepy secret", b"client" + received[8:40] + data, "sha256")
@@ -221,9 +221,9 @@ class Server(BinaryTarget):
         self.blobs = [b"caffepy1" + bytes(32) + b"\7\0\0" + (40).to_bytes(8, "big") + bytes(12) + bytes(40)]
 
     def use(self, data: bytes) -> None:
-        from caffepy.parallel.store.handshake import Hello, introduce
+        from caffepy.distributed.store.handshake import Handshake, introduce
 
-        introduce(cast(socket.socket, Line(lambda _: data)), "secret", Hello("h", "m", 1, 1, 2))
+        introduce(cast(socket.socket, Line(lambda _: data)), "secret", Handshake("h", "m", 1, 1, 2))
 
 
 class Environment(Target):
@@ -248,8 +248,8 @@ class Environment(Target):
         return json.dumps(values).encode()
 
     def use(self, data: bytes) -> None:
+        from caffepy.distributed.processes.launcher import find_launcher, refuse_foreign_launcher
         from caffepy.distributed.rendezvous import join
-        from caffepy.parallel.processes.launcher import find_launcher, refuse_foreign_launcher
 
         values = json.loads(data)
         launcher = find_launcher(values)

@@ -8,11 +8,11 @@ from google.protobuf import text_format
 from onnx import ModelProto
 
 from caffepy.backend.cpu.backend import CpuBackend
+from caffepy.export.onnx.prepare import Settings, build, inference_net
+from caffepy.export.onnx.write import serialised, to_model
+from caffepy.export.onnx_import.read import read_onnx
+from caffepy.formats.proto import caffe_pb2
 from caffepy.net import Net
-from caffepy.onnx.export.prepare import Settings, build, inference_net
-from caffepy.onnx.export.write import serialised, to_model
-from caffepy.onnx.importer.read import read_onnx
-from caffepy.proto import caffe_pb2
 
 _INPUT = 'layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 2 dim: 4 dim: 6 dim: 6 } } }'
 _BODIES = (

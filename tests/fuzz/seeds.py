@@ -12,11 +12,11 @@ import numpy as np
 from google.protobuf import text_format
 
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.config.load import read_net, read_solver
-from caffepy.config.paths import PathResolver
+from caffepy.formats.load import read_net, read_solver
+from caffepy.formats.paths import PathResolver
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
 
 ROOT = Path(__file__).parents[2]
 
@@ -200,7 +200,7 @@ def snapshot_solver(folder: Path, form: str = "BINARYPROTO") -> caffe_pb2.Solver
 
 def snapshots(folder: Path) -> dict[str, bytes]:
     """Snapshots as caffepy writes them, by the ending of their names; those in binary stay in the folder."""
-    from caffepy.solvers import create_solver
+    from caffepy.training.solver import create_solver
 
     found = {}
     for form, ending in (("HDF5", ".h5"), ("BINARYPROTO", "")):
@@ -258,7 +258,7 @@ def idx() -> list[bytes]:
 
 def profile() -> str:
     """A plan's profile."""
-    from caffepy.plan.profile import FORMAT, Gradient, LayerProfile, Profile
+    from caffepy.scaling.profile import FORMAT, Gradient, LayerProfile, Profile
 
     layers = (LayerProfile("a", 1.0, 2.0), LayerProfile("b", 0.5, 1.0))
     made = Profile("net", "CPU", True, 8, 1, 5.0, 0.1, 2, True, layers, (Gradient(1, 400), Gradient(0, 800)))

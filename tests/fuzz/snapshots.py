@@ -15,8 +15,8 @@ from fuzz.mutate import Random, damage_message, damage_text
 from fuzz.mutate_hdf5 import damage_hdf5, damage_structure
 from fuzz.target import BinaryTarget, FileTarget
 
-from caffepy.proto import caffe_pb2
-from caffepy.snapshot.binary import iter_blobs, with_checksum
+from caffepy.formats.binary import iter_blobs, with_checksum
+from caffepy.formats.proto import caffe_pb2
 
 
 def resealed(message: caffe_pb2.NetParameter | caffe_pb2.SolverState) -> bytes:
@@ -36,8 +36,8 @@ def reseal_hdf5(file: h5py.File, buffer: io.BytesIO) -> None:
     Raises:
         TypeError, ValueError: it cannot be read as a snapshot.
     """
-    from caffepy.hdf5 import read_hdf5
-    from caffepy.snapshot.hdf5 import content_checksum
+    from caffepy.formats.hdf5 import read_hdf5
+    from caffepy.formats.hdf5_snapshot import content_checksum
 
     file.flush()
     checksum, paths = content_checksum(read_hdf5(buffer))
@@ -85,8 +85,9 @@ class Weights(SnapshotTarget):
 
     def read(self) -> None:
         from caffepy.errors import SnapshotError
-        from caffepy.snapshot import binary
-        from caffepy.snapshot.caffemodel import first_difference, read_caffemodel, read_layer_shapes
+        from caffepy.formats import binary
+        from caffepy.formats.caffemodel import read_caffemodel, read_layer_shapes
+        from caffepy.net.trained_layers import first_difference
 
         with patch.object(binary, "MIN_BYTES", 64):  # arrays of such small nets stay in the file's bytes as well
             with suppress(SnapshotError):
@@ -114,7 +115,7 @@ class WeightsSafetensors(BinaryTarget):
     share = 3
 
     def prepare(self) -> None:
-        from caffepy.snapshot.caffemodel import write_caffemodel
+        from caffepy.formats.caffemodel import write_caffemodel
 
         self.net = seeds.small_net()
         write_caffemodel(self.path, "net", self.net.layers)
@@ -142,7 +143,7 @@ class State(SnapshotTarget):
         self.blobs = [*seeds.golden("binary_iter_4.solverstate"), seeds.snapshots(self.folder)["solverstate"]]
 
     def read(self) -> None:
-        from caffepy.snapshot.solverstate import find_learned_net, read_solverstate
+        from caffepy.formats.solverstate import find_learned_net, read_solverstate
 
         find_learned_net(read_solverstate(self.path).message, self.path)
 
@@ -191,7 +192,7 @@ class Restore(SnapshotTarget):
 
     def prepare(self) -> None:
         from caffepy.backend.cpu.backend import CpuBackend
-        from caffepy.solvers import create_solver
+        from caffepy.training.solver import create_solver
 
         self.blobs = [seeds.snapshots(self.folder)["solverstate"]]
         self.solver = create_solver(seeds.snapshot_solver(self.folder), CpuBackend(1))
@@ -205,7 +206,7 @@ class Restore(SnapshotTarget):
         return resealed(message)
 
     def read(self) -> None:
-        from caffepy.snapshot.files import newest_snapshot, restore_first, snapshots
+        from caffepy.formats.snapshot_files import newest_snapshot, restore_first, snapshots
 
         prefix = Path(self.solver.param.snapshot_prefix)
         with self.solver.backend.activate():

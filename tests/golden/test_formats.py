@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from training import compare_weights, open_solver, relative_error
 
-from caffepy.proto.caffe_pb2 import BlobProto, NetParameter, SolverState
-from caffepy.snapshot.binary import blob_shape, from_blob_proto, is_stored
-from caffepy.snapshot.caffemodel import read_weights
-from caffepy.snapshot.solverstate import find_learned_net, read_solverstate
+from caffepy.formats.binary import blob_shape, from_blob_proto, is_stored
+from caffepy.formats.caffemodel import read_weights
+from caffepy.formats.proto.caffe_pb2 import BlobProto, NetParameter, SolverState
+from caffepy.formats.solverstate import find_learned_net, read_solverstate
 
 FOLDER = Path(__file__).parent / "formats"
 FORMATS = {"binary": "", "hdf5": ".h5"}

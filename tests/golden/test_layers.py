@@ -10,9 +10,9 @@ import pytest
 from google.protobuf import text_format
 from layer_harness import BACKENDS, assert_near, backend_named, forward_tolerance
 
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext
 from caffepy.net.net import Net
-from caffepy.proto import caffe_pb2
 
 GOLDEN = Path(__file__).parent
 FOLDERS = {"bvlc": GOLDEN / "layers", "nvidia": GOLDEN / "nvidia" / "layers"}

@@ -10,10 +10,10 @@ import pytest
 from google.protobuf import text_format
 from layer_harness import BACKENDS, assert_near, backend_named, forward_tolerance
 
+from caffepy.formats.caffemodel import read_weights
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext
 from caffepy.net.net import Net
-from caffepy.proto import caffe_pb2
-from caffepy.snapshot.caffemodel import read_weights
 
 FOLDER = Path(__file__).parent / "nvidia" / "detection"
 FAMILIES = ("priorbox", "multibox", "detout", "deteval")

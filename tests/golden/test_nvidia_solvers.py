@@ -9,7 +9,7 @@ import pytest
 from google.protobuf import text_format
 from training import compare_weights, open_solver
 
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
 
 FOLDER = Path(__file__).parent / "nvidia" / "solvers"
 CASES = sorted(path.name.removesuffix("_solver.prototxt") for path in FOLDER.glob("*_solver.prototxt"))

@@ -27,10 +27,10 @@ import numpy as np
 from google.protobuf import text_format
 
 from caffepy.backend import Backend, Each, RandomStream, Scalar, create_backend, expression
-from caffepy.blob import Blob
-from caffepy.layers.core.base import LayerContext
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.blob import Blob
+from caffepy.layers.layer import LayerContext
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
 
 MOST = 2**31 - 1
 TOLERANCES = {"FLOAT": 2e-4, "FLOAT16": 2e-2, "BFLOAT16": 1e-1}

@@ -100,10 +100,10 @@ class Scores:
         import test_parameters_gpu as test
         from google.protobuf import text_format
 
-        from caffepy.layers.core.base import LayerContext
+        from caffepy.formats.proto import caffe_pb2
+        from caffepy.layers.layer import LayerContext
         from caffepy.net import Net
-        from caffepy.net.forward_runner import ForwardRunner
-        from caffepy.proto import caffe_pb2
+        from caffepy.net.executor import ForwardExecutor
 
         param = text_format.Parse(test.NET, caffe_pb2.NetParameter())
         param.default_forward_type = param.default_backward_type = caffe_pb2.Type.Value(kind)
@@ -113,7 +113,7 @@ class Scores:
         nets = [Net(param, LayerContext(gpu, caffe_pb2.TEST, seed=5), fuse=True) for _ in range(2)]
         with gpu.activate():
             for net, leaves in zip(nets, (False, True), strict=True):
-                runner = ForwardRunner(net)
+                runner = ForwardExecutor(net)
                 if leaves:
                     runner.offload_to_host()
                 gpu.from_host(test.images(), net.blobs["data"].data)

@@ -15,7 +15,7 @@ from primitive_checks.elementwise import mixed, two
 
 from caffepy.backend import Backend, Geometry, LrnWindow, RandomStream
 from caffepy.backend.types import DTYPES
-from caffepy.layers.activation.sigmoid import tanh_gradient
+from caffepy.layers.activation import tanh_gradient
 
 
 def everything(backend: Backend) -> tuple[Callable[[], None], list[Any]]:

@@ -11,7 +11,7 @@ from snapshot_runs import NET, SOLVER
 from training import solver_param
 
 import caffepy
-from caffepy.solvers import Solver
+from caffepy.training.solver import Solver
 
 DECAY = 0.3
 

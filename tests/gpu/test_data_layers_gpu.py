@@ -18,9 +18,9 @@ from training import CPU
 
 from caffepy.backend import Backend
 from caffepy.data.sources.record_write import record_key, write_datums
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
 
 PASSES = 5
 

@@ -12,11 +12,11 @@ from training import build_solver, solver_param, weights_of
 
 from caffepy.backend import Backend, create_backend
 from caffepy.errors import DataError
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext
 from caffepy.net.net import Net
-from caffepy.options import ExecutionOptions
-from caffepy.proto import caffe_pb2
-from caffepy.solvers import create_solver
+from caffepy.training.solver import create_solver
+from caffepy.utils.options import ExecutionOptions
 
 
 def _train(backend: Backend, text: str = "", eager: bool = False) -> tuple[float, dict[str, np.ndarray]]:

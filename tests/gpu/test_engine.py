@@ -14,8 +14,8 @@ from training import solver_param, weights_of
 
 from caffepy.backend import Backend, create_backend
 from caffepy.net.fuse import MeasuredConvolution
-from caffepy.options import ExecutionOptions
-from caffepy.solvers import Solver, create_solver
+from caffepy.training.solver import Solver, create_solver
+from caffepy.utils.options import ExecutionOptions
 
 SOLVER = 'lr_policy: "inv" gamma: 0.1 power: 0.75 momentum: 0.9 weight_decay: 0.001 random_seed: 3 '
 DATA = """layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {

@@ -10,7 +10,7 @@ import pytest
 
 from caffepy.cli.main import main
 from caffepy.data.sources.record_write import record_key, write_datums
-from caffepy.proto.caffe_pb2 import Datum, NetParameter
+from caffepy.formats.proto.caffe_pb2 import Datum, NetParameter
 
 pytestmark = pytest.mark.gpu
 

@@ -20,15 +20,15 @@ from training import solver_param, weights_of
 import caffepy
 from caffepy.backend import Backend, create_backend
 from caffepy.errors import DeviceError
-from caffepy.inference import Model
-from caffepy.layers.core.base import LayerContext, PassCounter
+from caffepy.formats.proto import caffe_pb2
+from caffepy.infer.model import Model
+from caffepy.layers.layer import LayerContext, PassCounter
 from caffepy.net import Net
+from caffepy.net.executor import ForwardExecutor
 from caffepy.net.fold import FoldedConvolution
-from caffepy.net.forward_runner import ForwardRunner
 from caffepy.net.memory_plan import plan_memory
-from caffepy.options import ExecutionOptions
-from caffepy.proto import caffe_pb2
-from caffepy.solvers import create_solver
+from caffepy.training.solver import create_solver
+from caffepy.utils.options import ExecutionOptions
 
 MODELS = Path(__file__).parents[2] / "models"
 ALLOWED = {"FLOAT": 2e-3, "FLOAT16": 0.02, "BFLOAT16": 0.1}
@@ -122,7 +122,7 @@ def outputs(net: Net) -> dict[str, Any]:
     return {name: blob.host_data() for name, blob in net.outputs.items()}
 
 
-def passes(runner: ForwardRunner, count: int) -> list[dict[str, Any]]:
+def passes(runner: ForwardExecutor, count: int) -> list[dict[str, Any]]:
     found = []
     for _ in range(count):
         runner.forward()
@@ -144,7 +144,7 @@ def test_replayed_passes_give_what_eager_and_unfused_ones_give(backend: Backend,
     exact, plain = (build(text, backend, False, dtype) for dtype in ("FLOAT", kind))
     for net in (exact, plain):
         net.forward()
-    runner, eager = ForwardRunner(build(text, backend, True, kind)), build(text, backend, True, kind)
+    runner, eager = ForwardExecutor(build(text, backend, True, kind)), build(text, backend, True, kind)
     eager.forward()
     assert any(isinstance(node.layer, FoldedConvolution) for node in runner.net.schedule)
     found, wanted = passes(runner, 3), outputs(exact)
@@ -177,7 +177,7 @@ def test_random_nets(untuned: Backend, part: int, kind: str) -> None:
                     break
                 net.forward()
                 found.append(outputs(net))
-            results = passes(ForwardRunner(nets[-1]), 3)
+            results = passes(ForwardExecutor(nets[-1]), 3)
             check_same_bits(results[1:], results[0], f"net {seed}")
             limits = errors(found[1], found[0], root_mean_square)
             for name, error in errors(results[-1], found[0], root_mean_square).items():
@@ -188,7 +188,7 @@ def test_random_nets(untuned: Backend, part: int, kind: str) -> None:
 
 def test_inputs_change_between_replays(backend: Backend) -> None:
     runner, plain = (build(NETS["residual blocks"], backend, fuse) for fuse in (True, False))
-    replayed = ForwardRunner(runner)
+    replayed = ForwardExecutor(runner)
     for seed in range(4):
         for net in (runner, plain):
             give(net, "data", np.random.default_rng(seed))
@@ -199,7 +199,7 @@ def test_inputs_change_between_replays(backend: Backend) -> None:
 
 def test_another_shape_is_captured_anew(backend: Backend) -> None:
     net, plain = (build(NETS["residual blocks"], backend, fuse) for fuse in (True, False))
-    runner = ForwardRunner(net)
+    runner = ForwardExecutor(net)
     for count in (2, 2, 2, 1, 1, 1, 2, 2):
         for each in (net, plain):
             each.blobs["data"].reshape((count, 16, 14, 14))
@@ -212,7 +212,7 @@ def test_another_shape_is_captured_anew(backend: Backend) -> None:
 
 def test_changed_parameters_are_taken_over(backend: Backend) -> None:
     net, plain = (build(NETS["residual blocks"], backend, fuse, "FLOAT16") for fuse in (True, False))
-    runner = ForwardRunner(net)
+    runner = ForwardExecutor(net)
     passes(runner, 3)
     for each in (net, plain):
         fill(each, 5)
@@ -227,8 +227,8 @@ def test_changed_parameters_are_taken_over(backend: Backend) -> None:
 def test_each_replay_draws_the_numbers_of_an_eager_pass(backend: Backend) -> None:
     text = data(2, 16, 14, 14) + unit("a", "data", 16, THREE, "ReLU", "Dropout")
     nets = [build(text, backend, False, phase=caffe_pb2.TRAIN) for _ in range(2)]
-    found = passes(ForwardRunner(nets[0]), 5)
-    eager = passes(ForwardRunner(nets[1], eager=True), 5)
+    found = passes(ForwardExecutor(nets[0]), 5)
+    eager = passes(ForwardExecutor(nets[1], eager=True), 5)
     for ours, theirs in zip(found, eager, strict=True):
         np.testing.assert_array_equal(ours["a"], theirs["a"])
     assert len({each["a"].tobytes() for each in found}) == 5

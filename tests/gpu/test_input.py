@@ -12,10 +12,10 @@ from google.protobuf import text_format
 from caffepy.backend import create_backend
 from caffepy.backend.input_ring import ImageSlot
 from caffepy.backend.types import DTYPES
-from caffepy.blob import Blob
 from caffepy.data.sources.record_write import record_key, write_datums
-from caffepy.layers.core.base import LayerContext, layer_class
-from caffepy.proto.caffe_pb2 import TRAIN, Datum, LayerParameter
+from caffepy.formats.proto.caffe_pb2 import TRAIN, Datum, LayerParameter
+from caffepy.layers.blob import Blob
+from caffepy.layers.layer import LayerContext, layer_class
 
 
 def wait_for(ring):

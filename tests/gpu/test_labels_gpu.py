@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 from training import build_solver
 
 from caffepy.backend import Backend
-from caffepy.config.text import parse_text
-from caffepy.layers.core.base import LayerContext
+from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.prototxt import parse_text
+from caffepy.layers.layer import LayerContext
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
 
 HALVES = ("FLOAT16", "BFLOAT16")
 CLASSES = 4000

@@ -16,9 +16,9 @@ from layer_cases import build_case, own_cases, pass_once, results, type_of
 from training import CPU
 
 from caffepy.backend import Backend, create_backend
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext
 from caffepy.net.net import Net
-from caffepy.proto import caffe_pb2
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted([*(GOLDEN / "layers").glob("*.npz"), *(GOLDEN / "nvidia" / "layers").glob("*.npz")])

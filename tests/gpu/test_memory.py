@@ -11,14 +11,14 @@ import pytest
 
 from caffepy.backend import Backend
 from caffepy.backend.meta import MetaBackend
-from caffepy.config.load import read_net
 from caffepy.errors import OutOfMemoryError
-from caffepy.layers.core.base import LayerContext
+from caffepy.formats.load import read_net
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.layer import LayerContext
 from caffepy.net import Net
 from caffepy.net.memory_plan import plan_memory
-from caffepy.options import ExecutionOptions
-from caffepy.proto import caffe_pb2
-from caffepy.solvers import create_solver
+from caffepy.training.solver import create_solver
+from caffepy.utils.options import ExecutionOptions
 
 MODELS = Path(__file__).parents[2] / "models"
 

@@ -12,10 +12,10 @@ from primitive_checks.convolution import NAN
 
 from caffepy.backend import Backend
 from caffepy.backend.types import DTYPES
-from caffepy.config.text import parse_text
-from caffepy.layers.core.base import LayerContext
+from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.prototxt import parse_text
+from caffepy.layers.layer import LayerContext
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

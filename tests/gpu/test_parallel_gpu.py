@@ -102,8 +102,8 @@ def test_two_ranks_divide_the_list_that_both_name(training: SubprocessTraining) 
 
 def test_nccl_alone_leaves_the_numbers_as_they_are() -> None:
     """A world of one GPU through NCCL: sum, mean and broadcast are the identity, in place, on the thread's stream."""
-    from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
-    from caffepy.parallel.communicators.nccl import NcclCommunicator, new_unique_id
+    from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
+    from caffepy.distributed.communicators.nccl import NcclCommunicator, new_unique_id
 
     backend = create_backend(0)
     with backend.activate():
@@ -126,8 +126,8 @@ def test_nccl_alone_leaves_the_numbers_as_they_are() -> None:
     ("compress", "rounded"), [("none", 1 / 3), ("fp16", float(np.float16(1 / 3))), ("bf16", 0.333984375)]
 )
 def test_averages_that_are_begun_can_be_captured_and_replayed(compress: str, rounded: float) -> None:
-    from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
-    from caffepy.parallel.communicators.nccl import NcclCommunicator, new_unique_id
+    from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
+    from caffepy.distributed.communicators.nccl import NcclCommunicator, new_unique_id
 
     backend = create_backend(0)
     with backend.activate():
@@ -155,8 +155,8 @@ def test_averages_that_are_begun_can_be_captured_and_replayed(compress: str, rou
 
 
 def test_bfloat16_on_a_gpu_has_the_bits_of_the_hosts() -> None:
-    from caffepy.parallel.communicators.compression import host_compressor
-    from caffepy.parallel.communicators.nccl import device_compressor
+    from caffepy.distributed.communicators.compression import host_compressor
+    from caffepy.distributed.communicators.nccl import device_compressor
 
     bits = np.random.default_rng(1).integers(0, 1 << 32, 100_000, np.uint32)
     bits[:6] = [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7F800000, 0x7F7FFFFF, 0x3F808000]

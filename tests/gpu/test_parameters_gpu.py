@@ -14,12 +14,12 @@ from google.protobuf import text_format
 
 from caffepy import pycaffe as caffe
 from caffepy.backend import Backend, create_backend
-from caffepy.blob import Blob
-from caffepy.inference import Model
-from caffepy.layers.core.base import LayerContext
+from caffepy.formats.proto import caffe_pb2
+from caffepy.infer.model import Model
+from caffepy.layers.blob import Blob
+from caffepy.layers.layer import LayerContext
 from caffepy.net import Net
-from caffepy.net.forward_runner import ForwardRunner
-from caffepy.proto import caffe_pb2
+from caffepy.net.executor import ForwardExecutor
 
 KINDS = ("FLOAT", "FLOAT16", "BFLOAT16")
 NET = """
@@ -193,7 +193,7 @@ def test_a_net_that_is_scored_as_caffepy_test_scores_it(gpu: Backend, kind: str)
     results = []
     with gpu.activate():
         for net, leaves in zip(nets, (False, True), strict=True):
-            runner = ForwardRunner(net)
+            runner = ForwardExecutor(net)
             if leaves:
                 runner.offload_to_host()
             gpu.from_host(images(), net.blobs["data"].data)

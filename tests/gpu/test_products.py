@@ -10,7 +10,7 @@ import pytest
 from backend_arrays import normal, to_device
 from primitive_checks.dense import FORMULAS, SIZES, TOLERANCE, TRANSPOSED, check_gemm, check_gemm_and_apply
 
-from caffepy.layers.activation.sigmoid import sigmoid_with_channel
+from caffepy.layers.activation import sigmoid_with_channel
 
 TF32 = TOLERANCE | {"float32": 2e-3}
 

@@ -12,7 +12,7 @@ from training import solver_param, weights_of
 
 import caffepy
 from caffepy.distributed import spawn
-from caffepy.solvers import Solver
+from caffepy.training.solver import Solver
 
 NET = """
 layer { name: "data" type: "DummyData" top: "data" top: "target" dummy_data_param {

@@ -9,7 +9,7 @@ import numpy as np
 from training import CPU, build_solver, weights_of
 
 from caffepy.backend import Backend
-from caffepy.options import ExecutionOptions
+from caffepy.utils.options import ExecutionOptions
 
 NET = """
 layer { name: "data" type: "DummyData" top: "x" top: "cont" top: "goal" dummy_data_param {

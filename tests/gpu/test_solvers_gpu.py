@@ -12,11 +12,11 @@ from google.protobuf import text_format
 from training import CPU, build_solver, compare_weights, relative_error, weights_of
 
 from caffepy.backend import Backend
-from caffepy.config.load import read_solver
-from caffepy.config.paths import PathResolver
-from caffepy.options import ExecutionOptions
-from caffepy.proto import caffe_pb2
-from caffepy.solvers import Solver, create_solver
+from caffepy.formats.load import read_solver
+from caffepy.formats.paths import PathResolver
+from caffepy.formats.proto import caffe_pb2
+from caffepy.training.solver import Solver, create_solver
+from caffepy.utils.options import ExecutionOptions
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = [

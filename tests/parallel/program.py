@@ -23,13 +23,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from caffepy.blob import Blob
 from caffepy.cli.main import main
-from caffepy.layers.core.base import Layer, register_layer
-from caffepy.parallel.communicators import local
-from caffepy.parallel.processes.launcher import find_launcher
-from caffepy.proto.caffe_pb2 import TRAIN
-from caffepy.solvers import Solver
+from caffepy.distributed.communicators import local
+from caffepy.distributed.processes.launcher import find_launcher
+from caffepy.formats.proto.caffe_pb2 import TRAIN
+from caffepy.layers.blob import Blob
+from caffepy.layers.layer import Layer, register_layer
+from caffepy.training.solver import Solver
 
 _SLEEP = 120.0
 """Seconds that nobody waits for."""

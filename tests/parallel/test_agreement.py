@@ -13,8 +13,8 @@ import pytest
 from processes import find_mpirun
 from subprocess_training import NET, SOLVER, Outcome, SubprocessTraining
 
-from caffepy.proto.caffe_pb2 import Datum
-from caffepy.snapshot.solverstate import read_solverstate
+from caffepy.formats.proto.caffe_pb2 import Datum
+from caffepy.formats.solverstate import read_solverstate
 
 _AT_A_TIME = 3
 _SETTINGS = {"iterations": 20, "snapshot": 0, "prefix": "refused"}

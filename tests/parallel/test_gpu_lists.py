@@ -19,10 +19,10 @@ shown = sys.argv[2:]
 if shown:
     os.environ["CUDA_VISIBLE_DEVICES"] = shown[rank]
 simulated_nccl.install(gpus=4)
-from caffepy.parallel.agreement import agree_on_options
-from caffepy.parallel.options import TrainOptions
-from caffepy.parallel.processes.create import create_world
-from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.training.consistency import agree_on_options
+from caffepy.training.options import TrainOptions
+from caffepy.distributed.processes.create import create_world
+from caffepy.formats.proto.caffe_pb2 import SolverParameter
 from caffepy.training.devices import check_gpus
 
 world = create_world()

@@ -10,7 +10,7 @@ from named_nets import BATCH, NamedNet, write_data
 from processes import find_mpirun
 from subprocess_training import Outcome, SubprocessTraining
 
-from caffepy.proto.caffe_pb2 import NetParameter
+from caffepy.formats.proto.caffe_pb2 import NetParameter
 
 ITERATIONS = 6
 

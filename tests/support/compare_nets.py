@@ -22,10 +22,10 @@ from fusible_nets import CLASSES, FusibleNet
 
 from caffepy.backend import Backend, create_backend
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.layers.core.base import LayerContext
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.layer import LayerContext
 from caffepy.net import Net
 from caffepy.net.memory_plan import plan_memory
-from caffepy.proto import caffe_pb2
 
 Values = dict[str, Any]
 """What a run gave, NumPy arrays by name."""

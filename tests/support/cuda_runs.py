@@ -54,14 +54,15 @@ layer { name: "accuracy" type: "Accuracy" bottom: "j" bottom: "label" top: "accu
 
 def all_expressions() -> list[Any]:
     """Every formula of the package."""
-    from caffepy import backend, layers, net, solvers
-    from caffepy.backend.elementwise import Expression
+    from caffepy import backend, forks, layers, net
+    from caffepy.backend.expression import Expression
 
-    for part in (backend, layers, net, solvers):
+    for part in (backend, layers, net, forks):
         for module in pkgutil.walk_packages(part.__path__, f"{part.__name__}."):
-            importlib.import_module(module.name)
-    from caffepy.solvers.rules import RULES, SGD
-    from caffepy.solvers.update import update_formula
+            if not module.name.endswith("_rules"):  # of exports, whose libraries may be absent
+                importlib.import_module(module.name)
+    from caffepy.training.rules import RULES, SGD
+    from caffepy.training.update import update_formula
 
     for rule in map(RULES.get, RULES):
         wanted = [rule.formula, rule.decoupled_formula] if issubclass(rule, SGD) else [rule.formula]
@@ -82,7 +83,7 @@ def run_formulas(backend: Any) -> None:
 
 def run_formula(backend: Any, formula: Any, shape: tuple[int, ...], dtype: str) -> None:
     """One formula over arrays of one shape, where Channel arguments follow the second axis."""
-    from caffepy.backend.elementwise import Kind
+    from caffepy.backend.expression import Kind
 
     for scalar in (1.0, backend.zeros(())) if Kind.SCALAR in formula.kinds and shape == SHAPES[0] else (1.0,):
         given = {Kind.CHANNEL: backend.zeros((shape[1],)), Kind.SCALAR: scalar}
@@ -98,9 +99,9 @@ def run_nets(backend: Any) -> None:
     """The golden nets, one for each layer, forward and backward in each dtype."""
     from google.protobuf import text_format
 
+    from caffepy.formats.proto import caffe_pb2
     from caffepy.layers import LayerContext
     from caffepy.net.net import Net
-    from caffepy.proto import caffe_pb2
 
     golden = ROOT / "tests" / "golden"
     for path in sorted([*(golden / "layers").glob("*.npz"), *(golden / "nvidia" / "layers").glob("*.npz")]):
@@ -118,8 +119,8 @@ def run_training(backend: Any) -> None:
     """Two iterations of a net of which much is fused, in each dtype."""
     from training import solver_param
 
-    from caffepy.options import ExecutionOptions
-    from caffepy.solvers import create_solver
+    from caffepy.training.solver import create_solver
+    from caffepy.utils.options import ExecutionOptions
 
     text = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.1 clip_gradients: 1 snapshot_diff: '
     for kind, diff in [*((kind, "false") for kind in BLOB_DTYPES), ("FLOAT16", "true")]:
@@ -133,10 +134,10 @@ def run_inference(backend: Any) -> None:
     """The same net in the TEST phase, folded, in each dtype; input and output by pinned memory."""
     from google.protobuf import text_format
 
+    from caffepy.formats.proto import caffe_pb2
     from caffepy.layers import LayerContext
-    from caffepy.net.forward_runner import ForwardRunner
+    from caffepy.net.executor import ForwardExecutor
     from caffepy.net.net import Net
-    from caffepy.proto import caffe_pb2
 
     for kind in BLOB_DTYPES:
         param = text_format.Parse(NET, caffe_pb2.NetParameter())
@@ -144,7 +145,7 @@ def run_inference(backend: Any) -> None:
         net = Net(param, LayerContext(backend, caffe_pb2.TEST), fuse=True)
         assert any("Convolution + BatchNorm + Scale + Eltwise + ReLU" in node.layer.type for node in net.schedule)
         for wanted in (True, False):
-            runner = ForwardRunner(net, eager=wanted)
+            runner = ForwardExecutor(net, eager=wanted)
             for _ in range(3):
                 runner.forward()
         for shape in ((2, 3, 8, 8), (2, 600, 32, 32), (4, 5)):
@@ -197,7 +198,7 @@ def run_softmax(backend: Any) -> None:
 def run_batch_norm(backend: Any, dtype: str) -> None:
     """Batch normalisation with everything that may be part of its launches, ReLU's gradient and sums of arrays."""
     from caffepy.backend.types import BatchNormState, mask_bytes
-    from caffepy.layers.activation.sigmoid import sigmoid_gradient
+    from caffepy.layers.activation import sigmoid_gradient
 
     for shape in ((4, 32, 8, 8), (4, 5, 7, 7), (16, 24)):
         n = BatchNormState(*(backend.zeros((shape[1],)) for _ in range(6)), backend.zeros((1,)), 1e-5, 0.999)
@@ -224,7 +225,7 @@ def run_batch_norm(backend: Any, dtype: str) -> None:
 
 def run_products(backend: Any, dtype: str) -> None:
     """Products of matrices with a formula of their elements, as they lie and turned, with wide loads and without."""
-    from caffepy.layers.activation.sigmoid import sigmoid_with_channel
+    from caffepy.layers.activation import sigmoid_with_channel
 
     for (rows, columns, depth), turned, kind in itertools.product(
         ((100, 30, 250), (100, 256, 512), (7, 5, 19)), (False, True), {dtype, "float32"}
@@ -349,8 +350,8 @@ def run_flow(backend: Any) -> None:
 
 def run_box_loss(backend: Any) -> None:
     """SSD's loss, with mining and without."""
+    from caffepy.formats.proto import caffe_pb2
     from caffepy.layers.detection.multibox_loss import PROBLEM, device_settings
-    from caffepy.proto import caffe_pb2
 
     kinds = caffe_pb2.MultiBoxLossParameter
     locations, scores = backend.zeros((2, 48)), backend.zeros((2, 36))

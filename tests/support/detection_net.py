@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from caffepy.solvers import Solver
+from caffepy.training.solver import Solver
 
 NET = """
 name: "tiny_ssd"

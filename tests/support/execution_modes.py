@@ -28,12 +28,12 @@ from wide_nets import Values, WideNet
 
 from caffepy.backend import Backend, create_backend
 from caffepy.errors import ConfigError, ShapeError, UserError
-from caffepy.inference import Model
-from caffepy.layers.core.base import LayerContext
+from caffepy.formats.proto import caffe_pb2
+from caffepy.infer.model import Model
+from caffepy.layers.layer import LayerContext
 from caffepy.net import Net
-from caffepy.options import ExecutionOptions
-from caffepy.proto import caffe_pb2
-from caffepy.solvers import Solver, create_solver
+from caffepy.training.solver import Solver, create_solver
+from caffepy.utils.options import ExecutionOptions
 
 TRAINED = 5e-4
 """`TOLERANCE` after some iterations of training."""

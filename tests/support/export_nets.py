@@ -3,7 +3,7 @@
     python tests/support/export_nets.py --count 500
 
 An export is right, refused by name, or wrong. Inputs that no layer reads are among them, and the values of the others
-are those of the exports' own checks (`caffepy.onnx.check.random_inputs`): inverted boxes, regions outside of images.
+are those of the exports' own checks (`export/onnx/check.py`, random_inputs): inverted boxes, regions outside of images.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from torch_nets import HAS_TORCH, write_module
 from wide_nets import try_layer
 
 from caffepy.errors import ConfigError, UserError
+from caffepy.export.onnx.check import compare, larger_batch, random_inputs, run_net
+from caffepy.export.onnx.fold import fold_batch_norms, with_parameters
+from caffepy.export.onnx.libraries import run_model
+from caffepy.export.onnx.prepare import Settings, build, inference_net, varying_axes
+from caffepy.export.onnx.write import serialised, to_model
+from caffepy.export.torch.check import run_exported
+from caffepy.export.torch.code import EXPORTERS
+from caffepy.export.torch.write import find_exporters
+from caffepy.formats.proto import caffe_pb2
 from caffepy.net import Net
-from caffepy.onnx.check import compare, larger_batch, random_inputs, run_net
-from caffepy.onnx.export.prepare import Settings, build, inference_net, varying_axes
-from caffepy.onnx.export.write import serialised, to_model
-from caffepy.onnx.fold import fold_batch_norms, with_parameters
-from caffepy.onnx.libraries import run_model
-from caffepy.proto import caffe_pb2
-from caffepy.torch_export.check import run_exported
-from caffepy.torch_export.code import EXPORTERS
 
 Arrays = dict[str, np.ndarray]
 LIMITS = {"ONNX": 1e-4, "PyTorch": 1e-5}
@@ -67,6 +68,7 @@ class ExportNet(RandomNet):
 
     def __init__(self, seed: int, only: Sequence[str] = ()) -> None:
         super().__init__(seed)
+        find_exporters()
         self._open: list[Stem] = []
         kinds = list(only or (TEMPLATES if seed % 2 else [kind for kind in TEMPLATES if kind in EXPORTERS]))
         for _ in range(self._random.randint(1, 7)):

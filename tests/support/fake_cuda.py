@@ -195,7 +195,7 @@ class EveryCandidate:
 def fake_backend(math_mode: str) -> Iterator[Any]:
     """A CUDA backend without cuDNN's and cuBLAS's work."""
     from caffepy.backend import create_backend
-    from caffepy.backend.cuda import dense
+    from caffepy.backend.cuda import gemm as dense
     from caffepy.backend.cuda.convolution import cudnn, registry, space_to_depth
 
     library = MagicMock()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from caffepy.parallel.processes.world import SingleProcess
-from caffepy.parallel.store.records import Failure
+from caffepy.distributed.processes.world import SingleProcess
+from caffepy.distributed.store.records import Failure
 
 
 def same(rank: int, value: Any) -> Any:

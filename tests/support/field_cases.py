@@ -14,11 +14,11 @@ from google.protobuf import text_format
 from google.protobuf.message import Message
 from training import CPU
 
-from caffepy.config.fields import schema_name
 from caffepy.errors import CaffepyError
+from caffepy.formats.fields import schema_name
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext, layer_class
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
 
 IMAGE = "2x4x6x6"
 LABELS = "L"

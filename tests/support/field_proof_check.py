@@ -2,7 +2,7 @@
 
     python tests/support/field_proof_check.py [--again FILE] [REGEX]
 
-For each field of `tests/unit/config/field_proofs.txt` whose name matches, its test runs in a process of its own in
+For each field of `tests/unit/formats/field_proofs.txt` whose name matches, its test runs in a process of its own in
 which the field is cleared from every message that enters caffepy or is serialised. A test that still passes says
 nothing about the field: it is printed as SURVIVES. A test that runs for more than five minutes is printed as TIMED
 OUT. A field whose test compares parsed messages may be printed wrongly; read the test.
@@ -24,9 +24,9 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
-from caffepy.config.fields import schema_name
-from caffepy.config.messages import walk_fields
-from caffepy.config.text import parse_text
+from caffepy.formats.fields import schema_name
+from caffepy.formats.messages import walk_fields
+from caffepy.formats.prototxt import parse_text
 
 TESTS = Path(__file__).resolve().parents[1]
 PACKAGE = str(TESTS.parent / "caffepy") + os.sep
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("regex", nargs="?", default="", help="which fields")
     given = parser.parse_args()
     done = given.again.read_text() if given.again and given.again.exists() else ""
-    proofs = (TESTS / "unit" / "config" / "field_proofs.txt").read_text()
+    proofs = (TESTS / "unit" / "formats" / "field_proofs.txt").read_text()
     for name, proof in re.findall(r"(?m)^([\w.]+): (.+)$", proofs):
         if not re.search(given.regex, name) or f"{name} " in done:
             continue

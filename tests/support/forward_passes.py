@@ -9,10 +9,10 @@ from fake_graph_backend import FakeGraphBackend
 from google.protobuf import text_format
 
 from caffepy.backend import Backend
-from caffepy.layers.core.base import LayerContext
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.layer import LayerContext
 from caffepy.net import Net
-from caffepy.net.forward_runner import ForwardRunner
-from caffepy.proto import caffe_pb2
+from caffepy.net.executor import ForwardExecutor
 
 NET = """
 layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 2 dim: 3 dim: 5 dim: 5 } } }
@@ -40,6 +40,6 @@ def give(net: Net, seed: int) -> None:
     net.backend.from_host(np.random.default_rng(seed).standard_normal(blob.shape), blob.data)
 
 
-def values(runner: ForwardRunner) -> Any:
+def values(runner: ForwardExecutor) -> Any:
     runner.forward()
     return runner.net.blobs["out"].host_data()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random_nets import RandomNet, Shape, Stem, input_layer
 
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
 
 CLASSES = 3
 KEEPS, FALSE, TRUE = None, False, True

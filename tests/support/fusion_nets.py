@@ -8,9 +8,9 @@ import numpy as np
 from google.protobuf import text_format
 
 from caffepy.backend import create_backend
-from caffepy.layers.core.base import LayerContext
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.layer import LayerContext
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
 
 CPU = create_backend(None, 1)
 DATA = """

@@ -8,9 +8,9 @@ from field_cases import CASES, IMAGE, Case, add_inputs, values_of
 from google.protobuf import text_format
 
 from caffepy.backend import Backend
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
 
 RECURRENT = "num_output: 3 weight_filler { type: 'xavier' }"
 DEPTHWISE = "kernel_size: 3 pad: 1 weight_filler { type: 'xavier' }"
@@ -52,17 +52,17 @@ MORE = (
 ELSEWHERE = {
     "BoxData": "gpu/test_data_layers_gpu.py",
     "Cast": "gpu/test_layers_gpu.py",
-    "DenseImageData": "unit/layers/input/test_label_maps.py",
-    "CustomData": "unit/layers/input/test_custom_data.py",
+    "DenseImageData": "unit/forks/segmentation/test_label_maps.py",
+    "CustomData": "unit/forks/pose/test_custom_data.py",
     "HDF5Data": "gpu/test_data_layers_gpu.py",
     "HDF5Output": "unit/layers/input/test_memory.py",
-    "ImageLabelmapData": "unit/layers/input/test_label_maps.py",
-    "ImageSegData": "unit/layers/input/test_label_maps.py",
+    "ImageLabelmapData": "unit/forks/segmentation/test_label_maps.py",
+    "ImageSegData": "unit/forks/segmentation/test_label_maps.py",
     "MemoryData": "unit/layers/input/test_memory.py",
     "Python": "gpu/test_solvers_gpu.py",
-    "CPMData": "unit/layers/input/test_pose_data.py",
-    "OPData": "unit/layers/input/test_pose_data.py",
-    "SegData": "unit/layers/input/test_label_maps.py",
+    "CPMData": "unit/forks/pose/test_pose_data.py",
+    "OPData": "unit/forks/pose/test_pose_data.py",
+    "SegData": "unit/forks/segmentation/test_label_maps.py",
     "VideoSegmentationData": "unit/layers/input/test_video_clips.py",
     "VideoWithVoxelTruthData": "unit/layers/input/test_video_clips.py",
     "VideoData": "gpu/test_data_layers_gpu.py",

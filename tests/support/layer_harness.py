@@ -17,11 +17,11 @@ import numpy as np
 from google.protobuf import text_format
 
 from caffepy.backend import Backend, create_backend
-from caffepy.blob import Blob
-from caffepy.config.dialect import Dialect, choose_dialect
-from caffepy.data.schedule import Shard
+from caffepy.data.sharding import Shard
+from caffepy.formats.dialect import Dialect, choose_dialect
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import Layer, LayerContext, layer_class
-from caffepy.proto import caffe_pb2
+from caffepy.layers.blob import Blob
 
 Floats = Any
 """A NumPy array."""

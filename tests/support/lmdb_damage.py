@@ -28,12 +28,12 @@ from numpy.typing import NDArray
 
 from caffepy.backend.input_ring import ImageSlot
 from caffepy.data.loader import DatumLoader
-from caffepy.data.order import RecordOrder
+from caffepy.data.sampler import Sampler
 from caffepy.data.sources.lmdb import LmdbSource
 from caffepy.data.sources.lmdb_index import LmdbIndex
 from caffepy.data.transform import Transformer
 from caffepy.errors import DataError
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
 
 SETS = {"small": (300, 5, b"%08d"), "deep": (90, 5, b"%0500d"), "large": (40, 50, b"%08d")}
 """Records, height and width of their images, and keys: records within a page, a tree of three levels, and records
@@ -124,7 +124,7 @@ class Subject:
     def _loader(self, source: LmdbSource) -> tuple[DatumLoader, ImageSlot, NDArray[np.uint8]]:
         transformer = Transformer(caffe_pb2.TransformationParameter(), caffe_pb2.TEST)
         slot = ImageSlot(len(source), 1, self.size, self.size)
-        return DatumLoader(source, RecordOrder(len(source)), transformer), slot, np.zeros(slot.size, np.uint8)
+        return DatumLoader(source, Sampler(len(source)), transformer), slot, np.zeros(slot.size, np.uint8)
 
 
 def main(folder: Path, cases: int) -> dict[str, Any]:

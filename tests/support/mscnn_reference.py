@@ -8,9 +8,9 @@ from typing import Any
 from google.protobuf import text_format
 from layer_harness import backend_named
 
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext
 from caffepy.net.net import Net
-from caffepy.proto import caffe_pb2
 
 
 def iou(a: Any, b: Any, least: float = 0.0) -> float:

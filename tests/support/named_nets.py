@@ -29,19 +29,19 @@ from training import CPU, solver_param
 from caffepy.backend import create_backend
 from caffepy.distributed import DistributedDataParallel, ProcessGroup
 from caffepy.errors import SnapshotError
-from caffepy.inference import Model
-from caffepy.layers.core.base import LayerContext
+from caffepy.export.onnx.fold import fold_batch_norms, with_parameters
+from caffepy.export.onnx.libraries import run_model
+from caffepy.export.onnx.write import serialised, to_model
+from caffepy.formats.caffemodel import read_weights, write_caffemodel
+from caffepy.formats.proto import caffe_pb2
+from caffepy.infer.model import Model
+from caffepy.layers.layer import LayerContext
 from caffepy.net import Net
 from caffepy.net.deploy import deploy_net, plan_deploy
 from caffepy.net.memory_plan import plan_memory, sample_shapes
-from caffepy.onnx.export.write import serialised, to_model
-from caffepy.onnx.fold import fold_batch_norms, with_parameters
-from caffepy.onnx.libraries import run_model
-from caffepy.parallel.options import TrainOptions
-from caffepy.parallel.p2p_manager import P2PManager
-from caffepy.proto import caffe_pb2
-from caffepy.snapshot.caffemodel import read_weights, write_caffemodel
-from caffepy.solvers import Solver, create_solver
+from caffepy.training.options import TrainOptions
+from caffepy.training.p2p_manager import P2PManager
+from caffepy.training.solver import Solver, create_solver
 
 RECORDS = 60
 BATCH = 12

@@ -8,13 +8,13 @@ import numpy as np
 from google.protobuf import text_format
 
 from caffepy.backend import create_backend
+from caffepy.export.onnx.check import compare, random_inputs, run_net
+from caffepy.export.onnx.libraries import run_model
+from caffepy.export.onnx.prepare import Settings, build, inference_net
+from caffepy.export.onnx.write import serialised, to_model
+from caffepy.export.onnx_import.read import build_imported
+from caffepy.formats.proto import caffe_pb2
 from caffepy.net import Net
-from caffepy.onnx.check import compare, random_inputs, run_net
-from caffepy.onnx.export.prepare import Settings, build, inference_net
-from caffepy.onnx.export.write import serialised, to_model
-from caffepy.onnx.importer.read import build_imported
-from caffepy.onnx.libraries import run_model
-from caffepy.proto import caffe_pb2
 
 Arrays = dict[str, np.ndarray]
 BACKEND = create_backend(None, 2)

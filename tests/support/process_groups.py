@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
 from caffepy.distributed.default import connect
 from caffepy.distributed.group import ProcessGroup
 from caffepy.distributed.rendezvous import Membership
-from caffepy.parallel.communicators.local import LocalCommunicator, LocalGroup
-from caffepy.parallel.store.records import Member
-from caffepy.parallel.store.store import RankStore
+from caffepy.distributed.store.records import Member
+from caffepy.distributed.store.store import RankStore
 
 
 def run_threads(count: int, action: Callable[[int], Any]) -> list[Any]:

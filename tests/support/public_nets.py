@@ -31,19 +31,18 @@ from pathlib import Path
 import numpy as np
 
 from caffepy.backend import create_backend
-from caffepy.config.filter import filter_net, net_state
-from caffepy.config.load import read_net, read_solver
-from caffepy.config.messages import walk_fields
-from caffepy.config.solver_check import check_values
-from caffepy.config.text import parse_text
-from caffepy.config.upgrade import upgrade_net
-from caffepy.data.skeletons import model_named
 from caffepy.errors import CaffepyError
+from caffepy.forks.pose.skeletons import model_named
+from caffepy.formats.load import filter_net, net_state, read_net, read_solver
+from caffepy.formats.messages import walk_fields
+from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.prototxt import parse_text
+from caffepy.formats.solver_check import check_values
+from caffepy.formats.upgrade import upgrade_net
 from caffepy.layers import LayerContext, layer_class
 from caffepy.net import Net
 from caffepy.net.record_shape import label_shapes, object_list, told_shape
-from caffepy.proto import caffe_pb2
-from caffepy.solvers.rules import RULES
+from caffepy.training.rules import RULES
 
 DATA = ("AnnotatedData", "BoxData", "Data", "HDF5Data", "ImageData", "MemoryData", "VideoData", "WindowData")
 CLIPS = ("VideoData", "VideoSegmentationData", "VideoWithVoxelTruthData")

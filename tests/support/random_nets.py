@@ -12,7 +12,7 @@ from random import Random
 
 from google.protobuf import text_format
 
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
 
 Shape = tuple[int, ...]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
 
 SIZE, CLASSES = 48, 3
 """Pixels of a side; the background, bright rectangles and dark ones."""

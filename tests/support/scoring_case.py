@@ -11,7 +11,7 @@ import numpy as np
 from processes import program_environment
 from subprocess_training import NET, write_lmdb
 
-from caffepy.proto.caffe_pb2 import NetParameter
+from caffepy.formats.proto.caffe_pb2 import NetParameter
 
 SHAPES = {"conv": [(8, 1, 5, 5), (8,)], "ip1": [(32, 128), (32,)], "ip2": [(10, 32), (10,)]}
 DETECTIONS = """

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.transforms.sample_rng import SampleRng
+from caffepy.data.random import SampleRng
 
 
 class ScriptedRng(SampleRng):

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from caffepy.config.filter import filter_net, net_state
-from caffepy.config.load import read_net, read_solver
+from caffepy.formats.load import filter_net, net_state, read_net, read_solver
+from caffepy.formats.proto import caffe_pb2
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
 
 MODELS = Path(__file__).parents[2] / "models"
 DATA = {"Data", "AnnotatedData", "ImageData", "HDF5Data"}

@@ -13,7 +13,7 @@ import numpy as np
 import caffepy
 from caffepy import distributed
 from caffepy.errors import UserError
-from caffepy.options import ExecutionOptions
+from caffepy.utils.options import ExecutionOptions
 
 
 def train(rank: int, folder: str, batch: int, on_gpu: bool = False, eager: bool = False) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
-from caffepy.parallel.store.handshake import CONTROL, Hello, introduce
+from caffepy.distributed.store.handshake import CONTROL, Handshake, introduce
 
 GARBAGE = {
     "a letter": b"x",
@@ -46,7 +46,7 @@ def introduction(greeting: bytes, secret: str, rank: int = 1, size: int = 2, rol
 
         def introduce_and_be_left() -> None:
             with suppress(OSError):
-                introduce(theirs, secret, Hello("host", "machine", 1, rank, size, role))
+                introduce(theirs, secret, Handshake("host", "machine", 1, rank, size, role))
 
         thread = threading.Thread(target=introduce_and_be_left)
         thread.start()

@@ -25,9 +25,9 @@ from processes import (
     wait_for_end,
 )
 
-from caffepy.proto.caffe_pb2 import Datum, NetParameter
-from caffepy.snapshot.caffemodel import read_weights
-from caffepy.snapshot.solverstate import find_learned_net, read_solverstate
+from caffepy.formats.caffemodel import read_weights
+from caffepy.formats.proto.caffe_pb2 import Datum, NetParameter
+from caffepy.formats.solverstate import find_learned_net, read_solverstate
 
 PROGRAM = REPOSITORY / "tests" / "parallel" / "program.py"
 RANKS = PROGRAM.with_name("ranks.py")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from caffepy.export.onnx.check import compare, random_inputs, run_net
+from caffepy.export.torch.check import run_exported
+from caffepy.export.torch.write import Varying, to_torch
+from caffepy.formats.safetensors import write_tensors
 from caffepy.net import Net
-from caffepy.onnx.check import compare, random_inputs, run_net
-from caffepy.snapshot.safetensors import write_tensors
-from caffepy.torch_export.check import run_exported
-from caffepy.torch_export.write import Varying, to_torch
 
 Arrays = dict[str, np.ndarray]
 HAS_TORCH = importlib.util.find_spec("torch") is not None

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend import Backend, create_backend
-from caffepy.config.load import read_solver
-from caffepy.config.paths import PathResolver
-from caffepy.config.text import parse_text
-from caffepy.layers.core.base import LayerContext
+from caffepy.formats.load import read_solver
+from caffepy.formats.paths import PathResolver
+from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.prototxt import parse_text
+from caffepy.layers.layer import LayerContext
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
-from caffepy.solvers import Solver, create_solver
+from caffepy.training.solver import Solver, create_solver
 
 CPU = create_backend(None, 1)
 """One backend for all; the CPU's holds no state that one test could leave to another."""

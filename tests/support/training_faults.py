@@ -18,7 +18,7 @@ from fault_case import FaultCase
 from processes import ranks_of
 from subprocess_training import LIMIT, LONG, NET, Outcome, SubprocessTraining
 
-from caffepy.parallel.launch.supervisor import END_SECONDS
+from caffepy.distributed.launch.supervisor import END_SECONDS
 
 Started = tuple[subprocess.Popen[str], str]
 _EVERY = 5

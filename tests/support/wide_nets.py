@@ -32,9 +32,9 @@ from wide_layers import (
 
 from caffepy.backend import create_backend
 from caffepy.errors import UserError
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
 
 Values = dict[str, Any]
 

@@ -98,7 +98,7 @@ def test_every_input_is_tried_once(worker: ModuleType) -> None:
 def test_messages_are_damaged_within_their_schema(worker: ModuleType) -> None:
     from fuzz.mutate import damage_message
 
-    from caffepy.proto import caffe_pb2
+    from caffepy.formats.proto import caffe_pb2
 
     changed = set()
     for seed in range(50):

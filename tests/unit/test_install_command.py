@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from caffepy import installation
-from caffepy.installation import cuda_extra, install_command
+from caffepy.utils import installation
+from caffepy.utils.installation import cuda_extra, install_command
 
 METADATA = """\
 Metadata-Version: 2.1
@@ -108,7 +108,7 @@ def test_an_index(installed: Install, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_checkout_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "setup.cfg").touch()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.setattr(installation, "__file__", str(tmp_path / "caffepy" / "installation.py"))
+    monkeypatch.setattr(installation, "__file__", str(tmp_path / "caffepy" / "utils" / "installation.py"))
     assert words(install_command("onnx")) == [f"{tmp_path}[onnx]"]
 
 

@@ -13,26 +13,26 @@ import pytest
 from onnx import TensorProto, helper
 
 from caffepy.backend.meta import MetaBackend
-from caffepy.config.assign import assign
-from caffepy.config.load import read_solver
-from caffepy.config.paths import PathResolver
-from caffepy.config.text import parse_text
 from caffepy.data.conversion.annotation_sets import read_boxes
 from caffepy.data.conversion.label_maps import create_label_map, read_label_map
 from caffepy.errors import CaffepyError
+from caffepy.export.onnx.graph import Graph
+from caffepy.export.onnx_import.read import read_onnx
+from caffepy.export.torch.code import Names
+from caffepy.formats.assign import assign
+from caffepy.formats.load import read_solver
+from caffepy.formats.paths import PathResolver
+from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.prototxt import parse_text
+from caffepy.formats.safetensors import read_tensors, write_tensors
+from caffepy.infer.detect import read_label_names
 from caffepy.layers import LayerContext
-from caffepy.loggers.contract import Run
-from caffepy.loggers.rows import CsvLogger
 from caffepy.logs.read import read_log
 from caffepy.net.memory_plan import Lifetime, assign_offsets, widest_gaps
 from caffepy.net.net import Net
-from caffepy.onnx.export.graph import Graph
-from caffepy.onnx.importer.read import read_onnx
-from caffepy.predict.detect import read_label_names
-from caffepy.project.data_sets import coco_data_set, read_classes
-from caffepy.proto import caffe_pb2
-from caffepy.snapshot.safetensors import read_tensors, write_tensors
-from caffepy.torch_export.code import Names
+from caffepy.scaffold.data_sets import coco_data_set, read_classes
+from caffepy.training.callbacks.loggers.contract import Run
+from caffepy.training.callbacks.loggers.rows import CsvLogger
 
 Task = Callable[[], object]
 GLOG = "I1121 11:29:00.123456 12345 solver.py:123]"

@@ -12,14 +12,13 @@ from small_models import DATA, MODELS, QUICK, SLOW, Small, normal, with_inputs
 from training import CPU
 
 from caffepy.backend.meta import MetaBackend
-from caffepy.config.filter import filter_net, net_state
-from caffepy.config.load import read_net, read_solver
-from caffepy.config.paths import PathResolver
-from caffepy.config.solver_check import check_solver
+from caffepy.formats.load import filter_net, net_state, read_net, read_solver
+from caffepy.formats.paths import PathResolver
+from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.solver_check import check_solver
 from caffepy.layers import LayerContext, layer_class
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
-from caffepy.solvers import create_solver
+from caffepy.training.solver import create_solver
 
 SOLVERS = sorted(MODELS.rglob("*solver*.prototxt"))
 DEPLOY_NETS = sorted(MODELS / f"{path}.prototxt" for path in DEPLOYS)

@@ -17,8 +17,8 @@ import caffepy
 from caffepy import distributed
 from caffepy.cli.main import build_parser, main
 from caffepy.cli.options import normalise
-from caffepy.options.declaration import options_of
-from caffepy.parallel.options import TrainOptions
+from caffepy.training.options import TrainOptions
+from caffepy.utils.options import options_of
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -28,7 +28,7 @@ DECISIONS = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "models" / "README.md", *DOCS]
 MODELS = sorted((ROOT / "models").glob("*/README.md"))
 CPU = ROOT / "caffepy" / "backend" / "cpu"
-FOLDERS = (ROOT, ROOT / "caffepy", ROOT / "caffepy" / "parallel", CPU, CPU / "convolution")
+FOLDERS = (ROOT, ROOT / "caffepy", ROOT / "caffepy" / "distributed", CPU, CPU / "convolution")
 """Where pages may begin the path of a source file."""
 WIDTH = 120
 FOREIGN_OPTIONS = re.compile(

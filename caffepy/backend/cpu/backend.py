@@ -10,11 +10,11 @@ from typing import Any
 
 import threadpoolctl
 
-from caffepy.backend.cpu.convolution.plan import CpuConvolution
+from caffepy.backend.cpu.convolution.choose import CpuConvolution
 from caffepy.backend.cpu.copy import CpuCopy
-from caffepy.backend.cpu.dense import CpuDense, Gemm
-from caffepy.backend.cpu.elementwise import CpuElementwise
+from caffepy.backend.cpu.expression import CpuElementwise
 from caffepy.backend.cpu.flow import CpuFlow
+from caffepy.backend.cpu.gemm import CpuDense, Gemm
 from caffepy.backend.cpu.indexing import CpuIndexing
 from caffepy.backend.cpu.input import CpuInput
 from caffepy.backend.cpu.jit.cpus import cpu_count
@@ -26,12 +26,12 @@ from caffepy.backend.cpu.random import CpuRandom
 from caffepy.backend.cpu.recurrent import CpuRecurrent
 from caffepy.backend.cpu.reduction import CpuReduction
 from caffepy.backend.cpu.softmax import CpuSoftmax
-from caffepy.backend.device_scalars import HostAsyncCopy, Synchronous
 from caffepy.backend.handles import AsyncCopy, Graph
 from caffepy.backend.interface import Backend
+from caffepy.backend.synchronous import HostAsyncCopy, Synchronous
 from caffepy.backend.types import Array
 from caffepy.errors import DeviceError
-from caffepy.forks import free_after_fork
+from caffepy.utils.process_fork import free_after_fork
 
 
 class Blas:

@@ -1,412 +1,385 @@
-"""The innermost loop of matrix products and convolutions: one tile of the result in vector registers.
+"""Matrix products on the CPU, in register tiles, on the kernels' thread pool.
 
-    c[r, j] = start[r, j] + sum over o, i of a[a_rows[r] + a_outer[o] + i * a_inner] * b[b_outer[o] + i * b_inner + j]
+The smaller factor is packed into panels as wide as a tile; the larger one is read in place. Inner products of a small
+batch are bound by the memory traffic of the weights, so each weight is read once and each gradient written once.
 
-optionally followed by + addend[r, j] and max(., 0) before the store.
+Products of a matrix and few vectors, all contiguous along K (an inner product layer with one to four images),
 
-An element of `a` is broadcast to a vector, which multiplies vectors of `b`. Rows, outer and inner steps have arbitrary
-offsets, so the same loop computes matrix products, convolutions straight from the image (no im2col) and their
-gradients. Numba does not keep a tile in registers, so the loop is emitted as LLVM IR. It works on every processor that
-numba supports and reaches 80 to 90 % of the peak on processors with AVX2.
+    c[j, v] (+)= sum over k of w[j, k] * x[v, k]
 
-Also defines the panels, as wide as a tile, of a product's columns, and the packing of weights.
+have their own kernel. The tile of `microkernel.py` holds results in its lanes, so with one image all lanes but one
+would be idle. Here the lanes split K, and the time is that of reading the weights once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
-from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, device_function, kernel
-from caffepy.backend.cpu.jit.vector import WIDTH, Writer, ahead, copy_vectors, transpose_square
+from caffepy.backend.cpu.jit.intrinsics import intrinsic
+from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
+from caffepy.backend.cpu.jit.kernel_graph import note_host_work
+from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, copy_vectors, table_at
+from caffepy.backend.cpu.memory import CpuMemory, Workspace
+from caffepy.backend.cpu.microkernel import COST, ROWS, Panels, WeightPacking, extended, pack_weights, tile
+from caffepy.backend.interface import DensePrimitives
+from caffepy.backend.types import Array
 
-LONG, LONG_TALL = 32, 128
-"""Inner steps above which each outer step has its own sum: sums of sums lose fewer bits than one long sum.
-
-With 24 accumulators the previous sums must be spilled to memory.
-"""
-ROWS = {1: 8, 2: 6, 3: 4}
-"""Rows of a tile by vectors: 12 accumulators (8 for the narrow tile) of 16 registers leave room for factors."""
-TALL = {1: 12, 2: 12, 3: 8} if WIDTH == 16 else ROWS
-"""Rows of a tall tile: 24 accumulators of 32 registers (AVX-512) leave room for the factors.
-
-It reads b half as often. Tiles that read a from an image are faster with fewer rows, because the rows are far apart.
-"""
-TALL1, TALL2, TALL3 = TALL[1], TALL[2], TALL[3]
-TOGETHER = 4
-"""Contiguous rows of `a` in a tile of `FOURS`, which share one address."""
-FOURS = {12: 6.5, 16: 8.5} if WIDTH == 16 else {}
-"""Rows of single-vector tiles with few addresses, and their cycles per step.
-
-Twelve addresses exceed the address registers: reloading them in each step costs as much as loading the elements.
-"""
+DOT_ROWS = 4
+"""Matrix rows read side by side."""
+MAX_VECTORS = 4
+"""Maximum vectors for which dots are faster than tiles."""
+_SPAN = 2
+"""Vector registers per row and step: enough independent sums to hide multiply-add latency."""
 
 
-class _TileWriter(Writer):
-    """Emits the tile's instructions."""
+class _DotsWriter(Writer):
+    """Emits the dot products of four rows with one vector."""
 
-    def __init__(
-        self, builder: Any, vectors: int, rows: int, arguments: list[Any], width: int, together: int
-    ) -> None:  # fmt: skip
-        super().__init__(builder, width)
-        self.rows, self.together = rows, together
-        self.long = LONG if rows == ROWS[vectors] else LONG_TALL
-        self.vectors = vectors
-        (
-            self.a, self.a_rows, self.a_outer, self.a_inner, self.b, self.b_outer, self.b_inner, self.outer, self.inner,
-            self.start, self.keep, self.c, self.c_rows, self.count, self.last, self.addend, self.adds, self.relu,
-        ) = arguments  # fmt: skip
+    def __init__(self, builder: Any, arguments: list[Any]) -> None:
+        super().__init__(builder)
+        self.w, self.w_step, self.count, self.x, self.depth, self.c, self.c_step, self.accumulate = arguments
 
     def _row(self, row: int) -> Any:
-        """Rows beyond the count alias the first row, which is readable."""
+        """Return the address of a row; rows beyond the count alias the first."""
         there = self.builder.icmp_signed("<", self.word(row), self.count)
-        return self.builder.select(there, self.word(row), self.word(0))
+        index = self.builder.select(there, self.word(row), self.word(0))
+        return self.builder.gep(self.w, [self.builder.mul(index, self.w_step)])
 
-    def _rows_of(self, source: Any, keep: Any, mask: Any) -> list[Any]:
-        """Load the tile's elements of an array with c's row layout; one row for all if `keep` is 0."""
-        sums = []
-        for row in range(self.rows):
-            offset = self.builder.mul(keep, self.table(self.c_rows, self._row(row)))
-            for vector in range(self.vectors):
-                address = self.vector_at(source, self.builder.add(offset, self.word(vector * self.width)))
-                if vector == self.vectors - 1:
-                    sums.append(self.masked_load(address, mask))
-                else:
-                    sums.append(self.builder.load(address, align=4))
-        return sums
-
-    def _step(self, a_places: list[Any], a_at: Any, b_at: Any, sums: list[Any]) -> list[Any]:
-        columns = [
-            self.builder.load(self.vector_at(self.b, self.builder.add(b_at, self.word(v * self.width))), align=4)
-            for v in range(self.vectors)
-        ]
+    def _step(self, rows: list[Any], sums: list[Any], begin: Any, load: Any) -> list[Any]:
         result = []
-        for row in range(self.rows):
-            place = self.builder.gep(a_places[row // self.together], [a_at])
-            place = self.builder.gep(place, [self.word(row % self.together)])
-            factor = self.splat(self.builder.load(place, align=4))
-            for vector in range(self.vectors):
-                result.append(self.multiply_add(factor, columns[vector], sums[row * self.vectors + vector]))
+        for span in range(len(sums) // DOT_ROWS):
+            at = self.builder.add(begin, self.word(span * WIDTH))
+            x = load(self.vector_at(self.x, at))
+            for row in range(DOT_ROWS):
+                result.append(self.multiply_add(load(self.vector_at(rows[row], at)), x, sums[span * DOT_ROWS + row]))
         return result
 
-    def _inner(self, addresses: list[Any]) -> Callable[..., Any]:
-        def body(index: Any, _: list[Any], sums: list[Any]) -> list[Any]:
-            at = [self.table(self.a_outer, index), self.table(self.b_outer, index)]
-
-            def step(_: Any, at: list[Any], inside: list[Any]) -> list[Any]:
-                result = self._step(addresses, at[0], at[1], inside)
-                return [*result, self.builder.add(at[0], self.a_inner), self.builder.add(at[1], self.b_inner)]
-
-            return self.loop(self.inner, sums, at, step)
-
-        def strided(index: Any, extra: list[Any], sums: list[Any]) -> list[Any]:
-            part = body(index, extra, self._zeros())
-            return [self.builder.fadd(total, more) for total, more in zip(sums, part, strict=True)]
-
-        def either(index: Any, extra: list[Any], sums: list[Any]) -> list[Any]:
-            long = self.builder.icmp_signed(">=", self.inner, self.word(self.long))
-            return self.choose(long, lambda: strided(index, extra, sums), lambda: body(index, extra, sums))
-
-        return either
-
-    def _zeros(self) -> list[Any]:
-        return [ir.Constant(self.vector, [0.0] * self.width)] * (self.rows * self.vectors)
-
-    def _sums(self, first: list[Any], second: list[Any]) -> list[Any]:
-        return [self.builder.fadd(x, y) for x, y in zip(first, second, strict=True)]
-
-    def _store_row(self, row: int, sums: list[Any], mask: Any) -> None:
-        offset = self.table(self.c_rows, self.word(row))
-        for vector in range(self.vectors - 1):
-            address = self.vector_at(self.c, self.builder.add(offset, self.word(vector * self.width)))
-            self.builder.store(sums[row * self.vectors + vector], address, align=4)
-        last = self.vector_at(self.c, self.builder.add(offset, self.word((self.vectors - 1) * self.width)))
-        value = sums[(row + 1) * self.vectors - 1]
-        self.store(value, last, self.last, mask)
+    def _total(self, vector: Any) -> Any:
+        """Return the horizontal sum of the lanes, by pairwise halving."""
+        half = WIDTH // 2
+        while half:
+            moved = [lane + half if lane < half else 0 for lane in range(WIDTH)]
+            mask = ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), moved)
+            vector = self.builder.fadd(vector, self.builder.shuffle_vector(vector, vector, mask))
+            half //= 2
+        return self.builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
 
     def write(self) -> None:
-        mask = self.lanes(self.last)
-        firsts = range(0, self.rows, self.together)
-        addresses = [self.builder.gep(self.a, [self.table(self.a_rows, self.word(row))]) for row in firsts]
-        sums = self.loop(self.outer, self._zeros(), [], self._inner(addresses))
-        sums = self._sums(self._rows_of(self.start, self.keep, mask), sums)
-        adds, rectifies = (self.builder.icmp_signed("!=", flag, self.word(0)) for flag in (self.adds, self.relu))
-        sums = self.choose(adds, lambda: self._sums(self._rows_of(self.addend, self.word(1), mask), sums), lambda: sums)
-        sums = self.choose(rectifies, lambda: [self.rectified(total) for total in sums], lambda: sums)
-        for row in range(self.rows):
-            with self.builder.if_then(self.builder.icmp_signed("<", self.word(row), self.count)):
-                self._store_row(row, sums, mask)
+        builder = self.builder
+        rows = [self._row(row) for row in range(DOT_ROWS)]
+        zeros = [ir.Constant(VECTOR, [0.0] * WIDTH)] * (DOT_ROWS * _SPAN)
+        step = _SPAN * WIDTH
+
+        def whole(index: Any, _: list[Any], sums: list[Any]) -> list[Any]:
+            begin = builder.mul(index, self.word(step))
+            return self._step(rows, sums, begin, lambda address: builder.load(address, align=4))
+
+        steps = builder.sdiv(self.depth, self.word(step))
+        sums = self.loop(steps, zeros, [], whole)
+        sums = [builder.fadd(sums[row], sums[DOT_ROWS + row]) for row in range(DOT_ROWS)]
+
+        def rest(index: Any, _: list[Any], sums: list[Any]) -> list[Any]:
+            begin = builder.add(builder.mul(steps, self.word(step)), builder.mul(index, self.word(WIDTH)))
+            mask = self.lanes(builder.sub(self.depth, begin))
+            return self._step(rows, sums, begin, lambda address: self.masked_load(address, mask))
+
+        left = builder.sub(self.depth, builder.mul(steps, self.word(step)))
+        count = builder.sdiv(builder.add(left, self.word(WIDTH - 1)), self.word(WIDTH))
+        for row, total in enumerate(self.loop(count, sums, [], rest)):
+            with builder.if_then(builder.icmp_signed("<", self.word(row), self.count)):
+                self._store(row, self._total(total))
+
+    def _store(self, row: int, total: Any) -> None:
+        address = self.builder.gep(self.c, [self.builder.mul(self.word(row), self.c_step)])
+        adds = self.builder.icmp_signed("!=", self.accumulate, self.word(0))
+        zero = ir.Constant(ir.FloatType(), 0.0)
+        [before] = self.choose(adds, lambda: [self.builder.load(address, align=4)], lambda: [zero])
+        self.builder.store(self.builder.fadd(before, total), address, align=4)
 
 
-def _tile(vectors: int, rows: int, width: int = WIDTH, together: int = 1) -> Any:
-    numbers, table, word = types.CPointer(types.float32), types.CPointer(types.int64), types.int64
-    signature = types.void(
-        numbers, table, table, word, numbers, table, word, word, word, numbers, word, numbers, table, word, word,
-        numbers, word, word,
-    )  # fmt: skip
+@intrinsic
+def _four_dots(  # noqa: PLR0913 -- a kernel
+    typing_context: Any, w: Any, w_step: Any, count: Any, x: Any, depth: Any, c: Any, c_step: Any, accumulate: Any
+) -> Any:
+    """c[r * c_step] (+)= dot product of row r and x, for up to four rows."""
+    numbers, word = types.CPointer(types.float32), types.int64
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        _TileWriter(builder, vectors, rows, list(arguments), width, together).write()
+        _DotsWriter(builder, list(arguments)).write()
         return context.get_dummy_value()
 
-    def typed(  # noqa: PLR0913 -- a kernel
-        typing_context: Any, a: Any, a_rows: Any, a_outer: Any, a_inner: Any, b: Any, b_outer: Any, b_inner: Any,
-        outer: Any, inner: Any, start: Any, keep: Any, c: Any, c_rows: Any, count: Any, last: Any, addend: Any,
-        adds: Any, relu: Any,
-    ) -> Any:  # fmt: skip
-        return signature, generate
-
-    return intrinsic(typed)
-
-
-HALF = WIDTH // 2 if WIDTH == 16 else 0
-"""Maximum lanes of a last vector for which single-vector tiles use half vectors: this halves the multiplications' time
-on processors with two half-vector units, and costs no more elsewhere."""
-
-
-def _tile_function(name: str, rows: dict[int, int]) -> Any:
-    """Return a function, callable by kernels, that emits a tile of 1, 2 or 3 vectors, or a half one, with these rows.
-
-    Its name identifies it in the cached machine code.
-    """
-    tile1, tile2, tile3 = (_tile(vectors, many) for vectors, many in rows.items())
-    half_tile = _tile(1, rows[1], HALF or WIDTH)
-
-    def any_tile(  # noqa: PLR0913 -- a kernel
-        vectors: Any, a: Any, a_rows: Any, a_outer: Any, a_inner: Any, b: Any, b_outer: Any, b_inner: Any, outer: Any,
-        inner: Any, start: Any, keep: Any, c: Any, c_rows: Any, count: Any, last: Any, addend: Any, adds: Any,
-        relu: Any,
-    ) -> None:  # fmt: skip
-        if vectors == 2:
-            tile2(
-                a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
-                addend, adds, relu,
-            )  # fmt: skip
-        elif vectors == 3:
-            tile3(
-                a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
-                addend, adds, relu,
-            )  # fmt: skip
-        elif last <= HALF:
-            half_tile(
-                a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
-                addend, adds, relu,
-            )  # fmt: skip
-        else:
-            tile1(
-                a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
-                addend, adds, relu,
-            )  # fmt: skip
-
-    any_tile.__name__ = any_tile.__qualname__ = name
-    return device_function(any_tile)
-
-
-tile, tall_tile = _tile_function("tile", ROWS), _tile_function("tall_tile", TALL)
-"""Tiles of `vectors` vectors with the rows of `ROWS` and `TALL`. Tables are int64. `start` is indexed by c's row offset
-times `keep` (0 or 1): one row for all (zeros, bias) or c itself. `count` rows and `last` lanes of the last vector are
-written. If `adds` is not 0, the rows of `addend`, with c's layout, are added. If `relu` is not 0, the result is
-rectified."""
-
-
-_FEW, _MANY = list(FOURS) or [ROWS[1], ROWS[1]]
-_few, _many = (_tile(1, rows, WIDTH, TOGETHER) for rows in (_FEW, _MANY))
-_half_few, _half_many = (_tile(1, rows, HALF or WIDTH, TOGETHER) for rows in (_FEW, _MANY))
-
-
-@device_function
-def tile_of_fours(  # noqa: PLR0913 -- a kernel
-    rows: Any, a: Any, a_rows: Any, a_outer: Any, a_inner: Any, b: Any, b_outer: Any, b_inner: Any, outer: Any,
-    inner: Any, start: Any, keep: Any, c: Any, c_rows: Any, count: Any, last: Any, addend: Any, adds: Any, relu: Any,
-) -> None:  # fmt: skip
-    """As `tall_tile` for one vector and a row count in `FOURS`; only every fourth of `a_rows` is read."""
-    if rows == _MANY:
-        if last <= HALF:
-            _half_many(
-                a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
-                addend, adds, relu,
-            )  # fmt: skip
-        else:
-            _many(
-                a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
-                addend, adds, relu,
-            )  # fmt: skip
-    elif last <= HALF:
-        _half_few(
-            a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
-            addend, adds, relu,
-        )  # fmt: skip
-    else:
-        _few(
-            a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
-            addend, adds, relu,
-        )  # fmt: skip
-
-
-def rows_of_fours(rows: int, run: int) -> int:
-    """Return the rows of `tile_of_fours` for rows that are contiguous in runs of `run`; 0: do not use it."""
-    choices = FOURS if run % TOGETHER == 0 else {}
-    return min(choices, key=lambda high: choices[high] * -(-rows // high), default=0)
-
-
-COST = {1: 4.5, 2: 6.0, 3: 6.0}
-"""Cycles of a tile's step by number of vectors: bound by loads in the narrow tile, else by multiplications."""
-COST_TALL = {1: 6.5, 2: 12.0, 3: 12.0} if WIDTH == 16 else COST
-"""Cycles of a tall tile's step."""
-
-
-SPARE = 16
-"""Padding entries of tables, because tiles read whole."""
-
-
-def extended(table: Any) -> ConstantTable:
-    """Return a table as int64, padded with its last entry for tiles that read beyond the end."""
-    flat = np.asarray(table, np.int64).reshape(-1)
-    if not flat.size:
-        return ConstantTable(np.zeros(SPARE, np.int64))
-    return ConstantTable(np.concatenate([flat, np.repeat(flat[-1:], SPARE)]))
-
-
-@cache
-def panel_vectors(columns: int, rows: int, tall: bool = False) -> tuple[int, ...]:
-    """Return the vectors of each panel that minimise the cycles for `rows` by `columns`, including idle lanes."""
-    vectors = -(-columns // WIDTH)
-    choices = []
-    for threes in range(vectors // 3 + 1):
-        rest = vectors - 3 * threes
-        choices.append((3,) * threes + (2,) * (rest // 2) + (1,) * (rest % 2))
-    half = 0 < (columns - 1) % WIDTH + 1 <= HALF
-    if half and vectors == 2:
-        choices.append((1, 1))
-    cost, high = (COST_TALL, TALL) if tall else (COST, ROWS)
-
-    def cycles(panels: tuple[int, ...]) -> float:
-        own = [cost[v] * -(-rows // high[v]) for v in panels]
-        return sum(own) - (own[-1] / 2 if half and panels[-1] == 1 else 0)
-
-    return min(choices, key=cycles)
-
-
-class Panels:
-    """The panels of a factor of `depth` rows by `columns` columns, to be multiplied by a factor of `rows` rows.
-
-    The widths suit tiles or, with `tall`, tall tiles; `widths` overrides them.
-
-    Attributes:
-        entries: int64 (panels, 4): vectors, first column, start in the packed buffer, lanes of the last vector.
-        size: elements of the packed buffer.
-    """
-
-    def __init__(
-        self, depth: int, columns: int, rows: int, tall: bool = False, widths: tuple[int, ...] | None = None
-    ) -> None:
-        entries, column, start = [], 0, 0
-        for vectors in panel_vectors(columns, rows, tall) if widths is None else widths:
-            last = min(WIDTH, columns - column - (vectors - 1) * WIDTH)
-            entries.append((vectors, column, start, last))
-            column += vectors * WIDTH
-            start += vectors * WIDTH * depth
-        self.entries = np.array(entries, np.int64).reshape(-1, 4)
-        self.table = ConstantTable(self.entries)
-        self.count = len(entries)
-        self.size = start
-        self.depth = depth
-        self.columns = columns
+    return types.void(numbers, word, word, numbers, word, numbers, word, word), generate
 
 
 @kernel
-def pack(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, source: Floats, rows: Words, depth: Int, step: Int, group_step: Int,
-    packed: Floats, size: Int, table: Words, panels: Int, columns: Int, width: Int,
+def dots(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, w: Floats, w_step: Int, rows: Int, x: Floats, x_step: Int, vectors: Int, depth: Int,
+    c: Floats, c_row: Int, c_vector: Int, accumulate: Int, items: Int,
 ) -> None:  # fmt: skip
-    """Element (k, j) is at rows[k] + j * step. Items are (group, panel); columns beyond the last are zero."""
+    """c (+)= w @ x transposed. Items are parts of the rows."""
+    groups = (rows + 3) // 4
     for item in range(begin, end):
-        group = item // panels
-        panel = 4 * (item % panels)
-        wide = table[panel] * width
-        first = table[panel + 1]
-        target = group * size + table[panel + 2]
-        inside = min(wide, columns - first)
-        turned = 0
-        if step != 1 and inside == wide:  # squares to transpose
-            while turned + width <= depth and rows[turned + width - 1] - rows[turned] == width - 1:
-                origin = group * group_step + rows[turned] + first * step
-                for j in range(0, wide, width):
-                    square = ahead(packed, target + turned * wide + j)
-                    transpose_square(ahead(source, origin + j * step), step, square, wide)
-                turned += width
-        for k in range(turned, depth):
-            origin = group * group_step + rows[k] + first * step
-            if step == 1:  # a vectorisable copy
-                for j in range(inside):
-                    packed[target + k * wide + j] = source[origin + j]
-            else:
-                for j in range(inside):
-                    packed[target + k * wide + j] = source[origin + j * step]
-            for j in range(inside, wide):
-                packed[target + k * wide + j] = 0
+        for group in range(item * groups // items, (item + 1) * groups // items):
+            row = 4 * group
+            for v in range(vectors):
+                _four_dots(
+                    ahead(w, row * w_step), w_step, min(4, rows - row), ahead(x, v * x_step), depth,
+                    ahead(c, row * c_row + v * c_vector), c_row, accumulate,
+                )  # fmt: skip
+
+
+GROUP = 24
+"""Rows per pass over the panels, a multiple of every tile's rows."""
+DEPTH = 256
+"""K block size. Sums of blocks lose fewer bits than one long sum."""
+SMALL = 128 * 1024
+"""Elements of a packed factor that fit the L2 cache."""
+BLOCK = 240
+"""Approximate columns to pack at a time from a large factor."""
+CACHED = 2**22
+"""Elements above which a factor comes from memory, which prefetches well only if few rows are read side by side."""
+_ZEROS = ConstantTable(np.zeros(4 * WIDTH, np.float32))
+_NO_OFFSET = ConstantTable(np.zeros(1, np.int64))
 
 
 @kernel
-def pack_rows(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, source: Floats, rows: Words, order: Words, depth: Int, group_step: Int, packed: Floats,
-    size: Int, table: Words, panels: Int, columns: Int, width: Int,
+def product_by_rows(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, a: Floats, a_step: Int, a_rows: Words, strip: Floats, strip_rows: Words,
+    packed: Floats, table: Words, panels: Int, width: Int, depth: Int, part: Int, no_offset: Words,
+    c: Floats, c_rows: Words, accumulate: Int, zeros: Floats, rows: Int, group: Int, groups: Int, items: Int,
 ) -> None:  # fmt: skip
-    """As `pack` for contiguous columns. Items are (group, row), with rows in source order."""
+    """c (+)= a * packed. Items are parts of the row groups; `strip` holds a transposed group if K is not contiguous."""
     for item in range(begin, end):
-        group, k = item // depth, order[item % depth]
-        origin = group * group_step + rows[k]
-        for panel in range(0, 4 * panels, 4):
-            vectors, first = table[panel], table[panel + 1]
-            wide = vectors * width
-            to = group * size + table[panel + 2] + k * wide
-            inside = min(wide, columns - first)
-            if inside == wide:
-                copy_vectors(ahead(source, origin + first), ahead(packed, to), vectors)
-            else:
-                for j in range(inside):
-                    packed[to + j] = source[origin + first + j]
-                for j in range(inside, wide):
-                    packed[to + j] = 0
+        for g in range(item * groups // items, (item + 1) * groups // items):
+            first = g * group
+            for k in range(0, depth, part):
+                height = min(part, depth - k)
+                keep = 1 if accumulate == 1 or k > 0 else 0
+                source = ahead(a, k * a_step)
+                offsets, step = table_at(a_rows, first), a_step
+                if a_step != 1:
+                    step = group
+                    copy = ahead(strip, item * part * group)
+                    for i in range(height):
+                        for r in range(min(group, rows - first)):
+                            copy[i * group + r] = source[i * a_step + a_rows[first + r]]
+                    source, offsets = copy, strip_rows
+                for panel in range(panels):
+                    vectors = table[4 * panel]
+                    wide = vectors * width
+                    weights = ahead(packed, table[4 * panel + 2] + k * wide)
+                    high = 6 if vectors == 2 else (4 if vectors == 3 else 8)
+                    for r in range(0, min(group, rows - first), high):
+                        target = ahead(c, c_rows[first + r] + table[4 * panel + 1])
+                        begins = target if keep == 1 else zeros
+                        tile(
+                            vectors, source, table_at(offsets, r), no_offset, step, weights, no_offset, wide, 1, height,
+                            begins, keep, target, c_rows, rows - first - r, table[4 * panel + 3],
+                            zeros, 0, 0,
+                        )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class WeightPacking:
-    """Memory layout of the weights to pack, in elements.
+@kernel
+def product_by_columns(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, a: Floats, a_rows: Words, a_step: Int, rows: Int, b: Floats, b_step: Int, columns: Int,
+    packed: Floats, vectors: Int, width: Int, depth: Int, part: Int, no_offset: Words,
+    c: Floats, c_rows: Words, accumulate: Int, zeros: Floats, high: Int, block: Int, blocks: Int, items: Int,
+    direct: Int,
+) -> None:  # fmt: skip
+    """c (+)= a * b, b contiguous along its columns. Items are parts of the column blocks.
+
+    With `direct`, whole panels are read in place instead of being packed.
+    """
+    wide = vectors * width
+    for item in range(begin, end):
+        buffer = ahead(packed, item * part * block)
+        for number in range(item * blocks // items, (item + 1) * blocks // items):
+            first = number * block
+            stop = min(first + block, columns)
+            for k in range(0, depth, part):
+                height = min(part, depth - k)
+                keep = 1 if accumulate == 1 or k > 0 else 0
+                start = stop // wide * wide if direct == 1 else first
+                for i in range(height):
+                    for j in range(start, stop, wide):
+                        source = (k + i) * b_step + j
+                        target = (j - first) * height + i * wide
+                        if j + wide <= stop:
+                            copy_vectors(ahead(b, source), ahead(buffer, target), vectors)
+                        else:
+                            for v in range(stop - j):
+                                buffer[target + v] = b[source + v]
+                for j in range(first, stop, wide):
+                    inside = min(wide, stop - j)
+                    used = (inside + width - 1) // width
+                    panel, step = ahead(buffer, (j - first) * height), wide
+                    if direct == 1 and inside == wide:
+                        panel, step = ahead(b, k * b_step + j), b_step
+                    for r in range(0, rows, high):
+                        target_at = ahead(c, c_rows[r] + j)
+                        begins = target_at if keep == 1 else zeros
+                        tile(
+                            used, ahead(a, k * a_step), table_at(a_rows, r), no_offset, a_step,
+                            panel, no_offset, step, 1, height,
+                            begins, keep, target_at, c_rows, min(high, rows - r), inside - (used - 1) * width,
+                            zeros, 0, 0,
+                        )  # fmt: skip
+
+
+@kernel
+def transpose(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, source: Floats, source_row: Int, target: Floats, target_row: Int, rows: Int, accumulate: Int
+) -> None:
+    """target[j, r] (+)= source[r, j]. Items are blocks of 16 r."""
+    for item in range(begin, end):
+        first = item * 16
+        stop = min(first + 16, rows)
+        for j in range(source_row):
+            for r in range(first, stop):
+                value = source[r * source_row + j]
+                offset = j * target_row + r
+                target[offset] = target[offset] + value if accumulate == 1 else value
+
+
+@lru_cache(maxsize=1024)
+def _offsets(count: int, step: int) -> ConstantTable:
+    """Return offsets of rows `step` elements apart, padded by repeating the last, because tiles read beyond it."""
+    return extended(np.arange(count) * step)
+
+
+@lru_cache(maxsize=1024)
+def _panels(depth: int, columns: int, rows: int) -> Panels:
+    return Panels(depth, columns, rows)
+
+
+@lru_cache(maxsize=1024)
+def even_block(columns: int, panel: int, about: int, threads: int) -> int:
+    """Return a block's columns: whole panels, near `about`, with an even load of all threads."""
+    rounds = -(-columns // (about * threads))
+    blocks = [-(-columns // (count * threads * panel)) * panel for count in range(max(1, rounds - 1), rounds + 3)]
+    return min(
+        (block for block in blocks if block <= about + 2 * panel),
+        key=lambda block: (-(-columns // (block * threads)) * block, abs(block - about)),
+    )
+
+
+def _direct_rows(rows: int, size: int) -> int:
+    """Return the rows of b per block that are read in place, given the rows of a and the size of b."""
+    if size <= CACHED:
+        return 32
+    return 8 if rows <= 8 else 16
+
+
+def _strides(matrix: Any) -> tuple[int, int]:
+    """Return strides in elements; an axis of size one counts as contiguous."""
+    first, second = (stride // matrix.itemsize for stride in matrix.strides)
+    return (first if matrix.shape[0] > 1 else matrix.shape[1]), (second if matrix.shape[1] > 1 else 1)
+
+
+class Gemm:
+    """Matrix products of one backend.
 
     Args:
-        rows: offset of each row (an element of the sum).
-        step: distance of columns.
-        groups: number of weight groups.
-        group_step: distance of groups.
-        order: rows in source order, if different; large weights are read in this order.
+        threads: the backend's threads.
+        workspace: the backend's workspace.
     """
 
-    rows: Any
-    step: int
-    groups: int = 1
-    group_step: int = 0
-    order: Any = None
+    def __init__(self, threads: int, workspace: Workspace) -> None:
+        self._threads = threads
+        self._workspace = workspace
 
+    def __call__(self, a: Any, b: Any, c: Any, accumulate: bool) -> None:
+        """c (+)= a @ b for matrices with a unit stride in one axis."""
+        if _strides(c)[1] != 1:
+            a, b, c = b.T, a.T, c.T
+        rows, depth = a.shape
+        columns = b.shape[1]
+        if not c.size:
+            return
+        if depth == 0:
+            note_host_work()
+            c[...] = c if accumulate else 0
+        elif min(rows, columns) <= MAX_VECTORS and _strides(a)[1] == 1 and _strides(b)[0] == 1:
+            self._by_dots(a, b, c, accumulate)
+        elif columns > rows and _strides(b)[1] != 1:
+            self._transposed(a, b, c, accumulate)
+        elif depth * columns <= SMALL or columns <= rows:
+            self._by_rows(a, b, c, _strides(c)[0], accumulate)
+        else:
+            self._by_columns(a, b, c, accumulate)
 
-def pack_weights(threads: int, panels: Panels, source: Any, packing: WeightPacking, packed: Any) -> None:
-    """Pack the weights of all groups into panels."""
-    if packing.order is not None and packing.step == 1:
-        pack_rows.run(
-            threads, packing.groups * panels.depth, max(1, 4096 // max(1, panels.columns)), source, packing.rows,
-            packing.order, panels.depth, packing.group_step, packed, panels.size, panels.table, panels.count,
-            panels.columns, WIDTH,
+    def _by_dots(self, a: Any, b: Any, c: Any, accumulate: bool) -> None:
+        """Compute dot products; both factors are contiguous along K and one has few rows."""
+        if a.shape[0] < b.shape[1]:
+            a, b, c = b.T, a.T, c.T
+        (rows, depth), vectors = a.shape, b.shape[1]
+        items = min(4 * self._threads, -(-rows // 4))  # more items than threads, for load balance
+        dots.run(
+            self._threads, items, 1 if rows * vectors * depth > 2**15 else items, a, _strides(a)[0], rows, b,
+            _strides(b)[1], vectors, depth, c, *_strides(c), int(accumulate), items,
         )  # fmt: skip
-        return
-    pack.run(
-        threads, packing.groups * panels.count, max(1, 4096 // max(1, panels.depth * WIDTH)), source, packing.rows,
-        panels.depth, packing.step, packing.group_step, packed, panels.size, panels.table, panels.count,
-        panels.columns, WIDTH,
-    )  # fmt: skip
+
+    def _transposed(self, a: Any, b: Any, c: Any, accumulate: bool) -> None:
+        """c transposed = b transposed @ a transposed, if b is larger and contiguous along K."""
+        rows, columns = c.shape
+        result = self._workspace.take("product", c.size)
+        self._by_rows(b.T, a.T, result, rows, accumulate=False)
+        items = -(-columns // 16)
+        transpose.run(
+            self._threads, items, max(1, 1024 // rows), result, rows, c, _strides(c)[0], columns, int(accumulate)
+        )
+
+    def _by_rows(self, a: Any, b: Any, c: Any, c_row: int, accumulate: bool) -> None:
+        (rows, depth), columns = a.shape, b.shape[1]
+        (a_row, a_step), (b_step, b_column) = _strides(a), _strides(b)
+        panels = _panels(depth, columns, rows)
+        packed = self._workspace.take("weights", panels.size)
+        pack_weights(self._threads, panels, b, WeightPacking(_offsets(depth, b_step), b_column), packed)
+        groups = -(-rows // GROUP)
+        items = min(self._threads, groups)
+        part = min(depth, DEPTH)
+        strip = self._workspace.take("strip", items * part * GROUP + WIDTH) if a_step != 1 else _ZEROS
+        product_by_rows.run(
+            self._threads, items, 1 if rows * columns * depth > 2**15 else items, a, a_step, _offsets(rows, a_row),
+            strip, _offsets(GROUP, 1), packed, panels.table, panels.count, WIDTH, depth, part, _NO_OFFSET, c,
+            _offsets(rows, c_row), int(accumulate), _ZEROS, rows, GROUP, groups, items,
+        )  # fmt: skip
+
+    def _by_columns(self, a: Any, b: Any, c: Any, accumulate: bool) -> None:
+        (rows, depth), columns = a.shape, b.shape[1]
+        (a_row, a_step), (b_row, _) = _strides(a), _strides(b)
+        vectors = min((2, 3), key=lambda v: COST[v] * -(-rows // ROWS[v]) / v)
+        # With few rows of a, a panel is read once or twice: read it in place, in long pieces of few rows of b.
+        direct = rows <= 2 * ROWS[vectors]
+        block, part = (8 * BLOCK, min(depth, _direct_rows(rows, b.size))) if direct else (BLOCK, min(depth, DEPTH))
+        block = even_block(columns, vectors * WIDTH, block, self._threads)
+        blocks = -(-columns // block)
+        items = min(self._threads, blocks)
+        product_by_columns.run(
+            self._threads, items, 1, a, _offsets(rows, a_row), a_step, rows, b, b_row, columns,
+            self._workspace.take("panels", items * part * block), vectors, WIDTH, depth, part, _NO_OFFSET, c,
+            _offsets(rows, _strides(c)[0]), int(accumulate), _ZEROS, ROWS[vectors], block, blocks, items,
+            int(direct),
+        )  # fmt: skip
+
+
+class CpuDense(DensePrimitives, CpuMemory):
+    """`DensePrimitives` of the CPU."""
+
+    _gemm: Gemm
+
+    def gemm(
+        self,
+        a: Array,
+        b: Array,
+        out: Array,
+        transpose_a: bool = False,
+        transpose_b: bool = False,
+        accumulate: bool = False,
+    ) -> None:
+        self._gemm(a.T if transpose_a else a, b.T if transpose_b else b, out, accumulate)

@@ -12,20 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.elementwise import (
-    entry_of,
-    extents_of,
-    formula_lines,
-    indented,
-    loads_of,
-    samples_of,
-    unpacked,
-)
+from caffepy.backend.cpu.expression import entry_of, extents_of, formula_lines, indented, loads_of, samples_of, unpacked
 from caffepy.backend.cpu.jit.kernel import Entry, Int, Ints, kernel
 from caffepy.backend.cpu.jit.kernel_graph import note_host_work
 from caffepy.backend.cpu.jit.threads import GRAIN
 from caffepy.backend.cpu.memory import CpuMemory
-from caffepy.backend.elementwise import Expression, Kind
+from caffepy.backend.expression import Expression, Kind
 from caffepy.backend.interface import ReductionPrimitives
 from caffepy.backend.layout import memory_order
 from caffepy.backend.types import Array

@@ -1,2 +1,2 @@
-"""The backend of one GPU, on CuPy and cuDNN. Only `caffepy.backend` imports it; cli and parallel/hardware import
-`cuda/device`."""
+"""The backend of one GPU, on CuPy and cuDNN. Only `caffepy.backend` imports it; training, distributed and cli
+import `cuda/device`."""

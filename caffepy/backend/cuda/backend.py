@@ -17,7 +17,6 @@ from caffepy.backend.cuda.convolution.plan import CudaConvolution, CudaConvoluti
 from caffepy.backend.cuda.convolution.plan_cache import PlanCache
 from caffepy.backend.cuda.convolution.problem import Problem
 from caffepy.backend.cuda.copy import CudaCopy, Staging
-from caffepy.backend.cuda.dense import Blas, CudaDense
 from caffepy.backend.cuda.detection import CudaDetection
 from caffepy.backend.cuda.device import (
     DeviceProperties,
@@ -28,8 +27,9 @@ from caffepy.backend.cuda.device import (
     device_properties,
     import_cudnn,
 )
-from caffepy.backend.cuda.elementwise import CudaElementwise
+from caffepy.backend.cuda.expression import CudaElementwise
 from caffepy.backend.cuda.flow import CudaFlow
+from caffepy.backend.cuda.gemm import Blas, CudaDense
 from caffepy.backend.cuda.graph import CudaAsyncCopy, CudaEvent, CudaGraph, CudaScalars, CudaTimedEvent
 from caffepy.backend.cuda.indexing import CudaIndexing
 from caffepy.backend.cuda.input import CudaInput
@@ -54,7 +54,7 @@ from caffepy.backend.types import (
     Array,
 )
 from caffepy.errors import ConfigError
-from caffepy.options.solver import MATH_MODES
+from caffepy.utils.options import MATH_MODES
 
 __all__ = ["CudaBackend", "DeviceProperties", "device_count", "device_names", "device_properties"]
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from caffepy.backend.elementwise import Expression, Kind, cuda_name
+from caffepy.backend.expression import Expression, Kind, cuda_name
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import numpy as np
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.layout import WIDE_LOAD
 from caffepy.backend.types import Array
-from caffepy.caches import cache_folder
 from caffepy.errors import RunError
+from caffepy.utils.caches import cache_folder
 
 logger = logging.getLogger(__name__)
 

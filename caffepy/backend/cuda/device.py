@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from caffepy.errors import DeviceError, MissingExtraError, OutOfMemoryError
-from caffepy.files import load_library
-from caffepy.installation import cuda_extra, install_command
+from caffepy.errors import DeviceError, OutOfMemoryError
+from caffepy.utils.files import load_library
+from caffepy.utils.installation import MissingExtraError, cuda_extra, install_command
 
 __all__ = [
     "GIBIBYTE",

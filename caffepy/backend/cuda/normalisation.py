@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from caffepy.backend.cuda.channel_kernels import Tuning, find_layout, flat_layout, make_plan
 from caffepy.backend.cuda.codegen import formula_of
-from caffepy.backend.cuda.columns import Tuning, find_layout, flat_layout, make_plan
 from caffepy.backend.cuda.compiler import (
     THREADS,
     c_type,
@@ -22,7 +22,7 @@ from caffepy.backend.cuda.compiler import (
 )
 from caffepy.backend.cuda.index_arithmetic import MAX_INDEX, vector_width
 from caffepy.backend.cuda.memory import CudaMemory, raw
-from caffepy.backend.elementwise import Expression, Kind
+from caffepy.backend.expression import Expression, Kind
 from caffepy.backend.interface import NormalisationPrimitives
 from caffepy.backend.types import Array, BatchNormState, LrnWindow
 

@@ -31,7 +31,7 @@ from caffepy.backend.cuda.compiler import (
     library_kernel,
 )
 from caffepy.backend.cuda.copy import copy
-from caffepy.backend.cuda.elementwise import (
+from caffepy.backend.cuda.expression import (
     Argument,
     Call,
     FormulaLaunch,
@@ -44,7 +44,7 @@ from caffepy.backend.cuda.elementwise import (
 )
 from caffepy.backend.cuda.index_arithmetic import Period, find_period, widest
 from caffepy.backend.cuda.memory import CudaMemory, Scratch, fill, flat, raw
-from caffepy.backend.elementwise import Each, Expression, Kind, expression
+from caffepy.backend.expression import Each, Expression, Kind, expression
 from caffepy.backend.interface import ReductionPrimitives
 from caffepy.backend.layout import memory_axes, view
 from caffepy.backend.types import Array

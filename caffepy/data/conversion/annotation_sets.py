@@ -20,7 +20,6 @@ from xml.parsers import expat
 import numpy as np
 
 from caffepy.backend.cpu.jit.cpus import cpu_count
-from caffepy.config.messages import field_header
 from caffepy.data.conversion.image_records import (
     ImageOptions,
     ImageRecord,
@@ -37,14 +36,14 @@ from caffepy.data.conversion.image_sets import (
     root_prefix,
 )
 from caffepy.data.conversion.label_maps import read_label_map
-from caffepy.data.conversion.ordered_map import ordered_map
-from caffepy.data.conversion.progress import Progress
-from caffepy.data.images.datum import single_threaded_opencv
+from caffepy.data.conversion.ordered_map import Progress, ordered_map
+from caffepy.data.datum import single_threaded_opencv
 from caffepy.data.sources.image_list import labelled_lines, list_lines
 from caffepy.errors import ConfigError, DataError
-from caffepy.files import atomic_write, read_regular
-from caffepy.proto import caffe_pb2
-from caffepy.registry import suggest
+from caffepy.formats.messages import field_header
+from caffepy.formats.proto import caffe_pb2
+from caffepy.utils.files import atomic_write, read_regular
+from caffepy.utils.registry import suggest
 
 logger = logging.getLogger(__name__)
 

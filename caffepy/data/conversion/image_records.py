@@ -9,12 +9,12 @@ from pathlib import PurePath
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.config.messages import field_header
-from caffepy.data.images.datum import MAX_PIXELS, decode_image, opencv
+from caffepy.data.datum import MAX_PIXELS, decode_image, opencv
 from caffepy.data.sources.image_list import MAX_IMAGE_BYTES
 from caffepy.errors import ConfigError, DataError
-from caffepy.files import read_regular
-from caffepy.proto import caffe_pb2
+from caffepy.formats.messages import field_header
+from caffepy.formats.proto import caffe_pb2
+from caffepy.utils.files import read_regular
 
 
 class UnreadableImageError(DataError):

@@ -17,9 +17,8 @@ from caffepy.data.conversion.image_records import (
     UnreadableImageError,
     read_image_record,
 )
-from caffepy.data.conversion.ordered_map import ordered_map
-from caffepy.data.conversion.progress import Progress
-from caffepy.data.images.datum import single_threaded_opencv
+from caffepy.data.conversion.ordered_map import Progress, ordered_map
+from caffepy.data.datum import single_threaded_opencv
 from caffepy.data.sources.image_list import labelled_lines
 from caffepy.data.sources.record_write import RecordWriter, check_overwrite, open_writer, record_key
 from caffepy.errors import DataError

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from google.protobuf import text_format
 
-from caffepy.config.text import decode_text, parse_text
 from caffepy.errors import ConfigError, DataError
-from caffepy.files import atomic_write, read_regular
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.prototxt import decode_text, parse_text
+from caffepy.utils.files import atomic_write, read_regular
 
 _MAX_BYTES = 1 << 24
 _LABELS = range(-(2**31), 2**31)

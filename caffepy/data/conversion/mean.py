@@ -10,15 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend.cpu.jit.cpus import cpu_count
-from caffepy.data.conversion.ordered_map import ordered_map
-from caffepy.data.conversion.progress import Progress
-from caffepy.data.images.datum import datum_shape, decode_image, parse_datum
+from caffepy.data.conversion.ordered_map import Progress, ordered_map
+from caffepy.data.datum import datum_shape, decode_image, parse_datum
 from caffepy.data.sources.leveldb import LevelDbSource, is_leveldb
 from caffepy.data.sources.lmdb import LmdbSource
 from caffepy.data.sources.source import RecordSource
 from caffepy.errors import DataError
-from caffepy.files import atomic_write
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
+from caffepy.utils.files import atomic_write
 
 _TASK_RECORDS = 64
 """Records per task."""

@@ -14,8 +14,8 @@ from caffepy.data.conversion.mean import compute_mean, write_mean
 from caffepy.data.sources.mnist import digit_datums, parse_images, parse_labels, read_idx
 from caffepy.data.sources.record_write import check_overwrite, record_key, write_datums
 from caffepy.errors import DataError
-from caffepy.files import check_output, read_regular
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
+from caffepy.utils.files import check_output, read_regular
 
 # -- MNIST ---------------------------------------------------------------------------------------------
 

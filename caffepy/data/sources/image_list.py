@@ -8,7 +8,7 @@ from pathlib import Path
 
 from caffepy.data.sources.source import hash_of
 from caffepy.errors import DataError
-from caffepy.files import read_list, read_regular
+from caffepy.utils.files import read_list, read_regular
 
 _MAX_LIST_BYTES = 1 << 30
 MAX_IMAGE_BYTES = 1 << 28

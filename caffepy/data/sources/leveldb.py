@@ -10,8 +10,9 @@ from threading import Lock
 from typing import Any
 
 from caffepy.data.sources.source import hash_of
-from caffepy.errors import DataError, MissingExtraError
-from caffepy.forks import free_after_fork
+from caffepy.errors import DataError
+from caffepy.utils.installation import MissingExtraError
+from caffepy.utils.process_fork import free_after_fork
 
 _COPIED_FILES = ("CURRENT", "MANIFEST-", "LOG")
 """Files that LevelDB rewrites, which must be copied. Tables (.ldb, .sst) are immutable and can be linked."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from caffepy.data.sources.lmdb_index import LmdbIndex, open_index
 from caffepy.data.sources.source import hash_of
 from caffepy.errors import DataError
-from caffepy.files import working_folder
+from caffepy.utils.files import working_folder
 
 
 class LmdbSource:

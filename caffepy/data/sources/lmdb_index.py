@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from caffepy.backend.cpu.jit.address import address_of
 from caffepy.backend.cpu.jit.deferred import Bytes, Int, Words, deferred_kernel, part, read_at
 from caffepy.errors import DataError
-from caffepy.files import open_regular
-from caffepy.forks import free_after_fork
+from caffepy.utils.files import open_regular
+from caffepy.utils.process_fork import free_after_fork
 
 if TYPE_CHECKING:
-    from caffepy.backend.cpu.jit.mapped_file import MappedFile
+    from caffepy.backend.cpu.jit.cache import MappedFile
 
 _MAGIC = 0xBEEFC0DE
 _VERSION = 1
@@ -387,7 +387,7 @@ class LmdbIndex:
 
         Data read from it is valid only if `check` passes afterwards.
         """
-        from caffepy.backend.cpu.jit.mapped_file import MappedFile
+        from caffepy.backend.cpu.jit.cache import MappedFile
 
         with self._lock:
             if self._mapped is None and self._mappable:

@@ -21,12 +21,12 @@ from urllib.error import HTTPError
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.images.datum import datum_shape, parse_datum
+from caffepy.data.datum import datum_shape, parse_datum
 from caffepy.data.sources.lmdb import LmdbSource
 from caffepy.data.sources.record_write import check_overwrite, record_key, write_datums
 from caffepy.errors import DataError, RunError
-from caffepy.files import open_regular
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
+from caffepy.utils.files import open_regular
 
 logger = logging.getLogger(__name__)
 

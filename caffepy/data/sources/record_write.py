@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from caffepy.errors import DataError, MissingExtraError, RunError
-from caffepy.files import locked_folder, remove_leftover_folders, temporary_beside
-from caffepy.proto import caffe_pb2
+from caffepy.errors import DataError, RunError
+from caffepy.formats.proto import caffe_pb2
+from caffepy.utils.files import locked_folder, remove_leftover_folders, temporary_beside
+from caffepy.utils.installation import MissingExtraError
 
 BACKENDS = ("lmdb", "leveldb")
 _COMMIT_EVERY = 1000

@@ -13,9 +13,9 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from caffepy.data.transforms.sample_rng import SampleRng
+from caffepy.data.random import SampleRng
 from caffepy.errors import ConfigError, DataError
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
 
 Floats = NDArray[np.float32]
 COLUMNS = 8

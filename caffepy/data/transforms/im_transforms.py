@@ -15,11 +15,11 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.images.datum import opencv
+from caffepy.data.datum import opencv
+from caffepy.data.random import SampleRng
 from caffepy.data.transforms.pixels import Pixels, call_opencv, resize
-from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import ConfigError, DataError
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
 
 Resize = caffe_pb2.ResizeParameter
 _f32 = np.float32

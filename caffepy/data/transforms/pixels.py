@@ -13,7 +13,7 @@ from typing import Any, SupportsFloat, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.images.datum import opencv
+from caffepy.data.datum import opencv
 from caffepy.errors import DataError
 
 _MAX_CHANNELS = 4

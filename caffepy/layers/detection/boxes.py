@@ -1,7 +1,12 @@
-"""Sizes and overlaps of boxes, and their encoding relative to prior boxes (`bbox_util.cpp`)."""
+"""Sizes and overlaps of boxes, their encoding relative to prior boxes, objects, and pixels of the original images.
+
+`bbox_util.cpp` of SSD's Caffe: JaccardOverlap, EncodeBBox, DecodeBBox, GetGroundTruth, OutputBBox. The columns of
+ground truth are image, label, instance, xmin, ymin, xmax, ymax, difficult.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -10,8 +15,9 @@ from numpy.typing import NDArray
 
 from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, exact_function
 from caffepy.errors import DataError
-from caffepy.layers.core.base import Layer
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.layer import Layer
+from caffepy.utils.files import read_regular
 
 Rows: TypeAlias = Any
 """A NumPy array of float32: boxes (..., 4), or one number for each box."""
@@ -158,3 +164,175 @@ def encode(priors: Priors, boxes: Rows, code: int) -> Rows:
     centers = (boxes[:, :2] + boxes[:, 2:]) / np.float32(2)
     ratios = (boxes[:, 2:] - boxes[:, :2]) / extents
     return np.concatenate([(centers - priors.centers) / extents, np.log(ratios)], axis=1) / priors.variances
+
+
+def softmax(x: Rows, axis: int) -> Rows:
+    """Return e^x / sum of e^x along an axis."""
+    powers = np.exp(x - x.max(axis, keepdims=True))
+    return powers / powers.sum(axis, keepdims=True)
+
+
+_Resize = caffe_pb2.ResizeParameter
+_MAX_BYTES = 1 << 26
+"""Size limit of a name_size_file."""
+
+
+@dataclass(frozen=True)
+class ImageSize:
+    """An image's name and its size in pixels."""
+
+    name: str
+    height: int
+    width: int
+
+
+def read_image_sizes(layer: Layer, name: str) -> list[ImageSize]:
+    """Read the lines "name height width" of a name_size_file.
+
+    Raises:
+        DataError: the file cannot be read, is empty, or has a malformed line.
+    """
+    path = layer.context.resolve(name)
+    sizes = []
+    try:
+        lines = os.fsdecode(read_regular(path, _MAX_BYTES)).splitlines()
+    except OSError as error:
+        raise layer.data_error(f"name_size_file {path} cannot be read: {error.strerror}") from error
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words:
+            continue
+        if len(words) != 3 or not all(word.isdecimal() and len(word) < 10 and int(word) > 0 for word in words[1:]):
+            raise layer.data_error(
+                f"{path}, line {number}: '{line[:80]}' is not a name, a height and a width; white "
+                "space divides, so a name cannot contain any"
+            )
+        sizes.append(ImageSize(words[0], int(words[1]), int(words[2])))
+    if not sizes:
+        raise layer.data_error(f"name_size_file {path} is empty; it needs a line 'name height width' for each image")
+    return sizes
+
+
+def check_resize(layer: Layer, param: caffe_pb2.ResizeParameter) -> None:
+    """Check the resize_param of `to_pixels`.
+
+    Raises:
+        ConfigError: height or width is missing.
+    """
+    if not (param.height and param.width):
+        raise layer.error("resize_param needs the height and width of the net's input, above 0")
+
+
+def to_pixels(boxes: Rows, image: ImageSize, resize: caffe_pb2.ResizeParameter | None) -> tuple[Rows, Rows]:
+    """Convert boxes (K, 4) of the net's input to pixels of the image, clipped to it (OutputBBox).
+
+    Args:
+        boxes: as fractions of the input's width and height.
+        image: the original image.
+        resize: how the image was resized to the net's input; None: warped.
+
+    Returns:
+        The boxes, and their areas in pixels, borders included.
+    """
+    height, width = image.height, image.width
+    mode = resize.resize_mode if resize is not None else _Resize.WARP
+    if resize is not None and mode == _Resize.FIT_SMALL_SIZE and resize.height_scale and resize.width_scale:
+        scaled = boxes * np.array([resize.width_scale, resize.height_scale] * 2, np.float32)
+        clipped = clip_boxes(scaled, height, width)
+        return clipped, box_sizes(clipped)
+    if resize is not None and mode == _Resize.FIT_LARGE_SIZE_AND_PAD:
+        boxes = _without_padding(boxes, image, resize)
+    pixels = clip_boxes(boxes) * np.array([width, height] * 2, np.float32)
+    return pixels, box_sizes(pixels, 1.0 if width > 1 or height > 1 else 0.0)
+
+
+def _without_padding(boxes: Rows, image: ImageSize, resize: caffe_pb2.ResizeParameter) -> Rows:
+    """Convert fractions of the padded input to fractions of the image in it. As in Caffe, boxes outside stay."""
+    input_height, input_width = np.float32(resize.height), np.float32(resize.width)
+    aspect = np.float32(image.width) / np.float32(image.height)
+    source = np.array([0, 0, 1, 1], np.float32)
+    if aspect > input_width / input_height:
+        part = (input_height - input_width / aspect) / np.float32(2) / input_height
+        source[1], source[3] = part, 1 - float(part)
+    else:
+        part = (input_width - input_height * aspect) / np.float32(2) / input_width
+        source[0], source[2] = part, 1 - float(part)
+    outside = (boxes[:, :2] >= source[2:]).any(1) | (boxes[:, 2:] <= source[:2]).any(1)
+    extents = np.tile(source[2:] - source[:2], 2)
+    return np.where(outside[:, None], boxes, clip_boxes((boxes - np.tile(source[:2], 2)) / extents))
+
+
+COLUMNS = 8
+
+
+@dataclass(frozen=True)
+class GroundTruth:
+    """Objects, ordered by image and row."""
+
+    images: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    boxes: Rows
+    sizes: Rows
+    difficult: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def begins(self, images: int) -> NDArray[np.int64]:
+        """Return the index of each image's first object, and the number of objects at the end (images + 1,)."""
+        return np.searchsorted(self.images, np.arange(images + 1))
+
+
+def bad_object(layer: Layer, blob: str, number: int, row: Rows) -> DataError:
+    """Return the error that row `number` of a blob has an image or a label that is not a number."""
+    return layer.data_error(
+        f"row {number} of '{blob}' has the image {row[0]:g} and the label {row[1]:g}; both must be whole numbers"
+    )
+
+
+def bad_class(layer: Layer, blob: str, image: int, label: int) -> DataError:
+    """Return the error that an object of a blob has a label outside the classes of a MultiBoxLoss."""
+    classes = layer.param.multibox_loss_param.num_classes
+    return layer.data_error(
+        f"'{blob}' has an object of class {label} in image {image} of the batch, but there are {classes} classes, 0 to "
+        f"{classes - 1}; correct the labels or num_classes"
+    )
+
+
+def _rounded(values: Rows) -> NDArray[np.int64]:
+    """Round halves away from 0, as C's round."""
+    rounded: NDArray[np.int64] = np.trunc(values + np.copysign(np.float32(0.5), values)).astype(np.int64)
+    return rounded
+
+
+def read_ground_truth(
+    layer: Layer, values: Rows, blob: str, background: int, stop_at_padding: bool = False, difficult: bool = True
+) -> GroundTruth:
+    """Return the objects in the rows of a blob (GetGroundTruth in `bbox_util.cpp`).
+
+    Rows of image -1 are padding. Objects whose label is not above the background's are dropped.
+
+    Args:
+        layer: for messages.
+        values: of the blob, 8 for each row.
+        blob: name of the blob.
+        background: label of the background.
+        stop_at_padding: whether to ignore the rows after the first padding row.
+        difficult: whether to include objects marked difficult.
+
+    Raises:
+        DataError: an image or a label is not finite.
+    """
+    rows = np.asarray(values, np.float32).reshape(-1, COLUMNS)
+    if not np.isfinite(rows[:, :2]).all():
+        number = int(np.flatnonzero(~np.isfinite(rows[:, :2]).all(1))[0])
+        raise bad_object(layer, blob, number, rows[number])
+    images = rows[:, 0].astype(np.int64)
+    if stop_at_padding and (images == -1).any():
+        end = int(np.argmax(images == -1))
+        rows, images = rows[:end], images[:end]
+    labels, hard = _rounded(rows[:, 1]), rows[:, 7] != 0
+    included = np.flatnonzero((images != -1) & (labels > background) & (difficult | ~hard))
+    order = included[np.argsort(images[included], kind="stable")]
+    boxes = np.ascontiguousarray(rows[order, 3:7])
+    return GroundTruth(images[order], labels[order], boxes, box_sizes(boxes), hard[order])

@@ -6,9 +6,10 @@ from bisect import bisect, insort
 
 import numpy as np
 
-from caffepy.blob import Blob, check_shape
-from caffepy.layers.core.base import Blobs, Layer, register_layer
+from caffepy.formats.blob_shape import check_shape
+from caffepy.layers.blob import Blob
 from caffepy.layers.detection.boxes import Rows
+from caffepy.layers.layer import Blobs, Layer, register_layer
 
 
 @register_layer("PriorBox")

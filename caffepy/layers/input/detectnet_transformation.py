@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.images.datum import opencv
-from caffepy.data.images.mean import read_mean
+from caffepy.data.datum import opencv
+from caffepy.data.mean import read_mean
+from caffepy.data.random import SampleRng
 from caffepy.data.transforms.pixels import Pixels, call_opencv, rounded, to_pixels
-from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import DataError
-from caffepy.layers.core.base import Blobs, Layer, register_layer
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.layer import Blobs, Layer, register_layer
 
 _COLUMNS = 16
 """Columns of a label: left, top, width, height, alpha, class, and ten unused ones."""
@@ -105,7 +105,7 @@ class DetectNetTransformationLayer(Layer):
     def _mean(self, size: tuple[int, int]) -> NDArray[np.float32]:
         if self._mean_file is None:
             return np.array(list(self.param.transform_param.mean_value) or [0], np.float32)
-        from caffepy.data.images.datum import opencv
+        from caffepy.data.datum import opencv
 
         return call_opencv("resize", to_pixels(self._mean_file), size[::-1], interpolation=opencv().INTER_CUBIC)
 

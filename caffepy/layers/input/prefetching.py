@@ -19,12 +19,12 @@ from caffepy.backend.input_ring import ByteImages, ImageSlot, InputRing, aligned
 from caffepy.backend.interface import Backend
 from caffepy.backend.types import Counter, RandomStream
 from caffepy.data.prefetch import Batch, Loader, Prefetcher
-from caffepy.data.schedule import TestSchedule, TrainSchedule
+from caffepy.data.sharding import TestSchedule, TrainSchedule
 from caffepy.errors import AbortedError, RunError
-from caffepy.layers.core.base import Blobs, Layer
-from caffepy.monotonic_clock import suspend_aware_seconds
-from caffepy.proto import caffe_pb2
-from caffepy.stages import COPYING, Waits
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.layer import Blobs, Layer
+from caffepy.logs.data_waits import COPYING, Waits
+from caffepy.utils.clocks import suspend_aware_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class PrefetchingLayer(Layer):
     """A layer whose batches are read by a prefetch thread.
 
     In training the tops hold this device's part of the global batch, in testing one of the batches that this device
-    scores (`caffepy.data.schedule`). The layer reads seed and pass number at the first request of a batch: a snapshot
+    scores (`caffepy.data.sharding`). The layer reads seed and pass number at the first request of a batch: a snapshot
     can be restored before that.
 
     Raises:
@@ -311,7 +311,7 @@ class PrefetchingLayer(Layer):
         return dict(self._waits.seconds)
 
     def stage_totals(self) -> dict[str, float]:
-        """Return the seconds of the reader's threads in each stage (`caffepy.stages`); empty: not measured."""
+        """Return the seconds of the reader's threads in each stage (`caffepy.logs.data_waits`); empty: not measured."""
         return {}
 
     def processor_seconds(self) -> float:

@@ -27,13 +27,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend.input_ring import ImageSlot
-from caffepy.config.paths import PathResolver
 from caffepy.data.loader import ImageLoader
 from caffepy.data.prefetch import Batch
 from caffepy.errors import AbortedError, CaffepyError, DataError, RunError
-from caffepy.forks import free_after_fork, tell_after_fork
+from caffepy.formats.paths import PathResolver
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.prefetching import PrefetchingLayer
-from caffepy.proto import caffe_pb2
+from caffepy.utils.process_fork import free_after_fork, tell_after_fork
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class ProcessLoader:
         self._lock = free_after_fork(threading.Lock())
         """Between the start of the process and `close`."""
         self.stages: dict[str, float] = {}
-        """Seconds that the process has spent in each stage (`caffepy.stages`)."""
+        """Seconds that the process has spent in each stage (`caffepy.logs.data_waits`)."""
         self.processor_seconds = 0.0
         """Seconds of the processor that the process has used."""
         tell_after_fork(self)

@@ -19,17 +19,17 @@ from numpy.typing import NDArray
 
 from caffepy.backend import create_backend
 from caffepy.backend.input_ring import ImageSlot
-from caffepy.config.dialect import Dialect
-from caffepy.config.paths import PathResolver
-from caffepy.data.images.datum import single_threaded_opencv
+from caffepy.data.datum import single_threaded_opencv
 from caffepy.data.prefetch import Batch
-from caffepy.data.schedule import Shard
+from caffepy.data.sharding import Shard
 from caffepy.data.workers import keep_freed_memory
 from caffepy.errors import CaffepyError, DataError
-from caffepy.layers.core.base import LayerContext, layer_class
+from caffepy.formats.dialect import Dialect
+from caffepy.formats.paths import PathResolver
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.images import ImagesLayer
 from caffepy.layers.input.process_loader import json_line, source_fingerprint
-from caffepy.proto import caffe_pb2
+from caffepy.layers.layer import LayerContext, layer_class
 
 _ADVICE = "leave the data as they are while a net reads them, or set threads: 1"
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.blob import check_shape
 from caffepy.data import random
 from caffepy.data.clips import (
     ClipList,
@@ -23,18 +22,19 @@ from caffepy.data.clips import (
     SegmentTransform,
     is_of_segments,
 )
-from caffepy.data.images.datum import as_channels_first, opencv
-from caffepy.data.order import RecordOrder
+from caffepy.data.datum import as_channels_first, opencv
 from caffepy.data.prefetch import Batch
+from caffepy.data.random import SampleRng
+from caffepy.data.sampler import Sampler
 from caffepy.data.sources.source import hash_of
 from caffepy.data.transform import Transformer
 from caffepy.data.transforms.pixels import Image
-from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import DataError
-from caffepy.files import working_folder
-from caffepy.layers.core.base import register_layer
+from caffepy.formats.blob_shape import check_shape
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
-from caffepy.proto import caffe_pb2
+from caffepy.layers.layer import register_layer
+from caffepy.utils.files import working_folder
 
 
 def clip_loader(  # noqa: PLR0913 -- the settings of a list
@@ -49,7 +49,7 @@ def clip_loader(  # noqa: PLR0913 -- the settings of a list
     if rand_skip > len(source):
         raise layer.error(f"rand_skip {rand_skip} is more than the {len(source)} lines of {source.description}")
     skip = random.rand_skip_count(seed, stream, rand_skip) if rand_skip else 0
-    order = RecordOrder(len(source), skip, shuffle, seed, stream)
+    order = Sampler(len(source), skip, shuffle, seed, stream)
     return ClipLoader(source, order, reader, transform, seed, stream, layer.where)
 
 

@@ -16,18 +16,18 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.images.datum import decode_image, opencv
-from caffepy.data.images.mean import read_mean
+from caffepy.data.datum import decode_image, opencv
+from caffepy.data.mean import read_mean
 from caffepy.data.prefetch import Batch
+from caffepy.data.random import SampleRng
 from caffepy.data.sources.source import hash_of
 from caffepy.data.transform import check_transform
 from caffepy.data.transforms.pixels import Image, Pixels, resize, rounded, to_pixels
-from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.data.workers import Workers
 from caffepy.errors import DataError
-from caffepy.files import read_list, read_regular
-from caffepy.layers.core.base import register_layer
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source, seeded_stream
+from caffepy.layers.layer import register_layer
+from caffepy.utils.files import read_list, read_regular
 
 
 @register_layer("WindowData")

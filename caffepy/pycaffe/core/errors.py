@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from caffepy.errors import CaffepyError, ConfigError
-from caffepy.layers.python.python_class import UserCodeError
+from caffepy.layers.python import UserCodeError
 
 
 class MissingFileError(ConfigError, RuntimeError):

@@ -12,11 +12,11 @@ import weakref
 from typing import Any
 
 from caffepy.backend.layout import address
-from caffepy.blob import Blob
 from caffepy.errors import RunError, UserError
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.blob import Blob
 from caffepy.net import Net
-from caffepy.net.forward_runner import ForwardRunner, ShapeRunners, Shapes
-from caffepy.proto import caffe_pb2
+from caffepy.net.executor import ForwardExecutor, ShapeExecutors, Shapes
 from caffepy.pycaffe.core.device import Device, HostArray
 
 logger = logging.getLogger("caffepy.pycaffe")
@@ -45,12 +45,12 @@ class InferencePath:
         runners: of its folded form; None: it never runs so.
     """
 
-    def __init__(self, net: Net, device: Device, runners: ShapeRunners | None = None) -> None:
+    def __init__(self, net: Net, device: Device, runners: ShapeExecutors | None = None) -> None:
         self._net = net
         self._device = device
         self._runners = runners
         self._begun = False
-        self._last: ForwardRunner | None = None
+        self._last: ForwardExecutor | None = None
         """What the last pass ran on while the hidden blobs have the numbers of an earlier one."""
         self._own_shapes: Shapes | None = None
         """The inputs' for which the net's own layers were last reshaped."""
@@ -97,7 +97,7 @@ class InferencePath:
         self._begun, self._last = True, None
         self._own_shapes = _input_shapes(self._net)
 
-    def _run(self, runners: ShapeRunners) -> None:
+    def _run(self, runners: ShapeExecutors) -> None:
         net, backend = self._net, self._net.backend
         if self._last is None:
             self._free_hidden()

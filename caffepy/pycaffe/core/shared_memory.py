@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from caffepy.backend import Array
 from caffepy.backend.layout import address
-from caffepy.layers.core.base import Layer
+from caffepy.layers.layer import Layer
 from caffepy.net import Net
-from caffepy.net.wiring import Node
+from caffepy.net.graph import Node
 
 
 class SharedMemory:

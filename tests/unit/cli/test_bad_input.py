@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from caffepy.cli import devices
+from caffepy.cli import nets as devices
 from caffepy.cli.main import main
 from caffepy.errors import DeviceError
 
@@ -285,7 +285,7 @@ def test_an_lmdb_that_is_not_there(run: Run):
 def test_a_label_outside_the_classes_in_an_lmdb_names_the_record(run: Run):
     import lmdb
 
-    from caffepy.proto.caffe_pb2 import Datum
+    from caffepy.formats.proto.caffe_pb2 import Datum
 
     with lmdb.open("digits_lmdb", map_size=1 << 20) as environment, environment.begin(write=True) as transaction:
         for number in range(6):
@@ -331,7 +331,7 @@ def without_cupy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     for name in [name for name in sys.modules if name.startswith("caffepy.backend.cuda")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setattr("caffepy.files.load_library", load_library)
+    monkeypatch.setattr("caffepy.utils.files.load_library", load_library)
     return has_driver
 
 
@@ -413,12 +413,12 @@ def test_a_loss_that_is_not_finite(run: Run):
 
 
 def test_an_unexpected_exception_has_its_place_and_a_hint(run: Run, monkeypatch: pytest.MonkeyPatch):
-    import caffepy.config.load
+    import caffepy.formats.load
 
     def fail(path: Path) -> None:
         raise ZeroDivisionError("by accident")
 
-    monkeypatch.setattr(caffepy.config.load, "read_net", fail)
+    monkeypatch.setattr(caffepy.formats.load, "read_net", fail)
     status, error = run("time", "--model", "net.prototxt")
     assert status == 70
     assert re.fullmatch(
@@ -436,12 +436,12 @@ def test_verbose_shows_the_traceback(here: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_ctrl_c_outside_of_training(run: Run, monkeypatch: pytest.MonkeyPatch):
-    import caffepy.config.load
+    import caffepy.formats.load
 
     def interrupt(path: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(caffepy.config.load, "read_net", interrupt)
+    monkeypatch.setattr(caffepy.formats.load, "read_net", interrupt)
     assert run("time", "--model", "net.prototxt") == (130, "interrupted")
 
 

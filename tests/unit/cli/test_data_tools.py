@@ -17,7 +17,7 @@ import pytest
 from caffepy.cli.main import ALIASES, COMMANDS, GROUPS, expand, main
 from caffepy.cli.options import Parser, add_switch, normalise
 from caffepy.data.conversion import image_records
-from caffepy.proto.caffe_pb2 import Datum
+from caffepy.formats.proto.caffe_pb2 import Datum
 
 PROGRAMS = Path(__file__).resolve().parents[3] / "tools"
 IMAGES = np.random.default_rng(2).integers(0, 256, (4, 6, 8, 3), np.uint8)
@@ -160,7 +160,7 @@ def test_features(capsys: pytest.CaptureFixture[str]):
 
 def write_weights(path: str) -> None:
     """Row n of the weights is n / 100, all biases are 1."""
-    from caffepy.proto.caffe_pb2 import NetParameter
+    from caffepy.formats.proto.caffe_pb2 import NetParameter
 
     weights = NetParameter()
     layer = weights.layer.add(name="ip", type="InnerProduct")

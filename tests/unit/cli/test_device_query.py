@@ -12,7 +12,7 @@ from subprocess_training import find_mpirun, program_environment
 from caffepy.cli import device_query as topology
 from caffepy.cli.device_query import Gpu, describe_cpus, describe_gpus, describe_mpi, link_table, numa_node
 from caffepy.cli.main import main
-from caffepy.parallel.hardware.nvml import Nvml
+from caffepy.distributed.nvml import Nvml
 
 GPUS = [Gpu(number, pci(number)) for number in range(3)]
 SWITCH = "0000:C1:00.0"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from caffepy.cli.main import main
 from caffepy.errors import printable, spreadsheet_text
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
 
 FORGED = "I0101 00:00:00.000000 1 solver.cpp:1] Iteration 77, loss = 0"
 EVIL = f"=a\x1b[31m\x1b]0;title\x07\r\x08\x9b1m\u2028\n{FORGED}\n"

@@ -12,7 +12,7 @@ import pytest
 
 from caffepy.cli.main import main
 from caffepy.errors import LONGEST_MESSAGE, one_line
-from caffepy.options import types as options
+from caffepy.utils import options
 
 SOLVER = 'net_param { name: "n" } base_lr: 1 max_iter: 1 lr_policy: "fixed" solver_mode: CPU snapshot_prefix: "x" '
 
@@ -101,7 +101,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: Path) -> None:
         raise KeyError("two\nlines")
 
-    monkeypatch.setattr("caffepy.config.load.read_net", fail)
+    monkeypatch.setattr("caffepy.formats.load.read_net", fail)
 
 
 @pytest.mark.usefixtures("broken")
@@ -138,7 +138,7 @@ def test_a_library_that_cannot_be_loaded_is_no_mistake_of_ours(
     def fail(path: Path) -> None:
         raise failure
 
-    monkeypatch.setattr("caffepy.config.load.read_net", fail)
+    monkeypatch.setattr("caffepy.formats.load.read_net", fail)
     status, error = fails(capsys, "net", "--model", "n")
     assert (status, error.startswith(f"a library cannot be loaded: {failure}; ")) == (1, True)
 
@@ -158,7 +158,7 @@ def test_memory_that_cannot_be_had(
     def fail(path: Path) -> None:
         raise failure
 
-    monkeypatch.setattr("caffepy.config.load.read_net", fail)
+    monkeypatch.setattr("caffepy.formats.load.read_net", fail)
     status, error = fails(capsys, "net", "--model", "n")
     assert (status, error.startswith("out of memory: ")) == (2, True)
 

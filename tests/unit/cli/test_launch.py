@@ -12,7 +12,7 @@ from subprocess_training import find_mpirun, program_environment
 
 from caffepy.cli.launch import make_start
 from caffepy.cli.main import build_parser, main
-from caffepy.parallel.launch.run import Start
+from caffepy.distributed.launch.run import LaunchPlan
 
 PYTHON = sys.executable
 OPEN_MPI = "#!/bin/sh\necho 'mpirun (Open MPI) 5.0.1'\n"
@@ -251,7 +251,7 @@ def test_ranks_without_mpi_do_not_see_the_step_that_started_their_parent(monkeyp
     assert not [name for name in start.environment if name.startswith("SLURM_")] and "PATH" in start.environment
 
 
-def start_of(*arguments: str) -> Start:
+def start_of(*arguments: str) -> LaunchPlan:
     """How a job would be started."""
     words = ["launch", *arguments]
     return make_start(build_parser(words).parse_strictly(words))
@@ -288,7 +288,7 @@ def test_the_installed_mpi_runs_it(tmp_path: Path) -> None:
     find_mpirun()
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys\nfrom caffepy.parallel.processes.create import create_world\n"
+        "import sys\nfrom caffepy.distributed.processes.create import create_world\n"
         "world = create_world()\n"
         "everybody = world.all_gather((world.local_rank, sys.argv[1:]))\n"
         "if world.rank == 0: print(everybody)\n"

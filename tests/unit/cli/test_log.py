@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from caffepy.cli.log import log_to_stderr, rank_prefix
-from caffepy.glog import ENDS, GlogFormatter
-from caffepy.progress import ProgressBar, progress_bar
+from caffepy.cli.output import log_to_stderr, rank_prefix
+from caffepy.utils.glog import ENDS, GlogFormatter
+from caffepy.utils.progress import ProgressBar, progress_bar
 
 GLOG = re.compile(r"([IWEF])(\d{4}) (\d\d:\d\d:\d\d\.\d{6})\s+(\d+) (\S+):(\d+)\] (.*)")
 logger = logging.getLogger("caffepy.tests")

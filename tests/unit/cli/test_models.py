@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from small_models import MODELS
 
-from caffepy import model_files
 from caffepy.cli.main import main
 from caffepy.errors import InternalError
+from caffepy.scaffold import model_files
 
 FOLDERS = {path.parent.name for path in MODELS.glob("*/README.md")}
 
@@ -99,7 +99,7 @@ def test_mistakes(
 def test_the_package_s_models_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As in a wheel."""
     package = tmp_path / "caffepy"
-    monkeypatch.setattr(model_files, "__file__", str(package / "model_files.py"))
+    monkeypatch.setattr(model_files, "__file__", str(package / "scaffold" / "model_files.py"))
     with pytest.raises(InternalError, match="has no models"):
         model_files.models_folder()
     for folder in (tmp_path, package):

@@ -14,10 +14,10 @@ from onnx_nets import layer_text, net_of
 
 import caffepy
 from caffepy.cli.main import main
-from caffepy.config.load import read_net
-from caffepy.onnx.export.graph import LayerView
-from caffepy.onnx.libraries import run_model
-from caffepy.snapshot.caffemodel import read_weights, write_caffemodel
+from caffepy.export.onnx.graph import LayerView
+from caffepy.export.onnx.libraries import run_model
+from caffepy.formats.caffemodel import read_weights, write_caffemodel
+from caffepy.formats.load import read_net
 
 NET = layer_text('name: "conv" type: "Convolution" convolution_param { num_output: 4 kernel_size: 3 }', (2, 3, 6, 6))
 NET = (
@@ -134,7 +134,7 @@ def test_without_the_libraries(files, monkeypatch: pytest.MonkeyPatch, capsys: p
 
 def test_without_onnxruntime(files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     assert main(["export", *files]) == 0
-    monkeypatch.setattr("caffepy.onnx.libraries.has_runtime", lambda: False)
+    monkeypatch.setattr("caffepy.export.onnx.libraries.has_runtime", lambda: False)
     capsys.readouterr()
     assert main(["export", *files]) == 2
     assert "onnxruntime, needed to check the file, is not installed" in capsys.readouterr().err
@@ -145,7 +145,7 @@ def test_without_onnxruntime(files, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 def test_a_difference_writes_nothing(files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     wrong = {"z": np.zeros((2, 4, 4, 4), np.float32)}
-    monkeypatch.setattr("caffepy.onnx.libraries.run_model", lambda *_: wrong)
+    monkeypatch.setattr("caffepy.export.onnx.libraries.run_model", lambda *_: wrong)
     assert main(["export", *files]) == 1
     assert "above the limit of 0.0001; the file is not written" in capsys.readouterr().err
     assert not Path(files[2]).exists()

@@ -12,7 +12,7 @@ from caffepy.cli.main import COMMANDS, build_parser
 from caffepy.cli.options import normalise
 from caffepy.cli.train import make_options as train_options
 from caffepy.errors import ConfigError
-from caffepy.options.types import gpu_list, positive, positive_seconds
+from caffepy.utils.options import gpu_list, positive, positive_seconds
 
 
 def parse(*arguments: str) -> argparse.Namespace:

@@ -16,7 +16,7 @@ from onnx_nets import net_of
 
 from caffepy.cli.main import COMMANDS, build_parser, main
 from caffepy.cli.options import Commands
-from caffepy.snapshot.caffemodel import write_caffemodel
+from caffepy.formats.caffemodel import write_caffemodel
 
 NET = """
 layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 1 dim: 3 dim: 4 dim: 4 } }

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from caffepy.cli.main import COMMANDS, WITHOUT_NETS, build_parser, main
-from caffepy.cli.plugins import import_plugin
+from caffepy.cli.options import import_plugin
 from caffepy.errors import ConfigError
 
 

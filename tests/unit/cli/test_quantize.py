@@ -11,8 +11,8 @@ import pytest
 from onnx_nets import net_of
 
 from caffepy.cli.main import main
-from caffepy.onnx.libraries import run_model
-from caffepy.snapshot.caffemodel import write_caffemodel
+from caffepy.export.onnx.libraries import run_model
+from caffepy.formats.caffemodel import write_caffemodel
 
 BODY = """
 layer { name: "conv" type: "Convolution" bottom: "data" top: "conv" convolution_param { num_output: 4 kernel_size: 3 } }

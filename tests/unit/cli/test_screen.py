@@ -12,9 +12,9 @@ from training import build_solver
 
 from caffepy.cli.main import main
 from caffepy.cli.screen import LogFile, ScreenFormatter, interrupt_notice, live_values
-from caffepy.config.run_log import read_logged_solver
-from caffepy.glog import ENDS
-from caffepy.progress import ProgressBar
+from caffepy.formats.logged_solver import read_logged_solver
+from caffepy.utils.glog import ENDS
+from caffepy.utils.progress import ProgressBar
 
 NET = """
 name: "small"
@@ -46,7 +46,7 @@ def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Terminal:
     Path("net.prototxt").write_text(NET)
     Path("solver.prototxt").write_text(SOLVER)
     file = Terminal()
-    monkeypatch.setattr("caffepy.parallel.processes.terminal.open_terminal", lambda: file)
+    monkeypatch.setattr("caffepy.distributed.processes.terminal.open_terminal", lambda: file)
     monkeypatch.setenv("COLUMNS", "70")
     return file
 

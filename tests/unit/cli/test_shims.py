@@ -17,7 +17,7 @@ import pytest
 import caffepy
 from caffepy.cli.caffe import take_glog_flags
 from caffepy.cli.main import main
-from caffepy.proto.caffe_pb2 import Datum
+from caffepy.formats.proto.caffe_pb2 import Datum
 from caffepy.version import CAFFE_VERSION
 
 ROOT = Path(caffepy.__file__).parents[1]

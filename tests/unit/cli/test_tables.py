@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caffepy.cli.tables import format_table
+from caffepy.cli.output import format_table
 
 CELLS = st.lists(st.lists(st.text("abc ", max_size=40), min_size=3, max_size=3), min_size=1, max_size=5)
 

@@ -14,9 +14,9 @@ from fake_graph_backend import Leaving
 
 from caffepy.cli.main import main
 from caffepy.data.sources.record_write import write_datums
+from caffepy.formats.proto import caffe_pb2
 from caffepy.net import Net
-from caffepy.parallel import scoring
-from caffepy.proto import caffe_pb2
+from caffepy.training import evaluate_model as scoring
 
 NET = """
 name: "scores"

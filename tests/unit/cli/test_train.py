@@ -15,7 +15,7 @@ from caffepy.cli import train
 from caffepy.cli.main import build_parser, main
 from caffepy.cli.options import normalise
 from caffepy.errors import ConfigError
-from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.formats.proto.caffe_pb2 import SolverParameter
 from caffepy.training.prepare import keep_global_batch
 
 STATE = Path("run one/x_iter_7.solverstate")

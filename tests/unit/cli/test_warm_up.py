@@ -12,11 +12,11 @@ import pytest
 
 from caffepy.backend.meta import MetaBackend
 from caffepy.cli.main import main
-from caffepy.cli.record_shapes import record_shapes
-from caffepy.config.text import parse_text
+from caffepy.cli.nets import record_shapes
+from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.prototxt import parse_text
 from caffepy.layers import LayerContext
 from caffepy.net.record_shape import without_data
-from caffepy.proto import caffe_pb2
 
 ROOT = Path(__file__).resolve().parents[3]
 SOLVER = """

@@ -13,16 +13,16 @@ import h5py
 import numpy as np
 import pytest
 
-from caffepy.data.images.datum import decode_image, resize_image
-from caffepy.data.images.mean import read_mean
+from caffepy.data.datum import decode_image, resize_image
+from caffepy.data.mean import read_mean
 from caffepy.data.prefetch import Prefetcher
 from caffepy.data.sources.image_list import ImageListSource
 from caffepy.data.sources.lmdb import LmdbSource
 from caffepy.data.sources.mnist import FILES, folder_reader
 from caffepy.data.workers import Workers
 from caffepy.errors import DataError, RunError
-from caffepy.layers.input.hdf5_data import Hdf5Source
-from caffepy.proto.caffe_pb2 import FLOAT, BlobProto, BlobShape
+from caffepy.formats.proto.caffe_pb2 import FLOAT, BlobProto, BlobShape
+from caffepy.layers.input.hdf5 import Hdf5Source
 
 
 def png(height: int, width: int) -> bytes:

@@ -15,12 +15,12 @@ from caffepy.data.clips import ClipList
 from caffepy.data.conversion.annotation_sets import write_image_sizes
 from caffepy.data.sources.image_list import ImageListSource, labelled_lines
 from caffepy.errors import DataError
-from caffepy.layers.detection.image_sizes import read_image_sizes
-from caffepy.layers.input.hdf5_data import Hdf5Source
-from caffepy.layers.input.label_maps import PairList
-from caffepy.layers.input.object_windows import ObjectWindowSource
+from caffepy.forks.rcnn.object_windows import ObjectWindowSource
+from caffepy.forks.segmentation.dense_labels import PairList
+from caffepy.infer.images import list_images
+from caffepy.layers.detection.boxes import read_image_sizes
+from caffepy.layers.input.hdf5 import Hdf5Source
 from caffepy.layers.input.window_data import WindowSource
-from caffepy.predict.images import list_images
 
 LABELS = "a.png 1\nb c.png -12\n"
 PAIRS = "a.png a.txt\nb.png b.txt\n"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from training import solver_param
 
 import caffepy
-from caffepy.data.schedule import Shard, TrainSchedule
-from caffepy.solvers import Solver
+from caffepy.data.sharding import Shard, TrainSchedule
+from caffepy.training.solver import Solver
 
 RECORDS, BATCH = 20, 4
 NET = """

@@ -5,11 +5,10 @@ from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caffepy.data.random import below, sample_words
+from caffepy.data.random import SampleRng, below, sample_words
 from caffepy.data.transform import Transformer
-from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import ConfigError, DataError
-from caffepy.proto.caffe_pb2 import TEST, TRAIN, BlobProto, BlobShape, TransformationParameter
+from caffepy.formats.proto.caffe_pb2 import TEST, TRAIN, BlobProto, BlobShape, TransformationParameter
 
 
 def transformer(text="", phase=TRAIN, resolve=None):

@@ -15,7 +15,7 @@ from training import build_solver, solver_param, weights_of
 from caffepy.backend import create_backend
 from caffepy.distributed import DistributedDataParallel, ProcessGroup
 from caffepy.errors import PeerError, UserError
-from caffepy.solvers import Solver, create_solver
+from caffepy.training.solver import Solver, create_solver
 
 NET = """
 name: "small" %(more)s

@@ -14,7 +14,7 @@ from process_groups import raise_first, run_local, run_tcp
 from caffepy.distributed import AVG, ProcessGroup
 from caffepy.distributed.default import connect
 from caffepy.errors import PeerError, UserError
-from caffepy.monotonic_clock import suspend_aware_seconds
+from caffepy.utils.clocks import suspend_aware_seconds
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,9 @@ from process_groups import free_port, raise_first, run_threads
 
 from caffepy.distributed import rendezvous
 from caffepy.distributed.rendezvous import Membership, join
+from caffepy.distributed.store.records import Member
+from caffepy.distributed.store.store import MemoryStore, RankStore
 from caffepy.errors import PeerError, UserError
-from caffepy.parallel.store.records import Member
-from caffepy.parallel.store.store import MemoryStore, RankStore
 
 NOTHING: dict[str, str] = {}
 

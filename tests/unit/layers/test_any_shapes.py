@@ -14,9 +14,9 @@ from layer_cases import own_cases, type_of
 from training import CPU
 
 from caffepy.errors import CaffepyError, InternalError
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext, layer_class
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
 
 TRIES = 6
 SIZES = (1, 1, 2, 3, 4, 5)

@@ -8,10 +8,10 @@ from google.protobuf import text_format
 from layer_harness import BACKENDS, assert_near, backend_named, gaussian
 
 from caffepy.errors import ConfigError
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext
+from caffepy.net.graph import overwritten_tops
 from caffepy.net.net import Net
-from caffepy.net.wiring import overwritten_tops
-from caffepy.proto import caffe_pb2
 
 INPUT = "force_backward: true layer { name: 'x' type: 'Input' top: 'x' input_param { shape { dim: 4 dim: 6 } } } "
 CHAINS = [

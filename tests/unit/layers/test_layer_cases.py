@@ -15,8 +15,8 @@ from layer_cases import ELSEWHERE, MORE, build_case, own_cases, pass_once, resul
 from training import CPU
 
 from caffepy import pycaffe as caffe
-from caffepy.layers.core.base import LAYERS, import_layer_types
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.layer import LAYERS, import_layer_types
 
 TESTS = Path(__file__).parents[2]
 FOLDERS = ("layers", "nvidia/layers", "nvidia/data", "nvidia/detection")
@@ -30,8 +30,9 @@ def registered() -> set[str]:
 
 
 def checked_on_each_backend() -> set[str]:
-    """The types that files in this folder run through `layer_harness`, which takes every backend present."""
-    texts = [path.read_text() for path in Path(__file__).parent.rglob("test_*.py")]
+    """The types that tests of layers and forks run through `layer_harness`, which takes every backend present."""
+    unit = Path(__file__).parents[1]
+    texts = [path.read_text() for folder in ("layers", "forks") for path in (unit / folder).rglob("test_*.py")]
     return {
         kind for text in texts if "from layer_harness" in text for kind in re.findall(r"""type: ["'](\w+)["']""", text)
     }

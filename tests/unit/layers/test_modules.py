@@ -5,13 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from caffepy.layers.core.base import LAYERS, import_layer_types
-from caffepy.layers.core.known_types import layer_modules
+from caffepy.layers.known_types import layer_modules
+from caffepy.layers.layer import LAYERS, import_layer_types
 
 ONE = """
 import sys
-from caffepy.layers.core.base import LAYERS, layer_class
-assert layer_class("ReLU").__module__ == "caffepy.layers.activation.relu"
+from caffepy.layers.layer import LAYERS, layer_class
+assert layer_class("ReLU").__module__ == "caffepy.layers.activation"
 assert "caffepy.layers.detection.prior_box" not in sys.modules and "numba" not in sys.modules
 assert "PriorBox" not in LAYERS
 try:

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from caffepy.cli.main import main
 from caffepy.errors import ConfigError, DataError
-from caffepy.logs import CHARTS, TrainingLog, plot_logs, read_log, write_tables
+from caffepy.logs.plot import CHARTS, plot_logs
+from caffepy.logs.read import TrainingLog, read_log, write_tables
 
 BVLC = """\
 Log file created at: 2015/12/31 23:59:00

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from caffepy.net.capture import GraphSegments, Segment
+from caffepy.net.executor import GraphSegments, Segment
 
 
 class Recorder:

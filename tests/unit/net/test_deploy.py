@@ -14,16 +14,16 @@ from google.protobuf import text_format
 import caffepy
 from caffepy.backend import create_backend
 from caffepy.cli.main import main
-from caffepy.config.load import read_net
-from caffepy.config.messages import walk_fields
 from caffepy.data.sources.record_write import write_datums
 from caffepy.errors import ConfigError
+from caffepy.formats.caffemodel import write_caffemodel
+from caffepy.formats.load import read_net
+from caffepy.formats.messages import walk_fields
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext
 from caffepy.net import Net
 from caffepy.net.deploy import deploy_net, plan_deploy
 from caffepy.net.record_shape import told_shape
-from caffepy.proto import caffe_pb2
-from caffepy.snapshot.caffemodel import write_caffemodel
 
 MODELS = Path(generate.__file__).parent
 NO_SOFTMAX = "fcn8s/deploy"

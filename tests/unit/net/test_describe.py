@@ -7,7 +7,7 @@ import re
 import pytest
 from training import build_net, build_solver
 
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
 
 NET = """
 name: "<b>small</b>"
@@ -61,8 +61,8 @@ def test_a_step_shows_progress_where_it_is_wanted(
     prompt: bool,
     shown: bool,
 ) -> None:
-    monkeypatch.setattr("caffepy.solvers.solver.interactive", lambda: prompt)
-    monkeypatch.setattr("caffepy.progress._INTERVAL", 0.001)
+    monkeypatch.setattr("caffepy.training.solver.interactive", lambda: prompt)
+    monkeypatch.setattr("caffepy.utils.progress._INTERVAL", 0.001)
     with build_solver('base_lr: 0.1 lr_policy: "fixed" max_iter: 9 ', TRAINED) as solver:
         solver.step(400, progress)
     assert ("400/400" in capsys.readouterr().err) == shown

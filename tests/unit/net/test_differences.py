@@ -9,11 +9,11 @@ import pytest
 from numpy.typing import NDArray
 from training import CPU, build_solver, weights_of
 
-from caffepy.config.text import parse_text
-from caffepy.layers.core.base import LayerContext
+from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.prototxt import parse_text
+from caffepy.layers.layer import LayerContext
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
-from caffepy.solvers.display import LossWindow
+from caffepy.training.display import LossWindow
 
 Floats = NDArray[np.float32]
 FUSED = pytest.mark.parametrize("fuse", [False, True])

@@ -13,11 +13,11 @@ from google.protobuf import text_format
 from layer_cases import RECURRENT, own_cases, type_of
 from training import CPU
 
-from caffepy.data.schedule import Shard
+from caffepy.data.sharding import Shard
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext
-from caffepy.layers.core.base import LAYERS, import_layer_types, layer_class
+from caffepy.layers.layer import LAYERS, import_layer_types, layer_class
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
 
 TIMES = "4x2x5 4x2L2"
 MARGIN = "num_output: 3 type: DOUBLE base: 10 gamma: 1"
@@ -144,10 +144,11 @@ def test_no_type_is_left_out() -> None:
     import_layer_types()
     known = {type_of(one) for one in (*own_cases(), *STATEFUL)} | ON_THE_HOST
     known |= {text_format.Parse(text, caffe_pb2.LayerParameter()).type for text in BY_PROTOTXT}
-    for path in (Path(__file__).parents[1] / "layers").rglob("test_*.py"):
+    unit = Path(__file__).parents[1]
+    for path in (*(unit / "layers").rglob("test_*.py"), *(unit / "forks").rglob("test_*.py")):
         if "check_layer(" in (source := path.read_text()):
             known |= set(re.findall(r"""["'](\w+)["']""", source))
-    own = {name for name in LAYERS if LAYERS.get(name).__module__.startswith("caffepy.layers.")}
+    own = {name for name in LAYERS if LAYERS.get(name).__module__.startswith(("caffepy.layers.", "caffepy.forks."))}
     assert {name for name in own - known if not LAYERS.get(name).prefetches} <= {"Cast"}
 
 

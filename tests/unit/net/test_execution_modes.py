@@ -60,8 +60,8 @@ def test_layers_that_a_net_would_refuse_are_found_out() -> None:
 
 
 FAULTS = {
-    "inference": "caffepy.net.forward_runner.ForwardRunner.parameters_changed",
-    "programs": "caffepy.net.forward_runner.ShapeRunners.parameters_changed",
+    "inference": "caffepy.net.executor.ForwardExecutor.parameters_changed",
+    "programs": "caffepy.net.executor.ShapeExecutors.parameters_changed",
     "training": "caffepy.net.fuse.FusedNormalisation._add_to_parameters",
 }
 """A method by mode; without what it does only the fast form's numbers are wrong."""

@@ -12,17 +12,17 @@ from fake_graph_backend import FakeGraphBackend
 from forward_passes import HOST, build, give, values
 
 from caffepy.errors import RunError
-from caffepy.net.forward_runner import ForwardRunner
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
+from caffepy.net.executor import ForwardExecutor
 
 
-def launches(runner: ForwardRunner) -> int:
+def launches(runner: ForwardExecutor) -> int:
     assert isinstance(runner.net.backend, FakeGraphBackend)
     return runner.net.backend.launches
 
 
 def test_passes_but_the_first_are_replayed_and_give_the_same() -> None:
-    runner, eager = ForwardRunner(build()), ForwardRunner(build(), eager=True)
+    runner, eager = ForwardExecutor(build()), ForwardExecutor(build(), eager=True)
     assert (runner.wanted, eager.wanted) == (True, False)
     for seed in range(5):
         give(runner.net, seed)
@@ -33,14 +33,14 @@ def test_passes_but_the_first_are_replayed_and_give_the_same() -> None:
 
 
 def test_the_unfused_net_gives_the_same_to_rounding() -> None:
-    runner, plain = ForwardRunner(build()), build(fuse=False)
+    runner, plain = ForwardExecutor(build()), build(fuse=False)
     plain.forward()
     for _ in range(3):
         np.testing.assert_allclose(values(runner), plain.blobs["out"].host_data(), rtol=1e-4, atol=1e-5)
 
 
 def test_parameters_are_taken_over_when_that_is_said() -> None:
-    runner = ForwardRunner(build())
+    runner = ForwardExecutor(build())
     before = values(runner)
     scale = runner.net.layers[3].blobs[0]
     runner.net.backend.fill(scale.data, 2)
@@ -52,7 +52,7 @@ def test_parameters_are_taken_over_when_that_is_said() -> None:
 
 
 def test_the_net_by_itself_takes_the_present_parameters() -> None:
-    runner = ForwardRunner(build())
+    runner = ForwardExecutor(build())
     before = values(runner)
     runner.net.backend.fill(runner.net.layers[3].blobs[0].data, 2)
     runner.net.forward()
@@ -60,7 +60,7 @@ def test_the_net_by_itself_takes_the_present_parameters() -> None:
 
 
 def test_another_shape_is_run_eagerly_and_captured_again() -> None:
-    runner, plain = ForwardRunner(build()), build(fuse=False)
+    runner, plain = ForwardExecutor(build()), build(fuse=False)
     launched = []
     for shape in ((2, 3, 5, 5), (2, 3, 5, 5), (1, 3, 6, 4), (1, 3, 6, 4), (1, 3, 6, 4), (2, 3, 5, 5)):
         for net in (runner.net, plain):
@@ -74,7 +74,7 @@ def test_another_shape_is_run_eagerly_and_captured_again() -> None:
 
 def test_each_replay_draws_new_numbers_and_the_same_as_an_eager_pass() -> None:
     runner, eager = (
-        ForwardRunner(build(caffe_pb2.TRAIN, fuse=False), eager=wanted) for wanted in (False, True)
+        ForwardExecutor(build(caffe_pb2.TRAIN, fuse=False), eager=wanted) for wanted in (False, True)
     )  # a layer that draws is what matters here
     found, wanted = ([values(each) for _ in range(4)] for each in (runner, eager))
     np.testing.assert_array_equal(found, wanted)
@@ -84,13 +84,13 @@ def test_each_replay_draws_new_numbers_and_the_same_as_an_eager_pass() -> None:
 
 
 def test_dropout_draws_nothing_in_a_test() -> None:
-    runner = ForwardRunner(build())
+    runner = ForwardExecutor(build())
     values(runner)
     assert not runner.net.context.passes.uses_random
 
 
 def test_layers_of_the_host_run_between_the_graphs() -> None:
-    runner = ForwardRunner(build(text=HOST))
+    runner = ForwardExecutor(build(text=HOST))
     noise = []
     for _ in range(4):
         values(runner)
@@ -115,7 +115,7 @@ class Failing(FakeGraphBackend):
 
 
 def test_what_cannot_be_captured_is_run_eagerly(caplog: pytest.LogCaptureFixture) -> None:
-    runner = ForwardRunner(build(backend=Failing(RunError("it asks for memory"))))
+    runner = ForwardExecutor(build(backend=Failing(RunError("it asks for memory"))))
     with caplog.at_level(logging.INFO):
         found = [values(runner) for _ in range(4)]
     assert "are not captured into graphs: it asks for memory" in caplog.text
@@ -127,7 +127,7 @@ def test_what_cannot_be_captured_is_run_eagerly(caplog: pytest.LogCaptureFixture
 
 def test_what_could_not_be_captured_is_tried_again_behind_another_pass(caplog: pytest.LogCaptureFixture) -> None:
     backend = Failing(RunError("it asks for memory"))
-    runner = ForwardRunner(build(backend=backend))
+    runner = ForwardExecutor(build(backend=backend))
     with caplog.at_level(logging.INFO):
         first = [values(runner) for _ in range(2)]
         backend.capture = FakeGraphBackend().capture  # type: ignore[method-assign]
@@ -148,7 +148,7 @@ layer { name: "loss" type: "Reduction" bottom: "data" top: "loss" loss_weight: 1
 
 def test_whoever_runs_the_net_itself_has_what_a_backward_pass_needs() -> None:
     net = build(text=IN_PLACE, phase=caffe_pb2.TRAIN, fuse=False)
-    runner = ForwardRunner(net)
+    runner = ForwardExecutor(net)
     for seed in range(3):
         give(net, seed)
         x = net.blobs["data"].host_data()
@@ -164,7 +164,7 @@ def test_whoever_runs_the_net_itself_has_what_a_backward_pass_needs() -> None:
 
 
 def test_another_error_leaves_no_half_of_a_graph() -> None:
-    runner = ForwardRunner(build(backend=Failing(KeyError("x"))))
+    runner = ForwardExecutor(build(backend=Failing(KeyError("x"))))
     first = values(runner)
     with pytest.raises(KeyError, match="x"):
         runner.forward()
@@ -173,7 +173,7 @@ def test_another_error_leaves_no_half_of_a_graph() -> None:
 
 
 def test_callbacks_see_every_layer() -> None:
-    runner = ForwardRunner(build())
+    runner = ForwardExecutor(build())
     first = values(runner)
     values(runner)
     seen: list[str] = []
@@ -186,7 +186,7 @@ def test_callbacks_see_every_layer() -> None:
 
 
 def test_where_others_run_beside_it_it_captures_when_it_is_told() -> None:
-    runner = ForwardRunner(build(), lazily=False)
+    runner = ForwardExecutor(build(), lazily=False)
     assert not runner.capture()  # memory and plans are there after an eager pass
     for _ in range(3):
         runner.forward()
@@ -202,4 +202,4 @@ def test_where_others_run_beside_it_it_captures_when_it_is_told() -> None:
 def test_a_net_that_shows_its_blobs_is_not_captured() -> None:
     net = build()
     net.debug_info = True
-    assert not ForwardRunner(net).wanted
+    assert not ForwardExecutor(net).wanted

@@ -10,11 +10,11 @@ from google.protobuf import text_format
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.backend.meta import MetaBackend
 from caffepy.errors import CaffepyError, ConfigError, InternalError, OutOfMemoryError, ShapeError, SnapshotError
+from caffepy.formats.binary import from_blob_proto
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext
-from caffepy.layers.common.inner_product import InnerProductLayer
+from caffepy.layers.inner_product import InnerProductLayer
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
-from caffepy.snapshot.binary import from_blob_proto
 
 DATA = """
 layer { name: "in" type: "DummyData" top: "x" top: "y" dummy_data_param { shape { %s } shape { dim: 2 } } }

@@ -11,9 +11,9 @@ from forward_passes import HOST, NET, build, give
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.backend.cpu.jit.kernel_graph import KernelGraph
 from caffepy.errors import DataError
-from caffepy.layers.core.base import LAYERS, import_layer_types
+from caffepy.layers.layer import LAYERS, import_layer_types
 from caffepy.net import Net
-from caffepy.net.forward_runner import ForwardRunner
+from caffepy.net.executor import ForwardExecutor
 
 CAPTURED = (
     NET
@@ -53,7 +53,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[KernelGraph]:
     return found
 
 
-def outputs(runner: ForwardRunner, seed: int) -> list[Any]:
+def outputs(runner: ForwardExecutor, seed: int) -> list[Any]:
     give(runner.net, seed)
     runner.forward()
     return [blob.host_data() for blob in runner.net.outputs.values()]
@@ -62,8 +62,8 @@ def outputs(runner: ForwardRunner, seed: int) -> list[Any]:
 @pytest.mark.parametrize("text", [CAPTURED, MOVING])
 @pytest.mark.parametrize("fuse", [True, False])
 def test_passes_on_the_cpu_that_are_captured_give_the_same(text: str, fuse: bool) -> None:
-    runner = ForwardRunner(build(text=text, fuse=fuse, backend=CpuBackend(2)))
-    eager = ForwardRunner(build(text=text, fuse=fuse, backend=CpuBackend(1)), eager=True)
+    runner = ForwardExecutor(build(text=text, fuse=fuse, backend=CpuBackend(2)))
+    eager = ForwardExecutor(build(text=text, fuse=fuse, backend=CpuBackend(1)), eager=True)
     for seed in range(8):
         for found, expected in zip(outputs(runner, seed), outputs(eager, seed), strict=True):
             np.testing.assert_array_equal(found, expected)
@@ -160,17 +160,17 @@ def others(seed: int) -> dict[str, Any]:
     return found
 
 
-def runner_of(kind: str, settings: str, eager: bool) -> ForwardRunner:
+def runner_of(kind: str, settings: str, eager: bool) -> ForwardExecutor:
     text = "".join(
         f"layer {{ name: '{name}' type: 'Input' top: '{name}' input_param {{ shape {{ "
         f"{' '.join(f'dim: {size}' for size in shape)} }} }} }}"
         for name, shape in SHAPES.items() if name == "data" or f"'{name}'" in settings
     )  # fmt: skip
     text += f"layer {{ name: 'l' type: '{kind}' top: 'out' {settings} }}"
-    return ForwardRunner(build(text=text, fuse=False, backend=CpuBackend(2)), eager=eager)
+    return ForwardExecutor(build(text=text, fuse=False, backend=CpuBackend(2)), eager=eager)
 
 
-def pass_of(runner: ForwardRunner, given: dict[str, Any]) -> Any:
+def pass_of(runner: ForwardExecutor, given: dict[str, Any]) -> Any:
     for name, blob in runner.net.blobs.items():
         if name in given:
             runner.net.backend.from_host(given[name], blob.data)
@@ -209,7 +209,7 @@ layer { name: "small" type: "Input" top: "small" input_param { shape { %s } } }
 """
 
 
-def change_parameters(runner: ForwardRunner) -> None:
+def change_parameters(runner: ForwardExecutor) -> None:
     for blob in (blob for layer in runner.net.layers for blob in layer.blobs):
         blob.data[...] = np.random.default_rng(blob.count).uniform(0.5, 2, blob.shape)
     runner.parameters_changed()
@@ -219,7 +219,9 @@ def change_parameters(runner: ForwardRunner) -> None:
 def test_each_layer_that_is_captured_computes_new_inputs(kind: str, settings: str) -> None:
     small = "dim: 2" if kind == "Scale" else "dim: 2 dim: 3 dim: 3 dim: 3"
     text = INPUTS % small + f"layer {{ name: 'l' type: '{kind}' bottom: 'data' top: 'out' {settings} }}"
-    runner, eager = (ForwardRunner(build(text=text, fuse=False, backend=CpuBackend(2)), eager=e) for e in (False, True))
+    runner, eager = (
+        ForwardExecutor(build(text=text, fuse=False, backend=CpuBackend(2)), eager=e) for e in (False, True)
+    )
     for seed in range(5):
         if seed == 3:
             for one in (runner, eager):
@@ -245,7 +247,7 @@ layer { name: "boxes" type: "Concat" bottom: "boxes_data" bottom: "boxes_small" 
 
 def test_the_heads_of_a_detector_do_not_cut_a_pass_into_parts(graphs: list[KernelGraph]) -> None:
     """Parts that are launched by themselves wake all threads anew."""
-    runner, eager = (ForwardRunner(build(text=HEADS, backend=CpuBackend(2)), eager=e) for e in (False, True))
+    runner, eager = (ForwardExecutor(build(text=HEADS, backend=CpuBackend(2)), eager=e) for e in (False, True))
     for seed in range(4):
         for found, expected in zip(outputs(runner, seed), outputs(eager, seed), strict=True):
             np.testing.assert_array_equal(found, expected)
@@ -263,7 +265,7 @@ def test_each_forward_pass_of_recordable_layers_is_tried() -> None:
 
 
 def test_layers_are_called_in_the_first_pass_and_captured_in_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, called = ForwardRunner(build(text=CAPTURED, backend=CpuBackend(2))), []
+    runner, called = ForwardExecutor(build(text=CAPTURED, backend=CpuBackend(2))), []
     forward = Net.forward_node
     monkeypatch.setattr(Net, "forward_node", lambda net, node: called.append(node.layer.name) or forward(net, node))
     counts = []
@@ -275,8 +277,8 @@ def test_layers_are_called_in_the_first_pass_and_captured_in_the_second(monkeypa
 
 
 def test_parameters_are_taken_over_by_passes_that_are_captured() -> None:
-    runner = ForwardRunner(build(text=CAPTURED, backend=CpuBackend(2)))
-    eager = ForwardRunner(build(text=CAPTURED, backend=CpuBackend(2)), eager=True)
+    runner = ForwardExecutor(build(text=CAPTURED, backend=CpuBackend(2)))
+    eager = ForwardExecutor(build(text=CAPTURED, backend=CpuBackend(2)), eager=True)
     for change in range(2):
         for one in (runner, eager):
             one.net.backend.copy(one.net.layers[1].blobs[0].data * 2, one.net.layers[1].blobs[0].data)
@@ -287,6 +289,6 @@ def test_parameters_are_taken_over_by_passes_that_are_captured() -> None:
 
 
 def test_data_layers_keep_passes_from_being_captured() -> None:
-    assert not ForwardRunner(build(text=HOST, backend=CpuBackend(2))).wanted
-    assert ForwardRunner(build(backend=CpuBackend(2))).wanted
-    assert ForwardRunner(build()).wanted
+    assert not ForwardExecutor(build(text=HOST, backend=CpuBackend(2))).wanted
+    assert ForwardExecutor(build(backend=CpuBackend(2))).wanted
+    assert ForwardExecutor(build()).wanted

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.backend.meta import MetaBackend
-from caffepy.layers.core.base import LayerContext
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.layer import LayerContext
 from caffepy.net import Net
-from caffepy.net.wiring import Node
-from caffepy.proto import caffe_pb2
+from caffepy.net.graph import Node
 
 HALF = "default_forward_type: FLOAT16 default_backward_type: FLOAT16 "
 SCORES = """

@@ -7,11 +7,11 @@ import pytest
 from numpy.typing import NDArray
 from training import CPU
 
-from caffepy.config.text import parse_text
 from caffepy.errors import ConfigError
-from caffepy.layers.core.base import LayerContext
+from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.prototxt import parse_text
+from caffepy.layers.layer import LayerContext
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
 
 DATA = """
 layer { name: "data" type: "Input" top: "data" top: "target" input_param { shape { dim: 4 dim: 3 }

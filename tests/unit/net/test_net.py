@@ -9,12 +9,12 @@ import pytest
 from fake_graph_backend import OwnStream
 from training import CPU, build_net, weights_of
 
-from caffepy.config.text import parse_text
 from caffepy.errors import ConfigError, RunError, SnapshotError
-from caffepy.layers.core.base import Layer, LayerContext
+from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.prototxt import parse_text
+from caffepy.layers.layer import Layer, LayerContext
+from caffepy.logs.trace import Trace
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
-from caffepy.trace import Trace
 
 DATA = """
 layer { name: "data" type: "DummyData" top: "data" top: "label"

@@ -8,9 +8,9 @@ from google.protobuf import text_format
 from training import CPU, build_net, weights_of
 
 from caffepy.errors import ConfigError
+from caffepy.formats.proto.caffe_pb2 import BlobShape, NetParameter, Phase
 from caffepy.net import ParameterBuffer
 from caffepy.net.parameters import ALIGNMENT, bucket_count
-from caffepy.proto.caffe_pb2 import BlobShape, NetParameter, Phase
 
 DATA = """
 layer { name: "data" type: "DummyData" top: "data" top: "label"

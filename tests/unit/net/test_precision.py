@@ -10,9 +10,9 @@ from training import build_net
 
 from caffepy.backend.meta import MetaBackend
 from caffepy.errors import ConfigError
-from caffepy.layers.core.base import LayerContext
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.layer import LayerContext
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
 
 NET = """
 layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {

@@ -10,13 +10,13 @@ import pytest
 from training import CPU, build_net, build_solver
 
 from caffepy import pycaffe as caffe
-from caffepy.config.text import parse_text
 from caffepy.errors import ConfigError, RunError, SnapshotError
+from caffepy.export.onnx.fold import with_parameters
+from caffepy.export.onnx.write import serialised, to_model
+from caffepy.export.onnx_import.read import read_onnx
+from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.prototxt import parse_text
 from caffepy.net import Net
-from caffepy.onnx.export.write import serialised, to_model
-from caffepy.onnx.fold import with_parameters
-from caffepy.onnx.importer.read import read_onnx
-from caffepy.proto import caffe_pb2
 from caffepy.pycaffe.core.device import cpu_device
 
 INPUT = 'layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 40 dim: 3 } } }'

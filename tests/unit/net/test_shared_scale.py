@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from training import CPU
 
-from caffepy.config.text import parse_text
-from caffepy.layers.core.base import LayerContext
+from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.prototxt import parse_text
+from caffepy.layers.layer import LayerContext
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
 
 SHAPE = (4, 3, 2, 2)
 DATA = """

@@ -9,12 +9,12 @@ import pytest
 from training import CPU, build_net
 
 from caffepy.backend.meta import MetaBackend
-from caffepy.config.text import parse_text
 from caffepy.errors import ConfigError, DataError, ShapeError
+from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.prototxt import parse_text
 from caffepy.layers import LayerContext
 from caffepy.net import Net
-from caffepy.net.splits import insert_splits
-from caffepy.proto import caffe_pb2
+from caffepy.net.graph import insert_splits
 
 
 def split(text: str) -> list[caffe_pb2.LayerParameter]:

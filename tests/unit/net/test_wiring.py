@@ -6,8 +6,8 @@ import pytest
 from training import build_net
 
 from caffepy.errors import ConfigError, DataError
+from caffepy.formats.proto import caffe_pb2
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
 
 DATA = """
 layer { name: "data" type: "DummyData" top: "data" top: "label"

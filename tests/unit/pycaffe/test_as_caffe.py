@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from caffepy import as_caffe
-from caffepy.proto.caffe_pb2 import NetParameter
+from caffepy.formats.proto.caffe_pb2 import NetParameter
 
 ROOT = Path(as_caffe.__file__).parents[1]
 
@@ -20,8 +20,8 @@ import caffe, caffe.blob, caffe.net, caffe._caffe, caffe.pycaffe
 import caffe.proto.caffe_pb2 as direct
 from caffe.proto import caffe_pb2
 from caffe._caffe import layer_type_list
-import caffepy.proto.caffe_pb2, caffepy.pycaffe.net
-assert direct is caffe_pb2 is caffe.proto.caffe_pb2 is caffepy.proto.caffe_pb2
+import caffepy.formats.proto.caffe_pb2, caffepy.pycaffe.net
+assert direct is caffe_pb2 is caffe.proto.caffe_pb2 is caffepy.formats.proto.caffe_pb2
 assert caffe.net is caffepy.pycaffe.net and caffe.net.Net is caffe.Net
 assert caffe.__spec__.name == "caffepy.pycaffe" and caffepy.pycaffe.net.__spec__.name == "caffepy.pycaffe.net"
 assert caffe.TRAIN == 0 and caffe.TEST == 1 and caffe.__version__ and "Net" in dir(caffe)

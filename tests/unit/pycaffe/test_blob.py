@@ -7,9 +7,9 @@ import weakref
 import numpy as np
 import pytest
 
-from caffepy import blob as core
 from caffepy.backend import create_backend
 from caffepy.errors import ShapeError
+from caffepy.layers import blob as core
 from caffepy.pycaffe.blob import Blob, BlobVec
 from caffepy.pycaffe.core.device import Device
 from caffepy.pycaffe.core.errors import ArgumentError

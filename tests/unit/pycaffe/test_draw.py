@@ -8,7 +8,7 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.errors import ConfigError
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
 from caffepy.pycaffe import draw
 
 NET = """

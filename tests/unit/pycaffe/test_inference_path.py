@@ -18,7 +18,7 @@ from fake_graph_backend import FakeGraphBackend, Leaving
 
 from caffepy import pycaffe as caffe
 from caffepy.errors import DataError, ShapeError
-from caffepy.net.forward_runner import ForwardRunner
+from caffepy.net.executor import ForwardExecutor
 from caffepy.pycaffe import mode as settings
 from caffepy.pycaffe.core.device import Device
 
@@ -77,11 +77,11 @@ class Passes:
 
     def __init__(self) -> None:
         self.folded: weakref.WeakKeyDictionary[caffe.Net, bool] = weakref.WeakKeyDictionary()
-        self.runners: weakref.WeakSet[ForwardRunner] = weakref.WeakSet()
+        self.runners: weakref.WeakSet[ForwardExecutor] = weakref.WeakSet()
         self._count = 0
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        of_net, of_runner = caffe.Net.forward, ForwardRunner.forward
+        of_net, of_runner = caffe.Net.forward, ForwardExecutor.forward
 
         def run_net(net: caffe.Net, *arguments: Any, **named: Any) -> Any:
             before = self._count
@@ -89,13 +89,13 @@ class Passes:
             self.folded[net] = self._count > before
             return result
 
-        def run_folded(runner: ForwardRunner) -> None:
+        def run_folded(runner: ForwardExecutor) -> None:
             of_runner(runner)
             self.runners.add(runner)
             self._count += 1
 
         monkeypatch.setattr(caffe.Net, "forward", run_net)
-        monkeypatch.setattr(ForwardRunner, "forward", run_folded)
+        monkeypatch.setattr(ForwardExecutor, "forward", run_folded)
 
 
 PASSES = Passes()

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caffepy.errors import DataError, MissingExtraError, UserError
-from caffepy.proto import caffe_pb2
+from caffepy.errors import DataError, UserError
+from caffepy.formats.proto import caffe_pb2
 from caffepy.pycaffe import io
+from caffepy.utils.installation import MissingExtraError
 
 pytest.importorskip("scipy", reason="scipy is not installed: pip install '.[test]'")
 

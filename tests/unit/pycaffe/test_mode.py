@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from caffepy import pycaffe as caffe
-from caffepy.errors import DeviceError, MissingExtraError
+from caffepy.errors import DeviceError
 from caffepy.pycaffe.mode import mode
+from caffepy.utils.installation import MissingExtraError
 
 
 def test_devices(net_file, monkeypatch: pytest.MonkeyPatch) -> None:

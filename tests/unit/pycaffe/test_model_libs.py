@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from caffepy.backend import create_backend
-from caffepy.config.text import parse_text
+from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.prototxt import parse_text
 from caffepy.layers import LayerContext
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
 from caffepy.pycaffe import model_libs
 from caffepy.pycaffe.net_spec import NetSpec, layers
 

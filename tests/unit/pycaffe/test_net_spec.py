@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
 from caffepy.pycaffe import net_spec
 from caffepy.pycaffe.net_spec import Function, NetSpec, Top, assign_proto, layers, param_name_dict, params, to_proto
 

@@ -13,9 +13,9 @@ import pytest
 from fake_graph_backend import FakeGraphBackend
 
 from caffepy import pycaffe as caffe
-from caffepy.config.load import read_net, read_solver
 from caffepy.errors import ConfigError
-from caffepy.solvers import create_solver
+from caffepy.formats.load import read_net, read_solver
+from caffepy.training.solver import create_solver
 
 SOLVERS = ("SGD", "Nesterov", "AdaGrad", "RMSProp", "AdaDelta", "Adam")
 

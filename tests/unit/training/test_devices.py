@@ -14,12 +14,12 @@ from caffepy.cli.main import main
 from caffepy.training import devices
 
 CODE = """
-import simulated_nccl, caffepy.files
+import simulated_nccl, caffepy.utils.files
 simulated_nccl.install(gpus=0)
 def load_library(path):
     if not {driver}:
         raise OSError(path)
-caffepy.files.load_library = load_library
+caffepy.utils.files.load_library = load_library
 from caffepy.errors import DeviceError
 from caffepy.training.devices import check_gpus
 try:
@@ -131,9 +131,9 @@ def test_train_preloads_the_devices_that_it_takes(
 ) -> None:
     driver = Driver()
     monkeypatch.setattr(devices, "load_library", lambda name: driver)
-    launcher = "caffepy.parallel.processes.launcher.find_launcher"
+    launcher = "caffepy.distributed.processes.launcher.find_launcher"
     monkeypatch.setattr(launcher, lambda *_: SimpleNamespace(size=2) if launched else None)
-    monkeypatch.setattr("caffepy.parallel.p2p_manager.P2PManager", Manager)
+    monkeypatch.setattr("caffepy.training.p2p_manager.P2PManager", Manager)
     (tmp_path / "solver.prototxt").write_text(
         'net: "net.prototxt" solver_mode: GPU device_id: 1 base_lr: 1 lr_policy: "fixed" max_iter: 1\n'
     )

@@ -11,10 +11,11 @@ import pytest
 from training import build_solver, solver_param, weights_of
 
 import caffepy
-from caffepy.errors import ConfigError, DeviceError, MissingExtraError, RunError
-from caffepy.proto.caffe_pb2 import FLOAT16, NetParameter, SolverParameter
+from caffepy.errors import ConfigError, DeviceError, RunError
+from caffepy.formats.proto.caffe_pb2 import FLOAT16, NetParameter, SolverParameter
 from caffepy.pycaffe.net_spec import NetSpec, layers
-from caffepy.solvers import Solver
+from caffepy.training.solver import Solver
+from caffepy.utils.installation import MissingExtraError
 
 NET = """
 name: "small"

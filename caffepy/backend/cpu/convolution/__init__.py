@@ -1,1 +1,1 @@
-"""Convolutions on the CPU; `plan.py` chooses the algorithm. cpu/backend imports it."""
+"""Convolutions on the CPU; `choose.py` chooses the algorithm. cpu/backend imports it."""

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from caffepy.backend.cpu.convolution.axes import merged
-from caffepy.backend.cpu.gemm import COST, ROWS, Panels, WeightPacking, extended, pack_weights, tile
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.threads import GRAIN
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, table_at
+from caffepy.backend.cpu.microkernel import COST, ROWS, Panels, WeightPacking, extended, pack_weights, tile
 from caffepy.backend.types import Geometry, spatial_output
 
 BLOCK = 192

@@ -3,7 +3,7 @@
 With channels last, the elements of a kernel row that an output pixel reads are contiguous. A tile of output pixels by
 output channels is therefore a sum over kernel rows of small matrix products that read the image in place. No columns
 are written (im2col), which would cost as much memory traffic as the products. The data gradient is the same sum over
-the output's gradient. Images are read without padding (`implicit_padding.py`) for groups, for the data gradient with a
+the output's gradient. Images are read without padding (`unpadded.py`) for groups, for the data gradient with a
 stride, and if pixels with equal taps fill the tiles.
 """
 
@@ -25,7 +25,7 @@ from caffepy.backend.cpu.convolution.correlation import (
     Pixels,
     Taps,
 )
-from caffepy.backend.cpu.convolution.implicit_padding import GroupWeightGradient, WindowCorrelation
+from caffepy.backend.cpu.convolution.unpadded import GroupWeightGradient, WindowCorrelation
 from caffepy.backend.cpu.convolution.weight_gradient import WeightGradient
 from caffepy.backend.cpu.jit.address import address_of
 from caffepy.backend.cpu.jit.kernel import ConstantTable

@@ -23,6 +23,14 @@ from numba.extending import intrinsic
 
 from caffepy.backend.cpu.convolution.axes import Axis, axis_residues, forward_axis, merged
 from caffepy.backend.cpu.convolution.correlation import ConvolutionShape
+from caffepy.backend.cpu.convolution.depthwise_backward_data import (
+    ZEROS,
+    ResidueDgrad,
+    ScatterDgrad,
+    one_window,
+    suits_residue_dgrad,
+    suits_scatter_dgrad,
+)
 from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.simd_groups import (
     NUMBERS,
@@ -49,14 +57,6 @@ from caffepy.backend.cpu.convolution.simd_groups import (
     tap_kernel,
     tile_height,
     tiles,
-)
-from caffepy.backend.cpu.convolution.strided_dgrad import (
-    ZEROS,
-    ResidueDgrad,
-    ScatterDgrad,
-    one_window,
-    suits_residue_dgrad,
-    suits_scatter_dgrad,
 )
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Kernel
 from caffepy.backend.cpu.jit.kernel_graph import note_host_work

@@ -10,10 +10,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from caffepy.backend.cpu.convolution.correlation import ConvolutionShape
-from caffepy.backend.cpu.gemm import COST_TALL, SPARE, TALL, Panels, extended, rows_of_fours, tall_tile, tile_of_fours
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, device_function, kernel
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, fetch, table_at
 from caffepy.backend.cpu.memory import Workspace
+from caffepy.backend.cpu.microkernel import (
+    COST_TALL,
+    SPARE,
+    TALL,
+    Panels,
+    extended,
+    rows_of_fours,
+    tall_tile,
+    tile_of_fours,
+)
 
 CACHED, MIN_CACHED, MAX_CACHED = 144 * 1024, 72 * 1024, 288 * 1024
 """Elements of x or dy, and of panels of the other, per block of the weight gradient. If pixels are `FAR` apart it is

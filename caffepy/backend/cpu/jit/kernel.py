@@ -37,7 +37,7 @@ from caffepy.backend.cpu.jit.intrinsics import as_double, doubles, floats, ints,
 from caffepy.backend.cpu.jit.kernel_graph import CURRENT
 from caffepy.backend.cpu.jit.pipeline import NotKeptError, PartDispatcher
 from caffepy.backend.cpu.jit.threads import KERNEL_SIGNATURE, THREADS
-from caffepy.forks import free_after_fork
+from caffepy.utils.process_fork import free_after_fork
 
 Int = Any
 """Annotation: a 64-bit integer."""

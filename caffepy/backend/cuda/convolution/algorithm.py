@@ -9,10 +9,10 @@ from typing import Any, Protocol, runtime_checkable
 from caffepy.backend.cuda.compiler import aligned, launch_blocks, library_kernel
 from caffepy.backend.cuda.convolution.plan_cache import PlanCache
 from caffepy.backend.cuda.convolution.problem import Task
-from caffepy.backend.cuda.dense import Blas
-from caffepy.backend.cuda.elementwise import apply
+from caffepy.backend.cuda.expression import apply
+from caffepy.backend.cuda.gemm import Blas
 from caffepy.backend.cuda.memory import Scratch, flat
-from caffepy.backend.elementwise import Each, expression
+from caffepy.backend.expression import Each, expression
 from caffepy.backend.types import Array
 
 UNFUSED = "unfused"

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from caffepy.caches import cache_folder
 from caffepy.errors import RunError
-from caffepy.files import atomic_write, read_regular
+from caffepy.utils.caches import cache_folder
+from caffepy.utils.files import atomic_write, read_regular
 
 logger = logging.getLogger(__name__)
 

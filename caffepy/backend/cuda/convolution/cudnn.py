@@ -18,7 +18,7 @@ from typing import Any
 from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, identity, write_result
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.cuda.device import cupy
-from caffepy.backend.cuda.elementwise import apply
+from caffepy.backend.cuda.expression import apply
 from caffepy.backend.cuda.memory import Scratch
 from caffepy.backend.layout import CHANNELS_LAST, view
 from caffepy.backend.types import Array, convolution_workspace

@@ -23,7 +23,7 @@ from caffepy.backend.cuda.convolution.depthwise import DepthwiseGradients, Depth
 from caffepy.backend.cuda.convolution.depthwise_tiling import suits_depthwise, walk_of
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.cuda.convolution.registry import algorithm_families
-from caffepy.backend.cuda.elementwise import apply
+from caffepy.backend.cuda.expression import apply
 from caffepy.backend.cuda.memory import CudaMemory
 from caffepy.backend.handles import Convolution, NormalisedForward, NormalisedGradients
 from caffepy.backend.interface import ConvolutionPrimitives

@@ -14,9 +14,9 @@ from functools import cached_property
 from pathlib import Path
 
 from caffepy import version
-from caffepy.caches import version_folder
 from caffepy.errors import RunError
-from caffepy.files import atomic_write, read_regular
+from caffepy.utils.caches import version_folder
+from caffepy.utils.files import atomic_write, read_regular
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from caffepy.backend.cuda.convolution.cudnn import (
 from caffepy.backend.cuda.convolution.depth_multiplier import DepthMultiplier, suits_depth_multiplier
 from caffepy.backend.cuda.convolution.depthwise import depthwise_candidates
 from caffepy.backend.cuda.convolution.depthwise_tiling import suits_depthwise
-from caffepy.backend.cuda.convolution.few_channels import FewChannels, suits_few_channels
+from caffepy.backend.cuda.convolution.dgrad_few_channels import FewChannels, suits_few_channels
 from caffepy.backend.cuda.convolution.gradients import (
     Choose,
     FlippedForward,
@@ -39,9 +39,9 @@ from caffepy.backend.cuda.convolution.large_windows import LargeWindows, suits_l
 from caffepy.backend.cuda.convolution.problem import Direction, Task, is_pointwise, is_product
 from caffepy.backend.cuda.convolution.small_k_wgrad import small_k_wgrad_candidates, suits_small_k_wgrad
 from caffepy.backend.cuda.convolution.space_to_depth import space_to_depth_families
-from caffepy.backend.cuda.elementwise import apply
+from caffepy.backend.cuda.expression import apply
 from caffepy.backend.cuda.reduction import reduce
-from caffepy.backend.elementwise import Channel, Each, expression
+from caffepy.backend.expression import Channel, Each, expression
 from caffepy.backend.layout import CHANNELS_LAST
 from caffepy.backend.types import Array
 

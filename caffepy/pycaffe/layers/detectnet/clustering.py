@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.layers.python.python_layer import PythonLayerBase
+from caffepy.layers.python import PythonLayerBase
 from caffepy.pycaffe.layers.detectnet.rectangles import group_rectangles
 
 MAX_BOXES = 50

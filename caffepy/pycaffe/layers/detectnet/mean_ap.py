@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.layers.python.python_layer import PythonLayerBase
+from caffepy.layers.python import PythonLayerBase
 
 MAX_BOXES = 50
 MATCH = 0.7

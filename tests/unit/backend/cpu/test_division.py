@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from caffepy.backend import Geometry
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.backend.cpu.convolution.correlation import Division, divide, longest_share
-from caffepy.backend.cpu.dense import BLOCK, even_block
-from caffepy.backend.cpu.gemm import ROWS, Panels
+from caffepy.backend.cpu.gemm import BLOCK, even_block
 from caffepy.backend.cpu.jit.vector import WIDTH
+from caffepy.backend.cpu.microkernel import ROWS, Panels
 
 
 @pytest.mark.parametrize(

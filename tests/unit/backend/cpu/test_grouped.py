@@ -14,7 +14,7 @@ from primitive_checks.convolution import check_convolution
 from caffepy.backend import Geometry, create_backend
 from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.grouped import GroupedConvolution
-from caffepy.backend.cpu.convolution.product import ProductConvolution
+from caffepy.backend.cpu.convolution.pointwise import ProductConvolution
 from caffepy.backend.cpu.convolution.simd_groups import (
     Row,
     SimdGroups,

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from caffepy.backend import Geometry
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.backend.cpu.convolution.product import HEIGHTS, PixelConvolution, PixelProduct, block_of, cut
-from caffepy.backend.cpu.gemm import WeightPacking, extended
+from caffepy.backend.cpu.convolution.pointwise import HEIGHTS, PixelConvolution, PixelProduct, block_of, cut
 from caffepy.backend.cpu.jit.vector import WIDTH
+from caffepy.backend.cpu.microkernel import WeightPacking, extended
 
 ONE_BY_ONE = Geometry((1, 1), (1, 1), (0, 0), (1, 1))
 

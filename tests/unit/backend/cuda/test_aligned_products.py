@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def module(cupy_or_mock: None) -> Any:
-    return importlib.import_module("caffepy.backend.cuda.dense")
+    return importlib.import_module("caffepy.backend.cuda.gemm")
 
 
 def test_what_is_divided(module: Any) -> None:

@@ -16,7 +16,7 @@ from caffepy.data.conversion.image_records import ImageOptions
 from caffepy.data.conversion.image_sets import Database
 from caffepy.data.transforms.boxes import parse_annotated_datum
 from caffepy.errors import ConfigError, DataError
-from caffepy.proto.caffe_pb2 import AnnotatedDatum, Datum
+from caffepy.formats.proto.caffe_pb2 import AnnotatedDatum, Datum
 
 PICTURE = np.random.default_rng(3).integers(0, 256, (40, 60, 3), np.uint8)
 XML = """

@@ -17,7 +17,7 @@ from caffepy.data.conversion import image_sets
 from caffepy.data.conversion.image_records import ImageOptions
 from caffepy.data.conversion.image_sets import Database, convert_image_set
 from caffepy.errors import ConfigError, DataError
-from caffepy.proto.caffe_pb2 import Datum
+from caffepy.formats.proto.caffe_pb2 import Datum
 
 RNG = np.random.default_rng(7)
 PICTURE = RNG.integers(0, 256, (5, 7, 3), np.uint8)

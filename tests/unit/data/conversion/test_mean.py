@@ -8,11 +8,11 @@ import pytest
 from databases import BACKENDS
 
 from caffepy.data.conversion.mean import channel_means, compute_mean, write_mean
-from caffepy.data.images.mean import read_mean
+from caffepy.data.mean import read_mean
 from caffepy.data.sources.lmdb_index import LmdbIndex
 from caffepy.data.sources.record_write import record_key, write_datums
 from caffepy.errors import DataError
-from caffepy.proto.caffe_pb2 import BlobProto, Datum
+from caffepy.formats.proto.caffe_pb2 import BlobProto, Datum
 
 IMAGES = np.random.default_rng(5).integers(0, 256, (150, 3, 4, 5), np.uint8)
 

@@ -13,9 +13,9 @@ import pytest
 from caffepy.data.conversion.image_sets import Database
 from caffepy.data.conversion.label_maps import create_label_map, read_label_map
 from caffepy.data.conversion.mnist_cifar import convert_cifar, convert_digits
-from caffepy.data.images.mean import read_mean
+from caffepy.data.mean import read_mean
 from caffepy.errors import ConfigError, DataError
-from caffepy.proto.caffe_pb2 import Datum
+from caffepy.formats.proto.caffe_pb2 import Datum
 
 RNG = np.random.default_rng(11)
 

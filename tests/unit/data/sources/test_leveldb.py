@@ -4,7 +4,8 @@ import pytest
 from databases import NO_PLYVEL
 
 from caffepy.data.sources.leveldb import LevelDbSource
-from caffepy.errors import DataError, MissingExtraError
+from caffepy.errors import DataError
+from caffepy.utils.installation import MissingExtraError
 
 
 @pytest.fixture

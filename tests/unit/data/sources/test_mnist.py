@@ -11,7 +11,7 @@ import pytest
 from caffepy.data.sources import mnist
 from caffepy.data.sources.lmdb import LmdbSource
 from caffepy.errors import DataError, RunError
-from caffepy.proto.caffe_pb2 import Datum
+from caffepy.formats.proto.caffe_pb2 import Datum
 
 
 def images_file(count, seed=0):

@@ -11,7 +11,8 @@ from databases import BACKENDS
 from caffepy.data.sources.leveldb import LevelDbSource
 from caffepy.data.sources.lmdb import LmdbSource
 from caffepy.data.sources.record_write import open_writer
-from caffepy.errors import DataError, MissingExtraError, RunError
+from caffepy.errors import DataError, RunError
+from caffepy.utils.installation import MissingExtraError
 
 SOURCES = {"lmdb": LmdbSource, "leveldb": LevelDbSource}
 

@@ -7,7 +7,7 @@ import pytest
 from caffepy.data.sources.lmdb import LmdbSource
 from caffepy.data.sources.record_write import record_key, write_datums
 from caffepy.errors import DataError, RunError
-from caffepy.proto.caffe_pb2 import Datum
+from caffepy.formats.proto.caffe_pb2 import Datum
 
 
 def datums(count, size=10):

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_rng import Parts, ScriptedRng
 
+from caffepy.data.random import SampleRng
 from caffepy.data.transforms.im_transforms import distort, scale_bytes
-from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import DataError
-from caffepy.proto.caffe_pb2 import DistortionParameter
+from caffepy.formats.proto.caffe_pb2 import DistortionParameter
 
 ALL_BYTES = np.arange(256, dtype=np.uint8).reshape(16, 16, 1).repeat(3, 2)
 

@@ -3,10 +3,10 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
+from caffepy.data.random import SampleRng
 from caffepy.data.transforms.im_transforms import apply_noise
-from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import DataError
-from caffepy.proto.caffe_pb2 import NoiseParameter
+from caffepy.formats.proto.caffe_pb2 import NoiseParameter
 
 
 def image(channels=3):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_rng import Parts, ScriptedRng
 
+from caffepy.data.random import SampleRng
 from caffepy.data.transforms.im_transforms import (
     apply_resize,
     intel_resize,
@@ -15,9 +16,8 @@ from caffepy.data.transforms.im_transforms import (
     random_size,
     resizes_randomly,
 )
-from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import DataError
-from caffepy.proto.caffe_pb2 import ResizeParameter, TransformationParameter
+from caffepy.formats.proto.caffe_pb2 import ResizeParameter, TransformationParameter
 
 NEAREST = cv2.INTER_NEAREST
 

@@ -1,7 +1,6 @@
 import numpy as np
 
-from caffepy.data.random import below, more_words, sample_words
-from caffepy.data.transforms.sample_rng import SampleRng, sample_rngs
+from caffepy.data.random import SampleRng, below, more_words, sample_rngs, sample_words
 
 
 def test_a_sequence_does_not_depend_on_how_it_is_asked_for():

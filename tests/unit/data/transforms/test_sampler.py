@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_rng import Parts, ScriptedRng
 
+from caffepy.data.random import SampleRng
 from caffepy.data.transforms.boxes import check_samplers, random_patches, sample_patch, satisfies
-from caffepy.data.transforms.sample_rng import SampleRng
 from caffepy.errors import ConfigError
-from caffepy.proto.caffe_pb2 import BatchSampler, SampleConstraint, Sampler
+from caffepy.formats.proto.caffe_pb2 import BatchSampler, SampleConstraint, Sampler
 
 OBJECTS = np.array([[0.1, 0.1, 0.4, 0.5], [0.6, 0.5, 0.9, 0.9]], np.float32)
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from layer_harness import BACKENDS, backend_named
 
 from caffepy.backend.meta import MetaBackend
-from caffepy.data.schedule import Shard
+from caffepy.data.sharding import Shard
 from caffepy.errors import ConfigError, DataError, ShapeError
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext
 from caffepy.net.net import Net
-from caffepy.proto import caffe_pb2
 
 
 def build(text: str, found: Any, objects: Any, backend: Any, shard: Shard | None = None) -> Net:

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from layer_harness import BACKENDS, assert_near, backend_named
 
 from caffepy.backend.meta import MetaBackend
-from caffepy.data.schedule import Shard
+from caffepy.data.sharding import Shard
 from caffepy.errors import ConfigError, DataError, ShapeError
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext
 from caffepy.net.net import Net
-from caffepy.proto import caffe_pb2
 
 IMAGES, PRIORS, CLASSES = 2, 24, 4
 

@@ -14,9 +14,9 @@ from layer_harness import BACKENDS, assert_near, backend_named
 
 from caffepy.backend.meta import MetaBackend
 from caffepy.errors import ConfigError
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext
 from caffepy.net.net import Net
-from caffepy.proto import caffe_pb2
 
 
 def build(text: str, backend: Any, map_size: tuple[int, int] = (3, 2), image: tuple[int, int] = (30, 44)) -> Net:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, kernel
-from caffepy.layers.detection.sorting import _heap_sort, sort_like_cpp
+from caffepy.layers.detection.suppression import _heap_sort, sort_like_cpp
 
 GOLDEN = np.load(Path(__file__).parents[3] / "golden" / "nvidia" / "std_sort.npz")
 """Keys with many ties, and how a C++ program with libstdc++'s std::sort ordered them; heap_order: std::partial_sort of

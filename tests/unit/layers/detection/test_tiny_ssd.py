@@ -11,7 +11,7 @@ from google.protobuf import text_format
 from rectangles import CLASSES, write_images
 from training import build_solver
 
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
 
 SOURCES = (Source("conv3", (12, 20), (2, 3)), Source("conv4", (24, 34), (2, 3)))
 SOLVER = """

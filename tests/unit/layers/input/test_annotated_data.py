@@ -5,13 +5,13 @@ from google.protobuf import text_format
 from memory_records import Records
 from training import build_net
 
-from caffepy.data.order import RecordOrder
 from caffepy.data.prefetch import Batch
+from caffepy.data.sampler import Sampler
 from caffepy.data.sources.record_write import record_key, write_datums
 from caffepy.data.transform import Transformer
 from caffepy.errors import ConfigError, DataError
+from caffepy.formats.proto.caffe_pb2 import TEST, TRAIN, AnnotatedDatum, BatchSampler, Datum, TransformationParameter
 from caffepy.layers.input.annotated_data import AnnotatedLoader, AnnotatedSettings, first_boxes
-from caffepy.proto.caffe_pb2 import TEST, TRAIN, AnnotatedDatum, BatchSampler, Datum, TransformationParameter
 
 CORNERS = np.array([[0.1, 0.2, 0.5, 0.6], [0.5, 0.5, 1.0, 0.9], [0.0, 0.0, 0.2, 0.3]], np.float32)
 
@@ -39,7 +39,7 @@ def loader(records, text="", samplers=(), phase=TRAIN, threads=1, **settings):
     transformer = Transformer(param, phase, where="layer 'd'", annotated=True)
     chosen = [text_format.Parse(sampler, BatchSampler()) for sampler in samplers]
     own = AnnotatedSettings(param, chosen, **settings)
-    order = RecordOrder(len(records))
+    order = Sampler(len(records))
     return AnnotatedLoader(Records(records), order, transformer, 1, 2, "layer 'd'", threads, settings=own)
 
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from caffepy.backend import create_backend
 from caffepy.backend.meta import MetaBackend
-from caffepy.blob import Blob
-from caffepy.data.schedule import Shard
+from caffepy.data.sharding import Shard
 from caffepy.data.sources.record_write import record_key, write_datums
 from caffepy.errors import AbortedError, ConfigError, DataError, ShapeError
-from caffepy.layers.core.base import LayerContext, layer_class
-from caffepy.monotonic_clock import suspend_aware_seconds
-from caffepy.proto.caffe_pb2 import TEST, TRAIN, Datum, LayerParameter
+from caffepy.formats.proto.caffe_pb2 import TEST, TRAIN, Datum, LayerParameter
+from caffepy.layers.blob import Blob
+from caffepy.layers.layer import LayerContext, layer_class
+from caffepy.utils.clocks import suspend_aware_seconds
 
 RECORDS = 50
 

@@ -9,13 +9,13 @@ from databases import NO_PLYVEL
 from google.protobuf import text_format
 
 from caffepy.backend import create_backend
-from caffepy.config.dialect import Dialect
-from caffepy.data.schedule import Shard
+from caffepy.data.sharding import Shard
 from caffepy.data.sources.record_write import record_key, write_datums
 from caffepy.errors import ConfigError, DataError
+from caffepy.formats.dialect import Dialect
+from caffepy.formats.proto.caffe_pb2 import TEST, TRAIN, AnnotatedDatum, BlobProto, Datum, NetParameter
 from caffepy.layers import LayerContext
 from caffepy.net.net import Net
-from caffepy.proto.caffe_pb2 import TEST, TRAIN, AnnotatedDatum, BlobProto, Datum, NetParameter
 
 RECORDS = 12
 
@@ -263,7 +263,7 @@ def test_dataset_share_per_node(folder, phase, shuffle, used):
 
 
 def test_nvidias_mean_of_decoded_images_is_cut_at_its_centre(folder, tmp_path):
-    from caffepy.proto.caffe_pb2 import BlobProto, BlobShape
+    from caffepy.formats.proto.caffe_pb2 import BlobProto, BlobShape
 
     mean = np.random.default_rng(0).random((3, 34, 44)).astype(np.float32)
     path = tmp_path / "mean"

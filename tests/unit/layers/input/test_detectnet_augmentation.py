@@ -7,8 +7,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scripted_rng import Parts, ScriptedRng
 
-from caffepy.data.transforms.sample_rng import SampleRng
+from caffepy.data.random import SampleRng
 from caffepy.errors import DataError
+from caffepy.formats.proto.caffe_pb2 import DetectNetAugmentationParameter, DetectNetGroundTruthParameter
 from caffepy.layers.input.detectnet_transformation import (
     Augmentation,
     CoverageMap,
@@ -17,7 +18,6 @@ from caffepy.layers.input.detectnet_transformation import (
     draw_augmentation,
     rotated_size,
 )
-from caffepy.proto.caffe_pb2 import DetectNetAugmentationParameter, DetectNetGroundTruthParameter
 
 SIZE = (80, 120)
 NEVER = "crop_prob: -1 scale_prob: -1 flip_prob: -1 rotation_prob: -1 hue_rotation_prob: -1 desaturation_prob: -1 "

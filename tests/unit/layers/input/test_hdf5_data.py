@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from caffepy.data.prefetch import Batch
 from caffepy.errors import DataError
-from caffepy.layers.input.hdf5_data import Hdf5Loader, Hdf5Source
+from caffepy.layers.input.hdf5 import Hdf5Loader, Hdf5Source
 
 
 def write(path, **datasets):

@@ -9,13 +9,13 @@ from google.protobuf import text_format
 from layer_harness import BACKENDS, Runner, backend_named, gaussian
 from training import build_solver
 
-from caffepy.data.schedule import Shard
+from caffepy.data.sharding import Shard
 from caffepy.errors import ConfigError, RunError, ShapeError
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext
-from caffepy.layers.input.memory_data import MemoryDataLayer
+from caffepy.layers.input.arrays import MemoryDataLayer
 from caffepy.net.net import Net
-from caffepy.options import ExecutionOptions
-from caffepy.proto import caffe_pb2
+from caffepy.utils.options import ExecutionOptions
 
 MEMORY = "type: 'MemoryData' memory_data_param { batch_size: 2 channels: 3 height: 4 width: 5 }"
 

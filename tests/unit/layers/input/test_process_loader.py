@@ -19,11 +19,11 @@ from google.protobuf import text_format
 from image_files import jpeg, smooth_image
 
 from caffepy.backend import create_backend
-from caffepy.blob import Blob
 from caffepy.data.sources.record_write import record_key, write_datums
 from caffepy.errors import AbortedError, DataError, RunError
-from caffepy.layers.core.base import LayerContext, layer_class
-from caffepy.proto.caffe_pb2 import TRAIN, AnnotatedDatum, Datum, LayerParameter
+from caffepy.formats.proto.caffe_pb2 import TRAIN, AnnotatedDatum, Datum, LayerParameter
+from caffepy.layers.blob import Blob
+from caffepy.layers.layer import LayerContext, layer_class
 
 RECORDS = 7
 RESIZE = "img_rand_resize_lower: 40 img_rand_resize_upper: 60 crop_size: 32 mirror: true mean_value: 100"

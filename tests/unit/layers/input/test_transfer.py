@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from caffepy.backend import create_backend
 from caffepy.backend.input_ring import ImageSlot
-from caffepy.blob import Blob
 from caffepy.data.prefetch import Prefetcher
-from caffepy.data.schedule import Shard
+from caffepy.data.sharding import Shard
 from caffepy.data.sources.record_write import record_key, write_datums
 from caffepy.errors import AbortedError, RunError
-from caffepy.layers.core.base import LayerContext, layer_class
+from caffepy.formats.proto.caffe_pb2 import TEST, TRAIN, BlobProto, BlobShape, Datum, LayerParameter
+from caffepy.layers.blob import Blob
 from caffepy.layers.input.prefetching import blocks_needed, passes_per_block
-from caffepy.proto.caffe_pb2 import TEST, TRAIN, BlobProto, BlobShape, Datum, LayerParameter
+from caffepy.layers.layer import LayerContext, layer_class
 
 SHAPES = [(1, 6, 8), (2, 5, 5), (3, 6, 8), (7, 4, 9)]
 RECORDS = 11

@@ -10,16 +10,16 @@ import pytest
 from google.protobuf import text_format
 from training import build_net
 
-from caffepy.config.text import parse_text
-from caffepy.config.upgrade import upgrade_net
 from caffepy.data.clips import ClipLine, ClipList, SegmentClips, SegmentTransform
-from caffepy.data.images.datum import resize_image
-from caffepy.data.images.mean import read_volume_mean
-from caffepy.data.transforms.sample_rng import SampleRng
+from caffepy.data.datum import resize_image
+from caffepy.data.mean import read_volume_mean
+from caffepy.data.random import SampleRng
 from caffepy.errors import CaffepyError, ConfigError, DataError
+from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.proto.caffe_pb2 import TEST, TRAIN
+from caffepy.formats.prototxt import parse_text
+from caffepy.formats.upgrade import upgrade_net
 from caffepy.net.record_shape import told_shape
-from caffepy.proto import caffe_pb2
-from caffepy.proto.caffe_pb2 import TEST, TRAIN
 
 HEIGHT, WIDTH, FRAMES = 12, 16, 9
 

@@ -9,8 +9,8 @@ from training import build_net
 from caffepy.data.prefetch import Batch
 from caffepy.data.transform import Transformer
 from caffepy.errors import DataError
+from caffepy.formats.proto.caffe_pb2 import TEST, TransformationParameter
 from caffepy.layers.input.video_data import VideoLoader, VideoSource
-from caffepy.proto.caffe_pb2 import TEST, TransformationParameter
 
 FRAMES = 12
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from caffepy.backend import Backend, create_backend
 from caffepy.errors import ShapeError
-from caffepy.layers.core.base import LayerContext
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.layer import LayerContext
 from caffepy.net import Net
 from caffepy.net.fold import FoldedConvolution
 from caffepy.net.memory_plan import plan_memory
-from caffepy.proto import caffe_pb2
 
 CPU = create_backend(None, 1)
 TOLERANCE = 2e-4

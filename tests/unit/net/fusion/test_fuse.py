@@ -7,9 +7,9 @@ import pytest
 from fusion_nets import CPU, DATA, LOSS, build, changed, convolution, layer, norm, relu, run, total
 from google.protobuf import text_format
 
-from caffepy.layers.core.base import LayerContext
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.layer import LayerContext
 from caffepy.net import Net
-from caffepy.proto import caffe_pb2
 
 
 def shuffle(bottom: str, parts: str, order: str, whole: str) -> str:

@@ -23,7 +23,7 @@ from fusion_nets import (
 )
 from google.protobuf import text_format
 
-from caffepy.proto import caffe_pb2
+from caffepy.formats.proto import caffe_pb2
 
 
 @pytest.mark.parametrize("kind", KEEPING)

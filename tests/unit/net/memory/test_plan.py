@@ -16,15 +16,24 @@ from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.backend.input_ring import ImageSlot
 from caffepy.backend.layout import aligned_bytes
 from caffepy.backend.meta import MetaBackend
-from caffepy.config.load import read_net
-from caffepy.config.text import parse_text
 from caffepy.errors import DataError, OutOfMemoryError
-from caffepy.layers.core.base import LayerContext
+from caffepy.formats.load import read_net
+from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.prototxt import parse_text
 from caffepy.layers.input.prefetching import blocks_needed, expected_bytes, passes_per_block
+from caffepy.layers.layer import LayerContext
 from caffepy.net import Net
-from caffepy.net.liveness import BLOBS, BUFFERS, GRADIENTS, INPUTS, PARAMETERS
-from caffepy.net.memory_plan import MemoryPlan, describe, plan_memory, sample_shapes
-from caffepy.proto import caffe_pb2
+from caffepy.net.memory_plan import (
+    BLOBS,
+    BUFFERS,
+    GRADIENTS,
+    INPUTS,
+    PARAMETERS,
+    MemoryPlan,
+    describe,
+    plan_memory,
+    sample_shapes,
+)
 
 MODELS = Path(__file__).parents[4] / "models"
 

@@ -26,7 +26,7 @@ SIGNATURE = types.int64(types.int64)
 RUN_A_KERNEL = """
 import numpy as np
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.layers.activation.relu import relu
+from caffepy.layers.activation import relu
 backend = CpuBackend(2)
 x, y = np.full(100_000, -1, np.float32), np.ones(100_000, np.float32)
 with backend.activate():

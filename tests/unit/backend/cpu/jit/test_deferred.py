@@ -72,7 +72,7 @@ LMDB = """
 import sys
 from pathlib import Path
 from caffepy.data.sources.lmdb import LmdbSource
-import caffepy.data.loader, caffepy.layers.input.data
+import caffepy.data.loader, caffepy.layers.input.images
 source = LmdbSource(Path(sys.argv[1]))
 print(len(source.read(3)), "numba" in sys.modules)
 """

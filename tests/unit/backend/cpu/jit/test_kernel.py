@@ -39,7 +39,7 @@ for name in {blocked}:
     sys.modules[name] = None
 import numpy as np
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.layers.activation.relu import relu
+from caffepy.layers.activation import relu
 x = np.random.default_rng(0).standard_normal((300, 400), dtype=np.float32)
 failures = []
 def work():
@@ -63,7 +63,7 @@ FORK = """
 import logging, os, sys, numpy as np
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.backend.cpu.jit.kernel_graph import KernelGraph
-from caffepy.layers.activation.relu import relu
+from caffepy.layers.activation import relu
 x = np.random.default_rng(0).standard_normal((300, 400), dtype=np.float32)
 backend = CpuBackend(2)
 y, graph = backend.zeros(x.shape), None

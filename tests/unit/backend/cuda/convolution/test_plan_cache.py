@@ -11,8 +11,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from caffepy import caches
 from caffepy.backend.types import Geometry
+from caffepy.utils import caches
 
 PACKAGE = "caffepy.backend.cuda.convolution"
 

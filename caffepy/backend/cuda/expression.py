@@ -1,0 +1,301 @@
+"""Elementwise formulas on the GPU for any dtype: kernel selection by geometry, and launches.
+
+Chooses the vector width and the indexing of Channel arguments. If the block size is a multiple of their period, the
+thread's number alone gives the index; otherwise the kernel divides and takes a remainder. Arguments without a period
+are first broadcast to the whole shape. Plans are cached by formula, shapes, dtypes and alignment, so that a call costs
+little more than its launch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from caffepy.backend.cuda.channel_kernels import Tuning, flat_layout, make_plan
+from caffepy.backend.cuda.codegen import Access, Variant, apply_text, formula_text
+from caffepy.backend.cuda.compiler import C_TYPES, THREADS, compiled, device_number, divider, kernel_text
+from caffepy.backend.cuda.copy import copy
+from caffepy.backend.cuda.device import cupy
+from caffepy.backend.cuda.index_arithmetic import Period, find_period
+from caffepy.backend.cuda.memory import CudaMemory, Scratch, is_array, raw
+from caffepy.backend.expression import Expression, Kind
+from caffepy.backend.interface import ElementwisePrimitives
+from caffepy.backend.layout import is_dense, view
+from caffepy.backend.types import Array
+
+Argument = Any
+"""An array or a number."""
+
+MAX_SOURCES = 8
+"""Maximum arrays per launch of `add_n`."""
+
+TOTAL = Tuning(128, 4)
+TOTAL_OF_MANY = Tuning(128, 1)
+
+MAX_THREADS = 512
+"""Maximum period of Channel arguments for which the block size is adapted to it."""
+
+FEW_PACKS = 2**17
+"""Packs below which each pack has its own thread, to spread small arrays over the whole GPU."""
+
+SLOW_FUNCTIONS = ("powf(", "expf(", "logf(", "log1pf(", "tanhf(")
+"""Calls that hide load latency and are too long to be unrolled."""
+
+
+class Signature(NamedTuple):
+    """The properties of an array that determine the kernel."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    alignment: int
+    dtype: str
+
+    @property
+    def item(self) -> int:
+        return np.dtype(self.dtype).itemsize
+
+    def allows(self, width: int) -> bool:
+        """Return whether packs of `width` elements are aligned."""
+        return self.alignment % min(16, width * self.item) == 0
+
+
+def _signature(value: Argument) -> Signature | None:
+    """Return an array's signature, or None for a number."""
+    if not is_array(value):
+        return None
+    return Signature(value.shape, value.strides, math.gcd(int(value.data.ptr), 16), value.dtype.char)
+
+
+class Call(NamedTuple):
+    """A formula with its arguments' signatures: the key of cached plans."""
+
+    expression: Expression
+    inputs: tuple[Signature | None, ...]
+    outputs: tuple[Signature, ...]
+    axis: int
+    device: int
+
+    def of_kind(self, kind: Kind) -> dict[str, Signature]:
+        named = zip(self.expression.parameters, self.expression.kinds, self.inputs, strict=True)
+        return {name: s for name, k, s in named if k is kind and s is not None}
+
+    def periods(self, shape: tuple[int, ...]) -> dict[str, Period | None]:
+        """Return the period of each Channel argument."""
+        return {name: find_period(shape, s.shape, self.axis) for name, s in self.of_kind(Kind.CHANNEL).items()}
+
+    def check(self) -> None:
+        """Check that all arrays are dense and of supported types; the kernels index memory directly."""
+        plain = {*self.of_kind(Kind.CHANNEL).values(), *self.of_kind(Kind.SCALAR).values()}
+        for s in (*self.inputs, *self.outputs):
+            assert s is None or is_dense(s.shape, s.strides, s.item), (self.expression, s)
+            assert s is None or s.dtype in ("f" if s in plain else "feH"), (self.expression, s)
+
+    def device_scalars(self) -> frozenset[str]:
+        return frozenset(self.of_kind(Kind.SCALAR))
+
+    def each_types(self) -> tuple[str, ...]:
+        return tuple(C_TYPES[s.dtype] for s in self.of_kind(Kind.EACH).values())
+
+    def output_types(self) -> tuple[str, ...]:
+        return tuple(C_TYPES[s.dtype] for s in self.outputs)
+
+
+def make_call(expression: Expression, inputs: Sequence[Argument], outputs: Sequence[Array], axis: int) -> Call:
+    """Return the key of a call of `apply` or `reduce`."""
+    device = device_number()
+    results = tuple(s for s in map(_signature, outputs) if s is not None)
+    return Call(expression, tuple(map(_signature, inputs)), results, axis, device)
+
+
+@dataclass(frozen=True)
+class FormulaLaunch:
+    """A planned launch, reusable for all arrays of one `Call`.
+
+    Args:
+        kernel: the compiled kernel.
+        grid: blocks.
+        block: threads.
+        head: arguments before the formula's arguments.
+        extras: arguments after each of the formula's arguments.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    head: tuple[Any, ...]
+    extras: tuple[tuple[Any, ...], ...]
+
+    def run(self, inputs: Sequence[Argument], outputs: Sequence[Array], *tail: Any) -> None:
+        arguments = [*self.head]
+        for value, extra in zip(inputs, self.extras, strict=True):
+            arguments.append(value if is_array(value) else np.float32(value))
+            arguments += extra
+        self.kernel(self.grid, self.block, (*arguments, *outputs, *tail))
+
+
+def apply(
+    expression: Expression, inputs: Sequence[Argument], outputs: Sequence[Array], axis: int,
+    scratch: Scratch | None = None,
+) -> None:  # fmt: skip
+    """outputs = expression(*inputs), see `Backend.apply`. Channel arguments without a period need `scratch`."""
+    if outputs[0].size == 0:
+        return
+    plan = _plan_apply(make_call(expression, inputs, outputs, axis))
+    if plan is None:
+        assert scratch is not None, f"{expression}: a Channel argument has no period"
+        apply(expression, spread_out(expression, inputs, tuple(outputs[0].shape), axis, scratch), outputs, 0)
+    else:
+        plan.run(inputs, outputs)
+
+
+def spread_out(
+    expression: Expression, inputs: Sequence[Argument], shape: tuple[int, ...], axis: int, scratch: Scratch
+) -> list[Argument]:
+    """Return the inputs with each Channel argument broadcast to the whole shape, so that its axis is 0."""
+    spread = list(inputs)
+    for i, kind in enumerate(expression.kinds):
+        if kind is Kind.CHANNEL:
+            own = (None,) * axis + (slice(None),) * inputs[i].ndim
+            rest = (None,) * (len(shape) - axis - inputs[i].ndim)
+            spread[i] = view(scratch.get(f"argument {i}", math.prod(shape)), shape)
+            copy(cupy.broadcast_to(inputs[i][own + rest], shape), spread[i])
+    return spread
+
+
+@lru_cache(maxsize=4096)
+def _plan_apply(call: Call) -> FormulaLaunch | None:
+    """Return the kernel of an elementwise call, or None if a Channel argument has no period."""
+    shape = call.outputs[0].shape
+    periods = {name: period for name, period in call.periods(shape).items() if period is not None}
+    if len(periods) < len(call.of_kind(Kind.CHANNEL)):
+        return None
+    call.check()
+    size = math.prod(shape)
+    width = pack_width(call, (*call.of_kind(Kind.EACH).values(), *call.outputs), periods, size)
+    packs = size // width
+    threads = _threads([repeat for p in periods.values() if (repeat := _repeat(p, width))])
+    channels = tuple(access(p, width, threads) for p in periods.values())
+    index, unroll = index_type(packs), _unroll(call, packs, channels)
+    types = (call.each_types(), call.output_types())
+    variant = Variant(*types, width, unroll, index, call.device_scalars(), channels)
+    kernel = compiled(kernel_text("common") + apply_text(call.expression, variant), "apply_")
+    blocks = -(-packs // (threads * unroll))
+    return FormulaLaunch(kernel, (blocks,), (threads,), (count_argument(packs, index),), extras(call, periods, width))
+
+
+def index_type(packs: int) -> str:
+    """Return the C type of pack numbers."""
+    return "unsigned int" if packs < 2**31 else "unsigned long long"
+
+
+def count_argument(value: int, index: str) -> Any:
+    """Return a pack count as an argument of that type."""
+    return np.uint32(value) if index == "unsigned int" else np.uint64(value)
+
+
+def pack_width(call: Call, each: Sequence[Signature], periods: Mapping[str, Period], span: int) -> int:
+    """Return the elements per pack, given that `span` elements are contiguous."""
+    channels = call.of_kind(Kind.CHANNEL)
+
+    def fits(width: int) -> bool:
+        return (
+            span % width == 0
+            and all(s.allows(width) for s in each)
+            and all(_is_splat(p, width) or _is_packed(p, width, channels[name]) for name, p in periods.items())
+        )
+
+    width = 16 // max(s.item for s in each)
+    while width > 1 and not fits(width):
+        width //= 2
+    return width
+
+
+def _is_splat(period: Period, width: int) -> bool:
+    """Return whether all elements of a pack use one element of the Channel argument."""
+    return period.size == 1 or period.inner % width == 0
+
+
+def _is_packed(period: Period, width: int, channel: Signature) -> bool:
+    """Return whether the elements of a pack use contiguous elements of the Channel argument."""
+    return period.inner == 1 and period.size % width == 0 and channel.allows(width)
+
+
+def _packed(period: Period, width: int) -> bool:
+    return width > 1 and not _is_splat(period, width)
+
+
+def _repeat(period: Period, width: int) -> int:
+    """Return a Channel argument's period in packs; 0 if the thread's number does not determine the index."""
+    if period.size == 1 or period.outer == 1:
+        return 0
+    if _packed(period, width):
+        return period.size // width
+    return period.size if period.inner == width else 0
+
+
+def _threads(repeats: list[int]) -> int:
+    """Return the block size: full warps near the default, and a multiple of all periods if possible."""
+    common = math.lcm(*repeats)
+    if common == 1 or common > MAX_THREADS:
+        return THREADS
+    return min(range(common, MAX_THREADS + 1, common), key=lambda n: (n < 128, n % 32 != 0, abs(n - THREADS)))
+
+
+def access(period: Period, width: int, threads: int) -> Access:
+    """Return how a thread of an elementwise kernel indexes a Channel argument."""
+    if period.size == 1:
+        return Access(once=True)
+    repeat = _repeat(period, width)
+    packed = _packed(period, width)
+    return Access(
+        divides=not packed and period.inner != width,
+        wraps=period.outer > 1,
+        packed=packed,
+        once=repeat > 0 and threads % repeat == 0,
+    )
+
+
+def extras(call: Call, periods: Mapping[str, Period], width: int) -> tuple[tuple[Any, ...], ...]:
+    """Return divisor and modulus of each Channel argument in packs; nothing for other arguments."""
+    dividers: list[tuple[Any, ...]] = []
+    for name in call.expression.parameters:
+        period = periods.get(name)
+        if period is None:
+            dividers.append(())
+            continue
+        packed = _packed(period, width)
+        inner, size = max(1, period.inner // width), period.size // width if packed else period.size
+        dividers.append((np.uint32(inner), divider(inner), np.uint32(size), divider(size)))
+    return tuple(dividers)
+
+
+def _unroll(call: Call, packs: int, channels: Sequence[Access]) -> int:
+    """Return the packs per thread: several if they share loads, else one, which is fastest."""
+    shared = any(channel.once and channel.wraps for channel in channels)
+    slow = any(name in formula_text(call.expression) for name in SLOW_FUNCTIONS)
+    return 4 if shared and packs >= FEW_PACKS and not slow else 1
+
+
+class CudaElementwise(ElementwisePrimitives, CudaMemory):
+    """`ElementwisePrimitives` of the GPU."""
+
+    def apply(
+        self, expression: Expression, inputs: Sequence[Array | float], outputs: Sequence[Array], axis: int = 1
+    ) -> None:
+        apply(expression, inputs, outputs, axis, self._scratch)
+
+    def add_n(self, sources: Sequence[Array], destination: Array) -> None:
+        here = destination.data.ptr
+        remaining = sorted(map(raw, sources), key=lambda a: a.data.ptr != here)
+        assert len({a.dtype for a in remaining}) == 1, "sources are of one dtype"
+        while len(remaining) > 1:
+            now, remaining = remaining[:MAX_SOURCES], [destination, *remaining[MAX_SOURCES:]]
+            tuning = TOTAL if len(now) < 4 else TOTAL_OF_MANY
+            layout = flat_layout((*now, raw(destination)), tuning.width)
+            plan = make_plan("add_n", layout, tuning, {"D": now[0], "Y": destination}, SOURCES=len(now))
+            plan.launch(*now, *[now[0]] * (MAX_SOURCES - len(now)), destination)

@@ -1,1 +1,0 @@
-"""Datum parsing, image decoding, mean images and the bulk copy into batches; imported by data, layers/input and cli."""

@@ -1,0 +1,127 @@
+"""Mean image files: a BlobProto, as Caffe's `compute_image_mean` writes it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from caffepy.errors import DataError
+from caffepy.formats.messages import DELIMITED, VARINT, WireError, describe_content, wire_fields
+from caffepy.formats.proto import caffe_pb2
+from caffepy.utils.files import read_regular
+
+_MAX_BYTES = 1 << 30
+_RAW_TYPES = {caffe_pb2.FLOAT: "<f4", caffe_pb2.DOUBLE: "<f8", caffe_pb2.FLOAT16: "<f2"}
+
+
+def read_mean(path: Path) -> NDArray[np.float32]:
+    """Read a mean image: (C, H, W).
+
+    Raises:
+        DataError: the file cannot be read or is not a BlobProto of one image.
+    """
+    blob = _read_proto(path, "mean_file")
+    shape = tuple(blob.shape.dim) if blob.HasField("shape") else (blob.num, blob.channels, blob.height, blob.width)
+    values = _values(blob, f"mean_file '{path}'")
+    while len(shape) > 3 and shape[0] == 1:
+        shape = shape[1:]
+    if len(shape) != 3 or min(shape) <= 0 or math.prod(shape) != values.size:
+        raise DataError(
+            f"mean_file '{path}' holds {values.size} values in the shape {' x '.join(map(str, shape))}; "
+            "a mean is one image of channels x height x width"
+        )
+    return values.reshape(shape)
+
+
+def read_blob(path: Path, field: str) -> NDArray[np.float32]:
+    """Read the elements of a BlobProto file: 1-D.
+
+    Args:
+        path: the file.
+        field: the field that names the file, for messages.
+
+    Raises:
+        DataError: the file cannot be read or is not a BlobProto.
+    """
+    return _values(_read_proto(path, field), f"{field} '{path}'")
+
+
+def _content(path: Path, field: str) -> bytes:
+    try:
+        return read_regular(path, _MAX_BYTES)
+    except OSError as error:
+        raise DataError(f"{field} '{path}' cannot be read: {error.strerror}") from error
+
+
+def _read_proto(path: Path, field: str) -> caffe_pb2.BlobProto:
+    content = _content(path, field)
+    try:
+        return caffe_pb2.BlobProto.FromString(content)
+    except DecodeError as error:
+        raise DataError(
+            f"{field} '{path}' is not a BlobProto (`caffepy compute_image_mean` writes one): "
+            f"{describe_content(content)}"
+        ) from error
+
+
+def _values(blob: caffe_pb2.BlobProto, where: str) -> NDArray[np.float32]:
+    if blob.double_data:
+        with np.errstate(over="ignore"):
+            return np.array(blob.double_data, np.float64).astype(np.float32)
+    if blob.raw_data and blob.raw_data_type in _RAW_TYPES:
+        dtype = np.dtype(_RAW_TYPES[blob.raw_data_type])
+        if len(blob.raw_data) % dtype.itemsize:
+            raise DataError(
+                f"{where} has {len(blob.raw_data)} bytes of raw_data, not a multiple of "
+                f"{dtype.itemsize}; the file is damaged"
+            )
+        with np.errstate(over="ignore"):
+            return np.frombuffer(blob.raw_data, dtype).astype(np.float32)
+    return np.array(blob.data, np.float32)
+
+
+_C3D_FIELDS = ("num", "channels", "height", "width")
+"""BlobProto's first fields; that of C3D 1.0 has `length` third, which moves those after it."""
+
+
+def read_volume_mean(path: Path) -> NDArray[np.float32]:
+    """Read the mean of images (C, H, W) or clips (C, L, H, W).
+
+    A file of C3D 1.0 has a BlobProto of its own, whose fields from 3 on are length, height, width and data. There field
+    5 is a number and field 6 the values; in Caffe's, field 5 is the values.
+
+    Raises:
+        DataError: the file cannot be read or is not a BlobProto of one image or clip.
+    """
+    blob, content = caffe_pb2.BlobProto(), _content(path, "mean_file")
+    try:
+        fields = list(wire_fields(content, 0, len(content)))
+    except WireError:
+        fields = []
+    if any(field.number == blob.DATA_FIELD_NUMBER and field.kind == VARINT for field in fields):
+        numbers = {field.number: content[field.begin : field.end] for field in fields if field.kind == VARINT}
+        shape: tuple[int, ...] = tuple(_number(numbers.get(number, b"\0")) for number in range(1, 6))
+        values = np.concatenate(
+            [np.frombuffer(content[f.begin : f.end], "<f4") for f in fields if f.number == 6 and f.kind == DELIMITED]
+            or [np.empty(0, np.float32)]
+        )
+    else:
+        blob = _read_proto(path, "mean_file")
+        shape = tuple(blob.shape.dim) if blob.HasField("shape") else tuple(getattr(blob, name) for name in _C3D_FIELDS)
+        values = _values(blob, f"mean_file '{path}'")
+    if len(shape) > 3 and shape[0] == 1:
+        shape = shape[1:]
+    if len(shape) not in (3, 4) or min(shape) <= 0 or math.prod(shape) != values.size:
+        raise DataError(
+            f"mean_file '{path}' holds {values.size} values in the shape {' x '.join(map(str, shape))}; "
+            "a mean is one image of channels x height x width, or one clip of channels x frames x height x width"
+        )
+    return values.reshape(shape).astype(np.float32)
+
+
+def _number(varint: bytes) -> int:
+    return sum((byte & 127) << 7 * place for place, byte in enumerate(varint))

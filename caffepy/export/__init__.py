@@ -1,0 +1,1 @@
+"""Nets go out and come in: ONNX, PyTorch, int8, pictures. Imported by infer, cli and pycaffe."""

@@ -1,0 +1,1 @@
+"""What each layer type of Caffe becomes in ONNX, one function a type."""

@@ -1,0 +1,1 @@
+"""ONNX models as Caffe's nets: `read` is what others call, with one function an operator."""

@@ -1,0 +1,1 @@
+"""Losses and layers that learn a metric: faces and retrieval."""

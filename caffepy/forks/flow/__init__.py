@@ -1,0 +1,1 @@
+"""Nets of optical flow: FlowNet and its data augmentation."""

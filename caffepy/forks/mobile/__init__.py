@@ -1,0 +1,1 @@
+"""Nets for phones: MobileNet, ShuffleNet and their activations."""

@@ -1,0 +1,1 @@
+"""Nets that read text: CTPN."""

@@ -1,0 +1,1 @@
+"""Nets that find the joints of people: CPM and OpenPose."""

@@ -1,0 +1,1 @@
+"""Nets of regions: Faster R-CNN, R-FCN, MNC, MS-CNN."""

@@ -1,0 +1,272 @@
+"""Anchors of MS-CNN and Cascade R-CNN: offsets of boxes in pixels, and maps of scores and offsets with their labels.
+
+MS-CNN has one anchor at each position, with scores and offsets in one bottom; Cascade R-CNN has groups of anchors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.detection.boxes import Rows
+from caffepy.layers.layer import Blobs, Layer
+
+_f32 = np.float32
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """Mean and standard deviation (4,) of the offsets x, y, width and height."""
+
+    mean: Rows
+    std: Rows
+
+    def apply(self, offsets: Rows) -> Rows:
+        """Return offsets (n, 4) in units of the standard deviation."""
+        return (offsets - self.mean) / self.std
+
+    def undo(self, predictions: Rows) -> Rows:
+        """Return the offsets of predictions (n, 4)."""
+        return predictions * self.std + self.mean
+
+
+def read_normalisation(layer: Layer) -> Normalisation:
+    """Return the values of bbox_reg_param; mean 0 and deviation 1 if one of them is not given.
+
+    Raises:
+        ConfigError: there are not four values, or a deviation is not above 0.
+    """
+    param = layer.param.bbox_reg_param
+    mean, std = list(param.bbox_mean), list(param.bbox_std)
+    if not mean or not std:
+        return Normalisation(np.zeros(4, _f32), np.ones(4, _f32))
+    if len(mean) != 4 or len(std) != 4 or not min(std) > 0:
+        raise layer.error("bbox_reg_param needs four bbox_mean and four bbox_std, of x, y, width, height, std above 0")
+    return Normalisation(np.array(mean, _f32), np.array(std, _f32))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of offsets: position as a fraction of the anchor's size, and the logarithm of the size's factor."""
+
+    place: float
+    size: float
+
+
+def read_limits(layer: Layer, place: float, size: float) -> Limits:
+    """Return the limits of the fields field_xyr and field_whr.
+
+    Raises:
+        ConfigError: field_xyr is not above 0, or field_whr is below 1.
+    """
+    if not place > 0 or not size >= 1:
+        raise layer.error(f"field_xyr is {place:g} and field_whr {size:g}; they must be above 0 and at least 1")
+    return Limits(1 / place, float(np.log(_f32(size))))
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """The anchors of a map: width and height of each kind, and the pixels from one position to the next."""
+
+    widths: Rows
+    heights: Rows
+    stride: int
+
+    def centers(self, rows: int, columns: int) -> tuple[Rows, Rows]:
+        """Return the x (columns,) and y (rows, 1) of the positions' centers."""
+        x, y = ((np.arange(count, dtype=_f32) + _f32(0.5)) * _f32(self.stride) for count in (columns, rows))
+        return x, y[:, None]
+
+    def decode(self, predictions: Rows, normalisation: Normalisation, limits: Limits) -> Rows:
+        """Return the boxes (..., K, 4, H, W) of predictions of this shape: x, y, width, height; K kinds of anchors."""
+        shape = (4, 1, 1)
+        offsets = predictions * normalisation.std.reshape(shape) + normalisation.mean.reshape(shape)
+        places = np.clip(offsets[..., :2, :, :], -_f32(limits.place), _f32(limits.place))
+        sizes = np.exp(np.clip(offsets[..., 2:, :, :], -_f32(limits.size), _f32(limits.size)))
+        x, y = self.centers(*predictions.shape[-2:])
+        width, height = self.widths[:, None, None], self.heights[:, None, None]
+        sides = [width * sizes[..., 0, :, :], height * sizes[..., 1, :, :]]
+        left = places[..., 0, :, :] * width + x - sides[0] / _f32(2)
+        top = places[..., 1, :, :] * height + y - sides[1] / _f32(2)
+        return np.stack([left, top, *sides], -3)
+
+    def encode(self, boxes: Rows, normalisation: Normalisation) -> Rows:
+        """Return the predictions (..., K, 4, H, W) for boxes of this shape: x and y of the center, width, height."""
+        shape = (4, 1, 1)
+        x, y = self.centers(*boxes.shape[-2:])
+        width, height = self.widths[:, None, None], self.heights[:, None, None]
+        offsets = [
+            (boxes[..., 0, :, :] - x) / width,
+            (boxes[..., 1, :, :] - y) / height,
+            np.log(np.maximum(boxes[..., 2, :, :], _f32(2)) / width),
+            np.log(np.maximum(boxes[..., 3, :, :], _f32(2)) / height),
+        ]
+        return (np.stack(offsets, -3) - normalisation.mean.reshape(shape)) / normalisation.std.reshape(shape)
+
+
+def read_anchors(layer: Layer, widths: object, heights: object, stride: int, name: str) -> Anchors:
+    """Return the anchors of a map.
+
+    Args:
+        layer: for messages.
+        widths: values of field_w.
+        heights: values of field_h.
+        stride: the value of the field `name`.
+        name: downsample_rate or stride.
+
+    Raises:
+        ConfigError: a value is missing or 0.
+    """
+    sizes = [np.atleast_1d(np.asarray(values, _f32)) for values in (widths, heights)]
+    if len(sizes[0]) != len(sizes[1]) or not len(sizes[0]) or not min(sizes[0].min(), sizes[1].min(), stride) > 0:
+        raise layer.error(f"needs as many field_w as field_h, and {name}, all above 0")
+    return Anchors(sizes[0], sizes[1], stride)
+
+
+def decode_regions(predictions: Rows, regions: Rows, normalisation: Normalisation) -> Rows:
+    """Return the corners (R, C, 4) of the boxes that predictions (R, C, 4) encode relative to regions (R, 4).
+
+    The regions are first and last pixels (DecodeBBoxesWithPrior).
+    """
+    sides = regions[:, None, 2:] - regions[:, None, :2] + _f32(1)
+    centers = (regions[:, None, 2:] + regions[:, None, :2]) * _f32(0.5)
+    offsets = normalisation.undo(predictions)
+    new_sides = sides * np.exp(offsets[..., 2:])
+    first = offsets[..., :2] * sides + centers - (new_sides - _f32(1)) / _f32(2)
+    return np.concatenate([first, first + new_sides - _f32(1)], -1)
+
+
+BOX = 4
+Settings = (
+    caffe_pb2.DetectionLossParameter
+    | caffe_pb2.DetectionGroupLossParameter
+    | caffe_pb2.DetectionAccuracyParameter
+    | caffe_pb2.DetectionGroupAccuracyParameter
+)
+"""The messages that have cls_num and objectness."""
+
+
+@dataclass(frozen=True)
+class AnchorMaps:
+    """Predictions and labels of N images and K anchors at each position.
+
+    Args:
+        scores: (N, K, C, H, W).
+        predictions: normalised offsets (N, K, 4, H, W).
+        labels: class of the object (N, K, H, W); 0: background.
+        boxes: x and y of the object's center, width, height, in pixels (N, K, 4, H, W).
+        overlaps: of anchor and object (N, K, H, W).
+    """
+
+    scores: Rows
+    predictions: Rows
+    labels: NDArray[np.int64]
+    boxes: Rows
+    overlaps: Rows
+
+    @classmethod
+    def empty(cls) -> AnchorMaps:
+        """Return maps without images."""
+        zeros = np.zeros((0, 1, 4, 1, 1), np.float32)
+        return cls(zeros, zeros, np.zeros((0, 1, 1, 1), np.int64), zeros, zeros[:, :, 0])
+
+    def classes(self, objectness: bool) -> NDArray[np.int64]:
+        """Return the labels; with `objectness` 1 for all objects."""
+        return np.minimum(self.labels, 1) if objectness else self.labels
+
+
+def check_classes(layer: Layer, settings: Settings) -> None:
+    """Check cls_num.
+
+    Raises:
+        ConfigError: there are fewer than 2 classes, or not 2 with objectness.
+    """
+    if settings.cls_num < 2 or (settings.objectness and settings.cls_num != 2):
+        raise layer.error("needs cls_num, at least 2, and 2 with objectness")
+
+
+def ignored_label(param: caffe_pb2.LossParameter) -> int | None:
+    """Return ignore_label, None if it is not given."""
+    return param.ignore_label if param.HasField("ignore_label") else None
+
+
+# -- one anchor at each position -----------------------------------------------------------------------
+
+
+def check_map(layer: Layer, settings: Settings, bottom: Blobs) -> None:
+    """Check the shapes of scores and offsets (N, C + 4, H, W) and labels (N, 6, H, W).
+
+    Raises:
+        ShapeError: they are others.
+    """
+    shape, channels = bottom[0].shape, settings.cls_num + BOX
+    if len(shape) != 4 or shape[1] != channels or bottom[1].shape != (shape[0], 6, *shape[2:]):
+        raise layer.shape_error(f"needs maps (N, {channels}, H, W) and labels (N, 6, H, W)", *bottom)
+
+
+def read_map(layer: Layer, settings: Settings, bottom: Blobs) -> AnchorMaps:
+    """Return the values of the bottoms that `check_map` checks; without images if the backend holds no values.
+
+    Raises:
+        DataError: a label is outside the classes.
+    """
+    values, labels = (layer.backend.to_host(blob.data) for blob in bottom)
+    if not layer.backend.holds_values:
+        return AnchorMaps.empty()
+    classes = settings.cls_num
+    return _with_labels(layer, settings, values[:, None, :classes], values[:, None, classes:], labels[:, None])
+
+
+# -- groups of anchors ---------------------------------------------------------------------------------
+
+
+def check_group(layer: Layer, settings: Settings, kinds: int, bottom: Blobs) -> None:
+    """Check the shapes of scores (N K, C, H, W), offsets (N K, 4, H, W) and labels (N K, 6, H, W); K kinds of anchors.
+
+    Raises:
+        ShapeError: they are others.
+    """
+    shape, classes = bottom[0].shape, settings.cls_num
+    wanted = [(shape[0], channels, *shape[2:]) for channels in (classes, BOX, 6)] if len(shape) == 4 else []
+    if [blob.shape for blob in bottom] != wanted or shape[0] % kinds:
+        raise layer.shape_error(
+            f"needs scores (N * {kinds}, {classes}, H, W), offsets (N * {kinds}, 4, H, W) and labels "
+            f"(N * {kinds}, 6, H, W)", *bottom,
+        )  # fmt: skip
+
+
+def read_group(layer: Layer, settings: Settings, kinds: int, bottom: Blobs) -> AnchorMaps:
+    """Return the values of the bottoms that `check_group` checks; without images if the backend holds no values.
+
+    Raises:
+        DataError: a label is outside the classes.
+    """
+    values = [layer.backend.to_host(blob.data) for blob in bottom]
+    if not layer.backend.holds_values:
+        return AnchorMaps.empty()
+    return _with_labels(layer, settings, *(part.reshape(-1, kinds, *part.shape[1:]) for part in values))
+
+
+def _with_labels(layer: Layer, settings: Settings, scores: Rows, predictions: Rows, labels: Rows) -> AnchorMaps:
+    """Return the maps with labels (N, K, 6, H, W) of the last bottom.
+
+    Raises:
+        DataError: a label is outside the classes, and is not loss_param's ignore_label.
+    """
+    classes, ignored = settings.cls_num, ignored_label(layer.param.loss_param)
+    with np.errstate(invalid="ignore"):
+        numbers = labels[:, :, 0].astype(np.int64)
+    valid = (labels[:, :, 0] >= 0) & ((numbers < classes) | settings.objectness)
+    if ignored is not None:
+        valid |= numbers == ignored
+    if not valid.all():
+        at = tuple(np.argwhere(~valid)[0])
+        blob = layer.bottom_names[-1]
+        raise layer.data_error(
+            f"'{blob}' has the label {labels[:, :, 0][at]:g} in image {at[0]} of the batch at ({at[2]}, {at[3]}), but "
+            f"there are {classes} classes, 0 to {classes - 1}; correct the labels or cls_num"
+        )
+    return AnchorMaps(scores, predictions, numbers, labels[:, :, 1:5], labels[:, :, 5])

@@ -1,0 +1,507 @@
+"""DetectionData and EvalData: images of window files with their objects (Cascade R-CNN)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.data.prefetch import Batch
+from caffepy.data.random import SampleRng
+from caffepy.data.sampler import Sampler
+from caffepy.data.transforms.im_transforms import check_distort, distort
+from caffepy.data.transforms.pixel_boxes import CORNERS
+from caffepy.data.transforms.pixels import rounded
+from caffepy.forks.rcnn.object_windows import (
+    CHANNELS,
+    Floats,
+    LabelMap,
+    Matching,
+    Normaliser,
+    ObjectWindowLoader,
+    ObjectWindowSource,
+    Placed,
+    Scene,
+    Truth,
+    center_of,
+    is_outside,
+    label_anchors,
+    map_shapes,
+    open_object_windows,
+    place,
+    random_center,
+    read_label_maps,
+    read_normaliser,
+)
+from caffepy.formats.blob_shape import check_shape
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source, seeded_stream
+from caffepy.layers.layer import register_layer
+
+_f32 = np.float32
+COLUMNS = 8
+_STEP = 32
+"""Sides of resized images are multiples of this."""
+_ORDERS = ("random", "random_aspect", "random_mix_aspect")
+_DRAWS_ORDER, _DRAWS_RATIO = 1 << 31, 1 << 30
+"""Change the random stream for what belongs to no single sample."""
+
+
+def to_step(size: float) -> int:
+    """Return the multiple of 32 nearest to a size."""
+    return rounded(size / _STEP) * _STEP
+
+
+def told_side_lengths(
+    param: caffe_pb2.DetectionDataParameter | caffe_pb2.EvalDataParameter,
+) -> tuple[int, int, str] | None:
+    """Return the height and width of the images, wide ones where both are possible, and the fields that tell them."""
+    sides = (
+        ("crop_height", "crop_width"), ("crop_short_size", "crop_long_size"), ("resize_height", "resize_width"),
+        ("short_size", "long_size"),
+    )  # fmt: skip
+    for height, width in sides:
+        if height in param.DESCRIPTOR.fields_by_name and getattr(param, height) and getattr(param, width):
+            return getattr(param, height), getattr(param, width), f"{height} and {width}"
+    return None
+
+
+# -- DetectionData -------------------------------------------------------------------------------------
+
+
+@register_layer("DetectionData")
+class DetectionDataLayer(PrefetchingLayer):
+    """Images, labels of anchors, and optionally their objects (Cascade R-CNN's `detection_data_layer.cpp`).
+
+    Tops: images (N, 3, H, W); for each `stride` a map (N, 6, H / stride, W / stride) as ImageGtData's, with widths and
+    heights that include the last pixel; with `output_gt_boxes` the objects of the batch (G, 8, 1, 1) as (image, x1, y1,
+    x2, y2, label, ignored, difficult), a row of -1 if there are none. Images are distorted (`distort_param`), mirrored,
+    resized to `resize_width` x `resize_height`, by `resize_ratio` or to a shorter side of `short_size`, rescaled at
+    random (min_scale and max_scale of an object, or low_scale_ratio and high_scale_ratio), and cropped or padded. H x W
+    is the crop, the resized size, or from the batch's first image: its orientation decides whether `short_size` (or
+    `crop_short_size`) is the height or the width, in multiples of 32; otherwise its own size. The source is a window
+    file. Each epoch has a new order (`shuffle`).
+
+    Raises:
+        ConfigError: a setting is missing, out of range or contradicts another.
+        DataError: the window file or an image cannot be read.
+    """
+
+    tops = (1, None)
+
+    @classmethod
+    def told_size(cls, layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int, str] | None:
+        return told_side_lengths(layer.detection_data_param)
+
+    @classmethod
+    def label_shapes(cls, layer: caffe_pb2.LayerParameter, image: Sequence[int]) -> list[tuple[int, ...]]:
+        param = layer.detection_data_param
+        maps = map_shapes(param.stride, image)
+        return [*maps, (COLUMNS, 1, 1)] if param.output_gt_boxes else maps
+
+    @classmethod
+    def object_list(cls, layer: caffe_pb2.LayerParameter, shapes: Mapping[str, Sequence[int]]) -> int | None:
+        return len(layer.top) - 1 if layer.detection_data_param.output_gt_boxes else None
+
+    def batch_size(self) -> int:
+        return self.param.detection_data_param.batch_size
+
+    def open(self) -> tuple[Source, list[tuple[int, ...]]]:
+        param = self.param.detection_data_param
+        maps = read_label_maps(self, param.field_w, param.field_h, param.stride, "stride")
+        check_detection_data(self, param, len(maps))
+        normaliser = read_normaliser(self, self.param.transform_param.scale)
+        self._windows = open_object_windows(self, param.source, param.root_folder, True)
+        self._settings = DetectionDataSettings(
+            param, maps, normaliser, self.param.transform_param.mirror, self.context.nvidia
+        )
+        sizes = Sizes(param, 1.0)
+        height, width = sizes.canvas(sizes.resized(self._windows.entries[0].size))
+        shapes: list[tuple[int, ...]] = [(CHANNELS, *one.shape(height, width)) for one in maps]
+        objects: list[tuple[int, ...]] = [(COLUMNS, 1, 1)]
+        return self._windows, [(3, height, width), *shapes, *objects[: param.output_gt_boxes]]
+
+    def batch_shape(self, index: int, sample_shape: tuple[int, ...]) -> tuple[int, ...]:
+        if self.param.detection_data_param.output_gt_boxes and index == len(self.param.top) - 1:
+            return (1, *sample_shape)
+        return super().batch_shape(index, sample_shape)
+
+    def make_loader(self) -> DescribingLoader:
+        stream = seeded_stream(self)
+        return DetectionDataLoader(
+            self._windows, self._settings, stream.seed, stream.stream, self.where, self.threads(0)
+        )
+
+
+def check_detection_data(layer: DetectionDataLayer, param: caffe_pb2.DetectionDataParameter, maps: int) -> None:
+    """Check the fields of DetectionData.
+
+    Raises:
+        ConfigError: fields contradict each other, or a value is out of range.
+    """
+    if param.coord_num != 4:
+        raise layer.error(f"coord_num is {param.coord_num}; boxes have 4 numbers")
+    if len(layer.param.top) != 1 + maps + param.output_gt_boxes:
+        raise layer.error(
+            f"has {len(layer.param.top)} tops; it needs one for images, {maps} for labels, and one more with "
+            "output_gt_boxes"
+        )
+    for first, second in (
+        ("resize_width", "resize_height"), ("crop_width", "crop_height"), ("short_size", "long_size"),
+        ("crop_short_size", "crop_long_size"), ("min_scale", "max_scale"), ("low_scale_ratio", "high_scale_ratio"),
+        ("min_whaspect", "max_whaspect"),
+    ):  # fmt: skip
+        if param.HasField(first) != param.HasField(second):
+            raise layer.error(f"needs {first} and {second}, or neither")
+        if param.HasField(first) and not min(getattr(param, first), getattr(param, second)) > 0:
+            raise layer.error(f"{first} and {second} must be above 0")
+    for rivals in (
+        ("resize_width", "resize_ratio", "short_size"), ("crop_width", "crop_short_size"),
+        ("min_scale", "low_scale_ratio"),
+    ):  # fmt: skip
+        given = [field for field in rivals if param.HasField(field)]
+        if len(given) > 1:
+            raise layer.error(f"has both {given[0]} and {given[1]}; keep one of them")
+    for lower, upper in (("min_scale", "max_scale"), ("low_scale_ratio", "high_scale_ratio")):
+        if getattr(param, lower) > getattr(param, upper):
+            raise layer.error(f"{lower} is more than {upper}")
+    _check_values(layer, param)
+    check_distort(param.distort_param, layer.where)
+
+
+def _check_values(layer: DetectionDataLayer, param: caffe_pb2.DetectionDataParameter) -> None:
+    """Check single fields of DetectionData.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    if param.HasField("resize_ratio") and not param.resize_ratio > 0:
+        raise layer.error(f"resize_ratio is {param.resize_ratio:g}; it must be above 0")
+    if not param.fg_threshold > 0 or not all(ratio > 0 for ratio in param.template_ratio):
+        raise layer.error("fg_threshold and template_ratio must be above 0")
+    if param.HasField("shuffle") and param.shuffle not in _ORDERS:
+        raise layer.error(f"shuffle is '{param.shuffle}'; it must be one of {', '.join(_ORDERS)}")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of images and batches of DetectionData.
+
+    Args:
+        param: of the prototxt.
+        ratio: one of template_ratio.
+    """
+
+    param: caffe_pb2.DetectionDataParameter
+    ratio: float
+
+    def resized(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the height and width to which an image of height x width is resized."""
+        param = self.param
+        if param.HasField("resize_width"):
+            return param.resize_height, param.resize_width
+        factor = 1.0
+        if param.HasField("resize_ratio"):
+            factor = param.resize_ratio
+        elif param.HasField("short_size"):
+            factor = float(_f32(to_step(param.short_size * self.ratio)) / _f32(min(size)))
+        return rounded(_f32(size[0]) * _f32(factor)), rounded(_f32(size[1]) * _f32(factor))
+
+    def canvas(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the height and width of the batch whose first image was resized to height x width."""
+        param = self.param
+        if param.HasField("crop_width"):
+            return param.crop_height, param.crop_width
+        if param.HasField("crop_short_size"):
+            sides = (param.crop_short_size, param.crop_long_size)
+            return sides[::-1] if size[0] >= size[1] or param.HasField("resize_width") else sides
+        if param.HasField("resize_width"):
+            return param.resize_height, param.resize_width
+        if param.HasField("short_size"):
+            short, long = (to_step(side * self.ratio) for side in (param.short_size, param.long_size))
+            return (long, short) if size[0] >= size[1] else (short, long)
+        return size
+
+
+@dataclass(frozen=True)
+class DetectionDataSettings:
+    """Settings of DetectionData: fields, maps of anchors, normaliser, mirroring, and NVIDIA's decoding."""
+
+    param: caffe_pb2.DetectionDataParameter
+    maps: list[LabelMap]
+    normaliser: Normaliser
+    mirror: bool
+    nvidia: bool
+
+    def order(self, source: ObjectWindowSource, seed: int, stream: int) -> Sampler:
+        """Return the order of the images."""
+        if self.param.HasField("shuffle") and self.param.shuffle != "random":
+            tall = np.array([entry.size[0] >= entry.size[1] for entry in source.entries])
+            group = self.param.mix_group_size if self.param.shuffle == "random_mix_aspect" else 0
+            return AspectOrder(tall, group, seed, stream)
+        return Sampler(len(source), 0, self.param.HasField("shuffle"), seed, stream)
+
+
+class AspectOrder(Sampler):
+    """A random order of tall and of wide images apart, all of one kind first, or in turn by groups.
+
+    Args:
+        tall: which images are at least as high as wide.
+        group: images of a group; 0: all of one kind first.
+        seed: the solver's seed.
+        stream: the layer's random stream.
+    """
+
+    def __init__(self, tall: NDArray[np.bool_], group: int, seed: int, stream: int) -> None:
+        super().__init__(len(tall), 0, True, seed, stream)
+        self._arguments = (tall, group, seed, stream)
+
+    def copy(self) -> AspectOrder:
+        return AspectOrder(*self._arguments)
+
+    def order_of(self, epoch: int) -> NDArray[np.int64]:
+        tall, group, seed, stream = self._arguments
+        order = super().order_of(epoch)
+        kinds = [order[tall[order]], order[~tall[order]]]
+        if SampleRng(seed, stream ^ _DRAWS_ORDER, epoch).below(2):
+            kinds.reverse()
+        if not group:
+            return np.concatenate(kinds)
+        parts: list[NDArray[np.int64]] = []
+        used = [0, 0]
+        while used[0] < len(kinds[0]) and used[1] < len(kinds[1]):
+            which = len(parts) % 2
+            parts.append(kinds[which][used[which] : used[which] + group])
+            used[which] += len(parts[-1])
+        return np.concatenate([*parts, *(kind[begin:] for kind, begin in zip(kinds, used, strict=True))])
+
+
+class DetectionDataLoader(ObjectWindowLoader):
+    """Fills batches of DetectionData; a `Loader`.
+
+    Args:
+        source: the images.
+        settings: of the layer.
+        seed: of the solver, or random_seed.
+        stream: random stream of the layer.
+        where: the layer, for messages.
+        threads: number of decoder threads.
+    """
+
+    def __init__(
+        self, source: ObjectWindowSource, settings: DetectionDataSettings, seed: int, stream: int, where: str,
+        threads: int = 1,
+    ) -> None:  # fmt: skip
+        super().__init__(source, settings.order(source, seed, stream), where, threads)
+        self._settings = settings
+        self._key = (seed, stream)
+
+    def load(self, first: int, count: int, batch: Batch) -> None:
+        """Fill `batch` with the global samples [first, first + count)."""
+        sizes = Sizes(self._settings.param, self._ratio(first))
+        rows: list[Floats] = [np.empty((0, COLUMNS), _f32)] * count
+        canvas: list[tuple[int, int]] = []
+
+        def fill(index: int, number: int) -> None:
+            rng = SampleRng(*self._key, first + index)
+            scene = self._scene(number, sizes, rng)
+            if not canvas:  # the first image sets the shape of the batch
+                canvas.append(sizes.canvas(scene.size))
+                check_shape((count, 3, *canvas[0]), self.where)
+            rows[index] = self._put(number, scene, index, count, canvas[0], rng, batch)
+
+        self.fill_all(first, count, fill, alone=1)
+        if self._settings.param.output_gt_boxes:
+            put_objects(rows, batch, 1 + len(self._settings.maps))
+
+    def _ratio(self, first: int) -> float:
+        """Return the template_ratio of the batch that begins with a sample."""
+        ratios = self._settings.param.template_ratio
+        seed, stream = self._key
+        return ratios[SampleRng(seed, stream ^ _DRAWS_RATIO, first).below(len(ratios))] if ratios else 1.0
+
+    def _scene(self, number: int, sizes: Sizes, rng: SampleRng) -> Scene:
+        """Return an image, distorted, mirrored and resized, with its boxes."""
+        settings, entry = self._settings, self.source.entries[number]
+        pixels = self.source.read(number, settings.nvidia)
+        if settings.param.HasField("distort_param"):
+            pixels = distort(pixels, settings.param.distort_param, rng)
+        scene = Scene(pixels, entry.boxes, entry.ignored)
+        if settings.mirror and rng.below(2):
+            scene = scene.mirrored()
+        return scene.resized(*sizes.resized(scene.size))
+
+    def _put(
+        self, number: int, scene: Scene, index: int, count: int, canvas: tuple[int, int], rng: SampleRng, batch: Batch
+    ) -> Floats:
+        """Write one image and its labels, and return the rows of its objects."""
+        settings, entry = self._settings, self.source.entries[number]
+        placed = self._place(scene, canvas, rng)
+        placed.put(settings.normaliser, batch.array(0, (count, 3, *canvas))[index])
+        boxes, param = placed.scene.boxes, settings.param
+        ignored = entry.flags[:, 0] | is_outside(boxes, (param.min_gt_width, param.min_gt_height), canvas)
+        labels = [
+            batch.array(1 + i, (count, CHANNELS, *one.shape(*canvas)))[index] for i, one in enumerate(settings.maps)
+        ]
+        matching = Matching(
+            CORNERS, param.fg_threshold, param.ignore_fg_threshold, param.pickup_iou_thr,
+            param.anchor_ignore_margin_ratio if param.HasField("anchor_ignore_margin_ratio") else None,
+            param.anchor_ignore_iou_thr if param.HasField("anchor_ignore_iou_thr") else None,
+        )  # fmt: skip
+        label_anchors(settings.maps, matching, Truth(entry.labels, boxes, ignored), placed, labels)
+        return object_rows(index, boxes, entry.labels, ignored, entry.flags[:, 1])
+
+    def _place(self, scene: Scene, canvas: tuple[int, int], rng: SampleRng) -> Placed:
+        """Rescale an image at random, and crop it near an object."""
+        param, box = self._settings.param, None
+        center = random_center(scene.size, canvas, rng)
+        if len(scene.boxes):
+            box = scene.boxes[rng.below(len(scene.boxes))]
+            center = center_of(box)
+        rescales = param.HasField("min_scale") or param.HasField("low_scale_ratio")
+        factors = (1.0, 1.0)
+        if rescales and rng.uniform(0, 1) < param.multiscale_prob:
+            factors = random_factors(param, box, rng)
+        return place(scene, factors, center, canvas, rng)
+
+
+def random_factors(param: caffe_pb2.DetectionDataParameter, box: Floats | None, rng: SampleRng) -> tuple[float, float]:
+    """Return random factors of width and height, uniform in the logarithm; `box` is an object, None: there is none."""
+    low, high = param.low_scale_ratio, param.high_scale_ratio
+    if param.HasField("min_scale"):
+        low = high = 2.0
+        if box is not None:
+            scale = float(np.sqrt((box[2] - box[0] + 1) * (box[3] - box[1] + 1)))
+            low, high = param.min_scale / scale, param.max_scale / scale
+    factor = 2.0 ** rng.uniform(float(np.log2(low)), float(np.log2(high)))
+    if not param.HasField("min_whaspect"):
+        return factor, factor
+    aspect = 2.0 ** rng.uniform(float(np.log2(param.min_whaspect)), float(np.log2(param.max_whaspect)))
+    return factor * aspect**0.5, factor / aspect**0.5
+
+
+def object_rows(
+    index: int, boxes: Floats, labels: Floats, ignored: NDArray[np.bool_], difficult: NDArray[np.bool_]
+) -> Floats:
+    """Return the rows (n, 8) of an image's objects."""
+    image = np.full((len(labels), 1), index, _f32)
+    return np.column_stack([image, boxes, labels, ignored, difficult]).astype(_f32)
+
+
+def put_objects(rows: list[Floats], batch: Batch, top: int) -> None:
+    """Write the objects of a batch, or a row of -1 if there are none."""
+    found = np.concatenate(rows)
+    found = found if len(found) else np.full((1, COLUMNS), -1, _f32)
+    batch.array(top, (len(found), COLUMNS, 1, 1))[...] = found[:, :, None, None]
+
+
+# -- EvalData ------------------------------------------------------------------------------------------
+
+
+@register_layer("EvalData")
+class EvalDataLayer(PrefetchingLayer):
+    """The images of a window file in order, with their objects (Cascade R-CNN's `eval_data_layer.cpp`).
+
+    Tops: images (N, 3, H, W); the objects of the batch (G, 8, 1, 1) as DetectionData's; optionally the heights and
+    widths (N, 2, 1, 1). Images are resized to `resize_width` x `resize_height`, or to a shorter side of `short_size`
+    with neither side above `long_size`; both sides are rounded to multiples of 32. Without resize_width and
+    resize_height batch_size must be 1.
+
+    Raises:
+        ConfigError: a setting is missing or out of range.
+        DataError: the window file or an image cannot be read.
+    """
+
+    tops = (2, 3)
+
+    @classmethod
+    def told_size(cls, layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int, str] | None:
+        return told_side_lengths(layer.eval_data_param)
+
+    @classmethod
+    def label_shapes(cls, layer: caffe_pb2.LayerParameter, image: Sequence[int]) -> list[tuple[int, ...]]:
+        sizes: list[tuple[int, ...]] = [(COLUMNS, 1, 1), (2, 1, 1)]
+        return sizes[: len(layer.top) - 1]
+
+    @classmethod
+    def object_list(cls, layer: caffe_pb2.LayerParameter, shapes: Mapping[str, Sequence[int]]) -> int | None:
+        return 1
+
+    def batch_size(self) -> int:
+        return self.param.eval_data_param.batch_size
+
+    def open(self) -> tuple[Source, list[tuple[int, ...]]]:
+        param = self.param.eval_data_param
+        for first, second in (("resize_width", "resize_height"), ("short_size", "long_size")):
+            if param.HasField(first) != param.HasField(second) or (
+                param.HasField(first) and not min(getattr(param, first), getattr(param, second))
+            ):
+                raise self.error(f"needs {first} and {second}, above 0, or neither")
+        if not param.HasField("resize_width") and param.batch_size != 1:
+            raise self.error("its images have different sizes; set batch_size: 1, or resize_width and resize_height")
+        self._normaliser = read_normaliser(self, self.param.transform_param.scale)
+        self._windows = open_object_windows(self, param.source, param.root_folder, True)
+        size = eval_size(param, self._windows.entries[0].size)
+        shapes: list[tuple[int, ...]] = [(3, *size), (COLUMNS, 1, 1), (2, 1, 1)]
+        return self._windows, shapes[: len(self.param.top)]
+
+    def batch_shape(self, index: int, sample_shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (1, *sample_shape) if index == 1 else super().batch_shape(index, sample_shape)
+
+    def make_loader(self) -> DescribingLoader:
+        return EvalDataLoader(
+            self._windows, self.param.eval_data_param, self._normaliser, self.where, self.context.nvidia
+        )
+
+
+def eval_size(param: caffe_pb2.EvalDataParameter, size: tuple[int, int]) -> tuple[int, int]:
+    """Return the height and width to which EvalData resizes an image of height x width, multiples of 32."""
+    if param.HasField("resize_width"):
+        size = (param.resize_height, param.resize_width)
+    elif param.HasField("short_size"):
+        factor = _f32(param.short_size) / _f32(min(size))
+        size = (
+            min(rounded(_f32(size[0]) * factor), param.long_size),
+            min(rounded(_f32(size[1]) * factor), param.long_size),
+        )
+    return to_step(size[0]), to_step(size[1])
+
+
+class EvalDataLoader(ObjectWindowLoader):
+    """Fills batches of EvalData; a `Loader`.
+
+    Args:
+        source: the images.
+        param: of the prototxt.
+        normaliser: of pixels.
+        where: the layer, for messages.
+        nvidia: whether images are decoded as by NVIDIA Caffe.
+    """
+
+    def __init__(
+        self, source: ObjectWindowSource, param: caffe_pb2.EvalDataParameter, normaliser: Normaliser, where: str,
+        nvidia: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(source, Sampler(len(source)), where, 1)
+        self._param = param
+        self._normaliser = normaliser
+        self._nvidia = nvidia
+
+    def load(self, first: int, count: int, batch: Batch) -> None:
+        """Fill `batch` with the global samples [first, first + count)."""
+        rows: list[Floats] = [np.empty((0, COLUMNS), _f32)] * count
+
+        def fill(index: int, number: int) -> None:
+            entry = self.source.entries[number]
+            scene = Scene(self.source.read(number, self._nvidia), entry.boxes, entry.ignored)
+            scene = scene.resized(*eval_size(self._param, scene.size))
+            check_shape((count, 3, *scene.size), self.where)
+            self._normaliser.put(scene.pixels, batch.array(0, (count, 3, *scene.size))[index])
+            if len(batch.arrays) > 2:
+                batch.array(2, (count, 2, 1, 1))[index] = np.array(scene.size, _f32).reshape(2, 1, 1)
+            rows[index] = object_rows(index, scene.boxes, entry.labels, entry.flags[:, 0], entry.flags[:, 1])
+
+        self.fill_all(first, count, fill)
+        put_objects(rows, batch, 1)

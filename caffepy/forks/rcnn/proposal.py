@@ -1,0 +1,421 @@
+"""Proposal, and ProposalTarget: a sample of proposals with the classes and offsets that they are to predict."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, Ints, kernel
+from caffepy.data.random import SampleRng
+from caffepy.data.transforms.pixel_boxes import EXACT, WHOLE, PixelBoxes, overlaps
+from caffepy.forks.rcnn.anchors import read_normalisation
+from caffepy.forks.rcnn.region_choice import RowLayer
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.detection.boxes import Rows
+from caffepy.layers.layer import Blobs, Layer, register_layer
+
+_SCORES, _DELTAS, _IMAGE = range(3)
+_SYNOPSYS = ("anchor_base_size", "anchor_scale", "anchor_ratio", "max_rois", "rpn_min_size", "rpn_nms_thresh")
+"""Fields of Synopsys Caffe's form of `proposal_param`."""
+
+
+@kernel
+def _suppress(  # noqa: PLR0913 -- a kernel
+    begin: Int, end: Int, boxes: Floats, count: Int, threshold: Float, limit: Int, dead: Ints, kept: Ints
+) -> None:
+    """Keep boxes in order; drop those that overlap a kept one by more than the threshold. kept[limit]: their number."""
+    found = 0
+    for i in range(count):
+        if dead[i] == 0 and found < limit:
+            kept[found] = i
+            found += 1
+            left, top, right, bottom = boxes[4 * i], boxes[4 * i + 1], boxes[4 * i + 2], boxes[4 * i + 3]
+            size = (right - left + 1) * (bottom - top + 1)
+            for j in range(i + 1, count):
+                width = min(right, boxes[4 * j + 2]) - max(left, boxes[4 * j]) + 1
+                height = min(bottom, boxes[4 * j + 3]) - max(top, boxes[4 * j + 1]) + 1
+                if width > 0 and height > 0:
+                    shared = width * height
+                    other = (boxes[4 * j + 2] - boxes[4 * j] + 1) * (boxes[4 * j + 3] - boxes[4 * j + 1] + 1)
+                    if shared / (size + other - shared) > threshold:
+                        dead[j] = 1
+    kept[limit] = found
+
+
+def suppress_pixels(boxes: Rows, threshold: float, limit: int) -> Rows:
+    """Return the indices of the kept boxes (n, 4), given in descending order of scores; corners are inclusive pixels.
+
+    Args:
+        boxes: the boxes.
+        threshold: intersection over union above which a box is dropped.
+        limit: the most boxes that are kept.
+    """
+    limit = min(limit, len(boxes))
+    kept, dead = np.zeros(limit + 1, np.int32), np.zeros(max(len(boxes), 1), np.int32)
+    _suppress.run(1, 1, 1, np.ascontiguousarray(boxes, np.float32), len(boxes), threshold, limit, dead, kept)
+    return kept[: int(kept[limit])]
+
+
+@register_layer("Proposal")
+class ProposalLayer(Layer):
+    """Regions of interest from the scores and the box regression of anchors (Ren et al. 2015).
+
+    Shapes: scores (1, 2 A, H, W), of which the second A are those of objects; regression (1, 4 A, H, W); image (…):
+    height, width, scale of the rows and, if given, of the columns. Tops: regions (R, 5) as 0, x1, y1, x2, y2, and
+    optionally their scores (R). R is at most `post_nms_topn` and changes from pass to pass.
+
+    Each position (h, w) has an anchor for each `ratio` r and `scale` s: around (`base_size` - 1) / 2 + `feat_stride` *
+    (w, h), its width is s round(sqrt(base_size^2 / r)) and its height s round(r round(sqrt(base_size^2 / r))), with
+    inclusive corners. An anchor with center c and sides l becomes the box with center c + d l and sides l exp(e),
+    clipped to the image. A box below `min_size` * scale gets the score 0. Of the best `pre_nms_topn` boxes those are
+    left out that overlap a better one by more than `nms_thresh`. Equal scores stay in the order of h, w, anchor.
+    Computed on the host; the bottoms' gradient is 0 (`proposal_layer.cpp` of PVANet's Caffe).
+
+    A prototxt with fields of Synopsys Caffe's `proposal_layer.cpp`, or without ratio and scale, gives the anchors by
+    `anchor_ratio` and `anchor_scale`. Boxes below `rpn_min_size` are then left out, and the scores are (R, 1).
+
+    Raises:
+        ConfigError: a setting is out of range.
+        ShapeError: the bottoms do not match the anchors.
+    """
+
+    bottoms = (3, 3)
+    tops = (1, 2)
+    exact_bottoms = frozenset({0, 1, 2})
+    changes_shapes = True
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.proposal_param
+        ratios, scales = np.array(param.ratio, np.float32), np.array(param.scale, np.float32)
+        base, self._limit, self._threshold = param.base_size, param.post_nms_topn, param.nms_thresh
+        self._min_size = float(param.min_size)
+        self._leaves_out = any(param.HasField(name) for name in _SYNOPSYS) or not len(ratios) and not len(scales)
+        if self._leaves_out:
+            ratios = np.array([0.5, 1, 2] if param.anchor_ratio == 3 else [1], np.float32)
+            scales = np.array([8, 16, 32] if param.anchor_scale == 3 else [32], np.float32)
+            base, self._limit, self._threshold = param.anchor_base_size, param.max_rois, param.rpn_nms_thresh
+            self._min_size = param.rpn_min_size
+        if not len(ratios) or not len(scales) or min(*ratios, *scales) <= 0:
+            raise self.error("proposal_param needs ratio and scale, all above 0")
+        if min(base, param.feat_stride, param.pre_nms_topn, self._limit) < 1 or self._threshold < 0:
+            raise self.error("the sizes and numbers of boxes in proposal_param must be at least 1, its threshold 0")
+        self._anchors = make_anchors(base, ratios, scales)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        scores, deltas, image = bottom
+        anchors = len(self._anchors)
+        if len(scores.shape) != 4 or scores.shape[:2] != (1, 2 * anchors):
+            raise self.shape_error(f"needs scores of one image, 1 {2 * anchors} H W, for {anchors} anchors", scores)
+        if deltas.shape != (1, 4 * anchors, *scores.shape[2:]):
+            raise self.shape_error(f"needs regression of the shape 1 {4 * anchors} H W", deltas, scores)
+        if image.count < 3:
+            raise self.shape_error("needs the image's height, width and scale", image)
+        self._reshape_tops(top, max(1, min(self._limit, anchors * scores.shape[2] * scores.shape[3])))
+
+    def _reshape_tops(self, top: Blobs, regions: int) -> None:
+        top[0].reshape((regions, 5))
+        if len(top) > 1:
+            top[1].reshape((regions, 1) if self._leaves_out else (regions,))
+
+    def capture_blocker(self) -> str:
+        return "it suppresses boxes on the host"
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        values = [self.backend.to_host(blob.data) for blob in bottom]
+        if not self.backend.holds_values:
+            for blob in top:
+                self.backend.from_host(None, blob.data)
+            return
+        with np.errstate(all="ignore"):
+            boxes, scores = self._propose(*values)
+        self._reshape_tops(top, len(boxes))
+        self.backend.from_host(np.concatenate([np.zeros((len(boxes), 1), np.float32), boxes], 1), top[0].data)
+        if len(top) > 1:
+            self.backend.from_host(scores.reshape(top[1].shape), top[1].data)
+
+    def _propose(self, scores: Rows, deltas: Rows, image: Rows) -> tuple[Rows, Rows]:
+        """Return the regions (R, 4) and their scores (R,)."""
+        count, (high, wide) = len(self._anchors), scores.shape[2:]
+        height, width, *scales = image.reshape(-1)[:4]
+        least = np.float32(self._min_size) * np.array([scales[-1], scores.dtype.type(scales[0])], np.float32)
+        steps = np.float32(self.param.proposal_param.feat_stride)
+        x, y = np.meshgrid(np.arange(wide, dtype=np.float32) * steps, np.arange(high, dtype=np.float32) * steps)
+        anchors = (np.stack([x, y, x, y], -1)[:, :, None] + self._anchors).reshape(-1, 4)
+        rates = deltas.reshape(count, 4, high, wide).transpose(2, 3, 0, 1).reshape(-1, 4)
+        sides = anchors[:, 2:] - anchors[:, :2] + 1
+        centers = rates[:, :2] * sides + (anchors[:, :2] + np.float32(0.5) * sides)
+        half = np.float32(0.5) * (np.exp(rates[:, 2:]) * sides)
+        limits = np.array([width - 1, height - 1] * 2, np.float32)
+        boxes = np.maximum(np.minimum(np.concatenate([centers - half, centers + half], 1), limits), np.float32(0))
+        large = (boxes[:, 2:] - boxes[:, :2] + 1 >= least).all(1)
+        merits = scores[0, count:].transpose(1, 2, 0).reshape(-1)
+        if self._leaves_out:
+            boxes, merits = boxes[large], merits[large]
+        else:
+            merits = merits * large
+        order = np.argsort(-merits, kind="stable")[: self.param.proposal_param.pre_nms_topn]
+        kept = order[suppress_pixels(boxes[order], self._threshold, self._limit)]
+        return boxes[kept], merits[kept]
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        for blob, wanted in zip(bottom, propagate_down, strict=True):
+            if wanted:
+                self.backend.fill(blob.diff, 0)
+
+
+def make_anchors(base: int, ratios: Rows, scales: Rows) -> Rows:
+    """Return the anchors of the first position (ratios * scales, 4), as inclusive corners."""
+    widths = np.floor(np.sqrt(np.float32(base * base) / ratios) + np.float32(0.5))
+    sides = np.stack([widths, np.floor(widths * ratios + np.float32(0.5))], 1)
+    half = np.float32(0.5) * (sides[:, None] * scales[None, :, None] - 1).reshape(-1, 2)
+    center = np.float32(0.5 * (base - 1))
+    return np.concatenate([center - half, center + half], 1).astype(np.float32)
+
+
+_f32 = np.float32
+_MARGIN = 32
+"""Least side of a random region, in pixels."""
+_TRIES = 1000
+"""Draws of a random region that overlaps no object."""
+_MSCNN_COLUMNS, _CASCADE_COLUMNS = 7, 8
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The sampled regions (K, 5) as image, x, y, width, height; their labels, objects (K,) and overlaps with them."""
+
+    regions: Rows
+    labels: NDArray[np.int64]
+    objects: NDArray[np.int64]
+    overlaps: Rows
+
+
+@dataclass(frozen=True)
+class Objects:
+    """The objects of a batch: images (G,), boxes (G, 4) as x, y, width, height, labels (G,), ignored (G,)."""
+
+    images: Rows
+    boxes: Rows
+    labels: NDArray[np.int64]
+    ignored: NDArray[np.bool_]
+
+
+@register_layer("ProposalTarget")
+class ProposalTargetLayer(RowLayer):
+    """Random foreground and background regions of a batch, and their targets (`proposal_target_layer.cpp`).
+
+    Shapes: regions (R, 5); objects (G, 7) of ImageGtData or (G, 8) of DetectionData with rows (image, x1, y1, x2, y2,
+    label, ignored, difficult), image -1 for padding. Tops: regions (K, 5, 1, 1), labels (K, 1, 1, 1), offsets, inside
+    weights and outside weights (K, D, 1, 1), objects (K, 6, 1, 1) with rows (label, x1, y1, x2, y2, overlap), and
+    optional weights of the samples (K, 1, 1, 1). D is 4 * cls_num, or 8 if `bbox_reg_param.cls_aware` is false.
+
+    A region is foreground if it overlaps an object by `fg_thr` or more, and background if its largest overlap is in
+    [bg_thr_lw, bg_thr_hg). Of `batch_size` regions at most round(fg_fraction * batch_size) are foreground. If there are
+    too few, regions that are neither fill up (`pickup_discard`). Objects with 7 columns have MS-CNN's rules: random
+    boxes fill up to batch_size, and overlaps have no borders of a pixel. Objects with 8 columns have Cascade R-CNN's:
+    a random box is drawn only if no region is left. It is of an image that has regions or objects. Offsets: (dx / w,
+    dy / h, log w' / w, log h' / h), normalised. Random numbers depend on the number of the batch's first sample.
+    Computed on the host. The layer has no gradient.
+
+    Raises:
+        ConfigError: a setting is missing or out of range.
+        ShapeError: the bottoms have other shapes.
+        DataError: an image is outside num_img_per_batch, or a label is outside the classes.
+    """
+
+    bottoms = (2, 2)
+    tops = (6, 7)
+    exact_bottoms = frozenset({0, 1})
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.proposal_target_param
+        if param.batch_size < 1 and param.batch_size != -1:
+            raise self.error(f"batch_size is {param.batch_size}; it must be above 0, or -1 for all regions")
+        if param.cls_num < 2 or param.num_img_per_batch < 1 or not 0 <= param.fg_fraction <= 1:
+            raise self.error("needs cls_num, at least 2, num_img_per_batch, at least 1, and fg_fraction from 0 to 1")
+        if param.fg_thr < param.bg_thr_hg:
+            raise self.error(f"fg_thr {param.fg_thr:g} is below bg_thr_hg {param.bg_thr_hg:g}; a region would be both")
+        self._normalisation = read_normalisation(self)
+        self._aware = self.param.bbox_reg_param.cls_aware
+        self._columns = 4 * param.cls_num if self._aware else 8
+        training = self.context.phase == caffe_pb2.TRAIN
+        images = param.num_img_per_batch
+        self._images = self.context.shard.device_batch(images) if training else images
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        self.check_regions(bottom[:1])
+        shape = bottom[1].shape
+        if (
+            len(shape) < 2
+            or shape[1] not in (_MSCNN_COLUMNS, _CASCADE_COLUMNS)
+            or bottom[1].count != shape[0] * shape[1]
+        ):
+            raise self.shape_error("needs objects (G, 7) of ImageGtData or (G, 8) of DetectionData", bottom[1])
+        self._cascade = shape[1] == _CASCADE_COLUMNS
+        size = self.param.proposal_target_param.batch_size
+        rows = max(bottom[0].shape[0], 1) if size == -1 else size
+        for blob, columns in zip(top, (5, 1, self._columns, self._columns, self._columns, 6, 1), strict=False):
+            blob.reshape((rows, columns, 1, 1))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        self.counter()
+        if not self.backend.holds_values:
+            return
+        regions, objects = (self.backend.to_host(b.data).reshape(b.shape[0], -1) for b in bottom)
+        stream = self.random_stream()
+        rng = SampleRng(stream.seed, stream.stream, self.first_sample())
+        with np.errstate(all="ignore"):
+            found = self._sample(self._read_regions(regions), self._read_objects(objects), rng)
+        for index, values in enumerate(found[: len(top)]):
+            self.write(values[:, :, None, None], top, index)
+
+    # -- input ---------------------------------------------------------------------------------------
+
+    def _check_images(self, images: Rows, blob: str) -> None:
+        limit = self._images
+        bad = np.flatnonzero(~((images >= 0) & (images < limit)))
+        if len(bad):
+            raise self.data_error(
+                f"row {bad[0]} of '{blob}' is of image {images[bad[0]]:g}, but a device's batch has {limit}; see "
+                "num_img_per_batch"
+            )
+
+    def _read_regions(self, rows: Rows) -> Rows:
+        """Return regions (R, 5) as image, x, y, width, height."""
+        self._check_images(rows[:, 0], self.bottom_names[0])
+        return _with_sizes(rows)
+
+    def _read_objects(self, rows: Rows) -> Objects:
+        rows = rows[rows[:, 0] != -1]
+        name, classes = self.bottom_names[1], self.param.proposal_target_param.cls_num
+        self._check_images(rows[:, 0], name)
+        bad = np.flatnonzero(~((rows[:, 5] > 0) & (rows[:, 5] < classes)))
+        if len(bad):
+            raise self.data_error(
+                f"row {bad[0]} of '{name}' has the label {rows[bad[0], 5]:g}; it must be from 1 to {classes - 1}; "
+                "see cls_num"
+            )
+        return Objects(rows[:, 0], _with_sizes(rows)[:, 1:], rows[:, 5].astype(np.int64), rows[:, 6] != 0)
+
+    # -- sampling ------------------------------------------------------------------------------------
+
+    def _sample(self, regions: Rows, objects: Objects, rng: SampleRng) -> list[Rows]:
+        """Return the values of the tops, two-dimensional."""
+        if self.param.proposal_target_param.append_gtbox:
+            regions = np.concatenate([regions, np.column_stack([objects.images, objects.boxes]).astype(_f32)])
+        matched, best = self._match(regions, objects)
+        sampled = self._choose(regions, objects, matched, best, rng)
+        return self._outputs(sampled, objects)
+
+    def _overlaps(self, regions: Rows, objects: Objects) -> Rows:
+        """Return the overlaps (R, G); -1 where the images differ."""
+        kind = WHOLE if self._cascade else EXACT
+        found = overlaps(PixelBoxes.from_sizes(regions[:, 1:], kind), PixelBoxes.from_sizes(objects.boxes, kind))
+        return np.where(regions[:, :1] == objects.images, found, _f32(-1))
+
+    def _match(self, regions: Rows, objects: Objects) -> tuple[NDArray[np.int64], Rows]:
+        """Return the object with the largest overlap of each region, -1 if its image has none, and the overlap."""
+        if not len(objects.labels):
+            return np.full(len(regions), -1), np.zeros(len(regions), _f32)
+        found = self._overlaps(regions, objects)
+        matched, best = found.argmax(1), found.max(1)
+        return np.where(best < 0, -1, matched), np.maximum(best, _f32(0))
+
+    def _choose(
+        self, regions: Rows, objects: Objects, matched: NDArray[np.int64], best: Rows, rng: SampleRng
+    ) -> Sampled:
+        param = self.param.proposal_target_param
+        is_object = (best >= _f32(param.fg_thr)) & (matched >= 0)
+        ignored = is_object & objects.ignored[matched] if len(objects.labels) else is_object
+        foreground = np.flatnonzero(is_object & ~ignored)
+        in_range = (best >= _f32(param.bg_thr_lw)) & (best < _f32(param.bg_thr_hg)) & ~is_object
+        background, rest = np.flatnonzero(in_range), np.flatnonzero(~is_object & ~in_range)
+        size, limit = param.batch_size, math.floor(_f32(param.fg_fraction) * _f32(param.batch_size) + 0.5)
+        if size == -1:
+            size, limit = len(foreground) + len(background), len(foreground)
+        foreground = rng.some(foreground, limit)
+        wanted = size - len(foreground)
+        if len(background) > wanted:
+            background = rng.some(background, wanted)
+        elif param.pickup_discard or not self._cascade:
+            background = np.concatenate([background, rest[: wanted - len(background)]])
+        kept = np.concatenate([foreground, background])
+        missing = 0 if self._cascade else size - len(kept)
+        images = np.unique(np.concatenate([regions[:, 0], objects.images]))
+        more = self._random_regions(objects, images, missing if len(kept) else max(missing, 1), rng)
+        found = matched[foreground]
+        none = np.full(len(background) + len(more), -1)
+        labels = np.concatenate([objects.labels[found], np.zeros(len(none), np.int64)])
+        rows = np.concatenate([regions[kept], more])
+        return Sampled(rows, labels, np.concatenate([found, none]), best[foreground])
+
+    def _random_regions(self, objects: Objects, images: Rows, count: int, rng: SampleRng) -> Rows:
+        """Return `count` random regions (count, 5) of these images that overlap each object by less than fg_thr."""
+        param, found = self.param.proposal_target_param, np.empty((count, 5), _f32)
+        width, height = param.img_width, param.img_height
+        if count and min(width, height) <= _MARGIN:
+            raise self.error(
+                f"has {count} regions too few, and draws random ones: it needs img_width and img_height, more than "
+                f"{_MARGIN}"
+            )
+        for number in range(count):
+            for _ in range(_TRIES):
+                x, y = rng.below(width - _MARGIN), rng.below(height - _MARGIN)
+                sides = max(rng.below(width - x), _MARGIN), max(rng.below(height - y), _MARGIN)
+                found[number] = (images[rng.below(len(images))], x, y, *sides)
+                if not (self._overlaps(found[number : number + 1], objects) >= _f32(param.fg_thr)).any():
+                    break
+            else:
+                raise self.data_error(f"found no random region that overlaps no object by fg_thr {param.fg_thr:g}")
+        return found
+
+    # -- output --------------------------------------------------------------------------------------
+
+    def _outputs(self, sampled: Sampled, objects: Objects) -> list[Rows]:
+        param, count = self.param.proposal_target_param, len(sampled.labels)
+        positives = np.flatnonzero(sampled.labels > 0)
+        targets, inside = np.zeros((count, self._columns), _f32), np.zeros((count, self._columns), _f32)
+        found = np.zeros((count, 6), _f32)
+        if len(positives):
+            boxes = objects.boxes[sampled.objects[positives]]
+            classes = sampled.labels[positives] if self._aware else np.ones(len(positives), np.int64)
+            columns = 4 * classes[:, None] + np.arange(4)
+            offsets = self._normalisation.apply(_offsets(sampled.regions[positives, 1:], boxes))
+            targets[positives[:, None], columns] = offsets
+            counted = (sampled.overlaps >= _f32(param.bbox_thr_lw)) & (sampled.overlaps <= _f32(param.bbox_thr_hg))
+            inside[positives[:, None], columns] = counted[:, None]
+            found[positives, 0], found[positives, 5] = sampled.labels[positives], sampled.overlaps
+            found[positives, 1:5] = _with_corners(boxes)
+        rows = np.concatenate([sampled.regions[:, :1], _with_corners(sampled.regions[:, 1:])], 1)
+        labels = sampled.labels[:, None].astype(_f32)
+        return [rows, labels, targets, inside, inside, found, self._weights(sampled, found[:, 5])[:, None]]
+
+    def _weights(self, sampled: Sampled, best: Rows) -> Rows:
+        """Return the weights of the samples: the sums of objects and background have the ratio of fg_fraction."""
+        param, positive = self.param.proposal_target_param, sampled.labels > 0
+        weights = np.where(positive & param.iou_weighted, best, _f32(1))
+        total, count = weights[positive].sum(), len(weights)
+        if total != 0:
+            weights[positive] *= _f32(param.fg_fraction * count) / total
+            weights[~positive] *= _f32((1 - param.fg_fraction) * count) / max(weights[~positive].sum(), _f32(1e-30))
+        return weights
+
+
+def _with_sizes(rows: Rows) -> Rows:
+    """Return (n, 5) image, x, y, width, height of rows of image, x1, y1, x2, y2."""
+    return np.concatenate([rows[:, :3], rows[:, 3:5] - rows[:, 1:3] + _f32(1)], 1)
+
+
+def _with_corners(boxes: Rows) -> Rows:
+    """Return x1, y1, x2, y2 of boxes (n, 4) of x, y, width, height."""
+    return np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:] - _f32(1)], 1)
+
+
+def _offsets(regions: Rows, boxes: Rows) -> Rows:
+    """Return the offsets (n, 4) of boxes from regions, both x, y, width, height."""
+    half = _f32(0.5)
+    centers = (boxes[:, :2] + half * boxes[:, 2:]) - (regions[:, :2] + half * regions[:, 2:])
+    return np.concatenate([centers / regions[:, 2:], np.log(boxes[:, 2:] / regions[:, 2:])], 1)

@@ -1,0 +1,1 @@
+"""Nets that label each pixel: SegNet, PSPNet, DeepLab."""

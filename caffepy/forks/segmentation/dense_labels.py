@@ -1,0 +1,583 @@
+"""DenseImageData, ImageSegData, ImageLabelmapData, SegData: images with a label for each pixel, from lists of files."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.data import random
+from caffepy.data.datum import decode_image, opencv
+from caffepy.data.prefetch import Batch
+from caffepy.data.random import SampleRng
+from caffepy.data.sampler import Sampler
+from caffepy.data.sources.image_list import MAX_IMAGE_BYTES, list_lines
+from caffepy.data.sources.source import hash_of
+from caffepy.data.transform import Transformer
+from caffepy.data.transforms.pixels import resize
+from caffepy.data.workers import Workers
+from caffepy.errors import DataError
+from caffepy.formats.blob_shape import check_shape
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
+from caffepy.layers.layer import register_layer
+from caffepy.utils.files import read_regular
+from caffepy.utils.whole_numbers import whole
+
+Size = tuple[int, int]
+LabelType = caffe_pb2.ImageDataParameter
+EDGE = 0.5
+"""Labels above it are edges in ImageLabelmapData."""
+BALANCE_DRAWS = 10
+LARGEST_PART = 0.8
+"""SegData draws another crop while one label fills more than this part of it."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An image with its labels.
+
+    Args:
+        pixels: (H, W, C), uint8 or float32.
+        labels: (H, W), or smaller by a factor.
+    """
+
+    pixels: NDArray[np.generic]
+    labels: NDArray[np.generic]
+
+    @property
+    def size(self) -> Size:
+        """Height and width of the image."""
+        return self.pixels.shape[0], self.pixels.shape[1]
+
+    def mirrored(self) -> Pair:
+        """Return both flipped left to right."""
+        return Pair(self.pixels[:, ::-1], self.labels[:, ::-1])
+
+    def cropped(self, size: Size, top: int, left: int) -> Pair:
+        """Return the part of this size at an offset."""
+        part = (slice(top, top + size[0]), slice(left, left + size[1]))
+        return Pair(self.pixels[part], self.labels[part])
+
+    def resized(self, size: Size) -> Pair:
+        """Return the image resized bilinearly and the labels by nearest neighbour."""
+        if size == self.size:
+            return self
+        cv2 = opencv()
+        labels = resize(np.ascontiguousarray(self.labels), *size, cv2.INTER_NEAREST)[:, :, 0]
+        return Pair(resize(np.ascontiguousarray(self.pixels), *size, cv2.INTER_LINEAR), labels)
+
+
+class LabelMapLayer(PrefetchingLayer):
+    """A data layer whose lines name an image, and mostly an image of its labels.
+
+    Crops and mirroring are drawn for each sample, the same for the image and its labels. The image is then
+    (pixel - mean) * scale. Tops: (N, C, H, W), (N, 1, H, W). Without a crop or a new size, images may differ in size
+    if batch_size is 1.
+    """
+
+    tops = (2, 2)
+
+    @abstractmethod
+    def list_of_files(self) -> tuple[str, str]:
+        """Return the list's file and the prefix of names."""
+
+    @abstractmethod
+    def order_settings(self) -> tuple[int, bool]:
+        """Return rand_skip and shuffle."""
+
+    @abstractmethod
+    def read(self, number: int) -> Pair:
+        """Return line `number`'s image and labels, resized."""
+
+    @abstractmethod
+    def augment(self, pair: Pair, rng: SampleRng) -> Pair:
+        """Return a crop, mirrored or not."""
+
+    def check(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ConfigError: they contradict each other.
+        """
+
+    needs_labels = True
+    """Whether each line has a second word."""
+
+    def open(self) -> tuple[Source, list[tuple[int, ...]]]:
+        self.check()
+        context, (source, root) = self.context, self.list_of_files()
+        self._transformer = Transformer(
+            self.param.transform_param, context.phase, context.resolve, self.where, context.nvidia
+        )
+        self.files = PairList(context.resolve(source), root, self.needs_labels)
+        skip, _ = self.order_settings()
+        if skip > len(self.files):
+            raise self.error(f"rand_skip {skip} is more than the {len(self.files)} images of '{source}'")
+        loader = self._loader_of(0, 0)
+        try:
+            shapes = loader.sample_shapes()
+        finally:
+            loader.close()
+        return self.files, list(shapes[: len(self.param.top)])
+
+    def make_loader(self) -> DescribingLoader:
+        stream = self.random_stream()
+        return self._loader_of(stream.seed, stream.stream)
+
+    def _loader_of(self, seed: int, stream: int) -> PairLoader:
+        skip, shuffle = self.order_settings()
+        skip = random.rand_skip_count(seed, stream, skip) if skip else 0
+        order = Sampler(len(self.files), skip, shuffle, seed, stream)
+        key = (self._transformer.seed(seed), stream)
+        return PairLoader(self.files, order, self._make_sample, key, self.where, self.threads(0))
+
+    def _make_sample(self, number: int, rng: SampleRng) -> tuple[NDArray[np.float32], NDArray[np.float32], Size]:
+        """Return the first two tops of one sample, and the image's size before the augmentation."""
+        whole = self.read(number)
+        transformer = self._transformer
+        pair = whole
+        if transformer.mean_size != (0, 0):  # the mean belongs to the whole image
+            mean = transformer.mean((pair.pixels.shape[2], *pair.size))
+            pair = replace(pair, pixels=pair.pixels.astype(np.float32) - mean.transpose(1, 2, 0))
+        pair = self.augment(pair, rng)
+        image = pair.pixels.transpose(2, 0, 1).astype(np.float32)
+        if transformer.mean_size == (0, 0):
+            image -= transformer.mean((image.shape[0], *pair.size))
+        if transformer.scale != 1:
+            image *= transformer.scale
+        return image, pair.labels[None].astype(np.float32), whole.size
+
+    # -- for subclasses --------------------------------------------------------------------------------
+
+    def decoded(self, number: int, color: bool, size: Size | None, factor: int = 1) -> Pair:
+        """Return a line's image and labels, resized to `size`, the labels to size / factor."""
+        pixels = self.decoded_image(number, color, size)
+        labels = self.files.image(number, 1, False)
+        if size is not None:
+            small = (size[0] // factor, size[1] // factor)
+            labels = resize(labels, *small, opencv().INTER_NEAREST)
+        wanted = (pixels.shape[0] // factor, pixels.shape[1] // factor)
+        if labels.shape[:2] != wanted:
+            raise DataError(
+                f"has {_by(labels.shape[:2])} labels for {_by(wanted)} pixels; both images must have one size"
+            )
+        return Pair(pixels, labels[:, :, 0])
+
+    def decoded_image(self, number: int, color: bool, size: Size | None) -> NDArray[np.generic]:
+        """Return a line's image (H, W, C), resized."""
+        pixels = self.files.image(number, 0, color)
+        return pixels if size is None else resize(pixels, *size, opencv().INTER_LINEAR)
+
+    def both(self, first: int, second: int, names: str) -> Size | None:
+        """Return two sizes, or None if both are 0.
+
+        Raises:
+            ConfigError: only one of them is set.
+        """
+        if bool(first) != bool(second):
+            raise self.error(f"{names} must be set together")
+        return (first, second) if first else None
+
+    def crop_and_mirror(
+        self, pair: Pair, rng: SampleRng, size: Size | None, mirror: bool, at_random: bool = True
+    ) -> Pair:
+        """Return the pair mirrored at random, then cropped at random or at the center.
+
+        Raises:
+            DataError: the image is smaller than the crop.
+        """
+        if mirror and rng.below(2):
+            pair = pair.mirrored()
+        if size is None:
+            return pair
+        free = tuple(have - want for have, want in zip(pair.size, size, strict=True))
+        if min(free) < 0:
+            raise DataError(f"is {_by(pair.size)}, smaller than the crop, {_by(size)}")
+        top, left = (rng.below(f + 1) for f in free) if at_random else (f // 2 for f in free)
+        return pair.cropped(size, top, left)
+
+
+@register_layer("DenseImageData")
+class DenseImageDataLayer(LabelMapLayer):
+    """Images and images of labels (`dense_image_data_layer.cpp` of SegNet and ENet).
+
+    Each line of `source` has the names of an image and of a gray image of its labels. `new_height` and `new_width`
+    resize the image bilinearly and the labels by nearest neighbour. `crop_height` and `crop_width` crop at random and
+    `mirror` flips, in both phases. `transform_param` has the mean and scale. ENet's `label_divide_factor` f makes the
+    second top (N, 1, H / f, W / f).
+
+    Raises:
+        ConfigError: sizes are not set together, transform_param crops or mirrors, or label_divide_factor is combined
+            with a crop.
+        DataError: the list or an image cannot be read, or an image and its labels differ in size.
+    """
+
+    def batch_size(self) -> int:
+        return self.param.dense_image_data_param.batch_size
+
+    def check(self) -> None:
+        param, transform = self.param.dense_image_data_param, self.param.transform_param
+        self._size = self.both(param.new_height, param.new_width, "new_height and new_width")
+        self._crop = self.both(param.crop_height, param.crop_width, "crop_height and crop_width")
+        if transform.mirror or transform.crop_size:
+            raise self.error("give mirror and the crop in dense_image_data_param, which moves the labels as well")
+        if param.label_divide_factor < 1 or (param.label_divide_factor > 1 and self._crop):
+            raise self.error("label_divide_factor must be at least 1, and 1 with a crop")
+
+    def list_of_files(self) -> tuple[str, str]:
+        param = self.param.dense_image_data_param
+        return param.source, param.root_folder
+
+    def order_settings(self) -> tuple[int, bool]:
+        param = self.param.dense_image_data_param
+        return param.rand_skip, param.shuffle
+
+    def read(self, number: int) -> Pair:
+        param = self.param.dense_image_data_param
+        return self.decoded(number, param.is_color, self._size, param.label_divide_factor)
+
+    def augment(self, pair: Pair, rng: SampleRng) -> Pair:
+        return self.crop_and_mirror(pair, rng, self._crop, self.param.dense_image_data_param.mirror)
+
+
+class _ImageDataPairs(LabelMapLayer):
+    """A layer with the settings of `image_data_param`."""
+
+    def batch_size(self) -> int:
+        return self.param.image_data_param.batch_size
+
+    def check(self) -> None:
+        param = self.param.image_data_param
+        self._size = self.both(param.new_height, param.new_width, "new_height and new_width")
+
+    def list_of_files(self) -> tuple[str, str]:
+        param = self.param.image_data_param
+        return param.source, param.root_folder
+
+    def order_settings(self) -> tuple[int, bool]:
+        param = self.param.image_data_param
+        return param.rand_skip, param.shuffle
+
+
+@register_layer("ImageSegData")
+class ImageSegDataLayer(_ImageDataPairs):
+    """Images and labels of their pixels (`image_seg_data_layer.cpp` of DeepLab and PSPNet).
+
+    `label_type` says what a line of `source` has behind the image's name: PIXEL the name of a gray image of labels,
+    IMAGE one label for all pixels, NONE nothing, which makes all labels `ignore_label`. `has_label: false` is the
+    old form of NONE. One of `scale_factors` is drawn; the image is resized by it bilinearly, the labels by nearest
+    neighbour. Where the crop is larger, mean pixels and `ignore_label` fill the right and bottom. The crop
+    (`crop_size`, or `crop_height` and `crop_width`) is random in TRAIN and at the center in TEST. `new_height` and
+    `new_width` resize labels by nearest neighbour; DeepLab interpolates between their numbers. An optional third
+    top (N, 1, 1, 2) has each image's height and width, at most the first top's.
+
+    Raises:
+        ConfigError: sizes are not set together, or there is a mean_file.
+        DataError: the list or an image cannot be read, or an image and its labels differ in size.
+    """
+
+    tops = (2, 3)
+    float32_tops_from = 1
+
+    @property
+    def _label_type(self) -> int:
+        param = self.param.image_data_param
+        if not param.has_label and not param.HasField("label_type"):
+            return LabelType.NONE
+        return int(param.label_type)
+
+    @property
+    def needs_labels(self) -> bool:  # type: ignore[override]
+        return self._label_type != LabelType.NONE
+
+    def check(self) -> None:
+        super().check()
+        param = self.param.transform_param
+        if param.HasField("mean_file"):
+            raise self.error("has no mean_file, because images differ in size; give mean_value")
+        if param.crop_size and (param.crop_height or param.crop_width):
+            raise self.error("transform_param has both crop_size and crop_height or crop_width; keep one kind")
+        self._crop = self.both(param.crop_height, param.crop_width, "crop_height and crop_width")
+        if param.crop_size:
+            self._crop = (param.crop_size, param.crop_size)
+        if any(not factor > 0 for factor in param.scale_factors):
+            raise self.error("scale_factors must be above 0")
+
+    def read(self, number: int) -> Pair:
+        param = self.param.image_data_param
+        if self._label_type == LabelType.PIXEL:
+            return self.decoded(number, param.is_color, self._size)
+        pixels = self.decoded_image(number, param.is_color, self._size)
+        label = param.ignore_label
+        if self._label_type == LabelType.IMAGE:
+            word = self.files.names[number][1]
+            number_of_class = whole(word)
+            if number_of_class is None:
+                raise DataError(f"has '{word[:40]}' in place of a label; label_type: PIXEL reads an image of labels")
+            label = number_of_class
+        return Pair(pixels, np.full(pixels.shape[:2], label, np.uint8 if 0 <= label < 256 else np.float32))
+
+    def augment(self, pair: Pair, rng: SampleRng) -> Pair:
+        param = self.param.transform_param
+        if param.scale_factors:
+            factor = np.float32(param.scale_factors[rng.below(len(param.scale_factors))])
+            pair = pair.resized((int(pair.size[0] * factor), int(pair.size[1] * factor)))
+        if self._crop is not None:
+            pair = self._padded(pair, self._crop)
+        at_random = self.context.phase == caffe_pb2.TRAIN
+        return self.crop_and_mirror(pair, rng, self._crop, param.mirror, at_random)
+
+    def _padded(self, pair: Pair, crop: Size) -> Pair:
+        """Fill the right and the bottom up to the crop's size."""
+        rows, columns = (max(want - have, 0) for have, want in zip(pair.size, crop, strict=True))
+        if not rows and not columns:
+            return pair
+        channels = pair.pixels.shape[2]
+        pixels = np.empty((pair.size[0] + rows, pair.size[1] + columns, channels), np.float32)
+        pixels[...] = self._transformer.channel_means(channels)
+        pixels[: pair.size[0], : pair.size[1]] = pair.pixels
+        labels = np.full(pixels.shape[:2], self.param.image_data_param.ignore_label, np.float32)
+        labels[: pair.size[0], : pair.size[1]] = pair.labels
+        return Pair(pixels, labels)
+
+
+@register_layer("ImageLabelmapData")
+class ImageLabelmapDataLayer(_ImageDataPairs):
+    """Images and maps of edges (`image_labelmap_data_layer.cpp` of HED and RCF).
+
+    Each line of `source` has the names of an image and of a gray image. Labels are gray / 255, and 1 above 0.5. Both
+    images are resized bilinearly. `crop_size` crops at random in TRAIN and at the center in TEST.
+
+    Raises:
+        ConfigError: new_height and new_width are not set together.
+        DataError: the list or an image cannot be read, or an image and its map differ in size.
+    """
+
+    def read(self, number: int) -> Pair:
+        pair = self.decoded(number, self.param.image_data_param.is_color, None)
+        if self._size is not None:
+            linear = opencv().INTER_LINEAR
+            labels = resize(np.ascontiguousarray(pair.labels), *self._size, linear)[:, :, 0]
+            pair = Pair(resize(np.ascontiguousarray(pair.pixels), *self._size, linear), labels)
+        labels = pair.labels.astype(np.float32) / np.float32(255)
+        return replace(pair, labels=np.where(labels > EDGE, np.float32(1), labels))
+
+    def augment(self, pair: Pair, rng: SampleRng) -> Pair:
+        param = self.param.transform_param
+        crop = (param.crop_size, param.crop_size) if param.crop_size else None
+        return self.crop_and_mirror(pair, rng, crop, param.mirror, self.context.phase == caffe_pb2.TRAIN)
+
+
+@register_layer("SegData")
+class SegDataLayer(LabelMapLayer):
+    """One image and its labels in each pass (`seg_data_layer.cpp` of TSN's Caffe).
+
+    Each line of `source` has the names of an image and of a gray image of its labels. Both are resized by a factor
+    drawn from the two `scale_ratios` in steps of 0.001, the labels by nearest neighbour. The crop, at random in
+    both phases, has the largest multiples of `stride` as height and width, at most `upper_size`, or `upper_height`
+    and `upper_width`. With `balance` it is drawn again, up to ten times, while one label fills more than 80 % of
+    it.
+
+    Raises:
+        ConfigError: scale_ratios are not two, or stride is below 1.
+        DataError: the list or an image cannot be read, or an image and its labels differ in size.
+    """
+
+    def batch_size(self) -> int:
+        return 1
+
+    def check(self) -> None:
+        param = self.param.transform_param
+        ratios = list(param.scale_ratios)
+        if len(ratios) not in (0, 2) or any(not ratio > 0 for ratio in ratios) or ratios != sorted(ratios):
+            raise self.error("scale_ratios of transform_param must be two, above 0, the smaller one first")
+        if param.stride < 1:
+            raise self.error(f"stride of transform_param is {param.stride}; it must be at least 1")
+        if param.HasField("mean_file"):
+            raise self.error("has no mean_file, because images differ in size; give mean_value")
+
+    def list_of_files(self) -> tuple[str, str]:
+        param = self.param.seg_data_param
+        return param.source, param.root_dir
+
+    def order_settings(self) -> tuple[int, bool]:
+        return 0, self.param.seg_data_param.shuffle
+
+    def read(self, number: int) -> Pair:
+        return self.decoded(number, True, None)
+
+    def augment(self, pair: Pair, rng: SampleRng) -> Pair:
+        found = self._draw(pair, rng)
+        for _ in range(BALANCE_DRAWS if self.param.seg_data_param.balance else 0):
+            counts = np.unique(found.labels, return_counts=True)[1]
+            if counts.max(initial=0) <= LARGEST_PART * found.labels.size:
+                break
+            found = self._draw(pair, rng)
+        return found
+
+    def _draw(self, pair: Pair, rng: SampleRng) -> Pair:
+        param = self.param.transform_param
+        if param.scale_ratios:
+            low, high = param.scale_ratios
+            factor = low + rng.below(int((high - low) * 1000) + 1) / 1000
+            pair = pair.resized((int(pair.size[0] * factor + 0.5), int(pair.size[1] * factor + 0.5)))
+        crop = tuple(size // param.stride * param.stride for size in pair.size)
+        if param.HasField("upper_size"):
+            crop = tuple(min(size, param.upper_size) for size in crop)
+        elif param.HasField("upper_height") and param.HasField("upper_width"):
+            crop = (min(crop[0], param.upper_height), min(crop[1], param.upper_width))
+        if min(crop) < 1:
+            raise DataError(f"is {_by(pair.size)}, smaller than stride {param.stride}")
+        return self.crop_and_mirror(pair, rng, (crop[0], crop[1]), param.mirror)
+
+
+def _by(sizes: Sequence[int]) -> str:
+    return " x ".join(map(str, sizes))
+
+
+# -- files and batches -----------------------------------------------------------------------------------
+
+
+class PairList:
+    """The lines of a list: a file name, and a second word if `needs_second`.
+
+    Args:
+        path: the list.
+        root: put in front of each file's name.
+        needs_second: whether each line must have a second word.
+
+    Raises:
+        DataError: the list cannot be read, is empty, or has a line with a word too few.
+    """
+
+    def __init__(self, path: Path, root: str, needs_second: bool) -> None:
+        self.description = f"image list '{path}'"
+        self._root = root
+        self.names: list[tuple[str, str]] = []
+        for number, line in list_lines(path):
+            words = line.split()
+            if needs_second and len(words) < 2:
+                raise DataError(f"'{path}':{number}: the line has one word; it needs an image and its labels")
+            self.names.append((words[0], words[1] if len(words) > 1 else ""))
+        if not self.names:
+            raise DataError(f"{self.description} names no images")
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def image(self, number: int, which: int, color: bool) -> NDArray[np.generic]:
+        """Return the first or second image of a line, (H, W, C).
+
+        Raises:
+            DataError: it cannot be read. The message follows the record's name.
+        """
+        name = self._root + self.names[number][which]
+        try:
+            data = read_regular(name, MAX_IMAGE_BYTES)
+        except OSError as error:
+            raise DataError(f"names '{name}', which cannot be read: {error.strerror}") from error
+        return np.ascontiguousarray(decode_image(data, color, not color).transpose(1, 2, 0))
+
+    def record_name(self, number: int) -> str:
+        """Return a line's name for messages."""
+        return f"record {number} ('{self.names[number][0]}')"
+
+    def fingerprint(self) -> dict[str, str]:
+        names = "\n".join(" ".join(pair) for pair in self.names)
+        return {"the number of images": str(len(self)), "the hash of the names": hash_of(names.encode())}
+
+    def close(self) -> None:
+        """Do nothing: no file is open between reads."""
+
+
+Make = Callable[[int, SampleRng], "tuple[NDArray[np.float32], NDArray[np.float32], Size]"]
+
+
+class PairLoader:
+    """Fills batches with images and labels; a `Loader`.
+
+    Args:
+        source: the list.
+        order: of reading.
+        make: returns one sample's image, labels and size, given a line's number and the sample's random numbers.
+        key: seed and stream of the random numbers.
+        where: the layer, for messages.
+        threads: that read and decode.
+    """
+
+    def __init__(
+        self, source: PairList, order: Sampler, make: Make, key: tuple[int, int], where: str, threads: int
+    ) -> None:
+        self._source = source
+        self._order = order
+        self._make = make
+        self._key = key
+        self._where = where
+        self._record = 0
+        self._workers = Workers(threads, f"read for {where}")
+
+    @property
+    def reading(self) -> str:
+        return f"{self._source.record_name(self._record)} of {self._source.description}"
+
+    def describe(self, sample: int) -> str:
+        number = int(self._order.copy().records(sample, 1)[0])
+        return f"{self._source.record_name(number)} of {self._source.description}"
+
+    def close(self) -> None:
+        self._workers.close()
+        self._order.close()
+
+    def sample_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of the first line's tops."""
+        image, labels, _ = self._sample(0, 0)
+        return image.shape, labels.shape, (1, 1, 2)
+
+    def _sample(self, number: int, sample: int) -> tuple[NDArray[np.float32], NDArray[np.float32], Size]:
+        try:
+            return self._make(number, SampleRng(*self._key, sample))
+        except DataError as error:
+            name = f"{self._source.description}: {self._source.record_name(number)}"
+            raise DataError(f"{self._where}: {name} {error}") from error
+
+    def load(self, first: int, count: int, batch: Batch) -> None:
+        """Fill `batch` with the global samples [first, first + count).
+
+        Raises:
+            DataError: a line's images cannot be read, or differ in size from the batch's first.
+        """
+        records = self._order.records(first, count).tolist()
+        arrays: list[NDArray[np.float32]] = []
+
+        def fill(index: int) -> None:
+            self._record = records[index]
+            image, labels, size = self._sample(records[index], first + index)
+            if not arrays:
+                check_shape((count, *image.shape), self._where)
+                arrays.append(batch.array(0, (count, *image.shape)))
+                arrays.append(batch.array(1, (count, *labels.shape)))
+                if len(batch.arrays) > 2:
+                    arrays.append(batch.array(2, (count, 1, 1, 2)))
+            if image.shape != arrays[0].shape[1:] or labels.shape != arrays[1].shape[1:]:
+                made, others = _by(image.shape), _by(arrays[0].shape[1:])
+                name = f"{self._source.description}: {self._source.record_name(records[index])}"
+                raise DataError(
+                    f"{self._where}: {name} makes {made}, but others of its batch make {others}; set a crop or a new "
+                    "size, or batch_size: 1"
+                )
+            arrays[0][index], arrays[1][index] = image, labels
+            if len(arrays) > 2:
+                arrays[2][index] = [min(size[0], image.shape[1]), min(size[1], image.shape[2])]
+
+        fill(0)  # sets the shapes
+        self._workers.run(fill, range(1, count))
+        self._order.prepare_next_epoch()
+
+    def load_bytes(self, *_: object) -> int:
+        """Return 0: batches are float32."""
+        return 0

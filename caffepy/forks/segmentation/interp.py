@@ -1,0 +1,110 @@
+"""Interp."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.layers.layer import Blobs, Layer, register_layer
+from caffepy.layers.spatial_map import SpatialMap
+
+Weights = tuple[NDArray[np.int64], NDArray[np.float32]]
+"""For each element of the top along an axis the two elements of the bottom, (size, 2), and their weights."""
+
+
+@register_layer("Interp")
+class InterpLayer(Layer):
+    """Bilinear resizing of x (N, C, H, W) with aligned corners (DeepLab's `interp_layer.cpp`).
+
+    The top's size is `height` and `width`, or computed from the bottom's size: first (size - 1) / `shrink_factor` + 1,
+    then size + (size - 1) * (`zoom_factor` - 1). Before that, negative `pad_beg` and `pad_end` crop rows and columns.
+    With a second bottom, as in soeaver's caffe-model with `use_blob_size`, the top has that bottom's height and width.
+
+    Raises:
+        ConfigError: the size is missing or given twice, a factor is below 1, or a pad is above 0.
+        ShapeError: a bottom does not have four axes, or cropping leaves no pixel.
+    """
+
+    bottoms = (1, 2)
+    no_gradient_bottoms = frozenset({1})
+    supports_half = True
+    recordable = True
+
+    _shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        self.refuse_in_place(bottom, top)
+        param = self.param.interp_param
+        if param.pad_beg > 0 or param.pad_end > 0:
+            raise self.error("pad_beg and pad_end of interp_param may not be above 0: they crop rows and columns")
+        sized, factors = ([param.HasField(f) for f in pair] for pair in (("height", "width"), _FACTORS))
+        if any(sized) and not all(sized):
+            raise self.error("height and width of interp_param are needed together")
+        if param.use_blob_size and len(bottom) < 2:
+            raise self.error("use_blob_size of interp_param needs a second bottom")
+        if len(bottom) > 1:
+            if any(sized) or any(factors):
+                raise self.error("interp_param gives the size, and so does the second bottom; keep one of them")
+            return
+        if any(sized) == any(factors):
+            raise self.error("give interp_param either height and width, or zoom_factor, shrink_factor or both")
+        if min(param.zoom_factor, param.shrink_factor) < 1 or (any(sized) and min(param.height, param.width) < 1):
+            raise self.error("sizes and factors of interp_param must be at least 1")
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        param, shape = self.param.interp_param, bottom[0].shape
+        if len(shape) != 4:
+            raise self.shape_error("the bottom must have four axes, (N, C, H, W)", bottom[0])
+        cropped = tuple(size + param.pad_beg + param.pad_end for size in shape[2:])
+        if min(cropped) < 1:
+            raise self.shape_error("pad_beg and pad_end of interp_param leave nothing of the image", bottom[0])
+        sizes: tuple[int, ...] = tuple(map(self._resized, cropped))
+        if param.HasField("height"):
+            sizes = (param.height, param.width)
+        if len(bottom) > 1:
+            if len(bottom[1].shape) != 4:
+                raise self.shape_error("the second bottom must have four axes, (N, C, H, W)", bottom[1])
+            sizes = bottom[1].shape[2:]
+        top[0].reshape((*shape[:2], *sizes))
+        if (shape, sizes) != self._shapes:
+            self._shapes = shape, sizes
+            self._map = self._make_map((shape[2], shape[3]), cropped, sizes)
+
+    def _resized(self, size: int) -> int:
+        param = self.param.interp_param
+        size = (size - 1) // param.shrink_factor + 1
+        return size + (size - 1) * (param.zoom_factor - 1)
+
+    def _make_map(self, image: tuple[int, int], cropped: tuple[int, ...], sizes: tuple[int, ...]) -> SpatialMap:
+        begin = -self.param.interp_param.pad_beg
+        (rows, row_weights), (columns, column_weights) = map(_interpolation_weights, cropped, sizes)
+        pixels = (rows + begin)[:, None, :, None] * image[1] + (columns + begin)[None, :, None, :]
+        weights = row_weights[:, None, :, None] * column_weights[None, :, None, :]
+        targets = np.broadcast_to(np.arange(sizes[0] * sizes[1]).reshape(*sizes, 1, 1), pixels.shape)
+        used = weights != 0
+        shape = (sizes[0] * sizes[1], image[0] * image[1])
+        return SpatialMap(self.backend, shape, targets[used], pixels[used], weights[used])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        self._map.forward(bottom[0].data, top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        if propagate_down[0]:
+            self._map.backward(top[0].diff, bottom[0].diff)
+
+
+_FACTORS = ("zoom_factor", "shrink_factor")
+
+
+def _interpolation_weights(size: int, target: int) -> Weights:
+    """Return the two neighbours of each target position along one axis and their weights, in float32 as DeepLab."""
+    ratio = np.float32(size - 1) / np.float32(target - 1) if target > 1 else np.float32(0)
+    position = ratio * np.arange(target, dtype=np.float32)
+    first = np.minimum(position.astype(np.int64), size - 1)
+    fraction = (position - first.astype(np.float32)).astype(np.float32)
+    neighbours = np.stack([first, np.minimum(first + 1, size - 1)], 1)
+    weights = np.stack([1 - fraction, fraction], 1)
+    if size == target:
+        weights = np.tile(np.array([1, 0], np.float32), (size, 1))
+        neighbours[:, 0] = np.arange(size)
+    return neighbours, weights

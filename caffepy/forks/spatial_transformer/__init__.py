@@ -1,0 +1,1 @@
+"""Spatial transformers and their losses."""

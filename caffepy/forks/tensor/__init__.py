@@ -1,0 +1,1 @@
+"""Layers of several forks that move, gather and convert values."""

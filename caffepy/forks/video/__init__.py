@@ -1,0 +1,1 @@
+"""Nets of clips: C3D and its readers of volumes."""

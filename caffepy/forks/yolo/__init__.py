@@ -1,0 +1,1 @@
+"""YOLO: boxes of grid cells, their losses and readers."""

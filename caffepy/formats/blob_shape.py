@@ -1,0 +1,40 @@
+"""The shapes that a blob may have, and how Caffe's log prints one."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from caffepy.errors import BlobSizeError, ShapeError
+
+if TYPE_CHECKING:
+    pass
+
+
+MAX_AXES = 32
+"""Caffe's limit on the axes of one blob (`blob.hpp`, kMaxBlobAxes)."""
+MAX_ELEMENTS = 2**31 - 1
+"""Caffe's limit on the elements of one blob."""
+
+
+def check_shape(shape: tuple[int, ...], where: str) -> None:
+    """Refuse shapes that no blob may have, before anything is allocated.
+
+    Raises:
+        ShapeError: a negative dimension, or more than 32 of them.
+        BlobSizeError: over 2^31 - 1 elements.
+    """
+    if len(shape) > MAX_AXES:
+        raise ShapeError(f"{where}: a shape of {len(shape)} axes is not possible: a blob has at most {MAX_AXES} axes")
+    negative = any(d < 0 for d in shape)
+    if negative or math.prod(shape) > MAX_ELEMENTS:
+        kind = ShapeError if negative else BlobSizeError
+        raise kind(
+            f"{where}: shape {format_shape(shape)} is not possible: a blob has at most {MAX_AXES} axes, none "
+            f"negative, and at most {MAX_ELEMENTS} elements"
+        )
+
+
+def format_shape(shape: tuple[int, ...]) -> str:
+    """A shape as Caffe's log prints it: ``64 1 28 28 (50176)``."""
+    return f"{' '.join(map(str, shape))} ({math.prod(shape)})".lstrip()

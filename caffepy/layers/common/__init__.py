@@ -1,1 +1,0 @@
-"""Layers that combine, reshape, reduce or multiply blobs."""

@@ -1,1 +1,0 @@
-"""Normalisation layers, Scale and Bias."""

@@ -1,1 +1,0 @@
-"""Recurrent layers: RNN, LSTM and LSTMUnit."""

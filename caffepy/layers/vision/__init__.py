@@ -1,1 +1,0 @@
-"""Convolution, pooling and resampling of images."""

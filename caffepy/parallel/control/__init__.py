@@ -1,1 +1,0 @@
-"""Who is alive, who is late, what failed. The root of parallel and distributed import it."""

@@ -1,4 +1,0 @@
-"""Prediction of training speed on more devices: profile, all-reduce cost, overlap, table and plot.
-
-Imported by cli.
-"""

@@ -1,0 +1,298 @@
+"""A folder to train a model in for the user's own classes: databases, nets, solver and labels."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from google.protobuf import text_format
+from google.protobuf.message import Message
+
+from caffepy.data.conversion.annotation_sets import BoxCheck, boxed_reader
+from caffepy.data.conversion.image_records import ImageOptions
+from caffepy.data.conversion.image_sets import Database, convert_entries, convert_image_set
+from caffepy.data.conversion.mean import compute_mean, write_mean
+from caffepy.data.conversion.ordered_map import Progress
+from caffepy.errors import ConfigError, DataError, printable
+from caffepy.formats.load import read_net, read_solver
+from caffepy.formats.proto import caffe_pb2
+from caffepy.net.deploy import deploy_net, plan_deploy
+from caffepy.scaffold.adapt import (
+    adapt_solver,
+    data_layers,
+    learn_new_layers_faster,
+    set_boxed_classes,
+    set_classes,
+    validation_batch,
+)
+from caffepy.scaffold.data_sets import DataSet, detection_data_set, folder_data_set, read_classes
+from caffepy.scaffold.model_files import models_folder
+from caffepy.utils.files import atomic_write, read_regular
+
+CLASSIFIERS = (
+    "alexnet", "caffenet", "cifar10", "densenet121", "googlenet", "inception_v3", "lenet", "mobilenet", "resnet152",
+    "resnet18", "resnet50", "squeezenet", "vgg16", "vgg19",
+)  # fmt: skip
+DETECTORS = ("mobilenet_ssd", "ssd300")
+_FILES = {
+    "lenet": ("train_test", "solver", "deploy"),
+    "cifar10": ("quick_train_test", "quick_solver", "quick_deploy"),
+}
+"""Names of the train net, solver and deploy net where they are not the usual ones."""
+_LISTS_AND_DATABASES = ("train.txt", "val.txt", "train_lmdb", "val_lmdb")
+logger = logging.getLogger(__name__)
+
+_MAX_README_BYTES = 1 << 20
+_NAMED = 5
+"""Boxes or classes that a warning names."""
+_WEIGHTS = re.compile(r"\[`([^`]+)`\]\(([^)\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Project:
+    """Settings of `create_project`.
+
+    Args:
+        model: one of `CLASSIFIERS` or `DETECTORS`.
+        data: folder of the data set.
+        to: folder to write.
+        classes: file with the names of the classes; None: those of the data.
+        finetuned: training begins from weights.
+        share: part of the images for validation, if the data set is not divided.
+        seed: seed of the division and of the order of the records.
+        batch: images of an iteration in training; None: the model's.
+        epochs: passes through the training images.
+        encoded: store a classifier's images as JPEG.
+        force: replace existing files.
+    """
+
+    model: str
+    data: Path
+    to: Path
+    classes: Path | None = None
+    finetuned: bool = False
+    share: float = 0.2
+    seed: int = 1
+    batch: int | None = None
+    epochs: int = 30
+    encoded: bool = False
+    force: bool = False
+
+    @property
+    def detects(self) -> bool:
+        """Whether the model finds boxes."""
+        return self.model in DETECTORS
+
+    @property
+    def snapshot_prefix(self) -> str:
+        """The solver's snapshot_prefix."""
+        return str(self.to / self.model)
+
+
+@dataclass(frozen=True)
+class Created:
+    """The result of `create_project`.
+
+    Attributes:
+        classes: names of the classes.
+        train: number of training images.
+        val: number of validation images.
+        skipped: number of unreadable images.
+        max_iter: iterations of the solver.
+    """
+
+    classes: list[str]
+    train: int
+    val: int
+    skipped: int
+    max_iter: int
+
+
+def known_weights(model: str) -> tuple[str, str] | None:
+    """Return file name and address of the first weights that the model's README names; None: it names none."""
+    text = read_regular(models_folder() / model / "README.md", _MAX_README_BYTES).decode()
+    found = next((match for match in _WEIGHTS.finditer(text) if match[1].endswith(".caffemodel")), None)
+    return None if found is None else (found[1], found[2])
+
+
+def create_project(project: Project) -> Created:
+    """Write databases, train net, deploy net, solver and labels for the user's classes.
+
+    Raises:
+        ConfigError: the data set has another layout than the model needs, or files exist.
+        DataError: the data set is incomplete, or images cannot be read.
+        RunError: a file cannot be written.
+    """
+    folder = models_folder() / project.model
+    names = _FILES.get(project.model, ("train_val", "solver", "deploy"))
+    net, solver = read_net(folder / f"{names[0]}.prototxt"), read_solver(folder / f"{names[1]}.prototxt")
+    shown = read_net(folder / f"{names[2]}.prototxt").layer[0]
+    _check_target(project, shown.transform_param.mean_file)
+    data = _read_data(project)
+    train, val = _write_databases(project, data, shown)
+    count = len(data.classes)
+    heads = set_boxed_classes(net, count) if project.detects else set_classes(net, count)
+    if project.finetuned and not project.detects:
+        learn_new_layers_faster(net, heads)
+    _set_lengths(project, net, solver, (train, val))
+    solver.net, solver.snapshot_prefix = "train_val.prototxt", project.snapshot_prefix
+    _write(project.to / "train_val.prototxt", net, f"{project.model} for {count} classes.")
+    _write(project.to / "solver.prototxt", solver, f"{project.epochs} passes through {train} images.")
+    shape, size = list(shown.input_param.shape[0].dim)[1:], shown.image_data_param
+    planned = plan_deploy(net, {"data": shape})
+    if size.new_height:
+        planned = replace(planned, sizes={"data": (size.new_height, size.new_width)})
+    _write(project.to / "deploy.prototxt", deploy_net(net, planned), f"{project.model} for predictions.")
+    _write_labels(project, data)
+    skipped = len(data.train) + len(data.val) - train - val
+    return Created(data.classes, train, val, skipped, solver.max_iter)
+
+
+def _check_target(project: Project, mean_file: str) -> None:
+    """Create the folder to write.
+
+    Raises:
+        ConfigError: the data set is not there, or the folder cannot be created or has files that would be replaced.
+    """
+    if not project.data.is_dir():
+        raise ConfigError(f"--data {project.data}: is not a folder")
+    if project.to.resolve().is_relative_to(project.data.resolve()):
+        raise ConfigError(f"--to {project.to} lies in the data set {project.data}; give another folder")
+    written = ["solver.prototxt", "train_val.prototxt", "deploy.prototxt", "labels.txt", *_LISTS_AND_DATABASES]
+    written += ["labelmap.prototxt"] if project.detects else []
+    there = [project.to / name for name in (*written, mean_file) if name and os.path.lexists(project.to / name)]
+    there += [*(project.to / "annotations").glob("*")] if project.detects else []
+    if there and not project.force:
+        raise ConfigError(f"'{there[0]}' exists; give --to another folder, or --overwrite to replace its files")
+    try:
+        project.to.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--to {project.to}: cannot be made: {error.strerror}; give another folder") from error
+
+
+def _read_data(project: Project) -> DataSet:
+    classes = None if project.classes is None else read_classes(project.classes)
+    settings = (project.data, classes, project.share, project.seed)
+    detected = project.detects
+    data = detection_data_set(*settings, project.to / "annotations") if detected else folder_data_set(*settings)
+    _check_classes(project, data.classes)
+    for entry in (*data.train, *data.val):
+        if "\n" in entry.path:  # the lists have a line for each image
+            raise DataError(f"'{entry.path}': the path has a line break; rename the image or its folder")
+    if not data.val:
+        raise DataError(
+            f"--data {project.data}: no image is left for validation; add images, or give --val a larger part"
+        )
+    return data
+
+
+def _check_classes(project: Project, names: list[str]) -> None:
+    """Check that there are classes, and that each name is a line of labels.txt.
+
+    Raises:
+        DataError: there is no class, or a name is empty or has a control character.
+    """
+    if not names:
+        raise DataError(f"--data {project.data}: has no classes; add objects with names to the annotations")
+    bad = next((name for name in names if not name.strip() or name != printable(name)), None)
+    if bad is not None:
+        fault = "has a line break or control character" if bad.strip() else "is empty"
+        raise DataError(f"--data {project.data}: the name of the class '{bad}' {fault}; rename the class")
+    if len(names) == 1 and not project.detects:
+        logger.warning(
+            "--data %s: has one class, '%s': every image is of that class, and the loss is 0", project.data, names[0]
+        )
+
+
+def _write_databases(project: Project, data: DataSet, shown: caffe_pb2.LayerParameter) -> tuple[int, int]:
+    """Write lists and databases; return the number of records of each."""
+    counts = []
+    for name, entries in (("train", data.train), ("val", data.val)):
+        listing, database = project.to / f"{name}.txt", Database(project.to / f"{name}_lmdb", force=project.force)
+        lines = "".join(f"{entry.path} {entry.annotation or entry.label}\n" for entry in entries)
+        with atomic_write(listing) as file:
+            file.write(os.fsencode(lines))
+        seed = project.seed if name == "train" else None
+        if data.label_type:
+            numbered = [replace(entry, number=number) for number, entry in enumerate(entries, 1)]
+            kept, check = ImageOptions(encoded=True), BoxCheck()
+            reader = boxed_reader(kept, data.label_type, data.labels, check)
+            done = convert_entries(numbered, listing, database, kept, reader, seed, Progress())
+            _report_boxes(listing, check, data.classes, name == "train")
+        else:
+            done = convert_image_set("", listing, database, _image_options(shown, project.encoded), seed)
+        counts.append(done.records)
+    if shown.transform_param.mean_file:
+        write_mean(project.to / shown.transform_param.mean_file, compute_mean(project.to / "train_lmdb"))
+    return counts[0], counts[1]
+
+
+def _report_boxes(listing: Path, check: BoxCheck, classes: list[str], training: bool) -> None:
+    """Log the boxes that are left out, and the classes without boxes.
+
+    Raises:
+        DataError: no box is left for training.
+    """
+    for fault, count in sorted(Counter(fault for fault, _ in check.left_out).items()):
+        places = sorted(where for other, where in check.left_out if other == fault)
+        others = f" and {count - _NAMED} others" if count > _NAMED else ""
+        logger.warning(
+            "%s: %d boxes are left out, each %s: %s%s", listing, count, fault, "; ".join(places[:_NAMED]), others
+        )
+    if not check.labels and training:
+        raise DataError(f"'{listing}': no image has a box of the classes; a detector learns nothing without boxes")
+    lacking = [name for label, name in enumerate(classes, 1) if label not in check.labels]
+    if lacking:
+        logger.warning("%s: no box of %d of the classes: %s", listing, len(lacking), ", ".join(lacking[:_NAMED]))
+
+
+def _image_options(shown: caffe_pb2.LayerParameter, encoded: bool) -> ImageOptions:
+    """Return how images are stored: in the size before the model's crop, gray if its input is."""
+    _, channels, height, width = shown.input_param.shape[0].dim
+    size = shown.image_data_param
+    return ImageOptions(
+        gray=channels == 1, resize_height=size.new_height or height, resize_width=size.new_width or width,
+        encoded=encoded, encode_type="jpg" if encoded else "",
+    )  # fmt: skip
+
+
+def _set_lengths(
+    project: Project, net: caffe_pb2.NetParameter, solver: caffe_pb2.SolverParameter, records: tuple[int, int]
+) -> None:
+    """Set databases, batch sizes and the solver's lengths for the numbers of training and validation images."""
+    before, batch, tests = 0, 0, 0
+    for layer, is_test in data_layers(net):
+        param = layer.data_param
+        if is_test:
+            param.source, param.batch_size = "val_lmdb", validation_batch(records[1], param.batch_size)
+            tests = math.ceil(records[1] / param.batch_size)
+        else:
+            before, batch = param.batch_size, project.batch or param.batch_size
+            param.source, param.batch_size = "train_lmdb", batch
+        if layer.HasField("annotated_data_param"):
+            layer.annotated_data_param.label_map_file = "labelmap.prototxt"
+    finetuned = project.finetuned and not project.detects
+    adapt_solver(solver, before, (batch, records[0], tests), project.epochs, finetuned)
+
+
+def _write_labels(project: Project, data: DataSet) -> None:
+    with atomic_write(project.to / "labels.txt") as file:
+        file.write("".join(f"{name}\n" for name in data.classes).encode("utf-8", "surrogateescape"))
+    if project.detects:
+        labels = caffe_pb2.LabelMap()
+        labels.item.add(name="none_of_the_above", label=0, display_name="background")
+        for label, name in enumerate(data.classes, 1):
+            labels.item.add(name=name, label=label, display_name=name)
+        _write(project.to / "labelmap.prototxt", labels, "Labels in the databases and their names.")
+
+
+def _write(path: Path, message: Message, comment: str) -> None:
+    with atomic_write(path) as file:
+        file.write(
+            f"# {comment} Written by caffepy new.\n{text_format.MessageToString(message, as_utf8=True)}".encode()
+        )

@@ -1,0 +1,279 @@
+"""Every layer type that has an ONNX form gives its numbers by onnxruntime."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from export_cases import CASES, CHAIN, DETECT, POOL
+from google.protobuf import text_format
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from onnx_nets import assert_exported, layer_net, layer_text, net_of
+
+from caffepy.errors import ConfigError, ShapeError
+from caffepy.export.onnx.check import larger_batch, random_inputs, run_net
+from caffepy.export.onnx.fold import fold_batch_norms, with_parameters
+from caffepy.export.onnx.graph import EXPORTERS, FORMS, NEWEST, OLDEST
+from caffepy.export.onnx.libraries import run_model
+from caffepy.export.onnx.prepare import Settings, build, inference_net, varying_axes
+from caffepy.export.onnx.write import find_exporters, serialised, to_model
+from caffepy.formats.dialect import override_dialect
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.layer import LAYERS, import_layer_types
+
+ELSEWHERE = {"Split", "Silence", "Parameter", "DetectionOutput"}
+"""Types that other tests here export."""
+
+
+@pytest.mark.parametrize(("layer", "shapes"), CASES, ids=[layer for layer, _ in CASES])
+def test_a_layer_gives_its_numbers(layer: str, shapes: tuple[tuple[int, ...], ...]):
+    assert_exported(layer_net(layer, *shapes))
+
+
+@pytest.mark.parametrize("opset", [OLDEST, 18, NEWEST])
+def test_every_version_of_the_operators_gives_them(opset: int):
+    for layer, shapes in CASES:
+        if "MVN" in layer or "HardSwish" in layer or "Slice" in layer or "ReLU" in layer or "Reduction" in layer:
+            assert_exported(layer_net(layer, *shapes), opset=opset)
+
+
+def test_every_type_is_tried():
+    find_exporters()
+    tried = {layer.split('"')[1] for layer, _ in CASES}
+    assert tried | ELSEWHERE == set(EXPORTERS) == set(FORMS)
+    import_layer_types()
+    assert set(EXPORTERS) <= set(LAYERS)
+
+
+@settings(max_examples=60)
+@given(
+    pool=st.sampled_from(["MAX", "AVE"]), size=st.tuples(*[st.integers(1, 9)] * 2),
+    kernel=st.tuples(*[st.integers(1, 5)] * 2), stride=st.tuples(*[st.integers(1, 4)] * 2),
+    pad=st.tuples(*[st.integers(0, 3)] * 2), mode=st.sampled_from(["CEIL", "FLOOR"]),
+)  # fmt: skip
+def test_all_windows_of_pooling(pool, size, kernel, stride, pad, mode):
+    assume(all(p < k for p, k in zip(pad, kernel, strict=True)))
+    window = f"kernel_h: {kernel[0]} kernel_w: {kernel[1]}"
+    try:
+        net = layer_net(POOL.format(pool, window, *stride, *pad, mode), (1, 2, *size))
+    except ShapeError:
+        assume(False)
+    assert_exported(net)
+
+
+def test_unpooling_by_a_mask():
+    pool = (
+        'layer { name: "p" type: "Pooling" bottom: "x0" top: "p" top: "m" pooling_param { kernel_size: 2 stride: 2 } }'
+    )
+    up = 'layer { name: "u" type: "Upsample" bottom: "p" bottom: "m" top: "u" upsample_param { scale: 2 } }'
+    text = layer_text('type: "Silence" top: "s"', (1, 2, 6, 8)).split('layer { name: "it"')[0]
+    assert_exported(net_of(text + pool + up))
+
+
+def test_layers_in_place_and_blobs_with_several_readers():
+    assert_exported(net_of(CHAIN))
+
+
+@pytest.mark.parametrize("dialect", ["bvlc", "nvidia"])
+def test_folding_gives_the_same_numbers_with_fewer_layers(dialect: str):
+    with override_dialect(dialect):
+        net = net_of(CHAIN.replace('layer { name: "quiet"', 'layer { exclude { phase: TEST } name: "quiet"'))
+        folded = fold_batch_norms(with_parameters(inference_net(net.param, Settings()), net), dialect == "nvidia")
+    assert [layer.type for layer in folded.layer if layer.type in ("BatchNorm", "Scale")] == ["Scale", "Scale"]
+    other = build(folded, net.backend)
+    other.copy_trained_layers_from(folded, "folded")
+    inputs = random_inputs(net)
+    wanted, found = run_net(net, inputs)["sum"], run_net(other, inputs)["sum"]
+    assert np.abs(wanted - found).max() <= 1e-5 * np.abs(wanted).max()
+    assert_exported(other)
+
+
+def test_folding_of_bn():
+    kinds = ("eps: 1e-3", "inverse_std: true", "bn_mode: INFERENCE")
+    text = 'layer { name: "data" type: "Input" top: "x" input_param { shape { dim: 2 dim: 3 dim: 6 dim: 6 } } }'
+    bottom = "x"
+    for number, fields in enumerate((*kinds, "bn_mode: LEARN")):
+        top = f"x{number}"
+        text += f"""
+    layer {{ name: "c{number}" type: "Convolution" bottom: "{bottom}" top: "{top}" convolution_param {{ num_output: 4
+      kernel_size: 1 }} }}
+    layer {{ name: "bn{number}" type: "BN" bottom: "{top}" top: "{top}" bn_param {{ {fields} }} }}"""
+        bottom = top
+    net = net_of(text)
+    folded = fold_batch_norms(with_parameters(inference_net(net.param, Settings()), net))
+    assert [layer.type for layer in folded.layer if layer.type in ("BN", "Scale")] == ["BN"]
+    other = build(folded, net.backend)
+    other.copy_trained_layers_from(folded, "folded")
+    inputs = random_inputs(net)
+    wanted, found = run_net(net, inputs)["x3"], run_net(other, inputs)["x3"]
+    assert np.abs(wanted - found).max() <= 1e-4 * np.abs(wanted).max()
+    assert_exported(other)
+
+
+def test_any_batch():
+    text = """
+    layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 2 dim: 6 dim: 4 dim: 4 } } }
+    layer { name: "pool" type: "Pooling" bottom: "data" top: "pool" pooling_param { kernel_size: 2 stride: 2 } }
+    layer { name: "shuffle" type: "ShuffleChannel" bottom: "pool" top: "shuffle" shuffle_channel_param { group: 2 } }
+    layer { name: "re" type: "Reshape" bottom: "shuffle" top: "re" reshape_param { shape { dim: 0 dim: 3 dim: -1 } } }
+    layer { name: "fc" type: "InnerProduct" bottom: "re" top: "fc" inner_product_param { num_output: 3 axis: 2 } }
+    """
+    net = net_of(text)
+    content = serialised(to_model(net, varying=varying_axes(inference_net(net.param, Settings()))))
+    inputs = larger_batch(random_inputs(net))
+    found, wanted = run_model(content, inputs)["fc"], run_net(net, inputs)["fc"]
+    assert found.shape[0] == 3
+    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+def test_inputs_of_other_batches_have_names_of_their_own_for_them():
+    text = layer_text('type: "BatchReindex"', (2, 3), (4,))
+    more = 'layer { name: "flat" type: "Reshape" bottom: "y" top: "flat" reshape_param { shape { dim: -1 } } }'
+    net = net_of(text + more)
+    model = to_model(net, varying=varying_axes(inference_net(net.param, Settings())))
+    infos = [*model.graph.input, *model.graph.output]
+    sizes = {one.name: [axis.dim_param or axis.dim_value for axis in one.type.tensor_type.shape.dim] for one in infos}
+    assert sizes == {"x0": ["x0_0", 3], "x1": ["x1_0"], "flat": ["flat_0"]}
+
+
+def test_a_shape_that_depends_on_the_batch_twice_is_refused():
+    text = layer_text('type: "LSTM" recurrent_param { num_output: 4 }', (3, 2, 5), (3, 2))
+    net = net_of(text)
+    with pytest.raises(ConfigError, match="depends on the batch; export it with --batch N"):
+        to_model(net, varying=varying_axes(inference_net(net.param, Settings())))
+
+
+def test_a_net_without_layers_is_refused_with_its_phase():
+    with pytest.raises(ConfigError, match="the net has no layers for inference in the TEST phase; give --phase or "):
+        inference_net(caffe_pb2.NetParameter(), Settings())
+
+
+@pytest.mark.parametrize("code", ["CORNER", "CENTER_SIZE", "CORNER_SIZE"])
+@pytest.mark.parametrize("top_k", ["", "top_k: 7"])
+@pytest.mark.parametrize("more", [
+    "keep_top_k: 9 confidence_threshold: 0.1", "share_location: false keep_top_k: 9", "background_label_id: -1",
+    "confidence_threshold: 99", "variance_encoded_in_target: true keep_top_k: 0",
+])  # fmt: skip
+def test_detection_output(code: str, top_k: str, more: str):
+    locations = 240 * (4 if "share_location: false" in more else 1)
+    net = net_of(DETECT % (locations, f"code_type: {code} {more}", top_k))
+    assert run_net(net, random_inputs(net))["out"].shape[3] == 7
+    assert_exported(net, 2e-5)
+
+
+@pytest.mark.parametrize("code", ["CORNER", "CENTER_SIZE"])
+def test_a_threshold_above_1_suppresses_nothing(code: str):
+    net = net_of((DETECT % (240, f"code_type: {code}", "")).replace("nms_threshold: 0.4", "nms_threshold: 1.5"))
+    assert run_net(net, random_inputs(net))["out"].shape[2] == 2 * 3 * 60
+    assert_exported(net, 2e-5)
+
+
+@pytest.mark.parametrize(("more", "nms"), [("keep_top_k: 7", "top_k: 3"), ("keep_top_k: 7", ""), ("", "top_k: 3")])
+def test_of_equal_scores_the_first_stay(more: str, nms: str):
+    net = net_of(DETECT % (240, f"confidence_threshold: 0.1 {more}", nms))
+    inputs = random_inputs(net)
+    scores = np.zeros((2, 60, 4), np.float32)
+    scores[:, ::12] = 0.5  # 15 boxes, of which std::sort keeps the order
+    for name, values in (("conf", scores), ("loc", 0 * inputs["loc"])):
+        inputs[name] = values.reshape(inputs[name].shape)
+    assert_exported(net, 2e-5, inputs)
+
+
+@pytest.mark.parametrize("code", ["CORNER", "CENTER_SIZE", "CORNER_SIZE"])
+def test_the_check_feeds_boxes_and_scores_that_reach_every_branch(code: str):
+    net = net_of(DETECT % (240, f"code_type: {code}", ""))
+    rows = run_net(net, random_inputs(net))["out"].reshape(-1, 7)
+    width, height = (rows[:, 5:] - rows[:, 3:5]).T
+    assert len(np.unique(rows[:, 2])) < len(rows)
+    if code == "CENTER_SIZE":
+        assert ((width == 0) & (height == 0)).any()
+    else:
+        assert ((width < 0) & (height > 0)).any() and ((width < 0) & (height < 0)).any()
+
+
+def test_the_check_feeds_regions_that_reach_every_branch():
+    net = layer_net('type: "ROIPooling" roi_pooling_param { pooled_h: 2 pooled_w: 3 }', (2, 6, 7, 5), (40, 5))
+    image, left, top, right, bottom = random_inputs(net)["x1"].T
+    assert set(image) == {0, 1}
+    assert (right < left).any() and (bottom < top).any() and (left > 4).any() and (top < 0).any()
+    assert (left % 1 == 0.5).any()
+
+
+def test_a_threshold_that_shrinks_is_refused():
+    net = net_of(DETECT % (240, "", "eta: 0.9"))
+    with pytest.raises(ConfigError, match="layer 'out' .*eta is not 1, which ONNX's NonMaxSuppression cannot say"):
+        to_model(net)
+
+
+def test_quadrangles_are_refused():
+    net = net_of(DETECT % (720, "code_type: CENTER_SIZE use_polygon: true", ""))
+    with pytest.raises(ConfigError, match="layer 'out' .*use_polygon has no ONNX form"):
+        to_model(net)
+
+
+@pytest.mark.parametrize("kind", ["ROIAlign", "ROIWarping", "PSROIAlign"])
+def test_samples_of_regions_are_refused_by_name(kind: str):
+    settings = {
+        "ROIAlign": "roi_pooling_param { pooled_h: 1 pooled_w: 1 }",
+        "ROIWarping": "roi_warping_param { pooled_h: 1 pooled_w: 1 }",
+        "PSROIAlign": "psroi_align_param { output_dim: 1 group_size: 1 spatial_scale: 1 }",
+    }
+    text = layer_text(f'type: "{kind}" {settings[kind]}', (1, 1, 4, 4), (1, 5))
+    with pytest.raises(ConfigError, match=f"no ONNX form: 'it' .{kind}"):
+        to_model(net_of(text))
+
+
+def test_dropout_that_draws_in_a_test_is_refused():
+    net = layer_net('type: "Dropout" dropout_param { sample_weights_test: true }', (2, 3))
+    with pytest.raises(ConfigError, match="layer 'it' .Dropout.: sample_weights_test draws random numbers"):
+        to_model(net)
+
+
+def test_layers_without_a_form_are_all_named():
+    text = layer_text('type: "PSROIPooling" psroi_pooling_param { output_dim: 1 group_size: 1 spatial_scale: 1 }',
+                      (1, 1, 4, 4), (1, 5))  # fmt: skip
+    more = 'layer { name: "dummy" type: "DummyData" top: "d" dummy_data_param { shape { dim: 2 } } }'
+    with pytest.raises(
+        ConfigError, match=r"2 of the net's layers have no ONNX form: 'it' .PSROIPooling., 'dummy' .Dummy"
+    ):
+        to_model(net_of(text + more))
+
+
+def test_layers_of_training_and_their_labels_are_left_out():
+    text = """
+    layer { name: "data" type: "Input" top: "data" top: "label"
+      input_param { shape { dim: 2 dim: 3 } shape { dim: 2 } } }
+    layer { name: "fc" type: "InnerProduct" bottom: "data" top: "fc" inner_product_param { num_output: 3 } }
+    layer { name: "loss" type: "SoftmaxWithLoss" bottom: "fc" bottom: "label" top: "loss" }
+    layer { name: "acc" type: "Accuracy" bottom: "fc" bottom: "label" top: "acc" }
+    """
+    model = to_model(net_of(text))
+    assert [one.name for one in model.graph.input] == ["data"]
+    assert [one.name for one in model.graph.output] == ["fc"]
+
+
+def test_an_input_that_no_layer_reads_is_left_out():
+    net = net_of(layer_text('type: "ReLU"', (2, 3), (1, 3)).replace('bottom: "x0"', ""))
+    assert list(net.outputs) == ["y"]
+    model = to_model(net)
+    assert [one.name for one in model.graph.input] == ["x1"]
+    assert list(run_model(serialised(model), random_inputs(net))) == ["y"]
+
+
+def test_a_net_without_outputs_is_refused():
+    with pytest.raises(ConfigError, match="net 'small' has no output"):
+        to_model(net_of(layer_text('type: "Silence"', (2, 3)).replace('top: "y"', "")))
+
+
+def test_a_data_layer_is_refused():
+    text = 'layer { name: "d" type: "Data" top: "data" data_param { source: "x" batch_size: 2 } }'
+    param = text_format.Parse(text, caffe_pb2.NetParameter())
+    with pytest.raises(
+        ConfigError, match="layer 'd' .Data. reads records, which an exported net does not; export the deploy"
+    ):
+        inference_net(param, Settings())
+
+
+def test_a_version_that_is_not_known_is_refused():
+    with pytest.raises(ConfigError, match="opset is 12; 13 to 21 can be written"):
+        to_model(layer_net('type: "ReLU"', (3, 8)), 12)

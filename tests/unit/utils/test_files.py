@@ -1,0 +1,71 @@
+"""Regular files are read; FIFOs, devices, folders and paths that are none are refused with a sentence."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from caffepy.utils.files import open_regular, read_list, read_regular
+
+
+def test_a_regular_file_is_read_through_links(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    (tmp_path / "b").symlink_to("a")
+    assert read_regular(tmp_path / "b", 3) == b"abc"
+
+
+@pytest.mark.parametrize(
+    "path, message",
+    [
+        ("/dev/zero", "it is a device, not a regular file"),
+        ("/tmp", "it is a folder, not a regular file"),
+        ("a\0b", "the path has a NUL character"),
+        ("x" * 5000, "File name too long"),
+        ("\ud800", "characters that the locale cannot express"),
+        ("/not/there", "No such file"),
+    ],
+)
+def test_what_is_no_regular_file_is_refused(path: str, message: str) -> None:
+    with pytest.raises(OSError, match=message):
+        open_regular(path)
+
+
+def test_neither_a_fifo_nor_a_socket_is_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(OSError, match="it is a FIFO, not a regular file"):
+        open_regular(tmp_path / "fifo")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        with pytest.raises(OSError, match="it is a socket, not a regular file"):
+            open_regular(tmp_path / "socket")
+
+
+def test_a_file_that_becomes_a_fifo_between_look_and_opening_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    os.mkfifo(tmp_path / "fifo")
+    looked = os.stat(tmp_path / "file")
+    monkeypatch.setattr(os, "stat", lambda path: looked)
+    with pytest.raises(OSError, match="it is a FIFO, not a regular file"):
+        open_regular(tmp_path / "fifo")
+
+
+def test_a_file_larger_than_the_limit_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 1 << 40)
+    with pytest.raises(OSError, match="has 1099511627776 bytes, more than the 1000 that are read"):
+        read_regular(tmp_path / "large", 1000)
+
+
+def test_a_file_that_says_it_is_empty_is_read_up_to_the_limit() -> None:
+    with pytest.raises(OSError, match="more than the 3 that are read"):
+        read_regular("/proc/self/status", 3)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_list(tmp_path: Path) -> None:
+    (tmp_path / "list").write_bytes(b"\xef\xbb\xbfcaf\xe9.png 1\n")
+    assert os.fsencode(read_list(tmp_path / "list", 100)) == b"caf\xe9.png 1\n"
