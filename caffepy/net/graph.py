@@ -378,7 +378,7 @@ class Wiring:
             if name in self.blobs:
                 raise _produced_twice(param, index)
             self.blobs[name] = Blob(self.backend, name=name, dtype=layer.top_dtype(index))
-            if layer.type == "Split" and is_split_of(name, param.bottom[0]):
+            if layer.type == "Split" and param.bottom and is_split_of(name, param.bottom[0]):
                 self.blobs[name].title = self.blobs[param.bottom[0]].title
         self._unused.add(name)
         return self.blobs[name]

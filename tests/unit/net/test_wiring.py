@@ -161,6 +161,7 @@ def test_phases() -> None:
             "layer 'a' .ReLU.: takes 1 top blob, has 2",
         ),
         ('layer { name: "a" type: "Concat" top: "a" }', "takes at least 1 bottom blobs, has 0"),
+        ('layer { name: "a" type: "Split" top: "a" }', "takes 1 bottom blob, has 0"),
         ('layer { name: "a" type: "ReLU" bottom: "data" top: "a" param { } }', "too many params: 1 are specified"),
         (
             'layer { name: "a" type: "ReLU" bottom: "data" top: "a" loss_weight: 1 loss_weight: 1 }',
