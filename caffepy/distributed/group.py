@@ -538,7 +538,7 @@ class Handle:
 
 
 def _check_objects(objects: Any, name: str, count: int | None = None) -> None:
-    """Reject what is no list, or one of another length than `count`."""
+    """Refuse a value that is not a list, or a list whose length is not `count`."""
     if not isinstance(objects, list):
         raise UserError(f"{name} is a {type(objects).__name__}: pass a list")
     if count is not None and len(objects) != count:

@@ -53,7 +53,7 @@ class Heartbeat:
 
     @contextmanager
     def collective(self, what: str | Callable[[], str]) -> Iterator[None]:
-        """Mark an operation that waits for all devices: what it is, or who says how far it has come.
+        """Mark an operation that waits for all devices, by its name or by a function that describes its progress.
 
         Called by the solver thread.
         """

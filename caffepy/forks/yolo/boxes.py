@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, Ints, Words, exact_function, kernel
 from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.blob import Blob
 from caffepy.layers.detection.boxes import Rows
 from caffepy.layers.detection.suppression import sort_like_cpp
 from caffepy.layers.formulas import scaled, total
@@ -43,6 +44,15 @@ def read_anchors(layer: Layer, biases: Sequence[float], at_least: int) -> Rows:
     if len(biases) % 2 or len(biases) < 2 * at_least:
         raise layer.error(f"{len(biases)} biases; give the width and height of each anchor, {2 * at_least} or more")
     return np.array(biases, np.float32).reshape(-1, 2)
+
+
+def check_predictions(layer: Layer, predictions: Blob, num: int, classes: int) -> None:
+    """Refuse predictions that do not have 4 + 1 + `classes` channels for each of `num` boxes of a cell."""
+    channels = num * (COORDINATES + 1 + classes)
+    if len(predictions.shape) != 4 or predictions.shape[1] != channels:
+        raise layer.shape_error(
+            f"num {num} and num_class {classes} need predictions of {channels} channels", predictions
+        )
 
 
 def grid_boxes(values: Rows, anchors: Rows, relative: bool = True) -> Rows:

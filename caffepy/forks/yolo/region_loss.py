@@ -13,6 +13,7 @@ from caffepy.forks.yolo.boxes import (
     GridObjectsReader,
     best_overlaps,
     center_overlaps,
+    check_predictions,
     grid_boxes,
     read_anchors,
     sigmoid,
@@ -78,11 +79,7 @@ class RegionLossLayer(GridLossLayer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)
         param = self.param.region_loss_param
-        channels = param.num * (COORDINATES + 1 + param.num_class)
-        if len(bottom[0].shape) != 4 or bottom[0].shape[1] != channels:
-            raise self.shape_error(
-                f"num {param.num} and num_class {param.num_class} need predictions of {channels} channels", bottom[0]
-            )
+        check_predictions(self, bottom[0], param.num, param.num_class)
         self._objects.reshape(bottom)
 
     def compute(self, values: Rows, labels: Rows) -> GridLoss:

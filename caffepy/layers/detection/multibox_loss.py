@@ -187,7 +187,7 @@ def match_boxes(
 # -- hard negatives ------------------------------------------------------------------------------------
 
 
-_LossParameter = caffe_pb2.MultiBoxLossParameter
+_Parameter = caffe_pb2.MultiBoxLossParameter
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Mining:
         """Return the settings of the prototxt."""
         suppresses = param.HasField("nms_param")
         return cls(
-            param.mining_type == _LossParameter.HARD_EXAMPLE,
+            param.mining_type == _Parameter.HARD_EXAMPLE,
             param.neg_pos_ratio,
             param.neg_overlap,
             param.sample_size,
@@ -255,7 +255,6 @@ class Mining:
         return order
 
 
-_Parameter = caffe_pb2.MultiBoxLossParameter
 _LOC, _CONF, _PRIORS, _TRUTH = range(4)
 
 
