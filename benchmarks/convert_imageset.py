@@ -26,9 +26,8 @@ from typing import Any
 import cv2
 import numpy as np
 
-from caffepy.backend.cpu.jit.cpus import cpu_count
-from caffepy.data.conversion.image_records import ImageOptions
-from caffepy.data.conversion.image_sets import Database, convert_image_set
+from caffepy.backend.cpu.jit.deferred import cpu_count
+from caffepy.data.conversion.image_sets import Database, ImageOptions, convert_image_set
 
 
 def make_images(folder: Path, count: int, rows: int, columns: int) -> list[str]:

@@ -25,8 +25,7 @@ from google.protobuf import text_format
 from scaling import LIMIT, ROOT, images_per_second, mpirun, synthetic_net
 
 from caffepy.formats.proto.caffe_pb2 import SolverParameter
-from caffepy.scaling.calibrate import fit_link, read_measurements
-from caffepy.scaling.model import AUTO, Cluster, Link
+from caffepy.scaling.model import AUTO, Cluster, Link, fit_link, read_measurements
 from caffepy.scaling.predict import Exchange, Prediction, predict
 from caffepy.scaling.profile import Profile, read_profile
 

@@ -29,7 +29,7 @@ from google.protobuf import text_format
 from scaling import images_per_second, write_solver
 
 from caffepy.backend import Backend, create_backend
-from caffepy.data.sources.record_write import record_key, write_datums
+from caffepy.data.sources.databases import record_key, write_datums
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.blob import Blob
 from caffepy.layers.input.prefetching import passes_per_block

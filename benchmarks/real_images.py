@@ -40,7 +40,7 @@ import numpy as np
 from google.protobuf import text_format
 from scaling import synthetic_net
 
-from caffepy.data.sources.record_write import record_key, write_datums
+from caffepy.data.sources.databases import record_key, write_datums
 from caffepy.formats.load import read_net
 from caffepy.formats.proto import caffe_pb2
 

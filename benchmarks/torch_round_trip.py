@@ -29,7 +29,7 @@ from torch_nets import write_module  # noqa: E402
 
 from caffepy.export.onnx.check import compare, random_inputs, run_net  # noqa: E402
 from caffepy.export.onnx.prepare import Settings, open_for_export, round_to_half  # noqa: E402
-from caffepy.export.torch.check import LIMIT, run_exported  # noqa: E402
+from caffepy.export.torch.write import LIMIT, run_exported  # noqa: E402
 from caffepy.net import Net  # noqa: E402
 
 MODELS = sorted(str(path.relative_to(ROOT / "models")) for path in ROOT.glob("models/*/*deploy.prototxt"))

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from caffepy.formats.caffemodel import read_weights
     from caffepy.formats.load import read_net, read_solver
     from caffepy.formats.paths import PathResolver
-    from caffepy.formats.proto.registration import register_proto
+    from caffepy.formats.proto.schemas import register_proto
     from caffepy.infer.model import Model, load
     from caffepy.layers import register_layer
     from caffepy.net import Net
-    from caffepy.training.callbacks.loggers.contract import Logger
+    from caffepy.training.callbacks.loggers import Logger
     from caffepy.training.solver import Solver, create_solver
     from caffepy.training.train import Callback, TrainResult, train
 
@@ -28,7 +28,7 @@ _LAZY = {
     "Backend": "caffepy.backend",
     "Callback": "caffepy.training.train",
     "CaffepyError": "caffepy.errors",
-    "Logger": "caffepy.training.callbacks.loggers.contract",
+    "Logger": "caffepy.training.callbacks.loggers",
     "Model": "caffepy.infer.model",
     "Net": "caffepy.net",
     "PathResolver": "caffepy.formats.paths",
@@ -43,7 +43,7 @@ _LAZY = {
     "read_solver": "caffepy.formats.load",
     "read_weights": "caffepy.formats.caffemodel",
     "register_layer": "caffepy.layers",
-    "register_proto": "caffepy.formats.proto.registration",
+    "register_proto": "caffepy.formats.proto.schemas",
     "train": "caffepy.training.train",
 }
 

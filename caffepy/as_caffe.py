@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from caffepy.utils.whole_numbers import whole
+from caffepy.utils.options import whole
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +244,7 @@ def _run(arguments: Sequence[str]) -> None:
 def _show_log() -> None:
     """Show the log as Caffe does, on stderr; GLOG_minloglevel says from which level on (0: all)."""
     level = os.environ.get("GLOG_minloglevel", "0")  # noqa: SIM112
-    importlib.import_module("caffepy.pycaffe.mode").init_log(whole(level) or 0)
+    importlib.import_module("caffepy.pycaffe.device").init_log(whole(level) or 0)
 
 
 if __name__ == "__main__":

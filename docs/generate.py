@@ -12,19 +12,22 @@ from pathlib import Path
 from google.protobuf.descriptor import Descriptor
 
 from caffepy.cli.main import build_parser
+from caffepy.export.onnx import rules as onnx_rules
 from caffepy.export.onnx.graph import FORMS
-from caffepy.export.onnx.write import find_exporters
+from caffepy.export.onnx_import import rules as import_rules
 from caffepy.export.onnx_import.graph import IMPORTED_AS
-from caffepy.export.onnx_import.read import find_importers
+from caffepy.export.torch import rules as torch_rules
 from caffepy.export.torch.code import FORMS as TORCH_FORMS
-from caffepy.export.torch.write import find_exporters as find_torch_exporters
 from caffepy.formats.fields import NO_MEANING, REFUSED
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import Layer, layer_class
+from caffepy.layers.export_rules import import_families
 from caffepy.layers.known_types import OF_BOTH, OF_BVLC, OF_NVIDIA
 from caffepy.layers.layer import LAYERS, import_layer_types
 from caffepy.training.options import TrainOptions
 from caffepy.utils.options import Option, options_of
+
+_ = (onnx_rules, import_rules, torch_rules)  # their functions register themselves
 
 DOCS = Path(__file__).parent
 WIDTH = 120
@@ -330,8 +333,7 @@ def module_source(cls: type[Layer]) -> str:
 
 def onnx_page() -> str:
     """The text of docs/how-to/onnx.md."""
-    find_exporters()
-    find_importers()
+    import_families()
     rows = [f"| {name} | {FORMS[name]} |" for name in sorted(FORMS, key=lambda name: (name.lower(), name))]
     back = [f"| {name} | {IMPORTED_AS[name]} |" for name in sorted(IMPORTED_AS, key=str.lower)]
     return "\n".join(
@@ -342,7 +344,7 @@ def onnx_page() -> str:
 
 def leave_caffe_page() -> str:
     """The text of docs/how-to/leave-caffe.md."""
-    find_torch_exporters()
+    import_families()
     names = sorted(TORCH_FORMS, key=lambda name: (name.lower(), name))
     rows = [f"| {name} | {TORCH_FORMS[name]} |" for name in names]
     return "\n".join([_HEAD_OF_LEAVE_CAFFE, "| layer type | PyTorch |", "|---|---|", *rows, ""])

@@ -6,9 +6,17 @@ Modules above import this package's root; the tables of tests/unit/test_imports.
 from __future__ import annotations
 
 from caffepy.backend.expression import Channel, Each, Expression, Scalar, expression
-from caffepy.backend.handles import Convolution
 from caffepy.backend.interface import Backend
-from caffepy.backend.types import Array, Border, CorrelationWindow, Geometry, LrnWindow, RandomStream, SparseMatrix
+from caffepy.backend.types import (
+    Array,
+    Border,
+    Convolution,
+    CorrelationWindow,
+    Geometry,
+    LrnWindow,
+    RandomStream,
+    SparseMatrix,
+)
 from caffepy.utils.options import MATH_MODES
 
 __all__ = [

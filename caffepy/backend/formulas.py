@@ -1,8 +1,8 @@
-"""Formulas of the reference implementations and of layers."""
+"""Formulas that reference implementations of primitives and several families of layers share."""
 
 from __future__ import annotations
 
-from math import sqrt
+from math import sqrt, tanh
 
 from caffepy.backend.expression import Channel, Each, Scalar, expression
 
@@ -58,7 +58,7 @@ def plus_rectified(x: Each, y: Each) -> Each:
 
 
 @expression
-def plus(x: Each, y: Each) -> Each:
+def total(x: Each, y: Each) -> Each:
     return x + y
 
 
@@ -92,7 +92,7 @@ def input_gradient(  # noqa: PLR0913 -- a formula
 
 
 @expression
-def times(x: Each, y: Channel) -> Each:
+def product_with_channel(x: Each, y: Channel) -> Each:
     return x * y
 
 
@@ -104,3 +104,28 @@ def identity(x: Each) -> Each:
 @expression
 def drop(x: Each, chance: Each, ratio: Scalar, scale: Scalar) -> Each:
     return x * scale if chance >= ratio else 0.0
+
+
+@expression
+def product(x: Each, y: Each) -> Each:
+    return x * y
+
+
+@expression
+def product_plus(x: Each, y: Each, z: Each) -> Each:
+    return x * y + z
+
+
+@expression
+def total_with_channel(x: Each, y: Channel) -> Each:
+    return x + y
+
+
+@expression
+def hyperbolic_tangent(x: Each) -> Each:
+    return tanh(x)
+
+
+@expression
+def tanh_gradient(y: Each, dy: Each) -> Each:
+    return dy * (1 - y * y)

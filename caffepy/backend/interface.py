@@ -2,9 +2,10 @@
 
 A layer states what to compute; a backend decides how. A backend belongs to one device and one solver thread.
 Each group of primitives is an abstract class in this module. The modules of the same names in `cpu/` (NumPy and numba)
-and `cuda/` (CuPy and cuDNN) implement it: `PoolingPrimitives` in `cpu/pooling.py` and `cuda/pooling.py`. Some
+and `cuda/` (CuPy and cuDNN) implement it: `PoolingPrimitives` in `cpu/pooling.py` and `cuda/pooling.py`. But
+`ElementwisePrimitives` are in `expression.py`, `DensePrimitives` in `gemm.py` and `InputPrimitives` in `copy.py`. Some
 primitives have a reference implementation here, composed of elementary primitives. A backend inherits it until it has
-its own kernel; tests compare the kernel with it. `types.py` defines argument types, `handles.py` returned objects.
+its own kernel; tests compare the kernel with it. `types.py` defines the types of arguments and of results.
 
 Arrays are NumPy or CuPy arrays. Their logical order is Caffe's, (N, C, H, W) or (N, C, D, H, W). Images that a backend
 allocates are channels last in memory, (N, H, W, C) or (N, D, H, W, C); all other arrays are C-contiguous. Two arrays of
@@ -38,40 +39,40 @@ from caffepy.backend.formulas import (
     moments,
     normalise,
     normalise_relu,
-    plus,
     plus_rectified,
+    product_with_channel,
     rectified,
     running_count,
     scaled,
     squared_distance,
     stored_statistics,
-    times,
+    total,
     where_normal_positive,
     where_positive,
 )
-from caffepy.backend.handles import (
+from caffepy.backend.types import (
+    Array,
     AsyncCopy,
+    BatchNormState,
+    Border,
     BoxLoss,
+    BoxLossSettings,
     Convolution,
+    CorrelationWindow,
+    Counter,
     DeviceScalars,
     DeviceTimer,
     Event,
-    Graph,
-    TimedEvent,
-)
-from caffepy.backend.input_ring import HostRing, ImageSlot, InputRing
-from caffepy.backend.layout import address
-from caffepy.backend.types import (
-    Array,
-    BatchNormState,
-    Border,
-    BoxLossSettings,
-    CorrelationWindow,
-    Counter,
     Geometry,
+    Graph,
+    HostRing,
+    ImageSlot,
+    InputRing,
     LrnWindow,
     RandomStream,
     SparseMatrix,
+    TimedEvent,
+    address,
     element_dtype,
 )
 
@@ -200,9 +201,9 @@ class ElementwisePrimitives(CopyPrimitives):
         """destination = the sum of two or more arrays of its shape. It may alias one of them."""
         # Read the operand that aliases the destination before the destination is overwritten.
         first, second, *more = sorted(sources, key=lambda array: address(array) != address(destination))
-        self.apply(plus, (first, second), (destination,))
+        self.apply(total, (first, second), (destination,))
         for array in more:
-            self.apply(plus, (destination, array), (destination,))
+            self.apply(total, (destination, array), (destination,))
 
 
 class ReductionPrimitives(ElementwisePrimitives):
@@ -276,7 +277,7 @@ class ConvolutionPrimitives(ElementwisePrimitives):
     ) -> None:
         """y = the plan's forward pass + residual, then ReLU if `relu`. residual: y's shape and dtype, not y itself."""
         plan.forward(x, weights, bias, y)
-        self.apply(plus_rectified if relu else plus, (y, residual), (y,))
+        self.apply(plus_rectified if relu else total, (y, residual), (y,))
 
     def keep_weights(self, plan: Convolution, weights: Array, given: Array | None = None) -> bool:
         """Let the plan cache `weights` in its own layout for forward passes that are given `given` (None: `weights`).
@@ -375,7 +376,7 @@ class NormalisationPrimitives(ReductionPrimitives):
             return
         self.apply(normalise, inputs, (y,))
         if residual is not None:
-            self.apply(plus, (y, residual), (y,))
+            self.apply(total, (y, residual), (y,))
         if mask is not None:
             self._write_mask(y, mask)
         if relu:
@@ -719,7 +720,7 @@ class RecurrentPrimitives(ElementwisePrimitives):
         """
         self.lstm_unit_forward(gates, cell_before, cont, cell, hidden)
         if next_cont is not None and carried is not None:
-            self.apply(times, (hidden, next_cont), (carried,), axis=0)
+            self.apply(product_with_channel, (hidden, next_cont), (carried,), axis=0)
 
     def lstm_step_backward(  # noqa: PLR0913 -- inputs and outputs of one step
         self, gates: Array, cell_before: Array, cont: Array, cell: Array, d_cell: Array, dy: Array, d_gates: Array,
@@ -734,7 +735,7 @@ class RecurrentPrimitives(ElementwisePrimitives):
         d_hidden = dy
         if next_cont is not None and d_carried is not None:
             d_hidden = d_carried
-            self.apply(times, (d_carried, next_cont), (d_hidden,), axis=0)
+            self.apply(product_with_channel, (d_carried, next_cont), (d_hidden,), axis=0)
             self.add(dy, d_hidden)
         self.lstm_unit_backward(gates, cell_before, cont, cell, d_cell, d_hidden)
         if d_gates is not gates:

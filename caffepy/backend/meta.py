@@ -16,11 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.handles import AsyncCopy, BoxLoss, Convolution
 from caffepy.backend.interface import Backend
-from caffepy.backend.layout import is_plain
-from caffepy.backend.synchronous import Synchronous
-from caffepy.backend.types import Array, BoxLossSettings, Geometry, element_dtype, gpu_workspace, spatial_output
+from caffepy.backend.types import (
+    Array,
+    AsyncCopy,
+    BoxLoss,
+    BoxLossSettings,
+    Convolution,
+    Geometry,
+    Synchronous,
+    element_dtype,
+    gpu_workspace,
+    is_plain,
+    spatial_output,
+)
 
 SETUP = -1
 """The step number during setup, before the first step."""

@@ -1,1 +1,1 @@
-"""The command line: one module per command, with `add_parser` and `run`. Heavy imports happen inside `run`."""
+"""The command line: one module per command or group of commands. Heavy imports happen inside the functions that run."""

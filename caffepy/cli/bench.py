@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
         RunError: a result is wrong.
         CaffepyError: another device failed.
     """
-    from caffepy.distributed.processes.create import create_world
     from caffepy.distributed.processes.launcher import refuse_foreign_launcher
+    from caffepy.distributed.processes.world import create_world
     from caffepy.scaling.benchmark import AllReduceBenchmark
 
     timings: list[Timing] = []
@@ -116,7 +116,7 @@ def _options(args: argparse.Namespace, world: World) -> BenchmarkOptions:
 
 def _gpus(requested: list[int] | str | None, world: World) -> list[int]:
     """Return this rank's share of the named GPUs, or of all."""
-    from caffepy.distributed.processes.gpu_assignment import assign_gpus
+    from caffepy.distributed.placement import assign_gpus
     from caffepy.training.devices import check_gpus
 
     available = world.run_on_all(lambda: check_gpus(requested or "all"))

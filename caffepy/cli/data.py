@@ -12,7 +12,7 @@ from caffepy.errors import ConfigError, DataError, RunError
 from caffepy.utils.options import natural
 
 if TYPE_CHECKING:
-    from caffepy.data.conversion.image_records import ImageOptions
+    from caffepy.data.conversion.image_sets import ImageOptions
 
 ROOT_AND_LIST: tuple[tuple[str, type, str], ...] = (
     ("ROOTFOLDER", str, "prefix of each path in the list"),
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         DataError: input files are missing or invalid, or LMDBs with other records exist.
         RunError: the download or a write failed.
     """
-    from caffepy.data.sources import mnist
+    from caffepy.data.conversion import mnist_cifar as mnist
 
     if args.subset and args.source is not None:
         raise ConfigError("--subset and --from exclude each other; give one of them")
@@ -97,7 +97,7 @@ def run_convert_imageset(args: argparse.Namespace) -> int:
 
 def image_options(args: argparse.Namespace, **others: int) -> ImageOptions:
     """Return the ImageOptions of the flags."""
-    from caffepy.data.conversion.image_records import ImageOptions
+    from caffepy.data.conversion.image_sets import ImageOptions
 
     return ImageOptions(
         gray=args.gray,
@@ -241,7 +241,7 @@ def run_compute_image_mean(args: argparse.Namespace) -> int:
         RunError: the mean cannot be written.
     """
     from caffepy.cli.output import showing
-    from caffepy.data.conversion.mean import channel_means, compute_mean, write_mean
+    from caffepy.data.mean import channel_means, compute_mean, write_mean
     from caffepy.utils.files import check_not_input, check_writable
 
     if args.output_file is not None:
@@ -387,7 +387,7 @@ def run_create_label_map(args: argparse.Namespace) -> int:
         DataError: the list cannot be read or is invalid.
         RunError: writing failed.
     """
-    from caffepy.data.conversion.label_maps import create_label_map
+    from caffepy.data.conversion.annotation_sets import create_label_map
     from caffepy.utils.files import check_not_input
 
     check_not_input(args.outfile, [args.mapfile])

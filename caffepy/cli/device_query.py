@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from caffepy.cli.options import Parser
-from caffepy.distributed.affinity import cores_near, current_cores, format_cores, parse_cores, pci_folder
 from caffepy.distributed.nvml import Nvml
+from caffepy.distributed.placement import cores_near, current_cores, format_cores, parse_cores, pci_folder
 from caffepy.errors import CaffepyError, ConfigError
 from caffepy.utils.installation import MissingExtraError, install_command
 from caffepy.utils.options import gpu_list
@@ -120,7 +120,7 @@ def _threading_layers() -> list[str]:
 
 
 def _mpi() -> Iterator[str]:
-    from caffepy.distributed.launch.mpirun import find_mpirun
+    from caffepy.distributed.launch.launchers import find_mpirun
 
     launcher = None
     try:

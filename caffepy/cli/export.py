@@ -1,18 +1,26 @@
-"""`caffepy export`: nets as ONNX files or PyTorch modules, checked by running both, and weights in other formats."""
+"""Commands that convert nets: `caffepy export`, `caffepy quantize` and `caffepy import`.
+
+`export` writes nets as ONNX files or PyTorch modules, checked by running both, and weights in other formats. `quantize`
+writes a net as an ONNX model that computes with int8. `import` reads nets from ONNX, checked by running both.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from caffepy.cli.options import Parser, add_dialect_option, add_overwrite_flag, add_state_options
-from caffepy.errors import ConfigError, RunError, printable
+from caffepy.errors import ConfigError, DataError, RunError, printable
 from caffepy.utils.installation import install_command
 from caffepy.utils.options import file_list, positive
+
+if TYPE_CHECKING:
+    from caffepy.net import Net
+
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +32,9 @@ if TYPE_CHECKING:
 
     Arrays = Mapping[str, NDArray[Any]]
 
-_DESCRIPTION = """\
+# -- `caffepy export` ----------------------------------------------------------------------------------
+
+_EXPORT = """\
 Write a net with its weights as an ONNX file, as a PyTorch module (OUT.py with OUT.safetensors), or write its weights
 alone as .safetensors, .caffemodel or .caffemodel.h5. Net and export are run on the same random input (by onnxruntime or
 PyTorch), and the largest difference is printed; above a limit, relative to the output's largest value, nothing is
@@ -47,9 +57,9 @@ def batch_size(text: str) -> int | str:
     return text if text == "dynamic" else positive(text)
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+def add_parser_export(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Add the command and its options."""
-    parser = subparsers.add_parser("export", help="write a net as ONNX or for PyTorch", description=_DESCRIPTION)
+    parser = subparsers.add_parser("export", help="write a net as ONNX or for PyTorch", description=_EXPORT)
     parser.add_argument("model", type=Path, metavar="NET", help="the net's prototxt; a deploy net, with Input layers")
     parser.add_argument("weights", type=file_list, metavar="WEIGHTS", help="files of weights, separated by commas")
     parser.add_argument("output", type=Path, metavar="OUT", help="the file to write")
@@ -78,7 +88,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     add_dialect_option(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def run_export(args: argparse.Namespace) -> int:
     """Write the files; print their contents and the largest difference.
 
     Raises:
@@ -126,8 +136,7 @@ def _open(args: argparse.Namespace) -> tuple[Net, caffe_pb2.NetParameter]:
 
 def _sources(args: argparse.Namespace) -> tuple[Net, Net, caffe_pb2.NetParameter]:
     """The net as read; the net to export, folded and rounded as the options say; and the message of the latter."""
-    from caffepy.export.onnx.fold import fold_batch_norms, with_parameters
-    from caffepy.export.onnx.prepare import build, round_to_half
+    from caffepy.export.onnx.prepare import build, fold_batch_norms, round_to_half, with_parameters
 
     net, param = _open(args)
     source = net
@@ -237,8 +246,7 @@ def _export_onnx(args: argparse.Namespace) -> int:
 
 def _export_torch(args: argparse.Namespace) -> int:
     from caffepy.export.onnx.prepare import as_half, varying_axes
-    from caffepy.export.torch.check import LIMIT, require_torch, run_exported
-    from caffepy.export.torch.write import to_torch
+    from caffepy.export.torch.write import LIMIT, require_torch, run_exported, to_torch
     from caffepy.formats.safetensors import SUFFIX, write_tensors
 
     if args.output.suffix != ".py":
@@ -285,3 +293,222 @@ def _varying_or_fixed(
         if args.batch == "dynamic":
             raise
         return {}
+
+
+# -- `caffepy quantize` --------------------------------------------------------------------------------
+
+_QUANTIZE = """\
+Write a net as an ONNX model that computes with int8 (QDQ format), by onnxruntime's static quantization. The ranges of
+activations come from images of the training set: from the TRAIN data layer of --like, or from --images, prepared as the
+deploy net's Input layer says. With --like, the accuracy of a classifier is printed before and after, on the TEST data
+layer.
+
+  caffepy quantize deploy.prototxt net.caffemodel int8.onnx --like train_val.prototxt
+  caffepy quantize deploy.prototxt net.caffemodel int8.onnx --images photos/ --samples 200"""
+
+
+def add_parser_quantize(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command and its options."""
+    parser = subparsers.add_parser("quantize", help="write a net as int8 ONNX", description=_QUANTIZE)
+    parser.add_argument("model", type=Path, metavar="NET", help="the deploy net's prototxt")
+    parser.add_argument("weights", type=file_list, metavar="WEIGHTS", help="files of weights, separated by commas")
+    parser.add_argument("output", type=Path, metavar="OUT", help="the .onnx file to write")
+    parser.add_argument("--like", type=Path, metavar="FILE", help="the train net, whose data layers give the images")
+    parser.add_argument(
+        "--images", type=Path, metavar="PATH", help="a folder, a list or an image, in place of the train net's images"
+    )
+    parser.add_argument("--samples", type=positive, default=256, metavar="N", help="images to calibrate with (256)")
+    parser.add_argument("--iterations", type=positive, default=50, metavar="N", help="batches to score (50)")
+    add_overwrite_flag(parser)
+    add_dialect_option(parser)
+
+
+def run_quantize(args: argparse.Namespace) -> int:
+    """Write the file; print the accuracy before and after. Return 1 if images of --images were left out.
+
+    Raises:
+        CaffepyError: the files cannot be used, no image can be read, or onnxruntime cannot quantize the net.
+    """
+    from caffepy.export.onnx.libraries import EXTRA, Session, has_runtime, require_onnx
+    from caffepy.utils.files import atomic_write, check_output
+    from caffepy.utils.installation import MissingExtraError
+
+    if (args.like is None) and (args.images is None):
+        raise ConfigError("quantize needs images of the training set: --like train_val.prototxt or --images PATH")
+    require_onnx("to quantize nets")
+    if not has_runtime():
+        raise MissingExtraError("onnxruntime", EXTRA, "to quantize nets")
+    from caffepy.export.onnx.check import compare, difference, refuse_large, run_net
+    from caffepy.export.onnx.prepare import (
+        Settings,
+        build,
+        fold_batch_norms,
+        open_for_export,
+        varying_axes,
+        with_parameters,
+    )
+    from caffepy.export.onnx.quantize import quantize
+    from caffepy.export.onnx.write import serialised, to_model
+
+    check_output(args.output, args.overwrite, filter(None, (args.model, *args.weights, args.like, args.images)))
+    net, param = open_for_export(args.model, args.weights, Settings())
+    folded = fold_batch_norms(with_parameters(param, net), net.context.nvidia)
+    source = build(folded, net.backend, args.model, net.context.dialect)
+    source.copy_trained_layers_from(folded, "the folded net")
+    model = to_model(source, varying=varying_axes(folded, args.model))
+    before = serialised(model)
+    samples, status = (list(_samples(args, net)), 0) if args.images is None else _images(args, net)
+    float_session = Session(before)
+    refuse_large(compare(float_session.run(samples[0]), run_net(net, samples[0])))
+    after = quantize(model, samples)
+    with atomic_write(args.output) as file:
+        file.write(after)
+    print(f"{args.output}: {len(after)} bytes, {len(before)} before; calibrated with {len(samples)} images")
+    int8_session = Session(after)
+    wanted, found = float_session.run(samples[0]), int8_session.run(samples[0])
+    for name in wanted:
+        if found[name].shape == wanted[name].shape:  # a detector may find another number of boxes
+            print(f"int8: {difference(name, found[name], wanted[name])}")
+    if args.like is not None:
+        _print_accuracy(args, net, float_session.run, int8_session.run)
+    return status
+
+
+def _samples(args: argparse.Namespace, net: Net) -> Iterator[Arrays]:
+    """Yield --samples images of the training set, each as a batch of one.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    from caffepy.export.onnx.quantize import open_data
+    from caffepy.formats.proto import caffe_pb2
+
+    count = 0
+    with open_data(args.like, caffe_pb2.TRAIN, net.inputs, net.backend, args.samples) as reader:
+        while count < args.samples:
+            inputs, _ = reader.batch()
+            number = min(len(next(iter(inputs.values()))), args.samples - count)
+            for index in range(number):
+                yield {name: values[index : index + 1] for name, values in inputs.items()}
+            count += number
+
+
+def _images(args: argparse.Namespace, net: Net) -> tuple[list[Arrays], int]:
+    """Return the first readable images of --images, prepared as the Input layer says, and the exit status."""
+    import numpy as np
+
+    from caffepy.cli.output import Unreadable
+    from caffepy.formats.paths import PathResolver
+    from caffepy.infer.images import list_images
+    from caffepy.infer.input_transform import ImagePreparation, has_preparation
+
+    layer = next((node.layer.param for node in net.nodes if has_preparation(node.layer.param)), None)
+    if layer is None or len(net.inputs) != 1:
+        raise ConfigError(
+            f"{args.model}: --images needs one Input layer that says how images become its values; 'caffepy deploy "
+            "--like train_val.prototxt' writes its transform_param"
+        )
+    preparation = ImagePreparation(layer, net.blobs[layer.top[0]].shape, PathResolver(args.model))
+    if args.images.suffix == ".npy":
+        raise ConfigError(f"--images {args.images}: name a folder, a list or an image; arrays are not read")
+    images = list_images([args.images])
+    unreadable = Unreadable(image.name for image in images)
+    samples: list[Arrays] = []
+    for image in images:
+        if len(samples) == args.samples:
+            break
+        assert isinstance(image.content, Path)
+        try:
+            samples.append({layer.top[0]: np.asarray(preparation(image.content))[None]})
+        except DataError as error:
+            unreadable.leave_out(image.name, error)
+    unreadable.check()
+    return samples, unreadable.exit_status
+
+
+def _print_accuracy(args: argparse.Namespace, net: Net, *runs: Callable[[Arrays], Arrays]) -> None:
+    from caffepy.export.onnx.quantize import accuracies, open_data
+    from caffepy.formats.proto import caffe_pb2
+
+    output, batches = next(iter(net.outputs)), args.iterations
+    try:
+        with open_data(args.like, caffe_pb2.TEST, net.inputs, net.backend, batches) as reader:
+            (before, after), count = accuracies(runs, reader, batches, output)
+    except ConfigError as error:  # no classifier, or no data to test with
+        print(f"accuracy: not measured: {error}")
+        return
+    print(f"accuracy on {count} test images: {before:.4f} before, {after:.4f} after")
+
+
+# -- `caffepy import` ----------------------------------------------------------------------------------
+
+_IMPORT = """\
+Write an ONNX file as NAME.prototxt and NAME.caffemodel. These are loaded and run on the same random input as the file
+(by onnxruntime, where it is installed), and the largest difference is printed; above 1e-4 of the output's largest value
+nothing is written. Unsupported nodes are listed together.
+
+  caffepy import resnet18.onnx
+  caffepy import detector.onnx --output models/detector --shape 1,3,320,320 --fold"""
+
+LARGEST_AXES = 8
+
+
+def input_shape(text: str) -> tuple[str, tuple[int, ...]]:
+    """Parse ``1,3,224,224``, for a model's only input, or ``name=1,3,224,224``."""
+    name, _, sizes = text.rpartition("=")
+    words = sizes.split(",")
+    if len(words) > LARGEST_AXES or not all(word.strip().isdecimal() for word in words):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a shape such as 1,3,224,224 or data=1,3,224,224")
+    return name, tuple(positive(word.strip()) for word in words)
+
+
+def add_parser_import(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command and its options."""
+    parser = subparsers.add_parser("import", help="read a net from ONNX", description=_IMPORT)
+    parser.add_argument("model", type=Path, metavar="FILE", help="the .onnx file")
+    parser.add_argument("--output", type=Path, metavar="NAME", help="path of both files without suffix")
+    parser.add_argument(
+        "--batch", type=positive, default=1, metavar="N", help="batch size if the file does not fix it (1)"
+    )
+    parser.add_argument(
+        "--shape", type=input_shape, action="append", default=[], metavar="[INPUT=]N,C,H,W",
+        help="shape of an input, if the file does not fix it",
+    )  # fmt: skip
+    parser.add_argument("--fold", action="store_true", help="merge BatchNorm and Scale into the layers before them")
+    parser.add_argument("--no-check", action="store_true", help="do not compare net and file")
+    add_overwrite_flag(parser)
+
+
+def run_import(args: argparse.Namespace) -> int:
+    """Write both files; print their contents and the largest difference.
+
+    Raises:
+        CaffepyError: the file cannot be used, or the difference is too large.
+    """
+    from caffepy.export.onnx.libraries import has_runtime, require_onnx
+
+    require_onnx("to read ONNX files")
+    from caffepy.export.onnx_import.read import build_imported, check_imported, imported_paths, write_imported
+    from caffepy.utils.files import check_output
+
+    base = args.output or (args.model.with_suffix("") if args.model.name else args.model)
+    if base.is_dir():
+        raise ConfigError(f"{base} is a folder; give --output a path without suffix, e.g. {base / args.model.stem}")
+    param, net = build_imported(args.model, base.name, args.batch, dict(args.shape), args.fold)
+    for path in imported_paths(base):
+        check_output(path, args.overwrite, [args.model])
+
+    def compare(loaded: Net) -> None:
+        for one in check_imported(args.model, loaded):
+            print(one)
+
+    check = None
+    if args.no_check:
+        print("not compared, because of --no-check")
+    elif not has_runtime():
+        print(f"not compared: onnxruntime is not installed ({install_command('onnx')})")
+    else:
+        check = compare
+    paths = write_imported(base, param, net, check)
+    print(f"{paths[0]}: {len(param.layer)} layers; {paths[1]}: {sum(len(layer.blobs) for layer in net.layers)} blobs")
+    return 0

@@ -19,11 +19,8 @@ from caffepy.utils.installation import MissingExtraError
 from caffepy.utils.options import name_list, natural, positive
 
 if TYPE_CHECKING:
-    from caffepy.distributed.launch.hostfile import Host
-    from caffepy.distributed.launch.local import Rendezvous
-    from caffepy.distributed.launch.mpirun import Job, Mpirun
+    from caffepy.distributed.launch.launchers import Allocation, Host, Job, Mpirun, Rendezvous
     from caffepy.distributed.launch.run import LaunchPlan
-    from caffepy.distributed.launch.slurm import Allocation
 
 logger = logging.getLogger(__name__)
 
@@ -134,8 +131,7 @@ def make_start(args: argparse.Namespace) -> LaunchPlan:
     Raises:
         ConfigError, MissingExtraError: as in `run`.
     """
-    from caffepy.distributed.launch.local import Rendezvous
-    from caffepy.distributed.launch.slurm import find_allocation
+    from caffepy.distributed.launch.launchers import Rendezvous, find_allocation
     from caffepy.distributed.processes.launcher import find_mpi_launcher
 
     launcher = find_mpi_launcher()
@@ -158,8 +154,7 @@ def make_start(args: argparse.Namespace) -> LaunchPlan:
 
 
 def _with_mpirun(args: argparse.Namespace, job: Job) -> LaunchPlan:
-    from caffepy.distributed.launch.local import Rendezvous
-    from caffepy.distributed.launch.mpirun import find_mpirun
+    from caffepy.distributed.launch.launchers import Rendezvous, find_mpirun
 
     try:
         return _mpirun_start(args, job, find_mpirun(args.mpirun))
@@ -173,7 +168,7 @@ def _with_mpirun(args: argparse.Namespace, job: Job) -> LaunchPlan:
 def _mpirun_start(
     args: argparse.Namespace, job: Job, mpirun: Mpirun, variables: dict[str, str] | None = None
 ) -> LaunchPlan:
-    from caffepy.distributed.launch.mpirun import mpirun_line
+    from caffepy.distributed.launch.launchers import mpirun_line
 
     return _start(args, job, _RANK_VARIABLES[mpirun.kind], mpirun.path, lambda job: mpirun_line(mpirun, job), variables)
 
@@ -196,9 +191,8 @@ def _start(
         line: the launcher's command line.
         variables: environment variables for the launcher.
     """
-    from caffepy.distributed.launch.mpirun import search_path
+    from caffepy.distributed.launch.launchers import search_path, without_slurm
     from caffepy.distributed.launch.run import LaunchPlan, environment_of
-    from caffepy.distributed.launch.slurm import without_slurm
 
     inherited = os.environ if shutil.which("srun") else without_slurm()
     environment = environment_of({"PATH": search_path(program)}, inherited)
@@ -206,8 +200,7 @@ def _start(
 
 
 def _within_slurm(args: argparse.Namespace, job: Job, allocation: Allocation) -> LaunchPlan:
-    from caffepy.distributed.launch.mpirun import find_mpirun
-    from caffepy.distributed.launch.slurm import host_names, srun_line
+    from caffepy.distributed.launch.launchers import find_mpirun, host_names, srun_line
 
     # The current step holds the allocation's CPUs; without this, a nested step would wait forever.
     variables = {"SLURM_OVERLAP": "1"} if allocation.within_step else {}
@@ -227,7 +220,7 @@ def _within_slurm(args: argparse.Namespace, job: Job, allocation: Allocation) ->
 
 def _is_for_torch(args: argparse.Namespace) -> bool:
     """Return whether a script asks for its local rank as under torch.distributed's launchers, and no option for MPI."""
-    from caffepy.distributed.launch.local import local_rank_name
+    from caffepy.distributed.launch.launchers import local_rank_name
 
     given = any(getattr(args, name) for name in (*_MPI_OPTIONS, "mpirun_options"))
     return not given and not _batch_system() and local_rank_name(_program(args.program)) is not None
@@ -237,10 +230,15 @@ def _without_mpi(args: argparse.Namespace, rendezvous: Rendezvous) -> LaunchPlan
     """Return the `LaunchPlan` of this machine's processes without a launcher."""
     import signal
 
-    from caffepy.distributed.launch.local import RANK, local_commands, local_rank_name, secret_for
-    from caffepy.distributed.launch.mpirun import Job
+    from caffepy.distributed.launch.launchers import (
+        RANK,
+        Job,
+        local_commands,
+        local_rank_name,
+        secret_for,
+        without_slurm,
+    )
     from caffepy.distributed.launch.run import LaunchPlan, environment_of
-    from caffepy.distributed.launch.slurm import without_slurm
 
     rendezvous = rendezvous.complete()
     job = Job(_program(args.program), args.nproc_per_node or 1)
@@ -262,7 +260,7 @@ def _rendezvous(args: argparse.Namespace) -> Rendezvous | None:
     Raises:
         ConfigError: options for MPI and for the rendezvous are mixed.
     """
-    from caffepy.distributed.launch.local import Rendezvous
+    from caffepy.distributed.launch.launchers import Rendezvous
 
     given = {"--node-rank": args.node_rank, "--master-addr": args.master_addr, "--master-port": args.master_port}
     if args.nnodes is None and all(value is None for value in given.values()):
@@ -295,7 +293,7 @@ def _training(args: argparse.Namespace) -> dict[str, Any]:
 
 def _passes(train: argparse.Namespace) -> int:
     """Return the solver's iter_size; 1 if the file cannot be read here."""
-    from caffepy.formats.proto.registration import register_proto
+    from caffepy.formats.proto.schemas import register_proto
 
     try:
         if train.proto is not None:
@@ -315,8 +313,7 @@ def _passes(train: argparse.Namespace) -> int:
 
 def _slurm_way(job: Job) -> tuple[Mpirun | None, str | None]:
     """Return the MPI's own launcher if srun cannot start this MPI (logged), else srun's ``--mpi`` plugin."""
-    from caffepy.distributed.launch.mpirun import find_mpirun
-    from caffepy.distributed.launch.slurm import PLUGINS, refusal
+    from caffepy.distributed.launch.launchers import PLUGINS, find_mpirun, refusal
 
     if any(option.startswith("--mpi") for option in job.options):
         return None, None
@@ -349,8 +346,7 @@ def make_job(args: argparse.Namespace, allocation: Allocation | None) -> Job:
     Raises:
         ConfigError: the job cannot be started.
     """
-    from caffepy.distributed.launch.hostfile import parse_hosts, read_hostfile
-    from caffepy.distributed.launch.mpirun import Job, exported_names
+    from caffepy.distributed.launch.launchers import Job, exported_names, parse_hosts, read_hostfile
 
     hosts = read_hostfile(args.hostfile) if args.hostfile else parse_hosts(args.hosts or [])
     if args.nodes is not None and hosts:

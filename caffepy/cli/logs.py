@@ -7,8 +7,7 @@ from pathlib import Path
 
 from caffepy.cli.options import Parser
 from caffepy.errors import ConfigError
-from caffepy.utils.options import name_list
-from caffepy.utils.whole_numbers import whole
+from caffepy.utils.options import name_list, whole
 
 _PARSE_LOG = """\
 Write a training log as <log>.train and <log>.test: CSV with the columns NumIters, Seconds, LearningRate and the

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from caffepy import as_caffe, version
 from caffepy.cli.options import Commands, Parser, add_options, normalise
 from caffepy.cli.output import log_to_stderr, raise_once, rank_prefix
-from caffepy.distributed.processes.at_exit import end_unless_left
+from caffepy.distributed.processes.launcher import end_unless_left
 from caffepy.errors import (
     INTERRUPTED,
     NO_THREADS,
@@ -66,14 +66,24 @@ GROUPS = {
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 MODULES = {
     "classify": "predict",
+    "completion": "set_up",
     "detect": "predict",
-    "import": "import_onnx",
+    "draw_net": "files",
+    "export": "export",
+    "extract_features": "predict",
+    "import": "export",
+    "models": "new",
+    "new": "new",
     "parse_log": "logs",
     "plot_training_log": "logs",
+    "quantize": "export",
+    "shims": "set_up",
+    "snapshot": "files",
     "test": "test",
     "test_detection": "test",
+    "time": "test",
     **dict.fromkeys(GROUPS["data sets"], "data"),
-    **dict.fromkeys(GROUPS["old files"], "upgrade"),
+    **dict.fromkeys(GROUPS["old files"], "files"),
 }
 """Modules with several commands. Their functions end with the command's name."""
 WITHOUT_NETS = frozenset(
@@ -92,10 +102,7 @@ WITHOUT_NETS = frozenset(
     )
 )
 """Commands that read no nets, and so have no `ExtensionOptions`. `launch` starts commands that have them."""
-WRITERS = frozenset(
-    {*MODULES, "data", "deploy", "export", "models", "new", "draw_net", "extract_features", "plan", "quantize", "shims"}
-    - {"test", "test_detection"}
-)
+WRITERS = frozenset({*MODULES, "data", "deploy", "plan"} - {"completion", "snapshot", "test", "test_detection", "time"})
 """Commands that write files and do not handle signals themselves."""
 
 ALIASES = {
@@ -211,7 +218,7 @@ def _extend(args: argparse.Namespace) -> None:
     """
     if getattr(args, "proto", None) is not None:
         os.environ.pop(PROTO, None)  # the option overrides the variable, which is read by the import
-        from caffepy.formats.proto.registration import register_proto
+        from caffepy.formats.proto.schemas import register_proto
 
         register_proto(args.proto)
     for plugin in getattr(args, "plugin", ()):

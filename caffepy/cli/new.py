@@ -1,4 +1,8 @@
-"""`caffepy new`: a folder to train a model in for the user's own classes."""
+"""Commands that begin with a model: `caffepy new` and `caffepy models`.
+
+`new` makes a folder to train a model in for the user's own classes. `models` lists and copies the nets and solvers that
+come with caffepy.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,10 @@ from caffepy.utils.registry import suggest
 if TYPE_CHECKING:
     from caffepy.scaffold.create import Created, Project
 
-_DESCRIPTION = """\
+
+# -- `caffepy new` -------------------------------------------------------------------------------------
+
+_NEW = """\
 Write databases, train net, deploy net and solver that train a model for your own classes.
 
   caffepy new squeezenet --data photos --to birds --weights squeezenet_v1.1.caffemodel
@@ -26,9 +33,9 @@ images become the validation set. The numbers of classes, the batch sizes, the l
 names of the new layers are set; the rest, anchors included, is the model's. The commands to go on with are printed."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+def add_parser_new(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Add the command and its options."""
-    parser = subparsers.add_parser("new", help="prepare training of your own classes", description=_DESCRIPTION)
+    parser = subparsers.add_parser("new", help="prepare training of your own classes", description=_NEW)
     parser.add_argument(
         "model", metavar="MODEL", help="the model, such as squeezenet or ssd300; an unknown name lists them"
     )
@@ -55,7 +62,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     add_overwrite_flag(parser, "replace existing files")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_new(args: argparse.Namespace) -> int:
     """Write the project, and print its files and the next commands.
 
     Raises:
@@ -121,3 +128,51 @@ def _next_steps(project: Project, created: Created, weights: Path | None) -> lis
         f"  caffepy train --solver {to / 'solver.prototxt'}{begin} --gpus all    # or --cpu",
         f"  caffepy {command} IMAGE --model {to / 'deploy.prototxt'} --weights {trained} {labels} {names}",
     ]
+
+
+# -- `caffepy models` ----------------------------------------------------------------------------------
+
+_MODELS = """\
+List the models that come with caffepy, or copy their nets, solvers and READMEs.
+
+  caffepy models list
+  caffepy models copy lenet
+  caffepy models copy alexnet caffenet --to nets
+
+The README of a model says what its solver trains on and where weights are."""
+
+
+def add_parser_models(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command and its options."""
+    parser = subparsers.add_parser("models", help="list or copy the models of caffepy", description=_MODELS)
+    parser.add_argument("action", choices=["list", "copy"], help="the action")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="for copy: the models")
+    parser.add_argument(
+        "--to", type=Path, default=Path("models"), metavar="DIR", help="copy to DIR/NAME (default: models/NAME)"
+    )
+    add_overwrite_flag(parser, "replace files with other contents")
+
+
+def run_models(args: argparse.Namespace) -> int:
+    """Print a table of the models, or copy some and print the files.
+
+    Raises:
+        ConfigError: a model is unknown or missing, or files with other contents exist.
+        RunError: a file cannot be written.
+    """
+    from caffepy.scaffold.model_files import copy_model, list_models
+
+    if args.action == "list":
+        if args.names:
+            raise ConfigError(f"models list takes no name; 'caffepy models copy {args.names[0]}' copies a model")
+        models = list_models()
+        width = max(len(model.name) for model in models)
+        for model in models:
+            print(f"{model.name:{width}}  {model.net}; {model.data}")
+        return 0
+    if not args.names:
+        raise ConfigError("models copy: name a model; 'caffepy models list' lists them")
+    for name in args.names:
+        for path in copy_model(name, args.to, args.overwrite):
+            print(path)
+    return 0

@@ -1,7 +1,7 @@
 """A command's output: on stderr the log in glog's line format and progress bars, on stdout tables.
 
 Under mpirun only the root rank logs; other ranks report only errors. With --verbose all ranks log, with the rank in
-each line.
+each line. `Unreadable` counts the images that a command leaves out because they cannot be read.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from caffepy.distributed.processes.launcher import find_launcher
-from caffepy.errors import CaffepyError, printable
+from caffepy.errors import CaffepyError, DataError, RunError, one_line, printable
 from caffepy.utils.glog import FileHandler, GlogFormatter, StderrHandler, log_folder, minimum_level
 from caffepy.utils.progress import progress_bar
 
 if TYPE_CHECKING:
-    from caffepy.data.conversion.ordered_map import Progress
+    from caffepy.data.workers import Progress
 
 
 def rank_prefix() -> str:
@@ -34,7 +34,7 @@ def raise_once(error: CaffepyError) -> NoReturn:
     launcher = find_launcher()
     if launcher is None or launcher.size == 1:
         raise error
-    from caffepy.distributed.processes.create import raise_together
+    from caffepy.distributed.processes.world import raise_together
 
     raise_together(error)
 
@@ -78,7 +78,7 @@ def showing(what: str) -> Iterator[Progress]:
     Args:
         what: the unit, in the plural.
     """
-    from caffepy.data.conversion.ordered_map import Progress
+    from caffepy.data.workers import Progress
 
     progress = Progress(what)
     with progress_bar(lambda: progress.done, lambda: progress.total, f" {what}"):
@@ -154,3 +154,49 @@ def _terminal_width() -> int | None:
         return os.get_terminal_size(sys.stdout.fileno()).columns or None
     except (OSError, ValueError):  # no terminal
         return None
+
+
+log = logging.getLogger(__name__)
+
+
+class Unreadable:
+    """The images that a command cannot read: each has a line in the log, and the exit status is 1.
+
+    Args:
+        given: the names of all images. The error of an only image ends the command.
+    """
+
+    def __init__(self, given: Iterable[str]) -> None:
+        self._given = list(given)
+        self.names: set[str] = set()
+
+    def leave_out(self, name: str, error: DataError) -> None:
+        """Note an image and log why it cannot be read.
+
+        Raises:
+            DataError: it is the only one.
+        """
+        if len(self._given) == 1:
+            raise error
+        if name not in self.names:
+            log.error("left out: %s", one_line(str(error)))
+        self.names.add(name)
+
+    def check(self) -> None:
+        """Check that an image was read.
+
+        Raises:
+            DataError: none was.
+        """
+        if self.names.issuperset(self._given):
+            raise DataError(f"none of the {len(self._given)} images can be read; the lines above say why")
+
+    @property
+    def read(self) -> list[str]:
+        """The names of the images that were read."""
+        return [name for name in self._given if name not in self.names]
+
+    @property
+    def exit_status(self) -> int:
+        """0, or 1 if images were left out."""
+        return RunError.exit_status if self.names else 0

@@ -156,9 +156,8 @@ def run(args: argparse.Namespace) -> int:
         CaffepyError: files, data or device cannot be used.
     """
     _check_options(args)
-    from caffepy.scaling.predict import sweep
+    from caffepy.scaling.predict import describe, format_table, load_figure, sweep, write_csv, write_plot
     from caffepy.scaling.profile import write_profile
-    from caffepy.scaling.report import describe, format_table, load_figure, write_csv, write_plot
     from caffepy.utils.files import check_output
 
     if args.plot:
@@ -209,7 +208,7 @@ def _profile(args: argparse.Namespace) -> Profile:
     profile = read_profile(args.profile)
     if args.solver is None:
         return profile
-    from caffepy.scaling.measure import with_settings_of
+    from caffepy.scaling.profile import with_settings_of
 
     return with_settings_of(args.solver, profile, str(args.profile))
 
@@ -218,7 +217,7 @@ def _make_profile(args: argparse.Namespace) -> Profile:
     from caffepy.backend import create_backend
     from caffepy.cli.nets import train_devices
     from caffepy.formats.proto.caffe_pb2 import SolverParameter
-    from caffepy.scaling.measure import estimate_profile, measure_profile, read_subject
+    from caffepy.scaling.profile import estimate_profile, measure_profile, read_subject
 
     subject = read_subject(args.solver, args.batch, args.shape)
     gpu_mode = subject.solver.solver_mode == SolverParameter.GPU
@@ -254,7 +253,7 @@ def _calibrated(args: argparse.Namespace, path: Path | None, between: bool) -> L
     """Return the link fitted to measured all-reduces."""
     if path is None:
         return None
-    from caffepy.scaling.calibrate import fit_link, read_measurements
+    from caffepy.scaling.model import fit_link, read_measurements
 
     fit = fit_link(read_measurements(path), args.algorithm, between)
     print(f"{path}: the error of the fit is at most {fit.error:.0%}")

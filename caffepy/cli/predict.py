@@ -1,7 +1,11 @@
-"""`caffepy classify` and `caffepy detect`: predictions for images (Caffe's `classify.py` and `detect.py`).
+"""Commands that run a trained net on data: `caffepy classify`, `caffepy detect` and `caffepy extract_features`.
 
-`detect` prints the boxes of an SSD, or classifies windows as Caffe's `detect.py` does. The fields of the net's Input
-layer, or the options of Caffe's `classify.py`, say how images are prepared."""
+`classify` and `detect` predict for images (Caffe's `classify.py` and `detect.py`). `detect` prints the boxes of an SSD,
+or classifies windows as Caffe's `detect.py` does. The fields of the net's Input layer, or the options of Caffe's
+`classify.py`, say how images are prepared.
+
+`extract_features` writes blobs of a net to databases as records, as Caffe's `extract_features.cpp` does.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,23 @@ import json
 import logging
 import os
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from caffepy.cli.options import Parser, add_device_options, add_engine_option, add_overwrite_flag
-from caffepy.cli.output import quiet_net
-from caffepy.cli.unreadable import Unreadable
-from caffepy.errors import ConfigError, DataError, one_line, spreadsheet_text
-from caffepy.utils.options import file_list, natural, positive, record_shape
+from caffepy.cli.options import (
+    Parser,
+    add_device_options,
+    add_dialect_option,
+    add_engine_option,
+    add_overwrite_flag,
+    add_state_options,
+)
+from caffepy.cli.output import Unreadable, quiet_net
+from caffepy.errors import ConfigError, DataError, one_line, printable, spreadsheet_text
+from caffepy.utils.options import file_list, name_list, natural, positive, record_shape
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +43,11 @@ if TYPE_CHECKING:
     from caffepy.infer.images import Preparation, Steps
     from caffepy.infer.input_transform import ImagePreparation
 
+
 log = logging.getLogger(__name__)
+
+
+# -- options -------------------------------------------------------------------------------------------
 
 
 def add_model_options(parser: Parser) -> None:
@@ -134,6 +149,8 @@ def _order(text: str) -> tuple[int, ...]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"'{text}' is not a channel order such as 2,1,0") from None
 
+
+# -- `caffepy classify` --------------------------------------------------------------------------------
 
 _CLASSIFY = """\
 Classify images: print the most likely classes, or write them as CSV or JSON, or all scores as .npy.
@@ -280,6 +297,8 @@ def _names(path: Path | None) -> list[str]:
     except OSError as error:
         raise DataError(f"--labels {path}: cannot be read: {error.strerror}") from error
 
+
+# -- `caffepy detect` ----------------------------------------------------------------------------------
 
 _DETECT = """\
 Detect objects with a net that ends in DetectionOutput (SSD): boxes in pixels, as CSV, JSON or text.
@@ -512,3 +531,63 @@ def _as_text(boxes: list[Box]) -> str:
             edges = " ".join(f"{edge:7.1f}" for edge in (box.xmin, box.ymin, box.xmax, box.ymax))
             lines.append(f"  {box.score:8.4f} {edges}  {one_line(box.name or f'class {box.label}')}\n")
     return "".join(lines)
+
+
+# -- `caffepy extract_features` ------------------------------------------------------------------------
+
+_EXTRACT_FEATURES = """\
+Run a trained net in its TEST phase and write blobs to databases of float Datums, as Caffe's extract_features does.
+
+The net needs a data layer. Separate several blobs and databases by commas:
+
+    caffepy extract_features net.caffemodel net.prototxt fc7,prob fc7_lmdb,prob_lmdb 10 lmdb GPU 0"""
+
+
+def add_parser_extract_features(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command and its options."""
+    parser = subparsers.add_parser(
+        "extract_features", help="write blobs of a trained net as databases", description=_EXTRACT_FEATURES
+    )
+    parser.add_argument("weights", type=Path, metavar="WEIGHTS", help="the .caffemodel")
+    parser.add_argument("model", type=Path, metavar="NET", help="the net's prototxt")
+    parser.add_argument("blobs", type=name_list, metavar="BLOBS", help="names of blobs")
+    parser.add_argument("databases", type=name_list, metavar="DB_NAMES", help="the databases to write, one per blob")
+    parser.add_argument("batches", type=positive, metavar="BATCHES", help="number of batches")
+    parser.add_argument("backend", choices=("lmdb", "leveldb"), help="kind of database")
+    parser.add_argument("device", choices=("CPU", "GPU"), nargs="?", help="device of the net (CPU)")
+    parser.add_argument("device_id", type=int, nargs="?", default=0, metavar="DEVICE_ID", help="index of the GPU (0)")
+    add_overwrite_flag(parser, "replace existing databases")
+    add_device_options(parser, "default: the CPU")
+    add_state_options(parser)
+    add_dialect_option(parser)
+
+
+def run_extract_features(args: argparse.Namespace) -> int:
+    """Write the features and print the record counts.
+
+    Raises:
+        ConfigError: the numbers of databases and blobs differ, or the net has no such blob.
+        CaffepyError: files, data or device cannot be used.
+    """
+    if len(args.blobs) != len(args.databases):
+        raise ConfigError(f"{len(args.blobs)} blobs but {len(args.databases)} databases; name one for each blob")
+    if args.device == "GPU" and args.gpus is None:
+        args.gpus = [args.device_id]
+    from caffepy.cli.nets import open_net
+    from caffepy.cli.output import showing
+    from caffepy.data.sources.databases import open_writer
+    from caffepy.formats.proto import caffe_pb2
+    from caffepy.infer.features import check_blobs, extract_features
+
+    with ExitStack() as stack:
+        net = stack.enter_context(open_net(args, caffe_pb2.TEST, args.batches, [args.weights]))
+        check_blobs(net, args.blobs)
+        writers = [
+            stack.enter_context(open_writer(Path(path), args.backend, args.overwrite)) for path in args.databases
+        ]
+        progress = stack.enter_context(showing("batches"))
+        progress.total = args.batches
+        extract_features(net, args.blobs, writers, args.batches, progress.advance)
+    for path, blob, writer in zip(args.databases, args.blobs, writers, strict=True):
+        print(f"{path}: {writer.count} records of '{printable(blob)}'")
+    return 0

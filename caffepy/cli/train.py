@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         raise_once(error)
     if args.gpus is not None:
         _preload_cuda(args.gpus)
-    from caffepy.distributed.processes.terminal import open_terminal
+    from caffepy.cli.screen import open_terminal
 
     terminal = None if args.verbose else open_terminal()
     if terminal is None:

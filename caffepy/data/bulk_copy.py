@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from caffepy.backend.cpu.jit.address import address_of
 from caffepy.backend.cpu.jit.deferred import compiled_part
-from caffepy.backend.cpu.jit.intrinsics import copy_bytes, octets
 from caffepy.backend.cpu.jit.kernel import Bytes, Floats, Int, Ints, Words, device_function, kernel
+from caffepy.backend.cpu.jit.vector import copy_bytes, octets
 from caffepy.backend.cpu.random import philox
-from caffepy.backend.input_ring import ImageSlot
+from caffepy.backend.types import ImageSlot
 from caffepy.data import datum as jpeg
 from caffepy.data.datum import MAX_PIXELS
 from caffepy.data.random import SAMPLE_WORDS, key_of

@@ -21,8 +21,8 @@ from caffepy.data.mean import read_volume_mean
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
 from caffepy.data.sampler import SampleLoader, Sampler
+from caffepy.data.sources.databases import hash_of
 from caffepy.data.sources.image_list import MAX_IMAGE_BYTES, list_lines
-from caffepy.data.sources.source import hash_of
 from caffepy.data.transform import check_transform
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto import caffe_pb2

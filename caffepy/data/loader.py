@@ -1,22 +1,28 @@
-"""Loaders: fill batches from Datum records of a database or from image files of a list."""
+"""Loaders, which fill batches from Datum records of a database or from image files of a list.
+
+`ImageCache` holds decoded images in memory, for ImageData's `cache` option.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from threading import Lock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend.cpu.jit.deferred import JitThreshold
-from caffepy.backend.input_ring import ByteImages, ImageSlot
+from caffepy.backend.types import ByteImages, ImageSlot
 from caffepy.data.datum import (
     copy_planes,
     datum_shape,
@@ -26,22 +32,96 @@ from caffepy.data.datum import (
     resize_image,
     single_threaded_opencv,
 )
-from caffepy.data.image_cache import ImageCache
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng, sample_rngs
 from caffepy.data.sampler import Sampler
+from caffepy.data.sources.databases import RecordSource
 from caffepy.data.sources.image_list import ImageListSource
-from caffepy.data.sources.source import RecordSource
 from caffepy.data.transform import CropParams, Transformer
 from caffepy.data.transforms.pixels import Image, without_ipp
 from caffepy.data.workers import Workers, keep_freed_memory
 from caffepy.errors import CaffepyError, DataError
-from caffepy.formats.blob_shape import check_shape
+from caffepy.formats.blobs import check_shape
 from caffepy.formats.proto import caffe_pb2
-from caffepy.logs.data_waits import DECODING, READING, TRANSFORMING, StageTimes
+from caffepy.logs.performance_report import DECODING, READING, TRANSFORMING, StageTimes
+from caffepy.utils.process_fork import free_after_fork
 
 if TYPE_CHECKING:
     from caffepy.data.bulk_copy import BulkCopy
+
+
+# -- the cache of decoded images -----------------------------------------------------------------------
+
+_shared: WeakValueDictionary[Hashable, ImageCache] = WeakValueDictionary()
+_lock = free_after_fork(Lock())
+
+Version = tuple[int, int, int, int]
+
+
+class ImageCache:
+    """Decoded images by file path, up to a memory limit. Thread-safe.
+
+    A modified file is decoded again. The image of a removed file stays.
+
+    Args:
+        max_bytes: memory limit for the images.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._images: dict[str, tuple[Version, NDArray[np.uint8]]] = {}
+        self._free_bytes = max_bytes
+        self.full = False
+        """Whether the limit was reached."""
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._images
+
+    def image(self, path: str, decode: Callable[[], NDArray[np.uint8]]) -> NDArray[np.uint8]:
+        """Return the cached image of a file, or call `decode` and cache its result if it fits."""
+        version = _version(path)
+        entry = self._images.get(path)
+        if entry is not None and version in (entry[0], None):
+            return entry[1]
+        image = decode()
+        if version is not None:
+            self._store(path, version, image)
+        return image
+
+    def _store(self, path: str, version: Version, image: NDArray[np.uint8]) -> None:
+        with _lock:
+            previous = self._images.pop(path, None)
+            if previous is not None:
+                self._free_bytes += previous[1].nbytes
+            self.full = self.full or image.nbytes > self._free_bytes
+            if not self.full:
+                self._free_bytes -= image.nbytes
+                self._images[path] = version, image
+
+
+def _version(path: str) -> Version | None:
+    """Return values that change when a file is replaced or modified; None if it does not exist."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def shared_cache(key: Hashable) -> ImageCache:
+    """Return the process-wide cache for `key`, limited to half of the free memory.
+
+    Args:
+        key: the settings that affect decoding and resizing.
+    """
+    with _lock:
+        cache = _shared.get(key)
+        if cache is None:
+            free = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS: all memory
+            cache = _shared[key] = ImageCache(os.sysconf(free) * os.sysconf("SC_PAGE_SIZE") // 2)
+        return cache
+
+
+# -- loaders -------------------------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 

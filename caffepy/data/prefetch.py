@@ -17,8 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend.input_ring import ImageSlot
-from caffepy.backend.layout import memory_order, view
+from caffepy.backend.types import ImageSlot, memory_order, view
 from caffepy.errors import AbortedError, CaffepyError, RunError
 from caffepy.utils.clocks import suspend_aware_seconds
 from caffepy.utils.process_fork import tell_after_fork

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import permutation
 from caffepy.errors import DataError
-from caffepy.formats.blob_shape import check_shape
+from caffepy.formats.blobs import check_shape
 
 _SELECTION_EPOCH = 1 << 62
 """Pseudo-epoch whose permutation selects the records to use."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from caffepy.data.mean import read_mean
 from caffepy.data.random import SampleRng, below, sample_words
-from caffepy.data.sources.source import hash_of
+from caffepy.data.sources.databases import hash_of
 from caffepy.data.transforms.im_transforms import (
     INTEL_RESIZES,
     apply_noise,

@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from caffepy.distributed.communicators.collectives import ReduceOp
+    from caffepy.distributed.communicators.communicator import ReduceOp
     from caffepy.distributed.data_parallel import DistributedDataParallel
     from caffepy.distributed.default import (
         AVG,
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from caffepy.distributed.process_spawn import ProcessContext, spawn
 
 _NAMES = {
-    "communicators.collectives": ("ReduceOp",),
+    "communicators.communicator": ("ReduceOp",),
     "data_parallel": ("DistributedDataParallel",),
     "default": (
         "AVG",

@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any
 
 from caffepy.distributed.communicators.communicator import Communicator
-from caffepy.distributed.communicators.hierarchical import HierarchicalCommunicator
+from caffepy.distributed.communicators.hierarchical import HierarchicalCommunicator, SharedSums
 from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
-from caffepy.distributed.communicators.shared_memory import SharedSums
 from caffepy.distributed.communicators.store_communicator import StoreCommunicator
 from caffepy.distributed.processes.world import World
 from caffepy.distributed.store.store import Store

@@ -18,13 +18,10 @@ from enum import Enum
 from multiprocessing.util import Finalize
 from types import TracebackType
 
-from caffepy.distributed.arrays import whole_number
-from caffepy.distributed.communicators.collectives import ReduceOp
-from caffepy.distributed.communicators.communicator import Communicator
+from caffepy.distributed.communicators.communicator import Communicator, ReduceOp
 from caffepy.distributed.connect import connect_by_store, connect_gpu
-from caffepy.distributed.group import ProcessGroup
-from caffepy.distributed.processes.at_exit import left
-from caffepy.distributed.processes.launcher import find_launcher
+from caffepy.distributed.group import ProcessGroup, whole_number
+from caffepy.distributed.processes.launcher import find_launcher, left
 from caffepy.distributed.rendezvous import Membership, join, join_subgroup
 from caffepy.errors import CaffepyError, PeerError, UserError
 

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from caffepy.backend import Backend
 from caffepy.data.sharding import Shard
-from caffepy.distributed.affinity import Cores, bind_near_gpu, current_cores, take_cores
 from caffepy.distributed.communicators.communicator import Communicator
 from caffepy.distributed.connect import Connector
+from caffepy.distributed.placement import Cores, bind_near_gpu, current_cores, take_cores
 from caffepy.distributed.processes.launcher import find_launcher
 from caffepy.distributed.processes.world import World
 

@@ -10,7 +10,7 @@ from typing import Any
 from caffepy.distributed.device_threads import DeviceThreads
 from caffepy.distributed.liveness import Watchdog, describe_error
 from caffepy.distributed.processes.world import World
-from caffepy.distributed.store.records import Failure
+from caffepy.distributed.store.wire import Failure
 from caffepy.errors import INTERRUPTED, AbortedError, CaffepyError, NonFiniteError, PeerError, RunError, exit_status
 from caffepy.utils.glog import ENDS
 

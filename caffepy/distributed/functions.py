@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from caffepy.backend.types import Array
-from caffepy.distributed.arrays import Parts
-from caffepy.distributed.communicators.collectives import ReduceOp
+from caffepy.distributed.communicators.communicator import ReduceOp
 from caffepy.distributed.default import AnyGroup, GroupMember, get_group
-from caffepy.distributed.group import Handle, ProcessGroup
+from caffepy.distributed.group import Handle, Parts, ProcessGroup
 from caffepy.errors import UserError
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from traceback import walk_tb
 
 from caffepy.data.prefetch import awaited_data
 from caffepy.distributed.processes.world import World
-from caffepy.distributed.store.records import DeviceStatus, Failure
 from caffepy.distributed.store.store import ControlChannel, lost_from_training
+from caffepy.distributed.store.wire import DeviceStatus, Failure
 from caffepy.errors import PeerError, describe
 from caffepy.layers.layer import Layer
 from caffepy.utils.clocks import suspend_aware_seconds

@@ -19,8 +19,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from caffepy.backend import Backend
-from caffepy.distributed.communicators.collectives import PendingCollective
-from caffepy.distributed.communicators.communicator import Communicator
+from caffepy.distributed.communicators.communicator import Communicator, PendingCollective
 from caffepy.layers.layer import Layer
 from caffepy.logs.trace import Tracer
 from caffepy.net import Net

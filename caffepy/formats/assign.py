@@ -25,8 +25,8 @@ from caffepy.formats.paths import PathResolver
 from caffepy.formats.proto.caffe_pb2 import TEST, TRAIN, LayerParameter, NetParameter, SolverParameter
 from caffepy.formats.prototxt import parse_text
 from caffepy.formats.upgrade import upgrade_solver
+from caffepy.utils.options import whole
 from caffepy.utils.registry import suggest
-from caffepy.utils.whole_numbers import whole
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from caffepy.errors import ConfigError, RunError, SnapshotError
-from caffepy.formats.blob_shape import format_shape
+from caffepy.formats.blobs import format_shape
 from caffepy.formats.messages import (
     DELIMITED,
     HDF5_MAGIC,

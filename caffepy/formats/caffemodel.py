@@ -37,6 +37,7 @@ from caffepy.formats.binary import (
     with_checksum,
     write_parts,
 )
+from caffepy.formats.blobs import StoredBlob, StoredLayer
 from caffepy.formats.messages import DELIMITED, VARINT, Part, WireError, encode_delimited
 from caffepy.formats.proto.caffe_pb2 import (
     BlobProto,
@@ -47,7 +48,6 @@ from caffepy.formats.proto.caffe_pb2 import (
     V1LayerParameter,
 )
 from caffepy.formats.safetensors import SUFFIX, read_safetensors, write_safetensors
-from caffepy.formats.stored_layer import StoredBlob, StoredLayer
 from caffepy.formats.upgrade import upgrade_net
 from caffepy.utils.files import open_regular
 

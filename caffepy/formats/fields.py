@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 
 from caffepy.errors import ConfigError
 from caffepy.formats.messages import walk_fields
-from caffepy.formats.proto.registration import ForkSchema, fork_schema
+from caffepy.formats.proto.schemas import ForkSchema, fork_schema
 
 log = logging.getLogger(__name__)
 

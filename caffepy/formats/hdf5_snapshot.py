@@ -24,9 +24,9 @@ from google.protobuf.message import DecodeError
 
 from caffepy.errors import RunError, SnapshotError
 from caffepy.formats.binary import WRITE_FAILURE_NOTE, StoredMessage, change_text, extend_checksum, to_blob_proto
+from caffepy.formats.blobs import StoredLayer
 from caffepy.formats.hdf5 import Dataset, Group, check_dataset, find_object, open_hdf5, read_hdf5
 from caffepy.formats.proto.caffe_pb2 import BlobProto, BlobShape, NetParameter, SolverState
-from caffepy.formats.stored_layer import StoredLayer
 from caffepy.utils.files import atomic_write
 
 _CAFFE_FIELDS = ("iter", "learned_net", "current_step", "history")

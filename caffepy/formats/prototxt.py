@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from caffepy.errors import ConfigError
 from caffepy.formats.proto import caffe_pb2
-from caffepy.formats.proto.registration import fork_schema
+from caffepy.formats.proto.schemas import fork_schema
 from caffepy.formats.upgrade import V1_TYPES
 from caffepy.utils.registry import nearest
 

@@ -17,8 +17,8 @@ from safetensors.numpy import save
 
 from caffepy.errors import RunError, SnapshotError
 from caffepy.formats.binary import WRITE_FAILURE_NOTE, to_blob_proto
+from caffepy.formats.blobs import StoredLayer
 from caffepy.formats.proto.caffe_pb2 import BlobProto, BlobShape, NetParameter
-from caffepy.formats.stored_layer import StoredLayer
 from caffepy.utils.files import atomic_write, read_input
 
 SUFFIX = ".safetensors"

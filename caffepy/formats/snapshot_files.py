@@ -16,11 +16,11 @@ from pathlib import Path
 
 from caffepy.errors import ConfigError, RunError, SnapshotError
 from caffepy.formats.binary import iter_blobs
+from caffepy.formats.blobs import StoredLayer
 from caffepy.formats.caffemodel import read_caffemodel
 from caffepy.formats.proto.caffe_pb2 import SolverState
 from caffepy.formats.safetensors import SUFFIX
 from caffepy.formats.solverstate import find_learned_net, read_solverstate
-from caffepy.formats.stored_layer import StoredLayer
 from caffepy.utils.files import check_writable, remove_leftovers
 
 log = logging.getLogger(__name__)

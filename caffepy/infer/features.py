@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from caffepy.data.sources.record_write import RecordWriter
+from caffepy.data.sources.databases import RecordWriter
 from caffepy.errors import ConfigError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.blob import Blob

@@ -166,10 +166,12 @@ class _Part:
     """The layers of a net that onnxruntime computes: those before unsupported layers, losses and scores."""
 
     def __init__(self, net: Net) -> None:
+        from caffepy.export.onnx import rules
         from caffepy.export.onnx.graph import EXPORTERS
-        from caffepy.export.onnx.write import find_exporters
+        from caffepy.layers.export_rules import import_families
 
-        find_exporters(layer.type for layer in net.layers)
+        _ = rules  # its functions register themselves
+        import_families(layer.type for layer in net.layers)
         self._net = net
         self._known = EXPORTERS
         self._origin: dict[Blob, Blob] = {}

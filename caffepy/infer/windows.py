@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from caffepy.errors import DataError, spreadsheet_text
 from caffepy.infer.classify import Model
-from caffepy.infer.images import INPUT, Preparation
-from caffepy.infer.pixels import ArrayError, Floats, Transformer, load_image, resize_image
+from caffepy.infer.images import INPUT, ArrayError, Floats, Preparation, Transformer, load_image, resize_image
 from caffepy.utils.files import atomic_write, read_regular
 
 EDGES = ("ymin", "xmin", "ymax", "xmax")

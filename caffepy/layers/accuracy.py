@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from caffepy.backend import Array, Channel, Each, Scalar, expression
-from caffepy.layers.labels import Labels
 from caffepy.layers.layer import Blobs, Layer, register_layer
-from caffepy.layers.loss import NO_IGNORED_LABEL
+from caffepy.layers.loss import NO_IGNORED_LABEL, Labels
 
 
 @expression

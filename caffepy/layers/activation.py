@@ -9,9 +9,9 @@ import math
 from math import exp, fabs, log, log1p, tanh
 
 from caffepy.backend import Array, Channel, Each, Expression, RandomStream, Scalar, expression
+from caffepy.backend.formulas import hyperbolic_tangent, scaled, tanh_gradient
 from caffepy.backend.types import Counter
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.formulas import hyperbolic_tangent, scaled, tanh_gradient
 from caffepy.layers.layer import Blobs, Layer, LayerContext, ScratchBuffer, register_layer
 
 

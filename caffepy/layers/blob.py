@@ -8,13 +8,13 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from caffepy.backend.layout import view
+from caffepy.backend.types import view
 from caffepy.errors import ShapeError
 
 if TYPE_CHECKING:
     from caffepy.backend.interface import Backend
     from caffepy.backend.types import Array
-from caffepy.formats.blob_shape import check_shape, format_shape
+from caffepy.formats.blobs import check_shape, format_shape
 
 
 class FourAxes:

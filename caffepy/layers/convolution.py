@@ -9,14 +9,12 @@ from dataclasses import replace
 import numpy as np
 
 from caffepy.backend import Array, Backend, Convolution, Geometry
-from caffepy.backend.handles import NormalisedForward, NormalisedGradients
-from caffepy.backend.types import NormalisedBottom
-from caffepy.formats.blob_shape import MAX_ELEMENTS, format_shape
+from caffepy.backend.formulas import identity, total_with_channel
+from caffepy.backend.types import NormalisedBottom, NormalisedForward, NormalisedGradients
+from caffepy.formats.blobs import MAX_ELEMENTS, format_shape
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.blob import Blob
-from caffepy.layers.formulas import identity, total_with_channel
-from caffepy.layers.layer import Blobs, Layer, register_layer
-from caffepy.layers.layout_adapter import LayoutAdapter, ZeroPadded
+from caffepy.layers.layer import Blobs, Layer, LayoutAdapter, ZeroPadded, register_layer
 from caffepy.layers.spatial_map import SpatialMap
 
 Shape = tuple[int, ...]

@@ -1,7 +1,7 @@
 """The rules by which layer types are exported: for each format a table of functions, and what they see of a layer.
 
-Rules of the types of `layers` stand in `export`. A family of forks has its own in its folder, in `onnx_rules` and
-`torch_rules`; they are imported for the nets that have a type of the family. Nothing here needs onnx or torch.
+Rules of the types of `layers` stand in `export`. A family of forks has its own in its folder, in `export_rules`. They
+are imported for the nets that have a type of the family. Nothing here needs onnx or torch.
 """
 
 from __future__ import annotations
@@ -33,11 +33,9 @@ class Rules:
     """The rules of one format.
 
     Args:
-        module: the name of a family's module of rules.
         functions: the rule of each layer type.
     """
 
-    module: str
     functions: Registry[Rule]
     forms: dict[str, str] = field(default_factory=dict)
     """What each type becomes, for the documents."""
@@ -61,12 +59,13 @@ class Rules:
         """Return what the rule of another type gives, for a type of a fork that is exported as one of Caffe's."""
         return self.functions.get(layer_type)(view)
 
-    def import_families(self, types: Iterable[str] | None = None) -> None:
-        """Import the rules of the families of some layer types; None: of all families."""
-        for family in sorted(_families(types)):
-            name = f"{_FORKS}.{family}.{self.module}"
-            if importlib.util.find_spec(name) is not None:
-                importlib.import_module(name)
+
+def import_families(types: Iterable[str] | None = None) -> None:
+    """Import the rules of the families of some layer types; None: of all families."""
+    for family in sorted(_families(types)):
+        name = f"{_FORKS}.{family}.export_rules"
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
 
 
 def _families(types: Iterable[str] | None) -> set[str]:
@@ -78,8 +77,8 @@ def _families(types: Iterable[str] | None) -> set[str]:
     return {module.split(".")[2] for module in found if module.startswith(f"{_FORKS}.")}
 
 
-ONNX = Rules("onnx_rules", Registry("layer type with an ONNX form"))
-TORCH = Rules("torch_rules", Registry("layer type with a PyTorch form"))
+ONNX = Rules(Registry("layer type with an ONNX form"))
+TORCH = Rules(Registry("layer type with a PyTorch form"))
 
 
 # -- ONNX ----------------------------------------------------------------------------------------------

@@ -6,12 +6,11 @@ import math
 from math import sqrt
 
 from caffepy.backend import Array, Each, Expression, Scalar, expression
+from caffepy.backend.formulas import identity, product_with_channel, total_with_channel
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.blob import Blob
-from caffepy.layers.formulas import identity, product_with_channel, total_with_channel
-from caffepy.layers.labels import IndexCheck
-from caffepy.layers.layer import Blobs, Layer, register_layer
-from caffepy.layers.layout_adapter import LayoutAdapter
+from caffepy.layers.layer import Blobs, Layer, LayoutAdapter, register_layer
+from caffepy.layers.loss import IndexCheck
 
 LEAST_SQUARE = 1e-12
 """Added to the squared length, as caffe-windows does on GPUs."""

@@ -1,29 +1,35 @@
-"""The base class of layers, the context that a net passes to its layers, and the registry of layer types.
+"""The base class of layers, their context and registry, arrays under another shape, and helpers of host layers.
 
 A layer type is a class registered under its name in prototxts (Caffe's `layer.hpp`, `layer_factory.hpp`). Layers call
 the primitives of a backend and have no device branches. A memory plan may alias their scratch buffers.
+
+`LayoutAdapter` presents arrays under another shape, in logical (N, C, H, W) order, independent of the memory layout.
+Images are channels last in memory, which no other module of layers depends on. Flatten, Reshape, InnerProduct,
+convolutions whose channels are not axis 1, and losses whose bottoms differ in shape use it.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import math
 import pkgutil
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias, TypeVar, overload
 
 import numpy as np
 
+from caffepy.backend.cpu.jit.deferred import cpu_count
 from caffepy.backend.interface import Backend
-from caffepy.backend.types import Array, Counter, RandomStream, element_dtype
+from caffepy.backend.types import Array, Counter, RandomStream, element_dtype, is_plain
 from caffepy.data.prefetch import never_cancel
 from caffepy.data.sharding import Shard, TestSchedule
 from caffepy.errors import ConfigError, DataError, OutOfMemoryError, ShapeError
-from caffepy.formats.blob_shape import format_shape
+from caffepy.formats.blobs import format_shape
 from caffepy.formats.dialect import Dialect
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.blob import Blob
@@ -474,7 +480,7 @@ class Layer:
         raise NotImplementedError
 
     def waited(self) -> dict[str, float]:
-        """Return the seconds that the solver waited for this layer's batches, by stage (`caffepy.logs.data_waits`).
+        """Return the seconds that the solver waited for this layer's batches, by stage (`logs.performance_report`).
 
         Empty for a layer that does not read ahead.
         """
@@ -640,3 +646,132 @@ class PassNumber:
         else:
             backend.copy(counter[:1], self._number)
         return backend.view(self._number, ())
+
+
+def flatten_samples(backend: Backend, array: Array) -> Array:
+    """Return a view of (N, …) as (N, elements), in memory order within a sample."""
+    return backend.flat(array).reshape(array.shape[0], math.prod(array.shape[1:]))
+
+
+def flatten_pixels(backend: Backend, array: Array) -> Array:
+    """Return a view of (N, C, H, W) as (N * H * W, C)."""
+    n, c, h, w = array.shape
+    return backend.flat(array).reshape(n * h * w, c)
+
+
+# -- arrays under another shape ------------------------------------------------------------------------
+
+
+class LayoutAdapter:
+    """Presents arrays of `shape` as arrays of `target_shape`: as views where the layout allows, else through a buffer.
+
+    Args:
+        backend: of the arrays.
+        shape: of the arrays given to `load`, `target` and `store`.
+        target_shape: of the result, with as many elements.
+        dtype: of the elements.
+    """
+
+    def __init__(
+        self, backend: Backend, shape: tuple[int, ...], target_shape: tuple[int, ...], dtype: str = "float32"
+    ) -> None:
+        self._backend = backend
+        self._dtype = dtype
+        self._target_shape = target_shape
+        self.is_view = shape == target_shape or (is_plain(shape) and is_plain(target_shape))
+
+    def load(self, array: Array) -> Array:
+        """Return the elements of `array` under `target_shape`. A later `load` overwrites the buffer."""
+        if not self.is_view:
+            self.transfer(array, self._buffer)
+        return self.target(array)
+
+    def target(self, array: Array) -> Array:
+        """Return the array of `target_shape` to write to: a view of `array`, or the buffer. Call `store` afterwards."""
+        if self.is_view:
+            return self._backend.view(self._backend.flat(array), self._target_shape)
+        return self._buffer
+
+    def store(self, array: Array) -> None:
+        """Copy the buffer to `array`. Does nothing if `target` returns a view."""
+        if not self.is_view:
+            self.transfer(self._buffer, array)
+
+    def transfer(self, source: Array, destination: Array) -> None:
+        """Copy between an array of `shape` and one of `target_shape`, in either direction."""
+        backend = self._backend
+        if is_plain(source.shape):
+            backend.copy(backend.flat(source).reshape(destination.shape), destination)
+        elif is_plain(destination.shape):
+            backend.copy(source, backend.flat(destination).reshape(source.shape))
+        else:
+            backend.copy(source, self._row.reshape(source.shape))
+            backend.copy(self._row.reshape(destination.shape), destination)
+
+    @cached_property
+    def _buffer(self) -> Array:
+        return self._backend.zeros(self._target_shape, self._dtype)
+
+    @cached_property
+    def _row(self) -> Array:
+        return self._backend.zeros((math.prod(self._target_shape),), self._dtype)
+
+
+class ZeroPadded:
+    """Presents arrays of `shape` as arrays of `padded_shape`, with zeros at the end of some axes.
+
+    Args:
+        backend: of the arrays.
+        shape: of the arrays given to `load`, `target` and `store`.
+        padded_shape: of the result, no shorter along any axis.
+        dtype: of the elements.
+    """
+
+    def __init__(
+        self, backend: Backend, shape: tuple[int, ...], padded_shape: tuple[int, ...], dtype: str = "float32"
+    ) -> None:
+        self._backend = backend
+        self._dtype = dtype
+        self._shape, self._padded_shape = shape, padded_shape
+        self._is_same = shape == padded_shape
+
+    def load(self, array: Array) -> Array:
+        """Return the elements of `array` with the zeros. A later `load` overwrites the buffer."""
+        if not self._is_same:
+            self._backend.copy(array, self._unpadded)
+        return self.target(array)
+
+    def target(self, array: Array) -> Array:
+        """Return the padded array to write to. Call `store` afterwards, which drops the padding.
+
+        Writing to the padding destroys its zeros: do not use `load` of the same object afterwards.
+        """
+        return array if self._is_same else self._buffer
+
+    def store(self, array: Array) -> None:
+        """Copy the elements of `target(array)` to `array`. Does nothing if the shapes are the same."""
+        if not self._is_same:
+            self._backend.copy(self._unpadded, array)
+
+    @property
+    def _unpadded(self) -> Array:
+        """The buffer without the padding."""
+        return self._buffer[tuple(slice(0, size) for size in self._shape)]
+
+    @cached_property
+    def _buffer(self) -> Array:
+        return self._backend.zeros(self._padded_shape, self._dtype)
+
+
+logger = logging.getLogger(__name__)
+
+
+def host_threads(layer: Layer) -> int:
+    """Return the number of CPU threads: the CPU backend's, or with a GPU the device's share of the process's cores."""
+    return layer.backend.threads or max(cpu_count() // max(layer.context.shard.devices_per_rank, 1), 1)
+
+
+def warn(layer: Layer, message: str) -> None:
+    """Log a warning that names the layer, on rank 0 only."""
+    if layer.context.shard.rank == 0 and layer.backend.holds_values:
+        logger.warning("%s: %s", layer.where, message)

@@ -1,7 +1,11 @@
-"""Losses of values and of labels, and the class on which all losses are built (Caffe's `loss_layer.hpp`).
+"""Softmax, losses of values and of labels, checks of labels, and the class on which all losses are built.
 
-ContrastiveLoss, EuclideanLoss, HingeLoss, MultinomialLogisticLoss, InfogainLoss, SigmoidCrossEntropyLoss, and NVIDIA's
-L1Loss and SmoothL1Loss. `PixelLoss` sums over the channels of each pixel, as FlowNet 2's losses do.
+The base class is Caffe's `loss_layer.hpp`. The layers are ContrastiveLoss, EuclideanLoss, HingeLoss,
+MultinomialLogisticLoss, InfogainLoss, SigmoidCrossEntropyLoss, SoftmaxWithLoss, and NVIDIA's L1Loss and SmoothL1Loss.
+`PixelLoss` sums over the channels of each pixel, as FlowNet 2's losses do.
+
+`Labels` puts class labels into the order of the scores. It and `IndexCheck` find labels and indices outside their
+range: a kernel records an index that is out of range; the host raises the error later.
 """
 
 from __future__ import annotations
@@ -12,14 +16,129 @@ from functools import cached_property
 from math import exp, fabs, floor, log, log1p, sqrt
 from typing import Any
 
+import numpy as np
+
 from caffepy.backend import Array, Backend, Channel, Each, Expression, Scalar, expression
+from caffepy.backend.formulas import identity, product, product_with_channel, scaled
 from caffepy.data.mean import read_blob
+from caffepy.errors import DataError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.blob import Blob
-from caffepy.layers.formulas import identity, product, product_with_channel, scaled
-from caffepy.layers.labels import Labels
-from caffepy.layers.layer import Blobs, Layer, register_layer
-from caffepy.layers.layout_adapter import LayoutAdapter, flatten_pixels
+from caffepy.layers.layer import Blobs, Layer, LayoutAdapter, flatten_pixels, register_layer
+
+# -- labels and indices --------------------------------------------------------------------------------
+
+
+class Labels:
+    """The labels of a layer that scores classes along one axis, and the device flag for labels outside the classes.
+
+    Args:
+        layer: the layer, for messages.
+    """
+
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+        self._backend = layer.backend
+        self.bad_index = self._backend.zeros((1,), "int32")
+        """Index in the batch of a label outside the classes, int32 of shape (1,); -1: none."""
+        self._backend.fill(self.bad_index, -1)
+        self._loads = 0
+        self._first_pass = 0
+        """The first pass since the last check. Replayed CUDA graphs do not update it."""
+
+    def reshape(self, scores: Blob, labels: Blob, axis: int) -> None:
+        """Check that there is one label for each position of the scores.
+
+        Raises:
+            ShapeError: there are more or fewer labels.
+        """
+        self.classes = scores.shape[axis]
+        self.outer = math.prod(scores.shape[:axis])
+        self.size = self.outer * math.prod(scores.shape[axis + 1 :])
+        if labels.count != self.size:
+            raise self._layer.shape_error(
+                f"needs one label for each position: {self.size} for classes along axis {axis}, not {labels.count}",
+                scores, labels,
+            )  # fmt: skip
+        self._blob = labels
+        self._adapter = LayoutAdapter(self._backend, labels.shape, (self.size,))
+
+    def load(self) -> Array:
+        """Return the labels of this pass, shape (size,), in the logical order of the scores without the class axis."""
+        if self._loads == 0:
+            self._first_pass = self._layer.context.passes.number
+        self._loads += 1
+        return self._adapter.load(self._blob.data)
+
+    def loaded(self) -> Array:
+        """Return the labels of the last `load`."""
+        return self._adapter.target(self._blob.data)
+
+    def raise_device_errors(self) -> None:
+        """Raise if a label was outside the classes since the last check. Waits for the device.
+
+        Raises:
+            DataError: names the record after a single pass, else the first sample of the passes.
+        """
+        now = self._layer.context.passes.number
+        first, exact = self._first_pass, self._loads == 1 and now - self._first_pass <= 1
+        self._loads, self._first_pass = 0, now
+        index = int(self._backend.to_host(self.bad_index)[0])
+        if index < 0:
+            return
+        self._backend.fill(self.bad_index, -1)
+        row = index * self._blob.shape[0] // self.size if self._blob.shape else 0
+        if exact:
+            value = self._blob.host_data().reshape(-1)[index]
+            what = f"the label of {self._record(first, row)} is {value:g},"
+        else:
+            what = f"a label of the samples from {self._sample(first)} on, number {row} of its batch, is"
+        raise DataError(
+            f"{self._layer.where}: {what} outside the {self.classes} classes, 0 to "
+            f"{self.classes - 1}; correct the data, or give the blob '{self._layer.bottom_names[0]}' more classes"
+        )
+
+    def _sample(self, number: int) -> int:
+        """Return the global number of this device's first sample in a pass."""
+        context = self._layer.context
+        return context.first_sample(number) if context.first_sample else 0
+
+    def _record(self, number: int, row: int) -> str:
+        """Return the name of the record in row `row` of the batch of pass `number`."""
+        sample = f"sample {self._sample(number) + row}"
+        describe = self._layer.context.describe_sample
+        return f"{describe(number, row)} ({sample})" if describe else sample
+
+
+class IndexCheck:
+    """A device flag that kernels set for an index out of range.
+
+    Args:
+        layer: the layer, for messages.
+        problem: the message, with advice; `{}` stands for the position of the index.
+    """
+
+    def __init__(self, layer: Layer, problem: str) -> None:
+        self._layer = layer
+        self._problem = problem
+        self.bad_index = layer.backend.zeros((1,), "int32")
+        """Position of an index out of range, int32 of shape (1,); -1: none."""
+        layer.backend.fill(self.bad_index, -1)
+
+    def raise_device_errors(self) -> None:
+        """Raise if an index was out of range since the last check. Waits for the device.
+
+        Raises:
+            DataError: with the position of one such index.
+        """
+        position = int(self._layer.backend.to_host(self.bad_index)[0])
+        if position < 0:
+            return
+        self._layer.backend.fill(self.bad_index, -1)
+        raise DataError(f"{self._layer.where}: {self._problem.format(position)}")
+
+
+# -- base classes --------------------------------------------------------------------------------------
 
 _Parameter = caffe_pb2.LossParameter
 
@@ -174,6 +293,8 @@ class ElementLossLayer(LossLayer):
             self._target_diffs = LayoutAdapter(self.backend, bottom[1].shape, bottom[0].shape)
 
 
+# -- losses of distances -------------------------------------------------------------------------------
+
 MIN_DISTANCE = 1e-4
 """Added to a distance before a division by it, as in Caffe."""
 
@@ -300,6 +421,8 @@ class EuclideanLossLayer(ElementLossLayer):
             self.apply_top_gradient(top, db)
             self._target_diffs.store(bottom[1].diff)
 
+
+# -- losses of labels ----------------------------------------------------------------------------------
 
 _Norm = caffe_pb2.HingeLossParameter
 
@@ -574,6 +697,9 @@ class ClassRows:
         self._backend.copy(self.rows.reshape(self._ordered), array.transpose(*self._order))
 
 
+# -- SigmoidCrossEntropyLoss ---------------------------------------------------------------------------
+
+
 @expression
 def cross_entropy(x: Each, target: Each, factor: Scalar) -> Each:
     return (max(x, 0.0) - x * target + log1p(exp(-fabs(x)))) * factor
@@ -695,6 +821,9 @@ class SigmoidCrossEntropyLossLayer(ElementLossLayer):
         if self._divisor is None:
             self.backend.apply(divided_by_channel_count, (dx, self._count), (dx,), 0)
         self.apply_top_gradient(top, dx)
+
+
+# -- losses by pixel, L1Loss and SmoothL1Loss ----------------------------------------------------------
 
 
 @expression
@@ -1025,3 +1154,190 @@ class SmoothL1LossLayer(L1LossLayer):
         self.backend.apply(smooth_slope, (self._difference.array, factor, self._sharpness), (dx,))
         for weight in self._loaded_weights:
             self.backend.apply(product, (dx, weight), (dx,))
+
+
+# -- Softmax and SoftmaxWithLoss -----------------------------------------------------------------------
+
+
+@register_layer("Softmax")
+class SoftmaxLayer(Layer):
+    """y = exp(x - max x) / sum of exp(x - max x) along `axis` (Caffe's `softmax_layer.cpp`)."""
+
+    recordable = True
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        self._axis = bottom[0].axis(self.param.softmax_param.axis, self.where)
+        top[0].reshape(bottom[0].shape)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        self.backend.softmax_forward(bottom[0].data, top[0].data, self._axis)
+        self.save_top(top)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        if propagate_down[0]:
+            self.backend.softmax_backward(self.saved_top(top), top[0].diff, bottom[0].diff, self._axis)
+
+
+LEAST_PROBABILITY = 1.1754943508222875e-38
+"""FLT_MIN."""
+
+
+@expression
+def weighted_loss(p: Each, target: Each, weight: Channel) -> Each:
+    return -target * log(max(p, LEAST_PROBABILITY)) * weight
+
+
+@expression
+def label_term(probability: Each, slope: Each) -> Each:
+    """-log(probability) of the label, 0 of other classes and ignored labels: only the label's slope is below 0."""
+    return -log(max(probability, LEAST_PROBABILITY)) if slope < 0 else 0.0
+
+
+@register_layer("SoftmaxWithLoss")
+class SoftmaxWithLossLayer(LossLayer):
+    """loss = sum of -log softmax(x)[label] / divisor (Caffe's `softmax_loss_layer.cpp`).
+
+    Shapes: x (N, C, ...) with classes along `softmax_param.axis`, one label for each position. The divisor is the
+    number of labels that are not ignored (VALID, the default), of all labels (FULL), of samples (BATCH_SIZE), 1 (NONE)
+    or `pre_fixed_normalizer`, at least 1 (PRE_FIXED). An optional second top holds softmax(x). dx = (softmax(x) -
+    onehot(label)) * loss weight / divisor. With `label_smoothing` s the target of loss and gradient is
+    (1 - s) onehot(label) + s / C (Szegedy et al. 2015).
+
+    An optional third top has the labels' shape and holds -log softmax(x)[label] of each position, 0 where the label is
+    ignored (R-FCN's `softmax_loss_layer.cpp`). BoxAnnotatorOHEM reads it.
+
+    With SegNet's and ENet's `weight_by_label_freqs` each position's loss and gradient are multiplied by
+    class_weighting[label]; the divisor stays (`softmax_loss_layer.cpp` of caffe-segnet).
+
+    Raises:
+        ConfigError: label_smoothing is outside [0, 1], or is given with weight_by_label_freqs; either is given with
+            three tops; or softmax_param has a normalize_type other than "Softmax".
+        ShapeError: the number of labels is not the number of positions, or class_weighting does not have one weight
+            for each class.
+        DataError: a label is outside the classes.
+    """
+
+    tops = (1, 3)
+    no_gradient_tops = frozenset({1, 2})
+    _shape: tuple[int, ...] | None = None
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        super().setup(bottom, top)
+        self._smoothing = self.param.loss_param.label_smoothing
+        if not 0 <= self._smoothing <= 1:
+            raise self.error(f"loss_param's label_smoothing is {self._smoothing:g}; it must be from 0 to 1")
+        kind = self.param.softmax_param.normalize_type
+        if kind != "Softmax":
+            raise self.error(f"softmax_param's normalize_type is '{kind}'; caffepy has Softmax only")
+        param = self.param.loss_param
+        if len(top) > 2 and (self._smoothing or param.weight_by_label_freqs):
+            name = "label_smoothing" if self._smoothing else "weight_by_label_freqs"
+            raise self.error(f"the third top has no definition with {name}; remove one of them")
+        self._weighting: Array | None = None
+        if param.weight_by_label_freqs:
+            if self._smoothing:
+                raise self.error("loss_param has both label_smoothing and weight_by_label_freqs; keep one of them")
+            self._weighting = self.backend.zeros((len(param.class_weighting), 1))
+            self.backend.from_host(np.array(param.class_weighting, np.float32)[:, None], self._weighting)
+        self._labels = Labels(self)
+        self._totals = self.backend.zeros((2,))
+        self._sum, self._count = (self.backend.view(self._totals[i : i + 1], ()) for i in range(2))
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        super().reshape(bottom, top)
+        self._axis = bottom[0].axis(self.param.softmax_param.axis, self.where)
+        self._labels.reshape(bottom[0], bottom[1], self._axis)
+        self._divisor = self.divisor(_Parameter.VALID, self._labels.size, self._labels.outer)
+        if len(top) > 1:
+            top[1].reshape(bottom[0].shape)
+        if len(top) > 2:
+            top[2].reshape(bottom[1].shape)
+            classes, inner = self._labels.classes, math.prod(bottom[0].shape[self._axis + 1 :])
+            self._planes = LayoutAdapter(self.backend, bottom[0].shape, (self._labels.outer, classes, inner))
+            self._each = LayoutAdapter(self.backend, bottom[1].shape, (self._labels.size,))
+            self._ones = self.scratch("ones", (1, classes))
+        if self._weighting is not None:
+            self._reshape_weights(bottom[0].shape, self._weighting.shape[0])
+
+    def _reshape_weights(self, shape: tuple[int, ...], weights: int) -> None:
+        if weights != self._labels.classes:
+            raise self.shape_error(f"class_weighting has {weights} weights for {self._labels.classes} classes")
+        if shape != self._shape:
+            self._shape = shape
+            self._rows = ClassRows(self.backend, shape, self._axis)
+        self._weights, self._valid, self._safe = (
+            self.scratch(name, (self._labels.size,)) for name in ("weights", "valid", "labels")
+        )
+        self._one_hot = self.scratch("one hot", (self._labels.size, weights))
+
+    def _probabilities(self, bottom: Blobs, top: Blobs) -> Array:
+        """Return the array for the probabilities, which `backward` reads."""
+        if len(top) > 1 and not self.tops_overwritten:
+            return top[1].data
+        return self.scratch("probabilities", bottom[0].shape).array
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        probabilities = self._probabilities(bottom, top)
+        self.backend.softmax_loss_forward(
+            bottom[0].data, self._labels.load(), probabilities, self._totals, self._labels.bad_index, self._axis,
+            self.ignored,
+        )  # fmt: skip
+        if self._smoothing:
+            labels = self._labels.loaded()
+            self.backend.smooth_loss_forward(
+                probabilities, labels, self._totals, self._axis, self.ignored, self._smoothing
+            )
+        if self._weighting is not None:
+            self._weight_loss(probabilities, self._weighting)
+        if len(top) > 1 and self.tops_overwritten:
+            self.backend.copy(probabilities, top[1].data)
+        if len(top) > 2:
+            self._write_each(probabilities, top[2].data)
+        self.write_loss(self._sum, self._count, self._divisor, top[0].data)
+
+    def _write_each(self, probabilities: Array, losses: Array) -> None:
+        """Write the loss of each position."""
+        terms = self.scratch("terms", tuple(probabilities.shape)).array
+        labels = self._labels.loaded()
+        self.backend.softmax_loss_backward(probabilities, labels, terms, None, self._axis, self.ignored, 1.0)
+        self.backend.apply(label_term, (probabilities, terms), (terms,))
+        planes, each = self._planes.load(terms), self._each.target(losses)
+        outer, classes, inner = planes.shape
+        if inner == 1:
+            self.backend.reduce(identity, (self.backend.reshaped(planes, (outer, classes)),), (each,), 0)
+        else:
+            self.backend.fill(self._ones.array, 1)
+            for plane, row in zip(planes, each.reshape(outer, 1, inner), strict=True):
+                self.backend.gemm(self._ones.array, plane, row)
+        self._each.store(losses)
+
+    def _weight_loss(self, probabilities: Array, weighting: Array) -> None:
+        """Compute each position's weight, and the weighted sum of losses."""
+        backend, weights, safe = self.backend, self._weights.array, self._safe.array
+        ignored = NO_IGNORED_LABEL if self.ignored is None else float(self.ignored)
+        backend.apply(valid_labels, (self._labels.loaded(), ignored), (safe, self._valid.array))
+        backend.gather_rows(weighting, safe, weights.reshape(-1, 1), self._labels.bad_index)
+        backend.apply(product, (weights, self._valid.array), (weights,))
+        backend.one_hot(safe, self._one_hot.array, self._labels.bad_index)
+        inputs = (self._rows.load(probabilities), self._one_hot.array, weights)
+        backend.reduce(weighted_loss, inputs, (self._sum,), 0)
+
+    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
+        if not propagate_down[0]:
+            return
+        totals = self._totals if self._divisor is None else None
+        labels, scale = self._labels.loaded(), self.scale()
+        self.backend.softmax_loss_backward(
+            self._probabilities(bottom, top), labels, bottom[0].diff, totals, self._axis, self.ignored, scale
+        )
+        if self._smoothing:
+            smoothed = scale * self._smoothing
+            self.backend.smooth_loss_backward(labels, bottom[0].diff, totals, self._axis, self.ignored, smoothed)
+        if self._weighting is not None:
+            rows = self._rows.load(bottom[0].diff)
+            self.backend.apply(product_with_channel, (rows, self._weights.array), (rows,), 0)
+            self._rows.store(bottom[0].diff)
+        self.apply_top_gradient(top, bottom[0].diff)
+
+    def raise_device_errors(self) -> None:
+        self._labels.raise_device_errors()

@@ -8,10 +8,17 @@ from __future__ import annotations
 from math import fabs, sqrt
 
 from caffepy.backend import Array, Channel, Each, Geometry, LrnWindow, Scalar, expression
+from caffepy.backend.formulas import product, product_with_channel, scaled
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.formulas import product, product_with_channel, scaled
-from caffepy.layers.layer import Blobs, Layer, ScratchBuffer, register_layer
-from caffepy.layers.layout_adapter import LayoutAdapter, flatten_pixels, flatten_samples
+from caffepy.layers.layer import (
+    Blobs,
+    Layer,
+    LayoutAdapter,
+    ScratchBuffer,
+    flatten_pixels,
+    flatten_samples,
+    register_layer,
+)
 
 LARGEST_SIZE = 2**14
 """Largest local_size, which is far above that of real nets."""

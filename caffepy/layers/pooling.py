@@ -7,8 +7,7 @@ import math
 from caffepy.backend import Array, Each, Geometry, expression
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.blob import Blob
-from caffepy.layers.layer import Blobs, Layer, ScratchBuffer, register_layer
-from caffepy.layers.layout_adapter import LayoutAdapter
+from caffepy.layers.layer import Blobs, Layer, LayoutAdapter, ScratchBuffer, register_layer
 
 _Parameter = caffe_pb2.PoolingParameter
 

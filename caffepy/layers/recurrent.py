@@ -14,17 +14,16 @@ from typing import ClassVar
 import numpy as np
 
 from caffepy.backend import Array
-from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.blob import Blob
-from caffepy.layers.formulas import (
+from caffepy.backend.formulas import (
     hyperbolic_tangent,
     identity,
     product_with_channel,
     tanh_gradient,
     total_with_channel,
 )
-from caffepy.layers.layer import Blobs, Layer, LayerContext, register_layer
-from caffepy.layers.layout_adapter import LayoutAdapter
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.blob import Blob
+from caffepy.layers.layer import Blobs, Layer, LayerContext, LayoutAdapter, register_layer
 
 log = logging.getLogger(__name__)
 

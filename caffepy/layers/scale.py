@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from caffepy.backend import Array, Channel, Each, Expression, Scalar, expression
-from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.blob import Blob
-from caffepy.layers.formulas import (
+from caffepy.backend.formulas import (
     identity,
     product,
     product_plus,
@@ -16,6 +14,8 @@ from caffepy.layers.formulas import (
     total,
     total_with_channel,
 )
+from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.blob import Blob
 from caffepy.layers.layer import Blobs, Layer, ScratchBuffer, register_layer
 
 

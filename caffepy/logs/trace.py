@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from caffepy.utils.files import atomic_write
 
 if TYPE_CHECKING:
-    from caffepy.backend.handles import DeviceTimer, TimedEvent
+    from caffepy.backend.types import DeviceTimer, TimedEvent
 
 ROWS = ("iteration", "feed", "forward", "backward", "exchange", "update", "test", "snapshot", "waits")
 """The rows in the order in which they are shown; further rows, such as those of buckets, come after them."""

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import groupby
 
 from caffepy.backend import Array, Backend
-from caffepy.backend.handles import DeviceScalars
+from caffepy.backend.types import DeviceScalars
 from caffepy.errors import ConfigError, RunError, ShapeError
 from caffepy.formats.caffemodel import TrainedLayers
 from caffepy.formats.proto import caffe_pb2

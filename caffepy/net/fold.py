@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from caffepy.backend import Array, Convolution, Each, expression
+from caffepy.backend.formulas import product, product_with_channel, total
 from caffepy.layers.batch_norm import BatchNormLayer
 from caffepy.layers.blob import Blob
 from caffepy.layers.convolution import ConvolutionLayer
-from caffepy.layers.formulas import product, product_with_channel, total
 from caffepy.layers.layer import Blobs, Layer
 from caffepy.layers.scale import BiasLayer, BroadcastLayer, ScaleLayer
 from caffepy.net.fuse import Chain, FusedLayer, Fusion

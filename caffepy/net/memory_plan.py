@@ -25,9 +25,8 @@ from itertools import accumulate
 from typing import Any
 
 from caffepy.backend.interface import Backend
-from caffepy.backend.layout import aligned_bytes
 from caffepy.backend.meta import SETUP, Memory, MetaArray, MetaBackend
-from caffepy.backend.types import Array
+from caffepy.backend.types import Array, aligned_bytes
 from caffepy.errors import BlobSizeError, OutOfMemoryError
 from caffepy.formats.load import filter_net, net_state
 from caffepy.formats.proto import caffe_pb2

@@ -15,9 +15,10 @@ from functools import cached_property
 from pathlib import Path
 
 from caffepy.backend import Array
+from caffepy.backend.formulas import scaled
 from caffepy.data.sharding import Shard
 from caffepy.errors import CaffepyError, DeviceError, UserError
-from caffepy.formats.blob_shape import format_shape
+from caffepy.formats.blobs import format_shape
 from caffepy.formats.caffemodel import TrainedLayers, layer_protos
 from caffepy.formats.dialect import choose_dialect
 from caffepy.formats.fields import refuse_fields, refuse_fork_fields
@@ -26,9 +27,8 @@ from caffepy.formats.paths import PathResolver
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.prototxt import decode_text, layer_blocks, parse_text
 from caffepy.layers.blob import Blob
-from caffepy.layers.formulas import scaled
 from caffepy.layers.layer import Layer, LayerContext, is_registered, layer_class
-from caffepy.logs.data_waits import STAGES
+from caffepy.logs.performance_report import STAGES
 from caffepy.logs.trace import NO_TRACE, Tracer
 from caffepy.net import describe as debug
 from caffepy.net.auto_crop import resolve_auto_crops

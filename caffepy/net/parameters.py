@@ -13,10 +13,9 @@ import numpy as np
 
 from caffepy.backend.expression import Each, expression
 from caffepy.backend.interface import Backend
-from caffepy.backend.layout import address, is_plain
-from caffepy.backend.types import Array
+from caffepy.backend.types import Array, address, is_plain
 from caffepy.errors import ConfigError, OutOfMemoryError
-from caffepy.formats.blob_shape import format_shape
+from caffepy.formats.blobs import format_shape
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.blob import Blob
 from caffepy.layers.layer import Layer

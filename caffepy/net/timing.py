@@ -81,7 +81,7 @@ class DataTimes:
         batch_size: images of a batch.
         seconds: their time.
         cores: cores that the process and its reading processes used meanwhile.
-        stages: seconds of the reader's threads in each stage (`caffepy.logs.data_waits`); empty: not measured.
+        stages: seconds of the reader's threads in each stage (`caffepy.logs.performance_report`); empty: not measured.
     """
 
     name: str

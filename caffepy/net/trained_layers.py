@@ -21,7 +21,7 @@ from caffepy.formats.binary import (
     is_stored,
     same_shape,
 )
-from caffepy.formats.blob_shape import format_shape
+from caffepy.formats.blobs import format_shape
 from caffepy.formats.caffemodel import TrainedLayers, log
 from caffepy.formats.proto.caffe_pb2 import (
     BlobProto,

@@ -27,31 +27,31 @@ if TYPE_CHECKING:
     from caffepy.pycaffe.blob import BlobVec as BlobVec
     from caffepy.pycaffe.classifier import Classifier as Classifier
     from caffepy.pycaffe.detector import Detector as Detector
+    from caffepy.pycaffe.device import Timer as Timer
+    from caffepy.pycaffe.device import init_log as init_log
+    from caffepy.pycaffe.device import log as log
+    from caffepy.pycaffe.device import set_device as set_device
+    from caffepy.pycaffe.device import set_devices as set_devices
+    from caffepy.pycaffe.device import set_layer_by_layer as set_layer_by_layer
+    from caffepy.pycaffe.device import set_math as set_math
+    from caffepy.pycaffe.device import set_mode_cpu as set_mode_cpu
+    from caffepy.pycaffe.device import set_mode_gpu as set_mode_gpu
+    from caffepy.pycaffe.device import set_multiprocess as set_multiprocess
+    from caffepy.pycaffe.device import set_random_seed as set_random_seed
+    from caffepy.pycaffe.device import set_solver_count as set_solver_count
+    from caffepy.pycaffe.device import set_solver_rank as set_solver_rank
+    from caffepy.pycaffe.device import solver_count as solver_count
+    from caffepy.pycaffe.device import solver_rank as solver_rank
     from caffepy.pycaffe.layer import LayerBase as LayerBase
     from caffepy.pycaffe.layer import LayerParameter as LayerParameter
     from caffepy.pycaffe.layer import create_layer as create_layer
     from caffepy.pycaffe.layer import layer_type_list as layer_type_list
-    from caffepy.pycaffe.mode import init_log as init_log
-    from caffepy.pycaffe.mode import log as log
-    from caffepy.pycaffe.mode import set_device as set_device
-    from caffepy.pycaffe.mode import set_devices as set_devices
-    from caffepy.pycaffe.mode import set_layer_by_layer as set_layer_by_layer
-    from caffepy.pycaffe.mode import set_math as set_math
-    from caffepy.pycaffe.mode import set_mode_cpu as set_mode_cpu
-    from caffepy.pycaffe.mode import set_mode_gpu as set_mode_gpu
-    from caffepy.pycaffe.mode import set_multiprocess as set_multiprocess
-    from caffepy.pycaffe.mode import set_random_seed as set_random_seed
-    from caffepy.pycaffe.mode import set_solver_count as set_solver_count
-    from caffepy.pycaffe.mode import set_solver_rank as set_solver_rank
-    from caffepy.pycaffe.mode import solver_count as solver_count
-    from caffepy.pycaffe.mode import solver_rank as solver_rank
-    from caffepy.pycaffe.nccl import NCCL as NCCL
-    from caffepy.pycaffe.nccl import has_nccl as has_nccl
     from caffepy.pycaffe.net import Net as Net
     from caffepy.pycaffe.net_spec import NetSpec as NetSpec
     from caffepy.pycaffe.net_spec import layers as layers
     from caffepy.pycaffe.net_spec import params as params
     from caffepy.pycaffe.net_spec import to_proto as to_proto
+    from caffepy.pycaffe.solver import NCCL as NCCL
     from caffepy.pycaffe.solver import AdaDeltaSolver as AdaDeltaSolver
     from caffepy.pycaffe.solver import AdaGradSolver as AdaGradSolver
     from caffepy.pycaffe.solver import AdamSolver as AdamSolver
@@ -60,20 +60,19 @@ if TYPE_CHECKING:
     from caffepy.pycaffe.solver import SGDSolver as SGDSolver
     from caffepy.pycaffe.solver import Solver as Solver
     from caffepy.pycaffe.solver import get_solver as get_solver
-    from caffepy.pycaffe.timer import Timer as Timer
+    from caffepy.pycaffe.solver import has_nccl as has_nccl
 
 _NAMES = {
     "blob": "Blob BlobVec",
     "classifier": "Classifier",
     "detector": "Detector",
-    "layer": "LayerBase LayerParameter create_layer layer_type_list",
-    "mode": "init_log log set_device set_devices set_layer_by_layer set_math set_mode_cpu set_mode_gpu "
+    "device": "Timer init_log log set_device set_devices set_layer_by_layer set_math set_mode_cpu set_mode_gpu "
     "set_multiprocess set_random_seed set_solver_count set_solver_rank solver_count solver_rank",
-    "nccl": "NCCL has_nccl",
+    "layer": "LayerBase LayerParameter create_layer layer_type_list",
     "net": "Net",
     "net_spec": "NetSpec layers params to_proto",
-    "solver": "AdaDeltaSolver AdaGradSolver AdamSolver NesterovSolver RMSPropSolver SGDSolver Solver get_solver",
-    "timer": "Timer",
+    "solver": "AdaDeltaSolver AdaGradSolver AdamSolver NCCL NesterovSolver RMSPropSolver SGDSolver Solver get_solver "
+    "has_nccl",
 }
 """Names by module of this package."""
 

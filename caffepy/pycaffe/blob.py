@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from caffepy.backend import Array
 from caffepy.layers import blob as core
-from caffepy.pycaffe.core.device import Device
-from caffepy.pycaffe.core.errors import whole_number
-from caffepy.pycaffe.mode import mode
+from caffepy.pycaffe.device import Device, mode
+from caffepy.pycaffe.errors import whole_number
 
 
 def _nothing(*_: object) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.formats.proto.caffe_pb2 import TEST
-from caffepy.infer.pixels import ArrayError, configured_transformer, crop_centres, resize_image
-from caffepy.infer.pixels import oversample as ten_crops
+from caffepy.infer.images import ArrayError, configured_transformer, crop_centres, resize_image
+from caffepy.infer.images import oversample as ten_crops
 from caffepy.pycaffe.net import Net
 
 

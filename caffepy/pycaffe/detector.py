@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from caffepy.errors import UserError
 from caffepy.formats.proto.caffe_pb2 import TEST
-from caffepy.infer.pixels import configured_transformer
+from caffepy.infer.images import configured_transformer
 from caffepy.infer.windows import check_context_pad, crop_mean, crop_window
 from caffepy.pycaffe import io
 from caffepy.pycaffe.net import Net

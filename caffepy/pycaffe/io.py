@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from caffepy.data.datum import decode_image
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.proto.caffe_pb2 import BlobProto, Datum
-from caffepy.infer.pixels import ArrayError as ArrayError
-from caffepy.infer.pixels import Transformer as Transformer
-from caffepy.infer.pixels import load_image as load_image
-from caffepy.infer.pixels import oversample as oversample
-from caffepy.infer.pixels import resize_image as resize_image
+from caffepy.infer.images import ArrayError as ArrayError
+from caffepy.infer.images import Transformer as Transformer
+from caffepy.infer.images import load_image as load_image
+from caffepy.infer.images import oversample as oversample
+from caffepy.infer.images import resize_image as resize_image
 
 Floats = NDArray[Any]
 

@@ -13,9 +13,8 @@ from caffepy.layers.layer import Layer as CoreLayer
 from caffepy.layers.python import PythonLayer
 from caffepy.net.graph import Node
 from caffepy.pycaffe.blob import Blob, BlobVec, unwrap
-from caffepy.pycaffe.core.device import Device
-from caffepy.pycaffe.core.errors import ArgumentError, as_users_raise
-from caffepy.pycaffe.mode import mode
+from caffepy.pycaffe.device import Device, mode
+from caffepy.pycaffe.errors import ArgumentError, as_users_raise
 
 
 def layer_type_list() -> list[str]:

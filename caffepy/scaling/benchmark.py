@@ -18,11 +18,11 @@ import numpy as np
 from caffepy.backend import Backend, create_backend
 from caffepy.distributed.communicators.communicator import Communicator
 from caffepy.distributed.connect import Connector, DeviceCommunicators
-from caffepy.distributed.control_channel import connect_training
 from caffepy.distributed.device_threads import DeviceThread, DeviceThreads, bind_rank
 from caffepy.distributed.failures import Failures
 from caffepy.distributed.liveness import Heartbeat, Watchdog
 from caffepy.distributed.processes.world import World
+from caffepy.distributed.rendezvous import connect_training
 from caffepy.errors import ConfigError, PeerError
 from caffepy.utils.clocks import suspend_aware_seconds
 from caffepy.utils.options import TIMEOUT

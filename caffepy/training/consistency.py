@@ -21,14 +21,14 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from caffepy import version
-from caffepy.distributed.processes.gpu_assignment import assign_gpus
+from caffepy.distributed.placement import assign_gpus
 from caffepy.distributed.processes.world import World
 from caffepy.errors import ConfigError
 from caffepy.formats.dialect import VARIABLE as DIALECT
 from caffepy.formats.paths import PathResolver, is_path
 from caffepy.formats.proto.caffe_pb2 import LayerParameter, SolverParameter, SolverState
-from caffepy.formats.proto.registration import VARIABLE as PROTO
-from caffepy.formats.proto.registration import fork_schema
+from caffepy.formats.proto.schemas import VARIABLE as PROTO
+from caffepy.formats.proto.schemas import fork_schema
 from caffepy.formats.snapshot_files import newest_snapshot
 from caffepy.layers.input.prefetching import PrefetchingLayer
 from caffepy.layers.layer import Layer

@@ -12,8 +12,7 @@ import numpy as np
 
 from caffepy.backend.interface import Backend
 from caffepy.formats.proto.caffe_pb2 import SolverParameter
-from caffepy.logs.data_waits import format_waits
-from caffepy.logs.performance_report import WARM_UP, Performance
+from caffepy.logs.performance_report import WARM_UP, Performance, format_waits
 from caffepy.net import Net
 from caffepy.training.callback import SolverCallback
 from caffepy.training.update import GradientScaler

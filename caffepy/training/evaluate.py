@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.layout import address
+from caffepy.backend.types import address
 from caffepy.data.sharding import Shard
 from caffepy.errors import ConfigError, StopRequestedError
 from caffepy.formats.proto.caffe_pb2 import SolverParameter

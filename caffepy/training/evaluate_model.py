@@ -16,11 +16,11 @@ import numpy as np
 from caffepy.backend import Backend, create_backend
 from caffepy.data.sharding import Shard
 from caffepy.distributed.connect import Connector, DeviceCommunicators
-from caffepy.distributed.control_channel import connect_training
 from caffepy.distributed.device_threads import DeviceSpec, DeviceThread, DeviceThreads, bind_rank, device_specs
 from caffepy.distributed.failures import Failures
 from caffepy.distributed.liveness import Heartbeat, Watchdog
 from caffepy.distributed.processes.world import World
+from caffepy.distributed.rendezvous import connect_training
 from caffepy.errors import AbortedError
 from caffepy.net import Net
 from caffepy.net.executor import ForwardExecutor

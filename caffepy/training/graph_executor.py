@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol
 
-from caffepy.backend.handles import Event
+from caffepy.backend.types import Event
 from caffepy.errors import RunError
 from caffepy.logs.trace import Tracer
 from caffepy.net import Net

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from caffepy.errors import ConfigError
-from caffepy.training.callbacks.loggers.choose import logger_list
+from caffepy.training.callbacks.loggers import logger_list
 from caffepy.utils.options import (
     KEEP_GROUP,
     MATH_MODES,

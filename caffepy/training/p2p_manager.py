@@ -12,15 +12,14 @@ import signal
 from collections.abc import Callable
 from functools import partial
 
-from caffepy.distributed.affinity import Cores
 from caffepy.distributed.connect import DeviceCommunicators
-from caffepy.distributed.control_channel import connect_training
 from caffepy.distributed.device_threads import DeviceThreads, bind_rank, device_names, device_specs
 from caffepy.distributed.failures import Failures
 from caffepy.distributed.liveness import Heartbeat, Watchdog, describe_error
-from caffepy.distributed.processes.create import create_world
+from caffepy.distributed.placement import Cores
 from caffepy.distributed.processes.launcher import refuse_foreign_launcher
-from caffepy.distributed.processes.world import World
+from caffepy.distributed.processes.world import World, create_world
+from caffepy.distributed.rendezvous import connect_training
 from caffepy.distributed.store.store import ControlChannel
 from caffepy.errors import RunError
 from caffepy.formats.proto.caffe_pb2 import SolverState

@@ -27,9 +27,9 @@ from caffepy.logs.trace import NO_TRACE, Trace, Tracer
 from caffepy.training.callback import Action, SingleDevice, SolverCallback
 from caffepy.training.callbacks.check_run import check_training, shortened
 from caffepy.training.callbacks.early_stop import EarlyStop
-from caffepy.training.callbacks.loggers.choose import make_loggers
-from caffepy.training.callbacks.loggers.watch import Watch
+from caffepy.training.callbacks.loggers import make_loggers
 from caffepy.training.callbacks.lr_find import LearningRateFinder
+from caffepy.training.callbacks.watch import Watch
 from caffepy.training.callbacks.weight_average import WeightAverage
 from caffepy.training.options import TrainOptions
 from caffepy.training.run_summary import save_solver

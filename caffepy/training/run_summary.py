@@ -14,8 +14,8 @@ import numpy as np
 from google.protobuf import text_format
 
 from caffepy.data.sharding import Shard
-from caffepy.distributed.affinity import format_cores
 from caffepy.distributed.nvml import Nvml, open_nvml
+from caffepy.distributed.placement import format_cores
 from caffepy.distributed.processes.world import World
 from caffepy.errors import CaffepyError, ConfigError
 from caffepy.formats.logged_solver import describe_solver, inline_nets, read_movable_net

@@ -1,7 +1,7 @@
 """The training loop (Caffe's `solver.cpp`): iterations, tests, snapshots and requests, in one visible place.
 
-What a solver type computes is in `rules.py`, how iterations are captured and replayed in `graph_runner.py`. The devices
-that train together with this one are behind a `SolverCallback`.
+What a solver type computes is in `rules.py`, how iterations are captured and replayed in `graph_executor.py`. The
+devices that train together with this one are behind a `SolverCallback`.
 """
 
 from __future__ import annotations

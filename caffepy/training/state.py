@@ -12,7 +12,7 @@ import numpy as np
 from caffepy.backend.types import Array
 from caffepy.errors import SnapshotError
 from caffepy.formats.binary import blob_shape, check_values, same_shape
-from caffepy.formats.blob_shape import format_shape
+from caffepy.formats.blobs import format_shape
 from caffepy.formats.paths import PathResolver
 from caffepy.formats.proto.caffe_pb2 import DataPosition, SolverParameter, SolverState
 from caffepy.formats.snapshot_files import snapshot_names

@@ -1,8 +1,8 @@
 """The cache folder of caffepy: in the user's cache folder, never beside the package.
 
-    $XDG_CACHE_HOME/caffepy/autotune-5.json             the fastest algorithms (cuda/convolution/autotune_cache.py)
-    $XDG_CACHE_HOME/caffepy/kernels-0.2.0-5f0c63a1b2d4/ compiled CPU kernels (cpu/jit/cache.py)
-    $XDG_CACHE_HOME/caffepy/plans-0.2.0-9c1e0b7d2f3a/   cuDNN's plans (cuda/convolution/plan_cache.py)
+    $XDG_CACHE_HOME/caffepy/autotune-5.json             the fastest algorithms (cuda/convolution/cache.py)
+    $XDG_CACHE_HOME/caffepy/kernels-0.2.0-5f0c63a1b2d4/ compiled CPU kernels (cpu/jit/compiler.py)
+    $XDG_CACHE_HOME/caffepy/plans-0.2.0-9c1e0b7d2f3a/   cuDNN's plans (cuda/convolution/cache.py)
 
 XDG_CACHE_HOME defaults to ~/.cache. CuPy keeps compiled CUDA kernels in a folder of its own. site-packages may be
 read-only, and files there survive `pip uninstall` and shadow the next installation.

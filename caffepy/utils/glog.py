@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from caffepy.errors import printable, printable_message
-from caffepy.utils.whole_numbers import whole
+from caffepy.utils.options import whole
 
 ENDS = {"ends": True}
 """`extra` of the record of an error that ends the command without an exception in `caffepy.cli.main`."""

@@ -1,9 +1,10 @@
-"""Options, declared once: the field of a dataclass has a default, a help text and a function that reads its text.
+"""Options, declared once as fields of dataclasses, and whole numbers in texts from files, names and the environment.
 
-The command line (`cli/options.py`), the keywords of `caffepy.train`, the comparison of ranks and the table in the
-documents derive from the declarations. A function raises argparse.ArgumentTypeError where the text does not fit; the
-message becomes the command's. Also here are the options that several parts share. Nothing heavy is imported, so that
-`--help` stays quick.
+The field of an option has a default, a help text and a function that reads its text. The command line
+(`cli/options.py`), the keywords of `caffepy.train`, the comparison of ranks and the table in the documents derive from
+the declarations. A function raises argparse.ArgumentTypeError where the text does not fit; the message becomes the
+command's. This module also has the options that several parts share. Nothing heavy is imported, so that `--help` stays
+quick.
 """
 
 from __future__ import annotations
@@ -382,3 +383,19 @@ class RetentionPolicy:
         metavar="SCORE",
         group=KEEP_GROUP,
     )
+
+
+# -- whole numbers -------------------------------------------------------------------------------------
+
+_DIGITS = 20
+"""Of the longest number; Python refuses to read thousands of digits, and `isdigit` takes characters such as ²."""
+
+
+def whole(text: str | bytes, least: int = 0, most: int = LARGEST) -> int | None:
+    """The whole number that `text` is, in ASCII digits after at most one sign; None if it is none in these bounds."""
+    signed = text.decode(errors="replace") if isinstance(text, bytes) else text
+    digits = signed[1:] if signed[:1] in ("+", "-") else signed
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= _DIGITS):
+        return None
+    number = int(signed)
+    return number if least <= number <= most else None

@@ -17,7 +17,7 @@ from caffepy.errors import UserError
 from caffepy.formats.load import read_net, read_solver
 from caffepy.formats.paths import PathResolver
 from caffepy.formats.proto import caffe_pb2
-from caffepy.formats.proto.registration import unite
+from caffepy.formats.proto.schemas import unite
 from caffepy.formats.solver_check import check_solver, log_ignored
 from caffepy.layers import LayerContext, layer_class
 from caffepy.net import Net

@@ -27,7 +27,7 @@ class Lmdb(BinaryTarget):
         self.blobs = seeds.lmdbs(self.folder)
 
     def read(self) -> None:
-        from caffepy.data.sources.lmdb import LmdbSource
+        from caffepy.data.sources.databases import LmdbSource
 
         source = LmdbSource(self.path.parent)
         try:
@@ -74,7 +74,7 @@ class ChangingLmdb(Lmdb):
     share = 2
 
     def use(self, data: bytes) -> None:
-        from caffepy.data.sources.lmdb import LmdbSource
+        from caffepy.data.sources.databases import LmdbSource
 
         whole = self.blobs[data[0] % len(self.blobs)]
         self.path.write_bytes(whole)
@@ -302,7 +302,7 @@ class Idx(BinaryTarget):
         self.blobs = seeds.idx()
 
     def use(self, data: bytes) -> None:
-        from caffepy.data.sources.mnist import parse_images, parse_labels
+        from caffepy.data.conversion.mnist_cifar import parse_images, parse_labels
 
         for parse in (parse_images, parse_labels):
             with contextlib.suppress(_data_error()):

@@ -25,7 +25,7 @@ class Hostfile(TextTarget):
         self.texts = ["a slots=4\nb slots=4 max_slots=8\n", "a:4\nb:4\n# comment\na\n", "node-1.site\nuser@b\n"]
 
     def read(self) -> None:
-        from caffepy.distributed.launch.hostfile import read_hostfile
+        from caffepy.distributed.launch.launchers import read_hostfile
 
         for host in read_hostfile(self.path):
             assert not host.name.startswith("-"), host
@@ -57,7 +57,7 @@ class Measurements(TextTarget):
         ]
 
     def read(self) -> None:
-        from caffepy.scaling.calibrate import fit_link, read_measurements
+        from caffepy.scaling.model import fit_link, read_measurements
 
         fit_link(read_measurements(self.path), "auto")
 
@@ -82,8 +82,7 @@ class Slurm(Target):
         return json.dumps(values).encode()
 
     def use(self, data: bytes) -> None:
-        from caffepy.distributed.launch.mpirun import Job
-        from caffepy.distributed.launch.slurm import find_allocation, srun_line
+        from caffepy.distributed.launch.launchers import Job, find_allocation, srun_line
 
         allocation = find_allocation({**json.loads(data), "PATH": str(self.folder)})
         if allocation is not None:
@@ -128,15 +127,13 @@ class Records(TextTarget):
     share = 2
 
     def prepare(self) -> None:
-        from caffepy.distributed.store.records import DeviceStatus, Failure
-        from caffepy.distributed.store.wire import encode
+        from caffepy.distributed.store.wire import DeviceStatus, Failure, encode
 
         status = DeviceStatus(1, "host", 7, "0", 5, 3, "a wait", 1.5)
         self.texts = [encode([status, status]).decode(), encode(Failure("it broke", 1)).decode()]
 
     def use(self, data: bytes) -> None:
-        from caffepy.distributed.store.records import DeviceStatus, Failure
-        from caffepy.distributed.store.wire import WireError, decode, decode_list
+        from caffepy.distributed.store.wire import DeviceStatus, Failure, WireError, decode, decode_list
 
         with contextlib.suppress(WireError):
             for status in decode_list(DeviceStatus, data):
@@ -155,7 +152,7 @@ class Handshake(BinaryTarget):
         self.blobs = [b"\0\x20" + bytes(32) + b'{"host": "h", "machine": "m", "process": 1}', b"GET / HTTP/1.1\r\n\r\n"]
 
     def use(self, data: bytes) -> None:
-        from caffepy.distributed.store.handshake import challenge
+        from caffepy.distributed.store.wire import challenge
 
         near, far = socket.socketpair()
         with near, far:
@@ -199,8 +196,7 @@ class Member(TextTarget):
         ]
 
     def use(self, data: bytes) -> None:
-        from caffepy.distributed.store.handshake import challenge
-        from caffepy.distributed.store.wire import Kind
+        from caffepy.distributed.store.wire import Kind, challenge
 
         def reply(received: bytes) -> bytes:
             proof = hmac.digest(b"caffepy secret", b"client" + received[8:40] + data, "sha256")
@@ -221,7 +217,7 @@ class Server(BinaryTarget):
         self.blobs = [b"caffepy1" + bytes(32) + b"\7\0\0" + (40).to_bytes(8, "big") + bytes(12) + bytes(40)]
 
     def use(self, data: bytes) -> None:
-        from caffepy.distributed.store.handshake import Handshake, introduce
+        from caffepy.distributed.store.wire import Handshake, introduce
 
         introduce(cast(socket.socket, Line(lambda _: data)), "secret", Handshake("h", "m", 1, 1, 2))
 

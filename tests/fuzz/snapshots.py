@@ -174,7 +174,7 @@ class Verify(FileTarget):
         return name.encode() + b"\n" + data
 
     def use(self, data: bytes) -> None:
-        from caffepy.cli.snapshot import run
+        from caffepy.cli.files import run_snapshot as run
 
         name, _, content = data.partition(b"\n")
         self.path = self.folder / name.decode()

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from training import open_solver, relative_error, weights_of
 
-from caffepy.data.sources.mnist import SUBSET, build_lmdbs, folder_reader
+from caffepy.data.conversion.mnist_cifar import SUBSET, build_lmdbs, folder_reader
 
 FOLDER = Path(__file__).parent / "lenet"
 CALM = 80

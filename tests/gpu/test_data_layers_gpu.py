@@ -17,7 +17,7 @@ from google.protobuf import text_format
 from training import CPU
 
 from caffepy.backend import Backend
-from caffepy.data.sources.record_write import record_key, write_datums
+from caffepy.data.sources.databases import record_key, write_datums
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext
 from caffepy.net import Net

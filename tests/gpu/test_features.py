@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from caffepy.cli.main import main
-from caffepy.data.sources.record_write import record_key, write_datums
+from caffepy.data.sources.databases import record_key, write_datums
 from caffepy.formats.proto.caffe_pb2 import Datum, NetParameter
 
 pytestmark = pytest.mark.gpu

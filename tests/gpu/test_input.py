@@ -10,9 +10,8 @@ from backend_arrays import rounded
 from google.protobuf import text_format
 
 from caffepy.backend import create_backend
-from caffepy.backend.input_ring import ImageSlot
-from caffepy.backend.types import DTYPES
-from caffepy.data.sources.record_write import record_key, write_datums
+from caffepy.backend.types import DTYPES, ImageSlot
+from caffepy.data.sources.databases import record_key, write_datums
 from caffepy.formats.proto.caffe_pb2 import TRAIN, Datum, LayerParameter
 from caffepy.layers.blob import Blob
 from caffepy.layers.layer import LayerContext, layer_class

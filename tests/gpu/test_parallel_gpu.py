@@ -155,7 +155,7 @@ def test_averages_that_are_begun_can_be_captured_and_replayed(compress: str, rou
 
 
 def test_bfloat16_on_a_gpu_has_the_bits_of_the_hosts() -> None:
-    from caffepy.distributed.communicators.compression import host_compressor
+    from caffepy.distributed.communicators.communicator import host_compressor
     from caffepy.distributed.communicators.nccl import device_compressor
 
     bits = np.random.default_rng(1).integers(0, 1 << 32, 100_000, np.uint32)

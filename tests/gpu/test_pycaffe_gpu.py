@@ -13,7 +13,7 @@ from random_programs import run_program
 from shared_memory_programs import run_program as run_shared_memory_program
 
 from caffepy import pycaffe as caffe
-from caffepy.pycaffe.mode import mode
+from caffepy.pycaffe.device import mode
 
 NET = """
 name: 'small' force_backward: true

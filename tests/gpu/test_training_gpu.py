@@ -10,7 +10,7 @@ import pytest
 from training import open_solver, relative_error, weights_of
 
 from caffepy.backend import Backend
-from caffepy.data.sources.mnist import SUBSET, build_lmdbs, folder_reader
+from caffepy.data.conversion.mnist_cifar import SUBSET, build_lmdbs, folder_reader
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(path.name.removesuffix("_solver.prototxt") for path in (GOLDEN / "solvers").glob("*_solver.prototxt"))

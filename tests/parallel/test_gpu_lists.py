@@ -21,7 +21,7 @@ if shown:
 simulated_nccl.install(gpus=4)
 from caffepy.training.consistency import agree_on_options
 from caffepy.training.options import TrainOptions
-from caffepy.distributed.processes.create import create_world
+from caffepy.distributed.processes.world import create_world
 from caffepy.formats.proto.caffe_pb2 import SolverParameter
 from caffepy.training.devices import check_gpus
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.distributed import AVG, MAX, MIN, PRODUCT, SUM, ProcessGroup, ReduceOp
-from caffepy.distributed.arrays import DTYPES
+from caffepy.distributed.group import DTYPES
 
 TOLERANCE = {"float16": 4e-3, "float32": 1e-5, "float64": 1e-12}
 COUNTS = (0, 1, 7, 1000)

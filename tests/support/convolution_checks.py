@@ -64,8 +64,7 @@ CASES = {
 
 def families_of(backend: Any, task: Any) -> list[Any]:
     """The families of candidates for a task, as tuning tries them."""
-    from caffepy.backend.cuda.convolution.plan import CudaConvolutionPlan
-    from caffepy.backend.cuda.convolution.registry import algorithm_families
+    from caffepy.backend.cuda.convolution.plan import CudaConvolutionPlan, algorithm_families
 
     plan, resources = CudaConvolutionPlan(task.problem, backend._resources), backend._resources
     return list(algorithm_families(task, plan.run, plan.candidate, resources))

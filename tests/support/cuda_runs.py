@@ -379,7 +379,7 @@ def run_recurrent(backend: Any) -> None:
 
 def run_input(backend: Any) -> None:
     """Images and other values that become blobs, and clocks."""
-    from caffepy.backend.input_ring import ImageSlot
+    from caffepy.backend.types import ImageSlot
 
     for dtype, channels in itertools.product(BLOB_DTYPES.values(), (1, 3, 5)):
         slot = ImageSlot(8, channels, 96, 96)

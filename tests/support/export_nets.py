@@ -28,14 +28,13 @@ from wide_nets import try_layer
 
 from caffepy.errors import ConfigError, UserError
 from caffepy.export.onnx.check import compare, larger_batch, random_inputs, run_net
-from caffepy.export.onnx.fold import fold_batch_norms, with_parameters
 from caffepy.export.onnx.libraries import run_model
-from caffepy.export.onnx.prepare import Settings, build, inference_net, varying_axes
+from caffepy.export.onnx.prepare import Settings, build, fold_batch_norms, inference_net, varying_axes, with_parameters
 from caffepy.export.onnx.write import serialised, to_model
-from caffepy.export.torch.check import run_exported
 from caffepy.export.torch.code import EXPORTERS
-from caffepy.export.torch.write import find_exporters
+from caffepy.export.torch.write import run_exported
 from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.export_rules import import_families
 from caffepy.net import Net
 
 Arrays = dict[str, np.ndarray]
@@ -68,7 +67,7 @@ class ExportNet(RandomNet):
 
     def __init__(self, seed: int, only: Sequence[str] = ()) -> None:
         super().__init__(seed)
-        find_exporters()
+        import_families()
         self._open: list[Stem] = []
         kinds = list(only or (TEMPLATES if seed % 2 else [kind for kind in TEMPLATES if kind in EXPORTERS]))
         for _ in range(self._random.randint(1, 7)):

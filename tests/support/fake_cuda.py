@@ -196,7 +196,9 @@ def fake_backend(math_mode: str) -> Iterator[Any]:
     """A CUDA backend without cuDNN's and cuBLAS's work."""
     from caffepy.backend import create_backend
     from caffepy.backend.cuda import gemm as dense
-    from caffepy.backend.cuda.convolution import cudnn, registry, space_to_depth
+    from caffepy.backend.cuda.convolution import cudnn
+    from caffepy.backend.cuda.convolution import plan as registry
+    from caffepy.backend.cuda.convolution import rewritten as space_to_depth
 
     library = MagicMock()
     library.configure_mock(**{f"{name}.return_value": 0 for name in (

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.backend.layout import view
+from caffepy.backend.types import view
 
 NET = """
 layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from caffepy.distributed.processes.world import SingleProcess
-from caffepy.distributed.store.records import Failure
+from caffepy.distributed.store.wire import Failure
 
 
 def same(rank: int, value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend.input_ring import ImageSlot
+from caffepy.backend.types import ImageSlot
 
 
 def random_slot(slot: ImageSlot, whole: tuple[int, int], mirror: bool, seed: int = 0) -> NDArray[np.uint8]:

@@ -26,10 +26,10 @@ import numpy as np
 from damage import damaged
 from numpy.typing import NDArray
 
-from caffepy.backend.input_ring import ImageSlot
+from caffepy.backend.types import ImageSlot
 from caffepy.data.loader import DatumLoader
 from caffepy.data.sampler import Sampler
-from caffepy.data.sources.lmdb import LmdbSource
+from caffepy.data.sources.databases import LmdbSource
 from caffepy.data.sources.lmdb_index import LmdbIndex
 from caffepy.data.transform import Transformer
 from caffepy.errors import DataError

@@ -11,8 +11,8 @@ from caffepy.distributed.communicators.local import LocalCommunicator, LocalGrou
 from caffepy.distributed.default import connect
 from caffepy.distributed.group import ProcessGroup
 from caffepy.distributed.rendezvous import Membership
-from caffepy.distributed.store.records import Member
 from caffepy.distributed.store.store import RankStore
+from caffepy.distributed.store.wire import Member
 
 
 def run_threads(count: int, action: Callable[[int], Any]) -> list[Any]:

@@ -32,7 +32,7 @@ import numpy as np
 
 from caffepy.backend import create_backend
 from caffepy.errors import CaffepyError
-from caffepy.forks.pose.skeletons import model_named
+from caffepy.forks.pose.people import model_named
 from caffepy.formats.load import filter_net, net_state, read_net, read_solver
 from caffepy.formats.messages import walk_fields
 from caffepy.formats.proto import caffe_pb2

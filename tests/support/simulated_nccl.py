@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 from subprocess_training import program_environment
 
-from caffepy.distributed.communicators.collectives import Collective, Op, ReduceOp
-from caffepy.distributed.communicators.compression import round_to_bfloat16, widen_bfloat16
+from caffepy.distributed.communicators.communicator import Collective, Op, ReduceOp, round_to_bfloat16, widen_bfloat16
 from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
 
 TYPES = {7: np.float32, 6: np.float16, 8: np.float64, 2: np.int32, 4: np.int64, 1: np.uint8, 9: np.uint16}

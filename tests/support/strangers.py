@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
-from caffepy.distributed.store.handshake import CONTROL, Handshake, introduce
+from caffepy.distributed.store.wire import CONTROL, Handshake, introduce
 
 GARBAGE = {
     "a letter": b"x",

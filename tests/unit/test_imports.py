@@ -54,24 +54,27 @@ CUPY = (
     "distributed/communicators/nccl.py",
     "distributed/nccl_info.py",
 )
+LOGGERS = ("training/callbacks/loggers.py",)
 ALLOWED = {
     "cupy": CUPY,
     "cupyx": CUPY,
     "cudnn": ("backend/cuda/convolution/cudnn*.py", "backend/cuda/device.py"),
     "mpi4py": ("distributed/communicators/mpi.py",),
     "tqdm": ("utils/progress.py",),
-    "matplotlib": ("scaling/report.py", "logs/plot.py"),
+    "matplotlib": ("scaling/predict.py", "logs/plot.py"),
     "onnx": ("export/onnx/*.py", "export/onnx/*/*.py", "export/onnx_import/*.py", "infer/onnx_engine.py"),
     "torch": ("export/torch/modules.py",),
-    "tensorboardX": ("training/callbacks/loggers/tensorboard.py",),
-    "wandb": ("training/callbacks/loggers/wandb.py",),
-    "mlflow": ("training/callbacks/loggers/mlflow.py",),
+    "tensorboardX": LOGGERS,
+    "wandb": LOGGERS,
+    "mlflow": LOGGERS,
     "onnxruntime": ("export/onnx/libraries.py", "export/onnx/quantize.py"),
 }
 """Where optional libraries may be imported at all."""
 
-NOT_NEEDED = ("mpi4py", "tensorboardX", "wandb", "mlflow", "torch")
-"""Libraries of MPI, loggers and exports, which are imported by the modules that use them."""
+NOT_NEEDED = ("mpi4py", "torch")
+"""Libraries that the modules of their table import when they are imported themselves."""
+SERVERS = ("tensorboardX", "wandb", "mlflow")
+"""Libraries of loggers, which a logger imports when it is made."""
 
 HEAVY = ("numpy", "google.protobuf", "numba", "cv2", "h5py", "lmdb", "tqdm", "mpi4py", "cupy", "matplotlib", "onnx")
 """What `import caffepy` and `caffepy --help` must not load."""
@@ -195,7 +198,7 @@ def test_everything_else_imports_without_mpi_cuda_and_servers():
     ]
     code = (
         "import importlib, sys\n"
-        f"for absent in ('cupy', 'cudnn', *{NOT_NEEDED}): sys.modules[absent] = None\n"
+        f"for absent in ('cupy', 'cudnn', *{NOT_NEEDED + SERVERS}): sys.modules[absent] = None\n"
         "for name in sys.argv[1:]: importlib.import_module(name)"
     )
     python(code, *names)

@@ -13,8 +13,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from caffepy.backend.meta import MetaBackend
-from caffepy.data.conversion.annotation_sets import read_boxes
-from caffepy.data.conversion.label_maps import create_label_map, read_label_map
+from caffepy.data.conversion.annotation_sets import create_label_map, read_boxes, read_label_map
 from caffepy.errors import CaffepyError
 from caffepy.export.onnx.graph import Graph
 from caffepy.export.onnx_import.read import read_onnx
@@ -31,8 +30,7 @@ from caffepy.logs.read import read_log
 from caffepy.net.memory_plan import Lifetime, assign_offsets, widest_gaps
 from caffepy.net.net import Net
 from caffepy.scaffold.data_sets import coco_data_set, read_classes
-from caffepy.training.callbacks.loggers.contract import Run
-from caffepy.training.callbacks.loggers.rows import CsvLogger
+from caffepy.training.callbacks.loggers import CsvLogger, Run
 
 Task = Callable[[], object]
 GLOG = "I1121 11:29:00.123456 12345 solver.py:123]"

@@ -17,16 +17,20 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.jit.address import address_of
-from caffepy.backend.cpu.jit.functions import exponential, hyperbolic_tangent, logarithm_plus_one
-from caffepy.backend.cpu.jit.kernel import Entry
-from caffepy.backend.cpu.jit.kernel_graph import note_host_work
+from caffepy.backend.cpu.jit.kernel import Entry, note_host_work
 from caffepy.backend.cpu.jit.threads import GRAIN
-from caffepy.backend.cpu.jit.vector import larger_of, select, smaller_of
+from caffepy.backend.cpu.jit.vector import (
+    exponential,
+    hyperbolic_tangent,
+    larger_of,
+    logarithm_plus_one,
+    select,
+    smaller_of,
+)
 from caffepy.backend.cpu.memory import CpuMemory
 from caffepy.backend.expression import Expression, Kind
 from caffepy.backend.interface import ElementwisePrimitives
-from caffepy.backend.layout import CHANNELS_LAST
-from caffepy.backend.types import Array
+from caffepy.backend.types import CHANNELS_LAST, Array
 
 _FUNCTIONS = {
     "exp": exponential,

@@ -20,10 +20,8 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from caffepy.backend.cpu.jit.intrinsics import intrinsic
-from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
-from caffepy.backend.cpu.jit.kernel_graph import note_host_work
-from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, copy_vectors, table_at
+from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel, note_host_work
+from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, copy_vectors, intrinsic, table_at
 from caffepy.backend.cpu.memory import CpuMemory, Workspace
 from caffepy.backend.cpu.microkernel import COST, ROWS, Panels, WeightPacking, extended, pack_weights, tile
 from caffepy.backend.interface import DensePrimitives

@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.copy import is_whole
-from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, Ints, Words, device_function, kernel
-from caffepy.backend.cpu.jit.kernel_graph import note_host_work
+from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, Ints, Words, device_function, kernel, note_host_work
 from caffepy.backend.cpu.memory import CpuMemory
 from caffepy.backend.interface import IndexingPrimitives
-from caffepy.backend.layout import CHANNELS_LAST, memory_order
-from caffepy.backend.types import Array, SparseMatrix
+from caffepy.backend.types import CHANNELS_LAST, Array, SparseMatrix, memory_order
 
 GRAIN = 4096
 """Minimum elements for a second thread."""

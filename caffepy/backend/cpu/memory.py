@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend import layout
-from caffepy.backend.cpu.jit.kernel_graph import note_host_work
+from caffepy.backend import types
+from caffepy.backend.cpu.jit.kernel import note_host_work
 from caffepy.backend.interface import MemoryPrimitives
-from caffepy.backend.layout import CHANNELS_LAST, is_plain, memory_order
-from caffepy.backend.types import Array
+from caffepy.backend.types import CHANNELS_LAST, Array, is_plain, memory_order
 from caffepy.errors import OutOfMemoryError
 
 ALIGNMENT = 64
@@ -133,7 +132,7 @@ class CpuMemory(MemoryPrimitives):
             # Linux overcommits: it would grant memory that it lacks and kill the process on use.
             if size > LARGE and size > (self.available_memory() or size):
                 raise MemoryError
-            return layout.view(aligned_zeros((math.prod(shape),), dtype), shape)
+            return types.view(aligned_zeros((math.prod(shape),), dtype), shape)
         except MemoryError:
             raise OutOfMemoryError(
                 f"{self.device_description()}: out of memory: {size / 2**30:.2f} GiB for an array of shape {shape} "
@@ -142,7 +141,7 @@ class CpuMemory(MemoryPrimitives):
             ) from None
 
     def view(self, flat: Array, shape: tuple[int, ...]) -> Array:
-        return layout.view(flat, shape)
+        return types.view(flat, shape)
 
     def flat(self, array: Array) -> Array:
         in_memory = memory_order(array)

@@ -19,15 +19,12 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from caffepy.backend.cpu.jit.intrinsics import intrinsic
-from caffepy.backend.cpu.jit.kernel import Doubles, Entry, Float, Floats, Int, device_function, kernel
-from caffepy.backend.cpu.jit.kernel_graph import note_host_work
+from caffepy.backend.cpu.jit.kernel import Doubles, Entry, Float, Floats, Int, device_function, kernel, note_host_work
 from caffepy.backend.cpu.jit.threads import GRAIN
-from caffepy.backend.cpu.jit.vector import ahead
+from caffepy.backend.cpu.jit.vector import ahead, intrinsic
 from caffepy.backend.cpu.memory import CpuMemory
 from caffepy.backend.interface import NormalisationPrimitives
-from caffepy.backend.layout import CHANNELS_LAST
-from caffepy.backend.types import Array, BatchNormState, LrnWindow
+from caffepy.backend.types import CHANNELS_LAST, Array, BatchNormState, LrnWindow
 
 LANES = 16
 """Elements per step; LLVM splits them into two vectors of eight without AVX-512."""

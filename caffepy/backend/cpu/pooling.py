@@ -15,9 +15,8 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from caffepy.backend.cpu.jit.intrinsics import intrinsic
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Ints, Kernel, Words, device_function, kernel
-from caffepy.backend.cpu.jit.vector import INDICES, VECTOR, WIDTH, Writer, ahead, ahead_int
+from caffepy.backend.cpu.jit.vector import INDICES, VECTOR, WIDTH, Writer, ahead, ahead_int, intrinsic
 from caffepy.backend.cpu.memory import CpuMemory, Workspace
 from caffepy.backend.interface import PoolingPrimitives
 from caffepy.backend.types import Array, Geometry

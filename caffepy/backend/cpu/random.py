@@ -6,12 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.jit.kernel import Floats, Int, device_function, kernel
-from caffepy.backend.cpu.jit.kernel_graph import note_host_work
+from caffepy.backend.cpu.jit.kernel import Floats, Int, device_function, kernel, note_host_work
 from caffepy.backend.cpu.memory import CpuMemory
 from caffepy.backend.interface import RandomPrimitives
-from caffepy.backend.layout import channels_and_pixels
-from caffepy.backend.types import Array, Counter, RandomStream
+from caffepy.backend.types import Array, Counter, RandomStream, channels_and_pixels
 
 _WORD = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)

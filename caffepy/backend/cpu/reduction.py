@@ -1,6 +1,6 @@
 """Reductions of formulas on the CPU: generates, compiles and runs their loops.
 
-Array views are those of `elementwise.py`.
+Array views are those of `expression.py`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cpu.expression import entry_of, extents_of, formula_lines, indented, loads_of, samples_of, unpacked
-from caffepy.backend.cpu.jit.kernel import Entry, Int, Ints, kernel
-from caffepy.backend.cpu.jit.kernel_graph import note_host_work
+from caffepy.backend.cpu.jit.kernel import Entry, Int, Ints, kernel, note_host_work
 from caffepy.backend.cpu.jit.threads import GRAIN
 from caffepy.backend.cpu.memory import CpuMemory
 from caffepy.backend.expression import Expression, Kind
 from caffepy.backend.interface import ReductionPrimitives
-from caffepy.backend.layout import memory_order
-from caffepy.backend.types import Array
+from caffepy.backend.types import Array, memory_order
 
 LANES = 64
 """Independent partial sums of a reduction, for vectorisation in a fixed order."""

@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.jit.functions import exponential
-from caffepy.backend.cpu.jit.kernel import Doubles, Float, Floats, Int, Ints, Kernel, kernel
-from caffepy.backend.cpu.jit.kernel_graph import note_host_work
+from caffepy.backend.cpu.jit.kernel import Doubles, Float, Floats, Int, Ints, Kernel, kernel, note_host_work
+from caffepy.backend.cpu.jit.vector import exponential
 from caffepy.backend.cpu.memory import CpuMemory
 from caffepy.backend.interface import SoftmaxPrimitives
-from caffepy.backend.layout import is_plain
-from caffepy.backend.types import Array
+from caffepy.backend.types import Array, is_plain
 
 GRAIN = 2048
 """Minimum elements for a second thread."""

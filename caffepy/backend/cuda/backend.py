@@ -13,10 +13,10 @@ from typing import Any
 
 from caffepy.backend.cuda.convolution.algorithm import Resources
 from caffepy.backend.cuda.convolution.autotune import Autotuner
+from caffepy.backend.cuda.convolution.cache import PlanCache
 from caffepy.backend.cuda.convolution.plan import CudaConvolution, CudaConvolutionPlan
-from caffepy.backend.cuda.convolution.plan_cache import PlanCache
 from caffepy.backend.cuda.convolution.problem import Problem
-from caffepy.backend.cuda.copy import CudaCopy, Staging
+from caffepy.backend.cuda.copy import CudaCopy, CudaInput, Staging
 from caffepy.backend.cuda.detection import CudaDetection
 from caffepy.backend.cuda.device import (
     DeviceProperties,
@@ -30,9 +30,8 @@ from caffepy.backend.cuda.device import (
 from caffepy.backend.cuda.expression import CudaElementwise
 from caffepy.backend.cuda.flow import CudaFlow
 from caffepy.backend.cuda.gemm import Blas, CudaDense
-from caffepy.backend.cuda.graph import CudaAsyncCopy, CudaEvent, CudaGraph, CudaScalars, CudaTimedEvent
+from caffepy.backend.cuda.graph import CudaAsyncCopy, CudaEvent, CudaGraph, CudaScalars, CudaTimedEvent, CudaTimer
 from caffepy.backend.cuda.indexing import CudaIndexing
-from caffepy.backend.cuda.input import CudaInput
 from caffepy.backend.cuda.memory import Scratch
 from caffepy.backend.cuda.normalisation import CudaNormalisation
 from caffepy.backend.cuda.pooling import CudaPooling
@@ -40,18 +39,15 @@ from caffepy.backend.cuda.random import CudaRandom
 from caffepy.backend.cuda.recurrent import CudaRecurrent
 from caffepy.backend.cuda.reduction import CudaReduction
 from caffepy.backend.cuda.softmax import CudaSoftmax
-from caffepy.backend.cuda.timer import CudaTimer
-from caffepy.backend.handles import (
+from caffepy.backend.interface import Backend
+from caffepy.backend.types import (
+    Array,
     AsyncCopy,
     DeviceScalars,
     DeviceTimer,
     Event,
     Graph,
     TimedEvent,
-)
-from caffepy.backend.interface import Backend
-from caffepy.backend.types import (
-    Array,
 )
 from caffepy.errors import ConfigError
 from caffepy.utils.options import MATH_MODES

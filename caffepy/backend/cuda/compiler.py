@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from caffepy.backend.cuda.device import cupy
-from caffepy.backend.layout import WIDE_LOAD
-from caffepy.backend.types import Array
+from caffepy.backend.types import WIDE_LOAD, Array
 from caffepy.errors import RunError
 from caffepy.utils.caches import cache_folder
 

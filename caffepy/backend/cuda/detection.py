@@ -14,9 +14,8 @@ import numpy as np
 from caffepy.backend.cuda.compiler import argument, defines, launch, library_kernel
 from caffepy.backend.cuda.copy import copy, in_c_order
 from caffepy.backend.cuda.memory import CudaMemory, Scratch, allocate
-from caffepy.backend.handles import BoxLoss
 from caffepy.backend.interface import DetectionPrimitives
-from caffepy.backend.types import Array, BoxLossSettings
+from caffepy.backend.types import Array, BoxLoss, BoxLossSettings
 
 THREADS = 512
 """Threads of the block that matches or mines the priors of one image."""

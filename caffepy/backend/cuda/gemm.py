@@ -37,8 +37,7 @@ from caffepy.backend.cuda.device import PURPOSE, cupy, has_tensor_cores
 from caffepy.backend.cuda.memory import CudaMemory, Scratch
 from caffepy.backend.expression import Expression, Kind
 from caffepy.backend.interface import DensePrimitives
-from caffepy.backend.layout import WIDE_LOAD
-from caffepy.backend.types import PRODUCT_WORKSPACE, Array
+from caffepy.backend.types import PRODUCT_WORKSPACE, WIDE_LOAD, Array
 from caffepy.errors import RunError
 from caffepy.utils.installation import MissingExtraError, cuda_extra
 

@@ -10,8 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from caffepy.backend.layout import WIDE_LOAD, memory_axes
-from caffepy.backend.types import Array
+from caffepy.backend.types import WIDE_LOAD, Array, memory_axes
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from caffepy.backend.cuda.copy import copy, in_c_order
 from caffepy.backend.cuda.index_arithmetic import MAX_INDEX
 from caffepy.backend.cuda.memory import CudaMemory, fill, raw
 from caffepy.backend.interface import IndexingPrimitives
-from caffepy.backend.layout import CHANNELS_LAST
-from caffepy.backend.types import Array, SparseMatrix
+from caffepy.backend.types import CHANNELS_LAST, Array, SparseMatrix
 
 MAX_COLUMN_BLOCKS = 64
 """Maximum blocks for the columns of one scattered row."""

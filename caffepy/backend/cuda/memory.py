@@ -1,4 +1,4 @@
-"""Arrays in GPU memory (memory layout: `backend/layout.py`), and workspaces that persist between calls."""
+"""Arrays in GPU memory (memory layout: `backend/types.py`), and workspaces that persist between calls."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend import layout
+from caffepy.backend import types
 from caffepy.backend.cuda.compiler import defines, launch, library_kernel
 from caffepy.backend.cuda.device import GIBIBYTE, cupy, device_memory, device_properties
 from caffepy.backend.interface import MemoryPrimitives
-from caffepy.backend.layout import aligned_bytes, memory_order, view
-from caffepy.backend.types import DTYPES, Array, element_dtype, gpu_workspace
+from caffepy.backend.types import DTYPES, Array, aligned_bytes, element_dtype, gpu_workspace, memory_order, view
 from caffepy.errors import DeviceError
 
 TICKETS = 1024
@@ -48,12 +47,12 @@ def is_array(value: Any) -> bool:
 
 def is_dense(array: Array) -> bool:
     """Return whether the array is contiguous in the backend's memory order, so that `flat` is a view."""
-    return layout.is_dense(array.shape, array.strides, array.itemsize)
+    return types.is_dense(array.shape, array.strides, array.itemsize)
 
 
 def raw(array: Array) -> Array:
     """Return the array as a kernel argument; slices are not allowed."""
-    assert layout.is_dense(array.shape, array.strides, array.itemsize), f"{array.shape} is a slice: {array.strides}"
+    assert types.is_dense(array.shape, array.strides, array.itemsize), f"{array.shape} is a slice: {array.strides}"
     return array
 
 

@@ -1,7 +1,7 @@
 """Batch normalisation, activation gradients and local response normalisation on the GPU.
 
-Each primitive is one launch, including its sums, and reads and writes every array once. `columns.py` defines the
-partitioning into blocks and threads.
+Each primitive is one launch, including its sums, and reads and writes every array once. `expression.py` defines
+the partitioning into blocks and threads.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from caffepy.backend.cuda.channel_kernels import Tuning, find_layout, flat_layout, make_plan
 from caffepy.backend.cuda.codegen import formula_of
 from caffepy.backend.cuda.compiler import (
     THREADS,
@@ -20,6 +19,7 @@ from caffepy.backend.cuda.compiler import (
     launch,
     library_kernel,
 )
+from caffepy.backend.cuda.expression import Tuning, find_layout, flat_layout, make_plan
 from caffepy.backend.cuda.index_arithmetic import MAX_INDEX, vector_width
 from caffepy.backend.cuda.memory import CudaMemory, raw
 from caffepy.backend.expression import Expression, Kind

@@ -13,8 +13,7 @@ import numpy as np
 from caffepy.backend.cuda.compiler import MAX_BLOCKS, THREADS, c_type, defines, divider, library_kernel
 from caffepy.backend.cuda.memory import CudaMemory, is_array, raw
 from caffepy.backend.interface import RandomPrimitives
-from caffepy.backend.layout import channels_and_pixels
-from caffepy.backend.types import Array, Counter, RandomStream
+from caffepy.backend.types import Array, Counter, RandomStream, channels_and_pixels
 
 LOW = 0xFFFFFFFF
 

@@ -46,8 +46,7 @@ from caffepy.backend.cuda.index_arithmetic import Period, find_period, widest
 from caffepy.backend.cuda.memory import CudaMemory, Scratch, fill, flat, raw
 from caffepy.backend.expression import Each, Expression, Kind, expression
 from caffepy.backend.interface import ReductionPrimitives
-from caffepy.backend.layout import memory_axes, view
-from caffepy.backend.types import Array
+from caffepy.backend.types import Array, memory_axes, view
 
 SPLIT_BLOCKS = 4 * MULTIPROCESSORS
 """Target number of blocks of a reduction. Fixed, so that the summation order does not depend on the device."""

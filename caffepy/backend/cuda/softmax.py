@@ -18,8 +18,7 @@ from caffepy.backend.cuda.copy import add, copy, in_c_order
 from caffepy.backend.cuda.index_arithmetic import find_period
 from caffepy.backend.cuda.memory import CudaMemory, Scratch, raw
 from caffepy.backend.interface import SoftmaxPrimitives
-from caffepy.backend.layout import memory_axes
-from caffepy.backend.types import Array
+from caffepy.backend.types import Array, memory_axes
 
 THREADS = 128
 """Threads per block; few, so that a small batch is spread over many multiprocessors."""

@@ -1,1 +1,1 @@
-"""Caffe's data tools: databases from images, mean images, label maps; imported by cli."""
+"""Caffe's data tools: databases from images, images with boxes, MNIST and CIFAR-10; label maps; imported by cli."""

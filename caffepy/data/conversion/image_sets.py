@@ -1,4 +1,7 @@
-"""Conversion of image lists to databases, as Caffe's `convert_imageset.cpp`."""
+"""Conversion of image lists to databases (Caffe's `convert_imageset.cpp`), and of an image file to a Datum.
+
+An image file becomes a Datum as in Caffe's tools (`ReadImageToDatum` in `io.cpp`).
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,244 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from functools import lru_cache, partial
+from pathlib import Path, PurePath
 from typing import TypeVar
 
-from caffepy.backend.cpu.jit.cpus import cpu_count
-from caffepy.data.conversion.image_records import (
-    ImageOptions,
-    ImageRecord,
-    UnreadableImageError,
-    read_image_record,
-)
-from caffepy.data.conversion.ordered_map import Progress, ordered_map
-from caffepy.data.datum import single_threaded_opencv
-from caffepy.data.sources.image_list import labelled_lines
-from caffepy.data.sources.record_write import RecordWriter, check_overwrite, open_writer, record_key
-from caffepy.errors import DataError
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.backend.cpu.jit.deferred import cpu_count
+from caffepy.data.datum import MAX_PIXELS, decode_image, opencv, single_threaded_opencv
+from caffepy.data.sources.databases import RecordWriter, check_overwrite, open_writer, record_key
+from caffepy.data.sources.image_list import MAX_IMAGE_BYTES, labelled_lines
+from caffepy.data.workers import Progress, ordered_map
+from caffepy.errors import ConfigError, DataError
+from caffepy.formats.messages import field_header
+from caffepy.formats.proto import caffe_pb2
+from caffepy.utils.files import read_regular
+
+# -- an image ------------------------------------------------------------------------------------------
+
+
+class UnreadableImageError(DataError):
+    """An image that a conversion skips. The message follows the file's name."""
+
+
+Pixels = NDArray[np.uint8]
+"""(H, W, 3) in BGR order, or (H, W)."""
+
+_DATA_TAG = b"\x22"
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """Image options, named as Caffe's flags.
+
+    Args:
+        gray: convert to one channel.
+        resize_height: height of all images; 0: unchanged.
+        resize_width: width of all images; 0: unchanged.
+        min_dim: minimum of the shorter side; smaller images are scaled up. 0: unchanged.
+        max_dim: maximum of the longer side; larger images are scaled down. 0: unchanged.
+        encoded: store encoded images instead of pixels.
+        encode_type: image format, e.g. ``jpg``; implies `encoded`. Empty: the format of each file's extension.
+        check_size: require images of equal size.
+        threads: decoding threads; None: one per core.
+
+    Raises:
+        ConfigError: only one of the two sizes is set, a size is too large, or OpenCV cannot write the format.
+    """
+
+    gray: bool = False
+    resize_height: int = 0
+    resize_width: int = 0
+    min_dim: int = 0
+    max_dim: int = 0
+    encoded: bool = False
+    encode_type: str = ""
+    check_size: bool = False
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if bool(self.resize_height) != bool(self.resize_width):
+            raise ConfigError("resize_height and resize_width must be set together, as in Caffe")
+        if self.resize_height * self.resize_width > MAX_PIXELS:
+            raise ConfigError(
+                f"images of {self.resize_height} x {self.resize_width} pixels exceed the limit of {MAX_PIXELS} for "
+                "reading; give a smaller size"
+            )
+        if self.encode_type and not _can_write(self.encode_type):
+            raise ConfigError(
+                f"encode_type '{self.encode_type}' is not a format that OpenCV writes; use for example jpg or png"
+            )
+
+    @property
+    def resizes(self) -> bool:
+        """Whether images may be resized."""
+        return any((self.resize_height, self.resize_width, self.min_dim, self.max_dim))
+
+
+@dataclass(frozen=True)
+class ImageRecord:
+    """An image converted to a Datum.
+
+    Args:
+        datum: the serialised Datum.
+        shape: (C, H, W) of the Datum's image.
+        original: height and width of the image in the file.
+    """
+
+    datum: bytes | memoryview
+    shape: tuple[int, int, int]
+    original: tuple[int, int]
+
+
+def read_image_record(path: str, label: int, options: ImageOptions, with_shape: bool = False) -> ImageRecord:
+    """Read, decode, resize and optionally encode an image file.
+
+    If format and size are unchanged, the file's bytes are stored. It is decoded nevertheless, so that no damaged file
+    enters the database.
+
+    Args:
+        path: the file.
+        label: the image's label.
+        options: resizing and encoding options.
+        with_shape: set channels, height and width of encoded Datums too, as convert_annoset does.
+
+    Raises:
+        UnreadableImageError: the image cannot be read, decoded, resized or encoded.
+    """
+    content, original = _read_pixels(path, options.gray)
+    try:
+        pixels = _resized(original, options)
+        shape = (1 if pixels.ndim == 2 else pixels.shape[2], *pixels.shape[:2])
+        encoding = _encoding(path, options)
+        if not encoding:
+            return ImageRecord(_raw_datum(pixels, shape, label), shape, original.shape[:2])
+        unchanged = not options.resizes and _extension(path) in (encoding, {"jpg": "jpeg"}.get(encoding))
+        datum = caffe_pb2.Datum(data=content if unchanged else _encode(pixels, encoding), label=label, encoded=True)
+    except DataError as error:
+        raise UnreadableImageError(str(error)) from error
+    if with_shape:
+        datum.channels, datum.height, datum.width = shape
+    return ImageRecord(datum.SerializeToString(), shape, original.shape[:2])
+
+
+def image_size(path: str) -> tuple[int, int]:
+    """Return height and width of an image file, after its EXIF rotation.
+
+    Raises:
+        UnreadableImageError: the image cannot be read or decoded.
+    """
+    height, width = _read_pixels(path, False)[1].shape[:2]
+    return height, width
+
+
+def _read_pixels(path: str, gray: bool) -> tuple[bytes, Pixels]:
+    """Return a file's bytes and its image."""
+    try:
+        content = read_regular(path, MAX_IMAGE_BYTES)
+        image = decode_image(content, force_color=not gray, force_gray=gray)
+    except OSError as error:
+        raise UnreadableImageError(f"cannot be read: {error.strerror}") from error
+    except DataError as error:
+        raise UnreadableImageError(str(error)) from error
+    return content, image[0] if gray else image.transpose(1, 2, 0)
+
+
+def _resized(image: Pixels, options: ImageOptions) -> Pixels:
+    """Resize as SSD's `ReadImageToCVMat`: min_dim and max_dim take precedence over the fixed size."""
+    if not options.resizes:
+        return image
+    if options.min_dim or options.max_dim:
+        scale = _scale(min(image.shape[:2]), max(image.shape[:2]), options)
+        if scale == 1:
+            return image
+        if image.shape[0] * image.shape[1] * scale * scale > MAX_PIXELS:
+            raise DataError(f"would have more than {MAX_PIXELS} pixels with min_dim {options.min_dim}; give max_dim")
+        return _opencv_resize(image, None, scale)
+    return _opencv_resize(image, (options.resize_width, options.resize_height), 0)
+
+
+def _scale(smaller: int, larger: int, options: ImageOptions) -> float:
+    """Return the scale in float32, as Caffe computes it; the size is rounded from it."""
+    scale = np.float32(1)
+    if options.min_dim > 0 and smaller < options.min_dim:
+        scale = np.float32(options.min_dim) / np.float32(smaller)
+    if 0 < options.max_dim < int(scale * np.float32(larger)):
+        scale = np.float32(options.max_dim) / np.float32(larger)
+    return float(scale)
+
+
+def _opencv_resize(image: Pixels, size: tuple[int, int] | None, scale: float) -> Pixels:
+    cv2 = opencv()
+    try:
+        resized: Pixels = cv2.resize(image, size, fx=scale, fy=scale)
+    except (cv2.error, MemoryError) as error:
+        raise DataError(f"cannot be resized ({' '.join(str(error).split())})") from error
+    return resized
+
+
+def _encoding(path: str, options: ImageOptions) -> str:
+    """Return the format in which an image is stored; empty: uncompressed pixels."""
+    if options.encode_type or not options.encoded:
+        return options.encode_type.lower()
+    if not (extension := _extension(path)):
+        raise DataError("has no extension that names its format; pass --encode_type")
+    return extension
+
+
+def _extension(path: str) -> str:
+    return PurePath(path).suffix[1:].lower()
+
+
+def _encode(pixels: Pixels, encoding: str) -> bytes:
+    cv2 = opencv()
+    try:
+        ok, data = cv2.imencode(f".{encoding}", pixels)
+    except cv2.error as error:
+        raise DataError(f"cannot be encoded as '{encoding}' ({' '.join(str(error).split())})") from error
+    if not ok:
+        raise DataError(f"cannot be encoded as '{encoding}'")
+    return bytes(data)
+
+
+def _raw_datum(pixels: Pixels, shape: tuple[int, int, int], label: int) -> memoryview:
+    """Serialise ``Datum(channels, height, width, data, label, encoded=False)``; OpenCV writes the planes in place."""
+    header = _datum_header(shape)
+    trailer = caffe_pb2.Datum(label=label, encoded=False).SerializeToString()
+    size = shape[0] * shape[1] * shape[2]
+    datum = np.empty(len(header) + size + len(trailer), np.uint8)
+    datum[: len(header)] = np.frombuffer(header, np.uint8)
+    datum[len(header) + size :] = np.frombuffer(trailer, np.uint8)
+    planes = datum[len(header) : len(header) + size].reshape(shape)
+    if shape[0] == 1:
+        planes[0] = pixels
+    else:  # copies in Python would block the other threads
+        for plane, written in zip(planes, opencv().split(pixels, list(planes)), strict=True):
+            if not np.may_share_memory(plane, written):  # OpenCV may ignore the given output
+                plane[...] = written
+    return datum.data
+
+
+@lru_cache(64)
+def _datum_header(shape: tuple[int, int, int]) -> bytes:
+    """Return the serialised fields before the pixels."""
+    channels, height, width = shape
+    size = field_header(_DATA_TAG, channels * height * width)
+    return caffe_pb2.Datum(channels=channels, height=height, width=width).SerializeToString() + size
+
+
+def _can_write(encoding: str) -> bool:
+    cv2 = opencv()
+    try:
+        return encoding.isalnum() and bool(cv2.haveImageWriter(f".{encoding}"))
+    except cv2.error:
+        return False
+
+
+# -- a list of images ----------------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""Record sources and writers: LMDB, LevelDB, image lists, MNIST files; imported by data, layers/input and cli."""
+"""Record sources and writers: LMDB, LevelDB, image lists; imported by data, layers/input and cli."""

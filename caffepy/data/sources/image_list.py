@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from caffepy.data.sources.source import hash_of
+from caffepy.data.sources.databases import hash_of
 from caffepy.errors import DataError
 from caffepy.utils.files import read_list, read_regular
 

@@ -24,7 +24,7 @@ from caffepy.utils.files import open_regular
 from caffepy.utils.process_fork import free_after_fork
 
 if TYPE_CHECKING:
-    from caffepy.backend.cpu.jit.cache import MappedFile
+    from caffepy.backend.cpu.jit.compiler import MappedFile
 
 _MAGIC = 0xBEEFC0DE
 _VERSION = 1
@@ -387,7 +387,7 @@ class LmdbIndex:
 
         Data read from it is valid only if `check` passes afterwards.
         """
-        from caffepy.backend.cpu.jit.cache import MappedFile
+        from caffepy.backend.cpu.jit.compiler import MappedFile
 
         with self._lock:
             if self._mapped is None and self._mappable:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from caffepy.backend.types import Array
-from caffepy.distributed.communicators.collectives import Collective, FinishedWork, Op, PendingCollective, ReduceOp
+from caffepy.distributed.communicators.communicator import Collective, FinishedWork, Op, PendingCollective, ReduceOp
 from caffepy.distributed.communicators.store_communicator import StoreCommunicator
 from caffepy.distributed.store.store import MemoryStore, RankStore
 from caffepy.errors import AbortedError, PeerError

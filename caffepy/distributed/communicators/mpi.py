@@ -15,17 +15,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from caffepy.distributed.communicators.collectives import (
+from caffepy.distributed.communicators.communicator import (
     Collective,
+    Communicator,
     FinishedWork,
     Op,
     PendingCollective,
     PolledWork,
     ReduceOp,
     WorkSequence,
+    add_bfloat16,
 )
-from caffepy.distributed.communicators.communicator import Communicator
-from caffepy.distributed.communicators.compression import add_bfloat16
 from caffepy.errors import AbortedError, PeerError, UserError
 from caffepy.utils.installation import MissingExtraError
 

@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.types import Array
-from caffepy.distributed.communicators.collectives import (
+from caffepy.distributed.communicators.communicator import (
     Collective,
+    Communicator,
+    Compressor,
     FinishedWork,
+    Format,
     Op,
     PendingCollective,
     PolledWork,
@@ -21,8 +24,6 @@ from caffepy.distributed.communicators.collectives import (
     piece_of,
     rows,
 )
-from caffepy.distributed.communicators.communicator import Communicator
-from caffepy.distributed.communicators.compression import Compressor, Format
 from caffepy.distributed.nccl_info import nccl_version
 from caffepy.errors import AbortedError, DeviceError, PeerError
 from caffepy.utils.installation import MissingExtraError, cuda_extra

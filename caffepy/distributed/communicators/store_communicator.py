@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.distributed.communicators.collectives import (
+from caffepy.distributed.communicators.communicator import (
     Collective,
+    Communicator,
     FinishedWork,
     Op,
     PendingCollective,
     combine,
     piece_of,
 )
-from caffepy.distributed.communicators.communicator import Communicator
 from caffepy.distributed.store.store import Store, Value
 from caffepy.errors import AbortedError, PeerError, UserError
 

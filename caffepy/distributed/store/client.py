@@ -10,20 +10,25 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from caffepy.distributed.store.handshake import CONTROL, DATA, Handshake, introduce
-from caffepy.distributed.store.records import DeviceStatus, Failure, Member
 from caffepy.distributed.store.store import ControlChannel
 from caffepy.distributed.store.wire import (
+    CONTROL,
     CONTROL_LIMIT,
+    DATA,
     VALUE_LIMIT,
+    DeviceStatus,
+    Failure,
     Frame,
+    Handshake,
     Kind,
+    Member,
     Value,
     WireError,
     decode,
     decode_list,
     encode,
     hang_up,
+    introduce,
     prepare,
     receive_frame,
     send_frame,

@@ -12,9 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from caffepy.distributed.store.records import DeviceStatus, Failure, Member
+from caffepy.distributed.store.wire import DeviceStatus, Failure, Member, encode
 from caffepy.distributed.store.wire import Value as Value
-from caffepy.distributed.store.wire import encode
 from caffepy.errors import PeerError, UserError
 from caffepy.utils.clocks import suspend_aware_seconds
 

@@ -1,19 +1,44 @@
-"""Frames of the control channel: a header, a key, a value. Malformed ones raise `WireError` and nothing else."""
+"""The control channel's protocol: frames, records about ranks, the proof of the job's secret, and values as JSON.
+
+A frame is a header, a key and a value. Malformed frames raise `WireError` and nothing else. Ranks exchange records
+about themselves: members, device statuses, failures.
+
+Both ends of a connection prove that they know the job's secret, before anything else is read:
+
+1. The server sends a magic word and a fresh nonce.
+2. The client sends an HMAC-SHA256 of the server's nonce and of who it is: role, rank, size, process, a fresh nonce.
+3. The server sends DONE or REFUSED, and an HMAC of that, its nonce and who the client is.
+
+A recorded proof is of no use, because its nonce does not come again; the labels keep one end's proof from serving as
+the other's. The client proves first, so that a stranger learns nothing by which to guess a weak secret.
+
+Values that ranks send each other are JSON; nothing is unpickled.
+"""
 
 from __future__ import annotations
 
+import base64
 import fcntl
+import hmac
 import json
+import secrets
 import socket
 import struct
 import sys
 import termios
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
+
+from caffepy.errors import RunError, UserError
+
+# -- frames --------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 Value = bytes | bytearray
@@ -195,3 +220,271 @@ def hang_up(line: socket.socket) -> None:
         line.close()
         return
     line.close()
+
+
+# -- records -------------------------------------------------------------------------------------------
+
+_SILENT_SECONDS = 2.0
+"""Heartbeats come every half second: a rank without any for so long is stopped, or its network is."""
+
+_LONGEST_MESSAGE = 4096
+"""Characters; a message must fit into the kernel's buffers, because no rank may wait for one that is stopped."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank's process.
+
+    Args:
+        host: the machine's name.
+        machine: the machine's identity, whatever it is called.
+        process: the process's number there.
+    """
+
+    host: str
+    machine: str
+    process: int
+
+    def name(self, rank: int) -> str:
+        """The process as messages call it."""
+        return f"rank {rank} on {self.host} (process {self.process})"
+
+
+@dataclass(frozen=True)
+class DeviceStatus:
+    """What one device is doing.
+
+    Args:
+        rank: its process.
+        host: its machine.
+        pid: its process's number there.
+        device: ``0`` for a GPU's number, ``CPU``; empty for a process group, which has one a rank, and before a process
+            has made its devices.
+        iteration: the iteration it is in.
+        collectives: how many operations that need all devices it has begun; all devices begin the same ones.
+        waiting: the operation that it waits in, empty where it computes.
+        seconds: for how long it has waited or computed, without the time in which its process was suspended.
+        reading: what it waits for to be read, empty where its data are there; then `seconds` is for how long.
+        starting: its first iteration is not over.
+        silent: seconds since its rank was heard of; known to the store.
+        left: its rank has left in good order; known to the store.
+    """
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    device: str = ""
+    iteration: int = 0
+    collectives: int = 0
+    waiting: str = ""
+    seconds: float = 0.0
+    reading: str = ""
+    starting: bool = False
+    silent: float = 0.0
+    left: bool = False
+
+    def __str__(self) -> str:
+        device = f", device {self.device}" if self.device else ""
+        return f"rank {self.rank} on {self.host}, process {self.pid}{device}"
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether heartbeats have stopped."""
+        return self.silent > _SILENT_SECONDS
+
+    @property
+    def doing(self) -> str:
+        """What a straggler is doing, and for how long."""
+        if self.is_silent:
+            return f"was last heard of {self.silent:.0f} s ago (is it suspended?)"
+        if self.waiting:
+            return f"waits in {self.waiting} since {self.seconds:.0f} s"
+        return f"{f'waits for {self.reading} to be read' if self.reading else 'computes'} since {self.seconds:.0f} s"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a job ends.
+
+    Args:
+        message: one line that names the rank at fault.
+        status: exit status of all processes; 0: rank 0 has left in good order.
+        reported: the user has been told. Until then rank 0 alone hears of a failure.
+        error: the exception, where it was raised in this process; not sent to others.
+    """
+
+    message: str
+    status: int = RunError.exit_status
+    reported: bool = False
+    error: BaseException | None = None
+
+    def as_sent(self) -> Failure:
+        """The failure as other processes hear of it."""
+        return replace(self, message=self.message[:_LONGEST_MESSAGE], error=None)
+
+
+# -- the proof -----------------------------------------------------------------------------------------
+
+CONTROL, DATA = "control", "data"
+"""Roles of a connection: heartbeats and news, its end being the rank's end; values."""
+
+_MAGIC = b"caffepy1"
+_NONCE = 32
+_PROOF = 32
+_HEAD = struct.Struct(f"!H{_PROOF}s")
+_HELLO_LIMIT = 512
+"""Bytes that a client may send before it has proved itself."""
+_REPLY_LIMIT = 4096
+
+
+@dataclass(frozen=True)
+class Handshake(Member):
+    """Who a client is."""
+
+    rank: int
+    size: int
+    role: str = CONTROL
+    nonce: str = ""
+
+
+def introduce(line: socket.socket, secret: str, hello: Handshake) -> str:
+    """The client's side, within the socket's timeout; returns what the server is called.
+
+    Raises:
+        UserError: the server refuses this rank, or knows another secret.
+        OSError: the connection broke, or the server does not know the secret.
+    """
+    greeting = receive(line, len(_MAGIC) + _NONCE)
+    if not greeting.startswith(_MAGIC):
+        raise WireError("what listens there is not caffepy")
+    nonce = bytes(greeting[len(_MAGIC) :])
+    who = encode(replace(hello, nonce=secrets.token_hex(_NONCE)))
+    line.sendall(_HEAD.pack(len(who), _sign(secret, b"client", nonce, who)) + who)
+    reply = receive_frame(line, _REPLY_LIMIT)
+    text = bytes(reply.value[_PROOF:])
+    expected = _sign(secret, b"server", nonce, who, bytes([reply.kind]), text)
+    proven = hmac.compare_digest(expected, bytes(reply.value[:_PROOF]))
+    if reply.kind is Kind.REFUSED:
+        raise UserError(text.decode() if proven else "this is another job's address, or the ranks' secrets differ")
+    if not proven:
+        raise WireError("what listens there does not know the job's secret")
+    return text.decode()
+
+
+def challenge(line: socket.socket, secret: str) -> tuple[Handshake, Callable[[Kind, str], None]]:
+    """The server's side; keeps at most a few hundred bytes.
+
+    Returns:
+        Who the client is, now that it has proved it, and a function that accepts (DONE) or refuses it (REFUSED).
+
+    Raises:
+        OSError: the connection has ended, is malformed, or its proof is wrong, which it has been told.
+    """
+    nonce = secrets.token_bytes(_NONCE)
+    line.sendall(_MAGIC + nonce)
+    length, proof = _HEAD.unpack(receive(line, _HEAD.size))
+    if length > _HELLO_LIMIT:
+        raise WireError("not an introduction")
+    who = bytes(receive(line, length))
+    if not hmac.compare_digest(proof, _sign(secret, b"client", nonce, who)):
+        send_frame(line, Frame(Kind.REFUSED, bytes(_PROOF)))
+        raise WireError("the proof is wrong")
+
+    def answer(kind: Kind, text: str) -> None:
+        written = text.encode()
+        send_frame(line, Frame(kind, _sign(secret, b"server", nonce, who, bytes([kind]), written) + written))
+
+    return decode(Handshake, who), answer
+
+
+def _sign(secret: str, label: bytes, *parts: bytes) -> bytes:
+    key = b"caffepy " + secret.encode(errors="surrogateescape")  # never empty, which HMAC libraries refuse
+    return hmac.digest(key, label + b"".join(parts), "sha256")
+
+
+# -- values --------------------------------------------------------------------------------------------
+
+
+def _read_record(content: Any) -> Any:
+    module, name, values = content
+    kind = getattr(sys.modules[module], name) if module.startswith("caffepy.") else None
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        raise WireError(f"{module}.{name} is no record of caffepy's")
+    return kind(**{field: _read(value) for field, value in values.items()})
+
+
+def _read_array(content: Any) -> np.ndarray:
+    name, shape, values = content
+    dtype = np.dtype(str(name))
+    if dtype.kind not in _ARRAY_KINDS:
+        raise WireError(f"an array of {dtype} does not travel from rank to rank")
+    array: np.ndarray = np.frombuffer(base64.b64decode(values), dtype).reshape(tuple(map(int, shape))).copy()
+    return array
+
+
+_ARRAY_KINDS = "biufc"
+"""Of dtypes: booleans and numbers."""
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "array": _read_array,
+    "scalar": lambda content: _read_array(content)[()],
+    "bytes": base64.b64decode,
+    "path": Path,
+    "tuple": lambda parts: tuple(map(_read, parts)),
+    "record": _read_record,
+    "dict": lambda pairs: {_read(key): _read(value) for key, value in pairs},
+}
+"""What JSON does not know is an object with one of these names."""
+
+
+def pack(value: Any) -> bytes:
+    """Return JSON of None, numbers, text, bytes, paths, NumPy numbers and arrays of them, and lists, tuples,
+    dictionaries and caffepy's dataclasses of these.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    return json.dumps(_plain(value)).encode()
+
+
+def unpack(packed: Value) -> Any:
+    """The inverse of `pack`.
+
+    Raises:
+        WireError: these bytes do not come from there.
+    """
+    try:
+        return _read(json.loads(packed))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise WireError(f"not a packed value: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic) and value.dtype.kind in _ARRAY_KINDS:
+        return {"scalar": [value.dtype.str, [], base64.b64encode(value.tobytes()).decode()]}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, np.ndarray) and value.dtype.kind in _ARRAY_KINDS:
+        return {"array": [value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]}
+    if isinstance(value, Path):
+        return {"path": str(value)}
+    if isinstance(value, list):
+        return list(map(_plain, value))
+    if isinstance(value, tuple):
+        return {"tuple": list(map(_plain, value))}
+    if isinstance(value, dict):
+        return {"dict": [[_plain(key), _plain(item)] for key, item in value.items()]}
+    if is_dataclass(value) and not isinstance(value, type) and type(value).__module__.startswith("caffepy."):
+        kind, values = type(value), {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return {"record": [kind.__module__, kind.__qualname__, values]}
+    raise TypeError(f"a {type(value).__name__} does not travel from rank to rank: make plain values of it")
+
+
+def _read(found: Any) -> Any:
+    if isinstance(found, list):
+        return list(map(_read, found))
+    if isinstance(found, dict):
+        ((name, content),) = found.items()
+        return _READERS[name](content)
+    return found

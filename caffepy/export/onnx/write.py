@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import pkgutil
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -14,14 +11,17 @@ from google.protobuf import text_format
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from caffepy.errors import ConfigError
+from caffepy.export.onnx import rules
 from caffepy.export.onnx.graph import COMPOSITES, DEFAULT, EXPORTERS, NEWEST, OLDEST, PARAMETER_NAMES, Graph, LayerView
 from caffepy.export.onnx.prepare import as_half
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.blob import Blob
-from caffepy.layers.export_rules import ONNX
+from caffepy.layers.export_rules import import_families
 from caffepy.net import Net
 from caffepy.net.graph import Node
 from caffepy.version import __version__
+
+_ = rules  # its functions register themselves
 
 LARGEST_MODEL = 2**31 - 1
 """Bytes that protobuf can hold."""
@@ -31,24 +31,6 @@ COMPOSITE_KEY = "caffepy.layer."
 """Before a layer's name, a key of the model's metadata: what a layer was that became several nodes."""
 
 Varying = Mapping[str, Sequence[bool]]
-
-
-def find_exporters(types: Iterable[str] | None = None) -> None:
-    """Import the rules of Caffe's layer types, and those of the families of forks that some types are of.
-
-    Args:
-        types: layer types; None: of all families.
-    """
-    _import_core()
-    ONNX.import_families(types)
-
-
-@cache
-def _import_core() -> None:
-    """Import the modules of rules, whose functions register themselves."""
-    package = importlib.import_module("caffepy.export.onnx.rules")
-    for module in pkgutil.iter_modules(package.__path__, "caffepy.export.onnx.rules."):
-        importlib.import_module(module.name)
 
 
 def to_model(net: Net, opset: int = DEFAULT, varying: Varying | None = None, half: bool = False) -> ModelProto:
@@ -65,7 +47,7 @@ def to_model(net: Net, opset: int = DEFAULT, varying: Varying | None = None, hal
     """
     if not OLDEST <= opset <= NEWEST:
         raise ConfigError(f"opset is {opset}; {OLDEST} to {NEWEST} can be written")
-    find_exporters(layer.type for layer in net.layers)
+    import_families(layer.type for layer in net.layers)
     _refuse_missing(net)
     writer = _Writer(net, Graph(opset), varying or {})
     for node in net.nodes:

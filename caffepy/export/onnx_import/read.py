@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import pkgutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +17,11 @@ from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 from caffepy.backend import create_backend
 from caffepy.errors import ConfigError, RunError, one_line
 from caffepy.export.onnx.check import Difference, compare, random_inputs, refuse_large, run_net
-from caffepy.export.onnx.fold import fold_batch_norms, merge_scales
 from caffepy.export.onnx.graph import COMPOSITES
 from caffepy.export.onnx.libraries import run_model
-from caffepy.export.onnx.write import COMPOSITE_KEY, find_exporters
+from caffepy.export.onnx.prepare import fold_batch_norms, merge_scales
+from caffepy.export.onnx.write import COMPOSITE_KEY
+from caffepy.export.onnx_import import rules
 from caffepy.export.onnx_import.evaluate import EVALUATORS, evaluate
 from caffepy.export.onnx_import.graph import IMPORTERS, NetBuilder, NodeView, Tensor, UnsupportedError, Value
 from caffepy.export.onnx_import.model import (
@@ -39,8 +37,11 @@ from caffepy.formats.caffemodel import read_caffemodel, write_caffemodel
 from caffepy.formats.load import read_net
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext
+from caffepy.layers.export_rules import import_families
 from caffepy.net import Net
 from caffepy.utils.files import atomic_write, check_writable
+
+_ = rules  # its functions register themselves
 
 COMPOSITE = "caffepy.Layer"
 """The operator that stands for several nodes which were one layer of Caffe."""
@@ -51,14 +52,6 @@ _NUMBERS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE}
 _KNOWN = _NUMBERS | {TensorProto.INT64}
 
 Shapes = Mapping[str, Sequence[int]]
-
-
-@cache
-def find_importers() -> None:
-    """Import the modules beside this one, whose functions register themselves."""
-    package = importlib.import_module("caffepy.export.onnx_import")
-    for module in pkgutil.iter_modules(package.__path__, "caffepy.export.onnx_import."):
-        importlib.import_module(module.name)
 
 
 def read_onnx(path: Path, name: str, batch: int = 1, shapes: Shapes | None = None) -> caffe_pb2.NetParameter:
@@ -74,8 +67,6 @@ def read_onnx(path: Path, name: str, batch: int = 1, shapes: Shapes | None = Non
         ConfigError: the file is no ONNX model or is damaged, or Caffe's layers cannot say some of its nodes: all are
             listed.
     """
-    find_importers()
-    find_exporters([])
     model = read_model(path)
     return _Reader(model, path, name).read(batch, shapes or {})
 
@@ -287,7 +278,7 @@ def _composite(view: NodeView, description: dict[str, Any]) -> Sequence[Value | 
         text_format.Parse(description["param"], param)
     except text_format.ParseError as error:
         raise UnsupportedError(f"its description is no layer: {error}") from error
-    find_exporters([param.type])
+    import_families([param.type])
     if param.type not in COMPOSITES or Counter(view.node.output).most_common(1)[0][1] > 1:
         raise UnsupportedError(f"its description names the layer type '{param.type:.40}', which is not read back")
     param.detection_output_param.ClearField("save_output_param")  # a model from elsewhere must not name files to write

@@ -1,4 +1,5 @@
-"""Export to PyTorch: `write` gives the text and the parameters of a module, `check` compares it with the net.
+"""Export to PyTorch: `write` gives the text and the parameters of a module, and runs the module for checks.
 
-One function a layer type. Only `modules`, whose classes are copied into the text, and `check` import torch.
+`rules` has one function a layer type. Only `modules`, whose classes are copied into the text, and `write`, where it
+runs a module, import torch.
 """

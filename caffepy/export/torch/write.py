@@ -1,14 +1,23 @@
 """A net as the text of a PyTorch module, and its parameters.
 
 The prototxt is untrusted: names reach the text only as identifiers, and in comments without special characters.
+
+`run_exported` runs an exported module by PyTorch, for checks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import importlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from caffepy.errors import ConfigError
-from caffepy.export.torch import activation, detection, elements, normalization, recurrent, vision
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.errors import ConfigError, RunError, one_line
+from caffepy.export.torch import rules
 from caffepy.export.torch.code import (
     EXPORTERS,
     FILE_NAMES,
@@ -25,22 +34,18 @@ from caffepy.export.torch.code import (
 from caffepy.layers import Layer
 from caffepy.layers.batch_norm import BatchNormLayer
 from caffepy.layers.blob import Blob
-from caffepy.layers.export_rules import TORCH
+from caffepy.layers.export_rules import import_families
 from caffepy.net import Net
 from caffepy.net.graph import Node
+from caffepy.utils.installation import MissingExtraError
 from caffepy.version import __version__
 
-_ = (activation, detection, elements, normalization, recurrent, vision)  # their functions register themselves
+_ = rules  # its functions register themselves
 
 WIDTH = 120
 """Longest line."""
 
 Varying = Mapping[str, Sequence[bool]]
-
-
-def find_exporters(types: Iterable[str] | None = None) -> None:
-    """Import the rules of the families of forks that some layer types are of; None: of all families."""
-    TORCH.import_families(types)
 
 
 def to_torch(net: Net, varying: Varying | None = None) -> tuple[str, Parameters]:
@@ -56,7 +61,7 @@ def to_torch(net: Net, varying: Varying | None = None) -> tuple[str, Parameters]
     Raises:
         ConfigError: layers have no PyTorch form, all of which are named, or one of their settings has none.
     """
-    find_exporters(layer.type for layer in net.layers)
+    import_families(layer.type for layer in net.layers)
     missing = [layer for layer in net.layers if layer.type not in EXPORTERS and layer.type != "Input"]
     if missing:
         named = ", ".join(f"'{layer.name}' ({layer.type})" for layer in missing)
@@ -260,3 +265,46 @@ def _parts(arguments: str) -> list[str]:
             pieces.append(arguments[begin : place + 1])
             begin = place + 1
     return [*pieces, arguments[begin:]]
+
+
+EXTRA = "torch"
+"""The extra that installs torch."""
+LIMIT = 1e-5
+"""Tolerance relative to the output's largest absolute value."""
+
+
+def require_torch(purpose: str) -> None:
+    """Check that torch can be imported.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtraError("torch", EXTRA, purpose)
+
+
+def run_exported(path: Path, inputs: Mapping[str, NDArray[Any]], outputs: list[str]) -> dict[str, NDArray[Any]]:
+    """Return the outputs of a module that `to_torch` wrote.
+
+    Args:
+        path: the .py file, with the .safetensors file beside it.
+        inputs: by name, in the order of the module's arguments.
+        outputs: names in the net's order.
+
+    Raises:
+        RunError: PyTorch refuses the module or fails.
+    """
+    torch = importlib.import_module("torch")
+    spec = importlib.util.spec_from_file_location(f"caffepy_exported_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        net = module.load()
+        values = [torch.from_numpy(np.ascontiguousarray(array, np.float32)) for array in inputs.values()]
+        with torch.inference_mode():
+            found = net(*values)
+    except Exception as error:  # its exceptions have no common base class
+        raise RunError(f"PyTorch cannot run the module: {one_line(str(error))}") from error
+    results = found if isinstance(found, dict) else {outputs[0]: found}
+    return {name: value.detach().float().numpy() for name, value in results.items()}

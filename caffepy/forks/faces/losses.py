@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend import Array, Channel, Each, Scalar, expression
+from caffepy.backend.formulas import scaled
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.formulas import scaled
-from caffepy.layers.labels import IndexCheck
-from caffepy.layers.layer import Blobs, LayerContext, register_layer
-from caffepy.layers.layout_adapter import LayoutAdapter
-from caffepy.layers.loss import LossLayer
+from caffepy.layers.layer import Blobs, LayerContext, LayoutAdapter, register_layer
+from caffepy.layers.loss import IndexCheck, LossLayer
 
 DISTANCES = ("L1", "L2")
 

@@ -6,10 +6,9 @@ import math
 from math import exp, sqrt
 
 from caffepy.backend import Channel, CorrelationWindow, Each, Geometry, Scalar, expression
+from caffepy.backend.formulas import identity
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.formulas import identity
-from caffepy.layers.layer import Blobs, Layer, LayerContext, register_layer
-from caffepy.layers.layout_adapter import flatten_pixels
+from caffepy.layers.layer import Blobs, Layer, LayerContext, flatten_pixels, register_layer
 from caffepy.layers.loss import Formula, LossLayer, PixelLoss
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend import Array, Border, Each, Scalar, expression
+from caffepy.backend.formulas import total
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.formulas import total
 from caffepy.layers.layer import Blobs, Layer, ScratchBuffer, register_layer
 from caffepy.layers.spatial_map import SpatialMap
 

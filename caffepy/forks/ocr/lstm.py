@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 
 from caffepy.backend import Array, Each, Scalar, expression
+from caffepy.backend.formulas import identity, product_with_channel, total_with_channel
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.formulas import identity, product_with_channel, total_with_channel
-from caffepy.layers.layer import Blobs, Layer, LayerContext, register_layer
-from caffepy.layers.layout_adapter import LayoutAdapter
+from caffepy.layers.layer import Blobs, Layer, LayerContext, LayoutAdapter, register_layer
 
 STATES = ("hidden", "cell")
 

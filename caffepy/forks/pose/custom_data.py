@@ -14,15 +14,14 @@ from caffepy.data.datum import parse_datum
 from caffepy.data.mean import read_mean
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import permutation
-from caffepy.data.sources.lmdb import LmdbSource
-from caffepy.data.sources.source import RecordSource
+from caffepy.data.sources.databases import LmdbSource, RecordSource
 from caffepy.errors import DataError
-from caffepy.formats.blob_shape import check_shape
+from caffepy.formats.blobs import check_shape
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
 from caffepy.layers.layer import register_layer
 from caffepy.utils.files import read_regular
-from caffepy.utils.whole_numbers import LARGEST, whole
+from caffepy.utils.options import LARGEST, whole
 
 logger = logging.getLogger(__name__)
 

@@ -1,23 +1,251 @@
-"""People in images: records of CPMData and OPData, their augmentation, and the maps of parts and connections.
+"""People in images: parts and connections, records of CPMData and OPData, their augmentation, and the maps.
 
 A record is a Datum of raw planes: blue, green and red, then a plane whose rows hold numbers about the people, then, for
 most, a mask of what is annotated. The formats and computations are those of `cpm_data_transformer.cpp` of CMU's
 caffe_train and of `metaData.cpp`, `dataAugmentation.cpp` and `oPDataTransformer.cpp` of openpose_caffe_train.
+
+The parts and connections in the databases and maps of OpenPose are those of `poseModel.cpp` of openpose_caffe_train.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.data.datum import opencv, parse_datum
 from caffepy.data.transforms.pixels import rounded
-from caffepy.errors import DataError
-from caffepy.forks.pose.skeletons import Sources
+from caffepy.errors import ConfigError, DataError
+
+# -- parts and connections -----------------------------------------------------------------------------
+
+Pairs = tuple[tuple[int, int], ...]
+Sources = tuple[tuple[int, ...], ...]
+
+
+def chain(*parts: int) -> Pairs:
+    """Return the connections from each part to the next."""
+    return tuple(pairwise(parts))
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """What the maps show.
+
+    Args:
+        parts: number of parts.
+        limbs: connections between parts, each with two maps.
+        mirrored: pairs of parts that a flip swaps.
+        background: whether there is a map of the background.
+        small: parts whose map is narrower by SMALL_RATIO.
+    """
+
+    parts: int
+    limbs: Pairs
+    mirrored: Pairs
+    background: bool = True
+    small: frozenset[int] = frozenset()
+
+    @property
+    def channels(self) -> int:
+        """Number of maps: of limbs, of parts, of the background."""
+        return 2 * len(self.limbs) + self.parts + self.background
+
+    def channels_of(self, parts: set[int]) -> list[int]:
+        """Return the maps of these parts and of their limbs."""
+        limbs = [i for i, limb in enumerate(self.limbs) if parts & set(limb)]
+        return [2 * i + axis for i in limbs for axis in range(2)] + [2 * len(self.limbs) + part for part in parts]
+
+
+@dataclass(frozen=True)
+class Model:
+    """How the people of a database become those of a skeleton.
+
+    Args:
+        skeleton: of the maps.
+        category: COCO, MPII, PT, HAND, FACE or DOME.
+        lmdb_parts: number of parts in the database.
+        sources: for each part those of the database whose mean it is; none: the database lacks the part.
+        masked: parts that the database does not annotate in all people: their maps do not count.
+        masked_near: parts whose maps do not count near people.
+        feet: indices of each knee and ankle, if the background around feet does not count.
+    """
+
+    skeleton: Skeleton
+    category: str
+    lmdb_parts: int
+    sources: Sources
+    masked: frozenset[int] = frozenset()
+    masked_near: frozenset[int] = frozenset()
+    feet: Pairs = field(default=())
+
+
+SMALL_RATIO = 5.75 / 7
+
+_LIMBS_18 = (
+    (1, 8), (8, 9), (9, 10), (1, 11), (11, 12), (12, 13), (1, 2), (2, 3), (3, 4), (2, 16), (1, 5), (5, 6), (6, 7),
+    (5, 17), (1, 0), (0, 14), (0, 15), (14, 16), (15, 17),
+)  # fmt: skip
+_LIMBS_19 = (
+    (1, 8), (9, 10), (10, 11), (8, 9), (8, 12), (12, 13), (13, 14), (1, 2), (2, 3), (3, 4), (2, 17), (1, 5), (5, 6),
+    (6, 7), (5, 18), (1, 0), (0, 15), (0, 16), (15, 17), (16, 18),
+)  # fmt: skip
+_LIMBS_23 = (
+    (0, 1), (1, 2), (2, 3), (0, 4), (4, 5), (5, 6), (7, 8), (8, 9), (10, 11), (11, 12), (0, 13), (13, 15), (0, 14),
+    (14, 16), (12, 17), (17, 18), (12, 19), (9, 20), (20, 21), (9, 22), (1, 7), (4, 10), (1, 15), (4, 16), (15, 16),
+    (7, 10), (1, 3), (4, 6), (7, 9), (10, 12), (3, 6), (9, 12), (3, 7), (6, 10), (9, 21), (12, 18),
+)  # fmt: skip
+_BODY_25B = (
+    (0, 1), (0, 2), (1, 3), (2, 4), (0, 5), (0, 6), (5, 7), (6, 8), (7, 9), (8, 10), (5, 11), (6, 12), (11, 13),
+    (12, 14), (13, 15), (14, 16), (15, 19), (19, 20), (15, 21), (16, 22), (22, 23), (16, 24),
+)  # fmt: skip
+_MORE_25B = (
+    (3, 4), (3, 5), (4, 6), (5, 9), (6, 10), (9, 10), (9, 11), (10, 12), (11, 12), (15, 16)
+)  # fmt: skip
+_LEFT_HAND, _RIGHT_HAND, _FACE = 25, 45, 65
+"""First part of each in the skeleton of 135 parts."""
+
+
+def _hand(wrist: int, first: int) -> Pairs:
+    return tuple(limb for i in range(5) for limb in chain(wrist, *range(first + 4 * i, first + 4 * i + 4)))
+
+
+def _face() -> Pairs:
+    inner = (
+        *chain(*range(17)), (0, 17), (16, 26), *chain(*range(17, 27)), (21, 27), (22, 27), *chain(*range(27, 31)),
+        (30, 33), (33, 32), (32, 31), (33, 34), (34, 35), (27, 39), (27, 42), *chain(*range(36, 42)),
+        *chain(*range(42, 48)), (33, 51), *chain(*range(48, 60)), (48, 60), (54, 64), *chain(*range(60, 68)), (36, 68),
+        (39, 68), (42, 69), (45, 69),
+    )  # fmt: skip
+    own = tuple((_FACE + a, _FACE + b) for a, b in inner)
+    return ((0, _FACE + 30), (2, _FACE + 39), (1, _FACE + 42), *own)
+
+
+_MIRRORED_18 = ((5, 2), (6, 3), (7, 4), (11, 8), (12, 9), (13, 10), (15, 14), (17, 16))
+_MIRRORED_19 = ((5, 2), (6, 3), (7, 4), (12, 9), (13, 10), (14, 11), (16, 15), (18, 17))
+_MIRRORED_23 = (
+    (4, 1), (5, 2), (6, 3), (10, 7), (11, 8), (12, 9), (14, 13), (16, 15), (17, 20), (18, 21), (19, 22)
+)  # fmt: skip
+_MIRRORED_25 = (*_MIRRORED_19, (19, 22), (20, 23), (21, 24))
+_MIRRORED_25B = (*((i, i + 1) for i in range(1, 16, 2)), (19, 22), (20, 23), (21, 24))
+_MIRRORED_FACE = (
+    *((i, 16 - i) for i in range(8)), *((17 + i, 26 - i) for i in range(5)), (31, 35), (32, 34),
+    *((36 + i, 45 - i) for i in range(4)), (40, 47), (41, 46), (48, 54), (49, 53), (50, 52), (55, 59), (56, 58),
+    (60, 64), (61, 63), (65, 67), (68, 69),
+)  # fmt: skip
+
+_SKELETON_18 = Skeleton(18, _LIMBS_18, _MIRRORED_18)
+_SKELETON_19 = Skeleton(19, _LIMBS_19, _MIRRORED_19)
+_SKELETON_23 = Skeleton(23, _LIMBS_23, _MIRRORED_23)
+_SKELETON_25 = Skeleton(
+    25, (*_LIMBS_19, (14, 19), (19, 20), (14, 21), (11, 22), (22, 23), (11, 24)), _MIRRORED_25
+)  # fmt: skip
+_SKELETON_25B = Skeleton(
+    25, (*_BODY_25B, (5, 17), (5, 18), (6, 17), (6, 18), *_MORE_25B), _MIRRORED_25B, background=False
+)
+_SKELETON_135 = Skeleton(
+    135,
+    (*_BODY_25B, (5, 17), (17, 18), (6, 17), *_MORE_25B, *_hand(9, _LEFT_HAND), *_hand(10, _RIGHT_HAND), *_face()),
+    (
+        *_MIRRORED_25B,
+        *((_LEFT_HAND + i, _RIGHT_HAND + i) for i in range(20)),
+        *((_FACE + a, _FACE + b) for a, b in _MIRRORED_FACE),
+    ),
+    background=False,
+    small=frozenset(range(_LEFT_HAND, 135)),
+)
+
+
+def _from(*sources: int | tuple[int, ...]) -> Sources:
+    return tuple(source if isinstance(source, tuple) else (source,) for source in sources)
+
+
+def _range(first: int, count: int) -> Sources:
+    return tuple((i,) for i in range(first, first + count))
+
+
+def _none(count: int) -> Sources:
+    return ((),) * count
+
+
+_COCO_18 = _from(0, (5, 6), 6, 8, 10, 5, 7, 9, 12, 14, 16, 11, 13, 15, 2, 1, 4, 3)
+_COCO_19 = (*_COCO_18[:8], (11, 12), *_COCO_18[8:])
+_COCO_23 = (*_COCO_18[:1], *_COCO_18[2:])
+_FEET = _range(17, 6)
+_MPII_25B = (*_none(5), (13,), (12,), *_none(10), (8,), (9,), *_none(6))
+_EYES_AND_NOSE = _from((27, 28, 29, 30, 31, 32, 34, 35), (42, 43, 44, 45, 46, 47), (36, 37, 38, 39, 40, 41))
+_FINGERS = frozenset(range(_LEFT_HAND, _FACE))
+_FACE_PARTS = frozenset(range(_FACE, 135))
+_MPII_PARTS, _FEET_PARTS = frozenset({17, 18}), frozenset(range(19, 25))
+
+
+def _empty(sources: Sources) -> frozenset[int]:
+    return frozenset(i for i, source in enumerate(sources) if not source)
+
+
+def _plain(skeleton: Skeleton, category: str, lmdb_parts: int, sources: Sources) -> Model:
+    """A model whose maps of parts that the database lacks do not count."""
+    return Model(skeleton, category, lmdb_parts, sources, _empty(sources))
+
+
+_FEET_OF_25, _FEET_OF_23, _FEET_OF_25B = ((10, 11), (13, 14)), ((8, 9), (11, 12)), ((13, 15), (14, 16))
+_PT = _from(13, (), (), (), (), 9, 8, 10, 7, 11, 6, 3, 2, 4, 1, 5, 0, 12, 14, (), (), (), (), (), ())
+_COCO_25B_17, _COCO_25B_23 = (*_range(0, 17), *_none(8)), (*_range(0, 17), *_none(2), *_FEET)
+_HAND_21 = (*_none(10), (0,), *_none(34), *_range(1, 20), *_none(70))
+_HAND_42 = (*_none(9), (0,), (21,), *_none(14), *_range(1, 20), *_range(22, 20), *_none(70))
+_FACE_70 = (*_EYES_AND_NOSE, *_none(62), *_range(0, 68), *_EYES_AND_NOSE[:0:-1])
+
+MODELS = {
+    "COCO_18": Model(_SKELETON_18, "COCO", 17, _COCO_18),
+    "DOME_18": Model(_SKELETON_18, "DOME", 19, (*_range(0, 8), *_range(9, 10))),
+    "COCO_19": Model(_SKELETON_19, "COCO", 17, _COCO_19),
+    "DOME_19": Model(_SKELETON_19, "DOME", 19, _range(0, 19)),
+    "COCO_23": Model(_SKELETON_23, "COCO", 23, (*_COCO_23, *_FEET)),
+    "COCO_23_17": Model(
+        _SKELETON_23, "COCO", 17, (*_COCO_23, *_none(6)), frozenset(range(17, 23)), feet=_FEET_OF_23
+    ),
+    "COCO_25": Model(
+        _SKELETON_25, "COCO", 23, (*_COCO_19, *_FEET), frozenset(range(19)) - {1, 8, 11, 14}
+    ),
+    "COCO_25_17": Model(_SKELETON_25, "COCO", 17, (*_COCO_19, *_none(6)), _FEET_PARTS, feet=_FEET_OF_25),
+    "COCO_25B_23": Model(_SKELETON_25B, "COCO", 23, _COCO_25B_23, frozenset(), _MPII_PARTS),
+    "COCO_25B_17": Model(_SKELETON_25B, "COCO", 17, _COCO_25B_17, _FEET_PARTS, _MPII_PARTS, _FEET_OF_25B),
+    "MPII_25B_16": _plain(_SKELETON_25B, "MPII", 16, _MPII_25B),
+    "PT_25B_15": _plain(_SKELETON_25B, "PT", 15, _PT),
+    "COCO_135_23": Model(
+        _SKELETON_135, "COCO", 23, (*_COCO_25B_23, *_none(110)), frozenset(), _MPII_PARTS | _FINGERS | _FACE_PARTS
+    ),
+    "COCO_135_17": Model(
+        _SKELETON_135, "COCO", 17, (*_COCO_25B_17, *_none(110)), frozenset(),
+        _MPII_PARTS | _FEET_PARTS | _FINGERS | _FACE_PARTS, _FEET_OF_25B,
+    ),
+    "MPII_135_16": _plain(_SKELETON_135, "MPII", 16, (*_MPII_25B, *_none(110))),
+    "HAND_135_21": Model(
+        _SKELETON_135, "HAND", 21, _HAND_21, _empty(_HAND_21) - {9, *range(_LEFT_HAND, _RIGHT_HAND)}
+    ),
+    "HAND_135_42": _plain(_SKELETON_135, "HAND", 42, _HAND_42),
+    "FACE_135_70": Model(_SKELETON_135, "FACE", 70, _FACE_70),
+    "DOME_135": Model(_SKELETON_135, "DOME", 135, _range(0, 135)),
+}  # fmt: skip
+"""By the name in the prototxt. Models of cars and of 59, 65 and 95 parts are not here."""
+
+
+def model_named(name: str, where: str) -> Model:
+    """Return a model of OpenPose.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in MODELS:
+        raise ConfigError(f"{where}: there is no model '{name}'; there are {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+# -- records -------------------------------------------------------------------------------------------
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from caffepy.data.datum import MAX_PIXELS, decode_image, opencv
 from caffepy.data.random import SampleRng
 from caffepy.data.sampler import Sampler
-from caffepy.data.sources.source import hash_of
+from caffepy.data.sources.databases import hash_of
 from caffepy.data.transform import check_transform
-from caffepy.data.transforms.pixel_boxes import EXACT, PixelBoxes, overlaps
+from caffepy.data.transforms.boxes import EXACT, PixelBoxes, pixel_overlaps
 from caffepy.data.transforms.pixels import Pixels, resize, rounded, to_pixels
 from caffepy.data.workers import Workers
 from caffepy.errors import DataError
@@ -482,10 +482,10 @@ def label_anchors(maps: list[LabelMap], matching: Matching, truth: Truth, placed
     for which, (one, out) in enumerate(zip(maps, outs, strict=True)):
         out[...] = 0
         anchors, inside = _anchors(one, out.shape[1:], placed, matching)
-        near = overlaps(anchors, ignored, "IOFU").sum(1) >= _f32(matching.ignored)
+        near = pixel_overlaps(anchors, ignored, "IOFU").sum(1) >= _f32(matching.ignored)
         if matching.kind == EXACT:
             inside &= ~near.reshape(inside.shape)
-        found = overlaps(objects, anchors) * inside.reshape(-1)
+        found = pixel_overlaps(objects, anchors) * inside.reshape(-1)
         largest = found.max(0, initial=0)
         matched = largest > _f32(matching.foreground)
         index = found.argmax(0) if count else np.zeros(len(largest), np.int64)
@@ -531,7 +531,7 @@ def _anchors(
         inside &= ~(corners[..., :2] < image[:2] - border).any(-1) & ~(corners[..., 2:] >= image[2:] + border).any(-1)
     anchors = _boxes(corners.reshape(-1, 4), matching.kind)
     if matching.margin is None and matching.inside is not None:
-        within = overlaps(anchors, _boxes(image[None], matching.kind), "IOFU")[:, 0]
+        within = pixel_overlaps(anchors, _boxes(image[None], matching.kind), "IOFU")[:, 0]
         inside &= ~(within < _f32(matching.inside)).reshape(rows, columns)
     return anchors, inside
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from caffepy.data.transforms.pixel_boxes import PixelBoxes
+from caffepy.data.transforms.boxes import PixelBoxes
 from caffepy.forks.rcnn.anchors import Anchors, decode_regions, read_anchors, read_limits, read_normalisation
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.detection.boxes import Rows

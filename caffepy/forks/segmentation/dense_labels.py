@@ -15,18 +15,18 @@ from caffepy.data.datum import decode_image, opencv
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
 from caffepy.data.sampler import Sampler
+from caffepy.data.sources.databases import hash_of
 from caffepy.data.sources.image_list import MAX_IMAGE_BYTES, list_lines
-from caffepy.data.sources.source import hash_of
 from caffepy.data.transform import Transformer
 from caffepy.data.transforms.pixels import resize
 from caffepy.data.workers import Workers
 from caffepy.errors import DataError
-from caffepy.formats.blob_shape import check_shape
+from caffepy.formats.blobs import check_shape
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
 from caffepy.layers.layer import register_layer
 from caffepy.utils.files import read_regular
-from caffepy.utils.whole_numbers import whole
+from caffepy.utils.options import whole
 
 Size = tuple[int, int]
 LabelType = caffe_pb2.ImageDataParameter

@@ -6,12 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend import Array, Channel, Each, Scalar, expression
+from caffepy.backend.formulas import identity, product
 from caffepy.data.datum import opencv
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.formulas import identity, product
-from caffepy.layers.labels import Labels
-from caffepy.layers.layer import Blobs, Layer, LayerContext, register_layer
-from caffepy.layers.layout_adapter import LayoutAdapter
+from caffepy.layers.layer import Blobs, Layer, LayerContext, LayoutAdapter, register_layer
+from caffepy.layers.loss import Labels
 
 
 @expression

@@ -10,8 +10,7 @@ from caffepy.backend import Channel, Each, Scalar, expression
 from caffepy.forks.yolo.boxes import YOLO_COLUMNS
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.detection.boxes import Rows
-from caffepy.layers.layer import Blobs, Layer, register_layer
-from caffepy.layers.layout_adapter import flatten_pixels
+from caffepy.layers.layer import Blobs, Layer, flatten_pixels, register_layer
 
 _LAST_PART = 0.75
 """Part of the training after which nothing is added."""

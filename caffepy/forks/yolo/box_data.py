@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend.input_ring import ByteImages
+from caffepy.backend.types import ByteImages
 from caffepy.data.datum import parse_datum, resize_image
 from caffepy.data.loader import DatumLoader
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
 from caffepy.data.transforms.pixels import Image
 from caffepy.errors import DataError
-from caffepy.formats.blob_shape import check_shape
+from caffepy.formats.blobs import check_shape
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.images import DataLayer
 from caffepy.layers.input.prefetching import Source

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, Ints, Words, exact_function, kernel
+from caffepy.backend.formulas import scaled, total
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.blob import Blob
 from caffepy.layers.detection.boxes import Rows
 from caffepy.layers.detection.suppression import sort_like_cpp
-from caffepy.layers.formulas import scaled, total
 from caffepy.layers.layer import Blobs, Layer
 from caffepy.layers.loss import LossLayer
 

@@ -15,8 +15,7 @@ from caffepy.forks.yolo.boxes import (
     suppress_all,
 )
 from caffepy.layers.detection.boxes import Rows, softmax
-from caffepy.layers.detection.threads import host_threads
-from caffepy.layers.layer import Blobs, Layer, register_layer
+from caffepy.layers.layer import Blobs, Layer, host_threads, register_layer
 
 COLUMNS = 7
 _f32 = np.float32

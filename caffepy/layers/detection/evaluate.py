@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.transforms.pixel_boxes import PixelBoxes, overlaps
+from caffepy.data.transforms.boxes import PixelBoxes, pixel_overlaps
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.detection.boxes import COLUMNS as TRUTH_COLUMNS
 from caffepy.layers.detection.boxes import (
@@ -189,7 +189,9 @@ class DetectionEvaluateLayer(Layer):
         """Return the overlaps of detections and objects (K, G), in pixels if a name_size_file or sizes are given."""
         if self._inputs is not None:
             factors = self._factors(self._inputs, image)
-            return overlaps(PixelBoxes.from_corners(detections * factors), PixelBoxes.from_corners(objects * factors))
+            return pixel_overlaps(
+                PixelBoxes.from_corners(detections * factors), PixelBoxes.from_corners(objects * factors)
+            )
         if not self._sizes:
             return overlap_matrix(detections, box_sizes(detections), objects, box_sizes(objects))
         a, b = (to_pixels(boxes, self._sizes[self._next], self._resize) for boxes in (detections, objects))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from caffepy.backend import Array, Channel, Each, Scalar, expression
 from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, Ints, Words, device_function, kernel
+from caffepy.backend.formulas import scaled
 from caffepy.backend.types import BoxLossSettings
 from caffepy.errors import DataError
 from caffepy.formats.proto import caffe_pb2
@@ -35,9 +36,7 @@ from caffepy.layers.detection.boxes import (
     read_priors,
 )
 from caffepy.layers.detection.suppression import sort_like_cpp, suppress_mined
-from caffepy.layers.detection.threads import host_threads, warn
-from caffepy.layers.formulas import scaled
-from caffepy.layers.layer import Blobs, Layer, register_layer
+from caffepy.layers.layer import Blobs, Layer, host_threads, register_layer, warn
 from caffepy.layers.loss import LossLayer
 
 UNMATCHED, IGNORED = -1, -2

@@ -22,8 +22,7 @@ from caffepy.layers.detection.boxes import (
     to_pixels,
 )
 from caffepy.layers.detection.suppression import Suppression, sort_like_cpp, suppress_classes
-from caffepy.layers.detection.threads import host_threads, warn
-from caffepy.layers.layer import Blobs, Layer, LayerContext, register_layer
+from caffepy.layers.layer import Blobs, Layer, LayerContext, host_threads, register_layer, warn
 from caffepy.utils.files import atomic_write, read_regular
 
 _LOC, _CONF, _PRIORS = range(3)

@@ -6,7 +6,7 @@ from bisect import bisect, insort
 
 import numpy as np
 
-from caffepy.formats.blob_shape import check_shape
+from caffepy.formats.blobs import check_shape
 from caffepy.layers.blob import Blob
 from caffepy.layers.detection.boxes import Rows
 from caffepy.layers.layer import Blobs, Layer, register_layer

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, Ints, Words, device_function, exact_function, kernel
-from caffepy.data.transforms.pixel_boxes import MODES, PixelBoxes
+from caffepy.data.transforms.boxes import MODES, PixelBoxes
 from caffepy.layers.detection.boxes import Rows, box_sizes, overlap
 from caffepy.layers.layer import Layer
 

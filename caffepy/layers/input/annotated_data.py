@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend.input_ring import ByteImages
+from caffepy.backend.types import ByteImages
 from caffepy.data.loader import DatumLoader, Shape
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng, sample_rngs
-from caffepy.data.sources.source import RecordSource
+from caffepy.data.sources.databases import RecordSource
 from caffepy.data.transform import CropParams, Transformer
 from caffepy.data.transforms.boxes import (
     COLUMNS,
@@ -39,12 +39,12 @@ from caffepy.data.transforms.boxes import (
 from caffepy.data.transforms.im_transforms import choose_resize, distort
 from caffepy.data.transforms.pixels import Canvas, Image, canvas_part, recompress, to_image, to_pixels, without_ipp
 from caffepy.errors import DataError
-from caffepy.formats.blob_shape import check_shape
+from caffepy.formats.blobs import check_shape
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.images import DataLayer
 from caffepy.layers.input.prefetching import Source
 from caffepy.layers.layer import register_layer
-from caffepy.logs.data_waits import TRANSFORMING
+from caffepy.logs.performance_report import TRANSFORMING
 
 
 @register_layer("AnnotatedData")

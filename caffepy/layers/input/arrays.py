@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from caffepy.backend.types import RandomStream
 from caffepy.errors import RunError, ShapeError
-from caffepy.formats.blob_shape import check_shape
+from caffepy.formats.blobs import check_shape
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.fillers import fill
 from caffepy.layers.layer import Blobs, Layer, LayerContext, register_layer

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend.input_ring import ImageSlot
+from caffepy.backend.types import ImageSlot
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import permutation
-from caffepy.data.sources.source import hash_of
+from caffepy.data.sources.databases import hash_of
 from caffepy.errors import DataError, RunError
-from caffepy.formats.blob_shape import MAX_ELEMENTS, check_shape, format_shape
+from caffepy.formats.blobs import MAX_ELEMENTS, check_shape, format_shape
 from caffepy.formats.messages import HDF5_MAGIC
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source

@@ -10,17 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from caffepy.backend.input_ring import ByteImages
+from caffepy.backend.types import ByteImages
 from caffepy.data import random
 from caffepy.data.datum import parse_datum
-from caffepy.data.image_cache import ImageCache, shared_cache
-from caffepy.data.loader import DatumLoader, ImageFileLoader, ImageLoader
+from caffepy.data.loader import DatumLoader, ImageCache, ImageFileLoader, ImageLoader, shared_cache
 from caffepy.data.prefetch import Loader
 from caffepy.data.sampler import Sampler
+from caffepy.data.sources.databases import LevelDbSource, LmdbSource, RecordSource, is_leveldb
 from caffepy.data.sources.image_list import ImageListSource
-from caffepy.data.sources.leveldb import LevelDbSource, is_leveldb
-from caffepy.data.sources.lmdb import LmdbSource
-from caffepy.data.sources.source import RecordSource
 from caffepy.data.transform import Transformer
 from caffepy.errors import DataError
 from caffepy.formats.proto import caffe_pb2

@@ -15,15 +15,14 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from caffepy.backend.input_ring import ByteImages, ImageSlot, InputRing, aligned_size
 from caffepy.backend.interface import Backend
-from caffepy.backend.types import Counter, RandomStream
+from caffepy.backend.types import ByteImages, Counter, ImageSlot, InputRing, RandomStream, aligned_size
 from caffepy.data.prefetch import Batch, Loader, Prefetcher
 from caffepy.data.sharding import TestSchedule, TrainSchedule
 from caffepy.errors import AbortedError, RunError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.layer import Blobs, Layer
-from caffepy.logs.data_waits import COPYING, Waits
+from caffepy.logs.performance_report import COPYING, Waits
 from caffepy.utils.clocks import suspend_aware_seconds
 
 logger = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ class Source(Protocol):
     """The records of a data layer. `PrefetchingLayer.setup` opens it, `PrefetchingLayer.close` closes it."""
 
     def fingerprint(self) -> dict[str, str]:
-        """Return properties by which ranks compare their sources (`caffepy.data.sources.source.RecordSource`)."""
+        """Return properties by which ranks compare their sources (`caffepy.data.sources.databases.RecordSource`)."""
 
     def __len__(self) -> int:
         """Return the number of records."""
@@ -171,7 +170,7 @@ class PrefetchingLayer(Layer):
         """
         if requested:
             return requested
-        from caffepy.backend.cpu.jit.cpus import cpu_count
+        from caffepy.backend.cpu.jit.deferred import cpu_count
 
         if not self.backend.asynchronous:
             return 1
@@ -311,7 +310,7 @@ class PrefetchingLayer(Layer):
         return dict(self._waits.seconds)
 
     def stage_totals(self) -> dict[str, float]:
-        """Return the seconds of the reader's threads in each stage (`caffepy.logs.data_waits`); empty: not measured."""
+        """Return the seconds of the reader's threads in each stage (`logs.performance_report`); empty: not measured."""
         return {}
 
     def processor_seconds(self) -> float:

@@ -26,7 +26,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend.input_ring import ImageSlot
+from caffepy.backend.types import ImageSlot
 from caffepy.data.loader import ImageLoader
 from caffepy.data.prefetch import Batch
 from caffepy.errors import AbortedError, CaffepyError, DataError, RunError
@@ -115,7 +115,7 @@ class ProcessLoader:
         self._lock = free_after_fork(threading.Lock())
         """Between the start of the process and `close`."""
         self.stages: dict[str, float] = {}
-        """Seconds that the process has spent in each stage (`caffepy.logs.data_waits`)."""
+        """Seconds that the process has spent in each stage (`caffepy.logs.performance_report`)."""
         self.processor_seconds = 0.0
         """Seconds of the processor that the process has used."""
         tell_after_fork(self)

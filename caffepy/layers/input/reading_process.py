@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend import create_backend
-from caffepy.backend.input_ring import ImageSlot
+from caffepy.backend.types import ImageSlot
 from caffepy.data.datum import single_threaded_opencv
 from caffepy.data.prefetch import Batch
 from caffepy.data.sharding import Shard

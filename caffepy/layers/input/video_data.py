@@ -26,11 +26,11 @@ from caffepy.data.datum import as_channels_first, opencv
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
 from caffepy.data.sampler import Sampler
-from caffepy.data.sources.source import hash_of
+from caffepy.data.sources.databases import hash_of
 from caffepy.data.transform import Transformer
 from caffepy.data.transforms.pixels import Image
 from caffepy.errors import DataError
-from caffepy.formats.blob_shape import check_shape
+from caffepy.formats.blobs import check_shape
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
 from caffepy.layers.layer import register_layer

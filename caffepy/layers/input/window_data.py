@@ -20,7 +20,7 @@ from caffepy.data.datum import decode_image, opencv
 from caffepy.data.mean import read_mean
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
-from caffepy.data.sources.source import hash_of
+from caffepy.data.sources.databases import hash_of
 from caffepy.data.transform import check_transform
 from caffepy.data.transforms.pixels import Image, Pixels, resize, rounded, to_pixels
 from caffepy.data.workers import Workers

@@ -10,8 +10,7 @@ import pytest
 from backend_arrays import close, dirty, normal, to_device
 
 from caffepy.backend import Backend
-from caffepy.backend.layout import memory_order, view
-from caffepy.backend.types import BatchNormState, mask_bytes
+from caffepy.backend.types import BatchNormState, mask_bytes, memory_order, view
 from caffepy.layers.activation import tanh_gradient
 
 ROUNDING = {"float32": 1e-5, "float16": 2.0**-11, "bfloat16": 2.0**-8}

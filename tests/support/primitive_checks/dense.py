@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caffepy.backend import Backend, Expression
+from caffepy.backend.formulas import total_with_channel
 from caffepy.layers.activation import sigmoid_with_channel, tanh_with_channel
-from caffepy.layers.formulas import total_with_channel
 from primitive_checks.strategies import often
 
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.2e-2}

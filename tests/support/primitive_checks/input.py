@@ -10,8 +10,7 @@ from backend_arrays import rounded, to_device
 from image_slots import random_slot
 
 from caffepy.backend import Backend
-from caffepy.backend.input_ring import ImageSlot, aligned_size
-from caffepy.backend.types import element_dtype
+from caffepy.backend.types import ImageSlot, aligned_size, element_dtype
 
 SHAPES = [
     (1, 1, 1, 1), (2, 1, 28, 28), (3, 3, 7, 5), (1, 7, 3, 3), (2, 33, 2, 3), (5, 3, 227, 227), (3, 2, 1, 9),

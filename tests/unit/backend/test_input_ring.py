@@ -5,10 +5,9 @@ from hypothesis import strategies as st
 from image_slots import random_slot
 
 from caffepy.backend import create_backend
-from caffepy.backend.cpu.input import image_rows
-from caffepy.backend.input_ring import HostRing, ImageSlot
+from caffepy.backend.cpu.copy import image_rows
 from caffepy.backend.interface import InputPrimitives
-from caffepy.backend.layout import SLOT_ALIGNMENT
+from caffepy.backend.types import SLOT_ALIGNMENT, HostRing, ImageSlot
 
 
 @given(count=st.integers(1, 300), channels=st.integers(1, 7), height=st.integers(1, 40), width=st.integers(1, 40))

@@ -16,7 +16,7 @@ import pytest
 
 from caffepy.cli.main import ALIASES, COMMANDS, GROUPS, expand, main
 from caffepy.cli.options import Parser, add_switch, normalise
-from caffepy.data.conversion import image_records
+from caffepy.data.conversion import image_sets as image_records
 from caffepy.formats.proto.caffe_pb2 import Datum
 
 PROGRAMS = Path(__file__).resolve().parents[3] / "tools"

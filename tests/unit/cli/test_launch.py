@@ -288,7 +288,7 @@ def test_the_installed_mpi_runs_it(tmp_path: Path) -> None:
     find_mpirun()
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys\nfrom caffepy.distributed.processes.create import create_world\n"
+        "import sys\nfrom caffepy.distributed.processes.world import create_world\n"
         "world = create_world()\n"
         "everybody = world.all_gather((world.local_rank, sys.argv[1:]))\n"
         "if world.rank == 0: print(everybody)\n"

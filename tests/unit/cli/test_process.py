@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import caffepy
-from caffepy.data.sources.record_write import record_key, write_datums
+from caffepy.data.sources.databases import record_key, write_datums
 from caffepy.formats.proto import caffe_pb2
 
 NET = """

@@ -46,7 +46,7 @@ def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Terminal:
     Path("net.prototxt").write_text(NET)
     Path("solver.prototxt").write_text(SOLVER)
     file = Terminal()
-    monkeypatch.setattr("caffepy.distributed.processes.terminal.open_terminal", lambda: file)
+    monkeypatch.setattr("caffepy.cli.screen.open_terminal", lambda: file)
     monkeypatch.setenv("COLUMNS", "70")
     return file
 

@@ -13,7 +13,7 @@ import pytest
 from fake_graph_backend import Leaving
 
 from caffepy.cli.main import main
-from caffepy.data.sources.record_write import write_datums
+from caffepy.data.sources.databases import write_datums
 from caffepy.formats.proto import caffe_pb2
 from caffepy.net import Net
 from caffepy.training import evaluate_model as scoring

@@ -7,7 +7,7 @@ from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caffepy.backend.input_ring import ImageSlot
+from caffepy.backend.types import ImageSlot
 from caffepy.data import bulk_copy
 from caffepy.data.bulk_copy import copy_records
 from caffepy.data.transform import Transformer

@@ -13,12 +13,12 @@ import h5py
 import numpy as np
 import pytest
 
+from caffepy.data.conversion.mnist_cifar import FILES, folder_reader
 from caffepy.data.datum import decode_image, resize_image
 from caffepy.data.mean import read_mean
 from caffepy.data.prefetch import Prefetcher
+from caffepy.data.sources.databases import LmdbSource
 from caffepy.data.sources.image_list import ImageListSource
-from caffepy.data.sources.lmdb import LmdbSource
-from caffepy.data.sources.mnist import FILES, folder_reader
 from caffepy.data.workers import Workers
 from caffepy.errors import DataError, RunError
 from caffepy.formats.proto.caffe_pb2 import FLOAT, BlobProto, BlobShape

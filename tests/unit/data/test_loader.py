@@ -9,15 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_records import Records
 
-from caffepy.backend.input_ring import ImageSlot
+from caffepy.backend.types import ImageSlot
 from caffepy.data import bulk_copy
 from caffepy.data.datum import decode_plain_jpeg
 from caffepy.data.loader import DatumLoader, ImageFileLoader
 from caffepy.data.prefetch import Batch
 from caffepy.data.sampler import Sampler
+from caffepy.data.sources.databases import LmdbSource, write_datums
 from caffepy.data.sources.image_list import ImageListSource
-from caffepy.data.sources.lmdb import LmdbSource
-from caffepy.data.sources.record_write import write_datums
 from caffepy.data.transform import Transformer
 from caffepy.data.workers import Workers
 from caffepy.errors import DataError

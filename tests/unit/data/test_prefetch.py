@@ -7,8 +7,7 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 
-from caffepy.backend.input_ring import ImageSlot
-from caffepy.backend.layout import memory_order
+from caffepy.backend.types import ImageSlot, memory_order
 from caffepy.data.prefetch import Batch, Prefetcher, awaited_data
 from caffepy.errors import AbortedError, DataError, RunError
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caffepy.distributed.affinity import Cores, bind_near_gpu, cores_near, format_cores, parse_cores, share, take_cores
+from caffepy.distributed.placement import Cores, bind_near_gpu, cores_near, format_cores, parse_cores, share, take_cores
 
 
 @given(st.sets(st.integers(0, 200)))

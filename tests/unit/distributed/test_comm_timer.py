@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.backend.synchronous import HostTimer
+from caffepy.backend.types import HostTimer
 from caffepy.distributed.reducer import CommTimer
 
 

@@ -14,7 +14,7 @@ from fake_world import FakeWatchdog, FakeWorld
 from caffepy.distributed import failures as module
 from caffepy.distributed.device_threads import DeviceThreads
 from caffepy.distributed.failures import Failures
-from caffepy.distributed.store.records import Failure
+from caffepy.distributed.store.wire import Failure
 from caffepy.errors import AbortedError, ConfigError, NonFiniteError, PeerError, RunError
 
 

@@ -271,7 +271,7 @@ def test_gpu_arrays_travel_through_host_memory() -> None:
 
 
 def test_host_arrays_are_refused_by_nccl() -> None:
-    from caffepy.distributed.arrays import check_array
+    from caffepy.distributed.group import check_array
 
     with pytest.raises(UserError, match="tensor is in host memory: backend 'nccl' takes CuPy arrays, 'mpi' and 'tcp'"):
         check_array(ARRAY, "tensor", "gpu", written=True)

@@ -7,8 +7,14 @@ from contextlib import nullcontext
 import pytest
 from training import build_net
 
-from caffepy.distributed.communicators.collectives import Collective, FinishedWork, Op, PendingCollective, ReduceOp
-from caffepy.distributed.communicators.communicator import Communicator
+from caffepy.distributed.communicators.communicator import (
+    Collective,
+    Communicator,
+    FinishedWork,
+    Op,
+    PendingCollective,
+    ReduceOp,
+)
 from caffepy.distributed.reducer import Reducer
 from caffepy.logs.trace import NO_TRACE
 from caffepy.net import Net

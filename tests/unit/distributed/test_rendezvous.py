@@ -10,8 +10,8 @@ from process_groups import free_port, raise_first, run_threads
 
 from caffepy.distributed import rendezvous
 from caffepy.distributed.rendezvous import Membership, join
-from caffepy.distributed.store.records import Member
 from caffepy.distributed.store.store import MemoryStore, RankStore
+from caffepy.distributed.store.wire import Member
 from caffepy.errors import PeerError, UserError
 
 NOTHING: dict[str, str] = {}

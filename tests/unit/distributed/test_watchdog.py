@@ -10,15 +10,15 @@ from functools import partial
 
 import pytest
 
-from caffepy.distributed import control_channel as connect
 from caffepy.distributed import liveness as heartbeat
-from caffepy.distributed.control_channel import connect_training
+from caffepy.distributed import rendezvous as connect
 from caffepy.distributed.liveness import Heartbeat, Watchdog, find_stall
 from caffepy.distributed.processes.world import SingleProcess
+from caffepy.distributed.rendezvous import connect_training
 from caffepy.distributed.store import store
 from caffepy.distributed.store.client import ControlClient
-from caffepy.distributed.store.records import DeviceStatus, Failure
 from caffepy.distributed.store.server import ControlServer
+from caffepy.distributed.store.wire import DeviceStatus, Failure
 from caffepy.errors import PeerError
 from caffepy.utils.clocks import SuspendAwareClock
 

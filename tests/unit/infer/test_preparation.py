@@ -11,7 +11,7 @@ import pytest
 from google.protobuf import text_format
 from training import build_net
 
-from caffepy.data.sources.record_write import write_datums
+from caffepy.data.sources.databases import write_datums
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.infer.input_transform import ImagePreparation, has_preparation

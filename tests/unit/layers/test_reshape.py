@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from layer_harness import BACKENDS, Runner, backend_named, check_layer, gaussian
 
 from caffepy.errors import ConfigError, ShapeError
-from caffepy.layers.layout_adapter import LayoutAdapter
+from caffepy.layers.layer import LayoutAdapter
 
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple)
 

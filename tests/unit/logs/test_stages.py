@@ -7,7 +7,7 @@ from time import perf_counter
 
 import pytest
 
-from caffepy.logs.data_waits import COPYING, DECODING, READING, STAGES, StageTimes, Waits, format_waits
+from caffepy.logs.performance_report import COPYING, DECODING, READING, STAGES, StageTimes, Waits, format_waits
 
 
 def test_seconds_of_several_threads_add_up() -> None:

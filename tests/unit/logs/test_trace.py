@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from training import TINY, build_solver
 
-from caffepy.backend.synchronous import HostTimer
+from caffepy.backend.types import HostTimer
 from caffepy.errors import RunError
 from caffepy.logs.trace import NO_TRACE, Trace, write_trace
 

@@ -14,7 +14,7 @@ from google.protobuf import text_format
 import caffepy
 from caffepy.backend import create_backend
 from caffepy.cli.main import main
-from caffepy.data.sources.record_write import write_datums
+from caffepy.data.sources.databases import write_datums
 from caffepy.errors import ConfigError
 from caffepy.formats.caffemodel import write_caffemodel
 from caffepy.formats.load import read_net

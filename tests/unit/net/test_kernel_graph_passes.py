@@ -9,7 +9,7 @@ import pytest
 from forward_passes import HOST, NET, build, give
 
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.backend.cpu.jit.kernel_graph import KernelGraph
+from caffepy.backend.cpu.jit.kernel import KernelGraph
 from caffepy.errors import DataError
 from caffepy.layers.layer import LAYERS, import_layer_types
 from caffepy.net import Net

@@ -11,13 +11,13 @@ from training import CPU, build_net, build_solver
 
 from caffepy import pycaffe as caffe
 from caffepy.errors import ConfigError, RunError, SnapshotError
-from caffepy.export.onnx.fold import with_parameters
+from caffepy.export.onnx.prepare import with_parameters
 from caffepy.export.onnx.write import serialised, to_model
 from caffepy.export.onnx_import.read import read_onnx
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.prototxt import parse_text
 from caffepy.net import Net
-from caffepy.pycaffe.core.device import cpu_device
+from caffepy.pycaffe.device import cpu_device
 
 INPUT = 'layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 40 dim: 3 } } }'
 FIRST = """

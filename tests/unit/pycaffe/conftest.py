@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from caffepy.pycaffe.mode import mode
+from caffepy.pycaffe.device import mode
 
 NET = """
 name: 'small' force_backward: true

@@ -11,8 +11,8 @@ from caffepy.backend import create_backend
 from caffepy.errors import ShapeError
 from caffepy.layers import blob as core
 from caffepy.pycaffe.blob import Blob, BlobVec
-from caffepy.pycaffe.core.device import Device
-from caffepy.pycaffe.core.errors import ArgumentError
+from caffepy.pycaffe.device import Device
+from caffepy.pycaffe.errors import ArgumentError
 
 
 @pytest.fixture

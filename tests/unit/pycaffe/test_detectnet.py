@@ -14,8 +14,8 @@ from training import build_net
 
 from caffepy import as_caffe
 from caffepy.errors import CaffepyError
+from caffepy.pycaffe.layers.detectnet.clustering import group_rectangles
 from caffepy.pycaffe.layers.detectnet.mean_ap import score_det
-from caffepy.pycaffe.layers.detectnet.rectangles import group_rectangles
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,8 @@ from fake_graph_backend import FakeGraphBackend, Leaving
 from caffepy import pycaffe as caffe
 from caffepy.errors import DataError, ShapeError
 from caffepy.net.executor import ForwardExecutor
-from caffepy.pycaffe import mode as settings
-from caffepy.pycaffe.core.device import Device
+from caffepy.pycaffe import device as settings
+from caffepy.pycaffe.device import Device
 
 NET = """
 name: 'n'
@@ -461,7 +461,7 @@ def test_the_folded_nets_are_freed_with_the_net(path: Path) -> None:
 
 
 def test_the_environment_switches_it_off() -> None:
-    code = "from caffepy.pycaffe.mode import mode; print(mode.layer_by_layer)"
+    code = "from caffepy.pycaffe.device import mode; print(mode.layer_by_layer)"
     for value, expected in (("1", "True"), ("0", "False"), ("", "False")):
         done = subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, "CAFFEPY_LAYER_BY_LAYER": value},

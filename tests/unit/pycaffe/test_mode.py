@@ -10,7 +10,7 @@ import pytest
 
 from caffepy import pycaffe as caffe
 from caffepy.errors import DeviceError
-from caffepy.pycaffe.mode import mode
+from caffepy.pycaffe.device import mode
 from caffepy.utils.installation import MissingExtraError
 
 
@@ -50,7 +50,7 @@ def test_products_are_rounded_as_in_training_unless_a_script_wants_them_in_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[tuple[int | None, str]] = []
-    monkeypatch.setattr("caffepy.pycaffe.mode.device_of", lambda number, math="": made.append((number, math)))
+    monkeypatch.setattr("caffepy.pycaffe.device.device_of", lambda number, math="": made.append((number, math)))
     caffe.set_mode_gpu()
     mode.present_device()
     caffe.set_math("fp32")

@@ -10,9 +10,8 @@ import pytest
 from process_groups import raise_first, run_threads
 
 from caffepy.errors import UserError
-from caffepy.pycaffe import nccl
-from caffepy.pycaffe.nccl import NCCL, has_nccl
-from caffepy.pycaffe.solver import SGDSolver
+from caffepy.pycaffe import solver as nccl
+from caffepy.pycaffe.solver import NCCL, SGDSolver, has_nccl
 
 NET = """
 layer { name: "data" type: "DummyData" top: "data" top: "label" dummy_data_param {
@@ -47,7 +46,6 @@ def solver_file(tmp_path):
 def run_ranks(monkeypatch, solver_file, action, settings=""):
     """What `action` returns for each rank's solver and NCCL object; solvers are made one after the other."""
     modes = _Modes()
-    monkeypatch.setattr(nccl, "mode", modes)
     solver_file.write_text(solver_file.read_text() + settings)
     solvers = [SGDSolver(solver_file) for _ in range(RANKS)]
     uid = NCCL.new_uid()
@@ -60,7 +58,9 @@ def run_ranks(monkeypatch, solver_file, action, settings=""):
         finally:
             end._group.destroy()
 
-    return raise_first(run_threads(RANKS, work))
+    with monkeypatch.context() as patch:
+        patch.setattr(nccl, "mode", modes)
+        return raise_first(run_threads(RANKS, work))
 
 
 def parameters(solver):
@@ -168,8 +168,8 @@ def test_parts_are_begun_before_the_pass_has_ended(monkeypatch, solver_file):
 
 
 def test_a_process_alone_keeps_its_gradients(monkeypatch, solver_file):
-    monkeypatch.setattr(nccl, "mode", SimpleNamespace(gpu=False, solver_count=1, solver_rank=0))
     solver = SGDSolver(solver_file)
+    monkeypatch.setattr(nccl, "mode", SimpleNamespace(gpu=False, solver_count=1, solver_rank=0))
     end = NCCL(solver, NCCL.new_uid())
     solver.net.forward()
     solver.net.backward()

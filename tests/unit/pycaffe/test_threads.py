@@ -20,8 +20,8 @@ from fake_graph_backend import Leaving
 
 from caffepy import pycaffe as caffe
 from caffepy.formats.caffemodel import read_caffemodel
-from caffepy.pycaffe import mode as settings
-from caffepy.pycaffe.core.device import Device
+from caffepy.pycaffe import device as settings
+from caffepy.pycaffe.device import Device
 
 SECONDS = float(os.environ.get("CAFFEPY_THREADS_SECONDS", "3"))
 """How long each case runs."""

@@ -7,9 +7,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from caffepy.pycaffe import timer
-from caffepy.pycaffe.mode import Mode
-from caffepy.pycaffe.timer import Timer
+from caffepy.pycaffe import device as timer
+from caffepy.pycaffe.device import Mode, Timer
 
 
 def test_milliseconds_between_start_and_stop():

@@ -27,8 +27,14 @@ from caffepy.formats.solver_check import check_solver
 from caffepy.layers import LayerContext
 from caffepy.net import Net
 from caffepy.net.record_shape import without_data
-from caffepy.scaffold.adapt import set_boxed_classes, set_classes, validation_batch
-from caffepy.scaffold.create import CLASSIFIERS, DETECTORS, known_weights
+from caffepy.scaffold.create import (
+    CLASSIFIERS,
+    DETECTORS,
+    known_weights,
+    set_boxed_classes,
+    set_classes,
+    validation_batch,
+)
 
 ROOT = Path(__file__).parents[3]
 CLASSES = ("robin", "sparrow", "wren")

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caffepy.errors import ConfigError
-from caffepy.scaling.calibrate import Measurements, fit_link, read_measurements
-from caffepy.scaling.model import ALGORITHMS, AUTO, Cluster, Link, all_reduce
+from caffepy.scaling.model import ALGORITHMS, AUTO, Cluster, Link, Measurements, all_reduce, fit_link, read_measurements
 
 SIZES = [4.0**exponent for exponent in range(5, 15)]
 UNUSED = Link(1.0, 1.0)

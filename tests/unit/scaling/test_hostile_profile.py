@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from caffepy.errors import ConfigError
-from caffepy.scaling.calibrate import MAX_SAMPLES, Measurements, fit_link, read_measurements
+from caffepy.scaling.model import MAX_SAMPLES, Measurements, fit_link, read_measurements
 from caffepy.scaling.profile import FORMAT, read_profile
 
 PROFILE = {

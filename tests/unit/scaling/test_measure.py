@@ -13,15 +13,17 @@ from caffepy.formats.proto import caffe_pb2
 from caffepy.layers import LayerContext
 from caffepy.net import Net
 from caffepy.net.record_shape import without_data
-from caffepy.scaling.measure import (
+from caffepy.scaling.profile import (
+    Gradient,
+    Profile,
     ProfiledNet,
     estimate_profile,
     gradients_of,
     measure_profile,
     read_subject,
     with_settings_of,
+    write_profile,
 )
-from caffepy.scaling.profile import Gradient, Profile, write_profile
 
 NET = """
 name: "small" reduce_buckets: 3

@@ -11,9 +11,8 @@ import pytest
 
 from caffepy.errors import ConfigError, RunError
 from caffepy.scaling.model import Cluster, Link
-from caffepy.scaling.predict import Exchange, Prediction
+from caffepy.scaling.predict import Exchange, Prediction, describe, format_table, write_csv, write_plot
 from caffepy.scaling.profile import Gradient, LayerProfile, Profile
-from caffepy.scaling.report import describe, format_table, write_csv, write_plot
 from caffepy.utils.installation import MissingExtraError
 
 PREDICTIONS = [

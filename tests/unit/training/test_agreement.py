@@ -20,8 +20,9 @@ from caffepy.distributed.processes.world import SingleProcess
 from caffepy.errors import ConfigError
 from caffepy.formats.dialect import override_dialect
 from caffepy.formats.paths import is_path
-from caffepy.formats.proto import caffe_pb2, registration
-from caffepy.formats.proto.registration import ForkSchema
+from caffepy.formats.proto import caffe_pb2
+from caffepy.formats.proto import schemas as registration
+from caffepy.formats.proto.schemas import ForkSchema
 from caffepy.training.consistency import (
     FieldMismatch,
     check_alike,

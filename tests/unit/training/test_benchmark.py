@@ -21,7 +21,7 @@ from caffepy.distributed.processes.world import SingleProcess
 from caffepy.errors import ConfigError, PeerError, RunError
 from caffepy.scaling import benchmark
 from caffepy.scaling.benchmark import AllReduceBenchmark, BenchmarkOptions, Timing
-from caffepy.scaling.calibrate import read_measurements
+from caffepy.scaling.model import read_measurements
 
 SMALL = BenchmarkOptions(None, 2, "local", (64, 4096), iterations=3, timeout=300.0)
 

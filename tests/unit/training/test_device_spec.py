@@ -8,8 +8,8 @@ import pytest
 from fake_world import FakeWorld
 
 from caffepy.data.sharding import Shard
-from caffepy.distributed.affinity import Cores
 from caffepy.distributed.device_threads import DeviceSpec, device_names, device_specs
+from caffepy.distributed.placement import Cores
 
 CORES = Cores((0, 1, 2, 3, 4), 5)
 

@@ -13,7 +13,7 @@ from training import build_solver
 
 from caffepy.distributed import DistributedDataParallel, ProcessGroup
 from caffepy.errors import ConfigError
-from caffepy.pycaffe.mode import mode
+from caffepy.pycaffe.device import mode
 from caffepy.pycaffe.solver import SGDSolver
 from caffepy.training.display import duration
 from caffepy.training.solver import Solver

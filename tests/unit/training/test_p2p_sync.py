@@ -16,9 +16,8 @@ from fake_graph_backend import NET, FakeGraphBackend
 from training import solver_param, weights_of
 
 from caffepy.data.sharding import Shard
-from caffepy.data.sources.record_write import record_key, write_datums
-from caffepy.distributed.communicators.collectives import FinishedWork, PendingCollective
-from caffepy.distributed.communicators.communicator import Communicator
+from caffepy.data.sources.databases import record_key, write_datums
+from caffepy.distributed.communicators.communicator import Communicator, FinishedWork, PendingCollective
 from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
 from caffepy.distributed.connect import Connector
 from caffepy.distributed.device_threads import DeviceSpec

@@ -18,7 +18,7 @@ from training import solver_param
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.data.loader import DatumLoader
 from caffepy.data.sharding import Shard
-from caffepy.data.sources.record_write import record_key, write_datums
+from caffepy.data.sources.databases import record_key, write_datums
 from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
 from caffepy.distributed.connect import Connector
 from caffepy.distributed.device_threads import DeviceSpec

@@ -15,7 +15,7 @@ import pytest
 from training import build_solver, weights_of
 
 from caffepy.data.loader import DatumLoader
-from caffepy.data.sources.record_write import record_key, write_datums
+from caffepy.data.sources.databases import record_key, write_datums
 from caffepy.errors import AbortedError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.training.callback import Action

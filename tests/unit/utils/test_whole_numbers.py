@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from caffepy.utils.whole_numbers import LARGEST, whole
+from caffepy.utils.options import LARGEST, whole
 
 
 @pytest.mark.parametrize(

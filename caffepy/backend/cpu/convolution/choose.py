@@ -8,10 +8,8 @@ from caffepy.backend.cpu.convolution.grouped import GroupedConvolution, is_group
 from caffepy.backend.cpu.convolution.pointwise import PixelConvolution, ProductConvolution, is_pixels, is_product
 from caffepy.backend.cpu.convolution.winograd import WinogradConvolution, is_winograd
 from caffepy.backend.cpu.memory import CpuMemory
-from caffepy.backend.handles import Convolution
 from caffepy.backend.interface import ConvolutionPrimitives
-from caffepy.backend.layout import CHANNELS_LAST
-from caffepy.backend.types import Array, Geometry
+from caffepy.backend.types import CHANNELS_LAST, Array, Convolution, Geometry
 
 
 class CpuConvolution(ConvolutionPrimitives, CpuMemory):

@@ -22,13 +22,10 @@ from numba import types
 
 from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.gemm import Gemm
-from caffepy.backend.cpu.jit.intrinsics import intrinsic
-from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
-from caffepy.backend.cpu.jit.kernel_graph import note_host_work
-from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, WORD, Writer, ahead
+from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel, note_host_work
+from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, WORD, Writer, ahead, intrinsic
 from caffepy.backend.cpu.microkernel import Panels, WeightPacking, extended, pack_weights
-from caffepy.backend.layout import memory_order
-from caffepy.backend.types import Geometry
+from caffepy.backend.types import Geometry, memory_order
 
 HEIGHTS = (8, 7, 6, 4, 2, 1) if WIDTH == 16 else (6, 5, 4, 2, 1)
 """Possible tile heights."""

@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from caffepy.backend.cpu.convolution.axes import Axis, merged, taps_inside
+from caffepy.backend.cpu.convolution.correlation import Axis, merged, taps_inside
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Kernel, Words, kernel
 from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, table_at
 

@@ -24,9 +24,8 @@ from numba import types
 
 from caffepy.backend.cpu.convolution.correlation import ConvolutionShape, Ending
 from caffepy.backend.cpu.convolution.direct import TileConvolution
-from caffepy.backend.cpu.jit.intrinsics import intrinsic
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
-from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, table_at, transpose_square
+from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, intrinsic, table_at, transpose_square
 from caffepy.backend.cpu.memory import Workspace
 from caffepy.backend.cpu.microkernel import ROWS, Panels, extended, tile
 from caffepy.backend.types import Geometry

@@ -10,6 +10,8 @@ rest of a GPU process's start. Until then these functions run as plain Python:
     def walk(begin: Int, end: Int, file: Bytes) -> None: ...
 
     walk.run(...) if walk.should_compile(items, compiling=15_000, loading=4_000) else walk.interpret(...)
+
+`cpu_count` is for code that divides work among threads before numba is imported.
 """
 
 from __future__ import annotations
@@ -109,11 +111,11 @@ deferred_kernel = DeferredKernel
 
 def _compilable(function: Any) -> Any:
     """Return a copy of a function that calls the compiled forms of its `part` functions."""
-    from caffepy.backend.cpu.jit import intrinsics
+    from caffepy.backend.cpu.jit import vector
 
     names = {name: function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__}
     compiled = {name: compiled_part(value) for name, value in names.items() if _is_part(value)}
-    compiled |= {name: intrinsics.read_at for name, value in names.items() if value is read_at}
+    compiled |= {name: vector.read_at for name, value in names.items() if value is read_at}
     copy = FunctionType(function.__code__, {**function.__globals__, **compiled}, function.__name__)
     copy.__annotations__, copy.__qualname__ = function.__annotations__, function.__qualname__
     copy.__module__, copy.__doc__ = function.__module__, function.__doc__
@@ -130,3 +132,8 @@ def compiled_part(function: Any) -> Any:
     from caffepy.backend.cpu.jit.kernel import device_function
 
     return device_function(_compilable(function))
+
+
+def cpu_count() -> int:
+    """Return the number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

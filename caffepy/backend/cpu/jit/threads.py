@@ -18,8 +18,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from caffepy.backend.cpu.jit.cache import compile_c_function
-from caffepy.backend.cpu.jit.intrinsics import intrinsic, words
+from caffepy.backend.cpu.jit.compiler import compile_c_function
+from caffepy.backend.cpu.jit.vector import intrinsic, words
 from caffepy.errors import ConfigError
 
 logger = logging.getLogger(__name__)

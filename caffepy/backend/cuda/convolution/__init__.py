@@ -1,4 +1,4 @@
-"""Convolutions on the GPU: `plan.py` plans one, with algorithms from `registry.py` chosen by `autotune.py`.
+"""Convolutions on the GPU: `plan.py` plans one, with algorithms that `autotune.py` chooses.
 
 cuda/backend imports it.
 """

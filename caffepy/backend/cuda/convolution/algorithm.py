@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from caffepy.backend.cuda.compiler import aligned, launch_blocks, library_kernel
-from caffepy.backend.cuda.convolution.plan_cache import PlanCache
+from caffepy.backend.cuda.convolution.cache import PlanCache
 from caffepy.backend.cuda.convolution.problem import Task
 from caffepy.backend.cuda.expression import apply
 from caffepy.backend.cuda.gemm import Blas

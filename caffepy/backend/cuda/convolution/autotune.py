@@ -14,7 +14,7 @@ from time import monotonic, monotonic_ns
 
 from caffepy.backend.cuda.compiler import c_type, launch, launch_blocks, library_kernel, log_first_use
 from caffepy.backend.cuda.convolution.algorithm import AlgorithmFamily, Candidate, KeepingCandidate, Operands, Resources
-from caffepy.backend.cuda.convolution.autotune_cache import Decision, cache_file, decisions
+from caffepy.backend.cuda.convolution.cache import Decision, cache_file, decisions
 from caffepy.backend.cuda.convolution.problem import Direction, Task
 from caffepy.backend.cuda.copy import copy
 from caffepy.backend.cuda.device import cupy

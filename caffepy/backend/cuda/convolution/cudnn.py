@@ -20,8 +20,7 @@ from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.expression import apply
 from caffepy.backend.cuda.memory import Scratch
-from caffepy.backend.layout import CHANNELS_LAST, view
-from caffepy.backend.types import Array, convolution_workspace
+from caffepy.backend.types import CHANNELS_LAST, Array, convolution_workspace, view
 
 logger = logging.getLogger(__name__)
 
@@ -268,8 +267,6 @@ class CudnnGraph:
             "compute_data_type": self.resources.cudnn.data_type.FLOAT,
         }
 
-
-logger = logging.getLogger(__name__)
 
 ROUNDED_BIAS = f"{Plans.READY.value} rounded bias"
 """Name prefix of plans with a rounded bias."""

@@ -9,7 +9,7 @@ __device__ __forceinline__ const unsigned char *slot_of(
     return ring + ((unsigned int)pass & last) * slot_size;
 }
 
-// Where an image lies in its whole: as ImageSlot in input_ring.py.
+// Where an image lies in its whole: as ImageSlot in backend/types.py.
 struct Place {
     int mirrored, top, left;
 };

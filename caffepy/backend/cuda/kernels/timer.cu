@@ -1,4 +1,4 @@
-// Times on the device's own clock, taken where the stream comes to them; see cuda/timer.py.
+// Times on the device's own clock, taken where the stream comes to them; see cuda/graph.py.
 // times: nanoseconds at which each stopwatch was started, then each one's total.
 
 __device__ long long nanoseconds() {

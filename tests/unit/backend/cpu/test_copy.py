@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.backend import create_backend
-from caffepy.backend.cpu.jit.kernel_graph import KernelGraph
+from caffepy.backend.cpu.jit.kernel import KernelGraph
 from caffepy.backend.cpu.jit.threads import GRAIN
 
 CPU = create_backend(None, 2)

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from primitive_checks.convolution import check_convolution
 
 from caffepy.backend import Geometry, create_backend
-from caffepy.backend.cpu.convolution.depthwise_backward_data import (
+from caffepy.backend.cpu.convolution.grouped import (
     MAX_STRIDE,
+    GroupedConvolution,
     one_window,
     suits_residue_dgrad,
     suits_scatter_dgrad,
 )
-from caffepy.backend.cpu.convolution.grouped import GroupedConvolution
 from caffepy.backend.cpu.jit.vector import WIDTH
 
 BACKEND = create_backend(None, 2)

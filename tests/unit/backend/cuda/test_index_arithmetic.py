@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from primitive_checks.strategies import shapes_and_axes
 
 from caffepy.backend.cuda.index_arithmetic import Axis, Period, collapse, find_period, widest
-from caffepy.backend.layout import memory_axes
+from caffepy.backend.types import memory_axes
 
 ENDS = ("source", "destination")
 

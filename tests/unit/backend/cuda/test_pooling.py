@@ -11,7 +11,7 @@ import pytest
 from fake_cuda import FakeArray
 from numpy.lib.stride_tricks import as_strided
 
-from caffepy.backend.types import Geometry
+from caffepy.backend.types import Geometry, view
 
 
 @pytest.mark.parametrize("name", ["max_forward", "max_backward", "average_forward", "average_backward"])
@@ -19,7 +19,7 @@ def test_what_has_too_many_threads_for_32_bits_is_done_in_parts(
     cupy_or_mock: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Gradients have a thread for each tile of the padded plane, of which there are more than pixels."""
-    pooling, layout = (importlib.import_module(f"caffepy.backend.{n}") for n in ("cuda.pooling", "layout"))
+    pooling = importlib.import_module("caffepy.backend.cuda.pooling")
     cases: list[Any] = []
     monkeypatch.setattr(pooling, "_plan", cases.append)
     monkeypatch.setattr(pooling, "device_number", lambda: 0)
@@ -30,7 +30,7 @@ def test_what_has_too_many_threads_for_32_bits_is_done_in_parts(
         """An array without memory: one element, seen as often as the shape has elements."""
         one = np.zeros(1, dtype)
         flat = as_strided(one, (math.prod(shape),), (one.itemsize,)).view(FakeArray)
-        return layout.view(flat, shape)
+        return view(flat, shape)
 
     x, y, mask = array("float32"), array("float32"), array("uint8")
     arrays = {"max_forward": (x, y, mask), "max_backward": (y, mask, x)}.get(name, (x, y))

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from caffepy.data.conversion.annotation_sets import AnnotationOptions, convert_annotation_set, write_image_sizes
-from caffepy.data.conversion.image_records import ImageOptions
-from caffepy.data.conversion.image_sets import Database
+from caffepy.data.conversion.image_sets import Database, ImageOptions
 from caffepy.data.transforms.boxes import parse_annotated_datum
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto.caffe_pb2 import AnnotatedDatum, Datum

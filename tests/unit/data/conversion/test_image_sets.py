@@ -14,8 +14,7 @@ import pytest
 from databases import BACKENDS, NO_PLYVEL
 
 from caffepy.data.conversion import image_sets
-from caffepy.data.conversion.image_records import ImageOptions
-from caffepy.data.conversion.image_sets import Database, convert_image_set
+from caffepy.data.conversion.image_sets import Database, ImageOptions, convert_image_set
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto.caffe_pb2 import Datum
 

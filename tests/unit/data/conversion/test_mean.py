@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from databases import BACKENDS
 
-from caffepy.data.conversion.mean import channel_means, compute_mean, write_mean
-from caffepy.data.mean import read_mean
+from caffepy.data.mean import channel_means, compute_mean, read_mean, write_mean
+from caffepy.data.sources.databases import record_key, write_datums
 from caffepy.data.sources.lmdb_index import LmdbIndex
-from caffepy.data.sources.record_write import record_key, write_datums
 from caffepy.errors import DataError
 from caffepy.formats.proto.caffe_pb2 import BlobProto, Datum
 

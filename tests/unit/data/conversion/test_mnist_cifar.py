@@ -10,8 +10,8 @@ import lmdb
 import numpy as np
 import pytest
 
+from caffepy.data.conversion.annotation_sets import create_label_map, read_label_map
 from caffepy.data.conversion.image_sets import Database
-from caffepy.data.conversion.label_maps import create_label_map, read_label_map
 from caffepy.data.conversion.mnist_cifar import convert_cifar, convert_digits
 from caffepy.data.mean import read_mean
 from caffepy.errors import ConfigError, DataError

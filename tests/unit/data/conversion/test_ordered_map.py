@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from caffepy.data.conversion.ordered_map import ordered_map
+from caffepy.data.workers import ordered_map
 
 
 @pytest.mark.parametrize("threads", [1, 4])

@@ -3,7 +3,7 @@ import sys
 import pytest
 from databases import NO_PLYVEL
 
-from caffepy.data.sources.leveldb import LevelDbSource
+from caffepy.data.sources.databases import LevelDbSource
 from caffepy.errors import DataError
 from caffepy.utils.installation import MissingExtraError
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caffepy.data.sources.lmdb import LmdbSource
+from caffepy.data.sources.databases import LmdbSource
 from caffepy.errors import DataError
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.data.sources import lmdb_index
-from caffepy.data.sources.lmdb import LmdbSource
+from caffepy.data.sources.databases import LmdbSource
 from caffepy.data.sources.lmdb_index import LmdbIndex
 from caffepy.errors import DataError
 

@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from caffepy.data.sources import mnist
-from caffepy.data.sources.lmdb import LmdbSource
+from caffepy.data.conversion import mnist_cifar as mnist
+from caffepy.data.sources.databases import LmdbSource
 from caffepy.errors import DataError, RunError
 from caffepy.formats.proto.caffe_pb2 import Datum
 

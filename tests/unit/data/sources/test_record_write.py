@@ -8,9 +8,7 @@ from types import SimpleNamespace
 import pytest
 from databases import BACKENDS
 
-from caffepy.data.sources.leveldb import LevelDbSource
-from caffepy.data.sources.lmdb import LmdbSource
-from caffepy.data.sources.record_write import open_writer
+from caffepy.data.sources.databases import LevelDbSource, LmdbSource, open_writer
 from caffepy.errors import DataError, RunError
 from caffepy.utils.installation import MissingExtraError
 

@@ -4,8 +4,7 @@ import os
 import lmdb
 import pytest
 
-from caffepy.data.sources.lmdb import LmdbSource
-from caffepy.data.sources.record_write import record_key, write_datums
+from caffepy.data.sources.databases import LmdbSource, record_key, write_datums
 from caffepy.errors import DataError, RunError
 from caffepy.formats.proto.caffe_pb2 import Datum
 
@@ -68,7 +67,7 @@ def test_a_full_disk_is_a_failure_while_running(tmp_path, monkeypatch):
     def full(*_, **__):
         raise lmdb.DiskError("No space left on device")
 
-    monkeypatch.setattr("caffepy.data.sources.record_write.LmdbWriter.write", full)
+    monkeypatch.setattr("caffepy.data.sources.databases.LmdbWriter.write", full)
     with pytest.raises(RunError, match="cannot write LMDB '.*db': No space left on device"):
         write_datums(tmp_path / "db", datums(3))
     assert not list(tmp_path.iterdir())

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caffepy.distributed.communicators.collectives import (
+from caffepy.distributed.communicators.communicator import (
     PATTERNS,
     Collective,
     FinishedWork,

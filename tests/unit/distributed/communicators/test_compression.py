@@ -11,7 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caffepy.distributed.communicators.compression import Compressor, host_compressor, round_to_bfloat16, widen_bfloat16
+from caffepy.distributed.communicators.communicator import (
+    Compressor,
+    host_compressor,
+    round_to_bfloat16,
+    widen_bfloat16,
+)
 from caffepy.distributed.communicators.hierarchical import HierarchicalCommunicator
 from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
 from caffepy.distributed.communicators.mpi import _add_bfloat16, _add_float16

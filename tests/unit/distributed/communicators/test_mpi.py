@@ -16,7 +16,7 @@ from contextlib import nullcontext
 import numpy as np
 from caffepy.distributed.communicators.hierarchical import HierarchicalCommunicator
 from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
-from caffepy.distributed.processes.create import create_world
+from caffepy.distributed.processes.world import create_world
 
 world = create_world()
 communicators = {

@@ -16,10 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from process_groups import run_threads
 
-from caffepy.distributed.communicators import shared_memory
-from caffepy.distributed.communicators.hierarchical import HierarchicalCommunicator
+from caffepy.distributed.communicators import hierarchical as shared_memory
+from caffepy.distributed.communicators.hierarchical import HierarchicalCommunicator, SharedSums
 from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
-from caffepy.distributed.communicators.shared_memory import SharedSums
 
 FOLDER = Path("/dev/shm")
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="only Linux has files that are memory")

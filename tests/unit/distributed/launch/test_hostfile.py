@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from caffepy.distributed.launch.hostfile import Host, parse_hosts, read_hostfile
+from caffepy.distributed.launch.launchers import Host, parse_hosts, read_hostfile
 from caffepy.errors import ConfigError
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from caffepy.distributed.launch.hostfile import parse_hosts, read_hostfile
-from caffepy.distributed.launch.slurm import find_allocation
+from caffepy.distributed.launch.launchers import find_allocation, parse_hosts, read_hostfile
 from caffepy.errors import ConfigError
 
 

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from caffepy.distributed.launch.local import Rendezvous, local_commands, local_rank_name, secret_for
-from caffepy.distributed.launch.mpirun import Job
+from caffepy.distributed.launch.launchers import Job, Rendezvous, local_commands, local_rank_name, secret_for
 from caffepy.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from caffepy.distributed.launch.mpirun import Job, Mpirun, exported_names, find_mpirun, identify, mpirun_line
+from caffepy.distributed.launch.launchers import Job, Mpirun, exported_names, find_mpirun, identify, mpirun_line
 from caffepy.errors import ConfigError
 from caffepy.utils.installation import MissingExtraError
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from caffepy.distributed.launch.ranks import MARK, Process, find_processes, main, ranks_among, send, sending_command
+from caffepy.distributed.launch.run import MARK, Process, find_processes, main, ranks_among, send, sending_command
 
 
 def write(system: Path, pid: int, parent: int, **environment: str) -> None:
@@ -56,7 +56,7 @@ def test_who_gets_a_signal() -> None:
         assert ranks[0].wait(300) == -signal.SIGINT and launcher.poll() is None
         assert send(signal.SIGTERM, mark, "RANK", "all") == 0
         line = sending_command(signal.SIGTERM, mark, "RANK", "all")
-        assert line[1:4] == ["-m", "caffepy.distributed.launch.ranks", "15"]
+        assert line[1:4] == ["-m", "caffepy.distributed.launch.run", "15"]
         assert subprocess.run(line, timeout=300).returncode == 1  # nobody got it
         assert main(sending_command(signal.SIGKILL, mark, "RANK", "every")[3:]) == 0
         assert launcher.wait(300) == -signal.SIGKILL

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from caffepy.distributed.launch import run as launch_run
-from caffepy.distributed.launch.mpirun import Job
-from caffepy.distributed.launch.ranks import MARK
+from caffepy.distributed.launch.launchers import Job
 from caffepy.distributed.launch.run import (
     BATCH_RANKS,
     COUNT,
+    MARK,
     SINCE,
     LaunchedJob,
     LaunchPlan,
@@ -52,7 +52,7 @@ class PlayedLauncher:
         self.beside: list[Job] = []
 
     def __call__(self, job: Job) -> list[tuple[list[str], Mapping[str, str]]]:
-        if "caffepy.distributed.launch.ranks" in job.program:
+        if "caffepy.distributed.launch.run" in job.program:
             self.beside.append(job)
             bad = any(host in self.down for host in job.hosts)
             return [(["/bin/sh", "-c", "exit 255" if bad else "exit 0"], {})]

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from caffepy.distributed.launch.mpirun import Job
-from caffepy.distributed.launch.slurm import Allocation, find_allocation, refusal, srun_line, without_slurm
+from caffepy.distributed.launch.launchers import Allocation, Job, find_allocation, refusal, srun_line, without_slurm
 from caffepy.errors import ConfigError
 
 JOB = Job(["caffepy", "train"], 4, 2)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.cli import nets as devices
-from caffepy.distributed.processes.gpu_assignment import GpuClaim, own_part, share_gpus
+from caffepy.distributed.placement import GpuClaim, own_part, share_gpus
 from caffepy.distributed.processes.world import SingleProcess
 from caffepy.errors import ConfigError
 from caffepy.formats.proto.caffe_pb2 import SolverParameter

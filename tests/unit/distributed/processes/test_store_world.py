@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 from process_groups import free_port, run_threads
 
-from caffepy.distributed.communicators.collectives import Collective, Op
+from caffepy.distributed.communicators.communicator import Collective, Op
 from caffepy.distributed.communicators.hierarchical import HierarchicalCommunicator
 from caffepy.distributed.connect import DeviceCommunicators
-from caffepy.distributed.processes import create, store_world
+from caffepy.distributed.processes import world as create
+from caffepy.distributed.processes import world as store_world
 from caffepy.distributed.processes.launcher import VARIABLES, StoreAddress, find_launcher, find_mpi_launcher
-from caffepy.distributed.processes.store_world import StoreWorld
-from caffepy.distributed.store import rendezvous as rendezvous_module
-from caffepy.distributed.store.rendezvous import SECRET
+from caffepy.distributed.processes.world import StoreWorld
+from caffepy.distributed.store import server as rendezvous_module
+from caffepy.distributed.store.server import SECRET
 from caffepy.errors import AbortedError, ConfigError, PeerError, UserError
 from caffepy.logs.performance_report import Performance
 

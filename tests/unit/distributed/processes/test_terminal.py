@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from caffepy.cli.screen import open_terminal
 from caffepy.distributed.launch.run import TERMINAL, name_terminal
-from caffepy.distributed.processes.terminal import open_terminal
 
 RANK = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
 

@@ -15,13 +15,17 @@ from types import SimpleNamespace
 import pytest
 from process_groups import run_threads
 
-from caffepy.distributed import control_channel as connect
+from caffepy.distributed import rendezvous as connect
 from caffepy.distributed.communicators.mpi import MainThreadDispatcher
-from caffepy.distributed.processes.create import create_world
 from caffepy.distributed.processes.launcher import Launcher, check_launcher, find_launcher, refuse_foreign_launcher
-from caffepy.distributed.processes.mpi_world import MpiWorld
-from caffepy.distributed.processes.store_world import StoreWorld
-from caffepy.distributed.processes.world import SingleProcess, World, machine_identity
+from caffepy.distributed.processes.world import (
+    MpiWorld,
+    SingleProcess,
+    StoreWorld,
+    World,
+    create_world,
+    machine_identity,
+)
 from caffepy.errors import CaffepyError, ConfigError, InternalError, PeerError, RunError, UserError
 
 
@@ -81,7 +85,7 @@ def test_srun_is_told_from_hydra(environment: dict[str, str], name: str, again: 
 
 
 def test_without_a_launcher_no_mpi_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("caffepy.distributed.processes.create.find_launcher", lambda: None)
+    monkeypatch.setattr("caffepy.distributed.processes.world.find_launcher", lambda: None)
     world = create_world()
     assert (type(world), world.size, world.communicator()) == (SingleProcess, 1, None)
 
@@ -249,7 +253,7 @@ class FakeMpi:
 def worlds(monkeypatch: pytest.MonkeyPatch, fake: FakeMpi, action: Callable[[MpiWorld], object]) -> list[object]:
     """What `action` gives on each rank."""
     own = threading.local()
-    monkeypatch.setattr("caffepy.distributed.processes.mpi_world.load_mpi", lambda: fake.of(own.rank))
+    monkeypatch.setattr("caffepy.distributed.processes.world.load_mpi", lambda: fake.of(own.rank))
 
     def work(rank: int) -> object:
         own.rank = rank
@@ -288,7 +292,7 @@ def test_machines_of_one_name_are_not_one_machine(monkeypatch: pytest.MonkeyPatc
         with lock:
             return next(names)
 
-    monkeypatch.setattr("caffepy.distributed.processes.mpi_world.machine_identity", identity)
+    monkeypatch.setattr("caffepy.distributed.processes.world.machine_identity", identity)
     found = worlds(monkeypatch, FakeMpi(4), lambda world: (world.machines, world.local_size, world.several_hosts))
     for machines, local_size, several in found:  # type: ignore[attr-defined]
         assert sorted(machines) == ["a", "a", "b", "b"] and local_size == 2 and several
@@ -384,7 +388,7 @@ def test_a_rank_leaves_in_good_order_or_tells_the_others_why(
 
 def test_a_process_that_has_not_left_ends_the_others_at_its_exit() -> None:
     code = """\
-from caffepy.distributed.processes.at_exit import joining, left
+from caffepy.distributed.processes.launcher import joining, left
 joining(lambda status: print('ended', status))
 """
     ends = {"raise KeyboardInterrupt": "ended 130", "raise SystemExit(0)": "ended 1", "left()": "", "pass": "ended 1"}

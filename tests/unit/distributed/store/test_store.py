@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from caffepy.distributed.store.client import ControlClient
-from caffepy.distributed.store.records import DeviceStatus, Failure, Member
 from caffepy.distributed.store.server import ControlServer
 from caffepy.distributed.store.store import MEMBERS, MISSING, MemoryStore
+from caffepy.distributed.store.wire import DeviceStatus, Failure, Member
 from caffepy.errors import AbortedError, PeerError, UserError
 from caffepy.utils.clocks import suspend_aware_seconds
 

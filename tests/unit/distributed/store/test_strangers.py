@@ -26,11 +26,20 @@ from strangers import (
 
 from caffepy.distributed.store import server, wire
 from caffepy.distributed.store.client import ControlClient
-from caffepy.distributed.store.handshake import DATA, Handshake, challenge, introduce
-from caffepy.distributed.store.records import Failure, Member
 from caffepy.distributed.store.server import ControlServer
 from caffepy.distributed.store.store import MemoryStore
-from caffepy.distributed.store.wire import CONTROL_LIMIT, Frame, Kind, send_frame
+from caffepy.distributed.store.wire import (
+    CONTROL_LIMIT,
+    DATA,
+    Failure,
+    Frame,
+    Handshake,
+    Kind,
+    Member,
+    challenge,
+    introduce,
+    send_frame,
+)
 from caffepy.errors import AbortedError, PeerError, UserError
 
 SECRET = "known to the job"
@@ -221,7 +230,7 @@ def test_a_stranger_is_kept_with_a_few_hundred_bytes() -> None:
 
 CHILD = """
 import resource, sys, threading, time
-from caffepy.distributed.store.records import Failure, Member
+from caffepy.distributed.store.wire import Failure, Member
 from caffepy.distributed.store.server import ControlServer
 from caffepy.distributed.store.store import MemoryStore
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))

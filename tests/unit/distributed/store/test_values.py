@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from caffepy.distributed.store.values import pack, unpack
-from caffepy.distributed.store.wire import WireError
+from caffepy.distributed.store.wire import WireError, pack, unpack
 from caffepy.logs.performance_report import Performance
 from caffepy.training.consistency import FieldMismatch
 

@@ -16,10 +16,10 @@ from caffepy.cli.main import main
 from caffepy.errors import ConfigError, ShapeError
 from caffepy.export.onnx.check import larger_batch, random_inputs, run_net
 from caffepy.export.onnx.prepare import Settings, inference_net, open_for_export, varying_axes
-from caffepy.export.torch.check import run_exported
 from caffepy.export.torch.code import EXPORTERS, MODULE_NAMES
-from caffepy.export.torch.write import find_exporters, to_torch
+from caffepy.export.torch.write import run_exported, to_torch
 from caffepy.formats.caffemodel import write_caffemodel
+from caffepy.layers.export_rules import import_families
 
 torch = pytest.importorskip("torch")
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[4]
 REFUSED = ("axis: 2 }", "num_output: 4 }", "pad: 2", "normalize_param", "filter_param", "per_fla_fuse", "top_k: 3",
            "pad_ratio", "expose_hidden")  # fmt: skip
 """What the settings of refused cases have in them."""
-find_exporters()
+import_families()
 EXPORTED = [case for case in CASES if case[0].split('"')[1] in EXPORTERS]
 
 

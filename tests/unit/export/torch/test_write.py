@@ -14,8 +14,9 @@ from caffepy.cli.main import main
 from caffepy.errors import ConfigError
 from caffepy.export.onnx.prepare import Settings, open_for_export, varying_axes
 from caffepy.export.torch.code import EXPORTERS, FORMS, class_texts, names_in
-from caffepy.export.torch.write import WIDTH, find_exporters, to_torch
+from caffepy.export.torch.write import WIDTH, to_torch
 from caffepy.formats.caffemodel import write_caffemodel
+from caffepy.layers.export_rules import import_families
 from caffepy.layers.layer import LAYERS, import_layer_types
 
 ROOT = Path(__file__).parents[4]
@@ -178,7 +179,7 @@ def test_a_setting_without_a_form_is_refused():
 
 
 def test_each_form_is_of_a_layer_type():
-    find_exporters()
+    import_families()
     import_layer_types()
     assert set(EXPORTERS) == set(FORMS) <= set(LAYERS)
 

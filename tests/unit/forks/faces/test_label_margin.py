@@ -7,7 +7,7 @@ import pytest
 from layer_harness import BACKENDS, TEST, Floats, Runner, check_layer, gaussian
 
 from caffepy.errors import DataError, ShapeError
-from caffepy.forks.faces.label_margin import mean_shift, next_margin
+from caffepy.forks.faces.margin import mean_shift, next_margin
 
 LABELS = np.array([0, 2, 1, 2], np.float32)
 HOT = np.eye(3)[LABELS.astype(int)]

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf import text_format
 from layer_harness import BACKENDS, backend_named
 
-from caffepy.data.sources.record_write import record_key, write_datums
+from caffepy.data.sources.databases import record_key, write_datums
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto.caffe_pb2 import TRAIN, Datum, LayerParameter
 from caffepy.layers.blob import Blob

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from training import build_net
 
-from caffepy.data.sources.record_write import record_key, write_datums
+from caffepy.data.sources.databases import record_key, write_datums
 from caffepy.errors import CaffepyError
-from caffepy.forks.pose.cpm_data import BODIES
-from caffepy.forks.pose.people import means, read_people, rotation
-from caffepy.forks.pose.skeletons import MODELS, SMALL_RATIO
+from caffepy.forks.pose.people import MODELS, SMALL_RATIO, means, read_people, rotation
+from caffepy.forks.pose.people_data import BODIES
 from caffepy.formats.proto.caffe_pb2 import TEST, TRAIN, Datum
 
 SIZE, STRIDE = 96, 8

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from training import build_net
 
-from caffepy.data.sources.record_write import record_key, write_datums
+from caffepy.data.sources.databases import record_key, write_datums
 from caffepy.errors import CaffepyError, ConfigError, DataError
 from caffepy.forks.yolo.box_data import grid_label
 from caffepy.formats.proto.caffe_pb2 import TEST, TRAIN, Datum

@@ -13,9 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.errors import ConfigError
-from caffepy.formats.proto.merge import FIRST_FREE_NUMBER, Merged, merge_schemas
-from caffepy.formats.proto.registration import unite
-from caffepy.formats.proto.schema_text import parse_schema
+from caffepy.formats.proto.schemas import FIRST_FREE_NUMBER, Merged, merge_schemas, parse_schema, unite
 
 OWN_TEXT = """
     message LayerParameter { optional string name = 1; optional string type = 2; optional PoolParameter pool_param = 9;

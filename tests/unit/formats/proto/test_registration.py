@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from caffepy.errors import ConfigError
-from caffepy.formats.proto.registration import fork_schema, register_proto
+from caffepy.formats.proto.schemas import fork_schema, register_proto
 
 FORK = """
 package caffe;

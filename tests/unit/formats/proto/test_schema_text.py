@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from caffepy.errors import ConfigError
 from caffepy.formats.proto import caffe_pb2
-from caffepy.formats.proto.schema_text import MAX_BYTES, parse_schema
+from caffepy.formats.proto.schemas import MAX_BYTES, parse_schema
 
 SCHEMA = (Path(__file__).parents[4] / "proto" / "caffe.proto").read_text()
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from caffepy.data.transforms.pixel_boxes import CORNERS, EXACT, MODES, WHOLE, PixelBoxes, overlaps
+from caffepy.data.transforms.boxes import CORNERS, EXACT, MODES, WHOLE, PixelBoxes, pixel_overlaps
 from caffepy.layers.detection.suppression import suppress_pixels
 
 
@@ -45,7 +45,7 @@ def boxes_of(values: Any, kind: int) -> PixelBoxes:
 def test_overlaps_are_those_of_the_formula(kind: int, mode: str, seed: int, count: int) -> None:
     """Whole numbers, so that borders meet: one pixel of overlap counts in one direction and not in the other."""
     values = np.random.default_rng(seed).integers([0, 0, -1, -1], [9, 9, 8, 8], (2, count, 4)).astype(float)
-    found = overlaps(boxes_of(values[0], kind), boxes_of(values[1], kind), mode)
+    found = pixel_overlaps(boxes_of(values[0], kind), boxes_of(values[1], kind), mode)
     wanted = [[overlap(a, b, kind, mode) for b in values[1]] for a in values[0]]
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
 

@@ -7,7 +7,7 @@ from training import build_net
 
 from caffepy.data.prefetch import Batch
 from caffepy.data.sampler import Sampler
-from caffepy.data.sources.record_write import record_key, write_datums
+from caffepy.data.sources.databases import record_key, write_datums
 from caffepy.data.transform import Transformer
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto.caffe_pb2 import TEST, TRAIN, AnnotatedDatum, BatchSampler, Datum, TransformationParameter

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from caffepy.backend import create_backend
 from caffepy.backend.meta import MetaBackend
 from caffepy.data.sharding import Shard
-from caffepy.data.sources.record_write import record_key, write_datums
+from caffepy.data.sources.databases import record_key, write_datums
 from caffepy.errors import AbortedError, ConfigError, DataError, ShapeError
 from caffepy.formats.proto.caffe_pb2 import TEST, TRAIN, Datum, LayerParameter
 from caffepy.layers.blob import Blob

@@ -10,7 +10,7 @@ from google.protobuf import text_format
 
 from caffepy.backend import create_backend
 from caffepy.data.sharding import Shard
-from caffepy.data.sources.record_write import record_key, write_datums
+from caffepy.data.sources.databases import record_key, write_datums
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.dialect import Dialect
 from caffepy.formats.proto.caffe_pb2 import TEST, TRAIN, AnnotatedDatum, BlobProto, Datum, NetParameter

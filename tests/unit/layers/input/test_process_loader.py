@@ -19,7 +19,7 @@ from google.protobuf import text_format
 from image_files import jpeg, smooth_image
 
 from caffepy.backend import create_backend
-from caffepy.data.sources.record_write import record_key, write_datums
+from caffepy.data.sources.databases import record_key, write_datums
 from caffepy.errors import AbortedError, DataError, RunError
 from caffepy.formats.proto.caffe_pb2 import TRAIN, AnnotatedDatum, Datum, LayerParameter
 from caffepy.layers.blob import Blob

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.backend import create_backend
-from caffepy.backend.input_ring import ImageSlot
+from caffepy.backend.types import ImageSlot
 from caffepy.data.prefetch import Prefetcher
 from caffepy.data.sharding import Shard
-from caffepy.data.sources.record_write import record_key, write_datums
+from caffepy.data.sources.databases import record_key, write_datums
 from caffepy.errors import AbortedError, RunError
 from caffepy.formats.proto.caffe_pb2 import TEST, TRAIN, BlobProto, BlobShape, Datum, LayerParameter
 from caffepy.layers.blob import Blob

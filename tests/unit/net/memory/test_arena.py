@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from caffepy.backend.layout import ARENA_ALIGNMENT, aligned_bytes
+from caffepy.backend.types import ARENA_ALIGNMENT, aligned_bytes
 from caffepy.net.memory_plan import Lifetime, assign_offsets, live_bytes, widest_gaps
 
 LIVES = st.lists(

@@ -13,9 +13,8 @@ from training import CPU
 
 from caffepy.backend import Backend
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.backend.input_ring import ImageSlot
-from caffepy.backend.layout import aligned_bytes
 from caffepy.backend.meta import MetaBackend
+from caffepy.backend.types import ImageSlot, aligned_bytes
 from caffepy.errors import DataError, OutOfMemoryError
 from caffepy.formats.load import read_net
 from caffepy.formats.proto import caffe_pb2

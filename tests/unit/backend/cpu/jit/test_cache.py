@@ -18,8 +18,8 @@ from numba import types
 from numba.core.untyped_passes import InlineClosureLikes
 
 import caffepy
-from caffepy.backend.cpu.jit import cache as cpu_cache
-from caffepy.backend.cpu.jit import pipeline
+from caffepy.backend.cpu.jit import compiler as cpu_cache
+from caffepy.backend.cpu.jit import compiler as pipeline
 from caffepy.errors import ConfigError
 
 SIGNATURE = types.int64(types.int64)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from caffepy.backend.cpu.jit import cache as cpu_cache
+from caffepy.backend.cpu.jit import compiler as cpu_cache
 from caffepy.backend.cpu.jit.address import address_of
 from caffepy.backend.cpu.jit.deferred import Bytes, Int, JitThreshold, Words, deferred_kernel, part, read_at
 
@@ -71,7 +71,7 @@ def test_patience_ends_after_so_much_work(monkeypatch: pytest.MonkeyPatch) -> No
 LMDB = """
 import sys
 from pathlib import Path
-from caffepy.data.sources.lmdb import LmdbSource
+from caffepy.data.sources.databases import LmdbSource
 import caffepy.data.loader, caffepy.layers.input.images
 source = LmdbSource(Path(sys.argv[1]))
 print(len(source.read(3)), "numba" in sys.modules)

@@ -17,9 +17,10 @@ from primitive_checks.convolution import check_convolution
 
 from caffepy.backend import Geometry
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.backend.cpu.jit import cache as cpu_cache
+from caffepy.backend.cpu.jit import compiler as cpu_cache
 from caffepy.backend.cpu.jit.address import address_of
-from caffepy.backend.cpu.jit.cpus import cpu_count
+from caffepy.backend.cpu.jit.compiler import PartDispatcher
+from caffepy.backend.cpu.jit.deferred import cpu_count
 from caffepy.backend.cpu.jit.kernel import (
     Float,
     Floats,
@@ -29,7 +30,6 @@ from caffepy.backend.cpu.jit.kernel import (
     exact_function,
     kernel,
 )
-from caffepy.backend.cpu.jit.pipeline import PartDispatcher
 
 ROOT = Path(__file__).resolve().parents[5]
 
@@ -62,7 +62,7 @@ print(numba.threading_layer(), len(failures))
 FORK = """
 import logging, os, sys, numpy as np
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.backend.cpu.jit.kernel_graph import KernelGraph
+from caffepy.backend.cpu.jit.kernel import KernelGraph
 from caffepy.layers.activation import relu
 x = np.random.default_rng(0).standard_normal((300, 400), dtype=np.float32)
 backend = CpuBackend(2)

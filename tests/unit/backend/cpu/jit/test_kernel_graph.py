@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.backend.cpu.backend import CpuBackend
-from caffepy.backend.cpu.jit.kernel import Floats, Int, kernel
-from caffepy.backend.cpu.jit.kernel_graph import KernelGraph, ThreadChoice
+from caffepy.backend.cpu.jit.kernel import Floats, Int, KernelGraph, ThreadChoice, kernel
 
 FAST, SLOW = 1e-4, 2e-4
 """Seconds of a pass."""

@@ -11,7 +11,7 @@ import pytest
 
 BEGIN = """
 import mmap, os, sys, threading
-from caffepy.backend.cpu.jit.cache import MappedFile
+from caffepy.backend.cpu.jit.compiler import MappedFile
 file = open(sys.argv[1], "w+b")
 file.write(bytes([7]) * 5 * mmap.PAGESIZE)
 file.flush()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from caffepy.backend.cuda.convolution.autotune_cache import Decision, Decisions, cache_file, decisions
+from caffepy.backend.cuda.convolution.cache import Decision, Decisions, cache_file, decisions
 
 
 @pytest.fixture
@@ -136,8 +136,8 @@ def test_a_passing_decision_holds_for_all_threads_of_its_process_alone(path: Pat
 RANK = """
 import sys, time
 from pathlib import Path
-from caffepy.backend.cuda.convolution import autotune_cache as cuda_decisions
-from caffepy.backend.cuda.convolution.autotune_cache import Decision, Decisions
+from caffepy.backend.cuda.convolution import cache as cuda_decisions
+from caffepy.backend.cuda.convolution.cache import Decision, Decisions
 
 path, rank, wait = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 cuda_decisions.WAIT = wait

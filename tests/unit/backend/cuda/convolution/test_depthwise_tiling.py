@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given as given_that
 from hypothesis import strategies as some
 
-from caffepy.backend.cuda.convolution.depthwise_tiling import (
+from caffepy.backend.cuda.convolution.problem import (
     MAX_WEIGHTS,
     START_STEPS,
+    Direction,
+    Problem,
+    Task,
     always_within,
     source_columns,
     strip_rows,
@@ -18,7 +21,6 @@ from caffepy.backend.cuda.convolution.depthwise_tiling import (
     tiles,
     walk_of,
 )
-from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.types import Geometry
 
 

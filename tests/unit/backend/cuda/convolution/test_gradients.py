@@ -17,7 +17,7 @@ from caffepy.backend.types import Geometry
 
 @pytest.fixture(scope="module")
 def module(cupy_or_mock: None) -> Any:
-    return importlib.import_module("caffepy.backend.cuda.convolution.gradients")
+    return importlib.import_module("caffepy.backend.cuda.convolution.rewritten")
 
 
 @st.composite

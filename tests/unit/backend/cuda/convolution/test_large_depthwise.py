@@ -14,11 +14,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from caffepy.backend.cuda.convolution.correlation import Axis, axis_of, residues_text
-from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
+from caffepy.backend.cuda.convolution.problem import Axis, Direction, Problem, Task, axis_of, residues_text
 from caffepy.backend.types import Geometry
 
-NAMES = ("large_depthwise", "dgrad_few_channels")
+NAMES = ("depthwise", "few_channels")
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +94,7 @@ def test_residues_are_an_initialiser() -> None:
     ],
 )
 def test_large_depthwise_is_for_large_windows_or_strides(modules: Any, given_task: Task, suited: bool) -> None:
-    assert modules.large_depthwise.suits_large_depthwise(given_task) is suited
+    assert modules.depthwise.suits_large_depthwise(given_task) is suited
 
 
 @given(
@@ -107,7 +106,7 @@ def test_tilings_cover_the_results_and_fit_a_multiprocessor(
     modules: Any, x: tuple[int, ...], kernel: tuple[int, int], stride: int, dilation: int, direction: Direction,
     dtype: str,
 ) -> None:  # fmt: skip
-    module = modules.large_depthwise
+    module = modules.depthwise
     given_task = depthwise(x, kernel, stride, max(kernel) // 2, dilation, direction, dtype)
     assume(min(given_task.problem.y) > 0 and module.suits_large_depthwise(given_task))
     correlation, found = module.correlation_of(given_task), module.large_depthwise_tilings(given_task)
@@ -133,7 +132,7 @@ def test_tilings_cover_the_results_and_fit_a_multiprocessor(
 
 
 def test_shapes_of_nets_have_tilings(modules: Any) -> None:
-    module = modules.large_depthwise
+    module = modules.depthwise
     for given_task in (
         depthwise((64, 64, 56, 56), (31, 31), 1, 15),
         depthwise((64, 21, 224, 224), (16, 16), 8, 4),
@@ -145,7 +144,7 @@ def test_shapes_of_nets_have_tilings(modules: Any) -> None:
 
 
 def test_threads_read_different_banks_where_the_stride_is_even(modules: Any) -> None:
-    module = modules.large_depthwise
+    module = modules.depthwise
     correlation = module.correlation_of(depthwise((64, 21, 224, 224), (16, 16), 8, 4))
     for tiling in module.large_depthwise_tilings(correlation.task):
         apart = tiling.run * 8 + correlation.extra(tiling)
@@ -173,13 +172,13 @@ def test_few_channels_are_up_to_four(
     axes = len(kernel)
     geometry = Geometry(kernel, (1,) * axes, (0,) * axes, (1,) * axes)
     given_task = Task(Problem(x, (outputs, x[1], *kernel), geometry), Direction.DATA)
-    assert modules.dgrad_few_channels.suits_few_channels(given_task) is suited
-    assert not modules.dgrad_few_channels.suits_few_channels(replace(given_task, direction=Direction.FORWARD))
+    assert modules.few_channels.suits_few_channels(given_task) is suited
+    assert not modules.few_channels.suits_few_channels(replace(given_task, direction=Direction.FORWARD))
 
 
 @given(width=st.integers(5, 90), stride=st.integers(1, 9), height=st.integers(5, 9), depth=st.integers(0, 3))
 def test_warps_cover_all_results(modules: Any, width: int, stride: int, height: int, depth: int) -> None:
-    module, more = modules.dgrad_few_channels, bool(depth)
+    module, more = modules.few_channels, bool(depth)
     sizes = (*(depth,) * more, height, width)
     geometry = Geometry((1,) * more + (5, 5), (1,) * more + (2, stride), (0,) * (2 + more), (1,) * (2 + more))
     problem = Problem((2, 3, *sizes), (16, 3, *geometry.kernel), geometry)

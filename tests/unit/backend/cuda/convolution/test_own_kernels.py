@@ -14,7 +14,7 @@ import pytest
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.types import Geometry
 
-NAMES = ("small_k_wgrad", "large_windows", "depth_multiplier")
+NAMES = ("implicit_gemm", "few_channels", "depthwise")
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def modules(cupy_or_mock: None) -> Iterator[Any]:
     prefix = "caffepy.backend.cuda.convolution"
     found = {name: importlib.import_module(f"{prefix}.{name}") for name in NAMES}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(found["small_k_wgrad"], "has_tensor_cores", lambda: True)
+        patch.setattr(found["implicit_gemm"], "has_tensor_cores", lambda: True)
         yield SimpleNamespace(**found)
 
 
@@ -52,7 +52,7 @@ def task(
     ],
 )
 def test_small_k_wgrads_are_of_few_pixels_and_many_weights(modules: Any, given_task: Task, suited: bool) -> None:
-    assert modules.small_k_wgrad.suits_small_k_wgrad(given_task) is suited
+    assert modules.implicit_gemm.suits_small_k_wgrad(given_task) is suited
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_small_k_wgrads_are_of_few_pixels_and_many_weights(modules: Any, given_t
     ],
 )
 def test_large_windows_are_for_few_channels(modules: Any, given_task: Task, suited: bool) -> None:
-    assert modules.large_windows.suits_large_windows(given_task) is suited
+    assert modules.few_channels.suits_large_windows(given_task) is suited
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,12 @@ def test_large_windows_are_for_few_channels(modules: Any, given_task: Task, suit
 def test_channels_are_repeated_where_there_is_a_multiplier_and_memory(
     modules: Any, given_task: Task, suited: bool
 ) -> None:
-    assert modules.depth_multiplier.suits_depth_multiplier(given_task) is suited
+    assert modules.depthwise.suits_depth_multiplier(given_task) is suited
 
 
 def test_the_depthwise_problem_of_repeated_channels_is_the_same(modules: Any) -> None:
     problem = task((2, 3, 7, 6), 12, (3, 2), group=3, pad=1, stride=2).problem
-    other = modules.depth_multiplier.repeated(problem)
+    other = modules.depthwise.repeated(problem)
     assert (other.y, other.weights) == (problem.y, problem.weights)
     rng = np.random.default_rng(1)
     x, weights, dy = (rng.standard_normal(shape) for shape in (problem.x, problem.weights, problem.y))

@@ -26,7 +26,7 @@ def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 
 def new_store(device: str = "fake GPU") -> Any:
-    return importlib.import_module(f"{PACKAGE}.plan_cache").PlanCache(device)
+    return importlib.import_module(f"{PACKAGE}.cache").PlanCache(device)
 
 
 def the_file(cache_home: Path) -> Path:
@@ -75,7 +75,7 @@ def test_another_tasks_file_is_not_used(cache_home: Path) -> None:
 def test_a_file_that_is_too_large_is_neither_read_nor_written(
     cache_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.import_module(f"{PACKAGE}.plan_cache"), "MAX_BYTES", 4)
+    monkeypatch.setattr(importlib.import_module(f"{PACKAGE}.cache"), "MAX_BYTES", 4)
     new_store().write("task", b"12345")
     assert not list(cache_home.glob("plans-*/*"))
     new_store().write("task", b"1234")
@@ -100,12 +100,9 @@ class Process:
 
     def __init__(self, times: dict[str, float], frontend: Any) -> None:
         modules = SimpleNamespace(
-            **{
-                n: importlib.import_module(f"{PACKAGE}.{n}")
-                for n in ("autotune", "autotune_cache", "registry", "problem")
-            }
+            **{n: importlib.import_module(f"{PACKAGE}.{n}") for n in ("autotune", "cache", "plan", "problem")}
         )
-        modules.autotune_cache._decisions.clear()
+        modules.cache._decisions.clear()
         self.frontend = frontend
         self._modules = modules
         scratch = MagicMock()
@@ -119,7 +116,7 @@ class Process:
         problem = self._modules.problem
         shapes = problem.Problem((2, 16, width, width), (16, 16, 3, 3), Geometry((3, 3), (1, 1), (1, 1), (1, 1)))
         task = problem.Task(shapes, problem.Direction.FORWARD, relu=relu)
-        every = self._modules.registry.algorithm_families(task, MagicMock(), MagicMock(), self.resources)
+        every = self._modules.plan.algorithm_families(task, MagicMock(), MagicMock(), self.resources)
         families = [family for family in every if family.name == "cuDNN"]
         tuner = self._modules.autotune.Autotuner(True, "fake GPU")
         return tuner.choose(task, families, None, self.resources)

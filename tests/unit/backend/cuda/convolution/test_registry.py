@@ -15,7 +15,7 @@ from caffepy.backend.types import Geometry
 @pytest.fixture
 def modules(cupy_or_mock: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Modules of caffepy.backend.cuda.convolution; CuPy need not be installed. Graphs are only noted."""
-    names = ("autotune", "cudnn", "problem", "registry")
+    names = ("autotune", "cudnn", "problem", "plan")
     found = {name: importlib.import_module(f"caffepy.backend.cuda.convolution.{name}") for name in names}
     graphs: list[bool] = []
 
@@ -32,7 +32,7 @@ def modules(cupy_or_mock: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 def families(modules: Any, dtype: str, **task: bool) -> list[Any]:
     problem = modules.problem.Problem((4, 16, 8, 8), (16, 16, 3, 3), Geometry((3, 3), (1, 1), (1, 1), (1, 1)), dtype)
     wanted = modules.problem.Task(problem, modules.problem.Direction.FORWARD, **task)
-    every = modules.registry.algorithm_families(wanted, MagicMock(), MagicMock(), MagicMock())
+    every = modules.plan.algorithm_families(wanted, MagicMock(), MagicMock(), MagicMock())
     return [family for family in every if family.name in ("cuDNN", "cuDNN rounded bias")]
 
 

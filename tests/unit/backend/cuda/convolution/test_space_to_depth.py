@@ -13,14 +13,14 @@ from caffepy.backend.cuda.convolution.problem import Direction, Problem
 from caffepy.backend.types import Geometry
 
 if TYPE_CHECKING:
-    from caffepy.backend.cuda.convolution.space_to_depth import EquivalentProblem, SpaceToDepth, equivalent_problems
+    from caffepy.backend.cuda.convolution.rewritten import EquivalentProblem, SpaceToDepth, equivalent_problems
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _imports(cupy_or_mock: None) -> None:
     """CuPy need not be installed."""
     global EquivalentProblem, SpaceToDepth, equivalent_problems
-    from caffepy.backend.cuda.convolution.space_to_depth import EquivalentProblem, SpaceToDepth, equivalent_problems
+    from caffepy.backend.cuda.convolution.rewritten import EquivalentProblem, SpaceToDepth, equivalent_problems
 
 
 CASES = {

@@ -9,8 +9,7 @@ import pytest
 
 import caffepy
 from caffepy.errors import ConfigError
-from caffepy.training.callbacks.loggers.choose import logger_list, make_loggers
-from caffepy.training.callbacks.loggers.rows import CsvLogger, JsonLinesLogger
+from caffepy.training.callbacks.loggers import CsvLogger, JsonLinesLogger, logger_list, make_loggers
 from caffepy.utils.installation import MissingExtraError
 
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from caffepy.errors import ConfigError, RunError
-from caffepy.training.callbacks.loggers.contract import Logger, Run
-from caffepy.training.callbacks.loggers.rows import CsvLogger, JsonLinesLogger
+from caffepy.training.callbacks.loggers import CsvLogger, JsonLinesLogger, Logger, Run
 
 
 def write(logger: Logger, first: int, *rows: dict[str, float]) -> None:

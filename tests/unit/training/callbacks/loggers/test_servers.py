@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from caffepy.training.callbacks.loggers.choose import make_loggers
-from caffepy.training.callbacks.loggers.contract import Run
+from caffepy.training.callbacks.loggers import Run, make_loggers
 
 SETTINGS = {"base_lr": 0.1, "lr_policy": "fixed"}
 
@@ -47,9 +46,9 @@ def wandb_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[WandbRun]]:
     module.init = lambda **given: runs.append(WandbRun(**given)) or runs[-1]  # type: ignore[attr-defined]
     module.Histogram = np.histogram  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
-    monkeypatch.delitem(sys.modules, "caffepy.training.callbacks.loggers.wandb", raising=False)
+    monkeypatch.delitem(sys.modules, "caffepy.training.callbacks.loggers", raising=False)
     yield runs
-    sys.modules.pop("caffepy.training.callbacks.loggers.wandb", None)
+    sys.modules.pop("caffepy.training.callbacks.loggers", None)
 
 
 def test_wandb_gets_values_and_a_resumed_run(tmp_path: Path, wandb_runs: list[WandbRun]) -> None:
@@ -137,11 +136,11 @@ def mlflow_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, SimpleNam
         module = ModuleType(name)
         vars(module).update(names)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "caffepy.training.callbacks.loggers.mlflow", raising=False)
+    monkeypatch.delitem(sys.modules, "caffepy.training.callbacks.loggers", raising=False)
     for name in ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
         monkeypatch.setenv(name, "1")
     yield client.runs
-    sys.modules.pop("caffepy.training.callbacks.loggers.mlflow", None)
+    sys.modules.pop("caffepy.training.callbacks.loggers", None)
 
 
 def test_mlflow_gets_values_and_a_resumed_run(tmp_path: Path, mlflow_runs: dict[str, SimpleNamespace]) -> None:

@@ -15,8 +15,7 @@ pytest.importorskip("tensorboardX")
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from caffepy.errors import RunError
-from caffepy.training.callbacks.loggers.contract import Run
-from caffepy.training.callbacks.loggers.tensorboard import TensorBoardLogger
+from caffepy.training.callbacks.loggers import Run, TensorBoardLogger
 
 
 def events(folder: Path) -> Iterator[Any]:

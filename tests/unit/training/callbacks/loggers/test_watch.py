@@ -17,9 +17,9 @@ import caffepy
 from caffepy.backend import Backend
 from caffepy.cli.main import main
 from caffepy.errors import ConfigError, RunError
-from caffepy.logs.data_waits import STAGES
-from caffepy.training.callbacks.loggers.contract import Logger, Run
-from caffepy.training.callbacks.loggers.watch import Watch
+from caffepy.logs.performance_report import STAGES
+from caffepy.training.callbacks.loggers import Logger, Run
+from caffepy.training.callbacks.watch import Watch
 from caffepy.training.solver import Solver
 
 DISPLAYED = PLAIN + "display: 1 "

@@ -1,1 +1,0 @@
-"""What each layer type of Caffe becomes in ONNX, one function a type."""

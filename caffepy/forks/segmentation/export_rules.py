@@ -1,0 +1,86 @@
+"""What the layer types of this family become in ONNX and in PyTorch."""
+
+from __future__ import annotations
+
+from caffepy.layers.export_rules import INT64, ONNX, TORCH, OnnxView, TorchView, Values, call, pair
+
+# -- ONNX ----------------------------------------------------------------------------------------------
+
+
+@ONNX.exports("Interp", form="Slice, Resize (linear, align_corners)", composite=True)
+def onnx_interp(view: OnnxView) -> str:
+    param, value = view.param.interp_param, view.x
+    height, width = view.bottoms[0].shape[2:]
+    if param.pad_beg or param.pad_end:
+        begin, ends = -param.pad_beg, (height + param.pad_end, width + param.pad_end)
+        value = view.add("Slice", value, view.ints(begin, begin), view.ints(*ends), view.ints(2, 3))
+    kept = tuple(size + param.pad_beg + param.pad_end for size in (height, width))
+    wanted = view.tops[0].shape[2:]
+    for axis, (size, target) in enumerate(zip(kept, wanted, strict=True), 2):
+        if target == 1 and size > 1:  # the first pixel, where ONNX would divide by 0
+            value = view.add("Slice", value, view.ints(0), view.ints(1), view.ints(axis))
+    kept = tuple(min(size, target) if target == 1 else size for size, target in zip(kept, wanted, strict=True))
+    if kept == wanted:
+        return value if value != view.x else view.add("Identity", value)
+    return _resized(view, value, "linear", "align_corners")
+
+
+@ONNX.exports("Upsample", form="Resize (nearest); with a mask Reshape, ScatterElements")
+def onnx_upsample(view: OnnxView) -> str:
+    if len(view.inputs) > 1:
+        return _unpooled(view)
+    return _resized(view, view.x, "nearest", "asymmetric")
+
+
+def _unpooled(view: OnnxView) -> str:
+    height, width = view.tops[0].shape[2:]
+    values, mask = (view.reshaped(value, (0, 0, -1)) for value in view.inputs)
+    size = view.add("Concat", _leading(view, view.x), view.ints(height * width), axis=0)
+    empty = view.add("Expand", view.floats(0), size)
+    index = view.add("Cast", mask, to=INT64)
+    return view.reshaped(view.add("ScatterElements", empty, index, values, axis=2), (0, 0, height, width))
+
+
+def _resized(view: OnnxView, value: str, mode: str, transformation: str) -> str:
+    size = view.add("Concat", _leading(view, value), view.ints(*view.tops[0].shape[2:]), axis=0)
+    return view.add(
+        "Resize", value, "", "", size, mode=mode, coordinate_transformation_mode=transformation, nearest_mode="floor"
+    )
+
+
+def _leading(view: OnnxView, value: str) -> str:
+    """N and C of a value, as the model runs."""
+    return view.add("Slice", view.add("Shape", value), view.ints(0), view.ints(2))
+
+
+@ONNX.exports("BN", form="BatchNormalization; with SegNet's bn_mode LEARN ReduceMean, Sub, Mul, Add, Sqrt, Div")
+def onnx_normalised(view: OnnxView) -> Values:
+    return ONNX.apply("BatchNorm", view)
+
+
+# -- PyTorch -------------------------------------------------------------------------------------------
+
+
+@TORCH.exports("Interp", form="F.interpolate (bilinear, align_corners), slices")
+def torch_interp(code: TorchView) -> str:
+    param, value = code.param.interp_param, code.x
+    begin, end = (abs(pad) for pad in (param.pad_beg, param.pad_end))
+    if begin or end:
+        height, width = code.bottoms[0].shape[2:]
+        value = f"{value}[:, :, {begin}:{height - end}, {begin}:{width - end}]"
+    size = code.tops[0].shape[2:]
+    return f'F.interpolate({value}, size={size}, mode="bilinear", align_corners=True)'
+
+
+@TORCH.exports("Upsample", form="nn.Upsample (nearest); a class with a mask")
+def torch_upsample(code: TorchView) -> str:
+    size = code.tops[0].shape[2:]
+    if len(code.inputs) > 1:
+        return code.apply(call("Unpool", *size), *code.inputs)
+    factors = [out // own for out, own in zip(size, code.bottoms[0].shape[2:], strict=True)]
+    return code.apply(call("nn.Upsample", scale_factor=pair(factors)))
+
+
+@TORCH.exports("BN", form="nn.BatchNorm1d, BatchNorm2d or BatchNorm3d, together with a Scale behind it")
+def torch_normalised(code: TorchView) -> Values:
+    return TORCH.apply("BatchNorm", code)
