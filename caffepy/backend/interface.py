@@ -3,9 +3,10 @@
 A layer states what to compute; a backend decides how. A backend belongs to one device and one solver thread.
 Each group of primitives is an abstract class in this module. The modules of the same names in `cpu/` (NumPy and numba)
 and `cuda/` (CuPy and cuDNN) implement it: `PoolingPrimitives` in `cpu/pooling.py` and `cuda/pooling.py`. But
-`ElementwisePrimitives` are in `expression.py`, `DensePrimitives` in `gemm.py` and `InputPrimitives` in `copy.py`. Some
-primitives have a reference implementation here, composed of elementary primitives. A backend inherits it until it has
-its own kernel; tests compare the kernel with it. `types.py` defines the types of arguments and of results.
+`CopyPrimitives` and `InputPrimitives` are in `memory.py`, `ElementwisePrimitives` and `ReductionPrimitives` in
+`expression.py`, and `DensePrimitives` in `gemm.py`. Some primitives have a reference implementation here, composed of
+elementary primitives. A backend inherits it until it has its own kernel; tests compare the kernel with it. `types.py`
+defines the types of arguments and of results.
 
 Arrays are NumPy or CuPy arrays. Their logical order is Caffe's, (N, C, H, W) or (N, C, D, H, W). Images that a backend
 allocates are channels last in memory, (N, H, W, C) or (N, D, H, W, C); all other arrays are C-contiguous. Two arrays of

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend.cpu.jit.address import address_of
 from caffepy.backend.cpu.jit.deferred import compiled_part
 from caffepy.backend.cpu.jit.kernel import Bytes, Floats, Int, Ints, Words, device_function, kernel
 from caffepy.backend.cpu.jit.vector import copy_bytes, octets
 from caffepy.backend.cpu.random import philox
-from caffepy.backend.types import ImageSlot
+from caffepy.backend.types import ImageSlot, host_address
 from caffepy.data import datum as jpeg
 from caffepy.data.datum import MAX_PIXELS
 from caffepy.data.random import SAMPLE_WORDS, key_of
@@ -290,8 +289,8 @@ def copy_records(
     pending = np.ones(records.size, np.uint8)
     found = np.tile(np.array([0, 0, 0, 0, -1, -1]), (records.size, 1))
     _copy_records.run(
-        threads, records.size, max(1, _MIN_THREAD_BYTES // image_bytes), file, address_of(file), index.page_size,
-        index.offsets, index.sizes, np.ascontiguousarray(records), np.ascontiguousarray(samples), address_of(block),
+        threads, records.size, max(1, _MIN_THREAD_BYTES // image_bytes), file, host_address(file), index.page_size,
+        index.offsets, index.sizes, np.ascontiguousarray(records), np.ascontiguousarray(samples), host_address(block),
         block, block, pending, found, int(transformer.nvidia), *settings,
     )  # fmt: skip
     return BulkCopy(pending, file, found)
@@ -308,6 +307,6 @@ def copy_crops(
         pixels: receives the crops: (N, 3, h, w), contiguous.
     """
     count, _, height, width = pixels.shape
-    places = [(0, 0) if image is None else (address_of(image), image.shape[1]) for image in images]
+    places = [(0, 0) if image is None else (host_address(image), image.shape[1]) for image in images]
     table = np.array(places, np.int64)
-    _copy_crops.run(1, count, count, table, corners, address_of(pixels), height, width)
+    _copy_crops.run(1, count, count, table, corners, host_address(pixels), height, width)

@@ -15,7 +15,7 @@ from caffepy.formats.proto.caffe_pb2 import SolverParameter
 from caffepy.logs.performance_report import WARM_UP, Performance, format_waits
 from caffepy.net import Net
 from caffepy.training.callback import SolverCallback
-from caffepy.training.update import GradientScaler
+from caffepy.training.rules import GradientScaler
 
 log = logging.getLogger(__name__)
 

@@ -51,7 +51,7 @@ from caffepy.training.graph_executor import GraphExecutor
 from caffepy.training.net_factory import NetFactory, suggest_batch_size_on_oom
 from caffepy.training.policies import Hyperparameters
 from caffepy.training.retention import SnapshotRetention
-from caffepy.training.rules import RULES
+from caffepy.training.rules import RULES, Update
 from caffepy.training.state import (
     SavedSolver,
     check_fits,
@@ -61,7 +61,6 @@ from caffepy.training.state import (
     snapshot_paths,
 )
 from caffepy.training.stop_requests import FLAGS, StopRequests
-from caffepy.training.update import Update
 from caffepy.utils.options import MAX_SKIPPED, ExecutionOptions, RetentionPolicy
 from caffepy.utils.progress import interactive, progress_bar
 

@@ -61,8 +61,7 @@ def all_expressions() -> list[Any]:
         for module in pkgutil.walk_packages(part.__path__, f"{part.__name__}."):
             if not module.name.endswith("_rules"):  # of exports, whose libraries may be absent
                 importlib.import_module(module.name)
-    from caffepy.training.rules import RULES, SGD
-    from caffepy.training.update import update_formula
+    from caffepy.training.rules import RULES, SGD, update_formula
 
     for rule in map(RULES.get, RULES):
         wanted = [rule.formula, rule.decoupled_formula] if issubclass(rule, SGD) else [rule.formula]

@@ -11,19 +11,17 @@ from typing import Any
 import threadpoolctl
 
 from caffepy.backend.cpu.convolution.choose import CpuConvolution
-from caffepy.backend.cpu.copy import CpuCopy, CpuInput
-from caffepy.backend.cpu.expression import CpuElementwise
+from caffepy.backend.cpu.expression import CpuElementwise, CpuReduction
 from caffepy.backend.cpu.flow import CpuFlow
 from caffepy.backend.cpu.gemm import CpuDense, Gemm
 from caffepy.backend.cpu.indexing import CpuIndexing
 from caffepy.backend.cpu.jit.deferred import cpu_count
 from caffepy.backend.cpu.jit.kernel import KernelGraph
-from caffepy.backend.cpu.memory import Workspace, give_back_memory
+from caffepy.backend.cpu.memory import CpuCopy, CpuInput, Workspace, give_back_memory
 from caffepy.backend.cpu.normalisation import CpuNormalisation
 from caffepy.backend.cpu.pooling import CpuPooling
 from caffepy.backend.cpu.random import CpuRandom
 from caffepy.backend.cpu.recurrent import CpuRecurrent
-from caffepy.backend.cpu.reduction import CpuReduction
 from caffepy.backend.cpu.softmax import CpuSoftmax
 from caffepy.backend.interface import Backend
 from caffepy.backend.types import Array, AsyncCopy, Graph, HostAsyncCopy, Synchronous

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.backend.cpu.copy import is_whole
 from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, Ints, Words, device_function, kernel, note_host_work
-from caffepy.backend.cpu.memory import CpuMemory
+from caffepy.backend.cpu.memory import CpuMemory, is_whole
 from caffepy.backend.interface import IndexingPrimitives
 from caffepy.backend.types import CHANNELS_LAST, Array, SparseMatrix, memory_order
 

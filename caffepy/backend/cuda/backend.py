@@ -16,7 +16,6 @@ from caffepy.backend.cuda.convolution.autotune import Autotuner
 from caffepy.backend.cuda.convolution.cache import PlanCache
 from caffepy.backend.cuda.convolution.plan import CudaConvolution, CudaConvolutionPlan
 from caffepy.backend.cuda.convolution.problem import Problem
-from caffepy.backend.cuda.copy import CudaCopy, CudaInput, Staging
 from caffepy.backend.cuda.detection import CudaDetection
 from caffepy.backend.cuda.device import (
     DeviceProperties,
@@ -27,17 +26,16 @@ from caffepy.backend.cuda.device import (
     device_properties,
     import_cudnn,
 )
-from caffepy.backend.cuda.expression import CudaElementwise
+from caffepy.backend.cuda.expression import CudaElementwise, CudaReduction
 from caffepy.backend.cuda.flow import CudaFlow
 from caffepy.backend.cuda.gemm import Blas, CudaDense
 from caffepy.backend.cuda.graph import CudaAsyncCopy, CudaEvent, CudaGraph, CudaScalars, CudaTimedEvent, CudaTimer
 from caffepy.backend.cuda.indexing import CudaIndexing
-from caffepy.backend.cuda.memory import Scratch
+from caffepy.backend.cuda.memory import CudaCopy, CudaInput, Scratch, Staging
 from caffepy.backend.cuda.normalisation import CudaNormalisation
 from caffepy.backend.cuda.pooling import CudaPooling
 from caffepy.backend.cuda.random import CudaRandom
 from caffepy.backend.cuda.recurrent import CudaRecurrent
-from caffepy.backend.cuda.reduction import CudaReduction
 from caffepy.backend.cuda.softmax import CudaSoftmax
 from caffepy.backend.interface import Backend
 from caffepy.backend.types import (

@@ -1,8 +1,8 @@
 """Code generation: CUDA C kernels that apply a formula to arrays or reduce its results.
 
 Each function returns the kernel text for a formula, the dtypes of its arguments and their indexing. The text requires
-kernels/common.cu, and for reductions kernels/reduce.cu. `expression.py` and `reduction.py` choose the variant and
-launch it. Generated names end in an underscore, so they cannot clash with a formula's arguments.
+kernels/common.cu, and for reductions kernels/reduce.cu. `expression.py` chooses the variant and launches it.
+Generated names end in an underscore, so they cannot clash with a formula's arguments.
 
 In a reduction a thread sums a few values in float and these sums in double. If several blocks share a result, the last
 block to finish adds the partial sums of all blocks in the order of their numbers.

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cuda.compiler import argument, defines, launch, library_kernel
-from caffepy.backend.cuda.copy import copy, in_c_order
-from caffepy.backend.cuda.memory import CudaMemory, Scratch, allocate
+from caffepy.backend.cuda.memory import CudaMemory, Scratch, allocate, copy, in_c_order
 from caffepy.backend.interface import DetectionPrimitives
 from caffepy.backend.types import Array, BoxLoss, BoxLossSettings
 

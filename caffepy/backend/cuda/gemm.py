@@ -32,9 +32,8 @@ from caffepy.backend.cuda.compiler import (
     launch_blocks,
     library_kernel,
 )
-from caffepy.backend.cuda.copy import copy
 from caffepy.backend.cuda.device import PURPOSE, cupy, has_tensor_cores
-from caffepy.backend.cuda.memory import CudaMemory, Scratch
+from caffepy.backend.cuda.memory import CudaMemory, Scratch, copy
 from caffepy.backend.expression import Expression, Kind
 from caffepy.backend.interface import DensePrimitives
 from caffepy.backend.types import PRODUCT_WORKSPACE, WIDE_LOAD, Array

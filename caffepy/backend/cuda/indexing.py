@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 
 from caffepy.backend.cuda.compiler import MAX_BLOCKS, THREADS, c_type, defines, launch, launch_blocks, library_kernel
-from caffepy.backend.cuda.copy import copy, in_c_order
 from caffepy.backend.cuda.index_arithmetic import MAX_INDEX
-from caffepy.backend.cuda.memory import CudaMemory, fill, raw
+from caffepy.backend.cuda.memory import CudaMemory, copy, fill, in_c_order, raw
 from caffepy.backend.interface import IndexingPrimitives
 from caffepy.backend.types import CHANNELS_LAST, Array, SparseMatrix
 

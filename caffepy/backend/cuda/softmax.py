@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend.cuda.compiler import MAX_BLOCKS, argument, defines, launch, library_kernel
-from caffepy.backend.cuda.copy import add, copy, in_c_order
 from caffepy.backend.cuda.index_arithmetic import find_period
-from caffepy.backend.cuda.memory import CudaMemory, Scratch, raw
+from caffepy.backend.cuda.memory import CudaMemory, Scratch, add, copy, in_c_order, raw
 from caffepy.backend.interface import SoftmaxPrimitives
 from caffepy.backend.types import Array, memory_axes
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend.cpu.jit.address import address_of
 from caffepy.backend.cpu.jit.deferred import Bytes, Int, Words, deferred_kernel, part, read_at
+from caffepy.backend.types import host_address
 from caffepy.errors import DataError
 from caffepy.utils.files import open_regular
 from caffepy.utils.process_fork import free_after_fork
@@ -319,7 +319,7 @@ class _TreeWalk:
         """Continue until `wanted` records are located or damage is found; return the number of located records."""
         if self.state[_FOUND] < wanted and not self.state[_DAMAGE]:
             tables = (self.state, self._stack)
-            pages, record_tables = address_of(self._pages), (self.nodes, self.offsets, self.sizes)
+            pages, record_tables = host_address(self._pages), (self.nodes, self.offsets, self.sizes)
             if _walk.should_compile(wanted - int(self.state[_FOUND]), _COMPILE_COST_RECORDS, _NUMBA_IMPORT_RECORDS):
                 _walk.run(
                     1, 1, 1, *self._settings, wanted, *self._ordered, *tables, self._pages, pages, self._last_key,

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from image_slots import random_slot
 
 from caffepy.backend import create_backend
-from caffepy.backend.cpu.copy import image_rows
+from caffepy.backend.cpu.memory import image_rows
 from caffepy.backend.interface import InputPrimitives
 from caffepy.backend.types import SLOT_ALIGNMENT, HostRing, ImageSlot
 

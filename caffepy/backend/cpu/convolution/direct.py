@@ -45,7 +45,6 @@ from caffepy.backend.cpu.convolution.correlation import (
     taps_inside,
     transpose_add,
 )
-from caffepy.backend.cpu.jit.address import address_of
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
 from caffepy.backend.cpu.jit.threads import GRAIN
 from caffepy.backend.cpu.jit.vector import WIDTH, ahead, copy_vectors, fetch, table_at
@@ -64,7 +63,7 @@ from caffepy.backend.cpu.microkernel import (
     rows_of_fours,
     tile,
 )
-from caffepy.backend.types import Geometry
+from caffepy.backend.types import Geometry, host_address
 
 # -- images without padding ----------------------------------------------------------------------------
 
@@ -652,15 +651,15 @@ class TileConvolution:
         """Cache packed weights for all `forward` calls with them, until the next `keep` of these weights."""
         self.kept = aligned(self.packed_size) if self.kept is None else self.kept
         self.pack(weights, self.kept)
-        self._kept_at = address_of(weights)
+        self._kept_at = host_address(weights)
 
     def use_kept_for(self, given: Any) -> None:
         """Use the last cached weights for calls with the weights `given`, and only for these."""
-        self._kept_at = address_of(given)
+        self._kept_at = host_address(given)
 
     def kept_for(self, weights: Any) -> Any:
         """Return the cached packed weights of `weights`, or None."""
-        return self.kept if self.kept is not None and self._kept_at == address_of(weights) else None
+        return self.kept if self.kept is not None and self._kept_at == host_address(weights) else None
 
     def _padded(self, x: Any, padding: Padding) -> Iterator[tuple[slice, Any]]:
         """Yield the images chunk by chunk: (slice of images, their padded form)."""

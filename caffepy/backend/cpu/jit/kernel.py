@@ -37,7 +37,6 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from caffepy.backend.cpu.jit.address import address_of
 from caffepy.backend.cpu.jit.compiler import (
     NotKeptError,
     PartDispatcher,
@@ -48,6 +47,7 @@ from caffepy.backend.cpu.jit.compiler import (
 )
 from caffepy.backend.cpu.jit.threads import KERNEL_SIGNATURE, THREADS, Command, JointCalls, call_in_turn
 from caffepy.backend.cpu.jit.vector import as_double, doubles, floats, ints, octets, words
+from caffepy.backend.types import host_address
 from caffepy.errors import RunError
 from caffepy.utils.process_fork import free_after_fork
 
@@ -285,7 +285,7 @@ class ConstantTable(int):
     def __new__(cls, array: Any) -> ConstantTable:
         """The array must be C-contiguous and immutable."""
         assert array.flags.c_contiguous
-        table = super().__new__(cls, address_of(array))
+        table = super().__new__(cls, host_address(array))
         table.array = array
         return table
 
@@ -341,7 +341,7 @@ class Entry:
             return
         pieces = min(threads, max(1, items // max(1, grain)))
         calls = CURRENT.calls
-        words = [address_of(argument) if type(argument) is np.ndarray else argument for argument in arguments]
+        words = [host_address(argument) if type(argument) is np.ndarray else argument for argument in arguments]
         block = self._block.from_buffer_copy(self._pack(*words))
         address = ctypes.addressof(block)
         if calls is not None:

@@ -16,9 +16,8 @@ from caffepy.backend.cuda.compiler import c_type, launch, launch_blocks, library
 from caffepy.backend.cuda.convolution.algorithm import AlgorithmFamily, Candidate, KeepingCandidate, Operands, Resources
 from caffepy.backend.cuda.convolution.cache import Decision, cache_file, decisions
 from caffepy.backend.cuda.convolution.problem import Direction, Task
-from caffepy.backend.cuda.copy import copy
 from caffepy.backend.cuda.device import cupy
-from caffepy.backend.cuda.memory import Scratch, allocate, flat, is_capturing, raw
+from caffepy.backend.cuda.memory import Scratch, allocate, copy, flat, is_capturing, raw
 from caffepy.backend.types import Array
 from caffepy.errors import DeviceError, OutOfMemoryError, RunError
 

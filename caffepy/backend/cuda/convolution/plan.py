@@ -73,9 +73,8 @@ from caffepy.backend.cuda.convolution.rewritten import (
     suits_flipping,
     suits_split_k,
 )
-from caffepy.backend.cuda.expression import apply
+from caffepy.backend.cuda.expression import apply, reduce
 from caffepy.backend.cuda.memory import CudaMemory
-from caffepy.backend.cuda.reduction import reduce
 from caffepy.backend.expression import Channel, Each, expression
 from caffepy.backend.interface import ConvolutionPrimitives
 from caffepy.backend.types import (

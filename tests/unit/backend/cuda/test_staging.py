@@ -97,9 +97,9 @@ def stream() -> Stream:
 
 @pytest.fixture
 def module(cupy_or_mock: None, monkeypatch: pytest.MonkeyPatch, stream: Stream) -> Iterator[ModuleType]:
-    """caffepy.backend.cuda.copy on that device; CuPy need not be installed."""
+    """caffepy.backend.cuda.memory on that device; CuPy need not be installed."""
     before = set(sys.modules)
-    copy = importlib.import_module("caffepy.backend.cuda.copy")
+    copy = importlib.import_module("caffepy.backend.cuda.memory")
     cuda = SimpleNamespace(alloc_pinned_memory=bytearray, Event=Event)
     monkeypatch.setattr(copy, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(copy, "PART", 500)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from caffepy.backend.cpu.jit import compiler as cpu_cache
-from caffepy.backend.cpu.jit.address import address_of
 from caffepy.backend.cpu.jit.deferred import Bytes, Int, JitThreshold, Words, deferred_kernel, part, read_at
+from caffepy.backend.types import host_address
 
 
 @part
@@ -50,7 +50,7 @@ def test_both_read_files(tmp_path: Path) -> None:
         for descriptor, expected in ((file.fileno(), [3, ord("b")]), (-1, [-1, 0])):
             for run in (lambda *a: _read.run(1, 1, 1, *a), lambda *a: _read.interpret(0, 1, *a)):
                 buffer, out = np.zeros(4, np.uint8), np.zeros(2, np.int64)
-                run(descriptor, buffer, address_of(buffer), out)
+                run(descriptor, buffer, host_address(buffer), out)
                 assert out.tolist() == expected
 
 

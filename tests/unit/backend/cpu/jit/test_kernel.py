@@ -18,7 +18,6 @@ from primitive_checks.convolution import check_convolution
 from caffepy.backend import Geometry
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.backend.cpu.jit import compiler as cpu_cache
-from caffepy.backend.cpu.jit.address import address_of
 from caffepy.backend.cpu.jit.compiler import PartDispatcher
 from caffepy.backend.cpu.jit.deferred import cpu_count
 from caffepy.backend.cpu.jit.kernel import (
@@ -30,6 +29,7 @@ from caffepy.backend.cpu.jit.kernel import (
     exact_function,
     kernel,
 )
+from caffepy.backend.types import host_address
 
 ROOT = Path(__file__).resolve().parents[5]
 
@@ -190,7 +190,7 @@ def test_same_input_same_bits(threads: int) -> None:
 
 def test_addresses() -> None:
     for array in (np.zeros(3), np.zeros((4, 5), np.float32).T[1:, 2:], np.zeros((2, 3, 4, 5)).transpose(0, 3, 1, 2)):
-        assert address_of(array) == array.__array_interface__["data"][0]
+        assert host_address(array) == array.__array_interface__["data"][0]
 
 
 def test_threads_by_default_are_what_the_process_may_use() -> None:
