@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from caffepy.infer.classify import Model
+    from caffepy.infer.classify import ImageModel
     from caffepy.infer.detect import Box
     from caffepy.infer.images import Preparation, Steps
     from caffepy.infer.input_transform import ImagePreparation
@@ -120,7 +120,9 @@ def option_preparation(args: argparse.Namespace) -> Preparation:
     return Preparation(mean=read_any_mean(args.mean_file or ""), **given)
 
 
-def net_preparation(model: Model, args: argparse.Namespace, others: tuple[str, ...] = ()) -> ImagePreparation | None:
+def net_preparation(
+    model: ImageModel, args: argparse.Namespace, others: tuple[str, ...] = ()
+) -> ImagePreparation | None:
     """Return the preparation of the net's Input layer; None without one, or if options replace it, with a warning.
 
     Args:
@@ -199,7 +201,7 @@ def run_classify(args: argparse.Namespace) -> int:
         SnapshotError: the weights do not fit.
     """
     from caffepy.cli.nets import single_device
-    from caffepy.infer.classify import Model, classify
+    from caffepy.infer.classify import ImageModel, classify
     from caffepy.infer.images import SUFFIXES, list_images
 
     if args.images_dim is not None and len(args.images_dim) != 2:
@@ -210,7 +212,7 @@ def run_classify(args: argparse.Namespace) -> int:
             raise ConfigError(f"'{output}' is the output and has an image's suffix; name a .csv, .json or .npy file")
         _check_output(args, output, paths)
     names = _names(args.labels)
-    with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
+    with quiet_net(), ImageModel(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
         images = list_images(paths, args.ext)
         unreadable = Unreadable(image.name for image in images)
         scores = classify(
@@ -227,7 +229,7 @@ def run_classify(args: argparse.Namespace) -> int:
     return unreadable.exit_status
 
 
-def _classify_steps(model: Model, args: argparse.Namespace) -> Steps:
+def _classify_steps(model: ImageModel, args: argparse.Namespace) -> Steps:
     from caffepy.infer.images import net_steps
 
     preparation = net_preparation(model, args, ("images_dim",))
@@ -356,7 +358,7 @@ def run_detect(args: argparse.Namespace) -> int:
     if args.crop_mode is not None:
         return _run_windows(args, paths, output)
     from caffepy.cli.nets import single_device
-    from caffepy.infer.classify import Model
+    from caffepy.infer.classify import ImageModel
     from caffepy.infer.detect import detect, draw_boxes, read_label_names
     from caffepy.infer.images import list_images
 
@@ -368,7 +370,7 @@ def run_detect(args: argparse.Namespace) -> int:
             raise ConfigError(f"'{path}' is not an image; to classify the windows that it lists, give --crop-mode list")
     names = read_label_names(args.label_map) if args.label_map else {}
     found: list[Box] = []
-    with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
+    with quiet_net(), ImageModel(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
         images = list_images(paths, args.ext)
         unreadable = Unreadable(image.name for image in images)
         steps = _detect_steps(model, args)
@@ -392,7 +394,7 @@ def run_detect(args: argparse.Namespace) -> int:
     return unreadable.exit_status
 
 
-def _detect_steps(model: Model, args: argparse.Namespace) -> Steps:
+def _detect_steps(model: ImageModel, args: argparse.Namespace) -> Steps:
     """Return the steps from whole images to the net's input.
 
     Raises:
@@ -413,7 +415,7 @@ def _detect_steps(model: Model, args: argparse.Namespace) -> Steps:
 
 def _run_windows(args: argparse.Namespace, paths: list[Path], output: Path | None) -> int:
     from caffepy.cli.nets import single_device
-    from caffepy.infer.classify import Model
+    from caffepy.infer.classify import ImageModel
     from caffepy.infer.images import Preparation
     from caffepy.infer.windows import classify_windows, read_windows, windows_as_csv, write_windows_hdf5
 
@@ -431,7 +433,7 @@ def _run_windows(args: argparse.Namespace, paths: list[Path], output: Path | Non
     if len(paths) != 1:
         raise ConfigError(f"--crop-mode list takes one file of windows; {len(paths)} are given")
     windows = read_windows(paths[0])
-    with quiet_net(), Model(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
+    with quiet_net(), ImageModel(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
         of_net = net_preparation(model, args)
         mean, scale = of_net.mean_and_scale() if of_net is not None else (None, 1.0)
         prepared = option_preparation(args) if of_net is None else Preparation(mean=mean, input_scale=scale)

@@ -24,7 +24,7 @@ from caffepy.data.datum import MAX_PIXELS
 from caffepy.data.random import SAMPLE_WORDS, key_of
 from caffepy.data.sources import lmdb_index
 from caffepy.data.sources.lmdb_index import LmdbIndex
-from caffepy.data.transform import Transformer
+from caffepy.data.transform import DataTransformer
 
 _MIN_THREAD_BYTES = 1 << 22
 """Minimum bytes per thread."""
@@ -252,7 +252,7 @@ class BulkCopy:
 
 
 def copy_records(
-    index: LmdbIndex, records: NDArray[np.int64], samples: NDArray[np.int64], transformer: Transformer, seed: int,
+    index: LmdbIndex, records: NDArray[np.int64], samples: NDArray[np.int64], transformer: DataTransformer, seed: int,
     stream: int, slot: ImageSlot, block: NDArray[np.uint8], threads: int, encoded: bool,
 ) -> BulkCopy | None:  # fmt: skip
     """Copy the cropped images of records into the slots of a block, and locate encoded images.

@@ -37,7 +37,7 @@ from caffepy.data.random import SampleRng, sample_rngs
 from caffepy.data.sampler import Sampler
 from caffepy.data.sources.databases import RecordSource
 from caffepy.data.sources.image_list import ImageListSource
-from caffepy.data.transform import CropParams, Transformer
+from caffepy.data.transform import CropParams, DataTransformer
 from caffepy.data.transforms.pixels import Image, without_ipp
 from caffepy.data.workers import Workers, keep_freed_memory
 from caffepy.errors import CaffepyError, DataError
@@ -192,7 +192,7 @@ class ImageLoader(ABC):
         self,
         source: RecordSource,
         order: Sampler,
-        transformer: Transformer,
+        transformer: DataTransformer,
         seed: int = 0,
         stream: int = 0,
         where: str = "data layer",

@@ -89,7 +89,7 @@ class CropParams:
     left: NDArray[np.uint64] | None
 
 
-class Transformer:
+class DataTransformer:
     """Crops, mirrors, subtracts the mean and scales images (C, H, W).
 
     Args:

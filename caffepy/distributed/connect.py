@@ -12,7 +12,7 @@ from typing import Any
 
 from caffepy.distributed.communicators.communicator import Communicator
 from caffepy.distributed.communicators.hierarchical import HierarchicalCommunicator, SharedSums
-from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.distributed.communicators.local import LocalCommunicator, ThreadGroup
 from caffepy.distributed.communicators.store_communicator import StoreCommunicator
 from caffepy.distributed.processes.world import World
 from caffepy.distributed.store.store import Store
@@ -122,7 +122,7 @@ class DeviceCommunicators:
     """
 
     def __init__(self, world: World, count: int, on_gpus: bool, compress: str = "none", timeout: float = 300.0) -> None:
-        self._group = LocalGroup(count, timeout)
+        self._group = ThreadGroup(count, timeout)
         self._ranks = world.communicator()
         self._compress = compress
         self._inter_node = world.several_hosts
@@ -202,4 +202,4 @@ def connect_alone(ranks: Communicator, timeout: float) -> Communicator:
         ranks: connects the processes.
         timeout: longest wait in seconds.
     """
-    return HierarchicalCommunicator(LocalCommunicator(LocalGroup(1, timeout), 0), ranks)
+    return HierarchicalCommunicator(LocalCommunicator(ThreadGroup(1, timeout), 0), ranks)

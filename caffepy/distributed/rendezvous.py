@@ -24,7 +24,7 @@ from caffepy.distributed.processes.launcher import find_mpi_launcher, is_near, p
 from caffepy.distributed.processes.world import MpiWorld, World, create_mpi_world, machine_identity, own_addresses
 from caffepy.distributed.store.client import Address, ControlClient
 from caffepy.distributed.store.server import ControlServer, find_secret, join_store, listen
-from caffepy.distributed.store.store import ControlChannel, MemoryStore, RankStore, lost_from_training
+from caffepy.distributed.store.store import ControlChannel, LocalControlChannel, MemoryStore, lost_from_training
 from caffepy.distributed.store.wire import DeviceStatus, Member, Value
 from caffepy.errors import PeerError, UserError
 from caffepy.utils.files import read_private
@@ -79,7 +79,7 @@ def connect_training(world: World) -> ControlChannel:
         if cut_off and world.rank == 0:
             names = ", ".join(map(world.name, cut_off))
             logger.warning("no TCP connection from %s to %s: its sudden end would not be noticed", names, world.name(0))
-    return channel or RankStore(MemoryStore(world.size), world.rank)
+    return channel or LocalControlChannel(MemoryStore(world.size), world.rank)
 
 
 # -- rendezvous ----------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def _join(call: Call, rank: int, size: int, connect: Callable[[Member], ControlC
     """Join the store through the channel of `connect` and wait for all ranks. A single rank needs no store."""
     own = Member(socket.gethostname(), machine_identity(), os.getpid())
     if size == 1:
-        return Membership(0, [own], RankStore(MemoryStore(1), 0))
+        return Membership(0, [own], LocalControlChannel(MemoryStore(1), 0))
     where = f"init_process_group at {call.method}"
     members, channel = join_store(rank, own, lambda: connect(own), call.timeout, where)
     return Membership(rank, members, channel)
@@ -372,7 +372,7 @@ def join_subgroup(parent: Membership, ranks: Sequence[int], number: int, timeout
     """
     rank, own = ranks.index(parent.rank), parent.members[parent.rank]
     if len(ranks) == 1:
-        return Membership(0, [own], RankStore(MemoryStore(1), 0), parent.world, ranks)
+        return Membership(0, [own], LocalControlChannel(MemoryStore(1), 0), parent.world, ranks)
     on_one_machine = len({parent.members[member].machine for member in ranks}) == 1
 
     def connect() -> ControlChannel:

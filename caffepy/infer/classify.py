@@ -19,7 +19,7 @@ _BATCH = 16
 """Crops per batch."""
 
 
-class Model:
+class ImageModel:
     """A net with images (N, C, H, W) as its only input. Use in a `with` block, which frees the device.
 
     Args:
@@ -55,7 +55,7 @@ class Model:
         self.image_shape = (channels, height, width)
         """Shape (C, H, W) of the input."""
 
-    def __enter__(self) -> Model:
+    def __enter__(self) -> ImageModel:
         return self
 
     def __exit__(
@@ -92,7 +92,7 @@ class Model:
 
 
 def classify(
-    model: Model,
+    model: ImageModel,
     images: Sequence[InputImage],
     steps: Steps,
     leave_out: Callable[[InputImage, DataError], None] | None = None,
@@ -126,7 +126,7 @@ def classify(
     return np.stack(results) if results else np.zeros((0, 0), np.float32)
 
 
-def _scores(model: Model, values: list[Floats]) -> list[Floats]:
+def _scores(model: ImageModel, values: list[Floats]) -> list[Floats]:
     """Return the first output for each image, averaged over its crops, of one batch."""
     batch = np.concatenate(values)
     scores = model.run(batch)

@@ -13,7 +13,7 @@ from caffepy.data.datum import opencv
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.prototxt import decode_text, parse_text
-from caffepy.infer.classify import Model
+from caffepy.infer.classify import ImageModel
 from caffepy.infer.images import Floats, Steps
 from caffepy.utils.files import atomic_write, read_regular
 
@@ -49,7 +49,7 @@ class Box:
 
 
 def detect(
-    model: Model,
+    model: ImageModel,
     name: str,
     pixels: Floats,
     steps: Steps,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from caffepy.data.datum import as_channels_first, decode_image, opencv, resize_image
 from caffepy.data.random import SampleRng
 from caffepy.data.sources.image_list import MAX_IMAGE_BYTES
-from caffepy.data.transform import CropParams, Transformer
+from caffepy.data.transform import CropParams, DataTransformer
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.utils.files import read_regular
@@ -73,7 +73,7 @@ class ImagePreparation:
         param.CopyFrom(layer.transform_param)
         param.mirror = False
         self._channels = shape[1]
-        self._transformer = Transformer(param, caffe_pb2.TEST, resolve, self._where, annotated=True)
+        self._transformer = DataTransformer(param, caffe_pb2.TEST, resolve, self._where, annotated=True)
         self._transformer.center_crops_mean = True
         self.crops = bool(self._transformer.crop)
         """Whether the values show only a part of the image."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.errors import DataError, spreadsheet_text
-from caffepy.infer.classify import Model
+from caffepy.infer.classify import ImageModel
 from caffepy.infer.images import INPUT, ArrayError, Floats, Preparation, Transformer, load_image, resize_image
 from caffepy.utils.files import atomic_write, read_regular
 
@@ -81,7 +81,7 @@ def _window(row: dict[str, str | None], where: str) -> Window:
 
 
 def classify_windows(
-    model: Model,
+    model: ImageModel,
     windows: Sequence[Window],
     preparation: Preparation,
     context_pad: int,

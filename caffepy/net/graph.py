@@ -467,7 +467,7 @@ def check_loss_weights(param: caffe_pb2.NetParameter) -> None:
                 )
 
 
-class GradientPlan:
+class GradientTracker:
     """Tracks, layer by layer, which blobs depend on a learnable parameter."""
 
     def __init__(self) -> None:

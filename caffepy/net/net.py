@@ -37,7 +37,7 @@ from caffepy.net.divide import divide_passes, number_made_samples
 from caffepy.net.fold import FoldedConvolution, fold_nodes
 from caffepy.net.fuse import fuse_nodes
 from caffepy.net.graph import (
-    GradientPlan,
+    GradientTracker,
     Node,
     Precision,
     Wiring,
@@ -574,7 +574,7 @@ def _build(param: caffe_pb2.NetParameter, context: LayerContext, state: caffe_pb
     divide_passes(param, context)
     wiring, table = Wiring(context.backend), ParameterTable()
     nodes: list[Node] = []
-    plan = GradientPlan()
+    plan = GradientTracker()
     for node in _connect_layers(param, context, wiring):
         _setup(node)
         table.add(node.layer)

@@ -20,7 +20,7 @@ _ROW = re.compile(r"^\| \[([\w-]+)\]\([^)]*\) \| ([^|]*) \| ([^|]*) \|", re.MULT
 _LARGEST = 2**24
 
 
-class Model(NamedTuple):
+class ModelFiles(NamedTuple):
     """A row of models/README.md.
 
     Args:
@@ -47,10 +47,10 @@ def models_folder() -> Path:
     raise InternalError(f"{package} has no models; install caffepy again")
 
 
-def list_models() -> list[Model]:
+def list_models() -> list[ModelFiles]:
     """Return the models in the order of models/README.md."""
     text = read_regular(models_folder() / "README.md", _LARGEST).decode()
-    return [Model(*(part.strip() for part in row)) for row in _ROW.findall(text)]
+    return [ModelFiles(*(part.strip() for part in row)) for row in _ROW.findall(text)]
 
 
 def copy_model(name: str, to: Path = DEFAULT_FOLDER, force: bool = False) -> list[Path]:

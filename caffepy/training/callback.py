@@ -102,7 +102,7 @@ EVENTS = ("after_iteration", "before_test", "after_test", "after_snapshot")
 """The methods that a program's callback may have; each returns True to stop training."""
 
 
-class Observers:
+class IterationCallbacks:
     """The callbacks that a program has added to a solver, called in the order in which they were added.
 
     Args:

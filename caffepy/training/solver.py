@@ -44,7 +44,7 @@ from caffepy.net.executor import ForwardExecutor
 from caffepy.net.graph import Node
 from caffepy.net.memory_plan import describe
 from caffepy.net.trained_layers import copy_trained_layers
-from caffepy.training.callback import Action, Observers, SingleDevice, SolverCallback
+from caffepy.training.callback import Action, IterationCallbacks, SingleDevice, SolverCallback
 from caffepy.training.display import Clock, Display, DisplayedValues, LossWindow, RootLog, duration
 from caffepy.training.evaluate import Evaluator
 from caffepy.training.graph_executor import GraphExecutor
@@ -189,7 +189,7 @@ class Solver:
         self.clock = Clock(self.performance, backend, lambda: self.callback.on_clock_start(), self.net.waited)
         self._display = Display(param, self.net, self.update.guard, self.clock, self.log)
         self.retention = SnapshotRetention(param, self.resolve, self.net, self.test_nets, context.keep, self.log)
-        self._observers = Observers(partial(self.requests.ask_for, Action.STOP))
+        self._observers = IterationCallbacks(partial(self.requests.ask_for, Action.STOP))
         self._check_snapshots()
 
     # -- construction --------------------------------------------------------------------------------

@@ -53,10 +53,10 @@ def read_batch(source: Any) -> None:
     from caffepy.data.loader import DatumLoader
     from caffepy.data.prefetch import Batch
     from caffepy.data.sampler import Sampler
-    from caffepy.data.transform import Transformer
+    from caffepy.data.transform import DataTransformer
 
     count = min(len(source), 16)
-    transformer = Transformer(caffe_pb2.TransformationParameter(mirror=True), caffe_pb2.TRAIN)
+    transformer = DataTransformer(caffe_pb2.TransformationParameter(mirror=True), caffe_pb2.TRAIN)
     loader = DatumLoader(source, Sampler(len(source)), transformer)
     try:
         images = loader.byte_images(count)

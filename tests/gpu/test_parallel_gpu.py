@@ -102,12 +102,12 @@ def test_two_ranks_divide_the_list_that_both_name(training: SubprocessTraining) 
 
 def test_nccl_alone_leaves_the_numbers_as_they_are() -> None:
     """A world of one GPU through NCCL: sum, mean and broadcast are the identity, in place, on the thread's stream."""
-    from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
+    from caffepy.distributed.communicators.local import LocalCommunicator, ThreadGroup
     from caffepy.distributed.communicators.nccl import NcclCommunicator, new_unique_id
 
     backend = create_backend(0)
     with backend.activate():
-        host = LocalCommunicator(LocalGroup(1), 0)
+        host = LocalCommunicator(ThreadGroup(1), 0)
         communicator = NcclCommunicator(1, new_unique_id(), 0, host)
         values = np.arange(1000, dtype=np.float32)
         array = backend.zeros((1000,))
@@ -126,12 +126,12 @@ def test_nccl_alone_leaves_the_numbers_as_they_are() -> None:
     ("compress", "rounded"), [("none", 1 / 3), ("fp16", float(np.float16(1 / 3))), ("bf16", 0.333984375)]
 )
 def test_averages_that_are_begun_can_be_captured_and_replayed(compress: str, rounded: float) -> None:
-    from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
+    from caffepy.distributed.communicators.local import LocalCommunicator, ThreadGroup
     from caffepy.distributed.communicators.nccl import NcclCommunicator, new_unique_id
 
     backend = create_backend(0)
     with backend.activate():
-        communicator = NcclCommunicator(1, new_unique_id(), 0, LocalCommunicator(LocalGroup(1), 0), compress)
+        communicator = NcclCommunicator(1, new_unique_id(), 0, LocalCommunicator(ThreadGroup(1), 0), compress)
         array = backend.zeros((1000,))
 
         def work() -> None:

@@ -31,7 +31,7 @@ from caffepy.data.loader import DatumLoader
 from caffepy.data.sampler import Sampler
 from caffepy.data.sources.databases import LmdbSource
 from caffepy.data.sources.lmdb_index import LmdbIndex
-from caffepy.data.transform import Transformer
+from caffepy.data.transform import DataTransformer
 from caffepy.errors import DataError
 from caffepy.formats.proto import caffe_pb2
 
@@ -122,7 +122,7 @@ class Subject:
                 assert datum.encoded or pixels[number].tobytes() == datum.data, number
 
     def _loader(self, source: LmdbSource) -> tuple[DatumLoader, ImageSlot, NDArray[np.uint8]]:
-        transformer = Transformer(caffe_pb2.TransformationParameter(), caffe_pb2.TEST)
+        transformer = DataTransformer(caffe_pb2.TransformationParameter(), caffe_pb2.TEST)
         slot = ImageSlot(len(source), 1, self.size, self.size)
         return DatumLoader(source, Sampler(len(source)), transformer), slot, np.zeros(slot.size, np.uint8)
 

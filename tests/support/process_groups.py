@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.distributed.communicators.local import LocalCommunicator, ThreadGroup
 from caffepy.distributed.default import connect
 from caffepy.distributed.group import ProcessGroup
 from caffepy.distributed.rendezvous import Membership
-from caffepy.distributed.store.store import RankStore
+from caffepy.distributed.store.store import LocalControlChannel
 from caffepy.distributed.store.wire import Member
 
 
@@ -53,11 +53,11 @@ def run_tcp(size: int, action: Callable[[ProcessGroup], Any], timeout: float = 3
 
 def run_local(size: int, action: Callable[[ProcessGroup], Any], timeout: float = 300.0) -> list[Any]:
     """The same over the local communicator, with no server between."""
-    shared = LocalGroup(size)
+    shared = ThreadGroup(size)
     members = [Member("host", "machine", 100 + rank) for rank in range(size)]
 
     def work(rank: int) -> Any:
-        membership = Membership(rank, members, RankStore(shared.store, rank))
+        membership = Membership(rank, members, LocalControlChannel(shared.store, rank))
         with ProcessGroup("local", membership, LocalCommunicator(shared, rank), timeout) as group:
             return action(group)
 

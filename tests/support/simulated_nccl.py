@@ -19,12 +19,12 @@ import numpy as np
 from subprocess_training import program_environment
 
 from caffepy.distributed.communicators.communicator import Collective, Op, ReduceOp, round_to_bfloat16, widen_bfloat16
-from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.distributed.communicators.local import LocalCommunicator, ThreadGroup
 
 TYPES = {7: np.float32, 6: np.float16, 8: np.float64, 2: np.int32, 4: np.int64, 1: np.uint8, 9: np.uint16}
 OPERATORS = {0: ReduceOp.SUM, 1: ReduceOp.PRODUCT, 2: ReduceOp.MAX, 3: ReduceOp.MIN, 4: ReduceOp.AVG}
 THREADS_STREAM = 77
-groups: dict[bytes, LocalGroup] = {}
+groups: dict[bytes, ThreadGroup] = {}
 lock = threading.Lock()
 here = threading.local()
 
@@ -95,7 +95,7 @@ class NcclCommunicator:
     def __init__(self, size: int, unique_id: bytes, rank: int) -> None:
         assert isinstance(unique_id, bytes) and len(unique_id) == 128
         with lock:
-            group = groups.setdefault(unique_id, LocalGroup(size))
+            group = groups.setdefault(unique_id, ThreadGroup(size))
         self.size, self.rank = size, rank
         self.local = LocalCommunicator(group, rank)
 

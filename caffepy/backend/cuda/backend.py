@@ -14,7 +14,7 @@ from typing import Any
 from caffepy.backend.cuda.convolution.algorithm import Resources
 from caffepy.backend.cuda.convolution.autotune import Autotuner
 from caffepy.backend.cuda.convolution.cache import PlanCache
-from caffepy.backend.cuda.convolution.plan import CudaConvolution, CudaConvolutionPlan
+from caffepy.backend.cuda.convolution.plan import CudaConvolution, TunedConvolution
 from caffepy.backend.cuda.convolution.problem import Problem
 from caffepy.backend.cuda.detection import CudaDetection
 from caffepy.backend.cuda.device import (
@@ -108,7 +108,7 @@ class CudaBackend(
         self._resources = Resources(
             cudnn, self._handle, self._blas, self._scratch, math == "tf32", tuner, deterministic, plans
         )
-        self._convolutions: dict[Problem, CudaConvolutionPlan] = {}
+        self._convolutions: dict[Problem, TunedConvolution] = {}
         self._staging = Staging(self.stream, self._scratch)
         self._closed = False
 

@@ -98,7 +98,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChannelLaunch:
     """A kernel with its grid (blocks of columns, blocks of rows) and block, for arrays of one layout and dtype."""
 
     kernel: Any
@@ -141,10 +141,10 @@ def _width(columns: int, arrays: Sequence[Array], per_channel: Sequence[Array], 
     return 1
 
 
-def make_plan(
+def make_launch(
     file: str, layout: Layout, tuning: Tuning, types: dict[str, Array], entry: str = "",
     formula: str = "", **settings: Any,
-) -> Plan:  # fmt: skip
+) -> ChannelLaunch:  # fmt: skip
     """Return the plan of kernels/<file>.cu for this layout, the arrays' dtypes, a formula and further constants."""
     dtype = tuple((letter, array.dtype.char) for letter, array in types.items())
     key = (layout, tuning, dtype, tuple(settings.items()), formula, device_number())
@@ -155,7 +155,7 @@ def make_plan(
 def _plan(  # noqa: PLR0913 -- all arguments are the cache's key
     file: str, entry: str, layout: Layout, tuning: Tuning, dtype: tuple[tuple[str, str], ...],
     settings: tuple[tuple[str, Any], ...], formula: str, device: int,
-) -> Plan:  # fmt: skip
+) -> ChannelLaunch:  # fmt: skip
     constants = {
         "V": layout.width, "ROWS": tuning.rows, "THREADS": tuning.threads, "GROUPS": SUM_GROUPS,
         "INNER": layout.inner > 1, "SUMS": tuning.sums, **dict(settings),
@@ -164,7 +164,7 @@ def _plan(  # noqa: PLR0913 -- all arguments are the cache's key
     lines += [f"constexpr int {name} = {int(value)};\n" for name, value in constants.items()]
     files = ["columns", "column_sums", *NEEDS.get(file, ())]
     text = "".join([kernel_text("common"), *lines, *map(kernel_text, files), formula, kernel_text(file)])
-    return Plan(compiled(text, entry), *_launch_shape(layout, tuning), layout)
+    return ChannelLaunch(compiled(text, entry), *_launch_shape(layout, tuning), layout)
 
 
 def _launch_shape(layout: Layout, tuning: Tuning) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -453,7 +453,7 @@ class CudaElementwise(ElementwisePrimitives, CudaMemory):
             now, remaining = remaining[:MAX_SOURCES], [destination, *remaining[MAX_SOURCES:]]
             tuning = TOTAL if len(now) < 4 else TOTAL_OF_MANY
             layout = flat_layout((*now, raw(destination)), tuning.width)
-            plan = make_plan("add_n", layout, tuning, {"D": now[0], "Y": destination}, SOURCES=len(now))
+            plan = make_launch("add_n", layout, tuning, {"D": now[0], "Y": destination}, SOURCES=len(now))
             plan.launch(*now, *[now[0]] * (MAX_SOURCES - len(now)), destination)
 
 
@@ -470,7 +470,7 @@ SEGMENT = 128
 """Bytes of a row per block: one memory transaction, so that few blocks share a result."""
 
 
-class ReductionPlan(NamedTuple):
+class ReductionLaunch(NamedTuple):
     """A planned reduction.
 
     Args:
@@ -499,7 +499,7 @@ def reduce(
         for out in outputs if not accumulate else ():
             fill(out, 0)
         return
-    plan = _reduction_plan(make_call(formula, inputs, outputs, axis), shape)
+    plan = _reduction_launch(make_call(formula, inputs, outputs, axis), shape)
     if plan is None:
         _reduce_general(formula, inputs, outputs, axis, accumulate, scratch)
         return
@@ -513,7 +513,7 @@ def _each_shape(formula: Expression, inputs: Sequence[Any]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _reduction_plan(call: Call, shape: tuple[int, ...]) -> ReductionPlan | None:
+def _reduction_launch(call: Call, shape: tuple[int, ...]) -> ReductionLaunch | None:
     """Return the plan of a reduction, or None if the outputs or a Channel argument have no period."""
     target = find_period(shape, call.outputs[0].shape, call.axis)
     periods = {name: period for name, period in call.periods(shape).items() if period is not None}
@@ -547,7 +547,7 @@ def _text(text: str) -> str:
     return kernel_text("common") + kernel_text("reduce") + text
 
 
-def _plan_columns(call: Call, variant: Variant, target: Period, more: tuple[tuple[Any, ...], ...]) -> ReductionPlan:
+def _plan_columns(call: Call, variant: Variant, target: Period, more: tuple[tuple[Any, ...], ...]) -> ReductionLaunch:
     rows, packs = target.outer, target.size // variant.width
     item = min(s.item for s in call.of_kind(Kind.EACH).values())
     across = min(32, SEGMENT // (variant.width * item), 1 << (packs - 1).bit_length())
@@ -558,10 +558,10 @@ def _plan_columns(call: Call, variant: Variant, target: Period, more: tuple[tupl
     kernel = compiled(_text(reduce_columns_text(call.expression, variant, across)), "reduce_")
     head = (np.uint32(rows), np.uint32(packs), np.uint32(each))
     launch = FormulaLaunch(kernel, (grid, splits), (THREADS,), head, more)
-    return ReductionPlan(launch, len(call.outputs) * splits * target.size if splits > 1 else 0)
+    return ReductionLaunch(launch, len(call.outputs) * splits * target.size if splits > 1 else 0)
 
 
-def _plan_segments(call: Call, variant: Variant, target: Period, more: tuple[tuple[Any, ...], ...]) -> ReductionPlan:
+def _plan_segments(call: Call, variant: Variant, target: Period, more: tuple[tuple[Any, ...], ...]) -> ReductionLaunch:
     inner, index = target.inner // variant.width, variant.index
     length = target.outer * inner
     threads = min(THREADS, max(32, 1 << (-(-length // variant.unroll) - 1).bit_length()))
@@ -574,7 +574,7 @@ def _plan_segments(call: Call, variant: Variant, target: Period, more: tuple[tup
         count_argument(each, index),
     )  # fmt: skip
     launch = FormulaLaunch(kernel, (target.size, splits), (threads,), head, more)
-    return ReductionPlan(launch, len(call.outputs) * splits * target.size if splits > 1 else 0)
+    return ReductionLaunch(launch, len(call.outputs) * splits * target.size if splits > 1 else 0)
 
 
 def _reduce_general(

@@ -44,7 +44,7 @@ def find_period(shape: tuple[int, ...], small: tuple[int, ...], axis: int) -> Pe
 
 
 @dataclass(frozen=True)
-class Axis:
+class StridedAxis:
     """One axis of a strided copy; steps are counted in elements."""
 
     size: int
@@ -52,23 +52,23 @@ class Axis:
     destination: int
 
 
-def collapse(shape: tuple[int, ...], source: tuple[int, ...], destination: tuple[int, ...]) -> list[Axis]:
+def collapse(shape: tuple[int, ...], source: tuple[int, ...], destination: tuple[int, ...]) -> list[StridedAxis]:
     """Return the collapsed axes of two arrays of one shape and given steps, in the destination's order, outermost
     first.
 
     Axes that are contiguous in both arrays are merged. At least one axis remains.
     """
-    axes = [Axis(*numbers) for numbers in zip(shape, source, destination, strict=True) if numbers[0] != 1]
+    axes = [StridedAxis(*numbers) for numbers in zip(shape, source, destination, strict=True) if numbers[0] != 1]
     axes.sort(key=lambda axis: -axis.destination)
-    joined: list[Axis] = []
+    joined: list[StridedAxis] = []
     for axis in axes:
         last = joined[-1] if joined else None
         steps = (axis.size * axis.source, axis.size * axis.destination)
         if last is not None and (last.source, last.destination) == steps:
-            joined[-1] = Axis(last.size * axis.size, axis.source, axis.destination)
+            joined[-1] = StridedAxis(last.size * axis.size, axis.source, axis.destination)
         else:
             joined.append(axis)
-    return joined or [Axis(1, 1, 1)]
+    return joined or [StridedAxis(1, 1, 1)]
 
 
 def widest(numbers: list[int], limit: int) -> int:

@@ -40,7 +40,7 @@ from caffepy.backend.cuda.compiler import (
     library_kernel,
 )
 from caffepy.backend.cuda.device import GIBIBYTE, cupy, device_memory, device_properties
-from caffepy.backend.cuda.index_arithmetic import Axis, collapse, widest
+from caffepy.backend.cuda.index_arithmetic import StridedAxis, collapse, widest
 from caffepy.backend.interface import CopyPrimitives, InputPrimitives, MemoryPrimitives
 from caffepy.backend.types import (
     DTYPES,
@@ -508,7 +508,7 @@ def _plan(ends: Ends) -> Launch | None:
     if _is_transposition(axes):
         return _plan_transposition(ends, axes)
     width = _width(ends, axes, items)
-    inner = Axis(axes[-1].size // width, axes[-1].source * width, axes[-1].destination * width)
+    inner = StridedAxis(axes[-1].size // width, axes[-1].source * width, axes[-1].destination * width)
     packs = math.prod(ends.shape) // width
     if packs > MAX_PACKS:
         return None
@@ -523,15 +523,15 @@ def _kernel(name: str, ends: Ends, width: int, dims: int) -> Any:
     return library_kernel("copy", name, text)
 
 
-def _axis_arguments(axis: Axis) -> tuple[Any, ...]:
+def _axis_arguments(axis: StridedAxis) -> tuple[Any, ...]:
     return np.uint32(axis.size), divider(axis.size), np.int64(axis.source), np.int64(axis.destination)
 
 
-def _filled(axes: list[Axis]) -> list[Axis]:
-    return axes + [Axis(1, 0, 0)] * (AXES - len(axes))
+def _filled(axes: list[StridedAxis]) -> list[StridedAxis]:
+    return axes + [StridedAxis(1, 0, 0)] * (AXES - len(axes))
 
 
-def _width(ends: Ends, axes: list[Axis], items: list[int]) -> int:
+def _width(ends: Ends, axes: list[StridedAxis], items: list[int]) -> int:
     """Return how many contiguous elements a thread can move at once."""
     inner = axes[-1]
     if (inner.source, inner.destination) != (1, 1):
@@ -543,7 +543,7 @@ def _width(ends: Ends, axes: list[Axis], items: list[int]) -> int:
     return width
 
 
-def _is_transposition(axes: list[Axis]) -> bool:
+def _is_transposition(axes: list[StridedAxis]) -> bool:
     """Return whether source and destination have different innermost axes, as in a transposition."""
     rows = [axis for axis in axes if axis.source == 1]
     columns = axes[-1]
@@ -551,10 +551,10 @@ def _is_transposition(axes: list[Axis]) -> bool:
     return wide and columns.destination == 1 and columns.size < TILE * 65535
 
 
-def _plan_transposition(ends: Ends, axes: list[Axis]) -> Launch:
+def _plan_transposition(ends: Ends, axes: list[StridedAxis]) -> Launch:
     columns, rows = axes[-1], next(axis for axis in axes if axis.source == 1)
     outer = [axis for axis in axes if axis is not rows and axis is not columns]
-    inner, last = [*outer[::-1], Axis(1, 0, 0), Axis(1, 0, 0)][:2]
+    inner, last = [*outer[::-1], StridedAxis(1, 0, 0), StridedAxis(1, 0, 0)][:2]
     batches = inner.size * last.size
     grid = (-(-rows.size // TILE), -(-columns.size // TILE), min(batches, 65535))
     arguments = (

@@ -19,7 +19,7 @@ from caffepy.backend.cuda.compiler import (
     launch,
     library_kernel,
 )
-from caffepy.backend.cuda.expression import Tuning, find_layout, flat_layout, make_plan
+from caffepy.backend.cuda.expression import Tuning, find_layout, flat_layout, make_launch
 from caffepy.backend.cuda.index_arithmetic import MAX_INDEX, vector_width
 from caffepy.backend.cuda.memory import CudaMemory, raw
 from caffepy.backend.expression import Expression, Kind
@@ -66,7 +66,7 @@ class CudaNormalisation(NormalisationPrimitives, CudaMemory):
     keeps_lrn_scale = False
 
     def batch_norm_measure(self, x: Array, n: BatchNormState) -> None:
-        plan = make_plan("normalise_measure", find_layout((x,), (), MEASURE.width), MEASURE, {"X": x}, "measure")
+        plan = make_launch("normalise_measure", find_layout((x,), (), MEASURE.width), MEASURE, {"X": x}, "measure")
         plan.launch(
             raw(x), *plan.between_blocks(self._scratch), n.mean, n.inverse, n.sum_mean, n.sum_variance, n.count,
             float(n.epsilon), float(n.fraction),
@@ -92,7 +92,7 @@ class CudaNormalisation(NormalisationPrimitives, CudaMemory):
         layout = find_layout(arrays, per_channel, tuning.width)
         whole_bytes = layout.width > 1 and layout.columns % 8 == 0
         by_bits = mask is not None and not whole_bytes
-        plan = make_plan(
+        plan = make_launch(
             "normalise_forward", layout, tuning, {"X": x, "R": other, "Y": y},
             "normalise_forward_bits" if by_bits else "normalise_forward",
             RESIDUAL=residual is not None, RELU=relu, MASK=mask is not None,
@@ -115,7 +115,7 @@ class CudaNormalisation(NormalisationPrimitives, CudaMemory):
         per_channel = (n.mean, n.inverse, n.scale, n.bias)
         few = len(dys) <= 2 and x.itemsize == dys[0].itemsize == 2
         tuning = SUMS if total is None else SUMS_OF_TWO_HALVES if few else SUMS_OF_MANY
-        plan = make_plan(
+        plan = make_launch(
             "normalise_sums", find_layout(arrays, per_channel, tuning.width), tuning, {"X": x, "D": dys[0]},
             SOURCES=len(dys), RELU=0 if not relu else 2 if mask is None else 1, TOTAL=total is not None,
         )  # fmt: skip
@@ -140,7 +140,7 @@ class CudaNormalisation(NormalisationPrimitives, CudaMemory):
     ) -> None:
         per_channel = (n.mean, n.inverse, n.scale, n.bias, *sums)
         layout = find_layout((raw(x), raw(dy), raw(dx)), per_channel, DATA.width)
-        plan = make_plan("normalise_gradient", layout, DATA, {"X": x, "D": dy, "Y": dx}, RELU=relu)
+        plan = make_launch("normalise_gradient", layout, DATA, {"X": x, "D": dy, "Y": dx}, RELU=relu)
         plan.launch(x, dy, *per_channel, dx, 1.0 / max(layout.rows, 1))
 
     def activation_backward(
@@ -151,11 +151,11 @@ class CudaNormalisation(NormalisationPrimitives, CudaMemory):
         types = {"X": y, "D": dy, "Y": dx}
         if dbias is None:
             layout = flat_layout(arrays, ACTIVATION.width)
-            plan = make_plan("activation_gradient", layout, ACTIVATION, types, formula=formula, BIASED=False)
+            plan = make_launch("activation_gradient", layout, ACTIVATION, types, formula=formula, BIASED=False)
             plan.launch(y, dy, dx, dx, False, dx, dx)
         else:
             layout = find_layout(arrays, (), ACTIVATION_AND_BIAS.width)
-            plan = make_plan("activation_gradient", layout, ACTIVATION_AND_BIAS, types, formula=formula, BIASED=True)
+            plan = make_launch("activation_gradient", layout, ACTIVATION_AND_BIAS, types, formula=formula, BIASED=True)
             plan.launch(y, dy, dx, dbias, accumulate, *plan.between_blocks(self._scratch))
 
     def lrn_across_forward(self, x: Array, y: Array, scale: Array | None, window: LrnWindow) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from caffepy.backend.types import Array
 from caffepy.distributed.communicators.communicator import Collective, FinishedWork, Op, PendingCollective, ReduceOp
 from caffepy.distributed.communicators.store_communicator import StoreCommunicator
-from caffepy.distributed.store.store import MemoryStore, RankStore
+from caffepy.distributed.store.store import LocalControlChannel, MemoryStore
 from caffepy.errors import AbortedError, PeerError
 from caffepy.utils.clocks import suspend_aware_seconds
 
@@ -57,7 +57,7 @@ _LOOK_SECONDS = 1.0
 """Seconds between checks of the timeout."""
 
 
-class LocalGroup:
+class ThreadGroup:
     """What the threads of one process share: a barrier that can be aborted, and each other's arrays.
 
     Args:
@@ -123,8 +123,8 @@ class LocalCommunicator(StoreCommunicator):
         rank: this thread's number.
     """
 
-    def __init__(self, group: LocalGroup, rank: int) -> None:
-        super().__init__(RankStore(group.store, rank), rank, group.size)
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        super().__init__(LocalControlChannel(group.store, rank), rank, group.size)
         self.group = group
 
     def start(self, collective: Collective) -> PendingCollective:

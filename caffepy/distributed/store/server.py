@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from caffepy.distributed.store.client import Address
-from caffepy.distributed.store.store import MEMBERS, MISSING, ControlChannel, MemoryStore, RankStore
+from caffepy.distributed.store.store import MEMBERS, MISSING, ControlChannel, LocalControlChannel, MemoryStore
 from caffepy.distributed.store.wire import (
     CONTROL,
     CONTROL_LIMIT,
@@ -50,7 +50,7 @@ _IDLE_SECONDS = 1.0
 _JOIN_SECONDS = 2.0
 
 
-class ControlServer(RankStore):
+class ControlServer(LocalControlChannel):
     """Rank 0's channel; serves the other ranks, one thread a connection.
 
     A connection that does not prove itself in time is dropped by the thread that accepts. The end of the connection

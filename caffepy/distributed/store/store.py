@@ -1,7 +1,7 @@
 """A key-value store through which the devices of a job exchange bytes and learn of each other's end.
 
-`MemoryStore` is the store itself, and `RankStore` a rank's access to it within the same process. `server.py` shows it
-to other processes, and `client.py` is how they see it.
+`MemoryStore` is the store itself, and `LocalControlChannel` a rank's access to it within the same process. `server.py`
+shows it to other processes, and `client.py` is how they see it.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class MemoryStore(Store):
         return f"rank {rank}" if member is None else member.name(rank)
 
 
-class RankStore(ControlChannel):
+class LocalControlChannel(ControlChannel):
     """A rank's access to a store of its own process.
 
     Args:

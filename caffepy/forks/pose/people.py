@@ -62,7 +62,7 @@ class Skeleton:
 
 
 @dataclass(frozen=True)
-class Model:
+class PeopleSource:
     """How the people of a database become those of a skeleton.
 
     Args:
@@ -187,9 +187,9 @@ def _empty(sources: Sources) -> frozenset[int]:
     return frozenset(i for i, source in enumerate(sources) if not source)
 
 
-def _plain(skeleton: Skeleton, category: str, lmdb_parts: int, sources: Sources) -> Model:
+def _plain(skeleton: Skeleton, category: str, lmdb_parts: int, sources: Sources) -> PeopleSource:
     """A model whose maps of parts that the database lacks do not count."""
-    return Model(skeleton, category, lmdb_parts, sources, _empty(sources))
+    return PeopleSource(skeleton, category, lmdb_parts, sources, _empty(sources))
 
 
 _FEET_OF_25, _FEET_OF_23, _FEET_OF_25B = ((10, 11), (13, 14)), ((8, 9), (11, 12)), ((13, 15), (14, 16))
@@ -200,41 +200,41 @@ _HAND_42 = (*_none(9), (0,), (21,), *_none(14), *_range(1, 20), *_range(22, 20),
 _FACE_70 = (*_EYES_AND_NOSE, *_none(62), *_range(0, 68), *_EYES_AND_NOSE[:0:-1])
 
 MODELS = {
-    "COCO_18": Model(_SKELETON_18, "COCO", 17, _COCO_18),
-    "DOME_18": Model(_SKELETON_18, "DOME", 19, (*_range(0, 8), *_range(9, 10))),
-    "COCO_19": Model(_SKELETON_19, "COCO", 17, _COCO_19),
-    "DOME_19": Model(_SKELETON_19, "DOME", 19, _range(0, 19)),
-    "COCO_23": Model(_SKELETON_23, "COCO", 23, (*_COCO_23, *_FEET)),
-    "COCO_23_17": Model(
+    "COCO_18": PeopleSource(_SKELETON_18, "COCO", 17, _COCO_18),
+    "DOME_18": PeopleSource(_SKELETON_18, "DOME", 19, (*_range(0, 8), *_range(9, 10))),
+    "COCO_19": PeopleSource(_SKELETON_19, "COCO", 17, _COCO_19),
+    "DOME_19": PeopleSource(_SKELETON_19, "DOME", 19, _range(0, 19)),
+    "COCO_23": PeopleSource(_SKELETON_23, "COCO", 23, (*_COCO_23, *_FEET)),
+    "COCO_23_17": PeopleSource(
         _SKELETON_23, "COCO", 17, (*_COCO_23, *_none(6)), frozenset(range(17, 23)), feet=_FEET_OF_23
     ),
-    "COCO_25": Model(
+    "COCO_25": PeopleSource(
         _SKELETON_25, "COCO", 23, (*_COCO_19, *_FEET), frozenset(range(19)) - {1, 8, 11, 14}
     ),
-    "COCO_25_17": Model(_SKELETON_25, "COCO", 17, (*_COCO_19, *_none(6)), _FEET_PARTS, feet=_FEET_OF_25),
-    "COCO_25B_23": Model(_SKELETON_25B, "COCO", 23, _COCO_25B_23, frozenset(), _MPII_PARTS),
-    "COCO_25B_17": Model(_SKELETON_25B, "COCO", 17, _COCO_25B_17, _FEET_PARTS, _MPII_PARTS, _FEET_OF_25B),
+    "COCO_25_17": PeopleSource(_SKELETON_25, "COCO", 17, (*_COCO_19, *_none(6)), _FEET_PARTS, feet=_FEET_OF_25),
+    "COCO_25B_23": PeopleSource(_SKELETON_25B, "COCO", 23, _COCO_25B_23, frozenset(), _MPII_PARTS),
+    "COCO_25B_17": PeopleSource(_SKELETON_25B, "COCO", 17, _COCO_25B_17, _FEET_PARTS, _MPII_PARTS, _FEET_OF_25B),
     "MPII_25B_16": _plain(_SKELETON_25B, "MPII", 16, _MPII_25B),
     "PT_25B_15": _plain(_SKELETON_25B, "PT", 15, _PT),
-    "COCO_135_23": Model(
+    "COCO_135_23": PeopleSource(
         _SKELETON_135, "COCO", 23, (*_COCO_25B_23, *_none(110)), frozenset(), _MPII_PARTS | _FINGERS | _FACE_PARTS
     ),
-    "COCO_135_17": Model(
+    "COCO_135_17": PeopleSource(
         _SKELETON_135, "COCO", 17, (*_COCO_25B_17, *_none(110)), frozenset(),
         _MPII_PARTS | _FEET_PARTS | _FINGERS | _FACE_PARTS, _FEET_OF_25B,
     ),
     "MPII_135_16": _plain(_SKELETON_135, "MPII", 16, (*_MPII_25B, *_none(110))),
-    "HAND_135_21": Model(
+    "HAND_135_21": PeopleSource(
         _SKELETON_135, "HAND", 21, _HAND_21, _empty(_HAND_21) - {9, *range(_LEFT_HAND, _RIGHT_HAND)}
     ),
     "HAND_135_42": _plain(_SKELETON_135, "HAND", 42, _HAND_42),
-    "FACE_135_70": Model(_SKELETON_135, "FACE", 70, _FACE_70),
-    "DOME_135": Model(_SKELETON_135, "DOME", 135, _range(0, 135)),
+    "FACE_135_70": PeopleSource(_SKELETON_135, "FACE", 70, _FACE_70),
+    "DOME_135": PeopleSource(_SKELETON_135, "DOME", 135, _range(0, 135)),
 }  # fmt: skip
 """By the name in the prototxt. Models of cars and of 59, 65 and 95 parts are not here."""
 
 
-def model_named(name: str, where: str) -> Model:
+def model_named(name: str, where: str) -> PeopleSource:
     """Return a model of OpenPose.
 
     Raises:

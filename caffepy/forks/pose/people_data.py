@@ -26,9 +26,9 @@ from caffepy.forks.pose.people import (
     SMALL_RATIO,
     VISIBLE,
     Grid,
-    Model,
     Pairs,
     People,
+    PeopleSource,
     Person,
     Pixels,
     Skeleton,
@@ -336,7 +336,7 @@ class Origin:
     """A database and the settings that go with it."""
 
     records: RecordSource
-    model: Model
+    model: PeopleSource
     chance: float
     degrees: float
     scale_min: float
@@ -716,7 +716,7 @@ class OPDataLayer(RecordsLayer):
                 weights[2 * index + axis][some] = 1
                 targets[2 * index + axis][some] = sums[axis][some] / counts[some]
 
-    def _mask_near(self, weights: Floats, model: Model, person: Person, state: int, grid: Grid) -> None:
+    def _mask_near(self, weights: Floats, model: PeopleSource, person: Person, state: int, grid: Grid) -> None:
         """Set the weights of a person's parts with a state, and of those that are ignored, to 0 near the person."""
         parts = set(np.flatnonzero(person.states == state).tolist())
         parts |= set(np.flatnonzero(person.states >= IGNORED).tolist())
@@ -739,7 +739,7 @@ class OPDataLayer(RecordsLayer):
         for channel in (*channels, *([weights.shape[0] - 1] if background else [])):
             weights[channel][part] = 0
 
-    def _mask_feet(self, weights: Floats, model: Model, people: People) -> None:
+    def _mask_feet(self, weights: Floats, model: PeopleSource, people: People) -> None:
         """Set the background's weight to 0 around feet that the database does not annotate."""
         if not model.skeleton.background:
             return

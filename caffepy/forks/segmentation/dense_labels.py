@@ -17,7 +17,7 @@ from caffepy.data.random import SampleRng
 from caffepy.data.sampler import Sampler
 from caffepy.data.sources.databases import hash_of
 from caffepy.data.sources.image_list import MAX_IMAGE_BYTES, list_lines
-from caffepy.data.transform import Transformer
+from caffepy.data.transform import DataTransformer
 from caffepy.data.transforms.pixels import resize
 from caffepy.data.workers import Workers
 from caffepy.errors import DataError
@@ -111,7 +111,7 @@ class LabelMapLayer(PrefetchingLayer):
     def open(self) -> tuple[Source, list[tuple[int, ...]]]:
         self.check()
         context, (source, root) = self.context, self.list_of_files()
-        self._transformer = Transformer(
+        self._transformer = DataTransformer(
             self.param.transform_param, context.phase, context.resolve, self.where, context.nvidia
         )
         self.files = PairList(context.resolve(source), root, self.needs_labels)

@@ -21,7 +21,7 @@ from caffepy.data.loader import DatumLoader, Shape
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng, sample_rngs
 from caffepy.data.sources.databases import RecordSource
-from caffepy.data.transform import CropParams, Transformer
+from caffepy.data.transform import CropParams, DataTransformer
 from caffepy.data.transforms.boxes import (
     COLUMNS,
     Annotations,
@@ -112,9 +112,9 @@ class AnnotatedDataLayer(DataLayer):
         """Whether the second top holds YOLO's rows."""
         return self.param.annotated_data_param.yolo_data_type == 1
 
-    def make_transformer(self) -> Transformer:
+    def make_transformer(self) -> DataTransformer:
         param, context = self.param.transform_param, self.context
-        return Transformer(param, context.phase, context.resolve, self.where, context.nvidia, annotated=True)
+        return DataTransformer(param, context.phase, context.resolve, self.where, context.nvidia, annotated=True)
 
     def byte_images(self, count: int) -> ByteImages | None:
         return None
@@ -160,7 +160,7 @@ _RESIZE_BATCHES = 10
 
 @dataclass(frozen=True)
 class AnnotatedSettings:
-    """Settings of AnnotatedData in addition to `Transformer`'s.
+    """Settings of AnnotatedData in addition to `DataTransformer`'s.
 
     Args:
         transform: the layer's transform_param.

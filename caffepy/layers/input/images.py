@@ -18,7 +18,7 @@ from caffepy.data.prefetch import Loader
 from caffepy.data.sampler import Sampler
 from caffepy.data.sources.databases import LevelDbSource, LmdbSource, RecordSource, is_leveldb
 from caffepy.data.sources.image_list import ImageListSource
-from caffepy.data.transform import Transformer
+from caffepy.data.transform import DataTransformer
 from caffepy.errors import DataError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class ImagesLayer(PrefetchingLayer):
     """A data layer whose records are images."""
 
-    _transformer: Transformer
+    _transformer: DataTransformer
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self._folder = working_folder()
@@ -43,10 +43,10 @@ class ImagesLayer(PrefetchingLayer):
     def image_loader(self, seed: int, stream: int) -> ImageLoader:
         """Return a loader. Crops, mirroring and order follow from `seed` and `stream`."""
 
-    def make_transformer(self) -> Transformer:
+    def make_transformer(self) -> DataTransformer:
         """Return the transformation of `transform_param`."""
         param, context = self.param.transform_param, self.context
-        return Transformer(param, context.phase, context.resolve, self.where, context.nvidia)
+        return DataTransformer(param, context.phase, context.resolve, self.where, context.nvidia)
 
     def make_loader(self) -> DescribingLoader:
         stream = self.random_stream()

@@ -27,7 +27,7 @@ from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
 from caffepy.data.sampler import Sampler
 from caffepy.data.sources.databases import hash_of
-from caffepy.data.transform import Transformer
+from caffepy.data.transform import DataTransformer
 from caffepy.data.transforms.pixels import Image
 from caffepy.errors import DataError
 from caffepy.formats.blobs import check_shape
@@ -114,7 +114,7 @@ class VideoDataLayer(PrefetchingLayer):
             raise self.error("video_type: VIDEO needs video_file")
         if not is_file and context.shard.world_size > 1:
             raise self.error("a camera serves one device; train or test on one, or set video_type: VIDEO")
-        self._transformer = Transformer(
+        self._transformer = DataTransformer(
             self.param.transform_param, context.phase, context.resolve, self.where, context.nvidia, annotated=True
         )
         self._video = VideoSource(context.resolve(param.video_file) if is_file else None, param.device_id)
@@ -173,7 +173,7 @@ class VideoLoader:
     """
 
     def __init__(
-        self, source: VideoSource, transformer: Transformer, skip: int, seed: int, stream: int, where: str
+        self, source: VideoSource, transformer: DataTransformer, skip: int, seed: int, stream: int, where: str
     ) -> None:
         self._source = source
         self._transformer = transformer

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from caffepy.backend.types import ImageSlot
 from caffepy.data import bulk_copy
 from caffepy.data.bulk_copy import copy_records
-from caffepy.data.transform import Transformer
+from caffepy.data.transform import DataTransformer
 from caffepy.formats.proto.caffe_pb2 import TEST, TRAIN, BlobProto, BlobShape, Datum, TransformationParameter
 
 
@@ -51,7 +51,9 @@ def test_few_records_are_left_to_the_loader(monkeypatch):
 
 def copy(records, shape, text="", phase=TRAIN, count=None, first=0, threads=1, resolve=None, large=False):
     """Which samples are left over, and the labels, places and pixels of the slots."""
-    transformer = Transformer(text_format.Parse(text, TransformationParameter()), phase, resolve or (lambda path: path))
+    transformer = DataTransformer(
+        text_format.Parse(text, TransformationParameter()), phase, resolve or (lambda path: path)
+    )
     written = [r if isinstance(r, bytes) else r.SerializeToString() for r in records]
     slot = ImageSlot(count or len(records), *shape)
     slots = len(records) // slot.count

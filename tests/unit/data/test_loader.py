@@ -17,7 +17,7 @@ from caffepy.data.prefetch import Batch
 from caffepy.data.sampler import Sampler
 from caffepy.data.sources.databases import LmdbSource, write_datums
 from caffepy.data.sources.image_list import ImageListSource
-from caffepy.data.transform import Transformer
+from caffepy.data.transform import DataTransformer
 from caffepy.data.workers import Workers
 from caffepy.errors import DataError
 from caffepy.formats.proto.caffe_pb2 import TEST, TRAIN, BlobProto, BlobShape, Datum, TransformationParameter
@@ -29,7 +29,7 @@ def image_datum(number, channels=3, height=4, width=5, **more):
 
 
 def loader(datums, text="", threads=1, **order):
-    transformer = Transformer(text_format.Parse(text, TransformationParameter()), TRAIN, where="layer 'd' (Data)")
+    transformer = DataTransformer(text_format.Parse(text, TransformationParameter()), TRAIN, where="layer 'd' (Data)")
     order = Sampler(len(datums), **order)
     return DatumLoader(Records(datums), order, transformer, 1, 2, "layer 'd' (Data)", threads)
 
@@ -232,7 +232,7 @@ def test_encoded_images_located_in_bulk_are_those_read_one_by_one(text, threads,
     results = []
     for bulk in (True, False):
         param = text_format.Parse(text, TransformationParameter())
-        transformer = Transformer(param, TRAIN, where="layer 'd'")
+        transformer = DataTransformer(param, TRAIN, where="layer 'd'")
         source, order = LmdbSource(tmp_path / "db"), Sampler(7)
         subject = DatumLoader(source if bulk else Records(damaged), order, transformer, 1, 2, "layer 'd'", threads)
         results.append(load_bytes(subject, [0, 3, 6], 3, (3, 6, 6)))
@@ -279,7 +279,7 @@ def test_jpegs_located_in_bulk_are_those_read_one_by_one(text, phase, nvidia, tm
     count, results = len(datums) // 4, []
     for bulk in (True, False):
         param = text_format.Parse(text, TransformationParameter())
-        transformer = Transformer(param, phase, lambda _: tmp_path / "mean", "layer 'd'", nvidia)
+        transformer = DataTransformer(param, phase, lambda _: tmp_path / "mean", "layer 'd'", nvidia)
         source = LmdbSource(tmp_path / "db") if bulk else Records(datums)
         subject = DatumLoader(source, Sampler(len(datums)), transformer, 1, 2, "layer 'd'", 2)
         shape = subject.sample_shape()
@@ -319,7 +319,7 @@ def image_list(tmp_path, lines):
 def test_images_of_a_list(tmp_path):
     source = image_list(tmp_path, [f"my image {n}.png {n + 5}" for n in range(3)])
     subject = ImageFileLoader(
-        source, Sampler(3), Transformer(TransformationParameter(), TRAIN), color=False, size=(2, 3)
+        source, Sampler(3), DataTransformer(TransformationParameter(), TRAIN), color=False, size=(2, 3)
     )
     images, labels = load(subject, 1, 3)
     assert images.shape == (3, 1, 2, 3)
@@ -361,7 +361,7 @@ def test_absent_list_and_image(tmp_path):
     with pytest.raises(DataError, match=r"image list '.*nothing' cannot be read: No such file"):
         ImageListSource(tmp_path / "nothing")
     source = image_list(tmp_path, ["absent.png 1"])
-    subject = ImageFileLoader(source, Sampler(1), Transformer(TransformationParameter(), TRAIN), where="layer 'i'")
+    subject = ImageFileLoader(source, Sampler(1), DataTransformer(TransformationParameter(), TRAIN), where="layer 'i'")
     with pytest.raises(
         DataError, match=r"layer 'i': .*: record 0 \('.*absent\.png'\) cannot be read: No such file.*root_folder"
     ):

@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.data.random import SampleRng, below, sample_words
-from caffepy.data.transform import Transformer
+from caffepy.data.transform import DataTransformer
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto.caffe_pb2 import TEST, TRAIN, BlobProto, BlobShape, TransformationParameter
 
 
 def transformer(text="", phase=TRAIN, resolve=None):
     param = text_format.Parse(text, TransformationParameter())
-    return Transformer(param, phase, resolve or (lambda path: path), "layer 'data' (Data)")
+    return DataTransformer(param, phase, resolve or (lambda path: path), "layer 'data' (Data)")
 
 
 def oracle(image, top, left, mirror, crop, mean, scale):
@@ -173,7 +173,7 @@ def test_a_mean_of_another_shape(tmp_path):
 
 def prepared(text, image, sample=0, **settings):
     param = text_format.Parse(text, TransformationParameter())
-    subject = Transformer(param, TRAIN, where="layer 'data' (Data)", **settings)
+    subject = DataTransformer(param, TRAIN, where="layer 'data' (Data)", **settings)
     return subject, subject.preprocess(image, SampleRng(1, 2, sample))
 
 

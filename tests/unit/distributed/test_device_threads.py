@@ -10,7 +10,7 @@ import pytest
 from fake_world import FakeWorld
 
 from caffepy.backend import Backend, create_backend
-from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.distributed.communicators.local import LocalCommunicator, ThreadGroup
 from caffepy.distributed.connect import Connector
 from caffepy.distributed.device_threads import DeviceThread, DeviceThreads
 from caffepy.errors import AbortedError, DeviceError, RunError
@@ -19,7 +19,7 @@ from caffepy.errors import AbortedError, DeviceError, RunError
 class Communicator(LocalCommunicator):
     """Logs how it ends."""
 
-    def __init__(self, group: LocalGroup, rank: int, log: list[str]) -> None:
+    def __init__(self, group: ThreadGroup, rank: int, log: list[str]) -> None:
         super().__init__(group, rank)
         self.log = log
 
@@ -36,7 +36,7 @@ class Worker(DeviceThread):
     """A device's thread that takes part in a barrier of two, or fails."""
 
     def __init__(self, error: BaseException | None = None, create: BaseException | None = None) -> None:
-        self.connector = Connector(lambda: Communicator(LocalGroup(2, 300), 0, self.log))
+        self.connector = Connector(lambda: Communicator(ThreadGroup(2, 300), 0, self.log))
         super().__init__("worker", None, "CPU", self.connector, lambda: self.log.append("change"))
         self.log: list[str] = []
         self.work_error, self.create_error = error, create

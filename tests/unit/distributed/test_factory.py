@@ -14,7 +14,7 @@ import caffepy
 from caffepy.distributed import connect as factory
 from caffepy.distributed.communicators.communicator import Communicator
 from caffepy.distributed.communicators.hierarchical import HierarchicalCommunicator
-from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.distributed.communicators.local import LocalCommunicator, ThreadGroup
 from caffepy.distributed.connect import DeviceCommunicators
 from caffepy.distributed.processes.world import SingleProcess
 
@@ -24,7 +24,7 @@ TRANSPORTS = {"LocalCommunicator", "HierarchicalCommunicator", "NcclCommunicator
 class Ranks(SingleProcess):
     """Two ranks whose connections are threads of the test."""
 
-    def __init__(self, rank: int, groups: list[LocalGroup], local_size: int = 2) -> None:
+    def __init__(self, rank: int, groups: list[ThreadGroup], local_size: int = 2) -> None:
         super().__init__()
         self.rank, self.size = rank, 2
         self.machines = ["a"] * 2 if local_size == 2 else ["a", "b"]
@@ -61,7 +61,7 @@ def test_threads_of_one_process_need_no_ranks(caplog: pytest.LogCaptureFixture) 
 def test_ranks_of_one_machine_share_memory_unless_gradients_are_compressed(
     local_size: int, compress: str, in_memory: bool, overlaps: bool
 ) -> None:
-    groups = [LocalGroup(2, 300) for _ in range(3)]
+    groups = [ThreadGroup(2, 300) for _ in range(3)]
 
     def work(rank: int) -> list[Any]:
         communicator = DeviceCommunicators(Ranks(rank, groups, local_size), 1, False, compress).connect(0)
@@ -86,7 +86,7 @@ def test_gpus_are_connected_where_there_are_several(
         "connect_gpu",
         lambda host, unique_id, compress: made.append((host.rank, host.size, unique_id, compress)),
     )
-    world = SingleProcess() if size == 1 else Ranks(1, [LocalGroup(2)])
+    world = SingleProcess() if size == 1 else Ranks(1, [ThreadGroup(2)])
     communicators = DeviceCommunicators(world, count, on_gpus=True, compress="fp16")
     for index in range(count):
         communicators.connect(index)

@@ -10,7 +10,7 @@ from process_groups import free_port, raise_first, run_threads
 
 from caffepy.distributed import rendezvous
 from caffepy.distributed.rendezvous import Membership, join
-from caffepy.distributed.store.store import MemoryStore, RankStore
+from caffepy.distributed.store.store import LocalControlChannel, MemoryStore
 from caffepy.distributed.store.wire import Member
 from caffepy.errors import PeerError, UserError
 
@@ -215,14 +215,14 @@ def test_a_port_that_is_taken() -> None:
 
 def test_neighbours_are_counted_by_machine() -> None:
     members = [Member("a", "1", 10), Member("b", "2", 11), Member("a", "1", 12), Member("a", "3", 13)]
-    store = RankStore(MemoryStore(4), 0)
+    store = LocalControlChannel(MemoryStore(4), 0)
     found = [Membership(rank, members, store) for rank in range(4)]
     assert [membership.local_rank for membership in found] == [0, 0, 1, 0]
     assert [membership.local_size for membership in found] == [2, 1, 2, 1]
     assert found[0].name(2) == "rank 2 on a (process 12)"
 
 
-class Broken(RankStore):
+class Broken(LocalControlChannel):
     """A channel whose data connection was cut while its rank joined."""
 
     def take(self, key: str, seconds: float, owner: int | None = None) -> bytes | None:

@@ -14,7 +14,7 @@ from process_groups import run_threads
 from training import CPU, build_net, build_solver, solver_param, weights_of
 
 from caffepy.data.sharding import Shard
-from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.distributed.communicators.local import LocalCommunicator, ThreadGroup
 from caffepy.distributed.connect import Connector
 from caffepy.distributed.device_threads import DeviceSpec
 from caffepy.distributed.gradient_sync import check_replicas
@@ -37,7 +37,7 @@ layer { name: "ip" type: "InnerProduct" bottom: "bn" top: "ip" inner_product_par
 
 def compare(change: Callable[[int, Net], None], size: int = 3, text: str = BATCH_NORM) -> list[Any]:
     """What each device meets after `change` was called with its number and net."""
-    group = LocalGroup(size, 300)
+    group = ThreadGroup(size, 300)
 
     def gather(device: int, values: Sequence[int]) -> Any:
         rows = np.zeros((size, len(values)))
@@ -120,7 +120,7 @@ def train(
 ) -> list[P2PSync]:
     """Two devices' threads after training; the second one's weights are changed before iteration `changed`."""
     monkeypatch.setattr(p2p_sync, "create_backend", lambda *arguments: FakeGraphBackend())
-    group = LocalGroup(2, 300)
+    group = ThreadGroup(2, 300)
     iterate = Solver._iterate
 
     def change(solver: Solver) -> None:

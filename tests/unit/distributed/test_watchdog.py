@@ -303,7 +303,7 @@ def test_time_of_suspension_is_no_waiting(monkeypatch: pytest.MonkeyPatch, rank:
     clock = Clock(monkeypatch)
     beat = Heartbeat("CPU", lambda: 7)
     memory = store.MemoryStore(2)
-    dog = Watchdog(FakeWorld(rank, 2), store.RankStore(memory, rank), [beat], 10.0, lambda failure: None)
+    dog = Watchdog(FakeWorld(rank, 2), store.LocalControlChannel(memory, rank), [beat], 10.0, lambda failure: None)
     with beat.collective("the gradients' all-reduce"):
         clock.pass_seconds(6)
         clock.now += 100000.0
@@ -321,7 +321,7 @@ def test_who_has_begun_an_operation_and_is_silent_since_is_named(monkeypatch: py
     clock = Clock(monkeypatch)
     beat = Heartbeat("CPU", lambda: 7)
     memory = store.MemoryStore(3)
-    dog = Watchdog(FakeWorld(0, 3), store.RankStore(memory, 0), [beat], 10.0, lambda failure: None)
+    dog = Watchdog(FakeWorld(0, 3), store.LocalControlChannel(memory, 0), [beat], 10.0, lambda failure: None)
     with beat.collective("the gradients' all-reduce"):
         for second in range(12):
             for rank in (1, 2) if second < 3 else (2,):
@@ -338,7 +338,7 @@ def test_a_rank_is_named_that_was_suspended_before_it_named_its_devices(monkeypa
     clock = Clock(monkeypatch)
     beat = Heartbeat("CPU", lambda: 7)
     memory = store.MemoryStore(2)
-    dog = Watchdog(FakeWorld(0, 2), store.RankStore(memory, 0), [beat], 10.0, lambda failure: None)
+    dog = Watchdog(FakeWorld(0, 2), store.LocalControlChannel(memory, 0), [beat], 10.0, lambda failure: None)
     memory.join(1, 2, store.Member("host1", "machine", 101))
     memory.record_heartbeat(1, [])
     with beat.collective("the gradients' all-reduce"):

@@ -15,7 +15,7 @@ import pytest
 from caffepy.cli.main import main
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto import caffe_pb2
-from caffepy.infer.classify import Model, classify
+from caffepy.infer.classify import ImageModel, classify
 from caffepy.infer.images import InputImage, Preparation, image_files, list_images, read_any_mean, read_array
 from caffepy.infer.windows import read_windows
 from caffepy.pycaffe import Detector
@@ -112,7 +112,7 @@ def test_ten_crops_are_averaged(net: list[str]):
     rng = np.random.default_rng(3)
     image = rng.random((6, 7, 3), np.float32)
     crops = [image[t : t + 4, le : le + 4] for t, le in ((0, 0), (0, 3), (2, 0), (2, 3), (1, 1))]
-    with Model(Path(net[1]), [Path(net[3])], threads=1) as model:
+    with ImageModel(Path(net[1]), [Path(net[3])], threads=1) as model:
         given, plain = [InputImage("given", image)], Preparation(1.0)
         (mean,) = classify(model, given, plain.steps(model.image_shape, (6, 7), ten_crops=True))
         (centre,) = classify(model, given, plain.steps(model.image_shape, (6, 7)))

@@ -18,7 +18,7 @@ from training import solver_param, weights_of
 from caffepy.data.sharding import Shard
 from caffepy.data.sources.databases import record_key, write_datums
 from caffepy.distributed.communicators.communicator import Communicator, FinishedWork, PendingCollective
-from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.distributed.communicators.local import LocalCommunicator, ThreadGroup
 from caffepy.distributed.connect import Connector
 from caffepy.distributed.device_threads import DeviceSpec
 from caffepy.distributed.gradient_sync import GradientSync
@@ -41,7 +41,7 @@ class Streams(LocalCommunicator):
 
     capturable = asynchronous = overlaps = True
 
-    def __init__(self, group: LocalGroup, rank: int) -> None:
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
         super().__init__(group, rank)
         self.log: list[str] = []
 
@@ -96,7 +96,7 @@ def train(
     monkeypatch.setattr(Reducer, "finish", noted)
     param = solver_param(SOLVER + solver + f"max_iter: {iterations}", net + text)
     options = TrainOptions(param, timeout=300, sync_bn=sync_bn, engine=engine or ExecutionOptions())
-    group = LocalGroup(devices, 300)
+    group = ThreadGroup(devices, 300)
     syncs: list[P2PSync] = []
     group.syncs = syncs  # type: ignore[attr-defined]
 
@@ -138,7 +138,7 @@ def test_the_backend_is_made_as_the_options_say(monkeypatch: pytest.MonkeyPatch)
     engine = ExecutionOptions(autotune=False, deterministic=False)
     options = TrainOptions(solver_param(SOLVER, NET), timeout=300, math="tf32", engine=engine)
     spec = DeviceSpec(0, None, "CPU 0", 3, Shard(0, 1, 1))
-    group = LocalGroup(1, 300)
+    group = ThreadGroup(1, 300)
     connector = Connector(lambda: LocalCommunicator(group, 0))
     sync = P2PSync(spec, options, connector, lambda: Action.NONE, lambda sync: None)
     sync.start()
@@ -183,7 +183,7 @@ def test_the_log_says_into_how_many_parts_gradients_were_really_cut(
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_negative_number_of_parts_is_refused_when_the_net_is_built(devices: int) -> None:
     options = TrainOptions(solver_param(SOLVER, "reduce_buckets: -1 " + NET), timeout=300)
-    group = LocalGroup(1, 300)
+    group = ThreadGroup(1, 300)
     spec = DeviceSpec(0, None, "CPU 0", 1, Shard(0, devices, devices))
     connector = Connector(lambda: LocalCommunicator(group, 0))
     sync = P2PSync(spec, options, connector, lambda: Action.NONE, lambda sync: None)

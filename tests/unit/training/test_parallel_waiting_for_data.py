@@ -19,7 +19,7 @@ from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.data.loader import DatumLoader
 from caffepy.data.sharding import Shard
 from caffepy.data.sources.databases import record_key, write_datums
-from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.distributed.communicators.local import LocalCommunicator, ThreadGroup
 from caffepy.distributed.connect import Connector
 from caffepy.distributed.device_threads import DeviceSpec
 from caffepy.formats.proto import caffe_pb2
@@ -91,7 +91,7 @@ class Training:
         monkeypatch.setattr(p2p_sync, "create_backend", lambda *_: FakeGraphBackend() if captured else CpuBackend(1))
         param = solver_param(f"{texts[0]} max_iter: {iterations}", texts[1])
         options = TrainOptions(param, timeout=300, engine=ExecutionOptions())
-        group = LocalGroup(2, 300)
+        group = ThreadGroup(2, 300)
         kind = Streams if captured else LocalCommunicator
         self.requests: list[Action] = []
         self.syncs: list[P2PSync] = []

@@ -53,7 +53,7 @@ def merged(indices: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 @dataclass(frozen=True)
-class Axis:
+class AxisTaps:
     """Result pixels along one axis (or several merged ones), and their taps.
 
     Args:
@@ -69,7 +69,7 @@ class Axis:
     shifts: Any
 
 
-def taps_inside(axes: Sequence[Axis], sizes: Sequence[int]) -> Any:
+def taps_inside(axes: Sequence[AxisTaps], sizes: Sequence[int]) -> Any:
     """Return for merged axes whether each pixel's taps read inside a source of these sizes (pixels, taps)."""
     valid = np.ones((1, 1), bool)
     for axis, size in zip(axes, sizes, strict=True):
@@ -80,13 +80,13 @@ def taps_inside(axes: Sequence[Axis], sizes: Sequence[int]) -> Any:
     return valid
 
 
-def forward_axis(out: int, kernel: int, stride: int, pad: int, dilation: int) -> Axis:
+def forward_axis(out: int, kernel: int, stride: int, pad: int, dilation: int) -> AxisTaps:
     """Return the axis of a forward pass."""
     taps = np.arange(kernel)
-    return Axis(np.arange(out), np.arange(out) * stride - pad, taps, taps * dilation)
+    return AxisTaps(np.arange(out), np.arange(out) * stride - pad, taps, taps * dilation)
 
 
-def axis_residues(size: int, kernel: int, stride: int, pad: int, dilation: int) -> list[Axis]:
+def axis_residues(size: int, kernel: int, stride: int, pad: int, dilation: int) -> list[AxisTaps]:
     """Return an image's pixels along one axis for each non-empty residue of the stride.
 
     A pixel h of the image with h + pad = stride i + residue receives from tap k the output pixel
@@ -97,11 +97,11 @@ def axis_residues(size: int, kernel: int, stride: int, pad: int, dilation: int) 
         pixels = np.array([h for h in range(size) if (h + pad) % stride == residue], np.int64)
         taps = np.array([k for k in reversed(range(kernel)) if (residue - k * dilation) % stride == 0], np.int64)
         if len(pixels):
-            residues.append(Axis(pixels, (pixels + pad) // stride, taps, (residue - taps * dilation) // stride))
+            residues.append(AxisTaps(pixels, (pixels + pad) // stride, taps, (residue - taps * dilation) // stride))
     return residues
 
 
-def reach(residues: list[Axis], size: int) -> tuple[int, int]:
+def reach(residues: list[AxisTaps], size: int) -> tuple[int, int]:
     """Return (zeros before, padded size) such that every tap of every residue stays inside."""
     low = min([int(p.indices[0] + p.shifts[0]) for p in residues if len(p.shifts)], default=0)
     high = max([int(p.indices[-1] + p.shifts[-1]) for p in residues if len(p.shifts)], default=0)
@@ -110,10 +110,10 @@ def reach(residues: list[Axis], size: int) -> tuple[int, int]:
 
 
 def merged_axes(
-    parts: Sequence[Axis], sizes: Sequence[int], kernel: Sequence[int], before: Sequence[int], padded: Sequence[int]
-) -> Axis:
+    parts: Sequence[AxisTaps], sizes: Sequence[int], kernel: Sequence[int], before: Sequence[int], padded: Sequence[int]
+) -> AxisTaps:
     """Merge several axes into one: results of an image of these sizes, source with zeros `before` and padded sizes."""
-    return Axis(
+    return AxisTaps(
         merged([part.pixels for part in parts], sizes),
         merged([part.indices + zeros for part, zeros in zip(parts, before, strict=True)], padded),
         merged([part.taps for part in parts], kernel),
@@ -435,7 +435,7 @@ class _Arrangement(NamedTuple):
     cuts3: ConstantTable
 
 
-class Correlation:
+class PaddedCorrelation:
     """A planned sum over taps: y[pixel, column] = start[column] + sum over taps, inner of x * weights.
 
     Args:

@@ -27,11 +27,11 @@ import numpy as np
 from caffepy.backend.cpu.convolution.correlation import (
     LINE,
     ZEROS,
-    Axis,
+    AxisTaps,
     ConvolutionShape,
-    Correlation,
     Ending,
     Filters,
+    PaddedCorrelation,
     Padding,
     Pixels,
     Taps,
@@ -88,7 +88,7 @@ class Lines(NamedTuple):
     kind: Any
 
 
-def lines_of(axes: Sequence[Axis], read: Sequence[int], made: Sequence[int], kernel: Sequence[int]) -> Lines:
+def lines_of(axes: Sequence[AxisTaps], read: Sequence[int], made: Sequence[int], kernel: Sequence[int]) -> Lines:
     """Merge several axes into one; `read` and `made` are the sizes of the source and of the result."""
     kinds, kind = np.unique(taps_inside(axes, read), axis=0, return_inverse=True)
     return Lines(
@@ -313,7 +313,7 @@ ITEMS_PER_THREAD = 4
 """Items per thread at which groups and panels are not divided further."""
 
 
-def _packed_order(residues: Sequence[Axis], kernel: tuple[int, ...]) -> Any:
+def _packed_order(residues: Sequence[AxisTaps], kernel: tuple[int, ...]) -> Any:
     """Return the kernel's elements in packed order: neighbours in an image are neighbours in the packed weights."""
     columns = np.concatenate([residue.taps for residue in residues])
     missing = np.setdiff1d(np.arange(kernel[-1]), columns)  # residues without pixels
@@ -433,7 +433,7 @@ class WindowCorrelation:
         self._tiles: dict[int, _Tiles] = {}
 
     def _plan_pixels(
-        self, axes: Sequence[list[Axis]], read: tuple[int, ...], made: tuple[int, ...], packed_at: Any
+        self, axes: Sequence[list[AxisTaps]], read: tuple[int, ...], made: tuple[int, ...], packed_at: Any
     ) -> None:
         """Compute each pixel's window origin, position, row, and class of taps.
 
@@ -599,8 +599,8 @@ class TileConvolution:
         self.zeros = ConstantTable(np.zeros(max(self.shape.outputs, columns), np.float32))
         self.kept: Any = None
         self._kept_at = 0
-        self._forward: Correlation | WindowCorrelation | None = None
-        self._backward: Correlation | WindowCorrelation | None = None
+        self._forward: PaddedCorrelation | WindowCorrelation | None = None
+        self._backward: PaddedCorrelation | WindowCorrelation | None = None
         self._gradient: WeightGradient | None = None
         self._group_gradient: GroupWeightGradient | None = None
 
@@ -618,7 +618,7 @@ class TileConvolution:
             ending = Ending(None if residual is None else residual[some], relu)
             plan.run(self.threads, some.stop - some.start, padded, packed, start, y[some], ending)
 
-    def _planned(self) -> Correlation | WindowCorrelation:
+    def _planned(self) -> PaddedCorrelation | WindowCorrelation:
         if self._forward is None:
             unpadded = self.shape.padding.needed or self.shape.geometry.group > 1
             self._forward = (self._unpadded(back=False) if unpadded else None) or _plan_forward(self.shape)
@@ -702,15 +702,15 @@ class TileConvolution:
         self._gradient.finish(dweights, accumulate)
 
 
-def _plan_forward(shape: ConvolutionShape) -> Correlation:
+def _plan_forward(shape: ConvolutionShape) -> PaddedCorrelation:
     g = shape.geometry
     h, w = np.meshgrid(shape.line_rows, np.arange(shape.out_width) * g.stride[-1], indexing="ij")
     pixels = Pixels(h.reshape(-1), w.reshape(-1), np.arange(h.size) * shape.outputs, h.size * shape.outputs)
     filters = Filters(np.arange(shape.depth), shape.depth, shape.group_outputs, g.group)
-    return Correlation(shape.padding, shape.taps, pixels, filters)
+    return PaddedCorrelation(shape.padding, shape.taps, pixels, filters)
 
 
-def _plan_backward(shape: ConvolutionShape) -> Correlation:
+def _plan_backward(shape: ConvolutionShape) -> PaddedCorrelation:
     """Plan the data gradient of a convolution without a stride."""
     axes = [axis_residues(size, *shape.window(i)) for i, size in enumerate(shape.sizes)]
     reaches = [reach(residues, size) for residues, size in zip(axes, shape.out, strict=True)]
@@ -722,7 +722,7 @@ def _plan_backward(shape: ConvolutionShape) -> Correlation:
     return _plan_residue(shape, padding, h, w)
 
 
-def _plan_residue(shape: ConvolutionShape, padding: Padding, h: Axis, w: Axis) -> Correlation:
+def _plan_residue(shape: ConvolutionShape, padding: Padding, h: AxisTaps, w: AxisTaps) -> PaddedCorrelation:
     outputs, kernel_w = shape.group_outputs, shape.geometry.kernel[-1]
     whole = len(w.shifts) > 0 and bool(np.all(np.diff(w.shifts) == 1))
     length = len(w.taps) if whole else 1
@@ -733,4 +733,4 @@ def _plan_residue(shape: ConvolutionShape, padding: Padding, h: Axis, w: Axis) -
     at_h, at_w = np.meshgrid(h.indices, w.indices, indexing="ij")
     y_at = (h.pixels[:, None] * shape.sizes[-1] + w.pixels[None, :]) * shape.channels
     pixels = Pixels(at_h.reshape(-1), at_w.reshape(-1), y_at, math.prod(shape.sizes) * shape.channels)
-    return Correlation(padding, taps, pixels, Filters(weight_rows, 1, shape.group_channels, shape.geometry.group))
+    return PaddedCorrelation(padding, taps, pixels, Filters(weight_rows, 1, shape.group_channels, shape.geometry.group))

@@ -30,7 +30,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from caffepy.backend.cpu.convolution.correlation import Axis, ConvolutionShape, axis_residues, forward_axis, merged
+from caffepy.backend.cpu.convolution.correlation import AxisTaps, ConvolutionShape, axis_residues, forward_axis, merged
 from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.simd_groups import (
     LINE,
@@ -174,7 +174,7 @@ def channel_order(channels: int, taps: int) -> Any:
     return (np.minimum(v * WIDTH, channels - WIDTH) + lane) * taps + k
 
 
-def _residues(shape: ConvolutionShape) -> list[list[Axis]]:
+def _residues(shape: ConvolutionShape) -> list[list[AxisTaps]]:
     return [axis_residues(size, *shape.window(i)) for i, size in enumerate(shape.sizes)]
 
 
@@ -208,7 +208,7 @@ class ResidueDgrad:
         self._images = math.prod(shape.out) * shape.channels, math.prod(shape.sizes) * shape.channels
         self._work = shape.sizes[-1] * self._vectors * self._filters // max(1, shape.geometry.stride[-1])
 
-    def _plan_rows(self, residues: Sequence[Sequence[Axis]]) -> None:
+    def _plan_rows(self, residues: Sequence[Sequence[AxisTaps]]) -> None:
         """Compute the existing taps and the position of each image row."""
         (source, target), width = self._sizes, self._kernel[-1]
         rows: dict[int, Any] = {}
@@ -224,7 +224,7 @@ class ResidueDgrad:
         self._row_taps = table_of(np.concatenate(ordered))
         self._y_rows = table_of(np.array(sorted(rows)) * target[-1] * self._channels)
 
-    def _plan_columns(self, columns: Sequence[Axis]) -> None:
+    def _plan_columns(self, columns: Sequence[AxisTaps]) -> None:
         """Compute each residue's start, taps and tiles in a row; see `residue_rows`."""
         channels, width = self._channels, self._sizes[0][-1]
         self._taps = max(len(axis.taps) for axis in columns)
@@ -261,8 +261,8 @@ class ResidueDgrad:
         )  # fmt: skip
 
 
-def _without_taps(axis: Axis) -> Axis:
-    return Axis(axis.pixels, axis.indices, np.zeros(1, np.int64), np.zeros(1, np.int64))
+def _without_taps(axis: AxisTaps) -> AxisTaps:
+    return AxisTaps(axis.pixels, axis.indices, np.zeros(1, np.int64), np.zeros(1, np.int64))
 
 
 VECTORS_AT_ONCE = 4
@@ -698,7 +698,7 @@ class _Pass:
     """
 
     def __init__(
-        self, lanes: SimdGroups, groups: int, axes: Sequence[Axis], sizes: tuple[tuple[int, ...], tuple[int, ...]],
+        self, lanes: SimdGroups, groups: int, axes: Sequence[AxisTaps], sizes: tuple[tuple[int, ...], tuple[int, ...]],
         kernel: tuple[int, ...],
     ) -> None:  # fmt: skip
         (source, target), self._lanes, column = sizes, lanes, axes[-1]
@@ -754,7 +754,7 @@ class _WeightsPass:
         axes: axes of the forward pass.
     """
 
-    def __init__(self, lanes: SimdGroups, shape: ConvolutionShape, axes: Sequence[Axis]) -> None:
+    def __init__(self, lanes: SimdGroups, shape: ConvolutionShape, axes: Sequence[AxisTaps]) -> None:
         self._lanes, self._shape, column = lanes, shape, axes[-1]
         kernel, source, inputs = shape.geometry.kernel, shape.sizes, shape.channels
         self._vectors = -(-shape.geometry.group // lanes.groups)
@@ -852,7 +852,7 @@ class GroupedConvolution(TileConvolution):
         self._scatter: ScatterDgrad | None = None
         self._by_residues = suits_residue_dgrad(self.shape)
 
-    def _axes(self) -> list[Axis]:
+    def _axes(self) -> list[AxisTaps]:
         shape = self.shape
         return [forward_axis(out, *shape.window(i)) for i, out in enumerate(shape.out)]
 

@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from caffepy.backend.cpu.convolution.correlation import Axis, merged, taps_inside
+from caffepy.backend.cpu.convolution.correlation import AxisTaps, merged, taps_inside
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Kernel, Words, kernel
 from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, table_at
 
@@ -445,14 +445,14 @@ def table_of(values: Any) -> ConstantTable:
     return ConstantTable(np.ascontiguousarray(flat if flat.size else np.zeros(1, np.int64)))
 
 
-def row_taps(axes: Sequence[Axis], sizes: Sequence[int], kernel: Sequence[int]) -> tuple[Any, Any, Any]:
+def row_taps(axes: Sequence[AxisTaps], sizes: Sequence[int], kernel: Sequence[int]) -> tuple[Any, Any, Any]:
     """For merged axes: return the source row of each row and tap, whether it exists, and the taps' numbers."""
     at = merged([axis.indices for axis in axes], sizes)[:, None] + merged([axis.shifts for axis in axes], sizes)
     return at, taps_inside(axes, sizes), merged([axis.taps for axis in axes], kernel)
 
 
 def row_tables(
-    axes: Sequence[Axis], sizes: tuple[int, ...], kernel: tuple[int, ...], channels: int, tap: int
+    axes: Sequence[AxisTaps], sizes: tuple[int, ...], kernel: tuple[int, ...], channels: int, tap: int
 ) -> tuple[ConstantTable, ConstantTable]:
     """Return each row's begin in a table of its existing taps: (offset in the source, in the weights)."""
     at, valid, taps = row_taps(axes, sizes[:-1], kernel[:-1])
@@ -461,7 +461,7 @@ def row_tables(
     return table_of(starts), table_of(np.stack([at[valid] * sizes[-1] * channels, weights[valid]], axis=-1))
 
 
-def new_rows(axes: Sequence[Axis]) -> int:
+def new_rows(axes: Sequence[AxisTaps]) -> int:
     """Return the number of (last) rows of a window that the window above does not read."""
     if len(axes) == 1:
         return 1
@@ -476,7 +476,7 @@ def next_rows(starts: ConstantTable, taps: ConstantTable) -> ConstantTable:
     return table_of(np.diff(read[last], append=read[last[-1]]))
 
 
-def tiles(axis: Axis, size: int) -> list[tuple[int, int, int, int]]:
+def tiles(axis: AxisTaps, size: int) -> list[tuple[int, int, int, int]]:
     """Return (first pixel, pixels, first tap, last tap + 1) of tiles that cover a row; they may overlap."""
     at = axis.indices[:, None] + axis.shifts[None, :]
     first, stop = (at < 0).sum(axis=1), (at < size).sum(axis=1)
@@ -497,7 +497,7 @@ def step_of(indices: Any) -> int:
     return int(indices[1] - indices[0]) if len(indices) > 1 else 1
 
 
-def row_of(axis: Axis, share: float) -> Row | None:
+def row_of(axis: AxisTaps, share: float) -> Row | None:
     """Return the taps along the last axis if sharing loads reduces them to at most this share, else None."""
     row, pixels = Row(len(axis.taps), step_of(axis.indices), step_of(axis.shifts)), 2 * PIXELS
     shares = row.taps > 1 and len(row.columns(pixels)) <= share * pixels * row.taps
@@ -509,7 +509,7 @@ def tile_height(count: int) -> int:
     return 7 if count % 7 == 0 and count % 8 > 4 else 8
 
 
-def row_tiles(axis: Axis, size: int, high: int = 8) -> list[tuple[int, int, int, int]]:
+def row_tiles(axis: AxisTaps, size: int, high: int = 8) -> list[tuple[int, int, int, int]]:
     """Return (first pixel, pixels, first column in the image, end) of tiles of a row; columns as in `row_sums`."""
     count, tiles, begin = len(axis.indices), [], 0
     while begin < count:

@@ -420,7 +420,7 @@ class _Images(NamedTuple):
     channels: int
 
 
-class _Correlation:
+class _WinogradPass:
     """The planned computation of y from x, or of dx from dy and flipped filters.
 
     Args:
@@ -549,16 +549,16 @@ class WinogradConvolution(TileConvolution):
     """
 
     @cached_property
-    def _ahead(self) -> _Correlation:
+    def _ahead(self) -> _WinogradPass:
         s = self.shape
         read, made = _Images(s.sizes, s.channels), _Images(s.out, s.outputs)
-        return _Correlation(self.threads, self.workspace, read, made, s.geometry.pad, s.images)
+        return _WinogradPass(self.threads, self.workspace, read, made, s.geometry.pad, s.images)
 
     @cached_property
-    def _back(self) -> _Correlation:
+    def _back(self) -> _WinogradPass:
         s = self.shape
         read, made = _Images(s.out, s.outputs), _Images(s.sizes, s.channels)
-        return _Correlation(self.threads, self.workspace, read, made, tuple(2 - p for p in s.geometry.pad), s.images)
+        return _WinogradPass(self.threads, self.workspace, read, made, tuple(2 - p for p in s.geometry.pad), s.images)
 
     @cached_property
     def _of_weights(self) -> _WeightGradient:

@@ -69,7 +69,7 @@ def _at_least_four(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape if len(shape) > 3 else (shape[0], shape[1], 1, shape[2])
 
 
-class Plans(Enum):
+class PlanKind(Enum):
     """Kinds of plans that cuDNN proposes."""
 
     READY = "cuDNN"  # heuristics, precompiled kernels
@@ -102,7 +102,7 @@ class CudnnGraph:
         self._type = getattr(cudnn.data_type, types[task.problem.dtype])
         self.graph: Any = None
 
-    def build(self, kind: Plans, several: bool = True) -> bool:
+    def build(self, kind: PlanKind, several: bool = True) -> bool:
         """Build the graph and request plans. Return False if cuDNN has none.
 
         Args:
@@ -110,7 +110,7 @@ class CudnnGraph:
             several: use both heuristics, not only the faster one, whose plans come first.
         """
         cudnn = self.resources.cudnn
-        modes = [cudnn.heur_mode.FALLBACK] if kind is Plans.FALLBACK else [cudnn.heur_mode.A, cudnn.heur_mode.B]
+        modes = [cudnn.heur_mode.FALLBACK] if kind is PlanKind.FALLBACK else [cudnn.heur_mode.A, cudnn.heur_mode.B]
         modes = modes if several else modes[:1]
         single = cudnn.data_type.FLOAT
         graph = self.graph = cudnn.pygraph(
@@ -185,11 +185,11 @@ class CudnnGraph:
         layout = f"{'NHWC' if self._channels_last else 'NCHW'} parts {self.groups} rounded {self.rounded_bias}"
         return f"{self.task} tf32 {self.resources.tf32} {layout}; {name}"
 
-    def names(self, kind: Plans) -> Iterator[tuple[int, str]]:
+    def names(self, kind: PlanKind) -> Iterator[tuple[int, str]]:
         """Yield number and name of each plan of a kind, without duplicates."""
         seen = set()
         for index in range(self.graph.get_execution_plan_count()):
-            if kind is Plans.FALLBACK or self._is_compiled(index) is (kind is Plans.COMPILED):
+            if kind is PlanKind.FALLBACK or self._is_compiled(index) is (kind is PlanKind.COMPILED):
                 name = self.graph.get_plan_name_at_index(index)
                 if name not in seen:
                     seen.add(name)
@@ -268,7 +268,7 @@ class CudnnGraph:
         }
 
 
-ROUNDED_BIAS = f"{Plans.READY.value} rounded bias"
+ROUNDED_BIAS = f"{PlanKind.READY.value} rounded bias"
 """Name prefix of plans with a rounded bias."""
 
 MAX_SPLIT_GROUPS = 8
@@ -378,7 +378,7 @@ def rounds_bias(task: Task) -> bool:
 def cudnn_candidates(
     task: Task,
     resources: Resources,
-    kind: Plans = Plans.READY,
+    kind: PlanKind = PlanKind.READY,
     rounded: bool | None = None,
     kept: str | None = None,
 ) -> Iterator[CudnnPlan]:
@@ -395,7 +395,7 @@ def cudnn_candidates(
     if len(problem.x) not in (3, 4, 5) or (task.sums and problem.weights[0] % 4):
         return
     last = len(problem.x) in CHANNELS_LAST
-    if rounds_bias(task) and kind is Plans.READY and rounded is not False:
+    if rounds_bias(task) and kind is PlanKind.READY and rounded is not False:
         yield from _plans(CudnnGraph(task, resources, last, rounded_bias=True), kind, f"{ROUNDED_BIAS} ", kept)
     if rounded is not True:
         yield from _plans(CudnnGraph(task, resources, last), kind, f"{kind.value} ", kept)
@@ -410,22 +410,22 @@ def split_candidates(task: Task, resources: Resources, kept: str | None = None) 
     aligned = all(size * item % 16 == 0 for size in sizes)
     if len(problem.x) in CHANNELS_LAST and 1 < groups <= MAX_SPLIT_GROUPS and aligned:
         graph = CudnnGraph(task, resources, True, split=True, rounded_bias=rounds_bias(task))
-        yield from _plans(graph, Plans.READY, "split cuDNN ", kept)
+        yield from _plans(graph, PlanKind.READY, "split cuDNN ", kept)
 
 
-def _plans(graph: CudnnGraph, kind: Plans, prefix: str, kept: str | None = None) -> Iterator[CudnnPlan]:
+def _plans(graph: CudnnGraph, kind: PlanKind, prefix: str, kept: str | None = None) -> Iterator[CudnnPlan]:
     if kept is not None:
         yield from _kept_plan(graph, prefix, kept)
     else:
         yield from _proposed_plans(graph, kind, prefix)
 
 
-def _proposed_plans(graph: CudnnGraph, kind: Plans, prefix: str) -> Iterator[CudnnPlan]:
+def _proposed_plans(graph: CudnnGraph, kind: PlanKind, prefix: str) -> Iterator[CudnnPlan]:
     """Yield plans until enough could be prepared; query the slow heuristics if the fast ones give too few."""
-    most = MAX_COMPILED if kind is Plans.COMPILED else MAX_PLANS
+    most = MAX_COMPILED if kind is PlanKind.COMPILED else MAX_PLANS
     seen: set[str] = set()
     usable = 0
-    for several in (False, True) if kind is Plans.READY else (True,):
+    for several in (False, True) if kind is PlanKind.READY else (True,):
         if several and seen:
             graph = graph.again()
         for index, name in graph.names(kind) if graph.build(kind, several) else ():
@@ -470,7 +470,7 @@ class CopiedCudnn:
     def _plans(self) -> Iterator[CudnnPlan]:
         graph = CudnnGraph(self._task, self._resources, channels_last=False)
         yield from _kept_plan(graph, self.name, self.name)
-        for kind in (Plans.READY, Plans.FALLBACK):
+        for kind in (PlanKind.READY, PlanKind.FALLBACK):
             for plan in _plans(graph, kind, ""):
                 plan.name = self.name
                 yield plan

@@ -39,7 +39,7 @@ from caffepy.backend.cuda.compiler import (
 )
 from caffepy.backend.cuda.convolution.algorithm import Candidate, Operands, Resources, sum_parts
 from caffepy.backend.cuda.convolution.problem import (
-    Axis,
+    CorrelationAxis,
     Direction,
     Problem,
     Task,
@@ -415,12 +415,12 @@ class Tiling:
 
 
 @dataclass(frozen=True)
-class Correlation:
+class LargeDepthwiseTask:
     """A task from the kernels' view."""
 
     task: Task
-    down: Axis
-    across: Axis
+    down: CorrelationAxis
+    across: CorrelationAxis
 
     @cached_property
     def numbers_of_taps(self) -> Counter[tuple[int, int]]:
@@ -475,9 +475,9 @@ class Correlation:
 
 
 @lru_cache(maxsize=256)
-def correlation_of(task: Task) -> Correlation:
+def correlation_of(task: Task) -> LargeDepthwiseTask:
     down, across = (axis_of(task.problem, task.direction, number) for number in range(2))
-    return Correlation(task, down, across)
+    return LargeDepthwiseTask(task, down, across)
 
 
 def suits_large_depthwise(task: Task) -> bool:
@@ -502,7 +502,7 @@ def large_depthwise_tilings(task: Task) -> tuple[Tiling, ...]:
     return tuple(tiling for _, tiling in sorted(best.values(), key=lambda pair: pair[0])[:MAX_TILINGS])
 
 
-def _possible(correlation: Correlation) -> Iterator[Tiling]:
+def _possible(correlation: LargeDepthwiseTask) -> Iterator[Tiling]:
     """Yield the tilings that fit a multiprocessor."""
     down, across, factors = correlation.down, correlation.across, _factors(correlation)
     # Odd runs: neighbouring threads read different banks.
@@ -528,7 +528,7 @@ def _possible(correlation: Correlation) -> Iterator[Tiling]:
                     yield from _split(correlation, first)
 
 
-def _split(correlation: Correlation, tiling: Tiling) -> Iterator[Tiling]:
+def _split(correlation: LargeDepthwiseTask, tiling: Tiling) -> Iterator[Tiling]:
     """Yield the tiling with several threads per result."""
     for split in SPLITS:
         several = replace(tiling, split=split)
@@ -543,7 +543,7 @@ def _threads(results: int, each: int, multiple: int) -> list[int]:
     return list(dict.fromkeys(round_up(number, multiple) for number in numbers))
 
 
-def _factors(correlation: Correlation) -> list[tuple[int, int]]:
+def _factors(correlation: LargeDepthwiseTask) -> list[tuple[int, int]]:
     """Return rows and columns of factors at once: parts of dy, or the whole window."""
     height, width = correlation.down.factors, correlation.across.factors
     if correlation.task.direction is not Direction.WEIGHTS:
@@ -555,7 +555,7 @@ def _factors(correlation: Correlation) -> list[tuple[int, int]]:
     return sorted(set(product(rows, columns)), key=lambda part: (-math.prod(part), part))
 
 
-def cycles_of(correlation: Correlation, tiling: Tiling) -> float:
+def cycles_of(correlation: LargeDepthwiseTask, tiling: Tiling) -> float:
     """Return the approximate multiprocessor cycles of a tiling, for ranking."""
     resident, warps = correlation.resident(tiling), -(-tiling.threads // 32)
     blocks = math.prod(correlation.tiles(tiling)) * correlation.packs(tiling)
@@ -582,14 +582,14 @@ def cycles_of(correlation: Correlation, tiling: Tiling) -> float:
     return waves * max(at_once * one / min(1.0, at_once * warps / WARPS), alone)
 
 
-def _wait(correlation: Correlation, tiling: Tiling) -> float:
+def _wait(correlation: LargeDepthwiseTask, tiling: Tiling) -> float:
     """Return the cycles until a block's arrays are loaded."""
     weights = correlation.task.direction is Direction.WEIGHTS
     numbers = math.prod(correlation.source(tiling)) + math.prod(tiling.factors) * (1 if weights else tiling.channels)
     return START + LOAD * (numbers / (8 * tiling.threads))
 
 
-def _loads(correlation: Correlation, tiling: Tiling) -> float:
+def _loads(correlation: LargeDepthwiseTask, tiling: Tiling) -> float:
     """Return the bytes of a block's loads, in 32-byte sectors."""
     item = 4 if correlation.task.problem.dtype == "float32" else 2
     together = max(1.0, tiling.channels * item / 32) + tiling.channels / 16
@@ -603,7 +603,7 @@ START, LOAD = 2500, 700
 """Cycles of a block's start and end, and of eight loads of a thread."""
 
 
-def _cycles_of_warp(correlation: Correlation, tiling: Tiling, down: int, across: int) -> tuple[float, float]:
+def _cycles_of_warp(correlation: LargeDepthwiseTask, tiling: Tiling, down: int, across: int) -> tuple[float, float]:
     """Return the cycles for `down` x `across` taps of a warp: multiprocessor throughput, and latency of a lone warp.
 
     Throughput is bound by arithmetic or by shared memory loads.
@@ -624,7 +624,7 @@ PARTIAL = 6
 """Cycles of a store that fills a 32-byte sector partially, and of one that fills it."""
 
 
-def _stores(correlation: Correlation, tiling: Tiling) -> float:
+def _stores(correlation: LargeDepthwiseTask, tiling: Tiling) -> float:
     """Return the cycles of a warp's stores; contiguous channels are stored together."""
     problem = correlation.task.problem
     item, channels = 4 if problem.dtype == "float32" else 2, min(tiling.channels, problem.x[1])

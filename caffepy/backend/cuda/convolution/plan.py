@@ -29,7 +29,7 @@ from caffepy.backend.cuda.convolution.algorithm import (
 from caffepy.backend.cuda.convolution.cudnn import (
     ROUNDED_BIAS,
     CopiedCudnn,
-    Plans,
+    PlanKind,
     cudnn_candidates,
     rounds_bias,
     split_candidates,
@@ -193,12 +193,12 @@ def algorithm_families(task: Task, run_plain: RunTask, choose: Choose, resources
         own = AlgorithmFamily("depthwise", lambda: depthwise_candidates(task, resources), checked=True)
         return [own, unfused]
     if task.residual:
-        return [*_ready_cudnn(task, resources), _cudnn(task, resources, Plans.COMPILED), unfused]
+        return [*_ready_cudnn(task, resources), _cudnn(task, resources, PlanKind.COMPILED), unfused]
     families = _ready_cudnn(task, resources)
     if task.problem.geometry.group > 1 and not task.sums:
         families.append(_split(task, resources))
     if not task.sums:
-        families.append(_cudnn(task, resources, Plans.COMPILED))
+        families.append(_cudnn(task, resources, PlanKind.COMPILED))
     families += _own_kernels(task, resources)
     families += space_to_depth_families(task, resources)
     if task != task.plain:
@@ -209,7 +209,7 @@ def algorithm_families(task: Task, run_plain: RunTask, choose: Choose, resources
         families.append(AlgorithmFamily("flipped", lambda: [FlippedForward(task, choose, resources)]))
     if suits_depth_multiplier(task):
         families.append(AlgorithmFamily("depth multiplier", lambda: [DepthMultiplier(task, choose, resources)]))
-    families.append(_cudnn(task, resources, Plans.FALLBACK))
+    families.append(_cudnn(task, resources, PlanKind.FALLBACK))
     # Over three axes, few engines support channels that are not a multiple of a load's.
     copied = AlgorithmFamily("copied", lambda: _copied(task, resources), last_resort=len(task.problem.x) == 4)
     preferred = _prefers_products(task, resources)
@@ -245,15 +245,15 @@ def _ready_cudnn(task: Task, resources: Resources) -> list[AlgorithmFamily]:
     """Return separate families for plans with and without a rounded bias; either may be faster."""
 
     def family(name: str, rounded: bool) -> AlgorithmFamily:
-        find = partial(cudnn_candidates, task, resources, Plans.READY, rounded)
+        find = partial(cudnn_candidates, task, resources, PlanKind.READY, rounded)
         return AlgorithmFamily(name, find, kept=find)
 
-    plain = family(Plans.READY.value, False)
+    plain = family(PlanKind.READY.value, False)
     return [family(ROUNDED_BIAS, True), plain] if rounds_bias(task) else [plain]
 
 
-def _cudnn(task: Task, resources: Resources, kind: Plans) -> AlgorithmFamily:
-    last_resort = kind is Plans.FALLBACK or (kind is Plans.COMPILED and task.problem.geometry.group == 1)
+def _cudnn(task: Task, resources: Resources, kind: PlanKind) -> AlgorithmFamily:
+    last_resort = kind is PlanKind.FALLBACK or (kind is PlanKind.COMPILED and task.problem.geometry.group == 1)
     find = partial(cudnn_candidates, task, resources, kind, None)
     return AlgorithmFamily(kind.value, find, last_resort, kept=find)
 
@@ -288,7 +288,7 @@ def _prefers_products(task: Task, resources: Resources) -> bool:
 # -- plans ---------------------------------------------------------------------------------------------
 
 
-class CudaConvolutionPlan:
+class TunedConvolution:
     """A `Convolution` that chooses a candidate for each task at first use.
 
     Args:
@@ -431,18 +431,18 @@ class CudaConvolution(ConvolutionPrimitives, CudaMemory):
     """`ConvolutionPrimitives` of the GPU."""
 
     _resources: Resources
-    _convolutions: dict[Problem, CudaConvolutionPlan]
+    _convolutions: dict[Problem, TunedConvolution]
 
     def plan_convolution(
         self, x_shape: tuple[int, ...], weights_shape: tuple[int, ...], geometry: Geometry, dtype: str = "float32"
     ) -> Convolution:
         problem = Problem(tuple(x_shape), tuple(weights_shape), geometry, dtype)
         if problem not in self._convolutions:
-            self._convolutions[problem] = CudaConvolutionPlan(problem, self._resources)
+            self._convolutions[problem] = TunedConvolution(problem, self._resources)
         return self._convolutions[problem]
 
     def convolve_and_add(
         self, plan: Convolution, x: Array, weights: Array, bias: Array | None, residual: Array, y: Array, relu: bool
     ) -> None:
-        assert isinstance(plan, CudaConvolutionPlan)
+        assert isinstance(plan, TunedConvolution)
         plan.forward(x, weights, bias, y, relu, residual=residual)

@@ -117,7 +117,7 @@ class Residue(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Axis:
+class CorrelationAxis:
     """A correlation along one axis: result r of a residue sums factors k times pixels origin + offset + r * a + k * b.
 
     Args:
@@ -150,21 +150,21 @@ class Axis:
         return (results - 1) * self.a + max(p.offset + (p.taps - 1) * self.b for p in self.residues if p.taps) + 1
 
 
-def axis_of(problem: Problem, direction: Direction, number: int) -> Axis:
+def axis_of(problem: Problem, direction: Direction, number: int) -> CorrelationAxis:
     """Return a task's correlation along axis 0 or 1."""
     g = problem.geometry
     kernel, stride, pad, dilation = g.kernel[number], g.stride[number], g.pad[number], g.dilation[number]
     if direction is Direction.FORWARD:
-        return Axis(problem.y[2 + number], stride, dilation, kernel, 1, -pad, (Residue(0, 0, kernel),))
+        return CorrelationAxis(problem.y[2 + number], stride, dilation, kernel, 1, -pad, (Residue(0, 0, kernel),))
     if direction is Direction.WEIGHTS:
         out = problem.y[2 + number]
-        return Axis(kernel, dilation, stride, out, 1, -pad, (Residue(0, 0, out),))
+        return CorrelationAxis(kernel, dilation, stride, out, 1, -pad, (Residue(0, 0, out),))
     common = math.gcd(stride, dilation)
     step, b = stride // common, dilation // common
     residues = [_residue(kernel, stride, pad, dilation, residue) for residue in range(stride)]
     lowest = min(residue.offset for residue in residues if residue.taps)
     moved = tuple(p._replace(offset=p.offset - lowest) if p.taps else p for p in residues)
-    return Axis(-(-problem.x[2 + number] // stride), 1, b, kernel, -step, lowest, moved)
+    return CorrelationAxis(-(-problem.x[2 + number] // stride), 1, b, kernel, -step, lowest, moved)
 
 
 def _residue(kernel: int, stride: int, pad: int, dilation: int, residue: int) -> Residue:
@@ -180,7 +180,7 @@ def _residue(kernel: int, stride: int, pad: int, dilation: int, residue: int) ->
     return Residue(first + (taps - 1) * step, last, taps)
 
 
-def residues_text(axis: Axis) -> str:
+def residues_text(axis: CorrelationAxis) -> str:
     """Return a C++ initialiser of the residues."""
     return f"{{{', '.join(f'{{{p.first}, {p.offset}, {p.taps}}}' for p in axis.residues)}}}"
 

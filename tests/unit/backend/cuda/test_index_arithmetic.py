@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from primitive_checks.strategies import shapes_and_axes
 
-from caffepy.backend.cuda.index_arithmetic import Axis, Period, collapse, find_period, widest
+from caffepy.backend.cuda.index_arithmetic import Period, StridedAxis, collapse, find_period, widest
 from caffepy.backend.types import memory_axes
 
 ENDS = ("source", "destination")
@@ -71,8 +71,8 @@ def test_collapsed_axes_walk_along_both_arrays(case: tuple[tuple[int, ...], int,
 
 def test_slices_of_channels_last_arrays_have_two_axes() -> None:
     whole, part = (7 * 5 * 64, 1, 5 * 64, 64), (7 * 5 * 16, 1, 5 * 16, 16)
-    assert collapse((8, 16, 7, 5), part, whole) == [Axis(8 * 7 * 5, 16, 64), Axis(16, 1, 1)]
-    assert collapse((8, 16, 7, 5), part, part) == [Axis(8 * 7 * 5 * 16, 1, 1)]
+    assert collapse((8, 16, 7, 5), part, whole) == [StridedAxis(8 * 7 * 5, 16, 64), StridedAxis(16, 1, 1)]
+    assert collapse((8, 16, 7, 5), part, part) == [StridedAxis(8 * 7 * 5 * 16, 1, 1)]
 
 
 def test_widest() -> None:

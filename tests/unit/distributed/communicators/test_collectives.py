@@ -20,9 +20,9 @@ from caffepy.distributed.communicators.communicator import (
     reduce_pieces,
     rows,
 )
-from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.distributed.communicators.local import LocalCommunicator, ThreadGroup
 from caffepy.distributed.communicators.store_communicator import StoreCommunicator
-from caffepy.distributed.store.store import MemoryStore, RankStore
+from caffepy.distributed.store.store import LocalControlChannel, MemoryStore
 from caffepy.errors import AbortedError, PeerError, UserError
 
 
@@ -90,7 +90,7 @@ def test_every_collective_says_who_sends_and_who_receives() -> None:
 
 def test_nothing_that_is_started_waits() -> None:
     """Both ends of everything in one thread: each operation ends as soon as the other end has begun too."""
-    group = LocalGroup(2)
+    group = ThreadGroup(2)
     first, second = (LocalCommunicator(group, i) for i in range(2))
     received, total = np.zeros(3), [np.full(3, 1.0), np.full(3, 2.0)]
     receiving = first.start(Collective(Op.RECEIVE, None, received, peer=1, tag=4))
@@ -105,7 +105,7 @@ def test_nothing_that_is_started_waits() -> None:
 
 
 def test_what_was_sent_is_free_to_change() -> None:
-    group = LocalGroup(2)
+    group = ThreadGroup(2)
     first, second = (LocalCommunicator(group, i) for i in range(2))
     array, received = np.ones(3), np.zeros(3)
     first.start(Collective(Op.SEND, array, peer=1))
@@ -115,7 +115,7 @@ def test_what_was_sent_is_free_to_change() -> None:
 
 
 def test_ranks_that_call_different_operations_are_told() -> None:
-    group = LocalGroup(2)
+    group = ThreadGroup(2)
     first, second = (LocalCommunicator(group, i) for i in range(2))
     array = np.zeros(3, np.float32)
     first.start(Collective(Op.ALL_REDUCE, array, array, ReduceOp.MAX))
@@ -131,7 +131,7 @@ def test_ranks_that_call_different_operations_are_told() -> None:
 
 
 def test_an_abort_ends_waits() -> None:
-    group = LocalGroup(2)
+    group = ThreadGroup(2)
     work = LocalCommunicator(group, 0).start(Collective(Op.BARRIER))
     LocalCommunicator(group, 1).abort()
     with pytest.raises(PeerError, match="another thread failed"):
@@ -139,7 +139,7 @@ def test_an_abort_ends_waits() -> None:
 
 
 def test_the_tcp_communicator_is_one_as_training_uses_it() -> None:
-    store = RankStore(MemoryStore(1), 0)
+    store = LocalControlChannel(MemoryStore(1), 0)
     communicator = StoreCommunicator(store, 0, 1)
     array = np.arange(3.0)
     communicator.all_reduce(array)
@@ -154,7 +154,7 @@ def test_the_tcp_communicator_is_one_as_training_uses_it() -> None:
 
 
 def test_the_tcp_communicator_says_for_whom_it_waits() -> None:
-    communicator = StoreCommunicator(RankStore(MemoryStore(3), 0), 0, 3, timeout=0.05)
+    communicator = StoreCommunicator(LocalControlChannel(MemoryStore(3), 0), 0, 3, timeout=0.05)
     with pytest.raises(PeerError, match=r"barrier: rank 0 has waited 0.05 s for rank 1, 2"):
         communicator.barrier()
 

@@ -18,7 +18,7 @@ from caffepy.distributed.communicators.communicator import (
     widen_bfloat16,
 )
 from caffepy.distributed.communicators.hierarchical import HierarchicalCommunicator
-from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.distributed.communicators.local import LocalCommunicator, ThreadGroup
 from caffepy.distributed.communicators.mpi import _add_bfloat16, _add_float16
 
 KINDS = [("fp16", np.float16, 2.0**-10, 2.0**-24), ("bf16", np.uint16, 2.0**-7, 2.0**-133)]
@@ -142,12 +142,12 @@ def test_mpis_operators_add_what_bytes_stand_for() -> None:
 def test_ranks_send_compressed_numbers_and_threads_do_not(kind: str, rounded: float) -> None:
     """One rank of one thread: what is sent was rounded, sums without compression were not."""
     array = np.full(100, 1 / 3, np.float32)
-    local = LocalCommunicator(LocalGroup(1), 0)
-    whole = HierarchicalCommunicator(local, LocalCommunicator(LocalGroup(1), 0))
+    local = LocalCommunicator(ThreadGroup(1), 0)
+    whole = HierarchicalCommunicator(local, LocalCommunicator(ThreadGroup(1), 0))
     whole.all_reduce_async(array, nullcontext()).synchronize()
     np.testing.assert_array_equal(array, np.float32(1 / 3))
     assert not whole.compresses
-    compressed = HierarchicalCommunicator(local, LocalCommunicator(LocalGroup(1), 0), kind)
+    compressed = HierarchicalCommunicator(local, LocalCommunicator(ThreadGroup(1), 0), kind)
     assert compressed.compresses
     compressed.all_reduce_async(array, nullcontext()).synchronize()
     np.testing.assert_array_equal(array, np.float32(rounded))
@@ -155,12 +155,12 @@ def test_ranks_send_compressed_numbers_and_threads_do_not(kind: str, rounded: fl
 
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
 def test_two_ranks_average_compressed_numbers(kind: str) -> None:
-    group = LocalGroup(2)
+    group = ThreadGroup(2)
     arrays = [np.array([1.0, -2.5, 100.0], np.float32), np.array([3.0, 0.5, -50.0], np.float32)]
 
     def work(rank: int) -> None:
         ranks = LocalCommunicator(group, rank)
-        communicator = HierarchicalCommunicator(LocalCommunicator(LocalGroup(1), 0), ranks, kind)
+        communicator = HierarchicalCommunicator(LocalCommunicator(ThreadGroup(1), 0), ranks, kind)
         communicator.all_reduce_async(arrays[rank], nullcontext()).synchronize()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]

@@ -14,20 +14,20 @@ from process_groups import run_threads
 from caffepy.distributed.communicators import local as local_module
 from caffepy.distributed.communicators.communicator import Communicator
 from caffepy.distributed.communicators.hierarchical import HierarchicalCommunicator
-from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup, SharedScores
+from caffepy.distributed.communicators.local import LocalCommunicator, SharedScores, ThreadGroup
 from caffepy.errors import AbortedError, PeerError
 from caffepy.utils.clocks import SuspendAwareClock
 
 
 def local(size: int) -> Callable[[int], Communicator]:
-    group = LocalGroup(size)
+    group = ThreadGroup(size)
     return lambda i: LocalCommunicator(group, i)
 
 
 def hierarchical(ranks: int, threads: int) -> Callable[[int], Communicator]:
     """Threads that stand for the threads of several processes: another local group plays MPI."""
-    between = LocalGroup(ranks)
-    groups = [LocalGroup(threads) for _ in range(ranks)]
+    between = ThreadGroup(ranks)
+    groups = [ThreadGroup(threads) for _ in range(ranks)]
 
     def make(i: int) -> Communicator:
         rank, thread = divmod(i, threads)
@@ -133,7 +133,7 @@ def test_after_an_abort_nothing_waits() -> None:
 
 
 class Suspended:
-    """Plays a clock for `LocalGroup`: time passes in steps, and in one leap where the process stands still."""
+    """Plays a clock for `ThreadGroup`: time passes in steps, and in one leap where the process stands still."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -146,7 +146,7 @@ class Suspended:
             self.clock.read()
 
 
-def waiting_thread(group: LocalGroup) -> tuple[threading.Thread, list[BaseException]]:
+def waiting_thread(group: ThreadGroup) -> tuple[threading.Thread, list[BaseException]]:
     met: list[BaseException] = []
 
     def wait() -> None:
@@ -162,7 +162,7 @@ def waiting_thread(group: LocalGroup) -> tuple[threading.Thread, list[BaseExcept
 
 def test_a_wait_ends_after_the_watchdogs_and_time_of_suspension_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     suspended = Suspended(monkeypatch)
-    thread, met = waiting_thread(LocalGroup(2, 10.0))
+    thread, met = waiting_thread(ThreadGroup(2, 10.0))
     suspended.now += 100000.0
     suspended.pass_seconds(10 + 60 + 10)
     time.sleep(0.05)
@@ -175,7 +175,7 @@ def test_a_wait_ends_after_the_watchdogs_and_time_of_suspension_does_not_count(m
 
 def test_threads_meet_after_a_suspension(monkeypatch: pytest.MonkeyPatch) -> None:
     suspended = Suspended(monkeypatch)
-    group = LocalGroup(2, 10.0)
+    group = ThreadGroup(2, 10.0)
     thread, met = waiting_thread(group)
     suspended.now += 100000.0
     time.sleep(0.02)

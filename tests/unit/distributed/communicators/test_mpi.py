@@ -15,7 +15,7 @@ PROGRAM = """
 from contextlib import nullcontext
 import numpy as np
 from caffepy.distributed.communicators.hierarchical import HierarchicalCommunicator
-from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.distributed.communicators.local import LocalCommunicator, ThreadGroup
 from caffepy.distributed.processes.world import create_world
 
 world = create_world()
@@ -23,7 +23,7 @@ communicators = {
     "mpi": world.communicator(),
     **{
         f"{kind} {inter_node}": HierarchicalCommunicator(
-            LocalCommunicator(LocalGroup(1), 0), world.communicator(), kind, inter_node
+            LocalCommunicator(ThreadGroup(1), 0), world.communicator(), kind, inter_node
         )
         for kind in ("none", "fp16", "bf16")
         for inter_node in (True, False)

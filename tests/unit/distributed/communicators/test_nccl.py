@@ -10,9 +10,9 @@ from contextlib import contextmanager, nullcontext
 import numpy as np, simulated_nccl
 simulated_nccl.install(2)
 from process_groups import run_threads
-from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.distributed.communicators.local import LocalCommunicator, ThreadGroup
 from caffepy.distributed.communicators.nccl import NcclCommunicator, new_unique_id
-group, unique_id = LocalGroup(2), new_unique_id()
+group, unique_id = ThreadGroup(2), new_unique_id()
 def communicator(rank, compress="none"):
     return NcclCommunicator(2, unique_id, rank, LocalCommunicator(group, rank), compress)
 """

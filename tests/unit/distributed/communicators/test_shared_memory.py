@@ -18,7 +18,7 @@ from process_groups import run_threads
 
 from caffepy.distributed.communicators import hierarchical as shared_memory
 from caffepy.distributed.communicators.hierarchical import HierarchicalCommunicator, SharedSums
-from caffepy.distributed.communicators.local import LocalCommunicator, LocalGroup
+from caffepy.distributed.communicators.local import LocalCommunicator, ThreadGroup
 
 FOLDER = Path("/dev/shm")
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="only Linux has files that are memory")
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="only Linux has file
 
 def maker(size: int) -> Callable[[int], SharedSums]:
     """Makes the sums of each of `size` ranks."""
-    groups = [LocalGroup(size, 300) for _ in range(3)]
+    groups = [ThreadGroup(size, 300) for _ in range(3)]
     return lambda rank: SharedSums(*(LocalCommunicator(group, rank) for group in groups))
 
 
@@ -110,8 +110,8 @@ def test_where_there_is_no_such_memory_all_do_without(
 @pytest.mark.parametrize("threads", [1, 2])
 def test_ranks_times_threads_average_in_shared_memory(threads: int) -> None:
     make, size, count = maker(2), 2 * threads, 1000
-    ranks = LocalGroup(2, 300)
-    locals_ = [LocalGroup(threads, 300) for _ in range(2)]
+    ranks = ThreadGroup(2, 300)
+    locals_ = [ThreadGroup(threads, 300) for _ in range(2)]
     sums = [None, None]
 
     def work(number: int) -> Any:

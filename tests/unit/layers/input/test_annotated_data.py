@@ -8,7 +8,7 @@ from training import build_net
 from caffepy.data.prefetch import Batch
 from caffepy.data.sampler import Sampler
 from caffepy.data.sources.databases import record_key, write_datums
-from caffepy.data.transform import Transformer
+from caffepy.data.transform import DataTransformer
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto.caffe_pb2 import TEST, TRAIN, AnnotatedDatum, BatchSampler, Datum, TransformationParameter
 from caffepy.layers.input.annotated_data import AnnotatedLoader, AnnotatedSettings, first_boxes
@@ -36,7 +36,7 @@ def record(number, corners=CORNERS, height=20, width=30, encoded=False):
 
 def loader(records, text="", samplers=(), phase=TRAIN, threads=1, **settings):
     param = text_format.Parse(text, TransformationParameter())
-    transformer = Transformer(param, phase, where="layer 'd'", annotated=True)
+    transformer = DataTransformer(param, phase, where="layer 'd'", annotated=True)
     chosen = [text_format.Parse(sampler, BatchSampler()) for sampler in samplers]
     own = AnnotatedSettings(param, chosen, **settings)
     order = Sampler(len(records))

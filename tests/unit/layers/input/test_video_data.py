@@ -7,7 +7,7 @@ from google.protobuf import text_format
 from training import build_net
 
 from caffepy.data.prefetch import Batch
-from caffepy.data.transform import Transformer
+from caffepy.data.transform import DataTransformer
 from caffepy.errors import DataError
 from caffepy.formats.proto.caffe_pb2 import TEST, TransformationParameter
 from caffepy.layers.input.video_data import VideoLoader, VideoSource
@@ -27,7 +27,7 @@ def path(tmp_path_factory):
 
 
 def loader(path, text="", skip=0):
-    transformer = Transformer(text_format.Parse(text, TransformationParameter()), TEST, annotated=True)
+    transformer = DataTransformer(text_format.Parse(text, TransformationParameter()), TEST, annotated=True)
     return VideoLoader(VideoSource(path), transformer, skip, 1, 2, "layer 'v'")
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from caffepy.backend.cuda.convolution.problem import Axis, Direction, Problem, Task, axis_of, residues_text
+from caffepy.backend.cuda.convolution.problem import CorrelationAxis, Direction, Problem, Task, axis_of, residues_text
 from caffepy.backend.types import Geometry
 
 NAMES = ("depthwise", "few_channels")
@@ -36,7 +36,7 @@ def depthwise(
     return Task(Problem(x, (x[1], 1, *kernel), geometry, dtype), direction)
 
 
-def correlated(axis: Axis, source: Any, factors: Any, length: int) -> Any:
+def correlated(axis: CorrelationAxis, source: Any, factors: Any, length: int) -> Any:
     """What the kernels compute along one axis."""
     results = np.zeros(length)
     for number, residue in enumerate(axis.residues):
