@@ -25,15 +25,15 @@ def test_partial_sums_are_kept_only_where_blocks_share_a_result(
     axis: int,
     most: int,
 ) -> None:
-    reduction, expression = (importlib.import_module(f"caffepy.backend.cuda.{n}") for n in ("reduction", "expression"))
-    monkeypatch.setattr(reduction, "compiled", lambda *_: None)
+    expression = importlib.import_module("caffepy.backend.cuda.expression")
+    monkeypatch.setattr(expression, "compiled", lambda *_: None)
 
     def signature(sizes: tuple[int, ...]) -> Any:
         strides = tuple(4 * math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
         return expression.Signature(sizes, strides, 16, "f")
 
-    plan = reduction._plan.__wrapped__(
-        expression.Call(reduction.same, (signature(shape),), (signature(out),), axis, 0), shape
+    plan = expression._reduction_launch.__wrapped__(
+        expression.Call(expression.same, (signature(shape),), (signature(out),), axis, 0), shape
     )
     assert plan is not None
     assert (plan.partial == 0) == (most == 0) and plan.partial <= most
