@@ -44,7 +44,8 @@ from caffepy.backend.cuda.expression import (
 )
 from caffepy.backend.cuda.index_arithmetic import Period, find_period, widest
 from caffepy.backend.cuda.memory import CudaMemory, Scratch, fill, flat, raw
-from caffepy.backend.expression import Each, Expression, Kind, expression
+from caffepy.backend.expression import Expression, Kind
+from caffepy.backend.formulas import identity
 from caffepy.backend.interface import ReductionPrimitives
 from caffepy.backend.types import Array, memory_axes, view
 
@@ -71,11 +72,6 @@ class Plan(NamedTuple):
 
     launch: FormulaLaunch
     partial: int
-
-
-@expression
-def same(x: Each) -> Each:
-    return x
 
 
 def reduce(
@@ -181,7 +177,7 @@ def _reduce_general(
         order = kept + [a for a in range(len(shape)) if a not in kept]
         moved = scratch.get("segments", value.size)
         copy(value.transpose(order), moved.reshape([shape[a] for a in order]))
-        reduce(same, (moved.reshape(out.size, -1),), (flat(out),), 0, accumulate, scratch)
+        reduce(identity, (moved.reshape(out.size, -1),), (flat(out),), 0, accumulate, scratch)
 
 
 def is_finite(array: Array, scratch: Scratch) -> bool:
