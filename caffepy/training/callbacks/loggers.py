@@ -1,7 +1,7 @@
 """Loggers, to which `--log` hands the values of a training: CSV, JSON Lines, TensorBoard, Weights & Biases and MLflow.
 
 `make_loggers` makes them from texts such as `csv:run.csv`, or takes objects of a program's own `Logger`. The library of
-a logger is imported when a run asks for it. `watch.py` collects the values of rank 0's first solver; loggers know no
+a logger is imported when a run asks for it. `logger_callback.py` collects the values of rank 0's first solver; loggers know no
 solver.
 """
 
