@@ -180,7 +180,7 @@ class P2PSync(DeviceThread):
         self._take_times(self.solver)
 
     def _wait_for_go(self) -> None:
-        """Wait until all devices are ready; the watchdog, which knows who is not, gives up first."""
+        """Wait until all devices are ready; the watchdog knows the late device and gives up first."""
         seconds = self._options.timeout + PATIENCE
         end = suspend_aware_seconds() + seconds
         while not self._go.wait(_CHECK_SECONDS):

@@ -837,7 +837,7 @@ class Solver:
 
     @property
     def shown(self) -> DisplayedValues | None:
-        """What was displayed last; None before the first display."""
+        """The values of the last display; None before the first display."""
         return self._display.shown
 
     def __repr__(self) -> str:

@@ -57,7 +57,7 @@ class StoreAddress:
 
 @dataclass(frozen=True)
 class Launcher:
-    """What the environment says about who started this process.
+    """The launcher of this process, as far as the environment tells it.
 
     Args:
         name: the launcher, for messages.
@@ -94,7 +94,7 @@ def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher | Non
 
 
 def _find_told(environment: Mapping[str, str]) -> Launcher | None:
-    """Who has set `VARIABLES`, where they name one of several ranks and an address."""
+    """Return the launcher that set `VARIABLES`, if they name one of several ranks and an address."""
     rank, size, host, port = (environment.get(name, "") for name in VARIABLES)
     if not host or not all(text.isdecimal() and len(text) <= _DIGITS for text in (rank, size, port)):
         return None

@@ -150,7 +150,7 @@ def from_array(array: NDArray[np.float32]) -> Coefficients:
 
 
 def without_negligible(values: Coefficients) -> Coefficients:
-    """Return the coefficients with those that are near their default set to it."""
+    """Return the coefficients; a coefficient near its default gets the default."""
     return {k: DEFAULTS[k] if abs(v - DEFAULTS[k]) < NEGLIGIBLE else v for k, v in values.items()}
 
 

@@ -106,8 +106,8 @@ def replace(x: Each, chance: Each, ratio: Scalar, alpha: Scalar, factor: Scalar,
 class SeLULayer(ActivationLayer):
     """y = lambda * x where x > 0, lambda * alpha * (e^x - 1) elsewhere (`selu_layer.cpp` of synopsys-caffe).
 
-    lambda and alpha of `selu_param` are by default those that keep mean 0 and variance 1 (Klambauer, Unterthiner, Mayr
-    and Hochreiter 2017). dx is the derivative times dy.
+    The defaults of lambda and alpha in `selu_param` keep mean 0 and variance 1 (Klambauer, Unterthiner, Mayr and
+    Hochreiter 2017). dx is the derivative times dy.
     """
 
     formula, gradient, from_bottom = elu, elu_gradient_from_bottom, True

@@ -721,7 +721,7 @@ class OPDataLayer(RecordsLayer):
                 targets[2 * index + axis][some] = sums[axis][some] / counts[some]
 
     def _mask_near(self, weights: Floats, model: Model, person: Person, state: int, grid: Grid) -> None:
-        """Set the weights of a person's parts with a state, and of those that are ignored, to 0 near the person."""
+        """Set the weights of a person's parts with a state, and of ignored parts, to 0 near the person."""
         parts = set(np.flatnonzero(person.states == state).tolist())
         parts |= set(np.flatnonzero(person.states >= IGNORED).tolist())
         channels = model.skeleton.channels_of(parts)

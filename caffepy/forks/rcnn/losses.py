@@ -194,7 +194,7 @@ class BoxAnnotatorOHEMLayer(Layer):
 
     Bottoms: regions (R, 5, H, W), whose first channel names the image, losses (R, 1, H, W), labels (R, 1, H, W) and the
     weights of the box regression (R, B, H, W); axes of size 1 may be missing. Tops: the labels, `ignore_label` in place
-    of those that are not kept, and the weights, 0 there. Equal losses stay in the order of `std::sort`. The bottoms'
+    of labels that are not kept, and the weights, 0 there. Equal losses stay in the order of `std::sort`. The bottoms'
     gradient is 0. Computed on the host (`box_annotator_ohem_layer.cpp` of R-FCN and Intel Caffe).
 
     Raises:
