@@ -57,8 +57,15 @@ def _same(inputs: Sequence[Any], outputs: Sequence[Any]) -> Same:
     return tuple(addresses.index(at) if (at := address_of(output)) in addresses else -1 for output in outputs)
 
 
-def unpacked(expression: Expression, outputs: str, count: int, same: Same = ()) -> list[str]:
-    """Return lines that unpack the arguments. An aliasing output uses the input's name (see `_same`)."""
+def unpacked(expression: Expression, outputs: str, sizes: Sequence[str], same: Same = ()) -> list[str]:
+    """Return lines that unpack the arguments. An aliasing output uses the input's name (see `_same`).
+
+    Args:
+        expression: the formula.
+        outputs: the function that makes an array of an output's address.
+        sizes: variables of the numbers that follow the outputs.
+        same: of each output, the input that it aliases.
+    """
     lines = []
     for i, (name, kind) in enumerate(zip(expression.parameters, expression.kinds, strict=True)):
         if kind is Kind.SCALAR:
@@ -66,10 +73,11 @@ def unpacked(expression: Expression, outputs: str, count: int, same: Same = ()) 
         else:
             lines.append(f"_p{i} = floats(_a[{i}])")
     first = len(expression.parameters)
-    for j in range(count):
+    for j in range(expression.output_count):
         own = f"{outputs}(_a[{first + j}])"
         lines.append(f"_o{j} = _p{same[j]}" if same and same[j] >= 0 else f"_o{j} = {own}")
-    return lines
+    first += expression.output_count
+    return lines + [f"{name} = _a[{first + i}]" for i, name in enumerate(sizes)]
 
 
 def loads_of(expression: Expression, kind: Kind, index: str) -> list[str]:
@@ -129,7 +137,7 @@ def _apply_flat(expression: Expression, same: Same) -> Entry:
     count = expression.output_count
     stores = [f"_o{j}[_i] = _v{j}" for j in range(count)]
     text = [
-        *unpacked(expression, "floats", count, same),
+        *unpacked(expression, "floats", [], same),
         f"_one = float32(_a[{len(expression.parameters) + count}])",
         "for _i in range(_begin, _end):",
         *indented(formula_lines(expression, "_i", "", same) + stores, 1),
@@ -144,13 +152,11 @@ def _apply_rows(expression: Expression, same: Same, by_sample: bool) -> Entry:
     With `by_sample`, `Channel` arguments have separate values for each sample of that many positions.
     """
     count = expression.output_count
-    first = len(expression.parameters) + count
     sizes = ["_channels", "_positions"] if by_sample else ["_channels"]
     stores = [f"_o{j}[_row + _c] = _v{j}" for j in range(count)]
     text = [
-        *unpacked(expression, "floats", count, same),
-        *(f"{name} = _a[{first + i}]" for i, name in enumerate(sizes)),
-        f"_one = float32(_a[{first + len(sizes)}])",
+        *unpacked(expression, "floats", sizes, same),
+        f"_one = float32(_a[{len(expression.parameters) + count + len(sizes)}])",
         "for _i in range(_begin, _end):",
         "    _row = _i * _channels",
         *(["    _own = _i // _positions * _channels"] if by_sample else []),
@@ -164,13 +170,10 @@ def _apply_rows(expression: Expression, same: Same, by_sample: bool) -> Entry:
 def _apply_planes(expression: Expression, same: Same) -> Entry:
     """Items are the (outer, channel) pairs; each channel's elements are contiguous."""
     count = expression.output_count
-    first = len(expression.parameters) + count
     stores = [f"_o{j}[_row + _k] = _v{j}" for j in range(count)]
     text = [
-        *unpacked(expression, "floats", count, same),
-        f"_channels = _a[{first}]",
-        f"_inner = _a[{first + 1}]",
-        f"_one = float32(_a[{first + 2}])",
+        *unpacked(expression, "floats", ["_channels", "_inner"], same),
+        f"_one = float32(_a[{len(expression.parameters) + count + 2}])",
         "for _i in range(_begin, _end):",
         "    _c = _i % _channels",
         "    _row = _i * _inner",

@@ -63,30 +63,21 @@ def _lanes(expression: Expression, start: str, stop: str, target: str, base: str
 @cache
 def _reduce_flat(expression: Expression) -> Entry:
     """Items are blocks of elements; each block has LANES partial sums per output."""
-    count = expression.output_count
-    first = len(expression.parameters) + count
     text = [
-        *unpacked(expression, "doubles", count),
-        f"_size = _a[{first}]",
-        f"_block = _a[{first + 1}]",
+        *unpacked(expression, "doubles", ["_size", "_block"]),
         "for _i in range(_begin, _end):",
         "    _start = _i * _block",
         "    _stop = min(_size, _start + _block)",
         *indented(_lanes(expression, "_start", "_stop", f"_i * {LANES}", ""), 1),
     ]
-    return entry_of(expression, "sum", text, count, 2)
+    return entry_of(expression, "sum", text, expression.output_count, 2)
 
 
 @cache
 def _reduce_rows(expression: Expression) -> Entry:
     """Items are blocks of outer positions; each block has one partial sum per channel and output."""
-    count = expression.output_count
-    first = len(expression.parameters) + count
     text = [
-        *unpacked(expression, "doubles", count),
-        f"_channels = _a[{first}]",
-        f"_outer = _a[{first + 1}]",
-        f"_block = _a[{first + 2}]",
+        *unpacked(expression, "doubles", ["_channels", "_outer", "_block"]),
         "for _i in range(_begin, _end):",
         "    _sum = _i * _channels",
         "    _start = _i * _block",
@@ -101,26 +92,21 @@ def _reduce_rows(expression: Expression) -> Entry:
         "        for _c in range(_channels):",
         *indented(_single(expression, "_row + _c", "_sum + _c", "_c"), 3),
     ]
-    return entry_of(expression, "row_sums", text, count, 3)
+    return entry_of(expression, "row_sums", text, expression.output_count, 3)
 
 
 @cache
 def _reduce_planes(expression: Expression) -> Entry:
     """Items are channels; each has LANES partial sums per output."""
-    count = expression.output_count
-    first = len(expression.parameters) + count
     text = [
-        *unpacked(expression, "doubles", count),
-        f"_channels = _a[{first}]",
-        f"_outer = _a[{first + 1}]",
-        f"_inner = _a[{first + 2}]",
+        *unpacked(expression, "doubles", ["_channels", "_outer", "_inner"]),
         "for _c in range(_begin, _end):",
         *indented(loads_of(expression, Kind.CHANNEL, "_c"), 1),
         "    for _r in range(_outer):",
         "        _plane = (_r * _channels + _c) * _inner",
         *indented(_lanes(expression, "0", "_inner", f"_c * {LANES}", "_plane + "), 2),
     ]
-    return entry_of(expression, "plane_sums", text, count, 3)
+    return entry_of(expression, "plane_sums", text, expression.output_count, 3)
 
 
 def _blocks(items: int, size: int) -> tuple[int, int]:
