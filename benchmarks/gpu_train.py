@@ -65,7 +65,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, float]:
         if arguments.kernels:
             print_kernels(lambda: steps(3), 3)
         found = {"ms": milliseconds, **memory("gpu"), "ready": ready, "loss": solver.net.loss()}
-        found["captured"] = solver.graph_runner.captured
+        found["captured"] = solver.graph_executor.captured
         solver.close()
     return found
 

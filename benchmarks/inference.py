@@ -41,9 +41,9 @@ def show_kernels(row: str) -> None:
     model, arrays = make_model(name, kind, int(batch), 0)
     model(**arrays)
     model(**arrays)
-    runner = next(iter(model._runners.values()))
+    executor = next(iter(model._executors.values()))
     with model.backend.activate():
-        passes = repeated(runner.forward, model.backend.synchronize)
+        passes = repeated(executor.forward, model.backend.synchronize)
         print_kernels(lambda: passes(20), 20)
 
 

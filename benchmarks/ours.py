@@ -92,7 +92,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         ready = time.perf_counter() - begin
         milliseconds = measure_job(steps, job)
         found = {"ms": milliseconds, **memory(job["device"]), "ready": ready, "loss": solver.net.loss()}
-        found["captured"] = solver.graph_runner.captured if job["device"] == "gpu" else False
+        found["captured"] = solver.graph_executor.captured if job["device"] == "gpu" else False
         solver.close()
     return found
 
@@ -107,13 +107,13 @@ def predict(job: dict[str, Any]) -> dict[str, Any]:
         model(**arrays)
         model(**arrays)
         ready = time.perf_counter() - begin
-        runner = next(iter(model._runners.values()))
+        executor = next(iter(model._executors.values()))
         with model.backend.activate():
-            run = repeated(runner.forward, model.backend.synchronize)
+            run = repeated(executor.forward, model.backend.synchronize)
             milliseconds = measure_job(run, job)
         call = measure(repeated(lambda: model(**arrays)), True)
         found = {"ms": milliseconds, **memory(job["device"]), "ready": ready, "call": call}
-        return {**found, "captured": runner.captured}
+        return {**found, "captured": executor.captured}
 
 
 def pycaffe(job: dict[str, Any]) -> dict[str, Any]:

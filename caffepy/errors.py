@@ -1,7 +1,7 @@
 """Every error that caffepy raises on purpose, and the exit status that each means.
 
-A message says what was found, where, and what to do. `UserError` is a mistake in what the
-user gave (exit status 2); `RunError` is a failure while running (exit status 1);
+A message says the mistake, its place, and the remedy. `UserError` is a mistake in the
+user's input (exit status 2); `RunError` is a failure while running (exit status 1);
 `InternalError` is a mistake in caffepy (exit status 70).
 """
 
@@ -122,7 +122,7 @@ class NonFiniteError(RunError):
     """The loss became NaN or infinite, or too many updates in a row were skipped.
 
     Args:
-        reason: what was found, and what to do.
+        reason: the mistake and the remedy.
         iteration: in which; the message begins with it.
     """
 

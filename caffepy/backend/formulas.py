@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import sqrt, tanh
+from math import exp, fabs, sqrt, tanh
 
 from caffepy.backend.expression import Channel, Each, Scalar, expression
 
@@ -10,6 +10,66 @@ from caffepy.backend.expression import Channel, Each, Scalar, expression
 @expression
 def scaled(x: Each, factor: Scalar) -> Each:
     return x * factor
+
+
+@expression
+def absolute(x: Each) -> Each:
+    return fabs(x)
+
+
+@expression
+def scaled_magnitude(x: Each, factor: Scalar) -> Each:
+    return fabs(x) * factor
+
+
+@expression
+def squared(x: Each) -> Each:
+    return x * x
+
+
+@expression
+def scaled_square(x: Each, factor: Scalar) -> Each:
+    return x * x * factor
+
+
+@expression
+def root(x: Each) -> Each:
+    return sqrt(x)
+
+
+@expression
+def negated(x: Each) -> Each:
+    return -x
+
+
+@expression
+def difference(x: Each, y: Each) -> Each:
+    return x - y
+
+
+@expression
+def minus_channel(x: Each, y: Channel) -> Each:
+    return x - y
+
+
+@expression
+def squared_difference(x: Each, y: Each) -> Each:
+    return (x - y) * (x - y)
+
+
+@expression
+def pair_gradient(x: Each, y: Each, slope: Channel, factor: Scalar) -> Each:
+    return (x - y) * slope * factor
+
+
+@expression
+def scaled_over_count(x: Each, count: Channel, factor: Scalar) -> Each:
+    return x * factor / max(count, 1.0)
+
+
+@expression
+def ratio_or_zero(x: Each, y: Each) -> Each:
+    return 0.0 if y == 0 else x / y
 
 
 @expression
@@ -65,6 +125,11 @@ def total(x: Each, y: Each) -> Each:
 @expression
 def rectified(x: Each) -> Each:
     return max(x, 0.0)
+
+
+@expression
+def rectified_with_channel(x: Each, y: Channel) -> Each:
+    return max(x + y, 0.0)
 
 
 @expression
@@ -129,3 +194,13 @@ def hyperbolic_tangent(x: Each) -> Each:
 @expression
 def tanh_gradient(y: Each, dy: Each) -> Each:
     return dy * (1 - y * y)
+
+
+@expression
+def elu(x: Each, alpha: Scalar, scale: Scalar) -> Each:
+    return scale * x if x > 0 else scale * alpha * (exp(x) - 1)
+
+
+@expression
+def elu_gradient_from_bottom(x: Each, dy: Each, alpha: Scalar, scale: Scalar) -> Each:
+    return dy * (scale if x > 0 else scale * alpha * exp(x))

@@ -64,7 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 
 @dataclass
-class Subject:
+class DescribedNet:
     """The net that the command describes.
 
     Args:
@@ -91,33 +91,35 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("net needs either --model train_val.prototxt or --solver solver.prototxt")
     from caffepy.cli.nets import refuse_net_without_layers
 
-    subject = _read(args)
-    refuse_net_without_layers(args.model or args.solver, subject.param, subject.state)
-    shapes = record_shapes(subject.param, subject.context, subject.state, args.shape, lambda text: print(f"{text}\n"))
-    subject.context = replace(subject.context, sample_shapes=shapes)
+    described = _read(args)
+    refuse_net_without_layers(args.model or args.solver, described.param, described.state)
+    shapes = record_shapes(
+        described.param, described.context, described.state, args.shape, lambda text: print(f"{text}\n")
+    )
+    described.context = replace(described.context, sample_shapes=shapes)
     if args.memory:
-        _print_memory(subject, args)
+        _print_memory(described, args)
     else:
-        _print_layers(subject, args.fused)
+        _print_layers(described, args.fused)
     return 0
 
 
 # -- reading the net --------------------------------------------------------------------------------------
 
 
-def _read(args: argparse.Namespace) -> Subject:
+def _read(args: argparse.Namespace) -> DescribedNet:
     from caffepy.formats.proto import caffe_pb2
     from caffepy.net.memory_plan import with_batch
 
     own = caffe_pb2.NetState(level=args.level, stage=args.stage)
     phase = caffe_pb2.Phase.Value(args.phase)
-    subject = _read_model(args.model, phase, own) if args.model else _read_solver(args.solver, phase, own)
+    described = _read_model(args.model, phase, own) if args.model else _read_solver(args.solver, phase, own)
     if args.batch is not None:
-        subject.param = with_batch(subject.param, args.batch)
-    return subject
+        described.param = with_batch(described.param, args.batch)
+    return described
 
 
-def _read_model(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
+def _read_model(path: Path, phase: int, own: caffe_pb2.NetState) -> DescribedNet:
     from caffepy.backend.meta import MetaBackend
     from caffepy.formats.load import net_state, read_net
     from caffepy.formats.paths import PathResolver
@@ -125,10 +127,10 @@ def _read_model(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
 
     param = read_net(path)
     context = LayerContext(MetaBackend(), phase=phase, resolve=PathResolver(path))
-    return Subject(param, context, net_state(phase, param.state, own))
+    return DescribedNet(param, context, net_state(phase, param.state, own))
 
 
-def _read_solver(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
+def _read_solver(path: Path, phase: int, own: caffe_pb2.NetState) -> DescribedNet:
     from caffepy.backend.meta import MetaBackend
     from caffepy.data.sharding import Shard
     from caffepy.formats.load import net_state, read_solver
@@ -144,16 +146,16 @@ def _read_solver(path: Path, phase: int, own: caffe_pb2.NetState) -> Subject:
         context = replace(context, phase=phase)
         state = net_state(phase, param.state, *solver.test_state[:1])
     state.MergeFrom(own)
-    return Subject(param, context, state, RULES.get(solver.type, "solver").histories())
+    return DescribedNet(param, context, state, RULES.get(solver.type, "solver").histories())
 
 
 # -- layers -----------------------------------------------------------------------------------------------
 
 
-def _print_layers(subject: Subject, fused: bool) -> None:
+def _print_layers(described: DescribedNet, fused: bool) -> None:
     from caffepy.net import Net
 
-    net = Net(subject.param, subject.context, subject.state, fused)
+    net = Net(described.param, described.context, described.state, fused)
     head = ("layer", "type", "bottoms -> tops", "shape", "parameters", "dtype")
     sources = _split_sources(net.schedule)
     shown = [node for node in net.schedule if node.layer.type != "Split"]
@@ -192,20 +194,20 @@ def _short(name: str) -> str:
 # -- memory -----------------------------------------------------------------------------------------------
 
 
-def _print_memory(subject: Subject, args: argparse.Namespace) -> None:
+def _print_memory(described: DescribedNet, args: argparse.Namespace) -> None:
     from caffepy.formats.load import filter_net
     from caffepy.net.memory_plan import plan_memory, written_batch
 
     training = args.phase == "TRAIN"
-    histories = subject.histories if training else 0
-    plan = plan_memory(subject.param, subject.context, subject.state, not args.no_fuse)
-    batch = written_batch(filter_net(subject.param, subject.state))
-    print(f"{printable(subject.param.name) or 'net'}, {args.phase}, batch {batch}: memory on a GPU\n")
+    histories = described.histories if training else 0
+    plan = plan_memory(described.param, described.context, described.state, not args.no_fuse)
+    batch = written_batch(filter_net(described.param, described.state))
+    print(f"{printable(described.param.name) or 'net'}, {args.phase}, batch {batch}: memory on a GPU\n")
     print_table(_summary(plan, histories, not args.no_share), right=(1,))
     print(f"\nPeak: {printable(_short_step(plan.steps[plan.peak]))}. The largest blobs live there:\n")
     print_table(_largest(plan), right=(0,), shrinking=(1, 2, 5, 6))
     if available := _available(args):
-        _print_largest_batch(subject, args, histories, available)
+        _print_largest_batch(described, args, histories, available)
 
 
 def _summary(plan: MemoryPlan, histories: int, share: bool) -> Iterable[tuple[str, ...]]:
@@ -250,11 +252,11 @@ def _available(args: argparse.Namespace) -> int:
     return free_memory(args.gpu)
 
 
-def _print_largest_batch(subject: Subject, args: argparse.Namespace, histories: int, available: int) -> None:
+def _print_largest_batch(described: DescribedNet, args: argparse.Namespace, histories: int, available: int) -> None:
     from caffepy.net.memory_plan import largest_batch
 
     batch = largest_batch(
-        subject.param, subject.context, subject.state, not args.no_fuse, not args.no_share, histories, available
+        described.param, described.context, described.state, not args.no_fuse, not args.no_share, histories, available
     )
     device = "" if args.gpu is None else f" that are free on GPU {args.gpu}"
     print(f"\nThe largest batch_size for the {available / GIBIBYTE:.1f} GiB{device}: {batch or 'none'}")

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from caffepy.infer.classify import ImageModel
     from caffepy.infer.detect import Box
-    from caffepy.infer.images import Preparation, Steps
+    from caffepy.infer.images import ImageOptions, Steps
     from caffepy.infer.input_transform import ImagePreparation
 
 
@@ -108,16 +108,16 @@ def inputs_and_output(args: argparse.Namespace, suffixes: tuple[str, ...]) -> tu
     return paths, args.output
 
 
-def option_preparation(args: argparse.Namespace) -> Preparation:
-    """Return the preparation that the options describe.
+def image_options(args: argparse.Namespace) -> ImageOptions:
+    """Return the image options that the command line gives.
 
     Raises:
         DataError: the mean cannot be read.
     """
-    from caffepy.infer.images import Preparation, read_any_mean
+    from caffepy.infer.images import ImageOptions, read_any_mean
 
     given = {name: getattr(args, name) for name in _PREPARATION[1:] if getattr(args, name) is not None}
-    return Preparation(mean=read_any_mean(args.mean_file or ""), **given)
+    return ImageOptions(mean=read_any_mean(args.mean_file or ""), **given)
 
 
 def net_preparation(
@@ -238,7 +238,7 @@ def _classify_steps(model: ImageModel, args: argparse.Namespace) -> Steps:
         return net_steps(preparation, channels)
     size = args.images_dim or (256, 256)
     size = (max(size[0], height), max(size[1], width))
-    return option_preparation(args).steps(model.image_shape, size, not args.center_only)
+    return image_options(args).steps(model.image_shape, size, not args.center_only)
 
 
 def _write_scores(output: Path, scores: NDArray[np.float32]) -> None:
@@ -404,7 +404,7 @@ def _detect_steps(model: ImageModel, args: argparse.Namespace) -> Steps:
 
     preparation = net_preparation(model, args)
     if preparation is None:
-        return option_preparation(args).steps(model.image_shape)
+        return image_options(args).steps(model.image_shape)
     if preparation.crops or preparation.pads:
         raise ConfigError(
             f"{args.model}: transform_param of the Input layer crops or pads images, and boxes are relative to whole "
@@ -416,7 +416,7 @@ def _detect_steps(model: ImageModel, args: argparse.Namespace) -> Steps:
 def _run_windows(args: argparse.Namespace, paths: list[Path], output: Path | None) -> int:
     from caffepy.cli.nets import single_device
     from caffepy.infer.classify import ImageModel
-    from caffepy.infer.images import Preparation
+    from caffepy.infer.images import ImageOptions
     from caffepy.infer.windows import classify_windows, read_windows, windows_as_csv, write_windows_hdf5
 
     if args.crop_mode == "selective_search":
@@ -436,9 +436,9 @@ def _run_windows(args: argparse.Namespace, paths: list[Path], output: Path | Non
     with quiet_net(), ImageModel(args.model, args.weights, single_device(args), args.threads, args.engine) as model:
         of_net = net_preparation(model, args)
         mean, scale = of_net.mean_and_scale() if of_net is not None else (None, 1.0)
-        prepared = option_preparation(args) if of_net is None else Preparation(mean=mean, input_scale=scale)
+        options = image_options(args) if of_net is None else ImageOptions(mean=mean, input_scale=scale)
         unreadable = Unreadable(dict.fromkeys(window.filename for window in windows))
-        scores = classify_windows(model, windows, prepared, args.context_pad, unreadable.leave_out)
+        scores = classify_windows(model, windows, options, args.context_pad, unreadable.leave_out)
     unreadable.check()
     windows = [window for window in windows if window.filename not in unreadable.names]
     done = f"{counted(len(windows), 'window')} x {counted(scores.shape[1], 'class', 'classes')}"

@@ -138,7 +138,7 @@ def _options(args: argparse.Namespace, world: World, detection: bool) -> Scoring
     else:
         logger.info("Use GPU with device ID %s", ", ".join(map(str, gpus)))
     return ScoringOptions(
-        partial(_make_runner, args, by_runtime, param, state),
+        partial(_make_executor, args, by_runtime, param, state),
         batches=args.iterations,
         devices=[None] * args.cpu_solvers if gpus is None else gpus,
         threads=args.threads,
@@ -150,7 +150,7 @@ def _options(args: argparse.Namespace, world: World, detection: bool) -> Scoring
     )
 
 
-def _make_runner(
+def _make_executor(
     args: argparse.Namespace, by_runtime: bool, param: NetParameter, state: NetState, backend: Backend, shard: Shard
 ) -> ForwardExecutor | RuntimeExecutor:
     from caffepy.cli.nets import read_weights

@@ -1,9 +1,9 @@
-"""Datum parsing, checks and image decoding (Caffe's `io.cpp`), and what must be known of JPEG and PNG files before.
+"""Datum parsing, checks and image decoding (Caffe's `io.cpp`), and facts of JPEG and PNG files that these need.
 
 `bulk_copy` runs the check of JPEG headers as machine code. Marker names and offsets follow ITU-T T.81, annex B, and
 JFIF's and Adobe's application segments. OpenCV's PNG decoder trusts chunk lengths: damaged chunks can make it hang or
-allocate gigabytes, so chunks are validated, and those that do not affect pixels are dropped (W3C's PNG specification,
-third edition).
+allocate gigabytes, so chunks are validated, and chunks that do not affect pixels are dropped (W3C's PNG
+specification, third edition).
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class DistributedDataParallel:
         """Free the graphs that contain the group's collectives. Called before the group is destroyed."""
         self._exchange.cancel()
         with self.solver.backend.activate():
-            self.solver.graph_runner.drop()
+            self.solver.graph_executor.drop()
 
     def _mark(self, what: str | Callable[[], str]) -> AbstractContextManager[None]:
         return self.group.bounded(what if isinstance(what, str) else what())

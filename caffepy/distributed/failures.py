@@ -25,7 +25,7 @@ _TELL_SECONDS = 1.0
 
 
 class Failures:
-    """Keeps the first failure of a run, releases everybody in this process who waits, and ends the other ranks.
+    """Keeps the first failure of a run, releases the waiting threads of this process, and ends the other ranks.
 
     Args:
         world: the processes.
@@ -59,7 +59,7 @@ class Failures:
         if self._watchdog is not None:
             self._watchdog.stop()
 
-    # -- who failed first ---------------------------------------------------------------------------
+    # -- the first failure --------------------------------------------------------------------------
 
     def device_failed(self, error: BaseException, location: str) -> None:
         """Record the failure of a device of this process. Callable from any thread.

@@ -61,7 +61,7 @@ class SynchronisedSolver(Protocol):
     @property
     def replicated(self) -> Sequence[Array]: ...
     @property
-    def graph_runner(self) -> PendingGraphs: ...
+    def graph_executor(self) -> PendingGraphs: ...
     @property
     def world_size(self) -> int: ...
 
@@ -142,7 +142,7 @@ class GradientSync:
     def on_iteration(self) -> None:
         interval = self._check_interval
         if interval and (solver := self._connected.solver).iteration % interval == 0:
-            solver.graph_runner.drain()
+            solver.graph_executor.drain()
             self.on_snapshot()
 
     def on_snapshot(self) -> None:

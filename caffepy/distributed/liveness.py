@@ -175,7 +175,7 @@ class Stall:
     stragglers: list[DeviceStatus]
 
     def describe(self, timeout: float, unknown: str) -> str:
-        """In a line: who waits where for whom, and what to do; `unknown` is said where there is no straggler."""
+        """Return a line: which device waits where for which, and what to do; `unknown` if there is no straggler."""
         waiter = self.waiter
         end = f"; look at that process, or allow more than {timeout:g} s with --timeout"
         if waiter.reading:

@@ -18,7 +18,8 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from caffepy.distributed.default import destroy_process_group, get_group, is_initialized
-from caffepy.distributed.launch.launchers import RANK, SECRET, Rendezvous
+from caffepy.distributed.launch.launchers import RANK, Rendezvous
+from caffepy.distributed.processes.launcher import SECRET
 from caffepy.errors import PeerError, RunError, UserError, describe
 
 _POLL_SECONDS = 0.2

@@ -2,7 +2,7 @@
 
 Gradients lie in the order in which the backward pass finishes them, so a bucket is a slice, and the last layers' bucket
 is complete while the first layers' gradients are still being computed (Li et al., VLDB 2020; NVIDIA Caffe's
-`reduce_buckets`). `Reducer` owns when each bucket's all-reduce starts and who waits for it; `P2PSync` has one for its
+`reduce_buckets`). `Reducer` owns the start of each bucket's all-reduce and the wait for it; `P2PSync` has one for its
 solver. On a GPU all of this happens while an iteration is captured, and is repeated in every replay.
 
 Communication is the time in which at least one all-reduce is pending, exposed time that in which the device has nothing

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from caffepy.distributed.processes.launcher import find_mpi_launcher, is_near, port_offset
+from caffepy.distributed.processes.launcher import LOOPBACK, find_mpi_launcher, is_near, is_number, port_offset
 from caffepy.distributed.processes.world import MpiWorld, World, create_mpi_world, machine_identity, own_addresses
 from caffepy.distributed.store.client import Address, ControlClient
 from caffepy.distributed.store.server import ControlServer, find_secret, join_store, listen
@@ -33,7 +33,6 @@ from caffepy.utils.files import read_private
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
 _CONNECT_SECONDS = 10.0
 
 
@@ -213,7 +212,7 @@ class Call:
             if found is None:
                 raise UserError(f"{self.method} needs {name}: give init_process_group {name}=, or set {variable}")
             return found
-        if not _is_number(written):
+        if not is_number(written):
             raise UserError(f"{variable} is '{written}'; it must be a number")
         return int(written)
 
@@ -279,7 +278,7 @@ def _join_mpi(call: Call) -> Membership:
 
 def _join_address(call: Call) -> Membership:
     host, port = _address(call)
-    if not _is_host(host) or not _is_number(port) or not 0 < int(port) < 65536:
+    if not _is_host(host) or not is_number(port) or not 0 < int(port) < 65536:
         raise UserError(f"'{host}:{port}' is not an address: {call.method} needs rank 0's host and a free port there")
     rank, size = call.rank_and_size()
     secret = find_secret(call.environment, call.method, f"{host}:{port}", warns=rank == 0 and size > 1)
@@ -313,10 +312,6 @@ def _is_host(text: str) -> bool:
         return bool(text) and "\0" not in text and bool(text.encode("idna"))
     except UnicodeError:
         return False
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 def _join_file(call: Call) -> Membership:

@@ -583,7 +583,7 @@ def check_integrity(message: NetParameter | SolverState, content: bytes, origin:
 
 
 def change_text(actual: int, expected: int, count: int, expected_count: int) -> str:
-    """Return how checksum and number of blobs differ from those that caffepy wrote."""
+    """Return how checksum and number of blobs differ from the ones that caffepy wrote."""
     blobs = f", and it holds {count} blobs of {expected_count}" if count != expected_count else ""
     return f"its checksum is {actual:08x}, but {expected:08x} was written{blobs}"
 

@@ -198,7 +198,7 @@ class _File:
         self.root_address = 0
 
     def charge(self, size: int) -> None:
-        """Add metadata bytes to those that were read.
+        """Add to the count of metadata bytes that were read.
 
         Raises:
             ValueError: they are too many: structures are cyclic or overlap.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from google.protobuf import text_format
 from google.protobuf.message import Message
@@ -16,6 +18,7 @@ from caffepy.formats.upgrade import upgrade_net, upgrade_solver
 from caffepy.utils.files import atomic_write, read_regular
 
 log = logging.getLogger(__name__)
+T = TypeVar("T", bound=Message)
 
 
 def upgrade_net_text(source: Path, target: Path) -> bool:
@@ -28,20 +31,12 @@ def upgrade_net_text(source: Path, target: Path) -> bool:
         ConfigError: the source is absent, not a net, or cannot be upgraded.
         RunError: the target cannot be written.
     """
-    before = read_prototxt(source, "net", NetParameter())
-    after = NetParameter()
-    after.CopyFrom(before)
-    upgrade_net(after, str(source))
-    return _write_text(before, after, source, target)
+    return _upgrade_text("net", NetParameter(), upgrade_net, source, target)
 
 
 def upgrade_solver_text(source: Path, target: Path) -> bool:
     """Write the solver of a prototxt in the current format; like `upgrade_net_text`."""
-    before = read_prototxt(source, "solver", SolverParameter())
-    after = SolverParameter()
-    after.CopyFrom(before)
-    upgrade_solver(after, str(source))
-    return _write_text(before, after, source, target)
+    return _upgrade_text("solver", SolverParameter(), upgrade_solver, source, target)
 
 
 def upgrade_net_binary(source: Path, target: Path) -> bool:
@@ -65,7 +60,11 @@ def upgrade_net_binary(source: Path, target: Path) -> bool:
     return changed
 
 
-def _write_text(before: Message, after: Message, source: Path, target: Path) -> bool:
+def _upgrade_text(kind: str, empty: T, upgrade: Callable[[T, str], object], source: Path, target: Path) -> bool:
+    before = read_prototxt(source, kind, empty)
+    after = type(before)()
+    after.CopyFrom(before)
+    upgrade(after, str(source))
     changed = before != after
     _write(target, text_format.MessageToString(after, as_utf8=True).encode())
     _report(changed, source, target)

@@ -345,8 +345,8 @@ INPUT = "data"
 
 
 @dataclass(frozen=True)
-class Preparation:
-    """Preprocessing of image values, which are RGB from 0 to 1.
+class ImageOptions:
+    """Options for the preprocessing of image values, which are RGB from 0 to 1.
 
     Args:
         raw_scale: factor before mean subtraction.
@@ -391,7 +391,7 @@ class Preparation:
             ten_crops: give the crops of the corners and the centre and their mirror images, not only the centre's.
 
         Raises:
-            ConfigError: the input is larger than `size`, or the preparation does not fit.
+            ConfigError: the input is larger than `size`, or the options do not fit.
         """
         channels, height, width = shape
         transformer = self.transformer((1, *shape))

@@ -72,7 +72,7 @@ class Model:
                 "'caffepy deploy' makes of a training net, or 'caffepy test' for a net that reads its data itself"
             )
         self._nets = ShapeExecutors(self.net, param, eager=eager)
-        self._runners = self._nets.kept
+        self._executors = self._nets.kept
         self._image_input = next((layer for layer in param.layer if has_preparation(layer)), None)
         self._resolve = context.resolve
         self._preparation: ImagePreparation | None = None
@@ -113,17 +113,17 @@ class Model:
         hosts = {name: as_numpy(array, name) for name, array in given.items() if name not in here}
         values = {**here, **hosts}
         shapes = tuple(self._shape(name, values[name]) for name in self.inputs)
-        runner = self._nets.runner(shapes)
+        executor = self._nets.executor(shapes)
         if self._by_runtime:
-            return self._runtime_net(runner).run(hosts)
+            return self._runtime_net(executor).run(hosts)
         for name, array in here.items():
-            self.backend.copy(array, runner.net.blobs[name].data)
-        with self.backend.workspace_lease(runner.arena):
+            self.backend.copy(array, executor.net.blobs[name].data)
+        with self.backend.workspace_lease(executor.arena):
             for name, array in hosts.items():
-                self.backend.upload(array, runner.net.blobs[name].data)
-        runner.forward()
-        with self.backend.workspace_lease(runner.arena):
-            return self._results(runner.net, bool(here))
+                self.backend.upload(array, executor.net.blobs[name].data)
+        executor.forward()
+        with self.backend.workspace_lease(executor.arena):
+            return self._results(executor.net, bool(here))
 
     @property
     def prepares_images(self) -> bool:
@@ -207,11 +207,11 @@ class Model:
             )
         return shape
 
-    def _runtime_net(self, runner: ForwardExecutor) -> RuntimeNet:
-        if runner not in self._runtime_nets:
-            runner.net.prepare()
-            self._runtime_nets[runner] = RuntimeNet(runner.net, self.backend.threads)
-        return self._runtime_nets[runner]
+    def _runtime_net(self, executor: ForwardExecutor) -> RuntimeNet:
+        if executor not in self._runtime_nets:
+            executor.net.prepare()
+            self._runtime_nets[executor] = RuntimeNet(executor.net, self.backend.threads)
+        return self._runtime_nets[executor]
 
     def _results(self, net: Net, on_device: bool) -> dict[str, Any]:
         values = [blob.data for blob in net.outputs.values()]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from caffepy.errors import DataError, spreadsheet_text
 from caffepy.infer.classify import ImageModel
-from caffepy.infer.images import INPUT, ArrayError, Floats, Preparation, Transformer, load_image, resize_image
+from caffepy.infer.images import INPUT, ArrayError, Floats, ImageOptions, Transformer, load_image, resize_image
 from caffepy.utils.files import atomic_write, read_regular
 
 EDGES = ("ymin", "xmin", "ymax", "xmax")
@@ -83,7 +83,7 @@ def _window(row: dict[str, str | None], where: str) -> Window:
 def classify_windows(
     model: ImageModel,
     windows: Sequence[Window],
-    preparation: Preparation,
+    options: ImageOptions,
     context_pad: int,
     leave_out: Callable[[str, DataError], None] | None = None,
 ) -> Floats:
@@ -92,18 +92,18 @@ def classify_windows(
     Args:
         model: the net.
         windows: the windows; keep those of one image adjacent, because only the last image is cached.
-        preparation: preprocessing of the values.
+        options: of the preprocessing of the values.
         context_pad: width in pixels of the input's border that shows what surrounds a window.
         leave_out: called with the name of an image that cannot be read, whose windows have no row then; None: the
             error is raised.
 
     Raises:
-        ConfigError: the preparation does not fit.
+        ConfigError: the options do not fit.
         DataError: an image cannot be read.
         ArrayError: a window is not within its image, or `context_pad` does not fit the input.
     """
     channels, height, width = model.image_shape
-    transformer = preparation.transformer((1, channels, height, width))
+    transformer = options.transformer((1, channels, height, width))
     check_context_pad(context_pad, height, width)
     mean = crop_mean(transformer, INPUT)
     dims = np.array([height, width, channels])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from caffepy.backend import Array, Channel, Each, Scalar, expression
+from caffepy.backend.formulas import negated, ratio_or_zero
 from caffepy.layers.layer import Blobs, Layer, register_layer
 from caffepy.layers.loss import NO_IGNORED_LABEL, Labels
 
@@ -22,18 +23,8 @@ def class_hits(rank: Each, label: Each, number: Channel, top_k: Scalar, ignored:
 
 
 @expression
-def ratio(hit: Each, count: Each) -> Each:
-    return 0.0 if count == 0 else hit / count
-
-
-@expression
 def without_ignored(label: Each, ignored: Scalar) -> Each:
     return 0.0 if label == ignored else label
-
-
-@expression
-def negative(x: Each) -> Each:
-    return -x
 
 
 @register_layer("Accuracy")
@@ -91,12 +82,12 @@ class AccuracyLayer(Layer):
         scores = bottom[0].data
         if self.param.accuracy_param.min_is_better:
             scores = self.scratch("negative", bottom[0].shape).array
-            backend.apply(negative, (bottom[0].data,), (scores,))
+            backend.apply(negated, (bottom[0].data,), (scores,))
         ranked = (scores, self._safe_labels, self._ranks, self._labels.bad_index, self._axis)
         backend.label_ranks(*ranked, self.context.nvidia)
         inputs = (self._ranks, labels, self._top_k, self._ignored)
         backend.reduce(hits, inputs, (self._hits, self._count))
-        backend.apply(ratio, (self._hits, self._count), (top[0].data,))
+        backend.apply(ratio_or_zero, (self._hits, self._count), (top[0].data,))
         if len(top) > 1:
             self._score_classes(labels, top[1].data)
 
@@ -106,7 +97,7 @@ class AccuracyLayer(Layer):
             backend.gemm(row.reshape(-1, 1), self._ones, spread)
         inputs = (self._spread_ranks, self._spread_labels, self._numbers, self._top_k, self._ignored)
         backend.reduce(class_hits, inputs, (self._class_hits, self._class_counts))
-        backend.apply(ratio, (self._class_hits, self._class_counts), (scores,))
+        backend.apply(ratio_or_zero, (self._class_hits, self._class_counts), (scores,))
 
     def raise_device_errors(self) -> None:
         self._labels.raise_device_errors()

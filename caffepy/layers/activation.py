@@ -9,7 +9,7 @@ import math
 from math import exp, fabs, log, log1p, tanh
 
 from caffepy.backend import Array, Channel, Each, Expression, RandomStream, Scalar, expression
-from caffepy.backend.formulas import hyperbolic_tangent, scaled, tanh_gradient
+from caffepy.backend.formulas import absolute, elu, elu_gradient_from_bottom, hyperbolic_tangent, scaled, tanh_gradient
 from caffepy.backend.types import Counter
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.layer import Blobs, Layer, LayerContext, ScratchBuffer, register_layer
@@ -85,11 +85,6 @@ class ActivationLayer(Layer):
 
 
 @expression
-def absolute(x: Each) -> Each:
-    return fabs(x)
-
-
-@expression
 def absolute_gradient(x: Each, dy: Each) -> Each:
     return dy if x > 0 else (-dy if x < 0 else 0.0)
 
@@ -148,18 +143,8 @@ class ClipLayer(ActivationLayer):
 
 
 @expression
-def elu(x: Each, alpha: Scalar, scale: Scalar) -> Each:
-    return scale * x if x > 0 else scale * alpha * (exp(x) - 1)
-
-
-@expression
 def elu_gradient(y: Each, dy: Each, alpha: Scalar, scale: Scalar) -> Each:
     return dy * (scale if y > 0 else y + scale * alpha)
-
-
-@expression
-def elu_gradient_from_bottom(x: Each, dy: Each, alpha: Scalar, scale: Scalar) -> Each:
-    return dy * (scale if x > 0 else scale * alpha * exp(x))
 
 
 @expression

@@ -162,7 +162,7 @@ class BatchNormLayer(Layer):
 
     @classmethod
     def depends_on_earlier_passes(cls, param: caffe_pb2.LayerParameter, context: LayerContext) -> bool:
-        """In TEST with the batch's statistics, which change those that the next training pass and snapshot read."""
+        """In TEST with the batch's statistics: the next training pass and snapshot read the changed statistics."""
         given = param.batch_norm_param
         return context.phase == caffe_pb2.TEST and given.HasField("use_global_stats") and not given.use_global_stats
 

@@ -81,32 +81,54 @@ ONNX = Rules(Registry("layer type with an ONNX form"))
 TORCH = Rules(Registry("layer type with a PyTorch form"))
 
 
-# -- ONNX ----------------------------------------------------------------------------------------------
+class ExportedLayer(Protocol):
+    """A layer with the names of its bottoms' values, in either form."""
 
-FLOAT, INT64 = 1, 7
-"""ONNX's numbers of types of elements."""
-
-
-class OnnxView(Protocol):
-    """What a rule of ONNX sees of its layer; `caffepy.export.onnx.graph.LayerView` describes each name."""
-
-    graph: Any
     layer: Any
     inputs: list[str]
     bottoms: list[Blob]
     tops: list[Blob]
 
     @property
-    def param(self) -> Any: ...
+    def param(self) -> Any:
+        """The layer's prototxt."""
+        return self.layer.param
+
     @property
-    def x(self) -> str: ...
+    def x(self) -> str:
+        """The first bottom's value."""
+        return self.inputs[0]
+
+    def weights(self, index: int) -> NDArray[np.float32]:
+        """A parameter's values."""
+        return np.asarray(self.layer.blobs[index].host_data(), np.float32)
+
+    def axis(self, index: int) -> int:
+        """An axis of the first bottom, from 0."""
+        return self.bottoms[0].axis(index, f"layer '{self.layer.name}'")
+
+    def error(self, message: str) -> ConfigError:
+        """An error that names the layer and its type."""
+        error: ConfigError = self.layer.error(message)
+        return error
+
+
+# -- ONNX ----------------------------------------------------------------------------------------------
+
+FLOAT, INT64 = 1, 7
+"""ONNX's numbers of types of elements."""
+
+
+class OnnxView(ExportedLayer, Protocol):
+    """A layer for a rule of ONNX; `caffepy.export.onnx.graph.LayerView` describes each name."""
+
+    graph: Any
+
     def add(self, operator: str, *inputs: str, **attributes: Any) -> str: ...
     def add_many(self, operator: str, count: int, *inputs: str, **attributes: Any) -> list[str]: ...
     def floats(self, values: Any, name: str = "constant") -> str: ...
     def ints(self, *values: int) -> str: ...
-    def weights(self, index: int) -> NDArray[np.float32]: ...
     def parameter(self, index: int, shape: Sequence[int] | None = None) -> str: ...
-    def axis(self, index: int) -> int: ...
     def scaled(self, value: str, factor: float, term: float = 0.0) -> str: ...
     def reduce(self, operator: str, value: str, axes: Sequence[int], keepdims: bool = True) -> str: ...
     def reshaped(self, value: str, shape: Sequence[int]) -> str: ...
@@ -116,32 +138,19 @@ class OnnxView(Protocol):
     def shape_of(self, blob: Blob, what: str) -> list[int]: ...
     def in_shape_of(self, value: str, blob: Blob) -> str: ...
     def refuse_varying(self, blob: Blob, axes: Sequence[int]) -> None: ...
-    def error(self, message: str) -> ConfigError: ...
 
 
 # -- PyTorch -------------------------------------------------------------------------------------------
 
 
-class TorchView(Protocol):
-    """What a rule of PyTorch sees of its layer; `caffepy.export.torch.code.LayerCode` describes each name."""
+class TorchView(ExportedLayer, Protocol):
+    """A layer for a rule of PyTorch; `caffepy.export.torch.code.LayerCode` describes each name."""
 
-    layer: Any
-    inputs: list[str]
-    bottoms: list[Blob]
-    tops: list[Blob]
-
-    @property
-    def param(self) -> Any: ...
-    @property
-    def x(self) -> str: ...
     @property
     def rank(self) -> int: ...
     def submodule(self, constructor: str, **parameters: NDArray[Any]) -> str: ...
     def apply(self, constructor: str, *inputs: str, **parameters: NDArray[Any]) -> str: ...
-    def weights(self, index: int) -> NDArray[np.float32]: ...
-    def axis(self, index: int) -> int: ...
     def shape_of(self, blob: Blob) -> str: ...
-    def error(self, message: str) -> ConfigError: ...
     def refuse(self, what: str) -> ConfigError: ...
 
 

@@ -6,7 +6,7 @@ import math
 from math import sqrt
 
 from caffepy.backend import Array, Each, Expression, Scalar, expression
-from caffepy.backend.formulas import identity, product_with_channel, total_with_channel
+from caffepy.backend.formulas import identity, product_with_channel, squared, total_with_channel
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.blob import Blob
 from caffepy.layers.layer import Blobs, Layer, LayoutAdapter, register_layer
@@ -14,11 +14,6 @@ from caffepy.layers.loss import IndexCheck
 
 LEAST_SQUARE = 1e-12
 """Added to the squared length, as caffe-windows does on GPUs."""
-
-
-@expression
-def squared(x: Each) -> Each:
-    return x * x
 
 
 @expression

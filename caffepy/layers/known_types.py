@@ -87,7 +87,7 @@ OF_NVIDIA = frozenset(
     ]
 )
 OF_FORKS = {"DenseCRF": "DeepLab and PSPNet"}
-"""Types of forks that caffepy refuses by name, and who has them."""
+"""Types of forks that caffepy refuses by name, and the projects that have them."""
 _ADVICE = {
     "TRT": "it runs a net with TensorRT; run the net that its deploy field names instead",
     "DenseCRF": "remove it, and refine the scores with a program for conditional random fields (pydensecrf)",

@@ -19,7 +19,17 @@ from typing import Any
 import numpy as np
 
 from caffepy.backend import Array, Backend, Channel, Each, Expression, Scalar, expression
-from caffepy.backend.formulas import identity, product, product_with_channel, scaled
+from caffepy.backend.formulas import (
+    difference,
+    identity,
+    negated,
+    pair_gradient,
+    product,
+    product_with_channel,
+    scaled,
+    scaled_magnitude,
+    squared_difference,
+)
 from caffepy.data.mean import read_blob
 from caffepy.errors import DataError
 from caffepy.formats.proto import caffe_pb2
@@ -300,11 +310,6 @@ MIN_DISTANCE = 1e-4
 
 
 @expression
-def squared_distance(a: Each, b: Each) -> Each:
-    return (a - b) * (a - b)
-
-
-@expression
 def pair_loss(square: Each, similar: Each, margin: Scalar, factor: Scalar) -> Each:
     rest = max(margin - sqrt(square), 0.0)
     return factor * (square if fabs(similar) >= 1 else rest * rest)
@@ -325,11 +330,6 @@ def pair_slope(square: Each, similar: Each, margin: Scalar) -> Each:
 @expression
 def legacy_pair_slope(square: Each, similar: Each, margin: Scalar) -> Each:
     return 1.0 if fabs(similar) >= 1 else (-1.0 if square < margin else 0.0)
-
-
-@expression
-def pair_gradient(a: Each, b: Each, slope: Channel, factor: Scalar) -> Each:
-    return (a - b) * slope * factor
 
 
 @register_layer("ContrastiveLoss")
@@ -366,7 +366,7 @@ class ContrastiveLossLayer(LossLayer):
         param = self.param.contrastive_loss_param
         a, b, similar = self._inputs(bottom)
         squares = self._squares.array
-        self.backend.reduce(squared_distance, (a, b), (squares,), 0)
+        self.backend.reduce(squared_difference, (a, b), (squares,), 0)
         formula = legacy_pair_loss if param.legacy_version else pair_loss
         self.backend.reduce(formula, (squares, similar, param.margin, 0.5 / max(bottom[0].shape[0], 1)), (top[0].data,))
 
@@ -386,7 +386,7 @@ class ContrastiveLossLayer(LossLayer):
 
 
 @expression
-def scaled_square(a: Each, b: Each, factor: Scalar) -> Each:
+def scaled_squared_difference(a: Each, b: Each, factor: Scalar) -> Each:
     return (a - b) * (a - b) * factor
 
 
@@ -407,7 +407,7 @@ class EuclideanLossLayer(ElementLossLayer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         a, b = bottom[0].data, self._targets.load(bottom[1].data)
         factor = 0.5 / max(bottom[0].shape[0], 1)
-        self.backend.reduce(scaled_square, (a, b, factor), (top[0].data,))
+        self.backend.reduce(scaled_squared_difference, (a, b, factor), (top[0].data,))
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         a, b = bottom[0].data, self._targets.target(bottom[1].data)
@@ -827,11 +827,6 @@ class SigmoidCrossEntropyLossLayer(ElementLossLayer):
 
 
 @expression
-def difference(a: Each, b: Each) -> Each:
-    return a - b
-
-
-@expression
 def counted(d: Each, factor: Scalar) -> Each:
     return factor if d == d else 0.0
 
@@ -862,11 +857,6 @@ def term_slope(d: Each, slope: Channel, weight: Scalar, power: Scalar, shift: Sc
 @expression
 def divided(dx: Each, count: Scalar) -> Each:
     return dx / max(count, 1.0)
-
-
-@expression
-def negated(x: Each) -> Each:
-    return -x
 
 
 @dataclass(frozen=True)
@@ -956,11 +946,6 @@ class PixelLoss:
 
 
 @expression
-def magnitude(d: Each, factor: Scalar) -> Each:
-    return fabs(d) * factor
-
-
-@expression
 def direction(d: Each, factor: Scalar) -> Each:
     return factor if d > 0 else (-factor if d < 0 else 0.0)
 
@@ -1034,7 +1019,7 @@ class L1LossLayer(ElementLossLayer):
         if self._pixels is not None:
             self._pixels.forward(self._formula(), bottom, top)
             return
-        self.backend.reduce(magnitude, (self._subtract(bottom), self._factor()), (top[0].data,))
+        self.backend.reduce(scaled_magnitude, (self._subtract(bottom), self._factor()), (top[0].data,))
 
     def slope(self, dx: Array, factor: float) -> None:
         """dx = factor * derivative of the loss by a."""

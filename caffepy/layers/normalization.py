@@ -5,10 +5,18 @@ LRN: Krizhevsky, Sutskever and Hinton 2012; Caffe's `lrn_layer.cpp`, `mvn_layer.
 
 from __future__ import annotations
 
-from math import fabs, sqrt
+from math import sqrt
 
 from caffepy.backend import Array, Channel, Each, Geometry, LrnWindow, Scalar, expression
-from caffepy.backend.formulas import product, product_with_channel, scaled
+from caffepy.backend.formulas import (
+    absolute,
+    minus_channel,
+    product,
+    product_with_channel,
+    scaled,
+    squared,
+    squared_distance,
+)
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.layer import (
     Blobs,
@@ -140,16 +148,6 @@ class LRNLayer(Layer):
 
 
 @expression
-def centred(x: Each, mean: Channel) -> Each:
-    return x - mean
-
-
-@expression
-def squared_deviation(x: Each, mean: Channel, factor: Scalar) -> Each:
-    return (x - mean) * (x - mean) * factor
-
-
-@expression
 def deviation(variance: Each, eps: Scalar) -> Each:
     return sqrt(variance) + eps
 
@@ -213,10 +211,10 @@ class MVNLayer(Layer):
         mean = statistics["mean"].array
         backend.reduce(scaled, (x, self._factor), (mean,), 0)
         if not self.param.mvn_param.normalize_variance:
-            backend.apply(centred, (x, mean), (y,), 0)
+            backend.apply(minus_channel, (x, mean), (y,), 0)
             return
         variance, divisor = statistics["variance"].array, statistics["deviation"].array
-        backend.reduce(squared_deviation, (x, mean, self._factor), (variance,), 0)
+        backend.reduce(squared_distance, (x, mean, self._factor), (variance,), 0)
         backend.apply(deviation, (variance, self.param.mvn_param.eps), (divisor,))
         backend.apply(standardised, (x, mean, divisor), (y,), 0)
         self.save_top(top)
@@ -246,16 +244,6 @@ FEATURE_EPS = {"L2": 1e-12, "L1": 1e-6}
 
 
 @expression
-def squared(x: Each) -> Each:
-    return x * x
-
-
-@expression
-def absolute(x: Each) -> Each:
-    return fabs(x)
-
-
-@expression
 def length(total: Each, eps: Scalar) -> Each:
     return sqrt(total + eps)
 
@@ -277,10 +265,10 @@ def unit_gradient(unit: Each, dy: Each, inner: Channel, norm: Channel) -> Each:
 
 @expression
 def feature_gradient(
-    unit: Each, dy: Each, inner: Channel, norm: Channel, dnorm: Channel, absolute: Scalar, undivided: Scalar
+    unit: Each, dy: Each, inner: Channel, norm: Channel, dnorm: Channel, is_l1: Scalar, undivided: Scalar
 ) -> Each:
     sign = 1.0 if unit > 0 else (-1.0 if unit < 0 else 0.0)
-    way = sign if absolute > 0 else unit
+    way = sign if is_l1 > 0 else unit
     gradient = dy - way * inner
     return (gradient if undivided > 0 else gradient / norm) + way * dnorm
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 
 from caffepy.backend import Array, Each, Geometry, expression
+from caffepy.backend.formulas import squared
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.blob import Blob
 from caffepy.layers.layer import Blobs, Layer, LayoutAdapter, ScratchBuffer, register_layer
 
 _Parameter = caffe_pb2.PoolingParameter
-
-
-@expression
-def square(x: Each) -> Each:
-    return x * x
 
 
 @expression
@@ -197,9 +193,9 @@ class PoolingLayer(Layer):
             backend.pool_stochastic_forward(x, chance, y, self._mask.array, g)
         else:
             squares, totals = (self.scratch(name, top[0].shape).array for name in ("squares", "totals"))
-            squared = self.scratch("squared", bottom[0].shape).array
-            backend.apply(square, (x,), (squared,))
-            backend.pool_average_forward(squared, squares, g)
+            bottom_squares = self.scratch("squared", bottom[0].shape).array
+            backend.apply(squared, (x,), (bottom_squares,))
+            backend.pool_average_forward(bottom_squares, squares, g)
             backend.pool_average_forward(x, totals, g)
             backend.apply(weighted, (squares, totals), (y,))
         if y is not top[0].data:

@@ -257,8 +257,8 @@ class PythonLayerBase:
 
     The layer sets `param`, the layer's prototxt, before `setup`, and these attributes before each call: `param_str`,
     also as `param_str_`, `phase` (0: TRAIN, 1: TEST; str(phase) is the name), `blobs` (the parameters;
-    `add_blob(*shape)` makes one), `rank` and `world_size` (of this device among those that divide the data, as
-    `caffe.solver_rank()` and `caffe.solver_count()`). bottom and top are lists of blobs with `shape`, `num`,
+    `add_blob(*shape)` makes one), `rank` and `world_size` (of this device among the devices that divide the data,
+    as `caffe.solver_rank()` and `caffe.solver_count()`). bottom and top are lists of blobs with `shape`, `num`,
     `channels`, `height`, `width`, `count`, `reshape(*shape)`, and the NumPy arrays `data` and `diff`, which are written
     in place (`top[0].data[...] = …`).
     """

@@ -10,12 +10,11 @@ import math
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from math import fabs
 
 import numpy as np
 
 from caffepy.backend import Array, Backend, Channel, Each, Scalar, expression
-from caffepy.backend.formulas import scaled
+from caffepy.backend.formulas import scaled, scaled_magnitude, scaled_square
 from caffepy.backend.types import address
 from caffepy.formats.blobs import check_shape
 from caffepy.formats.proto import caffe_pb2
@@ -745,16 +744,6 @@ _Parameter = caffe_pb2.ReductionParameter
 
 
 @expression
-def magnitude(x: Each, factor: Scalar) -> Each:
-    return fabs(x) * factor
-
-
-@expression
-def square(x: Each, factor: Scalar) -> Each:
-    return x * x * factor
-
-
-@expression
 def spread(dy: Channel, factor: Scalar) -> Each:
     return dy * factor
 
@@ -769,7 +758,12 @@ def twice(x: Each, dy: Channel, factor: Scalar) -> Each:
     return 2 * x * dy * factor
 
 
-_FORWARD = {_Parameter.SUM: scaled, _Parameter.MEAN: scaled, _Parameter.ASUM: magnitude, _Parameter.SUMSQ: square}
+_FORWARD = {
+    _Parameter.SUM: scaled,
+    _Parameter.MEAN: scaled,
+    _Parameter.ASUM: scaled_magnitude,
+    _Parameter.SUMSQ: scaled_square,
+}
 
 
 @register_layer("Reduction")

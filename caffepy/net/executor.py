@@ -112,7 +112,7 @@ def prepare_inference(  # noqa: PLR0913 -- settings of several callers
     eager: bool = False,
     lazily: bool = True,
 ) -> ForwardExecutor:
-    """Return a runner for a folded TEST net with planned memory.
+    """Return an executor for a folded TEST net with planned memory.
 
     On a GPU, weights used only for folding are offloaded to the host before blobs are allocated, including the weights
     of `shared_with` unless that net trains.
@@ -141,12 +141,12 @@ def prepare_inference(  # noqa: PLR0913 -- settings of several callers
         offloads = net.backend.captures and (shared_with is None or shared_with.phase == caffe_pb2.TEST)
         if shared_with is not None:
             net.share_trained_layers_with(shared_with, follow=offloads)
-        runner = ForwardExecutor(net, eager, lazily)
+        executor = ForwardExecutor(net, eager, lazily)
         if offloads:
-            runner.offload_to_host()
+            executor.offload_to_host()
         if share:
-            runner.share_memory(param, state, fuse)
-        return runner
+            executor.share_memory(param, state, fuse)
+        return executor
     except BaseException:
         net.close()
         raise
@@ -361,7 +361,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class ShapeExecutors:
-    """A cache of runners by input shape; their nets use the parameters of `net`.
+    """A cache of executors by input shape; their nets use the parameters of `net`.
 
     Args:
         net: an unfused TEST net with Input layers.
@@ -382,34 +382,34 @@ class ShapeExecutors:
         """By input shapes, the most recently used last."""
         self._last: ForwardExecutor | None = None
 
-    def runner(self, shapes: Shapes) -> ForwardExecutor:
-        """Return the runner for these input shapes, given in the net's order.
+    def executor(self, shapes: Shapes) -> ForwardExecutor:
+        """Return the executor for these input shapes, given in the net's order.
 
         Raises:
             ShapeError: the parameters or layers do not fit these shapes.
         """
-        runner = self.kept.get(shapes)
-        if runner is None:
-            runner = self._make(shapes)
+        executor = self.kept.get(shapes)
+        if executor is None:
+            executor = self._make(shapes)
             if len(self.kept) >= MAX_SHAPES:
                 self.kept.popitem(last=False)[1].close()
-            self.kept[shapes] = runner
+            self.kept[shapes] = executor
         self.kept.move_to_end(shapes)
-        if self._last is not runner:
+        if self._last is not executor:
             if self._last is not None:
-                _hand_on_states(self._last.net, runner.net)
-            self._last = runner
-        return runner
+                _hand_on_states(self._last.net, executor.net)
+            self._last = executor
+        return executor
 
     def parameters_changed(self) -> None:
-        """Make all runners use the parameters' current values in their next passes."""
-        for runner in self.kept.values():
-            runner.parameters_changed()
+        """Make all executors use the parameters' current values in their next passes."""
+        for executor in self.kept.values():
+            executor.parameters_changed()
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""
-        for runner in self.kept.values():
-            runner.close()
+        for executor in self.kept.values():
+            executor.close()
         self.kept.clear()
         self._last = None
 

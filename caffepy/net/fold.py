@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from caffepy.backend import Array, Convolution, Each, expression
-from caffepy.backend.formulas import product, product_with_channel, total
+from caffepy.backend.formulas import product, product_plus, product_with_channel, total
 from caffepy.layers.batch_norm import BatchNormLayer
 from caffepy.layers.blob import Blob
 from caffepy.layers.convolution import ConvolutionLayer
@@ -26,11 +26,6 @@ from caffepy.net.graph import Node
 @expression
 def after_statistics(factor: Each, term: Each, mean: Each, inverse: Each, scale: Each, bias: Each) -> tuple[Each, Each]:
     return factor * inverse * scale, (term - mean) * inverse * scale + bias
-
-
-@expression
-def scaled_and_shifted(x: Each, scale: Each, bias: Each) -> Each:
-    return x * scale + bias
 
 
 class FoldedConvolution(FusedLayer):
@@ -116,7 +111,7 @@ class FoldedConvolution(FusedLayer):
             scale = layer.blobs[0].data
             self.backend.apply(product, (factor, scale), (factor,))
             if len(layer.blobs) > 1:
-                self.backend.apply(scaled_and_shifted, (term, scale, layer.blobs[1].data), (term,))
+                self.backend.apply(product_plus, (term, scale, layer.blobs[1].data), (term,))
             else:
                 self.backend.apply(product, (term, scale), (term,))
 

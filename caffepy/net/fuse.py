@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from caffepy.backend import Array, Channel, Each, expression
+from caffepy.backend import Array
+from caffepy.backend.formulas import rectified_with_channel
 from caffepy.backend.types import BatchNormState, NormalisedBottom, mask_bytes
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.activation import ActivationLayer
@@ -23,11 +24,6 @@ from caffepy.layers.layer import Blobs, Layer, ScratchBuffer
 from caffepy.layers.scale import BroadcastLayer, ScaleLayer
 from caffepy.layers.tensor import transpose_channels
 from caffepy.net.graph import Node
-
-
-@expression
-def rectified_with_channel(x: Each, y: Channel) -> Each:
-    return max(x + y, 0.0)
 
 
 class FusedLayer(Layer):

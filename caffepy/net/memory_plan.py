@@ -292,7 +292,7 @@ def widest_gaps(lifetimes: Sequence[Lifetime], offsets: Sequence[int], arena: in
 
 
 def _by_step(lifetimes: Sequence[Lifetime], steps: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Return for each step the arrays that are live from it on, and those that were live until the step before."""
+    """Return for each step the arrays that are live from it on, and the arrays that were live until the step before."""
     made: list[list[int]] = [[] for _ in range(steps)]
     ended: list[list[int]] = [[] for _ in range(steps + 1)]
     for index, life in enumerate(lifetimes):

@@ -25,7 +25,7 @@ def _same(array: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class Watch:
+class BlobHooks:
     """Hooks with which a net observes its blobs. The defaults do nothing.
 
     Args:
@@ -49,7 +49,7 @@ class Watch:
     given_original: Callable[[NDArray[np.float32]], object] = _nothing
 
 
-_UNWATCHED = Watch()
+_NO_HOOKS = BlobHooks()
 
 
 class Blob(core.FourAxes):
@@ -61,42 +61,42 @@ class Blob(core.FourAxes):
     Args:
         blob: caffepy's blob.
         device: the blob's device.
-        watch: the net's hooks.
+        hooks: the net's hooks.
     """
 
-    def __init__(self, blob: core.Blob, device: Device, watch: Watch = _UNWATCHED) -> None:
+    def __init__(self, blob: core.Blob, device: Device, hooks: BlobHooks = _NO_HOOKS) -> None:
         self._blob = blob
         self._device = device
-        self._watch = watch
+        self._hooks = hooks
 
     @property
     def blob(self) -> core.Blob:
         """caffepy's blob."""
-        self._watch.before_all()
+        self._hooks.before_all()
         return self._blob
 
     @property
     def data(self) -> NDArray[np.float32]:
         """The data."""
-        self._watch.before_data()
+        self._hooks.before_data()
         with self._device.active():
             own = self._blob.data
-            shown = self._watch.original(own)
+            shown = self._hooks.original(own)
             array = self._device.arrays.of(shown).reshape(self._blob.shape)
-        (self._watch.given if shown is own else self._watch.given_original)(array)
+        (self._hooks.given if shown is own else self._hooks.given_original)(array)
         return array
 
     @property
     def diff(self) -> NDArray[np.float32]:
         """The gradient of the loss with respect to the data."""
-        self._watch.before_shape()
+        self._hooks.before_shape()
         with self._device.active():
-            self._watch.before_diff()
+            self._hooks.before_diff()
             return self._device.arrays.of(self._blob.diff)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        self._watch.before_shape()
+        self._hooks.before_shape()
         return self._blob.shape
 
     @property
@@ -113,14 +113,14 @@ class Blob(core.FourAxes):
         sizes = tuple(whole_number("reshape", size) for size in shape)
         if sizes == self.shape:
             return
-        self._watch.before_all()
+        self._hooks.before_all()
         with self._device.computing():
             before = [(part, self._blob.allocated(part)) for part in ("data", "diff")]
             held = [(part, self._blob.backend.to_host(array)) for part, array in before if array is not None]
             self._blob.reshape(sizes)
             for part, numbers in held:
                 self._refill(getattr(self.blob, part), numbers.reshape(-1))
-        self._watch.reshaped()
+        self._hooks.reshaped()
 
     def _refill(self, array: Array, numbers: NDArray[np.float32]) -> None:
         kept = np.zeros(self.count, np.float32)

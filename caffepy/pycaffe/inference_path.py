@@ -42,13 +42,13 @@ class InferencePath:
     Args:
         net: as the prototxt has it.
         device: where it computes.
-        runners: of its folded form; None: it never runs so.
+        executors: of its folded form; None: it never runs so.
     """
 
-    def __init__(self, net: Net, device: Device, runners: ShapeExecutors | None = None) -> None:
+    def __init__(self, net: Net, device: Device, executors: ShapeExecutors | None = None) -> None:
         self._net = net
         self._device = device
-        self._runners = runners
+        self._executors = executors
         self._begun = False
         self._last: ForwardExecutor | None = None
         """What the last pass ran on while the hidden blobs have the numbers of an earlier one."""
@@ -62,7 +62,7 @@ class InferencePath:
     @property
     def active(self) -> bool:
         """Whether passes may run on the folded form."""
-        return self._runners is not None
+        return self._executors is not None
 
     @property
     def folds(self) -> bool:
@@ -79,13 +79,13 @@ class InferencePath:
 
     def forward(self) -> bool:
         """Run a pass on the folded form; False where the net's own layers have to run."""
-        if self._runners is None or not self._begun:
+        if self._executors is None or not self._begun:
             return False
         with self._device.computing():
             if self._net.context.passes.uses_random or self._is_held():  # asked after the upload
                 return False
             try:
-                self._run(self._runners)
+                self._run(self._executors)
             except (UserError, RunError) as error:  # the net's own layers say it if it is the program's mistake
                 logger.info("Net '%s' runs layer by layer: %s", self._net.name, error)
                 self.close()
@@ -97,23 +97,23 @@ class InferencePath:
         self._begun, self._last = True, None
         self._own_shapes = _input_shapes(self._net)
 
-    def _run(self, runners: ShapeExecutors) -> None:
+    def _run(self, executors: ShapeExecutors) -> None:
         net, backend = self._net, self._net.backend
         if self._last is None:
             self._free_hidden()
         inputs = [net.blobs[name] for name in net.inputs]
-        runner = runners.runner(_input_shapes(net))
+        executor = executors.executor(_input_shapes(net))
         for blob in inputs:
-            backend.copy(blob.data, runner.net.blobs[blob.name].data)
-        runner.forward()
+            backend.copy(blob.data, executor.net.blobs[blob.name].data)
+        executor.forward()
         if backend.asynchronous:
             backend.synchronize()
-            runner.net.raise_device_errors()
+            executor.net.raise_device_errors()
         for name in net.outputs.keys() - net.inputs:
-            result = runner.net.blobs[name]
+            result = executor.net.blobs[name]
             net.blobs[name].reshape(result.shape)
             backend.copy(result.data, net.blobs[name].data)
-        self._last, self._reshaped = runner, False
+        self._last, self._reshaped = executor, False
 
     def _free_hidden(self) -> None:
         """Give up the memory of hidden blobs, which the folded form does not need; the next own pass reshapes all."""
@@ -169,8 +169,8 @@ class InferencePath:
         if self.active:
             with self._device.turn:
                 self.catch_up()
-                if self._runners is not None:
-                    self._runners.parameters_changed()
+                if self._executors is not None:
+                    self._executors.parameters_changed()
 
     def reshaped(self) -> None:
         """Called when the net was reshaped."""
@@ -185,22 +185,22 @@ class InferencePath:
 
     def close(self) -> None:
         """Free the memory of the folded form. Takes no lock: the garbage collector may call it at any moment."""
-        if self._runners is not None:
-            self._runners.close()
-        self._runners = None
+        if self._executors is not None:
+            self._executors.close()
+        self._executors = None
         self._held.clear()
 
     def catch_up(self) -> None:
         """Give all blobs the numbers of the last pass, if that was a folded one."""
-        runner, self._last = self._last, None
-        if runner is None:
+        executor, self._last = self._last, None
+        if executor is None:
             return
         net = self._net
         with self._device.computing():
             seen = [_KeptBlob(net.blobs[name]) for name in dict.fromkeys([*net.inputs, *net.outputs])]
             try:
                 for name in net.inputs:
-                    kept, blob = runner.net.blobs[name], net.blobs[name]
+                    kept, blob = executor.net.blobs[name], net.blobs[name]
                     blob.reshape(kept.shape)
                     net.backend.copy(kept.data, blob.data)
                 net.forward()

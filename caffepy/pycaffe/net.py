@@ -35,7 +35,7 @@ from caffepy.layers.layer import Layer, LayerContext
 from caffepy.net import Net as CoreNet
 from caffepy.net.executor import ShapeExecutors
 from caffepy.net.graph import Node
-from caffepy.pycaffe.blob import Blob, BlobVec, Watch
+from caffepy.pycaffe.blob import Blob, BlobHooks, BlobVec
 from caffepy.pycaffe.device import Device, HostArray, mode
 from caffepy.pycaffe.errors import (
     ArgumentError,
@@ -145,8 +145,8 @@ class Net:
         files = [check_file(weights)] if weights is not None else []
         device = mode.present_device()
         with device.computing(), as_users_raise():
-            net, runners = _build(path, _state(phase, given["level"], given["stages"]), device)
-            self._wrap(net, device, runners)
+            net, executors = _build(path, _state(phase, given["level"], given["stages"]), device)
+            self._wrap(net, device, executors)
         for file in files:
             self.copy_from(file)
 
@@ -157,11 +157,11 @@ class Net:
         wrapped._wrap(net, device)
         return wrapped
 
-    def _wrap(self, net: CoreNet, device: Device, runners: ShapeExecutors | None = None) -> None:
+    def _wrap(self, net: CoreNet, device: Device, executors: ShapeExecutors | None = None) -> None:
         self._core = net
         self.device = device
         """Use `with net.device.computing():` around code that computes with caffepy's own arrays."""
-        self._inference = InferencePath(net, device, runners)
+        self._inference = InferencePath(net, device, executors)
         with device.computing():
             self._shared = SharedMemory(net)
             self._fill_loss_weights()
@@ -200,7 +200,7 @@ class Net:
     def blobs(self) -> OrderedDict[str, Blob]:
         """The blobs by name in the order of the layers, including those of Split layers."""
         path, hidden = self._inference, self._inference.hidden
-        seen = Watch(reshaped=self._reshape_before_forward, original=self._original, given_original=path.hold)
+        seen = BlobHooks(reshaped=self._reshape_before_forward, original=self._original, given_original=path.hold)
         unseen = replace(
             seen, before_data=path.look_at_values, before_shape=path.look_at_shape, before_all=path.stop,
             given=path.hold,
@@ -235,8 +235,8 @@ class Net:
 
     def _blobs_of(self, node: Node) -> BlobVec:
         path = self._inference
-        watch = Watch(path.look_at_parameters, self._bind_diffs, before_all=path.stop, given=path.hold)
-        return BlobVec(Blob(blob, self.device, watch) for blob in node.layer.blobs)
+        hooks = BlobHooks(path.look_at_parameters, self._bind_diffs, before_all=path.stop, given=path.hold)
+        return BlobVec(Blob(blob, self.device, hooks) for blob in node.layer.blobs)
 
     def _bind_diffs(self) -> None:
         _ = self._core.parameters.diff
@@ -668,7 +668,7 @@ def _state(phase: Any, level: int, stages: Iterable[str] | None) -> caffe_pb2.Ne
 
 
 def _build(path: Path, state: caffe_pb2.NetState, device: Device) -> tuple[CoreNet, ShapeExecutors | None]:
-    """Return the net, and the runners of its folded form if it has one."""
+    """Return the net, and the executors of its folded form if it has one."""
     param = read_net(path)
     context = LayerContext(
         device.backend,

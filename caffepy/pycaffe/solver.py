@@ -192,7 +192,7 @@ class Solver:
         self._started = -1
         with self.device.computing(), as_users_raise():
             if any(net.has_callbacks for net in (self.net, *self.test_nets)):
-                self.solver.graph_runner.stop_capturing()
+                self.solver.graph_executor.stop_capturing()
             yield
 
     def snapshot(self) -> None:
@@ -239,7 +239,7 @@ class Solver:
             raise ArgumentError("add_callback needs on_start and on_gradients_ready, or one NCCL object")
         self._callbacks.callbacks.append(callback)
         with self.device.active():
-            self.solver.graph_runner.drop()  # existing graphs do not call it
+            self.solver.graph_executor.drop()  # existing graphs do not call it
 
     def __repr__(self) -> str:
         return f"<caffe.{type(self).__name__} of {self.net.name!r}, iteration {self.iter}, {self.device.backend.name}>"

@@ -32,7 +32,7 @@ _TOGETHER = 20
 """All-reduces that a GPU gets at once: a launch takes as long as a small one, and training puts them in graphs."""
 _PATTERN = 7
 _GRACE = 10.0
-"""How much longer than the watchdog the main thread waits for a result: the watchdog knows who is late."""
+"""How much longer than the watchdog the main thread waits for a result: the watchdog knows the late device."""
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class LossWindow:
 
 
 class DisplayedValues(NamedTuple):
-    """What was displayed last.
+    """The values of the last display.
 
     Args:
         iteration: of which.
@@ -197,7 +197,7 @@ class Display:
         self._clock = clock
         self._log = log
         self.shown: DisplayedValues | None = None
-        """What was displayed last."""
+        """The values of the last display."""
 
     def show_iteration(self, iteration: int, loss: float, callback: SolverCallback, epochs: float | None) -> None:
         """``Iteration 100 (54 iter/s, 1.85s/100 iters), loss = 0.21`` and a line for each output.

@@ -246,83 +246,83 @@ class Evaluator:
         self._log = log
         self._interrupted = interrupted
 
-    def run_all(self, runners: Sequence[ForwardExecutor], iteration: int) -> list[dict[str, np.ndarray]]:
+    def run_all(self, executors: Sequence[ForwardExecutor], iteration: int) -> list[dict[str, np.ndarray]]:
         """The means of each test net, see `run`; of those before the first that was interrupted.
 
         Args:
-            runners: the test nets, in Caffe's order.
+            executors: the test nets, in Caffe's order.
             iteration: for the log.
         """
         scores = []
-        for index, runner in enumerate(runners):
+        for index, executor in enumerate(executors):
             self._log("Iteration %d, Testing net (#%d)", iteration, index)
-            score = self.run(runner, self._param.test_iter[index])
+            score = self.run(executor, self._param.test_iter[index])
             if score is None:
                 self._log("Test interrupted.")
                 break
             scores.append(score)
         return scores
 
-    def run(self, runner: ForwardExecutor, batches: int) -> dict[str, np.ndarray] | None:
+    def run(self, executor: ForwardExecutor, batches: int) -> dict[str, np.ndarray] | None:
         """The means over a whole test of a test net's outputs, by blob name; None if it was interrupted.
 
         With `eval_type: "detection"` the mean average precision of each. Logs
         ``Test net output #0: accuracy = 0.97``.
 
         Args:
-            runner: runs the test net.
+            executor: runs the test net.
             batches: of the test.
 
         Raises:
             ConfigError: the outputs cannot be scored as eval_type says.
         """
         detects = self._param.eval_type == "detection"
-        scores = self._mean_precisions(runner.net) if detects else MeanScores(runner.net, self._callback, self._log)
-        self._share_parameters(runner)
-        self._capture_together(runner)
-        loss = self._score_own_batches(runner, batches, scores.take)
+        scores = self._mean_precisions(executor.net) if detects else MeanScores(executor.net, self._callback, self._log)
+        self._share_parameters(executor)
+        self._capture_together(executor)
+        loss = self._score_own_batches(executor, batches, scores.take)
         if loss is None:
             return None
-        self._share_statistics(runner.net)
+        self._share_statistics(executor.net)
         if self._param.test_compute_loss:
             mean = self._callback.sum_over_devices(np.array([loss]))[0] / batches
             self._log("Test loss: %.6g", mean)
         return scores.means()
 
-    def _share_parameters(self, runner: ForwardExecutor) -> None:
+    def _share_parameters(self, executor: ForwardExecutor) -> None:
         """Let the test net use the train net's parameters: a program may have let either share with other nets."""
-        net = runner.net
+        net = executor.net
         before = _addresses(net)
         net.share_trained_layers_with(self._train_net)
         if _addresses(net) != before:
-            runner.drop()
-        runner.parameters_changed()
+            executor.drop()
+        executor.parameters_changed()
 
-    def _capture_together(self, runner: ForwardExecutor) -> None:
+    def _capture_together(self, executor: ForwardExecutor) -> None:
         """Capture the test net's passes on all devices before any of them goes on, or on none.
 
         Making a graph allocates device memory, which can wait for all work of the process on any device: a collective
         that another device's solver launches meanwhile could then wait for ever. A device that trains alone captures at
         the first pass.
         """
-        if self._callback.world_size == 1 or not runner.wanted:
+        if self._callback.world_size == 1 or not executor.wanted:
             return
-        runner.capture()
-        if self._callback.min_over_devices(float(runner.wanted), "the capture of all devices' test graphs") == 0:
-            runner.stop_capturing()
+        executor.capture()
+        if self._callback.min_over_devices(float(executor.wanted), "the capture of all devices' test graphs") == 0:
+            executor.stop_capturing()
 
     def _mean_precisions(self, net: Net) -> MeanPrecisions:
         check_detection_outputs(net, 'solver: eval_type is "detection"')
         scores = DetectionScores(net, self._param.ap_version, self._param.show_per_class_result, self._log)
         return MeanPrecisions(scores, self._callback, self._shard.rank)
 
-    def _score_own_batches(self, runner: ForwardExecutor, batches: int, take: Callable[[int], None]) -> float | None:
+    def _score_own_batches(self, executor: ForwardExecutor, batches: int, take: Callable[[int], None]) -> float | None:
         """Run this device's batches and hand each batch's number to `take`; the sum of the losses if they are wanted.
 
         None if the test was interrupted. Where the root alone scores, the others wait for it after each batch: a wait
         for the whole test could exceed the timeout.
         """
-        net, loss = runner.net, 0.0
+        net, loss = executor.net, 0.0
         shard = net.context.shard
         own = shard.test_batches(batches)
         for batch in range(batches) if shard.undivided else own:
@@ -330,7 +330,7 @@ class Evaluator:
                 if self._interrupted():
                     return None
                 try:
-                    runner.forward()
+                    executor.forward()
                 except StopRequestedError:
                     return None
                 take(batch)

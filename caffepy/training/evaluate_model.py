@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MakeRunner = Callable[[Backend, Shard], "ForwardExecutor | RuntimeExecutor"]
+MakeExecutor = Callable[[Backend, Shard], "ForwardExecutor | RuntimeExecutor"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ScoringOptions:
     """One run of `caffepy test`.
 
     Args:
-        make_runner: builds the net on a device, for its share of the batches.
+        make_executor: builds the net on a device, for its share of the batches.
         batches: batches of the whole test.
         devices: this rank's GPUs; [None]: the CPU.
         threads: CPU threads of a device; None: all that it can get.
@@ -58,7 +58,7 @@ class ScoringOptions:
         timeout: longest wait for another device or rank, in seconds.
     """
 
-    make_runner: MakeRunner
+    make_executor: MakeExecutor
     batches: int
     devices: list[int] | list[None]
     threads: int | None = None
@@ -138,14 +138,14 @@ class _ScoringThread(DeviceThread):
 
     def _work(self, backend: Backend) -> None:
         self._communicator = self._connect()
-        runner = self._options.make_runner(backend, self._spec.shard)
+        executor = self._options.make_executor(backend, self._spec.shard)
         try:
-            self._score(runner)
+            self._score(executor)
         finally:
-            runner.close()
+            executor.close()
 
-    def _score(self, runner: ForwardExecutor | RuntimeExecutor) -> None:
-        net, options, shard = runner.net, self._options, self._spec.shard
+    def _score(self, executor: ForwardExecutor | RuntimeExecutor) -> None:
+        net, options, shard = executor.net, self._options, self._spec.shard
         is_root = shard.rank == 0
         if options.detection:
             check_detection_outputs(net, "test_detection scores detections")
@@ -163,7 +163,7 @@ class _ScoringThread(DeviceThread):
             if self._aborted:
                 raise AbortedError("the test was stopped")
             if batch in own:
-                runner.forward()
+                executor.forward()
                 scores.take(batch)
                 net.raise_device_errors()
                 own_rows.append(detections.rows(batch))

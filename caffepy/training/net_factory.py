@@ -143,7 +143,7 @@ class NetFactory:
             self._dialect = choose_dialect([self.param, source.param], lambda *line: log.log(self._level, *line))
         return source, net_state(caffe_pb2.TRAIN, source.param.state, self.param.train_state)
 
-    def test_runners(self, train_net: Net, eager: bool = False, lazily: bool = True) -> list[ForwardExecutor]:
+    def test_executors(self, train_net: Net, eager: bool = False, lazily: bool = True) -> list[ForwardExecutor]:
         """The nets to test with, in Caffe's order; their layers use the train net's parameters.
 
         Args:
@@ -154,19 +154,19 @@ class NetFactory:
             ConfigError: the numbers of test nets, test_iter and test_state do not agree.
         """
         sources = self._test_sources()
-        runners = []
+        executors = []
         for i, source in enumerate(sources):
             log.log(self._level, "Creating test net (#%d) specified by %s", i, source.field)
             state, param = self._test_state(source, i), caffe_pb2.NetParameter()
             param.CopyFrom(source.param)
             param.debug_info = self.param.debug_info
             context = self._context(source, state, self.param.test_iter[i])
-            runner = prepare_inference(
+            executor = prepare_inference(
                 param, context, state, shared_with=train_net, fuse=self.fuse, share=False, eager=eager, lazily=lazily
             )
-            self._made.append((runner.net, param, state))
-            runners.append(runner)
-        return runners
+            self._made.append((executor.net, param, state))
+            executors.append(executor)
+        return executors
 
     def _test_state(self, source: NetSource, index: int) -> caffe_pb2.NetState:
         overrides = [self.param.test_state[index]] if self.param.test_state else []

@@ -27,9 +27,9 @@ from caffepy.logs.trace import NO_TRACE, Trace, Tracer
 from caffepy.training.callback import Action, SingleDevice, SolverCallback
 from caffepy.training.callbacks.check_run import check_training, shortened
 from caffepy.training.callbacks.early_stop import EarlyStop
+from caffepy.training.callbacks.logger_callback import LoggerCallback
 from caffepy.training.callbacks.loggers import make_loggers
 from caffepy.training.callbacks.lr_find import LearningRateFinder
-from caffepy.training.callbacks.watch import Watch
 from caffepy.training.callbacks.weight_average import WeightAverage
 from caffepy.training.options import TrainOptions
 from caffepy.training.run_summary import save_solver
@@ -79,7 +79,7 @@ class P2PSync(DeviceThread):
         """The solver's state, once training is over, if the options ask for it."""
         self.solver: Solver | None = None
         self.ready = threading.Event()
-        self._watch: Watch | None = None
+        self._logger_callback: LoggerCallback | None = None
         self._options = options
         self._request = request
         names = names or [f"device {number}" for number in range(spec.shard.world_size)]
@@ -180,7 +180,7 @@ class P2PSync(DeviceThread):
         self._take_times(self.solver)
 
     def _wait_for_go(self) -> None:
-        """Wait until all devices are ready; the watchdog, which knows who is not, gives up first."""
+        """Wait until all devices are ready; the watchdog knows the late device and gives up first."""
         seconds = self._options.timeout + PATIENCE
         end = suspend_aware_seconds() + seconds
         while not self._go.wait(_CHECK_SECONDS):
@@ -234,8 +234,8 @@ class P2PSync(DeviceThread):
             if options.assignments and solver.writes_snapshots:
                 save_solver(options)
             if loggers := make_loggers(options.loggers):
-                self._watch = Watch(solver, loggers, options.log_histograms)
-                solver.add_callback(self._watch)
+                self._logger_callback = LoggerCallback(solver, loggers, options.log_histograms)
+                solver.add_callback(self._logger_callback)
         return solver
 
     def _read_start(self, solver: Solver) -> None:
@@ -259,8 +259,8 @@ class P2PSync(DeviceThread):
 
     def _release(self) -> None:
         """Close loggers and the solver: its graphs have captured the communicator's calls."""
-        if self._watch is not None:
-            self._watch.close(failed=self.error is not None)
+        if self._logger_callback is not None:
+            self._logger_callback.close(failed=self.error is not None)
         if self.solver is not None:
             self.solver.close()
 

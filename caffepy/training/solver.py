@@ -172,9 +172,9 @@ class Solver:
             for names in param.weights if self.callback.is_root else ():
                 self.load_weights([self.resolve(name.strip()) for name in names.split(",")])
             alone = self.world_size == 1
-            self.tests = self._factory.test_runners(self.net, engine.eager, lazily=alone)
+            self.tests = self._factory.test_executors(self.net, engine.eager, lazily=alone)
             """Run the test nets, in Caffe's order."""
-            self.test_nets = [runner.net for runner in self.tests]
+            self.test_nets = [executor.net for executor in self.tests]
             self.history: list[Array] = self._allocate(histories)
             self.replicated: list[Array] = []
             """Further arrays that all devices get from the root before the first iteration."""
@@ -183,7 +183,7 @@ class Solver:
             self.update = Update(self.net, chosen, self.history, guard, context.max_skipped)
             self.hyperparameters = Hyperparameters(param, self.net, self.requests, self.update.numbers, self.log)
             self._eager = engine.eager
-            self.graph_runner = self._new_graph_runner()
+            self.graph_executor = self._new_graph_executor()
             self._last_epoch_ends()  # raises before training where no layer counts records
         self.performance = Performance(batch=self.net.batch_size() * param.iter_size)
         self.clock = Clock(self.performance, backend, lambda: self.callback.on_clock_start(), self.net.waited)
@@ -207,7 +207,7 @@ class Solver:
             net.keeps_copies = False
         return history
 
-    def _new_graph_runner(self) -> GraphExecutor:
+    def _new_graph_executor(self) -> GraphExecutor:
         captures = not self._eager and not self.param.debug_info
         return GraphExecutor(
             self.net, self.param.iter_size, self, self.callback, self.requests, self._trace, self.log, captures
@@ -227,15 +227,15 @@ class Solver:
             shard: this device's rank among all.
             random_seed: of all.
         """
-        self.graph_runner.drain()
-        self.graph_runner.drop()
-        for runner in self.tests:
-            runner.drop()
+        self.graph_executor.drain()
+        self.graph_executor.drop()
+        for executor in self.tests:
+            executor.drop()
         self.callback, self.shard = callback, shard
         self.param.random_seed = random_seed
         self.log.is_root = callback.is_root
         self.requests.join_others()
-        self.graph_runner = self._new_graph_runner()
+        self.graph_executor = self._new_graph_executor()
         self.tests = [ForwardExecutor(net, self._eager, lazily=False) for net in self.test_nets]
         for net in (self.net, *self.test_nets):
             net.join(shard, random_seed)
@@ -308,7 +308,7 @@ class Solver:
                 if Action.STOP not in self.requests:
                     self._try_iteration()
                 self._act_on_requests()
-        self.graph_runner.drain()
+        self.graph_executor.drain()
         if self.requests:
             self._act_on_requests()
         self.clock.pause()
@@ -332,14 +332,14 @@ class Solver:
         self._send_hyperparameters()
         if self.world_size > 1:
             self.requests.mark_sent()
-        if not (self.graph_runner.captured and self.graph_runner.run(self._passes)):
+        if not (self.graph_executor.captured and self.graph_executor.run(self._passes)):
             self._run_eagerly(display, read_loss)
-            self.graph_runner.capture()
+            self.graph_executor.capture()
         elif read_loss:
             self._read_replayed_loss(display)
         if read_loss:
             self.update.guard.check_skipped(self.iteration)
-        self.requests.receive(self.graph_runner.behind)
+        self.requests.receive(self.graph_executor.behind)
         self.iteration += 1
         self.clock.tick()
         self.callback.on_iteration()
@@ -412,7 +412,7 @@ class Solver:
             self.net.raise_device_errors()
 
     def _read_replayed_loss(self, display: bool) -> None:
-        loss = self._checked(self.graph_runner.loss())
+        loss = self._checked(self.graph_executor.loss())
         self.net.raise_device_errors()
         self.losses.add(loss)
         if display:
@@ -556,7 +556,7 @@ class Solver:
     @property
     def _keeps_blobs(self) -> bool:
         """Whether blobs between the layers hold what they held when the loss was computed."""
-        return not (self.graph_runner.captured or self._factory.share)
+        return not (self.graph_executor.captured or self._factory.share)
 
     def _first_non_finite(self) -> Node | None:
         """Where what is not finite began, as far as one device can tell that is about to stop."""
@@ -564,7 +564,7 @@ class Solver:
             return self.net.first_non_finite()
         if self._keep_going or any(layer.communicates() for layer in self.net.layers):
             return None
-        self.graph_runner.drain()
+        self.graph_executor.drain()
         try:
             return self.net.first_non_finite(anew=True)
         except CaffepyError:
@@ -578,7 +578,7 @@ class Solver:
 
         A stop that is requested meanwhile ends the tests where this device trains alone.
         """
-        self.graph_runner.drain()
+        self.graph_executor.drain()
         if Action.STOP in self.requests and self.world_size > 1:
             return []
         with self._not_training(), self._trace.span("test"):
@@ -633,9 +633,9 @@ class Solver:
         Raises:
             RunError: it could not be written; the older snapshots are as they were.
         """
-        self.graph_runner.drain()
+        self.graph_executor.drain()
         with self._not_training(), self._trace.span("snapshot"):
-            if self.graph_runner.captured and self.iteration > 0:
+            if self.graph_executor.captured and self.iteration > 0:
                 self._checked(self.net.loss())  # it may not have been read for some iterations
             self.average_statistics()
             self.callback.on_snapshot()
@@ -755,8 +755,8 @@ class Solver:
             self.param.random_seed = saved.seed
         for net in (self.net, *self.test_nets):
             net.context.seed = self.param.random_seed
-        for runner in self.tests:
-            runner.drop()  # their graphs draw from the old seed
+        for executor in self.tests:
+            executor.drop()  # their graphs draw from the old seed
         has_passes = saved.HasField("pass_number")
         self.net.context.passes.number = saved.pass_number if has_passes else saved.iter * self.param.iter_size
         for net, number in zip(self.test_nets, saved.test_pass_number, strict=False):
@@ -829,14 +829,14 @@ class Solver:
 
     def close(self) -> None:
         """Free graphs and close the nets. Callable twice."""
-        self.graph_runner.drop()
-        for runner in self.tests:
-            runner.close()
+        self.graph_executor.drop()
+        for executor in self.tests:
+            executor.close()
         self.net.close()
 
     @property
     def shown(self) -> DisplayedValues | None:
-        """What was displayed last; None before the first display."""
+        """The values of the last display; None before the first display."""
         return self._display.shown
 
     def __repr__(self) -> str:

@@ -143,7 +143,7 @@ def capture_in_threads() -> str:
             own = create_backend(0)
             with engine.solver_of(own, "residual", engine.SHAPES[0]) as solver:
                 results[number] = engine.train(solver, 20)
-                if not solver.graph_runner.captured:
+                if not solver.graph_executor.captured:
                     errors.append(f"thread {number} is not captured")
             own.close()
         except Exception as error:

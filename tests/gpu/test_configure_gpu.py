@@ -25,7 +25,7 @@ class Parameters:
         self.captured = False
 
     def after_iteration(self, solver: Solver) -> None:
-        self.captured = solver.graph_runner.captured
+        self.captured = solver.graph_executor.captured
         self.after.append(self._learned(solver))
 
     def before_test(self, solver: Solver) -> None:

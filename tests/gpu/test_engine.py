@@ -222,7 +222,7 @@ def test_a_captured_run_gives_the_bits_of_an_eager_one(backend: Backend, net: st
     for eager in (True, False):
         with solver_of(backend, net, SHAPES[0], ExecutionOptions(eager=eager), kind, "clip_gradients: 1") as solver:
             results.append(train(solver))
-            assert solver.graph_runner.captured != eager
+            assert solver.graph_executor.captured != eager
     check_same_bits(*results)
 
 
@@ -351,7 +351,7 @@ def test_solver_threads_capture_at_the_same_time(backend: Backend, caplog: pytes
         own = create_backend(0)
         with solver_of(own, "residual", SHAPES[0]) as solver:
             results[number] = train(solver, 20)
-            results[number, "captured"] = solver.graph_runner.captured
+            results[number, "captured"] = solver.graph_executor.captured
         own.close()
 
     threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(3)]

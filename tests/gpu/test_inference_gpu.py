@@ -268,8 +268,8 @@ def test_arrays_in_and_out(backend: Backend, kind: str) -> None:
                 assert isinstance(found, cupy.ndarray)
                 assert found.dtype == np.float32
                 np.testing.assert_array_equal(found.get(), wanted)
-    assert len(model._runners) == 3
-    assert all(runner.captured for runner in model._runners.values())
+    assert len(model._executors) == 3
+    assert all(runner.captured for runner in model._executors.values())
     model.close()
 
 

@@ -117,7 +117,7 @@ def test_training_on_such_labels(backend: Backend, kind: str) -> None:
         layer {{ name: "loss" type: "SoftmaxWithLoss" bottom: "scores" bottom: "a" top: "loss" }}"""
     with build_solver('base_lr: 1 lr_policy: "fixed" max_iter: 100', net, backend) as solver:
         solver.step(20)
-        assert solver.graph_runner.captured
+        assert solver.graph_executor.captured
         bias = next(layer for layer in solver.net.layers if layer.name == "ip").blobs[1].host_data()
         assert int(bias.argmax()) == 3001
         assert bias[3000] < 0 and bias[3002] < 0

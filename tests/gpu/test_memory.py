@@ -69,7 +69,7 @@ def test_sharing_changes_nothing(path: str, shape: tuple[int, ...], kind: str, b
     for share in (False, True):
         solver = solver_of(model(path, shape, kind, 4), backend, share)
         solver.step(3)
-        assert solver.graph_runner.captured
+        assert solver.graph_executor.captured
         found.append(backend.to_host(solver.net.parameters.data))
         solver.close()
     np.testing.assert_array_equal(*found)

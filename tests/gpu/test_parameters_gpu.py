@@ -85,7 +85,7 @@ def test_weights_leave_and_passes_and_files_are_the_same(gpu: Backend, kind: str
     for count in (2, 3, 2):
         check(model, gpu, kind, count)
         assert away(model.net) == LEAVING[kind]
-    assert all(runner.captured for runner in model._runners.values())
+    assert all(runner.captured for runner in model._executors.values())
     assert model.net.to_proto().SerializeToString() == before
     assert away(model.net) == LEAVING[kind]
     model.close()

@@ -139,7 +139,7 @@ def test_captured_training_is_eager_training(solver_file: Path) -> None:
         if eager:
             solver.net.before_forward(lambda layer: None)
         solver.step(6)
-        assert solver.solver.graph_runner.captured is not eager
+        assert solver.solver.graph_executor.captured is not eager
         weights.append(solver.net.params["conv"][0].data.copy())
     np.testing.assert_array_equal(*weights)
 
@@ -148,7 +148,7 @@ def test_inputs_and_weights_written_between_replays_count(solver_file: Path) -> 
     solver = caffe.SGDSolver(solver_file)
     fill(solver.net)
     solver.step(4)
-    assert solver.solver.graph_runner.captured
+    assert solver.solver.graph_executor.captured
     for blobs in solver.net.params.values():
         for blob in blobs:
             blob.data[...] = 0
@@ -176,7 +176,7 @@ def test_callbacks_change_gradients_between_graphs(solver_file: Path) -> None:
     solver.param.momentum = 0
     solver.add_callback(lambda: calls.append(0.0), clear)
     solver.step(3)
-    assert len(calls) == 6 and all(calls[1::2]) and solver.solver.graph_runner.captured
+    assert len(calls) == 6 and all(calls[1::2]) and solver.solver.graph_executor.captured
     np.testing.assert_array_equal(solver.net.params["conv"][0].data, before)
 
 

@@ -28,7 +28,7 @@ SOLVER = 'type: "SGD" base_lr: 0.05 momentum: 0.9 lr_policy: "fixed" max_iter: 8
 def _train(device: Any, net: str = NET, capture: bool = True) -> dict[str, np.ndarray]:
     with build_solver(SOLVER, net, device, engine=ExecutionOptions(eager=not capture)) as solver:
         solver.step(8)
-        assert solver.graph_runner.captured == (capture and device.captures)
+        assert solver.graph_executor.captured == (capture and device.captures)
         states = {f"state_{i}": device.to_host(array) for i, array in enumerate(solver.net.state())}
         return weights_of(solver.net) | states
 

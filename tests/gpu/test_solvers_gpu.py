@@ -63,7 +63,7 @@ def test_every_iteration_is_caffes(
             solver.step(1)
             compared += compare_weights(solver, golden, "it", ALLOWED)
         if backend.captures and not eager:
-            assert solver.graph_runner.captured or any(layer.capture_blocker() for layer in solver.net.layers)
+            assert solver.graph_executor.captured or any(layer.capture_blocker() for layer in solver.net.layers)
     assert compared
 
 

@@ -60,7 +60,7 @@ def test_lenet_reaches_the_same_accuracy_in_every_storage(backend: Backend, lene
     with open_solver(lenet, backend, test_initialization=False) as solver:
         solver.load_weights([lenet.with_name("init.caffemodel")])
         solver.step(200)
-        assert solver.graph_runner.captured
+        assert solver.graph_executor.captured
         assert solver.test_all()[0]["accuracy"] == pytest.approx(0.958, abs=0.015)
 
 

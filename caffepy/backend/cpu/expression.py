@@ -56,8 +56,15 @@ def _same(inputs: Sequence[Any], outputs: Sequence[Any]) -> Same:
     return tuple(addresses.index(at) if (at := host_address(output)) in addresses else -1 for output in outputs)
 
 
-def unpacked(expression: Expression, outputs: str, count: int, same: Same = ()) -> list[str]:
-    """Return lines that unpack the arguments. An aliasing output uses the input's name (see `_same`)."""
+def unpacked(expression: Expression, outputs: str, sizes: Sequence[str], same: Same = ()) -> list[str]:
+    """Return lines that unpack the arguments. An aliasing output uses the input's name (see `_same`).
+
+    Args:
+        expression: the formula.
+        outputs: the function that makes an array of an output's address.
+        sizes: variables of the numbers that follow the outputs.
+        same: of each output, the input that it aliases.
+    """
     lines = []
     for i, (name, kind) in enumerate(zip(expression.parameters, expression.kinds, strict=True)):
         if kind is Kind.SCALAR:
@@ -65,10 +72,11 @@ def unpacked(expression: Expression, outputs: str, count: int, same: Same = ()) 
         else:
             lines.append(f"_p{i} = floats(_a[{i}])")
     first = len(expression.parameters)
-    for j in range(count):
+    for j in range(expression.output_count):
         own = f"{outputs}(_a[{first + j}])"
         lines.append(f"_o{j} = _p{same[j]}" if same and same[j] >= 0 else f"_o{j} = {own}")
-    return lines
+    first += expression.output_count
+    return lines + [f"{name} = _a[{first + i}]" for i, name in enumerate(sizes)]
 
 
 def loads_of(expression: Expression, kind: Kind, index: str) -> list[str]:
@@ -128,7 +136,7 @@ def _apply_flat(expression: Expression, same: Same) -> Entry:
     count = expression.output_count
     stores = [f"_o{j}[_i] = _v{j}" for j in range(count)]
     text = [
-        *unpacked(expression, "floats", count, same),
+        *unpacked(expression, "floats", [], same),
         f"_one = float32(_a[{len(expression.parameters) + count}])",
         "for _i in range(_begin, _end):",
         *indented(formula_lines(expression, "_i", "", same) + stores, 1),
@@ -143,13 +151,11 @@ def _apply_rows(expression: Expression, same: Same, by_sample: bool) -> Entry:
     With `by_sample`, `Channel` arguments have separate values for each sample of that many positions.
     """
     count = expression.output_count
-    first = len(expression.parameters) + count
     sizes = ["_channels", "_positions"] if by_sample else ["_channels"]
     stores = [f"_o{j}[_row + _c] = _v{j}" for j in range(count)]
     text = [
-        *unpacked(expression, "floats", count, same),
-        *(f"{name} = _a[{first + i}]" for i, name in enumerate(sizes)),
-        f"_one = float32(_a[{first + len(sizes)}])",
+        *unpacked(expression, "floats", sizes, same),
+        f"_one = float32(_a[{len(expression.parameters) + count + len(sizes)}])",
         "for _i in range(_begin, _end):",
         "    _row = _i * _channels",
         *(["    _own = _i // _positions * _channels"] if by_sample else []),
@@ -163,13 +169,10 @@ def _apply_rows(expression: Expression, same: Same, by_sample: bool) -> Entry:
 def _apply_planes(expression: Expression, same: Same) -> Entry:
     """Items are the (outer, channel) pairs; each channel's elements are contiguous."""
     count = expression.output_count
-    first = len(expression.parameters) + count
     stores = [f"_o{j}[_row + _k] = _v{j}" for j in range(count)]
     text = [
-        *unpacked(expression, "floats", count, same),
-        f"_channels = _a[{first}]",
-        f"_inner = _a[{first + 1}]",
-        f"_one = float32(_a[{first + 2}])",
+        *unpacked(expression, "floats", ["_channels", "_inner"], same),
+        f"_one = float32(_a[{len(expression.parameters) + count + 2}])",
         "for _i in range(_begin, _end):",
         "    _c = _i % _channels",
         "    _row = _i * _inner",
@@ -318,30 +321,21 @@ def _lanes(expression: Expression, start: str, stop: str, target: str, base: str
 @cache
 def _reduce_flat(expression: Expression) -> Entry:
     """Items are blocks of elements; each block has LANES partial sums per output."""
-    count = expression.output_count
-    first = len(expression.parameters) + count
     text = [
-        *unpacked(expression, "doubles", count),
-        f"_size = _a[{first}]",
-        f"_block = _a[{first + 1}]",
+        *unpacked(expression, "doubles", ["_size", "_block"]),
         "for _i in range(_begin, _end):",
         "    _start = _i * _block",
         "    _stop = min(_size, _start + _block)",
         *indented(_lanes(expression, "_start", "_stop", f"_i * {LANES}", ""), 1),
     ]
-    return entry_of(expression, "sum", text, count, 2)
+    return entry_of(expression, "sum", text, expression.output_count, 2)
 
 
 @cache
 def _reduce_rows(expression: Expression) -> Entry:
     """Items are blocks of outer positions; each block has one partial sum per channel and output."""
-    count = expression.output_count
-    first = len(expression.parameters) + count
     text = [
-        *unpacked(expression, "doubles", count),
-        f"_channels = _a[{first}]",
-        f"_outer = _a[{first + 1}]",
-        f"_block = _a[{first + 2}]",
+        *unpacked(expression, "doubles", ["_channels", "_outer", "_block"]),
         "for _i in range(_begin, _end):",
         "    _sum = _i * _channels",
         "    _start = _i * _block",
@@ -356,26 +350,21 @@ def _reduce_rows(expression: Expression) -> Entry:
         "        for _c in range(_channels):",
         *indented(_single(expression, "_row + _c", "_sum + _c", "_c"), 3),
     ]
-    return entry_of(expression, "row_sums", text, count, 3)
+    return entry_of(expression, "row_sums", text, expression.output_count, 3)
 
 
 @cache
 def _reduce_planes(expression: Expression) -> Entry:
     """Items are channels; each has LANES partial sums per output."""
-    count = expression.output_count
-    first = len(expression.parameters) + count
     text = [
-        *unpacked(expression, "doubles", count),
-        f"_channels = _a[{first}]",
-        f"_outer = _a[{first + 1}]",
-        f"_inner = _a[{first + 2}]",
+        *unpacked(expression, "doubles", ["_channels", "_outer", "_inner"]),
         "for _c in range(_begin, _end):",
         *indented(loads_of(expression, Kind.CHANNEL, "_c"), 1),
         "    for _r in range(_outer):",
         "        _plane = (_r * _channels + _c) * _inner",
         *indented(_lanes(expression, "0", "_inner", f"_c * {LANES}", "_plane + "), 2),
     ]
-    return entry_of(expression, "plane_sums", text, count, 3)
+    return entry_of(expression, "plane_sums", text, expression.output_count, 3)
 
 
 def _blocks(items: int, size: int) -> tuple[int, int]:

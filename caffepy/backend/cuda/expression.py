@@ -47,7 +47,8 @@ from caffepy.backend.cuda.compiler import (
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.index_arithmetic import Period, find_period, widest
 from caffepy.backend.cuda.memory import CudaMemory, Scratch, copy, fill, flat, is_array, raw
-from caffepy.backend.expression import Each, Expression, Kind, expression
+from caffepy.backend.expression import Expression, Kind
+from caffepy.backend.formulas import identity
 from caffepy.backend.interface import ElementwisePrimitives, ReductionPrimitives
 from caffepy.backend.types import Array, is_dense, memory_axes, view
 
@@ -482,11 +483,6 @@ class ReductionLaunch(NamedTuple):
     partial: int
 
 
-@expression
-def same(x: Each) -> Each:
-    return x
-
-
 def reduce(
     formula: Expression, inputs: Sequence[Argument], outputs: Sequence[Array], axis: int, accumulate: bool,
     scratch: Scratch,
@@ -590,7 +586,7 @@ def _reduce_general(
         order = kept + [a for a in range(len(shape)) if a not in kept]
         moved = scratch.get("segments", value.size)
         copy(value.transpose(order), moved.reshape([shape[a] for a in order]))
-        reduce(same, (moved.reshape(out.size, -1),), (flat(out),), 0, accumulate, scratch)
+        reduce(identity, (moved.reshape(out.size, -1),), (flat(out),), 0, accumulate, scratch)
 
 
 def is_finite(array: Array, scratch: Scratch) -> bool:

@@ -273,7 +273,7 @@ def _private_view(path: Path) -> Path:
 
 
 def _strerror(error: Exception) -> str:
-    return " ".join((getattr(error, "strerror", None) or str(error)).split())
+    return getattr(error, "strerror", None) or _message(error)
 
 
 # -- writing -------------------------------------------------------------------------------------------
@@ -473,7 +473,7 @@ def _translate_errors(path: Path, backend: str) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        message = " ".join(_message(error).split())
+        message = _message(error)
         if _is_full(path.parent):
             message += "; the disk is full: free space there"
         raise RunError(f"cannot write {'LMDB' if backend == 'lmdb' else 'LevelDB'} '{path}': {message}") from error
@@ -525,9 +525,10 @@ def _replace(temporary: Path, path: Path) -> None:
 
 
 def _message(error: Exception) -> str:
-    """Return an error's message; plyvel's messages are bytes."""
+    """Return an error's message on one line; plyvel's messages are bytes."""
     message = error.args[0] if error.args else ""
-    return message.decode(errors="backslashreplace") if isinstance(message, bytes) else str(error)
+    text = message.decode(errors="backslashreplace") if isinstance(message, bytes) else str(error)
+    return " ".join(text.split())
 
 
 def _is_full(folder: Path) -> bool:

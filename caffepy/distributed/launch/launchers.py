@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from caffepy.distributed.processes.launcher import LOOPBACK, SECRET
 from caffepy.errors import ConfigError
 from caffepy.utils.files import read_regular
 from caffepy.utils.installation import MissingExtraError
@@ -269,10 +270,8 @@ def _intel(mpirun: Mpirun, job: Job) -> list[str]:
 # -- ranks without MPI ---------------------------------------------------------------------------------
 
 RANK = "RANK"
-SECRET = "CAFFEPY_JOB_SECRET"
 _PORT = 29500
 """torchrun's."""
-_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -304,7 +303,7 @@ class Rendezvous:
         if self.port is not None and not 0 < self.port < 1 << 16:
             raise ConfigError(f"--master-port {self.port} is no port: take one from 1 to 65535")
         port = self.port or (_PORT if self.nodes > 1 else _free_port())
-        return replace(self, address=self.address or _LOOPBACK, port=port)
+        return replace(self, address=self.address or LOOPBACK, port=port)
 
 
 def local_rank_name(program: Sequence[str]) -> str | None:
@@ -356,7 +355,7 @@ def secret_for(rendezvous: Rendezvous, environment: Mapping[str, str] = os.envir
 
 def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind((_LOOPBACK, 0))
+        probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 

@@ -1,1 +1,1 @@
-"""The ranks of a job, who started them, and what each knows of the others."""
+"""The ranks of a job, their launcher, and the facts that each rank knows of the others."""

@@ -32,6 +32,9 @@ _LAUNCHERS = (
 was launched, so the step's variable is the one to ask."""
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun, Kubernetes' training operators and `caffepy launch` without MPI tell each process."""
+SECRET = "CAFFEPY_JOB_SECRET"
+"""The environment's variable with the secret of a job whose ranks join at an address."""
+LOOPBACK = "127.0.0.1"
 _DIGITS = 9
 
 
@@ -54,7 +57,7 @@ class StoreAddress:
 
 @dataclass(frozen=True)
 class Launcher:
-    """What the environment says about who started this process.
+    """The launcher of this process, as far as the environment tells it.
 
     Args:
         name: the launcher, for messages.
@@ -91,7 +94,7 @@ def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher | Non
 
 
 def _find_told(environment: Mapping[str, str]) -> Launcher | None:
-    """Who has set `VARIABLES`, where they name one of several ranks and an address."""
+    """Return the launcher that set `VARIABLES`, if they name one of several ranks and an address."""
     rank, size, host, port = (environment.get(name, "") for name in VARIABLES)
     if not host or not all(text.isdecimal() and len(text) <= _DIGITS for text in (rank, size, port)):
         return None
@@ -117,7 +120,7 @@ def find_mpi_launcher(environment: Mapping[str, str] = os.environ) -> Launcher |
     """The launcher of MPI's that started this process, or None."""
     for name, rank, size in _LAUNCHERS:
         count = environment.get(size, "")
-        if _is_count(environment.get(rank, "")) and (_is_count(count) or (not count and name.startswith("a PMIx"))):
+        if is_number(environment.get(rank, "")) and (is_number(count) or (not count and name.startswith("a PMIx"))):
             name = "srun" if _started_by_srun(name, environment) else name
             way = environment.get("SLURM_MPI_TYPE")
             options = f" --mpi={way}" if name == "srun" and way else ""
@@ -125,7 +128,7 @@ def find_mpi_launcher(environment: Mapping[str, str] = os.environ) -> Launcher |
     return None
 
 
-def _is_count(text: str) -> bool:
+def is_number(text: str) -> bool:
     """Whether a launcher could have written this number."""
     return text.isascii() and text.isdecimal() and len(text) < 10
 

@@ -292,7 +292,7 @@ class MpiWorld(World):
     """The processes of MPI_COMM_WORLD.
 
     Args:
-        launcher: what the environment says about who started them.
+        launcher: their launcher, as far as the environment tells it.
 
     Raises:
         MissingExtraError: no mpi4py or no MPI library.

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+from caffepy.distributed.processes.launcher import SECRET
 from caffepy.distributed.store.client import Address
 from caffepy.distributed.store.store import MEMBERS, MISSING, ControlChannel, LocalControlChannel, MemoryStore
 from caffepy.distributed.store.wire import (
@@ -244,8 +245,6 @@ class ControlServer(LocalControlChannel):
 
 # -- how ranks join ------------------------------------------------------------------------------------
 
-SECRET = "CAFFEPY_JOB_SECRET"
-"""The environment's variable with the secret of a job whose ranks join at an address."""
 _FAILURE_SECONDS = 0.2
 """How long a rank that could not join waits for another rank's failure."""
 

@@ -6,8 +6,9 @@ about themselves: members, device statuses, failures.
 Both ends of a connection prove that they know the job's secret, before anything else is read:
 
 1. The server sends a magic word and a fresh nonce.
-2. The client sends an HMAC-SHA256 of the server's nonce and of who it is: role, rank, size, process, a fresh nonce.
-3. The server sends DONE or REFUSED, and an HMAC of that, its nonce and who the client is.
+2. The client sends its identity (role, rank, size, process, a fresh nonce), and an HMAC-SHA256 of the server's nonce
+   and of this identity.
+3. The server sends DONE or REFUSED, and an HMAC of that, its nonce and the client's identity.
 
 A recorded proof is of no use, because its nonce does not come again; the labels keep one end's proof from serving as
 the other's. The client proves first, so that a stranger learns nothing by which to guess a weak secret.
@@ -339,7 +340,7 @@ _REPLY_LIMIT = 4096
 
 @dataclass(frozen=True)
 class Handshake(Member):
-    """Who a client is."""
+    """The identity of a client."""
 
     rank: int
     size: int
@@ -358,11 +359,11 @@ def introduce(line: socket.socket, secret: str, hello: Handshake) -> str:
     if not greeting.startswith(_MAGIC):
         raise WireError("what listens there is not caffepy")
     nonce = bytes(greeting[len(_MAGIC) :])
-    who = encode(replace(hello, nonce=secrets.token_hex(_NONCE)))
-    line.sendall(_HEAD.pack(len(who), _sign(secret, b"client", nonce, who)) + who)
+    identity = encode(replace(hello, nonce=secrets.token_hex(_NONCE)))
+    line.sendall(_HEAD.pack(len(identity), _sign(secret, b"client", nonce, identity)) + identity)
     reply = receive_frame(line, _REPLY_LIMIT)
     text = bytes(reply.value[_PROOF:])
-    expected = _sign(secret, b"server", nonce, who, bytes([reply.kind]), text)
+    expected = _sign(secret, b"server", nonce, identity, bytes([reply.kind]), text)
     proven = hmac.compare_digest(expected, bytes(reply.value[:_PROOF]))
     if reply.kind is Kind.REFUSED:
         raise UserError(text.decode() if proven else "this is another job's address, or the ranks' secrets differ")
@@ -375,7 +376,7 @@ def challenge(line: socket.socket, secret: str) -> tuple[Handshake, Callable[[Ki
     """The server's side; keeps at most a few hundred bytes.
 
     Returns:
-        Who the client is, now that it has proved it, and a function that accepts (DONE) or refuses it (REFUSED).
+        The proven identity of the client, and a function that accepts (DONE) or refuses it (REFUSED).
 
     Raises:
         OSError: the connection has ended, is malformed, or its proof is wrong, which it has been told.
@@ -385,16 +386,16 @@ def challenge(line: socket.socket, secret: str) -> tuple[Handshake, Callable[[Ki
     length, proof = _HEAD.unpack(receive(line, _HEAD.size))
     if length > _HELLO_LIMIT:
         raise WireError("not an introduction")
-    who = bytes(receive(line, length))
-    if not hmac.compare_digest(proof, _sign(secret, b"client", nonce, who)):
+    identity = bytes(receive(line, length))
+    if not hmac.compare_digest(proof, _sign(secret, b"client", nonce, identity)):
         send_frame(line, Frame(Kind.REFUSED, bytes(_PROOF)))
         raise WireError("the proof is wrong")
 
     def answer(kind: Kind, text: str) -> None:
         written = text.encode()
-        send_frame(line, Frame(kind, _sign(secret, b"server", nonce, who, bytes([kind]), written) + written))
+        send_frame(line, Frame(kind, _sign(secret, b"server", nonce, identity, bytes([kind]), written) + written))
 
-    return decode(Handshake, who), answer
+    return decode(Handshake, identity), answer
 
 
 def _sign(secret: str, label: bytes, *parts: bytes) -> bytes:

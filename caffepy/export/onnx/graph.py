@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from caffepy.errors import ConfigError
 from caffepy.layers import Layer
 from caffepy.layers.blob import Blob
 from caffepy.layers.export_rules import ONNX, OnnxView
@@ -139,16 +138,6 @@ class LayerView(OnnxView):
     tops: list[Blob]
     varying: Mapping[str, Sequence[bool]] = field(default_factory=dict)
 
-    @property
-    def param(self) -> Any:
-        """The layer's prototxt."""
-        return self.layer.param
-
-    @property
-    def x(self) -> str:
-        """The first bottom's value."""
-        return self.inputs[0]
-
     def add(self, operator: str, *inputs: str, **attributes: Any) -> str:
         """A node with one output; its value."""
         return self.graph.add(self.layer.name, operator, inputs, **attributes)[0]
@@ -165,18 +154,10 @@ class LayerView(OnnxView):
         """A constant of one axis of int64."""
         return self.graph.constant(np.array(values, np.int64), f"{self.layer.name}/ints")
 
-    def weights(self, index: int) -> NDArray[np.float32]:
-        """A parameter's values."""
-        return np.asarray(self.layer.blobs[index].host_data(), np.float32)
-
     def parameter(self, index: int, shape: Sequence[int] | None = None) -> str:
         """A constant with a parameter's values, in another shape if one is given."""
         values = self.weights(index)
         return self.floats(values if shape is None else values.reshape(shape), PARAMETER_NAMES[index])
-
-    def axis(self, index: int) -> int:
-        """An axis of the first bottom, from 0."""
-        return self.bottoms[0].axis(index, f"layer '{self.layer.name}'")
 
     def scaled(self, value: str, factor: float, term: float = 0.0) -> str:
         """value * factor + term."""
@@ -254,10 +235,6 @@ class LayerView(OnnxView):
         varies = self.varying.get(blob.name, ())
         if any(axis < len(varies) and varies[axis] for axis in axes):
             raise self.error(f"the size of '{blob.title}' depends on the batch; export it with --batch N")
-
-    def error(self, message: str) -> ConfigError:
-        """An error that names the layer."""
-        return self.layer.error(message)
 
 
 def product_of(shape: Sequence[int]) -> int:

@@ -149,16 +149,6 @@ class LayerCode(TorchView):
     merged: Layer | None = None
 
     @property
-    def param(self) -> Any:
-        """The layer's prototxt."""
-        return self.layer.param
-
-    @property
-    def x(self) -> str:
-        """The first bottom's variable."""
-        return self.inputs[0]
-
-    @property
     def rank(self) -> int:
         """Number of axes of the first bottom."""
         return len(self.bottoms[0].shape)
@@ -178,14 +168,6 @@ class LayerCode(TorchView):
         """Add a submodule; return its call with some inputs, by default with the first."""
         return f"{self.submodule(constructor, **parameters)}({', '.join(inputs or [self.x])})"
 
-    def weights(self, index: int) -> NDArray[np.float32]:
-        """A parameter's values."""
-        return np.asarray(self.layer.blobs[index].host_data(), np.float32)
-
-    def axis(self, index: int) -> int:
-        """An axis of the first bottom, from 0."""
-        return self.bottoms[0].axis(index, f"layer '{self.layer.name}'")
-
     def shape_of(self, blob: Blob) -> str:
         """A blob's shape as arguments, -1 for an axis that follows the batch.
 
@@ -197,10 +179,6 @@ class LayerCode(TorchView):
         if shape.count(-1) > 1 or (-1 in shape and 0 in shape):
             raise self.error("its shape depends on the batch in more than one axis; give --batch N")
         return ", ".join(map(str, shape))
-
-    def error(self, message: str) -> ConfigError:
-        """An error that names the layer and its type."""
-        return self.layer.error(message)
 
     def refuse(self, what: str) -> ConfigError:
         """An error: a setting cannot be expressed."""

@@ -6,21 +6,22 @@ The factor of ChannelScale is the second bottom's value at the pixel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import fabs
 
 from caffepy.backend import Array, Each, Geometry, Scalar, expression
-from caffepy.backend.formulas import identity, product, product_with_channel, scaled, total_with_channel
+from caffepy.backend.formulas import (
+    identity,
+    product,
+    product_with_channel,
+    scaled,
+    scaled_magnitude,
+    total_with_channel,
+)
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.convolution import window_map
 from caffepy.layers.layer import Blobs, Layer, LayoutAdapter, flatten_pixels, register_layer
 
 KEPT = 0.99
 """Share of the old average in the new one."""
-
-
-@expression
-def absolute(x: Each, factor: Scalar) -> Each:
-    return fabs(x) * factor
 
 
 @expression
@@ -108,7 +109,7 @@ class ChannelScaleLayer(Layer):
         if not self._training or not param.do_forward:
             return
         average = self.blobs[0].data
-        backend.reduce(absolute, (s, 1 / max(s.size, 1)), (backend.view(self._mean.array, ()),))
+        backend.reduce(scaled_magnitude, (s, 1 / max(s.size, 1)), (backend.view(self._mean.array, ()),))
         inputs = (average, self._mean.array, param.min_global_scale, param.max_global_scale)
         backend.apply(next_average, inputs, (average,))
 

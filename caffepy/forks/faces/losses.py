@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from math import fabs
 from typing import Any
 
 import numpy as np
 
 from caffepy.backend import Array, Channel, Each, Scalar, expression
-from caffepy.backend.formulas import scaled
+from caffepy.backend.formulas import difference, pair_gradient, scaled, scaled_magnitude, squared_difference
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.layer import Blobs, LayerContext, LayoutAdapter, register_layer
 from caffepy.layers.loss import IndexCheck, LossLayer
@@ -19,18 +18,8 @@ DISTANCES = ("L1", "L2")
 
 
 @expression
-def difference(x: Each, y: Each) -> Each:
-    return x - y
-
-
-@expression
 def square_loss(d: Each, factor: Scalar) -> Each:
     return 0.5 * d * d * factor
-
-
-@expression
-def absolute_loss(d: Each, factor: Scalar) -> Each:
-    return fabs(d) * factor
 
 
 @expression
@@ -103,7 +92,7 @@ class CenterLossLayer(LossLayer):
         x, labels = self._x.load(bottom[0].data), self._labels.load(bottom[1].data)
         backend.gather_rows(self.blobs[0].data, labels, d, self._check.bad_index)
         backend.apply(difference, (x, d), (d,))
-        formula = absolute_loss if self.param.center_loss_param.distance_type == "L1" else square_loss
+        formula = scaled_magnitude if self.param.center_loss_param.distance_type == "L1" else square_loss
         backend.reduce(formula, (d, 1 / max(bottom[0].shape[0], 1)), (top[0].data,))
         if not self.context.forward_only:
             self._count(labels)
@@ -210,13 +199,8 @@ class DistanceLossLayer(LossLayer):
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if propagate_down[0]:
             dx = bottom[0].diff
-            self.backend.apply(scaled_factors, (self._factors.array, self.weight()), (dx,))
+            self.backend.apply(scaled, (self._factors.array, self.weight()), (dx,))
             self.apply_top_gradient(top, dx)
-
-
-@expression
-def scaled_factors(factor: Each, weight: Scalar) -> Each:
-    return factor * weight
 
 
 @register_layer("GeneralContrastiveLoss")
@@ -342,11 +326,6 @@ class GeneralTripletLossLayer(DistanceLossLayer):
 
 
 @expression
-def squared_difference(x: Each, y: Each) -> Each:
-    return (x - y) * (x - y)
-
-
-@expression
 def hinge(near: Each, far: Each, margin: Scalar) -> tuple[Each, Each]:
     loss = max(margin + near - far, 0.0)
     return loss, 0.0 if loss < LEAST_LOSS else 1.0
@@ -355,11 +334,6 @@ def hinge(near: Each, far: Each, margin: Scalar) -> tuple[Each, Each]:
 @expression
 def half(loss: Each, factor: Scalar) -> Each:
     return 0.5 * loss * factor
-
-
-@expression
-def pair_gradient(x: Each, y: Each, acts: Channel, factor: Scalar) -> Each:
-    return (x - y) * acts * factor
 
 
 @register_layer("TripletLoss")

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from caffepy.backend import Array, Channel, Each, Scalar, expression
-from caffepy.backend.formulas import identity, product, product_with_channel, scaled
+from caffepy.backend.formulas import difference, identity, product, product_with_channel, root, scaled, squared
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.blob import Blob
 from caffepy.layers.inner_product import UnitWeights
@@ -31,16 +31,6 @@ LEAST_LENGTH = 1e-9
 def annealed(number: Each, start: Scalar, base: Scalar, gamma: Scalar, power: Scalar, least: Scalar) -> Each:
     share = base * (1 + gamma * (start + number + 1)) ** -power
     return share if share > least else least
-
-
-@expression
-def squared(x: Each) -> Each:
-    return x * x
-
-
-@expression
-def root(x: Each) -> Each:
-    return sqrt(x)
 
 
 @expression
@@ -371,11 +361,6 @@ def pull_gradient(x: Each, products: Each, total: Channel, before: Each) -> Each
     return before + 2 * (x * total - products)
 
 
-@expression
-def plus_pull(total: Each, pulled: Each, dy: Channel) -> Each:
-    return total + pulled * dy
-
-
 @register_layer("InnerDistance")
 class InnerDistanceLayer(Layer):
     """y_ij = |x_i - w_j|^2, or with `distance_type: "L1"` the sum of |x_i - w_j|.
@@ -518,7 +503,7 @@ class InnerDistanceLayer(Layer):
         for j, weight in enumerate(self._rows_of(weights)):
             backend.copy(dy[:, j], column)
             backend.apply(pull, (x, weight), (pulls,), 1)
-            backend.apply(plus_pull, (dx, pulls, column), (dx,), 0)
+            backend.apply(plus_scaled_rows, (dx, pulls, column), (dx,), 0)
 
     def _pull_weights(self, dy: Array, x: Array, weights: Array, dw: Array) -> None:
         """Add the gradient of the weights to `dw`."""
@@ -582,11 +567,6 @@ def other_power(x: Each, hot: Each, most: Channel, scale: Channel) -> Each:
 @expression
 def soft_maximum(total: Each, most: Each, scale: Each) -> Each:
     return log(total) / scale + most
-
-
-@expression
-def difference(x: Each, y: Each) -> Each:
-    return x - y
 
 
 @expression

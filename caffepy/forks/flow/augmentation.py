@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend import Array, Border, Channel, Each, Scalar, expression
-from caffepy.backend.formulas import scaled
+from caffepy.backend import Array, Border, Each, Scalar, expression
+from caffepy.backend.formulas import minus_channel, scaled
 from caffepy.data.mean import read_mean
 from caffepy.data.random import SampleRng
 from caffepy.errors import DataError
@@ -150,7 +150,7 @@ def from_array(array: NDArray[np.float32]) -> Coefficients:
 
 
 def without_negligible(values: Coefficients) -> Coefficients:
-    """Return the coefficients with those that are near their default set to it."""
+    """Return the coefficients; a coefficient near its default gets the default."""
     return {k: DEFAULTS[k] if abs(v - DEFAULTS[k]) < NEGLIGIBLE else v for k, v in values.items()}
 
 
@@ -266,11 +266,6 @@ LEAST = 1e-2
 """Values in the space of eigenvectors that count as 0."""
 
 Images = NDArray[np.float32]
-
-
-@expression
-def minus_channel(x: Each, mean: Channel) -> Each:
-    return x - mean
 
 
 class AugmentationLayer(Layer):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from math import exp, sqrt
+from math import exp
 
 from caffepy.backend import Channel, CorrelationWindow, Each, Geometry, Scalar, expression
-from caffepy.backend.formulas import identity
+from caffepy.backend.formulas import difference, identity, root, squared
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.layer import Blobs, Layer, LayerContext, flatten_pixels, register_layer
 from caffepy.layers.loss import Formula, LossLayer, PixelLoss
@@ -121,16 +121,6 @@ TINY = 1e-9
 
 
 @expression
-def squared(x: Each) -> Each:
-    return x * x
-
-
-@expression
-def root(total: Each) -> Each:
-    return sqrt(total)
-
-
-@expression
 def norm_gradient(x: Each, norm: Channel, dy: Channel, tiny: Scalar) -> Each:
     return dy * x / (norm + tiny)
 
@@ -143,11 +133,6 @@ def scaled_power(x: Each, largest: Channel, inner: Scalar, outer: Scalar) -> Eac
 @expression
 def scaled_product(y: Each, dy: Each, inner: Scalar) -> Each:
     return inner * y * dy
-
-
-@expression
-def minus(dx: Each, other: Each) -> Each:
-    return dx - other
 
 
 class PixelLayer(Layer):
@@ -248,7 +233,7 @@ class ExpMaxLayer(PixelLayer):
         rows = flatten_pixels(backend, dx)
         backend.reduce(identity, (rows,), (backend.flat(sums),), 0)
         backend.pool_max_backward(sums, self._mask.array, share, self._window)
-        backend.apply(minus, (backend.flat(dx), backend.flat(share)), (backend.flat(dx),))
+        backend.apply(difference, (backend.flat(dx), backend.flat(share)), (backend.flat(dx),))
 
 
 @register_layer("LpqLoss")

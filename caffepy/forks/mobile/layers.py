@@ -9,6 +9,7 @@ from __future__ import annotations
 from math import exp, log1p, tanh
 
 from caffepy.backend import Each, Scalar, expression
+from caffepy.backend.formulas import drop, elu, elu_gradient_from_bottom
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.activation import ActivationLayer
 from caffepy.layers.convolution import ConvolutionLayer
@@ -96,23 +97,8 @@ class ReLU6Layer(ActivationLayer):
 
 
 @expression
-def selu(x: Each, alpha: Scalar, scale: Scalar) -> Each:
-    return scale * x if x > 0 else scale * alpha * (exp(x) - 1)
-
-
-@expression
-def selu_gradient(x: Each, dy: Each, alpha: Scalar, scale: Scalar) -> Each:
-    return dy * (scale if x > 0 else scale * alpha * exp(x))
-
-
-@expression
 def replace(x: Each, chance: Each, ratio: Scalar, alpha: Scalar, factor: Scalar, term: Scalar) -> Each:
     return factor * (x if chance >= ratio else alpha) + term
-
-
-@expression
-def keep(dy: Each, chance: Each, ratio: Scalar, factor: Scalar) -> Each:
-    return dy * factor if chance >= ratio else 0.0
 
 
 @register_layer("SeLU")
@@ -120,11 +106,11 @@ def keep(dy: Each, chance: Each, ratio: Scalar, factor: Scalar) -> Each:
 class SeLULayer(ActivationLayer):
     """y = lambda * x where x > 0, lambda * alpha * (e^x - 1) elsewhere (`selu_layer.cpp` of synopsys-caffe).
 
-    lambda and alpha of `selu_param` are by default those that keep mean 0 and variance 1 (Klambauer, Unterthiner, Mayr
-    and Hochreiter 2017). dx is the derivative times dy.
+    The defaults of lambda and alpha in `selu_param` keep mean 0 and variance 1 (Klambauer, Unterthiner, Mayr and
+    Hochreiter 2017). dx is the derivative times dy.
     """
 
-    formula, gradient, from_bottom = selu, selu_gradient, True
+    formula, gradient, from_bottom = elu, elu_gradient_from_bottom, True
 
     def numbers(self) -> tuple[float, ...]:
         return self.param.selu_param.alpha, getattr(self.param.selu_param, "lambda")
@@ -173,7 +159,7 @@ class SeLUDropoutLayer(Layer):
             return
         if self._training:
             inputs = (top[0].diff, self._chances.array, self.param.selu_dropout_param.dropout_ratio, self._factor)
-            self.backend.apply(keep, inputs, (bottom[0].diff,))
+            self.backend.apply(drop, inputs, (bottom[0].diff,))
         elif bottom[0] is not top[0]:
             self.backend.copy(top[0].diff, bottom[0].diff)
 

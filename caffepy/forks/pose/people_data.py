@@ -137,6 +137,20 @@ class RecordsLayer(PrefetchingLayer):
         leveldb = self.param.data_param.backend == caffe_pb2.DataParameter.LEVELDB
         return open_records(self.context.resolve(path), leveldb, self.where, MADE_BY)
 
+    def shapes_of_first(self, source: Source) -> list[tuple[int, ...]]:
+        """Return the shapes of the tops of the first sample; close the source if it cannot be made."""
+        try:
+            shapes = [part.shape for part in RecordsLoader(self, 0, 0).sample(0)]
+        except BaseException:
+            source.close()
+            raise
+        return shapes[: len(self.param.top)]
+
+
+def colors_of(planes: Pixels) -> Pixels:
+    """Return the image (H, W, 3) of a record's first planes."""
+    return np.ascontiguousarray(planes[:3].transpose(1, 2, 0))
+
 
 # -- CPMData -------------------------------------------------------------------------------------------
 
@@ -178,12 +192,7 @@ class CPMDataLayer(RecordsLayer):
         if max(param.crop_size_x, param.crop_size_y) > _MAX_MAP:
             raise self.error(f"crop_size_x and crop_size_y must be at most {_MAX_MAP}")
         self._records = self.open_records(self.param.data_param.source)
-        try:
-            shapes = [part.shape for part in RecordsLoader(self, 0, 0).sample(0)]
-        except BaseException:
-            self._records.close()
-            raise
-        return self._records, shapes[: len(self.param.top)]
+        return self._records, self.shapes_of_first(self._records)
 
     def _record(self, number: int, key: tuple[int, int]) -> int:
         param = self.param.data_param
@@ -198,7 +207,7 @@ class CPMDataLayer(RecordsLayer):
         if planes.shape[0] != CHANNELS:
             raise DataError(f"has {planes.shape[0]} planes; CPMData needs {CHANNELS}")
         people = self._people(planes[3])
-        image, mask = self._recolored(np.ascontiguousarray(planes[:3].transpose(1, 2, 0))), planes[4]
+        image, mask = self._recolored(colors_of(planes)), planes[4]
         if self.context.phase == caffe_pb2.TRAIN:
             image, mask = self._augmented(image, mask, people, SampleRng(*key, number))
         data = np.zeros((CHANNELS, *image.shape[:2]), np.float32)
@@ -414,12 +423,7 @@ class OPDataLayer(RecordsLayer):
         if param.normalization not in _NORMALIZATIONS:
             raise self.error(f"normalization is {param.normalization}; it must be 0, 1 or 2")
         self._origins = self._open_origins()
-        try:
-            shapes = [part.shape for part in RecordsLoader(self, 0, 0).sample(0)]
-        except BaseException:
-            self._origins.close()
-            raise
-        return self._origins, shapes[: len(self.param.top)]
+        return self._origins, self.shapes_of_first(self._origins)
 
     @property
     def _background_chance(self) -> float:
@@ -545,7 +549,7 @@ class OPDataLayer(RecordsLayer):
             person.scale *= _PIXELS_AT_SCALE_1 / self.settings.crop_size_y
             person.points = means(person.points, model.sources)
             person.states = np.array([_state(person.states[list(source)]) for source in model.sources])
-        image = self._file(people.source) if dome else np.ascontiguousarray(planes[:3].transpose(1, 2, 0))
+        image = self._file(people.source) if dome else colors_of(planes)
         has_mask = model.category in ("COCO", "MPII", "PT", "HAND") or people.dataset in _MASKED_SETS
         if has_mask and planes.shape[0] < 5:
             raise DataError(f"has {planes.shape[0]} planes; the fifth is the mask of model's category {model.category}")
@@ -568,7 +572,7 @@ class OPDataLayer(RecordsLayer):
         planes = planes_of(records.read(number % len(records)))
         if planes.shape[0] < 3:
             raise DataError(f"takes a background of {planes.shape[0]} planes; it needs 3")
-        image = np.ascontiguousarray(planes[:3].transpose(1, 2, 0))
+        image = colors_of(planes)
         height, width = param.crop_size_y, param.crop_size_x
         if image.shape[1] > width and image.shape[0] > height:
             ratio = max(width / image.shape[1], height / image.shape[0])
@@ -717,7 +721,7 @@ class OPDataLayer(RecordsLayer):
                 targets[2 * index + axis][some] = sums[axis][some] / counts[some]
 
     def _mask_near(self, weights: Floats, model: PeopleSource, person: Person, state: int, grid: Grid) -> None:
-        """Set the weights of a person's parts with a state, and of those that are ignored, to 0 near the person."""
+        """Set the weights of a person's parts with a state, and of ignored parts, to 0 near the person."""
         parts = set(np.flatnonzero(person.states == state).tolist())
         parts |= set(np.flatnonzero(person.states >= IGNORED).tolist())
         channels = model.skeleton.channels_of(parts)

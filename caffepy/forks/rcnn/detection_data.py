@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,8 @@ from caffepy.layers.layer import register_layer
 
 _f32 = np.float32
 COLUMNS = 8
+_NO_OBJECT = (-1,) * COLUMNS
+"""The row of a batch without objects."""
 _STEP = 32
 """Sides of resized images are multiples of this."""
 _ORDERS = ("random", "random_aspect", "random_mix_aspect")
@@ -72,11 +75,84 @@ def told_side_lengths(
     return None
 
 
+# -- the base of DetectionData and ImageGtData ---------------------------------------------------------
+
+
+class AnchorLabelsLayer(PrefetchingLayer):
+    """A layer of images, labels of anchors, and optionally their objects."""
+
+    parameter: ClassVar[str]
+    """The layer's message in the prototxt."""
+    stride_field: ClassVar[str]
+    """The field of the message that has a stride for each map."""
+    columns: ClassVar[int]
+    """Numbers of an object."""
+
+    @classmethod
+    def label_shapes(cls, layer: caffe_pb2.LayerParameter, image: Sequence[int]) -> list[tuple[int, ...]]:
+        param = getattr(layer, cls.parameter)
+        maps = map_shapes(getattr(param, cls.stride_field), image)
+        return [*maps, (cls.columns, 1, 1)] if param.output_gt_boxes else maps
+
+    @classmethod
+    def object_list(cls, layer: caffe_pb2.LayerParameter, shapes: Mapping[str, Sequence[int]]) -> int | None:
+        return len(layer.top) - 1 if getattr(layer, cls.parameter).output_gt_boxes else None
+
+    @property
+    def settings(self) -> Any:
+        """The layer's message in the prototxt."""
+        return getattr(self.param, self.parameter)
+
+    def batch_size(self) -> int:
+        return int(self.settings.batch_size)
+
+    def batch_shape(self, index: int, sample_shape: tuple[int, ...]) -> tuple[int, ...]:
+        if self.settings.output_gt_boxes and index == len(self.param.top) - 1:
+            return (1, *sample_shape)
+        return super().batch_shape(index, sample_shape)
+
+    def read_maps(self) -> list[LabelMap]:
+        """Return the maps of anchors.
+
+        Raises:
+            ConfigError: coord_num is not 4, or there are more or fewer tops than maps, images and objects need.
+        """
+        param = self.settings
+        if param.coord_num != 4:
+            raise self.error(f"coord_num is {param.coord_num}; boxes have 4 numbers")
+        strides = getattr(param, self.stride_field)
+        maps = read_label_maps(self, param.field_w, param.field_h, strides, self.stride_field)
+        if len(self.param.top) != 1 + len(maps) + param.output_gt_boxes:
+            raise self.error(
+                f"has {len(self.param.top)} tops; it needs one for images, {len(maps)} for labels, and one more with "
+                "output_gt_boxes"
+            )
+        return maps
+
+    def sample_shapes(self, maps: Sequence[LabelMap], height: int, width: int) -> list[tuple[int, ...]]:
+        """Return the shapes of the tops of one image of height x width."""
+        shapes: list[tuple[int, ...]] = [(3, height, width), *((CHANNELS, *one.shape(height, width)) for one in maps)]
+        return [*shapes, (self.columns, 1, 1)] if self.settings.output_gt_boxes else shapes
+
+
+def object_rows(index: int, boxes: Floats, labels: Floats, *flags: NDArray[np.bool_]) -> Floats:
+    """Return a row (index, x1, y1, x2, y2, label, flags) for each object of the batch's image `index`."""
+    image = np.full((len(labels), 1), index, _f32)
+    return np.column_stack([image, boxes, labels, *flags]).astype(_f32)
+
+
+def put_objects(rows: list[Floats], batch: Batch, top: int, none: Sequence[float]) -> None:
+    """Write the objects of a batch, or the row `none` if there are none."""
+    found = np.concatenate(rows)
+    found = found if len(found) else np.array([none], _f32)
+    batch.array(top, (*found.shape, 1, 1))[...] = found[:, :, None, None]
+
+
 # -- DetectionData -------------------------------------------------------------------------------------
 
 
 @register_layer("DetectionData")
-class DetectionDataLayer(PrefetchingLayer):
+class DetectionDataLayer(AnchorLabelsLayer):
     """Images, labels of anchors, and optionally their objects (Cascade R-CNN's `detection_data_layer.cpp`).
 
     Tops: images (N, 3, H, W); for each `stride` a map (N, 6, H / stride, W / stride) as ImageGtData's, with widths and
@@ -94,28 +170,16 @@ class DetectionDataLayer(PrefetchingLayer):
     """
 
     tops = (1, None)
+    parameter, stride_field, columns = "detection_data_param", "stride", COLUMNS
 
     @classmethod
     def told_size(cls, layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int, str] | None:
         return told_side_lengths(layer.detection_data_param)
 
-    @classmethod
-    def label_shapes(cls, layer: caffe_pb2.LayerParameter, image: Sequence[int]) -> list[tuple[int, ...]]:
-        param = layer.detection_data_param
-        maps = map_shapes(param.stride, image)
-        return [*maps, (COLUMNS, 1, 1)] if param.output_gt_boxes else maps
-
-    @classmethod
-    def object_list(cls, layer: caffe_pb2.LayerParameter, shapes: Mapping[str, Sequence[int]]) -> int | None:
-        return len(layer.top) - 1 if layer.detection_data_param.output_gt_boxes else None
-
-    def batch_size(self) -> int:
-        return self.param.detection_data_param.batch_size
-
     def open(self) -> tuple[Source, list[tuple[int, ...]]]:
         param = self.param.detection_data_param
-        maps = read_label_maps(self, param.field_w, param.field_h, param.stride, "stride")
-        check_detection_data(self, param, len(maps))
+        maps = self.read_maps()
+        check_detection_data(self, param)
         normaliser = read_normaliser(self, self.param.transform_param.scale)
         self._windows = open_object_windows(self, param.source, param.root_folder, True)
         self._settings = DetectionDataSettings(
@@ -123,14 +187,7 @@ class DetectionDataLayer(PrefetchingLayer):
         )
         sizes = Sizes(param, 1.0)
         height, width = sizes.canvas(sizes.resized(self._windows.entries[0].size))
-        shapes: list[tuple[int, ...]] = [(CHANNELS, *one.shape(height, width)) for one in maps]
-        objects: list[tuple[int, ...]] = [(COLUMNS, 1, 1)]
-        return self._windows, [(3, height, width), *shapes, *objects[: param.output_gt_boxes]]
-
-    def batch_shape(self, index: int, sample_shape: tuple[int, ...]) -> tuple[int, ...]:
-        if self.param.detection_data_param.output_gt_boxes and index == len(self.param.top) - 1:
-            return (1, *sample_shape)
-        return super().batch_shape(index, sample_shape)
+        return self._windows, self.sample_shapes(maps, height, width)
 
     def make_loader(self) -> DescribingLoader:
         stream = seeded_stream(self)
@@ -139,19 +196,12 @@ class DetectionDataLayer(PrefetchingLayer):
         )
 
 
-def check_detection_data(layer: DetectionDataLayer, param: caffe_pb2.DetectionDataParameter, maps: int) -> None:
+def check_detection_data(layer: DetectionDataLayer, param: caffe_pb2.DetectionDataParameter) -> None:
     """Check the fields of DetectionData.
 
     Raises:
         ConfigError: fields contradict each other, or a value is out of range.
     """
-    if param.coord_num != 4:
-        raise layer.error(f"coord_num is {param.coord_num}; boxes have 4 numbers")
-    if len(layer.param.top) != 1 + maps + param.output_gt_boxes:
-        raise layer.error(
-            f"has {len(layer.param.top)} tops; it needs one for images, {maps} for labels, and one more with "
-            "output_gt_boxes"
-        )
     for first, second in (
         ("resize_width", "resize_height"), ("crop_width", "crop_height"), ("short_size", "long_size"),
         ("crop_short_size", "crop_long_size"), ("min_scale", "max_scale"), ("low_scale_ratio", "high_scale_ratio"),
@@ -318,7 +368,7 @@ class DetectionDataLoader(ObjectWindowLoader):
 
         self.fill_all(first, count, fill, alone=1)
         if self._settings.param.output_gt_boxes:
-            put_objects(rows, batch, 1 + len(self._settings.maps))
+            put_objects(rows, batch, 1 + len(self._settings.maps), _NO_OBJECT)
 
     def _ratio(self, first: int) -> float:
         """Return the template_ratio of the batch that begins with a sample."""
@@ -384,21 +434,6 @@ def random_factors(param: caffe_pb2.DetectionDataParameter, box: Floats | None, 
         return factor, factor
     aspect = 2.0 ** rng.uniform(float(np.log2(param.min_whaspect)), float(np.log2(param.max_whaspect)))
     return factor * aspect**0.5, factor / aspect**0.5
-
-
-def object_rows(
-    index: int, boxes: Floats, labels: Floats, ignored: NDArray[np.bool_], difficult: NDArray[np.bool_]
-) -> Floats:
-    """Return the rows (n, 8) of an image's objects."""
-    image = np.full((len(labels), 1), index, _f32)
-    return np.column_stack([image, boxes, labels, ignored, difficult]).astype(_f32)
-
-
-def put_objects(rows: list[Floats], batch: Batch, top: int) -> None:
-    """Write the objects of a batch, or a row of -1 if there are none."""
-    found = np.concatenate(rows)
-    found = found if len(found) else np.full((1, COLUMNS), -1, _f32)
-    batch.array(top, (len(found), COLUMNS, 1, 1))[...] = found[:, :, None, None]
 
 
 # -- EvalData ------------------------------------------------------------------------------------------
@@ -508,14 +543,14 @@ class EvalDataLoader(ObjectWindowLoader):
             rows[index] = object_rows(index, scene.boxes, entry.labels, entry.flags[:, 0], entry.flags[:, 1])
 
         self.fill_all(first, count, fill)
-        put_objects(rows, batch, 1)
+        put_objects(rows, batch, 1, _NO_OBJECT)
 
 
 # -- ImageGtData ---------------------------------------------------------------------------------------
 
 _COLUMNS = 7
-_NO_OBJECT = (0, 1, 1, 2, 2, 1, 1)
-"""The row of a batch without objects: an ignored object."""
+_IGNORED_OBJECT = (0, 1, 1, 2, 2, 1, 1)
+"""The row of a batch without objects."""
 _IGNORED, _PICKUP = 0.4, 0.2
 _STEPS = 2
 """Scales in a factor of 2."""
@@ -523,7 +558,7 @@ _ASPECT_STEP = 0.05
 
 
 @register_layer("ImageGtData")
-class ImageGtDataLayer(PrefetchingLayer):
+class ImageGtDataLayer(AnchorLabelsLayer):
     """Images, labels of anchors, and optionally their objects (MS-CNN's `image_gt_data_layer.cpp`; Cai et al. 2016).
 
     Tops: images (N, 3, H, W); for each `downsample_rate` a map (N, 6, H / rate, W / rate) with the channels label, x
@@ -540,35 +575,16 @@ class ImageGtDataLayer(PrefetchingLayer):
     """
 
     tops = (2, None)
+    parameter, stride_field, columns = "image_gt_data_param", "downsample_rate", _COLUMNS
 
     @classmethod
     def told_size(cls, layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int, str] | None:
         size = crop_size(layer.image_gt_data_param)
         return None if size is None else (*size, "crop_height and crop_width or resize_height and resize_width")
 
-    @classmethod
-    def label_shapes(cls, layer: caffe_pb2.LayerParameter, image: Sequence[int]) -> list[tuple[int, ...]]:
-        param = layer.image_gt_data_param
-        maps = map_shapes(param.downsample_rate, image)
-        return [*maps, (_COLUMNS, 1, 1)] if param.output_gt_boxes else maps
-
-    @classmethod
-    def object_list(cls, layer: caffe_pb2.LayerParameter, shapes: Mapping[str, Sequence[int]]) -> int | None:
-        return len(layer.top) - 1 if layer.image_gt_data_param.output_gt_boxes else None
-
-    def batch_size(self) -> int:
-        return self.param.image_gt_data_param.batch_size
-
     def open(self) -> tuple[Source, list[tuple[int, ...]]]:
         param = self.param.image_gt_data_param
-        if param.coord_num != 4:
-            raise self.error(f"coord_num is {param.coord_num}; boxes have 4 numbers")
-        maps = read_label_maps(self, param.field_w, param.field_h, param.downsample_rate, "downsample_rate")
-        if len(self.param.top) != 1 + len(maps) + param.output_gt_boxes:
-            raise self.error(
-                f"has {len(self.param.top)} tops; it needs one for images, {len(maps)} for labels, and one more with "
-                "output_gt_boxes"
-            )
+        maps = self.read_maps()
         normaliser = read_normaliser(self, param.scale * self.param.transform_param.scale)
         if param.do_multiple_scale and not 0 < param.min_scale <= param.max_scale:
             raise self.error("do_multiple_scale needs min_scale and max_scale, above 0 in ascending order")
@@ -577,14 +593,7 @@ class ImageGtDataLayer(PrefetchingLayer):
         self._settings = ImageGtSettings(
             param, maps, (height, width), normaliser, self.param.transform_param.mirror, self.context.nvidia
         )
-        shapes: list[tuple[int, ...]] = [(CHANNELS, *one.shape(height, width)) for one in maps]
-        objects: list[tuple[int, ...]] = [(_COLUMNS, 1, 1)]
-        return self._windows, [(3, height, width), *shapes, *objects[: param.output_gt_boxes]]
-
-    def batch_shape(self, index: int, sample_shape: tuple[int, ...]) -> tuple[int, ...]:
-        if self.param.image_gt_data_param.output_gt_boxes and index == len(self.param.top) - 1:
-            return (1, *sample_shape)
-        return super().batch_shape(index, sample_shape)
+        return self._windows, self.sample_shapes(maps, height, width)
 
     def make_loader(self) -> DescribingLoader:
         stream = seeded_stream(self)
@@ -660,14 +669,11 @@ class ImageGtLoader(ObjectWindowLoader):
         def fill(index: int, number: int) -> None:
             rng = SampleRng(*self._key, first + index)
             truth = self._put(number, rng, images[index], [one[index] for one in labels])
-            of_image = np.full((len(truth.labels), 1), index, _f32)
-            rows[index] = np.column_stack([of_image, truth.boxes, truth.labels, truth.ignored]).astype(_f32)
+            rows[index] = object_rows(index, truth.boxes, truth.labels, truth.ignored)
 
         self.fill_all(first, count, fill)
         if settings.param.output_gt_boxes:
-            found = np.concatenate(rows)
-            found = found if len(found) else np.array([_NO_OBJECT], _f32)
-            batch.array(1 + len(labels), (len(found), _COLUMNS, 1, 1))[...] = found[:, :, None, None]
+            put_objects(rows, batch, 1 + len(labels), _IGNORED_OBJECT)
 
     def _put(self, number: int, rng: SampleRng, image: Floats, labels: list[Floats]) -> Truth:
         """Write one image and its labels, and return its objects."""

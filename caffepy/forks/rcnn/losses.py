@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend import Array, Channel, Each, Scalar, expression
-from caffepy.backend.formulas import scaled
+from caffepy.backend.formulas import scaled, scaled_over_count
 from caffepy.data.random import SampleRng
 from caffepy.forks.rcnn.anchors import (
     BOX,
@@ -71,11 +71,6 @@ def focal_gradient(
     difference: Each, miss: Channel, p: Channel, alpha: Scalar, gamma: Scalar, smallest: Scalar, nearest: Scalar
 ) -> Each:
     return difference * alpha * miss**gamma * (1 - gamma * p / max(miss, nearest) * log(max(p, smallest)))  # type: ignore[no-any-return]
-
-
-@expression
-def divided(gradient: Each, count: Channel, factor: Scalar) -> Each:
-    return gradient * factor / max(count, 1.0)
 
 
 @register_layer("FocalLoss")
@@ -150,7 +145,7 @@ class FocalLossLayer(LossLayer):
         )  # fmt: skip
         self.backend.apply(focal_gradient, arguments, (x,), 0)
         if self._divisor is None:
-            self.backend.apply(divided, (x, self._count, self.scale()), (x,), 0)
+            self.backend.apply(scaled_over_count, (x, self._count, self.scale()), (x,), 0)
         else:
             self.backend.apply(scaled, (x, self.scale()), (x,))
         rows = self._rows(bottom[0].diff)
@@ -199,7 +194,7 @@ class BoxAnnotatorOHEMLayer(Layer):
 
     Bottoms: regions (R, 5, H, W), whose first channel names the image, losses (R, 1, H, W), labels (R, 1, H, W) and the
     weights of the box regression (R, B, H, W); axes of size 1 may be missing. Tops: the labels, `ignore_label` in place
-    of those that are not kept, and the weights, 0 there. Equal losses stay in the order of `std::sort`. The bottoms'
+    of labels that are not kept, and the weights, 0 there. Equal losses stay in the order of `std::sort`. The bottoms'
     gradient is 0. Computed on the host (`box_annotator_ohem_layer.cpp` of R-FCN and Intel Caffe).
 
     Raises:

@@ -65,7 +65,7 @@ class DecodeBBoxLayer(RowLayer):
 
     Shapes: predictions (R, 8), of which the last four are the object's, regions (R, 5), and in TRAIN an optional third
     bottom (R, 6) of ProposalTarget, whose last column is the overlap with the object; the top is (K, 5, 1, 1). In TRAIN
-    regions without area are dropped, and with the third bottom those that overlap their object by `gt_iou_thr` or more.
+    regions without area are dropped, and with the third bottom regions that overlap an object by `gt_iou_thr` or more.
     `bbox_reg_param` has the mean and deviation of the offsets. Computed on the host. The layer has no gradient.
 
     Raises:
@@ -247,7 +247,7 @@ _SYNOPSYS = ("anchor_base_size", "anchor_scale", "anchor_ratio", "max_rois", "rp
 def _suppress(  # noqa: PLR0913 -- a kernel
     begin: Int, end: Int, boxes: Floats, count: Int, threshold: Float, limit: Int, dead: Ints, kept: Ints
 ) -> None:
-    """Keep boxes in order; drop those that overlap a kept one by more than the threshold. kept[limit]: their number."""
+    """Keep boxes in order; drop a box whose overlap with a kept one is above threshold. kept[limit]: their number."""
     found = 0
     for i in range(count):
         if dead[i] == 0 and found < limit:

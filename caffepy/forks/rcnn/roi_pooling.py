@@ -211,6 +211,15 @@ class GridLayer(RegionLayer):
         self._parts = [self.scratch(f"part {i}", (regions,)) for i in range(5)]
         self._corners = LayoutAdapter(self.backend, corners, (regions, 5))
 
+    def make_corner_grid(self, bottom: Blobs, top: Blobs, high: int, wide: int) -> None:
+        """Give the top `high` x `wide` points of each region, one for each index of its rows and columns."""
+        regions = self.check_shapes(bottom)
+        top[0].reshape((regions, bottom[0].shape[1], high, wide))
+        self.make_grid(regions, high, wide, bottom[1].shape)
+        if regions != self._regions:
+            self._regions = regions
+            self._indices = ([self.numbers(np.arange(high), regions)], [self.numbers(np.arange(wide), regions)])
+
     def numbers(self, values: Any, regions: int) -> Array:
         """Return an array (regions, len(values)) on the device whose rows are `values`."""
         result = self.backend.zeros((regions, len(values)))
@@ -274,13 +283,8 @@ class ROIAlignLayer(GridLayer):
             raise self.error(f"roi_pooling_param's pad_ratio is {param.pad_ratio:g}; it must be at least 0")
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        param, regions = self.param.roi_pooling_param, self.check_shapes(bottom)
-        high, wide = param.pooled_h + 1, param.pooled_w + 1
-        top[0].reshape((regions, bottom[0].shape[1], high, wide))
-        self.make_grid(regions, high, wide, bottom[1].shape)
-        if regions != self._regions:
-            self._regions = regions
-            self._indices = ([self.numbers(np.arange(high), regions)], [self.numbers(np.arange(wide), regions)])
+        param = self.param.roi_pooling_param
+        self.make_corner_grid(bottom, top, param.pooled_h + 1, param.pooled_w + 1)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.roi_pooling_param
@@ -377,13 +381,8 @@ class ROIWarpingLayer(GridLayer):
             raise self.error("roi_warping_param needs pooled_h and pooled_w, at least 1")
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        param, regions = self.param.roi_warping_param, self.check_shapes(bottom)
-        high, wide = param.pooled_h, param.pooled_w
-        top[0].reshape((regions, bottom[0].shape[1], high, wide))
-        self.make_grid(regions, high, wide, bottom[1].shape)
-        if regions != self._regions:
-            self._regions = regions
-            self._indices = ([self.numbers(np.arange(high), regions)], [self.numbers(np.arange(wide), regions)])
+        param = self.param.roi_warping_param
+        self.make_corner_grid(bottom, top, param.pooled_h, param.pooled_w)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.roi_warping_param

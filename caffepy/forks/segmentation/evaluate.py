@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend import Array, Channel, Each, Scalar, expression
-from caffepy.backend.formulas import identity, product
+from caffepy.backend import Array, Each, Scalar, expression
+from caffepy.backend.formulas import identity, product, ratio_or_zero
 from caffepy.data.datum import opencv
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.layer import Blobs, Layer, LayerContext, LayoutAdapter, register_layer
@@ -33,18 +33,8 @@ def class_scores(hit: Each, actual: Each, predicted: Each) -> tuple[Each, Each, 
 
 
 @expression
-def ratio(value: Each, count: Each) -> Each:
-    return 0.0 if count == 0 else value / count
-
-
-@expression
 def over(value: Each, hits: Scalar) -> Each:
     return value / hits
-
-
-@expression
-def without_rest(cell: Each, number: Channel) -> Each:
-    return cell * number
 
 
 @register_layer("SegAccuracy")
@@ -139,8 +129,8 @@ class SegAccuracyLayer(Layer):
         for source, output in zip(sources, self._sums, strict=True):
             backend.reduce(identity, (source,), (output,))
         flat = backend.flat(scores)
-        backend.apply(ratio, (hits, total), (flat[0:1].reshape(()),))
-        backend.apply(ratio, (recall, present), (flat[1:2].reshape(()),))
+        backend.apply(ratio_or_zero, (hits, total), (flat[0:1].reshape(()),))
+        backend.apply(ratio_or_zero, (recall, present), (flat[1:2].reshape(()),))
         backend.apply(over, (jaccard, float(self._classes)), (flat[2:3].reshape(()),))
 
     def _add_up(self, matrix: Array, scores: Array) -> None:

@@ -11,7 +11,7 @@ from math import exp
 import numpy as np
 
 from caffepy.backend import Array, Channel, Each, Scalar, expression
-from caffepy.backend.formulas import identity
+from caffepy.backend.formulas import identity, scaled_square
 from caffepy.errors import ConfigError
 from caffepy.forks.yolo.boxes import (
     CONFIDENCE,
@@ -813,11 +813,6 @@ def weighted_mask_difference(x: Each, target: Each, sums: Channel, pixels: Scala
     return factor * (2 - sums / (pixels - sums) if target > 0.5 else 1.0) * (1 / (1 + exp(-x)) - target)
 
 
-@expression
-def squared_share(difference: Each, factor: Scalar) -> Each:
-    return difference * difference * factor
-
-
 @register_layer("YoloSeg")
 class YoloSegLayer(ElementLossLayer):
     """The gradient of a mask is d / N with d = object_scale (s - t), s = 1 / (1 + e^-x).
@@ -855,7 +850,7 @@ class YoloSegLayer(ElementLossLayer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         difference = self.scratch("difference", bottom[0].shape).array
         self._difference(bottom, self._targets.load(bottom[1].data), 1.0, difference)
-        self.backend.reduce(squared_share, (difference, 1 / max(bottom[0].shape[0], 1)), (top[0].data,))
+        self.backend.reduce(scaled_square, (difference, 1 / max(bottom[0].shape[0], 1)), (top[0].data,))
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         if propagate_down[0]:

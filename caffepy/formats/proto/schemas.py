@@ -192,7 +192,7 @@ def _merge_enum(
 
 
 def _merge_fields(own: DescriptorProto, fork: DescriptorProto, name: str, package: str, merged: Merged) -> None:
-    """Make `own` the fork's fields, then those that only caffepy has."""
+    """Make `own` the fork's fields, then the fields that only caffepy has."""
     known = {each.name: each for each in own.field}
     fields = []
     for theirs in fork.field:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend import Array, Channel, Each, Scalar, expression
+from caffepy.backend import Array
 from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, Ints, Words, device_function, kernel
-from caffepy.backend.formulas import scaled
+from caffepy.backend.formulas import scaled, scaled_over_count
 from caffepy.backend.types import BoxLossSettings
 from caffepy.errors import DataError
 from caffepy.formats.proto import caffe_pb2
@@ -257,11 +257,6 @@ class Mining:
 _LOC, _CONF, _PRIORS, _TRUTH = range(4)
 
 
-@expression
-def divided_by_matches(gradient: Each, matches: Channel, factor: Scalar) -> Each:
-    return gradient * factor / max(matches, 1.0)
-
-
 @register_layer("MultiBoxLoss")
 class MultiBoxLossLayer(LossLayer):
     """loss = (loc_weight * loss of the boxes + loss of the scores) / divisor (`multibox_loss_layer.cpp`).
@@ -380,7 +375,7 @@ class MultiBoxLossLayer(LossLayer):
             blob = bottom[index]
             self._write_gradient(index, bottom)
             if self._divisor is None:
-                self.backend.apply(divided_by_matches, (blob.diff, self._count, self.scale()), (blob.diff,), 0)
+                self.backend.apply(scaled_over_count, (blob.diff, self._count, self.scale()), (blob.diff,), 0)
             else:
                 self.backend.apply(scaled, (blob.diff, self.scale()), (blob.diff,))
             self.apply_top_gradient(top, blob.diff)

@@ -1,8 +1,8 @@
 """Loggers, to which `--log` hands the values of a training: CSV, JSON Lines, TensorBoard, Weights & Biases and MLflow.
 
 `make_loggers` makes them from texts such as `csv:run.csv`, or takes objects of a program's own `Logger`. The library of
-a logger is imported when a run asks for it. `watch.py` collects the values of rank 0's first solver; loggers know no
-solver.
+a logger is imported when a run asks for it. `logger_callback.py` collects the values of rank 0's first solver; loggers
+know no solver.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _MOST_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Run:
-    """What a logger is told of the training before its first iteration.
+    """Facts of the training that a logger gets before its first iteration.
 
     Args:
         iteration: the first iteration; above 0 if training resumes from a snapshot. Values of this iteration and of
-            later ones replace those that an earlier process has logged.
+            later ones replace the values that an earlier process has logged.
         settings: the net's name, the fields of the solver, the samples of an iteration and the number of devices.
         identifiers: a file beside the snapshots for the identifiers that servers give; None: there is no such folder.
     """

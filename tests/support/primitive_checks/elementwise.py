@@ -11,8 +11,8 @@ from backend_arrays import agrees, close, dirty, normal, rounded, stored, to_dev
 from hypothesis import given
 
 from caffepy.backend import Backend, Channel, Each, Scalar, expression
+from caffepy.backend.formulas import rectified_with_channel
 from caffepy.backend.types import DTYPES
-from caffepy.net.fuse import rectified_with_channel
 from primitive_checks.strategies import often, shapes_and_axes, some
 
 

@@ -65,7 +65,7 @@ def test_a_call_gives_what_the_net_gives(path: Path) -> None:
     assert list(model(data, other)) == model.outputs == ["sum"]
     for found in (model(data, other), model(data, other=other), model(other=other, data=data)):
         np.testing.assert_allclose(found["sum"], plainly(model, data, other), rtol=1e-5, atol=1e-6)
-    runner = next(iter(model._runners.values()))
+    runner = next(iter(model._executors.values()))
     assert any(isinstance(node.layer, FoldedConvolution) for node in runner.net.schedule)
     assert repr(model).startswith("<caffepy model 'small': data 2 x 3 x 6 x 6, other 2 x 4 -> sum, on ")
     model.close()
@@ -140,11 +140,11 @@ def test_each_shape_keeps_its_net_and_the_oldest_goes(path: Path) -> None:
     for count in range(1, MAX_SHAPES + 3):
         data, other = images((count, 3, 6, 6)), images((count, 4))
         np.testing.assert_allclose(model(data, other)["sum"], plainly(model, data, other), rtol=1e-5, atol=1e-6)
-    assert [shapes[0][0] for shapes in model._runners] == list(range(3, MAX_SHAPES + 3))
-    kept = dict(model._runners)
+    assert [shapes[0][0] for shapes in model._executors] == list(range(3, MAX_SHAPES + 3))
+    kept = dict(model._executors)
     model(images((3, 3, 6, 6)), images((3, 4)))
-    assert model._runners == kept
-    assert next(reversed(model._runners))[0][0] == 3
+    assert model._executors == kept
+    assert next(reversed(model._executors))[0][0] == 3
 
 
 def test_threads_that_call_at_the_same_time_get_their_own_results(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

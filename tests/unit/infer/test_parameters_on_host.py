@@ -266,5 +266,5 @@ def test_inputs_and_outputs_use_the_memory_of_the_blobs_on_their_way() -> None:
     for count in (2, 3):
         device.used.clear()
         check(model, images(count))
-        arena = next(reversed(model._runners.values())).arena
+        arena = next(reversed(model._executors.values())).arena
         assert arena is not None and len(device.used) == 2 and all(each is arena for each in device.used)

@@ -16,7 +16,7 @@ from caffepy.cli.main import main
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.infer.classify import ImageModel, classify
-from caffepy.infer.images import InputImage, Preparation, image_files, list_images, read_any_mean, read_array
+from caffepy.infer.images import ImageOptions, InputImage, image_files, list_images, read_any_mean, read_array
 from caffepy.infer.windows import read_windows
 from caffepy.pycaffe import Detector
 
@@ -113,11 +113,11 @@ def test_ten_crops_are_averaged(net: list[str]):
     image = rng.random((6, 7, 3), np.float32)
     crops = [image[t : t + 4, le : le + 4] for t, le in ((0, 0), (0, 3), (2, 0), (2, 3), (1, 1))]
     with ImageModel(Path(net[1]), [Path(net[3])], threads=1) as model:
-        given, plain = [InputImage("given", image)], Preparation(1.0)
+        given, plain = [InputImage("given", image)], ImageOptions(1.0)
         (mean,) = classify(model, given, plain.steps(model.image_shape, (6, 7), ten_crops=True))
         (centre,) = classify(model, given, plain.steps(model.image_shape, (6, 7)))
         with pytest.raises(ConfigError, match=r"resized to 3 x 9, and the net takes 4 x 4: give a larger --images-dim"):
-            Preparation().steps(model.image_shape, (3, 9))
+            ImageOptions().steps(model.image_shape, (3, 9))
     assert mean == pytest.approx(np.mean([crop.mean((0, 1))[::-1] for crop in crops], axis=0), abs=1e-5)
     assert centre == pytest.approx(crops[-1].mean((0, 1))[::-1], abs=1e-5)
 

@@ -362,7 +362,7 @@ def test_graphs_are_made_anew_where_the_diff_of_the_loss_is_written(scale: str, 
         top = each.net.blobs["loss"]
         if factor != 1:
             each.net.let_program_write_diff(top)
-            assert not each.graph_runner.captured
+            assert not each.graph_executor.captured
             top.diff[...] = factor
         before = each.net.parameters.data.copy()
         each.step(1)
@@ -403,13 +403,13 @@ def test_graphs_are_made_anew_where_the_net_shares(solver_file: Path) -> None:
     solver.step(2)
     solver.test_all()
     solver.test_all()
-    assert solver.graph_runner.captured and solver.tests[0].captured
+    assert solver.graph_executor.captured and solver.tests[0].captured
     solver.net.share_data_with(other.net)
-    assert not solver.graph_runner.captured
+    assert not solver.graph_executor.captured
     first = solver.test_all()
     np.testing.assert_array_equal(first[0]["loss"], other.test_all()[0]["loss"])
     solver.step(2)
-    assert solver.graph_runner.captured
+    assert solver.graph_executor.captured
     np.testing.assert_array_equal(solver.test_all()[0]["loss"], other.test_all()[0]["loss"])
 
 

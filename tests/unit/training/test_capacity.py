@@ -179,7 +179,7 @@ def test_train_and_test_nets_share_one_arena():
         for share in (False, True):
             made = factory(CPU)
             train = made.train_net()
-            test = made.test_runners(train)[0].net
+            test = made.test_executors(train)[0].net
             if share:
                 plan = made.share_memory()
                 assert plan.arena < plan.alone

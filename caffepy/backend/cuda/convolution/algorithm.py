@@ -12,7 +12,7 @@ from caffepy.backend.cuda.convolution.problem import Task
 from caffepy.backend.cuda.expression import apply
 from caffepy.backend.cuda.gemm import Blas
 from caffepy.backend.cuda.memory import Scratch, flat
-from caffepy.backend.expression import Each, expression
+from caffepy.backend.formulas import identity, total
 from caffepy.backend.types import Array
 
 UNFUSED = "unfused"
@@ -119,16 +119,6 @@ class Resources:
     plans: PlanCache | None = None
 
 
-@expression
-def identity(x: Each) -> Each:
-    return x
-
-
-@expression
-def add_to(total: Each, value: Each) -> Each:
-    return total + value
-
-
 def fits(array: Array, dtype: str) -> bool:
     """Return whether an array has the dtype and the alignment for wide loads."""
     return array.dtype == dtype and aligned(array)
@@ -138,7 +128,7 @@ def write_result(result: Array, operands: Operands) -> None:
     """out (+)= a result of its shape in any dtype."""
     target, source = flat(operands.out), flat(result)
     if operands.accumulate:
-        apply(add_to, (target, source), (target,), axis=0)
+        apply(total, (target, source), (target,), axis=0)
     else:
         apply(identity, (source,), (target,), axis=0)
 

@@ -15,11 +15,12 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
-from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, identity, write_result
+from caffepy.backend.cuda.convolution.algorithm import Operands, Resources, write_result
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.cuda.device import cupy
 from caffepy.backend.cuda.expression import apply
 from caffepy.backend.cuda.memory import Scratch
+from caffepy.backend.formulas import identity
 from caffepy.backend.types import CHANNELS_LAST, Array, convolution_workspace, view
 
 logger = logging.getLogger(__name__)

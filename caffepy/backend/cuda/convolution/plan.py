@@ -23,7 +23,6 @@ from caffepy.backend.cuda.convolution.algorithm import (
     Operands,
     Resources,
     fits,
-    identity,
     write_result,
 )
 from caffepy.backend.cuda.convolution.cudnn import (
@@ -76,6 +75,14 @@ from caffepy.backend.cuda.convolution.rewritten import (
 from caffepy.backend.cuda.expression import apply, reduce
 from caffepy.backend.cuda.memory import CudaMemory
 from caffepy.backend.expression import Channel, Each, expression
+from caffepy.backend.formulas import (
+    identity,
+    plus_rectified,
+    rectified,
+    rectified_with_channel,
+    total,
+    total_with_channel,
+)
 from caffepy.backend.interface import ConvolutionPrimitives
 from caffepy.backend.types import (
     CHANNELS_LAST,
@@ -96,31 +103,6 @@ MAX_GROUPS = 4
 
 
 RunTask = Callable[[Task, Operands], None]
-
-
-@expression
-def add_bias(y: Each, bias: Channel) -> Each:
-    return y + bias
-
-
-@expression
-def rectify(y: Each) -> Each:
-    return max(y, 0.0)
-
-
-@expression
-def add_bias_and_rectify(y: Each, bias: Channel) -> Each:
-    return max(y + bias, 0.0)
-
-
-@expression
-def add_residual(y: Each, residual: Each) -> Each:
-    return y + residual
-
-
-@expression
-def add_residual_and_rectify(y: Each, residual: Each) -> Each:
-    return max(y + residual, 0.0)
 
 
 @expression
@@ -165,14 +147,14 @@ class UnfusedEpilogue:
         elif operands.residual is not None:
             self._add_residual(operands, operands.residual)
         elif operands.bias is None:
-            apply(rectify, (y,), (y,), axis=1)
+            apply(rectified, (y,), (y,), axis=1)
         else:
-            apply(add_bias_and_rectify if self._task.relu else add_bias, (y, operands.bias), (y,), axis=1)
+            apply(rectified_with_channel if self._task.relu else total_with_channel, (y, operands.bias), (y,), axis=1)
 
     def _add_residual(self, operands: Operands, residual: Array) -> None:
         y, relu = operands.out, self._task.relu
         if operands.bias is None:
-            apply(add_residual_and_rectify if relu else add_residual, (y, residual), (y,), axis=1)
+            apply(plus_rectified if relu else total, (y, residual), (y,), axis=1)
         else:
             formula = add_all_and_rectify if relu else add_bias_and_residual
             apply(formula, (y, residual, operands.bias), (y,), axis=1)

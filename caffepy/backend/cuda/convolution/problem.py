@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from caffepy.backend.cuda.index_arithmetic import MAX_INDEX
-from caffepy.backend.types import Geometry, element_dtype, spatial_output
+from caffepy.backend.types import Geometry, element_dtype, round_up, spatial_output
 
 # -- tasks ---------------------------------------------------------------------------------------------
 
@@ -295,7 +295,7 @@ def tiles(task: Task) -> list[Tile]:
     channels, g = task.problem.x[1], task.problem.geometry
     found = [Tile(*shape) for shape in _shapes(task)]
     if task.direction is Direction.DATA:
-        found = [Tile(t.channels, _multiple(t.rows, g.stride[0]), _multiple(t.columns, g.stride[1])) for t in found]
+        found = [Tile(t.channels, round_up(t.rows, g.stride[0]), round_up(t.columns, g.stride[1])) for t in found]
     if task.direction is Direction.WEIGHTS:
         found = [t for t in found if t.channels * math.prod(g.kernel) <= MAX_WEIGHTS]
     return list(dict.fromkeys(t for t in found if channels % t.channels == 0))[:MAX_TILES]
@@ -315,7 +315,7 @@ def walk_of(task: Task) -> Walk | None:
         return None
     strided, single, width = max(g.stride) > 1, task.problem.dtype == "float32", 1 if channels % 2 else 2
     if task.direction is Direction.DATA:
-        rows, columns = _multiple(1, g.stride[0]), _multiple(2 if single and strided else 4, g.stride[1])
+        rows, columns = round_up(1, g.stride[0]), round_up(2 if single and strided else 4, g.stride[1])
         return Walk(Tile(width, rows, columns), 1, *((128, 3) if single else (256, 2)))
     if strided:
         return Walk(Tile(1 if single else width, 1, 2), 1, 128, 5)
@@ -337,7 +337,3 @@ def _shapes(task: Task) -> tuple[tuple[int, int, int], ...]:
     if task.problem.dtype == "float32":
         return (2, 4, 4), (4, 2, 4), (1, 4, 4)
     return (8, 1, 4), (8, 2, 2), (4, 2, 4), (2, 2, 4), (1, 4, 4)
-
-
-def _multiple(number: int, of: int) -> int:
-    return -(-number // of) * of

@@ -33,7 +33,7 @@ def test_partial_sums_are_kept_only_where_blocks_share_a_result(
         return expression.Signature(sizes, strides, 16, "f")
 
     plan = expression._reduction_launch.__wrapped__(
-        expression.Call(expression.same, (signature(shape),), (signature(out),), axis, 0), shape
+        expression.Call(expression.identity, (signature(shape),), (signature(out),), axis, 0), shape
     )
     assert plan is not None
     assert (plan.partial == 0) == (most == 0) and plan.partial <= most

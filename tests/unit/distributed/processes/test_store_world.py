@@ -20,10 +20,9 @@ from caffepy.distributed.communicators.hierarchical import HierarchicalCommunica
 from caffepy.distributed.connect import DeviceCommunicators
 from caffepy.distributed.processes import world as create
 from caffepy.distributed.processes import world as store_world
-from caffepy.distributed.processes.launcher import VARIABLES, StoreAddress, find_launcher, find_mpi_launcher
+from caffepy.distributed.processes.launcher import SECRET, VARIABLES, StoreAddress, find_launcher, find_mpi_launcher
 from caffepy.distributed.processes.world import StoreWorld
 from caffepy.distributed.store import server as rendezvous_module
-from caffepy.distributed.store.server import SECRET
 from caffepy.errors import AbortedError, ConfigError, PeerError, UserError
 from caffepy.logs.performance_report import Performance
 

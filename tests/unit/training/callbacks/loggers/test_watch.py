@@ -18,8 +18,8 @@ from caffepy.backend import Backend
 from caffepy.cli.main import main
 from caffepy.errors import ConfigError, RunError
 from caffepy.logs.performance_report import STAGES
+from caffepy.training.callbacks.logger_callback import LoggerCallback
 from caffepy.training.callbacks.loggers import Logger, Run
-from caffepy.training.callbacks.watch import Watch
 from caffepy.training.solver import Solver
 
 DISPLAYED = PLAIN + "display: 1 "
@@ -63,9 +63,9 @@ class Failing(Recorder):
         setattr(self, method, fail)
 
 
-def watch(solver: Solver, *loggers: Logger, histograms: int = 0) -> Watch:
+def watch(solver: Solver, *loggers: Logger, histograms: int = 0) -> LoggerCallback:
     """Make loggers listen to a solver."""
-    watch = Watch(solver, [(type(logger).__name__, logger) for logger in loggers], histograms)
+    watch = LoggerCallback(solver, [(type(logger).__name__, logger) for logger in loggers], histograms)
     solver.add_callback(watch)
     return watch
 

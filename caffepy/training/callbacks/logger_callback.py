@@ -19,7 +19,7 @@ _MOST_ELEMENTS = 100
 """Elements of an output that are logged one by one; larger outputs are left out."""
 
 
-class Watch:
+class LoggerCallback:
     """Collects values at each display, each test and each `histogram_interval`, and hands them to loggers.
 
     A logger that raises is not called any more.
