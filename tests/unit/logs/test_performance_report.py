@@ -1,8 +1,25 @@
+"""What the report says of speeds, and where the time of waits for data goes."""
+
 from __future__ import annotations
 
 from dataclasses import replace
+from threading import Thread
+from time import perf_counter
 
-from caffepy.logs.performance_report import Performance, format_performance, format_report
+import pytest
+
+from caffepy.logs.performance_report import (
+    COPYING,
+    DECODING,
+    READING,
+    STAGES,
+    Performance,
+    StageTimes,
+    Waits,
+    format_performance,
+    format_report,
+    format_waits,
+)
 
 
 def test_a_device_is_reported_as_nvidia_caffe_does() -> None:
@@ -73,3 +90,46 @@ def test_short_waits_need_no_advice() -> None:
     waited = Performance(batch=2, iterations=10, seconds=5.0, waits={"reading": 0.1, "decoding": 0.0})
     assert format_report([[waited]])[-1] == "Waited for data 2 % of the time (reading 2 %)"
     assert format_report([[replace(waited, seconds=0.0)]])[-1].startswith("Solver performance"), "nothing was timed"
+
+
+# -- stages of waits -------------------------------------------------------------------------------------
+
+
+def test_seconds_of_several_threads_add_up() -> None:
+    times = StageTimes()
+    start = perf_counter() - 1.0
+
+    def work() -> None:
+        for _ in range(500):
+            times.add(DECODING, start)
+
+    threads = [Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 2000 <= times.totals()[DECODING] < 2000 * (perf_counter() - start)
+    assert times.totals() == times.totals()
+
+
+def test_a_wait_is_divided_as_the_threads_spent_their_time() -> None:
+    waits = Waits()
+    waits.add(4.0, dict.fromkeys(STAGES, 0.0) | {READING: 1.0, DECODING: 3.0})
+    assert waits.seconds == pytest.approx(dict.fromkeys(STAGES, 0.0) | {READING: 1.0, DECODING: 3.0})
+    waits.add(2.0, dict.fromkeys(STAGES, 0.0) | {READING: 6.0, DECODING: 8.0})
+    assert (waits.seconds[READING], waits.seconds[DECODING]) == pytest.approx((2.0, 4.0)), "5 seconds of each since"
+
+
+def test_an_unmeasured_wait_counts_as_reading() -> None:
+    waits = Waits()
+    waits.add(4.0, {})
+    waits.add(0.0, {})
+    assert waits.seconds == dict.fromkeys(STAGES, 0.0) | {READING: 4.0}
+
+
+def test_waits_are_shown_as_shares_the_largest_first() -> None:
+    assert format_waits({READING: 0.2, DECODING: 1.0, COPYING: 0.001}, 10.0) == (
+        "12 % of the time (decoding 10 %, reading 2 %)"
+    )
+    assert format_waits({READING: 0.0}, 10.0) == "0 % of the time"
+    assert format_waits({READING: 1.0}, 0.0) == "0 % of the time"

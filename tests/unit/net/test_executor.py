@@ -1,4 +1,4 @@
-"""Forward passes on a CPU that plays a capturing device: a graph runs its steps when it is launched."""
+"""Forward passes on a CPU that plays a capturing device, and the cutting of steps into graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forward_passes import HOST, build, give, values
 
 from caffepy.errors import RunError
 from caffepy.formats.proto import caffe_pb2
-from caffepy.net.executor import ForwardExecutor
+from caffepy.net.executor import ForwardExecutor, GraphSegments, Segment
 
 
 def launches(runner: ForwardExecutor) -> int:
@@ -203,3 +203,69 @@ def test_a_net_that_shows_its_blobs_is_not_captured() -> None:
     net = build()
     net.debug_info = True
     assert not ForwardExecutor(net).wanted
+
+
+# -- steps cut into graphs -------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Stands for a backend: a captured step is run when its graph is launched, and not before."""
+
+    def __init__(self) -> None:
+        self.graphs: list[list[str]] = []
+        self.done: list[str] = []
+        self.capturing: list[str] | None = None
+
+    def capture(self, *works: Callable[[], None]) -> Any:
+        self.capturing = []
+        for work in works:
+            work()
+        names, self.capturing = self.capturing, None
+        self.graphs.append(names)
+        recorder = self
+
+        class Graph:
+            def launch(self) -> None:
+                recorder.done.extend(f"{name}*" for name in names)
+
+        return Graph()
+
+    def segment(self, name: str, blocker: str | None = None) -> Segment:
+        def run() -> None:
+            (self.done if self.capturing is None else self.capturing).append(name)
+
+        return Segment(name, run, blocker)
+
+
+def test_segments_run_in_order_and_graphs_leave_out_what_cannot_be_captured(caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder()
+    segments = [
+        recorder.segment("a"),
+        recorder.segment("b"),
+        recorder.segment("c", "it asks the user"),
+        recorder.segment("d"),
+    ]
+    work = GraphSegments(recorder, segments)  # type: ignore[arg-type]
+    work.run()
+    assert recorder.done == ["a", "b", "c", "d"]
+    assert not work.captured
+    recorder.done.clear()
+    with caplog.at_level(logging.DEBUG, "caffepy"):
+        work.capture()
+    assert work.captured
+    assert recorder.graphs == [["a", "b"], ["d"]]
+    assert recorder.done == []
+    assert "c runs outside of the captured graphs: it asks the user" in [r.getMessage() for r in caplog.records]
+    for _ in range(2):
+        work.run()
+    assert recorder.done == ["a*", "b*", "c", "d*"] * 2
+
+
+def test_dropped_graphs_run_segment_by_segment() -> None:
+    recorder = Recorder()
+    work = GraphSegments(recorder, [recorder.segment("a")])  # type: ignore[arg-type]
+    work.capture()
+    work.drop()
+    work.run()
+    assert recorder.done == ["a"]
+    assert not work.captured

@@ -38,7 +38,7 @@ def test_lines_look_like_glogs(capsys: pytest.CaptureFixture[str]):
     match = GLOG.fullmatch(capsys.readouterr().err.rstrip("\n"))
     assert match is not None
     assert match[1] == "I"
-    assert match[5] == "test_log.py"
+    assert match[5] == "test_glog.py"
     assert match[7] == "Iteration 100, loss = 0.25"
     stamp = datetime.datetime.strptime(f"{before.year}{match[2]} {match[3]}", "%Y%m%d %H:%M:%S.%f")
     assert abs(stamp - before) < datetime.timedelta(seconds=300)

@@ -29,6 +29,13 @@ SCORED = NET + (
 )
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 def left(folder: Path) -> list[int]:
     """The iterations of whole snapshots, after a check that none has one half alone."""
     halves = {kind: {int(p.name.split("_")[2].split(".")[0]) for p in folder.glob(f"x_iter_*.{kind}*")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,12 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from training import CPU
 
 from caffepy.backend import Backend
 from caffepy.backend.cpu.backend import CpuBackend
 from caffepy.backend.meta import MetaBackend
-from caffepy.backend.types import ImageSlot, aligned_bytes
+from caffepy.backend.types import ARENA_ALIGNMENT, ImageSlot, aligned_bytes
 from caffepy.errors import DataError, OutOfMemoryError
 from caffepy.formats.load import read_net
 from caffepy.formats.proto import caffe_pb2
@@ -28,13 +31,17 @@ from caffepy.net.memory_plan import (
     GRADIENTS,
     INPUTS,
     PARAMETERS,
+    Lifetime,
     MemoryPlan,
+    assign_offsets,
     describe,
+    live_bytes,
     plan_memory,
     sample_shapes,
+    widest_gaps,
 )
 
-MODELS = Path(__file__).parents[4] / "models"
+MODELS = Path(__file__).parents[3] / "models"
 
 HEAD = """
 layer { name: "data" type: "DummyData" top: "data" top: "label"
@@ -428,3 +435,42 @@ def test_too_little_memory_for_the_arena():
         OutOfMemoryError, match=r"net '', which needs the most in .* of layer '.*' .*: no \d+ bytes: buy"
     ):
         plan.new_arena(backend)
+
+
+# -- offsets in the arena --------------------------------------------------------------------------------
+
+
+LIVES = st.lists(
+    st.builds(lambda size, first, span: Lifetime(size, first, first + span),
+              st.integers(0, 5000), st.integers(0, 20), st.integers(0, 8)),
+    max_size=25,
+)  # fmt: skip
+
+
+@settings(max_examples=150)
+@given(LIVES)
+def test_offsets_keep_apart_what_meets(lives: list[Lifetime]):
+    offsets, size = assign_offsets(lives)
+    assert max(live_bytes(lives), default=0) <= size <= sum(aligned_bytes(life.size) for life in lives)
+    for (a, begin), (b, other) in itertools.combinations(zip(lives, offsets, strict=True), 2):
+        if a.overlaps(b):
+            assert begin + a.size <= other or other + b.size <= begin
+    for life, offset in zip(lives, offsets, strict=True):
+        assert offset % ARENA_ALIGNMENT == 0
+        assert 0 <= offset <= offset + life.size <= size
+
+
+@settings(max_examples=100)
+@given(LIVES, st.integers(0, 3000))
+@example([Lifetime(1024, 0, 0), Lifetime(0, 0, 0)], 3000)
+def test_gaps_are_free_and_none_is_wider(lives: list[Lifetime], behind: int):
+    offsets, size = assign_offsets(lives)
+    gaps = widest_gaps(lives, offsets, size + behind, 30)
+    for step, (begin, end) in enumerate(gaps):
+        taken = np.zeros(size + behind, bool)
+        for life, offset in zip(lives, offsets, strict=True):
+            if life.first <= step <= life.last:
+                taken[offset : offset + aligned_bytes(life.size)] = True
+        assert not taken[begin:end].any()
+        widths = [len(list(run)) for free, run in itertools.groupby(taken) if not free]
+        assert end - begin == max(widths, default=0)
