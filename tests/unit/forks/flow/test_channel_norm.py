@@ -29,7 +29,7 @@ def test_power_below_the_largest_channel(fields: str, base: float, scale: float,
     check_layer(f"type: 'ExpMax' expmax_param {{ {fields} }}", [spread((2, 5, 3, 4), step=0.03)], formula, step=1e-3)
 
 
-def test_bad_settings() -> None:
+def test_bad_bases_and_shapes() -> None:
     for base in (0, -2):
         with pytest.raises(ConfigError, match="base"):
             Runner(f"type: 'ExpMax' expmax_param {{ base: {base} }}", [gaussian((1, 2, 3, 3))])

@@ -38,7 +38,7 @@ def test_file_of_each_pixel(tmp_path: Path) -> None:
         Runner(text, [gaussian((2, 4, 3, 4))])
 
 
-def test_bad_settings() -> None:
+def test_bad_settings_of_mean() -> None:
     x = gaussian((1, 2, 3, 3))
     for fields in ("operation: ADD", "operation: ADD value: 1 file: 'x'"):
         with pytest.raises(ConfigError, match="either file or value"):

@@ -1,7 +1,7 @@
 import numpy as np
 from training import build_net
 
-NEVER = "crop_prob: -1 scale_prob: -1 rotation_prob: -1 hue_rotation_prob: -1 desaturation_prob: -1"
+PLAIN = "crop_prob: -1 scale_prob: -1 rotation_prob: -1 hue_rotation_prob: -1 desaturation_prob: -1"
 
 
 def transformed(images, labels, augmentation):
@@ -27,8 +27,8 @@ def test_detectnet_augmentation_param_mirrors_images_and_their_coverage():
     labels = np.zeros((2, 1, 2, 16), np.float32)
     labels[:, 0, 0, :2] = 1, 16
     labels[:, 0, 1, :6] = 0, 0, 8, 8, 0, 1
-    plain, plain_maps = transformed(images, labels, f"{NEVER} flip_prob: -1")
-    flipped, flipped_maps = transformed(images, labels, f"{NEVER} flip_prob: 1")
+    plain, plain_maps = transformed(images, labels, f"{PLAIN} flip_prob: -1")
+    flipped, flipped_maps = transformed(images, labels, f"{PLAIN} flip_prob: 1")
     np.testing.assert_allclose(plain, images, atol=1e-4)
     np.testing.assert_allclose(flipped, images[..., ::-1], atol=1e-4)
     covered = np.zeros((2, 4))

@@ -19,14 +19,14 @@ mapped = MappedFile(file.fileno(), 5 * mmap.PAGESIZE)
 """
 
 
-def run(path: Path, text: str, *options: str) -> subprocess.CompletedProcess[str]:
+def run_mapped(path: Path, text: str, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *options, "-c", BEGIN + text, str(path)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize("options", [(), ("-X", "faulthandler")])
 def test_pages_that_a_file_has_lost_read_as_zeros(tmp_path: Path, options: tuple[str, ...]) -> None:
-    done = run(
+    done = run_mapped(
         tmp_path / "file",
         """
 os.truncate(sys.argv[1], 2 * mmap.PAGESIZE)
@@ -48,7 +48,7 @@ print(int(again.memory.sum()) // mmap.PAGESIZE, again.pages_lost)
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_other_memory_raises_sigbus_as_ever(tmp_path: Path, forgotten: bool) -> None:
     """Also where a file was that is not mapped any more: the handler's table has forgotten it."""
-    done = run(
+    done = run_mapped(
         tmp_path / "file",
         f"""
 memory, forgotten = mapped.memory, {forgotten}
@@ -66,7 +66,7 @@ memory[0] if forgotten else other[0]
 
 def test_a_handler_that_came_later_is_not_lost(tmp_path: Path) -> None:
     """The next file that is mapped puts ours before it; what is not ours goes to it."""
-    done = run(
+    done = run_mapped(
         tmp_path / "file",
         """
 import faulthandler
@@ -83,7 +83,7 @@ other[0]
 
 
 def test_rows_of_the_table_are_used_again(tmp_path: Path) -> None:
-    done = run(
+    done = run_mapped(
         tmp_path / "file",
         """
 for _ in range(3000):
