@@ -1,4 +1,4 @@
-"""MVN, Normalize and Axpy."""
+"""MVN, Normalize and the formulas of LRN."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 from layer_harness import BACKENDS, Runner, assert_near, check_layer, gaussian
 
 from caffepy.errors import ConfigError, ShapeError
+from caffepy.layers.normalization import BY_ROOTS, GENERAL
 
 
 def mvn(x, across, divide, eps=1e-9):
@@ -78,16 +79,13 @@ def test_normalize_fills_its_scale():
         Runner("type: 'Normalize'", [gaussian((4,))])
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (3, 4, 2), (2, 5)])
-@pytest.mark.parametrize("tail", [(), (1, 1)])
-def test_axpy(shape, tail):
-    inputs = [gaussian((*shape[:2], *tail)), gaussian(shape, 1), gaussian(shape, 2)]
-    check_layer("type: 'Axpy'", inputs, lambda a, x, b: a.reshape(a.shape[:2] + (1,) * (len(shape) - 2)) * x + b)
+# -- LRN by square roots ---------------------------------------------------------------------------------
 
 
-def test_axpy_refuses():
-    x = gaussian((2, 3, 4, 5))
-    with pytest.raises(ShapeError, match="one factor for each channel of the second"):
-        Runner("type: 'Axpy'", [gaussian((2, 4)), x, x])
-    with pytest.raises(ShapeError, match="the second and the third bottom must have one shape"):
-        Runner("type: 'Axpy'", [gaussian((2, 3)), x, gaussian((2, 3, 5, 4))])
+@pytest.mark.parametrize("index", range(3))
+def test_roots_are_the_power(index: int) -> None:
+    general, by_roots = GENERAL[index], BY_ROOTS[index]
+    assert general.parameters == by_roots.parameters
+    rng = np.random.default_rng(index)
+    for values in rng.uniform(0.01, 9, (20, len(general.parameters) - 2)):
+        assert by_roots(*values, 0.5, 0.75) == pytest.approx(general(*values, 0.5, 0.75), rel=1e-12)
