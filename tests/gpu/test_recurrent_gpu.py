@@ -1,5 +1,8 @@
-"""RNN and LSTM on a GPU: single layers are in tests/unit/layers/recurrent; here trained nets, captured and not, in half
-precision, and that the state goes on from one replay of the graph to the next."""
+"""RNN and LSTM on a GPU: single layers are in tests/unit/layers/test_recurrent.py.
+
+Here trained nets, captured and not, in half precision, and that the state goes on from one replay of the graph to the
+next.
+"""
 
 from __future__ import annotations
 

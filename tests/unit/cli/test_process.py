@@ -100,7 +100,15 @@ def test_a_signal_stops_with_a_snapshot(number: signal.Signals, begin: Callable[
 
 def test_the_tests_pass_where_signals_are_ignored():
     tests = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "unit/training/test_signals.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "unit/training/test_stop_requests_signals.py",
+    ]
     result = subprocess.run(
         command, cwd=tests, preexec_fn=ignore_as_nohup, capture_output=True, text=True, timeout=300, check=False
     )

@@ -1,11 +1,20 @@
-import gzip
+"""Mean files: read, subtracted, and computed from databases."""
 
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import cv2
 import numpy as np
 import pytest
+from databases import BACKENDS
 
-from caffepy.data.mean import read_mean
+from caffepy.data.mean import channel_means, compute_mean, read_mean, write_mean
+from caffepy.data.sources.databases import record_key, write_datums
+from caffepy.data.sources.lmdb_index import LmdbIndex
 from caffepy.errors import DataError
-from caffepy.formats.proto.caffe_pb2 import FLOAT16, BlobProto, BlobShape
+from caffepy.formats.proto.caffe_pb2 import FLOAT16, BlobProto, BlobShape, Datum
 
 VALUES = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
 
@@ -58,3 +67,75 @@ def test_what_is_no_mean(tmp_path, content, message):
 def test_absent(tmp_path):
     with pytest.raises(DataError, match=r"mean_file '.*nothing' cannot be read: No such file"):
         read_mean(tmp_path / "nothing")
+
+
+# -- computed from a database ----------------------------------------------------------------------------
+
+
+IMAGES = np.random.default_rng(5).integers(0, 256, (150, 3, 4, 5), np.uint8)
+
+
+def plain(image: np.ndarray) -> Datum:
+    channels, height, width = image.shape
+    return Datum(channels=channels, height=height, width=width, data=image.tobytes(), label=1)
+
+
+def write(path: Path, datums: list[Datum], backend: str = "lmdb") -> None:
+    write_datums(path, ((record_key(number), datum) for number, datum in enumerate(datums)), backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_mean_of_bytes_is_exact(tmp_path: Path, backend: str, threads: int):
+    write(tmp_path / "db", [plain(image) for image in IMAGES], backend)
+    mean = compute_mean(tmp_path / "db", backend, threads)
+    np.testing.assert_array_equal(compute_mean(tmp_path / "db", "leveldb" if backend == "lmdb" else "lmdb"), mean)
+    np.testing.assert_array_equal(mean, IMAGES.mean(0).astype(np.float32))
+    np.testing.assert_allclose(channel_means(mean), IMAGES.mean((0, 2, 3)), rtol=1e-6)
+
+
+def test_a_database_that_is_written_to_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write(tmp_path / "db", [plain(image) for image in IMAGES])
+    record = LmdbIndex.record
+
+    def changed(index: LmdbIndex, number: int) -> bytes:
+        if number > 100:
+            raise DataError("was modified during reading")
+        return record(index, number)
+
+    monkeypatch.setattr(LmdbIndex, "record", changed)
+    with pytest.raises(DataError, match=f"^LMDB '{tmp_path}/db' was modified during reading$"):
+        compute_mean(tmp_path / "db")
+
+
+def test_floats_and_encoded_images(tmp_path: Path):
+    values = IMAGES[0].astype(np.float32) * 0.5
+    floats = Datum(channels=3, height=4, width=5, float_data=values.ravel().tolist())
+    png = cv2.imencode(".png", IMAGES[1].transpose(1, 2, 0))[1].tobytes()
+    write(tmp_path / "db", [floats, Datum(data=png, encoded=True)])
+    np.testing.assert_array_equal(compute_mean(tmp_path / "db"), (values + IMAGES[1]) / 2)
+
+
+def test_the_file_is_a_blob_with_its_old_shape(tmp_path: Path):
+    mean = IMAGES[0].astype(np.float32)
+    write_mean(tmp_path / "mean.binaryproto", mean)
+    blob = BlobProto(num=1, channels=3, height=4, width=5, data=mean.ravel())
+    assert (tmp_path / "mean.binaryproto").read_bytes() == blob.SerializeToString()
+    np.testing.assert_array_equal(read_mean(tmp_path / "mean.binaryproto"), mean)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (
+            plain(IMAGES[1][:, :2]),
+            r"record 1 \(key '00000001'\) is 3 x 2 x 5, but the first is 3 x 4 x 5; a mean needs",
+        ),
+        (Datum(channels=3, height=4, width=5, data=b"1"), r"record 1 \(key '00000001'\) is a Datum of 1 bytes"),
+        (Datum(data=b"1", encoded=True), r"record 1 \(key '00000001'\) is an image of 1 bytes that OpenCV cannot"),
+    ],
+)
+def test_records_that_have_no_mean(tmp_path: Path, second: Datum, message: str):
+    write(tmp_path / "db", [plain(IMAGES[0]), second])
+    with pytest.raises(DataError, match=message):
+        compute_mean(tmp_path / "db")

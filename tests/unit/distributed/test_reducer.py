@@ -1,4 +1,4 @@
-"""Which buckets begin when, and what is said of them."""
+"""How gradients are cut into buckets, which begin when, and what is said of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from contextlib import nullcontext
 import pytest
 from training import build_net
 
+from caffepy.backend.cpu.backend import CpuBackend
+from caffepy.backend.types import HostTimer
 from caffepy.distributed.communicators.communicator import (
     Collective,
     Communicator,
@@ -15,9 +17,10 @@ from caffepy.distributed.communicators.communicator import (
     PendingCollective,
     ReduceOp,
 )
-from caffepy.distributed.reducer import Reducer
+from caffepy.distributed.reducer import CommTimer, Reducer, cut_buckets
 from caffepy.logs.trace import NO_TRACE
 from caffepy.net import Net
+from caffepy.net.parameters import ParameterBuffer
 
 NET = """
 layer { name: "data" type: "DummyData" top: "data" top: "label"
@@ -130,3 +133,167 @@ def test_the_bucket_that_a_device_is_in_is_told(completed: int, part: int) -> No
     recorder.completed = completed
     assert exchange.describe() == f"part {part} of 3 of the gradients' all-reduce"
     assert make(1)[1].describe() == "the gradients' all-reduce"
+
+
+# -- cutting the gradients into buckets ------------------------------------------------------------------
+
+
+DATA = """
+layer { name: "data" type: "DummyData" top: "data" top: "label"
+  dummy_data_param { shape { dim: 4 dim: 10 } shape { dim: 4 dim: 10 } data_filler { type: "gaussian" } } }
+"""
+LOSS = 'layer { name: "loss" type: "EuclideanLoss" bottom: "%s" bottom: "label" top: "loss" }'
+
+
+def inner(name: str, bottom: str, params: str = "") -> str:
+    return (
+        f'layer {{ name: "{name}" type: "InnerProduct" bottom: "{bottom}" top: "{name}" {params} '
+        "inner_product_param { num_output: 10 bias_term: false } }"
+    )
+
+
+CHAIN = DATA + inner("a", "data") + inner("b", "a") + inner("c", "b") + inner("d", "c") + LOSS % "d"
+
+
+@pytest.mark.parametrize(("count", "made"), [(0, 4), (1, 1), (2, 2), (3, 2), (4, 4), (100, 4)])
+def test_buckets_cover_everything_once_in_order(count: int, made: int) -> None:
+    net = build_net(CHAIN)
+    buckets = cut_buckets(net, count)
+    assert len(buckets) == made
+    assert buckets[0].start == 0
+    assert buckets[-1].stop == net.parameters.learned + ParameterBuffer.FLAGS
+    assert all(a.stop == b.start for a, b in zip(buckets, buckets[1:], strict=False))
+    assert [b.node for b in buckets] == sorted((b.node for b in buckets), reverse=True)
+
+
+def test_a_bucket_is_complete_with_its_first_layer() -> None:
+    net = build_net(CHAIN)
+    names = net.layer_names
+    assert [names[bucket.node] for bucket in cut_buckets(net, 2)] == ["c", "a"]
+    assert [names[bucket.node] for bucket in cut_buckets(net, 4)] == ["d", "c", "b", "a"]
+
+
+@pytest.mark.parametrize("name", ["", "same"])
+def test_layers_of_one_name_complete_their_own_buckets(name: str) -> None:
+    """Their gradients lie in the order of the backward pass, and no bucket ends before its layers have run."""
+    text = CHAIN
+    for layer in "abcd":
+        text = text.replace(f'name: "{layer}"', f'name: "{name}"')
+    net = build_net(text)
+    assert [bucket.node for bucket in cut_buckets(net, 4)] == [4, 3, 2, 1]
+    assert [bucket.node for bucket in cut_buckets(net, 2)] == [3, 1]
+    starts = [parameter.start for parameter in net.parameters.parameters]
+    assert starts == sorted(starts, reverse=True)
+
+
+def test_a_shared_parameter_is_complete_with_the_first_layer_that_has_it() -> None:
+    shared = 'param { name: "w" }'
+    text = DATA + inner("a", "data", shared) + inner("b", "a") + inner("c", "b", shared) + LOSS % "c"
+    net = build_net(text)
+    buckets = cut_buckets(net, 3)
+    assert [net.layer_names[bucket.node] for bucket in buckets] == ["b", "a"]
+
+
+def test_what_is_not_learned_is_not_exchanged() -> None:
+    net = build_net(CHAIN.replace('top: "b" ', 'top: "b" param { lr_mult: 0 } '))
+    assert sum(b.stop - b.start for b in cut_buckets(net, 6)) == 3 * 128 + ParameterBuffer.FLAGS
+
+
+def test_a_net_that_learns_nothing_exchanges_its_flags() -> None:
+    net = build_net(DATA + inner("a", "data", "param { lr_mult: 0 }") + LOSS % "a")
+    (bucket,) = cut_buckets(net, 6)
+    assert bucket.stop - bucket.start == ParameterBuffer.FLAGS
+
+
+# -- the time of the exchange ----------------------------------------------------------------------------
+
+
+class Device:
+    """A device whose clock is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def device_timer(self, places: int) -> HostTimer:
+        return HostTimer(places, lambda: self.now)
+
+
+def make_timer() -> tuple[CommTimer, Device]:
+    device = Device()
+    return CommTimer(device), device  # type: ignore[arg-type]
+
+
+def exchange(clock: CommTimer, device: Device, seconds: float) -> None:
+    with clock.exposed(), clock.exchanging():
+        device.now += seconds
+
+
+def test_what_is_hidden_is_communication_but_not_exposed() -> None:
+    clock, device = make_timer()
+    for _ in range(20):
+        with clock.exchanging():
+            device.now += 0.25
+        device.now += 1.0
+        exchange(clock, device, 0.5)
+        device.now += 3.0
+    assert clock.totals() == (15.0, 10.0)
+    assert clock.totals() == (15.0, 10.0)
+
+
+def test_exchanges_that_go_on_together_are_counted_once() -> None:
+    clock, device = make_timer()
+    for _ in range(3):
+        first, second = clock.exchanging(), clock.exchanging()
+        first.__enter__()
+        device.now += 0.5
+        second.__enter__()
+        device.now += 1.0
+        first.__exit__(None, None, None)
+        device.now += 2.0
+        second.__exit__(None, None, None)
+        device.now += 4.0
+    assert clock.totals() == (10.5, 0.0)
+
+
+def test_an_exchange_that_fails_is_not_under_way_any_more() -> None:
+    clock, device = make_timer()
+    with pytest.raises(KeyError), clock.exchanging():
+        raise KeyError("lost")
+    device.now += 7.0
+    exchange(clock, device, 0.5)
+    assert clock.totals() == (0.5, 0.5)
+
+
+def test_without_overlap_all_is_exposed() -> None:
+    clock, device = make_timer()
+    for _ in range(3):
+        exchange(clock, device, 0.5)
+        device.now += 1.0
+    assert clock.totals() == (1.5, 1.5)
+
+
+def test_a_wait_that_begins_early_is_no_more_than_what_it_waits_for() -> None:
+    clock, device = make_timer()
+    with clock.exposed():
+        device.now += 0.125
+        with clock.exchanging():
+            device.now += 0.5
+        device.now += 0.125
+    assert clock.totals() == (0.5, 0.5)
+
+
+def test_what_came_before_a_reset_does_not_count() -> None:
+    clock, device = make_timer()
+    exchange(clock, device, 1.0)
+    clock.reset()
+    exchange(clock, device, 0.5)
+    assert clock.totals() == (0.5, 0.5)
+
+
+def test_the_clock_of_a_cpu_goes_forward() -> None:
+    backend = CpuBackend(1)
+    clock = CommTimer(backend)
+    with clock.exchanging(), clock.exposed():
+        backend.zeros((1000,))
+    communication, exposed = clock.totals()
+    assert communication >= exposed > 0

@@ -1,8 +1,9 @@
-"""Convolution and Deconvolution against plain loops in float64."""
+"""Convolution and Deconvolution against plain loops in float64, and Im2col."""
 
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -360,3 +361,49 @@ def test_holes_that_do_not_fit(fields, message):
         Runner(f"type: 'Convolution' convolution_param {{ num_output: 2 kernel_size: 3 {fields} }}", [gaussian(IMAGES)])
     with pytest.raises(ConfigError, match="hole is for two spatial axes; the bottom has 1"):
         Runner("type: 'Convolution' convolution_param { num_output: 2 kernel_size: 3 hole: 2 }", [gaussian((2, 3, 7))])
+
+
+# -- Im2col ----------------------------------------------------------------------------------------------
+
+
+def im2col(x, axis, kernel, stride, pad, dilation):
+    """The definition, window by window."""
+    lead, channels, image = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
+    x = np.pad(x.reshape(-1, channels, *image), [(0, 0), (0, 0), *((p, p + 99) for p in pad)])
+    spans = [n + 2 * p - (d * (k - 1) + 1) for n, p, d, k in zip(image, pad, dilation, kernel, strict=True)]
+    sizes = [int(span / s) + 1 for span, s in zip(spans, stride, strict=True)]
+    out = np.zeros((len(x), channels, math.prod(kernel), *sizes))
+    for k, element in enumerate(np.ndindex(*kernel)):
+        for window in np.ndindex(*sizes):
+            at = tuple(w * s + e * d for w, s, e, d in zip(window, stride, element, dilation, strict=True))
+            out[(slice(None), slice(None), k, *window)] = x[(slice(None), slice(None), *at)]
+    return out.reshape(*lead, -1, *sizes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "fields", "numbers"),
+    [
+        ((2, 3, 5, 6), 1, "kernel_size: 3 stride: 2 pad: 1", ((3, 3), (2, 2), (1, 1), (1, 1))),
+        ((2, 2, 7, 6), 1, "kernel_size: 3 dilation: 2", ((3, 3), (1, 1), (0, 0), (2, 2))),
+        ((1, 2, 5, 6), 1, "kernel_h: 2 kernel_w: 3 stride_h: 1 stride_w: 2 pad_h: 1 pad_w: 0",
+         ((2, 3), (1, 2), (1, 0), (1, 1))),
+        ((2, 3, 8), 1, "kernel_size: 3 stride: 2 pad: 1 dilation: 2", ((3,), (2,), (1,), (2,))),
+        ((2, 2, 4, 3, 4), 1, "kernel_size: 2 kernel_size: 1 kernel_size: 3 pad: 1",
+         ((2, 1, 3), (1,) * 3, (1,) * 3, (1,) * 3)),
+        ((2, 3, 4, 5), 2, "axis: 2 kernel_size: 2", ((2,), (1,), (0,), (1,))),
+        ((2, 2, 3, 4, 5), -3, "axis: -3 kernel_size: 2 stride: 2", ((2, 2), (2, 2), (0, 0), (1, 1))),
+        ((2, 2, 3, 3), 1, "kernel_size: 4 stride: 3 force_nd_im2col: true", ((4, 4), (3, 3), (0, 0), (1, 1))),
+    ],
+)  # fmt: skip
+def test_im2col(shape, axis, fields, numbers):
+    text = f"type: 'Im2col' convolution_param {{ {fields} }}"
+    check_layer(text, [gaussian(shape)], lambda x: im2col(x, axis % len(shape), *numbers))
+
+
+def test_im2col_refuses():
+    with pytest.raises(ShapeError, match="spatial axes after axis 3"):
+        Runner("type: 'Im2col' convolution_param { axis: 3 kernel_size: 2 }", [gaussian((2, 3, 4, 5))])
+    with pytest.raises(ConfigError, match="kernel_size is given 0 times"):
+        Runner("type: 'Im2col'", [gaussian((2, 3, 4, 5))])
+    with pytest.raises(ShapeError, match="a smaller kernel or more padding"):
+        Runner("type: 'Im2col' convolution_param { kernel_size: 9 }", [gaussian((2, 3, 4, 5))])

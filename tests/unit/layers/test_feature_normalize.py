@@ -1,13 +1,13 @@
-"""Normalize and ChannelScale of caffe-windows."""
+"""Normalize of caffe-windows."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 from google.protobuf import text_format
-from layer_harness import TEST, Floats, Runner, check_layer, gaussian, spread
+from layer_harness import Floats, Runner, check_layer, gaussian, spread
 
-from caffepy.errors import ConfigError, ShapeError
+from caffepy.errors import ConfigError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.upgrade import upgrade_net
 
@@ -68,55 +68,3 @@ def test_which_of_both_forks() -> None:
     assert not Runner("type: 'Normalize'", [x], tops=2).layer.blobs
     with pytest.raises(ConfigError, match="L2 or L1"):
         Runner(normalize("normalize_type: 'L3'"), [x])
-
-
-# -- ChannelScale ----------------------------------------------------------------------------------------
-
-
-def scale(more: str = "") -> str:
-    return f"type: 'ChannelScale' channel_scale_param {{ {more} }}"
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_channel_scale(shape: tuple[int, ...]) -> None:
-    s = gaussian((shape[0], 1, *shape[2:]), 1)
-    check_layer(scale(), [gaussian(shape), s], lambda x, s: x * s)
-
-
-def test_parts_of_channel_scale() -> None:
-    x, s, dy = gaussian((2, 3, 2, 2)), gaussian((2, 1, 2, 2), 1), gaussian((2, 3, 2, 2), 2)
-    for more, y, dx, ds in (
-        ("do_forward: false", x, dy * s, (dy * x).sum(1, keepdims=True)),
-        ("do_backward_feature: false", x * s, dy, (dy * x).sum(1, keepdims=True)),
-        ("do_backward_scale: false", x * s, dy * s, 0 * s),
-    ):
-        result = Runner(scale(more), [x, s]).run([dy])
-        np.testing.assert_allclose(result.tops[0], y, rtol=1e-5)
-        np.testing.assert_allclose(result.bottom_diffs[0], dx, rtol=1e-5)
-        np.testing.assert_allclose(result.bottom_diffs[1], ds, rtol=1e-4, atol=1e-6)
-
-
-def test_global_scale() -> None:
-    x, s = gaussian((4, 3)), gaussian((4,), 1)
-    runner = Runner(scale("global_scale: true"), [x, s], tops=2)
-    mean = np.abs(s).mean()
-    for wanted in (mean, mean, 0.99 * mean + 0.01 * 3 * mean):
-        if wanted == mean or wanted is mean:
-            y, average = runner.forward()
-        else:
-            y, average = runner.forward([x, 3 * s])
-        np.testing.assert_allclose(average, [wanted], rtol=1e-5)
-        np.testing.assert_allclose(y, x * wanted, rtol=1e-5)
-    for more, wanted in (("max_global_scale: 0.1", 0.1), ("min_global_scale: 7", 7)):
-        assert Runner(scale(f"global_scale: true {more}"), [x, s], tops=2).forward()[1] == pytest.approx([wanted])
-    tested = Runner(scale("global_scale: true"), [x, s], params=[np.array([2.0])], phase=TEST)
-    np.testing.assert_allclose(tested.forward()[0], 2 * x)
-    with pytest.raises(ConfigError, match="lr_mult: 0"):
-        Runner(scale("global_scale: true") + " param { lr_mult: 1 }", [x, s])
-
-
-def test_bad_shapes() -> None:
-    with pytest.raises(ShapeError, match="one a pixel"):
-        Runner(scale(), [gaussian((4, 3)), gaussian((3,))])
-    with pytest.raises(ShapeError, match="two to four axes"):
-        Runner(scale(), [gaussian((4,)), gaussian((4,))])

@@ -1,4 +1,4 @@
-"""Pooling and LRN against plain loops."""
+"""Pooling, SPP and LRN against plain loops."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from layer_harness import BACKENDS, Runner, check_layer, gaussian, spread
+from layer_harness import BACKENDS, TEST, Runner, assert_near, check_layer, gaussian, spread
 
 from caffepy.errors import ConfigError, ShapeError
 
@@ -182,3 +182,57 @@ def test_lrn_refusals():
         Runner("type: 'LRN'", [gaussian((2, 3))])
     with pytest.raises(ConfigError, match="cannot work in place"):
         Runner("type: 'LRN'", [gaussian((1, 2, 3, 3))], in_place=True)
+
+
+# -- SPP -------------------------------------------------------------------------------------------------
+
+
+def pyramid(x, levels, method):
+    """Level after level, window by window; padding counts in means up to size + pad."""
+    parts = []
+    for level in range(levels):
+        bins = 2**level
+        edges = []
+        for size in x.shape[2:]:
+            kernel = math.ceil(size / bins)
+            pad = (kernel * bins - size + 1) // 2
+            starts = [i * kernel - pad for i in range(bins)]
+            edges.append([(max(s, 0), min(s + kernel, size), min(s + kernel, size + pad) - s) for s in starts])
+        out = np.zeros((*x.shape[:2], bins, bins))
+        for i, (h0, h1, rows) in enumerate(edges[0]):
+            for j, (w0, w1, columns) in enumerate(edges[1]):
+                window = x[:, :, h0:h1, w0:w1]
+                out[:, :, i, j] = window.max((2, 3)) if method == "MAX" else window.sum((2, 3)) / (rows * columns)
+        parts.append(out.reshape(len(x), -1))
+    return parts[0].reshape(*x.shape[:2], 1, 1) if levels == 1 else np.concatenate(parts, 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "levels"), [((2, 3, 9, 8), 3), ((2, 2, 4, 4), 2), ((2, 3, 5, 7), 1), ((1, 4, 7, 11), 2)]
+)
+@pytest.mark.parametrize("method", ["MAX", "AVE"])
+def test_spp(shape, levels, method):
+    text = f"type: 'SPP' spp_param {{ pyramid_height: {levels} pool: {method} }}"
+    check_layer(text, [spread(shape)], lambda x: pyramid(x, levels, method))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_stochastic_spp(backend):
+    """Without padding: in TEST the mean weighted by itself, in TRAIN an element of each window."""
+    text, x = "type: 'SPP' spp_param { pyramid_height: 2 pool: STOCHASTIC }", np.abs(gaussian((2, 3, 4, 6)))
+    windows = [x.reshape(2, 3, -1)] + [x[:, :, i : i + 2, j : j + 3].reshape(2, 3, -1) for i in (0, 2) for j in (0, 3)]
+    means = [((w * w).sum(2) / w.sum(2))[..., None] for w in windows]
+    wanted = np.concatenate([means[0].reshape(2, -1), np.concatenate(means[1:], 2).reshape(2, -1)], 1)
+    assert_near(Runner(text, [x], backend, phase=TEST).forward()[0], wanted, 2e-5, "TEST")
+    runner = Runner(text, [x], backend)
+    drawn = runner.forward()[0]
+    assert np.isin(drawn[:, :3], x).all() and np.isin(drawn[:, 3:].reshape(2, 3, 4)[:, :, 0], windows[1]).all()
+    dx = runner.backward([np.ones_like(drawn)])[0]
+    assert_near(dx.sum(), drawn.size, 1e-6, "each output has one source")
+
+
+def test_spp_refuses():
+    with pytest.raises(ConfigError, match="spp_param.pyramid_height must be at least 1"):
+        Runner("type: 'SPP'", [gaussian((2, 3, 4, 5))])
+    with pytest.raises(ConfigError, match="STOCHASTIC has no padding"):
+        Runner("type: 'SPP' spp_param { pyramid_height: 2 pool: STOCHASTIC }", [gaussian((2, 3, 5, 5))])

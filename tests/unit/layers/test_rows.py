@@ -114,3 +114,35 @@ def test_parameter(dims):
     check_layer(
         f"type: 'Parameter' parameter_param {{ shape {{ {shape} }} }}", [], lambda p: p, params=[gaussian(dims)]
     )
+
+
+# -- Filter of channel-pruning ---------------------------------------------------------------------------
+
+
+X = gaussian((2, 5, 3, 4))
+
+
+@pytest.mark.parametrize("axis, selector", [(1, [1, 0, 1, 1, 0]), (3, [0, 0, 1, 2.5]), (0, [0, 1])])
+def test_filter_by_a_parameter(axis: int, selector: list[float]) -> None:
+    chosen = np.flatnonzero(selector)
+    text = f"type: 'Filter' filter_param {{ axis: {axis} num_output: {len(chosen)} }}"
+    check_layer(text, [X], lambda x, _: np.take(x, chosen, axis), params=[np.array(selector)], learned=[])
+    pair = Runner(text, [X, 2 * X], params=[np.array(selector)], tops=2).forward()
+    np.testing.assert_array_equal(pair[1], 2 * np.take(X, chosen, axis))
+
+
+def test_filter_of_all_takes_the_first() -> None:
+    runner = Runner("type: 'Filter' filter_param { num_output: 3 }", [X])
+    np.testing.assert_array_equal(runner.forward()[0], X[:, :3])
+    assert runner.layer.param.param[0].lr_mult == 0
+
+
+def test_bad_filters() -> None:
+    with pytest.raises(ConfigError, match="from 1 to 5"):
+        Runner("type: 'Filter' filter_param { num_output: 6 }", [X])
+    with pytest.raises(ConfigError, match="a top for each bottom: 2"):
+        Runner("type: 'Filter' filter_param { num_output: 3 }", [X, X], tops=1)
+    with pytest.raises(ConfigError, match="the selector: 0"):
+        Runner("type: 'Filter'", [X])
+    with pytest.raises(DataError, match="selects 2 elements"):
+        Runner("type: 'Filter' filter_param { num_output: 3 }", [X], params=[np.array([1, 0, 0, 1, 0])]).forward()

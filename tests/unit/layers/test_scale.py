@@ -1,4 +1,4 @@
-"""Scale and Bias, learned and with a second bottom, over any axes."""
+"""Scale and Bias, learned and with a second bottom, over any axes; Axpy."""
 
 from __future__ import annotations
 
@@ -106,3 +106,21 @@ def test_the_bias_beside_a_second_bottom_keeps_its_shape() -> None:
         blob.reshape(shape)
     with pytest.raises(ShapeError, match=r"'L\[0\]' must have the shape of the bottom's axes from 0 on"):
         runner.layer.reshape(runner.bottom, runner.top)
+
+
+# -- Axpy ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (3, 4, 2), (2, 5)])
+@pytest.mark.parametrize("tail", [(), (1, 1)])
+def test_axpy(shape, tail):
+    inputs = [gaussian((*shape[:2], *tail)), gaussian(shape, 1), gaussian(shape, 2)]
+    check_layer("type: 'Axpy'", inputs, lambda a, x, b: a.reshape(a.shape[:2] + (1,) * (len(shape) - 2)) * x + b)
+
+
+def test_axpy_refuses():
+    x = gaussian((2, 3, 4, 5))
+    with pytest.raises(ShapeError, match="one factor for each channel of the second"):
+        Runner("type: 'Axpy'", [gaussian((2, 4)), x, x])
+    with pytest.raises(ShapeError, match="the second and the third bottom must have one shape"):
+        Runner("type: 'Axpy'", [gaussian((2, 3)), x, gaussian((2, 3, 5, 4))])

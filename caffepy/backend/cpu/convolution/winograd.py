@@ -545,7 +545,7 @@ class _WeightGradient:
 class WinogradConvolution(TileConvolution):
     """A planned convolution with 3x3 windows of stride 1 over channels-last arrays.
 
-    The error of each pass is stated in tests/unit/backend/cpu/test_winograd.py.
+    The error of each pass is stated in tests/unit/backend/cpu/convolution/test_winograd.py.
     """
 
     @cached_property

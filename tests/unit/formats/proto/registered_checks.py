@@ -1,4 +1,4 @@
-"""Checks of a process that has registered fork.proto; test_registration.py runs this program in a folder with the file.
+"""Checks of a process that has registered fork.proto; test_schemas_registration.py runs this program beside the file.
 
 Imports stand in functions: the schema is registered before anything reads it.
 """
