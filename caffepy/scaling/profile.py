@@ -21,7 +21,6 @@ from caffepy.errors import ConfigError
 from caffepy.formats.load import read_solver
 from caffepy.formats.paths import PathResolver
 from caffepy.formats.proto import caffe_pb2
-from caffepy.formats.solver_check import check_solver
 from caffepy.layers.layer import LayerContext
 from caffepy.net import Net
 from caffepy.net.graph import Node
@@ -31,6 +30,7 @@ from caffepy.net.record_shape import without_data
 from caffepy.net.timing import measure, milliseconds_since
 from caffepy.training.net_factory import NetFactory
 from caffepy.training.solver import Solver, create_solver
+from caffepy.training.solver_check import check_solver
 from caffepy.utils.files import atomic_write, read_regular
 
 # -- the file ------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from caffepy.errors import ConfigError
 from caffepy.formats.assign import assign
 from caffepy.formats.paths import PathResolver
 from caffepy.formats.proto.caffe_pb2 import SolverParameter
-from caffepy.formats.solver_check import check_solver
 from caffepy.training.callbacks.lr_find import rising_rates
 from caffepy.training.options import TrainOptions
+from caffepy.training.solver_check import check_solver
 from caffepy.utils.options import with_values
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,8 @@
 
 A rule has a formula and the numbers that it takes in an iteration. The formula computes new parameters and new history
 of (data, gradient, history..., lr_mult, numbers...), all elements of the parameters at once. Its variable `change` is
-what it subtracts from `data`. To add a rule, write its formula and a class that registers it under its type.
+what it subtracts from `data`. To add a rule, write its formula and a class that registers it under its type: nothing
+else knows the rules. `docs/how-to/add-an-update-rule.md` is an example.
 
 The steps of an update, in order: the gradients' norm, clipping and the loss scale make a factor of the gradients
 (`GradientScaler`); weight decay is added (`regularised`); LARC gives each parameter a rate of its own (`Larc`); the
@@ -32,6 +33,8 @@ from caffepy.formats.proto.caffe_pb2 import SolverParameter
 from caffepy.net import Net
 from caffepy.utils.registry import Registry
 
+log = logging.getLogger(__name__)
+
 TURBO_MOMENTUM = 0.95
 """Share of the old correlation of gradient and history in the new one."""
 TURBO_FACTOR = 0.9
@@ -48,6 +51,12 @@ class UpdateRule(ABC):
 
     formula: ClassVar[Expression]
     """(data, gradient, histories..., lr_mult, the rule's numbers...) to (data, histories...)."""
+    decoupled_formula: ClassVar[Expression | None] = None
+    """With weight decay beside the gradient (regularization_type "WD"): takes diff, decay_mult, scale and l2 in place
+    of the gradient. None: the rule has no such form."""
+    takes_momentum: ClassVar[bool] = True
+    below_one: ClassVar[tuple[str, ...]] = ()
+    """Fields of the solver that must be at least 0 and below 1."""
     least_delta: ClassVar[float] = 0.0
     """What `delta` is at least in NVIDIA's dialect."""
 
@@ -68,7 +77,8 @@ class UpdateRule(ABC):
     @property
     def in_use(self) -> Expression:
         """The formula that this solver's settings ask for."""
-        return self.formula
+        decoupled = self.decoupled_formula if self.param.regularization_type == "WD" else None
+        return decoupled or self.formula
 
     @abstractmethod
     def numbers(self, iteration: int, rate: float, momentum: float) -> tuple[float, ...]:
@@ -136,8 +146,7 @@ class SGD(UpdateRule):
     """
 
     formula = sgd_update
-    decoupled_formula: ClassVar[Expression] = sgd_decoupled_update
-    """With weight decay beside the gradient: takes diff, decay_mult, scale and l2 in place of the gradient."""
+    decoupled_formula = sgd_decoupled_update
     larc_rate: ClassVar[Expression] = sgd_larc_rate
     """How LARC makes a parameter's rate of its norms, and the new correlation."""
     turbo_from: ClassVar[int] = 0
@@ -147,10 +156,6 @@ class SGD(UpdateRule):
     def as_nvidia_on_cpu(self) -> bool:
         """Whether the formulas of NVIDIA Caffe's CPU mode are wanted where they differ from those of its GPU mode."""
         return self.nvidia and self.param.solver_mode == SolverParameter.CPU
-
-    @property
-    def in_use(self) -> Expression:
-        return self.decoupled_formula if self.param.regularization_type == "WD" else self.formula
 
     def numbers(self, iteration: int, rate: float, momentum: float) -> tuple[float, ...]:
         return rate, momentum
@@ -253,6 +258,7 @@ class AdaGrad(UpdateRule):
     """
 
     formula = adagrad_update
+    takes_momentum = False
     least_delta = 1e-3
 
     def numbers(self, iteration: int, rate: float, momentum: float) -> tuple[float, ...]:
@@ -278,6 +284,8 @@ class RMSProp(UpdateRule):
     """
 
     formula = rmsprop_update
+    takes_momentum = False
+    below_one = ("rms_decay",)
     least_delta = 1e-4
 
     def numbers(self, iteration: int, rate: float, momentum: float) -> tuple[float, ...]:
@@ -334,6 +342,7 @@ class Adam(UpdateRule):
     """
 
     formula = adam_update
+    below_one = ("momentum", "momentum2")
     least_delta = 1e-4
 
     def numbers(self, iteration: int, rate: float, momentum: float) -> tuple[float, ...]:
@@ -346,8 +355,6 @@ class Adam(UpdateRule):
         correction = math.sqrt(1 - beta2**t) / (1 - beta1**t)
         return rate * correction, beta1, beta2, self.delta
 
-
-log = logging.getLogger(__name__)
 
 FIRST_LOSS_SCALE = 4096.0
 """Where an adaptive loss scale begins if the net names none."""
@@ -386,6 +393,12 @@ def update_formula(rule: Expression, store_change: bool) -> Expression:
 def _histories(rule: Expression) -> list[str]:
     """The names of a rule's arguments that are history: those between the gradient and lr_mult."""
     return rule.parameters[2 : rule.parameters.index("lr_mult")]
+
+
+def _numbers(rule: Expression) -> list[str]:
+    """The names of a rule's arguments that are `UpdateRule.numbers`: those behind the arguments of all rules."""
+    last = "l2" if "l2" in rule.parameters else "lr_mult"
+    return rule.parameters[rule.parameters.index(last) + 1 :]
 
 
 class Update:
@@ -458,7 +471,7 @@ class Update:
             "data": blocks[0], "diff": blocks[1], "lr_mult": lr_mult, "decay_mult": self._decay_mult,
             "scale": scale, "l2": l2, "l1": l1, "found_inf": found_inf,
             **dict(zip(_histories(rule), blocks[2:], strict=True)),
-            **dict(zip(rule.parameters[-len(numbers) :], numbers, strict=True)),
+            **dict(zip(_numbers(rule), numbers, strict=True)),
         }  # fmt: skip
         formula = self._formula.with_copies(len(copies))
         changed = (blocks[0], *blocks[2:], *([blocks[1]] if self._store_change else []))

@@ -27,7 +27,6 @@ from caffepy.formats.caffemodel import TrainedLayers, check_caffemodel_size, rea
 from caffepy.formats.paths import PathResolver
 from caffepy.formats.proto.caffe_pb2 import SolverParameter, SolverState
 from caffepy.formats.snapshot_files import check_snapshot, remove_unfinished
-from caffepy.formats.solver_check import check_values, log_ignored
 from caffepy.formats.solverstate import (
     check_solverstate_size,
     find_learned_net,
@@ -52,6 +51,7 @@ from caffepy.training.net_factory import NetFactory, suggest_batch_size_on_oom
 from caffepy.training.policies import Hyperparameters
 from caffepy.training.retention import SnapshotRetention
 from caffepy.training.rules import RULES, Update
+from caffepy.training.solver_check import check_values, log_ignored
 from caffepy.training.state import (
     SavedSolver,
     check_fits,

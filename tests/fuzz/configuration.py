@@ -18,11 +18,11 @@ from caffepy.formats.load import read_net, read_solver
 from caffepy.formats.paths import PathResolver
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.proto.schemas import unite
-from caffepy.formats.solver_check import check_solver, log_ignored
 from caffepy.layers import LayerContext, layer_class
 from caffepy.net import Net
 from caffepy.net.memory_plan import plan_memory
 from caffepy.training.net_factory import NetFactory
+from caffepy.training.solver_check import check_solver, log_ignored
 
 LENET_SHAPES: dict[str, tuple[int, ...]] = {"data": (1, 28, 28), "label": ()}
 

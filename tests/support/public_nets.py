@@ -37,12 +37,12 @@ from caffepy.formats.load import filter_net, net_state, read_net, read_solver
 from caffepy.formats.messages import walk_fields
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.prototxt import parse_text
-from caffepy.formats.solver_check import check_values
 from caffepy.formats.upgrade import upgrade_net
 from caffepy.layers import LayerContext, layer_class
 from caffepy.net import Net
 from caffepy.net.record_shape import label_shapes, object_list, told_shape
 from caffepy.training.rules import RULES
+from caffepy.training.solver_check import check_values
 
 DATA = ("AnnotatedData", "BoxData", "Data", "HDF5Data", "ImageData", "MemoryData", "VideoData", "WindowData")
 CLIPS = ("VideoData", "VideoSegmentationData", "VideoWithVoxelTruthData")

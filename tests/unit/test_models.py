@@ -15,10 +15,10 @@ from caffepy.backend.meta import MetaBackend
 from caffepy.formats.load import filter_net, net_state, read_net, read_solver
 from caffepy.formats.paths import PathResolver
 from caffepy.formats.proto import caffe_pb2
-from caffepy.formats.solver_check import check_solver
 from caffepy.layers import LayerContext, layer_class
 from caffepy.net import Net
 from caffepy.training.solver import create_solver
+from caffepy.training.solver_check import check_solver
 
 SOLVERS = sorted(MODELS.rglob("*solver*.prototxt"))
 DEPLOY_NETS = sorted(MODELS / f"{path}.prototxt" for path in DEPLOYS)

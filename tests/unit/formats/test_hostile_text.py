@@ -14,7 +14,7 @@ from caffepy.formats.caffemodel import read_weights
 from caffepy.formats.load import read_net, read_solver
 from caffepy.formats.paths import PathResolver, is_folder
 from caffepy.formats.proto.caffe_pb2 import NetParameter, SolverParameter
-from caffepy.formats.solver_check import check_solver
+from caffepy.training.solver_check import check_solver
 
 TRAIN = 'net: "n" max_iter: 10 base_lr: 0.1 '
 

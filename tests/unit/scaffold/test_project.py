@@ -23,7 +23,6 @@ from caffepy.cli.main import main
 from caffepy.formats.caffemodel import write_caffemodel
 from caffepy.formats.load import filter_net, net_state, read_net, read_solver
 from caffepy.formats.proto import caffe_pb2
-from caffepy.formats.solver_check import check_solver
 from caffepy.layers import LayerContext
 from caffepy.net import Net
 from caffepy.net.record_shape import without_data
@@ -35,6 +34,7 @@ from caffepy.scaffold.create import (
     set_classes,
     validation_batch,
 )
+from caffepy.training.solver_check import check_solver
 
 ROOT = Path(__file__).parents[3]
 CLASSES = ("robin", "sparrow", "wren")

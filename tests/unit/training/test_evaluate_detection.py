@@ -153,7 +153,7 @@ def test_unknown_words(text: str, error: str) -> None:
     from google.protobuf import text_format
 
     from caffepy.formats.proto.caffe_pb2 import SolverParameter
-    from caffepy.formats.solver_check import check_solver
+    from caffepy.training.solver_check import check_solver
 
     with pytest.raises(ConfigError, match=error):
         check_solver(text_format.Parse(PLAIN + f'net: "n" {text}', SolverParameter()))

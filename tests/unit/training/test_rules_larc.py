@@ -12,8 +12,8 @@ import pytest
 from training import CLASSIFIER, build_solver, solver_param, weights_of
 
 from caffepy.errors import ConfigError
-from caffepy.formats.solver_check import check_solver
 from caffepy.training.solver import Solver
+from caffepy.training.solver_check import check_solver
 
 SOLVER = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.01 '
 Arrays = dict[str, np.ndarray]

@@ -7,6 +7,7 @@ import math
 
 from caffepy.errors import ConfigError
 from caffepy.formats.proto.caffe_pb2 import FLOAT, SolverParameter
+from caffepy.training.rules import RULES
 from caffepy.utils.registry import suggest
 
 log = logging.getLogger(__name__)
@@ -40,8 +41,6 @@ MOMENTUM_POLICIES = ("fixed", "poly", "opt")
 WEIGHT_DECAY_POLICIES = ("fixed", "poly")
 LARC_POLICIES = ("scale", "clip")
 REGULARIZATIONS = ("L1", "L2", "WD")
-DECOUPLED_DECAY_TYPES = ("SGD", "SAG")
-"""Solver types that support `regularization_type: "WD"` (decoupled weight decay)."""
 EVAL_TYPES = ("classification", "detection")
 AP_VERSIONS = ("Integral", "11point", "101point", "MaxIntegral")
 
@@ -78,8 +77,6 @@ _IGNORED = {
 }
 """Fields of forks that have no meaning in caffepy, and why."""
 
-TYPES_WITHOUT_MOMENTUM = ("AdaGrad", "RMSProp")
-
 
 def check_solver(param: SolverParameter, origin: str = "solver") -> None:
     """Check that a solver's settings are complete and consistent.
@@ -89,8 +86,7 @@ def check_solver(param: SolverParameter, origin: str = "solver") -> None:
         origin: the solver's file, for messages.
 
     Raises:
-        ConfigError: a setting is wrong; the message says what to change. Whether ``type`` is known is checked where
-            solvers register.
+        ConfigError: a setting is wrong, or the type is unknown; the message says what to change.
     """
     _check_train_source(param, origin)
     wanted = ("max_iter", "lr_policy") if param.lr_policy == "multifixed" else ("max_iter", "base_lr", "lr_policy")
@@ -198,10 +194,6 @@ def _check_other_policies(param: SolverParameter, origin: str) -> None:
     _check_known("momentum_policy", param.momentum_policy, MOMENTUM_POLICIES, origin)
     _check_known("weight_decay_policy", param.weight_decay_policy, WEIGHT_DECAY_POLICIES, origin)
     _check_known("regularization_type", param.regularization_type, REGULARIZATIONS, origin)
-    if param.regularization_type == "WD" and param.type not in DECOUPLED_DECAY_TYPES:
-        raise ConfigError(
-            f'{origin}: regularization_type "WD" is for solvers of type SGD and SAG, and type is {param.type}; use L2'
-        )
     if param.larc and param.local_lr_auto:
         raise ConfigError(f"{origin}: larc and local_lr_auto exclude each other; leave one of them out")
     if param.larc:
@@ -211,16 +203,21 @@ def _check_other_policies(param: SolverParameter, origin: str) -> None:
 
 
 def _check_rule(param: SolverParameter, origin: str) -> None:
-    if param.type in TYPES_WITHOUT_MOMENTUM and param.momentum:
+    """Compare the settings with what the update rule declares."""
+    rule = RULES.get(param.type, origin)
+    if param.regularization_type == "WD" and rule.decoupled_formula is None:
+        able = [name for name in RULES if RULES.get(name).decoupled_formula is not None]
+        raise ConfigError(
+            f'{origin}: regularization_type "WD" is for solvers of type {" and ".join(able)}, and type is '
+            f"{param.type}; use L2"
+        )
+    if not rule.takes_momentum and param.momentum:
         raise ConfigError(f"{origin}: {param.type} has no momentum, and momentum is {param.momentum:g}; remove it")
-    if param.type == "Adam":
-        for name in ("momentum", "momentum2"):
-            if not 0 <= getattr(param, name) < 1:
-                raise ConfigError(
-                    f"{origin}: {name} is {getattr(param, name):g}; with Adam it must be at least 0 and below 1"
-                )
-    if param.type == "RMSProp" and not 0 <= param.rms_decay < 1:
-        raise ConfigError(f"{origin}: rms_decay is {param.rms_decay:g}; it must be at least 0 and below 1")
+    for name in rule.below_one:
+        if not 0 <= getattr(param, name) < 1:
+            raise ConfigError(
+                f"{origin}: {name} is {getattr(param, name):g}; with {param.type} it must be at least 0 and below 1"
+            )
 
 
 def _check_testing(param: SolverParameter, origin: str) -> None:

@@ -5,7 +5,7 @@ import pytest
 from caffepy.errors import ConfigError
 from caffepy.formats.proto.caffe_pb2 import SolverParameter
 from caffepy.formats.prototxt import parse_text
-from caffepy.formats.solver_check import LR_POLICIES, check_solver, check_values, log_ignored
+from caffepy.training.solver_check import LR_POLICIES, check_solver, check_values, log_ignored
 
 TRAIN = 'net: "n" max_iter: 10 base_lr: 0.1 lr_policy: "fixed" '
 FIELDS = "gamma: 0.5 power: 0.75 stepsize: 3 stepvalue: 2 stepvalue: 4 plateau_winsize: 3 "
@@ -73,7 +73,7 @@ def test_good_solvers_pass(text: str) -> None:
         (TRAIN + 'regularization_type: "L3"', "unknown regularization_type 'L3'"),
         (TRAIN + 'larc: true larc_policy: "clap"', "unknown larc_policy 'clap'; did you mean 'clip'"),
         (TRAIN + 'type: "AdaGrad" momentum: 0.9', "AdaGrad has no momentum, and momentum is 0.9; remove it"),
-        (TRAIN + 'type: "RMSProp" rms_decay: 1', "rms_decay is 1; it must be at least 0 and below 1"),
+        (TRAIN + 'type: "RMSProp" rms_decay: 1', "rms_decay is 1; with RMSProp it must be at least 0 and below 1"),
         (TRAIN + "test_interval: 5", "^s: test_iter is missing; add test_iter: N"),
         (TRAIN + 'test_net: "t"', "test_iter is missing"),
         (
