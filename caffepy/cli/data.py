@@ -14,6 +14,9 @@ from caffepy.utils.options import natural
 if TYPE_CHECKING:
     from caffepy.data.conversion.image_sets import ImageOptions
 
+logger = logging.getLogger(__name__)
+
+
 ROOT_AND_LIST: tuple[tuple[str, type, str], ...] = (
     ("ROOTFOLDER", str, "prefix of each path in the list"),
     ("LISTFILE", Path, "one image per line"),
@@ -213,8 +216,6 @@ def run_create_annoset(args: argparse.Namespace) -> int:
         raise RunError(f"'{error.filename}' cannot be written: {error.strerror}") from error
     return status
 
-
-logger = logging.getLogger(__name__)
 
 _COMPUTE_IMAGE_MEAN = """\
 Compute the mean image of a database and the mean of each channel, as Caffe's compute_image_mean does.

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from caffepy.cli.options import Parser, add_dialect_option, add_overwrite_flag, add_state_options
-from caffepy.errors import ConfigError, DataError, RunError, printable
-from caffepy.utils.installation import install_command
+from caffepy.errors import ConfigError, DataError, RunError, UserError, printable
+from caffepy.utils.installation import MissingExtraError, install_command
 from caffepy.utils.options import file_list, positive
 
 if TYPE_CHECKING:
@@ -285,8 +285,6 @@ def _varying_or_fixed(
     varying_axes: Callable[..., dict[str, list[bool]]], param: caffe_pb2.NetParameter, args: argparse.Namespace
 ) -> dict[str, Sequence[bool]]:
     """Which axes follow the batch; none, if the net has one batch only and the user does not want any."""
-    from caffepy.errors import UserError
-
     try:
         return dict(varying_axes(param, args.model))
     except UserError:
@@ -331,7 +329,6 @@ def run_quantize(args: argparse.Namespace) -> int:
     """
     from caffepy.export.onnx.libraries import EXTRA, Session, has_runtime, require_onnx
     from caffepy.utils.files import atomic_write, check_output
-    from caffepy.utils.installation import MissingExtraError
 
     if (args.like is None) and (args.images is None):
         raise ConfigError("quantize needs images of the training set: --like train_val.prototxt or --images PATH")

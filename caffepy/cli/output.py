@@ -22,6 +22,8 @@ from caffepy.utils.progress import progress_bar
 if TYPE_CHECKING:
     from caffepy.data.workers import Progress
 
+log = logging.getLogger(__name__)
+
 
 def rank_prefix() -> str:
     """Return a prefix such as `rank 1 on host7: ` on ranks other than the root, else "". Does not need MPI."""
@@ -154,9 +156,6 @@ def _terminal_width() -> int | None:
         return os.get_terminal_size(sys.stdout.fileno()).columns or None
     except (OSError, ValueError):  # no terminal
         return None
-
-
-log = logging.getLogger(__name__)
 
 
 class Unreadable:

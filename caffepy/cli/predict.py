@@ -30,7 +30,7 @@ from caffepy.cli.options import (
     add_overwrite_flag,
     add_state_options,
 )
-from caffepy.cli.output import Unreadable, quiet_net
+from caffepy.cli.output import Unreadable, quiet_net, showing
 from caffepy.errors import ConfigError, DataError, one_line, printable, spreadsheet_text
 from caffepy.utils.options import file_list, name_list, natural, positive, record_shape
 
@@ -576,7 +576,6 @@ def run_extract_features(args: argparse.Namespace) -> int:
     if args.device == "GPU" and args.gpus is None:
         args.gpus = [args.device_id]
     from caffepy.cli.nets import open_net
-    from caffepy.cli.output import showing
     from caffepy.data.sources.databases import open_writer
     from caffepy.formats.proto import caffe_pb2
     from caffepy.infer.features import check_blobs, extract_features

@@ -49,6 +49,8 @@ from caffepy.utils.process_fork import free_after_fork
 if TYPE_CHECKING:
     from caffepy.data.bulk_copy import BulkCopy
 
+logger = logging.getLogger(__name__)
+
 
 # -- the cache of decoded images -----------------------------------------------------------------------
 
@@ -123,7 +125,6 @@ def shared_cache(key: Hashable) -> ImageCache:
 
 # -- loaders -------------------------------------------------------------------------------------------
 
-logger = logging.getLogger(__name__)
 
 Shape = tuple[int, int, int]
 

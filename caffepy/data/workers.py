@@ -19,6 +19,9 @@ from typing import TypeVar
 from caffepy.errors import RunError
 from caffepy.utils.process_fork import tell_after_fork
 
+logger = logging.getLogger(__name__)
+
+
 # -- the pool ------------------------------------------------------------------------------------------
 
 _POLL_SECONDS = 1.0
@@ -168,7 +171,6 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], threa
 
 # -- progress ------------------------------------------------------------------------------------------
 
-logger = logging.getLogger(__name__)
 
 _LOG_SECONDS = 10.0
 """Interval between log lines."""

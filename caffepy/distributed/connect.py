@@ -18,6 +18,9 @@ from caffepy.distributed.processes.world import World
 from caffepy.distributed.store.store import Store
 from caffepy.errors import AbortedError
 
+logger = logging.getLogger(__name__)
+
+
 _POLL = 0.2
 """Seconds between two looks whether the wait is still worth it."""
 
@@ -105,9 +108,6 @@ class AsyncConnector(Connector):
             raise self._error
         assert self._result is not None
         return self._result
-
-
-logger = logging.getLogger(__name__)
 
 
 class DeviceCommunicators:

@@ -28,6 +28,8 @@ from caffepy.net import Net
 from caffepy.net.describe import net_table
 from caffepy.net.executor import ForwardExecutor, ShapeExecutors, shape_text
 
+logger = logging.getLogger(__name__)
+
 
 class Model:
     """A TEST net that is called with arrays and returns a dict of arrays.
@@ -239,8 +241,6 @@ def as_numpy(array: Any, name: str) -> Any:
         raise ShapeError(f"input '{name}' is no array of numbers: its dtype is {found.dtype}")
     return found
 
-
-logger = logging.getLogger(__name__)
 
 StrPath = str | PathLike[str]
 

@@ -36,6 +36,8 @@ from caffepy.layers.blob import Blob
 from caffepy.layers.known_types import describe_missing, layer_modules
 from caffepy.utils.registry import Registry, nearest
 
+logger = logging.getLogger(__name__)
+
 
 class ScratchBuffer:
     """A layer's buffer that every pass overwrites before it reads it: masks, saved bottoms, hidden values.
@@ -761,9 +763,6 @@ class ZeroPadded:
     @cached_property
     def _buffer(self) -> Array:
         return self._backend.zeros(self._padded_shape, self._dtype)
-
-
-logger = logging.getLogger(__name__)
 
 
 def host_threads(layer: Layer) -> int:

@@ -32,6 +32,9 @@ from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.blob import Blob, FourAxes
 from caffepy.layers.layer import Blobs, Layer, LayerContext, register_layer
 
+log = logging.getLogger(__name__)
+
+
 REQUIRED_METHODS = ("setup", "reshape", "forward")
 
 _lock = threading.RLock()
@@ -222,8 +225,6 @@ def take_question() -> bool:
     asked, _thread.asked = _thread.asked, False
     return asked
 
-
-log = logging.getLogger(__name__)
 
 _DECLARED = (
     "bottoms",

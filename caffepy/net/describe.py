@@ -22,6 +22,8 @@ from caffepy.net.graph import Node
 if TYPE_CHECKING:
     from caffepy.net.parameters import ParameterBuffer
 
+log = logging.getLogger(__name__)
+
 
 _STYLE = "text-align: left; padding: 1px 8px;"
 _HEADER = ("layer", "type", "bottoms", "tops", "parameters", "dtype")
@@ -87,9 +89,6 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def _row(tag: str, cells: Sequence[object]) -> str:
     written = (f"<{tag} style='{_STYLE}'>{escape(str(cell))}</{tag}>" for cell in cells)
     return f"<tr>{''.join(written)}</tr>"
-
-
-log = logging.getLogger(__name__)
 
 
 def mean_magnitude(values: np.ndarray) -> float:

@@ -33,6 +33,9 @@ from caffepy.layers.blob import Blob
 from caffepy.layers.layer import Layer, LayerContext, layer_class
 from caffepy.utils.registry import suggest
 
+log = logging.getLogger(__name__)
+
+
 Source = tuple[int, int]
 """A top: (index of the layer, index of the top)."""
 
@@ -136,8 +139,6 @@ def _add_split(
     if loss_weight:
         split.loss_weight.extend([loss_weight] + [0.0] * (count - 1))
 
-
-log = logging.getLogger(__name__)
 
 _DTYPES = {caffe_pb2.FLOAT: "float32", caffe_pb2.FLOAT16: "float16", caffe_pb2.BFLOAT16: "bfloat16"}
 

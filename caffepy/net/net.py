@@ -55,6 +55,8 @@ from caffepy.net.parameters import ParameterBuffer, ParameterTable
 from caffepy.net.trained_layers import copy_trained_layers, share_trained_layers
 from caffepy.utils.files import read_regular
 
+log = logging.getLogger(__name__)
+
 
 class Net:
     """A net of one phase on one device.
@@ -528,8 +530,6 @@ class Net:
         blobs."""
         return caffe_pb2.NetParameter(name=self.name, layer=layer_protos(self.layers, write_diff))
 
-
-log = logging.getLogger(__name__)
 
 _OF_LAYER = re.compile(r"layer '(.*?)'[ :]", re.DOTALL)
 """The layer's name in an error message."""

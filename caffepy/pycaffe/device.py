@@ -33,6 +33,9 @@ from caffepy.pycaffe.errors import ArgumentError, whole_number
 from caffepy.utils.glog import LEVELS, GlogFormatter, StderrHandler
 from caffepy.utils.options import MATH_MODES
 
+logger = logging.getLogger("caffepy.pycaffe")
+
+
 # -- devices and host arrays ---------------------------------------------------------------------------
 
 HostArray = NDArray[np.float32]
@@ -216,7 +219,6 @@ def cpu_device() -> Device:
 
 # -- settings ------------------------------------------------------------------------------------------
 
-logger = logging.getLogger("caffepy.pycaffe")
 
 VARIABLE = "CAFFEPY_LAYER_BY_LAYER"
 """Environment variable: 1 acts like `set_layer_by_layer()`, for unmodified scripts."""

@@ -49,6 +49,9 @@ from caffepy.pycaffe.inference_path import InferencePath, can_be_folded
 from caffepy.pycaffe.layer import visible_layer
 from caffepy.utils.registry import suggest
 
+logger = logging.getLogger("caffepy.pycaffe")
+
+
 # -- shared memory -------------------------------------------------------------------------------------
 
 
@@ -94,7 +97,6 @@ class SharedMemory:
 
 # -- the net -------------------------------------------------------------------------------------------
 
-logger = logging.getLogger("caffepy.pycaffe")
 
 LayerCallback = Callable[[int], Any]
 Arrays = dict[str, HostArray]

@@ -29,6 +29,9 @@ from caffepy.scaffold.data_sets import DataSet, detection_data_set, folder_data_
 from caffepy.scaffold.model_files import models_folder
 from caffepy.utils.files import atomic_write, read_regular
 
+logger = logging.getLogger(__name__)
+
+
 # -- the model's nets and solver -----------------------------------------------------------------------
 
 _LEARNED = {"Convolution": "convolution_param", "InnerProduct": "inner_product_param"}
@@ -172,7 +175,6 @@ _FILES = {
 }
 """Names of the train net, solver and deploy net where they are not the usual ones."""
 _LISTS_AND_DATABASES = ("train.txt", "val.txt", "train_lmdb", "val_lmdb")
-logger = logging.getLogger(__name__)
 
 _MAX_README_BYTES = 1 << 20
 _NAMED = 5

@@ -37,6 +37,9 @@ from caffepy.training.options import TrainOptions
 from caffepy.training.solver import Solver
 from caffepy.utils.options import option_values
 
+logger = logging.getLogger(__name__)
+
+
 Description: TypeAlias = "dict[str, str]"
 """A rank's fields, as messages call them, and their values; compared in this order."""
 
@@ -222,9 +225,6 @@ def _value_text(field: FieldDescriptor, value: Any) -> str:
     if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
         return "true" if value else "false"
     return f"'{value}'" if isinstance(value, str) else str(value)
-
-
-logger = logging.getLogger(__name__)
 
 
 def agree_on_options(world: World, options: TrainOptions) -> TrainOptions:

@@ -32,6 +32,9 @@ from caffepy.training.state import snapshot_paths
 from caffepy.utils.options import RetentionPolicy
 from caffepy.utils.registry import suggest
 
+log = logging.getLogger(__name__)
+
+
 LOSS = "loss"
 """The score that stands for the sum of a test net's losses, where no output has this name."""
 
@@ -82,9 +85,6 @@ def _loss_weights(net: Net) -> dict[str, float]:
     """Return the outputs of a net that are losses, with their weights."""
     weights = {name: float(net.loss_weight(blob)) for name, blob in net.outputs.items()}
     return {name: weight for name, weight in weights.items() if weight}
-
-
-log = logging.getLogger(__name__)
 
 
 class SnapshotRetention:

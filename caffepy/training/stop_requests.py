@@ -24,6 +24,9 @@ import numpy as np
 from caffepy.errors import AbortedError, StopRequestedError
 from caffepy.training.callback import Action
 
+logger = logging.getLogger(__name__)
+
+
 FLAGS = (Action.STOP, Action.SNAPSHOT)
 """The requests that devices exchange, in the order of their flags."""
 
@@ -126,8 +129,6 @@ class StopRequests:
         """Forget the requests that all devices know: they were acted on."""
         self._wanted.clear()
 
-
-logger = logging.getLogger(__name__)
 
 _REQUESTS: dict[str, tuple[Action, ...]] = {"stop": (Action.STOP,), "snapshot": (Action.SNAPSHOT,)}
 _MESSAGES = {

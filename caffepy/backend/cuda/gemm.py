@@ -40,6 +40,9 @@ from caffepy.backend.types import PRODUCT_WORKSPACE, WIDE_LOAD, Array
 from caffepy.errors import RunError
 from caffepy.utils.installation import MissingExtraError, cuda_extra
 
+logger = logging.getLogger(__name__)
+
+
 MAX_RESULTS = 2**17
 """Maximum elements of a small product."""
 
@@ -224,8 +227,6 @@ def odd_axis(a: Array, b: Array, out: Array) -> str | None:
     odd = [axis for axis in contiguous if lengths[axis] % MULTIPLE]
     return odd[0] if len(odd) == 1 else None
 
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_MATH = 0
 TF32_MATH = 3

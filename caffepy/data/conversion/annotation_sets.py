@@ -46,6 +46,9 @@ from caffepy.formats.prototxt import decode_text, parse_text
 from caffepy.utils.files import atomic_write, read_regular
 from caffepy.utils.registry import suggest
 
+logger = logging.getLogger(__name__)
+
+
 # -- label maps ----------------------------------------------------------------------------------------
 
 _LABELS = range(-(2**31), 2**31)
@@ -125,9 +128,6 @@ def _read(path: Path) -> bytes:
         return read_regular(path, _MAX_BYTES)
     except OSError as error:
         raise DataError(f"'{os.fspath(path)}' cannot be read: {error.strerror}") from error
-
-
-logger = logging.getLogger(__name__)
 
 
 # -- reading a file ------------------------------------------------------------------------------------

@@ -26,6 +26,9 @@ from caffepy.formats.messages import field_header
 from caffepy.formats.proto import caffe_pb2
 from caffepy.utils.files import read_regular
 
+logger = logging.getLogger(__name__)
+
+
 # -- an image ------------------------------------------------------------------------------------------
 
 
@@ -248,7 +251,6 @@ def _can_write(encoding: str) -> bool:
 
 # -- a list of images ----------------------------------------------------------------------------------
 
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

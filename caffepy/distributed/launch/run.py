@@ -30,6 +30,9 @@ from caffepy.distributed.launch.supervisor import END_SECONDS, Command, ExitRepo
 from caffepy.errors import ConfigError
 from caffepy.utils.options import whole
 
+logger = logging.getLogger(__name__)
+
+
 # -- the job's processes -------------------------------------------------------------------------------
 
 MARK = "CAFFEPY_LAUNCH"
@@ -206,7 +209,6 @@ def usable_nodes(left: int, least: int, per_node: int, ranks: int, passes: int) 
 
 # -- the job -------------------------------------------------------------------------------------------
 
-logger = logging.getLogger(__name__)
 
 COUNT = "CAFFEPY_RESTARTS"
 """The variable that tells processes how often their job was started again."""

@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
+
 _TERM_SECONDS = 2.0
 """Between SIGTERM and SIGKILL."""
 _DRAIN_SECONDS = 2.0
@@ -137,8 +140,6 @@ def _start(command: Command) -> subprocess.Popen[bytes]:
         preexec_fn=die_with_parent,
     )
 
-
-logger = logging.getLogger(__name__)
 
 _POLL = 0.05
 """Seconds between looks at the processes."""

@@ -22,6 +22,9 @@ from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.blob import Blob
 from caffepy.layers.layer import Blobs, Layer, LayerContext, flatten_samples, register_layer
 
+logger = logging.getLogger(__name__)
+
+
 # -- coefficients --------------------------------------------------------------------------------------
 
 Coefficients = dict[str, float]
@@ -254,7 +257,6 @@ def transformation(values: Coefficients, size: tuple[int, int], crop: tuple[int,
 
 # -- layers of augmentation ----------------------------------------------------------------------------
 
-logger = logging.getLogger(__name__)
 
 MEAN_CHANNELS = 3
 """Channels of an image for `mean`, and for augmentations of colours."""

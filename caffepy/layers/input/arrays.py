@@ -16,6 +16,8 @@ from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.fillers import fill
 from caffepy.layers.layer import Blobs, Layer, LayerContext, register_layer
 
+log = logging.getLogger(__name__)
+
 
 @register_layer("Input")
 class InputLayer(Layer):
@@ -130,9 +132,6 @@ class DummyDataLayer(Layer):
             key = zlib.crc32(f"{self.random_name}/{index}/{first + i}".encode())
             samples[i] = fill(filler, (1, *shape[1:]), RandomStream(self.context.seed, key), self.where)[0]
         return values
-
-
-log = logging.getLogger(__name__)
 
 
 @register_layer("MemoryData")

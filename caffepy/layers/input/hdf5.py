@@ -27,6 +27,8 @@ from caffepy.utils.files import open_regular, read_list, working_folder
 if TYPE_CHECKING:
     from caffepy.formats.hdf5 import Dataset, Group
 
+log = logging.getLogger(__name__)
+
 
 @register_layer("HDF5Data")
 class HDF5DataLayer(PrefetchingLayer):
@@ -290,9 +292,6 @@ def _check_values(dataset: Dataset, path: Path) -> tuple[int, ...]:
         )
     check_shape(dataset.shape, f"HDF5 file '{path}': dataset '{name}'")
     return dataset.shape
-
-
-log = logging.getLogger(__name__)
 
 
 @register_layer("HDF5Output")

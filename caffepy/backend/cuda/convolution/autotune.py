@@ -21,6 +21,9 @@ from caffepy.backend.cuda.memory import Scratch, allocate, copy, flat, is_captur
 from caffepy.backend.types import Array
 from caffepy.errors import DeviceError, OutOfMemoryError, RunError
 
+logger = logging.getLogger(__name__)
+
+
 FIRST_LAUNCH = 60_000
 """Assumed nanoseconds to launch the first run, which includes an event, before it is measured."""
 
@@ -99,8 +102,6 @@ def _timed(run: Callable[[], None], runs: int, wait: int) -> tuple[float, list[i
     end.synchronize()
     return float(cupy.cuda.get_elapsed_time(start, end)) * 1e3 / runs, launched
 
-
-logger = logging.getLogger(__name__)
 
 PRUNE_RATIO = 1.25
 """A candidate is dropped if its first timed run exceeds the best time by this factor."""
