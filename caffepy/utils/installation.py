@@ -10,12 +10,14 @@ import json
 import shlex
 import shutil
 import sys
-from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from caffepy.errors import UserError
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
 
 NAME = "caffepy"
 _CUDA_13 = 13000
@@ -66,6 +68,8 @@ def _driver_version() -> int | None:
 
 
 def _is_installed(package: str) -> bool:
+    from importlib.metadata import PackageNotFoundError, distribution
+
     try:
         distribution(package)
     except PackageNotFoundError:
@@ -75,6 +79,8 @@ def _is_installed(package: str) -> bool:
 
 def _installed() -> Distribution | None:
     """Return caffepy's metadata; of several (a checkout has an egg-info too), the metadata with an origin."""
+    from importlib.metadata import distributions  # takes as long as all else that --help imports
+
     found = list(distributions(name=NAME))
     return next((each for each in found if _direct_url(each) is not None), found[0] if found else None)
 

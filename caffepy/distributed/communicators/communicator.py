@@ -1,7 +1,7 @@
 """The contract of all communicators, the collectives and messages that they carry, and gradient compression.
 
-Transports implement `start`, `abort` and `close`, and declare what they can do. `local.py` connects the threads of one
-process, `mpi.py` processes through host memory, `hierarchical.py` the threads of several processes,
+Transports implement `start`, `abort` and `close`, and declare their capabilities. `local.py` connects the threads of
+one process, `mpi.py` processes through host memory, `hierarchical.py` the threads of several processes,
 `store_communicator.py` processes that share a store (over TCP), `nccl.py` GPUs. All ranks start the same collectives in
 the same order.
 

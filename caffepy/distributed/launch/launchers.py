@@ -143,7 +143,7 @@ class Mpirun:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be started.
+    """The processes to start.
 
     Args:
         program: the command line of each process.

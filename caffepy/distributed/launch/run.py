@@ -99,8 +99,8 @@ def send(number: int, mark: str, variable: str, whom: str) -> int:
         number: the signal's.
         mark: as in `find_processes`.
         variable: as in `find_processes`.
-        whom: ``one``: the lowest rank here that is not stopped, which is enough where ranks share what is asked of
-            them; ``all`` ranks; ``every`` process of the job.
+        whom: ``one``: the lowest rank here that is not stopped, which is enough where ranks tell each other of a
+            signal; ``all`` ranks; ``every`` process of the job.
     """
     processes = find_processes(mark, variable)
     chosen = processes if whom == "every" else ranks_among(processes)

@@ -42,7 +42,7 @@ from caffepy.backend.cuda.convolution.depthwise import (
     suits_depth_multiplier,
     suits_large_depthwise,
 )
-from caffepy.backend.cuda.convolution.few_channels import (
+from caffepy.backend.cuda.convolution.dgrad_few_channels import (
     FewChannels,
     LargeWindows,
     suits_few_channels,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from caffepy.backend.cuda.convolution.problem import CorrelationAxis, Direction, Problem, Task, axis_of, residues_text
 from caffepy.backend.types import Geometry
 
-NAMES = ("depthwise", "few_channels")
+NAMES = ("depthwise", "dgrad_few_channels")
 
 
 @pytest.fixture(scope="module")
@@ -172,13 +172,13 @@ def test_few_channels_are_up_to_four(
     axes = len(kernel)
     geometry = Geometry(kernel, (1,) * axes, (0,) * axes, (1,) * axes)
     given_task = Task(Problem(x, (outputs, x[1], *kernel), geometry), Direction.DATA)
-    assert modules.few_channels.suits_few_channels(given_task) is suited
-    assert not modules.few_channels.suits_few_channels(replace(given_task, direction=Direction.FORWARD))
+    assert modules.dgrad_few_channels.suits_few_channels(given_task) is suited
+    assert not modules.dgrad_few_channels.suits_few_channels(replace(given_task, direction=Direction.FORWARD))
 
 
 @given(width=st.integers(5, 90), stride=st.integers(1, 9), height=st.integers(5, 9), depth=st.integers(0, 3))
 def test_warps_cover_all_results(modules: Any, width: int, stride: int, height: int, depth: int) -> None:
-    module, more = modules.few_channels, bool(depth)
+    module, more = modules.dgrad_few_channels, bool(depth)
     sizes = (*(depth,) * more, height, width)
     geometry = Geometry((1,) * more + (5, 5), (1,) * more + (2, stride), (0,) * (2 + more), (1,) * (2 + more))
     problem = Problem((2, 3, *sizes), (16, 3, *geometry.kernel), geometry)

@@ -14,7 +14,7 @@ import pytest
 from caffepy.backend.cuda.convolution.problem import Direction, Problem, Task
 from caffepy.backend.types import Geometry
 
-NAMES = ("implicit_gemm", "few_channels", "depthwise")
+NAMES = ("implicit_gemm", "dgrad_few_channels", "depthwise")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_small_k_wgrads_are_of_few_pixels_and_many_weights(modules: Any, given_t
     ],
 )
 def test_large_windows_are_for_few_channels(modules: Any, given_task: Task, suited: bool) -> None:
-    assert modules.few_channels.suits_large_windows(given_task) is suited
+    assert modules.dgrad_few_channels.suits_large_windows(given_task) is suited
 
 
 @pytest.mark.parametrize(
