@@ -161,8 +161,10 @@ def compare(net: str, options: argparse.Namespace) -> None:
     medians = [statistics.median(one[side][0] for one in rounds) for side in range(len(SIDES))]
     ratios = [statistics.median(one[side][0] / one[-1][0] for one in rounds) for side in range(len(SIDES) - 1)]
     memory = " / ".join(f"{max(one[side][1] for one in rounds):.0f}" for side in range(len(SIDES)))
-    print(f"{net:12}" + "".join(f"{m:12.2f}" for m in medians) + "".join(f"{r:10.2f}" for r in ratios) + f"   {memory}",
-          flush=True)  # fmt: skip
+    print(
+        f"{net:12}" + "".join(f"{m:12.2f}" for m in medians) + "".join(f"{r:10.2f}" for r in ratios) + f"   {memory}",
+        flush=True,
+    )
 
 
 def main() -> None:

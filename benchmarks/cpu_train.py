@@ -78,9 +78,15 @@ def caffepy_step(case: Case, threads: int) -> Callable[[], Any]:
     source.input_param.shape.add(dim=case.shape[:1])
     net.layer.extend(layers)
     param = caffe_pb2.SolverParameter(
-        net_param=net, base_lr=RATE, lr_policy="fixed", momentum=MOMENTUM, weight_decay=DECAY, max_iter=10**6,
-        random_seed=1, type="SGD",
-    )  # fmt: skip
+        net_param=net,
+        base_lr=RATE,
+        lr_policy="fixed",
+        momentum=MOMENTUM,
+        weight_decay=DECAY,
+        max_iter=10**6,
+        random_seed=1,
+        type="SGD",
+    )
     backend = create_backend(None, threads)
     backend.activate().__enter__()
     solver = create_solver(param, backend)
@@ -163,27 +169,56 @@ def torch_net(name: str) -> Any:
 
     if name == "lenet":
         layers = [
-            nn.Conv2d(1, 20, 5), nn.MaxPool2d(2), nn.Conv2d(20, 50, 5), nn.MaxPool2d(2), nn.Flatten(),
-            nn.Linear(800, 500), nn.ReLU(inplace=True), nn.Linear(500, 10),
-        ]  # fmt: skip
+            nn.Conv2d(1, 20, 5),
+            nn.MaxPool2d(2),
+            nn.Conv2d(20, 50, 5),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(800, 500),
+            nn.ReLU(inplace=True),
+            nn.Linear(500, 10),
+        ]
     elif name == "cifar10_quick":
         layers = [
-            nn.Conv2d(3, 32, 5, padding=2), pool(nn.MaxPool2d), nn.ReLU(inplace=True),
-            nn.Conv2d(32, 32, 5, padding=2), nn.ReLU(inplace=True), pool(nn.AvgPool2d),
-            nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(inplace=True), pool(nn.AvgPool2d),
-            nn.Flatten(), nn.Linear(1024, 64), nn.Linear(64, 10),
-        ]  # fmt: skip
+            nn.Conv2d(3, 32, 5, padding=2),
+            pool(nn.MaxPool2d),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(32, 32, 5, padding=2),
+            nn.ReLU(inplace=True),
+            pool(nn.AvgPool2d),
+            nn.Conv2d(32, 64, 5, padding=2),
+            nn.ReLU(inplace=True),
+            pool(nn.AvgPool2d),
+            nn.Flatten(),
+            nn.Linear(1024, 64),
+            nn.Linear(64, 10),
+        ]
     else:
         layers = [
-            nn.Conv2d(3, 96, 11, 4), nn.ReLU(inplace=True), pool(nn.MaxPool2d), nn.LocalResponseNorm(5),
-            nn.Conv2d(96, 256, 5, padding=2, groups=2), nn.ReLU(inplace=True), pool(nn.MaxPool2d),
+            nn.Conv2d(3, 96, 11, 4),
+            nn.ReLU(inplace=True),
+            pool(nn.MaxPool2d),
             nn.LocalResponseNorm(5),
-            nn.Conv2d(256, 384, 3, padding=1), nn.ReLU(inplace=True),
-            nn.Conv2d(384, 384, 3, padding=1, groups=2), nn.ReLU(inplace=True),
-            nn.Conv2d(384, 256, 3, padding=1, groups=2), nn.ReLU(inplace=True), pool(nn.MaxPool2d),
-            nn.Flatten(), nn.Linear(9216, 4096), nn.ReLU(inplace=True), nn.Dropout(),
-            nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(4096, 1000),
-        ]  # fmt: skip
+            nn.Conv2d(96, 256, 5, padding=2, groups=2),
+            nn.ReLU(inplace=True),
+            pool(nn.MaxPool2d),
+            nn.LocalResponseNorm(5),
+            nn.Conv2d(256, 384, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(384, 384, 3, padding=1, groups=2),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(384, 256, 3, padding=1, groups=2),
+            nn.ReLU(inplace=True),
+            pool(nn.MaxPool2d),
+            nn.Flatten(),
+            nn.Linear(9216, 4096),
+            nn.ReLU(inplace=True),
+            nn.Dropout(),
+            nn.Linear(4096, 4096),
+            nn.ReLU(inplace=True),
+            nn.Dropout(),
+            nn.Linear(4096, 1000),
+        ]
     return nn.Sequential(*layers)
 
 

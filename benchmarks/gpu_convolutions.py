@@ -65,8 +65,17 @@ def _mobilenet() -> list[Layer]:
     """The depthwise ones and the products between them."""
     layers = [Layer(3, 224, 32, 3, 2, 1)]
     channels, size = 32, 112
-    for width, stride, count in ((64, 1, 1), (128, 2, 1), (128, 1, 1), (256, 2, 1), (256, 1, 1), (512, 2, 1),
-                                 (512, 1, 5), (1024, 2, 1), (1024, 1, 1)):  # fmt: skip
+    for width, stride, count in (
+        (64, 1, 1),
+        (128, 2, 1),
+        (128, 1, 1),
+        (256, 2, 1),
+        (256, 1, 1),
+        (512, 2, 1),
+        (512, 1, 5),
+        (1024, 2, 1),
+        (1024, 1, 1),
+    ):
         layers.append(Layer(channels, size, channels, 3, stride, 1, count, channels))
         size //= stride
         layers.append(Layer(channels, size, width, 1, count=count))
@@ -101,9 +110,11 @@ NETS: dict[str, tuple[int, tuple[str, ...], list[Layer]]] = {
     ),
     "lenet": (64, ("float32",), [Layer(1, 28, 20, 5), Layer(20, 12, 50, 5)]),
     "cifar10_quick": (
-        100, ("float32",), [Layer(3, 32, 32, 5, 1, 2), Layer(32, 16, 32, 5, 1, 2), Layer(32, 8, 64, 5, 1, 2)],
+        100,
+        ("float32",),
+        [Layer(3, 32, 32, 5, 1, 2), Layer(32, 16, 32, 5, 1, 2), Layer(32, 8, 64, 5, 1, 2)],
     ),
-}  # fmt: skip
+}
 """Batch, dtypes and convolutions of each net; float32 is multiplied in TF32."""
 
 COLUMNS = ("forward", "bias+relu", "sums", "data", "weights")

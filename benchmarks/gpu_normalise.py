@@ -72,16 +72,16 @@ class Case:
         yield "forward", lambda s: b.batch_norm_forward(s["a"], n, s["b"], relu=True), 2
         yield (
             "forward, residual and mask",
-            lambda s: b.batch_norm_forward(s["a"], n, s["b"], s["c"], True, s["mask"]), 3 + bit,
-        )  # fmt: skip
+            lambda s: b.batch_norm_forward(s["a"], n, s["b"], s["c"], True, s["mask"]),
+            3 + bit,
+        )
         yield "sums", lambda s: b.batch_norm_backward_sums(s["a"], [s["b"]], n, self.sums), 2
         yield "sums, ReLU", lambda s: b.batch_norm_backward_sums(s["a"], [s["b"]], n, self.sums, True), 2
         yield (
             "sums, two gradients and mask",
-            lambda s: b.batch_norm_backward_sums(
-                s["a"], [s["b"], s["c"]], n, self.sums, True, s["mask"], s["d"]
-            ), 4 + bit,
-        )  # fmt: skip
+            lambda s: b.batch_norm_backward_sums(s["a"], [s["b"], s["c"]], n, self.sums, True, s["mask"], s["d"]),
+            4 + bit,
+        )
         yield "data", lambda s: b.batch_norm_backward_data(s["a"], s["b"], n, self.sums, s["c"]), 3
         yield "data, ReLU", lambda s: b.batch_norm_backward_data(s["a"], s["b"], n, self.sums, s["c"], True), 3
         yield "ReLU's gradient", lambda s: b.relu_backward(s["a"], s["b"], s["c"], None, False), 3

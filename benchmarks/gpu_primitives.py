@@ -141,13 +141,19 @@ def elementwise(table: Table, dtype: str, batch: int) -> None:
         "scale and shift a channel", dtype, 2 * size, lambda: backend.apply(scale_and_shift, (x, gain, gain), (y,))
     )
     table.line(
-        "sum and sum of squares a channel", dtype, size, lambda: backend.reduce(moments, (x,), (sums, squares)),
+        "sum and sum of squares a channel",
+        dtype,
+        size,
+        lambda: backend.reduce(moments, (x,), (sums, squares)),
         lambda: torch.var_mean(tx, (0, 2, 3)),
-    )  # fmt: skip
+    )
     table.line(
-        "sum and sum of squares of all", dtype, size, lambda: backend.reduce(moments, (x,), (total, total)),
+        "sum and sum of squares of all",
+        dtype,
+        size,
+        lambda: backend.reduce(moments, (x,), (total, total)),
         lambda: torch.linalg.vector_norm(tx),
-    )  # fmt: skip
+    )
     if dtype != "float32":
         wide = normal(backend, x.shape)
         twide = peer(wide)
@@ -173,9 +179,11 @@ def updates(table: Table) -> None:
         half, rate = backend.zeros(shape, "float16"), normal(backend, shape[:1])
         inputs = (data, diff, history, rate, rate, 0.9)
         table.line(
-            f"update of {count / 1e6:.0f} million parameters", "mixed", 22 * data.size,
+            f"update of {count / 1e6:.0f} million parameters",
+            "mixed",
+            22 * data.size,
             lambda i=inputs, o=(data, history, half): backend.apply(update, i, o, 0),
-        )  # fmt: skip
+        )
 
 
 def pooling(table: Table, dtype: str, shape: tuple[int, ...], kernel: int, stride: int) -> None:
@@ -187,14 +195,20 @@ def pooling(table: Table, dtype: str, shape: tuple[int, ...], kernel: int, strid
     g = Geometry((kernel,) * 2, (stride,) * 2, (0, 0), (1, 1))
     tx, size, name = peer(x), x.nbytes + y.nbytes, f"pooling {kernel}x{kernel} / {stride} of {shape}"
     table.line(
-        f"max {name}", dtype, size + mask.nbytes, lambda: backend.pool_max_forward(x, y, mask, g),
+        f"max {name}",
+        dtype,
+        size + mask.nbytes,
+        lambda: backend.pool_max_forward(x, y, mask, g),
         lambda: F.max_pool2d(tx, kernel, stride, ceil_mode=True, return_indices=True),
-    )  # fmt: skip
+    )
     table.line("  backward", dtype, size + mask.nbytes, lambda: backend.pool_max_backward(y, mask, x, g))
     table.line(
-        f"average {name}", dtype, size, lambda: backend.pool_average_forward(x, y, g),
+        f"average {name}",
+        dtype,
+        size,
+        lambda: backend.pool_average_forward(x, y, g),
         lambda: F.avg_pool2d(tx, kernel, stride, ceil_mode=True),
-    )  # fmt: skip
+    )
     table.line("  backward", dtype, size, lambda: backend.pool_average_backward(y, x, g))
 
 
@@ -204,14 +218,18 @@ def normalisation(table: Table, dtype: str, shape: tuple[int, ...]) -> None:
     x, dy, y = normal(backend, shape, dtype), normal(backend, shape, dtype), backend.zeros(shape, dtype)
     tx = peer(x)
     table.line(
-        f"LRN of {shape}", dtype, 2 * x.nbytes,
+        f"LRN of {shape}",
+        dtype,
+        2 * x.nbytes,
         lambda: backend.lrn_across_forward(x, y, None, LrnWindow(5, 1e-4, 0.75)),
         lambda: F.local_response_norm(tx, 5, 1e-4, 0.75, 1.0),
-    )  # fmt: skip
+    )
     table.line(
-        "  backward", dtype, 3 * x.nbytes,
+        "  backward",
+        dtype,
+        3 * x.nbytes,
         lambda: backend.lrn_across_backward(x, None, None, dy, y, LrnWindow(5, 1e-4, 0.75)),
-    )  # fmt: skip
+    )
 
 
 def dropping(table: Table, dtype: str, shape: tuple[int, ...]) -> None:
@@ -220,9 +238,12 @@ def dropping(table: Table, dtype: str, shape: tuple[int, ...]) -> None:
     x, y = normal(backend, shape, dtype), backend.zeros(shape, dtype)
     counter, tx = backend.zeros((2,), "uint64"), peer(x)
     table.line(
-        f"dropout of {shape}", dtype, 2 * x.nbytes,
-        lambda: backend.dropout(x, y, 0.5, RandomStream(1, 2), counter), lambda: F.dropout(tx, 0.5),
-    )  # fmt: skip
+        f"dropout of {shape}",
+        dtype,
+        2 * x.nbytes,
+        lambda: backend.dropout(x, y, 0.5, RandomStream(1, 2), counter),
+        lambda: F.dropout(tx, 0.5),
+    )
 
 
 def small(table: Table) -> None:
@@ -250,9 +271,12 @@ def loss(backend: CudaBackend, table: Table, shape: tuple[int, ...]) -> None:
     backward = (probabilities, labels, x, totals, 1, None, 1.0)
     targets = None if torch is None else torch.zeros(shape[0], dtype=torch.int64, device="cuda")
     table.line(
-        f"softmax with loss of {shape}", "float32", 2 * x.nbytes, lambda: backend.softmax_loss_forward(*forward),
+        f"softmax with loss of {shape}",
+        "float32",
+        2 * x.nbytes,
+        lambda: backend.softmax_loss_forward(*forward),
         lambda: F.cross_entropy(tx, targets),
-    )  # fmt: skip
+    )
     table.line("  backward", "float32", 2 * x.nbytes, lambda: backend.softmax_loss_backward(*backward))
 
 
@@ -266,8 +290,10 @@ def main() -> None:
             elementwise(table, dtype, batch)
             copies(table, dtype, batch)
             for shape, kernel, stride in [
-                ((2 * batch, 64, 112, 112), 3, 2), ((2 * batch, 96, 55, 55), 3, 2), ((batch, 64, 224, 224), 2, 2)
-            ]:  # fmt: skip
+                ((2 * batch, 64, 112, 112), 3, 2),
+                ((2 * batch, 96, 55, 55), 3, 2),
+                ((batch, 64, 224, 224), 2, 2),
+            ]:
                 pooling(table, dtype, shape, kernel, stride)
             for channels, size in [(96, 55), (96, 27), (256, 13)]:
                 normalisation(table, dtype, (2 * batch, channels, size, size))

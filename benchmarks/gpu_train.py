@@ -25,10 +25,21 @@ from zoo_nets import CASES
 
 TORCH = str(Path(__file__).resolve().parent / "peers" / "torch_run.py")
 ROWS = (
-    "resnet50:FLOAT16", "resnet50:FLOAT", "vgg16:FLOAT16", "vgg16:FLOAT", "caffenet:FLOAT16", "caffenet:FLOAT",
-    "cifar10_quick:FLOAT", "lenet:FLOAT", "googlenet:FLOAT16", "googlenet:FLOAT", "resnet18:FLOAT16", "resnet18:FLOAT",
-    "mobilenet:FLOAT16", "mobilenet:FLOAT",
-)  # fmt: skip
+    "resnet50:FLOAT16",
+    "resnet50:FLOAT",
+    "vgg16:FLOAT16",
+    "vgg16:FLOAT",
+    "caffenet:FLOAT16",
+    "caffenet:FLOAT",
+    "cifar10_quick:FLOAT",
+    "lenet:FLOAT",
+    "googlenet:FLOAT16",
+    "googlenet:FLOAT",
+    "resnet18:FLOAT16",
+    "resnet18:FLOAT",
+    "mobilenet:FLOAT16",
+    "mobilenet:FLOAT",
+)
 PEERS = {
     "FLOAT16": ("fp16 eager", "fp16 graph", "fp16 compile", "fp16 compile graph", "bf16 compile"),
     "FLOAT": ("fp32 eager", "fp32 graph", "fp32 compile", "fp32 compile graph"),
@@ -36,9 +47,12 @@ PEERS = {
 """Dtype of PyTorch's products and how it runs; all of them channels last."""
 DTYPES = {"fp32": "FLOAT", "fp16": "FLOAT16", "bf16": "BFLOAT16"}
 BEST_PEERS = {
-    "resnet50:FLOAT16": ("bf16 compile",), "resnet50:FLOAT": ("fp32 compile",), "vgg16:FLOAT16": ("fp16 compile",),
-    "mobilenet:FLOAT16": ("fp16 compile", "fp16 graph"), "mobilenet:FLOAT": ("fp32 compile", "fp32 graph"),
-}  # fmt: skip
+    "resnet50:FLOAT16": ("bf16 compile",),
+    "resnet50:FLOAT": ("fp32 compile",),
+    "vgg16:FLOAT16": ("fp16 compile",),
+    "mobilenet:FLOAT16": ("fp16 compile", "fp16 graph"),
+    "mobilenet:FLOAT": ("fp32 compile", "fp32 graph"),
+}
 """Where it is known that the others are slower; for the rest it is one CUDA graph, alone and compiled."""
 
 

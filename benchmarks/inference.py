@@ -23,9 +23,13 @@ from processes import LIMIT, in_a_process, repeated
 
 TORCH = str(Path(__file__).resolve().parent / "peers" / "torch_run.py")
 ROWS = (
-    "resnet50:FLOAT:1", "resnet50:FLOAT16:1", "mobilenet:FLOAT:1", "mobilenet:FLOAT16:1", "resnet50:FLOAT16:64",
+    "resnet50:FLOAT:1",
+    "resnet50:FLOAT16:1",
+    "mobilenet:FLOAT:1",
+    "mobilenet:FLOAT16:1",
+    "resnet50:FLOAT16:64",
     "resnet50:FLOAT:64",
-)  # fmt: skip
+)
 PEERS = ("graph", "compile")
 
 

@@ -33,9 +33,17 @@ from caffepy.formats.caffemodel import write_caffemodel  # noqa: E402
 from caffepy.net import Net  # noqa: E402
 
 MODELS = (
-    "lenet", "caffenet", "googlenet", "resnet18", "resnet50", "squeezenet", "mobilenet", "densenet121", "ssd300",
+    "lenet",
+    "caffenet",
+    "googlenet",
+    "resnet18",
+    "resnet50",
+    "squeezenet",
+    "mobilenet",
+    "densenet121",
+    "ssd300",
     "mobilenet_ssd",
-)  # fmt: skip
+)
 
 Arrays = dict[str, np.ndarray]
 

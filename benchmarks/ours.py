@@ -31,9 +31,16 @@ def make_solver(name: str, kind: str, batch: int, backend: Any, engine: Any = No
     net, made = net_param(name, True, batch, "DummyData")
     net.default_forward_type = net.default_backward_type = caffe_pb2.Type.Value(kind)
     param = caffe_pb2.SolverParameter(
-        net_param=net, base_lr=1e-9, lr_policy="fixed", momentum=0.9, weight_decay=5e-4, max_iter=10**6, random_seed=1,
-        snapshot_after_train=False, type="SGD",
-    )  # fmt: skip
+        net_param=net,
+        base_lr=1e-9,
+        lr_policy="fixed",
+        momentum=0.9,
+        weight_decay=5e-4,
+        max_iter=10**6,
+        random_seed=1,
+        snapshot_after_train=False,
+        type="SGD",
+    )
     solver = create_solver(param, backend, **({"engine": engine} if engine else {}))
     solver.net.forward()
     for seed, (blob, each) in enumerate(made.items()):

@@ -31,10 +31,17 @@ RANKS = 2
 def write_solver(folder: Path, name: str, batch: int, iterations: int, overlap: bool) -> Path:
     """A solver whose ranks take `batch` images each; returns its path."""
     param = SolverParameter(
-        net_param=synthetic_net(folder, name, batch, "FLOAT"), base_lr=0.001,
-        lr_policy="fixed", momentum=0.9, weight_decay=0.0005, max_iter=iterations, random_seed=1,
-        snapshot_after_train=False, type="SGD", layer_wise_reduce=overlap,
-    )  # fmt: skip
+        net_param=synthetic_net(folder, name, batch, "FLOAT"),
+        base_lr=0.001,
+        lr_policy="fixed",
+        momentum=0.9,
+        weight_decay=0.0005,
+        max_iter=iterations,
+        random_seed=1,
+        snapshot_after_train=False,
+        type="SGD",
+        layer_wise_reduce=overlap,
+    )
     path = folder / f"{name}_{batch}_{overlap}.prototxt"
     path.write_text(text_format.MessageToString(param))
     return path

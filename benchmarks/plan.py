@@ -65,9 +65,17 @@ def write_solver(folder: Path, name: str, overlap: bool) -> Path:
     """A solver whose ranks take a batch each; returns its path."""
     net = synthetic_net(folder, name, BATCHES[name], "FLOAT")
     param = SolverParameter(
-        net_param=net, base_lr=0.001, lr_policy="fixed", momentum=0.9, weight_decay=0.0005,
-        max_iter=ITERATIONS[name], random_seed=1, snapshot_after_train=False, type="SGD", layer_wise_reduce=overlap,
-    )  # fmt: skip
+        net_param=net,
+        base_lr=0.001,
+        lr_policy="fixed",
+        momentum=0.9,
+        weight_decay=0.0005,
+        max_iter=ITERATIONS[name],
+        random_seed=1,
+        snapshot_after_train=False,
+        type="SGD",
+        layer_wise_reduce=overlap,
+    )
     path = folder / f"{name}_{overlap}.prototxt"
     path.write_text(text_format.MessageToString(param))
     return path

@@ -74,17 +74,24 @@ class Case:
 
 CASES = (
     Case(
-        "28 x 28", 60000, (1, 28, 28), 64, "scale: 0.00390625",
+        "28 x 28",
+        60000,
+        (1, 28, 28),
+        64,
+        "scale: 0.00390625",
         (("LeNet FLOAT", "float32", 0.107), ("LeNet FLOAT, twice as fast", "float32", 0.053)),
         (("lenet", "FLOAT", 30000),),
     ),
     Case(
-        "256 x 256 x 3, crop 227, mirror", 1024, (3, 256, 256), 256,
+        "256 x 256 x 3, crop 227, mirror",
+        1024,
+        (3, 256, 256),
+        256,
         "crop_size: 227 mirror: true mean_value: 104 mean_value: 117 mean_value: 123",
         (("CaffeNet FLOAT16", "float16", 4.2), ("CaffeNet FLOAT", "float32", 8.4)),
         (("caffenet", "FLOAT16", 800), ("caffenet", "FLOAT", 400)),
     ),
-)  # fmt: skip
+)
 
 
 def write(case: Case, path: Path) -> None:

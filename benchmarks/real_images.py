@@ -169,9 +169,17 @@ def data_layer(row: Row, folder: Path, threads: int = 0) -> caffe_pb2.LayerParam
 def write_solver(path: Path, net: caffe_pb2.NetParameter) -> Path:
     """A solver that trains until it is stopped."""
     param = caffe_pb2.SolverParameter(
-        net_param=net, base_lr=1e-6, lr_policy="fixed", momentum=0.9, weight_decay=0.0005, max_iter=10**7,
-        display=DISPLAY, random_seed=1, snapshot_after_train=False, type="SGD",
-    )  # fmt: skip
+        net_param=net,
+        base_lr=1e-6,
+        lr_policy="fixed",
+        momentum=0.9,
+        weight_decay=0.0005,
+        max_iter=10**7,
+        display=DISPLAY,
+        random_seed=1,
+        snapshot_after_train=False,
+        type="SGD",
+    )
     path.write_text(text_format.MessageToString(param))
     return path
 

@@ -61,9 +61,16 @@ def synthetic_net(folder: Path, name: str, batch: int, kind: str) -> NetParamete
 def write_solver(folder: Path, name: str, iterations: int, kind: str, batch: int) -> Path:
     """A solver of a synthetic net; returns its path."""
     param = SolverParameter(
-        net_param=synthetic_net(folder, name, batch or NETS[name], kind), base_lr=1e-5, lr_policy="fixed",
-        momentum=0.9, weight_decay=0.0005, max_iter=iterations, random_seed=1, snapshot_after_train=False, type="SGD",
-    )  # fmt: skip
+        net_param=synthetic_net(folder, name, batch or NETS[name], kind),
+        base_lr=1e-5,
+        lr_policy="fixed",
+        momentum=0.9,
+        weight_decay=0.0005,
+        max_iter=iterations,
+        random_seed=1,
+        snapshot_after_train=False,
+        type="SGD",
+    )
     path = folder / f"{name}_solver.prototxt"
     path.write_text(text_format.MessageToString(param))
     return path

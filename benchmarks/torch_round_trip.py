@@ -75,8 +75,10 @@ def main() -> int:
     parser.add_argument("models", nargs="*", help="folders of models/ (all)")
     names = [name if name.endswith("prototxt") else f"{name}/deploy.prototxt" for name in parser.parse_args().models]
     logging.disable(logging.WARNING)
-    print(f"{'model':29}{'relative':>10}{'absolute':>10}{'largest':>10}{'boxes':>7}{'half':>10}{'rounding':>10}"
-          f"{'lines':>7}{'s':>8}")  # fmt: skip
+    print(
+        f"{'model':29}{'relative':>10}{'absolute':>10}{'largest':>10}{'boxes':>7}{'half':>10}{'rounding':>10}"
+        f"{'lines':>7}{'s':>8}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         worst = [measure(name, Path(folder)) for name in names or MODELS]
     return int(max(worst) > LIMIT)

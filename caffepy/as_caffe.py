@@ -215,10 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fork_processes() -> None:
-    """Let `multiprocessing` fork by default, as on Linux before Python 3.14: Caffe's scripts expect it.
-
-    The server that forks since then imports the script where `import caffe` does not give caffepy.
-    """
+    """Let `multiprocessing` fork by default, as on Linux before Python 3.14: Caffe's scripts expect it."""
+    # The server that forks since then imports the script where `import caffe` does not give caffepy.
     import multiprocessing  # takes milliseconds of each start of caffepy
 
     if multiprocessing.get_all_start_methods()[0] == "forkserver":

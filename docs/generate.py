@@ -337,9 +337,18 @@ def onnx_page() -> str:
     rows = [f"| {name} | {FORMS[name]} |" for name in sorted(FORMS, key=lambda name: (name.lower(), name))]
     back = [f"| {name} | {IMPORTED_AS[name]} |" for name in sorted(IMPORTED_AS, key=str.lower)]
     return "\n".join(
-        [_HEAD_OF_ONNX, "| layer type | operators |", "|---|---|", *rows, _IMPORT, "| operator | layers |", "|---|---|",
-         *back, ""]
-    )  # fmt: skip
+        [
+            _HEAD_OF_ONNX,
+            "| layer type | operators |",
+            "|---|---|",
+            *rows,
+            _IMPORT,
+            "| operator | layers |",
+            "|---|---|",
+            *back,
+            "",
+        ]
+    )
 
 
 def leave_caffe_page() -> str:

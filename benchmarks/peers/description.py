@@ -45,10 +45,15 @@ def _axes(param: Any, name: str, axes: int, default: int) -> list[int]:
 def _convolution(layer: Any, shape: Sequence[int]) -> Settings:
     param, axes = layer.convolution_param, len(shape) - 2
     return {
-        "channels": shape[1], "outputs": param.num_output, "group": param.group, "bias": param.bias_term,
-        "kernel": _axes(param, "kernel_size", axes, 1), "stride": _axes(param, "stride", axes, 1),
-        "pad": _axes(param, "pad", axes, 0), "dilation": _axes(param, "dilation", axes, 1),
-    }  # fmt: skip
+        "channels": shape[1],
+        "outputs": param.num_output,
+        "group": param.group,
+        "bias": param.bias_term,
+        "kernel": _axes(param, "kernel_size", axes, 1),
+        "stride": _axes(param, "stride", axes, 1),
+        "pad": _axes(param, "pad", axes, 0),
+        "dilation": _axes(param, "dilation", axes, 1),
+    }
 
 
 @reader("Pooling")
@@ -56,10 +61,12 @@ def _pooling(layer: Any, shape: Sequence[int]) -> Settings:
     param = layer.pooling_param
     floor = param.round_mode == caffe_pb2.PoolingParameter.FLOOR or not param.ceil_mode
     return {
-        "max": param.pool == caffe_pb2.PoolingParameter.MAX, "ceil": not floor,
+        "max": param.pool == caffe_pb2.PoolingParameter.MAX,
+        "ceil": not floor,
         "kernel": list(shape[2:]) if param.global_pooling else _axes(param, "kernel_size", 2, 1),
-        "stride": _axes(param, "stride", 2, 1), "pad": _axes(param, "pad", 2, 0),
-    }  # fmt: skip
+        "stride": _axes(param, "stride", 2, 1),
+        "pad": _axes(param, "pad", 2, 0),
+    }
 
 
 @reader("LRN")
@@ -182,19 +189,28 @@ def _normalize(layer: Any, shape: Sequence[int]) -> Settings:
 def _prior_box(layer: Any, shape: Sequence[int]) -> Settings:
     param = layer.prior_box_param
     return {
-        "small": list(param.min_size), "large": list(param.max_size), "ratios": list(param.aspect_ratio),
-        "flip": param.flip, "clip": param.clip, "variance": list(param.variance), "offset": param.offset,
+        "small": list(param.min_size),
+        "large": list(param.max_size),
+        "ratios": list(param.aspect_ratio),
+        "flip": param.flip,
+        "clip": param.clip,
+        "variance": list(param.variance),
+        "offset": param.offset,
         "step": param.step or None,
-    }  # fmt: skip
+    }
 
 
 @reader("MultiBoxLoss")
 def _multibox(layer: Any, shape: Sequence[int]) -> Settings:
     param = layer.multibox_loss_param
     return {
-        "classes": param.num_classes, "threshold": param.overlap_threshold, "ratio": param.neg_pos_ratio,
-        "overlap": param.neg_overlap, "background": param.background_label_id, "weight": param.loc_weight,
-    }  # fmt: skip
+        "classes": param.num_classes,
+        "threshold": param.overlap_threshold,
+        "ratio": param.neg_pos_ratio,
+        "overlap": param.neg_overlap,
+        "background": param.background_label_id,
+        "weight": param.loc_weight,
+    }
 
 
 @reader("LSTM")
@@ -208,9 +224,25 @@ def _embed(layer: Any, shape: Sequence[int]) -> Settings:
 
 
 @reader(
-    "Split", "Reshape", "Sigmoid", "Silence", "SigmoidCrossEntropyLoss", "EuclideanLoss", "PReLU", "ReLU6", "TanH",
-    "ELU", "Swish", "HardSwish", "AbsVal", "Axpy", "Upsample", "Interp", "SmoothL1Loss", "L1Loss",
-)  # fmt: skip
+    "Split",
+    "Reshape",
+    "Sigmoid",
+    "Silence",
+    "SigmoidCrossEntropyLoss",
+    "EuclideanLoss",
+    "PReLU",
+    "ReLU6",
+    "TanH",
+    "ELU",
+    "Swish",
+    "HardSwish",
+    "AbsVal",
+    "Axpy",
+    "Upsample",
+    "Interp",
+    "SmoothL1Loss",
+    "L1Loss",
+)
 def _nothing(layer: Any, shape: Sequence[int]) -> Settings:
     return {}
 
@@ -238,14 +270,20 @@ def describe_net(net: Net, made: dict[str, Made]) -> dict[str, Any]:
             raise SystemExit(f"layer '{layer.name}': {layer.type} has no peer")
         shapes = [list(net.blobs[bottom].shape) for bottom in param.bottom]
         specs = [param.param[i] if i < len(param.param) else None for i in range(len(layer.blobs))]
-        layers.append({
-            "name": layer.name, "type": layer.type, "bottoms": list(param.bottom), "tops": list(param.top),
-            "settings": READERS[layer.type](param, shapes[0]), "bottom_shapes": shapes,
-            "shapes": [list(net.blobs[top].shape) for top in param.top],
-            "keys": [spec.name if spec and spec.name else f"{layer.name}:{i}" for i, spec in enumerate(specs)],
-            "parameters": [list(blob.shape) for blob in layer.blobs],
-            "frozen": [bool(spec and spec.HasField("lr_mult") and spec.lr_mult == 0) for spec in specs],
-        })  # fmt: skip
+        layers.append(
+            {
+                "name": layer.name,
+                "type": layer.type,
+                "bottoms": list(param.bottom),
+                "tops": list(param.top),
+                "settings": READERS[layer.type](param, shapes[0]),
+                "bottom_shapes": shapes,
+                "shapes": [list(net.blobs[top].shape) for top in param.top],
+                "keys": [spec.name if spec and spec.name else f"{layer.name}:{i}" for i, spec in enumerate(specs)],
+                "parameters": [list(blob.shape) for blob in layer.blobs],
+                "frozen": [bool(spec and spec.HasField("lr_mult") and spec.lr_mult == 0) for spec in specs],
+            }
+        )
         if "Loss" in layer.type:
             losses[param.top[0]] = param.loss_weight[0] if param.loss_weight else 1.0
     return {"inputs": made, "layers": layers, "losses": losses, "outputs": list(net.outputs)}

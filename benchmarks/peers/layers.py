@@ -35,9 +35,15 @@ def convolution(layer: Described) -> nn.Module:
     if transposed:
         kinds = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
     made: nn.Module = kinds[axes](
-        s["channels"], s["outputs"], tuple(s["kernel"]), tuple(s["stride"]), tuple(s["pad"]),
-        dilation=tuple(s["dilation"]), groups=s["group"], bias=s["bias"],
-    )  # fmt: skip
+        s["channels"],
+        s["outputs"],
+        tuple(s["kernel"]),
+        tuple(s["stride"]),
+        tuple(s["pad"]),
+        dilation=tuple(s["dilation"]),
+        groups=s["group"],
+        bias=s["bias"],
+    )
     return made
 
 

@@ -86,9 +86,14 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     images = Images(files, int(crop), (int(sizes[0]), int(sizes[1])) if sizes else None)
     loader = DataLoader(
-        images, batch_size=None, sampler=Endless(len(images), int(batch)), num_workers=int(cores), pin_memory=True,
-        prefetch_factor=4, worker_init_fn=lambda _: torch.set_num_threads(1),
-    )  # fmt: skip
+        images,
+        batch_size=None,
+        sampler=Endless(len(images), int(batch)),
+        num_workers=int(cores),
+        pin_memory=True,
+        prefetch_factor=4,
+        worker_init_fn=lambda _: torch.set_num_threads(1),
+    )
     batches = iter(loader)
     print(f"  {'PyTorch, loader alone':28}{rate(lambda: next(batches), int(batch), float(seconds)):10,.0f} images/s")
     net = getattr(torchvision.models, name)().to(device, memory_format=torch.channels_last)

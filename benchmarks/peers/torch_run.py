@@ -42,8 +42,17 @@ def made(shape: list[int], kind: str) -> Any:
         return torch.rand(shape) if kind == "unit" else torch.randn(shape)
     low = torch.rand(*shape[:3], 2) * 0.6
     high = low + 0.1 + 0.3 * torch.rand(*shape[:3], 2)
-    return torch.cat((torch.zeros(*shape[:3], 1), torch.randint(1, 21, (*shape[:3], 1)), low[..., :1] * 0, low, high,
-                      low[..., :1] * 0), 3)  # fmt: skip
+    return torch.cat(
+        (
+            torch.zeros(*shape[:3], 1),
+            torch.randint(1, 21, (*shape[:3], 1)),
+            low[..., :1] * 0,
+            low,
+            high,
+            low[..., :1] * 0,
+        ),
+        3,
+    )
 
 
 def regions(shape: list[int], sizes: list[int]) -> Any:
@@ -180,9 +189,11 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
     gradients = {key: distance_of(home, store(f"gradient {key}")) for key, home in homes.items() if not home.frozen}
     worst = max(gradients, key=lambda key: gradients[key])
     return {
-        "loss": error(loss.detach(), store("loss").view(())), "gradients": statistics.median(gradients.values()),
-        "worst gradient": gradients[worst], "of": worst,
-    }  # fmt: skip
+        "loss": error(loss.detach(), store("loss").view(())),
+        "gradients": statistics.median(gradients.values()),
+        "worst gradient": gradients[worst],
+        "of": worst,
+    }
 
 
 def distance_of(home: Home, wanted: Any) -> float:

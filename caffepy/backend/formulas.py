@@ -79,9 +79,14 @@ def squared_distance(x: Each, mean: Channel, factor: Scalar) -> Each:
 
 @expression
 def finished(
-    mean: Each, variance: Each, old_mean: Each, old_variance: Each,
-    fraction: Scalar, correction: Scalar, epsilon: Scalar,
-) -> tuple[Each, Each, Each]:  # fmt: skip
+    mean: Each,
+    variance: Each,
+    old_mean: Each,
+    old_variance: Each,
+    fraction: Scalar,
+    correction: Scalar,
+    epsilon: Scalar,
+) -> tuple[Each, Each, Each]:
     return 1 / sqrt(variance + epsilon), old_mean * fraction + mean, old_variance * fraction + variance * correction
 
 
@@ -148,10 +153,16 @@ def gradient_sums(x: Each, dy: Each, mean: Channel, inverse: Channel) -> tuple[E
 
 
 @expression
-def input_gradient(  # noqa: PLR0913 -- a formula
-    x: Each, dy: Each, mean: Channel, inverse: Channel, scale: Channel,
-    sum_dy_x: Channel, sum_dy: Channel, per_element: Scalar,
-) -> Each:  # fmt: skip
+def input_gradient(
+    x: Each,
+    dy: Each,
+    mean: Channel,
+    inverse: Channel,
+    scale: Channel,
+    sum_dy_x: Channel,
+    sum_dy: Channel,
+    per_element: Scalar,
+) -> Each:
     normal = (x - mean) * inverse
     return (dy - (sum_dy + sum_dy_x * normal) * per_element) * inverse * scale
 

@@ -363,9 +363,14 @@ class NormalisationPrimitives(ReductionPrimitives):
         self.apply(stored_statistics, (n.sum_mean, n.sum_variance, count, n.epsilon), (n.mean, n.inverse))
 
     def batch_norm_forward(
-        self, x: Array, n: BatchNormState, y: Array, residual: Array | None = None, relu: bool = False,
+        self,
+        x: Array,
+        n: BatchNormState,
+        y: Array,
+        residual: Array | None = None,
+        relu: bool = False,
         mask: Array | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """y = (x - mean) * inverse * scale + bias (+ residual), then ReLU if `relu`. y may alias x.
 
         `mask` (uint8, `mask_bytes(x.size)` elements) receives one bit per element in memory order, bit i % 8 of byte
@@ -401,9 +406,15 @@ class NormalisationPrimitives(ReductionPrimitives):
         return array
 
     def batch_norm_backward_sums(
-        self, x: Array, dys: Sequence[Array], n: BatchNormState, sums: Sequence[Array], relu: bool = False,
-        mask: Array | None = None, total: Array | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        x: Array,
+        dys: Sequence[Array],
+        n: BatchNormState,
+        sums: Sequence[Array],
+        relu: bool = False,
+        mask: Array | None = None,
+        total: Array | None = None,
+    ) -> None:
         """First pass: `sums` (sum_dy_x, sum_dy) = (sum of g * normal, sum of g).
 
         g = the sum of `dys`, 0 where the ReLU was inactive; normal = (x - mean) * inverse. The ReLU's state is read
@@ -712,9 +723,15 @@ class RecurrentPrimitives(ElementwisePrimitives):
         """
 
     def lstm_step_forward(
-        self, gates: Array, cell_before: Array, cont: Array, cell: Array, hidden: Array,
-        next_cont: Array | None = None, carried: Array | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        gates: Array,
+        cell_before: Array,
+        cont: Array,
+        cell: Array,
+        hidden: Array,
+        next_cont: Array | None = None,
+        carried: Array | None = None,
+    ) -> None:
         """`lstm_unit_forward` within a loop over time, which also sets carried = next_cont * hidden for the next step.
 
         The last step has neither next_cont nor carried. hidden and carried, both (N, D), have any blob dtype.
@@ -723,10 +740,18 @@ class RecurrentPrimitives(ElementwisePrimitives):
         if next_cont is not None and carried is not None:
             self.apply(product_with_channel, (hidden, next_cont), (carried,), axis=0)
 
-    def lstm_step_backward(  # noqa: PLR0913 -- inputs and outputs of one step
-        self, gates: Array, cell_before: Array, cont: Array, cell: Array, d_cell: Array, dy: Array, d_gates: Array,
-        next_cont: Array | None = None, d_carried: Array | None = None,
-    ) -> None:  # fmt: skip
+    def lstm_step_backward(
+        self,
+        gates: Array,
+        cell_before: Array,
+        cont: Array,
+        cell: Array,
+        d_cell: Array,
+        dy: Array,
+        d_gates: Array,
+        next_cont: Array | None = None,
+        d_carried: Array | None = None,
+    ) -> None:
         """`lstm_unit_backward` within a loop over time, with d_hidden = dy + next_cont * d_carried.
 
         dy is the top's gradient, d_carried the gradient by the next step's `carried`; the last step has none. d_gates
@@ -790,9 +815,15 @@ class InputPrimitives(CopyPrimitives):
         return HostRing(slot_size, block, blocks)
 
     def take_images(
-        self, ring: InputRing, counter: Counter, slot: ImageSlot, mean: Array, scale: float, images: Array,
+        self,
+        ring: InputRing,
+        counter: Counter,
+        slot: ImageSlot,
+        mean: Array,
+        scale: float,
+        images: Array,
         labels: Array | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """images[n, c, h, w] = (pixel - mean[c, top + h, left + w']) * scale, for the pass in `counter`.
 
         w' is w, or W - 1 - w if the image is mirrored. mean: float32 of shape (C, full H, full W) if images are crops

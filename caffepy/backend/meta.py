@@ -173,14 +173,7 @@ def _arrays(values: Iterable[Any]) -> Iterator[MetaArray]:
 
 
 def _primitive(name: str, reads: Sequence[str] = (), writes: Sequence[str] = (), sums: Sequence[str] = ()) -> Any:
-    """Return a method that records the memory accesses of the primitive `name`.
-
-    Args:
-        name: the primitive's name.
-        reads: arguments that it reads; `n.mean` is a field of one.
-        writes: arguments that it overwrites.
-        sums: arguments that it adds to if `accumulate` is set, and overwrites otherwise.
-    """
+    """Return a method that records the memory accesses of the primitive `name`."""
     signature = inspect.signature(getattr(Backend, name))
 
     def note(self: MetaBackend, *positional: Any, **named: Any) -> None:

@@ -140,9 +140,11 @@ def add_parser_convert_annoset(subparsers: argparse._SubParsersAction[Parser]) -
 def _add_annotation_flags(parser: Parser) -> None:
     """Add the flags of convert_annoset and create_annoset."""
     parser.add_argument(
-        "--anno-type", choices=("classification", "detection"), default="classification",
+        "--anno-type",
+        choices=("classification", "detection"),
+        default="classification",
         help="whether the list has labels or annotation files (classification)",
-    )  # fmt: skip
+    )
     parser.add_argument("--label-type", choices=("xml", "json", "txt"), default="xml", help="annotation format (xml)")
     parser.add_argument("--label-map-file", type=Path, metavar="FILE", help="a LabelMap from names to labels")
     add_switch(parser, "check-label", "fail if a name appears twice in the LabelMap")

@@ -40,9 +40,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE", dest="named_output", help="the same")
     parser.add_argument("--batch", type=positive, default=1, metavar="N", help="records in a batch (default: 1)")
     parser.add_argument(
-        "--input", type=_named_shape, action="append", default=[], metavar="NAME=C,H,W", dest="shapes",
+        "--input",
+        type=_named_shape,
+        action="append",
+        default=[],
+        metavar="NAME=C,H,W",
+        dest="shapes",
         help="shape of one record of an input; repeat for several inputs",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--outputs",
         type=name_list,
@@ -51,13 +56,17 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="output blobs (default: the predictions of its losses)",
     )
     parser.add_argument(
-        "--like", type=Path, metavar="TRAIN.prototxt",
+        "--like",
+        type=Path,
+        metavar="TRAIN.prototxt",
         help="NET is a deploy net; prepare its images as the data layer of this training net does",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--image-size", type=record_shape, metavar="H,W",
+        "--image-size",
+        type=record_shape,
+        metavar="H,W",
         help="size of the images before the crop (default: as in the fields or the data)",
-    )  # fmt: skip
+    )
     parser.add_argument("--weights", type=Path, metavar="FILE", help="check that these weights fit the deploy net")
     add_overwrite_flag(parser)
 
@@ -108,11 +117,7 @@ def _named_shape(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _made_from(train: caffe_pb2.NetParameter, args: argparse.Namespace) -> caffe_pb2.NetParameter:
-    """Return the deploy net of a training net.
-
-    Raises:
-        ConfigError: --input names something else than an input.
-    """
+    """Return the deploy net of a training net."""
     from caffepy.net.deploy import deploy_net, plan_deploy
 
     shapes = _shapes_of_data(train, args.net) | dict(args.shapes)
@@ -127,11 +132,7 @@ def _made_from(train: caffe_pb2.NetParameter, args: argparse.Namespace) -> caffe
 def _prepared_like(
     net: caffe_pb2.NetParameter, train: caffe_pb2.NetParameter, args: argparse.Namespace
 ) -> caffe_pb2.NetParameter:
-    """Return a deploy net whose Input layers prepare images as the data layers of a training net.
-
-    Raises:
-        ConfigError: no Input layer has the name of a data layer, and there are several of either.
-    """
+    """Return a deploy net whose Input layers prepare images as the data layers of a training net."""
     from caffepy.formats.dialect import Dialect, choose_dialect
     from caffepy.net.deploy import copy_preparation, data_layer
 
@@ -170,9 +171,11 @@ def _image_sizes(
         for name in ("crop_size", "crop_h", "crop_w", "mean_file", "mean_value"):
             layer.transform_param.ClearField(name)
     cropped = {
-        layer.top[0] for layer in train.layer if layer.type == "Data" and layer.top
+        layer.top[0]
+        for layer in train.layer
+        if layer.type == "Data" and layer.top
         if layer.transform_param.crop_size or layer.transform_param.crop_h
-    }  # fmt: skip
+    }
     shapes = _shapes_of_data(whole, args.like or args.net) if cropped else {}
     return {top: (shape[1], shape[2]) for top, shape in shapes.items() if top in cropped and len(shape) == 3}
 
@@ -208,12 +211,7 @@ def _shapes_of_data(train: caffe_pb2.NetParameter, path: Path) -> dict[str, tupl
 
 
 def _check(net: caffe_pb2.NetParameter, weights: Path | None) -> int:
-    """Check the deploy net by building it; return the number of layers with weights in the file.
-
-    Raises:
-        SnapshotError: the weights do not fit, or the weights of a layer are missing.
-        CaffepyError: the net cannot be built.
-    """
+    """Check the deploy net by building it; return the number of layers with weights in the file."""
     from caffepy.backend import create_backend
     from caffepy.backend.meta import MetaBackend
     from caffepy.formats.caffemodel import read_caffemodel

@@ -201,13 +201,7 @@ class Gpu(NamedTuple):
 
 
 def describe_gpus(gpus: Sequence[Gpu], nvml: Nvml | None, peer: Callable[[int, int], bool]) -> Iterator[str]:
-    """Yield lines with each GPU's location, and a table of the links between GPUs.
-
-    Args:
-        gpus: the GPUs.
-        nvml: the NVML library, or None.
-        peer: returns whether one GPU can access another's memory.
-    """
+    """Yield lines with each GPU's location, and a table of the links between GPUs."""
     for gpu in gpus:
         near = cores_near(gpu.bus_id)
         node = numa_node(gpu.bus_id)

@@ -64,13 +64,16 @@ def add_parser_export(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("weights", type=file_list, metavar="WEIGHTS", help="files of weights, separated by commas")
     parser.add_argument("output", type=Path, metavar="OUT", help="the file to write")
     parser.add_argument(
-        "--to", choices=("onnx", "torch", "weights"),
+        "--to",
+        choices=("onnx", "torch", "weights"),
         help="the format: an ONNX file, a PyTorch module, or weights (default: by the suffix of OUT, else onnx)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--opset", type=positive, metavar="N",
+        "--opset",
+        type=positive,
+        metavar="N",
         help=f"version of ONNX's operators, {OPSETS[0]} to {OPSETS[2]} (default {OPSETS[1]})",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--batch", type=batch_size, metavar="N", help="the first axis of all inputs, or 'dynamic' for any batch"
     )
@@ -79,9 +82,10 @@ def add_parser_export(subparsers: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument("--fold", action="store_true", help="merge BatchNorm and Scale into the layers before them")
     parser.add_argument(
-        "--half", action="store_true",
+        "--half",
+        action="store_true",
         help=f"store weights as float16; fails if an output changes by more than {HALF_LIMIT:g} of its largest value",
-    )  # fmt: skip
+    )
     parser.add_argument("--no-check", action="store_true", help="do not compare net and export")
     add_overwrite_flag(parser)
     add_state_options(parser)
@@ -166,11 +170,9 @@ def _check(
     run_alone: Callable[[Net, Arrays], Arrays],
     limit: float,
 ) -> None:
-    """Compare the export with the net and print the differences; if the batch is dynamic, also for a larger batch.
-
-    With --half the export is compared with the rounded net, and the rounded net with the net. `run_alone` exports and
-    runs a net of one layer, for layers whose branches the net's inputs may not reach.
-    """
+    """Compare the export with the net and print the differences; if the batch is dynamic, also for a larger batch."""
+    # With --half the export is compared with the rounded net, and the rounded net with the net. `run_alone` exports and
+    # runs a net of one layer, for layers whose branches the net's inputs may not reach.
     from caffepy.export.onnx.check import (
         compare,
         difference,
@@ -220,8 +222,9 @@ def _export_onnx(args: argparse.Namespace) -> int:
 
     require_onnx("to write ONNX files")
     if not args.no_check and not has_runtime():
-        raise ConfigError("onnxruntime, needed to check the file, is not installed: "
-                          f"{install_command('onnx')}, or give --no-check")  # fmt: skip
+        raise ConfigError(
+            f"onnxruntime, needed to check the file, is not installed: {install_command('onnx')}, or give --no-check"
+        )
     from caffepy.export.onnx.check import LIMIT
     from caffepy.export.onnx.prepare import varying_axes
     from caffepy.export.onnx.write import serialised, to_model
@@ -276,8 +279,10 @@ def _export_torch(args: argparse.Namespace) -> int:
             _check(net, source, args, lambda feeds: run_exported(written[0], feeds, outputs), run_alone, LIMIT)
         for new, path in zip(written, paths, strict=True):
             os.replace(new, path)
-    print(f"{paths[0]}: {len(text.splitlines())} lines; {paths[1]}: {len(parameters)} tensors, "
-          f"{paths[1].stat().st_size} bytes")  # fmt: skip
+    print(
+        f"{paths[0]}: {len(text.splitlines())} lines; {paths[1]}: {len(parameters)} tensors, "
+        f"{paths[1].stat().st_size} bytes"
+    )
     return 0
 
 
@@ -372,11 +377,7 @@ def run_quantize(args: argparse.Namespace) -> int:
 
 
 def _samples(args: argparse.Namespace, net: Net) -> Iterator[Arrays]:
-    """Yield --samples images of the training set, each as a batch of one.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Yield --samples images of the training set, each as a batch of one."""
     from caffepy.export.onnx.quantize import open_data
     from caffepy.formats.proto import caffe_pb2
 
@@ -468,9 +469,13 @@ def add_parser_import(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--batch", type=positive, default=1, metavar="N", help="batch size if the file does not fix it (1)"
     )
     parser.add_argument(
-        "--shape", type=input_shape, action="append", default=[], metavar="[INPUT=]N,C,H,W",
+        "--shape",
+        type=input_shape,
+        action="append",
+        default=[],
+        metavar="[INPUT=]N,C,H,W",
         help="shape of an input, if the file does not fix it",
-    )  # fmt: skip
+    )
     parser.add_argument("--fold", action="store_true", help="merge BatchNorm and Scale into the layers before them")
     parser.add_argument("--no-check", action="store_true", help="do not compare net and file")
     add_overwrite_flag(parser)

@@ -33,9 +33,12 @@ def add_parser_draw_net(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("net", type=Path, metavar="NET.prototxt", help="the net")
     parser.add_argument("picture", type=Path, metavar="PICTURE", help="the file to write, e.g. net.svg")
     parser.add_argument(
-        "--rankdir", type=str.upper, choices=("LR", "RL", "TB", "BT"), default="LR",
+        "--rankdir",
+        type=str.upper,
+        choices=("LR", "RL", "TB", "BT"),
+        default="LR",
         help="direction: left to right (LR, default), RL, top to bottom (TB), BT",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--phase", type=str.upper, choices=("TRAIN", "TEST", "ALL"), default="ALL", help="phase to draw (default: ALL)"
     )

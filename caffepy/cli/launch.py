@@ -181,16 +181,7 @@ def _start(
     line: Callable[[Job], list[str]],
     variables: dict[str, str] | None = None,
 ) -> LaunchPlan:
-    """Return the `LaunchPlan` of a job by a launcher.
-
-    Args:
-        args: the command line.
-        job: the program and its hosts.
-        variable: the environment variable of the rank.
-        program: the launcher's path.
-        line: the launcher's command line.
-        variables: environment variables for the launcher.
-    """
+    """Return the `LaunchPlan` of a job by a launcher."""
     from caffepy.distributed.launch.launchers import search_path, without_slurm
     from caffepy.distributed.launch.run import LaunchPlan, environment_of
 
@@ -255,11 +246,7 @@ def _without_mpi(args: argparse.Namespace, rendezvous: Rendezvous) -> LaunchPlan
 
 
 def _rendezvous(args: argparse.Namespace) -> Rendezvous | None:
-    """Return the rendezvous of ranks without MPI; None: use MPI.
-
-    Raises:
-        ConfigError: options for MPI and for the rendezvous are mixed.
-    """
+    """Return the rendezvous of ranks without MPI; None: use MPI."""
     from caffepy.distributed.launch.launchers import Rendezvous
 
     given = {"--node-rank": args.node_rank, "--master-addr": args.master_addr, "--master-port": args.master_port}
@@ -339,10 +326,6 @@ def _say(text: str) -> None:
 def make_job(args: argparse.Namespace, allocation: Allocation | None) -> Job:
     """Return the checked job.
 
-    Args:
-        args: the command line.
-        allocation: Slurm's allocation, or None.
-
     Raises:
         ConfigError: the job cannot be started.
     """
@@ -398,11 +381,7 @@ def _check_slots(hosts: Sequence[Host], per_node: int) -> None:
 
 
 def _program(words: Sequence[str]) -> list[str]:
-    """Return the command line of each process.
-
-    Raises:
-        ConfigError: the command is missing or cannot be found.
-    """
+    """Return the command line of each process."""
     from caffepy.cli.main import COMMANDS
     from caffepy.utils.registry import suggest
 

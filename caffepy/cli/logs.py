@@ -43,8 +43,9 @@ def run_parse_log(args: argparse.Namespace) -> int:
         raise ConfigError(f"--delimiter is one character, such as ',' or '\\t', not '{args.delimiter}'")
     log = read_log(args.log)
     chosen = log.latest() if args.latest else log
-    for path, rows in zip(write_tables(chosen, args.folder, delimiter), filter(None, (chosen.train, chosen.test)),
-                          strict=True):  # fmt: skip
+    for path, rows in zip(
+        write_tables(chosen, args.folder, delimiter), filter(None, (chosen.train, chosen.test)), strict=True
+    ):
         print(f"{path}: {len(rows)} rows")
     return 0
 

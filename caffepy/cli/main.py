@@ -211,11 +211,7 @@ def _run(arguments: list[str], verbose: bool) -> int:
 
 
 def _extend(args: argparse.Namespace) -> None:
-    """Register the fork's schema of --proto and import the modules of --plugin.
-
-    Raises:
-        ConfigError: a file is absent or invalid.
-    """
+    """Register the fork's schema of --proto and import the modules of --plugin."""
     if getattr(args, "proto", None) is not None:
         os.environ.pop(PROTO, None)  # the option overrides the variable, which is read by the import
         from caffepy.formats.proto.schemas import register_proto
@@ -229,10 +225,8 @@ def _extend(args: argparse.Namespace) -> None:
 
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """Raise `Ended` on SIGTERM and SIGHUP, so that temporary files are removed.
-
-    Signals ignored by the parent process, for example under nohup, stay ignored.
-    """
+    """Raise `Ended` on SIGTERM and SIGHUP, so that temporary files are removed."""
+    # Signals ignored by the parent process, for example under nohup, stay ignored.
 
     def end(number: int, frame: object) -> None:
         for other in numbers:  # job managers send several signals; Ctrl-C still works on a hang

@@ -84,11 +84,6 @@ def net_setup(
 ) -> Iterator[tuple[NetParameter, LayerContext, NetState]]:
     """Yield the parts of the net of --model, --level and --stage, on the device of --gpu; close the device afterwards.
 
-    Args:
-        args: the command line.
-        phase: caffe_pb2.TRAIN or TEST.
-        iterations: number of batches in the test.
-
     Raises:
         ConfigError: the net has no layers in this phase.
     """

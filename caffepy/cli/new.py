@@ -42,9 +42,11 @@ def add_parser_new(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="the data set")
     parser.add_argument("--to", type=Path, metavar="DIR", help="where to write (default: the model's name)")
     parser.add_argument(
-        "--classes", type=Path, metavar="FILE",
+        "--classes",
+        type=Path,
+        metavar="FILE",
         help="names of the classes in the order of their labels, one per line (default: those of the data set)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--weights", type=Path, metavar="FILE", help="begin from these weights; a classifier's rates are then smaller"
     )
@@ -78,9 +80,18 @@ def run_new(args: argparse.Namespace) -> int:
     if args.weights is not None and not args.weights.is_file():
         raise ConfigError(f"--weights {args.weights}: there is no such file")
     project = Project(
-        args.model, args.data, args.to or Path(args.model), args.classes, args.weights is not None, args.val, args.seed,
-        args.batch, args.epochs, args.encoded, args.overwrite,
-    )  # fmt: skip
+        args.model,
+        args.data,
+        args.to or Path(args.model),
+        args.classes,
+        args.weights is not None,
+        args.val,
+        args.seed,
+        args.batch,
+        args.epochs,
+        args.encoded,
+        args.overwrite,
+    )
     created = create_project(project)
     for line in _summary(project, created):
         print(line)

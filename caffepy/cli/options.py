@@ -84,11 +84,7 @@ class Parser(argparse.ArgumentParser):
         return namespace
 
     def take_late(self, namespace: argparse.Namespace, text: str) -> bool:
-        """Set an optional positional argument, or add one to a list, which argparse rejects behind options.
-
-        Returns:
-            Whether it was set.
-        """
+        """Set an optional positional argument, or add one to a list, which argparse rejects behind options."""
         for action in self._positionals._group_actions:
             if action.nargs == "+":
                 value = action.type(text) if callable(action.type) else text
@@ -107,8 +103,11 @@ class Parser(argparse.ArgumentParser):
         """
         name = argument.split("=")[0]
         if not name.startswith("-"):
-            options = [option for option in _OPTIONS_OF_FILES.get(os.path.splitext(argument)[1], ())
-                       if option in self._option_string_actions]  # fmt: skip
+            options = [
+                option
+                for option in _OPTIONS_OF_FILES.get(os.path.splitext(argument)[1], ())
+                if option in self._option_string_actions
+            ]
             hint = f": a file has an option here, {' or '.join(f'{one} {argument}' for one in options)}"
             self.error(f"unexpected argument '{argument}'{hint if options else ''}")
         known = [option for option in self._option_string_actions if option.startswith("--")]
@@ -210,9 +209,11 @@ def add_engine_options(parser: argparse._ActionsContainer) -> None:
 def add_engine_option(parser: Parser) -> None:
     """Add --engine."""
     parser.add_argument(
-        "--engine", choices=("own", "onnxruntime"), default="own",
+        "--engine",
+        choices=("own", "onnxruntime"),
+        default="own",
         help="inference engine on the CPU; onnxruntime needs the extra onnx (own)",
-    )  # fmt: skip
+    )
 
 
 def add_dialect_option(parser: argparse._ActionsContainer) -> None:
@@ -237,9 +238,12 @@ class Switch(argparse.Action):
     """A boolean flag. Its spellings with a value are option names of their own for argparse."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object,
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
         option_string: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Set the flag from the spelling."""
         name, _, value = (option_string or "").partition("=")
         setattr(namespace, self.dest, not name.startswith("--no") if not value else value.lower() in _TRUE)

@@ -79,9 +79,14 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
         "--nodes", type=_numbers, default=[1], metavar="LIST", help="numbers of nodes, separated by commas (1)"
     )
     group.add_argument(
-        "--gpus-per-node", "--ranks-per-node", dest="devices", type=positive, default=1, metavar="G",
+        "--gpus-per-node",
+        "--ranks-per-node",
+        dest="devices",
+        type=positive,
+        default=1,
+        metavar="G",
         help="devices per node: GPUs, or CPU solvers (1)",
-    )  # fmt: skip
+    )
     group.add_argument(
         "--network", type=_parsed_by("parse_bandwidth"), metavar="B", help="bandwidth per node: 400Gb, 50GB, 8x400Gb"
     )
@@ -108,9 +113,11 @@ def _add_exchange(group: argparse._ArgumentGroup) -> None:
         "--algorithm", choices=ALGORITHMS, default="auto", help="all-reduce algorithm (auto: the fastest)"
     )
     group.add_argument(
-        "--contention", type=_fraction, metavar="F",
+        "--contention",
+        type=_fraction,
+        metavar="F",
         help="share of a device that communication takes from computation (0 on GPUs, 1 on the CPU)",
-    )  # fmt: skip
+    )
 
 
 # -- values -----------------------------------------------------------------------------------------------

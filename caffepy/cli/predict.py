@@ -56,9 +56,14 @@ def add_model_options(parser: Parser) -> None:
         "--model", "--model-def", type=Path, required=True, metavar="FILE", dest="model", help="the deploy net"
     )
     parser.add_argument(
-        "--weights", "--pretrained-model", type=file_list, default=[], metavar="FILE", dest="weights",
+        "--weights",
+        "--pretrained-model",
+        type=file_list,
+        default=[],
+        metavar="FILE",
+        dest="weights",
         help="its weights (default: random parameters)",
-    )  # fmt: skip
+    )
 
 
 _PREPARATION = ("mean_file", "raw_scale", "input_scale", "channel_swap")
@@ -68,17 +73,20 @@ _PREPARATION = ("mean_file", "raw_scale", "input_scale", "channel_swap")
 def add_preparation_options(parser: Parser) -> None:
     """Add --mean-file, --raw-scale, --input-scale, --channel-swap and --ext of Caffe's `classify.py`."""
     parser.add_argument(
-        "--mean-file", metavar="MEAN",
+        "--mean-file",
+        metavar="MEAN",
         help="mean to subtract: values separated by commas, an .npy file or a .binaryproto (default: none)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--raw-scale", type=float, metavar="X", help="factor before subtraction, for values from 0 to 1 (255)"
     )
     parser.add_argument("--input-scale", type=float, metavar="X", help="factor after subtraction (1)")
     parser.add_argument(
-        "--channel-swap", type=_order, metavar="ORDER",
+        "--channel-swap",
+        type=_order,
+        metavar="ORDER",
         help="channel order as indices of red, green, blue (default: 2,1,0, which is blue, green, red)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--ext", default="", metavar="SUFFIX", help="suffix of the files read from a folder (default: all image files)"
     )
@@ -123,19 +131,14 @@ def image_options(args: argparse.Namespace) -> ImageOptions:
 def net_preparation(
     model: ImageModel, args: argparse.Namespace, others: tuple[str, ...] = ()
 ) -> ImagePreparation | None:
-    """Return the preparation of the net's Input layer; None without one, or if options replace it, with a warning.
-
-    Args:
-        model: the net.
-        args: the options.
-        others: names of options beside `_PREPARATION` that replace it.
-    """
+    """Return the preparation of the net's Input layer; None without one, or if options replace it, with a warning."""
     given = [f"--{name.replace('_', '-')}" for name in (*_PREPARATION, *others) if getattr(args, name) is not None]
     if model.prepares_images and given:
         log.warning(
             "%s: %s replaces the preparation that the net's Input layer has; images are prepared by the options alone",
-            args.model, " and ".join(given),
-        )  # fmt: skip
+            args.model,
+            " and ".join(given),
+        )
         return None
     return model.preparation()
 
@@ -174,18 +177,23 @@ def add_parser_classify(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Add the command and its options."""
     parser = subparsers.add_parser("classify", help="classify images", description=_CLASSIFY)
     parser.add_argument(
-        "paths", type=Path, nargs="+", metavar="PATH",
+        "paths",
+        type=Path,
+        nargs="+",
+        metavar="PATH",
         help="images, folders, .txt lists or .npy files; behind them the output, .csv, .json or .npy (all scores)",
-    )  # fmt: skip
+    )
     add_model_options(parser)
     add_result_options(parser, "text")
     parser.add_argument("--labels", type=Path, metavar="FILE", help="names of the classes, one per line")
     parser.add_argument("--top", type=positive, default=5, metavar="N", help="classes to show (default: 5)")
     parser.add_argument("--center-only", action="store_true", help="use only the center crop")
     parser.add_argument(
-        "--images-dim", type=record_shape, metavar="H,W",
+        "--images-dim",
+        type=record_shape,
+        metavar="H,W",
         help="size of images before cropping (default: 256,256, or the input size if larger)",
-    )  # fmt: skip
+    )
     add_preparation_options(parser)
     add_device_options(parser, "default: the CPU")
     add_engine_option(parser)
@@ -323,19 +331,25 @@ def add_parser_detect(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Add the command and its options."""
     parser = subparsers.add_parser("detect", help="detect objects in images (SSD)", description=_DETECT)
     parser.add_argument(
-        "paths", type=Path, nargs="+", metavar="PATH",
+        "paths",
+        type=Path,
+        nargs="+",
+        metavar="PATH",
         help="images, folders, .txt lists, .npy files, or windows as .csv; behind them the output, .json or .csv, for "
         "windows .csv or .h5",
-    )  # fmt: skip
+    )
     add_model_options(parser)
     add_result_options(parser, "csv")
     parser.add_argument(
         "--crop-mode", choices=("list", "selective_search"), metavar="list", help="classify the windows of a CSV file"
     )
     parser.add_argument(
-        "--context-pad", type=natural, default=16, metavar="N",
+        "--context-pad",
+        type=natural,
+        default=16,
+        metavar="N",
         help="for windows: width of the border with the window's surroundings, in input pixels (16)",
-    )  # fmt: skip
+    )
     parser.add_argument("--threshold", type=_score, default=0.5, metavar="X", help="lowest score (0.5)")
     parser.add_argument("--label-map", type=Path, metavar="FILE", help="prototxt with the labels' names")
     parser.add_argument(
@@ -395,11 +409,7 @@ def run_detect(args: argparse.Namespace) -> int:
 
 
 def _detect_steps(model: ImageModel, args: argparse.Namespace) -> Steps:
-    """Return the steps from whole images to the net's input.
-
-    Raises:
-        ConfigError: the net's preparation crops or pads images.
-    """
+    """Return the steps from whole images to the net's input."""
     from caffepy.infer.images import net_steps
 
     preparation = net_preparation(model, args)
@@ -476,11 +486,7 @@ def _write(output: Path | None, text: str, done: str) -> None:
 
 
 def _pictures(draw: Path | None, names: list[str]) -> list[Path | None]:
-    """Return the output path of each image with its boxes; the folder for several images is created.
-
-    Raises:
-        ConfigError: the folder cannot be created.
-    """
+    """Return the output path of each image with its boxes; the folder for several images is created."""
     if draw is None:
         return [None] * len(names)
     if len(names) == 1 and not draw.is_dir():

@@ -73,10 +73,22 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 # -- `caffepy shims` -----------------------------------------------------------------------------------
 
 TOOLS = (
-    "caffe", "compute_image_mean", "convert_annoset", "convert_imageset", "create_label_map", "device_query",
-    "extract_features", "finetune_net", "get_image_size", "net_speed_benchmark", "test_net", "train_net",
-    "upgrade_net_proto_binary", "upgrade_net_proto_text", "upgrade_solver_proto_text",
-)  # fmt: skip
+    "caffe",
+    "compute_image_mean",
+    "convert_annoset",
+    "convert_imageset",
+    "create_label_map",
+    "device_query",
+    "extract_features",
+    "finetune_net",
+    "get_image_size",
+    "net_speed_benchmark",
+    "test_net",
+    "train_net",
+    "upgrade_net_proto_binary",
+    "upgrade_net_proto_text",
+    "upgrade_solver_proto_text",
+)
 """Programs of build/tools."""
 EXAMPLES = {
     "cifar10": "convert_cifar_data",

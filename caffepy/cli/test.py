@@ -74,9 +74,11 @@ def _add_options(parser: Parser) -> None:
     )
     parser.add_argument("--iterations", type=positive, default=50, metavar="N", help="batches to score (50)")
     parser.add_argument(
-        "--ap-version", choices=("11point", "101point", "MaxIntegral", "Integral"), default="11point",
+        "--ap-version",
+        choices=("11point", "101point", "MaxIntegral", "Integral"),
+        default="11point",
         help="average precision of detections (11point)",
-    )  # fmt: skip
+    )
     add_switch(parser, "show-per-class-result", "print the average precision of each class (on)", default=True)
     add_device_options(parser, "each batch is scored by one of them; default: the CPU")
     add_options(parser, TrainOptions, ("cpu_solvers", "timeout"))
@@ -231,8 +233,13 @@ def _log_data_times(times: list[DataTimes]) -> None:
     for layer in times:
         logger.info(
             "%10s\t%.0f images/s (%d batches of %d in %.3g s), %.1f cores used",
-            layer.name, layer.images_per_second, layer.batches, layer.batch_size, layer.seconds, layer.cores,
-        )  # fmt: skip
+            layer.name,
+            layer.images_per_second,
+            layer.batches,
+            layer.batch_size,
+            layer.seconds,
+            layer.cores,
+        )
         if shares := format_stages(layer.stages, sum(layer.stages.values())):
             logger.info("%10s\t%s of the threads' time", layer.name, shares)
 

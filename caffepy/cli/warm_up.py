@@ -101,8 +101,18 @@ def _leave_out_data(param: SolverParameter, args: argparse.Namespace, devices: i
             *((1, setup) for setup in factory.test_setups()),
         ]
     ]
-    for field in ("net", "net_param", "train_net", "train_net_param", "test_net", "test_net_param", "test_iter",
-                  "snapshot", "display", "test_and_snapshot_last_epochs"):  # fmt: skip
+    for field in (
+        "net",
+        "net_param",
+        "train_net",
+        "train_net_param",
+        "test_net",
+        "test_net_param",
+        "test_iter",
+        "snapshot",
+        "display",
+        "test_and_snapshot_last_epochs",
+    ):
         param.ClearField(field)
     param.train_net_param.CopyFrom(train)
     param.test_net_param.extend(tests)

@@ -64,10 +64,8 @@ def _int32(value: Int) -> Int:
 
 @device_function
 def _parse(file: Bytes, at: Int, end: Int) -> tuple[Int, Int, Int, Int, Int, Int, Int]:
-    """Return channels, height, width, label, 1 if the Datum is encoded, and offset and size of its data.
-
-    The offset is -1 if the Datum is damaged or has a known field of an unexpected type.
-    """
+    """Return channels, height, width, label, 1 if the Datum is encoded, and offset and size of its data."""
+    # The offset is -1 if the Datum is damaged or has a known field of an unexpected type.
     channels = height = width = label = encoded = size = begin = 0
     while at < end:
         tag, at = _varint(file, at, end)
@@ -111,9 +109,17 @@ def _parse(file: Bytes, at: Int, end: Int) -> tuple[Int, Int, Int, Int, Int, Int
 
 @device_function
 def _is_image(
-    channels: Int, height: Int, width: Int, size: Int, crop_channels: Int, crop_height: Int, crop_width: Int,
-    crop: Int, mean_height: Int, mean_width: Int,
-) -> bool:  # fmt: skip
+    channels: Int,
+    height: Int,
+    width: Int,
+    size: Int,
+    crop_channels: Int,
+    crop_height: Int,
+    crop_width: Int,
+    crop: Int,
+    mean_height: Int,
+    mean_width: Int,
+) -> bool:
     """Return whether the dimensions match `size` pixels and the image contains the crop."""
     if channels != crop_channels or height < crop_height or width < crop_width or height > size:
         return False
@@ -134,16 +140,41 @@ def _is_large_record(file: Bytes, at: Int, page: Int, page_size: Int, size: Int)
 
 @kernel
 def _copy_records(
-    begin: Int, end: Int, file: Bytes, file_at: Int, page_size: Int, offsets: Words, sizes: Words, records: Words,
-    samples: Words, block_at: Int, labels: Floats, crops: Ints, pending: Bytes, found: Words, nvidia: Int,
-    copies: Int, count: Int, slot_size: Int, crops_at: Int, pixels_at: Int, channels: Int, height: Int, width: Int,
-    crop: Int, random_crop: Int, mirror: Int, centered: Int, mean_height: Int, mean_width: Int, key0: Int, key1: Int,
-) -> None:  # fmt: skip
-    """Copy samples [begin, end), `count` in each slot; pending[i] becomes 0 for each copied sample.
-
-    For an encoded image, its label is set, and the row i of `found` as `BulkCopy` describes. Without `copies`, nothing
-    else is done.
-    """
+    begin: Int,
+    end: Int,
+    file: Bytes,
+    file_at: Int,
+    page_size: Int,
+    offsets: Words,
+    sizes: Words,
+    records: Words,
+    samples: Words,
+    block_at: Int,
+    labels: Floats,
+    crops: Ints,
+    pending: Bytes,
+    found: Words,
+    nvidia: Int,
+    copies: Int,
+    count: Int,
+    slot_size: Int,
+    crops_at: Int,
+    pixels_at: Int,
+    channels: Int,
+    height: Int,
+    width: Int,
+    crop: Int,
+    random_crop: Int,
+    mirror: Int,
+    centered: Int,
+    mean_height: Int,
+    mean_width: Int,
+    key0: Int,
+    key1: Int,
+) -> None:
+    """Copy samples [begin, end), `count` in each slot; pending[i] becomes 0 for each copied sample."""
+    # For an encoded image, its label is set, and the row i of `found` as `BulkCopy` describes. Without `copies`,
+    # nothing else is done.
     for i in range(begin, end):
         first, length = offsets[records[i]], sizes[records[i]]
         if first % page_size == 16 and not _is_large_record(file, first, first // page_size, page_size, length):
@@ -252,9 +283,17 @@ class BulkCopy:
 
 
 def copy_records(
-    index: LmdbIndex, records: NDArray[np.int64], samples: NDArray[np.int64], transformer: DataTransformer, seed: int,
-    stream: int, slot: ImageSlot, block: NDArray[np.uint8], threads: int, encoded: bool,
-) -> BulkCopy | None:  # fmt: skip
+    index: LmdbIndex,
+    records: NDArray[np.int64],
+    samples: NDArray[np.int64],
+    transformer: DataTransformer,
+    seed: int,
+    stream: int,
+    slot: ImageSlot,
+    block: NDArray[np.uint8],
+    threads: int,
+    encoded: bool,
+) -> BulkCopy | None:
     """Copy the cropped images of records into the slots of a block, and locate encoded images.
 
     Returns None, and does nothing, as long as the kernel is not worth its compilation or the file cannot be mapped.
@@ -276,10 +315,21 @@ def copy_records(
     """
     centered = transformer.center_crops_mean
     settings: tuple[Any, ...] = (
-        int(not transformer.preprocesses), slot.count, slot.size, slot.crops_at, slot.pixels_at, slot.channels,
-        slot.height, slot.width, transformer.crop, int(transformer.random_crop), int(transformer.mirror),
-        int(centered), *((0, 0) if centered else transformer.mean_size), *key_of(transformer.seed(seed), stream),
-    )  # fmt: skip
+        int(not transformer.preprocesses),
+        slot.count,
+        slot.size,
+        slot.crops_at,
+        slot.pixels_at,
+        slot.channels,
+        slot.height,
+        slot.width,
+        transformer.crop,
+        int(transformer.random_crop),
+        int(transformer.mirror),
+        int(centered),
+        *((0, 0) if centered else transformer.mean_size),
+        *key_of(transformer.seed(seed), stream),
+    )
     if not _copy_records.should_compile(records.size, _COMPILE_COST_FILES if encoded else _COMPILE_COST_IMAGES):
         return None
     file = index.mapped()
@@ -289,10 +339,24 @@ def copy_records(
     pending = np.ones(records.size, np.uint8)
     found = np.tile(np.array([0, 0, 0, 0, -1, -1]), (records.size, 1))
     _copy_records.run(
-        threads, records.size, max(1, _MIN_THREAD_BYTES // image_bytes), file, host_address(file), index.page_size,
-        index.offsets, index.sizes, np.ascontiguousarray(records), np.ascontiguousarray(samples), host_address(block),
-        block, block, pending, found, int(transformer.nvidia), *settings,
-    )  # fmt: skip
+        threads,
+        records.size,
+        max(1, _MIN_THREAD_BYTES // image_bytes),
+        file,
+        host_address(file),
+        index.page_size,
+        index.offsets,
+        index.sizes,
+        np.ascontiguousarray(records),
+        np.ascontiguousarray(samples),
+        host_address(block),
+        block,
+        block,
+        pending,
+        found,
+        int(transformer.nvidia),
+        *settings,
+    )
     return BulkCopy(pending, file, found)
 
 

@@ -132,13 +132,6 @@ def read_folder(path: str, first: int, length: int, step: int, size: tuple[int, 
 def read_video(path: str, first: Callable[[int], int], length: int, step: int, size: tuple[int, int] | None) -> Pixels:
     """Return frames of a video as a clip (3, length, H, W).
 
-    Args:
-        path: the file.
-        first: gives the first frame's number, from 0 on, for the number of frames.
-        length: number of frames of the clip.
-        step: distance between two of them.
-        size: height and width to resize to.
-
     Raises:
         DataError: the video cannot be opened, has too few frames, or a frame cannot be read.
     """
@@ -299,8 +292,13 @@ class SegmentTransform(ClipTransform):
     """
 
     fields = ClipTransform.fields | {
-        "fix_crop", "more_fix_crop", "multi_scale", "scale_ratios", "max_distort", "is_flow"
-    }  # fmt: skip
+        "fix_crop",
+        "more_fix_crop",
+        "multi_scale",
+        "scale_ratios",
+        "max_distort",
+        "is_flow",
+    }
 
     def sizes(self, height: int, width: int) -> list[tuple[int, int]]:
         """Return heights and widths that `multi_scale` may draw."""
@@ -513,9 +511,15 @@ class ClipLoader(SampleLoader):
     """
 
     def __init__(
-        self, source: ClipList, order: Sampler, reader: ClipReader, transform: ClipTransform, seed: int,
-        stream: int, where: str,
-    ) -> None:  # fmt: skip
+        self,
+        source: ClipList,
+        order: Sampler,
+        reader: ClipReader,
+        transform: ClipTransform,
+        seed: int,
+        stream: int,
+        where: str,
+    ) -> None:
         super().__init__(where)
         self._source, self._order, self._reader = source, order, reader
         self._key, self._training = (transform.seed(seed), stream), transform.training

@@ -299,13 +299,8 @@ class ImageLoader(ABC):
         self._channels = self._channels or self._first_image()[0].shape[0]
 
     def _check_channels(self, image: Image) -> None:
-        """Check that an image has as many channels as the first record.
-
-        The net's weights fit one number of channels: Caffe's `base_conv_layer.cpp` fails with CHECK_EQ.
-
-        Raises:
-            DataError: the numbers of channels differ.
-        """
+        """Check that an image has as many channels as the first record."""
+        # The net's weights fit one number of channels: Caffe's `base_conv_layer.cpp` fails with CHECK_EQ.
         channels = image.shape[0]
         if channels == self._channels:
             return
@@ -326,12 +321,7 @@ class ImageLoader(ABC):
         self._mean_mode_set = True
 
     def _read_and_preprocess(self, number: int, rng: SampleRng | None) -> tuple[Image, float]:
-        """Read record `number` and preprocess its image; return the image and label.
-
-        Args:
-            number: the record.
-            rng: the sample's random numbers; None: nothing is to be preprocessed.
-        """
+        """Read record `number` and preprocess its image; return the image and label."""
         image, label = self.parse(number)
         return image if rng is None else self._transformer.preprocess(image, rng, True), label
 
@@ -441,10 +431,8 @@ class ImageLoader(ABC):
         return None
 
     def _decode_plain(self, samples: range, block: Block, bulk: BulkCopy) -> None:
-        """Decode, preprocess and crop plain JPEGs that `bulk` located, with few calls that give the GIL away.
-
-        Samples stay pending if they are something else, if they do not fit or if they cannot be read.
-        """
+        """Decode, preprocess and crop plain JPEGs that `bulk` located, with few calls that give the GIL away."""
+        # Samples stay pending if they are something else, if they do not fit or if they cannot be read.
         from caffepy.data.bulk_copy import copy_crops
 
         start = perf_counter()
@@ -483,11 +471,7 @@ class ImageLoader(ABC):
         return (None, (0, 0)) if corner is None else (np.ascontiguousarray(result.transpose(1, 2, 0)), corner)
 
     def _corner_in_slot(self, image: Image, i: int, block: Block) -> tuple[int, int] | None:
-        """Return row and column of the crop of sample i; None if the image (C, H, W) does not fit the slot.
-
-        Raises:
-            DataError: the image is smaller than the crop, or the mean does not fit it.
-        """
+        """Return row and column of the crop of sample i; None if the image (C, H, W) does not fit the slot."""
         slot, (channels, rows, columns) = block.slot, image.shape
         shape = self._transformer.output_shape((channels, rows, columns))
         if image.dtype != np.uint8 or shape != (slot.channels, slot.height, slot.width):
@@ -517,10 +501,8 @@ class ImageLoader(ABC):
         self.stages.add(TRANSFORMING, start)
 
     def _mark_filled(self, i: int, block: Block, top: int, left: int, label: float | None) -> None:
-        """Set label, mirror flag and the crop's corner of sample i, whose pixels are in its slot.
-
-        Without a label, the slot has it already.
-        """
+        """Set label, mirror flag and the crop's corner of sample i, whose pixels are in its slot."""
+        # Without a label, the slot has it already.
         number, index = divmod(i, block.slot.count)
         labels, crops, _ = block.parts[number]
         mirrored = int(block.crop_params.mirror[i])
@@ -548,9 +530,17 @@ class DatumLoader(ImageLoader):
         from caffepy.data.bulk_copy import copy_records
 
         return copy_records(
-            index, records, samples, self._transformer, self._seed, self._stream, slot, block, self._workers.threads,
+            index,
+            records,
+            samples,
+            self._transformer,
+            self._seed,
+            self._stream,
+            slot,
+            block,
+            self._workers.threads,
             self.is_encoded(),
-        )  # fmt: skip
+        )
 
     def is_encoded(self) -> bool:
         return self._first_is_encoded

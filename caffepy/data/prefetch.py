@@ -148,7 +148,7 @@ class Prefetcher:
         check_wait: called every 0.1 s while `get` waits; cancels the wait by raising.
     """
 
-    def __init__(  # noqa: PLR0913 -- one keyword a setting
+    def __init__(
         self,
         loaders: Sequence[Loader],
         first_sample: Callable[[int], int],

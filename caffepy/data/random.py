@@ -56,18 +56,7 @@ def sample_words(seed: int, stream: int, samples: NDArray[np.int64]) -> NDArray[
 
 
 def more_words(seed: int, stream: int, sample: int, first: int, blocks: int) -> NDArray[np.uint64]:
-    """Return further random 32-bit words of one global sample, beyond those of `sample_words`.
-
-    Args:
-        seed: the solver's seed.
-        stream: the layer's random stream.
-        sample: its global number.
-        first: number of the first block of four words, from 1.
-        blocks: number of blocks.
-
-    Returns:
-        4 * blocks words.
-    """
+    """Return further random 32-bit words of one global sample, beyond those of `sample_words`."""
     words: NDArray[np.uint64] = more_words_of(seed, stream, np.array([sample]), first, blocks)[0]
     return words
 

@@ -76,8 +76,9 @@ def warn_about_unused_fields(param: caffe_pb2.TransformationParameter, nvidia: b
     if nvidia and (param.resize_param or param.HasField("noise_param")):
         logger.warning(
             "%s: resize_param and noise_param have no effect here in NVIDIA's dialect, as in NVIDIA Caffe; "
-            "--dialect bvlc (CAFFEPY_DIALECT=bvlc in scripts) applies them", where,
-        )  # fmt: skip
+            "--dialect bvlc (CAFFEPY_DIALECT=bvlc in scripts) applies them",
+            where,
+        )
 
 
 @dataclass(frozen=True)

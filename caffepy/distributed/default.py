@@ -39,12 +39,6 @@ def create_communicator(
 ) -> Communicator:
     """Connect the group's ranks. Called by all ranks.
 
-    Args:
-        backend: one of `BACKENDS`.
-        membership: the group's membership.
-        timeout: longest wait in seconds.
-        device: for ``nccl`` the GPU, which becomes current; None: assign the GPUs of a host to its ranks in order.
-
     Raises:
         UserError: an unknown or unavailable backend.
         PeerError: the ranks could not be connected.
@@ -93,11 +87,7 @@ def _connect_gpus(membership: Membership, timeout: float, device: int | None) ->
 
 
 def _choose_gpu(membership: Membership) -> int:
-    """Return this rank's GPU on its host; the only visible GPU if each rank sees one.
-
-    Raises:
-        UserError: there are fewer GPUs than ranks.
-    """
+    """Return this rank's GPU on its host; the only visible GPU if each rank sees one."""
     from caffepy.backend.cuda.device import device_count
 
     count, needed = device_count(), membership.local_size
@@ -400,10 +390,8 @@ def _withdraw(membership: Membership, message: str) -> None:
 
 @atexit.register
 def _end() -> None:
-    """Leave the group at the script's exit, or report its error to the others.
-
-    MPI ranks with an abandoned operation would block in MPI_Finalize, so they exit at once.
-    """
+    """Leave the group at the script's exit, or report its error to the others."""
+    # MPI ranks with an abandoned operation would block in MPI_Finalize, so they exit at once.
     group = _group
     error = None if hasattr(sys, "ps1") else (sys.exception() or getattr(sys, "last_value", None))
     if group is None:

@@ -145,14 +145,8 @@ class Failures:
         return failure
 
     def _report(self, through_root: bool = False) -> None:
-        """Print the first failure, unless some rank has, and tell the other ranks; returns when that is done.
-
-        A second thread waits for the first, because the caller may end the process.
-
-        Args:
-            through_root: leave the printing to rank 0, so that ranks that fail at once report one error; if it does not
-                answer, print all the same. Not for the watchdog's thread, which hears the answer.
-        """
+        """Print the first failure, unless some rank has, and tell the other ranks; returns when that is done."""
+        # A second thread waits for the first, because the caller may end the process.
         with self._reporting:
             with self._lock:
                 failure = self._first

@@ -217,10 +217,8 @@ class GradientSync:
         return self._connection
 
     def _make_reducer(self, solver: SynchronisedSolver, communicator: Communicator) -> Reducer:
-        """As the prototxts want it: `layer_wise_reduce` (BVLC) and `reduce_buckets` (NVIDIA).
-
-        Without an option the overlap depends on its estimated gain.
-        """
+        """As the prototxts want it: `layer_wise_reduce` (BVLC) and `reduce_buckets` (NVIDIA)."""
+        # Without an option the overlap depends on its estimated gain.
         overlap = communicator.overlaps
         if solver.param.HasField("layer_wise_reduce"):
             overlap = solver.param.layer_wise_reduce
@@ -237,11 +235,9 @@ class GradientSync:
 
 
 def _may_begin(solver: SynchronisedSolver) -> bool:
-    """Whether exchanges may begin in the present backward pass.
-
-    On a device that works behind the host only while that is captured: an eager pass may compile, tune and allocate,
-    which waits for the whole device, and so for an exchange whose other end may be waiting just so.
-    """
+    """Whether exchanges may begin in the present backward pass."""
+    # On a device that works behind the host only while that is captured: an eager pass may compile, tune and allocate,
+    # which waits for the whole device, and so for an exchange whose other end may be waiting just so.
     return solver.last_pass and (solver.backend.capturing or not solver.backend.asynchronous)
 
 
@@ -288,13 +284,7 @@ def _hash(values: NDArray[Any]) -> int:
 
 
 def _describe(parameters: Sequence[Parameter], hashes: NDArray[np.float64], names: Sequence[str]) -> str:
-    """The sentence about hashes that differ.
-
-    Args:
-        parameters: the net's that were compared.
-        hashes: (devices, parameters).
-        names: of the devices.
-    """
+    """The sentence about hashes that differ."""
     differs = hashes != hashes[0]
     others = [names[int(device)] for device in np.flatnonzero(differs.any(axis=1))]
     first = parameters[int(np.flatnonzero(differs.any(axis=0))[0])]

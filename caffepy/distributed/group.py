@@ -59,12 +59,6 @@ def on_gpu(array: Any) -> bool:
 def check_array(array: Any, name: str, memory: str, written: bool) -> None:
     """Reject an array that cannot be sent or received without a copy.
 
-    Args:
-        array: the argument.
-        name: its name in messages.
-        memory: the communicator's memory, ``host`` or ``gpu``.
-        written: whether the array receives data.
-
     Raises:
         UserError: not an array, an unsupported dtype, not contiguous, read-only, or host memory for NCCL.
     """

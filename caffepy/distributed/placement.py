@@ -248,10 +248,6 @@ def own_part(claims: Sequence[GpuClaim], index: int) -> list[str]:
     Ranks with the same GPUs divide them in the order of the ranks, equal parts; a rank with GPUs of its own, as a batch
     system or a script deals them out, takes these.
 
-    Args:
-        claims: of the host's ranks.
-        index: which of them.
-
     Raises:
         ConfigError: two ranks have some GPUs in common but not all; there are fewer GPUs than ranks; GPUs that are
             named cannot be divided equally.

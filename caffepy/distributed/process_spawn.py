@@ -132,9 +132,12 @@ def spawn(
         raise UserError(f"spawn: nprocs is {nprocs!r}; it must be an integer of 1 or more")
     rendezvous = Rendezvous().complete()
     shared = {
-        "WORLD_SIZE": str(nprocs), "LOCAL_WORLD_SIZE": str(nprocs), "MASTER_ADDR": str(rendezvous.address),
-        "MASTER_PORT": str(rendezvous.port), SECRET: secrets.token_hex(),
-    }  # fmt: skip
+        "WORLD_SIZE": str(nprocs),
+        "LOCAL_WORLD_SIZE": str(nprocs),
+        "MASTER_ADDR": str(rendezvous.address),
+        "MASTER_PORT": str(rendezvous.port),
+        SECRET: secrets.token_hex(),
+    }
     children: list[_Child] = []
     try:
         for rank in range(nprocs):
@@ -167,11 +170,7 @@ def _start(rank: int, variables: dict[str, str], fn: Callable[..., Any], args: t
 
 
 def _wait(children: list[_Child], timeout: float | None) -> bool:
-    """Wait until all have ended; after a failure, only until the others have sent their errors.
-
-    Returns:
-        Whether that was within `timeout` seconds; None: no limit.
-    """
+    """Wait until all have ended; after a failure, only until the others have sent their errors."""
     limit = None if timeout is None else time.monotonic() + timeout
     end: float | None = None
     while any(child.process.is_alive() for child in children):

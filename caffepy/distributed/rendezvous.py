@@ -43,11 +43,6 @@ def connect_ranks(world: World, memory: MemoryStore, timeout: float) -> ControlC
     the machine has several of them all of its addresses, because the network of the other ranks is unknown. Called by
     all ranks.
 
-    Args:
-        world: the processes.
-        memory: on rank 0, the store.
-        timeout: longest wait for rank 0.
-
     Raises:
         PeerError: rank 0 cannot be reached.
     """
@@ -401,12 +396,7 @@ def _write(path: Path, addresses: Sequence[Address], secret: str) -> None:
 
 
 def _read(path: Path) -> tuple[list[Address], str]:
-    """Return the address and secret that `_write` wrote.
-
-    Raises:
-        OSError: the file is missing or has other content.
-        UserError: another user could have written the file.
-    """
+    """Return the address and secret that `_write` wrote."""
     try:
         return _unpack_address(read_private(path, _MAX_BYTES))
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:

@@ -34,10 +34,6 @@ def blob_shapes(net: caffe_pb2.NetParameter, phase: int | None) -> dict[str, tup
     """Return the shapes of a net's blobs by name, as far as they follow from the prototxt (Input layers, crop sizes).
 
     No data source is opened. A net with Python layers is not built, because that would run their code.
-
-    Args:
-        net: the net.
-        phase: of the net; None: TRAIN, and TEST for blobs that exist only in TEST.
     """
     phases = (caffe_pb2.TEST, caffe_pb2.TRAIN) if phase is None else (phase,)
     shapes: dict[str, tuple[int, ...]] = {}

@@ -119,11 +119,7 @@ def _fields(descriptor: Any, parts: Sequence[_Part]) -> list[FieldDescriptor]:
 def _parsed(
     parts: Sequence[_Part], fields: Sequence[FieldDescriptor], value: str, kind: type[Message], origin: str
 ) -> list[Any]:
-    """The values of the last field, one if it is not repeated, as a prototxt with this path gives them.
-
-    Raises:
-        ConfigError: such a prototxt cannot be read.
-    """
+    """The values of the last field, one if it is not repeated, as a prototxt with this path gives them."""
     field = fields[-1] if len(fields) == len(parts) else None
     text = f"{parts[-1].name}{_value_text(value.strip(), field)}"
     text = "".join(f"{part.name} {{ " for part in parts[:-1]) + text + " }" * (len(parts) - 1)

@@ -252,10 +252,8 @@ def convert_errors(origin: str) -> Iterator[None]:
 
 
 def _find_invalid_utf8(message: Message) -> str:
-    """Return the path of the first string that is not UTF-8, which protobuf returns as bytes; '' if there is none.
-
-    `_PATH_FIELDS` fields may have another encoding: their bytes are escaped.
-    """
+    """Return the path of the first string that is not UTF-8, which protobuf returns as bytes; '' if there is none."""
+    # `_PATH_FIELDS` fields may have another encoding: their bytes are escaped.
     for holder, field, value, path in walk_fields(message):
         texts = value if hasattr(value, "append") else [value]
         if field.type == field.TYPE_STRING and any(isinstance(text, bytes) for text in texts):
@@ -266,11 +264,7 @@ def _find_invalid_utf8(message: Message) -> str:
 
 
 def _check_counts(message: NetParameter | SolverState, origin: str) -> None:
-    """Refuse excessive numbers of layers or blobs, which need few bytes but much time.
-
-    Raises:
-        SnapshotError: there are too many layers, history blobs, or blobs of a layer.
-    """
+    """Refuse excessive numbers of layers or blobs, which need few bytes but much time."""
     if isinstance(message, SolverState):
         if len(message.history) > _MAX_LAYERS:
             raise SnapshotError(f"{origin}: has {len(message.history)} history blobs; the file is damaged")
@@ -285,11 +279,7 @@ def _check_counts(message: NetParameter | SolverState, origin: str) -> None:
 
 
 def _check_offsets(message: NetParameter | SolverState, arrays: set[tuple[int, int]], origin: str) -> None:
-    """Refuse array offsets that the file itself contains.
-
-    Raises:
-        SnapshotError: a blob has offsets that `split_large_fields` did not set.
-    """
+    """Refuse array offsets that the file itself contains."""
     for blob in iter_blobs(message):
         given = blob.HasField("data_begin") or blob.HasField("data_end")
         if given and (blob.data_begin, blob.data_end) not in arrays:
@@ -315,10 +305,6 @@ def split_large_fields(content: bytes, kind: type[NetParameter | SolverState]) -
     """Split a serialised message from the large arrays of its blobs.
 
     A message that is damaged or not written as by either Caffe is returned entirely, for protobuf to parse.
-
-    Returns:
-        The serialised message, with `data_begin` and `data_end` in place of each large array, and the (begin, end)
-        offsets of these arrays in `content`.
     """
     arrays: set[tuple[int, int]] = set()
     try:
@@ -547,14 +533,6 @@ def check_integrity(message: NetParameter | SolverState, content: bytes, origin:
 
     caffepy writes `blob_count` first. Protobuf writes it behind all layers or history blobs, so a file that does not
     begin with it and has a checksum is whole, and a program wrote it again. Without a checksum it is a file of Caffe's.
-
-    Args:
-        message: the parsed message.
-        content: the file's bytes.
-        origin: the file's name.
-
-    Returns:
-        How the file differs from the one that caffepy wrote, or ''.
 
     Raises:
         SnapshotError: the number of blobs or the checksum is wrong.

@@ -150,9 +150,6 @@ def adopt_nvidia_fields(param: NetParameter) -> bool:
 
     Enums and messages differ in wire type, so protobuf keeps NVIDIA's fields as unknown fields. Prototxt files use
     names and are not affected.
-
-    Returns:
-        Whether any field was moved.
     """
     adopted = [_move_nvidia_fields(layer) for layer in param.layer]
     return any(adopted)
@@ -197,12 +194,7 @@ _OUTLINE: FieldTree = {
 
 
 def _read_outline(path: Path) -> NetParameter:
-    """Read layer names and blob shapes of a binary .caffemodel; skip the arrays.
-
-    Raises:
-        SnapshotError: the file is not a valid message, or its names and shapes are too large.
-        IndexError, google.protobuf.message.DecodeError: the file is damaged.
-    """
+    """Read layer names and blob shapes of a binary .caffemodel; skip the arrays."""
     param = NetParameter()
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size

@@ -66,9 +66,19 @@ _COMPACT, _CONTIGUOUS, _CHUNKED, _VIRTUAL = range(4)
 _DEFLATE, _FILTERS = 1, (1, 2, 3)
 _FILTER_NAMES = {4: "szip", 5: "nbit", 6: "scaleoffset", 307: "bzip2", 32000: "lzf", 32001: "blosc", 32015: "zstd"}
 _TYPE_NAMES = (
-    "whole numbers", "floats", "times", "strings", "bit fields", "opaque data", "compounds", "references",
-    "enumerations", "sequences", "arrays", "complex numbers",
-)  # fmt: skip
+    "whole numbers",
+    "floats",
+    "times",
+    "strings",
+    "bit fields",
+    "opaque data",
+    "compounds",
+    "references",
+    "enumerations",
+    "sequences",
+    "arrays",
+    "complex numbers",
+)
 _TEXT = "strings of variable length"
 _IEEE = {2: (10, 5, 0, 10, 15), 4: (23, 8, 0, 23, 127), 8: (52, 11, 0, 52, 1023)}
 """Float formats by size: place and bits of the exponent, place and bits of the mantissa, bias."""
@@ -198,11 +208,7 @@ class _File:
         self.root_address = 0
 
     def charge(self, size: int) -> None:
-        """Add to the count of metadata bytes that were read.
-
-        Raises:
-            ValueError: they are too many: structures are cyclic or overlap.
-        """
+        """Add to the count of metadata bytes that were read."""
         self._budget -= size
         if self._header_budget is not None:
             self._header_budget -= size
@@ -214,22 +220,14 @@ class _File:
         self._at = address
 
     def read(self, size: int) -> bytes:
-        """Read metadata.
-
-        Raises:
-            ValueError: the range is outside the file, or too much was read.
-        """
+        """Read metadata."""
         self.charge(size)
         data = self.values(self._at, size)
         self._at += size
         return data
 
     def values(self, address: int, size: int) -> bytes:
-        """Read bytes at an address.
-
-        Raises:
-            ValueError: they are not within the file.
-        """
+        """Read bytes at an address."""
         if address + size > self.length:
             raise ValueError(f"it ends before byte {self._base + address + size}; the file is damaged")
         self._stream.seek(self._base + address)
@@ -247,12 +245,7 @@ class _File:
         return root
 
     def object(self, address: int, name: str) -> Group | Dataset | None:
-        """Return the group or dataset whose header is at an address; None for other objects.
-
-        Args:
-            address: address of the object header.
-            name: the object's path, for messages.
-        """
+        """Return the group or dataset whose header is at an address; None for other objects."""
         self._header_budget = _MAX_HEADER
         try:
             with _parsing():
@@ -526,11 +519,7 @@ class Dataset:
                 part[...] = values.reshape(self.chunk_shape)[tuple(map(slice, part.shape))]
 
     def _undo_filters(self, data: bytes, mask: int) -> bytes:
-        """Return a chunk's bytes with its filters undone.
-
-        Raises:
-            ValueError: the size or a checksum is wrong.
-        """
+        """Return a chunk's bytes with its filters undone."""
         size = math.prod(self.chunk_shape) * self._element_bytes
         for index, each in reversed(list(enumerate(self._filters))):
             if mask >> index & 1:

@@ -154,11 +154,7 @@ def _extend_checksum(checksum: int, path: tuple[str, ...], array: np.ndarray) ->
 
 
 def _read(dataset: Dataset) -> np.ndarray:
-    """Return the values: numbers, or fixed or variable strings.
-
-    Raises:
-        TypeError: the type is not supported.
-    """
+    """Return the values: numbers, or fixed or variable strings."""
     kind = dataset.dtype
     if kind is not None and (kind.str[1:] in (*_FLOATS, *_INTEGERS) or kind.kind == "S"):
         return dataset.read()
@@ -192,12 +188,7 @@ def datasets(file: Group) -> Iterator[tuple[tuple[str, ...], Dataset, frozenset[
 
 @contextmanager
 def _create(path: Path, blobs: str) -> Iterator[Any]:
-    """Build an HDF5 file in memory, then write it atomically: h5py does not survive a full disk.
-
-    Args:
-        path: the file.
-        blobs: the group whose datasets are the blobs.
-    """
+    """Build an HDF5 file in memory, then write it atomically: h5py does not survive a full disk."""
     import h5py
 
     buffer = io.BytesIO()
@@ -212,11 +203,7 @@ def _create(path: Path, blobs: str) -> Iterator[Any]:
 
 
 def _check_integrity(message: NetParameter | SolverState, contents: DatasetReader, blobs: str) -> str:
-    """Compare checksum and blob count with the attributes and store them in the message; Caffe writes none.
-
-    Returns:
-        How the file differs from the one that caffepy wrote, or ''. A file that was cut off cannot be read at all.
-    """
+    """Compare checksum and blob count with the attributes and store them in the message; Caffe writes none."""
     checksum, count = (contents.number(name) for name in (_CHECKSUM, _BLOB_COUNT))
     message.ClearField("blob_count")
     if checksum is None:
@@ -378,10 +365,8 @@ def write_solverstate_hdf5(path: Path, state: SolverState, history: Iterable[np.
 
 
 def _write_string(file: Any, name: str, value: str) -> None:
-    """Write a scalar string of fixed length including its terminating NUL, as H5LTmake_dataset_string.
-
-    Caffe reads the type's size in bytes and expects the NUL in them (`util/hdf5.cpp`, hdf5_load_string).
-    """
+    """Write a scalar string of fixed length including its terminating NUL, as H5LTmake_dataset_string."""
+    # Caffe reads the type's size in bytes and expects the NUL in them (`util/hdf5.cpp`, hdf5_load_string).
     import h5py
 
     content = value.encode()
@@ -424,11 +409,7 @@ def read_solverstate_hdf5(path: Path) -> StoredMessage[SolverState]:
 
 
 def _set_fields(state: SolverState, fields: dict[str, DatasetContent]) -> None:
-    """Set all fields except the history.
-
-    Raises:
-        ValueError: a dataset has an invalid value.
-    """
+    """Set all fields except the history."""
     if "caffepy" in fields:
         try:
             state.MergeFromString(fields["caffepy"].array.tobytes())

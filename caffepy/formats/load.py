@@ -107,10 +107,8 @@ def name_devices(text: str) -> str:
 
 @lru_cache(maxsize=8)
 def _parse_cached(text: str, message_type: Any, origin: str) -> Any:
-    """Parse text into a new message, which callers must not modify.
-
-    A run reads the same net several times, and protobuf's Python parser takes 40 ms for ResNet-50.
-    """
+    """Parse text into a new message, which callers must not modify."""
+    # A run reads the same net several times, and protobuf's Python parser takes 40 ms for ResNet-50.
     return parse_text(text, message_type(), origin)
 
 

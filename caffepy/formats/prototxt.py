@@ -204,10 +204,8 @@ def _explain_unexpected_block(message: str, text: str, position: int) -> str:
 
 
 def _word_before(text: str, position: int) -> str:
-    """Return the word that ends before a position or before the white space there, or ''.
-
-    It searches the reversed text: a pattern with `$` would be tried at every letter.
-    """
+    """Return the word that ends before a position or before the white space there, or ''."""
+    # It searches the reversed text: a pattern with `$` would be tried at every letter.
     backwards = _WORD_BACKWARDS.match(text[:position][::-1])
     assert backwards is not None
     return backwards[1][::-1]

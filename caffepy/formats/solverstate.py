@@ -77,11 +77,7 @@ def history_arrays(stored: StoredMessage[SolverState], path: Path) -> Iterator[n
 
 
 def _check_state(state: SolverState, origin: str) -> None:
-    """Check counters, loss scale and history blobs.
-
-    Raises:
-        SnapshotError: a value is invalid.
-    """
+    """Check counters, loss scale and history blobs."""
     counts = {"iter": state.iter, "current_step": state.current_step, "pass_number": state.pass_number}
     counts |= {"data_position": max((position.position for position in state.data_position), default=0)}
     counts |= {"test_pass_number": max(state.test_pass_number, default=0)}

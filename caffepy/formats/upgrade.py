@@ -92,11 +92,9 @@ def find_positions(param: NetParameter) -> None:
 
 
 def _mark_feature_normalize(param: NetParameter) -> None:
-    """Give a Normalize without settings an empty `normalize_param` in a net for caffe-windows.
-
-    Such a net has a fully connected layer with normalised weights, a layer of `_OF_CAFFE_WINDOWS`, or a Normalize with
-    normalize_param.
-    """
+    """Give a Normalize without settings an empty `normalize_param` in a net for caffe-windows."""
+    # Such a net has a fully connected layer with normalised weights, a layer of `_OF_CAFFE_WINDOWS`, or a Normalize
+    # with normalize_param.
     if any(
         layer.type in _OF_CAFFE_WINDOWS or layer.HasField("normalize_param") or layer.inner_product_param.normalize
         for layer in param.layer

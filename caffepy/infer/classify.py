@@ -36,9 +36,13 @@ class ImageModel:
     """
 
     def __init__(
-        self, net: Path, weights: Sequence[Path] = (), device: int | None = None, threads: int | None = None,
+        self,
+        net: Path,
+        weights: Sequence[Path] = (),
+        device: int | None = None,
+        threads: int | None = None,
         engine: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._model = load(net, weights, device, threads=threads, math="fp32", engine=engine)
         self.net = self._model.net
         if not weights and self.net.parameters.parameters:

@@ -16,9 +16,12 @@ _MAX_AXES = 4
 
 
 def extract_features(
-    net: Net, names: Sequence[str], writers: Sequence[RecordWriter], batches: int,
+    net: Net,
+    names: Sequence[str],
+    writers: Sequence[RecordWriter],
+    batches: int,
     advance: Callable[[], None] = lambda: None,
-) -> None:  # fmt: skip
+) -> None:
     """Run the net and write one float Datum for each item of the named blobs; keys count the items.
 
     Args:

@@ -402,9 +402,11 @@ class ImageOptions:
             )
         if size is not None:
             warn_about_small_crop(
-                (height, width), size, f"give --images-dim {height},{width}, or prepare images as the net's training "
+                (height, width),
+                size,
+                f"give --images-dim {height},{width}, or prepare images as the net's training "
                 "did ('caffepy deploy --like train_val.prototxt')",
-            )  # fmt: skip
+            )
         cut = oversample if ten_crops else crop_centres
 
         def values(pixels: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -559,11 +561,7 @@ def read_array(path: Path) -> NDArray[np.float32]:
 
 
 def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return shape, Fortran order and dtype from the header of an .npy file.
-
-    Raises:
-        ValueError, TypeError, MemoryError: the header is invalid.
-    """
+    """Return shape, Fortran order and dtype from the header of an .npy file."""
     version = np.lib.format.read_magic(file)
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
     if read is None:

@@ -40,8 +40,10 @@ def warn_about_small_crop(crop: Sequence[int], size: Sequence[int], advice: str)
     if 2 * crop[0] * crop[1] < size[0] * size[1]:
         logger.warning(
             "the net sees %d x %d of each image, which is resized to %d x %d: less than half of it; %s",
-            *crop, *size, advice,
-        )  # fmt: skip
+            *crop,
+            *size,
+            advice,
+        )
 
 
 class ImagePreparation:

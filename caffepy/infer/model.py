@@ -248,10 +248,17 @@ DTYPES = {"float32": caffe_pb2.FLOAT, "float16": caffe_pb2.FLOAT16, "bfloat16": 
 """The dtypes of blobs, and their names in a prototxt."""
 
 
-def load(  # noqa: PLR0913 -- the user's settings
-    model: StrPath, weights: StrPath | Sequence[StrPath] = (), device: int | None = None, *, dtype: str | None = None,
-    threads: int | None = None, math: str = "tf32", stages: Sequence[str] = (), engine: str | None = None,
-) -> Model:  # fmt: skip
+def load(
+    model: StrPath,
+    weights: StrPath | Sequence[StrPath] = (),
+    device: int | None = None,
+    *,
+    dtype: str | None = None,
+    threads: int | None = None,
+    math: str = "tf32",
+    stages: Sequence[str] = (),
+    engine: str | None = None,
+) -> Model:
     """Load a net and its weights as a function of arrays.
 
         net = caffepy.load("deploy.prototxt", "net.caffemodel", device=0)

@@ -138,8 +138,9 @@ class BaseConvolutionLayer(Layer):
         if len(shape) != self.axis + 1 + axes or shape[self.axis] != self._channels:
             raise self.shape_error(
                 f"the weights need {self._channels} channels at axis {self.axis} and {axes} spatial axes",
-                bottom[0], self.blobs[0],
-            )  # fmt: skip
+                bottom[0],
+                self.blobs[0],
+            )
         for other in bottom[1:]:
             if other.shape != shape:
                 raise self.shape_error("all bottoms must have one shape", bottom[0], other)
@@ -159,11 +160,7 @@ class BaseConvolutionLayer(Layer):
         self._y = Operand(self.backend, top, y, y, self.dtype)
 
     def _check_size(self, bottom: Shape, top: Shape) -> None:
-        """Check the size of the padded image and of im2col's columns of one image.
-
-        Raises:
-            ShapeError: one has more than 2^31 - 1 elements, Caffe's limit.
-        """
+        """Check the size of the padded image and of im2col's columns of one image."""
         g = self._planned_geometry
         image, windows = self._directed(bottom, top)
         padded = (image[1], *(size + 2 * pad for size, pad in zip(image[2:], g.pad, strict=True)))

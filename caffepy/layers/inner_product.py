@@ -97,8 +97,9 @@ class InnerProductLayer(Layer):
         if math.prod(shape[axis:]) != self._inputs:
             raise self.shape_error(
                 f"the axes from {axis} on have {math.prod(shape[axis:])} elements, but the weights need {self._inputs}",
-                bottom[0], self.blobs[0],
-            )  # fmt: skip
+                bottom[0],
+                self.blobs[0],
+            )
         top[0].reshape((*shape[:axis], param.num_output))
         if shape == self._bottom_shape:
             return
@@ -172,9 +173,10 @@ class EmbedLayer(Layer):
         if param.bias_term:
             self.add_parameter((param.num_output,), param.bias_filler)
         self._check = IndexCheck(
-            self, f"element {{}} of '{bottom[0].title}' is outside 0 to {param.input_dim - 1}; correct it, or give "
-            "embed_param a larger input_dim"
-        )  # fmt: skip
+            self,
+            f"element {{}} of '{bottom[0].title}' is outside 0 to {param.input_dim - 1}; correct it, or give "
+            "embed_param a larger input_dim",
+        )
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         width = self.param.embed_param.num_output

@@ -68,8 +68,9 @@ class Labels:
         if labels.count != self.size:
             raise self._layer.shape_error(
                 f"needs one label for each position: {self.size} for classes along axis {axis}, not {labels.count}",
-                scores, labels,
-            )  # fmt: skip
+                scores,
+                labels,
+            )
         self._blob = labels
         self._adapter = LayoutAdapter(self._backend, labels.shape, (self.size,))
 
@@ -195,11 +196,9 @@ class LossLayer(Layer):
 
     @property
     def _starts_gradient(self) -> bool:
-        """Whether backpropagation starts at the first top: it has a loss weight and no later layer writes its diff.
-
-        If a later layer writes the gradient, the default weight 1 counts in the reported loss but not in the gradient,
-        as in Caffe.
-        """
+        """Whether backpropagation starts at the first top: it has a loss weight and no later layer writes its diff."""
+        # If a later layer writes the gradient, the default weight 1 counts in the reported loss but not in the
+        # gradient, as in Caffe.
         return bool(self.loss_weights and self.loss_weights[0]) and not self.reader_propagates
 
     @property
@@ -543,9 +542,7 @@ def infogain(p: Each, gain: Each, valid: Channel) -> Each:
 
 
 @expression
-def score_gradient(
-    p: Each, gain: Each, total: Channel, valid: Channel, factor: Scalar, count: Scalar
-) -> Each:  # fmt: skip
+def score_gradient(p: Each, gain: Each, total: Channel, valid: Channel, factor: Scalar, count: Scalar) -> Each:
     return (p * total - gain) * valid * factor / max(count, 1.0)
 
 
@@ -1264,9 +1261,14 @@ class SoftmaxWithLossLayer(LossLayer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         probabilities = self._probabilities(bottom, top)
         self.backend.softmax_loss_forward(
-            bottom[0].data, self._labels.load(), probabilities, self._totals, self._labels.bad_index, self._axis,
+            bottom[0].data,
+            self._labels.load(),
+            probabilities,
+            self._totals,
+            self._labels.bad_index,
+            self._axis,
             self.ignored,
-        )  # fmt: skip
+        )
         if self._smoothing:
             labels = self._labels.loaded()
             self.backend.smooth_loss_forward(

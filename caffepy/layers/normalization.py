@@ -61,9 +61,7 @@ def average_gradient_by_roots(x: Each, dy: Each, average: Each, alpha: Scalar, b
 
 
 @expression
-def within_gradient_by_roots(
-    x: Each, dy: Each, average: Each, dsquare: Each, alpha: Scalar, beta: Scalar
-) -> Each:  # fmt: skip
+def within_gradient_by_roots(x: Each, dy: Each, average: Each, dsquare: Each, alpha: Scalar, beta: Scalar) -> Each:
     root = sqrt(1 + alpha * average)
     return dy / (root * sqrt(root)) + 2 * x * dsquare
 

@@ -136,11 +136,7 @@ class PoolingLayer(Layer):
             self._mask = self.scratch("mask", shape, "int32")
 
     def _check_windows(self, bottom: Blobs, sizes: tuple[int, ...]) -> None:
-        """Check that each window holds a pixel. (For an empty one Caffe computes -FLT_MAX and writes out of bounds.)
-
-        Raises:
-            ShapeError: a window is empty.
-        """
+        """Check that each window holds a pixel. (For an empty one Caffe computes -FLT_MAX and writes out of bounds.)"""
         g = self._geometry
         if min(sizes) < 1:
             raise self.shape_error(f"kernel {g.kernel} does not fit into the image; use a smaller one", bottom[0])

@@ -67,12 +67,6 @@ _shared: WeakValueDictionary[tuple[Any, ...], PythonObject] = WeakValueDictionar
 def find_class(module_name: str, class_name: str, resolve: Callable[[str], Path], where: str) -> Any:
     """Import the module from sys.path or from the prototxt's folder, and return the class.
 
-    Args:
-        module_name: dotted name of the module.
-        class_name: in that module.
-        resolve: turns a relative path into an existing one.
-        where: the layer, for messages.
-
     Raises:
         ConfigError: the module or the class does not exist, the import fails, or the class lacks methods.
     """
@@ -420,8 +414,9 @@ class PythonLayer(Layer):
                 log.warning(
                     "%s makes data and has never asked for caffe.solver_rank() and caffe.solver_count(): unless it "
                     "divides its data by other means, all %d devices train on the same samples",
-                    self.where, shard.parts,
-                )  # fmt: skip
+                    self.where,
+                    shard.parts,
+                )
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         for host in self._hosts(bottom):

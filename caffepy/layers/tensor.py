@@ -452,8 +452,9 @@ class CropLayer(RearrangingLayer):
             if begin + bottom[1].shape[i] > bottom[0].shape[i]:
                 raise self.shape_error(
                     f"axis {i}: a crop of {bottom[1].shape[i]} elements from offset {begin} exceeds the first bottom",
-                    bottom[0], bottom[1],
-                )  # fmt: skip
+                    bottom[0],
+                    bottom[1],
+                )
             part.append(slice(begin, begin + bottom[1].shape[i]))
         self._part = tuple(part)
         top[0].reshape(tuple(index.stop - index.start for index in part))

@@ -155,10 +155,6 @@ def format_performance(performance: Performance, measured: float | None = None) 
 
     ``Solver performance on device 0: 51.2 * 64 = 3277 img/sec (1000 itr in 19.5 sec), communication 3.1 sec, exposed
     0.5 sec, scaling 0.974``
-
-    Args:
-        performance: the device's.
-        measured: images a second of one device that trains alone.
     """
     return (
         f"Solver performance on device {performance.device}: "

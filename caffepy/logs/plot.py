@@ -256,11 +256,7 @@ def _name(logs: Sequence[TrainingLog], log: TrainingLog) -> str:
 
 
 def _new_figure(size: tuple[float, float]) -> Any:
-    """Return an empty picture, width and height in inches.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Return an empty picture, width and height in inches."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -292,8 +288,14 @@ def _draw_panel(axes: Any, title: str, curves: Sequence[Curve], log_scale: bool,
         marker = "o" if curve.marked and len(curve.x) < _MANY_POINTS else ""
         many = len(curve.x) >= _MANY_POINTS and not curve.marked
         style_args = {"color": colour, "linestyle": style, "marker": marker, "markersize": 3}
-        axes.plot(curve.x, curve.y, linewidth=0.8 if many else 1.4, alpha=0.3 if many else 1.0,
-                  label="_" if many else _plain(curve.label), **style_args)  # fmt: skip
+        axes.plot(
+            curve.x,
+            curve.y,
+            linewidth=0.8 if many else 1.4,
+            alpha=0.3 if many else 1.0,
+            label="_" if many else _plain(curve.label),
+            **style_args,
+        )
         if many:
             axes.plot(curve.x, _running_mean(curve.y), linewidth=1.4, label=_plain(curve.label), **style_args)
     axes.set_title(_plain(title), fontsize=11, parse_math=False)

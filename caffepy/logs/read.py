@@ -94,12 +94,7 @@ def _time(year: int, match: re.Match[str]) -> datetime | None:
 
 
 def first_year(lines: Iterable[str], last: int) -> int:
-    """Return the year of a log's first record, derived from the year of its end and from any 29 February.
-
-    Args:
-        lines: of the log.
-        last: year of the file's last change.
-    """
+    """Return the year of a log's first record, derived from the year of its end and from any 29 February."""
     month, years, leap = 0, 0, None
     for line in lines:
         if (match := _PREFIX.match(line)) is None:

@@ -107,7 +107,7 @@ def _window(param: caffe_pb2.ConvolutionParameter | caffe_pb2.PoolingParameter, 
 
 def _one(
     param: caffe_pb2.ConvolutionParameter | caffe_pb2.PoolingParameter, name: str, own: str, axis: int, default: int
-) -> int:  # fmt: skip
+) -> int:
     """Return a setting of one axis: its own field, else the common one."""
     if param.HasField(own):
         return int(getattr(param, own))

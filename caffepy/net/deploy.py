@@ -23,14 +23,27 @@ Shape = tuple[int, ...]
 Layers = Sequence[caffe_pb2.LayerParameter]
 
 PARAMETERS = (
-    "convolution_param", "inner_product_param", "scale_param", "embed_param", "recurrent_param", "convolution3d_param",
+    "convolution_param",
+    "inner_product_param",
+    "scale_param",
+    "embed_param",
+    "recurrent_param",
+    "convolution3d_param",
     "lstm_param",
-)  # fmt: skip
+)
 FILLERS = ("weight_filler", "bias_filler", "filler")
 _LEARNED = {
-    "Convolution", "Deconvolution", "InnerProduct", "Embed", "LSTM", "RNN", "Python", "Convolution3D",
-    "Deconvolution3D", "Lstm",
-}  # fmt: skip
+    "Convolution",
+    "Deconvolution",
+    "InnerProduct",
+    "Embed",
+    "LSTM",
+    "RNN",
+    "Python",
+    "Convolution3D",
+    "Deconvolution3D",
+    "Lstm",
+}
 """Layers with learned parameters. A blob that depends on none of them is data or a target."""
 _CONSTANTS = {"DummyData", "Parameter", "Python"}
 """Layers without bottoms that the deploy net keeps, unless the shape of a top is given."""
@@ -137,9 +150,18 @@ def _is_nvidia(net: caffe_pb2.NetParameter) -> bool:
 # -- how images become values -------------------------------------------------------------------------------
 
 _TRANSFORMS = (
-    "scale", "mean_file", "mean_value", "crop_size", "crop_h", "crop_w", "img_rand_resize_lower",
-    "img_rand_resize_upper", "interpolation_algo_down", "interpolation_algo_up", "allow_upscale",
-)  # fmt: skip
+    "scale",
+    "mean_file",
+    "mean_value",
+    "crop_size",
+    "crop_h",
+    "crop_w",
+    "img_rand_resize_lower",
+    "img_rand_resize_upper",
+    "interpolation_algo_down",
+    "interpolation_algo_up",
+    "allow_upscale",
+)
 _OF_BYTES = {"Data", "ImageData", "AnnotatedData"}
 """Data layers that give images even without transform_param."""
 _RESIZED = ("AnnotatedData", "VideoData")
@@ -236,17 +258,16 @@ def plan_deploy(
 def _inputs(
     train: caffe_pb2.NetParameter, kept: Layers, shapes: Mapping[str, Sequence[int]], batch: int
 ) -> dict[str, Shape]:
-    """Return the tops of data layers that the kept layers read, with their shapes.
-
-    Test data layers that belong to particular stages are looked up among all layers of the net. A layer of constants
-    becomes an input if `shapes` names a top of it.
-    """
+    """Return the tops of data layers that the kept layers read, with their shapes."""
+    # Test data layers that belong to particular stages are looked up among all layers of the net. A layer of constants
+    # becomes an input if `shapes` names a top of it.
     read = {bottom for layer in kept for bottom in layer.bottom}
     made = {top for layer in kept for top in layer.top}
     sources = [
-        layer for layer in kept
+        layer
+        for layer in kept
         if not layer.bottom and (layer.type not in _CONSTANTS or not set(shapes).isdisjoint(layer.top))
-    ]  # fmt: skip
+    ]
     sources += [layer for layer in train.layer if not layer.bottom and (read - made) & set(layer.top)]
     nvidia = _is_nvidia(train)
     inputs: dict[str, Shape] = {}

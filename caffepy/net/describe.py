@@ -123,8 +123,11 @@ def log_norms(parameters: ParameterBuffer) -> None:
     norms = [_norms(np.concatenate([np.empty(0), *values])), _norms(parameters.backend.to_host(parameters.gradients))]
     log.info(
         "    [Backward] All net params (data, diff): L1 norm = (%.6g, %.6g); L2 norm = (%.6g, %.6g)",
-        norms[0][0], norms[1][0], norms[0][1], norms[1][1],
-    )  # fmt: skip
+        norms[0][0],
+        norms[1][0],
+        norms[0][1],
+        norms[1][1],
+    )
 
 
 def log_update(parameters: ParameterBuffer, before: np.ndarray) -> None:

@@ -100,7 +100,7 @@ def _run(segments: Sequence[Segment]) -> None:
         segment.run()
 
 
-def prepare_inference(  # noqa: PLR0913 -- settings of several callers
+def prepare_inference(
     param: caffe_pb2.NetParameter,
     context: LayerContext,
     state: caffe_pb2.NetState | None = None,

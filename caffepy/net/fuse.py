@@ -73,9 +73,11 @@ class FusedShuffle(FusedLayer):
         """Return `outer`, from the shapes between; 0 if the layers do not shuffle channels."""
         x, (parts, turned) = bottom.shape, (blob.shape for blob in self._between)
         order = list(self.members[1].param.permute_param.order)
-        if len(x) != 4 or len(parts) not in (4, 5) or order + list(range(len(order), len(parts))) != [
-            0, 2, 1, *range(3, len(parts))
-        ]:  # fmt: skip
+        if (
+            len(x) != 4
+            or len(parts) not in (4, 5)
+            or order + list(range(len(order), len(parts))) != [0, 2, 1, *range(3, len(parts))]
+        ):
             return 0
         pixels = x[2:] if len(parts) == 5 else (x[2] * x[3],)
         outer = parts[1]
@@ -188,7 +190,8 @@ class FusedNormalisation(FusedLayer):
 
     def as_bottom(self, x: Array, backward: bool) -> NormalisedBottom:
         """Return the only top for its reader; in a backward pass the reader sums its gradient before this layer
-        runs."""
+        runs.
+        """
         if backward:
             self._added = self._gradient_targets()
         return NormalisedBottom(x, self._normalisation(), self._relu, self._added)
@@ -402,10 +405,8 @@ class Fusion:
         return any(any(self._nodes[i].layer.propagate_to_params) for i in chain)
 
     def _shares_parameter_between(self, chain: Chain, candidate: int) -> bool:
-        """Return whether a node between the chain and node `candidate` has a parameter of the chain.
-
-        Running statistics would be updated in another order, and gradients would count as complete too early.
-        """
+        """Return whether a node between the chain and node `candidate` has a parameter of the chain."""
+        # Running statistics would be updated in another order, and gradients would count as complete too early.
         names = set().union(*(self._parameter_names(i) for i in chain))
         between = set(range(chain[0] + 1, candidate)) - set(chain)
         return any(not names.isdisjoint(self._parameter_names(i)) for i in between)
@@ -545,11 +546,9 @@ class Fusion:
         return plain and len(node.bottoms) == 2 and len(others) == 1 and others[0] not in node.tops
 
     def _source(self, index: int) -> Blob | None:
-        """Return the BatchNorm's bottom for the backward pass: a new blob if a later layer overwrites it.
-
-        All earlier layers that use the blob are moved to the new one, so that in-place layers stay in place. Return
-        None and change nothing if the first of them cannot write to another blob.
-        """
+        """Return the BatchNorm's bottom for the backward pass: a new blob if a later layer overwrites it."""
+        # All earlier layers that use the blob are moved to the new one, so that in-place layers stay in place. Return
+        # None and change nothing if the first of them cannot write to another blob.
         blob = self._nodes[index].bottoms[0]
         if not self._overwritten(index - 1, blob):
             return blob

@@ -245,8 +245,15 @@ class Precision:
 
 
 _MISTAKES = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RecursionError, TypeError, ValueError
-)  # fmt: skip
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NameError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 """Python exceptions that indicate a bug."""
 
 

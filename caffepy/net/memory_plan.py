@@ -679,7 +679,7 @@ def written_batch(param: caffe_pb2.NetParameter) -> int:
     return 0
 
 
-def largest_batch(  # noqa: PLR0913 -- one keyword per setting
+def largest_batch(
     param: caffe_pb2.NetParameter,
     context: LayerContext,
     state: caffe_pb2.NetState | None,

@@ -603,10 +603,8 @@ def _placed_errors(context: LayerContext, state: caffe_pb2.NetState) -> Iterator
 
 
 def _lines_of_layer(prototxt: Path, name: str, state: caffe_pb2.NetState) -> list[int]:
-    """Return the lines of the net's layers of this name in a prototxt; empty if unknown.
-
-    protobuf's parser discards line numbers, so the text is parsed again.
-    """
+    """Return the lines of the net's layers of this name in a prototxt; empty if unknown."""
+    # protobuf's parser discards line numbers, so the text is parsed again.
     lines = []
     with suppress(CaffepyError, OSError, RecursionError):
         for line, block in layer_blocks(decode_text(read_regular(prototxt, MAX_TEXT_BYTES), str(prototxt))):
@@ -619,10 +617,8 @@ def _lines_of_layer(prototxt: Path, name: str, state: caffe_pb2.NetState) -> lis
 
 
 def _connect_layers(param: caffe_pb2.NetParameter, context: LayerContext, wiring: Wiring) -> Iterator[Node]:
-    """Yield the nodes in order, Cast layers before their readers.
-
-    A generator, because connecting a layer needs the shapes that earlier layers' setup has computed.
-    """
+    """Yield the nodes in order, Cast layers before their readers."""
+    # A generator, because connecting a layer needs the shapes that earlier layers' setup has computed.
     precision, earlier = Precision(param, context.backend), Counter[str]()
     for layer_param, overwritten, labels in zip(
         param.layer, overwritten_tops(param.layer), find_label_tops(param), strict=True

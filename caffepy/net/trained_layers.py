@@ -78,8 +78,11 @@ def copy_trained_layers(
     copied = [source.name for source, target in pairs if target.blobs]
     own = [layer.name for layer in layers if layer.blobs]
     if own and not copied:
-        log.warning("%s: no layer was copied: it has none of the net's layers (%s); is it from another net?", origin,
-                    ", ".join(own[:3]) + ", ..." * (len(own) > 3))  # fmt: skip
+        log.warning(
+            "%s: no layer was copied: it has none of the net's layers (%s); is it from another net?",
+            origin,
+            ", ".join(own[:3]) + ", ..." * (len(own) > 3),
+        )
     return copied
 
 
@@ -119,10 +122,8 @@ def _different_shape(layer: Layer, own: Sequence[int], source: LayerParameter) -
 
 
 def _with_name_index(layers: Iterable[LayerT]) -> Iterator[tuple[tuple[str, int], LayerT]]:
-    """Yield layers with the key (name, index among layers of that name).
-
-    Layers without parameters are skipped if another layer of the same name has parameters.
-    """
+    """Yield layers with the key (name, index among layers of that name)."""
+    # Layers without parameters are skipped if another layer of the same name has parameters.
     layers = list(layers)
     learned = {layer.name for layer in layers if layer.blobs}
     numbers = Counter[str]()
@@ -155,11 +156,7 @@ def _where(origin: str, target: Layer, index: int) -> str:
 
 
 def _check_layer(source: LayerParameter, target: Layer, origin: str) -> None:
-    """Check that a stored layer has the net's parameters; shared ones need not be stored.
-
-    Raises:
-        SnapshotError: parameters or shapes differ, or values are missing.
-    """
+    """Check that a stored layer has the net's parameters; shared ones need not be stored."""
     stored = _stored_parameters(source, target)
     missing = [i for i, blob in enumerate(target.blobs) if i not in stored and blob.gradient_owner is blob]
     if len(source.blobs) > len(target.blobs) or missing:

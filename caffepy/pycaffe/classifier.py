@@ -37,7 +37,7 @@ class Classifier(Net):
         input_scale: float | None = None,
         raw_scale: float | None = None,
         channel_swap: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(model_file, TEST, weights=pretrained_file)
         in_ = self.inputs[0]
         shape = self.blobs[in_].data.shape

@@ -18,9 +18,26 @@ Coordinates = float | NDArray[Any]
 CoordMap = tuple[int | None, Coordinates, Coordinates]
 
 PASS_THROUGH_LAYERS = [
-    "AbsVal", "BatchNorm", "Bias", "BNLL", "Dropout", "Eltwise", "ELU", "Log", "LRN", "Exp", "MVN", "Power", "ReLU",
-    "PReLU", "Scale", "Sigmoid", "Split", "TanH", "Threshold",
-]  # fmt: skip
+    "AbsVal",
+    "BatchNorm",
+    "Bias",
+    "BNLL",
+    "Dropout",
+    "Eltwise",
+    "ELU",
+    "Log",
+    "LRN",
+    "Exp",
+    "MVN",
+    "Power",
+    "ReLU",
+    "PReLU",
+    "Scale",
+    "Sigmoid",
+    "Split",
+    "TanH",
+    "Threshold",
+]
 """Layer types with the identity map."""
 _RECTANGULAR = ("pad_h", "pad_w", "kernel_h", "kernel_w", "stride_h", "stride_w")
 _IDENTITY: CoordMap = (None, 1, 0)

@@ -46,7 +46,7 @@ class Detector(Net):
         raw_scale: float | None = None,
         channel_swap: Sequence[int] | None = None,
         context_pad: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(model_file, TEST, weights=pretrained_file)
         in_ = self.inputs[0]
         options = {"mean": mean, "input_scale": input_scale, "raw_scale": raw_scale, "channel_swap": channel_swap}

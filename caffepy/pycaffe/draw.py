@@ -158,7 +158,7 @@ def get_pydot_graph(
     label_edges: bool = True,
     phase: int | None = None,
     display_lrm: bool = False,
-) -> NetGraph:  # fmt: skip
+) -> NetGraph:
     """Return a net's graph as an object with pydot's methods. Arguments as in `NetGraph`."""
     return NetGraph(caffe_net, rankdir, label_edges, phase, display_lrm)
 
@@ -188,6 +188,6 @@ def draw_net_to_file(
     rankdir: str = "LR",
     phase: int | None = None,
     display_lrm: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Draw a net to a file; its suffix selects the format. Arguments and errors as in `draw_net`."""
     _draw_file(caffe_net, filename, rankdir, phase, rates=display_lrm)

@@ -48,12 +48,29 @@ def UnpackVariable(var: Any, num: int) -> list[Any]:
     return values if len(values) == num else values * num
 
 
-def ConvBNLayer(  # noqa: PLR0913 -- SSD's signature
-    net: NetSpec, from_layer: str, out_layer: str, use_bn: bool, use_relu: bool, num_output: int, kernel_size: Any,
-    pad: Any, stride: Any, dilation: int = 1, use_scale: bool = True, lr_mult: float = 1, conv_prefix: str = "",
-    conv_postfix: str = "", bn_prefix: str = "", bn_postfix: str = "_bn", scale_prefix: str = "",
-    scale_postfix: str = "_scale", bias_prefix: str = "", bias_postfix: str = "_bias", **bn_params: Any,
-) -> None:  # fmt: skip
+def ConvBNLayer(
+    net: NetSpec,
+    from_layer: str,
+    out_layer: str,
+    use_bn: bool,
+    use_relu: bool,
+    num_output: int,
+    kernel_size: Any,
+    pad: Any,
+    stride: Any,
+    dilation: int = 1,
+    use_scale: bool = True,
+    lr_mult: float = 1,
+    conv_prefix: str = "",
+    conv_postfix: str = "",
+    bn_prefix: str = "",
+    bn_postfix: str = "_bn",
+    scale_prefix: str = "",
+    scale_postfix: str = "_scale",
+    bias_prefix: str = "",
+    bias_postfix: str = "_bias",
+    **bn_params: Any,
+) -> None:
     """Add a convolution, with `use_bn` BatchNorm and Scale (or Bias without `use_scale`), and with `use_relu` ReLU.
 
     Args:
@@ -85,8 +102,14 @@ def ConvBNLayer(  # noqa: PLR0913 -- SSD's signature
     if kernel_h == kernel_w:
         shape = {"kernel_size": kernel_h, "pad": pad_h, "stride": stride_h}
     else:
-        shape = {"kernel_h": kernel_h, "kernel_w": kernel_w, "pad_h": pad_h, "pad_w": pad_w, "stride_h": stride_h,
-                 "stride_w": stride_w}  # fmt: skip
+        shape = {
+            "kernel_h": kernel_h,
+            "kernel_w": kernel_w,
+            "pad_h": pad_h,
+            "pad_w": pad_w,
+            "stride_h": stride_h,
+            "stride_w": stride_w,
+        }
     weight = {"lr_mult": lr_mult, "decay_mult": 1}
     if use_bn:
         learned: dict[str, Any] = {"param": [weight], "weight_filler": {"type": "gaussian", "std": 0.01}}
@@ -122,10 +145,18 @@ def _add_batch_norm(net: NetSpec, bottom: str, name: str, fixed: bool, settings:
     net[name] = layers.BatchNorm(net[bottom], in_place=True, **statistics)
 
 
-def ResBody(  # noqa: PLR0913 -- SSD's signature
-    net: NetSpec, from_layer: str, block_name: str, out2a: int, out2b: int, out2c: int, stride: int, use_branch1: bool,
-    dilation: int = 1, **bn_param: Any,
-) -> None:  # fmt: skip
+def ResBody(
+    net: NetSpec,
+    from_layer: str,
+    block_name: str,
+    out2a: int,
+    out2b: int,
+    out2c: int,
+    stride: int,
+    use_branch1: bool,
+    dilation: int = 1,
+    **bn_param: Any,
+) -> None:
     """Add a bottleneck block of ResNet, `res<block_name>`.
 
     Args:
@@ -150,7 +181,7 @@ def ResBody(  # noqa: PLR0913 -- SSD's signature
     ConvBNLayer(net, from_layer, "branch2a", True, True, out2a, 1, 0, stride, **names, **bn_param)
     ConvBNLayer(
         net, f"{result}_branch2a", "branch2b", True, True, out2b, 3, dilation, 1, dilation=dilation, **names, **bn_param
-    )  # fmt: skip
+    )
     ConvBNLayer(net, f"{result}_branch2b", "branch2c", True, False, out2c, 1, 0, 1, **names, **bn_param)
     net[result] = layers.Eltwise(net[shortcut], net[f"{result}_branch2c"])
     net[f"{result}_relu"] = layers.ReLU(net[result], in_place=True)
@@ -180,11 +211,17 @@ def InceptionTower(
     return net[from_layer]
 
 
-def CreateAnnotatedDataLayer(  # noqa: PLR0913 -- SSD's signature
-    source: str, batch_size: int = 32, backend: int = caffe_pb2.DataParameter.LMDB, output_label: bool = True,
-    train: bool = True, label_map_file: str = "", anno_type: Any = None, transform_param: Settings | None = None,
+def CreateAnnotatedDataLayer(
+    source: str,
+    batch_size: int = 32,
+    backend: int = caffe_pb2.DataParameter.LMDB,
+    output_label: bool = True,
+    train: bool = True,
+    label_map_file: str = "",
+    anno_type: Any = None,
+    transform_param: Settings | None = None,
     batch_sampler: Sequence[Settings] = ({},),
-) -> Any:  # fmt: skip
+) -> Any:
     """Return the tops of an AnnotatedData layer, images and with `output_label` boxes.
 
     Args:
@@ -202,10 +239,13 @@ def CreateAnnotatedDataLayer(  # noqa: PLR0913 -- SSD's signature
     if anno_type is not None:
         annotated["anno_type"] = anno_type
     return layers.AnnotatedData(
-        name="data", annotated_data_param=annotated, ntop=2 if output_label else 1,
+        name="data",
+        annotated_data_param=annotated,
+        ntop=2 if output_label else 1,
         data_param={"batch_size": batch_size, "backend": backend, "source": source},
-        include={"phase": caffe_pb2.TRAIN if train else caffe_pb2.TEST}, transform_param=transform_param or {},
-    )  # fmt: skip
+        include={"phase": caffe_pb2.TRAIN if train else caffe_pb2.TEST},
+        transform_param=transform_param or {},
+    )
 
 
 # -- base nets -----------------------------------------------------------------------------------------
@@ -278,10 +318,17 @@ def _fc6_of_six(reduced: bool, dilated: bool) -> Settings:
     return size if dilation is None else {**size, "dilation": dilation}
 
 
-def AlexNetBody(  # noqa: PLR0913 -- Intel Caffe's signature
-    net: NetSpec, from_layer: str, need_fc: bool = True, fully_conv: bool = False, reduced: bool = False,
-    dilated: bool = False, dropout: bool = True, need_fc8: bool = False, freeze_layers: Sequence[str] = (),
-) -> NetSpec:  # fmt: skip
+def AlexNetBody(
+    net: NetSpec,
+    from_layer: str,
+    need_fc: bool = True,
+    fully_conv: bool = False,
+    reduced: bool = False,
+    dilated: bool = False,
+    dropout: bool = True,
+    need_fc8: bool = False,
+    freeze_layers: Sequence[str] = (),
+) -> NetSpec:
     """Add AlexNet (Intel Caffe's) and return the net; the arguments are those of `ZFNetBody`."""
     _check(net, from_layer)
     for number, settings in (
@@ -292,8 +339,11 @@ def AlexNetBody(  # noqa: PLR0913 -- Intel Caffe's signature
         norm = _add_norm(net, relu, f"norm{number}", k=2, local_size=5, alpha=0.0001, beta=0.75)
         from_layer = _add_pool(net, norm, f"pool{number}", kernel_size=3, stride=2)
     common = {"pad": 1, "stride": 1, "kernel_size": 3}
-    for number, more in (("3", {"num_output": 384}), ("4", {"num_output": 384, "group": 2}),
-                         ("5", {"num_output": 256, "group": 2})):  # fmt: skip
+    for number, more in (
+        ("3", {"num_output": 384}),
+        ("4", {"num_output": 384, "group": 2}),
+        ("5", {"num_output": 256, "group": 2}),
+    ):
         from_layer = _add_conv(net, from_layer, number, **more, **common)
     if need_fc:
         pool = _add_pool(net, from_layer, "pool5", pad=1, kernel_size=3, stride=1 if dilated else 2)
@@ -304,10 +354,17 @@ def AlexNetBody(  # noqa: PLR0913 -- Intel Caffe's signature
     return net
 
 
-def ZFNetBody(  # noqa: PLR0913 -- SSD's signature
-    net: NetSpec, from_layer: str, need_fc: bool = True, fully_conv: bool = False, reduced: bool = False,
-    dilated: bool = False, dropout: bool = True, need_fc8: bool = False, freeze_layers: Sequence[str] = (),
-) -> NetSpec:  # fmt: skip
+def ZFNetBody(
+    net: NetSpec,
+    from_layer: str,
+    need_fc: bool = True,
+    fully_conv: bool = False,
+    reduced: bool = False,
+    dilated: bool = False,
+    dropout: bool = True,
+    need_fc8: bool = False,
+    freeze_layers: Sequence[str] = (),
+) -> NetSpec:
     """Add the net of Zeiler and Fergus 2013 and return the net.
 
     Args:
@@ -341,11 +398,18 @@ def ZFNetBody(  # noqa: PLR0913 -- SSD's signature
     return net
 
 
-def VGGNetBody(  # noqa: PLR0913 -- SSD's signature
-    net: NetSpec, from_layer: str, need_fc: bool = True, fully_conv: bool = False, reduced: bool = False,
-    dilated: bool = False, nopool: bool = False, dropout: bool = True, freeze_layers: Sequence[str] = (),
+def VGGNetBody(
+    net: NetSpec,
+    from_layer: str,
+    need_fc: bool = True,
+    fully_conv: bool = False,
+    reduced: bool = False,
+    dilated: bool = False,
+    nopool: bool = False,
+    dropout: bool = True,
+    freeze_layers: Sequence[str] = (),
     dilate_pool4: bool = False,
-) -> NetSpec:  # fmt: skip
+) -> NetSpec:
     """Add VGG-16 and return the net; `fully_conv`, `reduced` and `dilated` give the base net of SSD.
 
     Args:
@@ -411,9 +475,17 @@ def _add_resnet(net: NetSpec, from_layer: str, repeats: tuple[int, int], dilated
         for suffix in blocks:
             first = suffix == "a"
             ResBody(
-                net, last, f"{stage}{suffix}", width, width, 4 * width, stride if first else 1, first,
-                dilation=2 if wide else 1, **settings,
-            )  # fmt: skip
+                net,
+                last,
+                f"{stage}{suffix}",
+                width,
+                width,
+                4 * width,
+                stride if first else 1,
+                first,
+                dilation=2 if wide else 1,
+                **settings,
+            )
             last = f"res{stage}{suffix}"
 
 
@@ -499,9 +571,14 @@ def InceptionV3Body(net: NetSpec, from_layer: str, output_pred: bool = False, **
         bn_param: settings of BatchNorm.
     """
     stem: tuple[tuple[str, Settings], ...] = (
-        ("conv", _conv(32, 3, 2, 0)), ("conv_1", _conv(32, 3, 1, 0)), ("conv_2", _conv(64, 3)), ("pool", _HALVED),
-        ("conv_3", _conv(80)), ("conv_4", _conv(192, 3, 1, 0)), ("pool_1", _HALVED),
-    )  # fmt: skip
+        ("conv", _conv(32, 3, 2, 0)),
+        ("conv_1", _conv(32, 3, 1, 0)),
+        ("conv_2", _conv(64, 3)),
+        ("pool", _HALVED),
+        ("conv_3", _conv(80)),
+        ("conv_4", _conv(192, 3, 1, 0)),
+        ("pool_1", _HALVED),
+    )
     last = from_layer
     for name, settings in stem:
         if "pool" in settings:
@@ -510,28 +587,52 @@ def InceptionV3Body(net: NetSpec, from_layer: str, output_pred: bool = False, **
             ConvBNLayer(net, last, name, use_bn=True, use_relu=True, use_scale=False, **settings, **bn_param)
         last = name
     for number in range(3):
-        last = _add_mixed(net, last, f"mixed_{number}" if number else "mixed", {
-            "": _tower(_conv(64)),
-            "/tower": _tower(_conv(48), _conv(64, 5)),
-            "/tower_1": _tower(_conv(64), _conv(96, 3), _conv(96, 3)),
-            "/tower_2": _tower(_conv(64 if number else 32), pool=_AVERAGE),
-        }, bn_param)  # fmt: skip
-    last = _add_reduction(net, last, "mixed_3", {
-        "": _tower(_conv(384, 3, 2, 0)),
-        "/tower": _tower(_conv(64), _conv(96, 3), _conv(96, 3, 2, 0)),
-    }, bn_param)  # fmt: skip
+        last = _add_mixed(
+            net,
+            last,
+            f"mixed_{number}" if number else "mixed",
+            {
+                "": _tower(_conv(64)),
+                "/tower": _tower(_conv(48), _conv(64, 5)),
+                "/tower_1": _tower(_conv(64), _conv(96, 3), _conv(96, 3)),
+                "/tower_2": _tower(_conv(64 if number else 32), pool=_AVERAGE),
+            },
+            bn_param,
+        )
+    last = _add_reduction(
+        net,
+        last,
+        "mixed_3",
+        {
+            "": _tower(_conv(384, 3, 2, 0)),
+            "/tower": _tower(_conv(64), _conv(96, 3), _conv(96, 3, 2, 0)),
+        },
+        bn_param,
+    )
     for number, width in ((4, 128), (5, 160), (6, 160), (7, 192)):
         row, column = _conv(width, [1, 7]), _conv(width, [7, 1])
-        last = _add_mixed(net, last, f"mixed_{number}", {
-            "": _tower(_conv(192)),
-            "/tower": _tower(_conv(width), row, _conv(192, [7, 1])),
-            "/tower_1": _tower(_conv(width), column, row, column, _conv(192, [1, 7])),
-            "/tower_2": _tower(_conv(192), pool=_AVERAGE),
-        }, bn_param)  # fmt: skip
-    last = _add_reduction(net, last, "mixed_8", {
-        "/tower": _tower(_conv(192), _conv(320, 3, 2, 0)),
-        "/tower_1": _tower(_conv(192), _conv(192, [1, 7]), _conv(192, [7, 1]), _conv(192, 3, 2, 0)),
-    }, bn_param)  # fmt: skip
+        last = _add_mixed(
+            net,
+            last,
+            f"mixed_{number}",
+            {
+                "": _tower(_conv(192)),
+                "/tower": _tower(_conv(width), row, _conv(192, [7, 1])),
+                "/tower_1": _tower(_conv(width), column, row, column, _conv(192, [1, 7])),
+                "/tower_2": _tower(_conv(192), pool=_AVERAGE),
+            },
+            bn_param,
+        )
+    last = _add_reduction(
+        net,
+        last,
+        "mixed_8",
+        {
+            "/tower": _tower(_conv(192), _conv(320, 3, 2, 0)),
+            "/tower_1": _tower(_conv(192), _conv(192, [1, 7]), _conv(192, [7, 1]), _conv(192, 3, 2, 0)),
+        },
+        bn_param,
+    )
     for number, pool in ((9, params.Pooling.AVE), (10, params.Pooling.MAX)):
         name = f"mixed_{number}"
         tops = [InceptionTower(net, last, name, _tower(_conv(320)), **bn_param)]
@@ -575,15 +676,34 @@ def _image_size(height: int, width: int) -> Settings:
     return {"img_size": height} if height == width else {"img_h": height, "img_w": width}
 
 
-def CreateMultiBoxHead(  # noqa: PLR0913 -- SSD's signature
-    net: NetSpec, data_layer: str = "data", num_classes: int = 0, from_layers: Sequence[str] = (),
-    use_objectness: bool = False, normalizations: Sequence[float] = (), use_batchnorm: bool = True,
-    lr_mult: float = 1, use_scale: bool = True, min_sizes: Sequence[Any] = (), max_sizes: Sequence[Any] = (),
-    prior_variance: Sequence[float] = (0.1,), aspect_ratios: Sequence[Any] = (), steps: Sequence[Any] = (),
-    img_height: int = 0, img_width: int = 0, share_location: bool = True, flip: bool = True, clip: bool = True,
-    offset: float = 0.5, inter_layer_depth: Sequence[int] = (), kernel_size: int = 1, pad: int = 0,
-    conf_postfix: str = "", loc_postfix: str = "", **bn_param: Any,
-) -> list[Any]:  # fmt: skip
+def CreateMultiBoxHead(
+    net: NetSpec,
+    data_layer: str = "data",
+    num_classes: int = 0,
+    from_layers: Sequence[str] = (),
+    use_objectness: bool = False,
+    normalizations: Sequence[float] = (),
+    use_batchnorm: bool = True,
+    lr_mult: float = 1,
+    use_scale: bool = True,
+    min_sizes: Sequence[Any] = (),
+    max_sizes: Sequence[Any] = (),
+    prior_variance: Sequence[float] = (0.1,),
+    aspect_ratios: Sequence[Any] = (),
+    steps: Sequence[Any] = (),
+    img_height: int = 0,
+    img_width: int = 0,
+    share_location: bool = True,
+    flip: bool = True,
+    clip: bool = True,
+    offset: float = 0.5,
+    inter_layer_depth: Sequence[int] = (),
+    kernel_size: int = 1,
+    pad: int = 0,
+    conf_postfix: str = "",
+    loc_postfix: str = "",
+    **bn_param: Any,
+) -> list[Any]:
     """Add SSD's predictions on feature maps, and return the tops mbox_loc, mbox_conf, mbox_priorbox (mbox_objectness).
 
     Args:
@@ -616,8 +736,14 @@ def CreateMultiBoxHead(  # noqa: PLR0913 -- SSD's signature
     """
     if num_classes < 1:
         raise ValueError("give num_classes, with the background")
-    lists = {"normalizations": normalizations, "min_sizes": min_sizes, "max_sizes": max_sizes, "steps": steps,
-             "aspect_ratios": aspect_ratios, "inter_layer_depth": inter_layer_depth}  # fmt: skip
+    lists = {
+        "normalizations": normalizations,
+        "min_sizes": min_sizes,
+        "max_sizes": max_sizes,
+        "steps": steps,
+        "aspect_ratios": aspect_ratios,
+        "inter_layer_depth": inter_layer_depth,
+    }
     _check_lists(from_layers, lists)
     _check(net, data_layer)
 
@@ -645,9 +771,15 @@ def CreateMultiBoxHead(  # noqa: PLR0913 -- SSD's signature
         if inter_layer_depth and inter_layer_depth[i] > 0:
             settings: dict[str, Any] = {"num_output": inter_layer_depth[i], "kernel_size": 3, "pad": 1, "stride": 1}
             ConvBNLayer(
-                net, bottom, f"{bottom}_inter", use_bn=use_batchnorm, use_relu=True, lr_mult=lr_mult, **settings,
+                net,
+                bottom,
+                f"{bottom}_inter",
+                use_bn=use_batchnorm,
+                use_relu=True,
+                lr_mult=lr_mult,
+                **settings,
                 **bn_param,
-            )  # fmt: skip
+            )
             bottom = f"{bottom}_inter"
         sizes, largest, ratios = (_listed(values, i) for values in (min_sizes, max_sizes, aspect_ratios))
         count = len(sizes) * (1 + bool(largest) + len(ratios) * (1 + flip))
@@ -659,9 +791,14 @@ def CreateMultiBoxHead(  # noqa: PLR0913 -- SSD's signature
             priors["flip"] = flip
         given_settings = {name: value for name, value in priors.items() if value or name == "flip"}
         net[f"{bottom}_mbox_priorbox"] = layers.PriorBox(
-            net[bottom], net[data_layer], clip=clip, variance=list(prior_variance), offset=offset, **given_settings,
+            net[bottom],
+            net[data_layer],
+            clip=clip,
+            variance=list(prior_variance),
+            offset=offset,
+            **given_settings,
             **_image_size(img_height, img_width),
-        )  # fmt: skip
+        )
         parts["priorbox"].append(net[f"{bottom}_mbox_priorbox"])
         if use_objectness:
             parts["objectness"].append(predict(bottom, f"{bottom}_mbox_objectness", 2 * count))

@@ -204,9 +204,12 @@ class Net:
         path, hidden = self._inference, self._inference.hidden
         seen = BlobHooks(reshaped=self._reshape_before_forward, original=self._original, given_original=path.hold)
         unseen = replace(
-            seen, before_data=path.look_at_values, before_shape=path.look_at_shape, before_all=path.stop,
+            seen,
+            before_data=path.look_at_values,
+            before_shape=path.look_at_shape,
+            before_all=path.stop,
             given=path.hold,
-        )  # fmt: skip
+        )
         return OrderedDict(
             (name, Blob(top, self.device, replace(unseen if top in hidden else seen, before_diff=self._diff_use(top))))
             for name, top in self._tops.items()

@@ -386,11 +386,7 @@ class NCCL:
 
 
 def _address(uid: bytes) -> str:
-    """Return the rendezvous file.
-
-    Raises:
-        UserError: the uid is not from `NCCL.new_uid`.
-    """
+    """Return the rendezvous file."""
     path = Path(os.fsdecode(uid)) if isinstance(uid, bytes) else Path()
     if not path.is_absolute() or not path.name.startswith(_PREFIX):
         raise UserError("NCCL needs the uid that caffe.NCCL.new_uid() gave the program that started the processes")

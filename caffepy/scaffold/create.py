@@ -135,13 +135,6 @@ def adapt_solver(
     """Set the lengths and the rate of a model's solver for another data set.
 
     The rate is in proportion to the batch. Steps of the rate stay at the same part of the training.
-
-    Args:
-        solver: the model's solver.
-        batch: batch of the model in training.
-        images: batch in training, number of training images, and number of test iterations.
-        epochs: passes through the training images.
-        finetuned: training begins from weights; the rate of a classifier is then a tenth.
     """
     own_batch, count, test_iterations = images
     epoch = max(1, math.ceil(count / (own_batch * max(solver.iter_size, 1))))
@@ -165,9 +158,21 @@ def adapt_solver(
 # -- the folder ----------------------------------------------------------------------------------------
 
 CLASSIFIERS = (
-    "alexnet", "caffenet", "cifar10", "densenet121", "googlenet", "inception_v3", "lenet", "mobilenet", "resnet152",
-    "resnet18", "resnet50", "squeezenet", "vgg16", "vgg19",
-)  # fmt: skip
+    "alexnet",
+    "caffenet",
+    "cifar10",
+    "densenet121",
+    "googlenet",
+    "inception_v3",
+    "lenet",
+    "mobilenet",
+    "resnet152",
+    "resnet18",
+    "resnet50",
+    "squeezenet",
+    "vgg16",
+    "vgg19",
+)
 DETECTORS = ("mobilenet_ssd", "ssd300")
 _FILES = {
     "lenet": ("train_test", "solver", "deploy"),
@@ -283,11 +288,7 @@ def create_project(project: Project) -> Created:
 
 
 def _check_target(project: Project, mean_file: str) -> None:
-    """Create the folder to write.
-
-    Raises:
-        ConfigError: the data set is not there, or the folder cannot be created or has files that would be replaced.
-    """
+    """Create the folder to write."""
     if not project.data.is_dir():
         raise ConfigError(f"--data {project.data}: is not a folder")
     if project.to.resolve().is_relative_to(project.data.resolve()):
@@ -321,11 +322,7 @@ def _read_data(project: Project) -> DataSet:
 
 
 def _check_classes(project: Project, names: list[str]) -> None:
-    """Check that there are classes, and that each name is a line of labels.txt.
-
-    Raises:
-        DataError: there is no class, or a name is empty or has a control character.
-    """
+    """Check that there are classes, and that each name is a line of labels.txt."""
     if not names:
         raise DataError(f"--data {project.data}: has no classes; add objects with names to the annotations")
     bad = next((name for name in names if not name.strip() or name != printable(name)), None)
@@ -362,11 +359,7 @@ def _write_databases(project: Project, data: DataSet, shown: caffe_pb2.LayerPara
 
 
 def _report_boxes(listing: Path, check: BoxCheck, classes: list[str], training: bool) -> None:
-    """Log the boxes that are left out, and the classes without boxes.
-
-    Raises:
-        DataError: no box is left for training.
-    """
+    """Log the boxes that are left out, and the classes without boxes."""
     for fault, count in sorted(Counter(fault for fault, _ in check.left_out).items()):
         places = sorted(where for other, where in check.left_out if other == fault)
         others = f" and {count - _NAMED} others" if count > _NAMED else ""
@@ -385,9 +378,12 @@ def _image_options(shown: caffe_pb2.LayerParameter, encoded: bool) -> ImageOptio
     _, channels, height, width = shown.input_param.shape[0].dim
     size = shown.image_data_param
     return ImageOptions(
-        gray=channels == 1, resize_height=size.new_height or height, resize_width=size.new_width or width,
-        encoded=encoded, encode_type="jpg" if encoded else "",
-    )  # fmt: skip
+        gray=channels == 1,
+        resize_height=size.new_height or height,
+        resize_width=size.new_width or width,
+        encoded=encoded,
+        encode_type="jpg" if encoded else "",
+    )
 
 
 def _set_lengths(

@@ -145,12 +145,6 @@ def voc_data_set(folder: Path, classes: list[str] | None, share: float, seed: in
     Lists of ImageSets/Main decide on the division: train.txt and val.txt, else trainval.txt and test.txt; otherwise
     images are divided at random.
 
-    Args:
-        folder: the folder.
-        classes: the classes in the order of their labels; None: the annotations' in alphabetical order.
-        share: the part of the images for validation.
-        seed: seed of the division.
-
     Raises:
         DataError: an image or annotation is missing, or there are no classes.
     """
@@ -204,13 +198,6 @@ def coco_data_set(folder: Path, classes: list[str] | None, share: float, seed: i
 
     A file whose name contains "train" and one whose name contains "val" decide on the division; a single file is
     divided at random. Images lie in the folder, in its `images`, or in the folder of the set (`train2017`).
-
-    Args:
-        folder: the folder.
-        classes: the classes in the order of their labels; None: those of the files, by category id.
-        share: the part of the images for validation.
-        seed: seed of the division.
-        target: the folder for the annotation files.
 
     Raises:
         DataError: a file is not COCO's, or an image is missing.
@@ -273,11 +260,7 @@ class _CocoFile:
             raise DataError(f"'{path}': {often} images have the id {twice!r}; give each image another id")
 
     def add_categories(self, categories: dict[int, str]) -> None:
-        """Add the file's categories to those of another file.
-
-        Raises:
-            DataError: an id has another name there.
-        """
+        """Add the file's categories to those of another file."""
         for key, name in self._categories.items():
             if categories.setdefault(key, name) != name:
                 raise DataError(
@@ -286,12 +269,7 @@ class _CocoFile:
                 )
 
     def entries(self, categories: set[str], target: Path) -> list[ListEntry]:
-        """Return the images, with an annotation file each; boxes of other categories are left out.
-
-        Raises:
-            DataError: an image is missing, or its name leads out of the data set's folder.
-            RunError: a file cannot be written.
-        """
+        """Return the images, with an annotation file each; boxes of other categories are left out."""
         target.mkdir(exist_ok=True)
         known = set(map(str, self._categories))
         unlisted, unknown, entries = 0, Counter[str](), []
@@ -316,23 +294,23 @@ class _CocoFile:
         if unknown:
             logger.warning(
                 "%s: %d boxes are left out: the file has no category %s",
-                self.path, unknown.total(), _some([repr(category) for category in unknown]),
-            )  # fmt: skip
+                self.path,
+                unknown.total(),
+                _some([repr(category) for category in unknown]),
+            )
         if self._boxes:
             logger.warning(
                 "%s: %d boxes are left out: the file has no image with the id %s",
-                self.path, sum(map(len, self._boxes.values())), _some([repr(key) for key in self._boxes]),
-            )  # fmt: skip
+                self.path,
+                sum(map(len, self._boxes.values())),
+                _some([repr(key) for key in self._boxes]),
+            )
         if not entries:
             raise DataError(f"'{self.path}' names no images")
         return entries
 
     def _find(self, name: str) -> str:
-        """Return the path of an image; links in the data set's folder are followed, as they are the user's.
-
-        Raises:
-            DataError: it is missing, or its name leads out of the data set's folder.
-        """
+        """Return the path of an image; links in the data set's folder are followed, as they are the user's."""
         word, outside = self.path.stem.removeprefix("instances_"), False
         folders = ["images/" + word, word, "images", ""]
         for folder in folders:

@@ -73,17 +73,7 @@ def simulate(
     contention: float = 0.0,
     update: float = 0.0,
 ) -> Timeline:
-    """Simulate one iteration.
-
-    Args:
-        before: time before the backward pass whose gradients are reduced: data, forward, earlier passes.
-        backward: times of the backward steps in order.
-        buckets: the buckets in the order of completion.
-        overlap: reduce during the backward pass; else after it.
-        contention: share of the device that an all-reduce takes from computation: 0 none (GPUs), 1 all (MPI on a single
-            core).
-        update: time of the update of all parameters.
-    """
+    """Simulate one iteration."""
     assert 0 <= contention <= 1 and all(0 <= bucket.last < len(backward) for bucket in buckets)
     work = [before, *backward, update]
     device = _Device(
@@ -158,15 +148,7 @@ GRADIENT_BYTES = 4
 
 
 def cut_into_buckets(gradients: Sequence[tuple[int, int]], threshold: float) -> list[tuple[int, int]]:
-    """Divide gradients, in the order of completion, into buckets of at least `threshold` bytes.
-
-    Args:
-        gradients: for each the backward step that completes it, and its bytes.
-        threshold: bytes; 0: one bucket per gradient.
-
-    Returns:
-        For each bucket the step that completes it, and its bytes.
-    """
+    """Divide gradients, in the order of completion, into buckets of at least `threshold` bytes."""
     buckets, size = [], 0
     for step, finished in gradients:
         size += finished

@@ -276,8 +276,21 @@ def read_subject(path: Path, batch: int | None = None, shape: Sequence[int] | No
         net = with_batch(net, batch)
     if shape is not None:
         net = without_data(net, {layer.top[0]: shape for layer in net.layer if layer.top and not layer.bottom})
-    for field in ("net", "train_net", "train_net_param", "net_param", "test_net", "test_net_param", "test_iter",
-                  "test_state", "test_interval", "test_initialization", "display", "snapshot", "weights"):  # fmt: skip
+    for field in (
+        "net",
+        "train_net",
+        "train_net_param",
+        "net_param",
+        "test_net",
+        "test_net_param",
+        "test_iter",
+        "test_state",
+        "test_interval",
+        "test_initialization",
+        "display",
+        "snapshot",
+        "weights",
+    ):
         param.ClearField(field)
     param.net_param.CopyFrom(net)
     param.test_initialization = param.snapshot_after_train = param.debug_info = False
@@ -413,10 +426,18 @@ def _profile(
     solver = subject.solver
     layers = [LayerProfile(node.layer.name, *pair) for node, pair in zip(net.schedule, times, strict=True)]
     return Profile(
-        net.name, device.description, device.is_cpu, net.batch_size() * solver.iter_size, solver.iter_size,
-        iteration_ms, update_ms, bucket_count(solver.net_param), solver.layer_wise_reduce,
-        tuple(layers), gradients_of(net),
-    ).fitted()  # fmt: skip
+        net.name,
+        device.description,
+        device.is_cpu,
+        net.batch_size() * solver.iter_size,
+        solver.iter_size,
+        iteration_ms,
+        update_ms,
+        bucket_count(solver.net_param),
+        solver.layer_wise_reduce,
+        tuple(layers),
+        gradients_of(net),
+    ).fitted()
 
 
 def gradients_of(net: Net) -> tuple[Gradient, ...]:

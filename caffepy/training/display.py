@@ -216,8 +216,13 @@ class Display:
         rate, seconds = self._clock.lap(iteration)
         self._log(
             "Iteration %d (%.6g iter/s, %.6gs/%d %s, loss = %.6g",
-            iteration, rate, seconds, self._param.display, self._unit(iteration, epochs), values[0],
-        )  # fmt: skip
+            iteration,
+            rate,
+            seconds,
+            self._param.display,
+            self._unit(iteration, epochs),
+            values[0],
+        )
         self.shown = DisplayedValues(iteration, float(values[0]), by_name(self._net, values[1:]))
         for line in output_lines(self._net, values[1:]):
             self._log("    Train net output #%s", line)
@@ -252,8 +257,13 @@ class Display:
         scale = float(self._net.backend.to_host(self._guard.loss_scale))
         self._log(
             "Iteration %d, lr = %.6g, m = %.6g, lrm = %.6g, wd = %.6g, gs = %.6g",
-            iteration, rate, momentum, amounts_to, weight_decay, scale,
-        )  # fmt: skip
+            iteration,
+            rate,
+            momentum,
+            amounts_to,
+            weight_decay,
+            scale,
+        )
 
     def show_clipping(self) -> None:
         """What clipping did to the last gradients, if anything."""
@@ -262,8 +272,10 @@ class Display:
             limit = self._param.clip_gradients
             self._log(
                 "Gradient clipping: scaling down gradients (L2 norm %.6g > %.6g) by scale factor %.6g",
-                norm, limit, limit / norm,
-            )  # fmt: skip
+                norm,
+                limit,
+                limit / norm,
+            )
 
     def show_skipped(self, iteration: int) -> None:
         """``Iteration 100, 2 updates skipped since the last display, ...``, if there were any."""
@@ -271,8 +283,10 @@ class Display:
         if count:
             self._log(
                 "Iteration %d, %d update%s skipped since the last display, because gradients were not finite",
-                iteration, count, "s" * (count > 1),
-            )  # fmt: skip
+                iteration,
+                count,
+                "s" * (count > 1),
+            )
 
 
 def output_lines(net: Net, values: np.ndarray) -> Iterator[str]:

@@ -150,15 +150,7 @@ def gather_rows(
 
 
 def average_precision(scores: Numbers, hits: Numbers, objects: int, version: str) -> float:
-    """The average precision of one class, as Caffe's `ComputeAP` (`bbox_util.cpp`) computes it in float32.
-
-    Args:
-        scores: of the detections; of equal ones the first counts as higher.
-        hits: whether each is a hit.
-        objects: how many there are to be found; 0 gives 0.
-        version: of `ap_version`: "11point" (VOC 2007), "101point" (COCO, in Cascade R-CNN's Caffe),
-            "MaxIntegral" (VOC 2012, ILSVRC), or "Integral".
-    """
+    """The average precision of one class, as Caffe's `ComputeAP` (`bbox_util.cpp`) computes it in float32."""
     if not len(scores) or not objects:
         return 0.0
     order = np.argsort(-np.asarray(scores, np.float32), kind="stable")
@@ -169,11 +161,9 @@ def average_precision(scores: Numbers, hits: Numbers, objects: int, version: str
 
 
 def _points(steps: int, precision: Numbers, recall: Numbers) -> float:
-    """The mean of the best precisions at recalls of at least 0, 1 / steps, ... 1.
-
-    Caffe goes down from 1 and looks at each detection only until it has passed a point, so that a point may miss a
-    better precision at a larger recall; the loop is Caffe's.
-    """
+    """The mean of the best precisions at recalls of at least 0, 1 / steps, ... 1."""
+    # Caffe goes down from 1 and looks at each detection only until it has passed a point, so that a point may miss a
+    # better precision at a larger recall; the loop is Caffe's.
     best = np.zeros(steps + 1, np.float32)
     end = len(recall)
     for point in range(steps, -1, -1):
@@ -299,12 +289,10 @@ class Evaluator:
         executor.parameters_changed()
 
     def _capture_together(self, executor: ForwardExecutor) -> None:
-        """Capture the test net's passes on all devices before any of them goes on, or on none.
-
-        Making a graph allocates device memory, which can wait for all work of the process on any device: a collective
-        that another device's solver launches meanwhile could then wait for ever. A device that trains alone captures at
-        the first pass.
-        """
+        """Capture the test net's passes on all devices before any of them goes on, or on none."""
+        # Making a graph allocates device memory, which can wait for all work of the process on any device: a collective
+        # that another device's solver launches meanwhile could then wait for ever. A device that trains alone
+        # captures at the first pass.
         if self._callback.world_size == 1 or not executor.wanted:
             return
         executor.capture()

@@ -104,20 +104,14 @@ class GraphExecutor:
         self._log("Iterations are not captured into graphs: %s", problem or "another device cannot capture them")
 
     def _all_captured(self, done: bool) -> bool:
-        """Wait until all devices have captured; whether all could. Nothing is launched before that.
-
-        Making a graph allocates device memory, which can wait for all work of the process on any device, a launched
-        all-reduce with this device included. And NCCL requires that all devices or none capture an all-reduce, and that
-        graphs which were captured together are launched together.
-        """
+        """Wait until all devices have captured; whether all could. Nothing is launched before that."""
+        # Making a graph allocates device memory, which can wait for all work of the process on any device, a launched
+        # all-reduce with this device included. And NCCL requires that all devices or none capture an all-reduce, and
+        # that graphs which were captured together are launched together.
         return self._callback.min_over_devices(float(done), "the capture of all devices' graphs") > 0
 
     def _captured(self, tracing: AbstractContextManager[None]) -> GraphSegments:
-        """Graphs of an iteration, captured within `tracing`.
-
-        Raises:
-            RunError: something cannot be captured.
-        """
+        """Graphs of an iteration, captured within `tracing`."""
         segments, passes = GraphSegments(self._backend, self._all_segments()), self._net.context.passes
         number = passes.number
         try:
@@ -187,11 +181,9 @@ class GraphExecutor:
         return True
 
     def _data_changed(self, passes: range) -> bool:
-        """Whether the data of these passes, which were fed, have another shape or dtype on any of the devices.
-
-        The devices exchange that only for passes whose data are not known yet: a block of images has one shape and
-        dtype in all its passes.
-        """
+        """Whether the data of these passes, which were fed, have another shape or dtype on any of the devices."""
+        # The devices exchange that only for passes whose data are not known yet: a block of images has one shape and
+        # dtype in all its passes.
         net, callback = self._net, self._callback
         changed = net.shapes_changed()
         if callback.world_size == 1:

@@ -72,8 +72,12 @@ class TrainOptions:
         [],
         "set a field of the solver or, with net. before it, of the net, as its prototxt would: base_lr=0.01, "
         "net.layer[conv1].convolution_param.num_output=64; may be given several times",
-        parse=assignment, metavar="FIELD=VALUE", group=_CONFIGURE, per_rank=True, repeatable=True,
-    )  # fmt: skip
+        parse=assignment,
+        metavar="FIELD=VALUE",
+        group=_CONFIGURE,
+        per_rank=True,
+        repeatable=True,
+    )
     max_iter: int | None = option(
         None, "max_iter instead of the solver's", parse=natural, metavar="N", group=_CONFIGURE, per_rank=True
     )
@@ -83,47 +87,65 @@ class TrainOptions:
     dtype: str | None = option(
         None,
         "precision of layers that do not give their own: the net's default_forward_type and default_backward_type",
-        choices=DTYPES, group=_CONFIGURE, per_rank=True,
-    )  # fmt: skip
+        choices=DTYPES,
+        group=_CONFIGURE,
+        per_rank=True,
+    )
     snapshot: Path | None = option(
         None,
         ".solverstate to resume from, or 'auto' for the newest whole one; rank 0 reads it",
-        parse=snapshot_name, metavar="FILE", group=_START, per_rank=True,
-    )  # fmt: skip
+        parse=snapshot_name,
+        metavar="FILE",
+        group=_START,
+        per_rank=True,
+    )
     weights: list[Path] = option(
         [],
         ".caffemodel files to start from, with commas, later ones over earlier ones; rank 0 reads them",
-        parse=file_list, metavar="LIST", group=_START, per_rank=True,
-    )  # fmt: skip
+        parse=file_list,
+        metavar="LIST",
+        group=_START,
+        per_rank=True,
+    )
     devices: list[int] | None = option(
         None,
         "GPUs to use: 0 or 0,1,2,3 or 'all', which ranks of one host divide (default: what the solver's solver_mode "
         "says)",
-        flags=("--gpu", "--gpus"), parse=gpu_list, metavar="LIST", group=_DEVICES, per_rank=True,
-    )  # fmt: skip
+        flags=("--gpu", "--gpus"),
+        parse=gpu_list,
+        metavar="LIST",
+        group=_DEVICES,
+        per_rank=True,
+    )
     threads: int | None = option(
         None,
         "CPU threads a solver may use (default: all it can get)",
-        parse=positive, metavar="N", group=_DEVICES, per_rank=True,
-    )  # fmt: skip
+        parse=positive,
+        metavar="N",
+        group=_DEVICES,
+        per_rank=True,
+    )
     math: str = option(
         "tf32",
         "how GPUs multiply in FLOAT: on tensor cores, factors rounded to 10 bits (tf32), or fully (fp32)",
-        choices=MATH_MODES, group=_DEVICES,
-    )  # fmt: skip
+        choices=MATH_MODES,
+        group=_DEVICES,
+    )
     cpu_solvers: int = option(1, "solver threads of a CPU process", parse=positive, metavar="N", group=_DEVICES)
     batch: str = option(
         "per-rank",
         "batch_size is divided among a rank's devices, as in NVIDIA Caffe (per-rank), or is each device's, as in BVLC "
         "Caffe (per-device)",
-        choices=("per-rank", "per-device"), group=_DEVICES,
-    )  # fmt: skip
+        choices=("per-rank", "per-device"),
+        group=_DEVICES,
+    )
     sync_bn: bool = option(False, "BatchNorm takes its statistics from all devices' batches together", group=_DEVICES)
     compression: str = option(
         "none",
         "send gradients as float16 or bfloat16: half the bytes, for networks that are slow",
-        choices=("none", "fp16", "bf16"), group=_DEVICES,
-    )  # fmt: skip
+        choices=("none", "fp16", "bf16"),
+        group=_DEVICES,
+    )
     engine: ExecutionOptions = field(default_factory=ExecutionOptions)
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
     overwrite: bool = option(
@@ -136,56 +158,80 @@ class TrainOptions:
         False,
         "build the nets, read the first batch, make one iteration and a short test, check memory and the snapshots' "
         "folder, and stop without writing anything",
-        flags=("--check",), group=_TRIALS,
-    )  # fmt: skip
+        flags=("--check",),
+        group=_TRIALS,
+    )
     lr_find: Path | None = option(
         None,
         "instead of training: raise the learning rate from 1e-6 to 10 in 200 or --max-iter iterations and draw the "
         "loss over it to FILE.png, .svg or .pdf",
-        parse=file_name, metavar="FILE", group=_TRIALS, per_rank=True,
-    )  # fmt: skip
+        parse=file_name,
+        metavar="FILE",
+        group=_TRIALS,
+        per_rank=True,
+    )
     ema: float = option(
         0.0,
         "average the parameters over iterations with this decay, such as 0.9999; tests score the average, and each "
         "snapshot has it as PREFIX_iter_N.ema.caffemodel",
-        parse=decay, metavar="DECAY", group=_TRIALS,
-    )  # fmt: skip
+        parse=decay,
+        metavar="DECAY",
+        group=_TRIALS,
+    )
     early_stop: str | None = option(
         None,
         "stop when SCORE, an output of a test net or 'loss', has not become better in PATIENCE tests in a row",
-        parse=score_and_patience, metavar="SCORE:PATIENCE", group=_TRIALS,
-    )  # fmt: skip
+        parse=score_and_patience,
+        metavar="SCORE:PATIENCE",
+        group=_TRIALS,
+    )
     overfit_batches: int = option(
         0,
         "train on the first N batches over and over: a net that can learn reaches a loss near 0",
-        parse=positive, metavar="N", group=_TRIALS,
-    )  # fmt: skip
+        parse=positive,
+        metavar="N",
+        group=_TRIALS,
+    )
     loggers: list[Any] = option(
         [],
         "write losses, scores, rates and speed at each display and test: csv:FILE, jsonl:FILE, tensorboard:DIR, "
         "wandb:PROJECT, mlflow:URI, divided by commas; in Python also objects",
-        flags=("--log",), parse=logger_list, metavar="LIST", group=_TRACE, per_rank=True,
-    )  # fmt: skip
+        flags=("--log",),
+        parse=logger_list,
+        metavar="LIST",
+        group=_TRACE,
+        per_rank=True,
+    )
     log_histograms: int = option(
         0,
         "with --log: histograms of parameters and gradients every N iterations",
-        parse=positive, metavar="N", group=_TRACE,
-    )  # fmt: skip
+        parse=positive,
+        metavar="N",
+        group=_TRACE,
+    )
     trace: Path | None = option(
         None,
         "write a timeline of all devices, for https://ui.perfetto.dev",
-        parse=file_name, metavar="FILE", group=_TRACE, per_rank=True,
-    )  # fmt: skip
+        parse=file_name,
+        metavar="FILE",
+        group=_TRACE,
+        per_rank=True,
+    )
     trace_iterations: range | None = option(
         None,
         "iterations of the timeline, the last not included (default: ten, after the first five)",
-        parse=iteration_range, metavar="A:B", group=_TRACE,
-    )  # fmt: skip
+        parse=iteration_range,
+        metavar="A:B",
+        group=_TRACE,
+    )
     single_rate: float | None = option(
         None,
         "images a second of one device alone, for the report's scaling (default: estimated without the waits)",
-        parse=positive_number, metavar="IMG_S", group=_TRACE, per_rank=True,
-    )  # fmt: skip
+        parse=positive_number,
+        metavar="IMG_S",
+        group=_TRACE,
+        per_rank=True,
+    )
     level: int | None = option(None, "the net's level, for include and exclude rules", parse=level, metavar="N")
     stage: list[str] = option([], "the net's stages, divided by commas", parse=name_list, metavar="LIST")
     sigint_effect: str = option("stop", "what SIGINT does", choices=_SIGNAL_EFFECTS, group=_SIGNALS, per_rank=True)
@@ -194,14 +240,18 @@ class TrainOptions:
     check_replicas: int = option(
         0,
         "compare the parameters of all devices every N iterations, not only at each snapshot",
-        parse=positive, metavar="N", group=_LIMITS,
-    )  # fmt: skip
+        parse=positive,
+        metavar="N",
+        group=_LIMITS,
+    )
     keep_going: bool = option(False, "go on when the loss is not finite", group=_LIMITS)
     max_skipped: int = option(
         MAX_SKIPPED,
         "updates skipped in a row, because gradients are not finite, that end training",
-        parse=positive, metavar="N", group=_LIMITS,
-    )  # fmt: skip
+        parse=positive,
+        metavar="N",
+        group=_LIMITS,
+    )
     timeout: float = option(
         TIMEOUT, "longest wait for another device or rank", parse=positive_seconds, metavar="SECONDS", group=_LIMITS
     )

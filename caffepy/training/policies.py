@@ -132,13 +132,7 @@ class StepEarly:
     tests: int = 0
 
     def next_step(self, score: float, step: int, patience: int) -> int:
-        """The number of steps taken after a test, of which each multiplies the rate by gamma.
-
-        Args:
-            score: the first score of the first test net.
-            step: steps taken so far.
-            patience: `stepearly`: the tests without a larger score that a step waits for.
-        """
+        """The number of steps taken after a test, of which each multiplies the rate by gamma."""
         if score > self.best:
             self.best, self.tests = score, 0
             return step
@@ -170,14 +164,7 @@ class Plateau:
     last_event: int = 0
 
     def next_step(self, iteration: int, loss: float | None, step: int, windows: Sequence[int]) -> int:
-        """The number of steps taken, of which each multiplies the rate by gamma.
-
-        Args:
-            iteration: updates made so far.
-            loss: the last iteration's averaged loss over all devices; None before the first one.
-            step: steps taken so far.
-            windows: `plateau_winsize`: the iterations without a smaller loss that each step waits for.
-        """
+        """The number of steps taken, of which each multiplies the rate by gamma."""
         if loss is not None and loss < self.minimum_loss:
             self.minimum_loss, self.last_event = loss, iteration
         if step < len(windows) and iteration >= self.last_event + windows[step]:

@@ -109,11 +109,7 @@ def first_launch_time() -> float | None:
 
 
 def _launched_with(name: str) -> float:
-    """Return a number that `caffepy launch` sets in the environment; 0 if unset.
-
-    Raises:
-        ConfigError: the value is not a number.
-    """
+    """Return a number that `caffepy launch` sets in the environment; 0 if unset."""
     try:
         number = float(os.environ.get(name, "0"))
     except ValueError:

@@ -143,8 +143,9 @@ class SnapshotRetention:
             log.warning(
                 "%s is the newest of the snapshots that have the prefix %s already; this training does not go on from "
                 "it (--snapshot auto takes the newest whole one) and replaces those of the same iterations",
-                earlier[0], prefix,
-            )  # fmt: skip
+                earlier[0],
+                prefix,
+            )
         removed = [weights_beside(path) for path in earlier] if self._keep.keep_last or self._keep.keep_best else []
         for path in stored_weights(prefix):
             iteration = iteration_of(path)

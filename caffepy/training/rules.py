@@ -99,9 +99,16 @@ def sgd_update(
 
 @expression
 def sgd_decoupled_update(
-    data: Each, diff: Each, history: Each, lr_mult: Channel, decay_mult: Channel,
-    scale: Scalar, l2: Scalar, rate: Scalar, momentum: Scalar,
-) -> tuple[Each, Each]:  # fmt: skip
+    data: Each,
+    diff: Each,
+    history: Each,
+    lr_mult: Channel,
+    decay_mult: Channel,
+    scale: Scalar,
+    l2: Scalar,
+    rate: Scalar,
+    momentum: Scalar,
+) -> tuple[Each, Each]:
     step = rate * lr_mult * scale * diff + momentum * history
     change = step + rate * lr_mult * decay_mult * l2 * data
     return data - change, step
@@ -109,9 +116,19 @@ def sgd_decoupled_update(
 
 @expression
 def sgd_larc_rate(
-    data2: Each, gradient2: Each, history2: Each, product: Each, correlation: Each, lr_mult: Each,
-    rate: Scalar, momentum: Scalar, turbo: Scalar, eta: Scalar, clip: Scalar, found_inf: Scalar,
-) -> tuple[Each, Each]:  # fmt: skip
+    data2: Each,
+    gradient2: Each,
+    history2: Each,
+    product: Each,
+    correlation: Each,
+    lr_mult: Each,
+    rate: Scalar,
+    momentum: Scalar,
+    turbo: Scalar,
+    eta: Scalar,
+    clip: Scalar,
+    found_inf: Scalar,
+) -> tuple[Each, Each]:
     both = data2 > 0 and gradient2 > 0
     trust = (1 - momentum) * eta * sqrt(data2) / sqrt(gradient2) if both else 1.0
     cosine = product / (sqrt(gradient2) * sqrt(history2)) if gradient2 > 0 and history2 > 0 else 0.0
@@ -124,9 +141,19 @@ def sgd_larc_rate(
 
 @expression
 def lars_rate(
-    data2: Each, gradient2: Each, history2: Each, product: Each, correlation: Each, lr_mult: Each,
-    rate: Scalar, momentum: Scalar, turbo: Scalar, ratio: Scalar, decay: Scalar, found_inf: Scalar,
-) -> tuple[Each, Each]:  # fmt: skip
+    data2: Each,
+    gradient2: Each,
+    history2: Each,
+    product: Each,
+    correlation: Each,
+    lr_mult: Each,
+    rate: Scalar,
+    momentum: Scalar,
+    turbo: Scalar,
+    ratio: Scalar,
+    decay: Scalar,
+    found_inf: Scalar,
+) -> tuple[Each, Each]:
     length = sqrt(data2)
     both = data2 > 0 and gradient2 > 0
     local = ratio * length / (sqrt(gradient2) + decay * length) if both else 1.0
@@ -172,9 +199,16 @@ def sag_update(
 
 @expression
 def sag_decoupled_update(
-    data: Each, diff: Each, history: Each, lr_mult: Channel, decay_mult: Channel,
-    scale: Scalar, l2: Scalar, rate: Scalar, momentum: Scalar,
-) -> tuple[Each, Each]:  # fmt: skip
+    data: Each,
+    diff: Each,
+    history: Each,
+    lr_mult: Channel,
+    decay_mult: Channel,
+    scale: Scalar,
+    l2: Scalar,
+    rate: Scalar,
+    momentum: Scalar,
+) -> tuple[Each, Each]:
     mean = momentum * history + (1 - momentum) * scale * diff
     change = rate * lr_mult * (mean + decay_mult * l2 * data)
     return data - change, mean
@@ -182,9 +216,19 @@ def sag_decoupled_update(
 
 @expression
 def sag_larc_rate(
-    data2: Each, gradient2: Each, history2: Each, product: Each, correlation: Each, lr_mult: Each,
-    rate: Scalar, momentum: Scalar, turbo: Scalar, eta: Scalar, clip: Scalar, found_inf: Scalar,
-) -> tuple[Each, Each]:  # fmt: skip
+    data2: Each,
+    gradient2: Each,
+    history2: Each,
+    product: Each,
+    correlation: Each,
+    lr_mult: Each,
+    rate: Scalar,
+    momentum: Scalar,
+    turbo: Scalar,
+    eta: Scalar,
+    clip: Scalar,
+    found_inf: Scalar,
+) -> tuple[Each, Each]:
     trust = eta * sqrt(data2) / sqrt(history2) if data2 > 0 and history2 > 0 else 1.0
     cosine = product / (sqrt(gradient2) * sqrt(history2)) if gradient2 > 0 and history2 > 0 else 0.0
     mean = TURBO_MOMENTUM * correlation + (1 - TURBO_MOMENTUM) * cosine
@@ -294,9 +338,15 @@ class RMSProp(UpdateRule):
 
 @expression
 def adadelta_update(
-    data: Each, gradient: Each, gradients: Each, steps: Each, lr_mult: Channel,
-    rate: Scalar, decay: Scalar, delta: Scalar,
-) -> tuple[Each, Each, Each]:  # fmt: skip
+    data: Each,
+    gradient: Each,
+    gradients: Each,
+    steps: Each,
+    lr_mult: Channel,
+    rate: Scalar,
+    decay: Scalar,
+    delta: Scalar,
+) -> tuple[Each, Each, Each]:
     mean = decay * gradients + (1 - decay) * gradient * gradient
     step = gradient * sqrt((steps + delta) / (mean + delta))
     change = rate * lr_mult * step
@@ -321,9 +371,16 @@ class AdaDelta(UpdateRule):
 
 @expression
 def adam_update(
-    data: Each, gradient: Each, first: Each, second: Each, lr_mult: Channel,
-    rate: Scalar, beta1: Scalar, beta2: Scalar, delta: Scalar,
-) -> tuple[Each, Each, Each]:  # fmt: skip
+    data: Each,
+    gradient: Each,
+    first: Each,
+    second: Each,
+    lr_mult: Channel,
+    rate: Scalar,
+    beta1: Scalar,
+    beta2: Scalar,
+    delta: Scalar,
+) -> tuple[Each, Each, Each]:
     m = beta1 * first + (1 - beta1) * gradient
     v = beta2 * second + (1 - beta2) * gradient * gradient
     change = rate * lr_mult * m / (sqrt(v) + delta)
@@ -379,12 +436,7 @@ def regularised(data: Each, diff: Each, decay_mult: Channel, scale: Scalar, l2: 
 
 @cache
 def update_formula(rule: Expression, store_change: bool) -> Expression:
-    """A rule's formula with weight decay before it, which leaves all as it was where `found_inf` is set.
-
-    Args:
-        rule: see `UpdateRule.formula`.
-        store_change: return what is subtracted from `data` too, last; `diff` where `found_inf` is set.
-    """
+    """A rule's formula with weight decay before it, which leaves all as it was where `found_inf` is set."""
     formula = rule.of("gradient", regularised) if "gradient" in rule.parameters else rule
     formula = formula.unless("found_inf", ("data", *_histories(rule)))
     return formula.returning("change", "diff if found_inf > 0 else change") if store_change else formula
@@ -468,11 +520,17 @@ class Update:
         blocks = [parameters.blocks(flat) for flat in (parameters.data, parameters.diff, *self._history)]
         copies = [parameters.blocks(flat) for flat in parameters.copies.values()]
         arguments = {
-            "data": blocks[0], "diff": blocks[1], "lr_mult": lr_mult, "decay_mult": self._decay_mult,
-            "scale": scale, "l2": l2, "l1": l1, "found_inf": found_inf,
+            "data": blocks[0],
+            "diff": blocks[1],
+            "lr_mult": lr_mult,
+            "decay_mult": self._decay_mult,
+            "scale": scale,
+            "l2": l2,
+            "l1": l1,
+            "found_inf": found_inf,
             **dict(zip(_histories(rule), blocks[2:], strict=True)),
             **dict(zip(_numbers(rule), numbers, strict=True)),
-        }  # fmt: skip
+        }
         formula = self._formula.with_copies(len(copies))
         changed = (blocks[0], *blocks[2:], *([blocks[1]] if self._store_change else []))
         backend.apply(formula, [arguments[name] for name in formula.parameters], (*changed, *copies), axis=0)
@@ -490,9 +548,17 @@ def square(x: Each) -> tuple[Each, Each]:
 
 @expression
 def control(
-    small_squares: Each, large_squares: Each, loss_scale: Each, good: Each, skipped: Each, bad: Each,
-    scale: Scalar, limit: Scalar, adaptive: Scalar, most: Scalar,
-) -> tuple[Each, Each, Each, Each, Each, Each, Each]:  # fmt: skip
+    small_squares: Each,
+    large_squares: Each,
+    loss_scale: Each,
+    good: Each,
+    skipped: Each,
+    bad: Each,
+    scale: Scalar,
+    limit: Scalar,
+    adaptive: Scalar,
+    most: Scalar,
+) -> tuple[Each, Each, Each, Each, Each, Each, Each]:
     squares = small_squares if isfinite(small_squares) else large_squares
     unit = 1.0 if isfinite(small_squares) else UNIT
     root = sqrt(squares) / loss_scale
@@ -712,9 +778,14 @@ class Larc:
             data, diff, history = (flat[parameter.start : parameter.stop] for flat in flats)
             sums = [term[index : index + 1].reshape(()) for term in self._terms]
             arguments = {
-                "data": data, "diff": diff, "history": history, "decay_mult": parameter.decay_mult,
-                "scale": scale, "l2": l2, "l1": l1,
-            }  # fmt: skip
+                "data": data,
+                "diff": diff,
+                "history": history,
+                "decay_mult": parameter.decay_mult,
+                "scale": scale,
+                "l2": l2,
+                "l1": l1,
+            }
             inputs = [arguments[name] for name in regularised_norm_terms.parameters]
             backend.reduce(regularised_norm_terms, inputs, sums)
         inputs = [*self._terms, self.correlation, self._lr_mult, *values, *self._settings, found_inf]

@@ -226,7 +226,8 @@ class Device:
 
 def gpu_links(bus_ids: Sequence[str], nvml: Nvml | None) -> dict[tuple[str, str], str]:
     """What connects each two GPUs of this machine: ``NVLink``, ``PCIe``, or ``shared memory`` of the host where
-    neither reads the other's. Empty where the driver's library cannot be asked."""
+    neither reads the other's. Empty where the driver's library cannot be asked.
+    """
     if nvml is None:
         return {}
     links = {}

@@ -69,9 +69,18 @@ log = logging.getLogger(__name__)
 CHECK_INTERVAL = 20
 """Iterations after which an asynchronous device is asked for its loss, to notice one that is not finite."""
 _SHOWN = (
-    "type", "base_lr", "lr_policy", "momentum", "weight_decay", "iter_size", "max_iter", "test_interval", "snapshot",
-    "snapshot_prefix", "random_seed",
-)  # fmt: skip
+    "type",
+    "base_lr",
+    "lr_policy",
+    "momentum",
+    "weight_decay",
+    "iter_size",
+    "max_iter",
+    "test_interval",
+    "snapshot",
+    "snapshot_prefix",
+    "random_seed",
+)
 """Fields of the solver's prototxt that notebooks show."""
 
 P = ParamSpec("P")
@@ -352,11 +361,7 @@ class Solver:
         return range(number, number + self.param.iter_size)
 
     def _fetch(self, passes: range) -> None:
-        """Have the data of some passes copied to the device.
-
-        Raises:
-            StopRequestedError: a stop is requested while a device that trains alone waits; nothing has changed.
-        """
+        """Have the data of some passes copied to the device."""
         for number in passes:
             self.net.prefetch_to_device(number)
 
@@ -366,15 +371,7 @@ class Solver:
         self.hyperparameters.send(self.iteration, self._passes, loss)
 
     def _run_eagerly(self, display: bool, read_loss: bool) -> None:
-        """Put an iteration on the device call by call.
-
-        Args:
-            display: show loss, outputs and update.
-            read_loss: add the loss to the displayed losses, and check that it is finite.
-
-        Raises:
-            NonFiniteError: it is not.
-        """
+        """Put an iteration on the device call by call."""
         self._forward_backward(read_loss)
         if display:
             self._display.show_iteration(self.iteration, self.losses.mean(), self.callback, self._epochs_per_iteration)
@@ -498,14 +495,9 @@ class Solver:
         return not self.backend.asynchronous or follows_loss or self._due(CHECK_INTERVAL)
 
     def _last_epoch_ends(self) -> frozenset[int]:
-        """The iterations after which `test_and_snapshot_last_epochs` asks for a test and a snapshot.
-
-        Epochs are counted back from max_iter, which ends the last one (NVIDIA Caffe's `Solver::Step`); anew in each
-        iteration, as the solver may join others.
-
-        Raises:
-            ConfigError: no layer of the net knows how many records an epoch has.
-        """
+        """The iterations after which `test_and_snapshot_last_epochs` asks for a test and a snapshot."""
+        # Epochs are counted back from max_iter, which ends the last one (NVIDIA Caffe's `Solver::Step`); anew in each
+        # iteration, as the solver may join others.
         count = self.param.test_and_snapshot_last_epochs
         if count <= 0:
             return frozenset()
@@ -532,11 +524,7 @@ class Solver:
     # -- a loss that is not finite -------------------------------------------------------------------
 
     def _checked(self, loss: float) -> float:
-        """A loss that is finite; with `keep_going` any, with a warning.
-
-        Raises:
-            NonFiniteError: it is not; the message says where that began.
-        """
+        """A loss that is finite; with `keep_going` any, with a warning."""
         if math.isfinite(loss):
             return loss
         self.net.raise_device_errors()
@@ -744,8 +732,9 @@ class Solver:
         if saved.HasField("global_batch") and saved.global_batch != self._global_batch:
             log.warning(
                 "the snapshot was made with %d samples an iteration and pass, now there are %d",
-                saved.global_batch, self._global_batch,
-            )  # fmt: skip
+                saved.global_batch,
+                self._global_batch,
+            )
 
     def _restore_random(self, saved: SolverState) -> None:
         """Set seed and pass numbers; a snapshot of Caffe's has none, the passes then follow from the iteration."""

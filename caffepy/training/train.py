@@ -166,10 +166,6 @@ class IterationCallback(Protocol):
 def solver_of(source: SolverSource, net: NetSource | None = None) -> tuple[SolverParameter, Path | None]:
     """Return the upgraded solver with its net, and its file or None.
 
-    Args:
-        source: a prototxt's path, a message, or a mapping of the solver's fields.
-        net: replaces the solver's net; None: keep it.
-
     Raises:
         ConfigError: a file cannot be read, a field is invalid, or the type is not supported.
     """

@@ -74,8 +74,9 @@ def _is_safe(folder: Path) -> bool:
         return True
     logger.warning(
         "%s can be written by other users: what is compiled is neither read from there nor kept; remove it, or set "
-        "XDG_CACHE_HOME to a folder of your own", folder,
-    )  # fmt: skip
+        "XDG_CACHE_HOME to a folder of your own",
+        folder,
+    )
     return False
 
 

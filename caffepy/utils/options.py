@@ -323,13 +323,19 @@ class ExtensionOptions:
     proto: Path | None = option(
         None,
         "a fork's caffe.proto: its fields and numbers are used too; also by CAFFEPY_PROTO",
-        parse=file_name, metavar="FILE", group=_GROUP,
-    )  # fmt: skip
+        parse=file_name,
+        metavar="FILE",
+        group=_GROUP,
+    )
     plugins: list[str] = option(
         [],
         "a Python file or module that registers layer types; may be given several times",
-        flags=("--plugin",), parse=plugin_name, metavar="MODULE", group=_GROUP, repeatable=True,
-    )  # fmt: skip
+        flags=("--plugin",),
+        parse=plugin_name,
+        metavar="MODULE",
+        group=_GROUP,
+        repeatable=True,
+    )
 
 
 MATH_MODES = ("fp32", "tf32")

@@ -90,13 +90,15 @@ class Builder:
         """ImageNet's two LMDBs."""
         transform = {"crop_size": crop, "mean_value": CAFFE_MEAN} | transform
         sources = (("ilsvrc12_train_lmdb", batch, True), ("ilsvrc12_val_lmdb", test_batch, False))
-        self.data(*(
-            {
-                "transform_param": transform | {"mirror": mirror},
-                "data_param": {"source": source, "batch_size": size, "backend": "LMDB"},
-            }
-            for source, size, mirror in sources
-        ))  # fmt: skip
+        self.data(
+            *(
+                {
+                    "transform_param": transform | {"mirror": mirror},
+                    "data_param": {"source": source, "batch_size": size, "backend": "LMDB"},
+                }
+                for source, size, mirror in sources
+            )
+        )
 
     def loss(self, scores: str, name: str = "loss", weight: float | None = None) -> None:
         fields = {} if weight is None else {"loss_weight": [weight]}

@@ -112,8 +112,15 @@ def squeezenet() -> caffe_pb2.NetParameter:
     x = net.relu("relu_conv1", net.conv("conv1", "data", 64, 3, stride=2))
     x = net.pool("pool1", x, 3, stride=2)
     for item, squeeze, expand in (
-        (2, 16, 64), (3, 16, 64), (4, 32, 128), (5, 32, 128), (6, 48, 192), (7, 48, 192), (8, 64, 256), (9, 64, 256)
-    ):  # fmt: skip
+        (2, 16, 64),
+        (3, 16, 64),
+        (4, 32, 128),
+        (5, 32, 128),
+        (6, 48, 192),
+        (7, 48, 192),
+        (8, 64, 256),
+        (9, 64, 256),
+    ):
         x = fire(net, f"fire{item}", x, squeeze, expand)
         if item in (3, 5):
             x = net.pool(f"pool{item}", x, 3, stride=2)
@@ -138,10 +145,20 @@ def separable(net: Builder, names: tuple[str, str], bottom: str, widths: tuple[i
 
 
 MOBILENET = (
-    ("2_1", 64, 1), ("2_2", 128, 2), ("3_1", 128, 1), ("3_2", 256, 2), ("4_1", 256, 1), ("4_2", 512, 2),
-    ("5_1", 512, 1), ("5_2", 512, 1), ("5_3", 512, 1), ("5_4", 512, 1), ("5_5", 512, 1), ("5_6", 1024, 2),
+    ("2_1", 64, 1),
+    ("2_2", 128, 2),
+    ("3_1", 128, 1),
+    ("3_2", 256, 2),
+    ("4_1", 256, 1),
+    ("4_2", 512, 2),
+    ("5_1", 512, 1),
+    ("5_2", 512, 1),
+    ("5_3", 512, 1),
+    ("5_4", 512, 1),
+    ("5_5", 512, 1),
+    ("5_6", 1024, 2),
     ("6", 1024, 1),
-)  # fmt: skip
+)
 """Blocks after the first convolution: number, outputs and stride."""
 
 

@@ -17,10 +17,20 @@ WORDS, STATES = 8801, 1000
 
 def _upsampled(net: Builder, name: str, bottom: str, factor: int) -> str:
     """Bilinear interpolation, which is not learned: a fixed transposed convolution from each class to itself."""
-    return net.layer("Deconvolution", name, bottom, param=[{"lr_mult": 0}], convolution_param={
-        "num_output": CLASSES, "bias_term": False, "kernel_size": [2 * factor], "stride": [factor],
-        "weight_filler": {"type": "bilinear"}, "group": CLASSES,
-    })  # fmt: skip
+    return net.layer(
+        "Deconvolution",
+        name,
+        bottom,
+        param=[{"lr_mult": 0}],
+        convolution_param={
+            "num_output": CLASSES,
+            "bias_term": False,
+            "kernel_size": [2 * factor],
+            "stride": [factor],
+            "weight_filler": {"type": "bilinear"},
+            "group": CLASSES,
+        },
+    )
 
 
 def _cropped(net: Builder, name: str, bottoms: list[str], offset: int) -> str:
@@ -64,17 +74,29 @@ def lrcn() -> caffe_pb2.NetParameter:
     net = Builder("lrcn_caffenet_to_lstm", {"type": "gaussian", "std": 0.01})
     _caption_data(net)
     image = _caffenet(net)
-    words = net.layer("Embed", "embedding", "input_sentence", "embedded_input_sentence", param=[{"lr_mult": 1}],
-                      embed_param={"input_dim": WORDS, "num_output": STATES, "bias_term": False,
-                                   "weight_filler": UNIFORM})  # fmt: skip
+    words = net.layer(
+        "Embed",
+        "embedding",
+        "input_sentence",
+        "embedded_input_sentence",
+        param=[{"lr_mult": 1}],
+        embed_param={"input_dim": WORDS, "num_output": STATES, "bias_term": False, "weight_filler": UNIFORM},
+    )
     recurrent = {"num_output": STATES, "weight_filler": UNIFORM, "bias_filler": {"type": "constant"}}
     x = net.layer("LSTM", "lstm1", [words, "cont_sentence"], recurrent_param=recurrent)
     x = net.layer("LSTM", "lstm2", [x, "cont_sentence", image], recurrent_param=recurrent)
     score = net.fc("predict", x, WORDS, axis=2, weight_filler=UNIFORM)
-    net.layer("SoftmaxWithLoss", "cross_entropy_loss", [score, "target_sentence"], loss_weight=[20],
-              loss_param={"ignore_label": -1}, softmax_param={"axis": 2})  # fmt: skip
-    net.layer("Accuracy", "accuracy", [score, "target_sentence"], include=TEST,
-              accuracy_param={"axis": 2, "ignore_label": -1})  # fmt: skip
+    net.layer(
+        "SoftmaxWithLoss",
+        "cross_entropy_loss",
+        [score, "target_sentence"],
+        loss_weight=[20],
+        loss_param={"ignore_label": -1},
+        softmax_param={"axis": 2},
+    )
+    net.layer(
+        "Accuracy", "accuracy", [score, "target_sentence"], include=TEST, accuracy_param={"axis": 2, "ignore_label": -1}
+    )
     return net.net
 
 
@@ -83,11 +105,21 @@ def _caption_data(net: Builder) -> None:
     transform = {"crop_size": 227, "mean_value": CAFFE_MEAN}
     for include, part, mirror in ((TRAIN, "train", True), (TEST, "val", False)):
         images = {"source": f"coco_{part}_images.txt", "batch_size": 100, "new_height": 256, "new_width": 256}
-        net.net.layer.add(name="data", type="ImageData", top=["data", "label"], include=include,
-                          transform_param=transform | {"mirror": mirror}, image_data_param=images)  # fmt: skip
-        net.net.layer.add(name="sentences", type="HDF5Data", include=include,
-                          top=["cont_sentence", "input_sentence", "target_sentence"],
-                          hdf5_data_param={"source": f"coco_{part}_sentences.txt", "batch_size": 20})  # fmt: skip
+        net.net.layer.add(
+            name="data",
+            type="ImageData",
+            top=["data", "label"],
+            include=include,
+            transform_param=transform | {"mirror": mirror},
+            image_data_param=images,
+        )
+        net.net.layer.add(
+            name="sentences",
+            type="HDF5Data",
+            include=include,
+            top=["cont_sentence", "input_sentence", "target_sentence"],
+            hdf5_data_param={"source": f"coco_{part}_sentences.txt", "batch_size": 20},
+        )
     net.net.layer.add(name="silence", type="Silence", bottom=["label"])
 
 
@@ -95,9 +127,12 @@ def _caffenet(net: Builder) -> str:
     """CaffeNet without its softmax; only fc8 learns."""
     x = "data"
     for item, outputs, kernel, fields in (
-        (1, 96, 11, {"stride": 4}), (2, 256, 5, {"pad": 2, "group": 2}), (3, 384, 3, {"pad": 1}),
-        (4, 384, 3, {"pad": 1, "group": 2}), (5, 256, 3, {"pad": 1, "group": 2}),
-    ):  # fmt: skip
+        (1, 96, 11, {"stride": 4}),
+        (2, 256, 5, {"pad": 2, "group": 2}),
+        (3, 384, 3, {"pad": 1}),
+        (4, 384, 3, {"pad": 1, "group": 2}),
+        (5, 256, 3, {"pad": 1, "group": 2}),
+    ):
         x = net.relu(f"relu{item}", net.conv(f"conv{item}", x, outputs, kernel, param=FROZEN, **fields))
         if item not in (3, 4):
             x = net.pool(f"pool{item}", x, 3, stride=2)

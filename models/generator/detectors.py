@@ -15,10 +15,18 @@ SIZE = 300
 SAMPLER = {"min_scale": 0.3, "max_scale": 1.0, "min_aspect_ratio": 0.5, "max_aspect_ratio": 2.0}
 CONSTRAINTS = (*({"min_jaccard_overlap": least} for least in (0.1, 0.3, 0.5, 0.7, 0.9)), {"max_jaccard_overlap": 1.0})
 DISTORT = {
-    "brightness_prob": 0.5, "brightness_delta": 32, "contrast_prob": 0.5, "contrast_lower": 0.5, "contrast_upper": 1.5,
-    "hue_prob": 0.5, "hue_delta": 18, "saturation_prob": 0.5, "saturation_lower": 0.5, "saturation_upper": 1.5,
+    "brightness_prob": 0.5,
+    "brightness_delta": 32,
+    "contrast_prob": 0.5,
+    "contrast_lower": 0.5,
+    "contrast_upper": 1.5,
+    "hue_prob": 0.5,
+    "hue_delta": 18,
+    "saturation_prob": 0.5,
+    "saturation_lower": 0.5,
+    "saturation_upper": 1.5,
     "random_order_prob": 0,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -88,16 +96,31 @@ def heads(net: Builder, sources: tuple[Source, ...], kernel: int, classes: int =
 def detect(net: Builder, classes: int = CLASSES) -> caffe_pb2.NetParameter:
     """The loss in training; in tests the detections and how good they are."""
     multibox = {
-        "loc_loss_type": "SMOOTH_L1", "conf_loss_type": "SOFTMAX", "loc_weight": 1, "num_classes": classes,
-        "share_location": True, "match_type": "PER_PREDICTION", "overlap_threshold": 0.5,
-        "use_prior_for_matching": True, "background_label_id": 0, "use_difficult_gt": True, "neg_pos_ratio": 3,
-        "neg_overlap": 0.5, "code_type": "CENTER_SIZE", "ignore_cross_boundary_bbox": False,
+        "loc_loss_type": "SMOOTH_L1",
+        "conf_loss_type": "SOFTMAX",
+        "loc_weight": 1,
+        "num_classes": classes,
+        "share_location": True,
+        "match_type": "PER_PREDICTION",
+        "overlap_threshold": 0.5,
+        "use_prior_for_matching": True,
+        "background_label_id": 0,
+        "use_difficult_gt": True,
+        "neg_pos_ratio": 3,
+        "neg_overlap": 0.5,
+        "code_type": "CENTER_SIZE",
+        "ignore_cross_boundary_bbox": False,
         "mining_type": "MAX_NEGATIVE",
-    }  # fmt: skip
+    }
     net.layer(
-        "MultiBoxLoss", "mbox_loss", ["mbox_loc", "mbox_conf", "mbox_priorbox", "label"], include=TRAIN,
-        propagate_down=[True, True, False, False], loss_param={"normalization": "VALID"}, multibox_loss_param=multibox,
-    )  # fmt: skip
+        "MultiBoxLoss",
+        "mbox_loss",
+        ["mbox_loc", "mbox_conf", "mbox_priorbox", "label"],
+        include=TRAIN,
+        propagate_down=[True, True, False, False],
+        loss_param={"normalization": "VALID"},
+        multibox_loss_param=multibox,
+    )
     shape = {"shape": {"dim": [0, -1, classes]}}
     x = net.layer("Reshape", "mbox_conf_reshape", "mbox_conf", reshape_param=shape, include=TEST)
     x = net.layer("Softmax", "mbox_conf_softmax", x, softmax_param={"axis": 2}, include=TEST)
@@ -108,14 +131,27 @@ def detect(net: Builder, classes: int = CLASSES) -> caffe_pb2.NetParameter:
 
 def _detections(net: Builder, scores: str, classes: int) -> None:
     output = {
-        "num_classes": classes, "share_location": True, "background_label_id": 0, "code_type": "CENTER_SIZE",
-        "nms_param": {"nms_threshold": 0.45, "top_k": 400}, "keep_top_k": 200, "confidence_threshold": 0.01,
-    }  # fmt: skip
+        "num_classes": classes,
+        "share_location": True,
+        "background_label_id": 0,
+        "code_type": "CENTER_SIZE",
+        "nms_param": {"nms_threshold": 0.45, "top_k": 400},
+        "keep_top_k": 200,
+        "confidence_threshold": 0.01,
+    }
     evaluate = {
-        "num_classes": classes, "background_label_id": 0, "overlap_threshold": 0.5, "evaluate_difficult_gt": False,
-    }  # fmt: skip
-    x = net.layer("DetectionOutput", "detection_out", ["mbox_loc", scores, "mbox_priorbox"], include=TEST,
-                  detection_output_param=output)  # fmt: skip
+        "num_classes": classes,
+        "background_label_id": 0,
+        "overlap_threshold": 0.5,
+        "evaluate_difficult_gt": False,
+    }
+    x = net.layer(
+        "DetectionOutput",
+        "detection_out",
+        ["mbox_loc", scores, "mbox_priorbox"],
+        include=TEST,
+        detection_output_param=output,
+    )
     net.layer("DetectionEvaluate", "detection_eval", [x, "label"], include=TEST, detection_evaluate_param=evaluate)
 
 
@@ -138,8 +174,11 @@ def ssd300() -> caffe_pb2.NetParameter:
     x = net.relu("relu6", net.conv("fc6", x, 1024, 3, pad=6, dilation=6))
     x = net.relu("relu7", net.conv("fc7", x, 1024, 1))
     for item, width, fields in (
-        (6, 256, {"pad": 1, "stride": 2}), (7, 128, {"pad": 1, "stride": 2}), (8, 128, {}), (9, 128, {})
-    ):  # fmt: skip
+        (6, 256, {"pad": 1, "stride": 2}),
+        (7, 128, {"pad": 1, "stride": 2}),
+        (8, 128, {}),
+        (9, 128, {}),
+    ):
         x = net.relu(f"conv{item}_1_relu", net.conv(f"conv{item}_1", x, width, 1))
         x = net.relu(f"conv{item}_2_relu", net.conv(f"conv{item}_2", x, 2 * width, 3, **fields))
     length = {"across_spatial": False, "scale_filler": {"type": "constant", "value": 20}, "channel_shared": False}
@@ -149,9 +188,20 @@ def ssd300() -> caffe_pb2.NetParameter:
 
 
 MOBILENET = (
-    (1, 64, 1), (2, 128, 2), (3, 128, 1), (4, 256, 2), (5, 256, 1), (6, 512, 2), (7, 512, 1), (8, 512, 1),
-    (9, 512, 1), (10, 512, 1), (11, 512, 1), (12, 1024, 2), (13, 1024, 1),
-)  # fmt: skip
+    (1, 64, 1),
+    (2, 128, 2),
+    (3, 128, 1),
+    (4, 256, 2),
+    (5, 256, 1),
+    (6, 512, 2),
+    (7, 512, 1),
+    (8, 512, 1),
+    (9, 512, 1),
+    (10, 512, 1),
+    (11, 512, 1),
+    (12, 1024, 2),
+    (13, 1024, 1),
+)
 """Number, outputs and stride of the separable convolutions."""
 MOBILENET_SSD = (
     Source("conv11", (60, 0), (2,)),

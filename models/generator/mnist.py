@@ -46,12 +46,20 @@ def siamese() -> caffe_pb2.NetParameter:
     net = Builder("mnist_siamese_train_test", {"type": "xavier"})
     for phase, source, batch in (("TRAIN", "mnist_pairs_train_lmdb", 64), ("TEST", "mnist_pairs_test_lmdb", 100)):
         net.net.layer.add(
-            name="pair_data", type="Data", top=["pair_data", "sim"], include=[{"phase": phase}],
+            name="pair_data",
+            type="Data",
+            top=["pair_data", "sim"],
+            include=[{"phase": phase}],
             transform_param={"scale": PIXEL},
             data_param={"source": source, "batch_size": batch, "backend": "LMDB"},
-        )  # fmt: skip
-    net.net.layer.add(name="slice_pair", type="Slice", bottom=["pair_data"], top=["data", "data_p"],
-                      slice_param={"axis": 1, "slice_point": [1]})  # fmt: skip
+        )
+    net.net.layer.add(
+        name="slice_pair",
+        type="Slice",
+        bottom=["pair_data"],
+        top=["data", "data_p"],
+        slice_param={"axis": 1, "slice_point": [1]},
+    )
     feats = [_twin(net, suffix) for suffix in ("", "_p")]
     net.layer("ContrastiveLoss", "loss", [*feats, "sim"], contrastive_loss_param={"margin": 1})
     return net.net

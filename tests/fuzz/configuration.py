@@ -102,19 +102,75 @@ class GeneratedText(TextTarget):
 
 
 _FIELDS = (
-    'input: "{}" ', "# {}\n", 'layer {{ top: "{}" }} ', 'layer {{ type: "X" name: "{}" param {{ }} }} ',
+    'input: "{}" ',
+    "# {}\n",
+    'layer {{ top: "{}" }} ',
+    'layer {{ type: "X" name: "{}" param {{ }} }} ',
     'layer {{ top: "{}" name {{ }} }} ',
-)  # fmt: skip
+)
 _ENDS = ("", "}", "} }", '"', " x: 1", " top { }", " name { }", 'layer { type: "X" zzz_param { } ')
 _PIECES = (
-    "a", "_9", " ", "\n", "#", "# a\n", '"', "'", "\\", '\\"', '"a" ', '"\\x41"', "{", "}", "[", "]", "<", ">", ":",
-    ",", ";", ".", "-", "+", "1", "9", "1 ", "1,", "0x", "1.", "1e9 ", "ä", "layer {", "layer { ", "layers { layer {",
-    "}\n{", "name: ", 'name: "', "name: '", 'top: "a" ', "include { } ", "param { } ", "zzz_param { ", 'type: "ReLU" ',
-    "type: RELU ", "input_dim: [", "input_dim: 1 ", "stepvalue: 1\n", "loss_weight: ", "state { phase: ",
-    'layer { name: "a" type: "ReLU" bottom: "a" top: "a" }\n', "shape { dim: 1 } ", "[a.b] { ", "any: ", "x { x ",
-    'layers { name: "a" type: RELU bottom: "a" top: "a" blobs_lr: 1 }\n', 'Message type "caffepy.',
-    "has no value named ", "Couldn't parse integer: ", "Expected string but found: '",
-)  # fmt: skip
+    "a",
+    "_9",
+    " ",
+    "\n",
+    "#",
+    "# a\n",
+    '"',
+    "'",
+    "\\",
+    '\\"',
+    '"a" ',
+    '"\\x41"',
+    "{",
+    "}",
+    "[",
+    "]",
+    "<",
+    ">",
+    ":",
+    ",",
+    ";",
+    ".",
+    "-",
+    "+",
+    "1",
+    "9",
+    "1 ",
+    "1,",
+    "0x",
+    "1.",
+    "1e9 ",
+    "ä",
+    "layer {",
+    "layer { ",
+    "layers { layer {",
+    "}\n{",
+    "name: ",
+    'name: "',
+    "name: '",
+    'top: "a" ',
+    "include { } ",
+    "param { } ",
+    "zzz_param { ",
+    'type: "ReLU" ',
+    "type: RELU ",
+    "input_dim: [",
+    "input_dim: 1 ",
+    "stepvalue: 1\n",
+    "loss_weight: ",
+    "state { phase: ",
+    'layer { name: "a" type: "ReLU" bottom: "a" top: "a" }\n',
+    "shape { dim: 1 } ",
+    "[a.b] { ",
+    "any: ",
+    "x { x ",
+    'layers { name: "a" type: RELU bottom: "a" top: "a" blobs_lr: 1 }\n',
+    'Message type "caffepy.',
+    "has no value named ",
+    "Couldn't parse integer: ",
+    "Expected string but found: '",
+)
 """Tokens, beginnings of fields, and parts of protobuf's messages, in which its errors are searched for."""
 
 
@@ -202,8 +258,10 @@ class DetectionFiles(TextTarget):
     file = "detection.txt"
 
     def prepare(self) -> None:
-        self.texts = ['item { name: "cat" label: 1 display_name: "a cat" }\nitem { name: "dog" label: 2 }\n',
-                      "a 300 400\nb 10 20\n"]  # fmt: skip
+        self.texts = [
+            'item { name: "cat" label: 1 display_name: "a cat" }\nitem { name: "dog" label: 2 }\n',
+            "a 300 400\nb 10 20\n",
+        ]
         param = caffe_pb2.LayerParameter(name="out", type="DetectionOutput")
         self.layer = layer_class(param.type)(param, LayerContext(MetaBackend()))
 

@@ -310,5 +310,17 @@ class Idx(BinaryTarget):
 
 
 TARGETS = (
-    Lmdb, ChangingLmdb, Hdf5Data, ImageList, WindowFile, WindowTable, Annotation, Npy, Image, Datum, Mean, Blob, Idx
-)  # fmt: skip
+    Lmdb,
+    ChangingLmdb,
+    Hdf5Data,
+    ImageList,
+    WindowFile,
+    WindowTable,
+    Annotation,
+    Npy,
+    Image,
+    Datum,
+    Mean,
+    Blob,
+    Idx,
+)

@@ -70,9 +70,14 @@ class Slurm(Target):
         srun.write_text("#!/bin/sh\n")
         srun.chmod(0o755)
         self.seed = {
-            "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_NTASKS": "6", "SLURM_TASKS_PER_NODE": "2(x3)",
-            "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_CPUS_PER_NODE": "8(x2),4", "SLURM_CPUS_PER_TASK": "2",
-        }  # fmt: skip
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NUM_NODES": "3",
+            "SLURM_NTASKS": "6",
+            "SLURM_TASKS_PER_NODE": "2(x3)",
+            "SLURM_NTASKS_PER_NODE": "2",
+            "SLURM_JOB_CPUS_PER_NODE": "8(x2),4",
+            "SLURM_CPUS_PER_TASK": "2",
+        }
 
     def make(self, random: Random) -> bytes:
         values = dict(self.seed)
@@ -229,10 +234,19 @@ class Environment(Target):
 
     def prepare(self) -> None:
         self.seed = {
-            "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMI_RANK": "1", "PMI_SIZE": "2",
-            "PMIX_RANK": "1", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_MPI_TYPE": "pmix",
-            "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
-        }  # fmt: skip
+            "OMPI_COMM_WORLD_RANK": "1",
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "PMI_RANK": "1",
+            "PMI_SIZE": "2",
+            "PMIX_RANK": "1",
+            "SLURM_PROCID": "1",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_MPI_TYPE": "pmix",
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "29500",
+        }
         self.hostile = ("²", "٣", "9" * 5000, "-1", " 1", "1e3", "0x1", "", "[::1]", "a b", "65536", "²:1")
 
     def make(self, random: Random) -> bytes:
@@ -331,5 +345,15 @@ def _changed(word: str, random: Random) -> str:
 
 
 TARGETS = (
-    Hostfile, Profile, Measurements, Slurm, Environment, Frames, Records, Handshake, Member, Server, CommandLine,
-)  # fmt: skip
+    Hostfile,
+    Profile,
+    Measurements,
+    Slurm,
+    Environment,
+    Frames,
+    Records,
+    Handshake,
+    Member,
+    Server,
+    CommandLine,
+)

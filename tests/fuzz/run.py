@@ -89,8 +89,12 @@ class Process:
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, str(program), str(seed), str(work), str(state)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors.open("w"), text=True, env=variables,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors.open("w"),
+            text=True,
+            env=variables,
+        )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
 

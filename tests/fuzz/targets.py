@@ -9,6 +9,9 @@ from typing import Any
 from fuzz import configuration, data, jobs, onnx_models, snapshots
 
 TARGETS: tuple[Callable[[Path], Any], ...] = (
-    *configuration.TARGETS, *snapshots.TARGETS, *data.TARGETS, *jobs.TARGETS,
+    *configuration.TARGETS,
+    *snapshots.TARGETS,
+    *data.TARGETS,
+    *jobs.TARGETS,
     *onnx_models.TARGETS,
-)  # fmt: skip
+)

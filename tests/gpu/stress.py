@@ -207,11 +207,14 @@ def main() -> int:
         own = [sys.executable, __file__, "--rounds", str(arguments.rounds), "--seconds", str(arguments.seconds)]
         lines = [
             subprocess.Popen(
-                [*own, "--caches", caches, "--worker", str(i)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                text=True, errors="replace",
+                [*own, "--caches", caches, "--worker", str(i)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
             )
             for i in range(arguments.processes)
-        ]  # fmt: skip
+        ]
         outputs: list[str] = [""] * len(lines)
 
         def read(i: int) -> None:

@@ -47,8 +47,9 @@ def test_every_candidate(make: Callable[..., Any], case: str, dtype: str) -> Non
 
 @pytest.mark.parametrize("autotune", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", ["7x7 / 2 on 3 channels", "odd numbers", "depthwise / 2", "two groups", "LeNet",
-                                  "three axes / 2"])  # fmt: skip
+@pytest.mark.parametrize(
+    "case", ["7x7 / 2 on 3 channels", "odd numbers", "depthwise / 2", "two groups", "LeNet", "three axes / 2"]
+)
 def test_what_is_chosen(make: Callable[..., Any], case: str, dtype: str, autotune: bool) -> None:
     backend = make(autotune=autotune, deterministic=False)
     with backend.activate():

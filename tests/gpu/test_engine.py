@@ -50,10 +50,13 @@ layer {{ name: "{name}_s" type: "Scale" bottom: "{name}" top: "{name}" scale_par
 
 
 RESIDUAL = (
-    _unit("a", "data", 24, 3) + _unit("b", "a", 8, 1) + _unit("c", "b", 24, 3, relu=False)
+    _unit("a", "data", 24, 3)
+    + _unit("b", "a", 8, 1)
+    + _unit("c", "b", 24, 3, relu=False)
     + 'layer { name: "s" type: "Eltwise" bottom: "a" bottom: "c" top: "s" }'
     + 'layer { name: "s_r" type: "ReLU" bottom: "s" top: "s" }'
-    + _unit("p", "s", 40, 1, 2, relu=False) + _unit("d", "s", 40, 3, 2, relu=False)
+    + _unit("p", "s", 40, 1, 2, relu=False)
+    + _unit("d", "s", 40, 3, 2, relu=False)
     + 'layer { name: "t" type: "Eltwise" bottom: "p" bottom: "d" top: "t" }'
     + """
 layer { name: "t_r" type: "ReLU" bottom: "t" top: "t" }
@@ -68,17 +71,20 @@ layer { name: "ip" type: "InnerProduct" bottom: "pool" top: "ip"
 layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
 layer { name: "accuracy" type: "Accuracy" bottom: "ip" bottom: "label" top: "accuracy" }
 """
-)  # fmt: skip
+)
 SEPARABLE = (
-    _unit("a", "data", 24, 3) + _unit("b", "a", 24, 3).replace("num_output: 24", "num_output: 24 group: 24")
-    + _unit("c", "b", 30, 1) + _unit("d", "c", 30, 3, 2).replace("num_output: 30", "num_output: 30 group: 30")
-    + _unit("e", "d", 16, 1, relu=False) + _unit("f", "e", 16, 3).replace("num_output: 16", "num_output: 16 group: 16")
+    _unit("a", "data", 24, 3)
+    + _unit("b", "a", 24, 3).replace("num_output: 24", "num_output: 24 group: 24")
+    + _unit("c", "b", 30, 1)
+    + _unit("d", "c", 30, 3, 2).replace("num_output: 30", "num_output: 30 group: 30")
+    + _unit("e", "d", 16, 1, relu=False)
+    + _unit("f", "e", 16, 3).replace("num_output: 16", "num_output: 16 group: 16")
     + """
 layer { name: "ip" type: "InnerProduct" bottom: "f" top: "ip"
   inner_product_param { num_output: 7 weight_filler { type: "xavier" } } }
 layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
 """
-)  # fmt: skip
+)
 """Depthwise convolutions behind normalisations, with and without a ReLU between."""
 UNUSUAL = """
 layer { name: "five" type: "Reshape" bottom: "data" top: "five"
@@ -161,9 +167,13 @@ layer { name: "far" type: "EuclideanLoss" bottom: "found" bottom: "goal" top: "f
 )
 """An autoencoder of vectors."""
 NETS = {
-    "convolutions": CONVOLUTIONS, "residual": RESIDUAL, "separable": SEPARABLE, "unusual": UNUSUAL, "volumes": VOLUMES,
+    "convolutions": CONVOLUTIONS,
+    "residual": RESIDUAL,
+    "separable": SEPARABLE,
+    "unusual": UNUSUAL,
+    "volumes": VOLUMES,
     "dense": DENSE,
-}  # fmt: skip
+}
 SHAPES = [(8, 3, 20, 20), (5, 1, 13, 11), (1, 7, 12, 12), (6, 33, 9, 15)]
 KINDS = ("FLOAT", "FLOAT16", "BFLOAT16")
 EAGER = ExecutionOptions(eager=True, fuse=False, share=False)
@@ -171,9 +181,15 @@ EAGER = ExecutionOptions(eager=True, fuse=False, share=False)
 
 @contextmanager
 def solver_of(
-    backend: Backend, net: str, shape: tuple[int, ...], engine: ExecutionOptions | None = None, kind: str = "FLOAT",
-    text: str = "", extra: str = "", base_lr: float = 0.05,
-) -> Iterator[Solver]:  # fmt: skip
+    backend: Backend,
+    net: str,
+    shape: tuple[int, ...],
+    engine: ExecutionOptions | None = None,
+    kind: str = "FLOAT",
+    text: str = "",
+    extra: str = "",
+    base_lr: float = 0.05,
+) -> Iterator[Solver]:
     """A solver of one of the nets over made-up images that stay the same."""
     types = f"default_forward_type: {kind} default_backward_type: {kind} {extra}\n"
     param = solver_param(f"base_lr: {base_lr} {SOLVER}{text}", types + DATA % (*shape, shape[0]) + NETS.get(net, net))

@@ -37,8 +37,10 @@ def check_part(mode: Callable[..., Differences], part: int, backend: Backend) ->
     """Every PARTS-th net gives the same in each mode."""
     for seed in range(part, NETS, PARTS):
         found = persistent(lambda wide, attempt: mode(wide, attempt, backend), WideNet(seed))
-        assert not found, f"net {seed} differs: {found}; see it with: python tests/support/execution_modes.py " \
-            f"--first {seed} --count 1 --show"  # fmt: skip
+        assert not found, (
+            f"net {seed} differs: {found}; see it with: python tests/support/execution_modes.py "
+            f"--first {seed} --count 1 --show"
+        )
 
 
 @pytest.mark.parametrize("part", range(PARTS))

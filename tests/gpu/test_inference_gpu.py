@@ -61,22 +61,41 @@ def residual(name: str, first: str, second: str) -> str:
 
 THREE = "kernel_size: 3 pad: 1"
 NETS = {
-    "residual blocks": data(2, 16, 14, 14) + unit("p", "data", 32, "kernel_size: 1") + unit("a", "data", 16, THREE,
-    "ReLU") + unit("b", "a", 32, THREE) + residual("s", "p", "b") + unit("c", "s", 32, THREE) + residual("t", "s", "c"),
-    "odd sizes": data(3, 7, 9, 11) + unit("a", "data", 33, THREE, "ReLU") + unit("b", "a", 33, THREE)
-    + residual("s", "a", "b") + unit("c", "s", 5, "kernel_size: 3 stride: 4", "ReLU"),
-    "depthwise": data(2, 24, 15, 13) + unit("a", "data", 24, THREE + " group: 24", "ReLU")
-    + unit("b", "a", 40, "kernel_size: 1") + unit("c", "b", 40, THREE + " group: 40") + residual("s", "b", "c"),
-    "groups and dilation": data(2, 32, 12, 12) + unit("a", "data", 64, THREE + " group: 2", "ReLU")
-    + unit("b", "a", 64, "kernel_size: 3 pad: 2 dilation: 2 group: 4") + residual("s", "a", "b"),
-    "one axis": data(2, 8, 40) + unit("a", "data", 16, THREE, "ReLU") + unit("b", "a", 16, THREE)
+    "residual blocks": data(2, 16, 14, 14)
+    + unit("p", "data", 32, "kernel_size: 1")
+    + unit("a", "data", 16, THREE, "ReLU")
+    + unit("b", "a", 32, THREE)
+    + residual("s", "p", "b")
+    + unit("c", "s", 32, THREE)
+    + residual("t", "s", "c"),
+    "odd sizes": data(3, 7, 9, 11)
+    + unit("a", "data", 33, THREE, "ReLU")
+    + unit("b", "a", 33, THREE)
+    + residual("s", "a", "b")
+    + unit("c", "s", 5, "kernel_size: 3 stride: 4", "ReLU"),
+    "depthwise": data(2, 24, 15, 13)
+    + unit("a", "data", 24, THREE + " group: 24", "ReLU")
+    + unit("b", "a", 40, "kernel_size: 1")
+    + unit("c", "b", 40, THREE + " group: 40")
+    + residual("s", "b", "c"),
+    "groups and dilation": data(2, 32, 12, 12)
+    + unit("a", "data", 64, THREE + " group: 2", "ReLU")
+    + unit("b", "a", 64, "kernel_size: 3 pad: 2 dilation: 2 group: 4")
     + residual("s", "a", "b"),
-    "three axes": data(2, 4, 5, 6, 7) + unit("a", "data", 8, THREE) + unit("b", "a", 8, THREE)
+    "one axis": data(2, 8, 40)
+    + unit("a", "data", 16, THREE, "ReLU")
+    + unit("b", "a", 16, THREE)
     + residual("s", "a", "b"),
-    "channels alone": data(4, 30) + unit("a", "data", 16, "", "ReLU") + unit("b", "a", 16, "")
+    "three axes": data(2, 4, 5, 6, 7)
+    + unit("a", "data", 8, THREE)
+    + unit("b", "a", 8, THREE)
+    + residual("s", "a", "b"),
+    "channels alone": data(4, 30)
+    + unit("a", "data", 16, "", "ReLU")
+    + unit("b", "a", 16, "")
     + residual("s", "a", "b"),
     "past the image": data(2, 8, 5, 4) + unit("a", "data", 16, "kernel_size: 6 stride: 4", "ReLU"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -343,8 +362,10 @@ def test_pinned_memory_brings_what_pageable_memory_brings(backend: Backend, shap
 def test_whole_nets(name: str, dtype: str) -> None:
     """Deploy nets against the CPU's."""
     generator = np.random.default_rng(2)
-    models = [caffepy.load(MODELS / name / "deploy.prototxt", device=0, dtype=dtype, math="fp32"),
-              caffepy.load(MODELS / name / "deploy.prototxt")]  # fmt: skip
+    models = [
+        caffepy.load(MODELS / name / "deploy.prototxt", device=0, dtype=dtype, math="fp32"),
+        caffepy.load(MODELS / name / "deploy.prototxt"),
+    ]
     for ours, theirs in zip(models[0].net.layers, models[1].net.layers, strict=False):
         for index, blob in enumerate(theirs.blobs):
             spread = (2 / max(1, np.prod(blob.shape[1:]))) ** 0.5
@@ -420,10 +441,11 @@ def test_two_gpus_of_a_process_capture_their_tests_together(tmp_path: Path) -> N
         pytest.skip("needs 2 GPUs")
     training = SubprocessTraining(tmp_path)
     one, two = (
-        training.train("--no-autotune", devices=("--gpus", gpus, "--math", "fp32"), iterations=100,
-                         net_text=NORMALISED_NET)
+        training.train(
+            "--no-autotune", devices=("--gpus", gpus, "--math", "fp32"), iterations=100, net_text=NORMALISED_NET
+        )
         for gpus in ("0", "0,1")
-    )  # fmt: skip
+    )
     assert two.status == 0, two.log
     assert not two.logged("are not captured into graphs")
     values = [[float(line.split(" = ")[1].split()[0]) for line in each.scores()] for each in (one, two)]

@@ -12,8 +12,16 @@ from convolution_checks import Arrays, check_candidate, check_same_bits, familie
 
 from caffepy.backend.types import DTYPES
 
-OWN = ("wgrad small-k", "large windows", "small", "flipped", "depth multiplier", "products",
-       "large depthwise", "few channels")  # fmt: skip
+OWN = (
+    "wgrad small-k",
+    "large windows",
+    "small",
+    "flipped",
+    "depth multiplier",
+    "products",
+    "large depthwise",
+    "few channels",
+)
 """Families of candidates."""
 
 EXPECTED = {

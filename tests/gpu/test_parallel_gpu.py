@@ -184,8 +184,10 @@ def test_skipped_updates_are_counted_in_graphs_and_too_many_name_the_layer(train
     outcome = training.train("--max-skipped", "12", devices=("--gpus", "0", *EXACT), iterations=100, net_text=net)
     assert outcome.status == 1, outcome.log
     assert [line.split(" since")[0] for line in outcome.logged("skipped since")] == [
-        "Iteration 0, 1 update skipped", "Iteration 10, 10 updates skipped", "Iteration 20, 10 updates skipped",
-    ]  # fmt: skip
+        "Iteration 0, 1 update skipped",
+        "Iteration 10, 10 updates skipped",
+        "Iteration 20, 10 updates skipped",
+    ]
     (message,) = outcome.errors()
     assert re.search(r"iteration 20: 12 updates in a row were skipped, .* layer '(conv|ip1|ip2)'", message)
 
@@ -206,9 +208,11 @@ def test_a_printed_score_is_that_of_the_snapshot(training: SubprocessTraining) -
     """The CPU scores the snapshot: statistics of one GPU alone would differ in the third digit."""
     need_gpus(2)
     outcome = training.train(
-        devices=("--gpus", "0,1", *EXACT), iterations=25, net_text=NORMALISED_NET,
+        devices=("--gpus", "0,1", *EXACT),
+        iterations=25,
+        net_text=NORMALISED_NET,
         solver_text="test_initialization: false",
-    )  # fmt: skip
+    )
     assert outcome.status == 0, outcome.log
     printed = [float(score.split(" = ")[1].split()[0]) for score in outcome.scores()]
     found = [float(score.split(" = ")[1].split()[0]) for score in scores_of_snapshot(outcome, 25)]
@@ -301,9 +305,13 @@ def train_images(
     net = IMAGES_NET.replace("%(fault)s", layer)
     devices = ("--gpus", "{rank}" if ranks else "0,1", *EXACT, "--timeout", "60", *options)
     return training.train(
-        devices=devices, ranks=ranks, batch=1 if ranks else 2, iterations=iterations, net_text=net,
+        devices=devices,
+        ranks=ranks,
+        batch=1 if ranks else 2,
+        iterations=iterations,
+        net_text=net,
         FAULT=fault or "none -1 -1",
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
@@ -328,11 +336,9 @@ def test_the_first_run_of_two_ranks_gives_the_bits_of_the_next_one(training: Sub
     need_gpus(2)
     cache = str(training.new_folder())
     runs = [
-        training.train(
-            devices=("--gpus", "{rank}"), ranks=2, batch=32, iterations=ITERATIONS, XDG_CACHE_HOME=cache
-        )
+        training.train(devices=("--gpus", "{rank}"), ranks=2, batch=32, iterations=ITERATIONS, XDG_CACHE_HOME=cache)
         for _ in range(2)
-    ]  # fmt: skip
+    ]
     assert runs[0].status == runs[1].status == 0, runs[0].log
     assert_same_weights(runs[0], runs[1], ITERATIONS, 0.0)
 
@@ -404,7 +410,7 @@ def test_a_rank_that_falls_out_is_named(training: SubprocessTraining, kind: str,
     need_gpus(2)
     outcome = training.train(
         "--timeout", "5", devices=("--gpus", "{rank}", *EXACT), ranks=2, batch=32, iterations=LONG, FAULT=f"{kind} 1 20"
-    )  # fmt: skip
+    )
     assert outcome.status != 0
     assert outcome.seconds_after_fault() < 5 + LIMIT
     (message,) = outcome.errors()
@@ -453,9 +459,7 @@ def stop_while_stalled(
     moment = "0 2.0" if captured else "8"
     settings: dict[str, Any] = {"devices": devices, "net_text": net, **captured}
     snapshots = {"snapshot": 4} if gpus > 1 else {}
-    started = training.start(
-        *options, FAULT=f"stall {device} {moment}", iterations=LONG, **(settings | snapshots)
-    )  # fmt: skip
+    started = training.start(*options, FAULT=f"stall {device} {moment}", iterations=LONG, **(settings | snapshots))
     training.wait_for_fault(started)
     wait_for_silence(training.log(started[1]))
     os.kill(started[0].pid, signal.SIGTERM)

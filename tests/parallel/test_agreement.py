@@ -164,9 +164,15 @@ def test_only_the_root_needs_snapshots_and_weights(training: SubprocessTraining)
 
     def run(name: str, where: Path, *options: str) -> Path:
         outcome = training.train(
-            *options, ranks=2, batch=32, iterations=20, snapshot=10, prefix=f"saved/{name}", FOLDER=str(where),
+            *options,
+            ranks=2,
+            batch=32,
+            iterations=20,
+            snapshot=10,
+            prefix=f"saved/{name}",
+            FOLDER=str(where),
             solver_text='average_loss: 3 weights: "start.caffemodel"',
-        )  # fmt: skip
+        )
         assert outcome.status == 0, outcome.log
         assert outcome.logged("Restoring previous" if options else "Finetuning from start.caffemodel"), outcome.log
         return Path(str(where).replace("{rank}", "0")) / "saved" / f"{name}_iter_20.solverstate"

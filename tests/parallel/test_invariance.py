@@ -68,9 +68,15 @@ def test_gradients_are_exchanged_during_the_backward_pass_as_the_prototxts_say(
 ) -> None:
     """Ranks of one machine do so by themselves where each has one thread and they share memory."""
     outcome = training.train(
-        "--cpu-solvers", str(threads), ranks=2, batch=32, iterations=20, snapshot=20, net_text=net + NET,
+        "--cpu-solvers",
+        str(threads),
+        ranks=2,
+        batch=32,
+        iterations=20,
+        snapshot=20,
+        net_text=net + NET,
         solver_text=solver,
-    )  # fmt: skip
+    )
     assert outcome.status == 0, outcome.log
     assert_same_weights(outcome, alone, 20)
     told = [] if parts is None else [f"gradients are exchanged in {parts} parts during the backward pass"]
@@ -162,9 +168,13 @@ def test_an_mpi_that_the_main_thread_alone_may_call(training: SubprocessTraining
 def test_a_run_is_resumed_by_another_number_of_devices(training: SubprocessTraining, alone: Outcome) -> None:
     for options, ranks in ((("--cpu-solvers", "2"), 0), ((), 2)):
         outcome = training.train(
-            *options, "--snapshot", f"{alone.prefix}_iter_20.solverstate",
-            ranks=ranks, batch=64 // max(ranks, 1), iterations=40,
-        )  # fmt: skip
+            *options,
+            "--snapshot",
+            f"{alone.prefix}_iter_20.solverstate",
+            ranks=ranks,
+            batch=64 // max(ranks, 1),
+            iterations=40,
+        )
         assert outcome.status == 0, outcome.log
         assert_same_weights(outcome, alone, 40)
 

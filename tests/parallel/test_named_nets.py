@@ -32,10 +32,15 @@ def test_ranks_train_as_one_device(
         share = BATCH // max(count, 1)
         outcomes.append(
             training.train(
-                "--cpu-solvers", str(each), "--sync-bn", ranks=count, iterations=ITERATIONS,
-                net_text=net.prototxt(share, share // each), solver_text="layer_wise_reduce: true",
+                "--cpu-solvers",
+                str(each),
+                "--sync-bn",
+                ranks=count,
+                iterations=ITERATIONS,
+                net_text=net.prototxt(share, share // each),
+                solver_text="layer_wise_reduce: true",
             )
-        )  # fmt: skip
+        )
         assert outcomes[-1].status == 0, outcomes[-1].log
     for mine, theirs in zip(*map(parameters, outcomes), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-4 * max(np.abs(theirs).max(), 0.1))

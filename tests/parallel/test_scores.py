@@ -16,9 +16,14 @@ def test_a_printed_score_is_that_of_the_snapshot(training: SubprocessTraining, r
     if ranks:
         find_mpirun()
     outcome = training.train(
-        "--cpu-solvers", str(threads), ranks=ranks, batch=64 // max(ranks, 1), iterations=ITERATIONS,
-        net_text=NORMALISED_NET, solver_text=TESTED_ONCE,
-    )  # fmt: skip
+        "--cpu-solvers",
+        str(threads),
+        ranks=ranks,
+        batch=64 // max(ranks, 1),
+        iterations=ITERATIONS,
+        net_text=NORMALISED_NET,
+        solver_text=TESTED_ONCE,
+    )
     assert outcome.status == 0, outcome.log
     printed = [score.split(": ", 1)[1] for score in outcome.scores()]
     assert len(printed) == 2

@@ -38,9 +38,13 @@ def shown(command: list[str], folder: Path) -> str:
     reader = threading.Thread(target=read)
     try:
         process = subprocess.Popen(
-            command, cwd=folder, env=program_environment({}), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            command,
+            cwd=folder,
+            env=program_environment({}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             stderr=theirs,
-        )  # fmt: skip
+        )
         os.close(theirs)
         reader.start()
         status = process.wait(300)

@@ -58,15 +58,28 @@ class Programs:
 
     def _steps(self) -> dict[str, tuple[float, Callable[[], Differences]]]:
         return {
-            "pass": (12, self._pass), "pass on written inputs": (3, self._pass_on_written), "look": (0.4, self._look),
-            "hold": (0.3, self._hold), "write parameter": (1, self._write_parameter), "save": (0.5, self._save),
-            "read parameter": (0.5, self._read_parameter), "reshape": (1, self._reshape), "copy": (0.5, self._copy),
-            "share": (0.2, self._share), "part": (0.2, self._part), "shapes": (0.5, self._shapes),
-            "back": (0.1, self._backward), "pass again": (1, self._again), "release": (0.5, self._release),
-            "write held": (0.5, self._write_held), "hold parameter": (0.4, self._hold_parameter),
-            "hdf5": (0.4, self._hdf5), "names": (1, self._names),
-            "reshape one": (0.5, self._reshape_alone), "write output": (0.5, self._write_output),
-        }  # fmt: skip
+            "pass": (12, self._pass),
+            "pass on written inputs": (3, self._pass_on_written),
+            "look": (0.4, self._look),
+            "hold": (0.3, self._hold),
+            "write parameter": (1, self._write_parameter),
+            "save": (0.5, self._save),
+            "read parameter": (0.5, self._read_parameter),
+            "reshape": (1, self._reshape),
+            "copy": (0.5, self._copy),
+            "share": (0.2, self._share),
+            "part": (0.2, self._part),
+            "shapes": (0.5, self._shapes),
+            "back": (0.1, self._backward),
+            "pass again": (1, self._again),
+            "release": (0.5, self._release),
+            "write held": (0.5, self._write_held),
+            "hold parameter": (0.4, self._hold_parameter),
+            "hdf5": (0.4, self._hdf5),
+            "names": (1, self._names),
+            "reshape one": (0.5, self._reshape_alone),
+            "write output": (0.5, self._write_output),
+        }
 
     def _pass(self) -> Differences:
         values = self._values()

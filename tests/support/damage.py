@@ -40,9 +40,13 @@ def _change_bytes(content: bytearray, rng: random.Random, block: int) -> None:
         at = at // block * block + rng.randrange(160)
     for i in range(at, min(at + size, len(content))):
         kind = rng.randrange(3)
-        content[i] = rng.choice(_TELLING) if kind == 0 else content[i] ^ 1 << rng.randrange(8) if kind == 1 else (
-            rng.randrange(256)
-        )  # fmt: skip
+        content[i] = (
+            rng.choice(_TELLING)
+            if kind == 0
+            else content[i] ^ 1 << rng.randrange(8)
+            if kind == 1
+            else (rng.randrange(256))
+        )
 
 
 def _move_block(content: bytearray, rng: random.Random, block: int, exchange: bool) -> None:

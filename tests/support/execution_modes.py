@@ -128,9 +128,15 @@ type: "%s" base_lr: 0.02 lr_policy: "step" stepsize: 2 gamma: 0.5 %s max_iter: 1
 test_initialization: false snapshot_after_train: false display: 0 random_seed: 5 iter_size: %d %s
 snapshot_prefix: "%s"
 """
-RULES = [("SGD", "momentum: 0.9"), ("SGD", ""), ("Nesterov", "momentum: 0.9"), ("Adam", "momentum: 0.9"),
-         ("RMSProp", "rms_decay: 0.9 delta: 1e-2"), ("AdaGrad", "delta: 1e-2"),
-         ("AdaDelta", "momentum: 0.9 delta: 1e-2")]  # fmt: skip
+RULES = [
+    ("SGD", "momentum: 0.9"),
+    ("SGD", ""),
+    ("Nesterov", "momentum: 0.9"),
+    ("Adam", "momentum: 0.9"),
+    ("RMSProp", "rms_decay: 0.9 delta: 1e-2"),
+    ("AdaGrad", "delta: 1e-2"),
+    ("AdaDelta", "momentum: 0.9 delta: 1e-2"),
+]
 ITERATIONS = 5
 GROWN = 3
 """The iteration of twice as many samples, which some nets refuse."""
@@ -209,8 +215,10 @@ def compare_training(wide: WideNet, attempt: int = 0, backend: Backend | None = 
 def trained_differences(got: Values, wanted: Values) -> Differences:
     """As `differences`; no gradient is measured by less than a hundredth of the largest one: biases before a BatchNorm
     have gradients that are roundings."""
-    size = {d: max((float(np.abs(a).max(initial=0)) for n, a in wanted.items() if n.startswith("d ") == d), default=0)
-            for d in (True, False)}  # fmt: skip
+    size = {
+        d: max((float(np.abs(a).max(initial=0)) for n, a in wanted.items() if n.startswith("d ") == d), default=0)
+        for d in (True, False)
+    }
     found = differences(got, wanted, "fused", TRAINED)
     for label in list(found):
         name = label.partition(": ")[2]

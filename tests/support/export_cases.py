@@ -30,8 +30,11 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ('type: "Log" log_param { base: 3 scale: 0.1 shift: 9 }', (IMAGE,)),
     ('type: "Dropout"', (IMAGE,)),
     ('type: "Convolution" convolution_param { num_output: 4 kernel_size: 3 pad: 1 group: 2 dilation: 2 }', (IMAGE,)),
-    ('type: "Convolution" convolution_param { num_output: 4 kernel_h: 3 kernel_w: 2 stride_h: 2 stride_w: 1 '
-     "pad_h: 0 pad_w: 1 bias_term: false }", (IMAGE,)),
+    (
+        'type: "Convolution" convolution_param { num_output: 4 kernel_h: 3 kernel_w: 2 stride_h: 2 stride_w: 1 '
+        "pad_h: 0 pad_w: 1 bias_term: false }",
+        (IMAGE,),
+    ),
     ('type: "Convolution" convolution_param { num_output: 4 kernel_size: 3 }', ((2, 3, 5, 6, 4),)),
     ('type: "Convolution" convolution_param { num_output: 4 kernel_size: 2 axis: 2 }', ((2, 3, 5, 6, 4),)),
     ('type: "Convolution" convolution_param { num_output: 4 }', (VECTOR,)),
@@ -74,9 +77,16 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     (f'type: "Convolution3D" convolution_param {{ {CONV3D} temporal_pad: 1 }}', (CLIP,)),
     (f'type: "Convolution3D" convolution3d_param {{ {CONV3D} stride: 2 pad: 1 }}', (CLIP,)),
     (f'type: "Deconvolution3D" convolution3d_param {{ {CONV3D} stride: 2 temporal_pad: 1 }}', (CLIP,)),
-    *((f'type: "Pooling3D" pooling_param {{ kernel_size: 3 kernel_depth: 2 {more} }}', (CLIP,))
-      for more in ("stride: 2", "stride: 2 temporal_stride: 2", "pool: AVE stride: 2 temporal_stride: 2",
-                   "pool: AVE stride: 3 pad: 2", "pool: AVE stride: 2 pad: 1")),
+    *(
+        (f'type: "Pooling3D" pooling_param {{ kernel_size: 3 kernel_depth: 2 {more} }}', (CLIP,))
+        for more in (
+            "stride: 2",
+            "stride: 2 temporal_stride: 2",
+            "pool: AVE stride: 2 temporal_stride: 2",
+            "pool: AVE stride: 3 pad: 2",
+            "pool: AVE stride: 2 pad: 1",
+        )
+    ),
     ('type: "Pooling3D" pooling3d_param { pool: AVE kernel_size: 6 kernel_depth: 5 }', ((2, 3, 5, 6, 6),)),
     ('type: "Axpy"', ((2, 6), IMAGE, IMAGE)),
     ('type: "Axpy"', ((2, 6, 1, 1), IMAGE, IMAGE)),
@@ -130,8 +140,10 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ('type: "Reorg" reorg_param { stride: 2 }', ((2, 8, 4, 6),)),
     ('type: "Reorg" reorg_param { stride: 2 reverse: true }', ((2, 8, 4, 6),)),
     ('type: "Mish"', (IMAGE,)),
-    *((f'type: "Reduction" reduction_param {{ operation: {name} axis: 2 coeff: 0.5 }}', (IMAGE,))
-      for name in ("SUM", "MEAN", "ASUM", "SUMSQ")),
+    *(
+        (f'type: "Reduction" reduction_param {{ operation: {name} axis: 2 coeff: 0.5 }}', (IMAGE,))
+        for name in ("SUM", "MEAN", "ASUM", "SUMSQ")
+    ),
     ('type: "Softmax"', (IMAGE,)),
     ('type: "Softmax" softmax_param { axis: -1 }', (IMAGE,)),
     ('type: "ArgMax" argmax_param { top_k: 3 out_max_val: true }', (IMAGE,)),
@@ -150,13 +162,19 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ('type: "ExpMax" expmax_param { base: 2 scale: -0.5 shift: 1 }', (IMAGE,)),
     ('type: "Mean" mean_param { operation: SUBTRACT value: 0.5 value: 2 output_scale: 3 }', (IMAGE,)),
     ('type: "PowerFile"', (IMAGE,)),
-    ('type: "Correlation" correlation_param { pad: 3 kernel_size: 3 max_displacement: 2 stride_1: 2 stride_2: 2 }',
-     (IMAGE, IMAGE)),
+    (
+        'type: "Correlation" correlation_param { pad: 3 kernel_size: 3 max_displacement: 2 stride_1: 2 stride_2: 2 }',
+        (IMAGE, IMAGE),
+    ),
     ('type: "Correlation" correlation_param { pad: 2 kernel_size: 1 max_displacement: 2 }', (IMAGE, IMAGE)),
-    ('type: "Correlation" correlation_param { kernel_size: 1 max_displacement: 1 correlation_type: SUBTRACT }',
-     (IMAGE, IMAGE)),
-    ('type: "Correlation1D" correlation_param { pad: 2 kernel_size: 1 max_displacement: 2 single_direction: -1 }',
-     (IMAGE, IMAGE)),
+    (
+        'type: "Correlation" correlation_param { kernel_size: 1 max_displacement: 1 correlation_type: SUBTRACT }',
+        (IMAGE, IMAGE),
+    ),
+    (
+        'type: "Correlation1D" correlation_param { pad: 2 kernel_size: 1 max_displacement: 2 single_direction: -1 }',
+        (IMAGE, IMAGE),
+    ),
     ('type: "Warp"', (IMAGE, FLOW)),
     ('type: "Warp" warp_param { positions: true }', (IMAGE, (2, 2, 4, 5))),
     ('type: "FlowWarp"', (IMAGE, FLOW)),
@@ -173,15 +191,19 @@ CASES: list[tuple[str, tuple[tuple[int, ...], ...]]] = [
     ('type: "Dropout" dropout_param { scale_train: false dropout_ratio: 0.2 }', (IMAGE,)),
     ('type: "LSTM" recurrent_param { num_output: 4 }', ((3, 2, 5), (3, 2))),
     ('type: "LSTM" recurrent_param { num_output: 4 }', ((3, 2, 5), (3, 2), (2, 3))),
-    ('type: "LSTM" top: "y" top: "h" top: "c" recurrent_param { num_output: 4 expose_hidden: true }',
-     ((3, 2, 5), (3, 2), (1, 2, 4), (1, 2, 4))),
+    (
+        'type: "LSTM" top: "y" top: "h" top: "c" recurrent_param { num_output: 4 expose_hidden: true }',
+        ((3, 2, 5), (3, 2), (1, 2, 4), (1, 2, 4)),
+    ),
     ('type: "Lstm" lstm_param { num_output: 4 }', ((3, 2, 5),)),
     ('type: "Lstm" lstm_param { num_output: 4 batch_size: 2 }', ((6, 5),)),
     ('type: "RNN" recurrent_param { num_output: 4 }', ((3, 2, 5), (3, 2))),
     ('type: "LSTMUnit" top: "c" top: "h"', ((1, 2, 4), (1, 2, 16), (1, 2))),
-    ('type: "PriorBox" prior_box_param { min_size: 4 max_size: 9 aspect_ratio: 2 flip: true variance: 0.1 }',
-     (IMAGE, (2, 3, 30, 40))),
-]  # fmt: skip
+    (
+        'type: "PriorBox" prior_box_param { min_size: 4 max_size: 9 aspect_ratio: 2 flip: true variance: 0.1 }',
+        (IMAGE, (2, 3, 30, 40)),
+    ),
+]
 CHAIN = """
 layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 2 dim: 3 dim: 6 dim: 6 } } }
 layer { name: "in" type: "Scale" bottom: "data" top: "data" }

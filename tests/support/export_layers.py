@@ -46,44 +46,65 @@ TEMPLATES: dict[str, list[Template]] = {
     "AutoCrop": [("crop_param { axis: <2|3> offset: <0|1> }", "image", "NxCx2x2")],
     "Axpy": [("", "4x3", "4x3x2x5", "4x3x2x5"), ("", "2x3x1x1", "2x3x2x5", "2x3x2x5")],
     "BN": [
-        ("bn_param { eps: <1e-3|0.1> momentum: 0.8 frozen: <true|false> <|inverse_std: true|bn_mode: INFERENCE> }",
-         "any"),
+        (
+            "bn_param { eps: <1e-3|0.1> momentum: 0.8 frozen: <true|false> <|inverse_std: true|bn_mode: INFERENCE> }",
+            "any",
+        ),
         ("bn_param { bn_mode: LEARN eps: 0.1 }", "image"),
     ],
     "BNLL": [("", "any")],
     "BatchNorm": [
-        ("batch_norm_param { <|eps: <0.1|1e-3>> <|scale_bias: true> <|use_global_stats: true> stats_batch_size: <0|2> "
-         "moving_average_fraction: 0.9 }", "any"),
+        (
+            "batch_norm_param { <|eps: <0.1|1e-3>> <|scale_bias: true> <|use_global_stats: true> "
+            "stats_batch_size: <0|2> "
+            "moving_average_fraction: 0.9 }",
+            "any",
+        ),
         ("batch_norm_param { eps: 0.1 use_global_stats: false <|scale_bias: true> }", "image"),
         ("batch_norm_param { use_weight_bias: true eps: 0.1 }", "image"),
     ],
     "BatchReindex": [("", "any", "3")],
-    "Bias": [("bias_param { axis: <0|1|2|-1> num_axes: <-1|0|1|2> }", "any"), ("bias_param { axis: 0 }", "any", "N"),
-             ("bias_param { axis: <1|2> }", "any", "C"), ("", "any", ".")],
+    "Bias": [
+        ("bias_param { axis: <0|1|2|-1> num_axes: <-1|0|1|2> }", "any"),
+        ("bias_param { axis: 0 }", "any", "N"),
+        ("bias_param { axis: <1|2> }", "any", "C"),
+        ("", "any", "."),
+    ],
     "ChannelNorm": [("", "image")],
     "ChannelScale": [
-        ("channel_scale_param { do_forward: <true|false> do_backward_feature: <true|false> do_backward_scale: true }",
-         "2x3x4x5", "2x1x4x5"),
+        (
+            "channel_scale_param { do_forward: <true|false> do_backward_feature: <true|false> "
+            "do_backward_scale: true }",
+            "2x3x4x5",
+            "2x1x4x5",
+        ),
         ("channel_scale_param { global_scale: true max_global_scale: 9 min_global_scale: 0 }", "4x3", "4"),
     ],
     "Clip": [("clip_param { min: <-0.5|0> max: <0.3|2> }", "any")],
-    "Concat": [("concat_param { axis: <0|1|1|2|-1> }", "any", "same"), ("concat_param { axis: 1 }", "any"),
-               ("concat_param { concat_dim: <0|1|2> }", "image", "same", "same"),
-               ("concat_param { per_fla_fuse: true }", "image", "Nx2x3x2")],
+    "Concat": [
+        ("concat_param { axis: <0|1|1|2|-1> }", "any", "same"),
+        ("concat_param { axis: 1 }", "any"),
+        ("concat_param { concat_dim: <0|1|2> }", "image", "same", "same"),
+        ("concat_param { per_fla_fuse: true }", "image", "Nx2x3x2"),
+    ],
     "Convolution": [
         *[(f"convolution_param {{ {OUT} {CONVOLUTION} }}", "image")] * 5,
         (f"convolution_param {{ num_output: 6 group: <2|3> {CONVOLUTION} }}", "2x6x7x8"),
         (f"convolution_param {{ {OUT} kernel_size: <1|2> axis: 2 }}", "2x3x4x5x4"),
         (f"convolution_param {{ {OUT} <kernel_size: 2|kernel_size: 1 stride: 2> }}", "clip"),
-        (f"convolution_param {{ {OUT} kernel_size: 2 }}", "3x2x7"), (f"convolution_param {{ {OUT} }}", "vector"),
+        (f"convolution_param {{ {OUT} kernel_size: 2 }}", "3x2x7"),
+        (f"convolution_param {{ {OUT} }}", "vector"),
         (f"tops:2 convolution_param {{ {OUT} {CONVOLUTION} }}", "image", "same"),
     ],
     "Convolution3D": [(f"convolution3d_param {{ {CLIP} }}", "clip"), (f"convolution_param {{ {CLIP} }}", "clip")],
     "ConvolutionDepthwise": [(f"convolution_param {{ num_output: $C {CONVOLUTION} }}", "image")],
     "Correlation": [(CORRELATION, "2x3x7x8", "2x3x7x8")],
     "Correlation1D": [(CORRELATION, "2x3x7x8", "2x3x7x8")],
-    "Crop": [("crop_param { axis: <1|2|3> offset: <0|1> }", "image", "Nx2x2x3"),
-             ("crop_param { axis: 2 offset: <0|1> offset: <0|2> }", "image", "NxCx2x2"), ("", "image", "same")],
+    "Crop": [
+        ("crop_param { axis: <1|2|3> offset: <0|1> }", "image", "Nx2x2x3"),
+        ("crop_param { axis: 2 offset: <0|1> offset: <0|2> }", "image", "NxCx2x2"),
+        ("", "image", "same"),
+    ],
     "Deconvolution": [
         (f"convolution_param {{ {OUT} {CONVOLUTION} }}", "image"),
         (f"convolution_param {{ num_output: 4 group: 2 {CONVOLUTION} }}", "2x4x3x4"),
@@ -94,12 +115,22 @@ TEMPLATES: dict[str, list[Template]] = {
         *[(DETECTION.format("true"), "2x80", "2x60", "1x2x80")] * 3,
         (DETECTION.format("false"), "2x240", "2x60", "1x2x80"),
         (DETECTION.format("true"), "1x24", "1x18", "1x2x24"),
-        ("detection_output_param { num_classes: 3 code_type: CENTER_SIZE use_polygon: true "
-         "nms_param { nms_threshold: 0.3 } }", "2x240", "2x60", "1x2x80"),
+        (
+            "detection_output_param { num_classes: 3 code_type: CENTER_SIZE use_polygon: true "
+            "nms_param { nms_threshold: 0.3 } }",
+            "2x240",
+            "2x60",
+            "1x2x80",
+        ),
     ],
     "Downsample": [("downsample_param { top_height: <3|4> top_width: <2|5> }", "2x3x8x9")],
-    "Dropout": [("dropout_param { dropout_ratio: <0.3|0.5> random_seed: 3 <|scale_train: false> "
-                 "<|||sample_weights_test: true> }", "any")],
+    "Dropout": [
+        (
+            "dropout_param { dropout_ratio: <0.3|0.5> random_seed: 3 <|scale_train: false> "
+            "<|||sample_weights_test: true> }",
+            "any",
+        )
+    ],
     "ELU": [("elu_param { alpha: <1|0.5> <|lambda: 1.2> }", "any")],
     "Eltwise": [
         ("eltwise_param { <|operation: <MAX|SUM>> }", "any", "same"),
@@ -109,80 +140,130 @@ TEMPLATES: dict[str, list[Template]] = {
     "Embed": [("embed_param { num_output: <1|3> input_dim: 5 bias_term: <true|false> }", "<3|3x2>")],
     "Exp": [(f"exp_param {{ {FACTORS} shift: <0|0.5> }}", "any")],
     "ExpMax": [(f"expmax_param {{ {FACTORS} shift: <0|0.5> }}", "image")],
-    "Filter": [("", "any", "N"), ("tops:2", "any", "same", "N"),
-               ("filter_param { num_output: 2 axis: <1|2> }", "2x4x3x2")],
+    "Filter": [
+        ("", "any", "N"),
+        ("tops:2", "any", "same", "N"),
+        ("filter_param { num_output: 2 axis: <1|2> }", "2x4x3x2"),
+    ],
     "Flatten": [("flatten_param { axis: <0|1|2> end_axis: <1|2|-1> }", "any"), ("", "any")],
     "Flip": [("flip_param { flip_width: <true|false> flip_height: <true|false> }", "image"), ("", "image")],
     "FlowWarp": [("flow_warp_param { <|fill_value: ZERO|fill_value: NOT_A_NUMBER> }", "2x3x5x4", "2x2x5x4")],
-    "Gather": [("gather_param { axis: <0|1|2> indices: <0|1> indices: 1 }", "any"), ("tops:2", "any", "same"),
-               ("gather_param { axis: 1 indices: 1 indices: 0 <shape: 2 shape: 1|shape: 1 shape: 2> }", "any")],
+    "Gather": [
+        ("gather_param { axis: <0|1|2> indices: <0|1> indices: 1 }", "any"),
+        ("tops:2", "any", "same"),
+        ("gather_param { axis: 1 indices: 1 indices: 0 <shape: 2 shape: 1|shape: 1 shape: 2> }", "any"),
+    ],
     "Grid": [("", "image")],
     "HardSwish": [("", "any")],
     "Im2col": [(f"convolution_param {{ <{WINDOW}|{SIDES}> {HOLES} }}", "image")],
     "InnerProduct": [
-        (f"inner_product_param {{ {OUT} bias_term: <true|false> transpose: <true|false> axis: <1|1|2|-1> "
-         "normalize: <false|false|true> }", "any")
+        (
+            f"inner_product_param {{ {OUT} bias_term: <true|false> transpose: <true|false> axis: <1|1|2|-1> "
+            "normalize: <false|false|true> }",
+            "any",
+        )
     ],
     "Interp": [
         ("interp_param { height: <1|3|6|9> width: <2|5|8> <|pad_beg: -1> <|pad_end: -1> }", "image"),
         ("interp_param { <zoom_factor: 2|shrink_factor: 2|zoom_factor: 3 shrink_factor: 2> <|pad_end: -1> }", "image"),
-        ("interp_param { use_blob_size: true }", "2x3x4x5", "2x1x7x6"), ("", "2x3x4x5", "2x1x7x6"),
+        ("interp_param { use_blob_size: true }", "2x3x4x5", "2x1x7x6"),
+        ("", "2x3x4x5", "2x1x7x6"),
     ],
     "LRN": [
-        ("lrn_param { local_size: <1|3|5> alpha: <0.5|1e-4> beta: <0.75|0.5> k: <1|2> "
-         "<|norm_region: ACROSS_CHANNELS|norm_region: WITHIN_CHANNEL> }", "image"),
+        (
+            "lrn_param { local_size: <1|3|5> alpha: <0.5|1e-4> beta: <0.75|0.5> k: <1|2> "
+            "<|norm_region: ACROSS_CHANNELS|norm_region: WITHIN_CHANNEL> }",
+            "image",
+        ),
     ],
     "LSTM": [
-        (RECURRENT, "3x2x4", "3x2"), (RECURRENT, "3x2x4", "3x2", "2x5"),
-        (f"tops:3 {RECURRENT.replace('expose_hidden: false', 'expose_hidden: true').replace(OUT, 'num_output: 3')}",
-         "3x2x4", "3x2", "1x2x3", "1x2x3"),
+        (RECURRENT, "3x2x4", "3x2"),
+        (RECURRENT, "3x2x4", "3x2", "2x5"),
+        (
+            f"tops:3 {RECURRENT.replace('expose_hidden: false', 'expose_hidden: true').replace(OUT, 'num_output: 3')}",
+            "3x2x4",
+            "3x2",
+            "1x2x3",
+            "1x2x3",
+        ),
     ],
     "LSTMUnit": [("tops:2", "1x2x4", "1x2x16", "1x2")],
     "Log": [("log_param { <|base: 2|base: 3> scale: <0.1|-0.1> shift: 9 }", "any")],
-    "Lstm": [(f"lstm_param {{ {OUT} clipping_threshold: <0|0.01> }}", "3x2x4"),
-             (f"lstm_param {{ {OUT} batch_size: 2 }}", "6x4"), (f"lstm_param {{ {OUT} }}", "3x2x4", "3x2")],
-    "MVN": [("mvn_param { normalize_variance: <true|false> across_channels: <true|false> eps: <0.5|1e-3> }", "2x3x5x4"),
-            ("mvn_param { normalize_variance: false }", "vector")],
+    "Lstm": [
+        (f"lstm_param {{ {OUT} clipping_threshold: <0|0.01> }}", "3x2x4"),
+        (f"lstm_param {{ {OUT} batch_size: 2 }}", "6x4"),
+        (f"lstm_param {{ {OUT} }}", "3x2x4", "3x2"),
+    ],
+    "MVN": [
+        ("mvn_param { normalize_variance: <true|false> across_channels: <true|false> eps: <0.5|1e-3> }", "2x3x5x4"),
+        ("mvn_param { normalize_variance: false }", "vector"),
+    ],
     "MaskPooling": [("", "image", "Nx1xHxW")],
     "MaskResize": [("mask_resize_param { output_height: <2|9> output_width: <3|7> }", "image")],
     "Mean": [
-        ("mean_param { operation: <ADD|SUBTRACT> value: 0.5 <|value: 2 value: 1> mean_scale: <1|2> input_scale: <1|0.5>"
-         " output_scale: <1|3> }", "2x3x4x5"),
+        (
+            "mean_param { operation: <ADD|SUBTRACT> value: 0.5 <|value: 2 value: 1> mean_scale: "
+            "<1|2> input_scale: <1|0.5>"
+            " output_scale: <1|3> }",
+            "2x3x4x5",
+        ),
         ("mean_param { operation: <ADD|SUBTRACT> file: MEAN_FILE mean_scale: <1|2> }", "2x3x4x5"),
     ],
     "Mish": [("", "any")],
     "NegSquare": [("", "any")],
     "Normalize": [
         ("norm_param { across_spatial: <true|false> channel_shared: <true|false> eps: <0.5|1e-3> }", "image"),
-        ("<|tops:2> normalize_param { <|normalize_type: 'L1'|normalize_type: 'L2'> fix_gradient: true bp_norm: false }",
-         "2x3x4x5"),
+        (
+            "<|tops:2> normalize_param { <|normalize_type: 'L1'|normalize_type: 'L2'> fix_gradient: "
+            "true bp_norm: false }",
+            "2x3x4x5",
+        ),
     ],
     "PReLU": [("prelu_param { channel_shared: <true|false> }", "any")],
     "Parameter": [("parameter_param { shape { dim: 2 dim: 3 } }",)],
-    "Permute": [("permute_param { order: 0 order: 2 order: 3 order: 1 }", "image"),
-                ("permute_param { order: <0|1> order: <2|0> order: <1|3> }", "image"),
-                ("permute_param { order: 1 order: 0 }", "any")],
+    "Permute": [
+        ("permute_param { order: 0 order: 2 order: 3 order: 1 }", "image"),
+        ("permute_param { order: <0|1> order: <2|0> order: <1|3> }", "image"),
+        ("permute_param { order: 1 order: 0 }", "any"),
+    ],
     "Pooling": [
         *[(f"pooling_param {{ <|pool: MAX|pool: AVE> {POOL} }}", "image")] * 3,
         ("pooling_param { pool: <MAX|AVE> global_pooling: true }", "image"),
         ("pooling_param { pool: STOCHASTIC global_pooling: true }", "positive 2x3x4x5"),
-        ("pooling_param { pool: STOCHASTIC <kernel_size: 2|kernel_h: 3 kernel_w: 2> stride: <1|2> "
-         "<|round_mode: FLOOR|ceil_mode: false> }", "positive 2x3x6x7"),
+        (
+            "pooling_param { pool: STOCHASTIC <kernel_size: 2|kernel_h: 3 kernel_w: 2> stride: <1|2> "
+            "<|round_mode: FLOOR|ceil_mode: false> }",
+            "positive 2x3x6x7",
+        ),
         (f"tops:2 pooling_param {{ pool: MAX {POOL} }}", "2x3x6x7"),
         ("tops:2 pooling_param { global_pooling: true }", "2x3x6x7"),
     ],
     "Pooling3D": [
-        ("pooling3d_param { <|pool: MAX|pool: AVE> kernel_size: <2|3> stride: <1|2> pad: <0|1|2> kernel_depth: <1|2> "
-         "temporal_stride: <1|2> }", "2x3x5x7x6"),
-        ("pooling_param { <|pool: MAX|pool: AVE> kernel_size: <2|3> stride: <1|2> pad: <0|1|2> kernel_depth: <1|2> "
-         "temporal_stride: <1|2> }", "2x3x5x7x6"),
+        (
+            "pooling3d_param { <|pool: MAX|pool: AVE> kernel_size: <2|3> stride: <1|2> pad: <0|1|2> "
+            "kernel_depth: <1|2> "
+            "temporal_stride: <1|2> }",
+            "2x3x5x7x6",
+        ),
+        (
+            "pooling_param { <|pool: MAX|pool: AVE> kernel_size: <2|3> stride: <1|2> pad: <0|1|2> kernel_depth: <1|2> "
+            "temporal_stride: <1|2> }",
+            "2x3x5x7x6",
+        ),
     ],
     "Power": [("power_param { scale: <-0.7|0|1|0.5> shift: <0.2|0|-1> power: <1|2|3|0> }", "any"), ("", "any")],
     "PowerFile": [("power_file_param { <|shift_file: SHIFT_FILE> }", "2x3x2x2")],
     "PriorBox": [(PRIORS, "1x2x3x4", "1x3x24x28"), (PRIORS, "image", "Nx3x24x28")],
-    "RNN": [(RECURRENT, "3x2x4", "3x2"), (RECURRENT, "3x2x4", "3x2", "2x5"),
-            (f"tops:2 {RECURRENT.replace('expose_hidden: false', 'expose_hidden: true').replace(OUT, 'num_output: 3')}",
-             "3x2x4", "3x2", "1x2x3")],
+    "RNN": [
+        (RECURRENT, "3x2x4", "3x2"),
+        (RECURRENT, "3x2x4", "3x2", "2x5"),
+        (
+            f"tops:2 {RECURRENT.replace('expose_hidden: false', 'expose_hidden: true').replace(OUT, 'num_output: 3')}",
+            "3x2x4",
+            "3x2",
+            "1x2x3",
+        ),
+    ],
     "ROIPooling": [
         ("roi_pooling_param { pooled_h: <1|2|3> pooled_w: <1|2|4> spatial_scale: <1|0.5|0.3> }", "image", "7x5"),
         ("roi_pooling_param { pooled_h: 2 pooled_w: 3 spatial_scale: 0.5 pad_ratio: <0.25|1.5> }", "image", "7x5x1x1"),
@@ -191,11 +272,16 @@ TEMPLATES: dict[str, list[Template]] = {
     "ReLU6": [("", "any"), ("relu_param { negative_slope: <0.1|-0.2> }", "any")],
     "Reduction": [("reduction_param { operation: <SUM|MEAN|ASUM|SUMSQ> axis: <0|1|1|2|-1> coeff: <1|0.1|-2> }", "any")],
     "Reorg": [("reorg_param { stride: <1|2> reverse: <true|false> }", "2x8x4x6")],
-    "Resample": [("resample_param { height: <3|7|9> width: <2|5|8> <|type: <NEAREST|LINEAR|CUBIC>> antialias: "
-                  "<true|false> }", "image"),
-                 ("resample_param { type: LINEAR }", "image", "Nx1x5x6")],
+    "Resample": [
+        (
+            "resample_param { height: <3|7|9> width: <2|5|8> <|type: <NEAREST|LINEAR|CUBIC>> antialias: <true|false> }",
+            "image",
+        ),
+        ("resample_param { type: LINEAR }", "image", "Nx1x5x6"),
+    ],
     "Reshape": [
-        ("reshape_param { shape { dim: 0 dim: -1 } }", "any"), ("reshape_param { shape { dim: -1 dim: 1 } }", "any"),
+        ("reshape_param { shape { dim: 0 dim: -1 } }", "any"),
+        ("reshape_param { shape { dim: -1 dim: 1 } }", "any"),
         ("reshape_param { shape { dim: 0 dim: 0 dim: -1 } }", "any"),
         ("reshape_param { shape { dim: -1 } axis: 1 num_axes: <1|2|-1> }", "any"),
         ("reshape_param { shape { dim: 1 } axis: <1|2|-1> num_axes: 0 }", "any"),
@@ -204,9 +290,13 @@ TEMPLATES: dict[str, list[Template]] = {
     "SPP": [("spp_param { pyramid_height: <1|2|3> <|pool: <MAX|AVE>> }", "image")],
     "Scale": [
         ("scale_param { bias_term: <true|false> }", "any"),
-        ("scale_param { axis: <0|1|2|-1> num_axes: <-1|0|1|2> bias_term: <true|false> <|min_value: -1 max_value: 1> }",
-         "any"),
-        ("scale_param { axis: 0 bias_term: <true|false> }", "any", "N"), ("", "any", "."),
+        (
+            "scale_param { axis: <0|1|2|-1> num_axes: <-1|0|1|2> bias_term: <true|false> "
+            "<|min_value: -1 max_value: 1> }",
+            "any",
+        ),
+        ("scale_param { axis: 0 bias_term: <true|false> }", "any", "N"),
+        ("", "any", "."),
         ("scale_param { axis: <1|2> bias_term: <true|false> }", "image", "C"),
         ("scale_param { axis: 0 }", "any", "same"),
     ],
@@ -215,18 +305,26 @@ TEMPLATES: dict[str, list[Template]] = {
     "SeLUDropout": [("selu_dropout_param { <|dropout_ratio: 0.3> <|alpha: -1> }", "any")],
     "SeLu": [("selu_param { <|alpha: 0.5> <|lambda: 2> }", "any")],
     "SeLuDropout": [("selu_dropout_param { <|dropout_ratio: 0.3> <|alpha: -1> }", "any")],
-    "ShuffleChannel": [("shuffle_channel_param { group: <1|2|3> }", "2x6x3x4"),
-                       ("shuffle_channel_param { group: $C }", "any")],
+    "ShuffleChannel": [
+        ("shuffle_channel_param { group: <1|2|3> }", "2x6x3x4"),
+        ("shuffle_channel_param { group: $C }", "any"),
+    ],
     "Sigmoid": [("", "any")],
     "Silence": [("tops:0", "any")],
     "Slice": [
-        ("tops:2 slice_param { axis: <0|1|1|2|-1> <|slice_point: 1> }", "any"), ("slice_param { axis: 1 }", "any"),
+        ("tops:2 slice_param { axis: <0|1|1|2|-1> <|slice_point: 1> }", "any"),
+        ("slice_param { axis: 1 }", "any"),
         ("tops:3 slice_param { slice_dim: <1|2> slice_point: 1 slice_point: <2|3> }", "2x4x5"),
     ],
     "Softmax": [(f"softmax_param {{ axis: {AXIS} <|normalize_type: 'Softmax'> }}", "any")],
     "SpatialTransformer": [
-        ("st_param { <|output_H: 3 output_W: 4> transform_type: 'affine' sampler_type: 'bilinear' to_compute_dU: false "
-         "theta_1_1: 0.9 theta_1_2: 0.2 theta_2_1: -0.1 theta_2_2: 1.2 <|theta_1_3: 0.1> }", "2x3x5x4", "<2x1|2x2>"),
+        (
+            "st_param { <|output_H: 3 output_W: 4> transform_type: 'affine' sampler_type: "
+            "'bilinear' to_compute_dU: false "
+            "theta_1_1: 0.9 theta_1_2: 0.2 theta_2_1: -0.1 theta_2_2: 1.2 <|theta_1_3: 0.1> }",
+            "2x3x5x4",
+            "<2x1|2x2>",
+        ),
         ("st_param { theta_2_3: 0.3 }", "2x3x5x4", "2x5"),
     ],
     "Split": [("tops:2", "any"), ("tops:3", "any")],
@@ -234,15 +332,17 @@ TEMPLATES: dict[str, list[Template]] = {
     "TanH": [("", "any")],
     "Threshold": [("threshold_param { threshold: <0|0.5> }", "2x3x4x5")],
     "Tile": [(f"tile_param {{ axis: {AXIS} tiles: <1|2|3> }}", "any")],
-    "Transpose": [("transpose_param { dim: 3 dim: 2 dim: 0 dim: 1 }", "image"),
-                  ("transpose_param { dim: 1 dim: 0 }", "vector")],
+    "Transpose": [
+        ("transpose_param { dim: 3 dim: 2 dim: 0 dim: 1 }", "image"),
+        ("transpose_param { dim: 1 dim: 0 }", "vector"),
+    ],
     "Upsample": [
         ("upsample_param { <scale: 2|scale: 3|scale_h: 3 scale_w: 2|upsample_h: 8 upsample_w: <4|12>> }", "2x3x4x4"),
         ("upsample_param { <|scale: 2|scale_h: 2 scale_w: 2|upsample_h: 6 upsample_w: 5> }", "pooled 6x4"),
         ("upsample_param { scale: 2 pad_out_h: true pad_out_w: true }", "pooled 5x3"),
     ],
     "Warp": [("warp_param { positions: <true|false> }", "2x3x5x4", "2x2x5x4"), ("", "2x3x5x4", "2x2x5x4")],
-}  # fmt: skip
+}
 """Settings and bottoms, by type."""
 
 UNTRIED = {
@@ -251,12 +351,45 @@ UNTRIED = {
 """Fields that act and are in no template, with the reason."""
 
 IN_PLACE = {
-    "AbsVal", "BNLL", "BatchNorm", "BN", "Bias", "Clip", "Dropout", "ELU", "HardSwish", "Mish", "PReLU", "Power",
-    "ReLU", "ReLU6", "Scale", "SeLU", "SeLu", "SeLUDropout", "SeLuDropout", "Sigmoid", "Softmax", "Swish", "TanH",
-}  # fmt: skip
+    "AbsVal",
+    "BNLL",
+    "BatchNorm",
+    "BN",
+    "Bias",
+    "Clip",
+    "Dropout",
+    "ELU",
+    "HardSwish",
+    "Mish",
+    "PReLU",
+    "Power",
+    "ReLU",
+    "ReLU6",
+    "Scale",
+    "SeLU",
+    "SeLu",
+    "SeLUDropout",
+    "SeLuDropout",
+    "Sigmoid",
+    "Softmax",
+    "Swish",
+    "TanH",
+}
 """Types that may work in place."""
 LEAPING = {
-    "ArgMax", "DetectionOutput", "ROIPooling", "Threshold", "FlowWarp", "Warp", "SpatialTransformer", "Filter", "Axpy",
-    "Downsample", "PriorBox", "Grid", "Silence", "BatchReindex",
-}  # fmt: skip
+    "ArgMax",
+    "DetectionOutput",
+    "ROIPooling",
+    "Threshold",
+    "FlowWarp",
+    "Warp",
+    "SpatialTransformer",
+    "Filter",
+    "Axpy",
+    "Downsample",
+    "PriorBox",
+    "Grid",
+    "Silence",
+    "BatchReindex",
+}
 """Types with bottoms or tops that no other layer shares: a small difference before them may be a large one behind."""

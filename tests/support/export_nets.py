@@ -123,9 +123,10 @@ class ExportNet(RandomNet):
             shape = first.shape if first is not None and text == "same" else None
             axes = RANKS.get(text)
             fits = [
-                one for one in self._open
+                one
+                for one in self._open
                 if one is not first and shape in (None, one.shape) and axes in (None, len(one.shape))
-            ]  # fmt: skip
+            ]
             if fits and self._chance(0.8):
                 return [self._random.choice(fits)]
         if text == "same" and first is not None:

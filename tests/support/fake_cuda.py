@@ -128,8 +128,12 @@ def install(recorder: Recorder) -> None:
     runtime.streamIsCapturing = lambda stream: False
     runtime.memGetInfo.return_value = (2**37, 2**37)
     runtime.getDeviceProperties.return_value = {
-        "name": b"fake", "totalGlobalMem": 2**37, "major": 9, "minor": 0, "multiProcessorCount": MULTIPROCESSORS
-    }  # fmt: skip
+        "name": b"fake",
+        "totalGlobalMem": 2**37,
+        "major": 9,
+        "minor": 0,
+        "multiProcessorCount": MULTIPROCESSORS,
+    }
     cuda = MagicMock()
     cuda.runtime, cuda.Device = runtime, _device
     cuda.driver.CUDADriverError = type("CUDADriverError", (RuntimeError,), {})
@@ -141,13 +145,19 @@ def install(recorder: Recorder) -> None:
     cuda.get_current_stream = lambda: stream
     cupy = types.ModuleType("cupy")
     names = {
-        "ndarray": FakeArray, "RawModule": recorder.module, "empty": empty, "zeros": empty, "dtype": np.dtype,
-        "cuda": cuda, "copyto": np.copyto, "asnumpy": lambda array, stream=None: np.array(array),
+        "ndarray": FakeArray,
+        "RawModule": recorder.module,
+        "empty": empty,
+        "zeros": empty,
+        "dtype": np.dtype,
+        "cuda": cuda,
+        "copyto": np.copyto,
+        "asnumpy": lambda array, stream=None: np.array(array),
         "ascontiguousarray": lambda array: np.ascontiguousarray(array).view(FakeArray),
         "flip": np.flip,
         "broadcast_to": lambda array, shape: np.broadcast_to(array, shape, subok=True),
         "get_default_memory_pool": MagicMock(),
-    }  # fmt: skip
+    }
     for name, value in names.items():
         setattr(cupy, name, value)
     cudnn = MagicMock()
@@ -201,10 +211,21 @@ def fake_backend(math_mode: str) -> Iterator[Any]:
     from caffepy.backend.cuda.convolution import rewritten as space_to_depth
 
     library = MagicMock()
-    library.configure_mock(**{f"{name}.return_value": 0 for name in (
-        "cublasCreate_v2", "cublasSetStream_v2", "cublasSetWorkspace_v2", "cublasSetMathMode", "cublasSgemm_v2",
-        "cublasGemmEx", "cublasGemmStridedBatchedEx", "cublasDestroy_v2",
-    )})  # fmt: skip
+    library.configure_mock(
+        **{
+            f"{name}.return_value": 0
+            for name in (
+                "cublasCreate_v2",
+                "cublasSetStream_v2",
+                "cublasSetWorkspace_v2",
+                "cublasSetMathMode",
+                "cublasSgemm_v2",
+                "cublasGemmEx",
+                "cublasGemmStridedBatchedEx",
+                "cublasDestroy_v2",
+            )
+        }
+    )
     dense._library = lambda: library  # type: ignore[assignment]
     for module in (registry, space_to_depth, cudnn):
         module.cudnn_candidates = lambda *_, **__: [Nothing()]  # type: ignore[attr-defined]

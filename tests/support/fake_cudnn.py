@@ -169,7 +169,14 @@ class Frontend:
 
 
 for _name in (
-    "TENSOR_CORE", "DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "FFT", "WINOGRAD", "WINOGRAD_TILE_4x4",
-    "WINOGRAD_TILE_6x6", "WINOGRAD_TILE_13x13", "NONDETERMINISTIC",
-):  # fmt: skip
+    "TENSOR_CORE",
+    "DOWN_CONVERT_INPUTS",
+    "REDUCED_PRECISION_REDUCTION",
+    "FFT",
+    "WINOGRAD",
+    "WINOGRAD_TILE_4x4",
+    "WINOGRAD_TILE_6x6",
+    "WINOGRAD_TILE_13x13",
+    "NONDETERMINISTIC",
+):
     setattr(Frontend.numerical_note, _name, _name)

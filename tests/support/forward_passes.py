@@ -23,8 +23,10 @@ layer { name: "s" type: "Scale" bottom: "c" top: "c" scale_param { bias_term: tr
 layer { name: "r" type: "ReLU" bottom: "c" top: "c" }
 layer { name: "drop" type: "Dropout" bottom: "c" top: "out" }
 """
-HOST = NET + 'layer { name: "noise" type: "DummyData" top: "noise" dummy_data_param { shape { dim: 3 } data_filler { ' \
-    'type: "gaussian" } } }'  # fmt: skip
+HOST = (
+    NET + 'layer { name: "noise" type: "DummyData" top: "noise" dummy_data_param { shape { dim: 3 } data_filler { '
+    'type: "gaussian" } } }'
+)
 """A layer that draws its numbers on the host."""
 
 

@@ -10,14 +10,24 @@ CLASSES = 3
 KEEPS, FALSE, TRUE = None, False, True
 
 ELEMENTWISE: dict[str, list[tuple[str, bool | None]]] = {
-    "ReLU": [("", TRUE), ("", TRUE), ("", TRUE), ("relu_param { negative_slope: 0.1 }", FALSE),
-             ("relu_param { negative_slope: -0.2 }", TRUE)],
-    "PReLU": [('prelu_param { filler { type: "uniform" min: -0.3 max: 0.6 } }', FALSE),
-              ("prelu_param { channel_shared: true }", KEEPS)],
+    "ReLU": [
+        ("", TRUE),
+        ("", TRUE),
+        ("", TRUE),
+        ("relu_param { negative_slope: 0.1 }", FALSE),
+        ("relu_param { negative_slope: -0.2 }", TRUE),
+    ],
+    "PReLU": [
+        ('prelu_param { filler { type: "uniform" min: -0.3 max: 0.6 } }', FALSE),
+        ("prelu_param { channel_shared: true }", KEEPS),
+    ],
     "Dropout": [("", KEEPS), ("dropout_param { dropout_ratio: 0.3 }", KEEPS)],
     "AbsVal": [("", TRUE)],
-    "Power": [("power_param { scale: -0.7 shift: 0.2 }", FALSE), ("power_param { power: 2 shift: 0.5 }", TRUE),
-              ("power_param { power: 3 scale: 0.5 }", KEEPS)],
+    "Power": [
+        ("power_param { scale: -0.7 shift: 0.2 }", FALSE),
+        ("power_param { power: 2 shift: 0.5 }", TRUE),
+        ("power_param { power: 3 scale: 0.5 }", KEEPS),
+    ],
     "Clip": [("clip_param { min: -0.5 max: 0.8 }", KEEPS)],
     "Swish": [("", KEEPS), ("swish_param { beta: 1.5 }", KEEPS)],
     "BNLL": [("", TRUE)],
@@ -27,26 +37,39 @@ ELEMENTWISE: dict[str, list[tuple[str, bool | None]]] = {
     "Sigmoid": [("", TRUE)],
     "TanH": [("", KEEPS)],
     "Scale": [
-        *[("scale_param { %s }", FALSE)] * 4, *[("scale_param { bias_term: true %s }", FALSE)] * 4,
-        ("scale_param { axis: 0 num_axes: -1 %s }", FALSE), ("scale_param { num_axes: 0 %s }", FALSE),
+        *[("scale_param { %s }", FALSE)] * 4,
+        *[("scale_param { bias_term: true %s }", FALSE)] * 4,
+        ("scale_param { axis: 0 num_axes: -1 %s }", FALSE),
+        ("scale_param { num_axes: 0 %s }", FALSE),
     ],
     "Bias": [('bias_param { filler { type: "uniform" min: -1 max: 1 } }', FALSE)],
-    "BatchNorm": [("batch_norm_param { eps: %g }", FALSE), ("batch_norm_param { eps: %g }", FALSE),
-                  ("batch_norm_param { eps: %g scale_bias: true }", FALSE),
-                  ("batch_norm_param { use_global_stats: true eps: 1 }", FALSE)],
-    "BN": [('bn_param { slope_filler { type: "uniform" min: 0.5 max: 2 } bias_filler { value: 0.3 } eps: 1 }', FALSE),
-           ("bn_param { slope_filler { value: 1 } eps: 1 inverse_std: true }", FALSE),
-           ("bn_param { slope_filler { value: 1 } frozen: true eps: 1 }", FALSE),
-           ('bn_param { bn_mode: INFERENCE scale_filler { type: "uniform" min: 0.5 max: 2 } }', FALSE)],
-}  # fmt: skip
+    "BatchNorm": [
+        ("batch_norm_param { eps: %g }", FALSE),
+        ("batch_norm_param { eps: %g }", FALSE),
+        ("batch_norm_param { eps: %g scale_bias: true }", FALSE),
+        ("batch_norm_param { use_global_stats: true eps: 1 }", FALSE),
+    ],
+    "BN": [
+        ('bn_param { slope_filler { type: "uniform" min: 0.5 max: 2 } bias_filler { value: 0.3 } eps: 1 }', FALSE),
+        ("bn_param { slope_filler { value: 1 } eps: 1 inverse_std: true }", FALSE),
+        ("bn_param { slope_filler { value: 1 } frozen: true eps: 1 }", FALSE),
+        ('bn_param { bn_mode: INFERENCE scale_filler { type: "uniform" min: 0.5 max: 2 } }', FALSE),
+    ],
+}
 """Layers that may work in place: settings, and whether no element of the top is below 0 (None: if the bottom's are)."""
 
 FACTORS = 'filler { type: "uniform" min: 0.5 max: 2 } bias_filler { type: "uniform" min: -1 max: 1 }'
 WEIGHTS = {"BatchNorm": 6, "BN": 3, "Scale": 6, "ReLU": 6, "Dropout": 2, "Eltwise": 2}
 """How often each type is taken; 1 if not here."""
 
-USUAL = {"Convolution": "BatchNorm", "InnerProduct": "ReLU", "BatchNorm": "Scale", "Scale": "ReLU", "ReLU": "Dropout",
-         "Eltwise": "ReLU"}  # fmt: skip
+USUAL = {
+    "Convolution": "BatchNorm",
+    "InnerProduct": "ReLU",
+    "BatchNorm": "Scale",
+    "Scale": "ReLU",
+    "ReLU": "Dropout",
+    "Eltwise": "ReLU",
+}
 """What often follows a type."""
 
 GROWING = ("Exp",)
@@ -230,10 +253,12 @@ class FusibleNet(RandomNet):
             settings %= 1.0 if self.phase == caffe_pb2.TEST else self._random.choice([1e-3, 0.01, 0.1])
         growing = kind in GROWING or "power:" in settings
         top = Stem(
-            stem.name if stem.free and self._chance(0.75) else self._new(kind), stem.shape,
-            stem.positive if positive is None else positive, kind in BOUNDING or (stem.bounded and not growing),
+            stem.name if stem.free and self._chance(0.75) else self._new(kind),
+            stem.shape,
+            stem.positive if positive is None else positive,
+            kind in BOUNDING or (stem.bounded and not growing),
             kind=kind,
-        )  # fmt: skip
+        )
         self._layer(kind, [stem.name], [top.name], settings + self._parameters(kind, stem, settings) + self._down(1))
         return top
 
@@ -315,9 +340,14 @@ class FusibleNet(RandomNet):
     def _combine(self, first: Stem, second: Stem) -> Stem:
         """An Eltwise, mostly the plain sum."""
         settings = self._random.choices(
-            ["", "eltwise_param { coeff: 1 coeff: -0.5 }", "eltwise_param { operation: PROD }",
-             "eltwise_param { operation: MAX }"], [8, 1, 1, 1],
-        )[0]  # fmt: skip
+            [
+                "",
+                "eltwise_param { coeff: 1 coeff: -0.5 }",
+                "eltwise_param { operation: PROD }",
+                "eltwise_param { operation: MAX }",
+            ],
+            [8, 1, 1, 1],
+        )[0]
         positive = first.positive and second.positive and "coeff" not in settings
         bounded = first.bounded and second.bounded and "PROD" not in settings
         top = Stem(self._new("sum"), first.shape, positive, bounded, kind="Eltwise")

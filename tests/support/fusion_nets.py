@@ -107,7 +107,14 @@ def names_of(net: Net) -> list[str]:
 SCALE = 'Scale scale_param { bias_term: true filler { type: "uniform" min: 0.5 max: 2 } }'
 STORED = "BatchNorm batch_norm_param { use_global_stats: true eps: 1 }"
 KEEPING = [
-    "PReLU", SCALE, "AbsVal", "Power power_param { power: 2 shift: 0.3 }", "Clip clip_param { min: -0.4 max: 0.7 }",
-    "Swish", "BNLL", "AbsVal\nLog log_param { shift: 1.5 }", "ReLU relu_param { negative_slope: -0.3 }",
-]  # fmt: skip
+    "PReLU",
+    SCALE,
+    "AbsVal",
+    "Power power_param { power: 2 shift: 0.3 }",
+    "Clip clip_param { min: -0.4 max: 0.7 }",
+    "Swish",
+    "BNLL",
+    "AbsVal\nLog log_param { shift: 1.5 }",
+    "ReLU relu_param { negative_slope: -0.3 }",
+]
 """Layers that need their bottom for the gradient and keep it where they work in place."""

@@ -23,9 +23,14 @@ def iou(a: Any, b: Any, least: float = 0.0) -> float:
 
 
 def decoded(
-    values: Any, at: tuple[int, int], field: tuple[int, int], stride: int, limits: tuple[float, float],
-    mean: Any = (0, 0, 0, 0), std: Any = (1, 1, 1, 1),
-) -> list[float]:  # fmt: skip
+    values: Any,
+    at: tuple[int, int],
+    field: tuple[int, int],
+    stride: int,
+    limits: tuple[float, float],
+    mean: Any = (0, 0, 0, 0),
+    std: Any = (1, 1, 1, 1),
+) -> list[float]:
     """x, y, width, height of the box that four values predict at (row, column); limits are field_xyr, field_whr."""
     x, y, w, h = (float(v) * s + m for v, s, m in zip(values, std, mean, strict=True))
     x, y = (min(max(v, -1 / limits[0]), 1 / limits[0]) for v in (x, y))

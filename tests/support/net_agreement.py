@@ -23,9 +23,12 @@ def give_parameters(net: Net, seed: int = 1) -> None:
             values = blob.host_data()
             if layer.type == "BatchNorm" and index < 3:
                 values = (
-                    generator.normal(0, 0.3, blob.shape) if index == 0
-                    else generator.uniform(0.5, 2, blob.shape) if index == 1 else np.ones(blob.shape)
-                )  # fmt: skip
+                    generator.normal(0, 0.3, blob.shape)
+                    if index == 0
+                    else generator.uniform(0.5, 2, blob.shape)
+                    if index == 1
+                    else np.ones(blob.shape)
+                )
             elif blob.gradient_owner is blob:
                 values = values + generator.normal(0, 0.05, blob.shape)
             net.backend.from_host(values.astype(np.float32), blob.data)

@@ -523,13 +523,32 @@ class Program:
 
     def _actions(self) -> list[tuple[float, Callable[[], None]]]:
         return [
-            (10, self._forward), (4, self._forward_part), (6, self._backward), (2, self._backward_part),
-            (6, self._write_inputs), (5, self._write_parameter), (2, self._write_parameter_diff), (2, self._write_blob),
-            (4, self._hold), (6, self._write_held), (1, self._release), (3, self._share), (1.5, self._new_net),
-            (0.7, self._delete), (2, self._save), (2, self._load), (2, self._reshape), (2, self._clear),
-            (3, self._look), (1.5, self._new_solver), (6, self._step), (1, self._apply_update), (1, self._snapshot),
-            (1, self._restore), (0.3, self._delete_solver),
-        ]  # fmt: skip
+            (10, self._forward),
+            (4, self._forward_part),
+            (6, self._backward),
+            (2, self._backward_part),
+            (6, self._write_inputs),
+            (5, self._write_parameter),
+            (2, self._write_parameter_diff),
+            (2, self._write_blob),
+            (4, self._hold),
+            (6, self._write_held),
+            (1, self._release),
+            (3, self._share),
+            (1.5, self._new_net),
+            (0.7, self._delete),
+            (2, self._save),
+            (2, self._load),
+            (2, self._reshape),
+            (2, self._clear),
+            (3, self._look),
+            (1.5, self._new_solver),
+            (6, self._step),
+            (1, self._apply_update),
+            (1, self._snapshot),
+            (1, self._restore),
+            (0.3, self._delete_solver),
+        ]
 
     def _say(self, line: str) -> None:
         self.lines.append(line)
@@ -795,9 +814,11 @@ class Program:
         train, test = self.random.randrange(2), self.random.randrange(2)
         tests = self.random.random() < 0.7
         settings = {
-            "base_lr": self.random.choice([0.03125, 0.0625]), "momentum": self.random.choice([0, 0.5, 0.875]),
-            "weight_decay": self.random.choice([0, 0.125]), "test_initialization": self.random.randrange(2),
-        }  # fmt: skip
+            "base_lr": self.random.choice([0.03125, 0.0625]),
+            "momentum": self.random.choice([0, 0.5, 0.875]),
+            "weight_decay": self.random.choice([0, 0.125]),
+            "test_initialization": self.random.randrange(2),
+        }
         name = self._name("s")
         text = f"train_net: '{self._paths[train]}' lr_policy: 'fixed' max_iter: 1000 snapshot_after_train: false\n"
         text += f"snapshot_prefix: '{self._folder / name}' "
@@ -932,10 +953,13 @@ def _random_form(random: Random) -> Form:
         outputs = other if index % 2 == 0 else inputs
         chain.append(
             Inner(
-                outputs, random.random() < 0.7, lr_mult=random.choice([0, 1, 1, 1, 2]),
-                decay_mult=random.choice([0, 1]), relu=random.choice(["", "", "in place", "own top"]),
+                outputs,
+                random.random() < 0.7,
+                lr_mult=random.choice([0, 1, 1, 1, 2]),
+                decay_mult=random.choice([0, 1]),
+                relu=random.choice(["", "", "in place", "own top"]),
             )
-        )  # fmt: skip
+        )
     form = Form(inputs, random.randint(1, 3), tuple(chain), random.random() < 0.8, random.random() < 0.3)
     return _shared(random, _with_side(random, form))
 
@@ -960,11 +984,14 @@ def _variant(random: Random, form: Form) -> Form:
     """A net with the same parameters that shares, rectifies and learns otherwise."""
     chain = tuple(
         replace(
-            inner, share="", permissive=False, relu=random.choice(["", inner.relu, "in place", "own top"]),
+            inner,
+            share="",
+            permissive=False,
+            relu=random.choice(["", inner.relu, "in place", "own top"]),
             lr_mult=random.choice([0, 1, inner.lr_mult]),
         )
         for inner in form.chain
-    )  # fmt: skip
+    )
     loss, forced = random.random() < 0.8, random.random() < 0.3
     varied = replace(form, chain=chain, loss=loss, force_backward=forced, batch=random.randint(1, 3))
     return _shared(random, _with_side(random, varied))

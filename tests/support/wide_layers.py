@@ -106,7 +106,7 @@ SINGLE: dict[str, list[str]] = {
     "Split": ["tops:2", "tops:3"],
     "Concat": ["concat_param { axis: <0|1|2> }"],
     "Eltwise": [""],
-}  # fmt: skip
+}
 """Layers of one bottom."""
 
 RECURRENT = f"recurrent_param {{ num_output: <1|3|5> {XAVIER} }}"
@@ -133,18 +133,29 @@ PAIRS: dict[str, list[tuple[str, ...]]] = {
         ("roi_pooling_param { pooled_h: <1|2|3> pooled_w: <1|2> spatial_scale: <1|0.5> }", "3x5 rois:$N"),
     ],
     "InnerProduct": [(f"only inner_product_param {{ {OUTPUTS} {XAVIER} }}",)],
-}  # fmt: skip
+}
 """Layers of several bottoms, and where the others come from."""
 
 PAIR_WEIGHTS = {"Eltwise": 6, "Concat": 4, "Crop": 2, "Scale": 2}
 """How often each of these types is taken; 1 if not here."""
 
 USUAL = (
-    ("Convolution", "BatchNorm"), ("Convolution", "Scale"), ("Convolution", "ReLU"), ("Convolution", "Bias"),
-    ("Deconvolution", "BatchNorm"), ("InnerProduct", "ReLU"), ("BatchNorm", "Scale"), ("BatchNorm", "Eltwise"),
-    ("BatchNorm", "ReLU"), ("Scale", "Eltwise"), ("Scale", "ReLU"), ("Bias", "ReLU"), ("Eltwise", "ReLU"),
-    ("ReLU", "Convolution"), ("ReLU", "Pooling"),
-)  # fmt: skip
+    ("Convolution", "BatchNorm"),
+    ("Convolution", "Scale"),
+    ("Convolution", "ReLU"),
+    ("Convolution", "Bias"),
+    ("Deconvolution", "BatchNorm"),
+    ("InnerProduct", "ReLU"),
+    ("BatchNorm", "Scale"),
+    ("BatchNorm", "Eltwise"),
+    ("BatchNorm", "ReLU"),
+    ("Scale", "Eltwise"),
+    ("Scale", "ReLU"),
+    ("Bias", "ReLU"),
+    ("Eltwise", "ReLU"),
+    ("ReLU", "Convolution"),
+    ("ReLU", "Pooling"),
+)
 """Types that often stand one behind the other."""
 
 LOSSES: list[tuple[str, ...]] = [
@@ -159,9 +170,27 @@ LOSSES: list[tuple[str, ...]] = [
 ]
 
 IN_PLACE = {
-    "ReLU", "ReLU6", "HardSwish", "Mish", "PReLU", "ELU", "Swish", "Clip", "Power", "Exp", "Log", "AbsVal", "BNLL",
-    "Sigmoid", "TanH", "Dropout", "Scale", "Bias", "BatchNorm", "Softmax",
-}  # fmt: skip
+    "ReLU",
+    "ReLU6",
+    "HardSwish",
+    "Mish",
+    "PReLU",
+    "ELU",
+    "Swish",
+    "Clip",
+    "Power",
+    "Exp",
+    "Log",
+    "AbsVal",
+    "BNLL",
+    "Sigmoid",
+    "TanH",
+    "Dropout",
+    "Scale",
+    "Bias",
+    "BatchNorm",
+    "Softmax",
+}
 BOUNDING = {"Sigmoid", "TanH", "Softmax", "Clip", "ReLU6", "Normalize", "Threshold"}
 POSITIVE = {"ReLU6", "AbsVal", "Sigmoid", "Softmax", "Exp", "BNLL", "Threshold"}
 WILD = {"Power", "Exp"}
@@ -169,10 +198,24 @@ WILD = {"Power", "Exp"}
 STOPPING = {"ArgMax", "Threshold", "Embed", "BatchReindex", "ROIPooling", "Accuracy"}
 """Types of which no gradient is asked for a bottom."""
 WEIGHTS = {
-    "Convolution": 14, "BatchNorm": 8, "Scale": 6, "ReLU": 8, "InnerProduct": 5, "Pooling": 4, "Split": 2, "Slice": 3,
-    "Deconvolution": 3, "DepthwiseConvolution": 2, "Bias": 2, "LRN": 2, "Softmax": 2, "Reshape": 3, "Permute": 2,
-    "Concat": 0.3, "Eltwise": 0.3,
-}  # fmt: skip
+    "Convolution": 14,
+    "BatchNorm": 8,
+    "Scale": 6,
+    "ReLU": 8,
+    "InnerProduct": 5,
+    "Pooling": 4,
+    "Split": 2,
+    "Slice": 3,
+    "Deconvolution": 3,
+    "DepthwiseConvolution": 2,
+    "Bias": 2,
+    "LRN": 2,
+    "Softmax": 2,
+    "Reshape": 3,
+    "Permute": 2,
+    "Concat": 0.3,
+    "Eltwise": 0.3,
+}
 """How often each type is taken; 1 if not here."""
 
 

@@ -120,8 +120,12 @@ def test_imports_go_downwards_only():
 
 def test_the_two_devices_do_not_know_each_other():
     for one in import_graph.imports():
-        devices = {device for device in ("cpu", "cuda") for module in (one.importer, one.imported)
-                   if is_within(short(module), f"backend.{device}")}  # fmt: skip
+        devices = {
+            device
+            for device in ("cpu", "cuda")
+            for module in (one.importer, one.imported)
+            if is_within(short(module), f"backend.{device}")
+        }
         assert len(devices) < 2, f"{one.importer} imports {one.imported}"
 
 

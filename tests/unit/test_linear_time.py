@@ -227,12 +227,29 @@ def names_of_exports(count: int) -> Task:
 # -- the test ------------------------------------------------------------------------------------------------
 
 TASKS = (
-    class_names, coco_categories, label_map_of_tools, label_map_of_detections, list_of_labels,
-    xml_objects, xml_depth, json_boxes, set_elements, set_list, set_path, log_of_outputs_without_values,
-    log_of_a_long_number, log_of_equal_outputs, columns_of_csv, tensors, prior_ratios,
-    onnx_chain, onnx_equal_names, names_of_exports, plan_of_a_tested_chain,
+    class_names,
+    coco_categories,
+    label_map_of_tools,
+    label_map_of_detections,
+    list_of_labels,
+    xml_objects,
+    xml_depth,
+    json_boxes,
+    set_elements,
+    set_list,
+    set_path,
+    log_of_outputs_without_values,
+    log_of_a_long_number,
+    log_of_equal_outputs,
+    columns_of_csv,
+    tensors,
+    prior_ratios,
+    onnx_chain,
+    onnx_equal_names,
+    names_of_exports,
+    plan_of_a_tested_chain,
     plan_of_a_trained_chain,
-)  # fmt: skip
+)
 SIZE = 1000
 GROWTH = 8
 LIMIT = 3 * GROWTH

@@ -146,10 +146,8 @@ def _apply_flat(expression: Expression, same: Same) -> Entry:
 
 @cache
 def _apply_rows(expression: Expression, same: Same, by_sample: bool) -> Entry:
-    """Items are the outer positions; channels are contiguous.
-
-    With `by_sample`, `Channel` arguments have separate values for each sample of that many positions.
-    """
+    """Items are the outer positions; channels are contiguous."""
+    # With `by_sample`, `Channel` arguments have separate values for each sample of that many positions.
     count = expression.output_count
     sizes = ["_channels", "_positions"] if by_sample else ["_channels"]
     stores = [f"_o{j}[_row + _c] = _v{j}" for j in range(count)]
@@ -189,9 +187,13 @@ def apply_flat(threads: int, expression: Expression, inputs: Sequence[Any], outp
 
 
 def apply_channels(
-    threads: int, expression: Expression, inputs: Sequence[Any], outputs: Sequence[Any], extents: tuple[int, int, int],
+    threads: int,
+    expression: Expression,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    extents: tuple[int, int, int],
     samples: int = 1,
-) -> None:  # fmt: skip
+) -> None:
     """As `apply_flat`, with `Channel` arguments of extents[1] values over elements (outer, channels, inner) = extents.
 
     With several samples, each has its own contiguous values; inner is then 1.
@@ -213,9 +215,7 @@ def extents_of(shape: tuple[int, ...], axis: int, axes: int) -> tuple[int, int, 
     """Return (outer, channels, inner) of the axes [axis, axis + axes) in memory order; None if not adjacent."""
     last = len(shape) in CHANNELS_LAST
     if axes == 0 or (axis == 0 and axes in (1, len(shape)) if last else axes not in CHANNELS_LAST):
-        return (
-            math.prod(shape[:axis]), math.prod(shape[axis : axis + axes]), math.prod(shape[axis + axes :])
-        )  # fmt: skip
+        return (math.prod(shape[:axis]), math.prod(shape[axis : axis + axes]), math.prod(shape[axis + axes :]))
     if last and (axis, axes) in ((1, 1), (0, 2)):
         return shape[0] * math.prod(shape[2:]), shape[1], 1
     return None

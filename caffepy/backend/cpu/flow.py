@@ -57,11 +57,29 @@ def difference_sum(a: Any, i: Any, in_a: Any, b: Any, j: Any, in_b: Any, count: 
 
 
 @kernel
-def correlate(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, a: Floats, b: Floats, y: Floats, channels: Int, height: Int, width: Int, rows: Int,
-    columns: Int, size: Int, stride: Int, top: Int, left: Int, first_row: Int, first_column: Int, shift_rows: Int,
-    shift_columns: Int, step: Int, subtract: Int, scale: Float,
-) -> None:  # fmt: skip
+def correlate(
+    begin: Int,
+    end: Int,
+    a: Floats,
+    b: Floats,
+    y: Floats,
+    channels: Int,
+    height: Int,
+    width: Int,
+    rows: Int,
+    columns: Int,
+    size: Int,
+    stride: Int,
+    top: Int,
+    left: Int,
+    first_row: Int,
+    first_column: Int,
+    shift_rows: Int,
+    shift_columns: Int,
+    step: Int,
+    subtract: Int,
+    scale: Float,
+) -> None:
     """Items are the top's rows (sample, row)."""
     for item in range(begin, end):
         base = item // rows * height
@@ -87,11 +105,31 @@ def correlate(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def correlate_gradient(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, dy: Floats, own: Floats, other: Floats, gradient: Floats, channels: Int, height: Int,
-    width: Int, rows: Int, columns: Int, size: Int, stride: Int, top: Int, left: Int, first_row: Int,
-    first_column: Int, shift_rows: Int, shift_columns: Int, step: Int, subtract: Int, scale: Float, second: Int,
-) -> None:  # fmt: skip
+def correlate_gradient(
+    begin: Int,
+    end: Int,
+    dy: Floats,
+    own: Floats,
+    other: Floats,
+    gradient: Floats,
+    channels: Int,
+    height: Int,
+    width: Int,
+    rows: Int,
+    columns: Int,
+    size: Int,
+    stride: Int,
+    top: Int,
+    left: Int,
+    first_row: Int,
+    first_column: Int,
+    shift_rows: Int,
+    shift_columns: Int,
+    step: Int,
+    subtract: Int,
+    scale: Float,
+    second: Int,
+) -> None:
     """Items are pixels (sample, row, column) of `own`, the first image, or the second if `second` is 1."""
     shifts = shift_rows * shift_columns
     for item in range(begin, end):
@@ -164,10 +202,19 @@ def clipped(index: Any, size: Any) -> Any:
 
 
 @kernel
-def sample(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, positions: Floats, y: Floats, channels: Int, height: Int, width: Int, pixels: Int,
-    border: Int, fill: Float,
-) -> None:  # fmt: skip
+def sample(
+    begin: Int,
+    end: Int,
+    x: Floats,
+    positions: Floats,
+    y: Floats,
+    channels: Int,
+    height: Int,
+    width: Int,
+    pixels: Int,
+    border: Int,
+    fill: Float,
+) -> None:
     """Items are the top's pixels."""
     for item in range(begin, end):
         in_width, w, left, right, _, _, _ = taps(positions[2 * item], width, border)
@@ -187,10 +234,19 @@ def sample(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def sample_gradient(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, positions: Floats, dy: Floats, dx: Floats, channels: Int, height: Int, width: Int,
-    pixels: Int, border: Int, blocks: Int,
-) -> None:  # fmt: skip
+def sample_gradient(
+    begin: Int,
+    end: Int,
+    positions: Floats,
+    dy: Floats,
+    dx: Floats,
+    channels: Int,
+    height: Int,
+    width: Int,
+    pixels: Int,
+    border: Int,
+    blocks: Int,
+) -> None:
     """Items are (sample, block of channels), so no two threads add to the same element."""
     for item in range(begin, end):
         first = item % blocks * BLOCK
@@ -215,10 +271,19 @@ def sample_gradient(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def position_gradient(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, positions: Floats, dy: Floats, gradient: Floats, channels: Int, height: Int,
-    width: Int, pixels: Int, border: Int,
-) -> None:  # fmt: skip
+def position_gradient(
+    begin: Int,
+    end: Int,
+    x: Floats,
+    positions: Floats,
+    dy: Floats,
+    gradient: Floats,
+    channels: Int,
+    height: Int,
+    width: Int,
+    pixels: Int,
+    border: Int,
+) -> None:
     """Items are the top's pixels."""
     for item in range(begin, end):
         in_width, w, left, right, before_w, this_w, after_w = taps(positions[2 * item], width, border)
@@ -273,9 +338,21 @@ class CpuFlow(FlowPrimitives, CpuMemory):
         for second, (own, other, gradient) in enumerate(((a, b, da), (b, a, db))):
             if gradient is not None:
                 correlate_gradient.run(
-                    self.threads, samples * height * width, grain, dy, own, other, gradient, channels, height, width,
-                    *dy.shape[2:], *window.numbers, scale, second,
-                )  # fmt: skip
+                    self.threads,
+                    samples * height * width,
+                    grain,
+                    dy,
+                    own,
+                    other,
+                    gradient,
+                    channels,
+                    height,
+                    width,
+                    *dy.shape[2:],
+                    *window.numbers,
+                    scale,
+                    second,
+                )
 
     def sample_forward(self, x: Array, positions: Array, y: Array, border: Border, fill: float) -> None:
         pixels = math.prod(y.shape[2:])

@@ -101,7 +101,7 @@ class _DotsWriter(Writer):
 
 
 @intrinsic
-def _four_dots(  # noqa: PLR0913 -- a kernel
+def _four_dots(
     typing_context: Any, w: Any, w_step: Any, count: Any, x: Any, depth: Any, c: Any, c_step: Any, accumulate: Any
 ) -> Any:
     """c[r * c_step] (+)= dot product of row r and x, for up to four rows."""
@@ -115,10 +115,22 @@ def _four_dots(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def dots(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, w: Floats, w_step: Int, rows: Int, x: Floats, x_step: Int, vectors: Int, depth: Int,
-    c: Floats, c_row: Int, c_vector: Int, accumulate: Int, items: Int,
-) -> None:  # fmt: skip
+def dots(
+    begin: Int,
+    end: Int,
+    w: Floats,
+    w_step: Int,
+    rows: Int,
+    x: Floats,
+    x_step: Int,
+    vectors: Int,
+    depth: Int,
+    c: Floats,
+    c_row: Int,
+    c_vector: Int,
+    accumulate: Int,
+    items: Int,
+) -> None:
     """c (+)= w @ x transposed. Items are parts of the rows."""
     groups = (rows + 3) // 4
     for item in range(begin, end):
@@ -126,9 +138,15 @@ def dots(  # noqa: PLR0913 -- a kernel
             row = 4 * group
             for v in range(vectors):
                 _four_dots(
-                    ahead(w, row * w_step), w_step, min(4, rows - row), ahead(x, v * x_step), depth,
-                    ahead(c, row * c_row + v * c_vector), c_row, accumulate,
-                )  # fmt: skip
+                    ahead(w, row * w_step),
+                    w_step,
+                    min(4, rows - row),
+                    ahead(x, v * x_step),
+                    depth,
+                    ahead(c, row * c_row + v * c_vector),
+                    c_row,
+                    accumulate,
+                )
 
 
 GROUP = 24
@@ -146,11 +164,30 @@ _NO_OFFSET = ConstantTable(np.zeros(1, np.int64))
 
 
 @kernel
-def product_by_rows(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, a: Floats, a_step: Int, a_rows: Words, strip: Floats, strip_rows: Words,
-    packed: Floats, table: Words, panels: Int, width: Int, depth: Int, part: Int, no_offset: Words,
-    c: Floats, c_rows: Words, accumulate: Int, zeros: Floats, rows: Int, group: Int, groups: Int, items: Int,
-) -> None:  # fmt: skip
+def product_by_rows(
+    begin: Int,
+    end: Int,
+    a: Floats,
+    a_step: Int,
+    a_rows: Words,
+    strip: Floats,
+    strip_rows: Words,
+    packed: Floats,
+    table: Words,
+    panels: Int,
+    width: Int,
+    depth: Int,
+    part: Int,
+    no_offset: Words,
+    c: Floats,
+    c_rows: Words,
+    accumulate: Int,
+    zeros: Floats,
+    rows: Int,
+    group: Int,
+    groups: Int,
+    items: Int,
+) -> None:
     """c (+)= a * packed. Items are parts of the row groups; `strip` holds a transposed group if K is not contiguous."""
     for item in range(begin, end):
         for g in range(item * groups // items, (item + 1) * groups // items):
@@ -176,19 +213,55 @@ def product_by_rows(  # noqa: PLR0913 -- a kernel
                         target = ahead(c, c_rows[first + r] + table[4 * panel + 1])
                         begins = target if keep == 1 else zeros
                         tile(
-                            vectors, source, table_at(offsets, r), no_offset, step, weights, no_offset, wide, 1, height,
-                            begins, keep, target, c_rows, rows - first - r, table[4 * panel + 3],
-                            zeros, 0, 0,
-                        )  # fmt: skip
+                            vectors,
+                            source,
+                            table_at(offsets, r),
+                            no_offset,
+                            step,
+                            weights,
+                            no_offset,
+                            wide,
+                            1,
+                            height,
+                            begins,
+                            keep,
+                            target,
+                            c_rows,
+                            rows - first - r,
+                            table[4 * panel + 3],
+                            zeros,
+                            0,
+                            0,
+                        )
 
 
 @kernel
-def product_by_columns(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, a: Floats, a_rows: Words, a_step: Int, rows: Int, b: Floats, b_step: Int, columns: Int,
-    packed: Floats, vectors: Int, width: Int, depth: Int, part: Int, no_offset: Words,
-    c: Floats, c_rows: Words, accumulate: Int, zeros: Floats, high: Int, block: Int, blocks: Int, items: Int,
+def product_by_columns(
+    begin: Int,
+    end: Int,
+    a: Floats,
+    a_rows: Words,
+    a_step: Int,
+    rows: Int,
+    b: Floats,
+    b_step: Int,
+    columns: Int,
+    packed: Floats,
+    vectors: Int,
+    width: Int,
+    depth: Int,
+    part: Int,
+    no_offset: Words,
+    c: Floats,
+    c_rows: Words,
+    accumulate: Int,
+    zeros: Floats,
+    high: Int,
+    block: Int,
+    blocks: Int,
+    items: Int,
     direct: Int,
-) -> None:  # fmt: skip
+) -> None:
     """c (+)= a * b, b contiguous along its columns. Items are parts of the column blocks.
 
     With `direct`, whole panels are read in place instead of being packed.
@@ -222,15 +295,30 @@ def product_by_columns(  # noqa: PLR0913 -- a kernel
                         target_at = ahead(c, c_rows[r] + j)
                         begins = target_at if keep == 1 else zeros
                         tile(
-                            used, ahead(a, k * a_step), table_at(a_rows, r), no_offset, a_step,
-                            panel, no_offset, step, 1, height,
-                            begins, keep, target_at, c_rows, min(high, rows - r), inside - (used - 1) * width,
-                            zeros, 0, 0,
-                        )  # fmt: skip
+                            used,
+                            ahead(a, k * a_step),
+                            table_at(a_rows, r),
+                            no_offset,
+                            a_step,
+                            panel,
+                            no_offset,
+                            step,
+                            1,
+                            height,
+                            begins,
+                            keep,
+                            target_at,
+                            c_rows,
+                            min(high, rows - r),
+                            inside - (used - 1) * width,
+                            zeros,
+                            0,
+                            0,
+                        )
 
 
 @kernel
-def transpose(  # noqa: PLR0913 -- a kernel
+def transpose(
     begin: Int, end: Int, source: Floats, source_row: Int, target: Floats, target_row: Int, rows: Int, accumulate: Int
 ) -> None:
     """target[j, r] (+)= source[r, j]. Items are blocks of 16 r."""
@@ -318,9 +406,21 @@ class Gemm:
         (rows, depth), vectors = a.shape, b.shape[1]
         items = min(4 * self._threads, -(-rows // 4))  # more items than threads, for load balance
         dots.run(
-            self._threads, items, 1 if rows * vectors * depth > 2**15 else items, a, _strides(a)[0], rows, b,
-            _strides(b)[1], vectors, depth, c, *_strides(c), int(accumulate), items,
-        )  # fmt: skip
+            self._threads,
+            items,
+            1 if rows * vectors * depth > 2**15 else items,
+            a,
+            _strides(a)[0],
+            rows,
+            b,
+            _strides(b)[1],
+            vectors,
+            depth,
+            c,
+            *_strides(c),
+            int(accumulate),
+            items,
+        )
 
     def _transposed(self, a: Any, b: Any, c: Any, accumulate: bool) -> None:
         """c transposed = b transposed @ a transposed, if b is larger and contiguous along K."""
@@ -343,10 +443,30 @@ class Gemm:
         part = min(depth, DEPTH)
         strip = self._workspace.take("strip", items * part * GROUP + WIDTH) if a_step != 1 else _ZEROS
         product_by_rows.run(
-            self._threads, items, 1 if rows * columns * depth > 2**15 else items, a, a_step, _offsets(rows, a_row),
-            strip, _offsets(GROUP, 1), packed, panels.table, panels.count, WIDTH, depth, part, _NO_OFFSET, c,
-            _offsets(rows, c_row), int(accumulate), _ZEROS, rows, GROUP, groups, items,
-        )  # fmt: skip
+            self._threads,
+            items,
+            1 if rows * columns * depth > 2**15 else items,
+            a,
+            a_step,
+            _offsets(rows, a_row),
+            strip,
+            _offsets(GROUP, 1),
+            packed,
+            panels.table,
+            panels.count,
+            WIDTH,
+            depth,
+            part,
+            _NO_OFFSET,
+            c,
+            _offsets(rows, c_row),
+            int(accumulate),
+            _ZEROS,
+            rows,
+            GROUP,
+            groups,
+            items,
+        )
 
     def _by_columns(self, a: Any, b: Any, c: Any, accumulate: bool) -> None:
         (rows, depth), columns = a.shape, b.shape[1]
@@ -359,11 +479,32 @@ class Gemm:
         blocks = -(-columns // block)
         items = min(self._threads, blocks)
         product_by_columns.run(
-            self._threads, items, 1, a, _offsets(rows, a_row), a_step, rows, b, b_row, columns,
-            self._workspace.take("panels", items * part * block), vectors, WIDTH, depth, part, _NO_OFFSET, c,
-            _offsets(rows, _strides(c)[0]), int(accumulate), _ZEROS, ROWS[vectors], block, blocks, items,
+            self._threads,
+            items,
+            1,
+            a,
+            _offsets(rows, a_row),
+            a_step,
+            rows,
+            b,
+            b_row,
+            columns,
+            self._workspace.take("panels", items * part * block),
+            vectors,
+            WIDTH,
+            depth,
+            part,
+            _NO_OFFSET,
+            c,
+            _offsets(rows, _strides(c)[0]),
+            int(accumulate),
+            _ZEROS,
+            ROWS[vectors],
+            block,
+            blocks,
+            items,
             int(direct),
-        )  # fmt: skip
+        )
 
 
 class CpuDense(DensePrimitives, CpuMemory):

@@ -43,7 +43,7 @@ def _numbers(index: Any, limit: int, bad: Any | None) -> Any:
 
 
 @kernel
-def take_rows(  # noqa: PLR0913 -- a kernel
+def take_rows(
     begin: Int, end: Int, source: Floats, index: Floats, destination: Floats, bad: Ints, limit: Int, size: Int
 ) -> None:
     """Items are rows of the destination; rows with an invalid index become 0."""
@@ -61,7 +61,7 @@ def take_rows(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def scatter_add(  # noqa: PLR0913 -- a kernel
+def scatter_add(
     begin: Int, end: Int, source: Floats, numbers: Words, destination: Floats, count: Int, size: Int, block: Int
 ) -> None:
     """Items are blocks of columns, so no two threads add to the same element."""
@@ -74,10 +74,18 @@ def scatter_add(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def product(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, begins: Ints, columns: Ints, weights: Floats, x: Floats, y: Floats,
-    rows: Int, width: Int, inner: Int,
-) -> None:  # fmt: skip
+def product(
+    begin: Int,
+    end: Int,
+    begins: Ints,
+    columns: Ints,
+    weights: Floats,
+    x: Floats,
+    y: Floats,
+    rows: Int,
+    width: Int,
+    inner: Int,
+) -> None:
     """Items are (outer, row)."""
     for item in range(begin, end):
         row = item % rows
@@ -92,10 +100,19 @@ def product(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def put_at_mask(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, mask: Floats, y: Floats, bad: Ints, channels: Int, pixels: Int, out_pixels: Int,
-    block: Int, blocks: Int,
-) -> None:  # fmt: skip
+def put_at_mask(
+    begin: Int,
+    end: Int,
+    x: Floats,
+    mask: Floats,
+    y: Floats,
+    bad: Ints,
+    channels: Int,
+    pixels: Int,
+    out_pixels: Int,
+    block: Int,
+    blocks: Int,
+) -> None:
     """Items are (sample, block of channels), so the last duplicate of a pixel wins."""
     for item in range(begin, end):
         sample, first = item // blocks, item % blocks * block
@@ -113,7 +130,7 @@ def put_at_mask(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def take_at_mask(  # noqa: PLR0913 -- a kernel
+def take_at_mask(
     begin: Int, end: Int, dy: Floats, mask: Floats, dx: Floats, channels: Int, pixels: Int, out_pixels: Int
 ) -> None:
     """Items are the bottom's pixels (sample, pixel)."""
@@ -171,10 +188,22 @@ def mean_bin(first: Any, last: Any, number: Any, bins: Any, size: Any) -> Any:
 
 
 @kernel
-def roi_max(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, rois: Floats, y: Floats, mask: Ints, bad: Ints, scale: Float,
-    samples: Int, channels: Int, height: Int, width: Int, rows: Int, columns: Int,
-) -> None:  # fmt: skip
+def roi_max(
+    begin: Int,
+    end: Int,
+    x: Floats,
+    rois: Floats,
+    y: Floats,
+    mask: Ints,
+    bad: Ints,
+    scale: Float,
+    samples: Int,
+    channels: Int,
+    height: Int,
+    width: Int,
+    rows: Int,
+    columns: Int,
+) -> None:
     """Items are bins (region, row, column); `bad` receives the number of a region with an invalid sample."""
     for item in range(begin, end):
         roi = item // (rows * columns)
@@ -184,13 +213,19 @@ def roi_max(  # noqa: PLR0913 -- a kernel
         if not known:
             bad[0] = roi
         h0, h1 = max_bin(
-            int(rounded(rois[roi * 5 + 2] * scale)), int(rounded(rois[roi * 5 + 4] * scale)),
-            item // columns % rows, rows, height,
-        )  # fmt: skip
+            int(rounded(rois[roi * 5 + 2] * scale)),
+            int(rounded(rois[roi * 5 + 4] * scale)),
+            item // columns % rows,
+            rows,
+            height,
+        )
         w0, w1 = max_bin(
-            int(rounded(rois[roi * 5 + 1] * scale)), int(rounded(rois[roi * 5 + 3] * scale)),
-            item % columns, columns, width,
-        )  # fmt: skip
+            int(rounded(rois[roi * 5 + 1] * scale)),
+            int(rounded(rois[roi * 5 + 3] * scale)),
+            item % columns,
+            columns,
+            width,
+        )
         empty = h1 <= h0 or w1 <= w0 or not known
         to, first = item * channels, h0 * width + w0
         origin = sample * height * width * channels
@@ -208,10 +243,19 @@ def roi_max(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def roi_max_gradient(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, dy: Floats, rois: Floats, mask: Ints, dx: Floats,
-    blocks: Int, channels: Int, pixels: Int, regions: Int, bins: Int,
-) -> None:  # fmt: skip
+def roi_max_gradient(
+    begin: Int,
+    end: Int,
+    dy: Floats,
+    rois: Floats,
+    mask: Ints,
+    dx: Floats,
+    blocks: Int,
+    channels: Int,
+    pixels: Int,
+    regions: Int,
+    bins: Int,
+) -> None:
     """Items are (sample, block of channels), so no two threads add to the same element."""
     for item in range(begin, end):
         sample, first = item // blocks, item % blocks * ROI_BLOCK
@@ -230,10 +274,20 @@ def roi_max_gradient(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def roi_average(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, rois: Floats, y: Floats, scale: Float,
-    samples: Int, channels: Int, height: Int, width: Int, outputs: Int, group: Int,
-) -> None:  # fmt: skip
+def roi_average(
+    begin: Int,
+    end: Int,
+    x: Floats,
+    rois: Floats,
+    y: Floats,
+    scale: Float,
+    samples: Int,
+    channels: Int,
+    height: Int,
+    width: Int,
+    outputs: Int,
+    group: Int,
+) -> None:
     """Items are bins (region, row, column)."""
     for item in range(begin, end):
         roi = item // (group * group)
@@ -259,10 +313,20 @@ def roi_average(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def roi_average_gradient(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, dy: Floats, rois: Floats, dx: Floats, scale: Float,
-    channels: Int, height: Int, width: Int, outputs: Int, group: Int, regions: Int,
-) -> None:  # fmt: skip
+def roi_average_gradient(
+    begin: Int,
+    end: Int,
+    dy: Floats,
+    rois: Floats,
+    dx: Floats,
+    scale: Float,
+    channels: Int,
+    height: Int,
+    width: Int,
+    outputs: Int,
+    group: Int,
+    regions: Int,
+) -> None:
     """Items are samples, so no two threads add to the same element."""
     for item in range(begin, end):
         for i in range(height * width * channels):
@@ -295,10 +359,24 @@ def inside(at: Any, size: Any) -> Any:
 
 
 @kernel
-def roi_bilinear(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, named: Floats, rows: Floats, columns: Floats, y: Floats, bad: Ints,
-    samples: Int, channels: Int, height: Int, width: Int, outputs: Int, high: Int, wide: Int, group: Int,
-) -> None:  # fmt: skip
+def roi_bilinear(
+    begin: Int,
+    end: Int,
+    x: Floats,
+    named: Floats,
+    rows: Floats,
+    columns: Floats,
+    y: Floats,
+    bad: Ints,
+    samples: Int,
+    channels: Int,
+    height: Int,
+    width: Int,
+    outputs: Int,
+    high: Int,
+    wide: Int,
+    group: Int,
+) -> None:
     """Items are points (region, row, column)."""
     for item in range(begin, end):
         region = item // (high * wide)
@@ -332,10 +410,24 @@ def roi_bilinear(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def roi_bilinear_gradient(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, dy: Floats, named: Floats, rows: Floats, columns: Floats, dx: Floats, blocks: Int,
-    channels: Int, height: Int, width: Int, outputs: Int, high: Int, wide: Int, regions: Int, group: Int,
-) -> None:  # fmt: skip
+def roi_bilinear_gradient(
+    begin: Int,
+    end: Int,
+    dy: Floats,
+    named: Floats,
+    rows: Floats,
+    columns: Floats,
+    dx: Floats,
+    blocks: Int,
+    channels: Int,
+    height: Int,
+    width: Int,
+    outputs: Int,
+    high: Int,
+    wide: Int,
+    regions: Int,
+    group: Int,
+) -> None:
     """Items are (sample, block of outputs), so no two threads add to the same element."""
     step = group * group
     for item in range(begin, end):
@@ -391,9 +483,16 @@ class CpuIndexing(IndexingPrimitives, CpuMemory):
         if is_whole(source, "float32") and is_whole(index, "float32") and is_whole(destination, "float32"):
             size = math.prod(source.shape[1:])
             take_rows.run(
-                self.threads, len(destination), max(1, 4 * GRAIN // max(size, 1)), source, index, destination, bad,
-                source.shape[0], size,
-            )  # fmt: skip
+                self.threads,
+                len(destination),
+                max(1, 4 * GRAIN // max(size, 1)),
+                source,
+                index,
+                destination,
+                bad,
+                source.shape[0],
+                size,
+            )
             return
         note_host_work()
         numbers = _numbers(index, source.shape[0], bad)
@@ -438,9 +537,19 @@ class CpuIndexing(IndexingPrimitives, CpuMemory):
         pixels, blocks = math.prod(x.shape[2:]), -(-channels // CHANNELS)
         clear.run(self.threads, y.size, 4 * GRAIN, y)
         put_at_mask.run(
-            self.threads, samples * blocks, max(1, GRAIN // max(1, pixels * CHANNELS)), x, mask, y, bad, channels,
-            pixels, math.prod(y.shape[2:]), CHANNELS, blocks,
-        )  # fmt: skip
+            self.threads,
+            samples * blocks,
+            max(1, GRAIN // max(1, pixels * CHANNELS)),
+            x,
+            mask,
+            y,
+            bad,
+            channels,
+            pixels,
+            math.prod(y.shape[2:]),
+            CHANNELS,
+            blocks,
+        )
 
     def unpool_backward(self, dy: Array, mask: Array, dx: Array) -> None:
         samples, channels = dx.shape[:2]
@@ -485,9 +594,21 @@ class CpuIndexing(IndexingPrimitives, CpuMemory):
     ) -> None:
         regions, outputs, high, wide = y.shape
         roi_bilinear.run(
-            self.threads, regions * high * wide, _grain(y), x, samples, rows, columns, y, bad, *x.shape, outputs, high,
-            wide, group,
-        )  # fmt: skip
+            self.threads,
+            regions * high * wide,
+            _grain(y),
+            x,
+            samples,
+            rows,
+            columns,
+            y,
+            bad,
+            *x.shape,
+            outputs,
+            high,
+            wide,
+            group,
+        )
 
     def roi_bilinear_backward(
         self, dy: Array, samples: Array, rows: Array, columns: Array, dx: Array, group: int
@@ -495,6 +616,19 @@ class CpuIndexing(IndexingPrimitives, CpuMemory):
         regions, outputs, high, wide = dy.shape
         blocks = -(-outputs // ROI_BLOCK)
         roi_bilinear_gradient.run(
-            self.threads, dx.shape[0] * blocks, 1, dy, samples, rows, columns, dx, blocks, *dx.shape[1:], outputs, high,
-            wide, regions, group,
-        )  # fmt: skip
+            self.threads,
+            dx.shape[0] * blocks,
+            1,
+            dy,
+            samples,
+            rows,
+            columns,
+            dx,
+            blocks,
+            *dx.shape[1:],
+            outputs,
+            high,
+            wide,
+            regions,
+            group,
+        )

@@ -177,10 +177,23 @@ class CpuMemory(MemoryPrimitives):
 
 
 @kernel
-def copy_rows(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, source: Floats, source_n: Int, source_c: Int, source_h: Int, source_w: Int, target: Floats,
-    target_n: Int, target_c: Int, target_h: Int, target_w: Int, channels: Int, height: Int, width: Int,
-) -> None:  # fmt: skip
+def copy_rows(
+    begin: Int,
+    end: Int,
+    source: Floats,
+    source_n: Int,
+    source_c: Int,
+    source_h: Int,
+    source_w: Int,
+    target: Floats,
+    target_n: Int,
+    target_c: Int,
+    target_h: Int,
+    target_w: Int,
+    channels: Int,
+    height: Int,
+    width: Int,
+) -> None:
     """Items are rows (n, h); axis steps are in elements."""
     for item in range(begin, end):
         n, h = item // height, item % height
@@ -198,10 +211,17 @@ def copy_rows(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def copy_lines(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, source: Floats, source_step: Int, target: Floats, target_step: Int, length: Int, part: Int,
+def copy_lines(
+    begin: Int,
+    end: Int,
+    source: Floats,
+    source_step: Int,
+    target: Floats,
+    target_step: Int,
+    length: Int,
+    part: Int,
     parts: Int,
-) -> None:  # fmt: skip
+) -> None:
     """Items are (line, part of the line); line steps are in elements."""
     for item in range(begin, end):
         line, first = item // parts, item % parts * part
@@ -282,9 +302,17 @@ def copy_as_lines(threads: int, source: Any, target: Any) -> None:
     part = min(length, GRAIN)
     parts = -(-length // part)
     copy_lines.run(
-        threads, source.size // length * parts, max(1, GRAIN // part), source, steps[0], target, steps[1], length, part,
+        threads,
+        source.size // length * parts,
+        max(1, GRAIN // part),
+        source,
+        steps[0],
+        target,
+        steps[1],
+        length,
+        part,
         parts,
-    )  # fmt: skip
+    )
 
 
 def _lines(array: Any) -> tuple[int, int] | None:
@@ -355,10 +383,21 @@ _COMPILING = 40_000_000
 
 
 @kernel
-def image_rows(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, pixels: Bytes, crops: Ints, means: Floats, out: Floats, channels: Int, height: Int,
-    width: Int, mean_height: Int, mean_width: Int, moves: Int, scale: Float,
-) -> None:  # fmt: skip
+def image_rows(
+    begin: Int,
+    end: Int,
+    pixels: Bytes,
+    crops: Ints,
+    means: Floats,
+    out: Floats,
+    channels: Int,
+    height: Int,
+    width: Int,
+    mean_height: Int,
+    mean_width: Int,
+    moves: Int,
+    scale: Float,
+) -> None:
     """Items are rows (n, h); out[n, h, w, c] = (pixels[n, c, h, w'] - means[c, top + h, left + w']) * scale.
 
     Without `moves` the means start at the crop's corner. Indices of right-to-left loops are unsigned: signed indices
@@ -414,9 +453,15 @@ class CpuInput(InputPrimitives, CpuMemory):
     """`InputPrimitives` of the CPU."""
 
     def take_images(
-        self, ring: InputRing, counter: Counter, slot: ImageSlot, mean: Array, scale: float, images: Array,
+        self,
+        ring: InputRing,
+        counter: Counter,
+        slot: ImageSlot,
+        mean: Array,
+        scale: float,
+        images: Array,
         labels: Array | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not image_rows.should_compile(images.size, _COMPILING):
             super().take_images(ring, counter, slot, mean, scale, images, labels)
             return
@@ -429,8 +474,20 @@ class CpuInput(InputPrimitives, CpuMemory):
             height, width = 1, height * width  # whole images: one long row each
             means = means.reshape(slot.channels, 1, width)
         image_rows.run(
-            self.threads, slot.count * height, max(1, 65536 // (slot.channels * width)), pixels, crops, means, images,
-            slot.channels, height, width, means.shape[1], means.shape[2], int(moves), float(np.float32(scale)),
-        )  # fmt: skip
+            self.threads,
+            slot.count * height,
+            max(1, 65536 // (slot.channels * width)),
+            pixels,
+            crops,
+            means,
+            images,
+            slot.channels,
+            height,
+            width,
+            means.shape[1],
+            means.shape[2],
+            int(moves),
+            float(np.float32(scale)),
+        )
         if labels is not None:
             labels[...] = label_values

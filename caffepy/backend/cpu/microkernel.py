@@ -52,17 +52,31 @@ Twelve addresses exceed the address registers: reloading them in each step costs
 class _TileWriter(Writer):
     """Emits the tile's instructions."""
 
-    def __init__(
-        self, builder: Any, vectors: int, rows: int, arguments: list[Any], width: int, together: int
-    ) -> None:  # fmt: skip
+    def __init__(self, builder: Any, vectors: int, rows: int, arguments: list[Any], width: int, together: int) -> None:
         super().__init__(builder, width)
         self.rows, self.together = rows, together
         self.long = LONG if rows == ROWS[vectors] else LONG_TALL
         self.vectors = vectors
         (
-            self.a, self.a_rows, self.a_outer, self.a_inner, self.b, self.b_outer, self.b_inner, self.outer, self.inner,
-            self.start, self.keep, self.c, self.c_rows, self.count, self.last, self.addend, self.adds, self.relu,
-        ) = arguments  # fmt: skip
+            self.a,
+            self.a_rows,
+            self.a_outer,
+            self.a_inner,
+            self.b,
+            self.b_outer,
+            self.b_inner,
+            self.outer,
+            self.inner,
+            self.start,
+            self.keep,
+            self.c,
+            self.c_rows,
+            self.count,
+            self.last,
+            self.addend,
+            self.adds,
+            self.relu,
+        ) = arguments
 
     def _row(self, row: int) -> Any:
         """Rows beyond the count alias the first row, which is readable."""
@@ -148,19 +162,51 @@ class _TileWriter(Writer):
 def _tile(vectors: int, rows: int, width: int = WIDTH, together: int = 1) -> Any:
     numbers, table, word = types.CPointer(types.float32), types.CPointer(types.int64), types.int64
     signature = types.void(
-        numbers, table, table, word, numbers, table, word, word, word, numbers, word, numbers, table, word, word,
-        numbers, word, word,
-    )  # fmt: skip
+        numbers,
+        table,
+        table,
+        word,
+        numbers,
+        table,
+        word,
+        word,
+        word,
+        numbers,
+        word,
+        numbers,
+        table,
+        word,
+        word,
+        numbers,
+        word,
+        word,
+    )
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
         _TileWriter(builder, vectors, rows, list(arguments), width, together).write()
         return context.get_dummy_value()
 
-    def typed(  # noqa: PLR0913 -- a kernel
-        typing_context: Any, a: Any, a_rows: Any, a_outer: Any, a_inner: Any, b: Any, b_outer: Any, b_inner: Any,
-        outer: Any, inner: Any, start: Any, keep: Any, c: Any, c_rows: Any, count: Any, last: Any, addend: Any,
-        adds: Any, relu: Any,
-    ) -> Any:  # fmt: skip
+    def typed(
+        typing_context: Any,
+        a: Any,
+        a_rows: Any,
+        a_outer: Any,
+        a_inner: Any,
+        b: Any,
+        b_outer: Any,
+        b_inner: Any,
+        outer: Any,
+        inner: Any,
+        start: Any,
+        keep: Any,
+        c: Any,
+        c_rows: Any,
+        count: Any,
+        last: Any,
+        addend: Any,
+        adds: Any,
+        relu: Any,
+    ) -> Any:
         return signature, generate
 
     return intrinsic(typed)
@@ -179,31 +225,111 @@ def _tile_function(name: str, rows: dict[int, int]) -> Any:
     tile1, tile2, tile3 = (_tile(vectors, many) for vectors, many in rows.items())
     half_tile = _tile(1, rows[1], HALF or WIDTH)
 
-    def any_tile(  # noqa: PLR0913 -- a kernel
-        vectors: Any, a: Any, a_rows: Any, a_outer: Any, a_inner: Any, b: Any, b_outer: Any, b_inner: Any, outer: Any,
-        inner: Any, start: Any, keep: Any, c: Any, c_rows: Any, count: Any, last: Any, addend: Any, adds: Any,
+    def any_tile(
+        vectors: Any,
+        a: Any,
+        a_rows: Any,
+        a_outer: Any,
+        a_inner: Any,
+        b: Any,
+        b_outer: Any,
+        b_inner: Any,
+        outer: Any,
+        inner: Any,
+        start: Any,
+        keep: Any,
+        c: Any,
+        c_rows: Any,
+        count: Any,
+        last: Any,
+        addend: Any,
+        adds: Any,
         relu: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if vectors == 2:
             tile2(
-                a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
-                addend, adds, relu,
-            )  # fmt: skip
+                a,
+                a_rows,
+                a_outer,
+                a_inner,
+                b,
+                b_outer,
+                b_inner,
+                outer,
+                inner,
+                start,
+                keep,
+                c,
+                c_rows,
+                count,
+                last,
+                addend,
+                adds,
+                relu,
+            )
         elif vectors == 3:
             tile3(
-                a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
-                addend, adds, relu,
-            )  # fmt: skip
+                a,
+                a_rows,
+                a_outer,
+                a_inner,
+                b,
+                b_outer,
+                b_inner,
+                outer,
+                inner,
+                start,
+                keep,
+                c,
+                c_rows,
+                count,
+                last,
+                addend,
+                adds,
+                relu,
+            )
         elif last <= HALF:
             half_tile(
-                a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
-                addend, adds, relu,
-            )  # fmt: skip
+                a,
+                a_rows,
+                a_outer,
+                a_inner,
+                b,
+                b_outer,
+                b_inner,
+                outer,
+                inner,
+                start,
+                keep,
+                c,
+                c_rows,
+                count,
+                last,
+                addend,
+                adds,
+                relu,
+            )
         else:
             tile1(
-                a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
-                addend, adds, relu,
-            )  # fmt: skip
+                a,
+                a_rows,
+                a_outer,
+                a_inner,
+                b,
+                b_outer,
+                b_inner,
+                outer,
+                inner,
+                start,
+                keep,
+                c,
+                c_rows,
+                count,
+                last,
+                addend,
+                adds,
+                relu,
+            )
 
     any_tile.__name__ = any_tile.__qualname__ = name
     return device_function(any_tile)
@@ -222,32 +348,113 @@ _half_few, _half_many = (_tile(1, rows, HALF or WIDTH, TOGETHER) for rows in (_F
 
 
 @device_function
-def tile_of_fours(  # noqa: PLR0913 -- a kernel
-    rows: Any, a: Any, a_rows: Any, a_outer: Any, a_inner: Any, b: Any, b_outer: Any, b_inner: Any, outer: Any,
-    inner: Any, start: Any, keep: Any, c: Any, c_rows: Any, count: Any, last: Any, addend: Any, adds: Any, relu: Any,
-) -> None:  # fmt: skip
+def tile_of_fours(
+    rows: Any,
+    a: Any,
+    a_rows: Any,
+    a_outer: Any,
+    a_inner: Any,
+    b: Any,
+    b_outer: Any,
+    b_inner: Any,
+    outer: Any,
+    inner: Any,
+    start: Any,
+    keep: Any,
+    c: Any,
+    c_rows: Any,
+    count: Any,
+    last: Any,
+    addend: Any,
+    adds: Any,
+    relu: Any,
+) -> None:
     """As `tall_tile` for one vector and a row count in `FOURS`; only every fourth of `a_rows` is read."""
     if rows == _MANY:
         if last <= HALF:
             _half_many(
-                a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
-                addend, adds, relu,
-            )  # fmt: skip
+                a,
+                a_rows,
+                a_outer,
+                a_inner,
+                b,
+                b_outer,
+                b_inner,
+                outer,
+                inner,
+                start,
+                keep,
+                c,
+                c_rows,
+                count,
+                last,
+                addend,
+                adds,
+                relu,
+            )
         else:
             _many(
-                a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
-                addend, adds, relu,
-            )  # fmt: skip
+                a,
+                a_rows,
+                a_outer,
+                a_inner,
+                b,
+                b_outer,
+                b_inner,
+                outer,
+                inner,
+                start,
+                keep,
+                c,
+                c_rows,
+                count,
+                last,
+                addend,
+                adds,
+                relu,
+            )
     elif last <= HALF:
         _half_few(
-            a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
-            addend, adds, relu,
-        )  # fmt: skip
+            a,
+            a_rows,
+            a_outer,
+            a_inner,
+            b,
+            b_outer,
+            b_inner,
+            outer,
+            inner,
+            start,
+            keep,
+            c,
+            c_rows,
+            count,
+            last,
+            addend,
+            adds,
+            relu,
+        )
     else:
         _few(
-            a, a_rows, a_outer, a_inner, b, b_outer, b_inner, outer, inner, start, keep, c, c_rows, count, last,
-            addend, adds, relu,
-        )  # fmt: skip
+            a,
+            a_rows,
+            a_outer,
+            a_inner,
+            b,
+            b_outer,
+            b_inner,
+            outer,
+            inner,
+            start,
+            keep,
+            c,
+            c_rows,
+            count,
+            last,
+            addend,
+            adds,
+            relu,
+        )
 
 
 def rows_of_fours(rows: int, run: int) -> int:
@@ -322,10 +529,21 @@ class Panels:
 
 
 @kernel
-def pack(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, source: Floats, rows: Words, depth: Int, step: Int, group_step: Int,
-    packed: Floats, size: Int, table: Words, panels: Int, columns: Int, width: Int,
-) -> None:  # fmt: skip
+def pack(
+    begin: Int,
+    end: Int,
+    source: Floats,
+    rows: Words,
+    depth: Int,
+    step: Int,
+    group_step: Int,
+    packed: Floats,
+    size: Int,
+    table: Words,
+    panels: Int,
+    columns: Int,
+    width: Int,
+) -> None:
     """Element (k, j) is at rows[k] + j * step. Items are (group, panel); columns beyond the last are zero."""
     for item in range(begin, end):
         group = item // panels
@@ -355,10 +573,21 @@ def pack(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def pack_rows(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, source: Floats, rows: Words, order: Words, depth: Int, group_step: Int, packed: Floats,
-    size: Int, table: Words, panels: Int, columns: Int, width: Int,
-) -> None:  # fmt: skip
+def pack_rows(
+    begin: Int,
+    end: Int,
+    source: Floats,
+    rows: Words,
+    order: Words,
+    depth: Int,
+    group_step: Int,
+    packed: Floats,
+    size: Int,
+    table: Words,
+    panels: Int,
+    columns: Int,
+    width: Int,
+) -> None:
     """As `pack` for contiguous columns. Items are (group, row), with rows in source order."""
     for item in range(begin, end):
         group, k = item // depth, order[item % depth]
@@ -400,13 +629,35 @@ def pack_weights(threads: int, panels: Panels, source: Any, packing: WeightPacki
     """Pack the weights of all groups into panels."""
     if packing.order is not None and packing.step == 1:
         pack_rows.run(
-            threads, packing.groups * panels.depth, max(1, 4096 // max(1, panels.columns)), source, packing.rows,
-            packing.order, panels.depth, packing.group_step, packed, panels.size, panels.table, panels.count,
-            panels.columns, WIDTH,
-        )  # fmt: skip
+            threads,
+            packing.groups * panels.depth,
+            max(1, 4096 // max(1, panels.columns)),
+            source,
+            packing.rows,
+            packing.order,
+            panels.depth,
+            packing.group_step,
+            packed,
+            panels.size,
+            panels.table,
+            panels.count,
+            panels.columns,
+            WIDTH,
+        )
         return
     pack.run(
-        threads, packing.groups * panels.count, max(1, 4096 // max(1, panels.depth * WIDTH)), source, packing.rows,
-        panels.depth, packing.step, packing.group_step, packed, panels.size, panels.table, panels.count,
-        panels.columns, WIDTH,
-    )  # fmt: skip
+        threads,
+        packing.groups * panels.count,
+        max(1, 4096 // max(1, panels.depth * WIDTH)),
+        source,
+        packing.rows,
+        panels.depth,
+        packing.step,
+        packing.group_step,
+        packed,
+        panels.size,
+        panels.table,
+        panels.count,
+        panels.columns,
+        WIDTH,
+    )

@@ -138,13 +138,7 @@ Body = Callable[..., None]
 
 
 def step_function(body: Body, pointers: Sequence[types.Type], partial: bool) -> Any:
-    """Return a step that kernels call: (position in the array, position in the row, lanes, period, pointer, ...).
-
-    Args:
-        body: emits it.
-        pointers: their types.
-        partial: whether fewer than LANES lanes may be valid.
-    """
+    """Return a step that kernels call: (position in the array, position in the row, lanes, period, pointer, ...)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         at, column, count, period, *rest = arguments
@@ -223,10 +217,19 @@ def forward_kernel(residual: bool, relu: bool, mask: bool) -> Entry:
     Parameters: x, mean, factor, bias, other, y, mask.
     """
 
-    def body(  # noqa: PLR0913 -- a kernel
-        step: Step, at: Any, column: Any, period: Any,
-        x: Any, mean: Any, factor: Any, bias: Any, other: Any, y: Any, bits: Any,
-    ) -> None:  # fmt: skip
+    def body(
+        step: Step,
+        at: Any,
+        column: Any,
+        period: Any,
+        x: Any,
+        mean: Any,
+        factor: Any,
+        bias: Any,
+        other: Any,
+        y: Any,
+        bits: Any,
+    ) -> None:
         value = _normal(step, step.row(x, at), column, mean, factor, bias)
         if residual:
             value = step.plus(value, step.row(other, at))
@@ -244,10 +247,20 @@ def gradient_kernel(relu: bool) -> Entry:
     Parameters: x, dy, mean, factor, bias, first, second, dx.
     """
 
-    def body(  # noqa: PLR0913 -- a kernel
-        step: Step, at: Any, column: Any, period: Any,
-        x: Any, dy: Any, mean: Any, factor: Any, bias: Any, first: Any, second: Any, dx: Any,
-    ) -> None:  # fmt: skip
+    def body(
+        step: Step,
+        at: Any,
+        column: Any,
+        period: Any,
+        x: Any,
+        dy: Any,
+        mean: Any,
+        factor: Any,
+        bias: Any,
+        first: Any,
+        second: Any,
+        dx: Any,
+    ) -> None:
         value, g = step.row(x, at), step.row(dy, at)
         if relu:
             g = step.where(step.positive(_normal(step, value, column, mean, factor, bias)), g)
@@ -292,15 +305,7 @@ def _indent(lines: Sequence[str], depth: int) -> list[str]:
 
 
 def _sums(name: str, kinds: Sequence[str], sums: int, make_body: Any, first: Sequence[str] = ()) -> Entry:
-    """Return a kernel whose items are blocks of rows; each computes `sums` sums per column.
-
-    Args:
-        name: the kernel's name.
-        kinds: pointer types, starting with the sums': float32 and float64, (blocks, sums, period).
-        sums: number of sums per column.
-        make_body: returns the step's body for a number of rows.
-        first: lines before each block.
-    """
+    """Return a kernel whose items are blocks of rows; each computes `sums` sums per column."""
     pointers = [_POINTERS[kind] for kind in kinds if kind != "doubles"]
     arguments = ", ".join(["_sum", *(f"_p{i}" for i in range(2, len(kinds)))])
     arguments = arguments.replace("_p2", "_shift") if first else arguments
@@ -414,10 +419,20 @@ CHANNELS = 64
 
 
 @kernel
-def join_statistics(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, totals: Doubles, shift: Floats, blocks: Int, period: Int, size: Int, block: Int,
-    channels: Int, centre: Doubles, mean: Floats, variance: Floats,
-) -> None:  # fmt: skip
+def join_statistics(
+    begin: Int,
+    end: Int,
+    totals: Doubles,
+    shift: Floats,
+    blocks: Int,
+    period: Int,
+    size: Int,
+    block: Int,
+    channels: Int,
+    centre: Doubles,
+    mean: Floats,
+    variance: Floats,
+) -> None:
     """Mean and variance of each channel, from sums of x - shift and of its square. Items are `CHANNELS` channels.
 
     totals: (blocks, 2, period), shift: (blocks, period). The last block includes the partial last row. Squares are
@@ -453,10 +468,18 @@ def join_statistics(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def join_gradients(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, totals: Doubles, blocks: Int, period: Int, channels: Int, joined: Doubles, inverse: Floats,
-    of_scale: Floats, of_bias: Floats,
-) -> None:  # fmt: skip
+def join_gradients(
+    begin: Int,
+    end: Int,
+    totals: Doubles,
+    blocks: Int,
+    period: Int,
+    channels: Int,
+    joined: Doubles,
+    inverse: Floats,
+    of_scale: Floats,
+    of_bias: Floats,
+) -> None:
     """Sums of g * normal and of g for each channel. Items are `CHANNELS` channels.
 
     totals: sums of g and of g * (x - mean), (blocks, 2, period).
@@ -478,10 +501,17 @@ def join_gradients(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def spread_forward(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, mean: Floats, inverse: Floats, scale: Floats, bias: Floats, channels: Int, period: Int,
+def spread_forward(
+    begin: Int,
+    end: Int,
+    mean: Floats,
+    inverse: Floats,
+    scale: Floats,
+    bias: Floats,
+    channels: Int,
+    period: Int,
     columns: Floats,
-) -> None:  # fmt: skip
+) -> None:
     """Mean, factor and bias of each column of a row, (3, period). Items are repetitions of the channels."""
     for item in range(begin, end):
         at = item * channels
@@ -492,10 +522,17 @@ def spread_forward(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def spread_backward(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, inverse: Floats, of_scale: Floats, of_bias: Floats, per_element: Float, channels: Int,
-    period: Int, columns: Floats,
-) -> None:  # fmt: skip
+def spread_backward(
+    begin: Int,
+    end: Int,
+    inverse: Floats,
+    of_scale: Floats,
+    of_bias: Floats,
+    per_element: Float,
+    channels: Int,
+    period: Int,
+    columns: Floats,
+) -> None:
     """The means of g, and of g * normal / deviation, (2, period). Items are repetitions of the channels."""
     for item in range(begin, end):
         at = item * channels
@@ -576,10 +613,19 @@ def _power(scale: Any, beta: Any) -> Any:
 
 
 @kernel
-def lrn_pixels(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, y: Floats, scale: Floats,
-    channels: Int, before: Int, after: Int, factor: Float, beta: Float, k: Float,
-) -> None:  # fmt: skip
+def lrn_pixels(
+    begin: Int,
+    end: Int,
+    x: Floats,
+    y: Floats,
+    scale: Floats,
+    channels: Int,
+    before: Int,
+    after: Int,
+    factor: Float,
+    beta: Float,
+    k: Float,
+) -> None:
     """Items are pixels."""
     for item in range(begin, end):
         row = item * channels
@@ -596,10 +642,20 @@ def lrn_pixels(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def lrn_pixels_gradient(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, y: Floats, scale: Floats, dy: Floats, dx: Floats,
-    channels: Int, before: Int, after: Int, factor: Float, beta: Float,
-) -> None:  # fmt: skip
+def lrn_pixels_gradient(
+    begin: Int,
+    end: Int,
+    x: Floats,
+    y: Floats,
+    scale: Floats,
+    dy: Floats,
+    dx: Floats,
+    channels: Int,
+    before: Int,
+    after: Int,
+    factor: Float,
+    beta: Float,
+) -> None:
     """Items are pixels. The window of channels whose windows contain a channel is the mirrored window."""
     for item in range(begin, end):
         row = item * channels
@@ -637,9 +693,20 @@ class CpuNormalisation(NormalisationPrimitives, CpuMemory):
         shift, variance = take("shift", rows.blocks * rows.period), take("variance", channels)[:channels]
         self._run_sums(measure_kernel(), rows, sums, totals, shift, x)
         join_statistics.run(
-            self.threads, -(-channels // CHANNELS), rows.joining_grain, totals, shift, rows.blocks, rows.period,
-            rows.size, rows.block, channels, take("joined", 4 * channels), n.mean, variance,
-        )  # fmt: skip
+            self.threads,
+            -(-channels // CHANNELS),
+            rows.joining_grain,
+            totals,
+            shift,
+            rows.blocks,
+            rows.period,
+            rows.size,
+            rows.block,
+            channels,
+            take("joined", 4 * channels),
+            n.mean,
+            variance,
+        )
         self.batch_norm_finish(variance, rows.size // channels, n)
 
     def _sum_arrays(self, rows: Rows, sums: int) -> tuple[Array, Array]:
@@ -652,9 +719,14 @@ class CpuNormalisation(NormalisationPrimitives, CpuMemory):
         kernel.run(self.threads, rows.blocks, 1, *arrays, *numbers)
 
     def batch_norm_forward(
-        self, x: Array, n: BatchNormState, y: Array, residual: Array | None = None, relu: bool = False,
+        self,
+        x: Array,
+        n: BatchNormState,
+        y: Array,
+        residual: Array | None = None,
+        relu: bool = False,
         mask: Array | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         rows = rows_of(x)
         if rows is None:
             super().batch_norm_forward(x, n, y, residual, relu, mask)
@@ -675,9 +747,15 @@ class CpuNormalisation(NormalisationPrimitives, CpuMemory):
         kernel.run(self.threads, -(-rows.size // rows.period), rows.grain, *arrays, rows.period, rows.size)
 
     def batch_norm_backward_sums(
-        self, x: Array, dys: Sequence[Array], n: BatchNormState, sums: Sequence[Array], relu: bool = False,
-        mask: Array | None = None, total: Array | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        x: Array,
+        dys: Sequence[Array],
+        n: BatchNormState,
+        sums: Sequence[Array],
+        relu: bool = False,
+        mask: Array | None = None,
+        total: Array | None = None,
+    ) -> None:
         rows = rows_of(x)
         if rows is None or len(dys) > MAX_GRADIENTS:
             super().batch_norm_backward_sums(x, dys, n, sums, relu, mask, total)
@@ -689,14 +767,28 @@ class CpuNormalisation(NormalisationPrimitives, CpuMemory):
         totals = self._gradient_sums(rows, gate, x, mask, dys, total, self._columns(rows, n))
         channels = rows.channels
         join_gradients.run(
-            self.threads, -(-channels // CHANNELS), rows.joining_grain, totals, rows.blocks, rows.period, channels,
-            self._workspace.take("joined", 4 * channels), n.inverse, *sums,
-        )  # fmt: skip
+            self.threads,
+            -(-channels // CHANNELS),
+            rows.joining_grain,
+            totals,
+            rows.blocks,
+            rows.period,
+            channels,
+            self._workspace.take("joined", 4 * channels),
+            n.inverse,
+            *sums,
+        )
 
     def _gradient_sums(
-        self, rows: Rows, gate: Gate, x: Array, mask: Array | None, dys: Sequence[Array], total: Array | None,
+        self,
+        rows: Rows,
+        gate: Gate,
+        x: Array,
+        mask: Array | None,
+        dys: Sequence[Array],
+        total: Array | None,
         per_column: Sequence[Any],
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """Return the block sums as float64 (blocks, 1 or 2, period), in float32 workspace memory."""
         weighted = gate != "output"
         sources = [*dys, *[dys[0]] * (MAX_GRADIENTS - len(dys))]
@@ -715,9 +807,7 @@ class CpuNormalisation(NormalisationPrimitives, CpuMemory):
             return
         period, channels = rows.period, rows.channels
         columns = self._workspace.take("gradient columns", 2 * period)
-        spread_backward.run(
-            1, period // channels, 1, n.inverse, *sums, channels / rows.size, channels, period, columns
-        )  # fmt: skip
+        spread_backward.run(1, period // channels, 1, n.inverse, *sums, channels / rows.size, channels, period, columns)
         per_column = (*self._columns(rows, n), columns, columns[period:])
         self._run_each(gradient_kernel(relu), rows, x, dy, *per_column, dx)
 

@@ -130,24 +130,26 @@ class WindowWriter(Writer):
 def _window(
     write: Callable[[WindowWriter, list[Any]], None], more: tuple[Any, ...], vectors: int, resumes: bool
 ) -> Any:
-    """Return an intrinsic for a window of x: `rows` x `columns` elements at distances `row` and `column`.
-
-    Args:
-        write: emits it.
-        more: types of four further arguments; the number of remaining channels follows.
-        vectors: number of channel vectors.
-        resumes: whether to start from the previous result.
-    """
+    """Return an intrinsic for a window of x: `rows` x `columns` elements at distances `row` and `column`."""
     signature = types.void(NUMBERS, WORD, WORD, WORD, WORD, *more, WORD)
 
     def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
         write(WindowWriter(builder, vectors, resumes, arguments[-1]), list(arguments[:-1]))
         return context.get_dummy_value()
 
-    def typed(  # noqa: PLR0913 -- a kernel
-        typing_context: Any, x: Any, rows: Any, row: Any, columns: Any, column: Any, first: Any, second: Any,
-        third: Any, fourth: Any, left: Any,
-    ) -> Any:  # fmt: skip
+    def typed(
+        typing_context: Any,
+        x: Any,
+        rows: Any,
+        row: Any,
+        columns: Any,
+        column: Any,
+        first: Any,
+        second: Any,
+        third: Any,
+        fourth: Any,
+        left: Any,
+    ) -> Any:
         return signature, generate
 
     return intrinsic(typed)
@@ -185,11 +187,25 @@ def rows_and_grain(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 @kernel
-def max_forward(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, y: Floats, mask: Ints,
-    channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
-    kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int, pad_h: Int, pad_w: Int, vector: Int,
-) -> None:  # fmt: skip
+def max_forward(
+    begin: Int,
+    end: Int,
+    x: Floats,
+    y: Floats,
+    mask: Ints,
+    channels: Int,
+    height: Int,
+    width: Int,
+    out_height: Int,
+    out_width: Int,
+    kernel_h: Int,
+    kernel_w: Int,
+    stride_h: Int,
+    stride_w: Int,
+    pad_h: Int,
+    pad_w: Int,
+    vector: Int,
+) -> None:
     """Items are the rows (n, oh) of the output."""
     size = width * channels
     for item in range(begin, end):
@@ -205,31 +221,70 @@ def max_forward(  # noqa: PLR0913 -- a kernel
                 left = channels - c
                 if left >= 4 * vector:
                     window_maximum4(
-                        ahead(x, source + c), h1 - h0, size, w1 - w0, channels, index, width, ahead(y, out + c),
-                        ahead_int(mask, out + c), left,
-                    )  # fmt: skip
+                        ahead(x, source + c),
+                        h1 - h0,
+                        size,
+                        w1 - w0,
+                        channels,
+                        index,
+                        width,
+                        ahead(y, out + c),
+                        ahead_int(mask, out + c),
+                        left,
+                    )
                     c += 4 * vector
                 elif left > vector:
                     window_maximum2(
-                        ahead(x, source + c), h1 - h0, size, w1 - w0, channels, index, width, ahead(y, out + c),
-                        ahead_int(mask, out + c), left,
-                    )  # fmt: skip
+                        ahead(x, source + c),
+                        h1 - h0,
+                        size,
+                        w1 - w0,
+                        channels,
+                        index,
+                        width,
+                        ahead(y, out + c),
+                        ahead_int(mask, out + c),
+                        left,
+                    )
                     c += 2 * vector
                 else:
                     at = min(c, max(0, channels - vector))
                     window_maximum(
-                        ahead(x, source + at), h1 - h0, size, w1 - w0, channels, index, width, ahead(y, out + at),
-                        ahead_int(mask, out + at), channels - at,
-                    )  # fmt: skip
+                        ahead(x, source + at),
+                        h1 - h0,
+                        size,
+                        w1 - w0,
+                        channels,
+                        index,
+                        width,
+                        ahead(y, out + at),
+                        ahead_int(mask, out + at),
+                        channels - at,
+                    )
                     c += vector
 
 
 @kernel
-def max_of_parts(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, y: Floats, mask: Ints,
-    channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
-    kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int, pad_h: Int, pad_w: Int, part: Int, vector: Int,
-) -> None:  # fmt: skip
+def max_of_parts(
+    begin: Int,
+    end: Int,
+    x: Floats,
+    y: Floats,
+    mask: Ints,
+    channels: Int,
+    height: Int,
+    width: Int,
+    out_height: Int,
+    out_width: Int,
+    kernel_h: Int,
+    kernel_w: Int,
+    stride_h: Int,
+    stride_w: Int,
+    pad_h: Int,
+    pad_w: Int,
+    part: Int,
+    vector: Int,
+) -> None:
     """As `max_forward` for many channels, in strips of `part` columns of a row of windows."""
     many = channels // (4 * vector) * 4 * vector
     for item in range(begin, end):
@@ -246,21 +301,45 @@ def max_of_parts(  # noqa: PLR0913 -- a kernel
                     source = (n * height * width + index) * channels
                     for c in range(0, many, 4 * vector):
                         more_maximum4(
-                            ahead(x, source + c), 1, 0, columns, channels, index, width, ahead(y, out + c),
-                            ahead_int(mask, out + c), channels - c,
-                        )  # fmt: skip
+                            ahead(x, source + c),
+                            1,
+                            0,
+                            columns,
+                            channels,
+                            index,
+                            width,
+                            ahead(y, out + c),
+                            ahead_int(mask, out + c),
+                            channels - c,
+                        )
                     for c in range(many, channels, vector):
                         more_maximum(
-                            ahead(x, source + c), 1, 0, columns, channels, index, width, ahead(y, out + c),
-                            ahead_int(mask, out + c), channels - c,
-                        )  # fmt: skip
+                            ahead(x, source + c),
+                            1,
+                            0,
+                            columns,
+                            channels,
+                            index,
+                            width,
+                            ahead(y, out + c),
+                            ahead_int(mask, out + c),
+                            channels - c,
+                        )
 
 
 @kernel
-def max_backward(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, dy: Floats, mask: Ints, dx: Floats, channels: Int, block: Int, blocks: Int, pixels: Int,
+def max_backward(
+    begin: Int,
+    end: Int,
+    dy: Floats,
+    mask: Ints,
+    dx: Floats,
+    channels: Int,
+    block: Int,
+    blocks: Int,
+    pixels: Int,
     out_pixels: Int,
-) -> None:  # fmt: skip
+) -> None:
     """Items are (n, block of channels), so no two threads add to the same element."""
     for item in range(begin, end):
         n = item // blocks
@@ -322,11 +401,26 @@ def _add_to_pixels(source: Any, at: Any, channels: Any, target: Any, to: Any, co
 
 
 @kernel
-def average_forward(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, y: Floats, lines: Floats, rows: Int, items: Int,
-    channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
-    kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int, pad_h: Int, pad_w: Int,
-) -> None:  # fmt: skip
+def average_forward(
+    begin: Int,
+    end: Int,
+    x: Floats,
+    y: Floats,
+    lines: Floats,
+    rows: Int,
+    items: Int,
+    channels: Int,
+    height: Int,
+    width: Int,
+    out_height: Int,
+    out_width: Int,
+    kernel_h: Int,
+    kernel_w: Int,
+    stride_h: Int,
+    stride_w: Int,
+    pad_h: Int,
+    pad_w: Int,
+) -> None:
     """Items are parts of the output's rows (n, oh). Sums a window's rows first, then its columns."""
     size = width * channels
     for item in range(begin, end):
@@ -361,11 +455,26 @@ def average_forward(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def average_backward(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, dy: Floats, dx: Floats, lines: Floats, rows: Int, items: Int,
-    channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
-    kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int, pad_h: Int, pad_w: Int,
-) -> None:  # fmt: skip
+def average_backward(
+    begin: Int,
+    end: Int,
+    dy: Floats,
+    dx: Floats,
+    lines: Floats,
+    rows: Int,
+    items: Int,
+    channels: Int,
+    height: Int,
+    width: Int,
+    out_height: Int,
+    out_width: Int,
+    kernel_h: Int,
+    kernel_w: Int,
+    stride_h: Int,
+    stride_w: Int,
+    pad_h: Int,
+    pad_w: Int,
+) -> None:
     """Items are parts of the image's rows (n, h). Sums the covering windows' rows first."""
     size = out_width * channels
     for item in range(begin, end):
@@ -427,10 +536,23 @@ def _repeats(rows: Any, row: Any) -> Any:
 
 
 @kernel
-def average_windows(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, y: Floats, channels: Int, height: Int, width: Int, out_height: Int,
-    out_width: Int, rows: Words, columns: Words, high: Floats, wide: Floats, step: Int, vector: Int,
-) -> None:  # fmt: skip
+def average_windows(
+    begin: Int,
+    end: Int,
+    x: Floats,
+    y: Floats,
+    channels: Int,
+    height: Int,
+    width: Int,
+    out_height: Int,
+    out_width: Int,
+    rows: Words,
+    columns: Words,
+    high: Floats,
+    wide: Floats,
+    step: Int,
+    vector: Int,
+) -> None:
     """Sums of small windows, in registers. Items are the rows (n, oh) of y.
 
     `rows` and `columns` give for each row and column of y the first row or column of x and their number. `high` and
@@ -453,29 +575,46 @@ def average_windows(  # noqa: PLR0913 -- a kernel
             while c < channels:
                 left = channels - c
                 if left >= 4 * vector:
-                    window_sums4(
-                        ahead(x, source + c), met, size, count, channels, a, b, step, ahead(y, out + c), left
-                    )  # fmt: skip
+                    window_sums4(ahead(x, source + c), met, size, count, channels, a, b, step, ahead(y, out + c), left)
                     c += 4 * vector
                 elif left > vector:
-                    window_sums2(
-                        ahead(x, source + c), met, size, count, channels, a, b, step, ahead(y, out + c), left
-                    )  # fmt: skip
+                    window_sums2(ahead(x, source + c), met, size, count, channels, a, b, step, ahead(y, out + c), left)
                     c += 2 * vector
                 else:
                     at = min(c, max(0, channels - vector))
                     window_sums(
-                        ahead(x, source + at), met, size, count, channels, a, b, step, ahead(y, out + at),
+                        ahead(x, source + at),
+                        met,
+                        size,
+                        count,
+                        channels,
+                        a,
+                        b,
+                        step,
+                        ahead(y, out + at),
                         channels - at,
-                    )  # fmt: skip
+                    )
                     c += vector
 
 
 @kernel
-def average_of_parts(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, y: Floats, channels: Int, height: Int, width: Int, out_height: Int,
-    out_width: Int, rows: Words, columns: Words, high: Floats, wide: Floats, part: Int, vector: Int,
-) -> None:  # fmt: skip
+def average_of_parts(
+    begin: Int,
+    end: Int,
+    x: Floats,
+    y: Floats,
+    channels: Int,
+    height: Int,
+    width: Int,
+    out_height: Int,
+    out_width: Int,
+    rows: Words,
+    columns: Words,
+    high: Floats,
+    wide: Floats,
+    part: Int,
+    vector: Int,
+) -> None:
     """As `average_windows` with step 0 for many channels, in strips of `part` columns of a row."""
     size = width * channels
     many = channels // (4 * vector) * 4 * vector
@@ -492,19 +631,33 @@ def average_of_parts(  # noqa: PLR0913 -- a kernel
                     for c in range(0, many, 4 * vector):
                         more_sums4(
                             ahead(x, source + c), 1, 0, count, channels, a, b, 0, ahead(y, out + c), channels - c
-                        )  # fmt: skip
+                        )
                     for c in range(many, channels, vector):
-                        more_sums(
-                            ahead(x, source + c), 1, 0, count, channels, a, b, 0, ahead(y, out + c), channels - c
-                        )  # fmt: skip
+                        more_sums(ahead(x, source + c), 1, 0, count, channels, a, b, 0, ahead(y, out + c), channels - c)
 
 
 @kernel
-def average_few(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, y: Floats, lines: Floats, rows_of_y: Int, items: Int, channels: Int, height: Int,
-    size: Int, out_height: Int, out_size: Int, rows: Words, high: Floats, starts: Words, counts: Words, wide: Floats,
-    step: Int, most: Int,
-) -> None:  # fmt: skip
+def average_few(
+    begin: Int,
+    end: Int,
+    x: Floats,
+    y: Floats,
+    lines: Floats,
+    rows_of_y: Int,
+    items: Int,
+    channels: Int,
+    height: Int,
+    size: Int,
+    out_height: Int,
+    out_size: Int,
+    rows: Words,
+    high: Floats,
+    starts: Words,
+    counts: Words,
+    wide: Floats,
+    step: Int,
+    most: Int,
+) -> None:
     """Averages for images with few channels. Items are parts of the rows (n, oh) of y.
 
     First sums the rows of x for a row of y, as vectors of their `size` elements; then, for each of `out_size` elements,
@@ -538,10 +691,8 @@ def average_few(  # noqa: PLR0913 -- a kernel
 
 
 def _axis(size: int, out: int, kernel: int, stride: int, pad: int, down: bool) -> tuple[ConstantTable, ConstantTable]:
-    """Return for each position of y along an axis (first, count) of x, and the reciprocal window lengths.
-
-    With `down`, x and y are exchanged: each image element maps to the windows that cover it.
-    """
+    """Return for each position of y along an axis (first, count) of x, and the reciprocal window lengths."""
+    # With `down`, x and y are exchanged: each image element maps to the windows that cover it.
     begins = np.arange(out) * stride - pad
     lengths = np.minimum(begins + kernel, size + pad) - begins
     if down:
@@ -557,10 +708,8 @@ def _axis(size: int, out: int, kernel: int, stride: int, pad: int, down: bool) -
 def _elements(
     columns: ConstantTable, wide: ConstantTable, channels: int, nothing: int
 ) -> tuple[ConstantTable, ConstantTable, ConstantTable, int]:
-    """Return for each element of y's row the first element of x's row (or `nothing`) and the number of pixels.
-
-    Also return the factor of each element and the largest number of pixels.
-    """
+    """Return for each element of y's row the first element of x's row (or `nothing`) and the number of pixels."""
+    # Also return the factor of each element and the largest number of pixels.
     first, count = np.repeat(columns.array, channels, axis=0).T
     starts = np.where(count > 0, first * channels + np.arange(len(first)) % channels, nothing)
     begins, counts = (ConstantTable(np.ascontiguousarray(table)) for table in (starts, count))
@@ -591,14 +740,10 @@ class _Average:
 
 
 @lru_cache(maxsize=1024)
-def _plan(
-    threads: int, image: tuple[int, ...], pooled: tuple[int, ...], geometry: Geometry, down: bool
-) -> _Average:  # fmt: skip
+def _plan(threads: int, image: tuple[int, ...], pooled: tuple[int, ...], geometry: Geometry, down: bool) -> _Average:
     """Plan the window averages of images of a shape, or with `down` their gradient."""
     g, (x, y) = geometry, (pooled, image) if down else (image, pooled)
-    rows, columns = (
-        _axis(image[2 + i], pooled[2 + i], g.kernel[i], g.stride[i], g.pad[i], down) for i in range(2)
-    )  # fmt: skip
+    rows, columns = (_axis(image[2 + i], pooled[2 + i], g.kernel[i], g.stride[i], g.pad[i], down) for i in range(2))
     channels, size = x[1], x[1] * x[3]
     number, grain = rows_and_grain(y)
     items = max(1, min(4 * threads, number // grain))
@@ -619,11 +764,23 @@ def _plan(
 
 
 @kernel
-def stochastic_forward(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, chance: Floats, y: Floats, mask: Ints,
-    channels: Int, height: Int, width: Int, out_height: Int, out_width: Int,
-    kernel_h: Int, kernel_w: Int, stride_h: Int, stride_w: Int,
-) -> None:  # fmt: skip
+def stochastic_forward(
+    begin: Int,
+    end: Int,
+    x: Floats,
+    chance: Floats,
+    y: Floats,
+    mask: Ints,
+    channels: Int,
+    height: Int,
+    width: Int,
+    out_height: Int,
+    out_width: Int,
+    kernel_h: Int,
+    kernel_w: Int,
+    stride_h: Int,
+    stride_w: Int,
+) -> None:
     """Items are windows (n, row, column)."""
     for item in range(begin, end):
         h0 = (item // out_width % out_height) * stride_h

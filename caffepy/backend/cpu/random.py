@@ -41,19 +41,32 @@ def fraction(word: Any) -> Any:
 
 
 @kernel
-def uniform(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, out: Floats, count: Int, pixels: Int, channels: Int, quads: Int, first_sample: Int,
-    pass_number: Int, key0: Int, key1: Int,
-) -> None:  # fmt: skip
+def uniform(
+    begin: Int,
+    end: Int,
+    out: Floats,
+    count: Int,
+    pixels: Int,
+    channels: Int,
+    quads: Int,
+    first_sample: Int,
+    pass_number: Int,
+    key0: Int,
+    key1: Int,
+) -> None:
     """Items are (sample, four elements); element i = c * pixels + p lies at p * channels + c."""
     for item in range(begin, end):
         row = item // quads
         quad = item % quads
         sample = np.uint64(first_sample + row)
         words = philox(
-            np.uint64(quad), sample & _WORD, sample >> _SHIFT, np.uint64(pass_number) & _WORD,
-            np.uint64(key0), np.uint64(key1),
-        )  # fmt: skip
+            np.uint64(quad),
+            sample & _WORD,
+            sample >> _SHIFT,
+            np.uint64(pass_number) & _WORD,
+            np.uint64(key0),
+            np.uint64(key1),
+        )
         for j in range(min(4, count - 4 * quad)):
             i = 4 * quad + j
             at = i if channels == 1 or pixels == 1 else (i % pixels) * channels + i // pixels
@@ -68,10 +81,17 @@ def uniform(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def uniform_images(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, out: Floats, pixels: Int, channels: Int, first_sample: Int, pass_number: Int, key0: Int,
+def uniform_images(
+    begin: Int,
+    end: Int,
+    out: Floats,
+    pixels: Int,
+    channels: Int,
+    first_sample: Int,
+    pass_number: Int,
+    key0: Int,
     key1: Int,
-) -> None:  # fmt: skip
+) -> None:
     """As `uniform` for images of 4 n pixels. Items are (sample, four pixels); channels are vectorised."""
     quads = pixels // 4
     for item in range(begin, end):
@@ -89,7 +109,7 @@ def uniform_images(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def uniform_blocks(  # noqa: PLR0913 -- a kernel
+def uniform_blocks(
     begin: Int, end: Int, out: Floats, quads: Int, block: Int, first_sample: Int, pass_number: Int, key0: Int, key1: Int
 ) -> None:
     """As `uniform` for samples of four times `quads` elements in logical order. Items are (sample, block of fours)."""

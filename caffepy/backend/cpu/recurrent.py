@@ -26,9 +26,16 @@ def _continued(value: Any, cont: Any) -> Any:
 
 
 @kernel
-def unit_forward(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, gates: Floats, cell_before: Floats, cont: Floats, cell: Floats, hidden: Floats, size: Int,
-) -> None:  # fmt: skip
+def unit_forward(
+    begin: Int,
+    end: Int,
+    gates: Floats,
+    cell_before: Floats,
+    cont: Floats,
+    cell: Floats,
+    hidden: Floats,
+    size: Int,
+) -> None:
     """Items are streams; `size` is the length of a hidden state."""
     for n in range(begin, end):
         part, row = 4 * n * size, n * size
@@ -47,10 +54,17 @@ def unit_forward(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def unit_backward(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, gates: Floats, cell_before: Floats, cont: Floats, cell: Floats, d_cell: Floats,
-    d_hidden: Floats, size: Int,
-) -> None:  # fmt: skip
+def unit_backward(
+    begin: Int,
+    end: Int,
+    gates: Floats,
+    cell_before: Floats,
+    cont: Floats,
+    cell: Floats,
+    d_cell: Floats,
+    d_hidden: Floats,
+    size: Int,
+) -> None:
     """Items are streams."""
     for n in range(begin, end):
         part, row = 4 * n * size, n * size

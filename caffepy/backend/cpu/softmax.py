@@ -74,10 +74,18 @@ def backward(begin: Int, end: Int, y: Floats, dy: Floats, dx: Floats, classes: I
 
 
 @kernel
-def loss(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, probabilities: Floats, labels: Floats, losses: Doubles, counted: Ints,
-    classes: Int, inner: Int, ignoring: Int, ignored: Int,
-) -> None:  # fmt: skip
+def loss(
+    begin: Int,
+    end: Int,
+    probabilities: Floats,
+    labels: Floats,
+    losses: Doubles,
+    counted: Ints,
+    classes: Int,
+    inner: Int,
+    ignoring: Int,
+    ignored: Int,
+) -> None:
     """Items are positions. counted becomes 1, 0 (ignored) or -1 (label out of range)."""
     for item in range(begin, end):
         label = int(labels[item])
@@ -93,10 +101,18 @@ def loss(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def loss_backward(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, probabilities: Floats, labels: Floats, dx: Floats,
-    classes: Int, inner: Int, ignoring: Int, ignored: Int, scale: Float,
-) -> None:  # fmt: skip
+def loss_backward(
+    begin: Int,
+    end: Int,
+    probabilities: Floats,
+    labels: Floats,
+    dx: Floats,
+    classes: Int,
+    inner: Int,
+    ignoring: Int,
+    ignored: Int,
+    scale: Float,
+) -> None:
     """Items are positions."""
     for item in range(begin, end):
         label = int(labels[item])
@@ -111,10 +127,17 @@ def loss_backward(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def smooth(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, probabilities: Floats, labels: Floats, losses: Doubles,
-    classes: Int, inner: Int, ignoring: Int, ignored: Int,
-) -> None:  # fmt: skip
+def smooth(
+    begin: Int,
+    end: Int,
+    probabilities: Floats,
+    labels: Floats,
+    losses: Doubles,
+    classes: Int,
+    inner: Int,
+    ignoring: Int,
+    ignored: Int,
+) -> None:
     """Items are positions: the mean loss of all classes minus the loss of the label's class, 0 if ignored."""
     for item in range(begin, end):
         label = int(labels[item])
@@ -128,10 +151,17 @@ def smooth(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def smooth_backward(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, labels: Floats, dx: Floats, classes: Int, inner: Int, ignoring: Int, ignored: Int,
+def smooth_backward(
+    begin: Int,
+    end: Int,
+    labels: Floats,
+    dx: Floats,
+    classes: Int,
+    inner: Int,
+    ignoring: Int,
+    ignored: Int,
     scale: Float,
-) -> None:  # fmt: skip
+) -> None:
     """Items are positions."""
     for item in range(begin, end):
         label = int(labels[item])
@@ -143,7 +173,7 @@ def smooth_backward(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def count_higher(  # noqa: PLR0913 -- a kernel
+def count_higher(
     begin: Int, end: Int, x: Floats, labels: Floats, out: Floats, classes: Int, inner: Int, higher_wins: Int
 ) -> None:
     """Items are positions; -1 if the label is out of range."""
@@ -179,8 +209,10 @@ class _ClassView:
         extents = _extents(shape, axis)
         self.plain = extents is None
         self.outer, self.classes, self.inner = extents or (
-            math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
-        )  # fmt: skip
+            math.prod(shape[:axis]),
+            shape[axis],
+            math.prod(shape[axis + 1 :]),
+        )
 
     def of(self, array: Any) -> Any:
         """Return the array, or a C-ordered copy."""
@@ -265,9 +297,15 @@ class CpuSoftmax(SoftmaxPrimitives, CpuMemory):
         result = view.of(dx)
         labels = np.ascontiguousarray(labels)
         view.run(
-            loss_backward, view.of(probabilities), labels, result, view.classes, view.inner,
-            *_ignored(ignore_label), scale,
-        )  # fmt: skip
+            loss_backward,
+            view.of(probabilities),
+            labels,
+            result,
+            view.classes,
+            view.inner,
+            *_ignored(ignore_label),
+            scale,
+        )
         view.back(result, dx)
 
     def smooth_loss_forward(

@@ -71,8 +71,10 @@ def log_first_use() -> None:
     folder = os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache"
     logger.info(
         "Compiling CUDA kernels and tuning convolutions for the first time; for later starts CuPy keeps kernels in %s, "
-        "and the choices are kept in %s", folder, cache_folder() or "no folder",
-    )  # fmt: skip
+        "and the choices are kept in %s",
+        folder,
+        cache_folder() or "no folder",
+    )
 
 
 @cache

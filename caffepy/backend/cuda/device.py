@@ -170,12 +170,10 @@ _importing = threading.Lock()
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """Make `import torch` fail within a `with` block, unless PyTorch is already imported.
-
-    cuDNN's frontend imports PyTorch if it is installed, for `cudnn.wrapper.Graph`, which caffepy does not use. That
-    import takes three seconds. A program that imports PyTorch later loses only this class; a program that imports
-    PyTorch earlier loses nothing. An import of PyTorch that another thread starts within the block (0.1 s) fails.
-    """
+    """Make `import torch` fail within a `with` block, unless PyTorch is already imported."""
+    # cuDNN's frontend imports PyTorch if it is installed, for `cudnn.wrapper.Graph`, which caffepy does not use. That
+    # import takes three seconds. A program that imports PyTorch later loses only this class; a program that imports
+    # PyTorch earlier loses nothing. An import of PyTorch that another thread starts within the block (0.1 s) fails.
     with _importing:
         hidden = "torch" not in sys.modules and "cudnn" not in sys.modules
         if hidden:

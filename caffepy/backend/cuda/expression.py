@@ -143,9 +143,14 @@ def _width(columns: int, arrays: Sequence[Array], per_channel: Sequence[Array], 
 
 
 def make_launch(
-    file: str, layout: Layout, tuning: Tuning, types: dict[str, Array], entry: str = "",
-    formula: str = "", **settings: Any,
-) -> ChannelLaunch:  # fmt: skip
+    file: str,
+    layout: Layout,
+    tuning: Tuning,
+    types: dict[str, Array],
+    entry: str = "",
+    formula: str = "",
+    **settings: Any,
+) -> ChannelLaunch:
     """Return the plan of kernels/<file>.cu for this layout, the arrays' dtypes, a formula and further constants."""
     dtype = tuple((letter, array.dtype.char) for letter, array in types.items())
     key = (layout, tuning, dtype, tuple(settings.items()), formula, device_number())
@@ -153,14 +158,25 @@ def make_launch(
 
 
 @lru_cache(maxsize=4096)
-def _plan(  # noqa: PLR0913 -- all arguments are the cache's key
-    file: str, entry: str, layout: Layout, tuning: Tuning, dtype: tuple[tuple[str, str], ...],
-    settings: tuple[tuple[str, Any], ...], formula: str, device: int,
-) -> ChannelLaunch:  # fmt: skip
+def _plan(
+    file: str,
+    entry: str,
+    layout: Layout,
+    tuning: Tuning,
+    dtype: tuple[tuple[str, str], ...],
+    settings: tuple[tuple[str, Any], ...],
+    formula: str,
+    device: int,
+) -> ChannelLaunch:
     constants = {
-        "V": layout.width, "ROWS": tuning.rows, "THREADS": tuning.threads, "GROUPS": SUM_GROUPS,
-        "INNER": layout.inner > 1, "SUMS": tuning.sums, **dict(settings),
-    }  # fmt: skip
+        "V": layout.width,
+        "ROWS": tuning.rows,
+        "THREADS": tuning.threads,
+        "GROUPS": SUM_GROUPS,
+        "INNER": layout.inner > 1,
+        "SUMS": tuning.sums,
+        **dict(settings),
+    }
     lines = [f"using {letter} = {C_TYPES[char]};\n" for letter, char in dtype]
     lines += [f"constexpr int {name} = {int(value)};\n" for name, value in constants.items()]
     files = ["columns", "column_sums", *NEEDS.get(file, ())]
@@ -296,9 +312,12 @@ class FormulaLaunch:
 
 
 def apply(
-    expression: Expression, inputs: Sequence[Argument], outputs: Sequence[Array], axis: int,
+    expression: Expression,
+    inputs: Sequence[Argument],
+    outputs: Sequence[Array],
+    axis: int,
     scratch: Scratch | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """outputs = expression(*inputs), see `Backend.apply`. Channel arguments without a period need `scratch`."""
     if outputs[0].size == 0:
         return
@@ -484,9 +503,13 @@ class ReductionLaunch(NamedTuple):
 
 
 def reduce(
-    formula: Expression, inputs: Sequence[Argument], outputs: Sequence[Array], axis: int, accumulate: bool,
+    formula: Expression,
+    inputs: Sequence[Argument],
+    outputs: Sequence[Array],
+    axis: int,
+    accumulate: bool,
     scratch: Scratch,
-) -> None:  # fmt: skip
+) -> None:
     """outputs (+)= sums of formula(*inputs), see `Backend.reduce`."""
     if outputs[0].size == 0:
         return
@@ -524,9 +547,14 @@ def _reduction_launch(call: Call, shape: tuple[int, ...]) -> ReductionLaunch | N
     width = pack_width(call, tuple(call.of_kind(Kind.EACH).values()), periods, span) if aligned else 1
     unroll = max(1, LOADS // len(call.of_kind(Kind.EACH)) // (2 if by_columns else 1))
     variant = Variant(
-        call.each_types(), call.output_types(), width, unroll, index_type(math.prod(shape) // width),
-        call.device_scalars(), tuple(_access(p, target, width, by_columns) for p in periods.values()),
-    )  # fmt: skip
+        call.each_types(),
+        call.output_types(),
+        width,
+        unroll,
+        index_type(math.prod(shape) // width),
+        call.device_scalars(),
+        tuple(_access(p, target, width, by_columns) for p in periods.values()),
+    )
     return (_plan_columns if by_columns else _plan_segments)(call, variant, target, extras(call, periods, width))
 
 
@@ -566,17 +594,23 @@ def _plan_segments(call: Call, variant: Variant, target: Period, more: tuple[tup
     splits = -(-length // each)
     kernel = compiled(_text(reduce_segments_text(call.expression, variant)), "reduce_")
     head = (
-        count_argument(target.outer, index), count_argument(inner, index), divider(min(inner, 2**31)),
+        count_argument(target.outer, index),
+        count_argument(inner, index),
+        divider(min(inner, 2**31)),
         count_argument(each, index),
-    )  # fmt: skip
+    )
     launch = FormulaLaunch(kernel, (target.size, splits), (threads,), head, more)
     return ReductionLaunch(launch, len(call.outputs) * splits * target.size if splits > 1 else 0)
 
 
 def _reduce_general(
-    formula: Expression, inputs: Sequence[Argument], outputs: Sequence[Array], axis: int, accumulate: bool,
+    formula: Expression,
+    inputs: Sequence[Argument],
+    outputs: Sequence[Array],
+    axis: int,
+    accumulate: bool,
     scratch: Scratch,
-) -> None:  # fmt: skip
+) -> None:
     """Reduce rare geometries in three steps: apply the formula, transpose into segments, sum."""
     shape = _each_shape(formula, inputs)
     values = [view(scratch.get(f"values {k}", math.prod(shape)), shape) for k in range(len(outputs))]

@@ -86,10 +86,15 @@ def small_product(a: Array, b: Array, out: Array, accumulate: bool, epilogue: Ep
     b_first, b_pitch = lines(b.T)
     warps = FEW_WARPS if depth <= 32 * FEW_WARPS else MANY_WARPS
     text = defines(
-        In=c_type(a), Out=c_type(out), TILES=tiles, WARPS=warps, A_DEPTH_FIRST=int(a_first), B_DEPTH_FIRST=int(b_first),
+        In=c_type(a),
+        Out=c_type(out),
+        TILES=tiles,
+        WARPS=warps,
+        A_DEPTH_FIRST=int(a_first),
+        B_DEPTH_FIRST=int(b_first),
         A_VECTORS=int(a_first and _has_aligned_vectors(a, a_pitch, depth)),
         B_VECTORS=int(b_first and _has_aligned_vectors(b, b_pitch, depth)),
-    )  # fmt: skip
+    )
     out_row, out_column = (stride // out.itemsize for stride in out.strides)
     grid = (-(-rows // 16), -(-columns // (8 * tiles)))
     arguments = (a, b, out, rows, columns, depth, a_pitch, b_pitch, out_row, out_column, accumulate)
@@ -355,25 +360,69 @@ class Blas:
         first, second = _operand(b[0], not transpose_b), _operand(a[0], not transpose_a)
         steps = [ctypes.c_longlong(array.strides[0] // array.itemsize) for array in (b, a, out)]
         status = self._batch(
-            self._handle, first[0], second[0], columns, rows, depth, self._one,
-            ctypes.c_void_p(first[1]), kind, first[2], steps[0], ctypes.c_void_p(second[1]), kind, second[2], steps[1],
-            self._one if accumulate else self._zero, ctypes.c_void_p(out.data.ptr), out_kind, leading, steps[2],
-            parts, COMPUTE_32F, DEFAULT_ALGORITHM,
-        )  # fmt: skip
+            self._handle,
+            first[0],
+            second[0],
+            columns,
+            rows,
+            depth,
+            self._one,
+            ctypes.c_void_p(first[1]),
+            kind,
+            first[2],
+            steps[0],
+            ctypes.c_void_p(second[1]),
+            kind,
+            second[2],
+            steps[1],
+            self._one if accumulate else self._zero,
+            ctypes.c_void_p(out.data.ptr),
+            out_kind,
+            leading,
+            steps[2],
+            parts,
+            COMPUTE_32F,
+            DEFAULT_ALGORITHM,
+        )
         _check(status, f"{parts} products of {rows} x {depth} and {depth} x {columns}")
 
     def _single(self, a: Operand, b: Operand, sizes: tuple[int, int, int], beta: Any, out: Array, leading: int) -> Any:
         return self._sgemm(
-            self._handle, a[0], b[0], *sizes, self._one, ctypes.c_void_p(a[1]), a[2], ctypes.c_void_p(b[1]), b[2],
-            beta, ctypes.c_void_p(out.data.ptr), leading,
-        )  # fmt: skip
+            self._handle,
+            a[0],
+            b[0],
+            *sizes,
+            self._one,
+            ctypes.c_void_p(a[1]),
+            a[2],
+            ctypes.c_void_p(b[1]),
+            b[2],
+            beta,
+            ctypes.c_void_p(out.data.ptr),
+            leading,
+        )
 
     def _half(self, a: Operand, b: Operand, sizes: tuple[int, int, int], beta: Any, out: Array, leading: int) -> Any:
         kind, out_kind = DATA_TYPES[a[3]], DATA_TYPES[out.dtype.name]
         return self._gemm_ex(
-            self._handle, a[0], b[0], *sizes, self._one, ctypes.c_void_p(a[1]), kind, a[2], ctypes.c_void_p(b[1]),
-            kind, b[2], beta, ctypes.c_void_p(out.data.ptr), out_kind, leading, COMPUTE_32F, DEFAULT_ALGORITHM,
-        )  # fmt: skip
+            self._handle,
+            a[0],
+            b[0],
+            *sizes,
+            self._one,
+            ctypes.c_void_p(a[1]),
+            kind,
+            a[2],
+            ctypes.c_void_p(b[1]),
+            kind,
+            b[2],
+            beta,
+            ctypes.c_void_p(out.data.ptr),
+            out_kind,
+            leading,
+            COMPUTE_32F,
+            DEFAULT_ALGORITHM,
+        )
 
 
 Operand = tuple[int, int, int, str]

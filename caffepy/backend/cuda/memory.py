@@ -269,12 +269,10 @@ class CudaMemory(MemoryPrimitives):
         return f"{properties.name} (device {self.device}, {properties.memory / GIBIBYTE:.1f} GiB)"
 
     def _on_stream(self) -> AbstractContextManager[None]:
-        """Make the backend's stream current within a `with` block, unless it is current already.
-
-        Work on two streams is unordered: a fill on the caller's stream could run before the zeros of the same array on
-        the backend's stream. CuPy also pools freed memory per stream: memory allocated on the caller's stream could
-        still be written by unfinished work of another stream.
-        """
+        """Make the backend's stream current within a `with` block, unless it is current already."""
+        # Work on two streams is unordered: a fill on the caller's stream could run before the zeros of the same array
+        # on the backend's stream. CuPy also pools freed memory per stream: memory allocated on the caller's stream
+        # could still be written by unfinished work of another stream.
         return nullcontext() if cupy.cuda.get_current_stream() is self.stream else self.activate()
 
     def workspace(self, own: int) -> int:
@@ -484,9 +482,13 @@ def _move(source: Array, destination: Array, add: bool) -> None:
     assert tuple(source.shape) == tuple(destination.shape), (source.shape, destination.shape)
     alignments = (math.gcd(int(source.data.ptr), 16), math.gcd(int(destination.data.ptr), 16))
     ends = Ends(
-        tuple(source.shape), (source.strides, destination.strides), (source.dtype.char, destination.dtype.char),
-        alignments, add, device_number(),
-    )  # fmt: skip
+        tuple(source.shape),
+        (source.strides, destination.strides),
+        (source.dtype.char, destination.dtype.char),
+        alignments,
+        add,
+        device_number(),
+    )
     plan = _plan(ends)
     if plan is not None:
         plan.kernel(plan.grid, plan.block, (source, destination, *plan.arguments))
@@ -558,9 +560,15 @@ def _plan_transposition(ends: Ends, axes: list[StridedAxis]) -> Launch:
     batches = inner.size * last.size
     grid = (-(-rows.size // TILE), -(-columns.size // TILE), min(batches, 65535))
     arguments = (
-        np.uint32(rows.size), np.uint32(columns.size), np.int64(columns.source), np.int64(rows.destination),
-        *_axis_arguments(inner), np.int64(last.source), np.int64(last.destination), np.uint32(batches),
-    )  # fmt: skip
+        np.uint32(rows.size),
+        np.uint32(columns.size),
+        np.int64(columns.source),
+        np.int64(rows.destination),
+        *_axis_arguments(inner),
+        np.int64(last.source),
+        np.int64(last.destination),
+        np.uint32(batches),
+    )
     return Launch(_kernel("turn", ends, 1, 1), grid, (TILE, TILE // EACH), arguments)
 
 
@@ -721,9 +729,15 @@ class CudaInput(InputPrimitives, CudaMemory):
             return CudaRing(self.stream, slot_size, block, blocks)
 
     def take_images(
-        self, ring: InputRing, counter: Counter, slot: ImageSlot, mean: Array, scale: float, images: Array,
+        self,
+        ring: InputRing,
+        counter: Counter,
+        slot: ImageSlot,
+        mean: Array,
+        scale: float,
+        images: Array,
         labels: Array | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         whole = mean.shape[1:] != (1, 1)
         plane = slot.height * slot.width
         pixels = _pixels_per_thread(slot.count * plane, slot.channels * images.itemsize)
@@ -733,11 +747,22 @@ class CudaInput(InputPrimitives, CudaMemory):
             ELEMENT=c_type(images), WHOLE_MEAN=int(whole), CHANNELS=channels, PIXELS=max(pixels, 1), TILE=tile, WIDTH=1
         )
         arguments = (
-            *_slot_arguments(ring, counter), np.uint64(slot.crops_at), np.uint64(slot.pixels_at), slot.count,
-            slot.channels, slot.width, plane, mean.shape[2], mean.shape[1] * mean.shape[2], divider(plane),
-            divider(slot.width), float(scale), raw(mean), raw(images),
+            *_slot_arguments(ring, counter),
+            np.uint64(slot.crops_at),
+            np.uint64(slot.pixels_at),
+            slot.count,
+            slot.channels,
+            slot.width,
+            plane,
+            mean.shape[2],
+            mean.shape[1] * mean.shape[2],
+            divider(plane),
+            divider(slot.width),
+            float(scale),
+            raw(mean),
+            raw(images),
             np.uint64(0) if labels is None else raw(labels),
-        )  # fmt: skip
+        )
         blocks = -(-slot.count * plane // (max(pixels, 1) * THREADS))
         launch_blocks(library_kernel("input", "images", constants), (blocks,), (THREADS,), arguments)
 
@@ -749,10 +774,8 @@ class CudaInput(InputPrimitives, CudaMemory):
 
 
 def _pixels_per_thread(pixels: int, pixel_size: int) -> int:
-    """Return the pixels per thread: enough to hide memory latency while all multiprocessors have work.
-
-    Return 0 if the tile cannot hold one pixel per thread.
-    """
+    """Return the pixels per thread: enough to hide memory latency while all multiprocessors have work."""
+    # Return 0 if the tile cannot hold one pixel per thread.
     most = min(_TILE_BYTES // (THREADS * pixel_size), pixels // (THREADS * RESIDENT_BLOCKS), _MAX_PIXELS)
     return max(most, 1 if THREADS * pixel_size <= _TILE_BYTES else 0)
 

@@ -68,9 +68,16 @@ class CudaNormalisation(NormalisationPrimitives, CudaMemory):
     def batch_norm_measure(self, x: Array, n: BatchNormState) -> None:
         plan = make_launch("normalise_measure", find_layout((x,), (), MEASURE.width), MEASURE, {"X": x}, "measure")
         plan.launch(
-            raw(x), *plan.between_blocks(self._scratch), n.mean, n.inverse, n.sum_mean, n.sum_variance, n.count,
-            float(n.epsilon), float(n.fraction),
-        )  # fmt: skip
+            raw(x),
+            *plan.between_blocks(self._scratch),
+            n.mean,
+            n.inverse,
+            n.sum_mean,
+            n.sum_variance,
+            n.count,
+            float(n.epsilon),
+            float(n.fraction),
+        )
 
     def batch_norm_measure_sums(self, sums: Array, elements: int, n: BatchNormState) -> None:
         arrays = (n.mean, n.inverse, n.sum_mean, n.sum_variance, n.count)
@@ -83,9 +90,14 @@ class CudaNormalisation(NormalisationPrimitives, CudaMemory):
         launch(kernel, n.mean.size, (*arrays, float(n.epsilon), n.mean.size))
 
     def batch_norm_forward(
-        self, x: Array, n: BatchNormState, y: Array, residual: Array | None = None, relu: bool = False,
+        self,
+        x: Array,
+        n: BatchNormState,
+        y: Array,
+        residual: Array | None = None,
+        relu: bool = False,
         mask: Array | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         other = x if residual is None else residual
         arrays, per_channel = (raw(x), raw(other), raw(y)), (n.mean, n.inverse, n.scale, n.bias)
         tuning = FORWARD if residual is None else FORWARD_RESIDUAL
@@ -93,10 +105,15 @@ class CudaNormalisation(NormalisationPrimitives, CudaMemory):
         whole_bytes = layout.width > 1 and layout.columns % 8 == 0
         by_bits = mask is not None and not whole_bytes
         plan = make_launch(
-            "normalise_forward", layout, tuning, {"X": x, "R": other, "Y": y},
+            "normalise_forward",
+            layout,
+            tuning,
+            {"X": x, "R": other, "Y": y},
             "normalise_forward_bits" if by_bits else "normalise_forward",
-            RESIDUAL=residual is not None, RELU=relu, MASK=mask is not None,
-        )  # fmt: skip
+            RESIDUAL=residual is not None,
+            RELU=relu,
+            MASK=mask is not None,
+        )
         inputs = (x, *per_channel, other, y, y if mask is None else mask)
         if by_bits:
             size = np.uint64(x.size)
@@ -105,9 +122,15 @@ class CudaNormalisation(NormalisationPrimitives, CudaMemory):
             plan.launch(*inputs)
 
     def batch_norm_backward_sums(
-        self, x: Array, dys: Sequence[Array], n: BatchNormState, sums: Sequence[Array], relu: bool = False,
-        mask: Array | None = None, total: Array | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        x: Array,
+        dys: Sequence[Array],
+        n: BatchNormState,
+        sums: Sequence[Array],
+        relu: bool = False,
+        mask: Array | None = None,
+        total: Array | None = None,
+    ) -> None:
         dys = self._limit_gradients(dys, total)
         arrays = [raw(a) for a in (x, *dys, *(() if total is None else (total,)))]
         assert len({a.dtype for a in arrays[1:]}) == 1, "gradients and their total are of one dtype"
@@ -116,9 +139,14 @@ class CudaNormalisation(NormalisationPrimitives, CudaMemory):
         few = len(dys) <= 2 and x.itemsize == dys[0].itemsize == 2
         tuning = SUMS if total is None else SUMS_OF_TWO_HALVES if few else SUMS_OF_MANY
         plan = make_launch(
-            "normalise_sums", find_layout(arrays, per_channel, tuning.width), tuning, {"X": x, "D": dys[0]},
-            SOURCES=len(dys), RELU=0 if not relu else 2 if mask is None else 1, TOTAL=total is not None,
-        )  # fmt: skip
+            "normalise_sums",
+            find_layout(arrays, per_channel, tuning.width),
+            tuning,
+            {"X": x, "D": dys[0]},
+            SOURCES=len(dys),
+            RELU=0 if not relu else 2 if mask is None else 1,
+            TOTAL=total is not None,
+        )
         sources = [*dys, *[dys[0]] * (MAX_GRADIENTS - len(dys))]
         out = dys[0] if total is None else total
         relu_source = x if mask is None else mask

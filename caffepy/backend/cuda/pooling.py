@@ -74,9 +74,15 @@ def _pool(name: str, arrays: tuple[Array, ...], image: Array, pooled: Array, mas
     assert arrays[0].dtype == arrays[1].dtype, "pooling's arrays must have one dtype"
     kind = "" if mask is None else c_type(mask)
     case = Pooling(
-        name, tuple(image.shape), tuple(pooled.shape), g, c_type(arrays[0]), kind, vector_width(image.shape[1], every),
+        name,
+        tuple(image.shape),
+        tuple(pooled.shape),
+        g,
+        c_type(arrays[0]),
+        kind,
+        vector_width(image.shape[1], every),
         device_number(),
-    )  # fmt: skip
+    )
     plan = _plan(case)
     if plan is not None:
         first, last = map(raw, arrays)

@@ -20,17 +20,31 @@ class CudaRecurrent(RecurrentPrimitives, CudaMemory):
         _launch("lstm_backward", (gates, cell_before, cont, cell, d_cell, d_hidden))
 
     def lstm_step_forward(
-        self, gates: Array, cell_before: Array, cont: Array, cell: Array, hidden: Array,
-        next_cont: Array | None = None, carried: Array | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        gates: Array,
+        cell_before: Array,
+        cont: Array,
+        cell: Array,
+        hidden: Array,
+        next_cont: Array | None = None,
+        carried: Array | None = None,
+    ) -> None:
         has_next = next_cont is not None and carried is not None
         own, next_own = (gates, cell_before, cont, cell), (next_cont, carried) if has_next else (cont, hidden)
         _launch_step("lstm_step_forward", (*own, next_own[0]), (hidden, next_own[1]), has_next)
 
-    def lstm_step_backward(  # noqa: PLR0913 -- inputs and outputs of one step
-        self, gates: Array, cell_before: Array, cont: Array, cell: Array, d_cell: Array, dy: Array, d_gates: Array,
-        next_cont: Array | None = None, d_carried: Array | None = None,
-    ) -> None:  # fmt: skip
+    def lstm_step_backward(
+        self,
+        gates: Array,
+        cell_before: Array,
+        cont: Array,
+        cell: Array,
+        d_cell: Array,
+        dy: Array,
+        d_gates: Array,
+        next_cont: Array | None = None,
+        d_carried: Array | None = None,
+    ) -> None:
         has_next = next_cont is not None and d_carried is not None
         own, next_own = (gates, cell_before, cont, cell, d_cell), (next_cont, d_carried) if has_next else (cont, cell)
         _launch_step("lstm_step_backward", (*own, *next_own), (dy, d_gates), has_next)

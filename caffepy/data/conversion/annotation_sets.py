@@ -440,9 +440,14 @@ class AnnotationOptions:
 
 
 def convert_annotation_set(
-    root: str, listing: Path, target: Database, images: ImageOptions, annotations: AnnotationOptions,
-    seed: int | None = None, progress: Progress | None = None,
-) -> ConversionResult:  # fmt: skip
+    root: str,
+    listing: Path,
+    target: Database,
+    images: ImageOptions,
+    annotations: AnnotationOptions,
+    seed: int | None = None,
+    progress: Progress | None = None,
+) -> ConversionResult:
     """Create a database of AnnotatedDatums from a list of images with labels or annotation files.
 
     Keys are those of `convert_image_set`. An image whose annotation file is missing gets no boxes and is logged.
@@ -487,9 +492,13 @@ def boxed_reader(
 
 
 def write_image_sizes(
-    root: str, listing: Path, target: Path, name_id_file: Path | None = None, threads: int | None = None,
+    root: str,
+    listing: Path,
+    target: Path,
+    name_id_file: Path | None = None,
+    threads: int | None = None,
     progress: Progress | None = None,
-) -> ConversionResult:  # fmt: skip
+) -> ConversionResult:
     """Write name, height and width of each image of a list (SSD's `get_image_size.cpp`).
 
     Args:

@@ -307,9 +307,13 @@ Reader = Callable[[ListEntry], tuple[ImageRecord, bytes | memoryview]]
 
 
 def convert_image_set(
-    root: str, listing: Path, target: Database, options: ImageOptions, seed: int | None = None,
+    root: str,
+    listing: Path,
+    target: Database,
+    options: ImageOptions,
+    seed: int | None = None,
     progress: Progress | None = None,
-) -> ConversionResult:  # fmt: skip
+) -> ConversionResult:
     """Create a database of Datums from an image list.
 
     A key is the index in writing order and the path in the list. Unreadable images are logged and skipped, as in Caffe.
@@ -333,9 +337,14 @@ def convert_image_set(
 
 
 def convert_entries(
-    entries: list[ListEntry], listing: Path, target: Database, options: ImageOptions, reader: Reader, seed: int | None,
+    entries: list[ListEntry],
+    listing: Path,
+    target: Database,
+    options: ImageOptions,
+    reader: Reader,
+    seed: int | None,
     progress: Progress,
-) -> ConversionResult:  # fmt: skip
+) -> ConversionResult:
     """Write the record that `reader` returns for each list entry.
 
     Raises:
@@ -369,9 +378,13 @@ def root_prefix(root: str) -> str:
 
 
 def _write_all(
-    entries: list[ListEntry], listing: Path, options: ImageOptions, reader: Reader, writer: RecordWriter,
+    entries: list[ListEntry],
+    listing: Path,
+    options: ImageOptions,
+    reader: Reader,
+    writer: RecordWriter,
     progress: Progress,
-) -> int:  # fmt: skip
+) -> int:
     """Write the records in list order; return the number of unreadable images."""
     skipped, first, size = 0, "", None
     attempts = ordered_map(partial(_try_read, reader), entries, options.threads or cpu_count())

@@ -131,11 +131,7 @@ def _count_of_same(path: Path, files: tuple[IdxFile, IdxFile], read: IdxReader) 
 
 
 def _as_idx(path: Path) -> tuple[int, tuple[bytes, bytes]]:
-    """Return an LMDB's number of records and its idx files (images, labels).
-
-    Raises:
-        DataError: the LMDB cannot be read, or its images differ in size.
-    """
+    """Return an LMDB's number of records and its idx files (images, labels)."""
     source = LmdbSource(path)
     images, labels, shapes = bytearray(), bytearray(), set()
     for number in range(len(source)):

@@ -177,10 +177,8 @@ def word(file: Bytes, at: Int, size: Int) -> Int:
 
 @part
 def _check_nodes(buffer: Bytes, at: Int, page_size: Int, count: Int, upper: Int, kind: Int, marks: Bytes) -> Int:
-    """Return 0 if the nodes fill a page from `upper` to its end without gap or overlap, else damage code 2.
-
-    `marks` has a zero per byte of a page, and is all zeros again if the page is valid.
-    """
+    """Return 0 if the nodes fill a page from `upper` to its end without gap or overlap, else damage code 2."""
+    # `marks` has a zero per byte of a page, and is all zeros again if the page is valid.
     for i in range(count):
         node = word(buffer, at + 16 + 2 * i, 2)
         if node < upper or node + 8 > page_size or marks[node] != 0:
@@ -200,9 +198,16 @@ def _check_nodes(buffer: Bytes, at: Int, page_size: Int, count: Int, upper: Int,
 
 @part
 def _enter_page(
-    descriptor: Int, pages: Int, page_size: Int, page: Int, buffer: Bytes, buffer_at: Int, at: Int, kind: Int,
+    descriptor: Int,
+    pages: Int,
+    page_size: Int,
+    page: Int,
+    buffer: Bytes,
+    buffer_at: Int,
+    at: Int,
+    kind: Int,
     marks: Bytes,
-) -> Int:  # fmt: skip
+) -> Int:
     """Read a page to `at` in the buffer and validate it; return its damage code, 0 for a valid page of this kind."""
     if page < 2 or page >= pages:
         return 7
@@ -230,12 +235,17 @@ def _is_after(buffer: Bytes, key: Int, size: Int, last: Bytes, last_size: Int) -
 
 @part
 def _read_leaf_node(
-    buffer: Bytes, first: Int, node: Int, page: Int, pages: Int, page_size: Int, last: Bytes, last_size: Int,
-) -> tuple[Int, Int, Int, Int]:  # fmt: skip
-    """Read a leaf node; return damage code, file offset of its data, data size and key size.
-
-    Its key must be greater than `last` unless `last_size` is -1, and replaces `last`.
-    """
+    buffer: Bytes,
+    first: Int,
+    node: Int,
+    page: Int,
+    pages: Int,
+    page_size: Int,
+    last: Bytes,
+    last_size: Int,
+) -> tuple[Int, Int, Int, Int]:
+    """Read a leaf node; return damage code, file offset of its data, data size and key size."""
+    # Its key must be greater than `last` unless `last_size` is -1, and replaces `last`.
     size, flags = word(buffer, first + node, 4), word(buffer, first + node + 4, 2)
     key, key_size = first + node + 8, word(buffer, first + node + 6, 2)
     if flags > 1:
@@ -255,15 +265,29 @@ def _read_leaf_node(
 
 @deferred_kernel
 def _walk(
-    begin: Int, end: Int, descriptor: Int, pages: Int, page_size: Int, levels: Int, root: Int, wanted: Int,
-    backwards: Int, ordered: Int, state: Words, stack: Words, buffer: Bytes, buffer_at: Int, last: Bytes, marks: Bytes,
-    nodes: Words, offsets: Words, sizes: Words,
-) -> None:  # fmt: skip
-    """Walk until `wanted` records are located.
-
-    The stack holds page number and next node per level; the buffer holds these pages. `backwards` starts at the last
-    record and allows only `wanted` = 1.
-    """
+    begin: Int,
+    end: Int,
+    descriptor: Int,
+    pages: Int,
+    page_size: Int,
+    levels: Int,
+    root: Int,
+    wanted: Int,
+    backwards: Int,
+    ordered: Int,
+    state: Words,
+    stack: Words,
+    buffer: Bytes,
+    buffer_at: Int,
+    last: Bytes,
+    marks: Bytes,
+    nodes: Words,
+    offsets: Words,
+    sizes: Words,
+) -> None:
+    """Walk until `wanted` records are located."""
+    # The stack holds page number and next node per level; the buffer holds these pages. `backwards` starts at the last
+    # record and allows only `wanted` = 1.
     height, found, damage, page = state[0], state[1], 0, state[4]
     child = root if state[2] == 0 else -1
     while damage == 0:
@@ -322,14 +346,33 @@ class _TreeWalk:
             pages, record_tables = host_address(self._pages), (self.nodes, self.offsets, self.sizes)
             if _walk.should_compile(wanted - int(self.state[_FOUND]), _COMPILE_COST_RECORDS, _NUMBA_IMPORT_RECORDS):
                 _walk.run(
-                    1, 1, 1, *self._settings, wanted, *self._ordered, *tables, self._pages, pages, self._last_key,
-                    self._marks, *record_tables,
-                )  # fmt: skip
+                    1,
+                    1,
+                    1,
+                    *self._settings,
+                    wanted,
+                    *self._ordered,
+                    *tables,
+                    self._pages,
+                    pages,
+                    self._last_key,
+                    self._marks,
+                    *record_tables,
+                )
             else:
                 _walk.interpret(
-                    0, 1, *self._settings, wanted, *self._ordered, *tables, self._pages.data, pages,
-                    self._last_key.data, self._marks.data, *record_tables,
-                )  # fmt: skip
+                    0,
+                    1,
+                    *self._settings,
+                    wanted,
+                    *self._ordered,
+                    *tables,
+                    self._pages.data,
+                    pages,
+                    self._last_key.data,
+                    self._marks.data,
+                    *record_tables,
+                )
             if wanted == self._entries and not self._ordered[0] and self.state[_HEIGHT] and not self.state[_DAMAGE]:
                 self.state[_DAMAGE], self.state[_FOUND] = _TOO_MANY_RECORDS, wanted - 1
         return int(self.state[_FOUND])

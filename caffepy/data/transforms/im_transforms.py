@@ -24,9 +24,13 @@ from caffepy.formats.proto import caffe_pb2
 Resize = caffe_pb2.ResizeParameter
 _f32 = np.float32
 _RANDOM_FIELDS = (
-    "rand_resize_ratio_lower", "rand_resize_ratio_upper", "vertical_stretch_lower", "vertical_stretch_upper",
-    "horizontal_stretch_lower", "horizontal_stretch_upper",
-)  # fmt: skip
+    "rand_resize_ratio_lower",
+    "rand_resize_ratio_upper",
+    "vertical_stretch_lower",
+    "vertical_stretch_upper",
+    "horizontal_stretch_lower",
+    "horizontal_stretch_upper",
+)
 _INTERPOLATIONS = {
     Resize.LINEAR: "INTER_LINEAR",
     Resize.AREA: "INTER_AREA",
@@ -82,13 +86,6 @@ def random_size(
 
     The shorter side is drawn from img_rand_resize_lower to _upper, and the other side keeps the ratio. Then the longer
     side is the shorter side times a draw from rand_resize_ratio_lower to _upper. Then both sides are stretched.
-
-    Args:
-        param: the layer's transform_param.
-        height: height of the image.
-        width: width of the image.
-        min_size: minimum height and width: those of the crop.
-        rng: the sample's random numbers.
     """
     shorter = min(height, width)
     lower, upper = param.img_rand_resize_lower, param.img_rand_resize_upper

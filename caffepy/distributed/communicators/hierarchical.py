@@ -142,10 +142,8 @@ class SharedSums:
         return file if self._all(file is not None) else None
 
     def _reserve(self, file: int, stride: int, count: int) -> bool:
-        """Take the pages that this rank writes, near its core; False if there are not enough.
-
-        Without that a machine that has run out of them would kill the process when it writes.
-        """
+        """Take the pages that this rank writes, near its core; False if there are not enough."""
+        # Without that a machine that has run out of them would kill the process when it writes.
         first, last = self._share(range(count), self._rank)
         try:
             os.posix_fallocate(file, self._rank * stride, stride)

@@ -240,14 +240,7 @@ def nccl_type(array: Array) -> int:
 
 
 def enqueue(comm: Any, collective: Collective, rank: int, size: int) -> None:
-    """Put a collective on the current stream; what follows on that stream sees the result.
-
-    Args:
-        comm: CuPy's communicator.
-        collective: with arrays on the current GPU.
-        rank: this device.
-        size: the number of devices.
-    """
+    """Put a collective on the current stream; what follows on that stream sees the result."""
     stream = cupy.cuda.get_current_stream().ptr
     if collective.op is Op.BARRIER:
         token = cupy.zeros(1, cupy.float32)

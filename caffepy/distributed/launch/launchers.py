@@ -455,11 +455,7 @@ def find_allocation(environment: Mapping[str, str] = os.environ) -> Allocation |
 
 
 def _expand(text: str, variable: str) -> tuple[int, ...]:
-    """``(4, 4, 2)`` for Slurm's ``4(x2),2``.
-
-    Raises:
-        ConfigError: it is no such list, or speaks of more hosts than there can be.
-    """
+    """``(4, 4, 2)`` for Slurm's ``4(x2),2``."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
         found = _REPEATED.fullmatch(part.strip())
@@ -473,11 +469,7 @@ def _expand(text: str, variable: str) -> tuple[int, ...]:
 
 
 def _number(text: str, variable: str) -> int:
-    """A count of Slurm's.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """A count of Slurm's."""
     if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= MAX_NODES:
         raise ConfigError(f"{variable}: '{text}' is not a number from 1 to {MAX_NODES}; unset it")
     return int(text)

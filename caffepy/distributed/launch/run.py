@@ -58,13 +58,7 @@ class Process:
 
 
 def find_processes(mark: str, variable: str, system: Path = Path("/proc")) -> list[Process]:
-    """The processes on this machine that have a mark, less this one and zombies, which have no environment.
-
-    Args:
-        mark: the value of `MARK`.
-        variable: the one that tells a process its rank.
-        system: where Linux shows its processes.
-    """
+    """The processes on this machine that have a mark, less this one and zombies, which have no environment."""
     found = []
     for folder in system.glob("[0-9]*"):
         if int(folder.name) == os.getpid():
@@ -184,7 +178,8 @@ class Restarts:
 
 def failure_way(ending: ExitReport) -> str:
     """What two failures have in common that are the same: the message, which names rank and iteration, less numbers
-    that vary. Empty where no message was printed: such failures count as different."""
+    that vary. Empty where no message was printed: such failures count as different.
+    """
     return _VARYING.sub("", ending.error)
 
 
@@ -193,13 +188,6 @@ def usable_nodes(left: int, least: int, per_node: int, ranks: int, passes: int) 
 
     A rank makes `passes` of its batch in an iteration, ``iter_size``. Fewer ranks make more: their number, times
     iter_size, must be a divisor's of ``ranks * passes``.
-
-    Args:
-        left: hosts that can be used.
-        least: of them that must be.
-        per_node: ranks a host.
-        ranks: in all, before.
-        passes: iter_size; 0: the program has no batch to keep.
     """
     for nodes in range(left, least - 1, -1):
         if nodes > 0 and (passes == 0 or ranks * passes % (nodes * per_node) == 0):
@@ -396,8 +384,11 @@ class LaunchedJob:
             logger.error(
                 "not started again: %s cannot be reached, and among %d hosts the batch of %d ranks cannot be divided, "
                 "or they are fewer than --min-nodes %d",
-                lost, len(left), job.size, self.min_nodes,
-            )  # fmt: skip
+                lost,
+                len(left),
+                job.size,
+                self.min_nodes,
+            )
             return False
         if count < len(job.hosts):
             logger.warning("going on with %s; %s cannot be reached", ", ".join(left[:count]), lost)

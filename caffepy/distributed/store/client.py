@@ -154,12 +154,7 @@ class ControlClient(ControlChannel):
         return line
 
     def _connect_again(self) -> socket.socket:
-        """A further connection, until the timeout: strangers may keep the server busy.
-
-        Raises:
-            OSError: the server has ended, or the last attempt's error.
-            AbortedError: this channel was closed.
-        """
+        """A further connection, until the timeout: strangers may keep the server busy."""
         deadline = time.monotonic() + self._timeout
         while True:
             try:

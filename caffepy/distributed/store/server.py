@@ -172,11 +172,7 @@ class ControlServer(LocalControlChannel):
             self.memory.lose(hello.rank)
 
     def _admit(self, line: socket.socket) -> Handshake:
-        """Let a rank in.
-
-        Raises:
-            OSError: it could not prove itself in time, or was refused.
-        """
+        """Let a rank in."""
         hello, answer = challenge(line, self._secret)
         with self._lock:
             if self._unproven.pop(line, None) is None:

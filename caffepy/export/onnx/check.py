@@ -64,9 +64,7 @@ def _values_for(net: Net, blob: Blob, rng: np.random.Generator) -> NDArray[Any]:
     return rng.standard_normal(blob.shape).astype(np.float32)
 
 
-def _special_values(
-    node: Node, index: int, shape: tuple[int, ...], rng: np.random.Generator
-) -> NDArray[Any] | None:  # fmt: skip
+def _special_values(node: Node, index: int, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[Any] | None:
     """Values for a bottom of a layer; None: any will do."""
     layer = node.layer
     if layer.type == "Embed":
@@ -221,9 +219,7 @@ def difference(name: str, found: NDArray[Any], wanted: NDArray[Any]) -> Differen
     return Difference(name, largest, largest / float(finite) if finite else largest)
 
 
-def refuse_large(
-    differences: list[Difference], limit: float = LIMIT, so: str = "the file is not written"
-) -> None:  # fmt: skip
+def refuse_large(differences: list[Difference], limit: float = LIMIT, so: str = "the file is not written") -> None:
     """Raise an error for differences above a limit; its message ends with `so`.
 
     Raises:

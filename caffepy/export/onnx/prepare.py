@@ -151,11 +151,7 @@ def _is_for_training(layer: caffe_pb2.LayerParameter) -> bool:
 
 
 def _without_unread(layer: caffe_pb2.LayerParameter, read: set[str]) -> caffe_pb2.LayerParameter | None:
-    """The layer, an Input without the tops that no layer reads; None if no top is left.
-
-    Raises:
-        ConfigError: it reads records.
-    """
+    """The layer, an Input without the tops that no layer reads; None if no top is left."""
     cls = layer_class(layer.type)
     if replaces_built_in(layer.type):
         raise ConfigError(

@@ -80,9 +80,10 @@ def open_data(path: Path, phase: int, inputs: Iterable[str], backend: Backend, b
     param = filter_net(whole, net_state(phase, whole.state, caffe_pb2.NetState()))
     others = ("Input", "Parameter")
     layers = [
-        layer for layer in param.layer
+        layer
+        for layer in param.layer
         if not layer.bottom and layer.type not in others and layer_class(layer.type).bottoms[0] == 0
-    ]  # fmt: skip
+    ]
     if not layers:
         raise ConfigError(f"{path}: the net has no data layers in the {caffe_pb2.Phase.Name(phase)} phase")
     del param.layer[:]
@@ -147,10 +148,15 @@ def quantize(model: ModelProto, samples: Iterable[Arrays]) -> bytes:
         path = Path(folder) / "int8.onnx"
         try:
             quantize_static(
-                model, path, _Samples(samples), quant_format=QuantFormat.QDQ, per_channel=True,
-                activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
+                model,
+                path,
+                _Samples(samples),
+                quant_format=QuantFormat.QDQ,
+                per_channel=True,
+                activation_type=QuantType.QUInt8,
+                weight_type=QuantType.QInt8,
                 nodes_to_exclude=_behind_products(model),
-            )  # fmt: skip
+            )
         except (ValueError, RuntimeError, TypeError, KeyError) as error:
             raise RunError(f"onnxruntime cannot quantize the model: {one_line(str(error))}") from error
         finally:

@@ -140,7 +140,7 @@ _LOWEST = float(np.finfo(np.float32).min)
     "DetectionOutput",
     form="Mul, Exp, Add for the boxes; TopK, NonMaxSuppression, GatherND, ScatterElements, Compress, Concat",
     composite=True,
-)  # fmt: skip
+)
 def detection_output(view: LayerView) -> str:
     param = view.param.detection_output_param
     if param.nms_param.eta != 1:
@@ -469,12 +469,7 @@ def _by_batch(view: LayerView, layer: BatchNormLayer, ends: list[str]) -> str:
 
 
 def _operand(view: LayerView, index: int | None) -> str:
-    """What is multiplied or added, with axes of size 1 behind its own, so that ONNX broadcasts it as Caffe does.
-
-    Args:
-        view: the layer.
-        index: of the parameter; None: it is the second bottom.
-    """
+    """What is multiplied or added, with axes of size 1 behind its own, so that ONNX broadcasts it as Caffe does."""
     layer = view.layer
     assert isinstance(layer, BroadcastLayer)
     own: Blob = view.bottoms[1] if index is None else layer.blobs[index]

@@ -200,9 +200,12 @@ class _Writer:
         )
         version = helper.make_opsetid("", self.graph.opset)
         model = helper.make_model(
-            graph, opset_imports=[version], producer_name="caffepy", producer_version=__version__,
+            graph,
+            opset_imports=[version],
+            producer_name="caffepy",
+            producer_version=__version__,
             ir_version=helper.find_min_ir_version_for([version]),
-        )  # fmt: skip
+        )
         helper.set_model_props(model, self.metadata)
         return model
 

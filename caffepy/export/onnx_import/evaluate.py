@@ -56,14 +56,34 @@ def _divided(a: Array, b: Array) -> Array:
 
 
 _BINARY: dict[str, Callable[[Array, Array], Any]] = {
-    "Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": _divided, "Equal": np.equal, "Less": np.less,
-    "Greater": np.greater, "And": np.logical_and, "Or": np.logical_or, "Mod": np.mod, "LessOrEqual": np.less_equal,
-    "GreaterOrEqual": np.greater_equal, "Max": np.maximum, "Min": np.minimum,
-}  # fmt: skip
+    "Add": np.add,
+    "Sub": np.subtract,
+    "Mul": np.multiply,
+    "Div": _divided,
+    "Equal": np.equal,
+    "Less": np.less,
+    "Greater": np.greater,
+    "And": np.logical_and,
+    "Or": np.logical_or,
+    "Mod": np.mod,
+    "LessOrEqual": np.less_equal,
+    "GreaterOrEqual": np.greater_equal,
+    "Max": np.maximum,
+    "Min": np.minimum,
+}
 _UNARY: dict[str, Callable[[Array], Any]] = {
-    "Identity": np.asarray, "Neg": np.negative, "Floor": np.floor, "Ceil": np.ceil, "Sqrt": np.sqrt, "Not": np.invert,
-    "Abs": np.abs, "Exp": np.exp, "Log": np.log, "Reciprocal": np.reciprocal, "Round": np.round,
-}  # fmt: skip
+    "Identity": np.asarray,
+    "Neg": np.negative,
+    "Floor": np.floor,
+    "Ceil": np.ceil,
+    "Sqrt": np.sqrt,
+    "Not": np.invert,
+    "Abs": np.abs,
+    "Exp": np.exp,
+    "Log": np.log,
+    "Reciprocal": np.reciprocal,
+    "Round": np.round,
+}
 
 
 @evaluates(*_BINARY)

@@ -84,9 +84,15 @@ class NetBuilder:
         return self.add_many(kind, bottoms, name, [name], blobs, **fields)[0]
 
     def add_many(
-        self, kind: str, bottoms: Sequence[Tensor], name: str, tops: Sequence[str], blobs: Sequence[Array] = (),
-        reshape_blobs: bool = False, **fields: Any,
-    ) -> list[Tensor]:  # fmt: skip
+        self,
+        kind: str,
+        bottoms: Sequence[Tensor],
+        name: str,
+        tops: Sequence[str],
+        blobs: Sequence[Array] = (),
+        reshape_blobs: bool = False,
+        **fields: Any,
+    ) -> list[Tensor]:
         """A layer; returns its tops.
 
         Args:

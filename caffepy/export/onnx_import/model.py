@@ -24,10 +24,20 @@ MAX_NODES = 100_000
 MAX_AXES = 32
 MAX_ELEMENTS = 2**31 - 1
 _TYPES = {
-    TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.INT64,
-    TensorProto.INT32, TensorProto.INT16, TensorProto.INT8, TensorProto.UINT8, TensorProto.UINT16, TensorProto.UINT32,
-    TensorProto.UINT64, TensorProto.BOOL,
-}  # fmt: skip
+    TensorProto.FLOAT,
+    TensorProto.DOUBLE,
+    TensorProto.FLOAT16,
+    TensorProto.BFLOAT16,
+    TensorProto.INT64,
+    TensorProto.INT32,
+    TensorProto.INT16,
+    TensorProto.INT8,
+    TensorProto.UINT8,
+    TensorProto.UINT16,
+    TensorProto.UINT32,
+    TensorProto.UINT64,
+    TensorProto.BOOL,
+}
 
 Array = NDArray[Any]
 
@@ -140,11 +150,7 @@ def _external(tensor: TensorProto, path: Path, where: str) -> Array:
 
 
 def _inside(path: Path, location: str, where: str) -> Path:
-    """The file of external data.
-
-    Raises:
-        ConfigError: it is not in the model's folder.
-    """
+    """The file of external data."""
     folder = path.parent.resolve()
     if location and "\0" not in location and not os.path.isabs(location):
         file = (folder / location).resolve()

@@ -57,12 +57,6 @@ Shapes = Mapping[str, Sequence[int]]
 def read_onnx(path: Path, name: str, batch: int = 1, shapes: Shapes | None = None) -> caffe_pb2.NetParameter:
     """The net that an ONNX file holds, its layers with their parameters.
 
-    Args:
-        path: the file.
-        name: the net's name.
-        batch: the first axis of inputs where the model leaves it open.
-        shapes: whole shapes of inputs, by name.
-
     Raises:
         ConfigError: the file is no ONNX model or is damaged, or Caffe's layers cannot say some of its nodes: all are
             listed.
@@ -124,11 +118,7 @@ class _Reader:
     # -- inputs and outputs ----------------------------------------------------------------------------
 
     def _shape(self, info: ValueInfoProto, batch: int, shapes: Shapes) -> tuple[int, ...]:
-        """An input's shape.
-
-        Raises:
-            ConfigError: the model leaves other axes than the first open, or it has no floats.
-        """
+        """An input's shape."""
         where = f"{self.path}: input '{info.name}'"
         kind = info.type.tensor_type
         if not info.type.HasField("tensor_type") or kind.elem_type not in _KNOWN:

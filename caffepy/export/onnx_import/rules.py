@@ -236,14 +236,7 @@ LARGEST_PAD = 4096
 
 
 def spatial_pads(view: NodeView, size: Sequence[int], spans: Sequence[int], strides: Sequence[int]) -> Pads:
-    """Zeros before and behind each spatial axis, by `pads` or `auto_pad`.
-
-    Args:
-        view: the node.
-        size: of the image.
-        spans: of the kernel, dilated.
-        strides: of the windows.
-    """
+    """Zeros before and behind each spatial axis, by `pads` or `auto_pad`."""
     auto, axes = view.attribute("auto_pad", "NOTSET"), len(size)
     if auto in ("SAME_UPPER", "SAME_LOWER"):
         missing = [max((-(-n // s) - 1) * s + k - n, 0) for n, k, s in zip(size, spans, strides, strict=True)]
@@ -550,11 +543,7 @@ def _axes(view: NodeView, x: Tensor, axes: int) -> tuple[_Axis, _Axis]:
 
 
 def _rounding(one: _Axis, two: _Axis) -> bool:
-    """Whether to round up: where both ways have the windows, up, which is Caffe's default.
-
-    Raises:
-        UnsupportedError: neither way has all windows.
-    """
+    """Whether to round up: where both ways have the windows, up, which is Caffe's default."""
     axes = (one, two)
     for exact in (True, False):
         for ceil in (True, False):
@@ -613,9 +602,10 @@ LARGEST_SIDE = 2**14
 
 
 @imports(
-    "Resize", "Upsample",
+    "Resize",
+    "Upsample",
     form="Deconvolution of ones (nearest, whole factors), Interp (linear, align_corners), else InnerProduct by axis",
-)  # fmt: skip
+)
 def resize(view: NodeView) -> Tensor:
     x = view.blob()
     if len(x.shape) != 4:
@@ -796,9 +786,13 @@ def softmax(view: NodeView) -> Tensor:
 
 
 @imports(
-    "ReduceMean", "ReduceSum", "ReduceL1", "ReduceSumSquare", "ReduceMax",
+    "ReduceMean",
+    "ReduceSum",
+    "ReduceL1",
+    "ReduceSumSquare",
+    "ReduceMax",
     form="Pooling with global_pooling over an image; Reduction, with Permute and Reshape where needed",
-)  # fmt: skip
+)
 def reduce(view: NodeView) -> Tensor:
     x = view.blob()
     axes = _reduced_axes(view, len(x.shape))

@@ -309,9 +309,18 @@ class DetectionOutput(nn.Module):
     """
 
     def __init__(
-        self, classes, background=0, threshold=0.45, top_k=-1, keep_top_k=-1, min_score=-math.inf, eta=1.0,
-        code="CENTER_SIZE", share_location=True, variance_encoded=False,
-    ):  # fmt: skip
+        self,
+        classes,
+        background=0,
+        threshold=0.45,
+        top_k=-1,
+        keep_top_k=-1,
+        min_score=-math.inf,
+        eta=1.0,
+        code="CENTER_SIZE",
+        share_location=True,
+        variance_encoded=False,
+    ):
         super().__init__()
         self.classes, self.background, self.min_score = classes, background, min_score
         self.threshold, self.eta, self.top_k, self.keep_top_k = threshold, eta, top_k, keep_top_k

@@ -345,9 +345,12 @@ def batch_norm(code: LayerCode) -> str:
     kind = {2: "nn.BatchNorm1d", 3: "nn.BatchNorm1d", 4: "nn.BatchNorm2d", 5: "nn.BatchNorm3d"}[code.rank]
     eps = number(state.epsilon)
     constructor = call(
-        kind, code.bottoms[0].shape[1], eps=None if eps == "1e-05" else eps, affine=affine,
+        kind,
+        code.bottoms[0].shape[1],
+        eps=None if eps == "1e-05" else eps,
+        affine=affine,
         track_running_stats=None if layer.uses_stored else False,
-    )  # fmt: skip
+    )
     return code.apply(constructor, **parameters)
 
 
@@ -485,11 +488,16 @@ def _convolve(code: LayerCode, kind: str, outputs: int) -> list[str]:
     kernel, stride, pad, dilation = (pair(values) for values in (g.kernel, g.stride, g.pad, g.dilation))
     has_bias = len(layer.blobs) > 1
     constructor = call(
-        f"{kind}{axes}d", code.bottoms[0].shape[1], outputs, kernel,
-        stride=None if stride == "1" else stride, padding=None if pad == "0" else pad,
-        dilation=None if dilation == "1" else dilation, groups=None if g.group == 1 else g.group,
+        f"{kind}{axes}d",
+        code.bottoms[0].shape[1],
+        outputs,
+        kernel,
+        stride=None if stride == "1" else stride,
+        padding=None if pad == "0" else pad,
+        dilation=None if dilation == "1" else dilation,
+        groups=None if g.group == 1 else g.group,
         bias=None if has_bias else False,
-    )  # fmt: skip
+    )
     parameters = {"weight": code.weights(0)} | ({"bias": code.weights(1)} if has_bias else {})
     name = code.submodule(constructor, **parameters)
     return [f"{name}({value})" for value in code.inputs]
@@ -526,7 +534,7 @@ def inner_product(code: LayerCode) -> str:
     "Pooling",
     form="nn.MaxPool2d, nn.AvgPool2d; global ones nn.AdaptiveMaxPool2d, nn.AdaptiveAvgPool2d; a class for STOCHASTIC "
     "and for a mask",
-)  # fmt: skip
+)
 def pooling(code: LayerCode) -> str:
     param, layer = code.param.pooling_param, code.layer
     assert isinstance(layer, PoolingLayer)

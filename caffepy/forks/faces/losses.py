@@ -61,9 +61,10 @@ class CenterLossLayer(LossLayer):
         self._width = math.prod(bottom[0].shape[axis:])
         self.add_parameter((param.num_output, self._width), param.center_filler)
         self._check = IndexCheck(
-            self, f"label {{}} of '{bottom[1].title}' is outside 0 to {param.num_output - 1}; correct the data, or "
-            "give center_loss_param a larger num_output"
-        )  # fmt: skip
+            self,
+            f"label {{}} of '{bottom[1].title}' is outside 0 to {param.num_output - 1}; correct the data, or "
+            "give center_loss_param a larger num_output",
+        )
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)

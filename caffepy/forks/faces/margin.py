@@ -419,9 +419,10 @@ class InnerDistanceLayer(Layer):
             self._labels = LayoutAdapter(backend, bottom[-1].shape, (rows,))
             self._hot = self.scratch("one hot", (rows, outputs))
             self._check = IndexCheck(
-                self, f"label {{}} of '{bottom[-1].title}' is outside 0 to {outputs - 1}; correct the data, or enlarge "
-                "num_output"
-            )  # fmt: skip
+                self,
+                f"label {{}} of '{bottom[-1].title}' is outside 0 to {outputs - 1}; correct the data, or enlarge "
+                "num_output",
+            )
         names = {"pulls": (rows, self._inputs), "dots": (rows, outputs), "squares": (rows,), "column": (rows,)}
         names |= {"products": (outputs, self._inputs), "weight squares": (outputs,), "row": (self._inputs,)}
         self._buffers = {name: self.scratch(name, size) for name, size in names.items()}
@@ -607,9 +608,10 @@ class LabelScoresLayer(Layer):
         self._labels = LayoutAdapter(self.backend, bottom[1].shape, rows[:1])
         self._hot = self.scratch("one hot", rows)
         self._check = IndexCheck(
-            self, f"label {{}} of '{bottom[1].title}' is outside 0 to {rows[1] - 1}; correct the data, or give "
-            f"'{bottom[0].title}' more classes"
-        )  # fmt: skip
+            self,
+            f"label {{}} of '{bottom[1].title}' is outside 0 to {rows[1] - 1}; correct the data, or give "
+            f"'{bottom[0].title}' more classes",
+        )
 
     def mark_labels(self, bottom: Blobs) -> Array:
         """Return a buffer (N, classes) with 1 at the labels and 0 elsewhere."""
@@ -782,12 +784,7 @@ class GlobalLSEMarginLayer(LabelScoresLayer):
 
 
 def next_margin(margin: float, margins: np.ndarray) -> float:
-    """Return the margin after a batch with these `margins` of its samples.
-
-    Args:
-        margin: before; 0 in the first pass.
-        margins: one for each sample.
-    """
+    """Return the margin after a batch with these `margins` of its samples."""
     if not np.isfinite(margins).all():
         return margin
     first = margin == 0

@@ -34,12 +34,21 @@ SPATIAL = ("mirror", "dx", "dy", "angle", "zoom_x", "zoom_y")
 CHROMATIC = ("gamma", "brightness", "contrast", "color1", "color2", "color3")
 EIGEN = (
     *(f"{kind}_{when}{k}" for when in ("nomean", "withmean") for kind in ("pow", "add", "mult") for k in range(3)),
-    "lmult_pow", "lmult_add", "lmult_mult", "col_angle",
-)  # fmt: skip
+    "lmult_pow",
+    "lmult_add",
+    "lmult_mult",
+    "col_angle",
+)
 EFFECTS = (
-    "fog_amount", "fog_size", "motion_blur_angle", "motion_blur_size", "shadow_angle", "shadow_distance",
-    "shadow_strength", "noise",
-)  # fmt: skip
+    "fog_amount",
+    "fog_size",
+    "motion_blur_angle",
+    "motion_blur_size",
+    "shadow_angle",
+    "shadow_distance",
+    "shadow_strength",
+    "noise",
+)
 NAMES = (*SPATIAL, *CHROMATIC, *EIGEN, *EFFECTS)
 """The order in the array that layers exchange."""
 
@@ -185,16 +194,7 @@ def draw_valid_spatial(
     size: tuple[int, int],
     crop: tuple[int, int],
 ) -> Coefficients:
-    """Return `given` plus a drawn transformation whose crop lies within the image; `given` after TRIES failures.
-
-    Args:
-        param: the distributions.
-        rng: of the sample.
-        factor: of the spreads.
-        given: coefficients to add to.
-        size: height and width of the image.
-        crop: height and width of the crop.
-    """
+    """Return `given` plus a drawn transformation whose crop lies within the image; `given` after TRIES failures."""
     start = to_array(given)
     for _ in range(TRIES - 1):
         values = from_array(to_array(draw_spatial(param, rng, factor)) + start)

@@ -60,11 +60,7 @@ class LstmLayer(Layer):
         self.add_parameter((4 * self._size,), param.bias_filler)
 
     def _sizes(self, bottom: Blobs) -> tuple[int, int, int]:
-        """Return T, N and K.
-
-        Raises:
-            ShapeError: the bottom has no such axes.
-        """
+        """Return T, N and K."""
         shape, streams = bottom[0].shape, self.param.lstm_param.batch_size
         if len(shape) > 2:
             sizes = (shape[0], shape[1], math.prod(shape[2:]))

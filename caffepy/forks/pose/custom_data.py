@@ -291,9 +291,14 @@ class CustomLoader:
     """
 
     def __init__(
-        self, source: RecordSource, order: CustomOrder, slices: Slices, mean: NDArray[np.float32] | None, scale: float,
+        self,
+        source: RecordSource,
+        order: CustomOrder,
+        slices: Slices,
+        mean: NDArray[np.float32] | None,
+        scale: float,
         where: str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._source = source
         self._order = order
         self._slices = slices

@@ -87,25 +87,111 @@ class PeopleSource:
 SMALL_RATIO = 5.75 / 7
 
 _LIMBS_18 = (
-    (1, 8), (8, 9), (9, 10), (1, 11), (11, 12), (12, 13), (1, 2), (2, 3), (3, 4), (2, 16), (1, 5), (5, 6), (6, 7),
-    (5, 17), (1, 0), (0, 14), (0, 15), (14, 16), (15, 17),
-)  # fmt: skip
+    (1, 8),
+    (8, 9),
+    (9, 10),
+    (1, 11),
+    (11, 12),
+    (12, 13),
+    (1, 2),
+    (2, 3),
+    (3, 4),
+    (2, 16),
+    (1, 5),
+    (5, 6),
+    (6, 7),
+    (5, 17),
+    (1, 0),
+    (0, 14),
+    (0, 15),
+    (14, 16),
+    (15, 17),
+)
 _LIMBS_19 = (
-    (1, 8), (9, 10), (10, 11), (8, 9), (8, 12), (12, 13), (13, 14), (1, 2), (2, 3), (3, 4), (2, 17), (1, 5), (5, 6),
-    (6, 7), (5, 18), (1, 0), (0, 15), (0, 16), (15, 17), (16, 18),
-)  # fmt: skip
+    (1, 8),
+    (9, 10),
+    (10, 11),
+    (8, 9),
+    (8, 12),
+    (12, 13),
+    (13, 14),
+    (1, 2),
+    (2, 3),
+    (3, 4),
+    (2, 17),
+    (1, 5),
+    (5, 6),
+    (6, 7),
+    (5, 18),
+    (1, 0),
+    (0, 15),
+    (0, 16),
+    (15, 17),
+    (16, 18),
+)
 _LIMBS_23 = (
-    (0, 1), (1, 2), (2, 3), (0, 4), (4, 5), (5, 6), (7, 8), (8, 9), (10, 11), (11, 12), (0, 13), (13, 15), (0, 14),
-    (14, 16), (12, 17), (17, 18), (12, 19), (9, 20), (20, 21), (9, 22), (1, 7), (4, 10), (1, 15), (4, 16), (15, 16),
-    (7, 10), (1, 3), (4, 6), (7, 9), (10, 12), (3, 6), (9, 12), (3, 7), (6, 10), (9, 21), (12, 18),
-)  # fmt: skip
+    (0, 1),
+    (1, 2),
+    (2, 3),
+    (0, 4),
+    (4, 5),
+    (5, 6),
+    (7, 8),
+    (8, 9),
+    (10, 11),
+    (11, 12),
+    (0, 13),
+    (13, 15),
+    (0, 14),
+    (14, 16),
+    (12, 17),
+    (17, 18),
+    (12, 19),
+    (9, 20),
+    (20, 21),
+    (9, 22),
+    (1, 7),
+    (4, 10),
+    (1, 15),
+    (4, 16),
+    (15, 16),
+    (7, 10),
+    (1, 3),
+    (4, 6),
+    (7, 9),
+    (10, 12),
+    (3, 6),
+    (9, 12),
+    (3, 7),
+    (6, 10),
+    (9, 21),
+    (12, 18),
+)
 _BODY_25B = (
-    (0, 1), (0, 2), (1, 3), (2, 4), (0, 5), (0, 6), (5, 7), (6, 8), (7, 9), (8, 10), (5, 11), (6, 12), (11, 13),
-    (12, 14), (13, 15), (14, 16), (15, 19), (19, 20), (15, 21), (16, 22), (22, 23), (16, 24),
-)  # fmt: skip
-_MORE_25B = (
-    (3, 4), (3, 5), (4, 6), (5, 9), (6, 10), (9, 10), (9, 11), (10, 12), (11, 12), (15, 16)
-)  # fmt: skip
+    (0, 1),
+    (0, 2),
+    (1, 3),
+    (2, 4),
+    (0, 5),
+    (0, 6),
+    (5, 7),
+    (6, 8),
+    (7, 9),
+    (8, 10),
+    (5, 11),
+    (6, 12),
+    (11, 13),
+    (12, 14),
+    (13, 15),
+    (14, 16),
+    (15, 19),
+    (19, 20),
+    (15, 21),
+    (16, 22),
+    (22, 23),
+    (16, 24),
+)
+_MORE_25B = ((3, 4), (3, 5), (4, 6), (5, 9), (6, 10), (9, 10), (9, 11), (10, 12), (11, 12), (15, 16))
 _LEFT_HAND, _RIGHT_HAND, _FACE = 25, 45, 65
 """First part of each in the skeleton of 135 parts."""
 
@@ -116,34 +202,64 @@ def _hand(wrist: int, first: int) -> Pairs:
 
 def _face() -> Pairs:
     inner = (
-        *chain(*range(17)), (0, 17), (16, 26), *chain(*range(17, 27)), (21, 27), (22, 27), *chain(*range(27, 31)),
-        (30, 33), (33, 32), (32, 31), (33, 34), (34, 35), (27, 39), (27, 42), *chain(*range(36, 42)),
-        *chain(*range(42, 48)), (33, 51), *chain(*range(48, 60)), (48, 60), (54, 64), *chain(*range(60, 68)), (36, 68),
-        (39, 68), (42, 69), (45, 69),
-    )  # fmt: skip
+        *chain(*range(17)),
+        (0, 17),
+        (16, 26),
+        *chain(*range(17, 27)),
+        (21, 27),
+        (22, 27),
+        *chain(*range(27, 31)),
+        (30, 33),
+        (33, 32),
+        (32, 31),
+        (33, 34),
+        (34, 35),
+        (27, 39),
+        (27, 42),
+        *chain(*range(36, 42)),
+        *chain(*range(42, 48)),
+        (33, 51),
+        *chain(*range(48, 60)),
+        (48, 60),
+        (54, 64),
+        *chain(*range(60, 68)),
+        (36, 68),
+        (39, 68),
+        (42, 69),
+        (45, 69),
+    )
     own = tuple((_FACE + a, _FACE + b) for a, b in inner)
     return ((0, _FACE + 30), (2, _FACE + 39), (1, _FACE + 42), *own)
 
 
 _MIRRORED_18 = ((5, 2), (6, 3), (7, 4), (11, 8), (12, 9), (13, 10), (15, 14), (17, 16))
 _MIRRORED_19 = ((5, 2), (6, 3), (7, 4), (12, 9), (13, 10), (14, 11), (16, 15), (18, 17))
-_MIRRORED_23 = (
-    (4, 1), (5, 2), (6, 3), (10, 7), (11, 8), (12, 9), (14, 13), (16, 15), (17, 20), (18, 21), (19, 22)
-)  # fmt: skip
+_MIRRORED_23 = ((4, 1), (5, 2), (6, 3), (10, 7), (11, 8), (12, 9), (14, 13), (16, 15), (17, 20), (18, 21), (19, 22))
 _MIRRORED_25 = (*_MIRRORED_19, (19, 22), (20, 23), (21, 24))
 _MIRRORED_25B = (*((i, i + 1) for i in range(1, 16, 2)), (19, 22), (20, 23), (21, 24))
 _MIRRORED_FACE = (
-    *((i, 16 - i) for i in range(8)), *((17 + i, 26 - i) for i in range(5)), (31, 35), (32, 34),
-    *((36 + i, 45 - i) for i in range(4)), (40, 47), (41, 46), (48, 54), (49, 53), (50, 52), (55, 59), (56, 58),
-    (60, 64), (61, 63), (65, 67), (68, 69),
-)  # fmt: skip
+    *((i, 16 - i) for i in range(8)),
+    *((17 + i, 26 - i) for i in range(5)),
+    (31, 35),
+    (32, 34),
+    *((36 + i, 45 - i) for i in range(4)),
+    (40, 47),
+    (41, 46),
+    (48, 54),
+    (49, 53),
+    (50, 52),
+    (55, 59),
+    (56, 58),
+    (60, 64),
+    (61, 63),
+    (65, 67),
+    (68, 69),
+)
 
 _SKELETON_18 = Skeleton(18, _LIMBS_18, _MIRRORED_18)
 _SKELETON_19 = Skeleton(19, _LIMBS_19, _MIRRORED_19)
 _SKELETON_23 = Skeleton(23, _LIMBS_23, _MIRRORED_23)
-_SKELETON_25 = Skeleton(
-    25, (*_LIMBS_19, (14, 19), (19, 20), (14, 21), (11, 22), (22, 23), (11, 24)), _MIRRORED_25
-)  # fmt: skip
+_SKELETON_25 = Skeleton(25, (*_LIMBS_19, (14, 19), (19, 20), (14, 21), (11, 22), (22, 23), (11, 24)), _MIRRORED_25)
 _SKELETON_25B = Skeleton(
     25, (*_BODY_25B, (5, 17), (5, 18), (6, 17), (6, 18), *_MORE_25B), _MIRRORED_25B, background=False
 )
@@ -208,9 +324,7 @@ MODELS = {
     "COCO_23_17": PeopleSource(
         _SKELETON_23, "COCO", 17, (*_COCO_23, *_none(6)), frozenset(range(17, 23)), feet=_FEET_OF_23
     ),
-    "COCO_25": PeopleSource(
-        _SKELETON_25, "COCO", 23, (*_COCO_19, *_FEET), frozenset(range(19)) - {1, 8, 11, 14}
-    ),
+    "COCO_25": PeopleSource(_SKELETON_25, "COCO", 23, (*_COCO_19, *_FEET), frozenset(range(19)) - {1, 8, 11, 14}),
     "COCO_25_17": PeopleSource(_SKELETON_25, "COCO", 17, (*_COCO_19, *_none(6)), _FEET_PARTS, feet=_FEET_OF_25),
     "COCO_25B_23": PeopleSource(_SKELETON_25B, "COCO", 23, _COCO_25B_23, frozenset(), _MPII_PARTS),
     "COCO_25B_17": PeopleSource(_SKELETON_25B, "COCO", 17, _COCO_25B_17, _FEET_PARTS, _MPII_PARTS, _FEET_OF_25B),
@@ -220,8 +334,13 @@ MODELS = {
         _SKELETON_135, "COCO", 23, (*_COCO_25B_23, *_none(110)), frozenset(), _MPII_PARTS | _FINGERS | _FACE_PARTS
     ),
     "COCO_135_17": PeopleSource(
-        _SKELETON_135, "COCO", 17, (*_COCO_25B_17, *_none(110)), frozenset(),
-        _MPII_PARTS | _FEET_PARTS | _FINGERS | _FACE_PARTS, _FEET_OF_25B,
+        _SKELETON_135,
+        "COCO",
+        17,
+        (*_COCO_25B_17, *_none(110)),
+        frozenset(),
+        _MPII_PARTS | _FEET_PARTS | _FINGERS | _FACE_PARTS,
+        _FEET_OF_25B,
     ),
     "MPII_135_16": _plain(_SKELETON_135, "MPII", 16, (*_MPII_25B, *_none(110))),
     "HAND_135_21": PeopleSource(
@@ -230,7 +349,7 @@ MODELS = {
     "HAND_135_42": _plain(_SKELETON_135, "HAND", 42, _HAND_42),
     "FACE_135_70": PeopleSource(_SKELETON_135, "FACE", 70, _FACE_70),
     "DOME_135": PeopleSource(_SKELETON_135, "DOME", 135, _range(0, 135)),
-}  # fmt: skip
+}
 """By the name in the prototxt. Models of cars and of 59, 65 and 95 parts are not here."""
 
 
@@ -378,9 +497,11 @@ def read_people(plane: Pixels, parts: int, count_at: int, offset: float) -> Peop
     lines = Lines(plane)
     height, width = lines.floats(1, 2)
     others = lines.bytes_at(2, count_at, 1)[0]
-    scales = [float(lines.floats(4, 1)[0]), *lines.floats(_PERSON_LINES + others, others)] if others else [
-        float(lines.floats(4, 1)[0])
-    ]  # fmt: skip
+    scales = (
+        [float(lines.floats(4, 1)[0]), *lines.floats(_PERSON_LINES + others, others)]
+        if others
+        else [float(lines.floats(4, 1)[0])]
+    )
     people = []
     for index in range(others + 1):
         center_line = 3 if index == 0 else _PERSON_LINES + index - 1

@@ -63,16 +63,59 @@ _UNNAMED = 3
 """State of a part that the record of CPMData spares."""
 
 _LIMBS_COCO: Pairs = (
-    (1, 8), (8, 9), (9, 10), (1, 11), (11, 12), (12, 13), (1, 2), (2, 3), (3, 4), (2, 16), (1, 5), (5, 6), (6, 7),
-    (5, 17), (1, 0), (0, 14), (0, 15), (14, 16), (15, 17),
-)  # fmt: skip
-_LIMBS_MPI: Pairs = (
-    (0, 1), (1, 2), (2, 3), (3, 4), (1, 5), (5, 6), (6, 7), (1, 14), (14, 8), (8, 9), (9, 10), (14, 11), (11, 12),
+    (1, 8),
+    (8, 9),
+    (9, 10),
+    (1, 11),
+    (11, 12),
     (12, 13),
-)  # fmt: skip
+    (1, 2),
+    (2, 3),
+    (3, 4),
+    (2, 16),
+    (1, 5),
+    (5, 6),
+    (6, 7),
+    (5, 17),
+    (1, 0),
+    (0, 14),
+    (0, 15),
+    (14, 16),
+    (15, 17),
+)
+_LIMBS_MPI: Pairs = (
+    (0, 1),
+    (1, 2),
+    (2, 3),
+    (3, 4),
+    (1, 5),
+    (5, 6),
+    (6, 7),
+    (1, 14),
+    (14, 8),
+    (8, 9),
+    (9, 10),
+    (14, 11),
+    (11, 12),
+    (12, 13),
+)
 _MPI_SOURCES: Sources = (
-    (9,), (8,), (12,), (11,), (10,), (13,), (14,), (15,), (2,), (1,), (0,), (3,), (4,), (5,), (7, 6)
-)  # fmt: skip
+    (9,),
+    (8,),
+    (12,),
+    (11,),
+    (10,),
+    (13,),
+    (14,),
+    (15,),
+    (2,),
+    (1,),
+    (0,),
+    (3,),
+    (4,),
+    (5,),
+    (7, 6),
+)
 BODIES: dict[int, tuple[Skeleton, Sources]] = {
     56: (Skeleton(18, _LIMBS_COCO, MODELS["COCO_18"].skeleton.mirrored), MODELS["COCO_18"].sources),
     43: (Skeleton(15, _LIMBS_MPI, ((2, 5), (3, 6), (4, 7), (8, 11), (9, 12), (10, 13))), _MPI_SOURCES),
@@ -118,10 +161,6 @@ class RecordsLayer(PrefetchingLayer):
 
     def make_sample(self, number: int, key: tuple[int, int]) -> list[Floats]:
         """Return the values of each top of a global sample.
-
-        Args:
-            number: of the sample.
-            key: seed and stream of the random numbers.
 
         Raises:
             DataError: the record does not hold what the layer needs. The message follows the record's name.
@@ -488,13 +527,7 @@ class OPDataLayer(RecordsLayer):
         return [first, param.source_secondary], [model, param.model_secondary or model], [rest, param.prob_secondary]
 
     def _numbers(self, name: str, count: int, old: str = "") -> list[float]:
-        """Return the numbers of a list, or of its older field, repeated where there is one.
-
-        Args:
-            name: of the list.
-            count: how many are needed; 0: as many as there are.
-            old: name of the older field.
-        """
+        """Return the numbers of a list, or of its older field, repeated where there is one."""
         param = self.settings
         if old and param.HasField(old) and not param.HasField(name):
             return [getattr(param, old)] * count

@@ -236,8 +236,9 @@ def check_group(layer: Layer, settings: Settings, kinds: int, bottom: Blobs) -> 
     if [blob.shape for blob in bottom] != wanted or shape[0] % kinds:
         raise layer.shape_error(
             f"needs scores (N * {kinds}, {classes}, H, W), offsets (N * {kinds}, 4, H, W) and labels "
-            f"(N * {kinds}, 6, H, W)", *bottom,
-        )  # fmt: skip
+            f"(N * {kinds}, 6, H, W)",
+            *bottom,
+        )
 
 
 def read_group(layer: Layer, settings: Settings, kinds: int, bottom: Blobs) -> AnchorMaps:
@@ -253,11 +254,7 @@ def read_group(layer: Layer, settings: Settings, kinds: int, bottom: Blobs) -> A
 
 
 def _with_labels(layer: Layer, settings: Settings, scores: Rows, predictions: Rows, labels: Rows) -> AnchorMaps:
-    """Return the maps with labels (N, K, 6, H, W) of the last bottom.
-
-    Raises:
-        DataError: a label is outside the classes, and is not loss_param's ignore_label.
-    """
+    """Return the maps with labels (N, K, 6, H, W) of the last bottom."""
     classes, ignored = settings.cls_num, ignored_label(layer.param.loss_param)
     with np.errstate(invalid="ignore"):
         numbers = labels[:, :, 0].astype(np.int64)

@@ -66,9 +66,11 @@ def told_side_lengths(
 ) -> tuple[int, int, str] | None:
     """Return the height and width of the images, wide ones where both are possible, and the fields that tell them."""
     sides = (
-        ("crop_height", "crop_width"), ("crop_short_size", "crop_long_size"), ("resize_height", "resize_width"),
+        ("crop_height", "crop_width"),
+        ("crop_short_size", "crop_long_size"),
+        ("resize_height", "resize_width"),
         ("short_size", "long_size"),
-    )  # fmt: skip
+    )
     for height, width in sides:
         if height in param.DESCRIPTOR.fields_by_name and getattr(param, height) and getattr(param, width):
             return getattr(param, height), getattr(param, width), f"{height} and {width}"
@@ -203,18 +205,23 @@ def check_detection_data(layer: DetectionDataLayer, param: caffe_pb2.DetectionDa
         ConfigError: fields contradict each other, or a value is out of range.
     """
     for first, second in (
-        ("resize_width", "resize_height"), ("crop_width", "crop_height"), ("short_size", "long_size"),
-        ("crop_short_size", "crop_long_size"), ("min_scale", "max_scale"), ("low_scale_ratio", "high_scale_ratio"),
+        ("resize_width", "resize_height"),
+        ("crop_width", "crop_height"),
+        ("short_size", "long_size"),
+        ("crop_short_size", "crop_long_size"),
+        ("min_scale", "max_scale"),
+        ("low_scale_ratio", "high_scale_ratio"),
         ("min_whaspect", "max_whaspect"),
-    ):  # fmt: skip
+    ):
         if param.HasField(first) != param.HasField(second):
             raise layer.error(f"needs {first} and {second}, or neither")
         if param.HasField(first) and not min(getattr(param, first), getattr(param, second)) > 0:
             raise layer.error(f"{first} and {second} must be above 0")
     for rivals in (
-        ("resize_width", "resize_ratio", "short_size"), ("crop_width", "crop_short_size"),
+        ("resize_width", "resize_ratio", "short_size"),
+        ("crop_width", "crop_short_size"),
         ("min_scale", "low_scale_ratio"),
-    ):  # fmt: skip
+    ):
         given = [field for field in rivals if param.HasField(field)]
         if len(given) > 1:
             raise layer.error(f"has both {given[0]} and {given[1]}; keep one of them")
@@ -226,11 +233,7 @@ def check_detection_data(layer: DetectionDataLayer, param: caffe_pb2.DetectionDa
 
 
 def _check_values(layer: DetectionDataLayer, param: caffe_pb2.DetectionDataParameter) -> None:
-    """Check single fields of DetectionData.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
+    """Check single fields of DetectionData."""
     if param.HasField("resize_ratio") and not param.resize_ratio > 0:
         raise layer.error(f"resize_ratio is {param.resize_ratio:g}; it must be above 0")
     if not param.fg_threshold > 0 or not all(ratio > 0 for ratio in param.template_ratio):
@@ -345,9 +348,14 @@ class DetectionDataLoader(ObjectWindowLoader):
     """
 
     def __init__(
-        self, source: ObjectWindowSource, settings: DetectionDataSettings, seed: int, stream: int, where: str,
+        self,
+        source: ObjectWindowSource,
+        settings: DetectionDataSettings,
+        seed: int,
+        stream: int,
+        where: str,
         threads: int = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(source, settings.order(source, seed, stream), where, threads)
         self._settings = settings
         self._key = (seed, stream)
@@ -400,10 +408,13 @@ class DetectionDataLoader(ObjectWindowLoader):
             batch.array(1 + i, (count, CHANNELS, *one.shape(*canvas)))[index] for i, one in enumerate(settings.maps)
         ]
         matching = Matching(
-            CORNERS, param.fg_threshold, param.ignore_fg_threshold, param.pickup_iou_thr,
+            CORNERS,
+            param.fg_threshold,
+            param.ignore_fg_threshold,
+            param.pickup_iou_thr,
             param.anchor_ignore_margin_ratio if param.HasField("anchor_ignore_margin_ratio") else None,
             param.anchor_ignore_iou_thr if param.HasField("anchor_ignore_iou_thr") else None,
-        )  # fmt: skip
+        )
         label_anchors(settings.maps, matching, Truth(entry.labels, boxes, ignored), placed, labels)
         return object_rows(index, boxes, entry.labels, ignored, entry.flags[:, 1])
 
@@ -520,9 +531,13 @@ class EvalDataLoader(ObjectWindowLoader):
     """
 
     def __init__(
-        self, source: ObjectWindowSource, param: caffe_pb2.EvalDataParameter, normaliser: Normaliser, where: str,
+        self,
+        source: ObjectWindowSource,
+        param: caffe_pb2.EvalDataParameter,
+        normaliser: Normaliser,
+        where: str,
         nvidia: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(source, Sampler(len(source)), where, 1)
         self._param = param
         self._normaliser = normaliser
@@ -642,9 +657,14 @@ class ImageGtLoader(ObjectWindowLoader):
     """
 
     def __init__(
-        self, source: ObjectWindowSource, settings: ImageGtSettings, seed: int, stream: int, where: str,
+        self,
+        source: ObjectWindowSource,
+        settings: ImageGtSettings,
+        seed: int,
+        stream: int,
+        where: str,
         threads: int = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         times = [settings.param.fg_img_multiple if not entry.flags[:, 0].all() else 1 for entry in source.entries]
         self._images = np.repeat(np.arange(len(source)), times)
         if not len(self._images):

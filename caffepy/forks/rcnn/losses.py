@@ -140,9 +140,14 @@ class FocalLossLayer(LossLayer):
             return
         param, x = self.param.focal_loss_param, self._scratch("x")
         arguments = (
-            self._scratch("difference"), self._positions("miss"), self._positions("hit"), param.alpha, param.gamma,
-            _SMALLEST, _NEAREST,
-        )  # fmt: skip
+            self._scratch("difference"),
+            self._positions("miss"),
+            self._positions("hit"),
+            param.alpha,
+            param.gamma,
+            _SMALLEST,
+            _NEAREST,
+        )
         self.backend.apply(focal_gradient, arguments, (x,), 0)
         if self._divisor is None:
             self.backend.apply(scaled_over_count, (x, self._count, self.scale()), (x,), 0)
@@ -360,10 +365,13 @@ class AnchorLossLayer(LossLayer):
         """Return both losses and store the gradients."""
         counted = self._count(maps)
         devices = self.context.shard.world_size if self.communicates() else 1
-        totals = self._summed([
-            counted.classes.sum(), BOX * counted.boxes.sum(),
-            *self._weight_totals(maps, counted),
-        ])  # fmt: skip
+        totals = self._summed(
+            [
+                counted.classes.sum(),
+                BOX * counted.boxes.sum(),
+                *self._weight_totals(maps, counted),
+            ]
+        )
         weights = self._balanced(maps, counted, totals[2:])
         class_loss, classes = self._compare_classes(maps, counted.classes, weights)
         box_loss, boxes = self._compare_boxes(maps, counted.boxes)
@@ -384,10 +392,12 @@ class AnchorLossLayer(LossLayer):
 
     def _count(self, maps: AnchorMaps) -> Counted:
         stream, first = self.random_stream(), self.first_sample()
-        kept = np.stack([
-            self.mine(maps, image, SampleRng(stream.seed, stream.stream, first + image))
-            for image in range(len(maps.labels))
-        ])  # fmt: skip
+        kept = np.stack(
+            [
+                self.mine(maps, image, SampleRng(stream.seed, stream.stream, first + image))
+                for image in range(len(maps.labels))
+            ]
+        )
         objects = maps.labels != 0
         counted = ~self._is_ignored(maps)
         weights = np.ones(maps.labels.shape, _f32)

@@ -477,8 +477,9 @@ def label_anchors(maps: list[LabelMap], matching: Matching, truth: Truth, placed
     ignored = _boxes(placed.scene.ignored, matching.kind)
     count = len(truth.labels)
     matches, best, best_map = np.zeros(count, np.int64), np.zeros(count, _f32), np.zeros(count, np.int64)
-    sides = np.concatenate([(truth.boxes[:, :2] + truth.boxes[:, 2:]) / _f32(2),
-                            truth.boxes[:, 2:] - truth.boxes[:, :2] + extra], 1)  # fmt: skip
+    sides = np.concatenate(
+        [(truth.boxes[:, :2] + truth.boxes[:, 2:]) / _f32(2), truth.boxes[:, 2:] - truth.boxes[:, :2] + extra], 1
+    )
     for which, (one, out) in enumerate(zip(maps, outs, strict=True)):
         out[...] = 0
         anchors, inside = _anchors(one, out.shape[1:], placed, matching)
@@ -500,8 +501,13 @@ def label_anchors(maps: list[LabelMap], matching: Matching, truth: Truth, placed
         out[...] = flat.reshape(out.shape)
     for number in np.flatnonzero(~truth.ignored & (matches == 0) & (best >= _f32(matching.pickup))):
         if maps:
-            _pick_up(maps[best_map[number]], outs[best_map[number]], truth.labels[number], sides[number],
-                     None if matching.kind == EXACT else best[number])  # fmt: skip
+            _pick_up(
+                maps[best_map[number]],
+                outs[best_map[number]],
+                truth.labels[number],
+                sides[number],
+                None if matching.kind == EXACT else best[number],
+            )
 
 
 def _boxes(corners: Floats, kind: int) -> PixelBoxes:

@@ -292,11 +292,7 @@ class FrcnnOutputLayer(Layer):
         self.backend.from_host(rows[:, :, None, None], top[0].data)
 
     def _boxes(self, offsets: Rows, regions: Rows) -> Rows:
-        """Return the corners (R, C, 4) of the predictions, or (R, 2, 4).
-
-        Raises:
-            DataError: a region is not of image 0, or has no area.
-        """
+        """Return the corners (R, C, 4) of the predictions, or (R, 2, 4)."""
         bad = np.flatnonzero((regions[:, 0] != 0) | ~(regions[:, 3:5] >= regions[:, 1:3]).all(1))
         if len(bad):
             row = " ".join(f"{v:g}" for v in regions[bad[0], :5])

@@ -244,7 +244,7 @@ _SYNOPSYS = ("anchor_base_size", "anchor_scale", "anchor_ratio", "max_rois", "rp
 
 
 @kernel
-def _suppress(  # noqa: PLR0913 -- a kernel
+def _suppress(
     begin: Int, end: Int, boxes: Floats, count: Int, threshold: Float, limit: Int, dead: Ints, kept: Ints
 ) -> None:
     """Keep boxes in order; drop a box whose overlap with a kept one is above threshold. kept[limit]: their number."""

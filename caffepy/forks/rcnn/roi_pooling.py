@@ -183,7 +183,7 @@ def warped_place(i: Each, first: Channel, last: Channel, scale: Scalar, bins: Sc
 
 
 @expression
-def sampled_place(  # noqa: PLR0913 -- a formula
+def sampled_place(
     i: Each, s: Each, first: Channel, last: Channel, scale: Scalar, bins: Scalar, samples: Scalar, limit: Scalar
 ) -> Each:
     """Sample s of bin i of a region; -1 if it lies beyond the bin's part in the image, which ends at `limit`."""
@@ -245,13 +245,7 @@ class GridLayer(RegionLayer):
         self.backend.roi_bilinear_backward(dy, *arrays, dx, group)
 
     def place_with(self, formula: Expression, indices: tuple[list[Array], list[Array]], *settings: Any) -> None:
-        """Write the coordinates that a formula gives.
-
-        Args:
-            formula: of the indices, the first and last coordinate, and the settings.
-            indices: the formula's first arguments for rows and for columns.
-            settings: its last arguments, a number for both axes or a pair (rows, columns).
-        """
+        """Write the coordinates that a formula gives."""
         _, x1, y1, x2, y2 = (part.array for part in self._parts)
         axes = ((indices[0], y1, y2, self._rows), (indices[1], x1, x2, self._columns))
         for axis, (index, first, last, places) in enumerate(axes):
@@ -342,9 +336,7 @@ class PSROIAlignLayer(GridLayer):
         param, x = self.param.psroi_align_param, bottom[0]
         self.load_regions(bottom[1].data)
         limits = (x.shape[2] - 1, x.shape[3] - 1)
-        self.place_with(
-            sampled_place, self._indices, param.spatial_scale, param.group_size, param.sample_num, limits
-        )  # fmt: skip
+        self.place_with(sampled_place, self._indices, param.spatial_scale, param.group_size, param.sample_num, limits)
         self.sample(x.data, self._samples.array, param.group_size)
         self.backend.pool_average_forward(self._samples.array, top[0].data, self._window)
 
@@ -418,16 +410,19 @@ class ROIWarpingLayer(GridLayer):
             a = (np.maximum(rows[number][fits_down], 0) - top)[:, None]
             b = (np.maximum(columns[number][fits_right], 0) - left)[None]
             first, second, third, fourth = (
-                image[:, i[:, None], j[None]] for i, j in
-                ((top, left), (top, left + 1), (top + 1, left), (top + 1, left + 1))
-            )  # fmt: skip
+                image[:, i[:, None], j[None]]
+                for i, j in ((top, left), (top, left + 1), (top + 1, left), (top + 1, left + 1))
+            )
             slopes = dy[number][:, fits_down][:, :, fits_right] * param.spatial_scale
             by_column = (slopes * ((1 - a) * (second - first) + a * (fourth - third))).sum((0, 1), dtype=np.float64)
             by_row = (slopes * ((1 - b) * (third - first) + b * (fourth - second))).sum((0, 2), dtype=np.float64)
             t, u = right[fits_right], down[fits_down]
             result[number, 1:] = (
-                (by_column * (1 - t)).sum(), (by_row * (1 - u)).sum(), (by_column * t).sum(), (by_row * u).sum(),
-            )  # fmt: skip
+                (by_column * (1 - t)).sum(),
+                (by_row * (1 - u)).sum(),
+                (by_column * t).sum(),
+                (by_row * u).sum(),
+            )
         return result.reshape(regions.shape)
 
     def capture_blocker(self) -> str | None:

@@ -138,9 +138,10 @@ class UpsampleLayer(Layer):
         self._check_settings(len(bottom) > 1)
         if len(bottom) > 1:
             self._check = IndexCheck(
-                self, f"element {{}} of the mask '{bottom[1].title}' is outside of the top; set the pooled image's "
-                "size by scale, pad_out_h, pad_out_w, upsample_h and upsample_w"
-            )  # fmt: skip
+                self,
+                f"element {{}} of the mask '{bottom[1].title}' is outside of the top; set the pooled image's "
+                "size by scale, pad_out_h, pad_out_w, upsample_h and upsample_w",
+            )
 
     def _check_settings(self, masked: bool) -> None:
         param = self.param.upsample_param

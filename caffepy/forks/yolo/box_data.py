@@ -75,9 +75,16 @@ class BoxDataLayer(DataLayer):
         order, threads = self.record_order(seed, stream), self.threads(self.param.data_param.threads)
         training = self.context.phase == caffe_pb2.TRAIN
         return BoxLoader(
-            self._records, order, self._transformer, seed, stream, self.where, threads, sides=self._sides,
+            self._records,
+            order,
+            self._transformer,
+            seed,
+            stream,
+            self.where,
+            threads,
+            sides=self._sides,
             crops=training and len(self.param.top) > 1,
-        )  # fmt: skip
+        )
 
 
 class BoxLoader(DatumLoader):

@@ -307,8 +307,9 @@ class GridObjectsReader:
         if not shape or shape[0] != images or bottom[1].count % (max(images, 1) * YOLO_COLUMNS):
             raise self._layer.shape_error(
                 "needs objects N 1 T 5 (class, center x, center y, width, height) or 1 1 G 8 of AnnotatedData",
-                bottom[0], bottom[1],
-            )  # fmt: skip
+                bottom[0],
+                bottom[1],
+            )
 
     def read(self, labels: Rows, classes: int) -> GridObjects:
         """Return the objects.

@@ -190,8 +190,9 @@ def check_grid(layer: Layer, bottom: Blobs, side: int, classes: int, boxes: int)
         raise layer.shape_error(
             f"side {side}, num_class {classes} and num_object {boxes} need {values} predictions and "
             f"{cells * LABEL_ROWS} labels for each image",
-            bottom[0], bottom[1],
-        )  # fmt: skip
+            bottom[0],
+            bottom[1],
+        )
 
 
 def read_boxes(table: Rows, param: BoxFormat) -> Rows:
@@ -267,7 +268,7 @@ class EvalDetectionLayer(Layer):
                     f"side {param.side}, num_class {param.num_class} and num_object {param.num_object} need "
                     f"predictions N {values} {param.side} {param.side}",
                     bottom[0],
-                )  # fmt: skip
+                )
         boxes = param.side**2 * param.num_object
         top[0].reshape((bottom[0].shape[0], param.num_class + _COLUMNS * boxes))
 
@@ -354,11 +355,7 @@ class EvalDetectionLayer(Layer):
         return by_cell[0], by_cell[1], by_cell[2]
 
     def _truth(self, labels: Rows, images: int) -> tuple[Rows, Rows, Rows, Rows]:
-        """Return image, class, box and difficult mark of each object.
-
-        Raises:
-            DataError: a class is out of range.
-        """
+        """Return image, class, box and difficult mark of each object."""
         param = self.param.eval_detection_param
         if self._anchors is not None:
             found = self._objects.read(labels, param.num_class)

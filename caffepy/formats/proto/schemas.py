@@ -106,10 +106,8 @@ def _rename_old_layers(fork: FileDescriptorProto) -> None:
 
 
 def _separate_enums(fork: FileDescriptorProto, holder: Holder, own: Holder, scope: str) -> None:
-    """Move each enumeration of the fork's own whose values have names of caffepy's into a message of its own.
-
-    Values of enumerations are names of the scope that holds the enumeration.
-    """
+    """Move each enumeration of the fork's own whose values have names of caffepy's into a message of its own."""
+    # Values of enumerations are names of the scope that holds the enumeration.
     known = {enum.name for enum in own.enum_type}
     values = {value.name for enum in own.enum_type for value in enum.value}
     names = {message.name: message for message in _inner(own)}
@@ -404,11 +402,6 @@ def load_fork_schema(path: Path) -> None:
 
 def unite(content: bytes, origin: str, module: Any) -> tuple[Any, Merged]:
     """Return the union of a generated module's schema and a fork's, in a descriptor pool of its own.
-
-    Args:
-        content: the fork's file.
-        origin: its name, for messages.
-        module: `caffepy.formats.proto.caffe_pb2`.
 
     Raises:
         ConfigError: the content is not a schema, or contradicts caffepy's.

@@ -138,11 +138,7 @@ class DetectionEvaluateLayer(Layer):
         return np.concatenate(parts)
 
     def _check(self, detections: Rows) -> None:
-        """Check the detections.
-
-        Raises:
-            DataError: a detection has an image, label or score that is not finite, or belongs to the background.
-        """
+        """Check the detections."""
         blob, background = self.bottom_names[0], self.param.detection_evaluate_param.background_label_id
         bad = np.flatnonzero(~np.isfinite(detections[:, :2]).all(1) | np.isnan(detections[:, 2]))
         if len(bad):
@@ -198,11 +194,7 @@ class DetectionEvaluateLayer(Layer):
         return overlap_matrix(*a, *b, 1.0)
 
     def _factors(self, inputs: Rows, image: int) -> Rows:
-        """Return the factors (4,) from pixels of an image's input to those of the original image.
-
-        Raises:
-            DataError: the third bottom has no size of the image.
-        """
+        """Return the factors (4,) from pixels of an image's input to those of the original image."""
         if not 0 <= image < len(inputs):
             name = self.bottom_names[2]
             raise self.data_error(f"'{self.bottom_names[0]}' has image {image}, but '{name}' {len(inputs)} sizes")

@@ -70,9 +70,22 @@ def _crosses(boxes: Floats, number: Int) -> bool:
 
 @device_function
 def _measure(
-    boxes: Floats, sizes: Floats, first: Int, count: Int, objects: Floats, object_sizes: Floats, begin: Int, end: Int,
-    ignore_crossing: Int, at: Int, matches: Ints, overlaps: Floats, nearest: Ints, best: Floats, best_box: Words,
-) -> None:  # fmt: skip
+    boxes: Floats,
+    sizes: Floats,
+    first: Int,
+    count: Int,
+    objects: Floats,
+    object_sizes: Floats,
+    begin: Int,
+    end: Int,
+    ignore_crossing: Int,
+    at: Int,
+    matches: Ints,
+    overlaps: Floats,
+    nearest: Ints,
+    best: Floats,
+    best_box: Words,
+) -> None:
     """Compute the largest overlap of each box and its object, and the largest overlap of each object and its box."""
     for i in range(count):
         matches[at + i] = nearest[at + i] = UNMATCHED
@@ -93,9 +106,18 @@ def _measure(
 
 @device_function
 def _best_free_box(
-    boxes: Floats, sizes: Floats, first: Int, count: Int, objects: Floats, object_sizes: Floats, j: Int, at: Int,
-    matches: Ints, best: Floats, best_box: Words,
-) -> None:  # fmt: skip
+    boxes: Floats,
+    sizes: Floats,
+    first: Int,
+    count: Int,
+    objects: Floats,
+    object_sizes: Floats,
+    j: Int,
+    at: Int,
+    matches: Ints,
+    best: Floats,
+    best_box: Words,
+) -> None:
     """Find the unmatched box with the largest overlap with object j."""
     best[j], best_box[j] = -1, -1
     for i in range(count):
@@ -120,17 +142,45 @@ def _best_object(begin: Int, end: Int, best: Floats, best_box: Words) -> Int:
 
 @kernel
 def _match(
-    start: Int, stop: Int, boxes: Floats, sizes: Floats, firsts: Words, count: Int, objects: Floats,
-    object_sizes: Floats, begins: Words, ends: Words, ignore_crossing: Int, per_prediction: Int, threshold: Float,
-    matches: Ints, overlaps: Floats, nearest: Ints, best: Floats, best_box: Words,
-) -> None:  # fmt: skip
+    start: Int,
+    stop: Int,
+    boxes: Floats,
+    sizes: Floats,
+    firsts: Words,
+    count: Int,
+    objects: Floats,
+    object_sizes: Floats,
+    begins: Words,
+    ends: Words,
+    ignore_crossing: Int,
+    per_prediction: Int,
+    threshold: Float,
+    matches: Ints,
+    overlaps: Floats,
+    nearest: Ints,
+    best: Floats,
+    best_box: Words,
+) -> None:
     """An item is a set of boxes and a range of objects."""
     for item in range(start, stop):
         first, begin, end, at = firsts[item], begins[item], ends[item], item * count
         _measure(
-            boxes, sizes, first, count, objects, object_sizes, begin, end, ignore_crossing, at, matches, overlaps,
-            nearest, best, best_box,
-        )  # fmt: skip
+            boxes,
+            sizes,
+            first,
+            count,
+            objects,
+            object_sizes,
+            begin,
+            end,
+            ignore_crossing,
+            at,
+            matches,
+            overlaps,
+            nearest,
+            best,
+            best_box,
+        )
         while True:
             j = _best_object(begin, end, best, best_box)
             if j < 0:
@@ -151,35 +201,44 @@ def _match(
 
 
 def match_boxes(
-    threads: int, boxes: Rows, firsts: NDArray[np.int64], count: int, truth: GroundTruth, begins: NDArray[np.int64],
-    ends: NDArray[np.int64], rules: Matching,
-) -> tuple[NDArray[np.int32], Rows]:  # fmt: skip
+    threads: int,
+    boxes: Rows,
+    firsts: NDArray[np.int64],
+    count: int,
+    truth: GroundTruth,
+    begins: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    rules: Matching,
+) -> tuple[NDArray[np.int32], Rows]:
     """Match T sets of `count` boxes with T ranges of objects.
 
     Greedy: the pair of box and object with the largest overlap is matched first, until each object has a box.
-
-    Args:
-        threads: number of threads.
-        boxes: (..., 4).
-        firsts: index of each set's first box (T,).
-        count: boxes of a set.
-        truth: the objects.
-        begins: first object of each range (T,).
-        ends: end of each range (T,).
-        rules: of the matching.
-
-    Returns:
-        (T, count) each: the object's index, `UNMATCHED` or `IGNORED`; the overlap with it, or the largest overlap.
     """
     assert all(array.flags.c_contiguous for array in (boxes, truth.boxes, truth.sizes, begins, ends))
     shape = (len(firsts), count)
     matches, overlaps = np.empty(shape, np.int32), np.empty(shape, np.float32)
     best, best_box = np.full(len(truth), -1, np.float32), np.full(len(truth), -1, np.int64)
     _match.run(
-        threads, len(firsts), 1, boxes, box_sizes(boxes), firsts, count, truth.boxes, truth.sizes, begins, ends,
-        int(rules.ignore_crossing), int(rules.per_prediction), rules.threshold, matches, overlaps,
-        np.empty(shape, np.int32), best, best_box,
-    )  # fmt: skip
+        threads,
+        len(firsts),
+        1,
+        boxes,
+        box_sizes(boxes),
+        firsts,
+        count,
+        truth.boxes,
+        truth.sizes,
+        begins,
+        ends,
+        int(rules.ignore_crossing),
+        int(rules.per_prediction),
+        rules.threshold,
+        matches,
+        overlaps,
+        np.empty(shape, np.int32),
+        best,
+        best_box,
+    )
     return matches, overlaps
 
 
@@ -338,8 +397,9 @@ class MultiBoxLossLayer(LossLayer):
             if blob.count != images * priors * per_prior:
                 raise self.shape_error(
                     f"needs {per_prior} {what} for each of the {priors} priors; num_classes is {self._classes}",
-                    blob, bottom[_PRIORS],
-                )  # fmt: skip
+                    blob,
+                    bottom[_PRIORS],
+                )
         self._shape = (images, priors)
         self._device_loss = None if self._settings is None else self.backend.box_loss(self._settings, images, priors)
         counted = self.normalization(caffe_pb2.LossParameter.VALID) == caffe_pb2.LossParameter.VALID
@@ -411,11 +471,7 @@ class MultiBoxLossLayer(LossLayer):
         return loc_loss * self._enabled[_LOC] + conf_loss * self._enabled[_CONF], len(positives.images)
 
     def _read_truth(self, values: Rows) -> GroundTruth:
-        """Return the objects of the batch's images.
-
-        Raises:
-            DataError: a label is outside the classes.
-        """
+        """Return the objects of the batch's images."""
         param, name = self.param.multibox_loss_param, self.bottom_names[_TRUTH]
         truth = read_ground_truth(self, values, name, param.background_label_id, difficult=param.use_difficult_gt)
         bad = np.flatnonzero((truth.labels >= self._classes) & (truth.images >= 0) & (truth.images < self._shape[0]))
@@ -466,9 +522,14 @@ class MultiBoxLossLayer(LossLayer):
         return matches.reshape(shape), overlaps.reshape(shape)[:, 0]
 
     def _mine(
-        self, matches: NDArray[np.int32], overlaps: Rows, priors: Priors, locations: Rows, scores: Rows,
+        self,
+        matches: NDArray[np.int32],
+        overlaps: Rows,
+        priors: Priors,
+        locations: Rows,
+        scores: Rows,
         truth: GroundTruth,
-    ) -> NDArray[np.bool_] | None:  # fmt: skip
+    ) -> NDArray[np.bool_] | None:
         """Return a mask (N, P) of background priors; None: all unmatched priors. HARD_EXAMPLE may remove matches."""
         if self._mining is None:
             return None
@@ -678,12 +739,7 @@ PROBLEM = 10
 
 
 def device_settings(param: caffe_pb2.MultiBoxLossParameter, counts: Sequence[bool]) -> BoxLossSettings | None:
-    """Return the settings of a backend's BoxLoss; None if the loss must be computed on the host.
-
-    Args:
-        param: of the layer.
-        counts: whether the loss includes the boxes' loss and the scores' loss.
-    """
+    """Return the settings of a backend's BoxLoss; None if the loss must be computed on the host."""
     logistic, mines = param.conf_loss_type == _Parameter.LOGISTIC, param.mining_type != _Parameter.NONE
     background, fractions = param.background_label_id, (param.overlap_threshold, param.neg_overlap, param.loc_weight)
     supported = (

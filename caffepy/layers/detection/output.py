@@ -92,8 +92,9 @@ class DetectionOutputLayer(Layer):
             if blob.count != images * priors * per_prior:
                 raise self.shape_error(
                     f"needs {per_prior} {what} for each of the {priors} priors; num_classes is {self._all_classes}",
-                    blob, bottom[_PRIORS],
-                )  # fmt: skip
+                    blob,
+                    bottom[_PRIORS],
+                )
         self._shape = (images, priors)
         top[0].reshape((1, 1, 1, COLUMNS + self._shape_codes))
 

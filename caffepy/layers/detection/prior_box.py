@@ -83,11 +83,7 @@ class PriorBoxLayer(Layer):
         return ratios[1:]
 
     def _pair(self, both: str, height: str, width: str) -> tuple[float, float] | None:
-        """Return a setting (height, width), given as one number or two; None if it is not given.
-
-        Raises:
-            ConfigError: it is given in both forms, or is not above 0.
-        """
+        """Return a setting (height, width), given as one number or two; None if it is not given."""
         param = self.param.prior_box_param
         names = [name for name in (height, width) if param.HasField(name)]
         if names and param.HasField(both):

@@ -224,10 +224,8 @@ def _gather(boxes: Floats, sizes: Floats, first: Int, order: Ints, at: Int, coun
 
 @exact_function
 def _raise_overlaps(rows: Floats, row: Int, count: Int, kept: Int, max_overlaps: Floats, at: Int) -> None:
-    """Raise `max_overlaps` of the candidates after `kept` to their overlap with it, as `overlap` computes it.
-
-    NaN is kept, because in Caffe an overlap that is NaN suppresses. Disjoint boxes have a negative side here.
-    """
+    """Raise `max_overlaps` of the candidates after `kept` to their overlap with it, as `overlap` computes it."""
+    # NaN is kept, because in Caffe an overlap that is NaN suppresses. Disjoint boxes have a negative side here.
     left, top = rows[row + kept], rows[row + count + kept]
     right, bottom = rows[row + 2 * count + kept], rows[row + 3 * count + kept]
     size = rows[row + 4 * count + kept]
@@ -263,10 +261,25 @@ def _suppress(
 
 @kernel
 def _suppress_classes(
-    begin: Int, end: Int, boxes: Floats, sizes: Floats, scores: Floats, classes: Ints, keys: Floats, order: Ints,
-    rows: Floats, counts: Ints, class_count: Int, all_classes: Int, priors: Int, loc_classes: Int, limit: Int,
-    min_score: Float, threshold: Float, eta: Float,
-) -> None:  # fmt: skip
+    begin: Int,
+    end: Int,
+    boxes: Floats,
+    sizes: Floats,
+    scores: Floats,
+    classes: Ints,
+    keys: Floats,
+    order: Ints,
+    rows: Floats,
+    counts: Ints,
+    class_count: Int,
+    all_classes: Int,
+    priors: Int,
+    loc_classes: Int,
+    limit: Int,
+    min_score: Float,
+    threshold: Float,
+    eta: Float,
+) -> None:
     """An item is (image, class) of boxes (N, L, P, 4), sizes (N, L, P) and scores (N, P, C)."""
     row = begin * _FIELDS * limit
     for item in range(begin, end):
@@ -300,16 +313,33 @@ def suppress_classes(
     order, counts = np.empty((*shape, limit), np.int32), np.zeros(shape, np.int32)
     keys, rows = np.empty(order.shape, np.float32), np.empty((counts.size, _FIELDS, limit), np.float32)
     _suppress_classes.run(
-        threads, counts.size, 1, boxes, sizes, scores, classes, keys, order, rows, counts, len(classes), all_classes,
-        priors, boxes.shape[1], limit, limits.min_score, limits.threshold, limits.eta,
-    )  # fmt: skip
+        threads,
+        counts.size,
+        1,
+        boxes,
+        sizes,
+        scores,
+        classes,
+        keys,
+        order,
+        rows,
+        counts,
+        len(classes),
+        all_classes,
+        priors,
+        boxes.shape[1],
+        limit,
+        limits.min_score,
+        limits.threshold,
+        limits.eta,
+    )
     return order, counts
 
 
 @kernel
 def _suppress_mined(
     begin: Int, end: Int, boxes: Floats, sizes: Floats, order: Ints, count: Int, threshold: Float, kept_count: Ints
-) -> None:  # fmt: skip
+) -> None:
     kept = 0
     for index in range(count):
         number = order[index]
@@ -375,9 +405,18 @@ def _pixel_overlap(corners: Floats, areas: Floats, i: Int, j: Int, kind: Int, mo
 
 @kernel
 def _suppress_pixels(
-    begin: Int, end: Int, corners: Floats, areas: Floats, count: Int, limit: Int, threshold: Float, kind: Int,
-    mode: Int, kept: Ints, kept_count: Ints,
-) -> None:  # fmt: skip
+    begin: Int,
+    end: Int,
+    corners: Floats,
+    areas: Floats,
+    count: Int,
+    limit: Int,
+    threshold: Float,
+    kind: Int,
+    mode: Int,
+    kept: Ints,
+    kept_count: Ints,
+) -> None:
     found = 0
     for i in range(count):
         keep = True

@@ -406,10 +406,8 @@ class AnnotatedLoader(DatumLoader):
         return transform.emit_constraint if transform.HasField("emit_constraint") else None
 
     def _expanded(self, sample: Sample, rng: SampleRng) -> Sample:
-        """Place the image at random on a canvas of the mean's colour, up to max_expand_ratio times as large.
-
-        `_part` draws the canvas, because a patch may need little of it.
-        """
+        """Place the image at random on a canvas of the mean's colour, up to max_expand_ratio times as large."""
+        # `_part` draws the canvas, because a patch may need little of it.
         param = self._settings.transform.expand_param
         if rng.uniform(0, 1) > param.prob or abs(param.max_expand_ratio - 1) < 1e-2:
             return sample

@@ -110,11 +110,7 @@ class DetectNetTransformationLayer(Layer):
         return call_opencv("resize", to_pixels(self._mean_file), size[::-1], interpolation=opencv().INTER_CUBIC)
 
     def _boxes(self, rows: NDArray[np.float32], index: int) -> NDArray[np.float32]:
-        """Return the labels of one image.
-
-        Raises:
-            DataError: their number or length is wrong, or one is not finite.
-        """
+        """Return the labels of one image."""
         count, length = rows[0, :2].tolist()
         name = f"{self.where}: '{self.bottom_names[1]}' of image {index} of the batch"
         if not (0 <= count <= len(rows) - 1) or int(length) != _COLUMNS:
@@ -166,14 +162,7 @@ class Augmentation:
 def draw_augmentation(
     param: caffe_pb2.DetectNetAugmentationParameter, size: Size, output: Size, rng: SampleRng
 ) -> Augmentation:
-    """Draw the augmentation of an image in training.
-
-    Args:
-        param: probabilities and ranges.
-        size: of the image.
-        output: size of the top.
-        rng: the sample's random numbers.
-    """
+    """Draw the augmentation of an image in training."""
 
     def happens(probability: float) -> bool:
         return rng.uniform(0, 1) <= probability
@@ -208,14 +197,7 @@ def draw_augmentation(
 
 
 def augment_image(pixels: Pixels, augmentation: Augmentation, mean: Floats, output: Size) -> Pixels:
-    """Return the augmented image less the mean.
-
-    Args:
-        pixels: (H, W, 3), values from 0 to 255.
-        augmentation: the augmentation.
-        mean: broadcasts to (H, W, 3).
-        output: size of the result.
-    """
+    """Return the augmented image less the mean."""
     cv2 = opencv()
     pixels = pixels * _f32(1 / 255)
     if abs(augmentation.hue) > _EPSILON or augmentation.saturation < 1 - 1 / 255:

@@ -258,11 +258,7 @@ def _open(path: Path) -> AbstractContextManager[Group]:
 
 
 def _dataset(file: Group, name: str, path: Path) -> Dataset:
-    """Return the dataset of a top.
-
-    Raises:
-        DataError: the file lacks it; the message lists the datasets that exist.
-    """
+    """Return the dataset of a top."""
     from caffepy.formats.hdf5 import Dataset, find_object
 
     dataset = find_object(file, name)
@@ -275,11 +271,7 @@ def _dataset(file: Group, name: str, path: Path) -> Dataset:
 
 
 def _check_values(dataset: Dataset, path: Path) -> tuple[int, ...]:
-    """Return the shape of a dataset.
-
-    Raises:
-        DataError: it is not numeric, empty, or larger than a blob may be.
-    """
+    """Return the shape of a dataset."""
     name = dataset.name.removeprefix("/")
     if dataset.dtype is None or dataset.dtype.kind not in "fiu":
         raise DataError(f"HDF5 file '{path}': dataset '{name}' holds {dataset.kind}; a top takes numbers")

@@ -237,10 +237,20 @@ class ImageDataLayer(ImagesLayer):
         size = (param.new_height, param.new_width) if param.new_height else None
         threads = self.threads(param.threads if param.HasField("threads") else 0)
         return ImageFileLoader(
-            self._list, order, self._transformer, seed, stream, self.where, threads,
-            color=param.is_color, size=size, short_side=param.short_side, cache=self._cache,
-            new_dim=param.new_dim, bicubic=param.bicubic,
-        )  # fmt: skip
+            self._list,
+            order,
+            self._transformer,
+            seed,
+            stream,
+            self.where,
+            threads,
+            color=param.is_color,
+            size=size,
+            short_side=param.short_side,
+            cache=self._cache,
+            new_dim=param.new_dim,
+            bicubic=param.bicubic,
+        )
 
     def _epoch_images(self, total: int) -> int:
         """Return the number of images in an epoch: in TRAIN total / dataset_share_per_node if that is above 1."""

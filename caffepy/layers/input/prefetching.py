@@ -243,8 +243,12 @@ class PrefetchingLayer(Layer):
         if divided and size % shard.devices_per_rank and self._root:
             logger.warning(
                 "layer '%s': batch_size %d cannot be divided among %d devices; rounded up to %d a device, %d in all",
-                self.name, size, shard.devices_per_rank, self._count, self._count * shard.devices_per_rank,
-            )  # fmt: skip
+                self.name,
+                size,
+                shard.devices_per_rank,
+                self._count,
+                self._count * shard.devices_per_rank,
+            )
 
     @property
     def _root(self) -> bool:
@@ -357,12 +361,7 @@ class PrefetchingLayer(Layer):
         return transfer
 
     def _wait_for_free_slots(self, ring: InputRing) -> None:
-        """Wait while the device reads every slot of the ring.
-
-        Raises:
-            AbortedError: the layer was closed.
-            RunError: the wait took longer than the timeout.
-        """
+        """Wait while the device reads every slot of the ring."""
         started = suspend_aware_seconds()
         while not ring.ready():
             if self._closed:
@@ -472,13 +471,7 @@ def blocks_needed(passes_ahead: int, block: int) -> int:
 
 
 def expected_bytes(shapes: Sequence[tuple[int, ...]], as_bytes: bool, passes_ahead: int) -> int:
-    """Return an estimate of a ring's bytes for tops of these shapes, before the first batch.
-
-    Args:
-        shapes: of the tops.
-        as_bytes: whether images are copied as uint8 and transformed on the device.
-        passes_ahead: passes that are prefetched at once.
-    """
+    """Return an estimate of a ring's bytes for tops of these shapes, before the first batch."""
     if as_bytes and len(shapes[0]) == 4:
         slot = ImageSlot(*shapes[0])
         block = passes_per_block(slot)

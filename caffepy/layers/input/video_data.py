@@ -37,10 +37,16 @@ from caffepy.layers.layer import register_layer
 from caffepy.utils.files import working_folder
 
 
-def clip_loader(  # noqa: PLR0913 -- the settings of a list
-    layer: PrefetchingLayer, source: ClipList, reader: ClipReader, transform: ClipTransform, shuffle: bool,
-    rand_skip: int, seed: int, stream: int,
-) -> ClipLoader:  # fmt: skip
+def clip_loader(
+    layer: PrefetchingLayer,
+    source: ClipList,
+    reader: ClipReader,
+    transform: ClipTransform,
+    shuffle: bool,
+    rand_skip: int,
+    seed: int,
+    stream: int,
+) -> ClipLoader:
     """Return a loader of the samples that `reader` makes of a list.
 
     Raises:

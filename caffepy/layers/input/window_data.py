@@ -52,9 +52,11 @@ class WindowDataLayer(PrefetchingLayer):
         check_transform(self.param.transform_param, self.where)
         self._settings = self._read_settings()
         self._windows = WindowSource(
-            self.context.resolve(param.source), param.root_folder, (param.fg_threshold, param.bg_threshold),
+            self.context.resolve(param.source),
+            param.root_folder,
+            (param.fg_threshold, param.bg_threshold),
             param.cache_images,
-        )  # fmt: skip
+        )
         if self._windows.channels != 3:
             raise self.error(f"its images have {self._windows.channels} channels, but they are read in color, with 3")
         return self._windows, [(3, self._settings.crop, self._settings.crop), ()]
@@ -71,9 +73,16 @@ class WindowDataLayer(PrefetchingLayer):
         if not 0 <= param.fg_fraction <= 1:
             raise self.error(f"fg_fraction is {param.fg_fraction:g}; it must be from 0 to 1")
         return WindowSettings(
-            param.batch_size, param.fg_fraction, crop, param.context_pad, param.crop_mode == "square",
-            transform.mirror or param.mirror, self._read_mean(crop), param.scale * transform.scale, self.context.nvidia,
-        )  # fmt: skip
+            param.batch_size,
+            param.fg_fraction,
+            crop,
+            param.context_pad,
+            param.crop_mode == "square",
+            transform.mirror or param.mirror,
+            self._read_mean(crop),
+            param.scale * transform.scale,
+            self.context.nvidia,
+        )
 
     def _read_mean(self, crop: int) -> NDArray[np.float32]:
         transform = self.param.transform_param

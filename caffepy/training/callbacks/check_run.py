@@ -67,5 +67,7 @@ def _check_space(solver: Solver) -> None:
     free = shutil.disk_usage(path.parent).free
     solver.log(
         "Check: snapshots can be written to %s: %.1f MiB each, %.1f GiB are free",
-        path.parent, size / MEBIBYTE, free / GIBIBYTE,
-    )  # fmt: skip
+        path.parent,
+        size / MEBIBYTE,
+        free / GIBIBYTE,
+    )

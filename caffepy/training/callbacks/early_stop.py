@@ -59,6 +59,10 @@ class EarlyStop:
             return False
         log.info(
             "Early stop: %s has not become better than %.6g, of iteration %d, in %d test%s",
-            self._score.name, self._best * self._score.sign, self._best_iteration, self._tests, "s" * (self._tests > 1),
-        )  # fmt: skip
+            self._score.name,
+            self._best * self._score.sign,
+            self._best_iteration,
+            self._tests,
+            "s" * (self._tests > 1),
+        )
         return True

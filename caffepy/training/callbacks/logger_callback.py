@@ -176,8 +176,10 @@ class LoggerCallback:
     def _remove(self, name: str, logger: Logger, error: Exception) -> None:
         log.warning(
             "--log %s failed and is off from iteration %d on; training continues: %s",
-            name, self._solver.iteration, _described(error),
-        )  # fmt: skip
+            name,
+            self._solver.iteration,
+            _described(error),
+        )
         log.debug("traceback of --log %s", name, exc_info=error)
         self._loggers = [pair for pair in self._loggers if pair[1] is not logger]
         with suppress(Exception):

@@ -229,11 +229,7 @@ class RowFile(Logger, ABC):
         self._file = self._path.open("a", encoding="utf-8", newline="")
 
     def _read(self) -> list[Row]:
-        """The file's whole rows.
-
-        Raises:
-            ConfigError: it is another file.
-        """
+        """The file's whole rows."""
         try:
             with open_regular(self._path) as file:
                 rows = self._rows(line.decode() for line in file)

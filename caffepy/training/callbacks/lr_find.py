@@ -52,9 +52,16 @@ def rising_rates(param: SolverParameter, iterations: int | None) -> None:
     for name in ("test_net", "test_net_param", "test_iter", "test_state"):
         param.ClearField(name)
     for name in (
-        "test_interval", "test_and_snapshot_last_epochs", "warmup_iter", "warmup_start_lr", "rampup_interval",
-        "rampup_lr", "min_lr", "snapshot", "display",
-    ):  # fmt: skip
+        "test_interval",
+        "test_and_snapshot_last_epochs",
+        "warmup_iter",
+        "warmup_start_lr",
+        "rampup_interval",
+        "rampup_lr",
+        "min_lr",
+        "snapshot",
+        "display",
+    ):
         param.ClearField(name)
     param.snapshot_after_train = False
     param.lr_policy, param.base_lr = "exp", FIRST_RATE
@@ -101,8 +108,10 @@ class LearningRateFinder:
         if chosen is None:
             log.warning(
                 "the loss did not fall at any learning rate from %g on in %d iterations: give more with --max-iter, "
-                "or look at the net and its data", FIRST_RATE, solver.iteration,
-            )  # fmt: skip
+                "or look at the net and its data",
+                FIRST_RATE,
+                solver.iteration,
+            )
         if not self._rates:
             return
         draw_rates(self._path, self._rates, self._losses, self._means, chosen)

@@ -17,16 +17,42 @@ ROUNDING = {"float32": 1e-5, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Allowed distance relative to an array's largest value."""
 
 SHAPES = [
-    (2, 1, 1, 1), (1, 3, 1, 1), (1, 3, 7, 5), (4, 7, 5, 5), (2, 33, 3, 3), (3, 8, 4, 4), (5, 20, 6, 6), (3, 36, 5, 3),
-    (2, 64, 9, 7), (1, 2048, 2, 2), (16, 256, 7, 7), (2, 520, 3, 3), (70, 5), (64, 500), (1, 7), (130, 64), (3, 6, 5),
-    (40, 3, 70), (2, 4, 3, 2, 3), (7, 1, 50, 50), (3, 1, 11),
-]  # fmt: skip
+    (2, 1, 1, 1),
+    (1, 3, 1, 1),
+    (1, 3, 7, 5),
+    (4, 7, 5, 5),
+    (2, 33, 3, 3),
+    (3, 8, 4, 4),
+    (5, 20, 6, 6),
+    (3, 36, 5, 3),
+    (2, 64, 9, 7),
+    (1, 2048, 2, 2),
+    (16, 256, 7, 7),
+    (2, 520, 3, 3),
+    (70, 5),
+    (64, 500),
+    (1, 7),
+    (130, 64),
+    (3, 6, 5),
+    (40, 3, 70),
+    (2, 4, 3, 2, 3),
+    (7, 1, 50, 50),
+    (3, 1, 11),
+]
 """One channel and many; no multiple of 8; batch 1; images of one pixel; channels with neighbours of their own."""
 
 LARGE = [
-    (8, 64, 56, 56), (7, 48, 61, 59), (3, 2048, 14, 14), (300, 1000), (2, 1, 512, 513), (16, 5, 7000), (4, 64, 40, 40),
-    (7, 48, 31, 29), (3, 1000, 9, 9), (2, 5, 201, 203),
-]  # fmt: skip
+    (8, 64, 56, 56),
+    (7, 48, 61, 59),
+    (3, 2048, 14, 14),
+    (300, 1000),
+    (2, 1, 512, 513),
+    (16, 5, 7000),
+    (4, 64, 40, 40),
+    (7, 48, 31, 29),
+    (3, 1000, 9, 9),
+    (2, 5, 201, 203),
+]
 """More than one block adds up each channel."""
 
 DOUBTFUL = 1e-3
@@ -186,9 +212,15 @@ def test_load(backend: Backend, channels: int, count: float) -> None:
 
 
 def check_forward(
-    backend: Backend, shape: tuple[int, ...], dtype: str, residual: bool, relu: bool, mask: bool,
-    in_place: bool = False, to: str = "",
-) -> None:  # fmt: skip
+    backend: Backend,
+    shape: tuple[int, ...],
+    dtype: str,
+    residual: bool,
+    relu: bool,
+    mask: bool,
+    in_place: bool = False,
+    to: str = "",
+) -> None:
     """y and the mask."""
     s = statistics(backend, shape[1])
     x, host = rounded_to_device(backend, normal(1, shape), dtype)
@@ -204,9 +236,15 @@ def check_forward(
 
 
 def check_backward(
-    backend: Backend, shape: tuple[int, ...], dtype: str, sources: int = 1, relu: bool = False, mask: bool = False,
-    total: str = "", gradients: str = "",
-) -> None:  # fmt: skip
+    backend: Backend,
+    shape: tuple[int, ...],
+    dtype: str,
+    sources: int = 1,
+    relu: bool = False,
+    mask: bool = False,
+    total: str = "",
+    gradients: str = "",
+) -> None:
     """Both passes; `total` is where g goes: nowhere, to an array of its "own" or to the "first" or "last" dy."""
     s = statistics(backend, shape[1])
     x, host = rounded_to_device(backend, normal(1, shape), dtype)
@@ -290,9 +328,23 @@ def test_backward(backend: Backend, dtype: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("relu", "mask"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(
     ("sources", "total"),
-    [(1, ""), (1, "own"), (1, "first"), (2, "own"), (2, "last"), (3, "last"), (4, "own"), (4, "first"), (5, "own"),
-     (5, "first"), (6, "last"), (6, "own"), (9, "own"), (12, "first")],
-)  # fmt: skip
+    [
+        (1, ""),
+        (1, "own"),
+        (1, "first"),
+        (2, "own"),
+        (2, "last"),
+        (3, "last"),
+        (4, "own"),
+        (4, "first"),
+        (5, "own"),
+        (5, "first"),
+        (6, "last"),
+        (6, "own"),
+        (9, "own"),
+        (12, "first"),
+    ],
+)
 @pytest.mark.parametrize("shape", [(4, 7, 5, 5), (4, 16, 9, 9), (7, 48, 31, 29)])
 def test_backward_combinations(
     backend: Backend, dtype: str, shape: tuple[int, ...], sources: int, total: str, relu: bool, mask: bool

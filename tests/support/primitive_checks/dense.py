@@ -20,9 +20,13 @@ TRANSPOSED = [(False, False), (True, False), (False, True), (True, True)]
 
 
 def check_gemm(
-    backend: Backend, sizes: tuple[int, int, int], transposed: tuple[bool, bool], dtype: str = "float32",
-    sliced: bool = False, tolerance: dict[str, float] = TOLERANCE,
-) -> None:  # fmt: skip
+    backend: Backend,
+    sizes: tuple[int, int, int],
+    transposed: tuple[bool, bool],
+    dtype: str = "float32",
+    sliced: bool = False,
+    tolerance: dict[str, float] = TOLERANCE,
+) -> None:
     """Products of matrices and of slices of wider ones, overwriting and adding, to the dtype and to float32."""
     m, n, k = sizes
     a, b = (rounded(normal(seed, shape), dtype) for seed, shape in ((1, (m, k)), (2, (k, n))))
@@ -57,9 +61,12 @@ def _near(found: Any, expected: Any, limit: float) -> None:
 
 @often
 @given(
-    m=st.sampled_from([1, 2, 5, 7, 23, 64]), n=st.sampled_from([1, 3, 10, 17, 65]),
-    k=st.sampled_from([1, 5, 9, 40, 133, 300]), transposed=st.sampled_from(TRANSPOSED), sliced=st.booleans(),
-)  # fmt: skip
+    m=st.sampled_from([1, 2, 5, 7, 23, 64]),
+    n=st.sampled_from([1, 3, 10, 17, 65]),
+    k=st.sampled_from([1, 5, 9, 40, 133, 300]),
+    transposed=st.sampled_from(TRANSPOSED),
+    sliced=st.booleans(),
+)
 def test_gemm(backend: Backend, m: int, n: int, k: int, transposed: tuple[bool, bool], sliced: bool) -> None:
     check_gemm(backend, (m, n, k), transposed, sliced=sliced)
 
@@ -104,9 +111,17 @@ FORMULAS: dict[str, tuple[Expression, Any]] = {
 """Formulas of a product and its column's number, and what they make of the sum of the two."""
 
 SIZES = [
-    (100, 30, 250), (100, 250, 30), (100, 500, 250), (7, 33, 40), (1, 1, 16), (1, 70, 64), (3, 5, 8), (64, 10, 500),
-    (100, 1000, 500), (100, 784, 1000),
-]  # fmt: skip
+    (100, 30, 250),
+    (100, 250, 30),
+    (100, 500, 250),
+    (7, 33, 40),
+    (1, 1, 16),
+    (1, 70, 64),
+    (3, 5, 8),
+    (64, 10, 500),
+    (100, 1000, 500),
+    (100, 784, 1000),
+]
 """Rows, columns, depth: of small products and others, with wide loads and without."""
 
 

@@ -63,9 +63,11 @@ def sparse(backend: Backend, dense: Any) -> SparseMatrix:
     rows, columns = np.nonzero(dense)
     begins = np.searchsorted(rows, np.arange(len(dense) + 1))
     return SparseMatrix(
-        to_device(backend, begins, "int32"), to_device(backend, columns, "int32"),
-        to_device(backend, dense[rows, columns]), dense.shape,
-    )  # fmt: skip
+        to_device(backend, begins, "int32"),
+        to_device(backend, columns, "int32"),
+        to_device(backend, dense[rows, columns]),
+        dense.shape,
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,9 +88,16 @@ def test_spatial_product(backend: Backend, dtype: str, x_shape: tuple[int, ...],
 
 @pytest.mark.parametrize(
     ("shape", "axis", "wanted"),
-    [((3, 7), 1, 2), ((2, 600), 1, 600), ((2, 5, 3, 4), 1, 3), ((2, 5, 3, 4), 3, 4), ((6,), 0, 1),
-     ((2, 3, 4, 2, 3), 2, 4), ((4, 3), 0, 4)],
-)  # fmt: skip
+    [
+        ((3, 7), 1, 2),
+        ((2, 600), 1, 600),
+        ((2, 5, 3, 4), 1, 3),
+        ((2, 5, 3, 4), 3, 4),
+        ((6,), 0, 1),
+        ((2, 3, 4, 2, 3), 2, 4),
+        ((4, 3), 0, 4),
+    ],
+)
 def test_largest(backend: Backend, shape: tuple[int, ...], axis: int, wanted: int) -> None:
     """Values with many that are equal: the one of the larger index comes first."""
     x = np.random.default_rng(6).integers(-4, 4, shape).astype(np.float32)
@@ -145,9 +154,16 @@ def test_stochastic_pooling(backend: Backend, kernel: int, stride: int) -> None:
 
 
 ROIS = np.array(
-    [[0, 0, 0, 15, 11], [1, 4, 2, 9, 7], [1, 12, 10, 40, 30], [0, 5, 5, 5, 5], [2, 3.4, 1.6, 10.2, 9.9],
-     [0, 30, 30, 40, 40]], np.float32,
-)  # fmt: skip
+    [
+        [0, 0, 0, 15, 11],
+        [1, 4, 2, 9, 7],
+        [1, 12, 10, 40, 30],
+        [0, 5, 5, 5, 5],
+        [2, 3.4, 1.6, 10.2, 9.9],
+        [0, 30, 30, 40, 40],
+    ],
+    np.float32,
+)
 """Whole images, parts, beyond the edge, one pixel, halves, and outside."""
 
 
@@ -166,10 +182,18 @@ def _bins(roi: Any, scale: float, size: tuple[int, int], bins: int, whole: bool)
             begin = _round(first) * scale
             extent = max((_round(last) + 1) * scale - begin, 0.1)
         step = np.float32(extent) / np.float32(bins)
-        edges.append([
-            slice(*np.clip([math.floor(np.float32(i * step) + begin), math.ceil(np.float32((i + 1) * step) + begin)],
-                           0, length)) for i in range(bins)
-        ])  # fmt: skip
+        edges.append(
+            [
+                slice(
+                    *np.clip(
+                        [math.floor(np.float32(i * step) + begin), math.ceil(np.float32((i + 1) * step) + begin)],
+                        0,
+                        length,
+                    )
+                )
+                for i in range(bins)
+            ]
+        )
     return {(i, j): (h, w) for i, h in enumerate(edges[0]) for j, w in enumerate(edges[1])}
 
 

@@ -13,9 +13,15 @@ from caffepy.backend import Backend
 from caffepy.backend.types import ImageSlot, aligned_size, element_dtype
 
 SHAPES = [
-    (1, 1, 1, 1), (2, 1, 28, 28), (3, 3, 7, 5), (1, 7, 3, 3), (2, 33, 2, 3), (5, 3, 227, 227), (3, 2, 1, 9),
+    (1, 1, 1, 1),
+    (2, 1, 28, 28),
+    (3, 3, 7, 5),
+    (1, 7, 3, 3),
+    (2, 33, 2, 3),
+    (5, 3, 227, 227),
+    (3, 2, 1, 9),
     (1, 4, 8, 8),
-]  # fmt: skip
+]
 
 
 def _fed(backend: Backend, size: int, number: int, at: int, memory: Any) -> tuple[Any, list[int]]:

@@ -46,8 +46,27 @@ def test_memory_of_more_shapes(backend: Backend, dtype: str, shape: tuple[int, .
 
 def test_awkward_numbers(backend: Backend, dtype: str, other_dtype: str) -> None:
     """Ties, overflow, numbers below the normal range, infinities and NaN."""
-    host = np.array([1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-8, 1 + 3 * 2**-8, 65519, 65520, 1e-7, 6e-8, 3.4e38, -0.0, 0,
-                     np.inf, -np.inf, np.nan, -1e-40, 77], np.float32)  # fmt: skip
+    host = np.array(
+        [
+            1 + 2**-11,
+            1 + 3 * 2**-11,
+            1 + 2**-8,
+            1 + 3 * 2**-8,
+            65519,
+            65520,
+            1e-7,
+            6e-8,
+            3.4e38,
+            -0.0,
+            0,
+            np.inf,
+            -np.inf,
+            np.nan,
+            -1e-40,
+            77,
+        ],
+        np.float32,
+    )
     array, result = to_device(backend, host, dtype), dirty(backend, host.shape, other_dtype)
     backend.copy(array, result)
     np.testing.assert_array_equal(backend.to_host(result), rounded(rounded(host, dtype), other_dtype))
@@ -56,12 +75,23 @@ def test_awkward_numbers(backend: Backend, dtype: str, other_dtype: str) -> None
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ((4, 6, 5, 7), (4, 210)), ((4, 210), (4, 6, 5, 7)), ((4, 6, 1, 1), (4, 6)), ((4, 6), (4, 6, 1, 1)),
-        ((4, 1, 5, 7), (4, 35)), ((4, 6, 5, 7), (2, 12, 7, 5)), ((8, 3), (2, 3, 4)), ((4, 6, 5, 7), (4, 6, 35)),
-        ((24,), (1, 2, 3, 4)), ((1,), ()), ((4, 6, 5, 7), (4, 6, 5, 7)), ((2, 6, 4, 5), (2, 3, 2, 4, 5)),
-        ((2, 3, 2, 4, 5), (2, 6, 4, 5)), ((2, 3, 2, 4, 5), (6, 40)), ((6, 40), (2, 3, 2, 4, 5)),
+        ((4, 6, 5, 7), (4, 210)),
+        ((4, 210), (4, 6, 5, 7)),
+        ((4, 6, 1, 1), (4, 6)),
+        ((4, 6), (4, 6, 1, 1)),
+        ((4, 1, 5, 7), (4, 35)),
+        ((4, 6, 5, 7), (2, 12, 7, 5)),
+        ((8, 3), (2, 3, 4)),
+        ((4, 6, 5, 7), (4, 6, 35)),
+        ((24,), (1, 2, 3, 4)),
+        ((1,), ()),
+        ((4, 6, 5, 7), (4, 6, 5, 7)),
+        ((2, 6, 4, 5), (2, 3, 2, 4, 5)),
+        ((2, 3, 2, 4, 5), (2, 6, 4, 5)),
+        ((2, 3, 2, 4, 5), (6, 40)),
+        ((6, 40), (2, 3, 2, 4, 5)),
     ],
-)  # fmt: skip
+)
 def test_reshaped(backend: Backend, old: tuple[int, ...], new: tuple[int, ...]) -> None:
     """The logical order of the elements survives a reshape."""
     host = normal(2, old)
@@ -174,9 +204,9 @@ def test_whole_numbers_become_any_dtype(backend: Backend, dtype: str, integer: s
 
 
 @pytest.mark.parametrize(
-    ("sources", "at"), [(2, None), (2, 0), (3, None), (3, 2), (5, None), (8, 3), (8, None), (9, None), (17, None),
-                        (9, 8)]
-)  # fmt: skip
+    ("sources", "at"),
+    [(2, None), (2, 0), (3, None), (3, 2), (5, None), (8, 3), (8, None), (9, None), (17, None), (9, 8)],
+)
 @pytest.mark.parametrize("shape", [(3, 5, 4, 4), (4, 64, 28, 28), (7,), (3, 3, 3)])
 def test_add_n(backend: Backend, dtype: str, shape: tuple[int, ...], sources: int, at: int | None) -> None:
     """A sum of several arrays, to an array of its own or to one of them."""

@@ -154,9 +154,12 @@ def check_lrn(backend: Backend, dtype: str, shape: tuple[int, ...], window: LrnW
 
 @often
 @given(
-    n=SIZES, c=CHANNELS, size=st.sampled_from([1, 3, 5, 9]), beta=st.sampled_from([0.75, 0.5, 1.0, 1.3]),
+    n=SIZES,
+    c=CHANNELS,
+    size=st.sampled_from([1, 3, 5, 9]),
+    beta=st.sampled_from([0.75, 0.5, 1.0, 1.3]),
     k=st.sampled_from([1, 1.5, 2]),
-)  # fmt: skip
+)
 def test_lrn(backend: Backend, n: int, c: int, size: int, beta: float, k: float) -> None:
     check_lrn(backend, "float32", (n, c, 3, 2), LrnWindow(size, 0.7, beta, k))
 

@@ -26,9 +26,12 @@ def check_random_uniform(
 
 @some
 @given(
-    shape=st.lists(SIZES, min_size=1, max_size=4), seed=st.integers(0, 2**64 - 1), stream=st.integers(0, 2**32 - 1),
-    pass_number=st.integers(0, 2**32 - 1), first=st.integers(0, 2**40),
-)  # fmt: skip
+    shape=st.lists(SIZES, min_size=1, max_size=4),
+    seed=st.integers(0, 2**64 - 1),
+    stream=st.integers(0, 2**32 - 1),
+    pass_number=st.integers(0, 2**32 - 1),
+    first=st.integers(0, 2**40),
+)
 def test_random_uniform(
     backend: Backend, shape: list[int], seed: int, stream: int, pass_number: int, first: int
 ) -> None:
@@ -37,9 +40,22 @@ def test_random_uniform(
 
 @pytest.mark.parametrize(
     "shape",
-    [(3,), (4, 7), (3, 500), (2, 3, 5, 4), (2, 1, 5, 3), (2, 6, 1, 1), (2, 3, 2, 2, 2), (2, 32, 6, 6), (1, 8, 2, 2),
-     (3, 70, 5, 4), (2, 9, 4, 3, 2), (3, 2052), (2, 1, 60, 60)],
-)  # fmt: skip
+    [
+        (3,),
+        (4, 7),
+        (3, 500),
+        (2, 3, 5, 4),
+        (2, 1, 5, 3),
+        (2, 6, 1, 1),
+        (2, 3, 2, 2, 2),
+        (2, 32, 6, 6),
+        (1, 8, 2, 2),
+        (3, 70, 5, 4),
+        (2, 9, 4, 3, 2),
+        (3, 2052),
+        (2, 1, 60, 60),
+    ],
+)
 @pytest.mark.parametrize("first_sample", [0, 2**32 - 1, 2**40])
 def test_random_uniform_shapes(backend: Backend, shape: tuple[int, ...], first_sample: int) -> None:
     check_random_uniform(backend, shape, 2**63 + 12345, 0xDEADBEEF, 7, first_sample)

@@ -23,8 +23,12 @@ def test_a_step_of_an_lstm(backend: Backend, dtype: str, streams: int, width: in
     inputs, before, d_cell, d_carried = (normal(s, d) for s, d in ((1, wide), (2, shape), (3, shape), (4, shape)))
     dy = rounded(normal(5, shape), dtype)
     cont, next_cont = (np.asarray(normal(seed, (streams,)) < 0.3, np.float32) for seed in (6, 7))
-    i, f, o, g = (function(part) for function, part in zip(
-        (_sigmoid, _sigmoid, _sigmoid, np.tanh), np.split(inputs.astype(float), 4, axis=1), strict=True))  # fmt: skip
+    i, f, o, g = (
+        function(part)
+        for function, part in zip(
+            (_sigmoid, _sigmoid, _sigmoid, np.tanh), np.split(inputs.astype(float), 4, axis=1), strict=True
+        )
+    )
     kept = cont[:, None] * before
     cell = f * kept + i * g
     hidden = o * np.tanh(cell)
@@ -42,9 +46,11 @@ def test_a_step_of_an_lstm(backend: Backend, dtype: str, streams: int, width: in
     d_hidden = dy + (d_carried * next_cont[:, None] if goes_on else 0)
     through = d_cell + d_hidden * o * (1 - np.tanh(cell) ** 2)
     d_inputs = [
-        through * g * i * (1 - i), through * kept * f * (1 - f), d_hidden * np.tanh(cell) * o * (1 - o),
+        through * g * i * (1 - i),
+        through * kept * f * (1 - f),
+        d_hidden * np.tanh(cell) * o * (1 - o),
         through * i * (1 - g * g),
-    ]  # fmt: skip
+    ]
     on_d_cell, d_gates = to_device(backend, d_cell), backend.zeros(wide, dtype)
     back = (more[0], to_device(backend, d_carried)) if goes_on else ()
     backend.lstm_step_backward(

@@ -11,12 +11,47 @@ from caffepy.backend.interface import Backend
 from caffepy.backend.meta import SETUP, MetaArray, MetaBackend
 from caffepy.backend.types import BatchNormState, RandomStream, SparseMatrix
 
-NUMBERS = {"value", "axis", "border", "fill", "accumulate", "transpose_a", "transpose_b", "window", "relu",
-           "elements", "ratio", "stream", "counter", "ignore_label", "smoothing", "higher_wins", "scale", "geometry",
-           "expression", "host", "group", "self"}  # fmt: skip
-WITHOUT_ARRAYS = {"activate", "synchronize", "close", "device_description", "zeros", "plan_convolution", "to_host",
-                  "device_scalars", "record_event", "record_timed_event", "device_timer", "copy_to_host_async", "view",
-                  "flat", "reshaped"}  # fmt: skip
+NUMBERS = {
+    "value",
+    "axis",
+    "border",
+    "fill",
+    "accumulate",
+    "transpose_a",
+    "transpose_b",
+    "window",
+    "relu",
+    "elements",
+    "ratio",
+    "stream",
+    "counter",
+    "ignore_label",
+    "smoothing",
+    "higher_wins",
+    "scale",
+    "geometry",
+    "expression",
+    "host",
+    "group",
+    "self",
+}
+WITHOUT_ARRAYS = {
+    "activate",
+    "synchronize",
+    "close",
+    "device_description",
+    "zeros",
+    "plan_convolution",
+    "to_host",
+    "device_scalars",
+    "record_event",
+    "record_timed_event",
+    "device_timer",
+    "copy_to_host_async",
+    "view",
+    "flat",
+    "reshaped",
+}
 
 
 def backend() -> MetaBackend:

@@ -35,9 +35,13 @@ def compiled():
 @settings(max_examples=80)
 @given(
     shape=st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 3, 7]), st.integers(1, 9), st.integers(1, 33)),
-    more=st.tuples(st.integers(0, 3), st.integers(0, 3)), whole_mean=st.booleans(), mirror=st.booleans(),
-    scale=st.sampled_from([1.0, 1 / 256, 0.1]), labelled=st.booleans(), threads=st.sampled_from([1, 2]),
-)  # fmt: skip
+    more=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    whole_mean=st.booleans(),
+    mirror=st.booleans(),
+    scale=st.sampled_from([1.0, 1 / 256, 0.1]),
+    labelled=st.booleans(),
+    threads=st.sampled_from([1, 2]),
+)
 def test_images_are_those_of_the_plain_formula(shape, more, whole_mean, mirror, scale, labelled, threads):
     backend = create_backend(threads=threads)
     slot = ImageSlot(*shape)

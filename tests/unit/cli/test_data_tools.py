@@ -179,9 +179,11 @@ def test_a_label_map_and_sizes(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize(
     ("tool", "text"),
-    [("upgrade_net_proto_text", 'input: "x" input_dim: 1 input_dim: 1 input_dim: 1 input_dim: 1'),
-     ("upgrade_solver_proto_text", 'net: "n" solver_type: SGD')],
-)  # fmt: skip
+    [
+        ("upgrade_net_proto_text", 'input: "x" input_dim: 1 input_dim: 1 input_dim: 1 input_dim: 1'),
+        ("upgrade_solver_proto_text", 'net: "n" solver_type: SGD'),
+    ],
+)
 def test_upgrades(tool: str, text: str, capsys: pytest.CaptureFixture[str]):
     Path("old").write_text(text)
     assert main([tool, "old", "new"]) == main([tool, "new", "newer"]) == 0

@@ -151,16 +151,19 @@ def test_a_difference_writes_nothing(files, monkeypatch: pytest.MonkeyPatch, cap
     assert not Path(files[2]).exists()
 
 
-@pytest.mark.parametrize(("command", "match"), [
-    (["export", "NET", "WEIGHTS", "OUT", "--opset", "99"], "opset is 99; 13 to 21 can be written"),
-    (["export", "NET", "WEIGHTS", "OUT", "--batch", "none"], "'none' is not a whole number"),
-    (["export", "NET", "OUT", "OUT"], "out.onnx"),
-    (["export", "NET"], "required: WEIGHTS, OUT"),
-    (["import", "OUT"], "cannot be read: No such file"),
-    (["import", "NET"], "not an ONNX model"),
-    (["import", "OUT", "--shape", "a,b"], "'a,b' is not a shape such as"),
-    (["import", "NET", "--output", "."], ". is a folder; give --output a path without suffix"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "match"),
+    [
+        (["export", "NET", "WEIGHTS", "OUT", "--opset", "99"], "opset is 99; 13 to 21 can be written"),
+        (["export", "NET", "WEIGHTS", "OUT", "--batch", "none"], "'none' is not a whole number"),
+        (["export", "NET", "OUT", "OUT"], "out.onnx"),
+        (["export", "NET"], "required: WEIGHTS, OUT"),
+        (["import", "OUT"], "cannot be read: No such file"),
+        (["import", "NET"], "not an ONNX model"),
+        (["import", "OUT", "--shape", "a,b"], "'a,b' is not a shape such as"),
+        (["import", "NET", "--output", "."], ". is a folder; give --output a path without suffix"),
+    ],
+)
 def test_mistakes(files, command: list[str], match: str, capsys: pytest.CaptureFixture[str]):
     names = dict(zip(("NET", "WEIGHTS", "OUT"), files, strict=True))
     assert main([names.get(word, word) for word in command]) == 2
@@ -191,11 +194,12 @@ def test_import_writes_files_that_load_as_the_model(tmp_path: Path):
         helper.make_node("Selu", ["a"], ["y"]),
     ]
     graph = helper.make_graph(
-        nodes, "g",
+        nodes,
+        "g",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 3, 4, 4])],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
         [numpy_helper.from_array(values, name) for name, values in zip("sbmv", statistics(3), strict=True)],
-    )  # fmt: skip
+    )
     path = tmp_path / "net.onnx"
     save_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
     assert main(["import", str(path)]) == 0

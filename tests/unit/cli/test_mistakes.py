@@ -51,7 +51,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("classify cat.png --model net.prototxt --mean-file packed.caffemodel", "'packed.caffemodel' .* gzip; unpack"),
         ("import net.prototxt", "net.prototxt: not an ONNX model, or damaged: it is text .*; give the binary file"),
     ],
-)  # fmt: skip
+)
 def test_the_message_helps(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command.split()) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("caffepy: error: ")]

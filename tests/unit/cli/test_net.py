@@ -66,8 +66,9 @@ def test_fused_layers_in_half_precision(capsys: pytest.CaptureFixture[str]):
 
 
 def test_folded_layers_and_their_memory(capsys: pytest.CaptureFixture[str]):
-    text = NET.replace('layer { name: "relu"', 'layer { name: "n" type: "BatchNorm" bottom: "conv" top: "conv" }\n'
-                       'layer { name: "relu"').replace("num_output: 6", "num_output: 600")  # fmt: skip
+    text = NET.replace(
+        'layer { name: "relu"', 'layer { name: "n" type: "BatchNorm" bottom: "conv" top: "conv" }\nlayer { name: "relu"'
+    ).replace("num_output: 6", "num_output: 600")
     Path("net.prototxt").write_text(text)
     options = ("--model=net.prototxt", "--shape=200,12,12", "--phase=TEST")
     table = lines(capsys, *options, "--fused")

@@ -132,20 +132,68 @@ OWN_RULES = {
 }
 """Outputs with a rule of their own, which other tests hold."""
 WRITE_NOTHING = {
-    "bench", "completion", "device_query", "launch", "net", "snapshot", "test", "test_detection", "time", "warm-up",
-}  # fmt: skip
+    "bench",
+    "completion",
+    "device_query",
+    "launch",
+    "net",
+    "snapshot",
+    "test",
+    "test_detection",
+    "time",
+    "warm-up",
+}
 """Commands that write to stdout and caches alone. A net's own layers, such as HDF5Output, write as in Caffe."""
 READ = {
-    "calibrate", "calibrate_network", "classes", "data", "files", "from_log", "hostfile", "image_file", "images",
-    "input_db", "input_folder", "label_file", "label_map", "label_map_file", "labels", "like", "listfile", "log",
-    "mapfile", "mean_file", "model", "name_id_file", "net", "old", "plugin", "profile", "proto", "rootfolder",
-    "snapshot", "solver", "source", "weights",
-}  # fmt: skip
+    "calibrate",
+    "calibrate_network",
+    "classes",
+    "data",
+    "files",
+    "from_log",
+    "hostfile",
+    "image_file",
+    "images",
+    "input_db",
+    "input_folder",
+    "label_file",
+    "label_map",
+    "label_map_file",
+    "labels",
+    "like",
+    "listfile",
+    "log",
+    "mapfile",
+    "mean_file",
+    "model",
+    "name_id_file",
+    "net",
+    "old",
+    "plugin",
+    "profile",
+    "proto",
+    "rootfolder",
+    "snapshot",
+    "solver",
+    "source",
+    "weights",
+}
 """Arguments that name files or folders which are read."""
 OTHER = {
-    "blobs", "delimiter", "encode_type", "export", "ext", "hosts", "keep_best", "master_addr", "mpirun", "names",
-    "outputs", "program", "stage",
-}  # fmt: skip
+    "blobs",
+    "delimiter",
+    "encode_type",
+    "export",
+    "ext",
+    "hosts",
+    "keep_best",
+    "master_addr",
+    "mpirun",
+    "names",
+    "outputs",
+    "program",
+    "stage",
+}
 """Arguments that are texts and name no files."""
 
 

@@ -48,9 +48,16 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_measured_here(capsys: pytest.CaptureFixture[str]):
     above, rows = plan(
-        capsys, "--solver=solver.prototxt", *MADE_UP, "--measure=3", "--nodes=1,2,64", "-gpus-per-node", "4",
-        "--network=100Gb", "--save-profile=p.json",
-    )  # fmt: skip
+        capsys,
+        "--solver=solver.prototxt",
+        *MADE_UP,
+        "--measure=3",
+        "--nodes=1,2,64",
+        "-gpus-per-node",
+        "4",
+        "--network=100Gb",
+        "--save-profile=p.json",
+    )
     assert above[0].startswith("small, batch 8 per device, CPU, 1 thread: ")
     assert above[3:5] == ["Inside a node: 4 GB/s, 5 us", "Between nodes: 12.5 GB/s, 10 us"]
     assert [(row["nodes"], row["devices"]) for row in rows] == [(1, 4), (2, 8), (64, 256)]
@@ -62,8 +69,14 @@ def test_measured_here(capsys: pytest.CaptureFixture[str]):
 def test_given_times(capsys: pytest.CaptureFixture[str]):
     """19,456 bytes over 1 MB/s: twice a half of them, after an iteration of 3 ms."""
     above, rows = plan(
-        capsys, "--solver=solver.prototxt", *GIVEN, "--nodes=2", "--network=1MB", "--latency=0", "--no-overlap",
-    )  # fmt: skip
+        capsys,
+        "--solver=solver.prototxt",
+        *GIVEN,
+        "--nodes=2",
+        "--network=1MB",
+        "--latency=0",
+        "--no-overlap",
+    )
     assert above[2] == "Gradients: 0.02 MiB in 1 bucket, reduced after the backward pass"
     size = 4 * (64 * 64 + 64 + 640 + 64)
     assert rows[0]["communication"] == rows[0]["exposed"] == pytest.approx(1e3 * size / 1e6, abs=1e-3)
@@ -73,11 +86,15 @@ def test_given_times(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     "options, communication",
     [
-        ((), 19.456), (("--compression=fp16",), 9.728), (("--compression=bf16",), 9.728),
-        (("--algorithm=tree",), 38.912), (("--latency=1ms",), 23.456),
-        (("--bucket-mb=1",), 19.456), (("--latency=1ms", "--bucket-mb=1"), 21.456),
+        ((), 19.456),
+        (("--compression=fp16",), 9.728),
+        (("--compression=bf16",), 9.728),
+        (("--algorithm=tree",), 38.912),
+        (("--latency=1ms",), 23.456),
+        (("--bucket-mb=1",), 19.456),
+        (("--latency=1ms", "--bucket-mb=1"), 21.456),
     ],
-)  # fmt: skip
+)
 def test_options_of_the_exchange(capsys: pytest.CaptureFixture[str], options: tuple[str, ...], communication: float):
     """Two buckets of unequal size by themselves, one with --bucket-mb; two messages each."""
     latency = () if any("latency" in option for option in options) else ("--latency=0",)

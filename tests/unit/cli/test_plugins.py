@@ -56,7 +56,7 @@ def test_a_module_of_the_working_directory(tmp_path: Path) -> None:
         ("third", "import absent_too", r"third\.py:1: ModuleNotFoundError: No module named 'absent_too'"),
         ("half.py", "import caffepy\nclass A: ...\ncaffepy.register_layer('Half3', A)", r"class 'A' lacks setup, resh"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_imported(tmp_path: Path, name: str, text: str | None, error: str) -> None:
     if text is not None:
         (tmp_path / f"{name.removesuffix('.py')}.py").write_text(text)

@@ -317,9 +317,15 @@ def test_boxes_are_in_pixels_of_the_image(ssd: list[str], red: Path, tmp_path: P
     assert main(["detect", str(red), *ssd]) == 0
     (row,) = csv.DictReader(capsys.readouterr().out.splitlines())
     assert row == {
-        "image": str(red), "label": "1", "name": "thing", "score": "0.7500",
-        "xmin": "20.0", "ymin": "10.0", "xmax": "60.0", "ymax": "30.0",
-    }  # fmt: skip
+        "image": str(red),
+        "label": "1",
+        "name": "thing",
+        "score": "0.7500",
+        "xmin": "20.0",
+        "ymin": "10.0",
+        "xmax": "60.0",
+        "ymax": "30.0",
+    }
     assert main(["detect", str(red), str(tmp_path / "boxes.json"), *ssd, "--threshold=0.8"]) == 0
     assert json.loads((tmp_path / "boxes.json").read_text()) == []
 

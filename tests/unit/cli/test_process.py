@@ -196,8 +196,11 @@ def test_a_reader_that_goes_away_is_no_error():
     with os.fdopen(write, "w") as closed:
         result = subprocess.run(
             [sys.executable, "-m", "caffepy", "device_query"],
-            stdout=closed, stderr=subprocess.PIPE, text=True, timeout=300,
-        )  # fmt: skip
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=300,
+        )
     assert result.stderr == ""
     assert result.returncode == 141
 

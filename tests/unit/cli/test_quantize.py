@@ -105,11 +105,14 @@ def test_a_train_net_without_test_data(files, capsys: pytest.CaptureFixture[str]
     assert "no data layers in the TEST phase" in said
 
 
-@pytest.mark.parametrize(("more", "match"), [
-    ([], "--like train_val.prototxt or --images PATH"),
-    (["--like", "deploy.prototxt"], "no data layers in the TRAIN phase"),
-    (["--images", "none"], "none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ([], "--like train_val.prototxt or --images PATH"),
+        (["--like", "deploy.prototxt"], "no data layers in the TRAIN phase"),
+        (["--images", "none"], "none"),
+    ],
+)
 def test_mistakes(files, more: list[str], match: str, capsys: pytest.CaptureFixture[str]):
     assert quantize(files, *(files.get(word, word) for word in more)) == 2
     assert match in capsys.readouterr().err

@@ -20,10 +20,22 @@ from caffepy.training.prepare import keep_global_batch
 
 STATE = Path("run one/x_iter_7.solverstate")
 OPTIONS = [
-    ["-cpu"], ["--cpu-solvers", "4"], ["--sync-bn"], ["--batch", "per-device"], ["-compression=fp16"],
-    ["--stage", "deep,wide"], ["--level=3"], ["--trace", "a file.json"], ["--sigint_effect", "snapshot"],
-    ["--timeout", "20"], ["--eager"], ["--no-autotune"], ["--threads", "2"], ["--keep-going"], ["--math=fp32"],
-]  # fmt: skip
+    ["-cpu"],
+    ["--cpu-solvers", "4"],
+    ["--sync-bn"],
+    ["--batch", "per-device"],
+    ["-compression=fp16"],
+    ["--stage", "deep,wide"],
+    ["--level=3"],
+    ["--trace", "a file.json"],
+    ["--sigint_effect", "snapshot"],
+    ["--timeout", "20"],
+    ["--eager"],
+    ["--no-autotune"],
+    ["--threads", "2"],
+    ["--keep-going"],
+    ["--math=fp32"],
+]
 STARTS = [[], ["--snapshot", "old.solverstate"], ["-snapshot=auto"], ["--weights", "a.caffemodel,b"], ["-weights=c"]]
 
 

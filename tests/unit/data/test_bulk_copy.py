@@ -27,9 +27,11 @@ def index_of(records, large=False):
             places.append(len(memory))
             memory += record + b"\xff\xff"
     return SimpleNamespace(
-        mapped=lambda: np.frombuffer(memory, np.uint8), page_size=4096 if large else 1 << 40,
-        offsets=np.array(places, np.int64), sizes=np.array(sizes, np.int64),
-    )  # fmt: skip
+        mapped=lambda: np.frombuffer(memory, np.uint8),
+        page_size=4096 if large else 1 << 40,
+        offsets=np.array(places, np.int64),
+        sizes=np.array(sizes, np.int64),
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,10 +75,15 @@ def datum(number=0, shape=(3, 4, 5), **more):
 
 @settings(max_examples=60)
 @given(
-    channels=st.sampled_from([1, 2, 3, 7]), sizes=st.lists(st.tuples(*[st.integers(3, 9)] * 2), min_size=4, max_size=4),
-    crop=st.sampled_from([0, 1, 3]), mirror=st.booleans(), phase=st.sampled_from([TRAIN, TEST]),
-    first=st.integers(0, 2**40), threads=st.sampled_from([1, 2]), large=st.booleans(),
-)  # fmt: skip
+    channels=st.sampled_from([1, 2, 3, 7]),
+    sizes=st.lists(st.tuples(*[st.integers(3, 9)] * 2), min_size=4, max_size=4),
+    crop=st.sampled_from([0, 1, 3]),
+    mirror=st.booleans(),
+    phase=st.sampled_from([TRAIN, TEST]),
+    first=st.integers(0, 2**40),
+    threads=st.sampled_from([1, 2]),
+    large=st.booleans(),
+)
 def test_crops_and_mirrors_are_the_transformers(channels, sizes, crop, mirror, phase, first, threads, large):
     if not crop:
         sizes = sizes[:1] * 4

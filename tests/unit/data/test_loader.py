@@ -42,9 +42,11 @@ def load(subject, first, count, tops=2):
 
 @settings(max_examples=40)
 @given(
-    count=st.integers(1, 12), first=st.integers(0, 30), labels=st.booleans(),
+    count=st.integers(1, 12),
+    first=st.integers(0, 30),
+    labels=st.booleans(),
     text=st.sampled_from(["", "scale: 0.5", "mirror: true", "mean_value: 3 mirror: true", "crop_size: 3"]),
-)  # fmt: skip
+)
 def test_all_kinds_of_records_agree(count, first, labels, text):
     """Bytes, decoded images and floats."""
     datums = [image_datum(n) for n in range(7)]

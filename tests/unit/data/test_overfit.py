@@ -24,9 +24,12 @@ layer { name: "loss" type: "EuclideanLoss" bottom: "ip" bottom: "label" top: "lo
 
 
 @given(
-    devices=st.integers(1, 4), size=st.integers(1, 9), batches=st.integers(1, 5), start=st.integers(0, 50),
+    devices=st.integers(1, 4),
+    size=st.integers(1, 9),
+    batches=st.integers(1, 5),
+    start=st.integers(0, 50),
     number=st.integers(0, 40),
-)  # fmt: skip
+)
 def test_passes_repeat_and_divide_the_batch(devices: int, size: int, batches: int, start: int, number: int) -> None:
     shards = [Shard(rank, devices, devices, overfit_batches=batches) for rank in range(devices)]
     schedules = [TrainSchedule(shard, size, start) for shard in shards]

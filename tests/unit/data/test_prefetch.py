@@ -115,9 +115,12 @@ def test_any_other_error_names_what_was_read():
 def test_a_stall_is_reported_and_then_ends_the_wait(caplog):
     gate = threading.Event()
     subject = prefetcher(Numbers(gate=gate), warn_after=0.05, timeout=0.3)
-    with caplog.at_level(logging.WARNING), pytest.raises(
-        RunError, match=r"layer 'd': no data for \d+ s while reading record 20 of the numbers; is the disk"
-    ):  # fmt: skip
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(
+            RunError, match=r"layer 'd': no data for \d+ s while reading record 20 of the numbers; is the disk"
+        ),
+    ):
         subject.get(2)
     assert re.search(r"layer 'd': waiting for data for \d+ s, reading record 20 of the numbers", caplog.text)
     assert not subject.close(timeout=0.05)

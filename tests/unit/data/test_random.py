@@ -42,8 +42,10 @@ def test_words_of_a_sample_do_not_depend_on_the_batch_it_is_in(first, cut, seed)
 def test_words_differ_between_samples_streams_and_seeds():
     words = [
         sample_words(seed, stream, np.array([sample])).tobytes()
-        for seed in (0, 2**32) for stream in (1, 2) for sample in (0, 1)
-    ]  # fmt: skip
+        for seed in (0, 2**32)
+        for stream in (1, 2)
+        for sample in (0, 1)
+    ]
     assert len(set(words)) == 8
 
 

@@ -90,9 +90,12 @@ def test_mistakes(arguments: dict[str, Any], message: str) -> None:
 
 def run_script(rank: int, port: int, code: str) -> subprocess.Popen[str]:
     variables = {
-        "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
         "CAFFEPY_JOB_SECRET": "known to both",
-    }  # fmt: skip
+    }
     environment = program_environment(variables)
     environment["PYTHONPATH"] = os.pathsep.join((str(REPOSITORY), environment["PYTHONPATH"]))
     begin = "import numpy as np\nfrom caffepy import distributed as d\nd.init_process_group(timeout=300)\n"

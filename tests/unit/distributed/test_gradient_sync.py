@@ -135,11 +135,14 @@ def train(
     monkeypatch.setattr(Solver, "_iterate", change)
     syncs = [
         P2PSync(
-            DeviceSpec(index, None, f"CPU {index}", 1, Shard(index, 2, 2)), options,
-            Connector(partial(kind, group, index)), lambda: Action.NONE, keep,
+            DeviceSpec(index, None, f"CPU {index}", 1, Shard(index, 2, 2)),
+            options,
+            Connector(partial(kind, group, index)),
+            lambda: Action.NONE,
+            keep,
         )
         for index in range(2)
-    ]  # fmt: skip
+    ]
     for sync in syncs:
         sync.start()
     for sync in syncs:

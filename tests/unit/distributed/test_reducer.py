@@ -95,12 +95,24 @@ def test_a_bucket_begins_after_the_layer_that_completes_it() -> None:
     exchange.finish()
     whole = "the gradients' all-reduce"
     assert recorder.log == [
-        "after loss", f"wait for the beginning of part 1 of 3 of {whole}", "begin 448",
-        "after c", f"wait for the beginning of part 2 of 3 of {whole}", "begin 448",
-        "after b", f"wait for the beginning of part 3 of 3 of {whole}", "begin 512", "after a", "after data",
-        f"wait for part 1 of 3 of {whole}", "finish", f"wait for part 2 of 3 of {whole}", "finish",
-        f"wait for part 3 of 3 of {whole}", "finish",
-    ]  # fmt: skip
+        "after loss",
+        f"wait for the beginning of part 1 of 3 of {whole}",
+        "begin 448",
+        "after c",
+        f"wait for the beginning of part 2 of 3 of {whole}",
+        "begin 448",
+        "after b",
+        f"wait for the beginning of part 3 of 3 of {whole}",
+        "begin 512",
+        "after a",
+        "after data",
+        f"wait for part 1 of 3 of {whole}",
+        "finish",
+        f"wait for part 2 of 3 of {whole}",
+        "finish",
+        f"wait for part 3 of 3 of {whole}",
+        "finish",
+    ]
 
 
 def test_a_pass_that_does_not_complete_the_gradients_begins_nothing() -> None:

@@ -108,10 +108,13 @@ def family_of(module: str) -> str:
 
 def importers_of_forks(imports: Iterable[import_graph.Import]) -> list[str]:
     """The modules outside of the families that import one, or the folder of all."""
-    return sorted({
-        one.importer for one in imports
-        if f"{one.imported}.".startswith(f"{FORKS}.") and not f"{one.importer}.".startswith(f"{FORKS}.")
-    })  # fmt: skip
+    return sorted(
+        {
+            one.importer
+            for one in imports
+            if f"{one.imported}.".startswith(f"{FORKS}.") and not f"{one.importer}.".startswith(f"{FORKS}.")
+        }
+    )
 
 
 def between_families(imports: Iterable[import_graph.Import]) -> list[import_graph.Import]:

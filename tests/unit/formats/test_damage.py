@@ -184,19 +184,23 @@ def test_a_changed_weight_is_noticed(written: dict[str, bytes]) -> None:
 @pytest.mark.parametrize(
     ("blob", "message"),
     [
-        (BlobProto(shape=BlobShape(dim=[2]), raw_data_type=caffe_pb2.BFLOAT16, raw_data=b"1234"),
-         "has raw_data of type BFLOAT16, which is not a type of blobs"),
+        (
+            BlobProto(shape=BlobShape(dim=[2]), raw_data_type=caffe_pb2.BFLOAT16, raw_data=b"1234"),
+            "has raw_data of type BFLOAT16, which is not a type of blobs",
+        ),
         (BlobProto(shape=BlobShape(dim=[1]), raw_data_type=caffe_pb2.INT, raw_data=b"1234"), "raw_data of type INT"),
         (BlobProto(shape=BlobShape(dim=[1]), raw_data_type=caffe_pb2.FLOAT, raw_data=b"12345"), "end within a value"),
-        (BlobProto(shape=BlobShape(dim=[2]), data=[1, 2], raw_data_type=caffe_pb2.FLOAT, raw_data=b"12345678"),
-         "holds its values in several ways at once"),
+        (
+            BlobProto(shape=BlobShape(dim=[2]), data=[1, 2], raw_data_type=caffe_pb2.FLOAT, raw_data=b"12345678"),
+            "holds its values in several ways at once",
+        ),
         (BlobProto(shape=BlobShape(dim=[1] * 33), data=[1]), "has 33 axes, but blobs have at most 32"),
         (BlobProto(shape=BlobShape(dim=[2**62, 2**62])), "has the impossible shape"),
         (BlobProto(shape=BlobShape(dim=[2**40])), "has the impossible shape"),
         (BlobProto(shape=BlobShape(dim=[-2, -1]), data=[1, 2]), "has the impossible shape"),
         (BlobProto(num=2**31 - 1, channels=2**31 - 1, height=2, width=1, data=[1]), "has the impossible shape"),
     ],
-)  # fmt: skip
+)
 def test_blobs_that_make_no_sense(blob: BlobProto, message: str) -> None:
     for layers in ({"layer": [LayerParameter(name="ip", blobs=[blob])]}, {"layers": [v1_layer(blob)]}):
         Path("w").write_bytes(NetParameter(**layers).SerializeToString())

@@ -96,8 +96,12 @@ def test_a_layer_that_shares_its_first_parameter_and_owns_the_second() -> None:
 def test_a_parameter_that_is_nowhere_is_refused() -> None:
     net = build_net(SHARING)
     write_caffemodel(Path("w.h5"), net.name, net.layers)
-    alone = build_net(SHARING.replace('name: "b" type: "InnerProduct" bottom: "a" top: "b" param { name: "w" }',
-                                      'name: "b" type: "InnerProduct" bottom: "a" top: "b"'))  # fmt: skip
+    alone = build_net(
+        SHARING.replace(
+            'name: "b" type: "InnerProduct" bottom: "a" top: "b" param { name: "w" }',
+            'name: "b" type: "InnerProduct" bottom: "a" top: "b"',
+        )
+    )
     with pytest.raises(SnapshotError, match=r"w.h5: layer 'b' has 1 parameters there and 2 in the net \(missing: 0\)"):
         alone.copy_trained_layers_from(read_weights(Path("w.h5")), "w.h5")
 

@@ -96,16 +96,21 @@ def many_axes(parent: Any, name: str) -> None:
 
 READS = [(external_storage, "external storage"), (external_link, "external link"), (virtual, "a virtual dataset")]
 BOMBS = [
-    (unallocated, "would take 8589934592 bytes"), (packed_fill, "would take 8589934592 bytes"),
-    (packed_zeros, "would unpack a file of .* bytes to 1342177"), (one_huge_chunk, "would take"),
+    (unallocated, "would take 8589934592 bytes"),
+    (packed_fill, "would take 8589934592 bytes"),
+    (packed_zeros, "would unpack a file of .* bytes to 1342177"),
+    (one_huge_chunk, "would take"),
     (many_names, "would take|would bring"),
-]  # fmt: skip
+]
 ODD = [
-    (text, "blobs hold floats|which snapshots do not contain"), (compound, "which snapshots do not contain"),
-    (variable_length, "which snapshots do not contain"), (references, "which snapshots do not contain"),
-    (small_integers, "has type int8; blobs hold floats"), (nothing, "cannot be read"),
+    (text, "blobs hold floats|which snapshots do not contain"),
+    (compound, "which snapshots do not contain"),
+    (variable_length, "which snapshots do not contain"),
+    (references, "which snapshots do not contain"),
+    (small_integers, "has type int8; blobs hold floats"),
+    (nothing, "cannot be read"),
     (many_axes, "impossible shape|cannot be read"),
-]  # fmt: skip
+]
 
 
 def peak(read: Callable[[], object]) -> int:

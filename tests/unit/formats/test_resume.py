@@ -127,10 +127,13 @@ RENAMED = NET.replace('name: "conv"', 'name: "convolution"')
         ('type: "Adam"', NET, "x_iter_2.solverstate: is the state of a solver of type SGD, this one is Adam"),
         ("", OTHER_SHAPE, r"the history of parameter 0 of layer 'conv' has shape 2 3 3 3 \(54\), .* 3 3 3 3 \(81\)"),
         ("", RENAMED, "x_iter_2.caffemodel: has no layer 'convolution'"),
-        ("", NET.replace("inner_product_param {", "inner_product_param { bias_term: false"),
-         "holds 7 history blobs, a SGD solver of this net has 6"),
+        (
+            "",
+            NET.replace("inner_product_param {", "inner_product_param { bias_term: false"),
+            "holds 7 history blobs, a SGD solver of this net has 6",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_state_of_another_solver_or_net_is_refused(text: str, net: str, message: str) -> None:
     train(2)
     with pytest.raises(SnapshotError, match=message):

@@ -59,10 +59,14 @@ def test_the_package_safetensors_reads_the_files(tmp_path: Path):
         np.testing.assert_array_equal(found[name], values)
 
 
-@pytest.mark.parametrize(("dtype", "values"), [
-    ("F64", np.array([1.5, -2.0], "<f8")), ("F16", np.array([1.5, -2.0], "<f2")),
-    ("BF16", np.array([0x3FC0, 0xC000], "<u2")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [
+        ("F64", np.array([1.5, -2.0], "<f8")),
+        ("F16", np.array([1.5, -2.0], "<f2")),
+        ("BF16", np.array([0x3FC0, 0xC000], "<u2")),
+    ],
+)
 def test_other_types_become_float32(dtype: str, values: np.ndarray, tmp_path: Path):
     path = tmp_path / "net.safetensors"
     header = {"__metadata__": {"format": "pt"}, "fc.0": entry([2], 0, values.nbytes, dtype)}
@@ -70,24 +74,27 @@ def test_other_types_become_float32(dtype: str, values: np.ndarray, tmp_path: Pa
     assert list(read_safetensors(path).layer[0].blobs[0].data) == [1.5, -2.0]
 
 
-@pytest.mark.parametrize(("content", "match"), [
-    (b"", "header too small"),
-    (file_of({}, length=2**62), "header too large"),
-    (file_of(b"{}", length=1 << 24), "invalid header length"),
-    (file_of(b"[" * 100_000), "invalid JSON in header"),
-    (file_of(b"[]"), "invalid JSON in header"),
-    (file_of({"a.0": {"dtype": "F32", "shape": [1]}}), "missing field `data_offsets`"),
-    (file_of({"a.0": entry([2**40, 2**40], 0, 4)}, bytes(4)), "overflow computing buffer size"),
-    (file_of({"a.0": entry([-1, -1], 0, 4)}, bytes(4)), "expected usize"),
-    (file_of({"a.0": entry([True], 0, 4)}, bytes(4)), "expected usize"),
-    (file_of({"a.0": entry([1], 0, 8, "I64")}, bytes(8)), "type 'I64'; F64, F32, F16, BF16 are read"),
-    (file_of({"a.0": entry([1], 0, 4), "b.0": entry([1], 0, 4)}, bytes(4)), "invalid offset for tensor"),
-    (file_of({"a.0": entry([1], 0, 4)}, bytes(8)), "file not fully covered"),
-    (file_of({"a.0": entry([1], 0, 4)}, bytes(3)), "file not fully covered"),
-    (file_of({"conv.weight": entry([1], 0, 4)}, bytes(4)), "'conv.weight' is not a parameter of a Caffe layer"),
-    (file_of({"conv.100": entry([1], 0, 4)}, bytes(4)), "'conv.100' is not a parameter"),
-    (file_of({"0": entry([1], 0, 4)}, bytes(4)), "'0' is not a parameter"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b"", "header too small"),
+        (file_of({}, length=2**62), "header too large"),
+        (file_of(b"{}", length=1 << 24), "invalid header length"),
+        (file_of(b"[" * 100_000), "invalid JSON in header"),
+        (file_of(b"[]"), "invalid JSON in header"),
+        (file_of({"a.0": {"dtype": "F32", "shape": [1]}}), "missing field `data_offsets`"),
+        (file_of({"a.0": entry([2**40, 2**40], 0, 4)}, bytes(4)), "overflow computing buffer size"),
+        (file_of({"a.0": entry([-1, -1], 0, 4)}, bytes(4)), "expected usize"),
+        (file_of({"a.0": entry([True], 0, 4)}, bytes(4)), "expected usize"),
+        (file_of({"a.0": entry([1], 0, 8, "I64")}, bytes(8)), "type 'I64'; F64, F32, F16, BF16 are read"),
+        (file_of({"a.0": entry([1], 0, 4), "b.0": entry([1], 0, 4)}, bytes(4)), "invalid offset for tensor"),
+        (file_of({"a.0": entry([1], 0, 4)}, bytes(8)), "file not fully covered"),
+        (file_of({"a.0": entry([1], 0, 4)}, bytes(3)), "file not fully covered"),
+        (file_of({"conv.weight": entry([1], 0, 4)}, bytes(4)), "'conv.weight' is not a parameter of a Caffe layer"),
+        (file_of({"conv.100": entry([1], 0, 4)}, bytes(4)), "'conv.100' is not a parameter"),
+        (file_of({"0": entry([1], 0, 4)}, bytes(4)), "'0' is not a parameter"),
+    ],
+)
 def test_damaged_and_hostile_files(content: bytes, match: str, tmp_path: Path):
     path = tmp_path / "net.safetensors"
     path.write_bytes(content)

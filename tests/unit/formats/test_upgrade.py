@@ -146,9 +146,12 @@ def test_v1_layers_get_type_names_and_param_specs() -> None:
 
 @pytest.mark.parametrize(
     ("v1_type", "holder", "v2_type"),
-    [("DATA", "data_param", "Data"), ("IMAGE_DATA", "image_data_param", "ImageData"),
-     ("WINDOW_DATA", "window_data_param", "WindowData")],
-)  # fmt: skip
+    [
+        ("DATA", "data_param", "Data"),
+        ("IMAGE_DATA", "image_data_param", "ImageData"),
+        ("WINDOW_DATA", "window_data_param", "WindowData"),
+    ],
+)
 def test_transform_fields_of_v1_data_layers_move(v1_type: str, holder: str, v2_type: str) -> None:
     fields = 'scale: 2 mean_file: "m" crop_size: 3 mirror: true'
     old = f'layers {{ type: {v1_type} {holder} {{ source: "s" {fields} }} }}'
@@ -340,8 +343,10 @@ def test_inputs_and_shapes_must_agree(text: str, message: str) -> None:
 def test_three_parameters_of_batch_norm_are_never_learned() -> None:
     result = upgraded('layer { type: "BatchNorm" param { name: "m" } param { lr_mult: 2 } param { } }')
     assert [(spec.name, spec.lr_mult, spec.decay_mult) for spec in result.layer[0].param] == [
-        ("m", 0, 0), ("", 0, 0), ("", 0, 0),
-    ]  # fmt: skip
+        ("m", 0, 0),
+        ("", 0, 0),
+        ("", 0, 0),
+    ]
 
 
 def test_other_numbers_of_batch_norm_parameters_are_left_alone() -> None:

@@ -101,9 +101,16 @@ class OnlyArray:
 
 @pytest.mark.parametrize(
     "given",
-    [OnlyDlpack, OnlyArray, np.ndarray.tolist, np.asfortranarray, lambda a: a.astype(np.float64),
-     lambda a: np.repeat(a, 2, axis=3)[..., ::2], lambda a: a[::-1].copy()[::-1]],
-)  # fmt: skip
+    [
+        OnlyDlpack,
+        OnlyArray,
+        np.ndarray.tolist,
+        np.asfortranarray,
+        lambda a: a.astype(np.float64),
+        lambda a: np.repeat(a, 2, axis=3)[..., ::2],
+        lambda a: a[::-1].copy()[::-1],
+    ],
+)
 def test_whatever_holds_numbers_is_taken(path: Path, given: Any) -> None:
     model = caffepy.load(path)
     other = images((2, 4))

@@ -51,9 +51,7 @@ def test_a_parameters_numbers_are_drawn_at_its_first_use(drawn: list[str]) -> No
     net = new_net(caffe_pb2.TRAIN)
     assert drawn == []
     weights, bias = net.layers[1].blobs
-    expected = fill(
-        caffe_pb2.FillerParameter(type="xavier"), (300, 40), net.layers[1].random_stream(0), "layer 'ip'"
-    )  # fmt: skip
+    expected = fill(caffe_pb2.FillerParameter(type="xavier"), (300, 40), net.layers[1].random_stream(0), "layer 'ip'")
     assert np.array_equal(weights.host_data(), expected)
     assert (bias.host_data() == 2).all()
     assert drawn == ["xavier", "xavier"], "one by `fill`, one by the net"

@@ -385,16 +385,24 @@ def im2col(x, axis, kernel, stride, pad, dilation):
     [
         ((2, 3, 5, 6), 1, "kernel_size: 3 stride: 2 pad: 1", ((3, 3), (2, 2), (1, 1), (1, 1))),
         ((2, 2, 7, 6), 1, "kernel_size: 3 dilation: 2", ((3, 3), (1, 1), (0, 0), (2, 2))),
-        ((1, 2, 5, 6), 1, "kernel_h: 2 kernel_w: 3 stride_h: 1 stride_w: 2 pad_h: 1 pad_w: 0",
-         ((2, 3), (1, 2), (1, 0), (1, 1))),
+        (
+            (1, 2, 5, 6),
+            1,
+            "kernel_h: 2 kernel_w: 3 stride_h: 1 stride_w: 2 pad_h: 1 pad_w: 0",
+            ((2, 3), (1, 2), (1, 0), (1, 1)),
+        ),
         ((2, 3, 8), 1, "kernel_size: 3 stride: 2 pad: 1 dilation: 2", ((3,), (2,), (1,), (2,))),
-        ((2, 2, 4, 3, 4), 1, "kernel_size: 2 kernel_size: 1 kernel_size: 3 pad: 1",
-         ((2, 1, 3), (1,) * 3, (1,) * 3, (1,) * 3)),
+        (
+            (2, 2, 4, 3, 4),
+            1,
+            "kernel_size: 2 kernel_size: 1 kernel_size: 3 pad: 1",
+            ((2, 1, 3), (1,) * 3, (1,) * 3, (1,) * 3),
+        ),
         ((2, 3, 4, 5), 2, "axis: 2 kernel_size: 2", ((2,), (1,), (0,), (1,))),
         ((2, 2, 3, 4, 5), -3, "axis: -3 kernel_size: 2 stride: 2", ((2, 2), (2, 2), (0, 0), (1, 1))),
         ((2, 2, 3, 3), 1, "kernel_size: 4 stride: 3 force_nd_im2col: true", ((4, 4), (3, 3), (0, 0), (1, 1))),
     ],
-)  # fmt: skip
+)
 def test_im2col(shape, axis, fields, numbers):
     text = f"type: 'Im2col' convolution_param {{ {fields} }}"
     check_layer(text, [gaussian(shape)], lambda x: im2col(x, axis % len(shape), *numbers))

@@ -28,8 +28,10 @@ CASES = [
     ("type: 'Upsample' upsample_param { scale: 2 }", [IMAGES]),
     ("type: 'Upsample'", [IMAGES, IMAGES]),
     ("type: 'ROIPooling' roi_pooling_param { pooled_h: 2 pooled_w: 2 }", [none(2, 3, 4, 4), none(0, 5)]),
-    ("type: 'PSROIPooling' psroi_pooling_param { output_dim: 1 group_size: 2 spatial_scale: 1 }",
-     [none(2, 4, 4, 4), none(0, 5)]),
+    (
+        "type: 'PSROIPooling' psroi_pooling_param { output_dim: 1 group_size: 2 spatial_scale: 1 }",
+        [none(2, 4, 4, 4), none(0, 5)],
+    ),
     ("type: 'MVN'", [IMAGES]),
     ("type: 'MVN' mvn_param { across_channels: true }", [IMAGES]),
     ("type: 'Normalize'", [IMAGES]),
@@ -54,7 +56,7 @@ CASES = [
     ("type: 'Reorg' reorg_param { stride: 2 }", [none(0, 4, 4, 4)]),
     ("type: 'FocalLoss'", [none(0, 4), none(0)]),
     ("type: 'YoloSeg'", [IMAGES, IMAGES]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

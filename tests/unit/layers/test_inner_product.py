@@ -14,8 +14,11 @@ from caffepy.errors import ConfigError, ShapeError
 @settings(max_examples=25)
 @given(
     shape=st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple),
-    outputs=st.integers(1, 5), transpose=st.booleans(), bias=st.booleans(), data=st.data(),
-)  # fmt: skip
+    outputs=st.integers(1, 5),
+    transpose=st.booleans(),
+    bias=st.booleans(),
+    data=st.data(),
+)
 def test_inner_product(shape, outputs, transpose, bias, data):
     axis = data.draw(st.integers(0, len(shape) - 1))
     inputs = int(np.prod(shape[axis:]))

@@ -43,8 +43,11 @@ def softmax_loss(x, labels, axis, ignored, normalization):
     counted = (labels != ignored).reshape(labels.shape)
     losses = -np.log(np.squeeze(p, axis)) * counted
     divisors = {
-        "FULL": labels.size, "VALID": counted.sum(), "BATCH_SIZE": np.prod(x.shape[:axis]), "NONE": 1,
-    }  # fmt: skip
+        "FULL": labels.size,
+        "VALID": counted.sum(),
+        "BATCH_SIZE": np.prod(x.shape[:axis]),
+        "NONE": 1,
+    }
     return losses.sum() / max(divisors[normalization], 1)
 
 
@@ -98,9 +101,10 @@ def test_a_loss_that_other_layers_read_takes_its_gradient_from_them(kind, backen
 
 @settings(max_examples=12, derandomize=True)
 @given(
-    case=class_scores(), smoothing=st.sampled_from([0.1, 0.5, 1.0]),
+    case=class_scores(),
+    smoothing=st.sampled_from([0.1, 0.5, 1.0]),
     mode=st.sampled_from(["", "normalization: NONE", "ignore_label: 0", "ignore_label: 0 normalization: FULL"]),
-)  # fmt: skip
+)
 def test_label_smoothing(case, smoothing, mode):
     """The target is (1 - s) onehot + s / classes."""
     shape, axis = case
@@ -137,8 +141,9 @@ def cross_entropy(x, t):
 @settings(max_examples=15)
 @given(
     shape=st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple),
-    normalization=st.sampled_from(["", "FULL", "VALID", "BATCH_SIZE", "NONE"]), ignored=st.booleans(),
-)  # fmt: skip
+    normalization=st.sampled_from(["", "FULL", "VALID", "BATCH_SIZE", "NONE"]),
+    ignored=st.booleans(),
+)
 def test_sigmoid_cross_entropy(shape, normalization, ignored):
     x, t = gaussian(shape) * 3, np.random.default_rng(2).uniform(0.01, 0.99, shape).astype(np.float32)
     if ignored:

@@ -190,9 +190,12 @@ def test_infogain_matrix_from_a_file_and_second_top(tmp_path):
     labels = np.array([0, 3, 1], np.float32)
     text = f"type: 'InfogainLoss' infogain_loss_param {{ source: '{path}' }}"
     check_layer(
-        text, [gaussian((3, 4)), labels],
-        lambda x, labels: (infogain(x, labels, h, 1, None, "VALID"), softmax(x, 1)), tops=2, gradients=False,
-    )  # fmt: skip
+        text,
+        [gaussian((3, 4)), labels],
+        lambda x, labels: (infogain(x, labels, h, 1, None, "VALID"), softmax(x, 1)),
+        tops=2,
+        gradients=False,
+    )
     check_layer(text, [gaussian((3, 4)), labels], lambda x, labels: infogain(x, labels, h, 1, None, "VALID"))
 
 
@@ -206,9 +209,11 @@ def test_infogain_of_probabilities(monkeypatch):
     ):
         text = f"type: 'InfogainLoss' loss_param {{ {fields} }}"
         check_layer(
-            text, [x, labels, h],
-            lambda *a, i=ignored, n=normalization: infogain(*a, 1, i, n, probabilities=True), loss_weight=-2,
-        )  # fmt: skip
+            text,
+            [x, labels, h],
+            lambda *a, i=ignored, n=normalization: infogain(*a, 1, i, n, probabilities=True),
+            loss_weight=-2,
+        )
     with pytest.raises(ConfigError, match="has no second top in NVIDIA's dialect"):
         Runner("type: 'InfogainLoss'", [x, labels, h], tops=2)
 

@@ -23,9 +23,11 @@ def mvn(x, across, divide, eps=1e-9):
 def test_mvn(across, divide, shape):
     fields = f"across_channels: {str(across).lower()} normalize_variance: {str(divide).lower()}"
     check_layer(
-        f"type: 'MVN' mvn_param {{ {fields} }}", [gaussian(shape) * 3 + 1], lambda x: mvn(x, across, divide),
+        f"type: 'MVN' mvn_param {{ {fields} }}",
+        [gaussian(shape) * 3 + 1],
+        lambda x: mvn(x, across, divide),
         in_place=len(shape) == 4,
-    )  # fmt: skip
+    )
 
 
 def test_mvn_of_matrices():
@@ -65,9 +67,12 @@ def test_normalize(across, shared, shape):
     # One scale for all channels: with several, SSD's gradient is not the derivative (see the golden cases).
     scale = np.float32(20) if shared else np.full(shape[1], 20, np.float32)
     check_layer(
-        f"type: 'Normalize' norm_param {{ {fields} }}", [gaussian(shape)],
-        lambda x, s: normalize(x, s, across, 0.25), params=[scale], in_place=True,
-    )  # fmt: skip
+        f"type: 'Normalize' norm_param {{ {fields} }}",
+        [gaussian(shape)],
+        lambda x, s: normalize(x, s, across, 0.25),
+        params=[scale],
+        in_place=True,
+    )
 
 
 def test_normalize_fills_its_scale():

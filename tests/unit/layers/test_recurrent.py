@@ -43,9 +43,13 @@ def reference(kind: str, size: int, static: bool) -> Any:
 
 @settings(max_examples=8, derandomize=True)
 @given(
-    kind=st.sampled_from(["LSTM", "RNN"]), steps=st.integers(1, 5), streams=st.integers(1, 3), size=st.integers(1, 4),
-    inner=st.sampled_from([(3,), (), (2, 3), (2, 2, 2)]), static=st.booleans(),
-)  # fmt: skip
+    kind=st.sampled_from(["LSTM", "RNN"]),
+    steps=st.integers(1, 5),
+    streams=st.integers(1, 3),
+    size=st.integers(1, 4),
+    inner=st.sampled_from([(3,), (), (2, 3), (2, 2, 2)]),
+    static=st.booleans(),
+)
 def test_values_and_gradients(
     kind: str, steps: int, streams: int, size: int, inner: tuple[int, ...], static: bool
 ) -> None:

@@ -15,8 +15,13 @@ from caffepy.layers.layer import LayoutAdapter
 
 
 @settings(max_examples=25)
-@given(st.integers(1, 5).flatmap(lambda n: st.tuples(
-    st.lists(st.integers(1, 4), min_size=n, max_size=n), st.permutations(range(n)), st.integers(0, n))))  # fmt: skip
+@given(
+    st.integers(1, 5).flatmap(
+        lambda n: st.tuples(
+            st.lists(st.integers(1, 4), min_size=n, max_size=n), st.permutations(range(n)), st.integers(0, n)
+        )
+    )
+)
 def test_permute(case):
     shape, order, named = case
     fields = " ".join(f"order: {axis}" for axis in order[:named])
@@ -58,7 +63,7 @@ def test_crop_of_three_axes():
         ("axis: 2 offset: 3", ShapeError, "axis 2: .* 3 elements from offset 3"),
         ("axis: 4", ShapeError, "axis 4 does not exist"),
     ],
-)  # fmt: skip
+)
 def test_crop_refuses(fields, kind, message):
     with pytest.raises(kind, match=message):
         Runner(f"type: 'Crop' crop_param {{ {fields} }}", [gaussian((2, 3, 5, 6)), gaussian((2, 3, 3, 2))])
@@ -67,7 +72,7 @@ def test_crop_refuses(fields, kind, message):
 @pytest.mark.parametrize(
     ("shape", "axis", "tiles"),
     [((2, 3), 1, 4), ((2, 3, 2, 2), -1, 3), ((2, 3, 2, 2), 0, 2), ((2, 3, 4, 1, 2), 2, 3), ((3,), 0, 1)],
-)  # fmt: skip
+)
 def test_tile(shape, axis, tiles):
     repeat = [1] * len(shape)
     repeat[axis] = tiles
@@ -187,9 +192,18 @@ OPERATIONS = {
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize(
     ("shape", "axis"),
-    [((2, 3, 4, 5), 0), ((2, 3, 4, 5), 1), ((2, 3, 4, 5), 2), ((2, 3, 4, 5), -1), ((3, 4), -2), ((6,), 0),
-     ((2, 3, 4), 1), ((2, 3, 2, 2, 2), 4), ((2, 3, 2, 2, 2), -4)],
-)  # fmt: skip
+    [
+        ((2, 3, 4, 5), 0),
+        ((2, 3, 4, 5), 1),
+        ((2, 3, 4, 5), 2),
+        ((2, 3, 4, 5), -1),
+        ((3, 4), -2),
+        ((6,), 0),
+        ((2, 3, 4), 1),
+        ((2, 3, 2, 2, 2), 4),
+        ((2, 3, 2, 2, 2), -4),
+    ],
+)
 def test_reduction(operation, shape, axis):
     axes = tuple(range(axis % len(shape), len(shape)))
     for coeff in (1, -0.5):
@@ -213,15 +227,28 @@ def best(x, axis, count):
     return np.take(np.flip(np.argsort(x, axis=axis, kind="stable"), axis=axis), range(count), axis=axis)
 
 
-@pytest.mark.parametrize(("shape", "axis"), [((3, 7), 1), ((3, 7), -2), ((2, 5, 3, 4), 1), ((2, 5, 3, 4), 2),
-                                             ((2, 5, 3, 4), -1), ((2, 3, 4, 5, 2), 3), ((6,), 0)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [
+        ((3, 7), 1),
+        ((3, 7), -2),
+        ((2, 5, 3, 4), 1),
+        ((2, 5, 3, 4), 2),
+        ((2, 5, 3, 4), -1),
+        ((2, 3, 4, 5, 2), 3),
+        ((6,), 0),
+    ],
+)
 @pytest.mark.parametrize("values", [False, True])
 def test_along_an_axis(shape, axis, values):
     x = np.round(gaussian(shape) * 2)
     for count in (1, shape[axis]):
         text = f"argmax_param {{ axis: {axis} top_k: {count} out_max_val: {str(values).lower()} }}"
-        reference = (lambda x, n=count: np.take_along_axis(x, best(x, axis, n), axis)) if values else (
-            lambda x, n=count: best(x, axis, n))  # fmt: skip
+        reference = (
+            (lambda x, n=count: np.take_along_axis(x, best(x, axis, n), axis))
+            if values
+            else (lambda x, n=count: best(x, axis, n))
+        )
         check_layer(f"type: 'ArgMax' {text}", [x], reference)
 
 
@@ -232,13 +259,18 @@ def test_over_whole_samples(shape):
     count = min(3, rows.shape[1])
     tail = (1,) * max(len(shape) - 3, 0)
     check_layer(
-        f"type: 'ArgMax' argmax_param {{ top_k: {count} }}", [x],
+        f"type: 'ArgMax' argmax_param {{ top_k: {count} }}",
+        [x],
         lambda x: best(x.reshape(rows.shape), 1, count).reshape(shape[0], 1, count, *tail),
-    )  # fmt: skip
+    )
     both = f"type: 'ArgMax' argmax_param {{ out_max_val: true top_k: {count} }}"
-    check_layer(both, [x], lambda x: np.stack(
-        [best(x.reshape(rows.shape), 1, count), -np.sort(-x.reshape(rows.shape))[:, :count]], 1
-    ).reshape(shape[0], 2, count, *tail))  # fmt: skip
+    check_layer(
+        both,
+        [x],
+        lambda x: np.stack(
+            [best(x.reshape(rows.shape), 1, count), -np.sort(-x.reshape(rows.shape))[:, :count]], 1
+        ).reshape(shape[0], 2, count, *tail),
+    )
 
 
 def test_arg_max_refuses():

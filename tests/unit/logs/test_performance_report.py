@@ -65,8 +65,12 @@ def test_scaling_is_against_a_device_that_was_measured_alone() -> None:
     device = Performance(batch=10, iterations=20, seconds=2.0, device="0")
     lines = format_report([[device, device], [device, replace(device, seconds=4.0)]], 125.0)
     assert [line.rsplit(", ", 1)[1] for line in lines] == [
-        *["scaling 0.800"] * 3, "scaling 0.800", "scaling 0.400", "scaling 0.600", "scaling 0.700"
-    ]  # fmt: skip
+        *["scaling 0.800"] * 3,
+        "scaling 0.800",
+        "scaling 0.400",
+        "scaling 0.600",
+        "scaling 0.700",
+    ]
     assert lines[-1].startswith("Overall performance: 350 img/sec, ")
 
 

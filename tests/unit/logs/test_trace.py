@@ -113,9 +113,11 @@ def test_captured_work_has_the_times_of_each_replay() -> None:
         trace.replayed()
     found = trace.spans()
     assert [(span.row, span.name, span.iteration) for span in found] == [
-        ("device: forward", "conv1", 4), ("device: bucket 1", "4 MiB", 4),
-        ("device: forward", "conv1", 5), ("device: bucket 1", "4 MiB", 5),
-    ]  # fmt: skip
+        ("device: forward", "conv1", 4),
+        ("device: bucket 1", "4 MiB", 4),
+        ("device: forward", "conv1", 5),
+        ("device: bucket 1", "4 MiB", 5),
+    ]
     assert [span.end - span.start for span in found] == pytest.approx([1, 0.5, 1, 0.5])
     assert found[2].start - found[0].start == pytest.approx(11.5)
 

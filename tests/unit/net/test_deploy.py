@@ -79,8 +79,9 @@ def test_a_siamese_net_keeps_both_halves_and_what_they_share():
     found = inferred(net, shapes={"pair_data": (2, 28, 28)})
     assert {"feat", "feat_p"} <= {top for layer in found.layer for top in layer.top}
     assert [param.name for layer in found.layer if layer.name == "conv1_p" for param in layer.param] == [
-        "conv1_w", "conv1_b",
-    ]  # fmt: skip
+        "conv1_w",
+        "conv1_b",
+    ]
     assert not any(param.HasField("lr_mult") for layer in found.layer for param in layer.param)
 
 
@@ -139,9 +140,14 @@ def test_several_losses_and_targets():
     text = TASKS + 'layer { name: "loss_b" type: "SigmoidCrossEntropyLoss" bottom: "b" bottom: "target" top: "loss_b" }'
     found = inferred(net_of(text), shapes={"data": (3, 2, 2)})
     assert [(layer.type, layer.name) for layer in found.layer] == [
-        ("Input", "data"), ("InnerProduct", "fc"), ("Dropout", "drop"), ("InnerProduct", "a"), ("InnerProduct", "b"),
-        ("Softmax", "prob"), ("Sigmoid", "b_prob"),
-    ]  # fmt: skip
+        ("Input", "data"),
+        ("InnerProduct", "fc"),
+        ("Dropout", "drop"),
+        ("InnerProduct", "a"),
+        ("InnerProduct", "b"),
+        ("Softmax", "prob"),
+        ("Sigmoid", "b_prob"),
+    ]
     assert found.layer[-2].softmax_param.axis == -1
 
 

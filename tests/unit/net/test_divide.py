@@ -30,7 +30,9 @@ STATEFUL = (
     Case(
         'type: "LpqLoss" lpq_loss_param { p: 1 p: 3 q: 1 q: 2 pq_episode_starts_at_iter: 0 '
         "pq_episode_starts_at_iter: 1 }",
-        "2x2x3x3 2x2x3x3", "", "",
+        "2x2x3x3 2x2x3x3",
+        "",
+        "",
     ),
     Case(f'type: "MarginInnerProduct" margin_inner_product_param {{ {MARGIN} }}', "4x5 4L3", "", ""),
     Case(f'type: "LargeMarginInnerProduct" largemargin_inner_product_param {{ {MARGIN} }}', "4x5 4L3", "", ""),
@@ -38,11 +40,13 @@ STATEFUL = (
         'type: "GenerateAugmentationParameters" augmentation_param { augment_during_test: true crop_width: 4 '
         'crop_height: 4 rotate { rand_type: "uniform" spread: 0.4 } } coeff_schedule_param { half_life: 1 '
         "initial_coeff: 0.1 final_coeff: 1 }",
-        "2x3x6x6", "", "",
+        "2x3x6x6",
+        "",
+        "",
     ),
     Case('type: "Dropout" dropout_param { sample_weights_test: true }', "4x8", "", ""),
     Case('type: "BatchNorm" batch_norm_param { use_global_stats: false }', "4x3x2x2", "", ""),
-)  # fmt: skip
+)
 """Forms of layers that say yes; `own_cases` has the forms of all types."""
 
 
@@ -132,10 +136,23 @@ def test_the_prototxt_says_it_for_each_phase(text: str, tmp_path: Path, monkeypa
 
 
 ON_THE_HOST = {
-    "AssistedExcitation", "BboxAccuracy", "BoxGroupOutput", "BoxOutput", "DataAugmentation", "DecodeBBox",
-    "DetectNetTransformation", "DetectionAccuracy", "DetectionGroupAccuracy", "DetectionGroupLoss", "FlowAugmentation",
-    "HardMining", "Proposal", "ProposalTarget", "ROIWarping", "ScaleRoute",
-}  # fmt: skip
+    "AssistedExcitation",
+    "BboxAccuracy",
+    "BoxGroupOutput",
+    "BoxOutput",
+    "DataAugmentation",
+    "DecodeBBox",
+    "DetectNetTransformation",
+    "DetectionAccuracy",
+    "DetectionGroupAccuracy",
+    "DetectionGroupLoss",
+    "FlowAugmentation",
+    "HardMining",
+    "Proposal",
+    "ProposalTarget",
+    "ROIWarping",
+    "ScaleRoute",
+}
 """Types that need more than a case gives and say no: a pass computes its tops from its bottoms and its samples."""
 
 

@@ -45,9 +45,15 @@ class GradientsInOnePass:
 
 
 SEPARABLE = (
-    DATA + convolution("a", "data", "a") + norm("na", "a", "a") + "%s"
-    + convolution("b", "a", "b").replace("pad: 1", "pad: 1 group: 8") + norm("nb", "b", "b") + relu("b") + LOSS % "b"
-)  # fmt: skip
+    DATA
+    + convolution("a", "data", "a")
+    + norm("na", "a", "a")
+    + "%s"
+    + convolution("b", "a", "b").replace("pad: 1", "pad: 1 group: 8")
+    + norm("nb", "b", "b")
+    + relu("b")
+    + LOSS % "b"
+)
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ def test_types_that_differ_between_the_passes_are_float(caplog: pytest.LogCaptur
             "forward_type is float16 and backward_type bfloat16; make them the same",
         ),
     ],
-)  # fmt: skip
+)
 def test_types_that_blobs_cannot_have_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         dry_net(text + NET)

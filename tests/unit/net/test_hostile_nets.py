@@ -122,12 +122,18 @@ class Little(CpuBackend):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('layer { name: "l" type: "InnerProduct" bottom: "x" top: "l" inner_product_param { num_output: 2000000 } }',
-         r"layer 'l' \(InnerProduct\): 5.7 GiB are needed for its parameter 2000000 192"),
-        ('layer { name: "l" type: "Convolution" bottom: "x" top: "l" convolution_param { num_output: 100 kernel_size: 1'
-         " pad: 800 } }", r"layer 'l' \(Convolution\): 1.9 GiB are needed for its tops, 2 100 1608 1608"),
+        (
+            'layer { name: "l" type: "InnerProduct" bottom: "x" top: "l" inner_product_param { num_output: 2000000 } }',
+            r"layer 'l' \(InnerProduct\): 5.7 GiB are needed for its parameter 2000000 192",
+        ),
+        (
+            'layer { name: "l" type: "Convolution" bottom: "x" top: "l" convolution_param { '
+            "num_output: 100 kernel_size: 1"
+            " pad: 800 } }",
+            r"layer 'l' \(Convolution\): 1.9 GiB are needed for its tops, 2 100 1608 1608",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_memory_cannot_hold_is_refused_before_it_is_allocated(text: str, message: str) -> None:
     with pytest.raises(OutOfMemoryError, match=message):
         build(text, backend=Little(1))

@@ -79,8 +79,10 @@ ALONE = [
     *[("Power", f"power_param {{ power: {power} scale: 0.1 shift: 2 }}") for power in (0, 1, 2, 0.3)],
     *[("PReLU", f"prelu_param {{ {more} filler {{ type: 'gaussian' }} }}") for more in ("", "channel_shared: true")],
     *[("Flatten", f"flatten_param {{ {more} }}") for more in ("", "axis: 2")],
-    *[("Reshape", f"reshape_param {{ shape {{ {dims} }} }}")
-      for dims in ("dim: 0 dim: -1", "dim: 3 dim: 2 dim: 5 dim: 5")],
+    *[
+        ("Reshape", f"reshape_param {{ shape {{ {dims} }} }}")
+        for dims in ("dim: 0 dim: -1", "dim: 3 dim: 2 dim: 5 dim: 5")
+    ],
     ("Permute", "permute_param { order: 0 order: 2 order: 3 order: 1 }"),
     ("ShuffleChannel", "shuffle_channel_param { group: 3 }"),
     *[("Tile", f"tile_param {{ axis: {axis} tiles: 2 }}") for axis in (0, 1, 3)],
@@ -88,20 +90,33 @@ ALONE = [
     ("BatchNorm", ""),
     ("Bias", "bias_param { filler { type: 'gaussian' } }"),
     ("Concat", "bottom: 'data' concat_param { axis: 2 }"),
-    *[(kind, f"convolution_param {{ num_output: 3 kernel_size: 3 stride: 2 pad: 1 {groups} "
-       "weight_filler { type: 'xavier' } bias_filler { type: 'gaussian' } }")
-      for kind in ("Convolution", "Deconvolution", "DepthwiseConvolution", "ConvolutionDepthwise")
-      for groups in (["", "group: 3"] if "Depthwise" not in kind else ["group: 3"])],
+    *[
+        (
+            kind,
+            f"convolution_param {{ num_output: 3 kernel_size: 3 stride: 2 pad: 1 {groups} "
+            "weight_filler { type: 'xavier' } bias_filler { type: 'gaussian' } }",
+        )
+        for kind in ("Convolution", "Deconvolution", "DepthwiseConvolution", "ConvolutionDepthwise")
+        for groups in (["", "group: 3"] if "Depthwise" not in kind else ["group: 3"])
+    ],
     ("Crop", "bottom: 'small' crop_param { axis: 2 offset: 1 }"),
     ("Dropout", ""),
     *[("Eltwise", f"bottom: 'data' eltwise_param {{ operation: {kind} }}") for kind in ("SUM", "PROD", "MAX")],
     ("Eltwise", "bottom: 'data' eltwise_param { coeff: 2 coeff: -0.5 }"),
-    *[("InnerProduct", f"inner_product_param {{ num_output: 4 {more} weight_filler {{ type: 'xavier' }} }}")
-      for more in ("", "axis: 2", "transpose: true bias_term: false")],
-    *[("LRN", f"lrn_param {{ local_size: 3 norm_region: {region} beta: {beta} }}")
-      for region in ("ACROSS_CHANNELS", "WITHIN_CHANNEL") for beta in (0.75, 0.6)],
-    *[("Pooling", f"pooling_param {{ pool: {kind} {more} }}") for kind in ("MAX", "AVE")
-      for more in ("kernel_size: 3 stride: 2 pad: 1", "global_pooling: true")],
+    *[
+        ("InnerProduct", f"inner_product_param {{ num_output: 4 {more} weight_filler {{ type: 'xavier' }} }}")
+        for more in ("", "axis: 2", "transpose: true bias_term: false")
+    ],
+    *[
+        ("LRN", f"lrn_param {{ local_size: 3 norm_region: {region} beta: {beta} }}")
+        for region in ("ACROSS_CHANNELS", "WITHIN_CHANNEL")
+        for beta in (0.75, 0.6)
+    ],
+    *[
+        ("Pooling", f"pooling_param {{ pool: {kind} {more} }}")
+        for kind in ("MAX", "AVE")
+        for more in ("kernel_size: 3 stride: 2 pad: 1", "global_pooling: true")
+    ],
     ("PriorBox", "bottom: 'small' prior_box_param { min_size: 4 aspect_ratio: 2 variance: 0.1 }"),
     *[("ReLU", f"relu_param {{ negative_slope: {slope} }}") for slope in (0, 0.1)],
     ("Scale", "scale_param { bias_term: true filler { type: 'gaussian' } }"),
@@ -124,7 +139,7 @@ ALONE = [
     ("Reverse", "reverse_param { axis: 2 }"),
     ("Flip", "flip_param { flip_height: true }"),
     ("Transpose", "transpose_param { dim: 1 dim: 0 dim: 3 dim: 2 }"),
-]  # fmt: skip
+]
 BY_OTHERS = [
     ("Embed", "bottom: 'numbers' embed_param { input_dim: 7 num_output: 4 weight_filler { type: 'gaussian' } }"),
     ("Axpy", "bottom: 'factors' bottom: 'data' bottom: 'data'"),
@@ -145,8 +160,17 @@ BY_OTHERS = [
     ("Pooling3D", "bottom: 'clip' pooling_param { kernel_size: 2 kernel_depth: 2 }"),
 ]
 """Layers whose first bottom is no image, or whose second one holds numbers of pixels, rows or samples."""
-SHAPES = {"data": (2, 3, 4, 4), "factors": (2, 3), "numbers": (2, 5), "regions": (4, 5), "mask": (2, 3, 4, 4),
-          "flow": (2, 2, 4, 4), "theta": (2, 6), "masks": (2, 1, 4, 4), "clip": (2, 3, 4, 4, 4)}  # fmt: skip
+SHAPES = {
+    "data": (2, 3, 4, 4),
+    "factors": (2, 3),
+    "numbers": (2, 5),
+    "regions": (4, 5),
+    "mask": (2, 3, 4, 4),
+    "flow": (2, 2, 4, 4),
+    "theta": (2, 6),
+    "masks": (2, 1, 4, 4),
+    "clip": (2, 3, 4, 4, 4),
+}
 
 
 def others(seed: int) -> dict[str, Any]:
@@ -164,8 +188,9 @@ def runner_of(kind: str, settings: str, eager: bool) -> ForwardExecutor:
     text = "".join(
         f"layer {{ name: '{name}' type: 'Input' top: '{name}' input_param {{ shape {{ "
         f"{' '.join(f'dim: {size}' for size in shape)} }} }} }}"
-        for name, shape in SHAPES.items() if name == "data" or f"'{name}'" in settings
-    )  # fmt: skip
+        for name, shape in SHAPES.items()
+        if name == "data" or f"'{name}'" in settings
+    )
     text += f"layer {{ name: 'l' type: '{kind}' top: 'out' {settings} }}"
     return ForwardExecutor(build(text=text, fuse=False, backend=CpuBackend(2)), eager=eager)
 

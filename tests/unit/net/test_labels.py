@@ -136,8 +136,9 @@ def test_without_readers_of_labels_nothing_changes() -> None:
 
 @pytest.mark.parametrize("fuse", [False, True])
 def test_a_net_with_such_labels_runs(fuse: bool) -> None:
-    net = dry_net(HALF + SOURCES[0] + STEPS["slice"].format(n=0, x="l", y="m") + SCORES
-                  + READERS["SoftmaxWithLoss"] % "m", fuse)  # fmt: skip
+    net = dry_net(
+        HALF + SOURCES[0] + STEPS["slice"].format(n=0, x="l", y="m") + SCORES + READERS["SoftmaxWithLoss"] % "m", fuse
+    )
     net.forward()
     net.backward()
     assert net.blobs["loss"].shape == ()

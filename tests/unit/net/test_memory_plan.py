@@ -74,10 +74,13 @@ ZOO = {
     "rnn": CONT + layer("RNN", "conv cont", "x", RECURRENT) + layer("ReLU", "x", "x"),
     "in place": layer("ReLU", "conv", "conv") + layer("PReLU", "conv", "conv") + layer("Dropout", "conv", "x"),
     "elu, then in place": layer("ELU", "conv", "x") + layer("Dropout", "x", "x"),
-    "normalisation in place": layer("BatchNorm", "conv", "conv") + layer("Scale", "conv", "conv")
+    "normalisation in place": layer("BatchNorm", "conv", "conv")
+    + layer("Scale", "conv", "conv")
     + layer("ReLU", "conv", "x"),
-    "residual": layer("BatchNorm", "conv", "bn") + layer("Scale", "bn", "s", "scale_param { bias_term: true }")
-    + layer("Eltwise", "s data", "x") + layer("ReLU", "x", "x"),
+    "residual": layer("BatchNorm", "conv", "bn")
+    + layer("Scale", "bn", "s", "scale_param { bias_term: true }")
+    + layer("Eltwise", "s data", "x")
+    + layer("ReLU", "x", "x"),
     "views": layer("Flatten", "conv", "flat")
     + layer("Reshape", "flat", "back", "reshape_param { shape { dim: 0 dim: 4 dim: 36 } }")
     + layer("Sigmoid", "back", "x"),
@@ -94,56 +97,78 @@ ZOO = {
     "losses within": layer("Power", "conv", "x", "power_param { power: 2 } loss_weight: 0.25")
     + layer("EuclideanLoss", "x data", "distance", "loss_weight: 0.5"),
     "moved": layer("Permute", "conv", "p", "permute_param { order: 0 order: 2 order: 3 order: 1 }")
-    + layer("Tile", "p", "t", "tile_param { axis: 2 tiles: 2 }") + layer("Crop", "t p", "c", "crop_param { axis: 2 }")
+    + layer("Tile", "p", "t", "tile_param { axis: 2 tiles: 2 }")
+    + layer("Crop", "t p", "c", "crop_param { axis: 2 }")
     + layer("ShuffleChannel", "c", "x", "shuffle_channel_param { group: 2 }"),
     "windows": layer("Im2col", "conv", "w", "convolution_param { kernel_size: 2 stride: 2 }")
-    + layer("Interp", "w", "i", "interp_param { zoom_factor: 2 }") + layer("Upsample", "i", "u",
-    "upsample_param { scale: 2 }") + layer("SPP", "u", "x", "spp_param { pyramid_height: 2 }"),
+    + layer("Interp", "w", "i", "interp_param { zoom_factor: 2 }")
+    + layer("Upsample", "i", "u", "upsample_param { scale: 2 }")
+    + layer("SPP", "u", "x", "spp_param { pyramid_height: 2 }"),
     "unpooled": layer("Pooling", "conv", "p mask", "pooling_param { pool: MAX kernel_size: 2 stride: 2 }")
-    + layer("ReLU6", "p", "p") + layer("Upsample", "p mask", "u") + layer("HardSwish", "u", "x"),
+    + layer("ReLU6", "p", "p")
+    + layer("Upsample", "p mask", "u")
+    + layer("HardSwish", "u", "x"),
     "drawn": layer("Pooling", "conv", "x", "pooling_param { pool: STOCHASTIC kernel_size: 2 stride: 2 }"),
-    "standardised": layer("MVN", "conv", "m") + layer("Normalize", "m", "n", "norm_param { across_spatial: false }")
-    + layer("Reduction", "n", "r", "reduction_param { axis: 2 operation: SUMSQ }") + layer("Axpy", "r n conv", "x")
-    + layer("MVN", "x", "x", "mvn_param { across_channels: true }") + layer("ReLU", "x", "x"),
+    "standardised": layer("MVN", "conv", "m")
+    + layer("Normalize", "m", "n", "norm_param { across_spatial: false }")
+    + layer("Reduction", "n", "r", "reduction_param { axis: 2 operation: SUMSQ }")
+    + layer("Axpy", "r n conv", "x")
+    + layer("MVN", "x", "x", "mvn_param { across_channels: true }")
+    + layer("ReLU", "x", "x"),
     "rows": layer("DummyData", "", "index", "dummy_data_param { shape { dim: 3 } }")
-    + layer("BatchReindex", "conv index", "more") + layer("Embed", "index", "e",
-    "embed_param { num_output: 3 input_dim: 4 weight_filler { type: 'xavier' } }")
-    + layer("Reduction", "more", "r") + layer("Reduction", "e", "s", "reduction_param { operation: ASUM }")
-    + layer("Eltwise", "r s", "y") + layer("Power", "y", "z", "loss_weight: 0.1") + layer("TanH", "conv", "x"),
+    + layer("BatchReindex", "conv index", "more")
+    + layer("Embed", "index", "e", "embed_param { num_output: 3 input_dim: 4 weight_filler { type: 'xavier' } }")
+    + layer("Reduction", "more", "r")
+    + layer("Reduction", "e", "s", "reduction_param { operation: ASUM }")
+    + layer("Eltwise", "r s", "y")
+    + layer("Power", "y", "z", "loss_weight: 0.1")
+    + layer("TanH", "conv", "x"),
     "other losses": layer("DummyData", "", "gain", "dummy_data_param { shape { dim: 3 dim: 3 } }")
     + layer("Parameter", "", "h", "parameter_param { shape { dim: 2 dim: 3 } } loss_weight: 0.5")
     + layer("InnerProduct", "conv", "s", "inner_product_param { num_output: 3 weight_filler { type: 'xavier' } }")
     + layer("InfogainLoss", "s label gain", "g", "loss_param { ignore_label: 0 }")
     + layer("HingeLoss", "s label", "hinge")
-    + layer("Softmax", "s", "q") + layer("MultinomialLogisticLoss", "q label", "m") + layer("L1Loss", "s q", "l")
-    + layer("SmoothL1Loss", "s q", "sl") + layer("ContrastiveLoss", "s q label", "c") + layer("ELU", "conv", "x"),
+    + layer("Softmax", "s", "q")
+    + layer("MultinomialLogisticLoss", "q label", "m")
+    + layer("L1Loss", "s q", "l")
+    + layer("SmoothL1Loss", "s q", "sl")
+    + layer("ContrastiveLoss", "s q label", "c")
+    + layer("ELU", "conv", "x"),
     "regions": layer("DummyData", "", "rois", "dummy_data_param { shape { dim: 3 dim: 5 } data_filler { value: 1 } }")
     + layer("ROIPooling", "conv rois", "p", "roi_pooling_param { pooled_h: 2 pooled_w: 2 spatial_scale: 2 }")
     + layer("PSROIPooling", "conv rois", "q", "psroi_pooling_param { output_dim: 1 group_size: 2 spatial_scale: 2 }")
-    + layer("Reduction", "p", "y", "loss_weight: 0.1") + layer("Reduction", "q", "z", "loss_weight: 0.1")
+    + layer("Reduction", "p", "y", "loss_weight: 0.1")
+    + layer("Reduction", "q", "z", "loss_weight: 0.1")
     + layer("BNLL", "conv", "x"),
     "filtered": layer("DummyData", "", "s", "dummy_data_param { shape { dim: 2 } data_filler { type: 'gaussian' } }")
-    + layer("Filter", "conv label s", "f l") + layer("ReLU", "f", "f")
-    + layer("Reduction", "f", "y", "loss_weight: 0.1") + layer("TanH", "conv", "x"),
+    + layer("Filter", "conv label s", "f l")
+    + layer("ReLU", "f", "f")
+    + layer("Reduction", "f", "y", "loss_weight: 0.1")
+    + layer("TanH", "conv", "x"),
     "silenced": layer("Split", "conv", "x y") + layer("Silence", "y", ""),
     "deconvolution": layer("Deconvolution", "conv", "x", "convolution_param { num_output: 2 kernel_size: 2 }"),
-    "sum in place": layer("ReLU", "conv", "r") + layer("BatchNorm", "r", "bn")
-    + layer("Eltwise", "bn data", "bn", "eltwise_param { coeff: 2 coeff: -1 }") + layer("TanH", "bn", "x"),
+    "sum in place": layer("ReLU", "conv", "r")
+    + layer("BatchNorm", "r", "bn")
+    + layer("Eltwise", "bn data", "bn", "eltwise_param { coeff: 2 coeff: -1 }")
+    + layer("TanH", "bn", "x"),
     "product and maximum in place": layer("Sigmoid", "conv", "s")
-    + layer("Eltwise", "s data", "s", "eltwise_param { operation: PROD }") + layer("TanH", "s", "t")
-    + layer("Eltwise", "t data", "t", "eltwise_param { operation: MAX }") + layer("ELU", "t", "x"),
+    + layer("Eltwise", "s data", "s", "eltwise_param { operation: PROD }")
+    + layer("TanH", "s", "t")
+    + layer("Eltwise", "t data", "t", "eltwise_param { operation: MAX }")
+    + layer("ELU", "t", "x"),
     "channels at axis 2": layer("Reshape", "conv", "five", "reshape_param { axis: 1 num_axes: 0 shape { dim: 1 } }")
     + layer("Convolution", "five", "c", "convolution_param { axis: 2 num_output: 3 kernel_size: 2 }")
     + layer("Deconvolution", "c", "d", "convolution_param { axis: 2 num_output: 2 kernel_size: 2 }")
     + layer("ReLU", "d", "x"),
     "a kernel that reaches past the image": layer(
-        "Convolution", "conv", "c", "convolution_param { num_output: 3 kernel_size: 8 stride: 3 }")
+        "Convolution", "conv", "c", "convolution_param { num_output: 3 kernel_size: 8 stride: 3 }"
+    )
     + layer("ReLU", "c", "x"),
     "a convolution over vectors": layer("InnerProduct", "conv", "v", "inner_product_param { num_output: 6 }")
     + layer("Convolution", "v", "x", "convolution_param { num_output: 4 group: 2 kernel_size: 1 }"),
     "softmax": layer("Softmax", "conv", "x") + layer("Exp", "x", "x"),
     "bias": layer("Bias", "conv", "x", "bias_param { filler { value: 0.5 } }"),
-}  # fmt: skip
+}
 
 
 def zoo(name: str) -> caffe_pb2.NetParameter:
@@ -315,8 +340,15 @@ def test_a_plan_of_another_net_is_refused():
 def test_what_outlives_a_pass_does_not_share():
     plan = plan_memory(zoo("losses within"), context())
     titles = {slot.title for slot in plan.slots}
-    assert not titles & {"loss data", "accuracy data", "probabilities data", "distance data", "x data", "data data",
-                         "label data"}  # fmt: skip
+    assert not titles & {
+        "loss data",
+        "accuracy data",
+        "probabilities data",
+        "distance data",
+        "x data",
+        "data data",
+        "label data",
+    }
     assert {"conv data", "conv diff", "ip data"} <= titles
 
 
@@ -441,10 +473,14 @@ def test_too_little_memory_for_the_arena():
 
 
 LIVES = st.lists(
-    st.builds(lambda size, first, span: Lifetime(size, first, first + span),
-              st.integers(0, 5000), st.integers(0, 20), st.integers(0, 8)),
+    st.builds(
+        lambda size, first, span: Lifetime(size, first, first + span),
+        st.integers(0, 5000),
+        st.integers(0, 20),
+        st.integers(0, 8),
+    ),
     max_size=25,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=150)

@@ -119,9 +119,11 @@ def test_each_is_folded_with_its_own_parameters() -> None:
 def test_each_is_read_back_from_onnx(tmp_path: Path) -> None:
     """Layers that become several nodes are described in the model's metadata."""
     norm = 'layer { name: "n" type: "Normalize" bottom: "%s" top: "%s" norm_param { %s } }'
-    text = INPUT.replace("dim: 3", "dim: 3 dim: 4 dim: 5") + norm % ("data", "x", "across_spatial: true") + norm % (
-        "x", "y", "across_spatial: false"
-    )  # fmt: skip
+    text = (
+        INPUT.replace("dim: 3", "dim: 3 dim: 4 dim: 5")
+        + norm % ("data", "x", "across_spatial: true")
+        + norm % ("x", "y", "across_spatial: false")
+    )
     net = build_net(text.replace('"n"', '"a"', 1).replace('"n"', '"a/b"'), caffe_pb2.TEST)
     same = build_net(text, caffe_pb2.TEST)
     for one in (net, same):

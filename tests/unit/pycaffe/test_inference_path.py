@@ -325,10 +325,13 @@ def test_hidden_blobs_after_a_reshape(path: Path, reshape: bool) -> None:
 
 
 def test_a_mistake_is_told_as_ever(write) -> None:
-    path = write("label.prototxt", """
+    path = write(
+        "label.prototxt",
+        """
 layer { name: 'data' type: 'Input' top: 'data' top: 'label' input_param { shape { dim: 2 dim: 3 } shape { dim: 2 } } }
 layer { name: 'ip' type: 'InnerProduct' bottom: 'data' top: 'ip' inner_product_param { num_output: 3 } }
-layer { name: 'loss' type: 'SoftmaxWithLoss' bottom: 'ip' bottom: 'label' top: 'loss' }""")  # fmt: skip
+layer { name: 'loss' type: 'SoftmaxWithLoss' bottom: 'ip' bottom: 'label' top: 'loss' }""",
+    )
     net = caffe.Net(path, caffe.TEST)
     for _ in range(2):
         net.forward()
@@ -464,7 +467,11 @@ def test_the_environment_switches_it_off() -> None:
     code = "from caffepy.pycaffe.device import mode; print(mode.layer_by_layer)"
     for value, expected in (("1", "True"), ("0", "False"), ("", "False")):
         done = subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "CAFFEPY_LAYER_BY_LAYER": value},
-            capture_output=True, text=True, check=True, timeout=300,
-        )  # fmt: skip
+            [sys.executable, "-c", code],
+            env={**os.environ, "CAFFEPY_LAYER_BY_LAYER": value},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
+        )
         assert done.stdout.strip() == expected

@@ -52,10 +52,15 @@ def test_the_base_net_of_ssd() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "fc6"),
-    [({}, (1, 4096)), ({"fully_conv": True}, (1, 4096, 7, 7)), ({"fully_conv": True, "reduced": True}, (1, 1024, 7, 7)),
-     ({"fully_conv": True, "dilated": True}, (1, 4096, 14, 14)), ({"nopool": True}, (1, 4096)),
-     ({"fully_conv": True, "reduced": True, "dilate_pool4": True}, (1, 1024, 14, 14))],
-)  # fmt: skip
+    [
+        ({}, (1, 4096)),
+        ({"fully_conv": True}, (1, 4096, 7, 7)),
+        ({"fully_conv": True, "reduced": True}, (1, 1024, 7, 7)),
+        ({"fully_conv": True, "dilated": True}, (1, 4096, 14, 14)),
+        ({"nopool": True}, (1, 4096)),
+        ({"fully_conv": True, "reduced": True, "dilate_pool4": True}, (1, 1024, 14, 14)),
+    ],
+)
 def test_variants_of_vgg(settings: dict[str, bool], fc6: tuple[int, ...]) -> None:
     net = model_libs.VGGNetBody(spec(), "data", freeze_layers=["conv1_1", "none"], **settings)
     assert shapes(net)["fc6"] == fc6
@@ -90,10 +95,22 @@ def test_inception() -> None:
 def test_heads() -> None:
     net = model_libs.VGGNetBody(spec(300), "data", need_fc=False)
     tops = model_libs.CreateMultiBoxHead(
-        net, num_classes=21, from_layers=["conv4_3", "conv5_3"], min_sizes=[30, [60]], max_sizes=[60, [111]],
-        aspect_ratios=[2, [2, 3]], normalizations=[20, -1], steps=[8, 16], use_batchnorm=False, use_objectness=True,
-        inter_layer_depth=[0, 64], prior_variance=[0.1, 0.1, 0.2, 0.2], lr_mult=2, kernel_size=3, pad=1,
-    )  # fmt: skip
+        net,
+        num_classes=21,
+        from_layers=["conv4_3", "conv5_3"],
+        min_sizes=[30, [60]],
+        max_sizes=[60, [111]],
+        aspect_ratios=[2, [2, 3]],
+        normalizations=[20, -1],
+        steps=[8, 16],
+        use_batchnorm=False,
+        use_objectness=True,
+        inter_layer_depth=[0, 64],
+        prior_variance=[0.1, 0.1, 0.2, 0.2],
+        lr_mult=2,
+        kernel_size=3,
+        pad=1,
+    )
     assert len(tops) == 4
     sizes = shapes(net)
     priors = 38 * 38 * 4 + 19 * 19 * 6

@@ -124,8 +124,15 @@ def write(net: caffe.Net, expected: Expected, path: Path, number: int) -> None:
 
 
 DEEDS: list[Callable[[caffe.Net, Expected, Path, int], None]] = [
-    look, run, save, run, load, look_at_diffs, write, run_alike
-]  # fmt: skip
+    look,
+    run,
+    save,
+    run,
+    load,
+    look_at_diffs,
+    write,
+    run_alike,
+]
 
 
 @pytest.fixture(params=["CPU, TRAIN", "CPU, TEST", "a device that weights leave"])

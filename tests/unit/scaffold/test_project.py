@@ -272,8 +272,9 @@ def test_vocs_lists_divide_the_images(names: tuple[str, str]):
     (lists / f"{names[1]}.txt").write_text("0\n2\n")
     assert run("new ssd300 --data street --to p") == 0
     assert [line.split()[0] for line in Path("p/train.txt").read_text().splitlines()] == [
-        "street/JPEGImages/3.jpg", "street/JPEGImages/1.jpg",
-    ]  # fmt: skip
+        "street/JPEGImages/3.jpg",
+        "street/JPEGImages/1.jpg",
+    ]
     assert sorted(boxes("p/val_lmdb")) == ["street/JPEGImages/0.jpg", "street/JPEGImages/2.jpg"]
 
 
@@ -353,9 +354,12 @@ def test_what_a_detector_refuses(capsys: pytest.CaptureFixture[str]):
 
 
 def coco_file(
-    boxes: Sequence[Any], images: Sequence[str] = ("0.jpg", "1.jpg"), categories: dict[int, str] | None = None,
-    name: str = "all", image_id: int = 0,
-) -> None:  # fmt: skip
+    boxes: Sequence[Any],
+    images: Sequence[str] = ("0.jpg", "1.jpg"),
+    categories: dict[int, str] | None = None,
+    name: str = "all",
+    image_id: int = 0,
+) -> None:
     """A data set of images of 20 x 30 in COCO's layout, and boxes as (category, box) of one of them."""
     for number in range(2):
         write_image(Path(f"street/images/{number}.jpg"), 9)
@@ -401,8 +405,9 @@ def test_boxes_without_an_area_in_the_image_are_named_and_left_out(layout: str, 
             Path(f"street/ImageSets/Main/{name}.txt").write_text(stem)
     assert run("new mobilenet_ssd --data street --to p") == 0
     assert boxes("p/train_lmdb")["street/images/0.jpg" if layout == "coco" else "street/JPEGImages/0.jpg"] == [
-        (1, pytest.approx(0.1)), (1, pytest.approx(25 / 30)),
-    ], "a box that crosses the border stays"  # fmt: skip
+        (1, pytest.approx(0.1)),
+        (1, pytest.approx(25 / 30)),
+    ], "a box that crosses the border stays"
     for fault, count in zip(NO_AREA, (2, 1, 1), strict=True):
         [line] = [line for line in caplog.messages if fault in line]
         assert f"p/train.txt: {count} boxes are left out" in line
@@ -469,10 +474,14 @@ def test_one_class_of_images_is_warned_of(caplog: pytest.LogCaptureFixture):
 @pytest.mark.parametrize(
     "name",
     [
-        "{cwd}/secret.jpg", "../../secret.jpg", "../secret.jpg", "x/../../../secret.jpg", "../street2/0.jpg",
+        "{cwd}/secret.jpg",
+        "../../secret.jpg",
+        "../secret.jpg",
+        "x/../../../secret.jpg",
+        "../street2/0.jpg",
         "link/../../secret.jpg",
     ],
-)  # fmt: skip
+)
 def test_names_that_lead_out_of_the_data_set_are_refused(name: str, capsys: pytest.CaptureFixture[str]):
     write_image(Path("secret.jpg"), 1)
     write_image(Path("street2/0.jpg"), 1)

@@ -148,8 +148,11 @@ def test_the_command(tmp_path: Path, ranks: int, threads: int) -> None:
     options = ["--cpu", f"--cpu-solvers={threads}", "--sizes=1K,64K,1M", "--iterations=3", "--timeout=300"]
     result = subprocess.run(
         [*launcher, sys.executable, "-m", "caffepy", "bench", "allreduce", *options],
-        capture_output=True, text=True, timeout=300, env=program_environment({}),
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=program_environment({}),
+    )
     assert result.returncode == 0, result.stderr
     title, head, *rows = result.stdout.splitlines()
     devices = max(ranks, 1) * threads

@@ -12,9 +12,19 @@ from caffepy.scaling.model import MAX_SAMPLES, Measurements, fit_link, read_meas
 from caffepy.scaling.profile import FORMAT, read_profile
 
 PROFILE = {
-    "format": FORMAT, "net": "n", "device": "CPU", "on_cpu": True, "batch": 1, "passes": 1, "iteration_ms": 1.0,
-    "update_ms": 0.1, "reduce_buckets": 1, "layer_wise_reduce": True, "layers": [], "gradients": [],
-}  # fmt: skip
+    "format": FORMAT,
+    "net": "n",
+    "device": "CPU",
+    "on_cpu": True,
+    "batch": 1,
+    "passes": 1,
+    "iteration_ms": 1.0,
+    "update_ms": 0.1,
+    "reduce_buckets": 1,
+    "layer_wise_reduce": True,
+    "layers": [],
+    "gradients": [],
+}
 
 
 @pytest.mark.parametrize(

@@ -127,9 +127,12 @@ def measured(link: Link, devices: int, algorithm: str, between: bool) -> Measure
 
 
 @given(
-    st.floats(1e-7, 1e-3), st.floats(1e8, 1e12), st.integers(2, 16), st.sampled_from(["ring", "recursive-halving"]),
+    st.floats(1e-7, 1e-3),
+    st.floats(1e8, 1e12),
+    st.integers(2, 16),
+    st.sampled_from(["ring", "recursive-halving"]),
     st.booleans(),
-)  # fmt: skip
+)
 def test_the_link_is_found_again(latency: float, bandwidth: float, devices: int, algorithm: str, between: bool):
     fit = fit_link(measured(Link(latency, bandwidth), devices, algorithm, between), algorithm, between)
     assert fit.error < 1e-6
@@ -238,10 +241,20 @@ def test_a_table_that_is_not_there(tmp_path: Path):
 @pytest.mark.parametrize(
     "text, bytes_per_second",
     [
-        ("400Gb", 50e9), ("400Gb/s", 50e9), ("100GbE", 12.5e9), ("100Gbps", 12.5e9), ("50GB", 50e9), ("50 GB/s", 50e9),
-        ("8x400Gb", 400e9), ("2 x 12.5GB", 25e9), ("1.5Tbit", 187.5e9), ("800MB/s", 8e8), ("10kb", 1250), (".5GB", 5e8),
+        ("400Gb", 50e9),
+        ("400Gb/s", 50e9),
+        ("100GbE", 12.5e9),
+        ("100Gbps", 12.5e9),
+        ("50GB", 50e9),
+        ("50 GB/s", 50e9),
+        ("8x400Gb", 400e9),
+        ("2 x 12.5GB", 25e9),
+        ("1.5Tbit", 187.5e9),
+        ("800MB/s", 8e8),
+        ("10kb", 1250),
+        (".5GB", 5e8),
     ],
-)  # fmt: skip
+)
 def test_bandwidths(text: str, bytes_per_second: float):
     assert parse_bandwidth(text) == pytest.approx(bytes_per_second)
 

@@ -34,11 +34,18 @@ MILLION = 10**6
 FAST, SLOW = Link(0.0, 1e9), Link(0.0, 1e8)
 
 PROFILE = Profile(
-    net="small", device="CPU", on_cpu=True, batch=50, passes=1, iteration_ms=110.0, update_ms=4.0, reduce_buckets=2,
+    net="small",
+    device="CPU",
+    on_cpu=True,
+    batch=50,
+    passes=1,
+    iteration_ms=110.0,
+    update_ms=4.0,
+    reduce_buckets=2,
     layer_wise_reduce=True,
     layers=(LayerProfile("data", 1, 0), LayerProfile("conv", 25, 40), LayerProfile("ip", 10, 20)),
     gradients=(Gradient(2, 3 * MILLION), Gradient(1, MILLION)),
-)  # fmt: skip
+)
 """Other: 10 ms. ip's gradients are there after 66 ms, conv's after 106."""
 
 
@@ -49,10 +56,18 @@ def profiles(draw: st.DrawFn) -> Profile:
     places = sorted(draw(st.lists(st.integers(0, len(layers) - 1), max_size=5)), reverse=True)
     sizes = st.integers(1, 10**8)
     return Profile(
-        "net", "device", draw(st.booleans()), draw(st.integers(1, 512)), draw(st.integers(1, 3)),
-        draw(st.floats(0.001, 1000)), draw(times), draw(st.integers(0, 8)), draw(st.booleans()),
-        tuple(layers), tuple(Gradient(place, draw(sizes)) for place in places),
-    )  # fmt: skip
+        "net",
+        "device",
+        draw(st.booleans()),
+        draw(st.integers(1, 512)),
+        draw(st.integers(1, 3)),
+        draw(st.floats(0.001, 1000)),
+        draw(times),
+        draw(st.integers(0, 8)),
+        draw(st.booleans()),
+        tuple(layers),
+        tuple(Gradient(place, draw(sizes)) for place in places),
+    )
 
 
 links = st.builds(Link, st.floats(0, 1e-3), st.floats(1e8, 1e12))
@@ -243,9 +258,18 @@ PREDICTIONS = [
     Prediction(64, 512, 222.48, 21.281, 1.2, 201.2, 999.44, 0.0946, "hierarchical"),
 ]
 LENET = Profile(
-    "LeNet", "CPU, 1 thread", True, 64, 1, 20.0, 0.5, 6, True, (LayerProfile("ip", 6.0, 12.0),),
+    "LeNet",
+    "CPU, 1 thread",
+    True,
+    64,
+    1,
+    20.0,
+    0.5,
+    6,
+    True,
+    (LayerProfile("ip", 6.0, 12.0),),
     (Gradient(0, 2**20),),
-)  # fmt: skip
+)
 
 
 def test_table():

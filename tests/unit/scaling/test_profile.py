@@ -13,11 +13,18 @@ from caffepy.errors import ConfigError, RunError
 from caffepy.scaling.profile import Gradient, LayerProfile, Profile, read_profile, write_profile
 
 PROFILE = Profile(
-    net="small", device="NVIDIA H200", on_cpu=False, batch=64, passes=2, iteration_ms=100.0, update_ms=5.0,
-    reduce_buckets=6, layer_wise_reduce=True,
+    net="small",
+    device="NVIDIA H200",
+    on_cpu=False,
+    batch=64,
+    passes=2,
+    iteration_ms=100.0,
+    update_ms=5.0,
+    reduce_buckets=6,
+    layer_wise_reduce=True,
     layers=(LayerProfile("conv", 10.0, 20.0), LayerProfile("ip", 5.0, 8.0)),
     gradients=(Gradient(1, 2048), Gradient(1, 256), Gradient(0, 1024)),
-)  # fmt: skip
+)
 
 
 def test_sums():

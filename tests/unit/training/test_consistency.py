@@ -212,9 +212,16 @@ def test_options_that_matter_are_compared(change: dict[str, Any], field: str, va
 def test_options_of_the_ranks_own_are_not() -> None:
     options = TrainOptions(caffe_pb2.SolverParameter())
     own = replace(
-        options, verbose=True, threads=3, single_rate=2.0, snapshot=Path("x"), resume_newest=True, weights=[Path("y")],
-        sigint_effect="none", devices=None,
-    )  # fmt: skip
+        options,
+        verbose=True,
+        threads=3,
+        single_rate=2.0,
+        snapshot=Path("x"),
+        resume_newest=True,
+        weights=[Path("y")],
+        sigint_effect="none",
+        devices=None,
+    )
     assert describe_options(options) == describe_options(own)
 
 

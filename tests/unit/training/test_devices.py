@@ -104,8 +104,10 @@ def test_cudnns_engines_are_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     devices.preload_cuda([0])
     wait_for_preload()
     assert [Path(name).name for name in loaded] == [
-        "libcuda.so.1", "libcudnn_engines_precompiled.so.9", "libcudnn_engines_runtime_compiled.so.9",
-    ]  # fmt: skip
+        "libcuda.so.1",
+        "libcudnn_engines_precompiled.so.9",
+        "libcudnn_engines_runtime_compiled.so.9",
+    ]
 
 
 def test_without_a_driver_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,14 +156,17 @@ def test_where_not_even_one_sample_fits():
     "available, net",
     [
         (None, NET),  # nobody knows what there is
-        (10**6, NET.replace("bottom: \"ip\" bottom", "bottom: \"fixed\" bottom").replace(
-            "layer { name: \"loss\"",
-            "layer { name: \"fixed\" type: \"Reshape\" bottom: \"ip\" top: \"fixed\" "
-            "reshape_param { shape { dim: 64 dim: 4 } } } layer { name: \"loss\"",
-        )),  # no other batch is possible
+        (
+            10**6,
+            NET.replace('bottom: "ip" bottom', 'bottom: "fixed" bottom').replace(
+                'layer { name: "loss"',
+                'layer { name: "fixed" type: "Reshape" bottom: "ip" top: "fixed" '
+                'reshape_param { shape { dim: 64 dim: 4 } } } layer { name: "loss"',
+            ),
+        ),  # no other batch is possible
         (10**6, NET.replace("dim: 64", "dim: 0")),
     ],
-)  # fmt: skip
+)
 def test_where_nothing_better_can_be_said(available: int | None, net: str, monkeypatch: pytest.MonkeyPatch):
     def fail(self: SmallBackend, shape: tuple[int, ...], dtype: str = "float32"):
         raise OutOfMemoryError("none", "buy some", available)

@@ -60,8 +60,10 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.syspath_prepend(tmp_path)
     layer = 'layer { name: "faulty" type: "Python" bottom: "data" top: "same" python_param '
     layer += f'{{ module: "{tmp_path.name}" layer: "Faulty" param_str: "%s" }} }}'
-    return NET.replace('layer { name: "ip" type: "InnerProduct" bottom: "data"', layer + ' layer { name: "ip" type: '
-                       '"InnerProduct" bottom: "same"')  # fmt: skip
+    return NET.replace(
+        'layer { name: "ip" type: "InnerProduct" bottom: "data"',
+        layer + ' layer { name: "ip" type: "InnerProduct" bottom: "same"',
+    )
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -81,8 +83,9 @@ def test_a_run_goes_from_the_options_to_the_report(caplog: pytest.LogCaptureFixt
     assert run.iteration == 5
     lines = messages(caplog)
     assert [line.split(" on ")[0] for line in lines if line.startswith("Device ")] == [
-        "Device 0: rank 0", "Device 1: rank 0"
-    ]  # fmt: skip
+        "Device 0: rank 0",
+        "Device 1: rank 0",
+    ]
     assert "Transport memory of one process between devices of all pairs" in lines
     settings = next(i for i, line in enumerate(lines) if line.startswith("Initializing solver from parameters, "))
     batch = next(i for i, line in enumerate(lines) if line.startswith("Batch: 6 per device, 12 per rank"))

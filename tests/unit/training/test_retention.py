@@ -38,8 +38,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def left(folder: Path) -> list[int]:
     """The iterations of whole snapshots, after a check that none has one half alone."""
-    halves = {kind: {int(p.name.split("_")[2].split(".")[0]) for p in folder.glob(f"x_iter_*.{kind}*")}
-              for kind in ("solverstate", "caffemodel")}  # fmt: skip
+    halves = {
+        kind: {int(p.name.split("_")[2].split(".")[0]) for p in folder.glob(f"x_iter_*.{kind}*")}
+        for kind in ("solverstate", "caffemodel")
+    }
     assert halves["solverstate"] == halves["caffemodel"]
     return sorted(halves["solverstate"])
 
@@ -58,9 +60,15 @@ def test_all_stay_where_nothing_is_said(folder: Path) -> None:
 
 def test_files_of_others_stay(folder: Path) -> None:
     others = [
-        "x_iter_2.caffemodel.bak", "xx_iter_2.solverstate", "x_iter_.solverstate", "x_iter_a.solverstate",
-        "x_iter_2.prototxt", "y_iter_2.solverstate", "x_iter_7.caffemodel", "x_iter_2.solverstate.h5x",
-    ]  # fmt: skip
+        "x_iter_2.caffemodel.bak",
+        "xx_iter_2.solverstate",
+        "x_iter_.solverstate",
+        "x_iter_a.solverstate",
+        "x_iter_2.prototxt",
+        "y_iter_2.solverstate",
+        "x_iter_7.caffemodel",
+        "x_iter_2.solverstate.h5x",
+    ]
     for name in others:
         (folder / name).write_bytes(b"")
     (folder / "precious").write_bytes(b"")
@@ -69,8 +77,14 @@ def test_files_of_others_stay(folder: Path) -> None:
     (folder / "x_iter_3.caffemodel").symlink_to("precious")
     (folder / "x_iter_5.solverstate").mkdir()
     train(8, "snapshot: 2", keep=RetentionPolicy(keep_last=1))
-    stay = {*others, "precious", "x_iter_1.solverstate", "x_iter_3.solverstate", "x_iter_3.caffemodel",
-            "x_iter_5.solverstate"}  # fmt: skip
+    stay = {
+        *others,
+        "precious",
+        "x_iter_1.solverstate",
+        "x_iter_3.solverstate",
+        "x_iter_3.caffemodel",
+        "x_iter_5.solverstate",
+    }
     assert {path.name for path in folder.iterdir()} == {*stay, "x_iter_8.solverstate", "x_iter_8.caffemodel"}
 
 
@@ -220,10 +234,11 @@ UNLIKE = {
     WIDER: r"parameter 0 of the layer 'group/ip' has shape 2 18 \(36\) there and 3 18 \(54\) in the net",
     RENAMED: "the layer 'group/other' is not in it",
     NET.replace("weight_filler", "bias_term: false weight_filler"): "the layer 'conv' has 2 parameters there and 1 in",
-    NET.replace('layer { name: "norm"', 'layer { name: "extra" type: "PReLU" bottom: "conv" top: "conv" }\nlayer {'
-                ' name: "norm"'): "the layer 'extra' is not in it",
+    NET.replace(
+        'layer { name: "norm"', 'layer { name: "extra" type: "PReLU" bottom: "conv" top: "conv" }\nlayer { name: "norm"'
+    ): "the layer 'extra' is not in it",
     SHARED: "the layer 'again' in it is not in the net",
-}  # fmt: skip
+}
 
 
 def check(text: str, net: str = NET, resume: str = "", **keywords: Any) -> None:

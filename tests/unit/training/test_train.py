@@ -56,9 +56,14 @@ def net_spec() -> NetSpec:
 
 
 FIELDS: dict[str, Any] = {
-    "base_lr": 0.05, "lr_policy": "fixed", "momentum": 0.9, "max_iter": 6, "random_seed": 3, "test_iter": [2],
+    "base_lr": 0.05,
+    "lr_policy": "fixed",
+    "momentum": 0.9,
+    "max_iter": 6,
+    "random_seed": 3,
+    "test_iter": [2],
     "test_interval": 3,
-}  # fmt: skip
+}
 
 
 def alone() -> dict[str, np.ndarray]:

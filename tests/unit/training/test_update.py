@@ -202,9 +202,10 @@ def overflow(solver: Solver, parameter: int, iterations: Callable[[int], bool]) 
 
 
 DEEP = CLASSIFIER.replace(
-    'layer { name: "loss"', 'layer { name: "last" type: "InnerProduct" bottom: "ip" top: "last"'
+    'layer { name: "loss"',
+    'layer { name: "last" type: "InnerProduct" bottom: "ip" top: "last"'
     ' inner_product_param { num_output: 3 weight_filler { type: "xavier" } } } layer { name: "loss"',
-).replace('bottom: "ip" bottom: "label"', 'bottom: "last" bottom: "label"')  # fmt: skip
+).replace('bottom: "ip" bottom: "label"', 'bottom: "last" bottom: "label"')
 
 
 @pytest.mark.parametrize("net", ["global_grad_scale: 2 ", "global_grad_scale_adaptive: true "])

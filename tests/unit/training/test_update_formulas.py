@@ -42,9 +42,16 @@ HYPERPARAMETERS = {
 
 
 PLAIN = {
-    "policy": "fixed", "momentum": "fixed", "regularization": "L2", "decay": 0.05,
-    "iter_size": 1, "clip": 0, "min_lr": 0, "ramp": 0, "larc": "",
-}  # fmt: skip
+    "policy": "fixed",
+    "momentum": "fixed",
+    "regularization": "L2",
+    "decay": 0.05,
+    "iter_size": 1,
+    "clip": 0,
+    "min_lr": 0,
+    "ramp": 0,
+    "larc": "",
+}
 
 
 class Rule:

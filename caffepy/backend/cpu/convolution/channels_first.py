@@ -29,10 +29,19 @@ MIN_PRODUCT = 2**20
 
 
 @kernel
-def turn(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, source: Floats, target: Floats, rows: Int, columns: Int, row_blocks: Int, column_blocks: Int,
-    block: Int, width: Int, accumulate: Int,
-) -> None:  # fmt: skip
+def turn(
+    begin: Int,
+    end: Int,
+    source: Floats,
+    target: Floats,
+    rows: Int,
+    columns: Int,
+    row_blocks: Int,
+    column_blocks: Int,
+    block: Int,
+    width: Int,
+    accumulate: Int,
+) -> None:
     """target[n, column, row] (+)= source[n, row, column]. Items are (n, block of rows, block of columns)."""
     for item in range(begin, end):
         base = item // (row_blocks * column_blocks) * rows * columns
@@ -70,9 +79,14 @@ class PlainConvolution:
     backward_normalised = None
 
     def __init__(
-        self, threads: int, workspace: Workspace, x_shape: tuple[int, ...], weights_shape: tuple[int, ...],
-        geometry: Geometry, plan: type[TileConvolution],
-    ) -> None:  # fmt: skip
+        self,
+        threads: int,
+        workspace: Workspace,
+        x_shape: tuple[int, ...],
+        weights_shape: tuple[int, ...],
+        geometry: Geometry,
+        plan: type[TileConvolution],
+    ) -> None:
         self._threads, self._workspace = threads, workspace
         self._shifts = _product_shifts(x_shape, weights_shape, geometry)
         if len(x_shape) == 3:
@@ -87,9 +101,18 @@ class PlainConvolution:
         count, rows, columns = sizes
         blocks = -(-rows // BLOCK), -(-columns // BLOCK)
         turn.run(
-            self._threads, count * math.prod(blocks), max(1, GRAIN // max(1, min(rows, BLOCK) * min(columns, BLOCK))),
-            source, target, rows, columns, *blocks, BLOCK, WIDTH, int(accumulate),
-        )  # fmt: skip
+            self._threads,
+            count * math.prod(blocks),
+            max(1, GRAIN // max(1, min(rows, BLOCK) * min(columns, BLOCK))),
+            source,
+            target,
+            rows,
+            columns,
+            *blocks,
+            BLOCK,
+            WIDTH,
+            int(accumulate),
+        )
 
     def _buffer(self, array: Any, purpose: str) -> Any:
         return self._workspace.take(purpose, array.size)[: array.size].reshape(array.shape[0], -1)

@@ -188,10 +188,18 @@ TOGETHER = 512
 
 
 @kernel
-def pad_images(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, padded: Floats, row: Int, sources: Words, left: Int, rows: Int, padded_rows: Int,
+def pad_images(
+    begin: Int,
+    end: Int,
+    x: Floats,
+    padded: Floats,
+    row: Int,
+    sources: Words,
+    left: Int,
+    rows: Int,
+    padded_rows: Int,
     padded_row: Int,
-) -> None:  # fmt: skip
+) -> None:
     """Items are rows of the padded images; `row`, `left` and `padded_row` count elements.
 
     `sources` gives for each row of a padded image the row of the image, or -1.
@@ -214,13 +222,42 @@ def pad_images(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def correlate(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, x_from: Int, image: Int, x_group: Int, pixels_at: Words,
-    taps_at: Words, taps: Int, inner: Int, packed: Floats, packed_group: Int, packed_taps: Words, start: Floats,
-    y: Floats, y_from: Int, y_image: Int, y_group: Int, y_at: Words, pixels: Int, block: Int, blocks: Int,
-    groups: Int, table: Words, panels: Int, width: Int, cutting: Int, cuts2: Words, cuts3: Words, cuts1: Words,
-    parts: Int, addend: Floats, adds: Int, relu: Int,
-) -> None:  # fmt: skip
+def correlate(
+    begin: Int,
+    end: Int,
+    x: Floats,
+    x_from: Int,
+    image: Int,
+    x_group: Int,
+    pixels_at: Words,
+    taps_at: Words,
+    taps: Int,
+    inner: Int,
+    packed: Floats,
+    packed_group: Int,
+    packed_taps: Words,
+    start: Floats,
+    y: Floats,
+    y_from: Int,
+    y_image: Int,
+    y_group: Int,
+    y_at: Words,
+    pixels: Int,
+    block: Int,
+    blocks: Int,
+    groups: Int,
+    table: Words,
+    panels: Int,
+    width: Int,
+    cutting: Int,
+    cuts2: Words,
+    cuts3: Words,
+    cuts1: Words,
+    parts: Int,
+    addend: Floats,
+    adds: Int,
+    relu: Int,
+) -> None:
     """y[pixel, column] = start[column] + sum over taps and inner of x * packed (+ addend), optionally rectified.
 
     Items are (images, group, part of the panels, block). `pixels` are the pixels of an item's images.
@@ -250,10 +287,26 @@ def correlate(  # noqa: PLR0913 -- a kernel
                     cut = 4 * (q // rows)
                     tap0, tap1, inner0, inner1 = cuts[cut], cuts[cut + 1], cuts[cut + 2], cuts[cut + 3]
                 tile(
-                    vectors, ahead(source, inner0), table_at(pixels_at, q), table_at(taps_at, tap0), 1,
-                    ahead(weights, inner0 * wide), table_at(steps, tap0), wide, tap1 - tap0, inner1 - inner0,
-                    begins, 0, target, table_at(y_at, q), stop - q, last, ahead(addend, at), adds, relu,
-                )  # fmt: skip
+                    vectors,
+                    ahead(source, inner0),
+                    table_at(pixels_at, q),
+                    table_at(taps_at, tap0),
+                    1,
+                    ahead(weights, inner0 * wide),
+                    table_at(steps, tap0),
+                    wide,
+                    tap1 - tap0,
+                    inner1 - inner0,
+                    begins,
+                    0,
+                    target,
+                    table_at(y_at, q),
+                    stop - q,
+                    last,
+                    ahead(addend, at),
+                    adds,
+                    relu,
+                )
 
 
 @dataclass(frozen=True)
@@ -313,9 +366,18 @@ class Padding:
     def write(self, threads: int, x: Any, padded: Any) -> None:
         """Copy the images x (N, ...) with zero padding."""
         pad_images.run(
-            threads, x.shape[0] * self.rows, max(1, GRAIN // self.row), x, padded, self.sizes[-1] * self.channels,
-            self._sources, self.before[-1] * self.channels, math.prod(self.sizes[:-1]), self.rows, self.row,
-        )  # fmt: skip
+            threads,
+            x.shape[0] * self.rows,
+            max(1, GRAIN // self.row),
+            x,
+            padded,
+            self.sizes[-1] * self.channels,
+            self._sources,
+            self.before[-1] * self.channels,
+            math.prod(self.sizes[:-1]),
+            self.rows,
+            self.row,
+        )
 
 
 @dataclass(frozen=True)
@@ -506,8 +568,9 @@ class PaddedCorrelation:
             parts = [(together, images // together), (images % together, 1)]
             self._divisions[key] = [
                 (many, times, divide(self.panels, many * self._pixels, threads, times * self._groups))
-                for many, times in parts if many and times
-            ]  # fmt: skip
+                for many, times in parts
+                if many and times
+            ]
         return self._divisions[key]
 
     def run(
@@ -519,13 +582,42 @@ class PaddedCorrelation:
         for together, times, (block, blocks, parts) in self._division(threads, images):
             own = self._arrangement(together)
             correlate.run(
-                threads, times * self._groups * parts * blocks, 1, x, done * self.padding.elements,
-                together * self.padding.elements, self._x_group, own.x_at, self._taps_at, self._taps, self._inner,
-                packed, self.panels.size, self._packed_taps, start, y, done * self._y_image, together * self._y_image,
-                self._columns, own.y_at, together * self._pixels, block, blocks, self._groups, self.panels.table,
-                self.panels.count, WIDTH, int(self._cutting), own.cuts2, own.cuts3, own.cuts1, parts,
-                y if addend is None else addend, int(addend is not None), int(relu),
-            )  # fmt: skip
+                threads,
+                times * self._groups * parts * blocks,
+                1,
+                x,
+                done * self.padding.elements,
+                together * self.padding.elements,
+                self._x_group,
+                own.x_at,
+                self._taps_at,
+                self._taps,
+                self._inner,
+                packed,
+                self.panels.size,
+                self._packed_taps,
+                start,
+                y,
+                done * self._y_image,
+                together * self._y_image,
+                self._columns,
+                own.y_at,
+                together * self._pixels,
+                block,
+                blocks,
+                self._groups,
+                self.panels.table,
+                self.panels.count,
+                WIDTH,
+                int(self._cutting),
+                own.cuts2,
+                own.cuts3,
+                own.cuts1,
+                parts,
+                y if addend is None else addend,
+                int(addend is not None),
+                int(relu),
+            )
             done += together * times
 
 
@@ -605,12 +697,33 @@ def fetch_lines(a: Any, a_lines: Any, first: Any, length: Any, begin: Any, end: 
 
 
 @device_function
-def add_products(  # noqa: PLR0913 -- a kernel's
-    a: Any, a_lines: Any, a_step: Any, b: Any, b_lines: Any, b_step: Any, lines: Any, line: Any, block: Any,
-    starts: Any, panel_lines: Any, entries: Any, c: Any, c_rows: Any, accumulate: Any, zeros: Any, rows: Any,
-    units: Any, first_unit: Any, stop_unit: Any, panel: Any, width: Any, high: Any, first_block: Any,
+def add_products(
+    a: Any,
+    a_lines: Any,
+    a_step: Any,
+    b: Any,
+    b_lines: Any,
+    b_step: Any,
+    lines: Any,
+    line: Any,
+    block: Any,
+    starts: Any,
+    panel_lines: Any,
+    entries: Any,
+    c: Any,
+    c_rows: Any,
+    accumulate: Any,
+    zeros: Any,
+    rows: Any,
+    units: Any,
+    first_unit: Any,
+    stop_unit: Any,
+    panel: Any,
+    width: Any,
+    high: Any,
+    first_block: Any,
     stop_block: Any,
-) -> None:  # fmt: skip
+) -> None:
     """c[r, j] (+)= sum over the lines of all images of a * b, for some units (tiles of c) and some blocks of lines.
 
     `high`: rows of single-vector tiles if rows of a are contiguous in fours, else 0. The columns of b that a tile needs
@@ -654,36 +767,108 @@ def add_products(  # noqa: PLR0913 -- a kernel's
                 target_at = ahead(c, units[unit + 3])
                 if vectors == 1 and high > 0:
                     tile_of_fours(
-                        high, ahead(a, units[unit + 1] + w0 * a_step), table_at(rows, units[unit + 4]),
-                        table_at(a_lines, begins), a_step, ahead(panel, (w0 - first * line) * wide),
-                        table_at(panel_lines, begins), wide, ends - begins, w1 - w0,
-                        target_at if keep == 1 else zeros, keep, target_at, table_at(c_rows, units[unit + 10]),
-                        units[unit + 5], last, zeros, 0, 0,
-                    )  # fmt: skip
+                        high,
+                        ahead(a, units[unit + 1] + w0 * a_step),
+                        table_at(rows, units[unit + 4]),
+                        table_at(a_lines, begins),
+                        a_step,
+                        ahead(panel, (w0 - first * line) * wide),
+                        table_at(panel_lines, begins),
+                        wide,
+                        ends - begins,
+                        w1 - w0,
+                        target_at if keep == 1 else zeros,
+                        keep,
+                        target_at,
+                        table_at(c_rows, units[unit + 10]),
+                        units[unit + 5],
+                        last,
+                        zeros,
+                        0,
+                        0,
+                    )
                 else:
                     tall_tile(
-                        vectors, ahead(a, units[unit + 1] + w0 * a_step), table_at(rows, units[unit + 4]),
-                        table_at(a_lines, begins), a_step, ahead(panel, (w0 - first * line) * wide),
-                        table_at(panel_lines, (vectors - 1) * entries + begins), wide, ends - begins, w1 - w0,
-                        target_at if keep == 1 else zeros, keep, target_at, table_at(c_rows, units[unit + 10]),
-                        units[unit + 5], last, zeros, 0, 0,
-                    )  # fmt: skip
+                        vectors,
+                        ahead(a, units[unit + 1] + w0 * a_step),
+                        table_at(rows, units[unit + 4]),
+                        table_at(a_lines, begins),
+                        a_step,
+                        ahead(panel, (w0 - first * line) * wide),
+                        table_at(panel_lines, (vectors - 1) * entries + begins),
+                        wide,
+                        ends - begins,
+                        w1 - w0,
+                        target_at if keep == 1 else zeros,
+                        keep,
+                        target_at,
+                        table_at(c_rows, units[unit + 10]),
+                        units[unit + 5],
+                        last,
+                        zeros,
+                        0,
+                        0,
+                    )
 
 
 @kernel
-def correlate_weights(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, a: Floats, a_lines: Words, a_step: Int, b: Floats, b_lines: Words, b_step: Int, lines: Int,
-    line: Int, block: Int, starts: Words, panel_lines: Words, entries: Int, c: Floats, c_rows: Words, accumulate: Int,
-    zeros: Floats, rows: Words, units: Words, count: Int, items: Int, panels: Floats, panel_size: Int, width: Int,
+def correlate_weights(
+    begin: Int,
+    end: Int,
+    a: Floats,
+    a_lines: Words,
+    a_step: Int,
+    b: Floats,
+    b_lines: Words,
+    b_step: Int,
+    lines: Int,
+    line: Int,
+    block: Int,
+    starts: Words,
+    panel_lines: Words,
+    entries: Int,
+    c: Floats,
+    c_rows: Words,
+    accumulate: Int,
+    zeros: Floats,
+    rows: Words,
+    units: Words,
+    count: Int,
+    items: Int,
+    panels: Floats,
+    panel_size: Int,
+    width: Int,
     high: Int,
-) -> None:  # fmt: skip
+) -> None:
     """See `add_products`. Items are parts of the units."""
     for item in range(begin, end):
         add_products(
-            a, a_lines, a_step, b, b_lines, b_step, lines, line, block, starts, panel_lines, entries, c, c_rows,
-            accumulate, zeros, rows, units, item * count // items, (item + 1) * count // items,
-            ahead(panels, item * panel_size), width, high, 0, lines,
-        )  # fmt: skip
+            a,
+            a_lines,
+            a_step,
+            b,
+            b_lines,
+            b_step,
+            lines,
+            line,
+            block,
+            starts,
+            panel_lines,
+            entries,
+            c,
+            c_rows,
+            accumulate,
+            zeros,
+            rows,
+            units,
+            item * count // items,
+            (item + 1) * count // items,
+            ahead(panels, item * panel_size),
+            width,
+            high,
+            0,
+            lines,
+        )
 
 
 @kernel
@@ -801,10 +986,16 @@ class WeightGradient:
         panels = self._panels(self._inner, shape.group_outputs)
         tables = {count: self._row_table(range(count)) for count in range(1, SPARE + 1)}
         columns = [
-            (vectors, last, int(at) + column, run * self._inner + column,
-             self._extent([run], column, min(column + vectors * WIDTH, self._inner)))
-            for run, at in enumerate(self._taps_at) for vectors, column, last in panels
-        ]  # fmt: skip
+            (
+                vectors,
+                last,
+                int(at) + column,
+                run * self._inner + column,
+                self._extent([run], column, min(column + vectors * WIDTH, self._inner)),
+            )
+            for run, at in enumerate(self._taps_at)
+            for vectors, column, last in panels
+        ]
         units: list[tuple[int, ...]] = []
         for group, (x_group, dy_group) in enumerate(self._groups()):
             for vectors, last, x_at, element, extent in columns:
@@ -813,7 +1004,7 @@ class WeightGradient:
                     dw_at = (group * shape.group_outputs + row) * shape.depth + element
                     units.append(
                         (vectors, dy_group + row, x_group + x_at, dw_at, tables[count], count, last, *extent, 0)
-                    )  # fmt: skip
+                    )
         return units
 
     def _transposed_units(self) -> list[tuple[int, ...]]:
@@ -858,17 +1049,46 @@ class WeightGradient:
         items = min(self._threads, count)
         size = min(self._block, lines) * shape.out_width * 3 * WIDTH
         correlate_weights.run(
-            self._threads, items, 1, a, tables.a, a_step, b, tables.b, b_step, lines, shape.out_width, self._block,
-            tables.starts, tables.panel, tables.entries, target, self._c_rows,
-            int(not first or (accumulate and not self._transposed)), ZEROS, self._rows_table, self._units, count,
-            items, self._workspace.take("panels", items * size), size, WIDTH, self._high,
-        )  # fmt: skip
+            self._threads,
+            items,
+            1,
+            a,
+            tables.a,
+            a_step,
+            b,
+            tables.b,
+            b_step,
+            lines,
+            shape.out_width,
+            self._block,
+            tables.starts,
+            tables.panel,
+            tables.entries,
+            target,
+            self._c_rows,
+            int(not first or (accumulate and not self._transposed)),
+            ZEROS,
+            self._rows_table,
+            self._units,
+            count,
+            items,
+            self._workspace.take("panels", items * size),
+            size,
+            WIDTH,
+            self._high,
+        )
 
     def finish(self, dweights: Any, accumulate: bool) -> None:
         """Finish the sum after all images are added."""
         if self._transposed:
             shape, transposed = self._shape, self._workspace.take("weights", dweights.size)
             transpose_add.run(
-                self._threads, -(-shape.outputs // LINE), max(1, 256 // shape.depth), transposed, dweights, shape.depth,
-                shape.outputs, int(accumulate),
-            )  # fmt: skip
+                self._threads,
+                -(-shape.outputs // LINE),
+                max(1, 256 // shape.depth),
+                transposed,
+                dweights,
+                shape.depth,
+                shape.outputs,
+                int(accumulate),
+            )

@@ -92,10 +92,13 @@ def lines_of(axes: Sequence[AxisTaps], read: Sequence[int], made: Sequence[int],
     """Merge several axes into one; `read` and `made` are the sizes of the source and of the result."""
     kinds, kind = np.unique(taps_inside(axes, read), axis=0, return_inverse=True)
     return Lines(
-        merged([axis.pixels for axis in axes], made), merged([axis.indices for axis in axes], read),
-        merged([axis.shifts for axis in axes], read), merged([axis.taps for axis in axes], kernel), kinds,
+        merged([axis.pixels for axis in axes], made),
+        merged([axis.indices for axis in axes], read),
+        merged([axis.shifts for axis in axes], read),
+        merged([axis.taps for axis in axes], kernel),
+        kinds,
         kind.reshape(-1),
-    )  # fmt: skip
+    )
 
 
 TOGETHER = 512
@@ -119,13 +122,44 @@ def clear(begin: Int, end: Int, target: Floats) -> None:
 
 
 @kernel
-def correlate_where_it_lies(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, x_images: Int, x_group: Int, x_lines: Words, x_step: Int, dy: Floats,
-    dy_images: Int, dy_group: Int, dy_lines: Words, dy_step: Int, lines: Int, line: Int, block: Int, starts: Words,
-    panel_lines: Words, entries: Int, times: Int, groups: Int, shares: Int, parts: Int, c: Floats, c_rows: Words,
-    zeros: Floats, rows: Words, units: Words, segments: Words, count: Int, panels: Floats, panel_size: Int,
-    copied: Int, copies: Floats, width: Int, high: Int, bands: Int,
-) -> None:  # fmt: skip
+def correlate_where_it_lies(
+    begin: Int,
+    end: Int,
+    x: Floats,
+    x_images: Int,
+    x_group: Int,
+    x_lines: Words,
+    x_step: Int,
+    dy: Floats,
+    dy_images: Int,
+    dy_group: Int,
+    dy_lines: Words,
+    dy_step: Int,
+    lines: Int,
+    line: Int,
+    block: Int,
+    starts: Words,
+    panel_lines: Words,
+    entries: Int,
+    times: Int,
+    groups: Int,
+    shares: Int,
+    parts: Int,
+    c: Floats,
+    c_rows: Words,
+    zeros: Floats,
+    rows: Words,
+    units: Words,
+    segments: Words,
+    count: Int,
+    panels: Floats,
+    panel_size: Int,
+    copied: Int,
+    copies: Floats,
+    width: Int,
+    high: Int,
+    bands: Int,
+) -> None:
     """c[r, j] += sum over the lines of `times` sets of images of x * dy, for each group.
 
     Items are (share of the groups, part of the `count` segments of a group's units), which write different tiles.
@@ -151,11 +185,32 @@ def correlate_where_it_lies(  # noqa: PLR0913 -- a kernel
                                 to[j] = pixel[j]
                         source = copy
                     add_products(
-                        source, x_lines, x_step,
-                        ahead(dy, n * dy_images + group * dy_group), dy_lines, dy_step, lines, line, block, starts,
-                        panel_lines, entries, ahead(c, group * dy_group), c_rows, 1, zeros, rows, units,
-                        first_unit, stop_unit, ahead(panels, item * panel_size), width, high, first_block, stop_block,
-                    )  # fmt: skip
+                        source,
+                        x_lines,
+                        x_step,
+                        ahead(dy, n * dy_images + group * dy_group),
+                        dy_lines,
+                        dy_step,
+                        lines,
+                        line,
+                        block,
+                        starts,
+                        panel_lines,
+                        entries,
+                        ahead(c, group * dy_group),
+                        c_rows,
+                        1,
+                        zeros,
+                        rows,
+                        units,
+                        first_unit,
+                        stop_unit,
+                        ahead(panels, item * panel_size),
+                        width,
+                        high,
+                        first_block,
+                        stop_block,
+                    )
 
 
 class _Tables(NamedTuple):
@@ -282,9 +337,15 @@ class GroupWeightGradient:
                 self._add(x[done:], dy[done:], transposed, many, times)
             done += many * times
         transpose_add.run(
-            self._threads, -(-shape.outputs // LINE), max(1, 256 // shape.depth), transposed, dweights, shape.depth,
-            shape.outputs, int(accumulate),
-        )  # fmt: skip
+            self._threads,
+            -(-shape.outputs // LINE),
+            max(1, 256 // shape.depth),
+            transposed,
+            dweights,
+            shape.depth,
+            shape.outputs,
+            int(accumulate),
+        )
 
     def _add(self, x: Any, dy: Any, transposed: Any, images: int, times: int) -> None:
         shape, tables, groups = self._shape, self._lines(images), self._shape.geometry.group
@@ -294,15 +355,44 @@ class GroupWeightGradient:
         size = min(self._block, lines) * shape.out_width * 3 * WIDTH
         copied = images * math.prod(shape.sizes) if self._copies else 0
         correlate_where_it_lies.run(
-            self._threads, shares * parts, 1, x, images * plane, shape.group_channels, tables.x,
-            shape.geometry.stride[-1] * self._pixel, dy, lines * shape.out_width * shape.outputs,
-            shape.group_outputs, tables.dy, shape.outputs, lines, shape.out_width, self._block, tables.starts,
-            tables.panel, tables.entries, times, groups, shares, parts, transposed, self._c_row_table, ZEROS,
-            self._row_table, self._units, self._segments, self._count,
-            self._workspace.take("panels", shares * parts * size), size, copied,
-            self._workspace.take("images", shares * parts * copied * shape.group_channels + WIDTH), WIDTH,
-            self._high, -(-lines // self._block) if self._banded else 1,
-        )  # fmt: skip
+            self._threads,
+            shares * parts,
+            1,
+            x,
+            images * plane,
+            shape.group_channels,
+            tables.x,
+            shape.geometry.stride[-1] * self._pixel,
+            dy,
+            lines * shape.out_width * shape.outputs,
+            shape.group_outputs,
+            tables.dy,
+            shape.outputs,
+            lines,
+            shape.out_width,
+            self._block,
+            tables.starts,
+            tables.panel,
+            tables.entries,
+            times,
+            groups,
+            shares,
+            parts,
+            transposed,
+            self._c_row_table,
+            ZEROS,
+            self._row_table,
+            self._units,
+            self._segments,
+            self._count,
+            self._workspace.take("panels", shares * parts * size),
+            size,
+            copied,
+            self._workspace.take("images", shares * parts * copied * shape.group_channels + WIDTH),
+            WIDTH,
+            self._high,
+            -(-lines // self._block) if self._banded else 1,
+        )
 
 
 CACHED = 96 * 1024
@@ -322,12 +412,36 @@ def _packed_order(residues: Sequence[AxisTaps], kernel: tuple[int, ...]) -> Any:
 
 
 @kernel
-def correlate_windows(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, image: Int, x_group: Int, taps_at: Words, packed: Floats,
-    packed_group: Int, packed_taps: Words, taps: Int, start: Floats, y: Floats, y_image: Int, y_group: Int,
-    blocks: Int, groups: Int, parts: Int, table: Words, panels: Int, width: Int, bounds: Words, tiles: Words,
-    pixels_at: Words, y_at: Words, newest: Words, addend: Floats, adds: Int, relu: Int,
-) -> None:  # fmt: skip
+def correlate_windows(
+    begin: Int,
+    end: Int,
+    x: Floats,
+    image: Int,
+    x_group: Int,
+    taps_at: Words,
+    packed: Floats,
+    packed_group: Int,
+    packed_taps: Words,
+    taps: Int,
+    start: Floats,
+    y: Floats,
+    y_image: Int,
+    y_group: Int,
+    blocks: Int,
+    groups: Int,
+    parts: Int,
+    table: Words,
+    panels: Int,
+    width: Int,
+    bounds: Words,
+    tiles: Words,
+    pixels_at: Words,
+    y_at: Words,
+    newest: Words,
+    addend: Floats,
+    adds: Int,
+    relu: Int,
+) -> None:
     """y[pixel, column] = start[column] + sum over a tile's taps and inner of x * packed (+ addend), optionally
     rectified.
 
@@ -357,10 +471,26 @@ def correlate_windows(  # noqa: PLR0913 -- a kernel
                         for i in range(first + rows, first + 2 * rows):
                             fetch(ahead(wanted, pixels_at[i]))
                 tile(
-                    vectors, source, table_at(pixels_at, first), table_at(taps_at, tap), 1,
-                    weights, table_at(steps, tap), wide, tiles[number + 3], tiles[number + 4],
-                    begins, 0, target, table_at(y_at, first), tiles[number + 1], last, more, adds, relu,
-                )  # fmt: skip
+                    vectors,
+                    source,
+                    table_at(pixels_at, first),
+                    table_at(taps_at, tap),
+                    1,
+                    weights,
+                    table_at(steps, tap),
+                    wide,
+                    tiles[number + 3],
+                    tiles[number + 4],
+                    begins,
+                    0,
+                    target,
+                    table_at(y_at, first),
+                    tiles[number + 1],
+                    last,
+                    more,
+                    adds,
+                    relu,
+                )
 
 
 class _Tiles(NamedTuple):
@@ -435,10 +565,8 @@ class WindowCorrelation:
     def _plan_pixels(
         self, axes: Sequence[list[AxisTaps]], read: tuple[int, ...], made: tuple[int, ...], packed_at: Any
     ) -> None:
-        """Compute each pixel's window origin, position, row, and class of taps.
-
-        `packed_at` gives the position of each kernel element in the packed weights.
-        """
+        """Compute each pixel's window origin, position, row, and class of taps."""
+        # `packed_at` gives the position of each kernel element in the packed weights.
         parts, kernel = [], packed_at.shape
         positions = packed_at.reshape(-1, kernel[-1])
         for residue in itertools.product(*axes):
@@ -553,12 +681,36 @@ class WindowCorrelation:
                 continue
             tiles, parts = self._arranged(many), self._parts(threads, many, times * self._blocks)
             correlate_windows.run(
-                threads, times * self._blocks * parts, 1, x[done:], many * x_image, self._channels, self._taps_at,
-                packed, self.panels.size, self._packed_taps, self._taps, start, y[done:],
-                many * y_image, self._columns, self._blocks, self._groups, parts, self.panels.table,
-                self.panels.count, WIDTH, tiles.bounds, tiles.tiles, tiles.pixels_at, tiles.y_at, self._newest,
-                (y if addend is None else addend)[done:], int(addend is not None), int(relu),
-            )  # fmt: skip
+                threads,
+                times * self._blocks * parts,
+                1,
+                x[done:],
+                many * x_image,
+                self._channels,
+                self._taps_at,
+                packed,
+                self.panels.size,
+                self._packed_taps,
+                self._taps,
+                start,
+                y[done:],
+                many * y_image,
+                self._columns,
+                self._blocks,
+                self._groups,
+                parts,
+                self.panels.table,
+                self.panels.count,
+                WIDTH,
+                tiles.bounds,
+                tiles.tiles,
+                tiles.pixels_at,
+                tiles.y_at,
+                self._newest,
+                (y if addend is None else addend)[done:],
+                int(addend is not None),
+                int(relu),
+            )
             done += many * times
 
 
@@ -590,9 +742,13 @@ class TileConvolution:
     backward_normalised = None
 
     def __init__(
-        self, threads: int, workspace: Workspace, x_shape: tuple[int, ...], weights_shape: tuple[int, ...],
+        self,
+        threads: int,
+        workspace: Workspace,
+        x_shape: tuple[int, ...],
+        weights_shape: tuple[int, ...],
         geometry: Geometry,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.threads, self.workspace = threads, workspace
         self.shape = ConvolutionShape(x_shape, weights_shape, geometry)
         columns = self.shape.channels * geometry.kernel[-1]
@@ -608,7 +764,7 @@ class TileConvolution:
 
     def forward(
         self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None, residual: Any = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert sums is None, "gives no sums"
         plan, start, packed = self._planned(), self.zeros if bias is None else bias, self.packed(weights)
         if isinstance(plan, WindowCorrelation):

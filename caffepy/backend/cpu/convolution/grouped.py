@@ -110,12 +110,25 @@ def row_tile(row: Row) -> Any:
     """
     signature = types.void(
         NUMBERS, WORD, TABLE, WORD, TABLE, NUMBERS, NUMBERS, NUMBERS, WORD, WORD, WORD, WORD, WORD, NUMBERS
-    )  # fmt: skip
+    )
 
-    def typed(  # noqa: PLR0913 -- a kernel
-        typing_context: Any, x: Any, step: Any, rows: Any, row_count: Any, columns: Any, weights: Any, start: Any,
-        y: Any, y_step: Any, pixels: Any, relu: Any, low: Any, high: Any, zeros: Any,
-    ) -> Any:  # fmt: skip
+    def typed(
+        typing_context: Any,
+        x: Any,
+        step: Any,
+        rows: Any,
+        row_count: Any,
+        columns: Any,
+        weights: Any,
+        start: Any,
+        y: Any,
+        y_step: Any,
+        pixels: Any,
+        relu: Any,
+        low: Any,
+        high: Any,
+        zeros: Any,
+    ) -> Any:
         return signature, generator(
             _TileWriter, SimdGroups(1, 1), lambda writer, arguments: writer.write_tile(row, arguments)
         )
@@ -128,11 +141,31 @@ def residue_kernel(taps: int, gap: int) -> Kernel:
     """Return the kernel of a `ResidueDgrad` whose residues have this many taps in a row, or one less."""
     sums, sums_less = row_tile(Row(taps, 1, gap)), row_tile(Row(max(1, taps - 1), 1, gap))
 
-    def residue_rows(  # noqa: PLR0913 -- a kernel
-        begin: Int, end: Int, x: Floats, x_image: Int, row_starts: Words, rows_table: Words, y_rows: Words, rows: Int,
-        residues: Words, residue_count: Int, most: Int, columns: Words, tiles: Words, packed: Floats, filters: Int,
-        start: Floats, y: Floats, y_image: Int, y_step: Int, vectors: Int, vector: Int, channels: Int, zeros: Floats,
-    ) -> None:  # fmt: skip
+    def residue_rows(
+        begin: Int,
+        end: Int,
+        x: Floats,
+        x_image: Int,
+        row_starts: Words,
+        rows_table: Words,
+        y_rows: Words,
+        rows: Int,
+        residues: Words,
+        residue_count: Int,
+        most: Int,
+        columns: Words,
+        tiles: Words,
+        packed: Floats,
+        filters: Int,
+        start: Floats,
+        y: Floats,
+        y_image: Int,
+        y_step: Int,
+        vectors: Int,
+        vector: Int,
+        channels: Int,
+        zeros: Floats,
+    ) -> None:
         """Items are the rows (n, h) of y. `residues` gives for each residue of a row its start in x and in y, its taps
         (0: all, 1: one less, 2: none), its columns and tiles in their tables, and the end of its tiles."""
         for item in range(begin, end):
@@ -153,14 +186,38 @@ def residue_kernel(taps: int, gap: int) -> Kernel:
                         w, at = ahead(packed, v * filters), min(v * vector, channels - vector)  # overlapping vectors
                         if kind == 0:
                             sums(
-                                ahead(a, at), channels, own, reached, column, w, start, ahead(c, at), y_step, pixels, 0,
-                                low, high, zeros,
-                            )  # fmt: skip
+                                ahead(a, at),
+                                channels,
+                                own,
+                                reached,
+                                column,
+                                w,
+                                start,
+                                ahead(c, at),
+                                y_step,
+                                pixels,
+                                0,
+                                low,
+                                high,
+                                zeros,
+                            )
                         else:
                             sums_less(
-                                ahead(a, at), channels, own, reached, column, w, start, ahead(c, at), y_step, pixels, 0,
-                                low, high, zeros,
-                            )  # fmt: skip
+                                ahead(a, at),
+                                channels,
+                                own,
+                                reached,
+                                column,
+                                w,
+                                start,
+                                ahead(c, at),
+                                y_step,
+                                pixels,
+                                0,
+                                low,
+                                high,
+                                zeros,
+                            )
 
     return named_kernel(residue_rows, [taps, gap])
 
@@ -254,11 +311,31 @@ class ResidueDgrad:
     def run(self, threads: int, images: int, dy: Any, packed: Any, start: Any, dx: Any) -> None:
         """Compute dx; `start` are zeros."""
         residue_kernel(self._taps, self._gap).run(
-            threads, images * self._rows, max(1, VECTOR_GRAIN // max(1, self._work)), dy, self._images[0],
-            self._row_starts, self._row_taps, self._y_rows, self._rows, self._residue_table, self._residue_count,
-            self._most, self._columns, self._tiles, packed, self._filters * WIDTH, start, dx, self._images[1],
-            self._y_step, self._vectors, WIDTH, self._channels, ZEROS,
-        )  # fmt: skip
+            threads,
+            images * self._rows,
+            max(1, VECTOR_GRAIN // max(1, self._work)),
+            dy,
+            self._images[0],
+            self._row_starts,
+            self._row_taps,
+            self._y_rows,
+            self._rows,
+            self._residue_table,
+            self._residue_count,
+            self._most,
+            self._columns,
+            self._tiles,
+            packed,
+            self._filters * WIDTH,
+            start,
+            dx,
+            self._images[1],
+            self._y_step,
+            self._vectors,
+            WIDTH,
+            self._channels,
+            ZEROS,
+        )
 
 
 def _without_taps(axis: AxisTaps) -> AxisTaps:
@@ -326,7 +403,7 @@ def run_sums(taps: int) -> Any:
     def typed(typing_context: Any, y: Any, count: Any, x: Any, weights: Any, run: Any, keep: Any) -> Any:
         return signature, generator(
             _RunWriter, SimdGroups(1, 1), lambda writer, arguments: writer.write(taps, arguments)
-        )  # fmt: skip
+        )
 
     return intrinsic(typed)
 
@@ -352,16 +429,33 @@ def scatter_kernel(taps: int) -> Kernel:
     """Return the kernel of a `ScatterDgrad`."""
     sums = run_sums(taps)
 
-    def scatter(  # noqa: PLR0913 -- a kernel
-        begin: Int, end: Int, dy: Floats, weights: Floats, dx: Floats, repeated: Floats, size: Int, groups: Int,
-        items: Int, images: Int, channels: Int, height: Int, width: Int, out_height: Int, out_width: Int, kernel: Int,
-        reach: Int, stride: Int, pad: Int, across: Int, left: Int, blocks: Int,
-    ) -> None:  # fmt: skip
-        """Items are parts of the row groups that the same rows of dy reach, of all images.
-
-        `repeated` holds `reach` rows of dy with each pixel repeated `across` times, preceded by `taps` - 1 zero pixels
-        and followed by as many as complete `blocks`.
-        """
+    def scatter(
+        begin: Int,
+        end: Int,
+        dy: Floats,
+        weights: Floats,
+        dx: Floats,
+        repeated: Floats,
+        size: Int,
+        groups: Int,
+        items: Int,
+        images: Int,
+        channels: Int,
+        height: Int,
+        width: Int,
+        out_height: Int,
+        out_width: Int,
+        kernel: Int,
+        reach: Int,
+        stride: Int,
+        pad: Int,
+        across: Int,
+        left: Int,
+        blocks: Int,
+    ) -> None:
+        """Items are parts of the row groups that the same rows of dy reach, of all images."""
+        # `repeated` holds `reach` rows of dy with each pixel repeated `across` times, preceded by `taps` - 1 zero
+        # pixels and followed by as many as complete `blocks`.
         run = across * channels
         line = (blocks + taps - 1) * run
         for item in range(begin, end):
@@ -387,9 +481,13 @@ def scatter_kernel(taps: int) -> Kernel:
                                 skip, at = max(0, left - i * across) * channels, (i * across - left) * channels
                                 count = min(run, width * channels - at) - skip
                                 sums(
-                                    ahead(dx, row + at + skip), count, ahead(x, i * run + skip), ahead(w, skip), run,
+                                    ahead(dx, row + at + skip),
+                                    count,
+                                    ahead(x, i * run + skip),
+                                    ahead(w, skip),
+                                    run,
                                     keep,
-                                )  # fmt: skip
+                                )
                             keep = 1
                     if keep == 0:
                         _clear(dx, row, width * channels)
@@ -444,10 +542,28 @@ class ScatterDgrad:
         groups = images * self._groups
         items = max(1, min(self._threads, groups * g.stride[0] * row // GRAIN))
         scatter_kernel(self._taps).run(
-            self._threads, items, 1, dy, packed, dx, self._workspace.take("repeated", items * size), size,
-            self._groups, items, images, shape.channels, *shape.sizes, *shape.out, g.kernel[0], self._reach,
-            g.stride[0], g.pad[0], g.stride[1], g.pad[1], self._blocks,
-        )  # fmt: skip
+            self._threads,
+            items,
+            1,
+            dy,
+            packed,
+            dx,
+            self._workspace.take("repeated", items * size),
+            size,
+            self._groups,
+            items,
+            images,
+            shape.channels,
+            *shape.sizes,
+            *shape.out,
+            g.kernel[0],
+            self._reach,
+            g.stride[0],
+            g.pad[0],
+            g.stride[1],
+            g.pad[1],
+            self._blocks,
+        )
 
 
 # -- the weight gradient of many channels and small images ---------------------------------------------
@@ -533,9 +649,9 @@ def plane_sums(row: Row, rows: int, pixels: int) -> Any:
     """
     signature = types.void(NUMBERS, WORD, WORD, NUMBERS, WORD, WORD, WORD, NUMBERS)
 
-    def typed(  # noqa: PLR0913 -- a kernel
+    def typed(
         typing_context: Any, x: Any, x_line: Any, gap: Any, dy: Any, dy_line: Any, lines: Any, blocks: Any, totals: Any
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         def write(writer: Any, arguments: list[Any]) -> None:
             writer.write_sums(row, rows, pixels, arguments)
 
@@ -549,12 +665,36 @@ def plane_kernel(lanes: SimdGroups, row: Row, rows: int, pixels: int) -> Kernel:
     """Return the kernel of a `PlanesPass`."""
     copy_x, copy_dy, sums = copy_pixels(lanes), copy_pixels(SimdGroups(1, 1)), plane_sums(row, rows, pixels)
 
-    def grouped_planes(  # noqa: PLR0913 -- a kernel
-        begin: Int, end: Int, x: Floats, dy: Floats, totals: Floats, images: Int, block: Int, parts: Int, vectors: Int,
-        filters: Int, sources: Int, used: Int, inputs: Int, outputs: Int, height: Int, width: Int, out_height: Int,
-        out_width: Int, top: Int, left: Int, stride: Int, dilation: Int, columns: Int, blocks: Int, panels: Floats,
-        x_size: Int, dy_size: Int, vector: Int,
-    ) -> None:  # fmt: skip
+    def grouped_planes(
+        begin: Int,
+        end: Int,
+        x: Floats,
+        dy: Floats,
+        totals: Floats,
+        images: Int,
+        block: Int,
+        parts: Int,
+        vectors: Int,
+        filters: Int,
+        sources: Int,
+        used: Int,
+        inputs: Int,
+        outputs: Int,
+        height: Int,
+        width: Int,
+        out_height: Int,
+        out_width: Int,
+        top: Int,
+        left: Int,
+        stride: Int,
+        dilation: Int,
+        columns: Int,
+        blocks: Int,
+        panels: Floats,
+        x_size: Int,
+        dy_size: Int,
+        vector: Int,
+    ) -> None:
         """Items are (block of images, part of the vectors). `columns` and `blocks` are those of a panel's line."""
         slopes = dy_size // out_height
         for item in range(begin, end):
@@ -572,18 +712,30 @@ def plane_kernel(lanes: SimdGroups, row: Row, rows: int, pixels: int) -> Kernel:
                     read, made = min(sources, inputs - v * sources), min(used, outputs - v * used)
                     for h in range(height):
                         copy_x(
-                            ahead(x, (n * height + h) * width * inputs + v * sources), inputs, width,
-                            ahead(panel, ((h + top) * columns + left) * vector), read,
-                        )  # fmt: skip
+                            ahead(x, (n * height + h) * width * inputs + v * sources),
+                            inputs,
+                            width,
+                            ahead(panel, ((h + top) * columns + left) * vector),
+                            read,
+                        )
                     for h in range(out_height):
                         copy_dy(
-                            ahead(dy, (n * out_height + h) * out_width * outputs + v * used), outputs, out_width,
-                            ahead(slope, h * slopes), made,
-                        )  # fmt: skip
+                            ahead(dy, (n * out_height + h) * out_width * outputs + v * used),
+                            outputs,
+                            out_width,
+                            ahead(slope, h * slopes),
+                            made,
+                        )
                     sums(
-                        panel, stride * columns * vector, dilation * columns * vector, slope, slopes, out_height,
-                        blocks, ahead(totals, number * size + v * filters),
-                    )  # fmt: skip
+                        panel,
+                        stride * columns * vector,
+                        dilation * columns * vector,
+                        slope,
+                        slopes,
+                        out_height,
+                        blocks,
+                        ahead(totals, number * size + v * filters),
+                    )
 
     return named_kernel(grouped_planes, [lanes.made, lanes.read, row.taps, row.step, row.gap, rows, pixels])
 
@@ -619,9 +771,11 @@ class PlanesPass:
         taps = shape.geometry.kernel[0] * self._row.taps
         elements = shape.images * (math.prod(shape.sizes) * shape.channels + math.prod(shape.out) * shape.outputs)
         return (
-            taps <= SUMS and sum(self._sizes) <= PLANE and min(shape.channels, shape.outputs) >= MIN_CHANNELS
+            taps <= SUMS
+            and sum(self._sizes) <= PLANE
+            and min(shape.channels, shape.outputs) >= MIN_CHANNELS
             and elements <= BATCH
-        )  # fmt: skip
+        )
 
     def blocks(self, images: int) -> int:
         """Return the batch parts with separate sums."""
@@ -636,11 +790,32 @@ class PlanesPass:
         taps = g.kernel[0] * self._row.taps
         work = images * shape.out[0] * shape.out[1] * self._vectors * taps
         plane_kernel(lanes, self._row, g.kernel[0], self._pixels).run(
-            threads, blocks * parts, max(1, VECTOR_GRAIN * blocks * parts // max(1, work)), x, dy, totals, images,
-            -(-images // BATCH_PARTS), parts, self._vectors, taps * WIDTH, lanes.sources, lanes.used, shape.channels,
-            shape.outputs, *shape.sizes, *shape.out, *g.pad, g.stride[0], g.dilation[0], self._columns, self._blocks,
-            panels, *self._sizes, WIDTH,
-        )  # fmt: skip
+            threads,
+            blocks * parts,
+            max(1, VECTOR_GRAIN * blocks * parts // max(1, work)),
+            x,
+            dy,
+            totals,
+            images,
+            -(-images // BATCH_PARTS),
+            parts,
+            self._vectors,
+            taps * WIDTH,
+            lanes.sources,
+            lanes.used,
+            shape.channels,
+            shape.outputs,
+            *shape.sizes,
+            *shape.out,
+            *g.pad,
+            g.stride[0],
+            g.dilation[0],
+            self._columns,
+            self._blocks,
+            panels,
+            *self._sizes,
+            WIDTH,
+        )
 
 
 # -- the planned convolution ---------------------------------------------------------------------------
@@ -698,9 +873,13 @@ class _Pass:
     """
 
     def __init__(
-        self, lanes: SimdGroups, groups: int, axes: Sequence[AxisTaps], sizes: tuple[tuple[int, ...], tuple[int, ...]],
+        self,
+        lanes: SimdGroups,
+        groups: int,
+        axes: Sequence[AxisTaps],
+        sizes: tuple[tuple[int, ...], tuple[int, ...]],
         kernel: tuple[int, ...],
-    ) -> None:  # fmt: skip
+    ) -> None:
         (source, target), self._lanes, column = sizes, lanes, axes[-1]
         self._inputs, self._outputs = groups * lanes.read, groups * lanes.made
         self._vectors = -(-groups // lanes.groups)
@@ -726,23 +905,48 @@ class _Pass:
         row_taps = math.prod(len(axis.taps) for axis in axes[:-1])
         self._work = len(column.pixels) * self._vectors * len(column.taps) * max(1, row_taps) * lanes.read
 
-    def run(
-        self, threads: int, images: int, x: Any, packed: Any, start: Any, y: Any, relu: bool = False
-    ) -> None:  # fmt: skip
+    def run(self, threads: int, images: int, x: Any, packed: Any, start: Any, y: Any, relu: bool = False) -> None:
         """Compute y of some images, optionally rectified."""
         lines = images * self._rows
         parts = min(len(self._tiles), -(-4 * threads // max(1, lines)))
-        kernel, more = (pixel_kernel(self._lanes), ()) if self._row is None else (
-            row_kernel(self._lanes, self._row, self._high),
-            (ZEROS, self._next_rows, min(self._vectors, DEPTH), self._fetched),
-        )  # fmt: skip
+        kernel, more = (
+            (pixel_kernel(self._lanes), ())
+            if self._row is None
+            else (
+                row_kernel(self._lanes, self._row, self._high),
+                (ZEROS, self._next_rows, min(self._vectors, DEPTH), self._fetched),
+            )
+        )
         kernel.run(
-            threads, lines * parts, max(1, VECTOR_GRAIN * parts // max(1, self._work)), x, self._images[0], self._from,
-            self._steps[0] * self._inputs, self._row_starts, self._row_taps, self._column_taps, self._tile_table,
-            len(self._tiles), parts, packed, self._filters, start, y, self._images[1], self._y_rows,
-            self._steps[1] * self._outputs, self._rows, self._vectors, self._lanes.sources, self._lanes.used,
-            self._inputs, self._outputs, int(relu), *more,
-        )  # fmt: skip
+            threads,
+            lines * parts,
+            max(1, VECTOR_GRAIN * parts // max(1, self._work)),
+            x,
+            self._images[0],
+            self._from,
+            self._steps[0] * self._inputs,
+            self._row_starts,
+            self._row_taps,
+            self._column_taps,
+            self._tile_table,
+            len(self._tiles),
+            parts,
+            packed,
+            self._filters,
+            start,
+            y,
+            self._images[1],
+            self._y_rows,
+            self._steps[1] * self._outputs,
+            self._rows,
+            self._vectors,
+            self._lanes.sources,
+            self._lanes.used,
+            self._inputs,
+            self._outputs,
+            int(relu),
+            *more,
+        )
 
 
 class _WeightsPass:
@@ -787,9 +991,7 @@ class _WeightsPass:
         else:
             self._planes.run(threads, x, dy, totals, workspace)
         grain = max(1, GRAIN // blocks)
-        add_blocks.run(
-            threads, shape.weights, grain, totals, blocks, size, self._positions, dweights, int(accumulate)
-        )  # fmt: skip
+        add_blocks.run(threads, shape.weights, grain, totals, blocks, size, self._positions, dweights, int(accumulate))
 
     def _add_lines(self, threads: int, x: Any, dy: Any, totals: Any, block: int) -> None:
         shape, size = self._shape, self._vectors * self._filters
@@ -799,13 +1001,33 @@ class _WeightsPass:
         work = lines * shape.out_width * size // WIDTH
         kernel, more = self._kernel()
         kernel.run(
-            threads, blocks * parts, max(1, VECTOR_GRAIN * blocks * parts // max(1, work)), x,
-            math.prod(shape.sizes) * shape.channels, self._from,
-            shape.geometry.stride[-1] * shape.channels, self._starts, self._taps, self._columns,
-            shape.geometry.kernel[-1], dy, shape.out_width * shape.outputs, totals, self._filters, size, lines, block,
-            shape.out_height, self._vectors, parts, self._lanes.sources, self._lanes.used, shape.channels,
-            shape.outputs, *more,
-        )  # fmt: skip
+            threads,
+            blocks * parts,
+            max(1, VECTOR_GRAIN * blocks * parts // max(1, work)),
+            x,
+            math.prod(shape.sizes) * shape.channels,
+            self._from,
+            shape.geometry.stride[-1] * shape.channels,
+            self._starts,
+            self._taps,
+            self._columns,
+            shape.geometry.kernel[-1],
+            dy,
+            shape.out_width * shape.outputs,
+            totals,
+            self._filters,
+            size,
+            lines,
+            block,
+            shape.out_height,
+            self._vectors,
+            parts,
+            self._lanes.sources,
+            self._lanes.used,
+            shape.channels,
+            shape.outputs,
+            *more,
+        )
 
     def _kernel(self) -> tuple[Kernel, tuple[Any, ...]]:
         """Return the kernel and its arguments beyond those of `tap_kernel`."""
@@ -840,9 +1062,13 @@ class GroupedConvolution(TileConvolution):
     """A planned convolution with small groups; a direction in which no two groups fit a vector uses tiles."""
 
     def __init__(
-        self, threads: int, workspace: Workspace, x_shape: tuple[int, ...], weights_shape: tuple[int, ...],
+        self,
+        threads: int,
+        workspace: Workspace,
+        x_shape: tuple[int, ...],
+        weights_shape: tuple[int, ...],
         geometry: Geometry,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(threads, workspace, x_shape, weights_shape, geometry)
         self._lanes, self._back_lanes = _lanes(weights_shape, geometry.group)
         self._forward_pass: tuple[_Pass, ConstantTable, int] | None = None
@@ -866,7 +1092,7 @@ class GroupedConvolution(TileConvolution):
 
     def forward(
         self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None, residual: Any = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not _fits(self._lanes):
             super().forward(x, weights, bias, y, relu, sums, residual)
             return
@@ -965,9 +1191,13 @@ class GroupedConvolution(TileConvolution):
             channels = self.workspace.take("repeated", many * part.size)[: many * part.size]
             repeat_channels.run(self.threads, part.size, max(1, GRAIN // many), part, channels, many)
             self._weights_pass.run(
-                self.threads, channels.reshape(len(part), -1), dy[first : first + step], dweights,
-                accumulate or first > 0, self.workspace,
-            )  # fmt: skip
+                self.threads,
+                channels.reshape(len(part), -1),
+                dy[first : first + step],
+                dweights,
+                accumulate or first > 0,
+                self.workspace,
+            )
 
 
 def _one_output_a_group(shape: ConvolutionShape) -> ConvolutionShape:

@@ -47,9 +47,18 @@ class _PixelsWriter(Writer):
     def __init__(self, builder: Any, arguments: list[Any]) -> None:
         super().__init__(builder)
         (
-            self.x, self.x_step, self.weights, self.depth, self.start, self.y, self.y_step, self.last, self.addend,
-            self.adds, self.relu,
-        ) = arguments  # fmt: skip
+            self.x,
+            self.x_step,
+            self.weights,
+            self.depth,
+            self.start,
+            self.y,
+            self.y_step,
+            self.last,
+            self.addend,
+            self.adds,
+            self.relu,
+        ) = arguments
 
     def _vectors(self, row: Any, vectors: int, mask: Any) -> list[Any]:
         """Load contiguous vectors, the last one masked."""
@@ -95,15 +104,25 @@ class _PixelsWriter(Writer):
 
 
 @intrinsic
-def _tile(  # noqa: PLR0913 -- a kernel
-    typing_context: Any, rows: Any, vectors: Any, x: Any, x_step: Any, weights: Any, depth: Any, start: Any, y: Any,
-    y_step: Any, last: Any, addend: Any, adds: Any, relu: Any,
-) -> Any:  # fmt: skip
-    """A tile with a height in `HEIGHTS` and up to `WIDEST` vectors; other sizes do nothing.
-
-    Arguments after its size: x and its row distance in elements, weights, depth, start, y and its row distance, lanes
-    of the last vector, addend (with y's layout), whether to add it, whether to rectify.
-    """
+def _tile(
+    typing_context: Any,
+    rows: Any,
+    vectors: Any,
+    x: Any,
+    x_step: Any,
+    weights: Any,
+    depth: Any,
+    start: Any,
+    y: Any,
+    y_step: Any,
+    last: Any,
+    addend: Any,
+    adds: Any,
+    relu: Any,
+) -> Any:
+    """A tile with a height in `HEIGHTS` and up to `WIDEST` vectors; other sizes do nothing."""
+    # Arguments after its size: x and its row distance in elements, weights, depth, start, y and its row distance, lanes
+    # of the last vector, addend (with y's layout), whether to add it, whether to rectify.
     numbers, word = types.CPointer(types.float32), types.int64
     kinds = [word, word, numbers, word, numbers, word, numbers, numbers, word, word, numbers, word, word]
 
@@ -124,10 +143,26 @@ def _tile(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def multiply_pixels(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, depth: Int, packed: Floats, table: Words, panels: Int, start: Floats, y: Floats,
-    outputs: Int, high: Int, many: Int, rest: Words, tiles: Int, block: Int, addend: Floats, adds: Int, relu: Int,
-) -> None:  # fmt: skip
+def multiply_pixels(
+    begin: Int,
+    end: Int,
+    x: Floats,
+    depth: Int,
+    packed: Floats,
+    table: Words,
+    panels: Int,
+    start: Floats,
+    y: Floats,
+    outputs: Int,
+    high: Int,
+    many: Int,
+    rest: Words,
+    tiles: Int,
+    block: Int,
+    addend: Floats,
+    adds: Int,
+    relu: Int,
+) -> None:
     """Items are tiles: the tiles of a block for the first panel, then for the next panel, and so on; then other blocks.
 
     `many` tiles have `high` rows, followed by those of `rest`: (first row, rows).
@@ -147,9 +182,20 @@ def multiply_pixels(  # noqa: PLR0913 -- a kernel
                 row, rows = rest[2 * (tile - many)], rest[2 * (tile - many) + 1]
             at = row * outputs + column
             _tile(
-                rows, vectors, ahead(x, row * depth), depth, weights, depth, begins, ahead(y, at), outputs, last,
-                ahead(addend, at), adds, relu,
-            )  # fmt: skip
+                rows,
+                vectors,
+                ahead(x, row * depth),
+                depth,
+                weights,
+                depth,
+                begins,
+                ahead(y, at),
+                outputs,
+                last,
+                ahead(addend, at),
+                adds,
+                relu,
+            )
         item += stop - skipped
 
 
@@ -235,17 +281,32 @@ class PixelProduct:
         """Pack weights in the tiles' order."""
         pack_weights(threads, self._panels, weights, self._packing, packed)
 
-    def run(  # noqa: PLR0913 -- a kernel's
+    def run(
         self, threads: int, rows: int, x: Any, packed: Any, start: Any, y: Any, addend: Any = None, relu: bool = False
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Compute y."""
         panels, own = self._panels, cut(rows)
         multiply_pixels.run(
-            threads, own.tiles * panels.count, max(1, GRAIN // panels.depth), x, panels.depth, packed, panels.table,
-            panels.count, start, y, panels.columns, own.high, own.many, own.rest, own.tiles,
-            block_of(own.tiles, rows, panels.depth, threads), y if addend is None else addend, int(addend is not None),
+            threads,
+            own.tiles * panels.count,
+            max(1, GRAIN // panels.depth),
+            x,
+            panels.depth,
+            packed,
+            panels.table,
+            panels.count,
+            start,
+            y,
+            panels.columns,
+            own.high,
+            own.many,
+            own.rest,
+            own.tiles,
+            block_of(own.tiles, rows, panels.depth, threads),
+            y if addend is None else addend,
+            int(addend is not None),
             int(relu),
-        )  # fmt: skip
+        )
 
 
 PACKED = 256 if WIDTH == 16 else 512
@@ -290,12 +351,10 @@ class PixelConvolution(TileConvolution):
 
     def forward(
         self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None, residual: Any = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert sums is None, "gives no sums"
         start = self.zeros if bias is None else bias
-        self._product.run(
-            self.threads, y.size // self.shape.outputs, x, self.packed(weights), start, y, residual, relu
-        )  # fmt: skip
+        self._product.run(self.threads, y.size // self.shape.outputs, x, self.packed(weights), start, y, residual, relu)
 
     def backward_data(self, dy: Any, weights: Any, dx: Any) -> None:
         packed = self.workspace.take("weights", self._back.packed_size)
@@ -315,7 +374,7 @@ class ProductConvolution(PixelConvolution):
 
     def forward(
         self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None, residual: Any = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         if self.kept_for(weights) is not None:  # in tile order, which is faster once it exists
             super().forward(x, weights, bias, y, relu, sums, residual)
             return
@@ -334,12 +393,14 @@ class ProductConvolution(PixelConvolution):
     def backward_data(self, dy: Any, weights: Any, dx: Any) -> None:
         depth = self.shape.depth
         self._gemm(
-            self._matrix(dy, self.shape.outputs), self._matrix(weights, depth), self._matrix(dx, depth),
+            self._matrix(dy, self.shape.outputs),
+            self._matrix(weights, depth),
+            self._matrix(dx, depth),
             accumulate=False,
-        )  # fmt: skip
+        )
 
     def backward_weights(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:
         depth = self.shape.depth
         self._gemm(
             self._matrix(dy, self.shape.outputs).T, self._matrix(x, depth), self._matrix(dweights, depth), accumulate
-        )  # fmt: skip
+        )

@@ -340,14 +340,24 @@ def pixel_sums(lanes: SimdGroups, pixels: int, whole: bool) -> Any:
     their number; columns of taps likewise; weights; the start vector; y and the step between its pixels; the elements
     of a pixel that are read and written; whether to rectify. `whole`: elements fill their vectors.
     """
-    signature = types.void(
-        NUMBERS, WORD, TABLE, WORD, TABLE, WORD, NUMBERS, NUMBERS, NUMBERS, WORD, WORD, WORD, WORD
-    )  # fmt: skip
+    signature = types.void(NUMBERS, WORD, TABLE, WORD, TABLE, WORD, NUMBERS, NUMBERS, NUMBERS, WORD, WORD, WORD, WORD)
 
-    def typed(  # noqa: PLR0913 -- a kernel
-        typing_context: Any, x: Any, x_step: Any, rows: Any, row_count: Any, columns: Any, column_count: Any,
-        weights: Any, start: Any, y: Any, y_step: Any, inputs: Any, outputs: Any, relu: Any,
-    ) -> Any:  # fmt: skip
+    def typed(
+        typing_context: Any,
+        x: Any,
+        x_step: Any,
+        rows: Any,
+        row_count: Any,
+        columns: Any,
+        column_count: Any,
+        weights: Any,
+        start: Any,
+        y: Any,
+        y_step: Any,
+        inputs: Any,
+        outputs: Any,
+        relu: Any,
+    ) -> Any:
         return signature, _generator(lanes, lambda writer, arguments: writer.write_pixels(pixels, whole, arguments))
 
     return intrinsic(typed)
@@ -363,15 +373,45 @@ def row_sums(lanes: SimdGroups, row: Row, pixels: int, whole: bool, edges: bool)
     outside columns, used with `edges`; the prefetch distance in elements, and the number of (last) rows to prefetch.
     """
     signature = types.void(
-        NUMBERS, WORD, TABLE, WORD, TABLE, NUMBERS, NUMBERS, NUMBERS, WORD, WORD, WORD, WORD, WORD, WORD, NUMBERS,
-        WORD, WORD,
-    )  # fmt: skip
+        NUMBERS,
+        WORD,
+        TABLE,
+        WORD,
+        TABLE,
+        NUMBERS,
+        NUMBERS,
+        NUMBERS,
+        WORD,
+        WORD,
+        WORD,
+        WORD,
+        WORD,
+        WORD,
+        NUMBERS,
+        WORD,
+        WORD,
+    )
 
-    def typed(  # noqa: PLR0913 -- a kernel
-        typing_context: Any, x: Any, step: Any, rows: Any, row_count: Any, columns: Any, weights: Any, start: Any,
-        y: Any, y_step: Any, inputs: Any, outputs: Any, relu: Any, low: Any, high: Any, zeros: Any,
-        distance: Any, fetched: Any,
-    ) -> Any:  # fmt: skip
+    def typed(
+        typing_context: Any,
+        x: Any,
+        step: Any,
+        rows: Any,
+        row_count: Any,
+        columns: Any,
+        weights: Any,
+        start: Any,
+        y: Any,
+        y_step: Any,
+        inputs: Any,
+        outputs: Any,
+        relu: Any,
+        low: Any,
+        high: Any,
+        zeros: Any,
+        distance: Any,
+        fetched: Any,
+    ) -> Any:
         return signature, _generator(
             lanes, lambda writer, arguments: writer.write_row(row, pixels, whole, edges, arguments)
         )
@@ -391,13 +431,27 @@ def row_tap_sums(lanes: SimdGroups, row: Row, rows: int, whole: bool) -> Any:
     """
     signature = types.void(
         NUMBERS, WORD, TABLE, TABLE, NUMBERS, WORD, WORD, NUMBERS, WORD, WORD, WORD, WORD, NUMBERS, WORD, WORD, WORD
-    )  # fmt: skip
+    )
 
-    def typed(  # noqa: PLR0913 -- a kernel
-        typing_context: Any, x: Any, step: Any, entries: Any, columns: Any, dy: Any, dy_step: Any, count: Any,
-        totals: Any, inputs: Any, outputs: Any, low: Any, high: Any, zeros: Any, distance: Any, dy_distance: Any,
+    def typed(
+        typing_context: Any,
+        x: Any,
+        step: Any,
+        entries: Any,
+        columns: Any,
+        dy: Any,
+        dy_step: Any,
+        count: Any,
+        totals: Any,
+        inputs: Any,
+        outputs: Any,
+        low: Any,
+        high: Any,
+        zeros: Any,
+        distance: Any,
+        dy_distance: Any,
         fetched: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         return signature, _generator(
             lanes, lambda writer, arguments: writer.write_row_taps(row, rows, whole, arguments)
         )
@@ -414,10 +468,18 @@ def tap_sums(lanes: SimdGroups, taps: int, whole: bool) -> Any:
     """
     signature = types.void(NUMBERS, WORD, TABLE, NUMBERS, WORD, WORD, NUMBERS, WORD, WORD)
 
-    def typed(  # noqa: PLR0913 -- a kernel
-        typing_context: Any, x: Any, x_step: Any, tap_table: Any, dy: Any, dy_step: Any, count: Any, totals: Any,
-        inputs: Any, outputs: Any,
-    ) -> Any:  # fmt: skip
+    def typed(
+        typing_context: Any,
+        x: Any,
+        x_step: Any,
+        tap_table: Any,
+        dy: Any,
+        dy_step: Any,
+        count: Any,
+        totals: Any,
+        inputs: Any,
+        outputs: Any,
+    ) -> Any:
         return signature, _generator(lanes, lambda writer, arguments: writer.write_taps(taps, whole, arguments))
 
     return intrinsic(typed)
@@ -529,9 +591,9 @@ def gather(begin: Int, end: Int, source: Floats, order: Words, target: Floats) -
 
 
 @kernel
-def add_blocks(  # noqa: PLR0913 -- a kernel
+def add_blocks(
     begin: Int, end: Int, totals: Floats, blocks: Int, size: Int, positions: Words, target: Floats, accumulate: Int
-) -> None:  # fmt: skip
+) -> None:
     """target[i] (+)= the sum of all blocks' totals[positions[i]]."""
     for i in range(begin, end):
         total = 0.0
@@ -590,12 +652,34 @@ def pixel_kernel(lanes: SimdGroups) -> Kernel:
     sums8, sums4, sums1 = (pixel_sums(lanes, pixels, False) for pixels in (8, 4, 1))
     whole8 = pixel_sums(lanes, 8, lanes.fills)
 
-    def grouped_pixels(  # noqa: PLR0913 -- a kernel
-        begin: Int, end: Int, x: Floats, x_image: Int, x_from: Int, x_step: Int, row_starts: Words, row_taps: Words,
-        columns: Words, tiles: Words, tile_count: Int, parts: Int, packed: Floats, filters: Int, start: Floats,
-        y: Floats, y_image: Int, y_rows: Words, y_step: Int, rows: Int, vectors: Int, sources: Int, used: Int,
-        inputs: Int, outputs: Int, relu: Int,
-    ) -> None:  # fmt: skip
+    def grouped_pixels(
+        begin: Int,
+        end: Int,
+        x: Floats,
+        x_image: Int,
+        x_from: Int,
+        x_step: Int,
+        row_starts: Words,
+        row_taps: Words,
+        columns: Words,
+        tiles: Words,
+        tile_count: Int,
+        parts: Int,
+        packed: Floats,
+        filters: Int,
+        start: Floats,
+        y: Floats,
+        y_image: Int,
+        y_rows: Words,
+        y_step: Int,
+        rows: Int,
+        vectors: Int,
+        sources: Int,
+        used: Int,
+        inputs: Int,
+        outputs: Int,
+        relu: Int,
+    ) -> None:
         """Items are (image, row, part of the tiles)."""
         for item in range(begin, end):
             part, line = item % parts, item // parts
@@ -631,13 +715,38 @@ def row_kernel(lanes: SimdGroups, row: Row, high: int) -> Kernel:
     any_high, any4 = (row_sums(lanes, row, pixels, False, True) for pixels in (high, 4))
     span, tile, shared = row.span(high), high, max(1, LINE // lanes.sources)
 
-    def grouped_rows(  # noqa: PLR0913 -- a kernel
-        begin: Int, end: Int, x: Floats, x_image: Int, x_from: Int, x_step: Int, row_starts: Words, row_taps: Words,
-        columns: Words, tiles: Words, tile_count: Int, parts: Int, packed: Floats, filters: Int, start: Floats,
-        y: Floats, y_image: Int, y_rows: Words, y_step: Int, rows: Int, vectors: Int, sources: Int, used: Int,
-        inputs: Int, outputs: Int, relu: Int, zeros: Floats, next_rows: Words,
-        depth: Int, fetched: Int,
-    ) -> None:  # fmt: skip
+    def grouped_rows(
+        begin: Int,
+        end: Int,
+        x: Floats,
+        x_image: Int,
+        x_from: Int,
+        x_step: Int,
+        row_starts: Words,
+        row_taps: Words,
+        columns: Words,
+        tiles: Words,
+        tile_count: Int,
+        parts: Int,
+        packed: Floats,
+        filters: Int,
+        start: Floats,
+        y: Floats,
+        y_image: Int,
+        y_rows: Words,
+        y_step: Int,
+        rows: Int,
+        vectors: Int,
+        sources: Int,
+        used: Int,
+        inputs: Int,
+        outputs: Int,
+        relu: Int,
+        zeros: Floats,
+        next_rows: Words,
+        depth: Int,
+        fetched: Int,
+    ) -> None:
         """Items are (image, row, part of the tiles). Prefetches `depth` vectors ahead for `fetched` rows;
         `next_rows`: offsets from a row's last taps to the next row's."""
         for item in range(begin, end):
@@ -661,24 +770,84 @@ def row_kernel(lanes: SimdGroups, row: Row, high: int) -> Kernel:
                     near = fetched if v % shared == 0 else 0
                     if pixels < tile:
                         any4(
-                            a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros, far,
+                            a,
+                            inputs,
+                            own,
+                            count,
+                            columns,
+                            w,
+                            b,
+                            c,
+                            y_step,
+                            read,
+                            made,
+                            relu,
+                            low,
+                            high,
+                            zeros,
+                            far,
                             near,
-                        )  # fmt: skip
+                        )
                     elif made < used or read < sources:
                         any_high(
-                            a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros, far,
+                            a,
+                            inputs,
+                            own,
+                            count,
+                            columns,
+                            w,
+                            b,
+                            c,
+                            y_step,
+                            read,
+                            made,
+                            relu,
+                            low,
+                            high,
+                            zeros,
+                            far,
                             near,
-                        )  # fmt: skip
+                        )
                     elif low <= 0 and high >= span:
                         inside(
-                            a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros, far,
+                            a,
+                            inputs,
+                            own,
+                            count,
+                            columns,
+                            w,
+                            b,
+                            c,
+                            y_step,
+                            read,
+                            made,
+                            relu,
+                            low,
+                            high,
+                            zeros,
+                            far,
                             near,
-                        )  # fmt: skip
+                        )
                     else:
                         edge(
-                            a, inputs, own, count, columns, w, b, c, y_step, read, made, relu, low, high, zeros, far,
+                            a,
+                            inputs,
+                            own,
+                            count,
+                            columns,
+                            w,
+                            b,
+                            c,
+                            y_step,
+                            read,
+                            made,
+                            relu,
+                            low,
+                            high,
+                            zeros,
+                            far,
                             near,
-                        )  # fmt: skip
+                        )
 
     return _named(lanes, grouped_rows, row, high)
 
@@ -690,12 +859,38 @@ def row_tap_kernel(lanes: SimdGroups, row: Row, many: int) -> Kernel:
     whole_many = row_tap_sums(lanes, row, many, lanes.fills)
     shared = max(1, LINE // lanes.sources)
 
-    def grouped_row_taps(  # noqa: PLR0913 -- a kernel
-        begin: Int, end: Int, x: Floats, x_image: Int, x_from: Int, x_step: Int, starts: Words, taps: Words,
-        columns: Words, kernel_w: Int, dy: Floats, dy_line: Int, totals: Floats, filters: Int, size: Int, lines: Int,
-        block: Int, rows: Int, vectors: Int, parts: Int, sources: Int, used: Int, inputs: Int, outputs: Int,
-        width: Int, low: Int, high: Int, zeros: Floats, next_rows: Words, fetched: Int,
-    ) -> None:  # fmt: skip
+    def grouped_row_taps(
+        begin: Int,
+        end: Int,
+        x: Floats,
+        x_image: Int,
+        x_from: Int,
+        x_step: Int,
+        starts: Words,
+        taps: Words,
+        columns: Words,
+        kernel_w: Int,
+        dy: Floats,
+        dy_line: Int,
+        totals: Floats,
+        filters: Int,
+        size: Int,
+        lines: Int,
+        block: Int,
+        rows: Int,
+        vectors: Int,
+        parts: Int,
+        sources: Int,
+        used: Int,
+        inputs: Int,
+        outputs: Int,
+        width: Int,
+        low: Int,
+        high: Int,
+        zeros: Floats,
+        next_rows: Words,
+        fetched: Int,
+    ) -> None:
         """Items are (block of output lines, part of the vectors). While a vector is processed, the next one's data is
         prefetched for `fetched` rows of the window."""
         for item in range(begin, end):
@@ -719,21 +914,63 @@ def row_tap_kernel(lanes: SimdGroups, row: Row, many: int) -> Kernel:
                         entry = table_at(taps, 2 * (starts[r] + t))
                         if count - t >= many and made == used and read == sources:
                             whole_many(
-                                a, inputs, entry, columns, d, outputs, width, sums, read, made, low, high, zeros, far,
-                                far_d, min(fetched, many) if v % shared == 0 else 0,
-                            )  # fmt: skip
+                                a,
+                                inputs,
+                                entry,
+                                columns,
+                                d,
+                                outputs,
+                                width,
+                                sums,
+                                read,
+                                made,
+                                low,
+                                high,
+                                zeros,
+                                far,
+                                far_d,
+                                min(fetched, many) if v % shared == 0 else 0,
+                            )
                             t += many
                         elif count - t >= many:
                             sums_many(
-                                a, inputs, entry, columns, d, outputs, width, sums, read, made, low, high, zeros, far,
-                                far_d, min(fetched, many) if v % shared == 0 else 0,
-                            )  # fmt: skip
+                                a,
+                                inputs,
+                                entry,
+                                columns,
+                                d,
+                                outputs,
+                                width,
+                                sums,
+                                read,
+                                made,
+                                low,
+                                high,
+                                zeros,
+                                far,
+                                far_d,
+                                min(fetched, many) if v % shared == 0 else 0,
+                            )
                             t += many
                         else:
                             sums1(
-                                a, inputs, entry, columns, d, outputs, width, sums, read, made, low, high, zeros, far,
-                                far_d, 1 if v % shared == 0 and count - t <= fetched else 0,
-                            )  # fmt: skip
+                                a,
+                                inputs,
+                                entry,
+                                columns,
+                                d,
+                                outputs,
+                                width,
+                                sums,
+                                read,
+                                made,
+                                low,
+                                high,
+                                zeros,
+                                far,
+                                far_d,
+                                1 if v % shared == 0 and count - t <= fetched else 0,
+                            )
                             t += 1
 
     return _named(lanes, grouped_row_taps, row, many)
@@ -746,11 +983,32 @@ def tap_kernel(lanes: SimdGroups) -> Kernel:
     sums_many, sums1 = tap_sums(lanes, many, False), tap_sums(lanes, 1, False)
     whole_many = tap_sums(lanes, many, lanes.fills)
 
-    def grouped_taps(  # noqa: PLR0913 -- a kernel
-        begin: Int, end: Int, x: Floats, x_image: Int, x_from: Int, x_step: Int, starts: Words, taps: Words,
-        columns: Words, kernel_w: Int, dy: Floats, dy_line: Int, totals: Floats, filters: Int, size: Int, lines: Int,
-        block: Int, rows: Int, vectors: Int, parts: Int, sources: Int, used: Int, inputs: Int, outputs: Int,
-    ) -> None:  # fmt: skip
+    def grouped_taps(
+        begin: Int,
+        end: Int,
+        x: Floats,
+        x_image: Int,
+        x_from: Int,
+        x_step: Int,
+        starts: Words,
+        taps: Words,
+        columns: Words,
+        kernel_w: Int,
+        dy: Floats,
+        dy_line: Int,
+        totals: Floats,
+        filters: Int,
+        size: Int,
+        lines: Int,
+        block: Int,
+        rows: Int,
+        vectors: Int,
+        parts: Int,
+        sources: Int,
+        used: Int,
+        inputs: Int,
+        outputs: Int,
+    ) -> None:
         """Items are (block of output lines, part of the vectors)."""
         for item in range(begin, end):
             number, part = item // parts, item % parts

@@ -84,10 +84,8 @@ class _Transforms(Writer):
         return [self.builder.icmp_unsigned("<", one, size) for one in at]
 
     def pixels(self, image: Any, other: Any, place: Sequence[Any], count: int) -> list[list[Any]]:
-        """Return pointers to `count` x `count` pixels, or `other` for pixels outside the image.
-
-        `place` is the first row and column, which may be negative, the image's height and width, and its channels.
-        """
+        """Return pointers to `count` x `count` pixels, or `other` for pixels outside the image."""
+        # `place` is the first row and column, which may be negative, the image's height and width, and its channels.
         h, w, height, width, channels = place
         b = self.builder
         result: list[list[Any]] = []
@@ -143,10 +141,21 @@ def _written(write: Callable[..., None], signature: str) -> Any:
 def _from_image(name: str, count: int) -> Callable[..., None]:
     """Return an emitter that transforms `count` x `count` pixels into panels `panel` elements apart."""
 
-    def write(  # noqa: PLR0913 -- a kernel
-        t: _Transforms, image: Any, zeros: Any, h: Any, w: Any, height: Any, width: Any, channels: Any, target: Any,
-        plane: Any, panels: Any, panel: Any, vectors: Any,
-    ) -> None:  # fmt: skip
+    def write(
+        t: _Transforms,
+        image: Any,
+        zeros: Any,
+        h: Any,
+        w: Any,
+        height: Any,
+        width: Any,
+        channels: Any,
+        target: Any,
+        plane: Any,
+        panels: Any,
+        panel: Any,
+        vectors: Any,
+    ) -> None:
         pixels = t.pixels(image, zeros, (h, w, height, width, channels), count)
 
         def body(index: Any, at: list[Any], sums: list[Any]) -> list[Any]:
@@ -180,10 +189,23 @@ filter_tile = _written(_write_filters, "pwpw")
 """G g G^T of one vector of filters: (source, elements from one tap to the next, target, plane)."""
 
 
-def _write_output(  # noqa: PLR0913 -- a kernel
-    t: _Transforms, source: Any, plane: Any, start: Any, y: Any, rest: Any, h: Any, w: Any, height: Any, width: Any,
-    channels: Any, vectors: Any, addend: Any, adds: Any, relu: Any,
-) -> None:  # fmt: skip
+def _write_output(
+    t: _Transforms,
+    source: Any,
+    plane: Any,
+    start: Any,
+    y: Any,
+    rest: Any,
+    h: Any,
+    w: Any,
+    height: Any,
+    width: Any,
+    channels: Any,
+    vectors: Any,
+    addend: Any,
+    adds: Any,
+    relu: Any,
+) -> None:
     place = (h, w, height, width, channels)
     targets = [one for row in t.pixels(y, rest, place, 2) for one in row]
     addends = [one for row in t.pixels(addend, rest, place, 2) for one in row]
@@ -229,10 +251,22 @@ filter_gradient_tile = _written(_write_filters_gradient, "pwpww")
 
 
 @kernel
-def transform_filters(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, weights: Floats, channels: Int, backward: Int, packed: Floats, plane: Int,
-    table: Words, width: Int, depth: Int, squares: Floats, square_size: Int, total: Int, items: Int,
-) -> None:  # fmt: skip
+def transform_filters(
+    begin: Int,
+    end: Int,
+    weights: Floats,
+    channels: Int,
+    backward: Int,
+    packed: Floats,
+    plane: Int,
+    table: Words,
+    width: Int,
+    depth: Int,
+    squares: Floats,
+    square_size: Int,
+    total: Int,
+    items: Int,
+) -> None:
     """G g G^T of all filters, packed into panels. Items are parts of (panel, `width` of the elements of the sum).
 
     The panels' columns are output channels or, with `backward`, channels of flipped filters.
@@ -257,13 +291,45 @@ def transform_filters(  # noqa: PLR0913 -- a kernel
 
 
 @kernel
-def correlate_tiles(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x: Floats, height: Int, width: Int, channels: Int, pad_h: Int, pad_w: Int, zeros: Floats,
-    packed: Floats, packed_plane: Int, table: Words, panels: Int, parts: Int, lanes: Int, no_offset: Words,
-    scratch: Floats, scratch_size: Int, x_plane: Int, x_rows: Words, y_plane: Int, y_row: Int, y_rows: Words,
-    start: Floats, y: Floats, out_height: Int, out_width: Int, outputs: Int, addend: Floats, adds: Int, relu: Int,
-    image_tiles: Int, line_tiles: Int, tiles: Int, block: Int, total: Int, items: Int,
-) -> None:  # fmt: skip
+def correlate_tiles(
+    begin: Int,
+    end: Int,
+    x: Floats,
+    height: Int,
+    width: Int,
+    channels: Int,
+    pad_h: Int,
+    pad_w: Int,
+    zeros: Floats,
+    packed: Floats,
+    packed_plane: Int,
+    table: Words,
+    panels: Int,
+    parts: Int,
+    lanes: Int,
+    no_offset: Words,
+    scratch: Floats,
+    scratch_size: Int,
+    x_plane: Int,
+    x_rows: Words,
+    y_plane: Int,
+    y_row: Int,
+    y_rows: Words,
+    start: Floats,
+    y: Floats,
+    out_height: Int,
+    out_width: Int,
+    outputs: Int,
+    addend: Floats,
+    adds: Int,
+    relu: Int,
+    image_tiles: Int,
+    line_tiles: Int,
+    tiles: Int,
+    block: Int,
+    total: Int,
+    items: Int,
+) -> None:
     """y = start + the correlation of x with filters (+ addend), optionally rectified.
 
     Items are parts of the (block of tiles, part of the panels).
@@ -281,10 +347,19 @@ def correlate_tiles(  # noqa: PLR0913 -- a kernel
                 for t in range(count):
                     n, at = (first + t) // image_tiles, (first + t) % image_tiles
                     image_tile(
-                        ahead(x, n * height * width * channels), zeros, 2 * (at // line_tiles) - pad_h,
-                        2 * (at % line_tiles) - pad_w, height, width, channels, ahead(images, t * channels), x_plane,
-                        1, 0, channels // lanes,
-                    )  # fmt: skip
+                        ahead(x, n * height * width * channels),
+                        zeros,
+                        2 * (at // line_tiles) - pad_h,
+                        2 * (at % line_tiles) - pad_w,
+                        height,
+                        width,
+                        channels,
+                        ahead(images, t * channels),
+                        x_plane,
+                        1,
+                        0,
+                        channels // lanes,
+                    )
             panel0, panel1 = part * panels // parts, (part + 1) * panels // parts
             column0, vectors_done = table[4 * panel0 + 1], 0
             for panel in range(panel0, panel1):
@@ -297,48 +372,134 @@ def correlate_tiles(  # noqa: PLR0913 -- a kernel
                     target = ahead(products, i * y_plane + column)
                     for r in range(0, count, rows):
                         tile(
-                            vectors, ahead(images, i * x_plane), table_at(x_rows, r), no_offset, 1, weights, no_offset,
-                            vectors * lanes, 1, channels, zeros, 0, target, table_at(y_rows, r), count - r, lanes,
-                            zeros, 0, 0,
-                        )  # fmt: skip
+                            vectors,
+                            ahead(images, i * x_plane),
+                            table_at(x_rows, r),
+                            no_offset,
+                            1,
+                            weights,
+                            no_offset,
+                            vectors * lanes,
+                            1,
+                            channels,
+                            zeros,
+                            0,
+                            target,
+                            table_at(y_rows, r),
+                            count - r,
+                            lanes,
+                            zeros,
+                            0,
+                            0,
+                        )
             for t in range(count):
                 n, at = (first + t) // image_tiles, (first + t) % image_tiles
                 offset = n * out_height * out_width * outputs + column0
                 output_tile(
-                    ahead(products, t * y_row), y_plane, ahead(start, column0), ahead(y, offset), rest,
-                    2 * (at // line_tiles), 2 * (at % line_tiles), out_height, out_width, outputs, vectors_done,
-                    ahead(addend, offset), adds, relu,
-                )  # fmt: skip
+                    ahead(products, t * y_row),
+                    y_plane,
+                    ahead(start, column0),
+                    ahead(y, offset),
+                    rest,
+                    2 * (at // line_tiles),
+                    2 * (at % line_tiles),
+                    out_height,
+                    out_width,
+                    outputs,
+                    vectors_done,
+                    ahead(addend, offset),
+                    adds,
+                    relu,
+                )
 
 
 @kernel
-def transform_images(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, first: Int, x: Floats, height: Int, width: Int, channels: Int, pad_h: Int, pad_w: Int,
-    x_tiles: Floats, x_plane: Int, x_vectors: Int, dy: Floats, out_height: Int, out_width: Int, outputs: Int,
-    dy_tiles: Floats, dy_plane: Int, dy_vectors: Int, zeros: Floats, image_tiles: Int, line_tiles: Int, tiles: Int,
+def transform_images(
+    begin: Int,
+    end: Int,
+    first: Int,
+    x: Floats,
+    height: Int,
+    width: Int,
+    channels: Int,
+    pad_h: Int,
+    pad_w: Int,
+    x_tiles: Floats,
+    x_plane: Int,
+    x_vectors: Int,
+    dy: Floats,
+    out_height: Int,
+    out_width: Int,
+    outputs: Int,
+    dy_tiles: Floats,
+    dy_plane: Int,
+    dy_vectors: Int,
+    zeros: Floats,
+    image_tiles: Int,
+    line_tiles: Int,
+    tiles: Int,
     lanes: Int,
-) -> None:  # fmt: skip
+) -> None:
     """B^T d B of the images and A dy A^T of the gradient, in panels. Items are tiles after `first`."""
     x_wide, dy_wide = x_vectors * lanes, dy_vectors * lanes
     for item in range(begin, end):
         n, at = (first + item) // image_tiles, (first + item) % image_tiles
         h, w = 2 * (at // line_tiles), 2 * (at % line_tiles)
         image_tile(
-            ahead(x, n * height * width * channels), zeros, h - pad_h, w - pad_w, height, width, channels,
-            ahead(x_tiles, item * x_wide), x_plane, channels // x_wide, tiles * x_wide, x_vectors,
-        )  # fmt: skip
+            ahead(x, n * height * width * channels),
+            zeros,
+            h - pad_h,
+            w - pad_w,
+            height,
+            width,
+            channels,
+            ahead(x_tiles, item * x_wide),
+            x_plane,
+            channels // x_wide,
+            tiles * x_wide,
+            x_vectors,
+        )
         gradient_tile(
-            ahead(dy, n * out_height * out_width * outputs), zeros, h, w, out_height, out_width, outputs,
-            ahead(dy_tiles, item * dy_wide), dy_plane, outputs // dy_wide, tiles * dy_wide, dy_vectors,
-        )  # fmt: skip
+            ahead(dy, n * out_height * out_width * outputs),
+            zeros,
+            h,
+            w,
+            out_height,
+            out_width,
+            outputs,
+            ahead(dy_tiles, item * dy_wide),
+            dy_plane,
+            outputs // dy_wide,
+            tiles * dy_wide,
+            dy_vectors,
+        )
 
 
 @kernel
-def multiply_tiles(  # noqa: PLR0913 -- a kernel
-    begin: Int, end: Int, x_tiles: Floats, x_plane: Int, vectors: Int, channels: Int, dy_tiles: Floats, dy_plane: Int,
-    dy_wide: Int, dy_rows: Words, outputs: Int, tiles: Int, block: Int, products: Floats, plane: Int, c_rows: Words,
-    accumulate: Int, zeros: Floats, no_offset: Words, lanes: Int, total: Int, items: Int,
-) -> None:  # fmt: skip
+def multiply_tiles(
+    begin: Int,
+    end: Int,
+    x_tiles: Floats,
+    x_plane: Int,
+    vectors: Int,
+    channels: Int,
+    dy_tiles: Floats,
+    dy_plane: Int,
+    dy_wide: Int,
+    dy_rows: Words,
+    outputs: Int,
+    tiles: Int,
+    block: Int,
+    products: Floats,
+    plane: Int,
+    c_rows: Words,
+    accumulate: Int,
+    zeros: Floats,
+    no_offset: Words,
+    lanes: Int,
+    total: Int,
+    items: Int,
+) -> None:
     """products[i, k, c] (+)= sum over tiles of dy[i, k] * x[i, c]. Items are parts of the (i, panel of c)."""
     wide = vectors * lanes
     panels = channels // wide
@@ -353,14 +514,30 @@ def multiply_tiles(  # noqa: PLR0913 -- a kernel
                 for k in range(0, outputs, rows):
                     target = ahead(products, i * plane + k * channels + panel * wide)
                     tile(
-                        vectors, ahead(dy_tiles, i * dy_plane + first * dy_wide), table_at(dy_rows, k), no_offset,
-                        dy_wide, factors, no_offset, wide, 1, height, target if keep == 1 else zeros, keep, target,
-                        c_rows, outputs - k, lanes, zeros, 0, 0,
-                    )  # fmt: skip
+                        vectors,
+                        ahead(dy_tiles, i * dy_plane + first * dy_wide),
+                        table_at(dy_rows, k),
+                        no_offset,
+                        dy_wide,
+                        factors,
+                        no_offset,
+                        wide,
+                        1,
+                        height,
+                        target if keep == 1 else zeros,
+                        keep,
+                        target,
+                        c_rows,
+                        outputs - k,
+                        lanes,
+                        zeros,
+                        0,
+                        0,
+                    )
 
 
 @kernel
-def transform_gradients(  # noqa: PLR0913 -- a kernel
+def transform_gradients(
     begin: Int, end: Int, products: Floats, plane: Int, channels: Int, lanes: Int, dweights: Floats, accumulate: Int
 ) -> None:
     """dweights (+)= G^T m G of all filters. Items are output channels."""
@@ -466,9 +643,22 @@ class _WinogradPass:
         total = panels.count * (read // WIDTH)
         items, size = min(self._threads, total), 9 * WIDTH * WIDTH
         transform_filters.run(
-            self._threads, items, 1, weights, made if backward else read, int(backward), packed, self._plane,
-            panels.table, WIDTH, read, self._workspace.take("squares", items * size), size, total, items,
-        )  # fmt: skip
+            self._threads,
+            items,
+            1,
+            weights,
+            made if backward else read,
+            int(backward),
+            packed,
+            self._plane,
+            panels.table,
+            WIDTH,
+            read,
+            self._workspace.take("squares", items * size),
+            size,
+            total,
+            items,
+        )
 
     def run(self, x: Any, packed: Any, start: Any, y: Any, ending: Ending) -> None:
         """Compute y; `start` has one number per channel, or is None."""
@@ -476,13 +666,42 @@ class _WinogradPass:
         total = self._blocks * self._parts
         items, size = min(self._threads, total), 16 * (x_plane + y_plane) + self._made.channels
         correlate_tiles.run(
-            self._threads, items, 1, x, *self._read.sizes, self._read.channels, *self._pad, self._zeros, packed,
-            self._plane, self._panels.table, self._panels.count, self._parts, WIDTH, _NO_OFFSET,
-            self._workspace.take("images", items * size), size, x_plane, self._x_rows, y_plane, self._columns,
-            self._y_rows, self._zeros if start is None else start, y, *self._made.sizes, self._made.channels,
-            y if ending.addend is None else ending.addend, int(ending.addend is not None), int(ending.relu),
-            self._image_tiles.count, self._image_tiles.line, self._tiles, self._block, total, items,
-        )  # fmt: skip
+            self._threads,
+            items,
+            1,
+            x,
+            *self._read.sizes,
+            self._read.channels,
+            *self._pad,
+            self._zeros,
+            packed,
+            self._plane,
+            self._panels.table,
+            self._panels.count,
+            self._parts,
+            WIDTH,
+            _NO_OFFSET,
+            self._workspace.take("images", items * size),
+            size,
+            x_plane,
+            self._x_rows,
+            y_plane,
+            self._columns,
+            self._y_rows,
+            self._zeros if start is None else start,
+            y,
+            *self._made.sizes,
+            self._made.channels,
+            y if ending.addend is None else ending.addend,
+            int(ending.addend is not None),
+            int(ending.relu),
+            self._image_tiles.count,
+            self._image_tiles.line,
+            self._tiles,
+            self._block,
+            total,
+            items,
+        )
 
 
 def _vectors(channels: int) -> int:
@@ -512,9 +731,16 @@ class _WeightGradient:
             self._add(x, dy, first, min(size, tiles - first), products)
         channels = self._shape.channels
         transform_gradients.run(
-            self._threads, self._shape.outputs, max(1, 4096 // channels), products, self._plane, channels, WIDTH,
-            dweights, int(accumulate),
-        )  # fmt: skip
+            self._threads,
+            self._shape.outputs,
+            max(1, 4096 // channels),
+            products,
+            self._plane,
+            channels,
+            WIDTH,
+            dweights,
+            int(accumulate),
+        )
 
     def _rows(self, tiles: int) -> ConstantTable:
         """Return offsets of the output channels in the transformed gradient of this many tiles."""
@@ -529,17 +755,56 @@ class _WeightGradient:
         buffer = self._workspace.take("images", 16 * (x_plane + dy_plane))
         x_tiles, dy_tiles = buffer[: 16 * x_plane], buffer[16 * x_plane :]
         transform_images.run(
-            self._threads, tiles, 8, first, x, *shape.sizes, shape.channels, *shape.geometry.pad, x_tiles, x_plane,
-            self._x_vectors, dy, *shape.out, shape.outputs, dy_tiles, dy_plane, self._dy_vectors, self._zeros,
-            self._tiles.count, self._tiles.line, tiles, WIDTH,
-        )  # fmt: skip
+            self._threads,
+            tiles,
+            8,
+            first,
+            x,
+            *shape.sizes,
+            shape.channels,
+            *shape.geometry.pad,
+            x_tiles,
+            x_plane,
+            self._x_vectors,
+            dy,
+            *shape.out,
+            shape.outputs,
+            dy_tiles,
+            dy_plane,
+            self._dy_vectors,
+            self._zeros,
+            self._tiles.count,
+            self._tiles.line,
+            tiles,
+            WIDTH,
+        )
         total = 16 * (shape.channels // (self._x_vectors * WIDTH))
         items, block = min(self._threads, total), -(-tiles // -(-tiles // SUM))
         multiply_tiles.run(
-            self._threads, items, 1, x_tiles, x_plane, self._x_vectors, shape.channels, dy_tiles, dy_plane,
-            self._dy_vectors * WIDTH, self._rows(tiles), shape.outputs, tiles, block, products,
-            self._plane, self._c_rows, int(first > 0), self._zeros, _NO_OFFSET, WIDTH, total, items,
-        )  # fmt: skip
+            self._threads,
+            items,
+            1,
+            x_tiles,
+            x_plane,
+            self._x_vectors,
+            shape.channels,
+            dy_tiles,
+            dy_plane,
+            self._dy_vectors * WIDTH,
+            self._rows(tiles),
+            shape.outputs,
+            tiles,
+            block,
+            products,
+            self._plane,
+            self._c_rows,
+            int(first > 0),
+            self._zeros,
+            _NO_OFFSET,
+            WIDTH,
+            total,
+            items,
+        )
 
 
 class WinogradConvolution(TileConvolution):
@@ -566,7 +831,7 @@ class WinogradConvolution(TileConvolution):
 
     def forward(
         self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None, residual: Any = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert sums is None, "gives no sums"
         self._ahead.run(x, self.packed(weights), bias, y, Ending(residual, relu))
 

@@ -311,11 +311,9 @@ def _checksum(content: bytes) -> bytes:
 
 @cache
 def _name_runtime() -> None:
-    """Register the addresses of numba's runtime functions with LLVM, as numba does before it compiles.
-
-    Machine code cached by numba 0.60 refers to them, and LLVM aborts the process at an unknown name. Numba's
-    `rtsys.initialize` also compiles some functions, which takes 20 ms.
-    """
+    """Register the addresses of numba's runtime functions with LLVM, as numba does before it compiles."""
+    # Machine code cached by numba 0.60 refers to them, and LLVM aborts the process at an unknown name. Numba's
+    # `rtsys.initialize` also compiles some functions, which takes 20 ms.
     for name, address in _nrt_python.c_helpers.items():
         add_symbol(name if name.startswith("_") else f"NRT_{name}", address)
 

@@ -106,13 +106,11 @@ def _pause(typing_context: Any) -> Any:
 
 
 def _make_calls(first: Any, count: Any, steps: Any, task: Any) -> None:
-    """Run by each thread of numba's pool: make the calls together with the other threads.
-
-    The task is the address of the calls, their number, the shared counters, the number of threads, and
-    `_yield_address`. Each thread starts with its own chunks, whose previous results are in its caches, then steals
-    chunks that no thread has started. It waits only for chunks that another thread is computing, so threads without a
-    core, or threads that run one after another, do not block the others.
-    """
+    """Run by each thread of numba's pool: make the calls together with the other threads."""
+    # The task is the address of the calls, their number, the shared counters, the number of threads, and
+    # `_yield_address`. Each thread starts with its own chunks, whose previous results are in its caches, then steals
+    # chunks that no thread has started. It waits only for chunks that another thread is computing, so threads without a
+    # core, or threads that run one after another, do not block the others.
     given = words(task)
     table, calls, state, threads, rest = words(given[0]), given[1], given[2], given[3], given[4]
     line = 8 * LINE_WORDS
@@ -272,10 +270,8 @@ def call_in_turn() -> int:
 
 @cache
 def _yield_address() -> int:
-    """Return the address of the C library's sched_yield, or 0.
-
-    It is called with a kernel's arguments, which it ignores.
-    """
+    """Return the address of the C library's sched_yield, or 0."""
+    # It is called with a kernel's arguments, which it ignores.
     try:
         return int(ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0)
     except (AttributeError, OSError, TypeError):

@@ -226,10 +226,8 @@ class Writer:
                     self._store_parts(value, address, wanted)
 
     def _store_parts(self, value: Any, address: Any, wanted: Any) -> None:
-        """As `masked_store`, by partial stores of a half vector, a quarter, ..., for each bit of `wanted`.
-
-        Without AVX-512 a masked store takes dozens of instructions.
-        """
+        """As `masked_store`, by partial stores of a half vector, a quarter, ..., for each bit of `wanted`."""
+        # Without AVX-512 a masked store takes dozens of instructions.
         builder, lanes = self.builder, self.width // 2
         place = builder.bitcast(address, ir.FloatType().as_pointer())
         while lanes:
@@ -408,9 +406,16 @@ _LN2_HIGH, _LN2_LOW = 0.693359375, -2.1219444400547e-4
 """log(2) as a sum of a short constant, whose product with a small integer is exact, and the remainder."""
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _LOG = (
-    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
-    2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
-)  # fmt: skip
+    7.0376836292e-2,
+    -1.1514610310e-1,
+    1.1676998740e-1,
+    -1.2420140846e-1,
+    1.4249322787e-1,
+    -1.6668057665e-1,
+    2.0000714765e-1,
+    -2.4999993993e-1,
+    3.3333331174e-1,
+)
 _TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
 _SMALL = 0.625
 """Below it tanh(x) is a polynomial, because 1 - 2 / (e^2x + 1) would cancel."""

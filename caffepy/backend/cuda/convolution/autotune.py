@@ -75,14 +75,7 @@ class Stopwatch:
 
 
 def lateness(launched: Sequence[int], wait: int, time: float) -> int:
-    """Return by how many nanoseconds the latest launch came after the device could have started it.
-
-    Args:
-        launched: completion time of each launch, in nanoseconds since the start of the idle period.
-        wait: nanoseconds of the idle period.
-        time: microseconds of one run including gaps. Gaps are still detected: a gap before run i of n adds less than
-            its own length to the first i runs.
-    """
+    """Return by how many nanoseconds the latest launch came after the device could have started it."""
     return max(moment - wait - int(number * time * 1e3) for number, moment in enumerate(launched))
 
 
@@ -412,11 +405,13 @@ def operands_for(task: Task, given: Operands | None) -> Operands:
     first, second = (noise(shape, problem.array_dtype) for shape in shapes[:2])
     outputs = problem.weights[0]
     return Operands(
-        first, second, allocate(shapes[2], "float32" if weights else problem.array_dtype),
+        first,
+        second,
+        allocate(shapes[2], "float32" if weights else problem.array_dtype),
         noise((outputs,), "float32") if task.bias else None,
         allocate((2, outputs)) if task.sums else None,
         residual=noise(shapes[2], problem.array_dtype) if task.residual else None,
-    )  # fmt: skip
+    )
 
 
 def noise(shape: tuple[int, ...], dtype: str) -> Array:

@@ -235,10 +235,8 @@ class _FileLocks:
 
     @contextmanager
     def held(self, key: str | None, seconds: float) -> Iterator[None]:
-        """Hold a key's lock (None: the global lock) in a `with` block, which starts without it after `seconds`.
-
-        Each process may hold one lock of each kind at a time, because file locks belong to processes, not to threads.
-        """
+        """Hold a key's lock (None: the global lock) in a `with` block, which starts without it after `seconds`."""
+        # Each process may hold one lock of each kind at a time, because file locks belong to processes, not to threads.
         offset = 0 if key is None else 1 + zlib.crc32(key.encode())
         file = self._opened()
         locked = file is not None and _lock(file, offset, seconds)

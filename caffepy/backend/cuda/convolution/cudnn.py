@@ -35,13 +35,32 @@ MAX_COMPILED = 3
 FIRST, SECOND, OUT, BIAS, SUM, SQUARES, RESIDUAL = 1, 2, 3, 4, 5, 6, 7
 """Identifiers of a graph's tensors."""
 
-_INEXACT = ("TENSOR_CORE", "DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "FFT", "WINOGRAD",
-            "WINOGRAD_TILE_4x4", "WINOGRAD_TILE_6x6", "WINOGRAD_TILE_13x13")  # fmt: skip
+_INEXACT = (
+    "TENSOR_CORE",
+    "DOWN_CONVERT_INPUTS",
+    "REDUCED_PRECISION_REDUCTION",
+    "FFT",
+    "WINOGRAD",
+    "WINOGRAD_TILE_4x4",
+    "WINOGRAD_TILE_6x6",
+    "WINOGRAD_TILE_13x13",
+)
 """Numerical notes of engines that deviate from float32 arithmetic by more than its rounding."""
-_INEXACT_FOR_TF32 = ("DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION", "FFT", "WINOGRAD_TILE_6x6",
-                     "WINOGRAD_TILE_13x13")  # fmt: skip
-_INEXACT_FOR_HALF = ("REDUCED_PRECISION_REDUCTION", "FFT", "WINOGRAD", "WINOGRAD_TILE_4x4", "WINOGRAD_TILE_6x6",
-                     "WINOGRAD_TILE_13x13")  # fmt: skip
+_INEXACT_FOR_TF32 = (
+    "DOWN_CONVERT_INPUTS",
+    "REDUCED_PRECISION_REDUCTION",
+    "FFT",
+    "WINOGRAD_TILE_6x6",
+    "WINOGRAD_TILE_13x13",
+)
+_INEXACT_FOR_HALF = (
+    "REDUCED_PRECISION_REDUCTION",
+    "FFT",
+    "WINOGRAD",
+    "WINOGRAD_TILE_4x4",
+    "WINOGRAD_TILE_6x6",
+    "WINOGRAD_TILE_13x13",
+)
 
 _UNDECLARED = {Direction.WEIGHTS: ["eng17_", "eng67_"]}
 """Engines without these notes that nevertheless miss float32 accuracy: the first by up to 9e-3 of the largest value,
@@ -49,13 +68,7 @@ the second by up to 3e-5 (cuDNN 9.19 at the shapes of LeNet, CaffeNet and ResNet
 
 
 def strides_of(shape: tuple[int, ...], channels_last: bool, pitch: int | None = None) -> list[int]:
-    """Return element strides of (N, C, spatial...) stored as N, C, spatial... or N, spatial..., C.
-
-    Args:
-        shape: shape of the array, or of some of its channels.
-        channels_last: the memory order.
-        pitch: with channels last, the channels of the whole array.
-    """
+    """Return element strides of (N, C, spatial...) stored as N, C, spatial... or N, spatial..., C."""
     order = [0, *range(2, len(shape)), 1] if channels_last else list(range(len(shape)))
     strides = [0] * len(shape)
     step = 1
@@ -218,10 +231,11 @@ class CudnnGraph:
         """Add operations and tensors to an empty graph."""
         shapes = self._shapes()
         first, second = (
-            graph.tensor(name=name, dim=list(shapes[i]), stride=self._strides(shapes[i], i), data_type=self._type,
-                         uid=uid)
+            graph.tensor(
+                name=name, dim=list(shapes[i]), stride=self._strides(shapes[i], i), data_type=self._type, uid=uid
+            )
             for i, (name, uid) in enumerate((("first", FIRST), ("second", SECOND)))
-        )  # fmt: skip
+        )
         window = self._window()
         if self.task.direction is Direction.FORWARD:
             out = self._finished(graph, graph.conv_fprop(image=first, weight=second, **window), shapes[2])

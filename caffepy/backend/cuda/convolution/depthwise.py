@@ -148,11 +148,19 @@ class DepthwiseConvolution:
         pairs = zip(("KERNEL", "STRIDE", "PAD", "DILATION"), (g.kernel, g.stride, g.pad, g.dilation), strict=True)
         geometry = {f"{name}_{axis}": n for name, pair in pairs for axis, n in zip("HW", pair, strict=True)}
         return defines(
-            STORED=C_TYPES[cupy.dtype(task.problem.array_dtype).char], WIDTH=self._tile.channels,
-            TILE_H=self._tile.rows, TILE_W=self._tile.columns, DATA=int(task.direction is Direction.DATA),
-            BIAS=int(task.bias), RELU=int(task.relu), SUMS=int(task.sums), THREADS=self._threads,
-            CHANNELS=self._most_channels, **geometry, **more,
-        )  # fmt: skip
+            STORED=C_TYPES[cupy.dtype(task.problem.array_dtype).char],
+            WIDTH=self._tile.channels,
+            TILE_H=self._tile.rows,
+            TILE_W=self._tile.columns,
+            DATA=int(task.direction is Direction.DATA),
+            BIAS=int(task.bias),
+            RELU=int(task.relu),
+            SUMS=int(task.sums),
+            THREADS=self._threads,
+            CHANNELS=self._most_channels,
+            **geometry,
+            **more,
+        )
 
     def run(self, operands: Operands) -> None:
         """Launch the kernel, and for weight gradients or sums a second one that adds the blocks' partial sums."""
@@ -604,10 +612,8 @@ START, LOAD = 2500, 700
 
 
 def _cycles_of_warp(correlation: LargeDepthwiseTask, tiling: Tiling, down: int, across: int) -> tuple[float, float]:
-    """Return the cycles for `down` x `across` taps of a warp: multiprocessor throughput, and latency of a lone warp.
-
-    Throughput is bound by arithmetic or by shared memory loads.
-    """
+    """Return the cycles for `down` x `across` taps of a warp: multiprocessor throughput, and latency of a lone warp."""
+    # Throughput is bound by arithmetic or by shared memory loads.
     shift = correlation.across.b if correlation.across.a == 1 else correlation.across.a
     chunks = max(1, -(-across // MAX_TAPS))
     each = -(-across // chunks)
@@ -677,17 +683,34 @@ class LargeDepthwise:
         source = self._correlation.source(tiling)
         weights = task.direction is Direction.WEIGHTS
         return defines(
-            STORED=C_TYPES[cupy.dtype(task.problem.array_dtype).char], A_H=down.a, A_W=across.a,
-            B_H=down.b, B_W=across.b, CHANNELS=tiling.channels,
-            TOGETHER=math.gcd(task.problem.x[1], tiling.channels, WIDEST), RUN=tiling.run, ROWS=tiling.rows,
-            RUNS=tiling.runs, GROUPS=tiling.groups, SPLIT=tiling.split,
+            STORED=C_TYPES[cupy.dtype(task.problem.array_dtype).char],
+            A_H=down.a,
+            A_W=across.a,
+            B_H=down.b,
+            B_W=across.b,
+            CHANNELS=tiling.channels,
+            TOGETHER=math.gcd(task.problem.x[1], tiling.channels, WIDEST),
+            RUN=tiling.run,
+            ROWS=tiling.rows,
+            RUNS=tiling.runs,
+            GROUPS=tiling.groups,
+            SPLIT=tiling.split,
             RESIDENT=self._correlation.resident(tiling),
-            SOURCE_H=source[0], SOURCE_W=source[1], PIXELS=self._correlation.pixels(tiling),
-            EXTRA=self._correlation.extra(tiling), FACTOR_H=tiling.factors[0], FACTOR_W=tiling.factors[1],
-            TAPS=tiling.factors[1] if weights else across.taps, STEP_H=down.step, STEP_W=across.step,
-            RESIDUES_H=residues_text(down), RESIDUES_W=residues_text(across), BIAS=int(task.bias), RELU=int(task.relu),
+            SOURCE_H=source[0],
+            SOURCE_W=source[1],
+            PIXELS=self._correlation.pixels(tiling),
+            EXTRA=self._correlation.extra(tiling),
+            FACTOR_H=tiling.factors[0],
+            FACTOR_W=tiling.factors[1],
+            TAPS=tiling.factors[1] if weights else across.taps,
+            STEP_H=down.step,
+            STEP_W=across.step,
+            RESIDUES_H=residues_text(down),
+            RESIDUES_W=residues_text(across),
+            BIAS=int(task.bias),
+            RELU=int(task.relu),
             WEIGHTS=int(weights),
-        )  # fmt: skip
+        )
 
     def run(self, operands: Operands) -> None:
         """One launch."""

@@ -74,10 +74,16 @@ class FewChannels:
         """Compile."""
         problem, across = self._problem, axis_of(self._problem, Direction.DATA, len(self._problem.x) - 3)
         text = defines(
-            STORED=C_TYPES[cupy.dtype(problem.array_dtype).char], CHANNELS=problem.x[1], OUTPUTS=problem.weights[0],
-            RUN=RUN, RESIDUES=residues_text(across), TAPS=across.taps, STEP=-across.step, DISTANCE=across.b,
+            STORED=C_TYPES[cupy.dtype(problem.array_dtype).char],
+            CHANNELS=problem.x[1],
+            OUTPUTS=problem.weights[0],
+            RUN=RUN,
+            RESIDUES=residues_text(across),
+            TAPS=across.taps,
+            STEP=-across.step,
+            DISTANCE=across.b,
             **_window(problem),
-        )  # fmt: skip
+        )
         self._transpose_kernel = library_kernel("few_channels", "turn_weights", text)
         self._kernel = library_kernel("few_channels", "few_channels", text)
         return True

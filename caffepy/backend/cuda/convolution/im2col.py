@@ -147,9 +147,13 @@ def _defines(problem: Problem) -> str:
     """Return the constants that kernels/im2col.cu requires."""
     g = problem.geometry
     values = {
-        "SIZE": problem.x[2:], "OUT": problem.y[2:], "KERNEL": g.kernel, "STRIDE": g.stride, "PAD": g.pad,
+        "SIZE": problem.x[2:],
+        "OUT": problem.y[2:],
+        "KERNEL": g.kernel,
+        "STRIDE": g.stride,
+        "PAD": g.pad,
         "DILATION": g.dilation,
-    }  # fmt: skip
+    }
     element = C_TYPES[cupy.dtype(problem.array_dtype).char]
     lines = [f"#define Element {element}", f"#define AXES {len(g.kernel)}", f"#define CHANNELS {problem.x[1]}"]
     lines.append(f"#define GROUP_CHANNELS {problem.x[1] // g.group}")

@@ -123,9 +123,17 @@ def shape_of(task: Task) -> Shape:
     problem, g = task.problem, task.problem.geometry
     if task.direction is not Direction.DATA:
         return Shape(
-            problem.x[0], problem.x[2:], problem.x[1], problem.y[2:], problem.y[1], g.kernel, g.stride, g.pad,
-            g.dilation, False,
-        )  # fmt: skip
+            problem.x[0],
+            problem.x[2:],
+            problem.x[1],
+            problem.y[2:],
+            problem.y[1],
+            g.kernel,
+            g.stride,
+            g.pad,
+            g.dilation,
+            False,
+        )
     pad = tuple(d * (k - 1) - p for d, k, p in zip(g.dilation, g.kernel, g.pad, strict=True))
     return Shape(
         problem.x[0], problem.y[2:], problem.y[1], problem.x[2:], problem.x[1], g.kernel, (1, 1), pad, g.dilation, True
@@ -153,10 +161,13 @@ class Layout:
         size = (
             (rows - 1) * stride + (kernel - 1) * dilation + 1
             for rows, stride, kernel, dilation in zip(
-                (tiling.rows, shape.out[1]), shape.stride, (self.kernel_rows, shape.kernel[1]), shape.dilation,
+                (tiling.rows, shape.out[1]),
+                shape.stride,
+                (self.kernel_rows, shape.kernel[1]),
+                shape.dilation,
                 strict=True,
             )
-        )  # fmt: skip
+        )
         self.patch = round_up(tiling.images * math.prod(size) * self.pixel, 4)
         self.pitch = round_up(shape.depth, 8) + 4
         if weights or shape.flipped:
@@ -215,13 +226,32 @@ class Layout:
         """Return the constants that the kernels require."""
         s, t = self.shape, self.tiling
         return {
-            "HEIGHT": s.image[0], "WIDTH": s.image[1], "CHANNELS": s.channels, "OUT_HEIGHT": s.out[0],
-            "OUT_WIDTH": s.out[1], "OUTPUTS": s.outputs, "KERNEL_H": s.kernel[0], "KERNEL_W": s.kernel[1],
-            "STRIDE_H": s.stride[0], "STRIDE_W": s.stride[1], "PAD_H": s.pad[0], "PAD_W": s.pad[1],
-            "DILATION_H": s.dilation[0], "DILATION_W": s.dilation[1], "FLIPPED": int(s.flipped), "IMAGES": t.images,
-            "ROWS": t.rows, "PIXEL": self.pixel, "TILES_M": t.tiles_m, "TILES_N": t.tiles_n, "WARPS_M": t.warps_m,
-            "WARPS_N": t.warps_n, "WARPS_K": t.warps_k, "PITCH": self.pitch, "KERNEL_ROWS": self.kernel_rows,
-        }  # fmt: skip
+            "HEIGHT": s.image[0],
+            "WIDTH": s.image[1],
+            "CHANNELS": s.channels,
+            "OUT_HEIGHT": s.out[0],
+            "OUT_WIDTH": s.out[1],
+            "OUTPUTS": s.outputs,
+            "KERNEL_H": s.kernel[0],
+            "KERNEL_W": s.kernel[1],
+            "STRIDE_H": s.stride[0],
+            "STRIDE_W": s.stride[1],
+            "PAD_H": s.pad[0],
+            "PAD_W": s.pad[1],
+            "DILATION_H": s.dilation[0],
+            "DILATION_W": s.dilation[1],
+            "FLIPPED": int(s.flipped),
+            "IMAGES": t.images,
+            "ROWS": t.rows,
+            "PIXEL": self.pixel,
+            "TILES_M": t.tiles_m,
+            "TILES_N": t.tiles_n,
+            "WARPS_M": t.warps_m,
+            "WARPS_N": t.warps_n,
+            "WARPS_K": t.warps_k,
+            "PITCH": self.pitch,
+            "KERNEL_ROWS": self.kernel_rows,
+        }
 
 
 def _pixel(channels: int, weights: bool) -> int:
@@ -357,9 +387,14 @@ class SmallConvolution:
         bias = operands.bias if self._task.bias else None
         pointer = np.uint64(0) if bias is None else bias
         self._launch(
-            raw(operands.first), raw(operands.second), pointer, raw(operands.out), self._layout.shape.images,
-            bias is not None, self._task.relu,
-        )  # fmt: skip
+            raw(operands.first),
+            raw(operands.second),
+            pointer,
+            raw(operands.out),
+            self._layout.shape.images,
+            bias is not None,
+            self._task.relu,
+        )
 
     def _weights(self, operands: Operands) -> None:
         parts, size = self._layout.grid[0], operands.out.size

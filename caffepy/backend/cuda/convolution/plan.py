@@ -255,12 +255,10 @@ def _is_exact(task: Task, resources: Resources) -> bool:
 
 
 def _prefers_products(task: Task, resources: Resources) -> bool:
-    """Return whether im2col and cuBLAS beat cuDNN in full float32.
-
-    Measured on an H200 with cuDNN 9.19 at the shapes of LeNet, CaffeNet and ResNet-50: without tensor cores cuDNN's
-    gradients take 0.8 to 13 times as long, mostly twice, and are less accurate. Its forward pass is faster except for
-    1x1 windows.
-    """
+    """Return whether im2col and cuBLAS beat cuDNN in full float32."""
+    # Measured on an H200 with cuDNN 9.19 at the shapes of LeNet, CaffeNet and ResNet-50: without tensor cores cuDNN's
+    # gradients take 0.8 to 13 times as long, mostly twice, and are less accurate. Its forward pass is faster except for
+    # 1x1 windows.
     problem = task.problem
     if not _is_exact(task, resources) or len(problem.x) != 4 or problem.geometry.group > MAX_GROUPS:
         return False
@@ -315,9 +313,15 @@ class TunedConvolution:
         return chosen is not None and chosen.name != UNFUSED
 
     def forward(
-        self, x: Array, weights: Array, bias: Array | None, y: Array, relu: bool = False, sums: Array | None = None,
+        self,
+        x: Array,
+        weights: Array,
+        bias: Array | None,
+        y: Array,
+        relu: bool = False,
+        sums: Array | None = None,
         residual: Array | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert sums is None or (self.gives_sums and bias is None and not relu), "this convolution cannot compute sums"
         task = Task(self.problem, Direction.FORWARD, bias is not None, relu, sums is not None, residual is not None)
         bias = None if bias is None else self._as_operand(bias.reshape(-1), bias.size, "aligned bias", "float32")

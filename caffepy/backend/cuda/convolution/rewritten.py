@@ -322,10 +322,20 @@ def restore(change: SpaceToDepth, rearranged: Array, target: Array, accumulate: 
 def _defines(change: SpaceToDepth, source: Array, target: Array, pack: int) -> str:
     (_, channels, height, width), (_, out_channels, out_height, out_width) = change.source, change.target
     return defines(
-        In=c_type(source), Out=c_type(target), HEIGHT=height, WIDTH=width, CHANNELS=channels,
-        FOLDED_HEIGHT=out_height, FOLDED_WIDTH=out_width, FOLDED_CHANNELS=out_channels,
-        STEP=change.block, SHIFT_H=change.pad[0], SHIFT_W=change.pad[1], TOGETHER=change.row, PACK=pack,
-    )  # fmt: skip
+        In=c_type(source),
+        Out=c_type(target),
+        HEIGHT=height,
+        WIDTH=width,
+        CHANNELS=channels,
+        FOLDED_HEIGHT=out_height,
+        FOLDED_WIDTH=out_width,
+        FOLDED_CHANNELS=out_channels,
+        STEP=change.block,
+        SHIFT_H=change.pad[0],
+        SHIFT_W=change.pad[1],
+        TOGETHER=change.row,
+        PACK=pack,
+    )
 
 
 class SpaceToDepthCandidate:

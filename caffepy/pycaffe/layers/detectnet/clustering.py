@@ -91,8 +91,15 @@ class _Cluster(PythonLayerBase):
     num_classes: int
 
     def setup(self, bottom: Sequence[Any], top: Sequence[Any]) -> None:
-        names = ("image_size_x", "image_size_y", "stride", "gridbox_cvg_threshold", "gridbox_rect_thresh",
-                 "gridbox_rect_eps", "min_height")  # fmt: skip
+        names = (
+            "image_size_x",
+            "image_size_y",
+            "stride",
+            "gridbox_cvg_threshold",
+            "gridbox_rect_thresh",
+            "gridbox_rect_eps",
+            "min_height",
+        )
         words, count = self.param_str.split(","), len(self.settings)
         try:
             for name, kind, word in zip(names, self.settings, words[:count], strict=False):
@@ -162,9 +169,10 @@ def vote_boxes(propose_boxes: Any, propose_cvgs: Any, mask: Any, self: Any) -> l
     sized = np.concatenate([propose_boxes[:, :2], propose_boxes[:, 2:] - propose_boxes[:, :2]], 1)
     groups = zip(*group_rectangles(sized, self.gridbox_rect_thresh, self.gridbox_rect_eps), strict=True)
     return [
-        [x, y, x + width, y + height, math.log(size)] for (x, y, width, height), size in groups
+        [x, y, x + width, y + height, math.log(size)]
+        for (x, y, width, height), size in groups
         if height >= self.min_height
-    ]  # fmt: skip
+    ]
 
 
 def cluster(self: Any, net_cvg: Any, net_boxes: Any) -> Any:

@@ -70,7 +70,7 @@ def test_averages_of_windows(channels: int, case: tuple[tuple[int, ...], tuple[i
 )
 def test_averages_of_large_windows(
     channels: int, size: tuple[int, int], out: tuple[int, int], geometry: Geometry
-) -> None:  # fmt: skip
+) -> None:
     check_averages((2, channels, *size), out, geometry)
 
 

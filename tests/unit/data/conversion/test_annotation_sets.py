@@ -169,20 +169,32 @@ BOMB = '<!DOCTYPE x [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;">]><annotatio
 @pytest.mark.parametrize(
     ("kind", "text", "message"),
     [
-        ("xml", XML.format(height=1, width=1, objects=OBJECT.format(name="dgo", difficult=0, box=(0, 0, 1, 1))),
-         "'1.anno': the class 'dgo' is not in the label map; did you mean 'dog'"),
+        (
+            "xml",
+            XML.format(height=1, width=1, objects=OBJECT.format(name="dgo", difficult=0, box=(0, 0, 1, 1))),
+            "'1.anno': the class 'dgo' is not in the label map; did you mean 'dog'",
+        ),
         ("xml", "<annotation><object>", "'1.anno' is not XML: no element found"),
         ("xml", "", "'1.anno' is not XML: no element found"),
         ("xml", BOMB, "'1.anno' has a DOCTYPE"),
         ("xml", "<a/>", "the root element is <a>, not VOC's <annotation>"),
         ("xml", XML.format(height=0, width=1, objects=""), "'1.anno': the image's size is 0 x 1; correct it"),
-        ("xml", XML.format(height=1, width="9" * 400, objects=OBJECT.format(name="dog", difficult=0, box=(0, 0, 1, 1))),
-         "'1.anno': the image's size is 1 x 9+; correct it"),
+        (
+            "xml",
+            XML.format(height=1, width="9" * 400, objects=OBJECT.format(name="dog", difficult=0, box=(0, 0, 1, 1))),
+            "'1.anno': the image's size is 1 x 9+; correct it",
+        ),
         ("xml", XML.format(height=1, width=1, objects="<object><name>dog</name></object>"), "object 1 has no <bndbox>"),
-        ("xml", XML.format(height=1, width=1, objects=OBJECT.format(name="dog", difficult=0, box="x123")),
-         "'1.anno': object 1: xmin is 'x', not a number"),
-        ("xml", XML.format(height=1, width=1, objects=OBJECT.format(name="dog", difficult=0, box=("nan", 1, 1, 1))),
-         "not finite"),
+        (
+            "xml",
+            XML.format(height=1, width=1, objects=OBJECT.format(name="dog", difficult=0, box="x123")),
+            "'1.anno': object 1: xmin is 'x', not a number",
+        ),
+        (
+            "xml",
+            XML.format(height=1, width=1, objects=OBJECT.format(name="dog", difficult=0, box=("nan", 1, 1, 1))),
+            "not finite",
+        ),
         ("json", "{", "'1.anno' is not JSON"),
         ("json", "[" * 200_000, "'1.anno' is not JSON"),
         ("json", '{"annotation": [{"category_id": 1}]}', "is not a COCO annotation of one image"),
@@ -190,7 +202,7 @@ BOMB = '<!DOCTYPE x [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;">]><annotatio
         ("txt", "dog 1 2 3 4", "'1.anno':1: a line is a label number, xmin"),
         ("txt", "1 1 2 3 x", "'1.anno':1: a corner is 'x', not a number"),
     ],
-)  # fmt: skip
+)
 def test_annotations_that_are_none(kind: str, text: str, message: str):
     Path("1.anno").write_text(text)
     with pytest.raises(DataError, match=message):

@@ -16,8 +16,11 @@ def test_damaged_files_are_refused_or_read_right(tmp_path: Path) -> None:
     search = os.pathsep.join([str(program.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, str(program), str(tmp_path), "3000"],
-        capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": search},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": search},
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["refused"] > 1000 and found["read"] > 500, found

@@ -38,9 +38,13 @@ def sizes(text, height, width, least=(0, 0), count=400):
 
 
 @given(
-    height=st.integers(4, 200), width=st.integers(4, 200), lower=st.integers(1, 300), more=st.integers(0, 50),
-    up=st.booleans(), crop=st.integers(0, 8),
-)  # fmt: skip
+    height=st.integers(4, 200),
+    width=st.integers(4, 200),
+    lower=st.integers(1, 300),
+    more=st.integers(0, 50),
+    up=st.booleans(),
+    crop=st.integers(0, 8),
+)
 def test_the_shorter_side_is_drawn_and_the_ratio_kept(height, width, lower, more, up, crop):
     text = f"img_rand_resize_lower: {lower} img_rand_resize_upper: {lower + more} allow_upscale: {str(up).lower()}"
     for rows, columns in sizes(text, height, width, (crop, crop), 5):
@@ -90,9 +94,13 @@ PART = st.floats(0, 0.999)
 
 @settings(max_examples=80)
 @given(
-    chosen=st.sets(st.sampled_from(RANGES), min_size=1), up=st.booleans(), parts=st.lists(PART, min_size=6, max_size=6),
-    height=st.integers(20, 60), width=st.integers(20, 60), crop=st.sampled_from([(0, 0), (31, 31), (24, 37)]),
-)  # fmt: skip
+    chosen=st.sets(st.sampled_from(RANGES), min_size=1),
+    up=st.booleans(),
+    parts=st.lists(PART, min_size=6, max_size=6),
+    height=st.integers(20, 60),
+    width=st.integers(20, 60),
+    crop=st.sampled_from([(0, 0), (31, 31), (24, 37)]),
+)
 def test_sizes_against_a_plain_computation(chosen, up, parts, height, width, crop):
     settings = param(" ".join(sorted(chosen)) + f" allow_upscale: {str(up).lower()}")
     wanted = plain_size(settings, height, width, crop, parts)

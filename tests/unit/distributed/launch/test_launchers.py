@@ -106,8 +106,11 @@ def test_every_mpis_way_of_writing_is_read(tmp_path: Path) -> None:
     user@node4
     """
     assert read(tmp_path, text) == [
-        Host("node-1", 4), Host("node-2.site", 8), Host("10.0.0.3", 2), Host("user@node4", None)
-    ]  # fmt: skip
+        Host("node-1", 4),
+        Host("node-2.site", 8),
+        Host("10.0.0.3", 2),
+        Host("user@node4", None),
+    ]
 
 
 def test_a_host_named_again_has_the_slots_of_all_its_lines(tmp_path: Path) -> None:

@@ -182,5 +182,9 @@ def test_an_older_launch_leaves_nothing_in_the_environment() -> None:
 def test_names_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "node7.cluster")
     assert [is_here(host) for host in ("localhost", "node7", "node7.cluster", "node70", "node8")] == [
-        True, True, True, False, False,
-    ]  # fmt: skip
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]

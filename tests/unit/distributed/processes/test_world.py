@@ -245,9 +245,11 @@ class FakeMpi:
         allgather = partial(exchange, "allgather")
         comm = SimpleNamespace(rank=rank, size=self.size, allgather=allgather, bcast=bcast, Ibarrier=barrier)
         return SimpleNamespace(
-            THREAD_MULTIPLE=3, Query_thread=lambda: 3, Get_library_version=lambda: "fake",
+            THREAD_MULTIPLE=3,
+            Query_thread=lambda: 3,
+            Get_library_version=lambda: "fake",
             COMM_WORLD=SimpleNamespace(Dup=lambda: comm),
-        )  # fmt: skip
+        )
 
 
 def worlds(monkeypatch: pytest.MonkeyPatch, fake: FakeMpi, action: Callable[[MpiWorld], object]) -> list[object]:

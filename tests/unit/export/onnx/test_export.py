@@ -47,10 +47,13 @@ def test_every_type_is_tried():
 
 @settings(max_examples=60)
 @given(
-    pool=st.sampled_from(["MAX", "AVE"]), size=st.tuples(*[st.integers(1, 9)] * 2),
-    kernel=st.tuples(*[st.integers(1, 5)] * 2), stride=st.tuples(*[st.integers(1, 4)] * 2),
-    pad=st.tuples(*[st.integers(0, 3)] * 2), mode=st.sampled_from(["CEIL", "FLOOR"]),
-)  # fmt: skip
+    pool=st.sampled_from(["MAX", "AVE"]),
+    size=st.tuples(*[st.integers(1, 9)] * 2),
+    kernel=st.tuples(*[st.integers(1, 5)] * 2),
+    stride=st.tuples(*[st.integers(1, 4)] * 2),
+    pad=st.tuples(*[st.integers(0, 3)] * 2),
+    mode=st.sampled_from(["CEIL", "FLOOR"]),
+)
 def test_all_windows_of_pooling(pool, size, kernel, stride, pad, mode):
     assume(all(p < k for p, k in zip(pad, kernel, strict=True)))
     window = f"kernel_h: {kernel[0]} kernel_w: {kernel[1]}"
@@ -150,10 +153,16 @@ def test_a_net_without_layers_is_refused_with_its_phase():
 
 @pytest.mark.parametrize("code", ["CORNER", "CENTER_SIZE", "CORNER_SIZE"])
 @pytest.mark.parametrize("top_k", ["", "top_k: 7"])
-@pytest.mark.parametrize("more", [
-    "keep_top_k: 9 confidence_threshold: 0.1", "share_location: false keep_top_k: 9", "background_label_id: -1",
-    "confidence_threshold: 99", "variance_encoded_in_target: true keep_top_k: 0",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        "keep_top_k: 9 confidence_threshold: 0.1",
+        "share_location: false keep_top_k: 9",
+        "background_label_id: -1",
+        "confidence_threshold: 99",
+        "variance_encoded_in_target: true keep_top_k: 0",
+    ],
+)
 def test_detection_output(code: str, top_k: str, more: str):
     locations = 240 * (4 if "share_location: false" in more else 1)
     net = net_of(DETECT % (locations, f"code_type: {code} {more}", top_k))
@@ -230,8 +239,11 @@ def test_dropout_that_draws_in_a_test_is_refused():
 
 
 def test_layers_without_a_form_are_all_named():
-    text = layer_text('type: "PSROIPooling" psroi_pooling_param { output_dim: 1 group_size: 1 spatial_scale: 1 }',
-                      (1, 1, 4, 4), (1, 5))  # fmt: skip
+    text = layer_text(
+        'type: "PSROIPooling" psroi_pooling_param { output_dim: 1 group_size: 1 spatial_scale: 1 }',
+        (1, 1, 4, 4),
+        (1, 5),
+    )
     more = 'layer { name: "dummy" type: "DummyData" top: "d" dummy_data_param { shape { dim: 2 } } }'
     with pytest.raises(
         ConfigError, match=r"2 of the net's layers have no ONNX form: 'it' .PSROIPooling., 'dummy' .Dummy"

@@ -49,8 +49,9 @@ def test_templates_have_every_field_that_acts(holder: str):
     schema = message.full_name.partition(".")[2]
     texts = [template[0] for templates in TEMPLATES.values() for template in templates if holder in template[0]]
     acting = {
-        field.name for field in message.fields
+        field.name
+        for field in message.fields
         if not {f"{schema}.{field.name}", f"{holder}.{field.name}"} & {*REFUSED, *NO_MEANING, *UNTRIED}
         and (field.message_type is None or field.message_type.name != FILLERS)
-    }  # fmt: skip
+    }
     assert acting <= set(re.findall(r"\w+", " ".join(texts)))

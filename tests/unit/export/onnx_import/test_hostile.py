@@ -16,9 +16,12 @@ from caffepy.export.onnx_import.read import read_onnx
 
 def model(nodes: list[object], constants: list[TensorProto] | None = None, shape: object = (1, 4)) -> ModelProto:
     graph = helper.make_graph(
-        nodes, "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)], constants or [],
-    )  # fmt: skip
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        constants or [],
+    )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
@@ -49,8 +52,11 @@ def test_what_is_no_model(tmp_path: Path):
 
 
 def test_graphs_that_are_none(tmp_path: Path):
-    refuse(tmp_path, model([node("Add", ["x", "b"], "a"), node("Neg", ["a"], "b"), node("Neg", ["b"])]),
-           "node 'na' depends on itself: the graph has a cycle")  # fmt: skip
+    refuse(
+        tmp_path,
+        model([node("Add", ["x", "b"], "a"), node("Neg", ["a"], "b"), node("Neg", ["b"])]),
+        "node 'na' depends on itself: the graph has a cycle",
+    )
     refuse(tmp_path, model([node("Neg", ["x"]), node("Abs", ["x"])]), "the value 'y' is made more than once")
     refuse(tmp_path, model([node("Neg", ["z"])]), "node 'ny' reads 'z', which nothing gives")
     refuse(tmp_path, model([node("Neg", ["x"], "a")]), "output 'y' does not depend on the inputs")
@@ -112,27 +118,33 @@ def test_external_data_only_from_the_models_folder(tmp_path: Path):
     assert list(net.layer[1].blobs[0].data) == list(values.T.reshape(-1))
 
 
-@pytest.mark.parametrize(("nodes", "match"), [
-    ([node("ConstantOfShape", ["huge"], "c"), node("Add", ["x", "c"])], "it makes a constant of the shape"),
-    ([node("Expand", ["x", "huge"])], "'ny' .Expand."),
-    ([node("Tile", ["w", "huge2"], "c"), node("Add", ["x", "c"])], "it makes a constant of the shape"),
-    ([node("Range", ["zero", "million", "step"], "c"), node("Add", ["x", "c"])], "it makes a constant of the shape"),
-    ([node("Reshape", ["x", "huge"])], "cannot be reshaped to"),
-    ([node("Pad", ["x", "huge2"])], "'ny' .Pad."),
-    ([node("Resize", ["x", "", "", "huge"])], "it resizes something else than an image"),
-    ([node("Softmax", ["x"], axis=9)], "axis 9 does not exist among 2"),
-    ([node("Transpose", ["x"], perm=[0, 0])], r"its perm \[0, 0\] does not name each"),
-    ([node("If", ["x"])], "'ny' .If.: Caffe has no layer for it"),
-    ([node("MatMul", ["x", "x"])], "its input 'x' is computed; only a constant can be imported"),
-    ([node("MaxPool", ["x"], kernel_shape=[2, 2])], "its image has 0 spatial axes"),
-    ([node("Conv", ["x", "w"])], "its image has 0 spatial axes"),
-    ([node("LRN", ["x"], size=4)], "local_size is 4, but must be odd"),
-    ([node("Gemm", ["x", "w"], transB="no")], "its attribute transB is 'no', no whole number"),
-    ([node("Gemm", ["x"])], "its input 1 is missing"),
-    ([node("LeakyRelu", ["x"], alpha="much")], "its attribute alpha is 'much', no number"),
-    ([node("Split", ["x"], split=[1.5, 2.5])], "its attributes or constants do not fit|do not make up"),
-    ([node("Div", ["step", "zero"], "c"), node("Add", ["x", "c"])], "it divides by 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("nodes", "match"),
+    [
+        ([node("ConstantOfShape", ["huge"], "c"), node("Add", ["x", "c"])], "it makes a constant of the shape"),
+        ([node("Expand", ["x", "huge"])], "'ny' .Expand."),
+        ([node("Tile", ["w", "huge2"], "c"), node("Add", ["x", "c"])], "it makes a constant of the shape"),
+        (
+            [node("Range", ["zero", "million", "step"], "c"), node("Add", ["x", "c"])],
+            "it makes a constant of the shape",
+        ),
+        ([node("Reshape", ["x", "huge"])], "cannot be reshaped to"),
+        ([node("Pad", ["x", "huge2"])], "'ny' .Pad."),
+        ([node("Resize", ["x", "", "", "huge"])], "it resizes something else than an image"),
+        ([node("Softmax", ["x"], axis=9)], "axis 9 does not exist among 2"),
+        ([node("Transpose", ["x"], perm=[0, 0])], r"its perm \[0, 0\] does not name each"),
+        ([node("If", ["x"])], "'ny' .If.: Caffe has no layer for it"),
+        ([node("MatMul", ["x", "x"])], "its input 'x' is computed; only a constant can be imported"),
+        ([node("MaxPool", ["x"], kernel_shape=[2, 2])], "its image has 0 spatial axes"),
+        ([node("Conv", ["x", "w"])], "its image has 0 spatial axes"),
+        ([node("LRN", ["x"], size=4)], "local_size is 4, but must be odd"),
+        ([node("Gemm", ["x", "w"], transB="no")], "its attribute transB is 'no', no whole number"),
+        ([node("Gemm", ["x"])], "its input 1 is missing"),
+        ([node("LeakyRelu", ["x"], alpha="much")], "its attribute alpha is 'much', no number"),
+        ([node("Split", ["x"], split=[1.5, 2.5])], "its attributes or constants do not fit|do not make up"),
+        ([node("Div", ["step", "zero"], "c"), node("Add", ["x", "c"])], "it divides by 0"),
+    ],
+)
 def test_nodes_that_ask_for_the_impossible(nodes: list[object], match: str, tmp_path: Path):
     numbers = {"huge": [2**40, 2**40], "huge2": [2**30, 2**30], "w": [[1.0] * 3] * 4}
     constants = [tensor(np.array(v, np.float32 if name == "w" else np.int64), name) for name, v in numbers.items()]

@@ -34,11 +34,12 @@ def save(
 ) -> Path:
     """A model whose output is `y`."""
     graph = helper.make_graph(
-        nodes, "g",
+        nodes,
+        "g",
         [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs.items()],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
         [numpy_helper.from_array(values, name) for name, values in constants.items()],
-    )  # fmt: skip
+    )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
     target = path / "model.onnx"
     save_model(model, str(target))
@@ -74,8 +75,12 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any], list[str] | None]] = [
     ("Conv", (IMAGE, floats(6, 4, 3, 3)), {"auto_pad": "SAME_UPPER", "strides": [2, 2]}, ["Convolution"]),
     ("Conv", ((2, 4, 9), floats(6, 4, 3)), {"pads": [1, 1]}, ["Convolution"]),
     ("ConvTranspose", (IMAGE, floats(4, 3, 3, 3)), {"strides": [2, 2], "pads": [1] * 4}, ["Deconvolution"]),
-    ("ConvTranspose", (IMAGE, floats(4, 3, 3, 3)), {"strides": [2, 2], "pads": [1] * 4, "output_padding": [1, 1]},
-     ["Deconvolution", "Slice", "Slice", "Silence"]),
+    (
+        "ConvTranspose",
+        (IMAGE, floats(4, 3, 3, 3)),
+        {"strides": [2, 2], "pads": [1] * 4, "output_padding": [1, 1]},
+        ["Deconvolution", "Slice", "Slice", "Silence"],
+    ),
     ("ConvTranspose", (IMAGE, floats(4, 3, 2, 2)), {"strides": [2, 2], "output_padding": [1, 1]}, ["Deconvolution"]),
     ("Gemm", ((2, 5), floats(3, 5), floats(3)), {"transB": 1, "alpha": 0.5, "beta": 2.0}, ["InnerProduct"]),
     ("Gemm", ((2, 5), floats(5, 3), floats(1)), {}, ["InnerProduct"]),
@@ -152,15 +157,26 @@ CASES: list[tuple[str, tuple[Any, ...], dict[str, Any], list[str] | None]] = [
     ("DepthToSpace", (IMAGE,), {"blocksize": 2, "mode": "CRD"}, None),
     ("SpaceToDepth", ((2, 3, 4, 6),), {"blocksize": 2}, None),
     ("Dropout", (IMAGE,), {}, ["Split"]),
-    ("Resize", (IMAGE, "", np.float32([1, 1, 2, 2])), {"coordinate_transformation_mode": "asymmetric",
-                                                      "nearest_mode": "floor"}, ["Deconvolution"]),
-    ("Resize", (IMAGE, "", "", ints(2, 4, 9, 11)), {"mode": "linear",
-                                                  "coordinate_transformation_mode": "align_corners"}, ["Interp"]),
-    *(("Resize", (IMAGE, "", "", ints(2, 4, 10, 9)), {"mode": mode, "coordinate_transformation_mode": how}, None)
-      for mode in ("nearest", "linear", "cubic") for how in ("half_pixel", "pytorch_half_pixel", "asymmetric")),
+    (
+        "Resize",
+        (IMAGE, "", np.float32([1, 1, 2, 2])),
+        {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"},
+        ["Deconvolution"],
+    ),
+    (
+        "Resize",
+        (IMAGE, "", "", ints(2, 4, 9, 11)),
+        {"mode": "linear", "coordinate_transformation_mode": "align_corners"},
+        ["Interp"],
+    ),
+    *(
+        ("Resize", (IMAGE, "", "", ints(2, 4, 10, 9)), {"mode": mode, "coordinate_transformation_mode": how}, None)
+        for mode in ("nearest", "linear", "cubic")
+        for how in ("half_pixel", "pytorch_half_pixel", "asymmetric")
+    ),
     ("Resize", (IMAGE, "", np.float32([1, 1, 1.5, 0.7])), {"mode": "linear"}, None),
     ("MaxRoiPool", (IMAGE, floats(2, 5) * 0), {"pooled_shape": [2, 2]}, ["Parameter", "ROIPooling"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -176,10 +192,13 @@ POOL = st.tuples(*[st.integers(0, 2)] * 4)
 
 @settings(max_examples=60)
 @given(
-    operator=st.sampled_from(["MaxPool", "AveragePool"]), size=st.tuples(*[st.integers(2, 9)] * 2),
-    kernel=st.tuples(*[st.integers(1, 4)] * 2), stride=st.tuples(*[st.integers(1, 3)] * 2), pads=POOL,
+    operator=st.sampled_from(["MaxPool", "AveragePool"]),
+    size=st.tuples(*[st.integers(2, 9)] * 2),
+    kernel=st.tuples(*[st.integers(1, 4)] * 2),
+    stride=st.tuples(*[st.integers(1, 3)] * 2),
+    pads=POOL,
     include=st.integers(0, 1),
-)  # fmt: skip
+)
 @example(operator="MaxPool", size=(4, 2), kernel=(2, 1), stride=(3, 2), pads=(0, 0, 0, 0), include=1)
 def test_all_windows_of_pooling(tmp_path_factory, operator, size, kernel, stride, pads, include):
     assume(all(pads[i] < kernel[i % 2] for i in range(4)))
@@ -199,22 +218,27 @@ def test_all_windows_of_pooling(tmp_path_factory, operator, size, kernel, stride
 
 def test_squeeze_and_excitation_becomes_scale(tmp_path: Path):
     nodes = [
-        helper.make_node("GlobalAveragePool", ["x"], ["p"]), helper.make_node("Conv", ["p", "w"], ["c"]),
-        helper.make_node("Sigmoid", ["c"], ["s"]), helper.make_node("Mul", ["x", "s"], ["y"]),
-    ]  # fmt: skip
+        helper.make_node("GlobalAveragePool", ["x"], ["p"]),
+        helper.make_node("Conv", ["p", "w"], ["c"]),
+        helper.make_node("Sigmoid", ["c"], ["s"]),
+        helper.make_node("Mul", ["x", "s"], ["y"]),
+    ]
     path = save(tmp_path, nodes, {"x": IMAGE}, {"w": floats(4, 4, 1, 1)})
     assert types_of(path) == ["Pooling", "Convolution", "Sigmoid", "Flatten", "Scale"]
 
 
 def test_swish_and_channel_shuffle_become_one_layer(tmp_path: Path):
     nodes = [
-        helper.make_node("Sigmoid", ["x"], ["s"]), helper.make_node("Mul", ["x", "s"], ["a"]),
-        helper.make_node("Shape", ["a"], ["size"]), helper.make_node("Gather", ["size", "zero"], ["n"]),
+        helper.make_node("Sigmoid", ["x"], ["s"]),
+        helper.make_node("Mul", ["x", "s"], ["a"]),
+        helper.make_node("Shape", ["a"], ["size"]),
+        helper.make_node("Gather", ["size", "zero"], ["n"]),
         helper.make_node("Unsqueeze", ["n", "axis"], ["n1"]),
-        helper.make_node("Concat", ["n1", "rest"], ["to"], axis=0), helper.make_node("Reshape", ["a", "to"], ["b"]),
+        helper.make_node("Concat", ["n1", "rest"], ["to"], axis=0),
+        helper.make_node("Reshape", ["a", "to"], ["b"]),
         helper.make_node("Transpose", ["b"], ["c"], perm=[0, 2, 1, 3, 4]),
         helper.make_node("Reshape", ["c", "back"], ["y"]),
-    ]  # fmt: skip
+    ]
     constants = {"zero": np.array(0), "axis": ints(0), "rest": ints(2, 2, 7, 6), "back": ints(2, -1, 7, 6)}
     assert types_of(save(tmp_path, nodes, {"x": IMAGE}, constants)) == ["Swish", "ShuffleChannel"]
 
@@ -227,9 +251,10 @@ def test_padding_goes_into_the_convolution_behind_it(tmp_path: Path):
 
 def test_scale_and_bias_are_merged_and_fold_merges_more(tmp_path: Path):
     nodes = [
-        helper.make_node("Conv", ["x", "w"], ["a"]), helper.make_node("Mul", ["a", "m"], ["b"]),
+        helper.make_node("Conv", ["x", "w"], ["a"]),
+        helper.make_node("Mul", ["a", "m"], ["b"]),
         helper.make_node("Add", ["b", "t"], ["y"]),
-    ]  # fmt: skip
+    ]
     path = save(tmp_path, nodes, {"x": IMAGE}, {"w": floats(3, 4, 1, 1), "m": floats(3, 1, 1), "t": floats(3, 1, 1)})
     assert types_of(path) == ["Convolution", "Scale"]
     param, net = build_imported(path, "net", fold=True)
@@ -239,10 +264,11 @@ def test_scale_and_bias_are_merged_and_fold_merges_more(tmp_path: Path):
 
 def test_outputs_that_others_read_and_inputs_without_a_batch(tmp_path: Path):
     graph = helper.make_graph(
-        [helper.make_node("Relu", ["x"], ["a"]), helper.make_node("Neg", ["a"], ["y"])], "g",
+        [helper.make_node("Relu", ["x"], ["a"]), helper.make_node("Neg", ["a"], ["y"])],
+        "g",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 3])],
         [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("y", "a")],
-    )  # fmt: skip
+    )
     path = tmp_path / "m.onnx"
     save_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), str(path))
     _, net = build_imported(path, "net", batch=4)
@@ -253,10 +279,11 @@ def test_outputs_that_others_read_and_inputs_without_a_batch(tmp_path: Path):
 
 def test_all_nodes_that_cannot_be_said_are_listed(tmp_path: Path):
     nodes = [
-        helper.make_node("Erf", ["x"], ["a"], name="gelu"), helper.make_node("Pad", ["x", "p"], ["b"], name="mirror",
-                                                                             mode="reflect"),
-        helper.make_node("Add", ["a", "b"], ["c"]), helper.make_node("NonZero", ["c"], ["y"]),
-    ]  # fmt: skip
+        helper.make_node("Erf", ["x"], ["a"], name="gelu"),
+        helper.make_node("Pad", ["x", "p"], ["b"], name="mirror", mode="reflect"),
+        helper.make_node("Add", ["a", "b"], ["c"]),
+        helper.make_node("NonZero", ["c"], ["y"]),
+    ]
     path = save(tmp_path, nodes, {"x": IMAGE}, {"p": ints(0, 0, 1, 1, 0, 0, 1, 1)})
     said = r"3 nodes cannot be said by Caffe's layers: 'gelu' .Erf.: Caffe has no layer for it; 'y' .NonZero.*'mirror' "
     with pytest.raises(ConfigError, match=said):
@@ -275,8 +302,17 @@ def test_a_net_that_differs_is_refused(tmp_path: Path):
 def test_every_operator_is_documented_and_most_are_tried():
     assert set(IMPORTERS) == set(IMPORTED_AS)
     tried = {case[0] for case in CASES}
-    assert set(IMPORTERS) - tried <= {"Sqrt", "Log", "Identity", "Cast", "ReduceL1", "ReduceSumSquare", "Upsample",
-                                      "Split", "ArgMax"}  # fmt: skip
+    assert set(IMPORTERS) - tried <= {
+        "Sqrt",
+        "Log",
+        "Identity",
+        "Cast",
+        "ReduceL1",
+        "ReduceSumSquare",
+        "Upsample",
+        "Split",
+        "ArgMax",
+    }
 
 
 # -- and back ----------------------------------------------------------------------------------------------

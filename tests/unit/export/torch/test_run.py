@@ -24,8 +24,17 @@ from caffepy.layers.export_rules import import_families
 torch = pytest.importorskip("torch")
 
 ROOT = Path(__file__).parents[4]
-REFUSED = ("axis: 2 }", "num_output: 4 }", "pad: 2", "normalize_param", "filter_param", "per_fla_fuse", "top_k: 3",
-           "pad_ratio", "expose_hidden")  # fmt: skip
+REFUSED = (
+    "axis: 2 }",
+    "num_output: 4 }",
+    "pad: 2",
+    "normalize_param",
+    "filter_param",
+    "per_fla_fuse",
+    "top_k: 3",
+    "pad_ratio",
+    "expose_hidden",
+)
 """What the settings of refused cases have in them."""
 import_families()
 EXPORTED = [case for case in CASES if case[0].split('"')[1] in EXPORTERS]
@@ -41,10 +50,13 @@ def test_a_layer_gives_its_numbers(layer: str, shapes: tuple[tuple[int, ...], ..
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    pool=st.sampled_from(["MAX", "AVE"]), size=st.tuples(*[st.integers(1, 9)] * 2),
-    kernel=st.tuples(*[st.integers(1, 5)] * 2), stride=st.tuples(*[st.integers(1, 4)] * 2),
-    pad=st.tuples(*[st.integers(0, 3)] * 2), mode=st.sampled_from(["CEIL", "FLOOR"]),
-)  # fmt: skip
+    pool=st.sampled_from(["MAX", "AVE"]),
+    size=st.tuples(*[st.integers(1, 9)] * 2),
+    kernel=st.tuples(*[st.integers(1, 5)] * 2),
+    stride=st.tuples(*[st.integers(1, 4)] * 2),
+    pad=st.tuples(*[st.integers(0, 3)] * 2),
+    mode=st.sampled_from(["CEIL", "FLOOR"]),
+)
 def test_all_windows_of_pooling(pool, size, kernel, stride, pad, mode, tmp_path: Path):
     assume(all(p < k for p, k in zip(pad, kernel, strict=True)))
     window = f"kernel_h: {kernel[0]} kernel_w: {kernel[1]}"
@@ -65,8 +77,10 @@ def test_unpooling_by_a_mask(tmp_path: Path):
 
 
 def test_a_mask_is_a_number_as_in_caffe(tmp_path: Path):
-    pool = ('layer { name: "p" type: "Pooling" bottom: "x0" top: "p" top: "m" pooling_param { kernel_size: 2 } }'
-            'layer { name: "elu" type: "ELU" bottom: "m" top: "elu" }')  # fmt: skip
+    pool = (
+        'layer { name: "p" type: "Pooling" bottom: "x0" top: "p" top: "m" pooling_param { kernel_size: 2 } }'
+        'layer { name: "elu" type: "ELU" bottom: "m" top: "elu" }'
+    )
     text = layer_text('type: "Silence" top: "s"', (1, 2, 6, 8)).split('layer { name: "it"')[0]
     assert_module(net_of(text + pool), tmp_path)
 
@@ -93,10 +107,16 @@ def test_a_layer_in_place_behind_one_that_passes_its_input_on(tmp_path: Path):
 
 @pytest.mark.parametrize("code", ["CORNER", "CENTER_SIZE", "CORNER_SIZE"])
 @pytest.mark.parametrize("nms", ["", "top_k: 7", "eta: 0.9 top_k: 20"])
-@pytest.mark.parametrize("more", [
-    "keep_top_k: 9 confidence_threshold: 0.1", "share_location: false keep_top_k: 9", "background_label_id: -1",
-    "confidence_threshold: 99", "variance_encoded_in_target: true keep_top_k: 0",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        "keep_top_k: 9 confidence_threshold: 0.1",
+        "share_location: false keep_top_k: 9",
+        "background_label_id: -1",
+        "confidence_threshold: 99",
+        "variance_encoded_in_target: true keep_top_k: 0",
+    ],
+)
 def test_detection_output(code: str, nms: str, more: str, tmp_path: Path):
     locations = 240 * (4 if "share_location: false" in more else 1)
     net = net_of(DETECT % (locations, f"code_type: {code} {more}", nms))

@@ -54,8 +54,10 @@ def test_lenet_reads_like_a_module_written_by_hand():
     text, parameters = to_torch(net, varying_axes(param))
     assert LENET in text
     assert [line for line in text.splitlines() if line.startswith(("import", "from"))] == [
-        "from pathlib import Path", "from safetensors.torch import load_file", "from torch import Tensor, nn",
-    ]  # fmt: skip
+        "from pathlib import Path",
+        "from safetensors.torch import load_file",
+        "from torch import Tensor, nn",
+    ]
     shapes = {name: values.shape for name, values in parameters.items()}
     assert shapes["conv2.weight"] == (50, 20, 5, 5) and shapes["ip2.bias"] == (10,) and len(shapes) == 8
     np.testing.assert_array_equal(parameters["ip1.weight"], net.layers[5].blobs[0].host_data())
@@ -164,8 +166,11 @@ def test_dropout_that_draws_in_a_test_is_refused():
 
 
 def test_layers_without_a_form_are_all_named():
-    text = layer_text('type: "PSROIPooling" psroi_pooling_param { output_dim: 1 group_size: 1 spatial_scale: 1 }',
-                      (1, 1, 4, 4), (1, 5))  # fmt: skip
+    text = layer_text(
+        'type: "PSROIPooling" psroi_pooling_param { output_dim: 1 group_size: 1 spatial_scale: 1 }',
+        (1, 1, 4, 4),
+        (1, 5),
+    )
     more = 'layer { name: "flow" type: "Grid" bottom: "x0" top: "d" }'
     match = r"2 of the net's layers have no PyTorch form: 'it' .PSROIPooling., 'flow' .Grid.*--to onnx"
     with pytest.raises(ConfigError, match=match):
@@ -221,13 +226,16 @@ def test_weights_that_the_export_would_replace(files, capsys: pytest.CaptureFixt
     assert weights.read_bytes() == before and not model.exists()
 
 
-@pytest.mark.parametrize(("output", "more", "match"), [
-    ("out.onnx", ["--to", "torch"], "out.onnx: a PyTorch module is a .py file"),
-    ("out.py", ["--opset", "13"], "--opset is for ONNX"),
-    ("out.py", ["--to", "weights"], "out.py: weights are written as .safetensors"),
-    ("out.safetensors", ["--half"], "--half is for ONNX and PyTorch"),
-    ("none/out.py", ["--no-check"], "out.py: cannot be written"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("output", "more", "match"),
+    [
+        ("out.onnx", ["--to", "torch"], "out.onnx: a PyTorch module is a .py file"),
+        ("out.py", ["--opset", "13"], "--opset is for ONNX"),
+        ("out.py", ["--to", "weights"], "out.py: weights are written as .safetensors"),
+        ("out.safetensors", ["--half"], "--half is for ONNX and PyTorch"),
+        ("none/out.py", ["--no-check"], "out.py: cannot be written"),
+    ],
+)
 def test_mistakes(files, output: str, more: list[str], match: str, capsys: pytest.CaptureFixture[str]):
     assert main(["export", *files[:2], str(files[2] / output), *more]) in (1, 2)
     assert match in capsys.readouterr().err.splitlines()[-1]

@@ -90,9 +90,13 @@ def test_global_margin_is_fixed_in_tests() -> None:
     check_layer(lse(), [X, LABELS], lambda x, _, s, m: s * (x - m * HOT), params=params, phase=TEST, learned=[0])
     norms = np.array([3, 4, 5, 6], np.float32)
     check_layer(
-        lse(), [X, LABELS, norms], lambda x, _, n, s, m: n[:, None] * (x - m * HOT), params=params, phase=TEST,
+        lse(),
+        [X, LABELS, norms],
+        lambda x, _, n, s, m: n[:, None] * (x - m * HOT),
+        params=params,
+        phase=TEST,
         learned=[],
-    )  # fmt: skip
+    )
 
 
 def test_the_scale_has_limits() -> None:

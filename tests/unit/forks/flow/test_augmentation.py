@@ -112,12 +112,23 @@ EIGEN = CROP + " max_multiplier: 1 " + " ".join(f"chromatic_eigvec: {v}" for v i
 def test_colours_in_the_space_of_eigenvectors() -> None:
     """FlowNet 2's steps, for one pixel at a time."""
     values = {
-        "pow_nomean0": 1.1, "add_nomean0": 0.05, "mult_nomean0": 1.2, "pow_nomean1": 0.9,
-        "add_nomean2": -0.04, "mult_nomean2": 0.8,
-        "pow_withmean0": 0.95, "add_withmean0": 0.02, "mult_withmean0": 1.1, "pow_withmean1": 1.05,
+        "pow_nomean0": 1.1,
+        "add_nomean0": 0.05,
+        "mult_nomean0": 1.2,
+        "pow_nomean1": 0.9,
+        "add_nomean2": -0.04,
+        "mult_nomean2": 0.8,
+        "pow_withmean0": 0.95,
+        "add_withmean0": 0.02,
+        "mult_withmean0": 1.1,
+        "pow_withmean1": 1.05,
         "add_withmean1": 0.03,
-        "mult_withmean1": 0.9, "lmult_pow": 1.1, "lmult_add": 0.02, "lmult_mult": 0.9, "col_angle": 0.3,
-    }  # fmt: skip
+        "mult_withmean1": 0.9,
+        "lmult_pow": 1.1,
+        "lmult_add": 0.02,
+        "lmult_mult": 0.9,
+        "col_angle": 0.3,
+    }
     y = outputs(data(EIGEN), [PIXELS, some(**values)])[0][1]
     colours = PIXELS.transpose(0, 2, 3, 1).reshape(-1, 3).astype(float)
     mean, largest = colours.mean(axis=0), np.abs(colours @ VECTORS.T).max(axis=0)
@@ -263,19 +274,38 @@ def test_transformations_stay_within_the_image() -> None:
 
 
 ALL = {
-    "fog_amount": ("fog_amount",), "fog_size": ("fog_size",), "motion_blur_angle": ("motion_blur_angle",),
-    "motion_blur_size": ("motion_blur_size",), "shadow_angle": ("shadow_angle",),
-    "shadow_distance": ("shadow_distance",), "shadow_strength": ("shadow_strength",), "noise": ("noise",),
-    "gamma": ("gamma",), "brightness": ("brightness",), "contrast": ("contrast",),
-    "color": ("color1", "color2", "color3"), "translate": ("dx", "dy"), "translate_x": ("dx",),
-    "translate_y": ("dy",), "rotate": ("angle",), "zoom": ("zoom_x", "zoom_y"), "mirror": ("mirror",),
-    "ladd_pow": ("pow_nomean0",), "ladd_add": ("add_nomean0",), "ladd_mult": ("mult_nomean0",),
-    "col_pow": ("pow_nomean1", "pow_nomean2"), "col_add": ("add_nomean1", "add_nomean2"),
-    "col_mult": ("mult_nomean1", "mult_nomean2"), "sat_pow": ("pow_withmean1", "pow_withmean2"),
-    "sat_add": ("add_withmean1", "add_withmean2"), "sat_mult": ("mult_withmean1", "mult_withmean2"),
-    "lmult_pow": ("lmult_pow",), "lmult_add": ("lmult_add",), "lmult_mult": ("lmult_mult",),
+    "fog_amount": ("fog_amount",),
+    "fog_size": ("fog_size",),
+    "motion_blur_angle": ("motion_blur_angle",),
+    "motion_blur_size": ("motion_blur_size",),
+    "shadow_angle": ("shadow_angle",),
+    "shadow_distance": ("shadow_distance",),
+    "shadow_strength": ("shadow_strength",),
+    "noise": ("noise",),
+    "gamma": ("gamma",),
+    "brightness": ("brightness",),
+    "contrast": ("contrast",),
+    "color": ("color1", "color2", "color3"),
+    "translate": ("dx", "dy"),
+    "translate_x": ("dx",),
+    "translate_y": ("dy",),
+    "rotate": ("angle",),
+    "zoom": ("zoom_x", "zoom_y"),
+    "mirror": ("mirror",),
+    "ladd_pow": ("pow_nomean0",),
+    "ladd_add": ("add_nomean0",),
+    "ladd_mult": ("mult_nomean0",),
+    "col_pow": ("pow_nomean1", "pow_nomean2"),
+    "col_add": ("add_nomean1", "add_nomean2"),
+    "col_mult": ("mult_nomean1", "mult_nomean2"),
+    "sat_pow": ("pow_withmean1", "pow_withmean2"),
+    "sat_add": ("add_withmean1", "add_withmean2"),
+    "sat_mult": ("mult_withmean1", "mult_withmean2"),
+    "lmult_pow": ("lmult_pow",),
+    "lmult_add": ("lmult_add",),
+    "lmult_mult": ("lmult_mult",),
     "col_rotate": ("col_angle",),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("field", ALL)

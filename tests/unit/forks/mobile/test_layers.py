@@ -15,9 +15,11 @@ LAMBDA, ALPHA = 1.050700987, 1.67326324
 def test_selu(text: str) -> None:
     x = spread((2, 3, 4, 5), step=0.03)
     check_layer(
-        text, [x], lambda x: LAMBDA * np.where(x > 0, x, ALPHA * (np.exp(np.minimum(x, 0)) - 1)),
+        text,
+        [x],
+        lambda x: LAMBDA * np.where(x > 0, x, ALPHA * (np.exp(np.minimum(x, 0)) - 1)),
         in_place=True,
-    )  # fmt: skip
+    )
     text = "type: 'SeLU' selu_param { alpha: 0.5 lambda: 2 }"
     check_layer(text, [x], lambda x: np.where(x > 0, 2 * x, np.exp(np.minimum(x, 0)) - 1))
 
@@ -85,9 +87,10 @@ def test_depthwise(kind):
     fields = "kernel_size: 3 pad: 1 stride: 2" + (" num_output: 6 group: 6" if kind == "DepthwiseConvolution" else "")
     x, weights, bias = gaussian((2, 6, 7, 5)), gaussian((6, 1, 3, 3), 1), gaussian((6,), 2)
     plain = Runner(
-        "type: 'Convolution' convolution_param { num_output: 6 group: 6 kernel_size: 3 pad: 1 stride: 2 }", [x],
+        "type: 'Convolution' convolution_param { num_output: 6 group: 6 kernel_size: 3 pad: 1 stride: 2 }",
+        [x],
         params=[weights, bias],
-    ).forward()[0]  # fmt: skip
+    ).forward()[0]
     text = f"type: '{kind}' convolution_param {{ {fields} }}"
     for backend in BACKENDS:
         runner = Runner(text, [x], backend, params=[weights, bias])

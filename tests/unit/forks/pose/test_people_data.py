@@ -223,9 +223,16 @@ def test_cpm_flips(tmp_path: Path):
 
 def random_settings(**changes: object) -> str:
     values = {
-        "flip_prob": 0, "max_rotate_degree": 0, "center_perterb_max": 0, "scale_prob": 0, "scale_min": 0.5,
-        "scale_max": 1.5, "crop_size_x": 64, "crop_size_y": 64, "stride": STRIDE,
-    }  # fmt: skip
+        "flip_prob": 0,
+        "max_rotate_degree": 0,
+        "center_perterb_max": 0,
+        "scale_prob": 0,
+        "scale_min": 0.5,
+        "scale_max": 1.5,
+        "crop_size_x": 64,
+        "crop_size_y": 64,
+        "stride": STRIDE,
+    }
     return " ".join(f"{name}: {value}" for name, value in (values | changes).items())
 
 
@@ -507,7 +514,7 @@ def test_images_of_dome_are_files(tmp_path: Path):
         ("OPData", "models: 'COCO_18' normalization: 3", "normalization is 3"),
         ("OPData", "models: 'COCO_18' sources: '/none' probabilities: '1'", "'/none' does not exist"),
     ],
-)  # fmt: skip
+)
 def test_wrong_settings_are_refused(tmp_path: Path, kind: str, settings: str, message: str):
     source = write(tmp_path / "db", planes([person(0, COCO_PARTS)], COCO_PARTS, cpm=kind == "CPMData"))
     with pytest.raises(CaffepyError, match=message):

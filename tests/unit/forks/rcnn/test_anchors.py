@@ -33,9 +33,19 @@ def inputs(count: int, seed: int = 0, objects: int = CLASSES) -> tuple[Any, Any]
 
 
 def wanted(
-    value: Any, label: Any, fields: list[Any], least: float, *, limits: tuple[float, float] = (4, 2), top_k: int = 1,
-    threshold: float = 0.5, mean: Any = (0,) * 4, std: Any = (1,) * 4, ignored: int = -1, one: bool = False,
-) -> list[float]:  # fmt: skip
+    value: Any,
+    label: Any,
+    fields: list[Any],
+    least: float,
+    *,
+    limits: tuple[float, float] = (4, 2),
+    top_k: int = 1,
+    threshold: float = 0.5,
+    mean: Any = (0,) * 4,
+    std: Any = (1,) * 4,
+    ignored: int = -1,
+    one: bool = False,
+) -> list[float]:
     hits, overlaps = {True: [], False: []}, []  # type: ignore[var-annotated]
     for image, row, column in np.ndindex(len(value), ROWS, COLUMNS):
         classes, at = value.shape[1] - 4, (row, column)

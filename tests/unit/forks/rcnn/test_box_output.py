@@ -36,8 +36,17 @@ def greedy(rows: list[list[float]], threshold: float, least: float, most: int) -
     return kept
 
 
-def wanted(inputs: list[Any], fg: float = 0, threshold: float = 0.5, limits: Any = (2, 2), most: int = 0,
-           after: int = 0, least: float = 15, mean: Any = (0,) * 4, std: Any = (1,) * 4) -> Any:  # fmt: skip
+def wanted(
+    inputs: list[Any],
+    fg: float = 0,
+    threshold: float = 0.5,
+    limits: Any = (2, 2),
+    most: int = 0,
+    after: int = 0,
+    least: float = 15,
+    mean: Any = (0,) * 4,
+    std: Any = (1,) * 4,
+) -> Any:
     found = []
     for image in range(2):
         rows = []
@@ -128,8 +137,15 @@ def group_inputs() -> list[Any]:
     return found
 
 
-def wanted_group(inputs: list[Any], fg: float = 0, threshold: float = 0.5, limits: Any = (2, 2), most: int = 0,
-                 after: int = 0, least: float = 15) -> Any:  # fmt: skip
+def wanted_group(
+    inputs: list[Any],
+    fg: float = 0,
+    threshold: float = 0.5,
+    limits: Any = (2, 2),
+    most: int = 0,
+    after: int = 0,
+    least: float = 15,
+) -> Any:
     found = []
     for image in range(2):
         rows = []

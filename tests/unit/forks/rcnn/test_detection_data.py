@@ -82,8 +82,15 @@ def is_bad(anchor: Any, margin: float | None, inside: float | None) -> bool:
     return anchor[0] < -x or anchor[1] < -y or anchor[2] >= width + x or anchor[3] >= height + y
 
 
-def labels_of(rows: Any, regions: Any, threshold: float = 0.5, ignore: float = 0.4, pickup: float = 0.2,
-              margin: float | None = None, inside: float | None = None) -> Any:  # fmt: skip
+def labels_of(
+    rows: Any,
+    regions: Any,
+    threshold: float = 0.5,
+    ignore: float = 0.4,
+    pickup: float = 0.2,
+    margin: float | None = None,
+    inside: float | None = None,
+) -> Any:
     """Both maps of an image that fills its canvas, of rows (x1, y1, x2, y2, label, ignored)."""
     maps, best, matches = [], [(0.0, 0)] * len(rows), [0] * len(rows)
     for number, (stride, field_w, field_h) in enumerate(FIELDS):
@@ -315,12 +322,20 @@ def test_images_of_one_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "shape", "labels", "batch"),
     [
-        (layer(f"batch_size: 4 {MAPS} output_gt_boxes: true short_size: 64 long_size: 128"), (64, 128),
-         [(6, 8, 16), (6, 4, 8), (8, 1, 1)], [4, 4, 4, 1]),
-        (layer("batch_size: 2 short_size: 64 long_size: 128", "", 3, "eval"), (64, 128), [(8, 1, 1), (2, 1, 1)],
-         [2, 1, 2]),
+        (
+            layer(f"batch_size: 4 {MAPS} output_gt_boxes: true short_size: 64 long_size: 128"),
+            (64, 128),
+            [(6, 8, 16), (6, 4, 8), (8, 1, 1)],
+            [4, 4, 4, 1],
+        ),
+        (
+            layer("batch_size: 2 short_size: 64 long_size: 128", "", 3, "eval"),
+            (64, 128),
+            [(8, 1, 1), (2, 1, 1)],
+            [2, 1, 2],
+        ),
     ],
-)  # fmt: skip
+)
 def test_shapes_follow_from_the_fields(text: str, shape: Any, labels: Any, batch: list[int]) -> None:
     net = text_format.Parse(f"layer {{ name: 'd' {text} }}", caffe_pb2.NetParameter())
     found = told_shape(net.layer[0], nvidia=False)

@@ -40,11 +40,17 @@ def smooth(d, sigma=1.0):
 
 @pytest.mark.parametrize(
     ("settings", "divisor"),
-    [("", "positions"), ("normalization: FULL", "positions"), ("normalization: BATCH_SIZE", "batch"),
-     ("normalize: false", "batch"), ("normalization: NONE", 1), ("normalization: PRE_FIXED", 1),
-     ("normalization: PRE_FIXED pre_fixed_normalizer: 128", 128),
-     ("normalization: PRE_FIXED pre_fixed_normalizer: 0.5", 1)],
-)  # fmt: skip
+    [
+        ("", "positions"),
+        ("normalization: FULL", "positions"),
+        ("normalization: BATCH_SIZE", "batch"),
+        ("normalize: false", "batch"),
+        ("normalization: NONE", 1),
+        ("normalization: PRE_FIXED", 1),
+        ("normalization: PRE_FIXED pre_fixed_normalizer: 128", 128),
+        ("normalization: PRE_FIXED pre_fixed_normalizer: 0.5", 1),
+    ],
+)
 @pytest.mark.parametrize("shape", [(4, 8), (3, 4, 2, 3)])
 def test_smooth_l1_loss_ohem(settings, divisor, shape):
     positions = shape[0] * int(np.prod(shape[2:]))

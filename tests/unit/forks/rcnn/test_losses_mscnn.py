@@ -43,9 +43,11 @@ def maps(count: int = 2, classes: int = CLASSES) -> Any:
 def target(label: Any, row: int, column: int, field: Any) -> list[float]:
     x, y, w, h = (float(v) for v in label[1:5, row, column])
     values = [
-        (x - (column + 0.5) * 8) / field[0], (y - (row + 0.5) * 8) / field[1], math.log(max(w, 2) / field[0]),
+        (x - (column + 0.5) * 8) / field[0],
+        (y - (row + 0.5) * 8) / field[1],
+        math.log(max(w, 2) / field[0]),
         math.log(max(h, 2) / field[1]),
-    ]  # fmt: skip
+    ]
     return [(v - m) / s for v, m, s in zip(values, MEAN, STD, strict=True)]
 
 
@@ -77,9 +79,17 @@ def hardest(value: Any, label: Any, multiple: int, threshold: float, classes: in
 
 
 def loss_of(
-    value: Any, label: Any, kept: list[set[Any]], *, weights: tuple[float, float] = (1, 1), iou: bool = False,
-    factor: float = 1, box: Any = smooth, place: float = 2, size: float = 2,
-) -> tuple[float, float]:  # fmt: skip
+    value: Any,
+    label: Any,
+    kept: list[set[Any]],
+    *,
+    weights: tuple[float, float] = (1, 1),
+    iou: bool = False,
+    factor: float = 1,
+    box: Any = smooth,
+    place: float = 2,
+    size: float = 2,
+) -> tuple[float, float]:
     """Both numbers of DetectionLoss, given the background positions that count."""
     classes, boxes, total, count = 0.0, 0.0, 0, 0
     for image, found in enumerate(kept):
@@ -303,8 +313,14 @@ def group_text(fields: str) -> str:
     return f'type: "DetectionGroupLoss" detection_group_loss_param {{ {GROUP} {fields} }} {REGRESSION}'
 
 
-def group_loss(inputs: list[Any], kept: list[set[Any]], *, weights: tuple[float, float] = (1, 1), factor: float = 1,
-               box: Any = smooth) -> tuple[float, float]:  # fmt: skip
+def group_loss(
+    inputs: list[Any],
+    kept: list[set[Any]],
+    *,
+    weights: tuple[float, float] = (1, 1),
+    factor: float = 1,
+    box: Any = smooth,
+) -> tuple[float, float]:
     """Both numbers, given the positions (map, row, column) of each image that count."""
     scores, offsets, label = inputs
     classes, boxes, total, count = 0.0, 0.0, 0, 0

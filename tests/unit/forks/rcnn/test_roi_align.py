@@ -42,8 +42,9 @@ def aligned(x, rois, high=2, wide=3, scale=0.5, pad=0.25):
 def test_roi_align(tail):
     check_layer(
         "type: 'ROIAlign' roi_pooling_param { pooled_h: 2 pooled_w: 3 spatial_scale: 0.5 pad_ratio: 0.25 }",
-        [gaussian((2, 3, 12, 16)), ROIS.reshape(*ROIS.shape, *tail)], aligned,
-    )  # fmt: skip
+        [gaussian((2, 3, 12, 16)), ROIS.reshape(*ROIS.shape, *tail)],
+        aligned,
+    )
 
 
 def test_roi_align_without_padding_drops_regions_of_one_pixel():

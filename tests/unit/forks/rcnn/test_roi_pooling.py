@@ -30,8 +30,9 @@ def region_max(x, rois):
 def test_roi_pooling(tail):
     check_layer(
         "type: 'ROIPooling' roi_pooling_param { pooled_h: 2 pooled_w: 3 spatial_scale: 0.5 }",
-        [spread((2, 3, 12, 16)), ROIS.reshape(*ROIS.shape, *tail)], lambda x, r: region_max(x, r.reshape(-1, 5)),
-    )  # fmt: skip
+        [spread((2, 3, 12, 16)), ROIS.reshape(*ROIS.shape, *tail)],
+        lambda x, r: region_max(x, r.reshape(-1, 5)),
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -40,8 +41,11 @@ def test_regions_and_masks_get_a_gradient_of_zero(backend):
     regions = "type: 'ROIPooling' roi_pooling_param { pooled_h: 2 pooled_w: 3 spatial_scale: 0.5 }"
     parts = "type: 'PSROIPooling' psroi_pooling_param { output_dim: 1 group_size: 2 spatial_scale: 0.5 }"
     mask = np.arange(4, dtype=np.float32).reshape(1, 1, 2, 2)
-    for text, inputs in ((regions, [spread((2, 4, 12, 16)), ROIS]), (parts, [spread((2, 4, 12, 16)), ROIS]),
-                         ("type: 'Upsample'", [spread((1, 1, 2, 2)), mask])):  # fmt: skip
+    for text, inputs in (
+        (regions, [spread((2, 4, 12, 16)), ROIS]),
+        (parts, [spread((2, 4, 12, 16)), ROIS]),
+        ("type: 'Upsample'", [spread((1, 1, 2, 2)), mask]),
+    ):
         runner = Runner(text, inputs, backend)
         diffs = runner.backward([np.ones_like(top) for top in runner.forward()], [True, True])
         assert diffs[0].any() and not diffs[1].any()
@@ -73,11 +77,14 @@ def test_regions_of_images_that_are_not_there(backend):
     [
         ("type: 'ROIPooling'", (2, 5), "roi_pooling_param needs pooled_h and pooled_w"),
         ("type: 'PSROIPooling' psroi_pooling_param { output_dim: 1 group_size: 2 }", (2, 5), "all above 0"),
-        ("type: 'PSROIPooling' psroi_pooling_param { output_dim: 2 group_size: 2 spatial_scale: 1 }", (2, 5),
-         "needs 8 channels, output_dim"),
+        (
+            "type: 'PSROIPooling' psroi_pooling_param { output_dim: 2 group_size: 2 spatial_scale: 1 }",
+            (2, 5),
+            "needs 8 channels, output_dim",
+        ),
         ("type: 'ROIPooling' roi_pooling_param { pooled_h: 2 pooled_w: 2 }", (2, 4), "five numbers for each region"),
     ],
-)  # fmt: skip
+)
 def test_refused(text, shape, message):
     with pytest.raises((ConfigError, ShapeError), match=message):
         Runner(text, [gaussian((2, 4, 8, 8)), np.zeros(shape, np.float32)])

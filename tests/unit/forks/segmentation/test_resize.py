@@ -60,17 +60,23 @@ def test_interp_refuses(fields, message):
 @pytest.mark.parametrize(("fields", "factors"), [("scale: 2", (2, 2)), ("scale_h: 1 scale_w: 3", (1, 3)), ("", (1, 1))])
 def test_upsample_repeats(fields, factors):
     check_layer(
-        f"type: 'Upsample' upsample_param {{ {fields} }}", [gaussian((2, 3, 3, 4))],
+        f"type: 'Upsample' upsample_param {{ {fields} }}",
+        [gaussian((2, 3, 3, 4))],
         lambda x: x.repeat(factors[0], 2).repeat(factors[1], 3),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
     ("fields", "size"),
-    [("", (6, 8)), ("scale: 3", (9, 12)), ("scale: 2 pad_out_h: true pad_out_w: true", (5, 7)),
-     ("scale_h: 2 scale_w: 3", (6, 12)), ("upsample_h: 7 upsample_w: 5", (7, 5)),
-     ("scale: 2 upsample_h: 7 upsample_w: 5", (7, 5))],
-)  # fmt: skip
+    [
+        ("", (6, 8)),
+        ("scale: 3", (9, 12)),
+        ("scale: 2 pad_out_h: true pad_out_w: true", (5, 7)),
+        ("scale_h: 2 scale_w: 3", (6, 12)),
+        ("upsample_h: 7 upsample_w: 5", (7, 5)),
+        ("scale: 2 upsample_h: 7 upsample_w: 5", (7, 5)),
+    ],
+)
 def test_upsample_puts_back(fields, size):
     mask = np.stack([np.random.default_rng(i).permutation(size[0] * size[1])[:12] for i in range(6)])
     mask = mask.reshape(2, 3, 3, 4).astype(np.float32)

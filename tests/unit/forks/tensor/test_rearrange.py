@@ -113,9 +113,10 @@ def test_bad_indices() -> None:
 def test_flip(width: bool, height: bool) -> None:
     text = f"type: 'Flip' flip_param {{ flip_width: {width} flip_height: {height} }}"
     check_layer(
-        text.replace("True", "true").replace("False", "false"), [X],
+        text.replace("True", "true").replace("False", "false"),
+        [X],
         lambda x: x[:, :, :: -1 if height else 1, :: -1 if width else 1],
-    )  # fmt: skip
+    )
 
 
 def test_flip_of_no_image() -> None:
@@ -126,8 +127,9 @@ def test_flip_of_no_image() -> None:
 # -- ShuffleChannel, Reorg and AutoCrop ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("shape", "group"), [((2, 6, 3, 4), 3), ((2, 6, 3, 4), 2), ((3, 8), 4), ((2, 4, 5), 1),
-                                              ((1, 6, 2, 2, 2), 6)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "group"), [((2, 6, 3, 4), 3), ((2, 6, 3, 4), 2), ((3, 8), 4), ((2, 4, 5), 1), ((1, 6, 2, 2, 2), 6)]
+)
 def test_shuffle_channel(shape, group):
     def reference(x):
         parts = x.reshape(shape[0], group, shape[1] // group, *shape[2:])

@@ -24,7 +24,7 @@ from yolo_reference import (
     objects_of,
     softmax,
     yolo_rows,
-)  # fmt: skip
+)
 
 from caffepy.errors import CaffepyError, ConfigError, DataError, ShapeError
 

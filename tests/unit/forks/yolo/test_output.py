@@ -123,9 +123,11 @@ def test_boxes_of_yolo_3(backend: str, gaussian_box: bool) -> None:
                             confidence *= (4 - sum(logistic(d) for d in v[1:values:2])) / 4
                         wide, high = PIXELS[mask[n]]
                         box = (
-                            (i + logistic(mean[0])) / width, (j + logistic(mean[1])) / height,
-                            math.exp(mean[2]) * wide / (width * scale), math.exp(mean[3]) * high / (height * scale),
-                        )  # fmt: skip
+                            (i + logistic(mean[0])) / width,
+                            (j + logistic(mean[1])) / height,
+                            math.exp(mean[2]) * wide / (width * scale),
+                            math.exp(mean[3]) * high / (height * scale),
+                        )
                         scores = [confidence * logistic(value) for value in v[values + 1 :]]
                         found += [(score, label, box) for label, score in enumerate(scores) if score > 0.3]
         wanted.append(keep(found, 0.4))
@@ -261,11 +263,15 @@ def test_without_constriant_places_are_in_the_image() -> None:
 
 def test_mistakes_of_the_evaluation_are_named() -> None:
     with pytest.raises(ShapeError, match="81 predictions and 63 labels"):
-        Runner("type: 'EvalDetection' eval_detection_param { side: 3 num_class: 4 num_object: 1 }",
-               [np.zeros((1, 80), "f"), np.zeros((1, 63), "f")])  # fmt: skip
+        Runner(
+            "type: 'EvalDetection' eval_detection_param { side: 3 num_class: 4 num_object: 1 }",
+            [np.zeros((1, 80), "f"), np.zeros((1, 63), "f")],
+        )
     with pytest.raises(ShapeError, match="predictions N 27 3 3"):
-        Runner(f"type: 'EvalDetection' eval_detection_param {{ side: 3 num_class: 4 num_object: 3 {BIASES} }}",
-               [np.zeros((1, 27, 3, 4), "f"), annotated_rows(objects_of(1, 1))])  # fmt: skip
+        Runner(
+            f"type: 'EvalDetection' eval_detection_param {{ side: 3 num_class: 4 num_object: 3 {BIASES} }}",
+            [np.zeros((1, 27, 3, 4), "f"), annotated_rows(objects_of(1, 1))],
+        )
 
 
 # -- Region --------------------------------------------------------------------------------------------

@@ -166,6 +166,7 @@ def test_a_fork_with_any_numbers_can_be_read(random: Any) -> None:
     for message in own_schema().message_type:
         union = pool.FindMessageTypeByName(f"caffepy.{message.name}")
         assert {field.name for field in message.field} == set(union.fields_by_name)
-        given_numbers = {field.name: field.number for each in fork.message_type if each.name == message.name
-                         for field in each.field}  # fmt: skip
+        given_numbers = {
+            field.name: field.number for each in fork.message_type if each.name == message.name for field in each.field
+        }
         assert given_numbers.items() <= {name: field.number for name, field in union.fields_by_name.items()}.items()

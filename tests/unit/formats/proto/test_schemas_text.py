@@ -112,8 +112,11 @@ def test_every_kind_of_statement() -> None:
     assert (fields["e"].type_name, fields["other"].type_name) == (".M.Inner.E", ".E2")
     assert fields["text"].default_value == 'a"bc\nAA'
     assert [fields[name].default_value for name in ("d", "g", "u", "optional")] == [
-        "-inf", "0.5", str(2**64 - 1), "true",
-    ]  # fmt: skip
+        "-inf",
+        "0.5",
+        str(2**64 - 1),
+        "true",
+    ]
     assert fields["f"].options.packed
     assert [value.number for value in file.message_type[0].nested_type[0].enum_type[0].value] == [0, -16]
 
@@ -160,13 +163,13 @@ def test_a_type_is_looked_up_from_its_message_outwards() -> None:
         ("message M { optional int32 t 1; }", r"Missing field number"),
         ("message 3 { }", r"Expected message name"),
         ("layer { name: 'x' }", r"Expected top-level statement"),
-        ("message M { optional string t = 1 [default = \"x]; }", r"Unexpected end of string"),
+        ('message M { optional string t = 1 [default = "x]; }', r"Unexpected end of string"),
         ("/* open", r"End-of-file inside block comment"),
         ("message A { " * 40, r"recursion limit for nested messages"),
         ("/" * (MAX_BYTES + 1), r"has \d+ bytes"),
         ('import "/etc/passwd";', r'f\.proto:1: Import "/etc/passwd" was not found .*; add its definitions'),
     ],
-)  # fmt: skip
+)
 def test_an_error_names_file_line_and_problem(text: str, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         parse_schema(text, "f.proto")

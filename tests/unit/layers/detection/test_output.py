@@ -135,9 +135,10 @@ def test_quadrangles_and_turned_rectangles_follow_the_boxes(polygon: bool, share
         if polygon:
             corners = [(x1, y1), (x2, y1), (x2, y2), (x1, y2)]
             wanted = [
-                value for (x, y), (dx, dy) in zip(corners, code.reshape(4, 2), strict=True)
+                value
+                for (x, y), (dx, dy) in zip(corners, code.reshape(4, 2), strict=True)
                 for value in (x + v[0] * dx * width, y + v[1] * dy * height)
-            ]  # fmt: skip
+            ]
         else:
             x, y = (x1 + x2) / 2, (y1 + y2) / 2
             wanted = [x + v[0] * code[0] * width, y + v[1] * code[1] * height]

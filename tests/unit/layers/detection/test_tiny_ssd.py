@@ -25,13 +25,16 @@ def tiny_ssd(train: str, test: str) -> caffe_pb2.NetParameter:
     """Four convolutions of stride 2, boxes from the last two: 6 x 6 and 3 x 3 positions."""
     net = Builder("tiny_ssd", {"type": "msra"})
     transform = {"mean_value": [128], "scale": 1 / 64}
-    net.data(*(
-        {
-            "transform_param": transform | {"mirror": mirror},
-            "data_param": {"source": source, "batch_size": 16, "backend": "LMDB"},
-        }
-        for source, mirror in ((train, True), (test, False))
-    ), kind="AnnotatedData")  # fmt: skip
+    net.data(
+        *(
+            {
+                "transform_param": transform | {"mirror": mirror},
+                "data_param": {"source": source, "batch_size": 16, "backend": "LMDB"},
+            }
+            for source, mirror in ((train, True), (test, False))
+        ),
+        kind="AnnotatedData",
+    )
     x = "data"
     for item, outputs in enumerate((16, 24, 32, 32), 1):
         x = net.relu(f"relu{item}", net.conv(f"conv{item}", x, outputs, 3, pad=1, stride=2))

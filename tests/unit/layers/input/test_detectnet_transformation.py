@@ -41,9 +41,14 @@ def marked():
 
 @pytest.mark.parametrize(
     "text",
-    ["flip_prob: 1", "scale_prob: 1 scale_min: 0.5 scale_max: 1.4", "crop_prob: 1 shift_x: 20 shift_y: 30",
-     "rotation_prob: 1 max_rotate_degree: 3", "flip_prob: 0.5 scale_prob: 0.5 crop_prob: 0.5 shift_x: 9"],
-)  # fmt: skip
+    [
+        "flip_prob: 1",
+        "scale_prob: 1 scale_min: 0.5 scale_max: 1.4",
+        "crop_prob: 1 shift_x: 20 shift_y: 30",
+        "rotation_prob: 1 max_rotate_degree: 3",
+        "flip_prob: 0.5 scale_prob: 0.5 crop_prob: 0.5 shift_x: 9",
+    ],
+)
 def test_boxes_go_where_the_pixels_go(text):
     moved = set()
     for sample in range(25):
@@ -180,8 +185,16 @@ def plain_coverage(box, stride, rows, columns, scale):
             down = min(top + stride, cy + ch / 2) - max(top, cy - ch / 2)
             if across > 1e-4 and down > 1e-4:
                 found[:, row, column] = [
-                    1, x - left, y - top, x + w - left, y + h - top, 1 / w, 1 / h, stride**2 / (cw * ch), 1,
-                ]  # fmt: skip
+                    1,
+                    x - left,
+                    y - top,
+                    x + w - left,
+                    y + h - top,
+                    1 / w,
+                    1 / h,
+                    stride**2 / (cw * ch),
+                    1,
+                ]
     return found
 
 

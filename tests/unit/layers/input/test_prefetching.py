@@ -91,11 +91,16 @@ def assert_equal(found, expected):
 
 @settings(max_examples=60)
 @given(
-    shape=st.sampled_from(SHAPES), crop=st.sampled_from([0, 1, 3, 4]), mirror=st.booleans(),
-    scale=st.sampled_from([1, 0.00390625, 0.1]), mean=st.sampled_from(["", "one", "each", "file"]),
-    phase=st.sampled_from([TRAIN, TEST]), batch=st.sampled_from([1, 4]), tops=st.sampled_from([1, 2]),
+    shape=st.sampled_from(SHAPES),
+    crop=st.sampled_from([0, 1, 3, 4]),
+    mirror=st.booleans(),
+    scale=st.sampled_from([1, 0.00390625, 0.1]),
+    mean=st.sampled_from(["", "one", "each", "file"]),
+    phase=st.sampled_from([TRAIN, TEST]),
+    batch=st.sampled_from([1, 4]),
+    tops=st.sampled_from([1, 2]),
     seed=st.integers(0, 2**63),
-)  # fmt: skip
+)
 def test_bytes_and_floats_give_the_same_bits(folder, shape, crop, mirror, scale, mean, phase, batch, tops, seed):
     text = f"crop_size: {crop} mirror: {str(mirror).lower()} scale: {scale} "
     if mean == "file":

@@ -37,9 +37,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / str(video)).mkdir()
         for number in range(1, FRAMES + 1):
             for name, direction in (
-                (f"{number:06d}.jpg", ""), (f"image_{number:04d}.jpg", ""), (f"flow_x_{number:04d}.jpg", "x"),
+                (f"{number:06d}.jpg", ""),
+                (f"image_{number:04d}.jpg", ""),
+                (f"flow_x_{number:04d}.jpg", "x"),
                 (f"flow_y_{number:04d}.jpg", "y"),
-            ):  # fmt: skip
+            ):
                 gray = np.full((HEIGHT, WIDTH, 3), shade(video, number, direction), np.uint8)
                 cv2.imwrite(str(root / str(video) / name), gray)
         writer = cv2.VideoWriter(str(root / f"{video}.avi"), cv2.VideoWriter.fourcc(*"MJPG"), 10, (64, 48))
@@ -87,9 +89,10 @@ def test_folders_from_their_frame_on(folder: Path):
 
 def test_videos_from_their_frame_on(folder: Path):
     x, y = tops_of(
-        folder, ["1.avi 0 3", "0.avi 4 5"],
+        folder,
+        ["1.avi 0 3", "0.avi 4 5"],
         f"root_folder: '{folder}/' new_length: 2 batch_size: 2 sampling_rate: 2 new_height: 24 new_width: 32",
-    )  # fmt: skip
+    )
     assert x.shape == (2, 3, 2, 24, 32) and y.tolist() == [3, 5]
     assert shades(x) == [[shade(1, n) for n in (0, 2)], [shade(0, n) for n in (4, 6)]]
 
@@ -98,9 +101,12 @@ def test_random_first_frames(folder: Path):
     seen = set()
     for number in range(1, 13):
         x, y = tops_of(
-            folder, [f"{folder}/0 {FRAMES} 4"], "use_image: true use_temporal_jitter: true new_length: 6",
-            phase=TRAIN, passes=number,
-        )  # fmt: skip
+            folder,
+            [f"{folder}/0 {FRAMES} 4"],
+            "use_image: true use_temporal_jitter: true new_length: 6",
+            phase=TRAIN,
+            passes=number,
+        )
         first = shades(x)[0][0] // 8
         assert shades(x) == [[shade(0, first + i) for i in range(6)]] and y.tolist() == [4]
         seen.add(first)
@@ -116,9 +122,11 @@ def test_random_rates(folder: Path):
     rates = set()
     for number in range(1, 9):
         x, _ = tops_of(
-            folder, [f"{folder}/0 1 0"],
-            "use_image: true new_length: 2 use_sampling_rate_jitter: true max_sampling_rate: 3", passes=number,
-        )  # fmt: skip
+            folder,
+            [f"{folder}/0 1 0"],
+            "use_image: true new_length: 2 use_sampling_rate_jitter: true max_sampling_rate: 3",
+            passes=number,
+        )
         rates.add((shades(x)[0][1] - shades(x)[0][0]) // 8)
     assert rates == {1, 2, 3}
 
@@ -276,8 +284,15 @@ def test_the_crops_of_segments():
     assert transform.places(32, 116) == [(0, 0), (0, 116), (32, 0), (32, 116), (16, 58)]
     transform.param.more_fix_crop = True
     assert transform.places(33, 119)[5:] == [
-        (0, 58), (32, 58), (16, 0), (16, 116), (8, 29), (8, 87), (24, 29), (24, 87)
-    ]  # fmt: skip
+        (0, 58),
+        (32, 58),
+        (16, 0),
+        (16, 116),
+        (8, 29),
+        (8, 87),
+        (24, 29),
+        (24, 87),
+    ]
 
 
 @pytest.mark.parametrize("multi_scale", [False, True])
@@ -295,9 +310,11 @@ def test_segments_are_cropped_scaled_and_mirrored(tmp_path: Path, multi_scale: b
     for size in sizes:
         rows, columns = HEIGHT - size, WIDTH - size
         steps = [(0, 0), (0, 4), (4, 0), (4, 4), (2, 2)]
-        places = [(i * (rows // 4), j * (columns // 4)) for i, j in steps] if fix_crop else [
-            (i, j) for i in range(rows + 1) for j in range(columns + 1)
-        ]  # fmt: skip
+        places = (
+            [(i * (rows // 4), j * (columns // 4)) for i, j in steps]
+            if fix_crop
+            else [(i, j) for i in range(rows + 1) for j in range(columns + 1)]
+        )
         for top, left in places:
             part = image[:, top : top + size, left : left + size]
             part = np.concatenate([resize_image(channel[None], 10, 10) for channel in part]).astype(np.float32)
@@ -414,9 +431,17 @@ def test_data_layers_of_the_old_format():
     [layer] = net.layer
     assert layer.type == "VideoData" and not layer.HasField("image_data_param")
     assert layer.video_data_param == caffe_pb2.VideoDataParameter(
-        source="list", use_image=True, batch_size=50, show_data=False, new_height=128, new_width=171, new_length=16,
-        shuffle=True, use_temporal_jitter=True, sampling_rate=2,
-    )  # fmt: skip
+        source="list",
+        use_image=True,
+        batch_size=50,
+        show_data=False,
+        new_height=128,
+        new_width=171,
+        new_length=16,
+        shuffle=True,
+        use_temporal_jitter=True,
+        sampling_rate=2,
+    )
     transform = caffe_pb2.TransformationParameter(crop_size=112, mirror=True, mean_value=[128])
     assert layer.transform_param == transform
 

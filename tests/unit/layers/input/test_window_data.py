@@ -24,9 +24,16 @@ def source(folder, windows, **more):
 
 def settings(**more):
     plain = {
-        "batch_size": 8, "fg_fraction": 0.25, "crop": 20, "context_pad": 0, "square": False, "mirror": False,
-        "mean": np.zeros((1, 1, 1), np.float32), "scale": 1.0, "nvidia": False,
-    }  # fmt: skip
+        "batch_size": 8,
+        "fg_fraction": 0.25,
+        "crop": 20,
+        "context_pad": 0,
+        "square": False,
+        "mirror": False,
+        "mean": np.zeros((1, 1, 1), np.float32),
+        "scale": 1.0,
+        "nvidia": False,
+    }
     return WindowSettings(**{**plain, **more})
 
 

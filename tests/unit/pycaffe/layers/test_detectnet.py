@@ -38,8 +38,15 @@ def plain_groups(rectangles: list[list[int]], threshold: int, eps: float) -> lis
     found = []
     for first in sorted({root(i) for i in range(len(rectangles))}):
         members = [r for i, r in enumerate(rectangles) if root(i) == first]
-        found.append(([round(float(np.float32(sum(column)) * (np.float32(1) / np.float32(len(members)))))
-                       for column in zip(*members, strict=True)], len(members)))  # fmt: skip
+        found.append(
+            (
+                [
+                    round(float(np.float32(sum(column)) * (np.float32(1) / np.float32(len(members)))))
+                    for column in zip(*members, strict=True)
+                ],
+                len(members),
+            )
+        )
     large = [(mean, size) for mean, size in found if size > threshold]
 
     def covered(one: Any, other: Any) -> bool:
@@ -56,8 +63,10 @@ def plain_groups(rectangles: list[list[int]], threshold: int, eps: float) -> lis
 
 @settings(max_examples=100, deadline=None)
 @given(
-    seed=st.integers(0, 10_000), threshold=st.integers(1, 3), eps=st.sampled_from([0.025, 0.1, 0.2, 0.6]),
-)  # fmt: skip
+    seed=st.integers(0, 10_000),
+    threshold=st.integers(1, 3),
+    eps=st.sampled_from([0.025, 0.1, 0.2, 0.6]),
+)
 def test_groups_against_a_plain_computation(seed: int, threshold: int, eps: float) -> None:
     rng = np.random.default_rng(seed)
     count, centers = int(rng.integers(1, 40)), int(rng.integers(1, 6))
@@ -126,9 +135,12 @@ def test_boxes_of_a_grid() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "words", "message"),
-    [("ClusterDetections", "96,64,16", "needs 7 numbers"), ("ClusterGroundtruth", "96,x,16", "not a list of numbers"),
-     ("ClusterGroundtruth", "96,64,16", "2 tops for 1 classes")],
-)  # fmt: skip
+    [
+        ("ClusterDetections", "96,64,16", "needs 7 numbers"),
+        ("ClusterGroundtruth", "96,x,16", "not a list of numbers"),
+        ("ClusterGroundtruth", "96,64,16", "2 tops for 1 classes"),
+    ],
+)
 def test_settings_are_checked(kind: str, words: str, message: str) -> None:
     with pytest.raises(CaffepyError, match=message):
         clusters(kind, words)
@@ -140,8 +152,11 @@ def test_scores() -> None:
     boxes[0, :3, :4] = [[12, 10, 50, 50], [11, 10, 50, 50], [60, 60, 70, 70]]
     scored = score_det(objects, boxes)
     assert scored[0, :4].tolist() == [
-        [12, 10, 50, 50, 1], [11, 10, 50, 50, 2], [60, 60, 70, 70, 2], [100, 100, 150, 150, 3],
-    ]  # fmt: skip
+        [12, 10, 50, 50, 1],
+        [11, 10, 50, 50, 2],
+        [60, 60, 70, 70, 2],
+        [100, 100, 150, 150, 3],
+    ]
     assert not scored[0, 4:].any() and not scored[1].any()
     net = build_net(
         """

@@ -318,8 +318,11 @@ def test_mlflow_gets_values_and_a_resumed_run(tmp_path: Path, mlflow_runs: dict[
     assert identifier == "caffepy0"
     assert only.params == {"base_lr": "0.1", "lr_policy": "fixed"}
     assert [(one.key, one.step, one.value) for one in only.metrics] == [
-        ("train/loss_1_", 0, 0), ("train/loss_1_", 100, 0), ("train/loss_1_", 200, 0), ("train/loss_1_", 300, 100),
-    ]  # fmt: skip
+        ("train/loss_1_", 0, 0),
+        ("train/loss_1_", 100, 0),
+        ("train/loss_1_", 200, 0),
+        ("train/loss_1_", 300, 100),
+    ]
     assert only.status == "FAILED"
 
 

@@ -90,8 +90,13 @@ def test_an_iterations_display_and_test_are_one_row() -> None:
     assert list(recorder.column("test0/accuracy")) == [0, 2, 4]
     assert recorder.column("learning_rate") == {0: pytest.approx(0.1), 3: pytest.approx(0.1)}
     assert set(recorder.rows[0][1]) == {
-        "loss", "train/loss", "learning_rate", "gradient_norm", "test0/accuracy", "test0/loss",
-    }  # fmt: skip
+        "loss",
+        "train/loss",
+        "learning_rate",
+        "gradient_norm",
+        "test0/accuracy",
+        "test0/loss",
+    }
 
 
 def test_values_are_those_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -158,8 +163,12 @@ def test_the_first_logger_is_told_of_the_run(tmp_path: Path) -> None:
     assert (run.iteration, run.identifiers) == (0, tmp_path / "net_loggers.json")
     settings = {name: run.settings[name] for name in ("net_name", "momentum", "lr_policy", "solver_mode", "max_iter")}
     assert settings == {
-        "net_name": "tiny", "momentum": 0.9, "lr_policy": "fixed", "solver_mode": "CPU", "max_iter": 4,
-    }  # fmt: skip
+        "net_name": "tiny",
+        "momentum": 0.9,
+        "lr_policy": "fixed",
+        "solver_mode": "CPU",
+        "max_iter": 4,
+    }
     assert (run.settings["images_per_iteration"], run.settings["devices"]) == (4, 1)
     assert "stepvalue" not in run.settings
     assert recorder.closed == [True]
@@ -221,8 +230,11 @@ def test_histograms_have_parameters_and_gradients() -> None:
     assert [iteration for iteration, _ in recorder.arrays] == [0, 2, 4]
     arrays = recorder.arrays[1][1]
     assert {name: array.shape for name, array in arrays.items()} == {
-        "parameters/ip/0": (6,), "gradients/ip/0": (6,), "parameters/ip/1": (2,), "gradients/ip/1": (2,),
-    }  # fmt: skip
+        "parameters/ip/0": (6,),
+        "gradients/ip/0": (6,),
+        "parameters/ip/1": (2,),
+        "gradients/ip/1": (2,),
+    }
     flat = np.concatenate([arrays["gradients/ip/0"], arrays["gradients/ip/1"]])
     assert np.linalg.norm(flat) == pytest.approx(recorder.column("gradient_norm")[2], rel=1e-5)
 

@@ -110,8 +110,10 @@ def test_devices_have_the_same_average(folder: Path) -> None:
 def test_old_averages_go_with_their_snapshots(folder: Path) -> None:
     run(6, "snapshot: 2", keep_last=1)
     assert sorted(path.name for path in folder.glob("x_*")) == [
-        "x_iter_6.caffemodel", "x_iter_6.ema.caffemodel", "x_iter_6.solverstate",
-    ]  # fmt: skip
+        "x_iter_6.caffemodel",
+        "x_iter_6.ema.caffemodel",
+        "x_iter_6.solverstate",
+    ]
 
 
 @pytest.mark.parametrize("decay", [1, 1.5, -0.1, "much"])

@@ -19,7 +19,7 @@ from caffepy.backend.cpu.microkernel import ROWS, Panels
 @pytest.mark.parametrize(
     ("pixels", "columns", "depth"),
     [(3136, 128, 64), (784, 32, 256), (784, 256, 128), (196, 48, 384), (196, 192, 48), (196, 512, 512), (49, 999, 999)],
-)  # fmt: skip
+)
 def test_two_threads_have_as_much_to_do(pixels: int, columns: int, depth: int) -> None:
     panels = Panels(depth, columns, pixels)
     alone = longest_share(Division(pixels, 1, 1), panels, pixels, 1, 1)
@@ -28,9 +28,7 @@ def test_two_threads_have_as_much_to_do(pixels: int, columns: int, depth: int) -
 
 
 @settings(max_examples=60, derandomize=True)
-@given(
-    pixels=st.integers(1, 2000), columns=st.integers(1, 600), threads=st.integers(1, 9), images=st.integers(1, 40)
-)  # fmt: skip
+@given(pixels=st.integers(1, 2000), columns=st.integers(1, 600), threads=st.integers(1, 9), images=st.integers(1, 40))
 def test_a_division_covers_all_pixels_and_begins_with_whole_tiles(
     pixels: int, columns: int, threads: int, images: int
 ) -> None:
@@ -43,9 +41,12 @@ def test_a_division_covers_all_pixels_and_begins_with_whole_tiles(
 
 @settings(max_examples=15, derandomize=True)
 @given(
-    size=st.integers(3, 30), channels=st.integers(1, 40), outputs=st.integers(1, 130), kernel=st.sampled_from([1, 3]),
+    size=st.integers(3, 30),
+    channels=st.integers(1, 40),
+    outputs=st.integers(1, 130),
+    kernel=st.sampled_from([1, 3]),
     stride=st.integers(1, 2),
-)  # fmt: skip
+)
 def test_convolutions_give_the_same_bits_with_any_number_of_threads(
     size: int, channels: int, outputs: int, kernel: int, stride: int
 ) -> None:

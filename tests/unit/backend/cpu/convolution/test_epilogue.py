@@ -47,9 +47,16 @@ class Case:
 
 @settings(max_examples=25, derandomize=True)
 @given(
-    images=st.integers(1, 3), read=COUNT, made=COUNT, group=st.sampled_from([1, 1, 1, 2, 9]), size=st.integers(3, 16),
-    kernel=st.integers(1, 3), stride=st.integers(1, 2), pad=st.integers(0, 1), axes=st.sampled_from([2, 2, 2, 1, 3]),
-)  # fmt: skip
+    images=st.integers(1, 3),
+    read=COUNT,
+    made=COUNT,
+    group=st.sampled_from([1, 1, 1, 2, 9]),
+    size=st.integers(3, 16),
+    kernel=st.integers(1, 3),
+    stride=st.integers(1, 2),
+    pad=st.integers(0, 1),
+    axes=st.sampled_from([2, 2, 2, 1, 3]),
+)
 def test_residual_and_relu_are_what_passes_of_their_own_give(
     images: int, read: int, made: int, group: int, size: int, kernel: int, stride: int, pad: int, axes: int
 ) -> None:
@@ -88,8 +95,9 @@ def test_kept_weights_hold_until_they_are_given_again(kind: str) -> None:
     case.weights *= 2
     np.testing.assert_array_equal(case.plain(), first)
     BOTH.keep_weights(case.plan, case.weights)
-    np.testing.assert_allclose(case.plain() - case.bias.reshape(-1, 1, 1), 2 * (first - case.bias.reshape(-1, 1, 1)),
-                               rtol=1e-4, atol=1e-4)  # fmt: skip
+    np.testing.assert_allclose(
+        case.plain() - case.bias.reshape(-1, 1, 1), 2 * (first - case.bias.reshape(-1, 1, 1)), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("kind", LAYERS)

@@ -42,9 +42,16 @@ def planned(x_shape: tuple[int, ...], outputs: int, geometry: Geometry) -> Any:
     groups=st.integers(2, 19), images=st.integers(1, 3), extra=PAIR, kernel=PAIR, stride=PAIR, pad=PAIR, dilation=PAIR
 )
 def test_narrow_groups(
-    made: int, read: int, groups: int, images: int, extra: tuple[int, int], kernel: tuple[int, int],
-    stride: tuple[int, int], pad: tuple[int, int], dilation: tuple[int, int],
-) -> None:  # fmt: skip
+    made: int,
+    read: int,
+    groups: int,
+    images: int,
+    extra: tuple[int, int],
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    pad: tuple[int, int],
+    dilation: tuple[int, int],
+) -> None:
     pad = (pad[0] - 1, pad[1] - 1)
     size = tuple(max(1, d * (k - 1) + e + 2 - 2 * p) for k, d, e, p in zip(kernel, dilation, extra, pad, strict=True))
     case = (images, groups * read, *size), groups * made, Geometry(kernel, stride, pad, dilation, groups)
@@ -70,7 +77,7 @@ def test_rows_of_all_lengths(width: int) -> None:
 )
 def test_depthwise_rows(
     channels: int, height: int, width: int, stride: int, dilation: int, pad: int, images: int
-) -> None:  # fmt: skip
+) -> None:
     """Tiles fetch what the next vector, tile and row read, whatever the padding leaves of their windows."""
     size = max(1, 2 * dilation + height - 2 * pad), width + 2 * dilation
     geometry = Geometry((3, 3), (stride, stride), (pad, pad), (dilation, dilation), channels)
@@ -83,9 +90,14 @@ def test_depthwise_rows(
     height=st.integers(1, 6), extra=st.integers(0, 150), images=st.integers(1, 3), kernel=PAIR, pad=PAIR, dilation=PAIR
 )
 def test_depthwise_of_few_channels(
-    channels: int, height: int, extra: int, images: int, kernel: tuple[int, int], pad: tuple[int, int],
+    channels: int,
+    height: int,
+    extra: int,
+    images: int,
+    kernel: tuple[int, int],
+    pad: tuple[int, int],
     dilation: tuple[int, int],
-) -> None:  # fmt: skip
+) -> None:
     reach = tuple(d * (k - 1) for k, d in zip(kernel, dilation, strict=True))
     pad = (min(pad[0] - 1, reach[0]), min(pad[1] - 1, reach[1]))
     size = max(1, reach[0] + height - 2 * pad[0]), WIDTH + reach[1] + extra
@@ -221,18 +233,28 @@ def test_machine_code_for_other_groups_has_other_names() -> None:
     ],
 )
 def test_images_of_few_channels(
-    x_shape: tuple[int, ...], outputs: int, kernel: tuple[int, ...], stride: tuple[int, ...], pad: tuple[int, ...],
+    x_shape: tuple[int, ...],
+    outputs: int,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    pad: tuple[int, ...],
     dilation: tuple[int, ...],
-) -> None:  # fmt: skip
+) -> None:
     geometry = Geometry(kernel, stride, pad, dilation)
     check_convolution(BACKEND, x_shape, outputs, geometry)
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)  # each compiles kernels of its own
 @given(
-    images=st.integers(1, 3), channels=st.integers(1, 20), many=st.integers(1, 3), out=st.integers(1, 50),
-    kernel=st.integers(1, 9), stride=st.integers(1, 3), pad=st.integers(0, 5), dilation=st.integers(1, 4),
-)  # fmt: skip
+    images=st.integers(1, 3),
+    channels=st.integers(1, 20),
+    many=st.integers(1, 3),
+    out=st.integers(1, 50),
+    kernel=st.integers(1, 9),
+    stride=st.integers(1, 3),
+    pad=st.integers(0, 5),
+    dilation=st.integers(1, 4),
+)
 def test_depthwise_over_one_axis(
     images: int, channels: int, many: int, out: int, kernel: int, stride: int, pad: int, dilation: int
 ) -> None:

@@ -34,9 +34,15 @@ def planned(x_shape: tuple[int, ...], outputs: int, geometry: Geometry) -> Any:
 @settings(max_examples=3, derandomize=True)
 @given(groups=st.integers(2, 4), images=st.integers(1, 2), extra=PAIR, stride=PAIR, pad=PAIR, dilation=PAIR)
 def test_groups_whose_pixels_are_scattered(
-    read: int, made: int, groups: int, images: int, extra: tuple[int, int], stride: tuple[int, int],
-    pad: tuple[int, int], dilation: tuple[int, int],
-) -> None:  # fmt: skip
+    read: int,
+    made: int,
+    groups: int,
+    images: int,
+    extra: tuple[int, int],
+    stride: tuple[int, int],
+    pad: tuple[int, int],
+    dilation: tuple[int, int],
+) -> None:
     geometry = Geometry((3, 2), stride, (pad[0] - 1, pad[1] - 1), dilation, groups)
     size = tuple(d * (k - 1) + e + 2 for d, k, e in zip(dilation, geometry.kernel, extra, strict=True))
     plan = planned((images, groups * read, *size), groups * made, geometry)
@@ -123,9 +129,13 @@ def test_multipliers(multiplier: int) -> None:
     ],
 )
 def test_planes_of_many_channels(
-    channels: int, size: tuple[int, int], kernel: tuple[int, int], stride: tuple[int, int], pad: tuple[int, int],
+    channels: int,
+    size: tuple[int, int],
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    pad: tuple[int, int],
     dilation: tuple[int, int],
-) -> None:  # fmt: skip
+) -> None:
     geometry = Geometry(kernel, stride, pad, dilation, channels)
     check_convolution(BACKEND, (9, channels, *size), channels, geometry)
 
@@ -155,18 +165,26 @@ def test_runs_of_pixels(
     ],
 )
 def test_wide_windows_whose_pixels_lie_a_power_of_two_apart(
-    size: tuple[int, int], kernel: tuple[int, int], stride: tuple[int, int], pad: tuple[int, int],
+    size: tuple[int, int],
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    pad: tuple[int, int],
     dilation: tuple[int, int],
-) -> None:  # fmt: skip
+) -> None:
     geometry = Geometry(kernel, stride, pad, dilation, 512)
     check_convolution(BACKEND, (2, 512, *size), 512, geometry)
 
 
 @settings(max_examples=12, derandomize=True)  # each compiles kernels of its own
 @given(
-    channels=st.integers(WIDTH, 3 * WIDTH), stride=st.integers(2, 4), kernel=PAIR, dilation=st.integers(1, 3),
-    pad=st.integers(0, 3), extra=st.integers(0, 5), down=st.integers(1, 3),
-)  # fmt: skip
+    channels=st.integers(WIDTH, 3 * WIDTH),
+    stride=st.integers(2, 4),
+    kernel=PAIR,
+    dilation=st.integers(1, 3),
+    pad=st.integers(0, 3),
+    extra=st.integers(0, 5),
+    down=st.integers(1, 3),
+)
 def test_all_phases_of_a_stride_in_one_pass(
     channels: int, stride: int, kernel: tuple[int, int], dilation: int, pad: int, extra: int, down: int
 ) -> None:
@@ -228,7 +246,7 @@ def test_threads_change_no_bit(channels: int, outputs: int, stride: int, group: 
 )
 def test_one_window(
     size: tuple[int, int], kernel: tuple[int, int], stride: tuple[int, int], pad: tuple[int, int]
-) -> None:  # fmt: skip
+) -> None:
     """The gradient of an image with a single window, which may lie within it or reach beyond it."""
     case = (3, 20, *size), 20, Geometry(kernel, stride, pad, (1, 1), 20)
     shape = planned(*case).shape

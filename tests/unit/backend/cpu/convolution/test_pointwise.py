@@ -67,9 +67,12 @@ class Case:
 
 @settings(max_examples=60, derandomize=True)
 @given(
-    rows=st.one_of(st.integers(1, 70), st.integers(100, 420)), depth=st.integers(1, 140),
-    columns=st.integers(1, 9 * WIDTH), adds=st.booleans(), relu=st.booleans(),
-)  # fmt: skip
+    rows=st.one_of(st.integers(1, 70), st.integers(100, 420)),
+    depth=st.integers(1, 140),
+    columns=st.integers(1, 9 * WIDTH),
+    adds=st.booleans(),
+    relu=st.booleans(),
+)
 def test_products(rows: int, depth: int, columns: int, adds: bool, relu: bool) -> None:
     case = Case(rows, depth, columns)
     wanted = case.x.astype("d") @ case.weights.T.astype("d") + case.start + (case.addend if adds else 0)

@@ -54,8 +54,20 @@ def test_what_other_processes_wrote_is_kept(path: Path) -> None:
     assert Decisions(path).get("b") == Decision("y", 2.0)
 
 
-@pytest.mark.parametrize("text", ["", "[1, 2", "[]", "3", '{"task": 5}', '{"task": [7, 1.0]}', '{"task": ["a", "b"]}',
-    "[" * 100_000, '{"task": ["a", 1' + "0" * 400 + "]}"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[1, 2",
+        "[]",
+        "3",
+        '{"task": 5}',
+        '{"task": [7, 1.0]}',
+        '{"task": ["a", "b"]}',
+        "[" * 100_000,
+        '{"task": ["a", 1' + "0" * 400 + "]}",
+    ],
+)
 def test_a_foreign_file_is_ignored(path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     path.parent.mkdir()
     path.write_text(text)
@@ -161,10 +173,12 @@ def test_ranks_of_a_machine_decide_alike_at_their_first_run(path: Path, wait: fl
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(path), str(rank), str(wait)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in range(3)
-    ]  # fmt: skip
+    ]
     for rank in ranks:
         assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
     said = []

@@ -25,9 +25,14 @@ from caffepy.backend.types import Geometry
 
 
 def task(
-    channels: int, kernel: int, stride: int = 1, group: int = 0, outputs: int = 0,
-    direction: Direction = Direction.FORWARD, sums: bool = False,
-) -> Task:  # fmt: skip
+    channels: int,
+    kernel: int,
+    stride: int = 1,
+    group: int = 0,
+    outputs: int = 0,
+    direction: Direction = Direction.FORWARD,
+    sums: bool = False,
+) -> Task:
     group = group or channels
     outputs = outputs or channels
     geometry = Geometry((kernel,) * 2, (stride,) * 2, (kernel // 2,) * 2, (1, 1), group)
@@ -91,9 +96,14 @@ def test_no_other_strips_are_done_earlier(height: int, step: int, others: int, a
 
 
 @given_that(
-    some.integers(1, 5), some.integers(1, 3), some.integers(0, 4), some.integers(1, 3), some.integers(1, 4),
-    some.integers(1, 20), some.booleans(),
-)  # fmt: skip
+    some.integers(1, 5),
+    some.integers(1, 3),
+    some.integers(0, 4),
+    some.integers(1, 3),
+    some.integers(1, 4),
+    some.integers(1, 20),
+    some.booleans(),
+)
 def test_the_columns_of_the_source_that_a_tile_needs(
     kernel: int, stride: int, pad: int, dilation: int, tile: int, width: int, data: bool
 ) -> None:

@@ -29,9 +29,14 @@ def modules(cupy_or_mock: None) -> Any:
 
 
 def depthwise(
-    x: tuple[int, ...], kernel: tuple[int, int], stride: int = 1, pad: int = 0, dilation: int = 1,
-    direction: Direction = Direction.FORWARD, dtype: str = "float32",
-) -> Task:  # fmt: skip
+    x: tuple[int, ...],
+    kernel: tuple[int, int],
+    stride: int = 1,
+    pad: int = 0,
+    dilation: int = 1,
+    direction: Direction = Direction.FORWARD,
+    dtype: str = "float32",
+) -> Task:
     geometry = Geometry(kernel, (stride,) * 2, (pad,) * 2, (dilation,) * 2, x[1])
     return Task(Problem(x, (x[1], 1, *kernel), geometry, dtype), direction)
 
@@ -50,9 +55,13 @@ def correlated(axis: CorrelationAxis, source: Any, factors: Any, length: int) ->
 
 
 @given(
-    length=st.integers(1, 40), kernel=st.integers(1, 20), stride=st.integers(1, 17), pad=st.integers(0, 19),
-    dilation=st.integers(1, 7), direction=st.sampled_from(Direction),
-)  # fmt: skip
+    length=st.integers(1, 40),
+    kernel=st.integers(1, 20),
+    stride=st.integers(1, 17),
+    pad=st.integers(0, 19),
+    dilation=st.integers(1, 7),
+    direction=st.sampled_from(Direction),
+)
 def test_a_convolution_and_its_gradients_are_correlations(
     length: int, kernel: int, stride: int, pad: int, dilation: int, direction: Direction
 ) -> None:
@@ -99,13 +108,21 @@ def test_large_depthwise_is_for_large_windows_or_strides(modules: Any, given_tas
 
 @given(
     x=st.tuples(st.integers(1, 70), st.integers(1, 70), st.integers(1, 90), st.integers(1, 90)),
-    kernel=st.tuples(st.integers(1, 63), st.integers(1, 63)), stride=st.integers(1, 16), dilation=st.integers(1, 3),
-    direction=st.sampled_from(Direction), dtype=st.sampled_from(["float32", "float16"]),
-)  # fmt: skip
+    kernel=st.tuples(st.integers(1, 63), st.integers(1, 63)),
+    stride=st.integers(1, 16),
+    dilation=st.integers(1, 3),
+    direction=st.sampled_from(Direction),
+    dtype=st.sampled_from(["float32", "float16"]),
+)
 def test_tilings_cover_the_results_and_fit_a_multiprocessor(
-    modules: Any, x: tuple[int, ...], kernel: tuple[int, int], stride: int, dilation: int, direction: Direction,
+    modules: Any,
+    x: tuple[int, ...],
+    kernel: tuple[int, int],
+    stride: int,
+    dilation: int,
+    direction: Direction,
     dtype: str,
-) -> None:  # fmt: skip
+) -> None:
     module = modules.depthwise
     given_task = depthwise(x, kernel, stride, max(kernel) // 2, dilation, direction, dtype)
     assume(min(given_task.problem.y) > 0 and module.suits_large_depthwise(given_task))

@@ -28,9 +28,15 @@ def modules(cupy_or_mock: None) -> Iterator[Any]:
 
 
 def task(
-    x: tuple[int, ...], outputs: int, kernel: tuple[int, ...], dtype: str = "float16",
-    direction: Direction = Direction.WEIGHTS, group: int = 1, pad: int = 0, stride: int = 1,
-) -> Task:  # fmt: skip
+    x: tuple[int, ...],
+    outputs: int,
+    kernel: tuple[int, ...],
+    dtype: str = "float16",
+    direction: Direction = Direction.WEIGHTS,
+    group: int = 1,
+    pad: int = 0,
+    stride: int = 1,
+) -> Task:
     axes = len(kernel)
     geometry = Geometry(kernel, (stride,) * axes, (pad,) * axes, (1,) * axes, group)
     return Task(Problem(x, (outputs, x[1] // group, *kernel), geometry, dtype), direction)
