@@ -14,18 +14,16 @@ Also defines the panels, as wide as a tile, of a product's columns, and the pack
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, device_function, kernel
-from caffepy.backend.cpu.jit.vector import WIDTH, Writer, ahead, copy_vectors, transpose_square
+from caffepy.backend.cpu.jit.vector import WIDTH, Writer, ahead, copy_vectors, emitted, transpose_square
 
 LONG, LONG_TALL = 32, 128
 """Inner steps above which each outer step has its own sum: sums of sums lose fewer bits than one long sum.
@@ -52,7 +50,9 @@ Twelve addresses exceed the address registers: reloading them in each step costs
 class _TileWriter(Writer):
     """Emits the tile's instructions."""
 
-    def __init__(self, builder: Any, vectors: int, rows: int, arguments: list[Any], width: int, together: int) -> None:
+    def __init__(
+        self, builder: Any, vectors: int, rows: int, arguments: Sequence[Any], width: int, together: int
+    ) -> None:
         super().__init__(builder, width)
         self.rows, self.together = rows, together
         self.long = LONG if rows == ROWS[vectors] else LONG_TALL
@@ -160,61 +160,17 @@ class _TileWriter(Writer):
 
 
 def _tile(vectors: int, rows: int, width: int = WIDTH, together: int = 1) -> Any:
-    numbers, table, word = types.CPointer(types.float32), types.CPointer(types.int64), types.int64
-    signature = types.void(
-        numbers,
-        table,
-        table,
-        word,
-        numbers,
-        table,
-        word,
-        word,
-        word,
-        numbers,
-        word,
-        numbers,
-        table,
-        word,
-        word,
-        numbers,
-        word,
-        word,
-    )
+    def write(builder: Any, *arguments: Any) -> None:
+        _TileWriter(builder, vectors, rows, arguments, width, together).write()
 
-    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        _TileWriter(builder, vectors, rows, list(arguments), width, together).write()
-        return context.get_dummy_value()
-
-    def typed(
-        typing_context: Any,
-        a: Any,
-        a_rows: Any,
-        a_outer: Any,
-        a_inner: Any,
-        b: Any,
-        b_outer: Any,
-        b_inner: Any,
-        outer: Any,
-        inner: Any,
-        start: Any,
-        keep: Any,
-        c: Any,
-        c_rows: Any,
-        count: Any,
-        last: Any,
-        addend: Any,
-        adds: Any,
-        relu: Any,
-    ) -> Any:
-        return signature, generate
-
-    return intrinsic(typed)
+    return emitted("pttwptwwwpwptwwpww", write)
 
 
 HALF = WIDTH // 2 if WIDTH == 16 else 0
 """Maximum lanes of a last vector for which single-vector tiles use half vectors: this halves the multiplications' time
 on processors with two half-vector units, and costs no more elsewhere."""
+LAST = 14
+"""Number of the operand `last` of a tile."""
 
 
 def _tile_function(name: str, rows: dict[int, int]) -> Any:
@@ -225,118 +181,23 @@ def _tile_function(name: str, rows: dict[int, int]) -> Any:
     tile1, tile2, tile3 = (_tile(vectors, many) for vectors, many in rows.items())
     half_tile = _tile(1, rows[1], HALF or WIDTH)
 
-    def any_tile(
-        vectors: Any,
-        a: Any,
-        a_rows: Any,
-        a_outer: Any,
-        a_inner: Any,
-        b: Any,
-        b_outer: Any,
-        b_inner: Any,
-        outer: Any,
-        inner: Any,
-        start: Any,
-        keep: Any,
-        c: Any,
-        c_rows: Any,
-        count: Any,
-        last: Any,
-        addend: Any,
-        adds: Any,
-        relu: Any,
-    ) -> None:
+    def any_tile(vectors: Any, *operands: Any) -> None:
         if vectors == 2:
-            tile2(
-                a,
-                a_rows,
-                a_outer,
-                a_inner,
-                b,
-                b_outer,
-                b_inner,
-                outer,
-                inner,
-                start,
-                keep,
-                c,
-                c_rows,
-                count,
-                last,
-                addend,
-                adds,
-                relu,
-            )
+            tile2(*operands)
         elif vectors == 3:
-            tile3(
-                a,
-                a_rows,
-                a_outer,
-                a_inner,
-                b,
-                b_outer,
-                b_inner,
-                outer,
-                inner,
-                start,
-                keep,
-                c,
-                c_rows,
-                count,
-                last,
-                addend,
-                adds,
-                relu,
-            )
-        elif last <= HALF:
-            half_tile(
-                a,
-                a_rows,
-                a_outer,
-                a_inner,
-                b,
-                b_outer,
-                b_inner,
-                outer,
-                inner,
-                start,
-                keep,
-                c,
-                c_rows,
-                count,
-                last,
-                addend,
-                adds,
-                relu,
-            )
+            tile3(*operands)
+        elif operands[LAST] <= HALF:
+            half_tile(*operands)
         else:
-            tile1(
-                a,
-                a_rows,
-                a_outer,
-                a_inner,
-                b,
-                b_outer,
-                b_inner,
-                outer,
-                inner,
-                start,
-                keep,
-                c,
-                c_rows,
-                count,
-                last,
-                addend,
-                adds,
-                relu,
-            )
+            tile1(*operands)
 
     any_tile.__name__ = any_tile.__qualname__ = name
     return device_function(any_tile)
 
 
 tile, tall_tile = _tile_function("tile", ROWS), _tile_function("tall_tile", TALL)
-"""Tiles of `vectors` vectors with the rows of `ROWS` and `TALL`. Tables are int64. `start` is indexed by c's row offset
+"""Tiles of `vectors` vectors with the rows of `ROWS` and `TALL`. Their other operands are those that `_TileWriter`
+names, in that order. Tables are int64. `start` is indexed by c's row offset
 times `keep` (0 or 1): one row for all (zeros, bias) or c itself. `count` rows and `last` lanes of the last vector are
 written. If `adds` is not 0, the rows of `addend`, with c's layout, are added. If `relu` is not 0, the result is
 rectified."""
@@ -348,113 +209,17 @@ _half_few, _half_many = (_tile(1, rows, HALF or WIDTH, TOGETHER) for rows in (_F
 
 
 @device_function
-def tile_of_fours(
-    rows: Any,
-    a: Any,
-    a_rows: Any,
-    a_outer: Any,
-    a_inner: Any,
-    b: Any,
-    b_outer: Any,
-    b_inner: Any,
-    outer: Any,
-    inner: Any,
-    start: Any,
-    keep: Any,
-    c: Any,
-    c_rows: Any,
-    count: Any,
-    last: Any,
-    addend: Any,
-    adds: Any,
-    relu: Any,
-) -> None:
+def tile_of_fours(rows: Any, *operands: Any) -> None:
     """As `tall_tile` for one vector and a row count in `FOURS`; only every fourth of `a_rows` is read."""
     if rows == _MANY:
-        if last <= HALF:
-            _half_many(
-                a,
-                a_rows,
-                a_outer,
-                a_inner,
-                b,
-                b_outer,
-                b_inner,
-                outer,
-                inner,
-                start,
-                keep,
-                c,
-                c_rows,
-                count,
-                last,
-                addend,
-                adds,
-                relu,
-            )
+        if operands[LAST] <= HALF:
+            _half_many(*operands)
         else:
-            _many(
-                a,
-                a_rows,
-                a_outer,
-                a_inner,
-                b,
-                b_outer,
-                b_inner,
-                outer,
-                inner,
-                start,
-                keep,
-                c,
-                c_rows,
-                count,
-                last,
-                addend,
-                adds,
-                relu,
-            )
-    elif last <= HALF:
-        _half_few(
-            a,
-            a_rows,
-            a_outer,
-            a_inner,
-            b,
-            b_outer,
-            b_inner,
-            outer,
-            inner,
-            start,
-            keep,
-            c,
-            c_rows,
-            count,
-            last,
-            addend,
-            adds,
-            relu,
-        )
+            _many(*operands)
+    elif operands[LAST] <= HALF:
+        _half_few(*operands)
     else:
-        _few(
-            a,
-            a_rows,
-            a_outer,
-            a_inner,
-            b,
-            b_outer,
-            b_inner,
-            outer,
-            inner,
-            start,
-            keep,
-            c,
-            c_rows,
-            count,
-            last,
-            addend,
-            adds,
-            relu,
-        )
+        _few(*operands)
 
 
 def rows_of_fours(rows: int, run: int) -> int:

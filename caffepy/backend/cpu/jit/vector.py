@@ -10,6 +10,7 @@ polynomials are those of Cephes (Moshier 1989, `expf.c`, `logf.c` and `tanhf.c`)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import Parameter, Signature
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PROT_READ
 from typing import Any
 
@@ -26,6 +27,38 @@ def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
     """Typed wrapper of `numba.extending.intrinsic`."""
     compiled: Callable[..., Any] = numba.extending.intrinsic(function)
     return compiled
+
+
+KINDS = {
+    "p": types.CPointer(types.float32),
+    "t": types.CPointer(types.int64),
+    "i": types.CPointer(types.int32),
+    "w": types.int64,
+}
+"""What a letter stands for in `emitted`: a pointer to float32, a table of int64, a pointer to int32, an int64."""
+
+
+def emitted(kinds: Sequence[str | types.Type], write: Callable[..., None]) -> Callable[..., Any]:
+    """Return a function for kernels whose instructions `write` emits; it returns nothing.
+
+    Args:
+        kinds: a letter of `KINDS`, or numba's type, for each argument.
+        write: takes the LLVM IR builder and the arguments.
+    """
+    signature = types.void(*(KINDS[kind] if isinstance(kind, str) else kind for kind in kinds))
+
+    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+        write(builder, *arguments)
+        return context.get_dummy_value()
+
+    def typed(typing_context: Any, *arguments: Any) -> Any:
+        return signature, generate
+
+    # Numba takes the number of arguments from the function's own signature.
+    names = ("typing_context", *(f"argument{i}" for i in range(len(kinds))))
+    one_each = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+    typed.__signature__ = Signature(one_each)  # type: ignore[attr-defined]
+    return intrinsic(typed)
 
 
 def _pointer_from_integer(element: types.Type) -> Any:
