@@ -13,15 +13,15 @@ would be idle. Here the lanes split K, and the time is that of reading the weigh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel, note_host_work
-from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, copy_vectors, intrinsic, table_at
+from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, copy_vectors, emitted, table_at
 from caffepy.backend.cpu.memory import CpuMemory, Workspace
 from caffepy.backend.cpu.microkernel import COST, ROWS, Panels, WeightPacking, extended, pack_weights, tile
 from caffepy.backend.interface import DensePrimitives
@@ -38,7 +38,7 @@ _SPAN = 2
 class _DotsWriter(Writer):
     """Emits the dot products of four rows with one vector."""
 
-    def __init__(self, builder: Any, arguments: list[Any]) -> None:
+    def __init__(self, builder: Any, arguments: Sequence[Any]) -> None:
         super().__init__(builder)
         self.w, self.w_step, self.count, self.x, self.depth, self.c, self.c_step, self.accumulate = arguments
 
@@ -100,18 +100,11 @@ class _DotsWriter(Writer):
         self.builder.store(self.builder.fadd(before, total), address, align=4)
 
 
-@intrinsic
-def _four_dots(
-    typing_context: Any, w: Any, w_step: Any, count: Any, x: Any, depth: Any, c: Any, c_step: Any, accumulate: Any
-) -> Any:
-    """c[r * c_step] (+)= dot product of row r and x, for up to four rows."""
-    numbers, word = types.CPointer(types.float32), types.int64
+_four_dots = emitted("pwwpwpww", lambda builder, *arguments: _DotsWriter(builder, arguments).write())
+"""c[r * c_step] (+)= dot product of row r and x, for up to four rows.
 
-    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        _DotsWriter(builder, list(arguments)).write()
-        return context.get_dummy_value()
-
-    return types.void(numbers, word, word, numbers, word, numbers, word, word), generate
+Arguments: w and its row distance, the number of rows, x, the depth, c and its row distance, whether to add to c.
+"""
 
 
 @kernel

@@ -21,7 +21,7 @@ from numba import types
 
 from caffepy.backend.cpu.jit.kernel import Doubles, Entry, Float, Floats, Int, device_function, kernel, note_host_work
 from caffepy.backend.cpu.jit.threads import GRAIN
-from caffepy.backend.cpu.jit.vector import ahead, intrinsic
+from caffepy.backend.cpu.jit.vector import ahead, emitted
 from caffepy.backend.cpu.memory import CpuMemory
 from caffepy.backend.interface import NormalisationPrimitives
 from caffepy.backend.types import CHANNELS_LAST, Array, BatchNormState, LrnWindow
@@ -140,19 +140,10 @@ Body = Callable[..., None]
 def step_function(body: Body, pointers: Sequence[types.Type], partial: bool) -> Any:
     """Return a step that kernels call: (position in the array, position in the row, lanes, period, pointer, ...)."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        at, column, count, period, *rest = arguments
+    def write(builder: Any, at: Any, column: Any, count: Any, period: Any, *rest: Any) -> None:
         body(Step(builder, count if partial else None), at, column, period, *rest)
-        return context.get_dummy_value()
 
-    def typed() -> Any:
-        return types.void(*[types.int64] * 4, *pointers), generate
-
-    names = ", ".join(f"p{i}" for i in range(len(pointers)))
-    scope: dict[str, Any] = {"typed": typed}
-    # Numba takes the parameter count from the function's own signature.
-    exec(f"def step(typing_context, at, column, count, period, {names}):\n    return typed()\n", scope)
-    return intrinsic(scope["step"])
+    return emitted(["w"] * 4 + [*pointers], write)
 
 
 Gate = Literal["none", "bits", "normal", "output"]

@@ -6,17 +6,16 @@ The innermost loops keep the maximum or sum of a window for several channel vect
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Ints, Kernel, Words, device_function, kernel
-from caffepy.backend.cpu.jit.vector import INDICES, VECTOR, WIDTH, Writer, ahead, ahead_int, intrinsic
+from caffepy.backend.cpu.jit.vector import INDICES, VECTOR, WIDTH, Writer, ahead, ahead_int, emitted
 from caffepy.backend.cpu.memory import CpuMemory, Workspace
 from caffepy.backend.interface import PoolingPrimitives
 from caffepy.backend.types import Array, Geometry
@@ -30,7 +29,6 @@ MIN_STRIPED_CHANNELS = 512
 prefetcher needs sequential reads."""
 COLUMNS = 8
 """Columns per strip."""
-WORD, NUMBERS, INTEGERS = types.int64, types.CPointer(types.float32), types.CPointer(types.int32)
 
 
 class WindowWriter(Writer):
@@ -52,7 +50,7 @@ class WindowWriter(Writer):
             last = builder.sub(left, self._offsets[1])
             self._offsets[1] = builder.select(builder.icmp_signed("<", last, self._offsets[1]), last, self._offsets[1])
 
-    def write_maximum(self, arguments: list[Any]) -> None:
+    def write_maximum(self, arguments: Sequence[Any]) -> None:
         """See `window_maximum`."""
         x, rows, row, columns, column, index, width, y, mask = arguments
         builder, numbers = self.builder, ir.FloatType().as_pointer()
@@ -79,7 +77,7 @@ class WindowWriter(Writer):
         self._write(y, best[::2])
         self._write(mask, [builder.bitcast(where, VECTOR) for where in best[1::2]])
 
-    def write_sums(self, arguments: list[Any]) -> None:
+    def write_sums(self, arguments: Sequence[Any]) -> None:
         """See `window_sums`."""
         x, rows, row, columns, column, high, wide, step, y = arguments
         builder, zeros = self.builder, [ir.Constant(VECTOR, [0.0] * WIDTH)] * len(self._offsets)
@@ -127,40 +125,21 @@ class WindowWriter(Writer):
         return [self.builder.select(larger, value, best[0]), self.builder.select(larger, where, best[1])]
 
 
-def _window(
-    write: Callable[[WindowWriter, list[Any]], None], more: tuple[Any, ...], vectors: int, resumes: bool
-) -> Any:
+def _window(write: Callable[[WindowWriter, Sequence[Any]], None], more: str, vectors: int, resumes: bool) -> Any:
     """Return an intrinsic for a window of x: `rows` x `columns` elements at distances `row` and `column`."""
-    signature = types.void(NUMBERS, WORD, WORD, WORD, WORD, *more, WORD)
 
-    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        write(WindowWriter(builder, vectors, resumes, arguments[-1]), list(arguments[:-1]))
-        return context.get_dummy_value()
+    def emit(builder: Any, *arguments: Any) -> None:
+        write(WindowWriter(builder, vectors, resumes, arguments[-1]), arguments[:-1])
 
-    def typed(
-        typing_context: Any,
-        x: Any,
-        rows: Any,
-        row: Any,
-        columns: Any,
-        column: Any,
-        first: Any,
-        second: Any,
-        third: Any,
-        fourth: Any,
-        left: Any,
-    ) -> Any:
-        return signature, generate
-
-    return intrinsic(typed)
+    return emitted(f"pwwww{more}w", emit)
 
 
 def _window_maximum(vectors: int, resumes: bool = False) -> Any:
-    return _window(WindowWriter.write_maximum, (WORD, WORD, NUMBERS, INTEGERS), vectors, resumes)
+    return _window(WindowWriter.write_maximum, "wwpi", vectors, resumes)
 
 
 def _window_sums(vectors: int, resumes: bool = False) -> Any:
-    return _window(WindowWriter.write_sums, (NUMBERS, NUMBERS, WORD, NUMBERS), vectors, resumes)
+    return _window(WindowWriter.write_sums, "ppwp", vectors, resumes)
 
 
 window_maximum, window_maximum2, window_maximum4 = (_window_maximum(vectors) for vectors in (1, 2, 4))

@@ -27,24 +27,18 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 
 from caffepy.backend.cpu.convolution.correlation import AxisTaps, ConvolutionShape, axis_residues, forward_axis, merged
 from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.convolution.simd_groups import (
     LINE,
-    NUMBERS,
     PIXELS,
-    TABLE,
-    WORD,
     Row,
     SimdGroups,
     SimdGroupsWriter,
     add_blocks,
     fold_kernel,
     gather,
-    generator,
     named_kernel,
     new_rows,
     next_rows,
@@ -64,7 +58,7 @@ from caffepy.backend.cpu.convolution.simd_groups import (
 )
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Kernel, Words, device_function, note_host_work
 from caffepy.backend.cpu.jit.threads import GRAIN, VECTOR_GRAIN
-from caffepy.backend.cpu.jit.vector import WIDTH, ahead, table_at
+from caffepy.backend.cpu.jit.vector import WIDTH, ahead, emitted, table_at
 from caffepy.backend.cpu.memory import Workspace
 from caffepy.backend.types import Geometry
 
@@ -83,7 +77,7 @@ ZEROS = ConstantTable(np.zeros(2 * WIDTH, np.float32))
 class _TileWriter(SimdGroupsWriter):
     """Emits the sums of a tile of eight or four pixels."""
 
-    def write_tile(self, row: Row, arguments: list[Any]) -> None:
+    def write_tile(self, row: Row, arguments: Sequence[Any]) -> None:
         """See `row_tile`."""
         *first, pixels, relu, low, high, zeros = arguments
         builder, vector = self.builder, self.word(WIDTH)
@@ -108,32 +102,11 @@ def row_tile(row: Row) -> Any:
 
     Arguments: as those of `row_sums`, with the pixels in place of the numbers of elements read and written.
     """
-    signature = types.void(
-        NUMBERS, WORD, TABLE, WORD, TABLE, NUMBERS, NUMBERS, NUMBERS, WORD, WORD, WORD, WORD, WORD, NUMBERS
-    )
 
-    def typed(
-        typing_context: Any,
-        x: Any,
-        step: Any,
-        rows: Any,
-        row_count: Any,
-        columns: Any,
-        weights: Any,
-        start: Any,
-        y: Any,
-        y_step: Any,
-        pixels: Any,
-        relu: Any,
-        low: Any,
-        high: Any,
-        zeros: Any,
-    ) -> Any:
-        return signature, generator(
-            _TileWriter, SimdGroups(1, 1), lambda writer, arguments: writer.write_tile(row, arguments)
-        )
+    def write(builder: Any, *arguments: Any) -> None:
+        _TileWriter(builder, SimdGroups(1, 1)).write_tile(row, arguments)
 
-    return intrinsic(typed)
+    return emitted("pwtwtpppwwwwwp", write)
 
 
 @cache
@@ -351,7 +324,7 @@ MIN_RUN = 2 * WIDTH
 class _RunWriter(SimdGroupsWriter):
     """Emits the sums of a run."""
 
-    def write(self, taps: int, arguments: list[Any]) -> None:
+    def write(self, taps: int, arguments: Sequence[Any]) -> None:
         """See `run_sums`."""
         builder = self.builder
         y, count, x, weights, run, keep = arguments
@@ -398,14 +371,11 @@ def run_sums(taps: int) -> Any:
 
     Arguments: y, number of elements, x, weights, run, keep (0 or 1).
     """
-    signature = types.void(NUMBERS, WORD, NUMBERS, NUMBERS, WORD, WORD)
 
-    def typed(typing_context: Any, y: Any, count: Any, x: Any, weights: Any, run: Any, keep: Any) -> Any:
-        return signature, generator(
-            _RunWriter, SimdGroups(1, 1), lambda writer, arguments: writer.write(taps, arguments)
-        )
+    def write(builder: Any, *arguments: Any) -> None:
+        _RunWriter(builder, SimdGroups(1, 1)).write(taps, arguments)
 
-    return intrinsic(typed)
+    return emitted("pwppww", write)
 
 
 @device_function
@@ -583,7 +553,7 @@ BATCH_PARTS = 8
 class _PlaneWriter(SimdGroupsWriter):
     """Emits the packing of pixels and the sums over a plane."""
 
-    def write_copy(self, arguments: list[Any]) -> None:
+    def write_copy(self, arguments: Sequence[Any]) -> None:
         """See `copy_pixels`."""
         x, step, count, target, inputs = arguments
         masks = self.masks(inputs, whole=False)
@@ -598,7 +568,7 @@ class _PlaneWriter(SimdGroupsWriter):
 
         self.loop(count, [], [], pixel)
 
-    def write_sums(self, row: Row, rows: int, pixels: int, arguments: list[Any]) -> None:
+    def write_sums(self, row: Row, rows: int, pixels: int, arguments: Sequence[Any]) -> None:
         """See `plane_sums`."""
         x, x_line, gap, dy, dy_line, lines, blocks, totals = arguments
         builder, meets = self.builder, row.columns(pixels)
@@ -632,12 +602,7 @@ def copy_pixels(lanes: SimdGroups) -> Any:
 
     Arguments: the first pixel and the elements between pixels; the number of pixels; the target; elements of a pixel.
     """
-    signature = types.void(NUMBERS, WORD, WORD, NUMBERS, WORD)
-
-    def typed(typing_context: Any, x: Any, step: Any, count: Any, target: Any, inputs: Any) -> Any:
-        return signature, generator(_PlaneWriter, lanes, lambda writer, arguments: writer.write_copy(arguments))
-
-    return intrinsic(typed)
+    return emitted("pwwpw", lambda builder, *arguments: _PlaneWriter(builder, lanes).write_copy(arguments))
 
 
 @cache
@@ -647,17 +612,11 @@ def plane_sums(row: Row, rows: int, pixels: int) -> Any:
     Arguments: x, the elements between the windows of two lines and between two rows of a window; dy and the elements of
     its line; lines, blocks of `pixels` of each; totals.
     """
-    signature = types.void(NUMBERS, WORD, WORD, NUMBERS, WORD, WORD, WORD, NUMBERS)
 
-    def typed(
-        typing_context: Any, x: Any, x_line: Any, gap: Any, dy: Any, dy_line: Any, lines: Any, blocks: Any, totals: Any
-    ) -> Any:
-        def write(writer: Any, arguments: list[Any]) -> None:
-            writer.write_sums(row, rows, pixels, arguments)
+    def write(builder: Any, *arguments: Any) -> None:
+        _PlaneWriter(builder, SimdGroups(1, 1)).write_sums(row, rows, pixels, arguments)
 
-        return signature, generator(_PlaneWriter, SimdGroups(1, 1), write)
-
-    return intrinsic(typed)
+    return emitted("pwwpwwwp", write)
 
 
 @cache

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 
 from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.gemm import Gemm
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel, note_host_work
-from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, WORD, Writer, ahead, intrinsic
+from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, WORD, Writer, ahead, emitted
 from caffepy.backend.cpu.microkernel import Panels, WeightPacking, extended, pack_weights
 from caffepy.backend.types import Geometry, memory_order
 
@@ -44,7 +44,7 @@ GRAIN = 1024
 class _PixelsWriter(Writer):
     """Emits the instructions of a tile."""
 
-    def __init__(self, builder: Any, arguments: list[Any]) -> None:
+    def __init__(self, builder: Any, arguments: Sequence[Any]) -> None:
         super().__init__(builder)
         (
             self.x,
@@ -103,43 +103,26 @@ class _PixelsWriter(Writer):
             self.store(own[-1], self.vector_at(target, self.word((vectors - 1) * WIDTH)), self.last, mask)
 
 
-@intrinsic
-def _tile(
-    typing_context: Any,
-    rows: Any,
-    vectors: Any,
-    x: Any,
-    x_step: Any,
-    weights: Any,
-    depth: Any,
-    start: Any,
-    y: Any,
-    y_step: Any,
-    last: Any,
-    addend: Any,
-    adds: Any,
-    relu: Any,
-) -> Any:
-    """A tile with a height in `HEIGHTS` and up to `WIDEST` vectors; other sizes do nothing."""
-    # Arguments after its size: x and its row distance in elements, weights, depth, start, y and its row distance, lanes
-    # of the last vector, addend (with y's layout), whether to add it, whether to rectify.
-    numbers, word = types.CPointer(types.float32), types.int64
-    kinds = [word, word, numbers, word, numbers, word, numbers, numbers, word, word, numbers, word, word]
+def _write_tile(builder: Any, high: Any, wide: Any, *arguments: Any) -> None:
+    """Emit a tile for each height in `HEIGHTS` and each number of vectors, and the choice between them."""
+    number = builder.add(builder.mul(high, ir.Constant(WORD, WIDEST + 1)), wide)
+    done = builder.append_basic_block("tile.end")
+    switch = builder.switch(number, done)
+    for rows, vectors in itertools.product(HEIGHTS, range(1, WIDEST + 1)):
+        block = builder.append_basic_block(f"tile.{rows}.{vectors}")
+        switch.add_case(ir.Constant(WORD, rows * (WIDEST + 1) + vectors), block)
+        builder.position_at_end(block)
+        _PixelsWriter(builder, arguments).write(rows, vectors)
+        builder.branch(done)
+    builder.position_at_end(done)
 
-    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        number = builder.add(builder.mul(arguments[0], ir.Constant(WORD, WIDEST + 1)), arguments[1])
-        done = builder.append_basic_block("tile.end")
-        switch = builder.switch(number, done)
-        for rows, vectors in itertools.product(HEIGHTS, range(1, WIDEST + 1)):
-            block = builder.append_basic_block(f"tile.{rows}.{vectors}")
-            switch.add_case(ir.Constant(WORD, rows * (WIDEST + 1) + vectors), block)
-            builder.position_at_end(block)
-            _PixelsWriter(builder, list(arguments[2:])).write(rows, vectors)
-            builder.branch(done)
-        builder.position_at_end(done)
-        return context.get_dummy_value()
 
-    return types.void(*kinds), generate
+_tile = emitted("wwpwpwppwwpww", _write_tile)
+"""A tile with a height in `HEIGHTS` and up to `WIDEST` vectors; other sizes do nothing.
+
+Arguments: rows and vectors; x and its row distance in elements, weights, depth, start, y and its row distance, lanes of
+the last vector, addend (with y's layout), whether to add it, whether to rectify.
+"""
 
 
 @kernel

@@ -17,14 +17,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from caffepy.backend.cpu.convolution.correlation import AxisTaps, merged, taps_inside
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Kernel, Words, kernel
-from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, table_at
+from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, emitted, table_at
 
-WORD, NUMBERS, TABLE = types.int64, types.CPointer(types.float32), types.CPointer(types.int64)
 PIXELS = 4
 """Pixels that the weight gradient processes at a time."""
 OCTETS = ir.IntType(8).as_pointer()
@@ -127,7 +124,7 @@ class SimdGroupsWriter(Writer):
     def shifted(self, pointer: Any, offset: Any) -> Any:
         return self.builder.gep(pointer, [offset])
 
-    def write_pixels(self, pixels: int, whole: bool, arguments: list[Any]) -> None:
+    def write_pixels(self, pixels: int, whole: bool, arguments: Sequence[Any]) -> None:
         """See `pixel_sums`."""
         x, x_step, rows, row_count, columns, column_count, weights, start, y, y_step, inputs, outputs, relu = arguments
         masks, mask, builder = self.masks(inputs, whole), self.lanes(outputs), self.builder
@@ -216,7 +213,7 @@ class SimdGroupsWriter(Writer):
             for column in columns
         }
 
-    def write_row(self, row: Row, pixels: int, whole: bool, edges: bool, arguments: list[Any]) -> None:
+    def write_row(self, row: Row, pixels: int, whole: bool, edges: bool, arguments: Sequence[Any]) -> None:
         """See `row_sums`."""
         x, step, rows, row_count, columns, weights, start, y, y_step, inputs, outputs, *others = arguments
         relu, low, high, zeros, distance, fetched = others
@@ -258,7 +255,7 @@ class SimdGroupsWriter(Writer):
             else:
                 self.store(total, address, outputs, mask)
 
-    def write_row_taps(self, row: Row, rows: int, whole: bool, arguments: list[Any]) -> None:
+    def write_row_taps(self, row: Row, rows: int, whole: bool, arguments: Sequence[Any]) -> None:
         """See `row_tap_sums`."""
         x, step, entries, columns, dy, dy_step, count, totals, inputs, outputs, *others = arguments
         low, high, zeros, distance, dy_distance, fetched = others
@@ -313,7 +310,7 @@ class SimdGroupsWriter(Writer):
             address = self.vector_at(self.shifted(totals, offset), self.word(int(i) * WIDTH))
             builder.store(builder.fadd(builder.load(address, align=4), total), address, align=4)
 
-    def write_taps(self, taps: int, whole: bool, arguments: list[Any]) -> None:
+    def write_taps(self, taps: int, whole: bool, arguments: Sequence[Any]) -> None:
         """See `tap_sums`."""
         x, x_step, tap_table, dy, dy_step, count, totals, inputs, outputs = arguments
         masks, mask, builder = self.masks(inputs, whole), None if whole else self.lanes(outputs), self.builder
@@ -340,27 +337,7 @@ def pixel_sums(lanes: SimdGroups, pixels: int, whole: bool) -> Any:
     their number; columns of taps likewise; weights; the start vector; y and the step between its pixels; the elements
     of a pixel that are read and written; whether to rectify. `whole`: elements fill their vectors.
     """
-    signature = types.void(NUMBERS, WORD, TABLE, WORD, TABLE, WORD, NUMBERS, NUMBERS, NUMBERS, WORD, WORD, WORD, WORD)
-
-    def typed(
-        typing_context: Any,
-        x: Any,
-        x_step: Any,
-        rows: Any,
-        row_count: Any,
-        columns: Any,
-        column_count: Any,
-        weights: Any,
-        start: Any,
-        y: Any,
-        y_step: Any,
-        inputs: Any,
-        outputs: Any,
-        relu: Any,
-    ) -> Any:
-        return signature, _generator(lanes, lambda writer, arguments: writer.write_pixels(pixels, whole, arguments))
-
-    return intrinsic(typed)
+    return _sums(lanes, "pwtwtwpppwwww", lambda writer, given: writer.write_pixels(pixels, whole, given))
 
 
 @cache
@@ -372,51 +349,7 @@ def row_sums(lanes: SimdGroups, row: Row, pixels: int, whole: bool, edges: bool)
     the first column inside the image, relative to the first pixel's first tap, and the end column; zeros to read for
     outside columns, used with `edges`; the prefetch distance in elements, and the number of (last) rows to prefetch.
     """
-    signature = types.void(
-        NUMBERS,
-        WORD,
-        TABLE,
-        WORD,
-        TABLE,
-        NUMBERS,
-        NUMBERS,
-        NUMBERS,
-        WORD,
-        WORD,
-        WORD,
-        WORD,
-        WORD,
-        WORD,
-        NUMBERS,
-        WORD,
-        WORD,
-    )
-
-    def typed(
-        typing_context: Any,
-        x: Any,
-        step: Any,
-        rows: Any,
-        row_count: Any,
-        columns: Any,
-        weights: Any,
-        start: Any,
-        y: Any,
-        y_step: Any,
-        inputs: Any,
-        outputs: Any,
-        relu: Any,
-        low: Any,
-        high: Any,
-        zeros: Any,
-        distance: Any,
-        fetched: Any,
-    ) -> Any:
-        return signature, _generator(
-            lanes, lambda writer, arguments: writer.write_row(row, pixels, whole, edges, arguments)
-        )
-
-    return intrinsic(typed)
+    return _sums(lanes, "pwtwtpppwwwwwwpww", lambda writer, given: writer.write_row(row, pixels, whole, edges, given))
 
 
 @cache
@@ -429,34 +362,7 @@ def row_tap_sums(lanes: SimdGroups, row: Row, rows: int, whole: bool) -> Any:
     of a pixel of x and of dy; columns inside the image and zeros as for `row_sums`; the prefetch distances of x and of
     dy in elements, and the number of (last) rows to prefetch.
     """
-    signature = types.void(
-        NUMBERS, WORD, TABLE, TABLE, NUMBERS, WORD, WORD, NUMBERS, WORD, WORD, WORD, WORD, NUMBERS, WORD, WORD, WORD
-    )
-
-    def typed(
-        typing_context: Any,
-        x: Any,
-        step: Any,
-        entries: Any,
-        columns: Any,
-        dy: Any,
-        dy_step: Any,
-        count: Any,
-        totals: Any,
-        inputs: Any,
-        outputs: Any,
-        low: Any,
-        high: Any,
-        zeros: Any,
-        distance: Any,
-        dy_distance: Any,
-        fetched: Any,
-    ) -> Any:
-        return signature, _generator(
-            lanes, lambda writer, arguments: writer.write_row_taps(row, rows, whole, arguments)
-        )
-
-    return intrinsic(typed)
+    return _sums(lanes, "pwttpwwpwwwwpwww", lambda writer, given: writer.write_row_taps(row, rows, whole, given))
 
 
 @cache
@@ -466,39 +372,12 @@ def tap_sums(lanes: SimdGroups, taps: int, whole: bool) -> Any:
     Arguments: x and the step between pixels' windows; the taps as a table of (offset in x, in totals); dy and the step
     between pixels; number of pixels; totals; the elements of a pixel of x and of dy. `whole`: they fill their vectors.
     """
-    signature = types.void(NUMBERS, WORD, TABLE, NUMBERS, WORD, WORD, NUMBERS, WORD, WORD)
-
-    def typed(
-        typing_context: Any,
-        x: Any,
-        x_step: Any,
-        tap_table: Any,
-        dy: Any,
-        dy_step: Any,
-        count: Any,
-        totals: Any,
-        inputs: Any,
-        outputs: Any,
-    ) -> Any:
-        return signature, _generator(lanes, lambda writer, arguments: writer.write_taps(taps, whole, arguments))
-
-    return intrinsic(typed)
+    return _sums(lanes, "pwtpwwpww", lambda writer, given: writer.write_taps(taps, whole, given))
 
 
-def _generator(lanes: SimdGroups, write: Callable[[Any, list[Any]], None]) -> Callable[..., Any]:
-    return generator(SimdGroupsWriter, lanes, write)
-
-
-def generator(
-    kind: type[SimdGroupsWriter], lanes: SimdGroups, write: Callable[[Any, list[Any]], None]
-) -> Callable[..., Any]:
-    """Return the code generator that numba calls for an intrinsic."""
-
-    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        write(kind(builder, lanes), list(arguments))
-        return context.get_dummy_value()
-
-    return generate
+def _sums(lanes: SimdGroups, kinds: str, write: Callable[[SimdGroupsWriter, Sequence[Any]], None]) -> Any:
+    """As `emitted`, with a writer for these lanes in place of the builder."""
+    return emitted(kinds, lambda builder, *arguments: write(SimdGroupsWriter(builder, lanes), arguments))
 
 
 def table_of(values: Any) -> ConstantTable:

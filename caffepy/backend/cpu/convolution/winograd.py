@@ -20,19 +20,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 
 from caffepy.backend.cpu.convolution.correlation import ConvolutionShape, Ending
 from caffepy.backend.cpu.convolution.direct import TileConvolution
 from caffepy.backend.cpu.jit.kernel import ConstantTable, Floats, Int, Words, kernel
-from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, intrinsic, table_at, transpose_square
+from caffepy.backend.cpu.jit.vector import VECTOR, WIDTH, Writer, ahead, emitted, table_at, transpose_square
 from caffepy.backend.cpu.memory import Workspace
 from caffepy.backend.cpu.microkernel import ROWS, Panels, extended, tile
 from caffepy.backend.types import Geometry
 
 Line = Sequence[Any]
 """Vectors along one axis of a tile."""
-_FLOATS = types.CPointer(types.float32)
 _HALF = ir.Constant(VECTOR, [0.5] * WIDTH)
 
 
@@ -120,22 +118,9 @@ class _Transforms(Writer):
         return [values[row : row + 4] for row in range(0, 16, 4)]
 
 
-def _written(write: Callable[..., None], signature: str) -> Any:
-    """Return a function for kernels; `signature` has a `p` per pointer to float32 and a `w` per int64."""
-    kinds = [_FLOATS if kind == "p" else types.int64 for kind in signature]
-
-    def generate(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        write(_Transforms(builder), *arguments)
-        return context.get_dummy_value()
-
-    def typed() -> Any:
-        return types.void(*kinds), generate
-
-    names = ", ".join(f"a{i}" for i in range(len(kinds)))
-    scope: dict[str, Any] = {"typed": typed}
-    # Numba takes the parameter count from the function's own signature.
-    exec(f"def transform(typing_context, {names}):\n    return typed()\n", scope)
-    return intrinsic(scope["transform"])
+def _written(write: Callable[..., None], kinds: str) -> Any:
+    """As `emitted`, with a `_Transforms` in place of the builder."""
+    return emitted(kinds, lambda builder, *arguments: write(_Transforms(builder), *arguments))
 
 
 def _from_image(name: str, count: int) -> Callable[..., None]:
