@@ -195,50 +195,20 @@ def max_forward(
             out = (item * out_width + ow) * channels
             index = h0 * width + w0
             source = (n * height * width + index) * channels
+            window = h1 - h0, size, w1 - w0, channels, index, width
             c = 0
             while c < channels:
                 left = channels - c
                 if left >= 4 * vector:
-                    window_maximum4(
-                        ahead(x, source + c),
-                        h1 - h0,
-                        size,
-                        w1 - w0,
-                        channels,
-                        index,
-                        width,
-                        ahead(y, out + c),
-                        ahead_int(mask, out + c),
-                        left,
-                    )
+                    window_maximum4(ahead(x, source + c), *window, ahead(y, out + c), ahead_int(mask, out + c), left)
                     c += 4 * vector
                 elif left > vector:
-                    window_maximum2(
-                        ahead(x, source + c),
-                        h1 - h0,
-                        size,
-                        w1 - w0,
-                        channels,
-                        index,
-                        width,
-                        ahead(y, out + c),
-                        ahead_int(mask, out + c),
-                        left,
-                    )
+                    window_maximum2(ahead(x, source + c), *window, ahead(y, out + c), ahead_int(mask, out + c), left)
                     c += 2 * vector
                 else:
                     at = min(c, max(0, channels - vector))
                     window_maximum(
-                        ahead(x, source + at),
-                        h1 - h0,
-                        size,
-                        w1 - w0,
-                        channels,
-                        index,
-                        width,
-                        ahead(y, out + at),
-                        ahead_int(mask, out + at),
-                        channels - at,
+                        ahead(x, source + at), *window, ahead(y, out + at), ahead_int(mask, out + at), channels - at
                     )
                     c += vector
 
@@ -276,33 +246,16 @@ def max_of_parts(
                 y[out + c], mask[out + c] = x[(n * height * width + index) * channels + c], index
             for h in range(h0, h1):
                 for w in range(w0, w1, part):
-                    index, columns = h * width + w, min(part, w1 - w)
+                    index = h * width + w
+                    window = 1, 0, min(part, w1 - w), channels, index, width
                     source = (n * height * width + index) * channels
                     for c in range(0, many, 4 * vector):
                         more_maximum4(
-                            ahead(x, source + c),
-                            1,
-                            0,
-                            columns,
-                            channels,
-                            index,
-                            width,
-                            ahead(y, out + c),
-                            ahead_int(mask, out + c),
-                            channels - c,
+                            ahead(x, source + c), *window, ahead(y, out + c), ahead_int(mask, out + c), channels - c
                         )
                     for c in range(many, channels, vector):
                         more_maximum(
-                            ahead(x, source + c),
-                            1,
-                            0,
-                            columns,
-                            channels,
-                            index,
-                            width,
-                            ahead(y, out + c),
-                            ahead_int(mask, out + c),
-                            channels - c,
+                            ahead(x, source + c), *window, ahead(y, out + c), ahead_int(mask, out + c), channels - c
                         )
 
 
