@@ -147,6 +147,7 @@ class DeviceThread(ABC):
 
     def abort(self) -> None:
         """Wake the thread from all waits for other devices. Callable from any thread."""
+        # The thread may wait for its communicator, or in it, or have none yet.
         self._connect.give_up()
         if self._communicator is not None:
             self._communicator.abort()
@@ -170,6 +171,8 @@ class DeviceThread(ABC):
 
     def _run(self) -> None:
         try:
+            # Before the backend: pinned memory is placed near the core that takes it, and later threads inherit the
+            # mask.
             self._bind()
             self._backend = self._create_backend()
             with self._backend.activate():

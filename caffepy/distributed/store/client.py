@@ -167,7 +167,7 @@ class ControlClient(ControlChannel):
         while True:
             try:
                 return self._connect(DATA)
-            # Nobody listens any more: rank 0 has ended, and waiting will not help.
+            # Nothing listens there any more: rank 0 has ended, and waiting will not help.
             except ConnectionRefusedError:
                 raise
             except OSError:
