@@ -199,6 +199,7 @@ class DeviceThread(ABC):
         self._on_change()
 
     def _close(self) -> None:
+        # An error ends the other devices' waits at once; closing in order would wait for them.
         if self._communicator is not None and self.error is not None:
             self._communicator.abort()
         self._release()
@@ -237,8 +238,10 @@ class DeviceThreads(list[ThreadT]):
         """
         while not all(map(reached, self)):
             check()
+            # Cleared before the condition is tested: a change in between sets it again, and the wait ends.
             self._changed.clear()
             if world.serves:
+                # `serve` itself waits for calls, so there is no other pause here.
                 world.serve()
             elif not all(map(reached, self)):
                 self._changed.wait(_POLL)

@@ -643,6 +643,7 @@ class ProcessGroup:
 
     def _on_failure(self, failure: Failure) -> None:
         """Handle the failure of another rank or of this rank's control plane. Called by the monitor's thread."""
+        # This rank's own monitor has found the failure: the others hear of it from here.
         if not failure.reported:
             self.membership.channel.fail(failure.message)
         self._fail(failure.message)
@@ -650,6 +651,7 @@ class ProcessGroup:
     def _fail(self, message: str) -> None:
         """Wake all waiters of this process."""
         if self.failure is None:
+            # The first message stays; what follows is mostly its consequence.
             self.failure = message
             self._failed.set()
             self.communicator.abort()

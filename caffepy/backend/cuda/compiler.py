@@ -169,8 +169,8 @@ def c_type(array: Array) -> str:
 @cache
 def divider(number: int) -> Any:
     """Return the `Divider` argument (kernels/common.cu) for a divisor from 1 to 2^31."""
-    # n * factor >> shift is n / number, rounded down, for n below 2^31: the factor exceeds 2^shift / number by less
-    # than 2^(shift - 31) / number (Granlund and Montgomery, PLDI 1994).
+    # n * factor >> shift is n / number, rounded down, for n below 2^31: the factor exceeds 2^shift / number by at
+    # most 2^(shift - 31) / number (Granlund and Montgomery, PLDI 1994).
     shift = 31 + (number - 1).bit_length()
     return np.uint64((shift << 32) | ((1 << shift) // number + 1))
 

@@ -119,7 +119,7 @@ class SharedSums:
         first, last = self._share(elements, self._rank)
         for start in range(first, last, _CHUNK):
             chunk = slice(start, min(start + _CHUNK, last))
-            # In rank order for every element, whoever adds it up: the bits do not depend on which rank is faster.
+            # In rank order for every element: the bits depend neither on the rank that adds up nor on its speed.
             np.add(self._parts[0][chunk], self._parts[1][chunk], out=total[chunk])
             for part in self._parts[2:]:
                 total[chunk] += part[chunk]
