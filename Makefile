@@ -23,7 +23,7 @@ COUNT ?= 200000
 SEED ?= 1
 SOLVER := models/lenet/solver.prototxt
 DIGITS := models/lenet/mnist_train_lmdb/data.mdb models/lenet/mnist_test_lmdb/data.mdb
-PACKAGING := setup.cfg pyproject.toml $(wildcard setup.py)
+PACKAGING := pyproject.toml $(wildcard setup.py)
 SCHEMA := proto/caffe.proto
 # Folders too: one changes when a file in it is removed or renamed.
 SOURCES := $(shell find caffepy -name __pycache__ -prune -o -print 2>/dev/null)
@@ -94,7 +94,7 @@ $(VENV)/test.stamp: $(BIN)/pip $(PACKAGING) $(SCHEMA)
 	$(BIN)/pip install --quiet --editable '.[mpi,test,dev]'
 	touch $@
 
-$(VENV)-docs/stamp: setup.cfg | $(BIN)/pip
+$(VENV)-docs/stamp: pyproject.toml | $(BIN)/pip
 	$(PYTHON) -m venv $(VENV)-docs
 	$(VENV)-docs/bin/pip install --quiet $$($(PYTHON) docs/site.py --requirements)
 	touch $@

@@ -1,4 +1,4 @@
-"""Generates caffepy/formats/proto/caffe_pb2.py from proto/caffe.proto in every build; setup.cfg holds the metadata.
+"""Generates caffepy/formats/proto/caffe_pb2.py from proto/caffe.proto in every build; pyproject.toml has the rest.
 
 A wheel contains the models too. With the repository's address in CAFFEPY_URL, as in releases, the metadata have links.
 """
@@ -45,14 +45,16 @@ def copy_models(package: Path) -> None:
 def release_metadata(url: str) -> dict[str, object]:
     """Links for an index, which shows the README at another address; nothing without the repository's address."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    form = {"long_description_content_type": "text/markdown"}
     if not url:
-        return {"long_description": readme}
+        return {"long_description": readme, **form}
     found = _VERSION.search((ROOT / "caffepy" / "version.py").read_text())
     if found is None:
         raise SystemExit("caffepy/version.py has no __version__")
     files = f"{url}/blob/v{found[1]}"
     return {
         "long_description": _RELATIVE_LINK.sub(rf"]({files}/\1)", readme),
+        **form,
         "url": url,
         "project_urls": {
             "Documentation": f"{files}/README.md#documents",

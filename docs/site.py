@@ -5,10 +5,10 @@ With --requirements it prints the requirements of the extra `docs`, for pip.
 
 from __future__ import annotations
 
-import configparser
 import re
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,10 +25,8 @@ def linked_files(page: Path) -> set[Path]:
 
 
 def requirements() -> list[str]:
-    """The requirements of the extra `docs`, without spaces."""
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    return setup["options.extras_require"]["docs"].split()
+    """The requirements of the extra `docs`."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["docs"]
 
 
 def main() -> None:

@@ -84,6 +84,8 @@ class AsyncConnector(Connector):
         else:
             with self._lock:
                 self._result = result
+                # Decided under the lock together with the result: either `give_up` finds the communicator, or this
+                # thread finds that it is unwanted.
                 unwanted = self._given_up.is_set()
             if unwanted:
                 result.abort()
@@ -101,6 +103,7 @@ class AsyncConnector(Connector):
         """The communicator; waits for the thread that makes it, or makes it here if none has begun."""
         if not self._begun:
             return self._connect()
+        # Short waits, because the thread may be stuck in NCCL's call for good and never set the event.
         while not self._done.wait(_POLL):
             if self._given_up.is_set():
                 raise AbortedError("training was stopped")
@@ -127,6 +130,7 @@ class DeviceCommunicators:
         self._compress = compress
         self._inter_node = world.several_hosts
         self._unique_id = _share_unique_id(world) if on_gpus and count * world.size > 1 else None
+        # With NCCL no gradient goes through host memory.
         self._shared = None if self._unique_id is not None else self._share_memory(world)
         if compress != "none" and self._unique_id is None and self._ranks is None and world.rank == 0:
             logger.info("--compression %s changes nothing: there is no other rank to send gradients to", compress)
@@ -160,8 +164,11 @@ class DeviceCommunicators:
         return AsyncConnector(connect, label)
 
     def _share_memory(self, world: World) -> SharedSums | None:
+        # Memory is shared on one machine only; with --compression the ranks exchange compressed copies instead.
         if self._ranks is None or self._inter_node or self._compress != "none":
             return None
+        # Communicators of their own: barriers have no names, and those of different kinds must not be taken for each
+        # other.
         arrived, added = world.communicator(), world.communicator()
         assert arrived is not None and added is not None
         return SharedSums(self._ranks, arrived, added)
@@ -191,6 +198,7 @@ def connect_by_store(store: Store, rank: int, size: int, timeout: float | None) 
 def _share_unique_id(world: World) -> Any:
     from caffepy.distributed.communicators.nccl import check_nccl, new_unique_id
 
+    # Checked on all ranks first: one without NCCL would leave the others waiting in its connection.
     world.run_on_all(check_nccl)
     return world.broadcast(new_unique_id() if world.rank == 0 else None)
 

@@ -77,6 +77,7 @@ class DistributedDataParallel:
 
     def release(self) -> None:
         """Free the graphs that contain the group's collectives. Called before the group is destroyed."""
+        # Graphs that were captured hold NCCL's calls, and NCCL waits for them when the communicator is destroyed.
         self._exchange.cancel()
         with self.solver.backend.activate():
             self.solver.graph_executor.drop()
@@ -97,6 +98,7 @@ class DistributedDataParallel:
 
     def _compare(self, solver: SynchronisedSolver, communicator: Communicator, names: list[str]) -> int:
         """Reject solvers whose nets or iterations differ; return rank 0's seed."""
+        # A gather by a sum, which every backend has.
         rows = np.zeros((self.world_size, 4))
         rows[self.rank] = solver.net.parameters.size, solver.param.max_iter, solver.iteration, solver.param.random_seed
         with self.group.bounded("the comparison of the solvers"):

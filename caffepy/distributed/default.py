@@ -62,8 +62,11 @@ def _connect_gpus(membership: Membership, timeout: float, device: int | None) ->
     gpu = _choose_gpu(membership) if device is None else device
     use_gpu(gpu)
     unique_id = bytes(new_unique_id()) if rank == 0 else b""
+    # The PCI address, because a GPU's number depends on CUDA_VISIBLE_DEVICES; and the machine, because two have GPUs of
+    # one address.
     own = [membership.members[rank].machine, gpu_identity(gpu), unique_id.hex()]
     channel.put(f"gpu/{rank}", json.dumps(own).encode())
+    # Through the store: NCCL connects only when all ranks have its identity, which rank 0 has made.
     found = [_take(membership, f"gpu/{other}", other, timeout) for other in range(size)]
     _check_gpus(membership, [(machine, identity) for machine, identity, _ in found])
     host = connect_by_store(channel, rank, size, timeout)
@@ -79,6 +82,7 @@ def _connect_gpus(membership: Membership, timeout: float, device: int | None) ->
     threading.Thread(target=connect, name="NCCL connection", daemon=True).start()
     deadline = time.monotonic() + timeout
     while not wait([made], _POLL_SECONDS).done:
+        # The group's monitor does not run yet: a rank that failed would be waited for until the timeout.
         if failure := channel.watch([], 0.0):
             raise PeerError(failure.message)
         if time.monotonic() > deadline:
@@ -278,6 +282,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     own = group.describe_failure(error)
     if not group.destroyed:
         group.abort(own)
+    # The rank that failed first prints its traceback; tracebacks of the others, which only waited, would hide it.
     if group.failure in (None, own):
         _print_error(kind, error, trace)
     else:
@@ -405,6 +410,7 @@ def _end() -> None:
             group.abort(group.describe_failure(error))
         else:
             group.destroy()
+    # After a failure MPI_Finalize would wait for ranks that may be stuck: all are ended.
     if group.failure is not None:
         group.end_world()
     left()

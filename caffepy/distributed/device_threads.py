@@ -147,6 +147,7 @@ class DeviceThread(ABC):
 
     def abort(self) -> None:
         """Wake the thread from all waits for other devices. Callable from any thread."""
+        # The thread may wait for its communicator, or in it, or have none yet.
         self._connect.give_up()
         if self._communicator is not None:
             self._communicator.abort()
@@ -170,6 +171,8 @@ class DeviceThread(ABC):
 
     def _run(self) -> None:
         try:
+            # Before the backend: pinned memory is placed near the core that takes it, and later threads inherit the
+            # mask.
             self._bind()
             self._backend = self._create_backend()
             with self._backend.activate():
@@ -196,6 +199,7 @@ class DeviceThread(ABC):
         self._on_change()
 
     def _close(self) -> None:
+        # An error ends the other devices' waits at once; closing in order would wait for them.
         if self._communicator is not None and self.error is not None:
             self._communicator.abort()
         self._release()
@@ -234,8 +238,10 @@ class DeviceThreads(list[ThreadT]):
         """
         while not all(map(reached, self)):
             check()
+            # Cleared before the condition is tested: a change in between sets it again, and the wait ends.
             self._changed.clear()
             if world.serves:
+                # `serve` itself waits for calls, so there is no other pause here.
                 world.serve()
             elif not all(map(reached, self)):
                 self._changed.wait(_POLL)

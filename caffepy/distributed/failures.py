@@ -81,6 +81,7 @@ class Failures:
         self._record(failure)
         if self._world.size > 1:
             self._report()
+            # The main thread may wait in MPI, where no signal and no exception reaches it.
             timer = threading.Timer(_LAST_RESORT_SECONDS, self._world.end, (failure.status,))
             timer.daemon = True
             timer.start()
@@ -114,6 +115,8 @@ class Failures:
         alone = world.size == 1 or world.ended_together
         if not alone:
             self._report(through_root=True)
+        # Aborted threads still write to the log and hold the device; most end at once. One that does not must not hold
+        # up the end.
         self._threads.join(_JOIN_SECONDS)
         if not alone:
             world.end(failure.status)
@@ -138,9 +141,11 @@ class Failures:
     def _record(self, failure: Failure) -> Failure:
         """Keep the first failure, and return it."""
         with self._lock:
+            # What follows the first failure is mostly its consequence: aborted waits, closed connections.
             if self._first is not None:
                 return self._first
             self._first = failure
+        # Outside of the lock: threads that are woken record failures of their own.
         self._threads.abort()
         return failure
 
@@ -153,8 +158,10 @@ class Failures:
                 if failure is None or failure.reported:
                     return
                 self._first = replace(failure, reported=True)
+            # Rank 0 prints for all: several ranks that fail by one cause give one message.
             if self._heard.is_set() or (through_root and self._root_reports(failure)):
                 return
+            # Printed before others are told: they end then, and a launcher may kill this process next.
             logger.critical("%s", failure.message, exc_info=failure.error if self.verbose else None, extra=ENDS)
             if self._watchdog is not None:
                 self._watchdog.tell_failure(replace(failure, reported=True))

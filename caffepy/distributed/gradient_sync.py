@@ -114,6 +114,7 @@ class GradientSync:
         """
         parameters = solver.net.parameters
         memory = communicator.allocate_gradients(parameters.size)  # for example in memory that ranks share
+        # Before layers use the gradients: they lie in the shared memory from the first pass on, and need no copy.
         if memory is not None:
             parameters.bind_gradients(memory)
         solver.net.connect_devices(self._total, self._average if sync_bn else None, communicator.capturable)
@@ -142,12 +143,14 @@ class GradientSync:
     def on_iteration(self) -> None:
         interval = self._check_interval
         if interval and (solver := self._connected.solver).iteration % interval == 0:
+            # The parameters are compared on the host: iterations that were launched must have run.
             solver.graph_executor.drain()
             self.on_snapshot()
 
     def on_snapshot(self) -> None:
         """Compare the parameters, so that a snapshot is that of all devices."""
         solver = self._connected.solver
+        # An interval and a snapshot may fall on one iteration; all devices skip the second comparison together.
         if self._compared == solver.iteration:
             return
         gather = partial(self._gather, what="the comparison of the parameters")
@@ -187,6 +190,7 @@ class GradientSync:
     def _gather(self, values: Sequence[float], what: str) -> Any:
         """Numbers of all devices, one row for each."""
         rows = np.zeros((self.world_size, len(values)))
+        # A gather by a sum: each device fills its row, and adding zeros changes no bit.
         rows[self._rank] = values
         return self.sum_over_devices(rows, what)
 
@@ -265,6 +269,7 @@ def check_replicas(net: Net, names: Sequence[str], gather: Gather) -> None:
     parameters = _replicated(net)
     flat = net.backend.to_host(net.parameters.data)
     own = [_hash(flat[parameter.start : parameter.stop]) for parameter in parameters]
+    # One number a device in the usual case; the numbers of all parameters travel only if these differ.
     whole = gather([_hash(np.array(own, np.uint64))])
     if (whole == whole[0]).all():
         return

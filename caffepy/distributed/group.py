@@ -130,6 +130,7 @@ class Arguments:
     def array(self, array: Any, name: str, written: bool = False) -> Buffer:
         """Return the buffer of one array."""
         check_array(array, name, self._memory, written)
+        # MPI and TCP move host memory only; the copy is brought back by `unpack`.
         if self._memory == "host" and on_gpu(array):
             return Buffer(np.ascontiguousarray(array.get()), [array])
         return Buffer(array)
@@ -425,6 +426,7 @@ class ProcessGroup:
         with self.bounded(what):
             if self.destroyed:
                 raise UserError("the process group was destroyed")
+            # All ranks have begun the same number of collectives, so the count names the exchange.
             key = f"object/{self._heartbeat.collectives}"
             if self.rank in senders:
                 try:
@@ -492,6 +494,7 @@ class ProcessGroup:
         self._monitor.stop()
         late: list[int] = []
         if self.failure is None:
+            # Rank 0 has the store, and waits for the others. After a failure no rank waits: some may never come.
             late = channel.wait_alone(self.timeout)
             self.communicator.close()
         channel.close()
@@ -503,6 +506,7 @@ class ProcessGroup:
         """Abort all ranks' waits with a message, and leave the group."""
         self.membership.channel.fail(message)
         if self.size > 1:
+            # This rank's error may be the consequence of another rank's failure, which is then on its way.
             self._failed.wait(_CAUSE_SECONDS)
         self._fail(message)
         self.destroy()
@@ -516,6 +520,7 @@ class ProcessGroup:
         """Abort MPI's processes after a failure, at the end of a script; no effect without MPI."""
         if self.membership.world is not None and self.size > 1:
             if self.failure is not None and not self.failure.startswith(self.name):
+                # MPI_Abort ends all ranks: the one that failed prints its error first.
                 time.sleep(_PRINT_SECONDS)
             self.membership.world.end(RunError.exit_status)
 
@@ -581,6 +586,7 @@ class ProcessGroup:
         """
         if self.failure is not None:
             raise PeerError(f"{self.name}: {what}: {self.failure}")
+        # The communicator's call has no timeout; the timer ends it by aborting the communicator.
         timer = threading.Timer(self.timeout, self._expire, (what,))
         timer.daemon = True
         timer.start()
@@ -637,6 +643,7 @@ class ProcessGroup:
 
     def _on_failure(self, failure: Failure) -> None:
         """Handle the failure of another rank or of this rank's control plane. Called by the monitor's thread."""
+        # This rank's own monitor has found the failure: the others hear of it from here.
         if not failure.reported:
             self.membership.channel.fail(failure.message)
         self._fail(failure.message)
@@ -644,6 +651,7 @@ class ProcessGroup:
     def _fail(self, message: str) -> None:
         """Wake all waiters of this process."""
         if self.failure is None:
+            # The first message stays; what follows is mostly its consequence.
             self.failure = message
             self._failed.set()
             self.communicator.abort()

@@ -57,6 +57,8 @@ class Heartbeat:
 
         Called by the solver thread.
         """
+        # All devices begin the same operations in the same order: the device with the smallest count is the one that
+        # the others wait for.
         self.collectives += 1
         self._mark(what)
         yield  # an operation that raised stays marked: the thread ends
@@ -74,6 +76,7 @@ class Heartbeat:
     def status(self, rank: int, host: str) -> DeviceStatus:
         """A snapshot, for a process's rank and host."""
         waiting, begun = self._now
+        # A thread that waits for others may also have data to wait for later; what it waits in now counts.
         data = None if waiting else awaited_data(self._thread)
         reading, begun = data or ("", begun)
         seconds = suspend_aware_seconds() - begun
@@ -126,7 +129,9 @@ class Monitor:
         """Leave in good order. Idempotent."""
         if not self.stopping.is_set():
             self.stopping.set()
+            # Said before the thread ends, so that the end of the connection is no failure.
             self.channel.leave(self.statuses())
+        # The monitor itself may call this, from `on_failure`.
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_SECONDS)
 
@@ -144,6 +149,8 @@ class Monitor:
             while failure is None and not self.stopping.is_set():
                 failure = self._hear() or self.look()
         except BaseException as error:
+            # Without this thread a hang would go unnoticed, so its error ends the job
+            # (docs/decisions/0013-never-hang.md).
             failure = Failure(f"the control plane of this process ended by {describe(error)}", error=error)
             self.statuses = list  # they may be what failed, and `stop` asks for them again
         if failure is not None and not self.stopping.is_set():
@@ -195,10 +202,14 @@ def find_stall(statuses: list[DeviceStatus], timeout: float) -> Stall | None:
     """The wait of a device for others, else for its data, for longer than `timeout` seconds; or None."""
     late = [each for each in statuses if each.seconds > timeout + (_START_SECONDS if each.starting else 0.0)]
     waiting = [each for each in late if each.waiting]
+    # A device that waits for its data makes the others wait for it, and is then named as their straggler. Where no
+    # device waits for another, it is named by itself.
     if not waiting:
         return next((Stall(each, []) for each in late if each.reading), None)
+    # The device that is furthest ahead waits for all that have begun less; the others may wait for one of these too.
     waiter = max(waiting, key=lambda each: each.collectives)
     stragglers = [each for each in statuses if each.collectives < waiter.collectives]
+    # All have begun the operation: then a suspended process holds it up, or nothing that a heartbeat shows.
     stragglers = stragglers or [each for each in statuses if each.is_silent]
     return Stall(waiter, sorted(stragglers, key=lambda each: each.collectives))
 
@@ -223,6 +234,7 @@ class Watchdog(Monitor):
         timeout: float,
         on_failure: Callable[[Failure], None],
     ) -> None:
+        # At least four looks within the timeout, however short that is.
         super().__init__(channel, self._statuses, self._end, min(SECONDS, timeout / 4))
         self._world = world
         self._heartbeats = heartbeats
@@ -231,6 +243,7 @@ class Watchdog(Monitor):
 
     def stop(self) -> None:
         super().stop()
+        # Rank 0 has the store. Were it to close at once, the others' last requests would fail in an orderly end.
         self.channel.wait_alone(_LEAVE_SECONDS)
         self.channel.close()
 
@@ -252,6 +265,8 @@ class Watchdog(Monitor):
     def describe_end_of_root(self, error: PeerError) -> Failure:
         """Rank 1 speaks; others only if they live on, and where nothing ends them the first of each machine."""
         world = self._world
+        # All ranks notice the end of rank 0 within milliseconds; one message is enough. A launcher usually ends the
+        # others within that second.
         self.stopping.wait(0.0 if world.rank == 1 else 1.0)
         silent = world.channel is not None and world.rank != 1 and world.local_rank != 0
         return replace(lost_from_training(world.name(0), self._statuses()), reported=silent)

@@ -54,12 +54,15 @@ def take_cores(local_rank: int, local_size: int, divide: bool) -> Cores:
             solver threads mostly wait.
     """
     narrow = _affinity()
+    # Asked for more than may be allowed: the kernel cuts the mask down to the container's cores, which reading it back
+    # shows.
     _set_affinity(_online())
     wide = _affinity()
     quota = _within_quota(len(wide))
     numbers, count = wide, quota
     if divide and local_size > 1:
         count = max(1, quota // local_size)
+        # With a quota the kernel counts time, not cores: ranks share all cores, and each keeps few of them busy.
         if quota == len(wide) >= local_size:
             numbers = share(wide, local_rank, local_size)
             count = len(numbers)
@@ -232,6 +235,7 @@ def share_gpus(world: World, seen: Sequence[tuple[int, str]], named: bool = Fals
     gpus = {identity: number for number, identity in seen}
     claims = world.all_gather(GpuClaim(world.rank, world.host, gpus, named))
     kernels = [_kernel_of(machine) for machine in world.machines]
+    # Ranks in containers of one machine have other host names, and still share its GPUs.
     neighbours = [claim for claim in claims if kernels[claim.rank] == kernels[world.rank]]
     part = world.run_on_all(lambda: own_part(neighbours, neighbours.index(claims[world.rank])))
     devices = [gpus[identity] for identity in part]

@@ -154,6 +154,7 @@ def spawn(
 
 
 def _start(rank: int, variables: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...], daemon: bool) -> _Child:
+    # A fork would copy the parent's threads' locks, CUDA context and MPI state, none of which survives it.
     context = multiprocessing.get_context("spawn")
     own, other = context.Pipe(duplex=False)
     process = context.Process(
@@ -165,6 +166,7 @@ def _start(rank: int, variables: dict[str, str], fn: Callable[..., Any], args: t
         own.close()
         raise
     finally:
+        # The child has its own copy. As long as this one is open, the end of the child would not close the pipe.
         other.close()
     return _Child(rank, process, own)
 
@@ -180,6 +182,7 @@ def _wait(children: list[_Child], timeout: float | None) -> bool:
         wait([*running, *pipes], min(_POLL_SECONDS, left))
         for child in children:
             child.read()
+        # The first error that arrives may be that of a rank whose peer has failed: the cause gets some time to arrive.
         if end is None and any(child.failed for child in children):
             end = time.monotonic() + _FAILURE_SECONDS
         if end is not None and time.monotonic() > end:
@@ -231,6 +234,7 @@ def _work(
         if isinstance(error, SystemExit) and not error.code:
             _leave()
             return
+        # Before the group is aborted: the peers' errors, which follow from this one, must not reach the parent first.
         _send_error(pipe, error)
         _abort_group(error)
         sys.exit(1)
@@ -258,6 +262,8 @@ def _abort_group(error: BaseException) -> None:
 def _end_with(parent: int) -> None:
     """Make the kernel end this process with its parent; exit at once if the parent has ended already."""
     with suppress(OSError, AttributeError):
+        # A parent that is killed cannot end its children; the kernel does it.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    # The parent may have ended before prctl was called, which then sends nothing.
     if os.getppid() != parent:
         os._exit(1)

@@ -95,6 +95,7 @@ class CommTimer:
     @contextmanager
     def exchanging(self) -> Iterator[None]:
         """Count a `with` block as communication; time in which several are open is counted once."""
+        # Exchanges overlap each other: the clock runs from the beginning of the first to the end of the last.
         if not self._pending:
             self._timer.start(_COMMUNICATION)
         self._pending += 1
@@ -189,8 +190,11 @@ class Reducer:
                 with self._waiting(_WHOLE), self.timer.exchanging():
                     self._communicator.all_reduce(self._net.parameters.reduced, average=True)
                 return
+            # Also those that were not begun during the backward pass, because it was not the last of the iteration or
+            # ran eagerly.
             while self._next_bucket < len(self._buckets):
                 self._start_next_bucket()
+            # In the order in which they were begun, the same on all ranks.
             for number in range(1, len(self._buckets) + 1):
                 with self._waiting(self._name(number)):
                     self._pending.popleft().synchronize()
@@ -201,6 +205,7 @@ class Reducer:
         if not self._may_start():
             return
         index = self._node_indices[id(node)]
+        # MPI moves data only while it is called, and shared memory is added up in these calls.
         for work in self._pending:
             work.poll()
         # The last buckets wait for `finish`: nothing is left to compute while they are reduced.

@@ -49,6 +49,7 @@ def connect_ranks(world: World, memory: MemoryStore, timeout: float) -> ControlC
     rank = world.rank
     member = Member(world.host, world.machines[rank], os.getpid())
     if rank == 0:
+        # No wider than needed: on one machine nothing outside of it can reach the port.
         hosts = (own_addresses() if world.several_hosts else []) or [LOOPBACK]
         secret = secrets.token_hex()
         server = ControlServer(memory, member, (hosts[0] if len(hosts) == 1 else "", 0), secret)
@@ -69,6 +70,7 @@ def connect_training(world: World) -> ControlChannel:
             channel = connect_ranks(world, MemoryStore(world.size, lost_from_training), _CONNECT_SECONDS)
         except PeerError as error:
             logger.debug("no control channel to %s: %s", world.name(0), error)
+        # Through MPI, which connects the ranks also where TCP to this port does not.
         cut_off = [rank for rank, connected in enumerate(world.all_gather(channel is not None)) if not connected]
         if cut_off and world.rank == 0:
             names = ", ".join(map(world.name, cut_off))
@@ -262,6 +264,7 @@ def _join_mpi(call: Call) -> Membership:
         if time.monotonic() > deadline:
             raise PeerError(f"init_process_group at {call.method}: has waited {call.timeout:g} s for MPI's other ranks")
 
+    # MPI's collectives have no timeout: the world asks this function while it waits.
     world.watch(check_deadline)
     membership = _join(
         call, world.rank, world.size, lambda own: connect_ranks(world, MemoryStore(world.size), call.timeout)
@@ -335,6 +338,7 @@ def _join_file(call: Call) -> Membership:
     finally:
         if rank == 0 and size > 1:
             with suppress(OSError):
+                # The file holds the secret, and a later run must not find this run's address.
                 path.unlink()
 
 
@@ -371,6 +375,7 @@ def join_subgroup(parent: Membership, ranks: Sequence[int], number: int, timeout
             secret = secrets.token_hex()
             server = ControlServer(MemoryStore(len(ranks)), own, (LOOPBACK if on_one_machine else "", 0), secret)
             hosts = [LOOPBACK] if on_one_machine else [*own_addresses(), LOOPBACK]
+            # Read once by each other member, and gone then.
             parent.channel.put(key, _pack_address([(host, server.port) for host in hosts], secret), len(ranks) - 1)
             return server
         packed = parent.channel.take(key, timeout, ranks[0])
@@ -386,8 +391,11 @@ def _write(path: Path, addresses: Sequence[Address], secret: str) -> None:
     """Write the store's address to the rendezvous file, atomically and readable only by this user."""
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
+        # Created for this user alone: permissions that are set afterwards would leave a moment in which others can read
+        # the secret. O_EXCL follows no link that somebody has put there.
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(_pack_address(addresses, secret))
+        # A reader sees the whole file or none: the name appears only when it is complete.
         draft.replace(path)
     except OSError as error:
         with suppress(OSError):
@@ -398,6 +406,7 @@ def _write(path: Path, addresses: Sequence[Address], secret: str) -> None:
 def _read(path: Path) -> tuple[list[Address], str]:
     """Return the address and secret that `_write` wrote."""
     try:
+        # Another user could otherwise put a file there, with an address of their own.
         return _unpack_address(read_private(path, _MAX_BYTES))
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise OSError(f"{path} does not hold an address: {error}") from error

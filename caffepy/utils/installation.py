@@ -28,13 +28,13 @@ def install_command(extra: str) -> str:
     """Return the command that adds an extra to this caffepy, e.g. ``pip install '.[onnx]'``.
 
     Args:
-        extra: an extra of setup.cfg.
+        extra: an extra of pyproject.toml.
     """
     found = _installed()
     url = None if found is None else _direct_url(found)
     if url is None:
         checkout = Path(__file__).resolve().parents[2]
-        is_checkout = (checkout / "setup.cfg").is_file()
+        is_checkout = (checkout / "proto" / "caffe.proto").is_file()
         requirement = _of_path(checkout, extra) if is_checkout else f"{NAME}[{extra}]"
         return f"{_pip(found)} install {shlex.quote(requirement)}"
     origin = _of_url(url, extra)

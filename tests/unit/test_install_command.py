@@ -106,7 +106,8 @@ def test_an_index(installed: Install, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_checkout_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "setup.cfg").touch()
+    (tmp_path / "proto").mkdir()
+    (tmp_path / "proto" / "caffe.proto").touch()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.setattr(installation, "__file__", str(tmp_path / "caffepy" / "utils" / "installation.py"))
     assert words(install_command("onnx")) == [f"{tmp_path}[onnx]"]

@@ -33,9 +33,9 @@ FOLDERS = (ROOT, ROOT / "caffepy", ROOT / "caffepy" / "distributed", CPU, CPU / 
 WIDTH = 120
 FOREIGN_OPTIONS = re.compile(
     "--(cpu-bind|cpus-per-task|gres|host|kill-on-bad-exit|no-kill|nodelist|ntasks|ntasks-per-node|oversubscribe|pty"
-    "|shm-size|signal|no-python|logdir|its|its-option|target|tag|rm|volume|editable)"
+    "|shm-size|signal|no-python|logdir|its|its-option|target|tag|rm|volume|publish|model-repository|editable)"
 )
-"""Options of mpirun, srun, scancel, docker, pip, torchrun and tensorboard that pages show, and of any program."""
+"""Options of mpirun, srun, scancel, docker, pip, torchrun, tensorboard and Triton, and of any program."""
 MADE_OPTIONS = re.compile("--(sig(int|hup|term)-effect|noencoded)")
 """Options whose names the parser puts together."""
 

@@ -52,6 +52,8 @@ Same = tuple[int, ...]
 
 def _same(inputs: Sequence[Any], outputs: Sequence[Any]) -> Same:
     """Return which outputs alias inputs, so that the compiler can rule out shifted overlap and vectorise."""
+    # Two names for one address may overlap in any way, as far as LLVM knows. One name for both says that they are the
+    # same element by element.
     addresses = [host_address(x) if type(x) is np.ndarray else 0 for x in inputs]
     return tuple(addresses.index(at) if (at := host_address(output)) in addresses else -1 for output in outputs)
 
@@ -271,6 +273,7 @@ _EACH: dict[Expression, Expression] = {}
 
 def _all_each(expression: Expression) -> Expression:
     """Return the formula with its `Channel` arguments changed to `Each`."""
+    # One copy per formula, because compiled kernels are kept by the formula object: a new copy would be compiled again.
     if expression not in _EACH:
         each = copy.copy(expression)
         each.kinds = [Kind.EACH if kind is Kind.CHANNEL else kind for kind in each.kinds]
@@ -293,6 +296,8 @@ def _unrolled(expression: Expression, index: str, step: str, target: str, channe
         lines += [f"_s{j}_{i} = _v{j}" for j in range(count)]
     for j in range(count):
         terms = [f"_s{j}_{i}" for i in range(UNROLLED)]
+        # A tree: its additions do not wait for each other, and its rounding errors grow with its depth rather than its
+        # length.
         while len(terms) > 1:
             terms = [f"({x} + {y})" for x, y in zip(terms[::2], terms[1::2], strict=True)]
         lines.append(f"_o{j}[{target}] += {terms[0]}")
@@ -376,6 +381,7 @@ def _blocks(items: int, size: int) -> tuple[int, int]:
 def _sample_blocks(pixels: int, samples: int, channels: int) -> tuple[int, int]:
     """As `_blocks`, with blocks that do not cross samples: equal parts of a sample's pixels."""
     wanted = max(1, min(pixels * channels // GRAIN, 256 // samples))
+    # Equal parts: the blocks' sums can then be seen as (samples, parts, channels).
     parts = max(part for part in range(1, wanted + 1) if pixels % part == 0)
     return pixels // parts, samples * parts
 
@@ -383,6 +389,7 @@ def _sample_blocks(pixels: int, samples: int, channels: int) -> tuple[int, int]:
 def reduce_flat(threads: int, expression: Expression, inputs: Sequence[Any], size: int) -> list[Any]:
     """Return the sums of expression(inputs) over arrays of `size` elements: one float64 per output."""
     block, blocks = _blocks(size, 1)
+    # Whole steps of LANES in all blocks but the last, so few elements go through the slow remainder.
     block = -(-block // LANES) * LANES
     partial = [np.zeros((blocks, LANES)) for _ in range(expression.output_count)]
     _reduce_flat(expression).run(threads, blocks, 2, *inputs, *partial, size, block)

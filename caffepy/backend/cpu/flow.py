@@ -28,6 +28,8 @@ INSIDE, REPEAT = int(Border.INSIDE), int(Border.REPEAT)
 @device_function
 def product_sum(a: Any, i: Any, b: Any, j: Any, count: Any) -> Any:
     """The sum of a[i + k] * b[j + k], in eight partial sums that become one vector."""
+    # A single sum is a chain of additions that the compiler must not reorder. Eight sums, one per lane, need no
+    # reordering.
     s0, s1, s2, s3 = ZERO, ZERO, ZERO, ZERO
     s4, s5, s6, s7 = ZERO, ZERO, ZERO, ZERO
     whole = count - count % 8
@@ -97,6 +99,8 @@ def correlate(
                 in_b = h + down >= 0 and h + down < height and w + right >= 0 and w + right < width
                 i = ((base + h) * width + w) * channels
                 j = i + (down * width + right) * channels
+                # Outside its image an element counts as 0: a difference remains, while a product vanishes and is
+                # skipped.
                 if subtract != 0:
                     total += difference_sum(a, i, in_a, b, j, in_b, channels)
                 elif in_a and in_b:
@@ -150,6 +154,8 @@ def correlate_gradient(
             for number in range(size * size):
                 below = h - top - number // size
                 beyond = w - left - number % size
+                # A gather: the pixel looks for the windows that contain it, so that an item writes to its own pixel
+                # only.
                 hit = below >= 0 and beyond >= 0 and below % stride == 0 and beyond % stride == 0
                 if hit and below // stride < rows and beyond // stride < columns:
                     place = (sample * rows + below // stride) * columns + beyond // stride
@@ -220,6 +226,7 @@ def sample(
         in_width, w, left, right, _, _, _ = taps(positions[2 * item], width, border)
         in_height, h, up, down, _, _, _ = taps(positions[2 * item + 1], height, border)
         base = item // pixels * height
+        # A pixel outside the image has weight 0; clipping keeps its address inside, without a branch in the loop.
         w0, w1 = clipped(w, width), clipped(w + 1, width)
         row0 = (base + clipped(h, height)) * width
         row1 = (base + clipped(h + 1, height)) * width

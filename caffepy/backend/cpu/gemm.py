@@ -52,6 +52,7 @@ class _DotsWriter(Writer):
         result = []
         for span in range(len(sums) // DOT_ROWS):
             at = self.builder.add(begin, self.word(span * WIDTH))
+            # Loaded once for the four rows.
             x = load(self.vector_at(self.x, at))
             for row in range(DOT_ROWS):
                 result.append(self.multiply_add(load(self.vector_at(rows[row], at)), x, sums[span * DOT_ROWS + row]))
@@ -79,10 +80,14 @@ class _DotsWriter(Writer):
 
         steps = builder.sdiv(self.depth, self.word(step))
         sums = self.loop(steps, zeros, [], whole)
+        # The spans of a row had sums of their own, so that a multiplication does not wait for the one before it. The
+        # rest has too few steps for that.
         sums = [builder.fadd(sums[row], sums[DOT_ROWS + row]) for row in range(DOT_ROWS)]
 
         def rest(index: Any, _: list[Any], sums: list[Any]) -> list[Any]:
             begin = builder.add(builder.mul(steps, self.word(step)), builder.mul(index, self.word(WIDTH)))
+            # Masked lanes are zero in both factors, and reads beyond the end of a row, which may be the end of the
+            # array, are avoided.
             mask = self.lanes(builder.sub(self.depth, begin))
             return self._step(rows, sums, begin, lambda address: self.masked_load(address, mask))
 
@@ -129,6 +134,7 @@ def dots(
     for item in range(begin, end):
         for group in range(item * groups // items, (item + 1) * groups // items):
             row = 4 * group
+            # All vectors use a group of rows while it is in the cache: the weights come from memory once.
             for v in range(vectors):
                 _four_dots(
                     ahead(w, row * w_step),
@@ -185,11 +191,14 @@ def product_by_rows(
     for item in range(begin, end):
         for g in range(item * groups // items, (item + 1) * groups // items):
             first = g * group
+            # The sum of a part of K is rounded into c, and the next part adds to it (`keep`): see DEPTH.
             for k in range(0, depth, part):
                 height = min(part, depth - k)
                 keep = 1 if accumulate == 1 or k > 0 else 0
                 source = ahead(a, k * a_step)
                 offsets, step = table_at(a_rows, first), a_step
+                # A tile walks along K in steps of `step`. If K is not contiguous, its loads would be far apart: a group
+                # of rows is turned into a strip first, and all panels read the strip.
                 if a_step != 1:
                     step = group
                     copy = ahead(strip, item * part * group)
@@ -201,6 +210,7 @@ def product_by_rows(
                     vectors = table[4 * panel]
                     wide = vectors * width
                     weights = ahead(packed, table[4 * panel + 2] + k * wide)
+                    # ROWS, which compiled code cannot index.
                     high = 6 if vectors == 2 else (4 if vectors == 3 else 8)
                     for r in range(0, min(group, rows - first), high):
                         target = ahead(c, c_rows[first + r] + table[4 * panel + 1])
@@ -265,9 +275,12 @@ def product_by_columns(
         for number in range(item * blocks // items, (item + 1) * blocks // items):
             first = number * block
             stop = min(first + block, columns)
+            # A whole block is packed for one part of K and then used by all rows of a, while it is cached.
             for k in range(0, depth, part):
                 height = min(part, depth - k)
                 keep = 1 if accumulate == 1 or k > 0 else 0
+                # In place, only the last panel is packed: tiles load whole vectors, which would reach beyond the end of
+                # b. The lanes behind its columns hold anything; they are not stored.
                 start = stop // wide * wide if direct == 1 else first
                 for i in range(height):
                     for j in range(start, stop, wide):
@@ -339,6 +352,8 @@ def _panels(depth: int, columns: int, rows: int) -> Panels:
 @lru_cache(maxsize=1024)
 def even_block(columns: int, panel: int, about: int, threads: int) -> int:
     """Return a block's columns: whole panels, near `about`, with an even load of all threads."""
+    # Counts of blocks around the wanted one are tried: the longest share decides, and of equal ones the block nearest
+    # to `about`.
     rounds = -(-columns // (about * threads))
     blocks = [-(-columns // (count * threads * panel)) * panel for count in range(max(1, rounds - 1), rounds + 3)]
     return min(
@@ -374,6 +389,7 @@ class Gemm:
 
     def __call__(self, a: Any, b: Any, c: Any, accumulate: bool) -> None:
         """c (+)= a @ b for matrices with a unit stride in one axis."""
+        # Tiles write rows of c. A c with contiguous columns is the transposed product.
         if _strides(c)[1] != 1:
             a, b, c = b.T, a.T, c.T
         rows, depth = a.shape
@@ -383,6 +399,8 @@ class Gemm:
         if depth == 0:
             note_host_work()
             c[...] = c if accumulate else 0
+        # The order of the cases: first what tiles would do with idle lanes, then the larger factor in place, and the
+        # smaller one packed.
         elif min(rows, columns) <= MAX_VECTORS and _strides(a)[1] == 1 and _strides(b)[0] == 1:
             self._by_dots(a, b, c, accumulate)
         elif columns > rows and _strides(b)[1] != 1:

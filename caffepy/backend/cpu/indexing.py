@@ -49,6 +49,8 @@ def take_rows(
     """Items are rows of the destination; rows with an invalid index become 0."""
     for item in range(begin, end):
         number = index[item]
+        # Compared as floats, since converting NaN or a number beyond the integers is undefined. NaN fails both
+        # comparisons.
         inside = number > LEAST and number < MOST
         row = int(number) if inside else limit
         if row < limit:
@@ -265,6 +267,8 @@ def roi_max_gradient(
             for c in range(first, last):
                 dx[base + p * channels + c] = 0
         for roi in range(regions):
+            # Every item reads all regions and takes its own sample's. They are few, and their order fixes the order of
+            # additions.
             if int(rois[roi * 5]) == sample:
                 for number in range(roi * bins, (roi + 1) * bins):
                     for c in range(first, last):
@@ -527,6 +531,7 @@ class CpuIndexing(IndexingPrimitives, CpuMemory):
 
     def largest(self, x: Array, axis: int, indices: Array, values: Array) -> None:
         wanted = indices.shape[axis]
+        # Reversing a stable rising order puts the larger index first among equals, as Caffe does.
         falling = np.flip(np.argsort(x, axis=axis, kind="stable"), axis=axis)
         first = np.take(falling, np.arange(wanted), axis=axis)
         indices[...] = first

@@ -55,6 +55,7 @@ class Workspace:
         """Return at least `size` uninitialised float32 elements."""
         buffer = self._buffers.get(purpose)
         if buffer is None or buffer.size < size:
+            # The old buffer is freed first, so that the two do not add up.
             self._buffers.pop(purpose, None)
             buffer = self._buffers[purpose] = aligned(size)
         return buffer
@@ -198,6 +199,8 @@ def copy_rows(
     for item in range(begin, end):
         n, h = item // height, item % height
         at, to = n * source_n + h * source_h, n * target_n + h * target_h
+        # With channels last on both sides the copy is contiguous. Otherwise the loop over pixels is the inner one:
+        # images from channels first are then read in memory order.
         if source_c == 1 and target_c == 1:
             for w in range(width):
                 first, start = at + w * source_w, to + w * target_w
@@ -413,6 +416,8 @@ def image_rows(
         v = np.uintp((n * channels * height + h) * width)
         m = np.uintp((moves * crops[3 * n + 1] + h) * mean_width + moves * crops[3 * n + 2])
         o = np.uintp(row * width * channels)
+        # All three planes in one loop: each pixel of the output is written once, in memory order, instead of every
+        # third element in three passes.
         if channels == 3:
             v1 = v + np.uintp(plane)
             v2 = v1 + np.uintp(plane)
@@ -439,6 +444,7 @@ def image_rows(
                 for x in range(np.uintp(width)):
                     s = last - x
                     out[to + step * x] = (np.float32(pixels[v + s]) - means[m + s]) * scale
+            # The same loop with a step that the compiler knows: contiguous stores.
             elif channels == 1:
                 for x in range(np.uintp(width)):
                     out[to + x] = (np.float32(pixels[v + x]) - means[m + x]) * scale

@@ -55,6 +55,8 @@ class _TileWriter(Writer):
     ) -> None:
         super().__init__(builder, width)
         self.rows, self.together = rows, together
+        # A tall tile has 24 accumulators, so a separate sum for each outer step spills the total to memory (see LONG).
+        # Only a long inner loop repays that.
         self.long = LONG if rows == ROWS[vectors] else LONG_TALL
         self.vectors = vectors
         (
@@ -97,12 +99,16 @@ class _TileWriter(Writer):
         return sums
 
     def _step(self, a_places: list[Any], a_at: Any, b_at: Any, sums: list[Any]) -> list[Any]:
+        # The columns stay in registers while each row's factor is broadcast against them: a step has `vectors` vector
+        # loads and `rows` scalar loads for `rows * vectors` multiplications.
         columns = [
             self.builder.load(self.vector_at(self.b, self.builder.add(b_at, self.word(v * self.width))), align=4)
             for v in range(self.vectors)
         ]
         result = []
         for row in range(self.rows):
+            # Two steps, because the second one is a constant: it becomes a part of the load's address, and `together`
+            # rows need one address register.
             place = self.builder.gep(a_places[row // self.together], [a_at])
             place = self.builder.gep(place, [self.word(row % self.together)])
             factor = self.splat(self.builder.load(place, align=4))
@@ -120,10 +126,12 @@ class _TileWriter(Writer):
 
             return self.loop(self.inner, sums, at, step)
 
+        # An outer step is a row of the kernel or a part of K. Its own sum is rounded into the total once.
         def strided(index: Any, extra: list[Any], sums: list[Any]) -> list[Any]:
             part = body(index, extra, self._zeros())
             return [self.builder.fadd(total, more) for total, more in zip(sums, part, strict=True)]
 
+        # Chosen at run time, because one compiled tile serves all shapes.
         def either(index: Any, extra: list[Any], sums: list[Any]) -> list[Any]:
             long = self.builder.icmp_signed(">=", self.inner, self.word(self.long))
             return self.choose(long, lambda: strided(index, extra, sums), lambda: body(index, extra, sums))
@@ -141,6 +149,7 @@ class _TileWriter(Writer):
         for vector in range(self.vectors - 1):
             address = self.vector_at(self.c, self.builder.add(offset, self.word(vector * self.width)))
             self.builder.store(sums[row * self.vectors + vector], address, align=4)
+        # Only the last vector of a panel can have idle lanes (see `Panels`); the others need no mask.
         last = self.vector_at(self.c, self.builder.add(offset, self.word((self.vectors - 1) * self.width)))
         value = sums[(row + 1) * self.vectors - 1]
         self.store(value, last, self.last, mask)
@@ -150,10 +159,13 @@ class _TileWriter(Writer):
         firsts = range(0, self.rows, self.together)
         addresses = [self.builder.gep(self.a, [self.table(self.a_rows, self.word(row))]) for row in firsts]
         sums = self.loop(self.outer, self._zeros(), [], self._inner(addresses))
+        # The accumulators begin at zero, and bias and residual are added behind the sum: Caffe adds the bias last.
+        # Another rounding decides near-ties of max pooling otherwise (docs/decisions/0003-cpu-kernels-by-numba.md).
         sums = self._sums(self._rows_of(self.start, self.keep, mask), sums)
         adds, rectifies = (self.builder.icmp_signed("!=", flag, self.word(0)) for flag in (self.adds, self.relu))
         sums = self.choose(adds, lambda: self._sums(self._rows_of(self.addend, self.word(1), mask), sums), lambda: sums)
         sums = self.choose(rectifies, lambda: [self.rectified(total) for total in sums], lambda: sums)
+        # Rows beyond the count were computed from the first row's elements (see `_row`); they are dropped here.
         for row in range(self.rows):
             with self.builder.if_then(self.builder.icmp_signed("<", self.word(row), self.count)):
                 self._store_row(row, sums, mask)
@@ -251,10 +263,12 @@ def panel_vectors(columns: int, rows: int, tall: bool = False) -> tuple[int, ...
     """Return the vectors of each panel that minimise the cycles for `rows` by `columns`, including idle lanes."""
     vectors = -(-columns // WIDTH)
     choices = []
+    # At most one single panel: single tiles are bound by loads (see COST), so a second one never pays.
     for threes in range(vectors // 3 + 1):
         rest = vectors - 3 * threes
         choices.append((3,) * threes + (2,) * (rest // 2) + (1,) * (rest % 2))
     half = 0 < (columns - 1) % WIDTH + 1 <= HALF
+    # Of two single panels the second one can be a half vector; a panel of two vectors has whole ones.
     if half and vectors == 2:
         choices.append((1, 1))
     cost, high = (COST_TALL, TALL) if tall else (COST, ROWS)
@@ -318,6 +332,9 @@ def pack(
         target = group * size + table[panel + 2]
         inside = min(wide, columns - first)
         turned = 0
+        # Filters lie one behind another, so neighbours in a panel are `step` elements apart: element by element, each
+        # one would touch a cache line of its own. Where WIDTH rows are contiguous in the source, squares are transposed
+        # in registers, and whole cache lines are used.
         if step != 1 and inside == wide:  # squares to transpose
             while turned + width <= depth and rows[turned + width - 1] - rows[turned] == width - 1:
                 origin = group * group_step + rows[turned] + first * step
@@ -357,6 +374,8 @@ def pack_rows(
     for item in range(begin, end):
         group, k = item // depth, order[item % depth]
         origin = group * group_step + rows[k]
+        # One row goes to all panels: the source, which is large, is read once and in order; the scattered accesses are
+        # writes.
         for panel in range(0, 4 * panels, 4):
             vectors, first = table[panel], table[panel + 1]
             wide = vectors * width
@@ -367,6 +386,7 @@ def pack_rows(
             else:
                 for j in range(inside):
                     packed[to + j] = source[origin + first + j]
+                # Tiles multiply whole vectors: a lane without a column must hold a number that is harmless.
                 for j in range(inside, wide):
                     packed[to + j] = 0
 

@@ -33,7 +33,9 @@ _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 _BITS = ir.VectorType(ir.IntType(1), LANES)
 _INDICES = ir.VectorType(ir.IntType(32), LANES)
 _WORD = ir.IntType(64)
+# An intrinsic's name contains its pointer's type. LLVM 15 made pointers opaque.
 _POINTER = "p0" if llvmlite.binding.llvm_version_info[0] >= 15 else f"p0v{LANES}f32"
+# Permits a multiplication and an addition to become one instruction, but no other order of additions.
 _CONTRACT = ("contract",)
 _ZERO = ir.Constant(_VECTOR, [0.0] * LANES)
 
@@ -51,6 +53,7 @@ class Step:
         self._mask = None if count is None else self._first(count)
 
     def _first(self, count: Any) -> Any:
+        # Inserting a number and shuffling is how LLVM IR writes a broadcast; the back end makes one instruction of it.
         narrow = self.builder.trunc(count, ir.IntType(32))
         empty = ir.Constant(_INDICES, ir.Undefined)
         one = self.builder.insert_element(empty, narrow, ir.Constant(ir.IntType(32), 0))
@@ -64,6 +67,7 @@ class Step:
         """Load the valid lanes of a row; other lanes are 0."""
         if self._mask is None:
             return self.whole(pointer, offset)
+        # A masked load does not touch the invalid lanes, which may lie beyond the array's memory.
         kind = ir.FunctionType(_VECTOR, [_VECTOR.as_pointer(), ir.IntType(32), _BITS, _VECTOR])
         arguments = [self._at(pointer, offset), ir.Constant(ir.IntType(32), 4), self._mask, _ZERO]
         return self.builder.call(self._intrinsic("load", kind), arguments)
@@ -101,6 +105,7 @@ class Step:
         self.builder.store(self.builder.bitcast(value, ir.IntType(LANES)), self._bits_at(pointer, offset), align=1)
 
     def _bits_at(self, pointer: Any, offset: Any) -> Any:
+        # Vectors begin at multiples of LANES, so their bits begin at a whole byte.
         bytes_ = self.builder.lshr(offset, ir.Constant(_WORD, 3))
         return self._at(pointer, bytes_, ir.IntType(LANES))
 
@@ -253,6 +258,7 @@ def gradient_kernel(relu: bool) -> Entry:
         dx: Any,
     ) -> None:
         value, g = step.row(x, at), step.row(dy, at)
+        # The sign is computed again: x is loaded anyway, and y or a mask would be one more array to read.
         if relu:
             g = step.where(step.positive(_normal(step, value, column, mean, factor, bias)), g)
         centred = step.minus(value, step.whole(mean, column))
@@ -268,6 +274,7 @@ def gradient_kernel(relu: bool) -> Entry:
 
 def _row_loops(name: str, arguments: str) -> list[str]:
     """Return lines that sum the rows [_row, _chunk)."""
+    # Rows outside, columns inside: x is read once, in memory order, and the sums of a row stay in the cache.
     lines = [f"_many = _row + (_chunk - _row) // {ROWS} * {ROWS}"]
     for variant, start, stop, step in (("many", "_row", "_many", ROWS), ("one", "_many", "_chunk", 1)):
         lines += [
@@ -303,6 +310,8 @@ def _sums(name: str, kinds: Sequence[str], sums: int, make_body: Any, first: Seq
     scope: dict[str, Any] = {"ahead": ahead}
     for variant, rows in (("many", ROWS), ("one", 1), ("part", 1)):
         scope[f"{name}_{variant}"] = step_function(make_body(rows), pointers, variant == "part")
+    # Float32 sums have twice the lanes of float64 ones. They lose few digits over a chunk's rows; the chunks' sums are
+    # added in float64.
     flush = [f"for _k in range(_base, _base + {sums} * _period):", "    _p1[_k] += _p0[_k]", "    _p0[_k] = 0"]
     text = [
         "for _i in range(_begin, _end):",
@@ -326,6 +335,7 @@ def _sums(name: str, kinds: Sequence[str], sums: int, make_body: Any, first: Seq
 
 def _add(step: Step, values: Sequence[Any], sums: Any, column: Any, index: int, period: Any) -> None:
     """Add values, one per row, to sum number `index` of a column."""
+    # The rows are added one after another, so that steps of ROWS rows and of one row give the same bits.
     at = step.after(column, index, period)
     total = step.whole(sums, at)
     for value in values:
@@ -341,6 +351,7 @@ _SAMPLE = [
     "for _r in range(_row, _row + _sampled):",
     "    for _c in range(_period):",
     "        _shift[_c] += _p3[_r * _period + _c] / float32(_sampled)",
+    # The block has no whole row: it is shifted by the partial row, for the columns that this has.
     "if _sampled == 0:",
     "    for _c in range(_size - _row * _period):",
     "        _shift[_c] = _p3[_row * _period + _c]",
@@ -355,6 +366,7 @@ def measure_kernel() -> Entry:
         def body(step: Step, at: Any, column: Any, period: Any, sums: Any, shift: Any, x: Any) -> None:
             around = step.whole(shift, column)
             values = [step.row(x, step.after(at, row, period)) for row in range(rows)]
+            # An invalid lane is loaded as 0, and 0 - shift would count as an element.
             values = [step.there(step.minus(value, around)) for value in values]
             _add(step, values, sums, column, 0, period)
             _add(step, [step.times(value, value) for value in values], sums, column, 1, period)
@@ -435,6 +447,8 @@ def join_statistics(
         for c in range(first, stop):
             centre[c] = 0
             centre[channels + c] = 0
+        # The first pass over the blocks yields the mean, the second the squares around it. Blocks are added in their
+        # order, by one thread per channel, so the result does not depend on the thread count.
         for step in range(2):
             for b in range(blocks):
                 inside = min(block, rows - b * block)
@@ -442,6 +456,7 @@ def join_statistics(
                 for at in range(0, period, channels):
                     whole, more = 2 * b * period + at, (2 * b + 1) * period + at
                     for c in range(first, stop):
+                        # Columns up to the end of the partial last row have one element more than the others.
                         count = inside + (1.0 if at + c < left else 0.0)
                         own = totals[whole + c] / max(count, 1.0)
                         around = shift[b * period + at + c] + own
@@ -597,6 +612,7 @@ LRN_GRAIN = 4096
 @device_function
 def _power(scale: Any, beta: Any) -> Any:
     """scale^-beta; the common beta 0.75 by two square roots."""
+    # `pow` is a call per element; square roots are vector instructions.
     if beta == 0.75:
         root = math.sqrt(scale)
         return 1 / (root * math.sqrt(root))
@@ -622,6 +638,7 @@ def lrn_pixels(
         row = item * channels
         for c in range(channels):
             scale[row + c] = 0
+        # Offsets outside, channels inside: the inner loop is contiguous and has no bounds to test, so it is vectorised.
         for offset in range(-before, after + 1):
             for c in range(max(0, -offset), min(channels, channels - offset)):
                 value = x[row + c + offset]
@@ -723,6 +740,7 @@ class CpuNormalisation(NormalisationPrimitives, CpuMemory):
             super().batch_norm_forward(x, n, y, residual, relu, mask)
             return
         per_column = self._columns(rows, n)
+        # A kernel needs an address for every parameter; the variant without a residual or a mask does not use it.
         other, bits = (y if array is None else array for array in (residual, mask))
         kernel = forward_kernel(residual is not None, relu, mask is not None)
         self._run_each(kernel, rows, x, *per_column, other, y, bits)
@@ -753,6 +771,7 @@ class CpuNormalisation(NormalisationPrimitives, CpuMemory):
             return
         assert total is not None or len(dys) == 1, "several gradients need `total`"
         gate: Gate = "none" if not relu else "normal" if mask is None else "bits"
+        # The total is the gradient itself: writing it would copy an array onto itself.
         if len(dys) == 1 and total is dys[0] and not relu:
             total = None
         totals = self._gradient_sums(rows, gate, x, mask, dys, total, self._columns(rows, n))
@@ -782,6 +801,7 @@ class CpuNormalisation(NormalisationPrimitives, CpuMemory):
     ) -> Array:
         """Return the block sums as float64 (blocks, 1 or 2, period), in float32 workspace memory."""
         weighted = gate != "output"
+        # Unused parameters get some address; the kernel's variant reads `len(dys)` gradients.
         sources = [*dys, *[dys[0]] * (MAX_GRADIENTS - len(dys))]
         kernel = gradient_sums_kernel(len(dys), gate, total is not None, weighted)
         partial, totals = self._sum_arrays(rows, 1 + weighted)

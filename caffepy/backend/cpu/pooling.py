@@ -47,6 +47,8 @@ class WindowWriter(Writer):
         self._resumes, self._left, self._mask = resumes, left, self.lanes(left) if vectors == 1 else None
         self._offsets = [self.word(v * WIDTH) for v in range(vectors)]
         if vectors == 2:
+            # The second vector steps back to end at the last channel. The two then share channels and write equal
+            # values to them, so this case needs no masks.
             last = builder.sub(left, self._offsets[1])
             self._offsets[1] = builder.select(builder.icmp_signed("<", last, self._offsets[1]), last, self._offsets[1])
 
@@ -65,10 +67,12 @@ class WindowWriter(Writer):
 
             return self.loop(columns, best, [], over_columns)
 
+        # An index travels as the bits of a float: the pair's loads and stores are then of one vector type.
         def kept() -> list[Any]:
             where = [builder.bitcast(value, INDICES) for value in self._values(mask, self.word(0))]
             return [n for pair in zip(self._values(y, self.word(0)), where, strict=True) for n in pair]
 
+        # Starting from the window's first element rather than from -inf gives a window of -inf the index of an element.
         def first() -> list[Any]:
             where = self.splat(builder.trunc(index, ir.IntType(32)))
             return [number for value in self._values(x, self.word(0)) for number in (value, where)]
@@ -120,6 +124,8 @@ class WindowWriter(Writer):
     def _better(self, best: list[Any], value: Any, at: Any) -> list[Any]:
         """Return the larger of `best` and `value` at index `at`, with its index; the first maximum or NaN wins."""
         where = self.splat(self.builder.trunc(at, ir.IntType(32)))
+        # The unordered comparison is also true for a NaN: a NaN replaces a number, and `number` then keeps the first
+        # NaN.
         number = self.builder.fcmp_ordered("==", best[0], best[0])
         larger = self.builder.and_(self.builder.fcmp_unordered(">", value, best[0]), number)
         return [self.builder.select(larger, value, best[0]), self.builder.select(larger, where, best[1])]
@@ -206,6 +212,8 @@ def max_forward(
                     window_maximum2(ahead(x, source + c), *window, ahead(y, out + c), ahead_int(mask, out + c), left)
                     c += 2 * vector
                 else:
+                    # Like the second vector of a pair, the last vector steps back to whole lanes; a mask remains for
+                    # images with fewer channels than lanes.
                     at = min(c, max(0, channels - vector))
                     window_maximum(
                         ahead(x, source + at), *window, ahead(y, out + at), ahead_int(mask, out + at), channels - at
@@ -277,6 +285,7 @@ def max_backward(
         n = item // blocks
         c0 = (item % blocks) * block
         c1 = min(c0 + block, channels)
+        # All channels of a sample are contiguous: one loop over its memory instead of a short loop per pixel.
         if c1 - c0 == channels:
             for i in range(n * pixels * channels, (n + 1) * pixels * channels):
                 dx[i] = 0
@@ -313,6 +322,7 @@ def _add_pixels(source: Any, at: Any, step: Any, count: Any, channels: Any, targ
 @device_function
 def _add_row(source: Any, at: Any, count: Any, channels: Any, target: Any, to: Any) -> None:
     """target[to + c] += the sum over `count` contiguous pixels of source[at + c]."""
+    # Four pixels for each load and store of the target.
     four = count // 4 * 4
     for i in range(0, four, 4):
         a = at + i * channels
@@ -361,11 +371,15 @@ def average_forward(
             n = row // out_height
             h0 = (row % out_height) * stride_h - pad_h
             h1 = min(h0 + kernel_h, height + pad_h)
+            # As in Caffe, the divisor counts the padding of the window, up to the far edge of the padding. The window
+            # is clipped to the image after its area is known.
             high = h1 - h0
             h0, h1 = max(h0, 0), min(h1, height)
             source = (n * height + h0) * size
             # If no column is read twice, a line buffer does not pay.
             apart = stride_w >= kernel_w or out_width == 1
+            # Windows of one row of the output share their rows of x, and neighbours share columns: with the rows summed
+            # once, a window adds kernel_w sums instead of kernel_h * kernel_w elements.
             for h in range(0 if apart else h1 - h0):
                 for i in range(size):
                     line[i] = x[source + h * size + i] + (line[i] if h > 0 else 0)
@@ -493,6 +507,8 @@ def average_windows(
     size, out_size = width * channels, out_width * channels
     for item in range(begin, end):
         oh = item % out_height
+        # In a gradient, rows that the same windows cover are equal: the sums are made once and copied. The first row of
+        # an item is never a copy, since another thread may not have written the row before it.
         if step == 1 and item > begin and _repeats(rows, oh):
             _copy(y, (item - 1) * out_size, out_size, y, item * out_size)
             continue
@@ -598,6 +614,7 @@ def average_few(
     """
     for item in range(begin, end):
         line = ahead(lines, item * (size + 1))
+        # An element of y that no pixel reaches reads this one, so the loops need no test for it.
         line[size] = 0
         begun = item * rows_of_y // items
         for row in range(begun, (item + 1) * rows_of_y // items):
@@ -613,6 +630,7 @@ def average_few(
                     line[i] += x[source + i] * factor
             if step == 1:
                 _multiply(line, 0, wide, size)
+            # With at most one pixel per element the sum is one load, without a loop of variable length.
             if most == 1:
                 for i in range(out_size):
                     y[out + i] = line[starts[i]]
@@ -633,6 +651,7 @@ def _axis(size: int, out: int, kernel: int, stride: int, pad: int, down: bool) -
         stop = np.minimum(out, at // stride + 1)
     else:
         first, stop = np.maximum(begins, 0), np.minimum(begins + kernel, size)
+    # A window in the padding has no elements, but kernels still form its address: it stays inside the image.
     met = np.stack([np.minimum(first, (out if down else size) - 1), np.maximum(0, stop - first)], axis=-1)
     return ConstantTable(np.ascontiguousarray(met, np.int64)), ConstantTable((1 / lengths).astype(np.float32))
 
@@ -686,6 +705,8 @@ def _plan(threads: int, image: tuple[int, ...], pooled: tuple[int, ...], geometr
         return _Average(average_few, items, 1, size + 1, (number, items, *settings))
     most = math.prod(int(met.array[:, 1].max()) for met, _ in (rows, columns))
     apart = math.prod(y[2:]) == 1 or all(kernel <= stride for kernel, stride in zip(g.kernel, g.stride, strict=True))
+    # Sums of rows pay only for large windows that share elements. Smaller ones are summed in registers, without a
+    # buffer.
     if most > MAX_DIRECT_WINDOW and (down or not apart):
         settings = (channels, *image[2:], *pooled[2:], *g.kernel, *g.stride, *g.pad)
         return _Average(average_backward if down else average_forward, items, 1, size, (number, items, *settings))
@@ -733,6 +754,8 @@ def stochastic_forward(
                     running += x[((base + h) * width + w) * channels + c]
                     if where < 0 and running >= limit:
                         where = h * width + w
+            # If the sum is NaN, no running sum compares as having reached the limit: the last element is the window's
+            # draw.
             if where < 0:
                 where = (h1 - 1) * width + w1 - 1
             y[item * channels + c] = x[(base * width + where) * channels + c]
@@ -755,6 +778,8 @@ class CpuPooling(PoolingPrimitives, CpuMemory):
     def pool_max_backward(self, dy: Array, mask: Array, dx: Array, geometry: Geometry) -> None:
         self._check_dense(dy, mask, dx)
         samples, channels, height, width = dx.shape
+        # Windows overlap, so items are split where no two write to one element: by samples, and by channels if there
+        # are too few samples for the threads.
         block = channels if samples >= 4 * self.threads or self.threads == 1 else 16
         blocks = -(-channels // block)
         out_pixels = dy.shape[2] * dy.shape[3]

@@ -15,6 +15,7 @@ _WORD = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+# A float32 has 24 digits. More would round the largest words to 1, which lies outside [0, 1).
 _DROPPED = np.uint64(8)
 _SCALE = np.float32(2.0**-24)
 
@@ -101,6 +102,9 @@ def uniform_images(
         low, high, number = sample & _WORD, sample >> _SHIFT, np.uint64(pass_number) & _WORD
         at = (row * pixels + 4 * quad) * channels
         for c in range(channels):
+            # Four consecutive elements in logical order share a call. Since a channel has 4 n pixels, they are four
+            # pixels of one channel, and the numbers are those of `uniform` although memory has the channels next to
+            # each other.
             words = philox(np.uint64(c * quads + quad), low, high, number, np.uint64(key0), np.uint64(key1))
             out[at + c] = fraction(words[0])
             out[at + channels + c] = fraction(words[1])
@@ -145,6 +149,7 @@ class CpuRandom(RandomPrimitives, CpuMemory):
         quads = -(-count // 4)
         key = ((stream.seed ^ stream.stream) & 0xFFFFFFFF, (stream.seed >> 32) & 0xFFFFFFFF)
         numbers = (first_sample, pass_number, *key)
+        # The special kernels have no remainder and no index arithmetic per element. All three give the same numbers.
         if count % 4 == 0 and (channels == 1 or pixels == 1):
             uniform_blocks.run(self.threads, samples * -(-quads // BLOCK), 8, out, quads, BLOCK, *numbers)
             return

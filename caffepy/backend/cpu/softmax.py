@@ -33,6 +33,7 @@ def forward_rows(begin: Int, end: Int, x: Floats, y: Floats, classes: Int) -> No
         largest = max(max(a, b), max(c, d))
         for i in range(base, base + classes):
             y[i] = exponential(x[i] - largest)
+        # These are float64: a sum over many classes keeps its digits.
         s, t, u, v = 0.0, 0.0, 0.0, 0.0
         for i in range(base, base + whole, 4):
             s, t, u, v = s + y[i], t + y[i + 1], u + y[i + 2], v + y[i + 3]
@@ -48,6 +49,7 @@ def forward(begin: Int, end: Int, x: Floats, y: Floats, classes: Int, inner: Int
     """Items are positions (outer, inner)."""
     for item in range(begin, end):
         base = (item // inner) * classes * inner + item % inner
+        # The largest value is subtracted so that no exponential overflows; the quotient is the same.
         largest = x[base]
         for c in range(classes):
             largest = max(largest, x[base + c * inner])
@@ -272,6 +274,7 @@ class CpuSoftmax(SoftmaxPrimitives, CpuMemory):
         self.softmax_forward(x, probabilities, axis)
         view = _ClassView(self.threads, axis, probabilities.shape)
         count = view.outer * view.inner
+        # A loss per position, added afterwards: the sum's order does not depend on the threads.
         losses, counted = np.empty(count), np.empty(count, np.int32)
         labels = np.ascontiguousarray(labels)
         view.run(

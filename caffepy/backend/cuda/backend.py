@@ -97,6 +97,8 @@ class CudaBackend(
         self._cudnn = cudnn
         self._device = cupy.cuda.Device(device)
         with self._device:
+            # Non-blocking: the legacy default stream, which other libraries use, would otherwise wait for it and be
+            # waited for.
             self.stream = cupy.cuda.Stream(non_blocking=True)
         with self.activate():
             self._scratch = Scratch()
@@ -122,10 +124,12 @@ class CudaBackend(
         with self.activate():
             self.stream.synchronize()
             self._staging.close()
+            # Plans of cuDNN go before the handle that they were made with.
             self._convolutions.clear()
             self._cudnn.destroy_handle(self._handle)
             self._blas.close()
             self._scratch.clear()
+        # The pool keeps freed blocks for their stream, which nothing uses any more.
         cupy.get_default_memory_pool().free_all_blocks(stream=self.stream)
 
     def capture(self, *works: Callable[[], None]) -> Graph:

@@ -84,6 +84,7 @@ def _function(text: str, name: str, device: int) -> Any:
         function = _module(text).get_function(name)
     except OSError as error:
         logger.info("CuPy cannot keep compiled CUDA kernels, so each start compiles them: %s", error)
+        # A full or read-only disk: CuPy raises while it stores what it has compiled.
         os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
         function = _module(text).get_function(name)
     except cupy.cuda.compiler.CompileException as error:
@@ -100,6 +101,7 @@ def compiled(text: str, name: str) -> Any:
     Raises:
         RunError: compilation failed.
     """
+    # functools.cache does not keep two threads from compiling the same text; a compilation takes 100 ms and more.
     with _compiling:
         return _function(text, name, device_number())
 
@@ -145,6 +147,7 @@ def launch(kernel: Any, work_items: int, arguments: tuple[Any, ...], threads: in
     """Launch a kernel with one thread per work item, up to a grid that fills the GPU."""
     if work_items == 0:
         return
+    # The grid's limit is the same on each GPU: where a kernel adds up, it also fixes the order.
     blocks = min(-(-work_items // threads), MAX_BLOCKS)
     kernel((blocks,), (threads,), tuple(map(argument, arguments)))
 
@@ -166,6 +169,8 @@ def c_type(array: Array) -> str:
 @cache
 def divider(number: int) -> Any:
     """Return the `Divider` argument (kernels/common.cu) for a divisor from 1 to 2^31."""
+    # n * factor >> shift is n / number, rounded down, for n below 2^31: the factor exceeds 2^shift / number by at
+    # most 2^(shift - 31) / number (Granlund and Montgomery, PLDI 1994).
     shift = 31 + (number - 1).bit_length()
     return np.uint64((shift << 32) | ((1 << shift) // number + 1))
 

@@ -187,10 +187,13 @@ def _plan(
 def _launch_shape(layout: Layout, tuning: Tuning) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return grid and block: (column groups, rows)."""
     groups = layout.columns // layout.width
+    # With `inner`, neighbours in memory belong to one channel: threads of a block share it.
     together = 1 if layout.inner > 1 else SUM_GROUPS if tuning.sums else tuning.threads
     column_blocks = -(-groups // together)
     across = -(-groups // column_blocks)
     if across > 1 and column_blocks > 1:
+        # An even number: two neighbours in a row make a byte of the mask (kernels/normalise_forward.cu), and must be in
+        # one block.
         across += across % 2
         column_blocks = -(-groups // across)
     down = tuning.threads // across
@@ -419,6 +422,7 @@ def _threads(repeats: list[int]) -> int:
     common = math.lcm(*repeats)
     if common == 1 or common > MAX_THREADS:
         return THREADS
+    # With a multiple of the period, a thread's channel is the same in every pack, and its loads happen once.
     return min(range(common, MAX_THREADS + 1, common), key=lambda n: (n < 128, n % 32 != 0, abs(n - THREADS)))
 
 
@@ -467,6 +471,7 @@ class CudaElementwise(ElementwisePrimitives, CudaMemory):
 
     def add_n(self, sources: Sequence[Array], destination: Array) -> None:
         here = destination.data.ptr
+        # A source that is the destination comes first: a later launch would find it overwritten.
         remaining = sorted(map(raw, sources), key=lambda a: a.data.ptr != here)
         assert len({a.dtype for a in remaining}) == 1, "sources are of one dtype"
         while len(remaining) > 1:
@@ -576,6 +581,7 @@ def _plan_columns(call: Call, variant: Variant, target: Period, more: tuple[tupl
     item = min(s.item for s in call.of_kind(Kind.EACH).values())
     across = min(32, SEGMENT // (variant.width * item), 1 << (packs - 1).bit_length())
     grid = -(-packs // across)
+    # As many blocks as fill a device of MULTIPROCESSORS, unless a thread would have too few packs for the second step.
     splits = max(1, min(SPLIT_BLOCKS // grid, -(-rows // (THREADS // across * PACKS_EACH))))
     each = -(-rows // splits)
     splits = -(-rows // each)

@@ -84,6 +84,7 @@ def small_product(a: Array, b: Array, out: Array, accumulate: bool, epilogue: Ep
     tiles = _tiles(rows, columns)
     a_first, a_pitch = lines(a)
     b_first, b_pitch = lines(b.T)
+    # No more warps than there are pieces of 32 along K: the others would add zeros.
     warps = FEW_WARPS if depth <= 32 * FEW_WARPS else MANY_WARPS
     text = defines(
         In=c_type(a),
@@ -114,6 +115,7 @@ def _kernel_with_epilogue(text: str, formula: str) -> Any:
 
 def _tiles(rows: int, columns: int) -> int:
     """Return the tiles of eight columns per block: few if there would be fewer blocks than multiprocessors."""
+    # Wide blocks read a less often; but a product with too few blocks leaves multiprocessors idle.
     for tiles in (4, 2):
         if -(-rows // 16) * -(-columns // (8 * tiles)) >= 96:
             return tiles
@@ -187,6 +189,7 @@ class AlignedProduct(NamedTuple):
         """Add the remaining terms in float32, so that a 16-bit result is rounded once."""
         whole, total = _aligned_length(a.shape[1]), out
         if out.dtype != "float32":
+            # Halves would be rounded after the first part and again after the rest.
             total = self.scratch.get("sums of two parts", out.size).reshape(out.shape)
             if accumulate:
                 copy(out, total)
@@ -282,11 +285,13 @@ class Blas:
         self._scratch = scratch
         self._handle = ctypes.c_void_p()
         _check(library.cublasCreate_v2(ctypes.byref(self._handle)), "cublasCreate")
+        # Given once: cuBLAS's own workspace would be allocated at the first product, perhaps within a capture.
         self._workspace = scratch.get("cuBLAS workspace", PRODUCT_WORKSPACE, "uint8")
         _check(library.cublasSetStream_v2(self._handle, ctypes.c_void_p(stream)), "cublasSetStream")
         pointer = ctypes.c_void_p(self._workspace.data.ptr)
         size = ctypes.c_size_t(PRODUCT_WORKSPACE)
         _check(library.cublasSetWorkspace_v2(self._handle, pointer, size), "cublasSetWorkspace")
+        # Without the flag cuBLAS may round partial sums of halves to halves, which loses small gradients.
         mode = (TF32_MATH if tf32 else DEFAULT_MATH) | WHOLE_SUMS
         _check(library.cublasSetMathMode(self._handle, mode), "cublasSetMathMode")
         self._sgemm = library.cublasSgemm_v2
@@ -307,6 +312,7 @@ class Blas:
         if out.size == 0:
             return
         depth = a.shape[0] if transpose_a else a.shape[1]
+        # The kernel rounds factors to TF32, which holds every half exactly; float32 factors only where that is allowed.
         if (self._tf32 or a.dtype != "float32") and suits_small_product(out.shape, depth):
             small_product(a.T if transpose_a else a, b.T if transpose_b else b, out, accumulate)
             return

@@ -84,9 +84,13 @@ class CudaGraph:
 
     def _captured(self, works: Sequence[Callable[[], None]]) -> Any:
         stream = self._stream
+        # Thread-local, because solver threads of other GPUs may allocate or compile meanwhile; in the global mode that
+        # would end this capture.
         mode = cupy.cuda.runtime.streamCaptureModeThreadLocal
         stream.begin_capture(mode=mode)
         try:
+            # CuPy would allocate from its pool within the capture: memory that it may hand out again while the graph
+            # still writes to it.
             with cupy.cuda.using_allocator(_refuse):
                 for work in works:
                     work()
@@ -94,6 +98,7 @@ class CudaGraph:
             _end_quietly(stream)
             raise
         graph = stream.end_capture()
+        # Sent to the device now, so that the first launch does not take longer than the later ones.
         graph.upload(stream)
         return graph
 
@@ -139,6 +144,8 @@ class CudaScalars:
 
     def send(self, values: Sequence[float], counters: Sequence[tuple[int, int]]) -> None:
         """Queue a transfer of the numbers before the work that reads them."""
+        # A pinned buffer may be written again only when the transfer before it has run. With several, the host works
+        # ahead of the device.
         if len(self._sent) == IN_FLIGHT:
             self._sent.popleft().synchronize()
         host = self._host[self._turn]
@@ -182,6 +189,7 @@ class CudaAsyncCopy:
     """
 
     def __init__(self, stream: Any, array: Array) -> None:
+        # From pageable memory CUDA would copy synchronously, and the host would wait for the device.
         self._memory = cupy.cuda.alloc_pinned_memory(max(array.nbytes, 1))
         self._host = np.frombuffer(self._memory, array.dtype, array.size).reshape(array.shape)
         array.data.copy_to_host_async(self._host.ctypes.data, array.nbytes, stream)

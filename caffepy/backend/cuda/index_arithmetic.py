@@ -36,6 +36,7 @@ def find_period(shape: tuple[int, ...], small: tuple[int, ...], axis: int) -> Pe
     assert all(shape[axis + i] == d for i, d in enumerate(small) if d != 1), (shape, small, axis)
     order = [a for a in memory_axes(len(shape)) if shape[a] != 1]
     first = order.index(kept[0])
+    # An axis of the large array lies between those of the small one: no division and remainder give its index.
     if order[first : first + len(kept)] != kept:
         return None
     outer = math.prod(shape[a] for a in order[:first])
@@ -59,6 +60,7 @@ def collapse(shape: tuple[int, ...], source: tuple[int, ...], destination: tuple
     Axes that are contiguous in both arrays are merged. At least one axis remains.
     """
     axes = [StridedAxis(*numbers) for numbers in zip(shape, source, destination, strict=True) if numbers[0] != 1]
+    # In the destination's order, because scattered writes cost more than scattered reads, which the caches share.
     axes.sort(key=lambda axis: -axis.destination)
     joined: list[StridedAxis] = []
     for axis in axes:

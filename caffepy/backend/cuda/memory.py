@@ -124,6 +124,7 @@ def adopt(array: Any, device: int) -> Array | None:
         return None
     if found.device.id != device:
         raise DeviceError(f"the array is on GPU {found.device.id}, the net on GPU {device}; move one of them")
+    # The array's owner may still write to it on a stream that is not known here.
     cupy.cuda.runtime.deviceSynchronize()
     return cupy.ascontiguousarray(found) if any(stride < 0 for stride in found.strides) else found
 
@@ -205,6 +206,7 @@ class Scratch:
         workspace = self._views.get((purpose, count, dtype))
         if workspace is None:
             workspace = self._make(purpose, count, dtype)
+        # The graph keeps the address: this buffer must stay where it is, also when a later call outgrows it.
         if purpose not in self._captured and is_capturing():
             self._captured.add(purpose)
         return workspace
@@ -213,6 +215,7 @@ class Scratch:
         """Return `count` uint32 zeros with which a kernel's blocks count themselves; the kernel resets them to zero."""
         before = self._buffers.get("tickets")
         tickets = self._kept("tickets", -(-count // TICKETS) * TICKETS, "uint32")
+        # Zeroed once; kernels leave their tickets at zero, so that a captured launch needs no memset before it.
         if self._buffers["tickets"] is not before:
             tickets.fill(0)
         return tickets
@@ -405,6 +408,7 @@ class Staging:
         direct = destination.dtype == np.float32 and destination.flags.c_contiguous
         staged = destination if direct else self._scratch.get("upload", host.size).reshape(host.shape)
         self._slot_index = (self._slot_index + 1) % SLOTS
+        # The slot's last transfer must be over. With several slots that is nearly always so.
         if self._copied[self._slot_index] is not None:
             self._copied[self._slot_index].synchronize()
         slot = self._slots[self._slot_index] = _grown(self._slots[self._slot_index], host.size)
@@ -426,6 +430,7 @@ class Staging:
         parts = [slice(begin, min(begin + PART, host.size)) for begin in range(0, host.size, PART)]
         copies = [self._threads.submit(np.copyto, pinned[part], flat[part], "unsafe") for part in parts]
         for part, copied in zip(parts, copies, strict=True):
+            # In order: the transfer of a part runs while threads copy the next ones.
             copied.result()
             self._send_part(pinned, staged, part)
 
@@ -446,6 +451,7 @@ class Staging:
             views.append(view.reshape(array.shape))
             begin += array.size
         self._stream.synchronize()
+        # The pinned buffer is used again by the next call.
         return [view.copy() for view in views]
 
     def _as_float32(self, array: Array) -> Array:
@@ -493,6 +499,7 @@ def _move(source: Array, destination: Array, add: bool) -> None:
     if plan is not None:
         plan.kernel(plan.grid, plan.block, (source, destination, *plan.arguments))
         return
+    # The outermost axis of the destination: its slices are the largest contiguous pieces.
     axis = max(range(source.ndim), key=lambda a: abs(destination.strides[a]) * (source.shape[a] > 1))
     for i in range(source.shape[axis]):
         index = (slice(None),) * axis + (i,)
@@ -540,6 +547,7 @@ def _width(ends: Ends, axes: list[StridedAxis], items: list[int]) -> int:
         return 1
     numbers = [inner.size, *(step for axis in axes[:-1] for step in (axis.source, axis.destination))]
     width = widest(numbers, 16 // max(items))
+    # Both ends must be aligned to the load: a wide load from another address is an error of the device.
     while any(alignment % (width * item) for alignment, item in zip(ends.alignments, items, strict=True)):
         width //= 2
     return width
@@ -636,6 +644,7 @@ class CudaRing(InputRing):
     def __init__(self, stream: Any, *others: int) -> None:
         super().__init__(*others)
         self._stream = stream
+        # Beside the backend's stream, so that the next batch arrives while this one is computed.
         self._copies = cupy.cuda.Stream(non_blocking=True)
         self.memory = allocate((self.slots * self.slot_size,), "uint8")
         self._arrived = [cupy.cuda.Event(disable_timing=True) for _ in range(self.blocks)]
@@ -661,6 +670,8 @@ class CudaRing(InputRing):
             self._consumed_blocks[position] == self._stored_blocks[position] or self._stored_blocks[position] == block
         ), f"pass {number} overwrites a slot that is not consumed"
         self._stored_blocks[position] = block
+        # The slot is overwritten only when the kernels that read it have run. The events wait on the device; the host
+        # goes on.
         self._copies.wait_event(self._free[position])
         begin = self.memory.data.ptr + number % self.slots * self.slot_size
         for offset, host in parts:
@@ -669,10 +680,12 @@ class CudaRing(InputRing):
             )
         arrived = self._arrived[position]
         arrived.record(self._copies)
+        # What the backend queues from now on may read the slot.
         self._stream.wait_event(arrived)
         self._in_flight.append((arrived, done))
 
     def consumed(self, number: int) -> None:
+        # One event for a block of passes: an event for each would cost the host time in each iteration.
         if (number + 1) % self.block == 0:
             position = number // self.block % self.blocks
             self._free[position].record(self._stream)
@@ -693,6 +706,7 @@ class CudaRing(InputRing):
             time.sleep(0.0005)
         if self._in_flight:
             logger.warning("input transfer to the GPU is not complete after %.0f s; its memory is not freed", timeout)
+            # Memory that is freed while a transfer writes to it would corrupt the next array there.
             _leaked.append((self.memory, self._copies, list(self._in_flight)))
         self._in_flight.clear()
         self.memory = None

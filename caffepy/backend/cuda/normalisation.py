@@ -102,6 +102,7 @@ class CudaNormalisation(NormalisationPrimitives, CudaMemory):
         arrays, per_channel = (raw(x), raw(other), raw(y)), (n.mean, n.inverse, n.scale, n.bias)
         tuning = FORWARD if residual is None else FORWARD_RESIDUAL
         layout = find_layout(arrays, per_channel, tuning.width)
+        # Where rows are not whole bytes of the mask, threads of two rows would write one byte.
         whole_bytes = layout.width > 1 and layout.columns % 8 == 0
         by_bits = mask is not None and not whole_bytes
         plan = make_launch(
@@ -136,6 +137,7 @@ class CudaNormalisation(NormalisationPrimitives, CudaMemory):
         assert len({a.dtype for a in arrays[1:]}) == 1, "gradients and their total are of one dtype"
         assert total is not None or len(dys) == 1, "several gradients need `total`"
         per_channel = (n.mean, n.inverse, n.scale, n.bias)
+        # Loads of halves take half of the registers, so more rows are under way.
         few = len(dys) <= 2 and x.itemsize == dys[0].itemsize == 2
         tuning = SUMS if total is None else SUMS_OF_TWO_HALVES if few else SUMS_OF_MANY
         plan = make_launch(

@@ -67,6 +67,7 @@ def _pool(name: str, arrays: tuple[Array, ...], image: Array, pooled: Array, mas
     if _is_too_large(tuple(image.shape), tuple(pooled.shape), g):
         half = image.shape[0] // 2
         for part in (slice(0, half), slice(half, None)):
+            # Kernels count with 32 bits, which are faster; images do not depend on each other.
             halves = tuple(array[part] for array in arrays)
             _pool(name, halves, image[part], pooled[part], None if mask is None else mask[part], g)
         return

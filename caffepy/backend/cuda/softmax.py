@@ -63,6 +63,7 @@ class ClassLayout:
         kernel((self.blocks,), (threads,), (*map(argument, arguments), *numbers))
 
     def _items(self) -> int:
+        # Powers of two, so that few kernels are compiled for all numbers of classes.
         items = 1 << (-(-self.classes // 32) - 1).bit_length()
         return items if items <= MAX_ITEMS else 0
 

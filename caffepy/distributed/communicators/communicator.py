@@ -112,6 +112,7 @@ def round_to_bfloat16(values: np.ndarray, target: np.ndarray) -> None:
         part = slice(start, start + _CHUNK)
         bits = values[part].view(np.uint32)
         upper = bits >> 16
+        # Half of the last place less one, and the last kept bit: ties go to the even neighbour.
         rounded = (bits + ((upper & 1) + np.uint32(0x7FFF))) >> 16
         # The sum could carry a NaN's bits over into the sign; a NaN needs one bit below the exponent.
         target[part] = np.where(np.isnan(values[part]), upper | np.uint32(0x40), rounded)
@@ -347,6 +348,7 @@ class PolledWork(PendingCollective):
             waited = time.monotonic() - start
             if waited >= seconds:
                 return False
+            # A thousandth of the wait: a short operation is noticed at once, and a long one leaves the core to others.
             pause = 0.0 if waited < self._eager else min(_PAUSES[1], max(_PAUSES[0], waited / 1000))
             time.sleep(min(seconds - waited, pause))
         return True
@@ -384,6 +386,7 @@ class WorkSequence(PendingCollective):
     def _advance(self) -> bool:
         """Compute until the next work; whether there is one. Raises an error once more if it did before."""
         try:
+            # A generator that has raised is exhausted: without this a second wait would take the failed work for done.
             if self._error is not None:
                 raise self._error
             self._work = next(self._steps)

@@ -72,6 +72,8 @@ class SharedSums:
         Returns:
             Zeros, (count,); None if the machine has no such memory, or not enough of it.
         """
+        # Each rank's part begins on a page: its pages lie near the core that reserves them, and no page has two writers
+        # while gradients are made.
         stride = -(-4 * count // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         with ExitStack() as opened:
             file = self._open_common(opened)
@@ -104,6 +106,7 @@ class SharedSums:
         yield PolledWork(lambda: number == self._added_up + 1)  # barriers have no names, only an order
         self._add(elements, factor)
         self._added_up += 1
+        # Behind it all shares of the total are written, and the barrier makes them visible.
         yield self._added.start(Collective(Op.BARRIER))
         for rank in range(self._size):
             if rank != self._rank:
@@ -116,6 +119,7 @@ class SharedSums:
         first, last = self._share(elements, self._rank)
         for start in range(first, last, _CHUNK):
             chunk = slice(start, min(start + _CHUNK, last))
+            # In rank order for every element: the bits depend neither on the rank that adds up nor on its speed.
             np.add(self._parts[0][chunk], self._parts[1][chunk], out=total[chunk])
             for part in self._parts[2:]:
                 total[chunk] += part[chunk]
@@ -133,12 +137,16 @@ class SharedSums:
             with suppress(OSError):  # then the name stays empty
                 made, path = tempfile.mkstemp(prefix="caffepy-", dir=_FOLDER)
                 opened.callback(os.close, made)
+                # Removed when all have it open: the memory then goes with the last process, also one that is killed.
                 opened.callback(os.unlink, path)
                 name[: len(os.fsencode(path))] = np.frombuffer(os.fsencode(path), np.uint8)
+        # An empty name tells all ranks that rank 0 has no such memory: every rank comes here, and none waits for
+        # another.
         self._ranks.broadcast(name)
         file = _opened(bytes(name).rstrip(b"\0"))
         if file is not None:
             opened.callback(os.close, file)
+        # All or none: a rank in a container of its own does not see the file.
         return file if self._all(file is not None) else None
 
     def _reserve(self, file: int, stride: int, count: int) -> bool:
@@ -229,7 +237,9 @@ class HierarchicalCommunicator(Communicator):
             self._local.reduce(collective.array)
             if self._is_local_leader:
                 yield from self._reduce_ranks(collective)
+                # The measured exchange ends here; what follows is the wait for this process's own threads.
                 timed.close()
+            # The broadcast waits for the other threads: it must not happen in `poll`, while this thread could compute.
             yield None
             self._local.broadcast(collective.array)
 
@@ -260,6 +270,8 @@ class HierarchicalCommunicator(Communicator):
         self._local.broadcast(array)
 
     def _barrier(self) -> None:
+        # First all threads of this process, so that the leader speaks for all; the second barrier tells them that the
+        # ranks have met.
         self._local.barrier()
         if self._is_local_leader:
             self._ranks.barrier()

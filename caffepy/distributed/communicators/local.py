@@ -84,6 +84,7 @@ class ThreadGroup:
             PeerError: a thread has not come for too long; time in which the process was suspended does not count.
         """
         with self._changed:
+            # A number for each barrier: a thread that wakes late must not wait in the next one.
             generation = self._generation
             self._arrived += 1
             if self._arrived == self.size and not self._aborted:
@@ -102,6 +103,7 @@ class ThreadGroup:
                         f"a solver thread has waited {self._timeout:.0f} s for the others of its process; "
                         "allow more with --timeout if they only need longer"
                     )
+                # Short waits: after a suspension the clock that does not count it must be asked again.
                 self._changed.wait(min(remaining, _LOOK_SECONDS))
 
     def abort(self) -> None:
@@ -142,6 +144,8 @@ class LocalCommunicator(StoreCommunicator):
     def _reduce_shares(self, array: Array, average: bool) -> None:
         arrays = self._publish(array)
         share = self._share(array.size)
+        # Each thread adds up its share of all arrays and writes it to all: no element has two writers, and the order is
+        # that of the ranks.
         total = arrays[0][share].copy()
         for other in arrays[1:]:
             total += other[share]
@@ -170,6 +174,7 @@ class LocalCommunicator(StoreCommunicator):
     def sum(self, values: Any) -> Any:
         self.group.scores.save(self.rank, values)
         self.group.wait()
+        # The first barrier: all rows are there. The second: all have read them, before a thread saves its next row.
         total = self.group.scores.total()
         self.group.wait()
         return total

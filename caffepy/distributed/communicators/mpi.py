@@ -60,6 +60,7 @@ class MainThreadDispatcher:
             return function()
         future: Future[T] = Future()
         self._calls.put((function, future))
+        # Looked at again and again, because the main thread may have ended without serving the queue.
         while not wait([future], timeout=0.5).done:
             if self._aborted.is_set():
                 raise AbortedError("training was stopped")
@@ -146,6 +147,7 @@ class MpiCommunicator(Communicator):
     def _exchange(self, collective: Collective) -> Iterator[PendingCollective]:
         buffers, status = _Buffers(collective, self.size), self._mpi.Status()
         with self._translated(collective):
+            # Every call of MPI goes to the thread that may call it, tests of requests too.
             request = self._dispatcher.call(lambda: self._request(collective, buffers.sent, buffers.received))
 
         def is_done() -> bool:
@@ -156,6 +158,7 @@ class MpiCommunicator(Communicator):
         yield PolledWork(is_done, collective, _EAGER_SECONDS)
         del self._unfinished[id(buffers)]
         if collective.op is Op.RECEIVE:
+            # A shorter message is no error to MPI; the rest of the array would keep its old numbers.
             count, expected = status.Get_count(self._mpi.BYTE), buffers.received.nbytes
             if count != expected:
                 raise UserError(f"rank {collective.peer} sent {count} bytes, this rank expects {expected}")
@@ -209,6 +212,7 @@ class MpiCommunicator(Communicator):
     def _sum(self, add: Callable[..., None]) -> Any:
         """MPI's operator that adds numbers of two bytes; MPI has no types for them."""
         if add not in self._sums:
+            # MPI calls the operator whenever it adds, long after this call: it is kept as long as the communicator.
             self._sums[add] = self._mpi.Op.Create(add, commute=True)
         return self._sums[add]
 
@@ -256,6 +260,7 @@ class _Buffers:
             return None
         if self.collective.operator is None:
             return array.reshape(-1).view(np.uint8)
+        # MPI has no type for float16. As float32 the sum is rounded once, as on other transports.
         widened = array.dtype == np.float16 and not self.collective.compact
         return array.astype(np.float32) if widened else array
 

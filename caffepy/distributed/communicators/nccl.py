@@ -124,6 +124,7 @@ class NcclCommunicator(Communicator):
         self.compresses = self._compressor is not None
         self._comm: Any = None
         with self._translated("NCCL's connection of the GPUs"):
+            # Returns when all devices have called it, with the GIL released.
             self._comm = nccl.NcclCommunicator(size, unique_id, rank)
 
     def start(self, collective: Collective) -> PendingCollective:
@@ -137,6 +138,8 @@ class NcclCommunicator(Communicator):
         if collective.pattern is None:
             message = self._messages.add(collective)
             return PolledWork(lambda: self._is_done(message), collective)
+        # Messages that were started before must precede the collective on the stream: the other ranks see the same
+        # order.
         self._messages.flush(self._comm)
         enqueue(self._comm, collective, self.rank, self.size)
         if collective.blocking:
@@ -149,6 +152,7 @@ class NcclCommunicator(Communicator):
         if self._side_stream is None:
             self._side_stream = SideStream(self._is_done)
         compressor = self._compressor
+        # The lock keeps `abort` from destroying the communicator while a call is being put on the stream.
         with self._using, self._side_stream.after_current(timed) as work:
             sent = array if compressor is None else compressor.compress(array)
             operator = ReduceOp.AVG if compressor is None else ReduceOp.SUM
@@ -169,6 +173,7 @@ class NcclCommunicator(Communicator):
         with self._translated("the GPU's work"):
             (wait or cupy.cuda.get_current_stream().synchronize)()
             if not self._aborted.is_set():
+                # NCCL reports a broken connection only when it is asked.
                 self._comm.check_async_error()
 
     def barrier(self) -> None:
@@ -180,6 +185,8 @@ class NcclCommunicator(Communicator):
     def abort(self) -> None:
         self._aborted.set()
         self._host.abort()
+        # A call that blocks because the stream is full ends only by the abort itself: so the lock is not waited for
+        # without a limit.
         held = self._using.acquire(timeout=_LOCK_SECONDS)
         if self._comm is not None:
             self._comm.abort()
@@ -243,6 +250,7 @@ def enqueue(comm: Any, collective: Collective, rank: int, size: int) -> None:
     """Put a collective on the current stream; what follows on that stream sees the result."""
     stream = cupy.cuda.get_current_stream().ptr
     if collective.op is Op.BARRIER:
+        # NCCL has no barrier; a sum of one number needs all ranks.
         token = cupy.zeros(1, cupy.float32)
         collective = Collective(Op.ALL_REDUCE, token, token, ReduceOp.SUM)
     if collective.op in (Op.GATHER, Op.SCATTER, Op.ALL_TO_ALL):
@@ -282,6 +290,7 @@ def _exchange(comm: Any, collective: Collective, rank: int, size: int, stream: i
     pattern = collective.pattern
     assert pattern is not None
     senders, receivers = pattern.senders(size, collective.peer), pattern.receivers(size, collective.peer)
+    # Without a group the first send would block until its receiver has called, which may itself be sending.
     with _together():
         if rank in senders:
             for receiver in receivers:
@@ -388,11 +397,15 @@ class SideStream:
         self._started += 1
         number = min(self._started, _NUMBERS - 1)
         work = SideStreamWork(self)
+        # The exchange must come behind the kernels that make the gradients, and the events order the streams without
+        # the host.
         work.begin.record(cupy.cuda.get_current_stream())
         self._stream.wait_event(work.begin)
         with self._stream:
             with timed:
                 yield work
+            # The count reaches the host by a copy on the stream: it can be captured in a graph, and the watchdog reads
+            # it without a call of CUDA, which may hang.
             cupy.cuda.runtime.memcpyAsync(
                 self._memory.ptr,
                 self._numbers.data.ptr + 4 * number,
@@ -410,6 +423,8 @@ class SideStream:
         """Give the events of a work back, which was waited for."""
         self._spare_events += events
         self._waited_for += 1
+        # All works of this pass are done: the next pass counts from 1 again, also in a replayed graph, whose numbers
+        # are those of its capture.
         if self._waited_for == self._started:
             self._started = self._waited_for = 0
 

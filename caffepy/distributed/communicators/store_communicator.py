@@ -73,6 +73,7 @@ class StoreCommunicator(Communicator):
     def _start_collective(self, collective: Collective) -> PendingCollective:
         pattern = collective.pattern
         assert pattern is not None
+        # All ranks start the same collectives in the same order, so equal counts name the same collective.
         number = self._next("collective")
         receivers, senders = pattern.receivers(self.size, collective.peer), pattern.senders(self.size, collective.peer)
         if self.rank in senders:
@@ -89,6 +90,7 @@ class StoreCommunicator(Communicator):
         )
 
     def _put(self, key: str, collective: Collective, receiver: int, reads: int) -> None:
+        # Sent along, so that ranks that call different collectives get an error instead of wrong numbers.
         header = collective.describe(self.size).encode().ljust(_HEADER)
         assert len(header) == _HEADER
         numbers = b"" if collective.sent is None else piece_of(collective, receiver, self.size)
@@ -128,12 +130,14 @@ class StoreWork(PendingCollective):
 
     def wait(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
+        # What came is kept: a later wait asks for the rest only.
         for sender, key in list(self._missing.items()):
             value = self._store.take(key, max(0.0, deadline - time.monotonic()), sender)
             if value is None:
                 return False
             del self._missing[sender]
             self._pieces[sender] = self._decode(sender, value)
+        # In rank order, whatever order they came in: the sum has the same bits on all ranks and in each run.
         combine(self._collective, [self._pieces[sender] for sender in sorted(self._pieces)])
         self._pieces.clear()
         return True

@@ -246,11 +246,13 @@ def mpirun_line(mpirun: Mpirun, job: Job) -> list[str]:
 
 def _open_mpi(mpirun: Mpirun, job: Job) -> list[str]:
     modifier = ":OVERSUBSCRIBE" if job.oversubscribe and mpirun.major >= 5 else ""
+    # Open MPI binds each process to a core, where solver and NCCL threads would take turns; caffepy places them itself.
     line = ["--map-by", f"ppr:{job.per_node}:node{modifier}", "--bind-to", "none"]
     if job.oversubscribe and not modifier:
         line.append("--oversubscribe")
     if job.hosts:
         line += ["--host", ",".join(f"{host}:{job.per_node}" for host in job.hosts)]
+    # Only Open MPI needs the names; the others hand the whole environment on.
     for name in job.exported:
         line += ["-x", name]
     return line
@@ -355,6 +357,7 @@ def secret_for(rendezvous: Rendezvous, environment: Mapping[str, str] = os.envir
 
 def _free_port() -> int:
     with socket.socket() as probe:
+        # Another process may take the port before rank 0 listens there. That is rare, and an error that names the port.
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
@@ -490,6 +493,7 @@ def srun_line(srun: str, job: Job, plugin: str | None, allocation: Allocation) -
         allocation: where.
     """
     line = [srun, f"--nodes={job.nodes}", f"--ntasks={job.size}", f"--ntasks-per-node={job.per_node}"]
+    # A rank that is killed must not leave the step running: the others would hold the allocation.
     line += ["--cpu-bind=none", "--kill-on-bad-exit=1"]
     if cores := allocation.cores_of(job):
         line.append(f"--cpus-per-task={cores}")  # since Slurm 22.05 a step does not take over what its job asked for

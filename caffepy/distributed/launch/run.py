@@ -317,8 +317,10 @@ class LaunchedJob:
         if terminal := name_terminal():
             own[TERMINAL] = terminal
         if self._counter.made:
+            # Snapshots of an earlier run in the same folder must not be taken for this job's.
             own[SINCE] = repr(self._since)
         if self._job.size != self.start.job.size:
+            # Fewer ranks make more passes an iteration, so that the global batch stays that of the first start.
             own[BATCH_RANKS] = str(self.start.job.size)
         return own
 
@@ -329,6 +331,7 @@ class LaunchedJob:
         whom = "one" if self.start.shares_signals else "all"
         sent = send(number, self.mark, self.start.variable, whom)
         others = [host for host in self._job.hosts if not is_here(host)]
+        # A rank here has it, and the ranks agree on it: no program need be started on another host.
         if (sent and whom == "one") or not (others or self._job.nodes > 1):
             return sent > 0
         there = self._send_there(number, others[:1] if whom == "one" else others, whom)
@@ -365,6 +368,7 @@ class LaunchedJob:
 
     def _clear(self) -> int:
         """Wait for the job's processes on this machine to end, and kill the others after that."""
+        # Ranks that lost another rank end by themselves within ten seconds, and say why; killed at once they could not.
         end = time.monotonic() + (0.0 if self.supervisor.stopping else END_SECONDS)
         while find_processes(self.mark, self.start.variable) and time.monotonic() < end:
             time.sleep(0.05)

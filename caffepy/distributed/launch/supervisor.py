@@ -56,6 +56,7 @@ class Child:
         self.error = ""
         """The first error that it has printed."""
         self._process = _start(command)
+        # Read all the time: a process whose pipe is full would stop in its next log line.
         self._reader = threading.Thread(target=self._forward, name="launcher's stderr", daemon=True)
         self._reader.start()
 
@@ -73,8 +74,10 @@ class Child:
         rest = b""
         with self._process.stderr as file:
             while part := os.read(file.fileno(), _LONGEST_LINE):
+                # Bytes are passed on before lines are looked at, so that progress lines without an end appear at once.
                 write_through(part)
                 *lines, rest = (rest + part).split(b"\n")
+                # A line without an end must not take memory without one.
                 rest = rest[-_LONGEST_LINE:]
                 for line in lines:
                     self._look(line)
@@ -126,6 +129,8 @@ def _start(command: Command) -> subprocess.Popen[bytes]:
 
     def die_with_parent() -> None:
         if hasattr(library, "prctl"):
+            # The session of its own keeps Ctrl-C away, and with it the end of the terminal: the kernel ends the process
+            # with this one.
             library.prctl(_PR_SET_PDEATHSIG, int(command.last_signal), 0, 0, 0)
         if os.getppid() != parent:
             os._exit(128 + command.last_signal)
@@ -241,6 +246,7 @@ class Supervisor:
     # -- signals ------------------------------------------------------------------------------------
 
     def _take(self, number: int, frame: FrameType | None) -> None:
+        # A handler may interrupt any line; the work is done in the loop.
         self._signals.append(number)
 
     def _look_at_signals(self) -> None:
@@ -260,6 +266,7 @@ class Supervisor:
 
     def _stop_with_all(self) -> None:
         """Ctrl-Z and what follows it."""
+        # The ranks are in sessions of their own, where the terminal's Ctrl-Z does not reach them.
         self._suspend(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         self._suspend(signal.SIGCONT)
@@ -287,6 +294,7 @@ class Supervisor:
             self._forward()
             for child in [child for child in running if child.status() is not None]:
                 running.remove(child)
+                # The first failure's status is the job's; processes that end later mostly end because of it.
                 if not status and (status := child.status() or 0):
                     self._end_at = min(self._end_at, time.monotonic() + END_SECONDS)
             if time.monotonic() > self._end_at:

@@ -87,6 +87,7 @@ def find_launcher(environment: Mapping[str, str] = os.environ) -> Launcher | Non
     MPI's comes first, except srun, whose variables whatever runs within a step inherits: torchrun, or a shell.
     """
     mpi, told = find_mpi_launcher(environment), _find_told(environment)
+    # Programs within a Slurm step inherit its variables: a launcher that was started there knows better.
     inherited = mpi is not None and (mpi.size == 1 or "TORCHELASTIC_RUN_ID" in environment)
     if told is not None and (mpi is None or (inherited and mpi.name in ("srun", "a PMIx launcher"))):
         return told

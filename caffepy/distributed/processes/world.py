@@ -194,6 +194,8 @@ class World(ABC):
         Raises:
             SystemExit: on the other ranks, silently, with the error's exit status.
         """
+        # All ranks call this, also those without an error: a rank that went on alone would wait for the others for
+        # ever.
         errors = self.all_gather(None if error is None else (describe(error), exit_status(error)))
         first = next(((rank, *entry) for rank, entry in enumerate(errors) if entry is not None), None)
         if first is None:
@@ -267,6 +269,7 @@ _ABORT_SECONDS = 3.0
 
 def join_mpi(launcher: Launcher) -> MpiWorld:
     """The world of MPI's processes, which this process ends unless it leaves them; errors as of `MpiWorld`."""
+    # Registered before MPI starts: Ctrl-C during its start must end the other ranks too.
     joining(_end_mpi)
     return MpiWorld(launcher)
 
@@ -281,7 +284,9 @@ def _end_mpi(status: int) -> None:
 def abort(comm: Any, status: int) -> NoReturn:
     """End all processes of an MPI communicator, this one included."""
     flush_streams()
+    # What this rank has printed must reach the launcher first; MPI_Abort makes it drop the rest.
     time.sleep(_FORWARD_SECONDS)
+    # In a thread, because MPI_Abort itself may hang, for example where the network does.
     aborting = threading.Thread(target=comm.Abort, args=(status,), daemon=True)
     aborting.start()
     aborting.join(_ABORT_SECONDS)
@@ -305,12 +310,15 @@ class MpiWorld(World):
         self._check: Callable[[], None] = lambda: None
         self._mpi = load_mpi()
         self._calls = MainThreadDispatcher(self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE)
+        # A communicator of its own: a script's calls on COMM_WORLD cannot be mixed up with these.
         self._control = self._mpi.COMM_WORLD.Dup()
         check_launcher(launcher, int(self._control.size), self._mpi.Get_library_version())
         hosts, machines = zip(*self.all_gather((socket.gethostname(), machine_identity())), strict=True)
         super().__init__(int(self._control.rank), list(hosts), list(machines))
 
     def all_gather(self, value: T) -> list[T]:
+        # The wait happens in a barrier that can be polled, so that `check` is asked meanwhile. Behind it the blocking
+        # call finds all ranks there.
         self._wait(self._control.Ibarrier())
         gathered: list[T] = self._control.allgather(value)
         return gathered
@@ -403,6 +411,7 @@ class StoreWorld(World):
 
     def all_gather(self, value: T) -> list[T]:
         key = self._next_key()
+        # All values go through rank 0, which has the store: two messages for each rank, not one for each pair.
         if self.rank != 0:
             self._store.put(f"{key}/{self.rank}", pack(value), 1)
             gathered: list[T] = self._take(key, 0)
@@ -435,6 +444,7 @@ class StoreWorld(World):
         self._store.close()
 
     def end(self, status: int) -> NoReturn:
+        # On rank 0: without its store the others would report the end of rank 0 and not the failure.
         self._store.wait_alone(_END_SECONDS)
         end_process(status)
 
@@ -444,10 +454,12 @@ class StoreWorld(World):
 
     def _take(self, key: str, owner: int) -> Any:
         try:
+            # Without a limit of its own: the watchdog judges how long a wait may be, and `check` raises its verdict.
             while (value := self._store.take(key, _POLL_SECONDS, owner)) is None:
                 self._check()
             return unpack(value)
         except PeerError:
+            # The monitor hears the cause of a broken connection a moment later; its message is the better one.
             end = time.monotonic() + _FAILURE_SECONDS
             while time.monotonic() < end:
                 self._check()

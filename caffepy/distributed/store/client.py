@@ -82,6 +82,7 @@ class ControlClient(ControlChannel):
         self._idle: list[socket.socket] = []
         self._closed = False
         self._control = self._join(find)
+        # poll, because select cannot take descriptors above 1023, which a process with many files has.
         self._news = select.poll()
         self._news.register(self._control, select.POLLIN)
 
@@ -94,10 +95,12 @@ class ControlClient(ControlChannel):
 
     def watch(self, statuses: Sequence[DeviceStatus], seconds: float) -> Failure | None:
         self._send(Frame(Kind.HEARTBEAT, encode(statuses)))
+        # The wait for news is the pause between two heartbeats: no second thread and no second timer.
         if not self._news.poll(1000.0 * seconds):
             return None
         try:
             frame = receive_frame(self._control, CONTROL_LIMIT)
+            # An empty failure answers `leave`.
             return decode(Failure, frame.value) if frame.value else None
         except OSError as error:
             raise self._broken(error) from error
@@ -112,6 +115,7 @@ class ControlClient(ControlChannel):
         self._send(Frame(Kind.LEAVE, encode(statuses)))
 
     def close(self) -> None:
+        # Taken off the lists under the lock; a connection that `_borrow` makes meanwhile finds `_closed`.
         with self._lock:
             self._closed = True
             lines = [*self._open, self._control]
@@ -126,8 +130,11 @@ class ControlClient(ControlChannel):
         """Connect to the first address where the server answers, until the timeout."""
         deadline = time.monotonic() + self._timeout
         failure: OSError | None = None
+        # At least one attempt, however short the timeout is: the message needs a reason.
         while time.monotonic() < deadline or failure is None:
             try:
+                # Asked anew in each round: the file of `file://` may still be one of an earlier run, or not be there
+                # yet.
                 addresses, self._secret = find()
             except OSError as error:
                 addresses, failure = [], error
@@ -141,6 +148,7 @@ class ControlClient(ControlChannel):
 
     def _connect(self, role: str) -> socket.socket:
         """A connection that has introduced itself."""
+        # A short limit for each address: of rank 0's addresses some may be in networks that drop packets silently.
         line = socket.create_connection(self._address, timeout=min(_CONNECT_SECONDS, self._timeout))
         try:
             if line.getsockname() == line.getpeername():  # without a server TCP may connect a port to itself
@@ -159,6 +167,7 @@ class ControlClient(ControlChannel):
         while True:
             try:
                 return self._connect(DATA)
+            # Nothing listens there any more: rank 0 has ended, and waiting will not help.
             except ConnectionRefusedError:
                 raise
             except OSError:
@@ -170,6 +179,7 @@ class ControlClient(ControlChannel):
 
     def _send(self, frame: Frame) -> None:
         """Write to the control connection; `watch` notices where it is broken."""
+        # The monitor's heartbeats and another thread's failure share the connection.
         with self._sending:
             try:
                 send_frame(self._control, frame)
@@ -180,6 +190,7 @@ class ControlClient(ControlChannel):
     def _ask(self, frame: Frame) -> Frame:
         """The server's reply to a frame, over a connection that no other thread uses meanwhile."""
         try:
+            # A connection for each thread that waits: replies carry no number, so two requests must not share one.
             line = self._borrow()
             try:
                 reply = self._exchange(line, frame)
@@ -199,6 +210,7 @@ class ControlClient(ControlChannel):
     def _exchange(self, line: socket.socket, frame: Frame) -> Frame:
         line.settimeout(self._timeout + self._grace)
         send_frame(line, frame)
+        # The server answers an expired wait by ABSENT. Only a server that does not answer at all uses up the grace.
         line.settimeout(frame.seconds + self._grace)
         reply = receive_frame(line, VALUE_LIMIT)
         if reply.kind not in (Kind.DONE, Kind.ABSENT, Kind.FAILED):
@@ -214,6 +226,7 @@ class ControlClient(ControlChannel):
         line = self._connect_again()
         with self._lock:
             self._open.add(line)
+            # `close` may have run while this connected, and has not seen the connection.
             closed = self._closed
         if closed:
             hang_up(line)

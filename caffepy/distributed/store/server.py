@@ -73,6 +73,8 @@ class ControlServer(LocalControlChannel):
         self._name = member.name(0)
         self._secret = secret
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        # A long queue, because all ranks of a large job connect at about the same time, and further connections wait in
+        # it while UNPROVEN_LIMIT are open.
         self._listening = socket.create_server(address, family=family, backlog=1024)
         self.port = int(self._listening.getsockname()[1])
         self._lock = threading.Lock()
@@ -80,6 +82,7 @@ class ControlServer(LocalControlChannel):
         self._unproven: dict[socket.socket, float] = {}
         """When each connection without a proof was accepted, the oldest first."""
         self._closing = False
+        # A daemon: a process that ends by an error must not wait for it.
         self._acceptor = threading.Thread(target=self._run, name="control server", daemon=True)
         self._acceptor.start()
 
@@ -89,10 +92,12 @@ class ControlServer(LocalControlChannel):
             if self._closing:
                 return
             self._closing = True
+        # Before the connections end: without a reason, the ranks would take the end for a crash of rank 0.
         self.memory.publish(Failure("rank 0 has left", 0, reported=True))
         with suppress(OSError):  # the thread has ended by an error
             self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._acceptor.join(_JOIN_SECONDS)
+        # The lock is free again while threads are waited for: they need it to take themselves off the list.
         with self._lock:
             threads = list(self._lines.items())
         for line, _ in threads:
@@ -121,16 +126,19 @@ class ControlServer(LocalControlChannel):
         now = time.monotonic()
         with self._lock:
             crowded = len(self._unproven) >= UNPROVEN_LIMIT
+            # The oldest first, so the first one that is young enough ends the search.
             for line, since in list(self._unproven.items()):
                 if now - since <= (_CROWDED_SECONDS if crowded else PROOF_SECONDS):
                     break
                 del self._unproven[line]
                 with suppress(OSError):
                     line.shutdown(socket.SHUT_RDWR)  # its thread wakes and closes it
+                # One slot is enough: a single connection is accepted at a time.
                 crowded = False
         return not crowded
 
     def _accept(self) -> None:
+        # Short waits only while there is a connection that may have to be dropped.
         self._listening.settimeout(_PAUSE_SECONDS if self._unproven else _IDLE_SECONDS)
         try:
             line, _ = self._listening.accept()
@@ -164,10 +172,13 @@ class ControlServer(LocalControlChannel):
             self._broken(error)
             if hello is not None and hello.role == CONTROL:
                 return  # it stays open, so that the rank hears of this
+        # When rank 0 leaves, its last news must arrive; a rank that has ended reads nothing any more.
         end_in_order(line, _JOIN_SECONDS if self._closing else 0.0)
         with self._lock:
             self._lines.pop(line, None)
             self._unproven.pop(line, None)
+        # Whatever ended the process, its kernel has closed the connection. The store knows whether the rank had left
+        # before.
         if hello is not None and hello.role == CONTROL and not self._closing:
             self.memory.lose(hello.rank)
 
@@ -175,11 +186,14 @@ class ControlServer(LocalControlChannel):
         """Let a rank in."""
         hello, answer = challenge(line, self._secret)
         with self._lock:
+            # The acceptor may have dropped it a moment before the proof came. Either of the two takes it off the list,
+            # never both.
             if self._unproven.pop(line, None) is None:
                 raise WireError("it has not proved itself in time")
         try:
             if hello.role == CONTROL:
                 self.memory.join(hello.rank, hello.size, hello)
+            # A further connection, for values, belongs to a rank that has joined over its control connection.
             elif hello.rank not in self.memory.staying():
                 raise UserError(f"rank {hello.rank} has not joined, or has left")
         except UserError as error:
@@ -195,14 +209,18 @@ class ControlServer(LocalControlChannel):
         rank, is_control, lock = hello.rank, hello.role == CONTROL, threading.Lock()
 
         def send(failure: Failure) -> None:
+            # Never blocking: a rank that is suspended does not read, and must not keep the others from the news. A
+            # connection that cannot take the frame is broken, or ends soon.
             with lock, suppress(OSError):  # small, so that it fits into the kernel's buffer
                 send_frame(line, Frame(Kind.FAILURE, encode(failure.as_sent())), socket.MSG_DONTWAIT)
 
+        # Only now: news that comes before the answer to the introduction would be taken for that answer.
         if is_control:
             self.memory.listen(rank, send)
         while True:
             reply = self._reply(rank, receive_frame(line, CONTROL_LIMIT if is_control else VALUE_LIMIT))
             if reply is not None:
+                # Replies and news share the connection; a frame must go out whole.
                 with lock:
                     send_frame(line, reply)
 
@@ -215,6 +233,7 @@ class ControlServer(LocalControlChannel):
             memory.publish(decode(Failure, frame.value))
         elif frame.kind is Kind.LEAVE:
             memory.leave(rank, decode_list(DeviceStatus, frame.value))
+            # An empty failure wakes the rank's monitor, which waits on this connection, so that it can end.
             return Frame(Kind.FAILURE)
         elif frame.kind is Kind.PUT:
             memory.put(frame.key, frame.value, frame.number)
@@ -229,6 +248,7 @@ class ControlServer(LocalControlChannel):
 
     def _take(self, frame: Frame) -> Frame:
         try:
+            # This thread waits here, which is why each connection has a thread of its own.
             value = self.memory.take(frame.key, frame.seconds, frame.number if frame.number >= 0 else None)
         except PeerError as error:
             return Frame(Kind.FAILED, str(error).encode())
@@ -299,6 +319,7 @@ def join_store(
     channel: ControlChannel | None = None
     try:
         channel = connect()
+        # The time that connecting took counts: a caller's timeout is for all of it.
         found = channel.take(MEMBERS, max(0.0, deadline - time.monotonic()))
         if found is None:
             missing = json.loads(channel.take(MISSING, 0.0) or b"[]")

@@ -106,6 +106,7 @@ class MemoryStore(Store):
     ) -> None:
         self.size = size
         self._describe_loss = describe_loss
+        # Its lock is reentrant: `watch` and `wait_alone` call methods that take it again.
         self._changed = threading.Condition()
         self._values: dict[str, tuple[Value, int]] = {}
         self._members: dict[int, Member] = {}
@@ -133,6 +134,7 @@ class MemoryStore(Store):
                 raise UserError(f"two processes call themselves rank {rank}: one is {self._name(rank)}")
             self._members[rank] = Member(member.host, member.machine, member.process)
             missing = [other for other in range(size) if other not in self._members]
+            # Kept up to date, so that a rank whose patience ends can name who has not come.
             self._values[MISSING] = json.dumps(missing).encode(), 0
             if not missing:
                 self._values[MEMBERS] = encode([self._members[i] for i in range(size)]), 0
@@ -151,6 +153,7 @@ class MemoryStore(Store):
 
     def lose(self, rank: int) -> None:
         """A rank's connection has closed; a failure unless it has left."""
+        # A good-bye came before the end of the connection.
         if rank in self._left:
             return
         self.publish(self._describe_loss(self._name(rank), self.statuses()))
@@ -177,6 +180,7 @@ class MemoryStore(Store):
 
         with self._changed:
             self._changed.wait_for(is_decided, seconds)
+            # A value that is there is given even after a failure: the rank may need it to end in order.
             if key in self._values:
                 return self._read(key)
             if self._failure is not None:
@@ -214,6 +218,8 @@ class MemoryStore(Store):
         The first failure is kept, until the same or another one was reported.
         """
         with self._changed:
+            # The first failure is the cause, and further ones are mostly its consequences. Only the news that the user
+            # was told may replace it.
             if self._failure is not None and not (failure.reported and not self._failure.reported):
                 return
             self._failure = failure
@@ -228,18 +234,22 @@ class MemoryStore(Store):
         """Have `listener`, which must neither wait nor raise, called when a rank has to learn of a failure."""
         with self._changed:
             self._listeners[rank] = listener
+            # A failure from before the rank listened: `publish` has not told it.
             failure = self._failure_for(rank)
         if failure is not None:
             listener(failure)
 
     def _failure_for(self, rank: int) -> Failure | None:
         failure = self._failure
+        # Others hear of a failure only once rank 0 has printed it: they end then, and a launcher may kill rank 0 when
+        # the first process ends.
         if failure is None or rank in self._publishers or (rank != 0 and not failure.reported):
             return None
         return failure
 
     def _read(self, key: str) -> Value:
         value, reads = self._values[key]
+        # The last reader takes the value with it: a long run would otherwise keep every exchanged array.
         if reads == 1:
             del self._values[key]
         elif reads > 1:

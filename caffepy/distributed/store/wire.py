@@ -104,6 +104,7 @@ def send_frame(line: socket.socket, frame: Frame, flags: int = 0) -> None:
     key = frame.key.encode()
     assert len(key) <= _KEY_LIMIT, frame.key
     head = _HEADER.pack(frame.kind, len(key), len(frame.value), frame.seconds, frame.number) + key
+    # A small frame goes out as one packet (TCP_NODELAY is set); a large value is not copied behind its header.
     if len(frame.value) < 1 << 16:
         line.sendall(head + frame.value, flags)
     else:
@@ -119,6 +120,7 @@ def receive_frame(line: socket.socket, limit: int) -> Frame:
         OSError: it is broken, or silent for longer than the socket's timeout.
     """
     kind, key_length, length, seconds, number = _HEADER.unpack(receive(line, _HEADER.size))
+    # Everything that was announced is checked before any of it is read. NaN fails the last comparison.
     if key_length > _KEY_LIMIT or length > limit or not 0.0 <= seconds < 1e9:
         raise WireError("not a frame of this protocol")
     try:
@@ -189,12 +191,16 @@ def _record(kind: type[T], found: Any) -> T:
 
 def prepare(line: socket.socket) -> None:
     """Send at once, and notice within eight seconds that a machine has vanished, which closes nothing."""
+    # Requests and replies alternate: Nagle's algorithm would hold each of them back for the acknowledgement of the one
+    # before.
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "darwin":
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPALIVE, 3)
     else:
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3)
+    # Three seconds of silence, then five probes a second apart. Heartbeats of the application cannot replace them: they
+    # also stop where a process is only suspended.
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5)
 
@@ -216,6 +222,7 @@ def end_in_order(line: socket.socket, seconds: float) -> None:
 def hang_up(line: socket.socket) -> None:
     """Close a connection, and wake all threads that wait in it."""
     try:
+        # close() alone does not wake a thread that reads from the socket.
         line.shutdown(socket.SHUT_RDWR)
     except OSError:  # closed by the other end
         line.close()
@@ -355,16 +362,19 @@ def introduce(line: socket.socket, secret: str, hello: Handshake) -> str:
         UserError: the server refuses this rank, or knows another secret.
         OSError: the connection broke, or the server does not know the secret.
     """
+    # The server speaks first: a client that reached something else sees that before it sends anything.
     greeting = receive(line, len(_MAGIC) + _NONCE)
     if not greeting.startswith(_MAGIC):
         raise WireError("what listens there is not caffepy")
     nonce = bytes(greeting[len(_MAGIC) :])
+    # A nonce of the client's own, so that an overheard answer of the server is of no use later.
     identity = encode(replace(hello, nonce=secrets.token_hex(_NONCE)))
     line.sendall(_HEAD.pack(len(identity), _sign(secret, b"client", nonce, identity)) + identity)
     reply = receive_frame(line, _REPLY_LIMIT)
     text = bytes(reply.value[_PROOF:])
     expected = _sign(secret, b"server", nonce, identity, bytes([reply.kind]), text)
     proven = hmac.compare_digest(expected, bytes(reply.value[:_PROOF]))
+    # A refusal without the server's proof comes from a server that knows another secret: the text is not to be trusted.
     if reply.kind is Kind.REFUSED:
         raise UserError(text.decode() if proven else "this is another job's address, or the ranks' secrets differ")
     if not proven:
@@ -387,6 +397,7 @@ def challenge(line: socket.socket, secret: str) -> tuple[Handshake, Callable[[Ki
     if length > _HELLO_LIMIT:
         raise WireError("not an introduction")
     identity = bytes(receive(line, length))
+    # compare_digest takes the same time wherever the first difference is, which a comparison by == would tell.
     if not hmac.compare_digest(proof, _sign(secret, b"client", nonce, identity)):
         send_frame(line, Frame(Kind.REFUSED, bytes(_PROOF)))
         raise WireError("the proof is wrong")
@@ -408,6 +419,7 @@ def _sign(secret: str, label: bytes, *parts: bytes) -> bytes:
 
 def _read_record(content: Any) -> Any:
     module, name, values = content
+    # Only what this process has imported anyway, and only dataclasses of caffepy: a value cannot make code run.
     kind = getattr(sys.modules[module], name) if module.startswith("caffepy.") else None
     if not (isinstance(kind, type) and is_dataclass(kind)):
         raise WireError(f"{module}.{name} is no record of caffepy's")
@@ -419,6 +431,7 @@ def _read_array(content: Any) -> np.ndarray:
     dtype = np.dtype(str(name))
     if dtype.kind not in _ARRAY_KINDS:
         raise WireError(f"an array of {dtype} does not travel from rank to rank")
+    # A copy, because an array over received bytes is read-only.
     array: np.ndarray = np.frombuffer(base64.b64decode(values), dtype).reshape(tuple(map(int, shape))).copy()
     return array
 
@@ -460,6 +473,7 @@ def unpack(packed: Value) -> Any:
 
 
 def _plain(value: Any) -> Any:
+    # Before the numbers of Python: np.float64 is a float too, and would come out as one.
     if isinstance(value, np.generic) and value.dtype.kind in _ARRAY_KINDS:
         return {"scalar": [value.dtype.str, [], base64.b64encode(value.tobytes()).decode()]}
     if value is None or isinstance(value, (bool, int, float, str)):

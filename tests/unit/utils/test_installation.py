@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import fnmatch
 import importlib.util
 import json
@@ -13,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +27,8 @@ PLAIN, EDITABLE = "pip install --quiet --no-compile '.[mpi]'", "pip install --qu
 DIGITS, TRAIN = "caffepy data mnist --subset --to models/lenet", "mpirun -np 2 caffepy train"
 LMDBS = [f"models/lenet/mnist_{part}_lmdb/data.mdb" for part in ("train", "test")]
 HOUR = 3600
+SETTINGS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+EXTRAS = SETTINGS["project"]["optional-dependencies"]
 
 
 def set_age(paths: Iterable[Path], hours: float) -> None:
@@ -43,7 +45,7 @@ def clone(tmp_path: Path) -> Path:
     """A clone of ten hours ago in which nothing is installed but pip."""
     if shutil.which("make") is None:
         pytest.skip("needs make")
-    for name in ("Makefile", "setup.cfg", "setup.py", "pyproject.toml", "proto"):
+    for name in ("Makefile", "setup.py", "pyproject.toml", "proto"):
         source = REPOSITORY / name
         shutil.copytree(source, tmp_path / name) if source.is_dir() else shutil.copy(source, tmp_path / name)
     for name in ("__init__.py", "backend/cuda/kernels/add_n.cu", "net/net.py"):
@@ -90,7 +92,7 @@ def test_a_missing_lmdb_is_made(clone: Path, missing: str):
 
 
 @pytest.mark.parametrize(
-    "changed", ["setup.cfg", "proto/caffe.proto", "caffepy/net/net.py", "caffepy/backend/cuda/kernels/add_n.cu"]
+    "changed", ["pyproject.toml", "proto/caffe.proto", "caffepy/net/net.py", "caffepy/backend/cuda/kernels/add_n.cu"]
 )
 def test_what_git_pull_changed_is_installed_and_the_digits_stay(clone: Path, changed: str):
     done(clone, demo=5, digits=4)
@@ -109,41 +111,35 @@ def test_after_make_test_the_demonstration_uses_the_editable_installation(clone:
     set_age([clone / "caffepy" / "net" / "net.py"], 1)
     guarded = subprocess.run(["make", "-n", "demo"], cwd=clone, capture_output=True, text=True, timeout=300, check=True)
     assert "if [ ! -e .venv/test.stamp ]; then" in guarded.stdout
-    set_age([clone / "setup.cfg"], 1)
+    set_age([clone / "pyproject.toml"], 1)
     assert plan(clone)[0] == EDITABLE
 
 
 @pytest.mark.parametrize("extra", ["cuda12", "cuda13"])
 def test_the_cudnn_frontend_brings_no_compilers_with_it(extra: str):
     """1.29.1 takes cutlass-dsl, tvm-ffi and CUDA 13's bindings along, whatever CUDA it is installed for."""
-    settings = configparser.ConfigParser()
-    settings.read(REPOSITORY / "setup.cfg")
-    wanted = settings["options.extras_require"][extra].split()
+    wanted = EXTRAS[extra]
     assert [line for line in wanted if "frontend" in line] == ["nvidia-cudnn-frontend>=1.18,<1.29"]
     assert all(extra.removeprefix("cuda") in line or "frontend" in line for line in wanted)
 
 
 def test_the_page_on_installing_names_each_extra():
-    settings = configparser.ConfigParser()
-    settings.read(REPOSITORY / "setup.cfg")
     page = (REPOSITORY / "docs" / "how-to" / "install.md").read_text()
     rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", page, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert named == set(settings["options.extras_require"]) - {"docs", "test", "dev"}
+    assert named == set(EXTRAS) - {"docs", "test", "dev"}
 
 
 def test_every_file_of_the_package_is_installed():
     """Kernels, digits and py.typed, without which type checkers do not look into the package."""
-    settings = configparser.ConfigParser()
-    settings.read(REPOSITORY / "setup.cfg")
     files = (path for path in (REPOSITORY / "caffepy").rglob("*") if path.is_file())
     wanted = {
         str(path.relative_to(REPOSITORY)) for path in files if path.suffix != ".py" and "__pycache__" not in path.parts
     }
     installed = {
         str(path.relative_to(REPOSITORY))
-        for package, patterns in settings["options.package_data"].items()
-        for pattern in patterns.split()
+        for package, patterns in SETTINGS["tool"]["setuptools"]["package-data"].items()
+        for pattern in patterns
         for path in (REPOSITORY / package.replace(".", "/")).glob(pattern)
     }
     assert "caffepy/py.typed" in installed
@@ -154,7 +150,7 @@ _EDITABLE_PATHS = """
 from setuptools import Distribution
 from setuptools.command.editable_wheel import editable_wheel
 
-distribution = Distribution({"script_name": "setup.py"})
+distribution = Distribution({"script_name": "setup.py", "long_description": "of setup.py"})
 distribution.parse_config_files()
 command = editable_wheel(distribution)
 command.ensure_finalized()
@@ -169,8 +165,10 @@ def test_python_beside_an_editable_clone_finds_the_package(tmp_path: Path):
     clone = tmp_path / "caffepy"
     (clone / "caffepy").mkdir(parents=True)
     (clone / "caffepy" / "__init__.py").write_text("name = 'the package'")
-    for name in ("setup.cfg", "LICENSE", "caffepy/version.py"):
-        shutil.copy(REPOSITORY / name, clone / name)
+    shutil.copy(REPOSITORY / "caffepy" / "version.py", clone / "caffepy" / "version.py")
+    # This environment's setuptools may be older than that of builds, and then refuses the form of the licence.
+    settings = re.sub(r"(?m)^license.*\n", "", (REPOSITORY / "pyproject.toml").read_text())
+    (clone / "pyproject.toml").write_text(settings)
 
     def python(*arguments: str, folder: Path) -> str:
         done = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=300)
@@ -221,12 +219,14 @@ def test_a_release_has_links(packaging: ModuleType):
 
 
 def test_a_build_without_an_address_has_no_links(packaging: ModuleType):
-    assert packaging.release_metadata("") == {"long_description": (REPOSITORY / "README.md").read_text()}
+    text = (REPOSITORY / "README.md").read_text()
+    wanted = {"long_description": text, "long_description_content_type": "text/markdown"}
+    assert packaging.release_metadata("") == wanted
 
 
 def in_sdist(path: str, rules: list[list[str]]) -> bool:
     """Whether MANIFEST.in includes a file; the last rule that concerns it decides."""
-    included = path in ("setup.py", "setup.cfg", "pyproject.toml", "MANIFEST.in")
+    included = path in ("setup.py", "pyproject.toml", "MANIFEST.in")
 
     def named(patterns: list[str], text: str) -> bool:
         return any(fnmatch.fnmatch(text, pattern) for pattern in patterns)
@@ -280,14 +280,12 @@ def test_commands_of_the_examples_are_understood(command: str):
 
 def test_the_dockerfile_has_a_target_for_each_kind_of_machine():
     text = (REPOSITORY / "Dockerfile").read_text()
-    settings = configparser.ConfigParser()
-    settings.read(REPOSITORY / "setup.cfg")
     extras = {name for found in re.findall(r"\.whl\)\[([\w,]+)\]", text) for name in found.split(",")}
-    assert extras <= set(settings["options.extras_require"])
+    assert extras <= set(EXTRAS)
     assert {"cpu", "cuda12", "cuda13"} <= set(re.findall(r"^FROM \S+ AS (\w+)$", text, re.MULTILINE))
     needed = {line[1:] for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert all((REPOSITORY / name).exists() for name in needed)
-    assert {"caffepy", "models", "proto", "setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"} == needed
+    assert {"caffepy", "models", "proto", "setup.py", "pyproject.toml", "README.md", "LICENSE"} == needed
 
 
 def test_the_devcontainer_is_json():

@@ -135,6 +135,7 @@ class PlainConvolution:
 
     def forward(self, x: Any, weights: Any, bias: Any, y: Any, relu: bool = False, sums: Any = None) -> None:
         weights, chunks = self._last(weights, "weights last"), self._chunks(x, y, self._threads)
+        # Chunks share the weights, so they are packed once for all of them.
         if len(chunks) > 1:
             self._plan.keep(weights)
         for part in chunks:
@@ -168,6 +169,7 @@ class PlainConvolution:
                 first = min(out_width, max(0, -shift))
                 stop = max(first, min(out_width, width - shift))
                 slopes, pixels = dy[n][:, first:stop], x[n][:, first + shift : stop + shift]
+                # Images one after another: their order in the sum is fixed.
                 gemm(slopes, pixels.T, result[:, tap], accumulate=n > 0)
 
 

@@ -95,6 +95,7 @@ def axis_residues(size: int, kernel: int, stride: int, pad: int, dilation: int) 
     residues = []
     for residue in range(stride):
         pixels = np.array([h for h in range(size) if (h + pad) % stride == residue], np.int64)
+        # Reversed, because the shift falls with k: taps in this order read the source forwards.
         taps = np.array([k for k in reversed(range(kernel)) if (residue - k * dilation) % stride == 0], np.int64)
         if len(pixels):
             residues.append(AxisTaps(pixels, (pixels + pad) // stride, taps, (residue - taps * dilation) // stride))
@@ -150,6 +151,8 @@ class Division(NamedTuple):
 def divide(panels: Panels, pixels: int, threads: int, images: int) -> Division:
     """Return the division with the shortest longest share; `images` counts the groups of all images."""
     fewest = -(-pixels // BLOCK)
+    # Large blocks reload each panel's weights seldom. Smaller ones are worth trying only if few items would leave
+    # threads idle.
     if threads == 1 or images * fewest >= ITEMS_PER_THREAD * threads:
         return Division(BLOCK, fewest, 1)
     return min(_divisions(panels, pixels, threads), key=lambda one: longest_share(one, panels, pixels, threads, images))
@@ -263,12 +266,16 @@ def correlate(
     Items are (images, group, part of the panels, block). `pixels` are the pixels of an item's images.
     """
     for item in range(begin, end):
+        # A thread gets neighbouring items, so the block varies fastest: its items share an image, a group and the
+        # panels' weights.
         first = (item % blocks) * block
         part = item // blocks % parts
         group = item // (blocks * parts) % groups
         n = item // (blocks * parts * groups)
         stop = min(first + block, pixels)
         source = ahead(x, x_from + n * image + group * x_group)
+        # All tiles of the block use a panel before the next panel: the panel's weights are read again and again, and
+        # the block of pixels once for each panel.
         for panel in range(part * panels // parts, (part + 1) * panels // parts):
             vectors = table[4 * panel]
             column = table[4 * panel + 1]
@@ -285,6 +292,7 @@ def correlate(
             for q in range(first, stop, rows):
                 if cutting == 1:
                     cut = 4 * (q // rows)
+                    # Only the taps that any pixel of the tile reads inside the image; the others would add zeros.
                     tap0, tap1, inner0, inner1 = cuts[cut], cuts[cut + 1], cuts[cut + 2], cuts[cut + 3]
                 tile(
                     vectors,
@@ -510,6 +518,7 @@ class PaddedCorrelation:
     def __init__(self, padding: Padding, taps: Taps, pixels: Pixels, filters: Filters) -> None:
         self.padding = padding
         h, w = pixels.h, pixels.w
+        # Taps that no window reads inside the image are left out of the packed weights too.
         if padding.needed and len(taps.rows):
             met = taps.met(padding, h, w)
             filters = replace(filters, rows=np.reshape(filters.rows, (len(taps.rows), -1))[met])
@@ -542,6 +551,8 @@ class PaddedCorrelation:
                 for at, size in zip(self._at, (self.padding.elements, self._y_image), strict=True)
             )
             cuts = np.tile(self._inside, (together, 1)) if self._cutting else self._inside
+            # A tile is cut to the union of its pixels' taps. In small images most tiles would hold an edge pixel and an
+            # inner one; sorted, pixels with equal cuts share tiles.
             if self._cutting and len(x_at) <= TOGETHER:
                 order = np.lexsort(cuts.T)
                 x_at, y_at, cuts = x_at[order], y_at[order], cuts[order]
@@ -564,6 +575,7 @@ class PaddedCorrelation:
         """Return (images per item, repetitions, division), then the same for the remaining images."""
         key = threads, images
         if key not in self._divisions:
+            # No more images in an item than a thread's share: else threads would stay idle.
             together = min(self._together, -(-images // threads))
             parts = [(together, images // together), (images % together, 1)]
             self._divisions[key] = [
@@ -735,6 +747,7 @@ def add_products(
     blocks = (lines + block - 1) // block
     for number in range(first_block, min(blocks, stop_block)):
         first = number * block
+        # The first block writes c and the others add to it, so c need not be cleared.
         keep = 1 if accumulate == 1 or first > 0 else 0
         height = min(block, lines - first)
         packed = -1
@@ -743,6 +756,7 @@ def add_products(
             vectors = units[unit]
             last = units[unit + 6]
             wide = vectors * width
+            # Units are ordered by panel, so each panel is packed once for a block.
             if units[unit + 2] != packed:
                 packed = units[unit + 2]
                 inside = wide - width + last
@@ -757,12 +771,14 @@ def add_products(
                                 panel[target + j] = b[source + j]
                         source += b_step
                         target += wide
+            # Prefetches are spread evenly over the units: a burst of them would hold up the tile's own loads.
             stop = min(parts, fetched + parts // (stop_unit - first_unit) + 1)
             fetch_lines(a, a_lines, starts[number + 1], length, fetched, stop)
             fetched = stop
             at = units[unit + 7] * (blocks + 1) + number
             begins, ends = starts[at], starts[at + 1]
             w0, w1 = units[unit + 8], units[unit + 9]
+            # A tile that meets no line must still run once: it writes the zeros that the later blocks add to.
             if keep == 0 or (ends > begins and w1 > w0):
                 target_at = ahead(c, units[unit + 3])
                 if vectors == 1 and high > 0:
@@ -913,6 +929,7 @@ class WeightGradient:
     def __init__(self, shape: ConvolutionShape, threads: int, workspace: Workspace) -> None:
         self._shape, self._threads, self._workspace = shape, threads, workspace
         self._inner = shape.taps.length * shape.taps.channels
+        # Decided by the shape alone: another order of sums gives other bits, which must not depend on the threads.
         self._transposed = self._cycles(transposed=True) < self._cycles(transposed=False)
         self._slopes_row = shape.out_width * shape.outputs
         self._lines: dict[int, _Lines] = {}
@@ -1066,6 +1083,8 @@ class WeightGradient:
             tables.entries,
             target,
             self._c_rows,
+            # A transposed result is summed in the workspace and added to the caller's array when it is turned
+            # (`finish`).
             int(not first or (accumulate and not self._transposed)),
             ZEROS,
             self._rows_table,

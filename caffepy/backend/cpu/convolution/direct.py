@@ -170,6 +170,8 @@ def correlate_where_it_lies(
         share, part = item // parts, item % parts
         first, stop = share * groups // shares, (share + 1) * groups // shares
         first_unit, stop_unit = segments[part * count // parts], segments[(part + 1) * count // parts]
+        # Images, bands and groups in this order: a cache line holds several groups' channels, so all groups read a band
+        # before the next band (BAND). An item writes the same sums for all images, in the order of the images.
         for n in range(times):
             for band in range(bands):
                 first_block, stop_block = band * blocks // bands, (band + 1) * blocks // bands
@@ -177,6 +179,8 @@ def correlate_where_it_lies(
                     source = ahead(x, n * x_images + group * x_group)
                     if copied > 0:
                         copy = ahead(copies, item * copied * x_group)
+                        # In the image a group's pixels are `groups * x_group` elements apart; packed, they use whole
+                        # cache lines and all cache sets.
                         for i in range(copied):
                             pixel, to = ahead(source, i * groups * x_group), ahead(copy, i * x_group)
                             for j in range(0, whole, width):
@@ -285,6 +289,8 @@ class GroupWeightGradient:
                 for number, met in enumerate(self._h.kinds):
                     for table, c_table, rows in self._rows_of(met, int(tap), int(shift), self._heights[vectors]):
                         units.append((vectors, 0, column, column, table, rows, last, number, *extent, c_table))
+                # A segment holds all units that add to the same sums. Threads divide segments, so no two threads write
+                # one sum.
                 segments.append(len(units))
         return units, segments
 
@@ -330,6 +336,7 @@ class GroupWeightGradient:
     def run(self, x: Any, dy: Any, dweights: Any, accumulate: bool) -> None:
         """Compute the gradient of all images."""
         shape, transposed = self._shape, self._workspace.take("weights", dweights.size)
+        # Units of different classes of lines add to the same sums, so none of them may be the one that writes.
         clear.run(self._threads, dweights.size, GRAIN, transposed)
         done, images = 0, x.shape[0]
         for many, times in ((self._together, images // self._together), (images % self._together, 1)):
@@ -461,11 +468,15 @@ def correlate_windows(
             at = n * y_image + group * y_group + column
             target, more, wide = ahead(y, at), ahead(addend, at), vectors * width
             steps = table_at(packed_taps, (vectors - 1) * taps)
+            # ROWS, which compiled code cannot index.
             rows = 6 if vectors == 2 else (4 if vectors == 3 else 8)
+            # A tile's height depends on the width of its panel, so each width has tiles of its own.
             own = (vectors - 1) * (blocks + 1) + block
             for number in range(7 * bounds[own], 7 * bounds[own + 1], 7):
                 first, tap = tiles[number], tiles[number + 2]
                 if panel == 0 or unit == opening:  # prefetch for the next tile: its pixels are far apart
+                    # Of the next tile's taps only those that no neighbour of the pixel has read; the others are in the
+                    # cache already.
                     for new in range(tiles[number + 5], tiles[number + 6]):
                         wanted = ahead(source, newest[new])
                         for i in range(first + rows, first + 2 * rows):
@@ -569,6 +580,8 @@ class WindowCorrelation:
         # `packed_at` gives the position of each kernel element in the packed weights.
         parts, kernel = [], packed_at.shape
         positions = packed_at.reshape(-1, kernel[-1])
+        # Pixels of one residue of the stride read the same taps. All residues enter one list of tiles, so that a single
+        # pass writes the whole result.
         for residue in itertools.product(*axes):
             h = lines_of(residue[:-1], read[:-1], made[:-1], kernel[:-1])
             w = lines_of(residue[-1:], read[-1:], made[-1:], kernel[-1:])
@@ -620,6 +633,7 @@ class WindowCorrelation:
             x_at, y_at, key = (np.tile(values, together) for values in (*self._at[:2], self._keys()))
             image = np.repeat(np.arange(together), len(self._at[0]))
             x_at, y_at = x_at + image * self._images[0], y_at + image * self._images[1]
+            # Within a class by address, so that the pixels of a tile are neighbours.
             order = np.lexsort((y_at, key))
             x_at, y_at, key = x_at[order], y_at[order], key[order]
             begins = np.flatnonzero(np.diff(key, prepend=-1))
@@ -643,8 +657,10 @@ class WindowCorrelation:
                 for first in range(begin, stop, ROWS[vectors]):
                     count = min(ROWS[vectors], stop - first)
                     tiles.append((len(order), count, *own))
+                    # A tile reads the offsets of all its rows; the first pixel's stand in for missing ones.
                     order += [*range(first, first + count), *[first] * (ROWS[vectors] - count)]
             starts[self._blocks] = len(tiles)
+            # A block without tiles of this width begins where the next block does, so that its range is empty.
             for block in reversed(range(self._blocks)):
                 starts[block] = starts[block + 1] if starts[block] < 0 else starts[block]
             bounds.append(starts)
@@ -674,6 +690,7 @@ class WindowCorrelation:
     ) -> None:
         """Compute y of some images."""
         addend, relu = (None, False) if ending is None else (ending.addend, ending.relu)
+        # No more images in an item than a thread's share: else threads would stay idle.
         together = min(self._together, -(-images // threads))
         done, (x_image, y_image) = 0, self._images
         for many, times in ((together, images // together), (images % together, 1)):
@@ -776,6 +793,7 @@ class TileConvolution:
 
     def _planned(self) -> PaddedCorrelation | WindowCorrelation:
         if self._forward is None:
+            # Without padding there is no copy to avoid, and pixels need not be sorted by their taps.
             unpadded = self.shape.padding.needed or self.shape.geometry.group > 1
             self._forward = (self._unpadded(back=False) if unpadded else None) or _plan_forward(self.shape)
         return self._forward
@@ -799,12 +817,14 @@ class TileConvolution:
         """Return weights packed for `forward`: the cached ones, or packed for this pass."""
         packed = self.kept_for(weights)
         if packed is None:
+            # Training changes the weights between passes, so they are packed in each one; only inference keeps them.
             packed = self.workspace.take("weights", self.packed_size)
             self.pack(weights, packed)
         return packed
 
     def keep(self, weights: Any) -> None:
         """Cache packed weights for all `forward` calls with them, until the next `keep` of these weights."""
+        # The same memory each time: captured kernel calls hold its address.
         self.kept = aligned(self.packed_size) if self.kept is None else self.kept
         self.pack(weights, self.kept)
         self._kept_at = host_address(weights)

@@ -86,6 +86,7 @@ class _TileWriter(SimdGroupsWriter):
         )
 
         def write(count: int, edges: bool) -> list[Any]:
+            # The next cache line of the newest row only: the rows above it were read for the line before.
             fetched = self.word(LINE), self.word(1)
             self.write_row(row, count, True, edges, [*first, vector, vector, relu, low, high, zeros, *fetched])
             return []
@@ -430,17 +431,22 @@ def scatter_kernel(taps: int) -> Kernel:
         line = (blocks + taps - 1) * run
         for item in range(begin, end):
             lines, image, newest = ahead(repeated, item * size), -1, 0
+            # Once for an item: the zero pixels at both ends of a line are never written, and so serve all rows.
             _clear(lines, 0, size)
             for number in range(item * groups * images // items, (item + 1) * groups * images // items):
                 n, g = number // groups, number % groups
                 if n != image:
+                    # A new image needs all rows of the ring; behind that, each group of rows needs one new row.
                     image, newest = n, g - reach
                 for oh in range(max(0, newest + 1), min(out_height, g + 1)):
                     source = (n * out_height + oh) * out_width * channels
+                    # A ring: row oh takes the place of row oh - reach, which no later group of rows reads.
                     target = oh % reach * line + (taps - 1) * run
                     _repeat(dy, source, min(out_width, blocks), channels, across, lines, target)
                 newest = g
                 for h in range(max(0, g * stride - pad), min(height, (g + 1) * stride - pad)):
+                    # The first tap that reaches the row writes it, and the others add: dx need not be cleared, except
+                    # for rows that no tap reaches.
                     residue, keep = h + pad - g * stride, 0
                     row = (n * height + h) * width * channels
                     for tap in range(reach):
@@ -510,6 +516,7 @@ class ScatterDgrad:
         size = self._reach * (self._blocks + self._taps - 1) * g.stride[1] * shape.channels
         row = shape.sizes[1] * shape.channels
         groups = images * self._groups
+        # One item a thread, because each item fills its own ring of repeated rows.
         items = max(1, min(self._threads, groups * g.stride[0] * row // GRAIN))
         scatter_kernel(self._taps).run(
             self._threads,
@@ -663,6 +670,7 @@ def plane_kernel(lanes: SimdGroups, row: Row, rows: int, pixels: int) -> Kernel:
             for i in range(number * size + first * filters, number * size + stop * filters):
                 totals[i] = 0
             panel = ahead(panels, item * (x_size + dy_size))
+            # The copies fill the inside of the panel; the zeros around it serve all images and vectors.
             for i in range(x_size + dy_size):
                 panel[i] = 0
             slope = ahead(panel, x_size)
@@ -711,6 +719,7 @@ class PlanesPass:
     def __init__(self, lanes: SimdGroups, shape: ConvolutionShape, row: Row) -> None:
         self._lanes, self._shape, self._row = lanes, shape, row
         self._vectors = -(-shape.geometry.group // lanes.groups)
+        # Seven where lines are multiples of seven, as ResNet's and MobileNet's are: no pixel of a block is idle.
         self._pixels = 7 if shape.out[-1] % 7 == 0 and WIDTH == 16 else 4
         self._blocks = -(-shape.out[-1] // self._pixels)
         (kernel, _), (stride, _), (dilation, _) = shape.geometry.kernel, shape.geometry.stride, shape.geometry.dilation
@@ -867,6 +876,7 @@ class _Pass:
     def run(self, threads: int, images: int, x: Any, packed: Any, start: Any, y: Any, relu: bool = False) -> None:
         """Compute y of some images, optionally rectified."""
         lines = images * self._rows
+        # Rows are divided among threads only if there are fewer than four rows for each.
         parts = min(len(self._tiles), -(-4 * threads // max(1, lines)))
         kernel, more = (
             (pixel_kernel(self._lanes), ())
@@ -937,6 +947,7 @@ class _WeightsPass:
         planes = PlanesPass(lanes, shape, row) if row is not None and len(source) == 2 else None
         self._planes = planes if planes is not None and planes.pays else None
         order = _forward_order(lanes, shape).reshape(-1)
+        # Idle lanes have the index -1 and are sorted to the front; the rest are the weights in order.
         self._positions = table_of(np.argsort(order, kind="stable")[-shape.weights :])
 
     def run(self, threads: int, x: Any, dy: Any, dweights: Any, accumulate: bool, workspace: Workspace) -> None:
@@ -992,6 +1003,7 @@ class _WeightsPass:
         """Return the kernel and its arguments beyond those of `tap_kernel`."""
         if self._row is None:
             return tap_kernel(self._lanes), ()
+        # Three rows share the loads of dy, if the sums of their taps stay in registers.
         rows = 3 if 3 * self._row.taps <= SUMS else 1
         more = (self._shape.out_width, *self._bounds, ZEROS, self._next_rows, self._fetched)
         return row_tap_kernel(self._lanes, self._row, rows), more
@@ -1123,6 +1135,7 @@ class GroupedConvolution(TileConvolution):
             return [dgrad], table_of(dgrad.order), dgrad.order.size
         shape, geometry, lanes, groups = self.shape, self.shape.geometry, self._back_lanes, self.shape.geometry.group
         if _folds(lanes):
+            # As if each output had a channel of its own; `fold_kernel` then sums the outputs of a channel.
             lanes, groups = SimdGroups(1, 1), shape.outputs
         residues = [axis_residues(size, *shape.window(i)) for i, size in enumerate(shape.sizes)]
         plans = [

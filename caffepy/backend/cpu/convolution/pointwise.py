@@ -62,6 +62,7 @@ class _PixelsWriter(Writer):
 
     def _vectors(self, row: Any, vectors: int, mask: Any) -> list[Any]:
         """Load contiguous vectors, the last one masked."""
+        # Only the last vector of a row can be partial.
         whole = [self.builder.load(self.vector_at(row, self.word(v * WIDTH)), align=4) for v in range(vectors - 1)]
         return [*whole, self.masked_load(self.vector_at(row, self.word((vectors - 1) * WIDTH)), mask)]
 
@@ -86,6 +87,7 @@ class _PixelsWriter(Writer):
         """Emit the tile: products and epilogue."""
         builder, mask = self.builder, self.lanes(self.last)
         sums, start = self._products(rows, vectors), self._vectors(self.start, vectors, mask)
+        # Bias and residual behind the sum, as in `microkernel.py`.
         sums = [builder.fadd(start[i % vectors], total) for i, total in enumerate(sums)]
         offsets = [builder.mul(self.y_step, self.word(row)) for row in range(rows)]
 
@@ -107,6 +109,8 @@ def _write_tile(builder: Any, high: Any, wide: Any, *arguments: Any) -> None:
     """Emit a tile for each height in `HEIGHTS` and each number of vectors, and the choice between them."""
     number = builder.add(builder.mul(high, ir.Constant(WORD, WIDEST + 1)), wide)
     done = builder.append_basic_block("tile.end")
+    # The size is known at run time only, and each size is unrolled. One switch costs less than a chain of comparisons,
+    # which counts with few channels.
     switch = builder.switch(number, done)
     for rows, vectors in itertools.product(HEIGHTS, range(1, WIDEST + 1)):
         block = builder.append_basic_block(f"tile.{rows}.{vectors}")
@@ -150,6 +154,8 @@ def multiply_pixels(
 
     `many` tiles have `high` rows, followed by those of `rest`: (first row, rows).
     """
+    # Items of one panel are neighbours, so a thread's items share a panel's weights for as long as possible. A range
+    # may begin and end within a panel.
     item = begin
     while item < end:
         number = item // (block * panels)
@@ -190,6 +196,7 @@ def _cost(rows: int) -> float:
 @cache
 def heights(rows: int) -> tuple[int, ...]:
     """Return the row counts of tiles that minimise the cycles, the most frequent first."""
+    # The cheapest division of `total` rows is a tile and the cheapest division of the others.
     best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     for total in range(1, rows + 1):
         choices = [(best[total - h][0] + _cost(h), (h, *best[total - h][1])) for h in HEIGHTS if h <= total]
@@ -217,6 +224,8 @@ class Cut(NamedTuple):
 def cut(rows: int) -> Cut:
     """Return tiles that cover this many rows."""
     high = max(HEIGHTS, key=lambda h: (-_cost(h) / h, -h))
+    # The search over heights gets the last rows only: it is quadratic, and a remainder of so many rows can be divided
+    # without a partial tile.
     many = max(0, (rows - MIN_EVEN_ROWS) // high)
     others = heights(rows - many * high)
     first = many * high + np.cumsum([0, *others])[:-1]
@@ -229,6 +238,7 @@ def block_of(tiles: int, rows: int, depth: int, threads: int) -> int:
     wanted = min(MAX_ROWS, max(MIN_ROWS, BLOCK // depth))
     blocks = -(-rows // wanted)
     if threads > 1 and rows >= MIN_ROWS * threads / 2:
+        # As many blocks for each thread: an odd one would be waited for.
         blocks = -(-blocks // threads) * threads
     return -(-tiles // blocks)
 

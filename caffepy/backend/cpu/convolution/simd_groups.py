@@ -109,6 +109,7 @@ class SimdGroupsWriter(Writer):
         loaded = [self._load(pixel, v * WIDTH, mask) for v, mask in enumerate(masks)]
         if self._lanes == SimdGroups(1, 1):
             return loaded
+        # A shuffle takes two vectors; with one, its mask never reaches into the second.
         second = loaded[1] if len(loaded) > 1 else loaded[0]
         return [self._shuffled(loaded[0], second, i) for i in range(self._lanes.read)]
 
@@ -150,6 +151,7 @@ class SimdGroupsWriter(Writer):
             self.store(builder.select(rectifies, self.rectified(total), total), address, outputs, mask)
 
     def _tap(self, source: Any, step: Any, masks: list[Any], tap: Any, sums: list[Any]) -> list[Any]:
+        # Loaded once for all pixels of the tile.
         filters = [
             self.builder.load(self.vector_at(tap, self.word(i * WIDTH)), align=4) for i in range(self._lanes.read)
         ]
@@ -235,8 +237,10 @@ class SimdGroupsWriter(Writer):
                 # The previous tile has prefetched the other columns.
                 self._fetch(self.places(self.shifted(line, distance), own_step, [*meets][-row.step * pixels :]))
             places = self.places(line, own_step, meets)
+            # Columns are outermost: each is loaded and shuffled once, for every pixel and tap that meets it.
             for column, pairs in meets.items():
                 place = places[column]
+                # A pointer to zeros in place of a branch or a mask; tiles inside the image are compiled without it.
                 place = builder.select(inside[column], place, zeros) if edges else place
                 factors = self.factors(place, masks)
                 for pixel, tap in pairs:
@@ -299,9 +303,11 @@ class SimdGroupsWriter(Writer):
                 there = [builder.icmp_signed("<", self.word(pixel), left) for pixel in range(PIXELS)]
                 return products(at, sums, self._inside(meets, first, stop), there)
 
+            # The body is emitted twice, so that blocks inside the image, which are most, pay nothing for the edge.
             return self.choose(within, lambda: products(at, sums, {}, []), at_edge)
 
         blocks = builder.sdiv(builder.add(count, self.word(PIXELS - 1)), self.word(PIXELS))
+        # All taps' sums stay in registers over the whole line; they go to memory once, behind it.
         sums = self.loop(blocks, self.zeros(rows * row.taps * self._lanes.read), [], over_pixels)
         taps = [self.table(columns, self.word(4 * k + 3)) for k in range(row.taps)]
         for number, total in enumerate(sums):
@@ -427,6 +433,7 @@ def tiles(axis: AxisTaps, size: int) -> list[tuple[int, int, int, int]]:
     least = begin
     while begin < end:
         pixels = next(p for p in (8, 4, 1) if end - p >= least and 2 * (end - begin) > p)
+        # The last tile moves back over its neighbour and writes equal values again: cheaper than tiles of every height.
         place = min(begin, end - pixels)
         tiles.append((place, pixels, 0, len(axis.shifts)))
         begin = place + pixels
@@ -455,6 +462,7 @@ def row_tiles(axis: AxisTaps, size: int, high: int = 8) -> list[tuple[int, int, 
     count, tiles, begin = len(axis.indices), [], 0
     while begin < count:
         pixels = 4 if count - begin <= 4 or count < high else high
+        # As in `tiles`: the last tile overlaps its neighbour.
         place = min(begin, count - pixels)
         column = int(axis.indices[place] + axis.shifts[0])
         tiles.append((place, pixels, -column, size - column))
@@ -475,6 +483,7 @@ def add_blocks(
 ) -> None:
     """target[i] (+)= the sum of all blocks' totals[positions[i]]."""
     for i in range(begin, end):
+        # A float64, and the blocks in their order: the sum depends on no thread.
         total = 0.0
         for block in range(blocks):
             total += totals[block * size + positions[i]]
@@ -490,6 +499,7 @@ def fold_kernel(many: int) -> Kernel:
     def fold(begin: Int, end: Int, source: Floats, target: Floats, run: Int) -> None:
         """target[i] = the sum of `many` contiguous elements of source. Items are `run` of them."""
         for i in range(begin * run, end * run):
+            # Four chains of additions, because one chain would wait for each addition; their order is fixed.
             first = second = third = fourth = zero
             at, four = i * many, many // 4 * 4
             for j in range(at, at + four, 4):
@@ -646,6 +656,7 @@ def row_kernel(lanes: SimdGroups, row: Row, high: int) -> Kernel:
                     w, b = ahead(packed, v * filters), ahead(start, v * used)
                     read, made = min(sources, inputs - v * sources), min(used, outputs - v * used)
                     far = depth * sources + (beyond if v + depth >= vectors else 0)
+                    # Vectors that share a cache line prefetch it once.
                     near = fetched if v % shared == 0 else 0
                     if pixels < tile:
                         any4(
@@ -858,6 +869,8 @@ def row_tap_kernel(lanes: SimdGroups, row: Row, many: int) -> Kernel:
 @cache
 def tap_kernel(lanes: SimdGroups) -> Kernel:
     """Return the kernel of a `_WeightsPass` (grouped.py)."""
+    # Three taps of a column share the loads of dy; with more channels of a group their sums and factors exceed the
+    # registers.
     many = 3 if lanes.read <= 4 else 1
     sums_many, sums1 = tap_sums(lanes, many, False), tap_sums(lanes, 1, False)
     whole_many = tap_sums(lanes, many, lanes.fills)

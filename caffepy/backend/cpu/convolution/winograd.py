@@ -79,6 +79,7 @@ class _Transforms(Writer):
     def inside(self, first: Any, size: Any, count: int) -> list[Any]:
         """Return for each of `count` positions from `first` on whether it is in 0 ... size - 1."""
         at = [self.builder.add(first, self.word(i)) for i in range(count)]
+        # Unsigned, a position before the image is a huge number: one comparison tests both ends.
         return [self.builder.icmp_unsigned("<", one, size) for one in at]
 
     def pixels(self, image: Any, other: Any, place: Sequence[Any], count: int) -> list[list[Any]]:
@@ -94,6 +95,8 @@ class _Transforms(Writer):
             for j, column_there in enumerate(columns):
                 at = b.mul(b.add(row, b.add(w, self.word(j))), channels)
                 there = b.and_(row_there, column_there)
+                # A pointer to zeros (or to scratch memory, for stores) instead of a branch: the loops over channels
+                # need no masks.
                 result[-1].append(b.select(there, b.gep(image, [at]), other))
         return result
 
@@ -197,6 +200,8 @@ def _write_output(
     some, rectifies = (t.builder.icmp_signed("!=", flag, t.word(0)) for flag in (adds, relu))
 
     def vector(c: Any) -> None:
+        # The bias enters behind the inverse transform, once for each output; before it, it would have to be transformed
+        # too.
         first = t.load(start, c)
         values = [t.plus(value, first) for value in t.square(t.output, t.read_planes(source, c, plane))]
 
@@ -265,8 +270,12 @@ def transform_filters(
             wide = vectors * width
             for v in range(0, wide, width):
                 target = ahead(packed, table[panel + 2] + first * wide + v)
+                # The data gradient correlates with filters turned by 180 degrees: from the last tap on, with a negative
+                # step. Its columns are channels, which are contiguous in the weights.
                 source, row, tap = ahead(weights, (first * 9 + 8) * channels + column + v), 9 * channels, -channels
                 if backward == 0:
+                    # The columns of the forward pass are outputs, which are 9 * channels apart: nine squares are turned
+                    # first.
                     for i in range(9):
                         here = ahead(weights, ((column + v) * 9 + i) * channels + first)
                         transpose_square(here, 9 * channels, ahead(square, i * width * width), width)
@@ -327,6 +336,7 @@ def correlate_tiles(
         for number in range(item * total // items, (item + 1) * total // items):
             first, part = number // parts * block, number % parts
             count = min(block, tiles - first)
+            # The parts of a block are neighbouring numbers: the images are transformed once for all parts of this item.
             if first != transformed:
                 transformed = first
                 for t in range(count):
@@ -349,6 +359,7 @@ def correlate_tiles(
             column0, vectors_done = table[4 * panel0 + 1], 0
             for panel in range(panel0, panel1):
                 vectors_done += table[4 * panel]
+            # The 16 elements are independent matrix products, each with its own plane of the weights.
             for i in range(16):
                 for panel in range(panel0, panel1):
                     vectors, column = table[4 * panel], table[4 * panel + 1] - column0
@@ -494,6 +505,7 @@ def multiply_tiles(
             i, panel = number // panels, number % panels
             for first in range(0, tiles, block):
                 height = min(block, tiles - first)
+                # A block's sum is rounded into the products before the next one: see SUM.
                 keep = 1 if accumulate == 1 or first > 0 else 0
                 factors = ahead(x_tiles, i * x_plane + (panel * tiles + first) * wide)
                 for k in range(0, outputs, rows):
@@ -647,6 +659,7 @@ class _WinogradPass:
 
     def run(self, x: Any, packed: Any, start: Any, y: Any, ending: Ending) -> None:
         """Compute y; `start` has one number per channel, or is None."""
+        # WIDTH more, as for the planes of the weights.
         x_plane, y_plane = (self._block * row + WIDTH for row in (self._read.channels, self._columns))
         total = self._blocks * self._parts
         items, size = min(self._threads, total), 16 * (x_plane + y_plane) + self._made.channels
@@ -711,10 +724,12 @@ class _WeightGradient:
         products = self._workspace.take("weights", 16 * self._plane)
         tiles = x.shape[0] * self._tiles.count
         chunks = -(-tiles // self._chunk)
+        # Equal chunks; a small last one would leave threads idle.
         size = -(-tiles // chunks)
         for first in range(0, tiles, size):
             self._add(x, dy, first, min(size, tiles - first), products)
         channels = self._shape.channels
+        # G^T m G is linear, so the products of all chunks are summed and transformed once.
         transform_gradients.run(
             self._threads,
             self._shape.outputs,
@@ -736,6 +751,7 @@ class _WeightGradient:
 
     def _add(self, x: Any, dy: Any, first: int, tiles: int, products: Any) -> None:
         shape = self._shape
+        # WIDTH more, as for the planes of the weights in `_WinogradPass`.
         x_plane, dy_plane = tiles * shape.channels + WIDTH, tiles * shape.outputs + WIDTH
         buffer = self._workspace.take("images", 16 * (x_plane + dy_plane))
         x_tiles, dy_tiles = buffer[: 16 * x_plane], buffer[16 * x_plane :]
@@ -763,6 +779,8 @@ class _WeightGradient:
             tiles,
             WIDTH,
         )
+        # Threads divide elements and panels, never the tiles that are summed: the order of a sum does not depend on
+        # threads.
         total = 16 * (shape.channels // (self._x_vectors * WIDTH))
         items, block = min(self._threads, total), -(-tiles // -(-tiles // SUM))
         multiply_tiles.run(
@@ -808,6 +826,7 @@ class WinogradConvolution(TileConvolution):
     def _back(self) -> _WinogradPass:
         s = self.shape
         read, made = _Images(s.out, s.outputs), _Images(s.sizes, s.channels)
+        # The gradient of a pixel comes from all windows that contain it: with a padding of p, 2 - p zeros around dy.
         return _WinogradPass(self.threads, self.workspace, read, made, tuple(2 - p for p in s.geometry.pad), s.images)
 
     @cached_property

@@ -72,6 +72,7 @@ class _KernelLibrary(JITCodeLibrary):  # type: ignore[misc,unused-ignore]
     """A kernel's code, optimised once after all its callees are linked."""
 
     def _optimize_functions(self, ll_module: Any) -> None:
+        # numba would optimise here, before the callees are linked. The layout alone is needed to link the modules.
         ll_module.data_layout = self._codegen._data_layout
 
     def _optimize_final_module(self) -> None:
@@ -126,6 +127,7 @@ class _PartCompiler(KernelCompiler):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         flags = self.state.flags
+        # Python never calls a part, so wrappers would only be compiled and thrown away.
         flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
 
     def compile_extra(self, function: Any) -> Any:
@@ -204,6 +206,7 @@ class KernelFunction(CFunction):
         c_type = ir.FunctionType(ir.VoidType(), [_WORD.as_pointer(), _WORD, _WORD])
         function = ir.Function(module, c_type, description.llvm_cfunc_wrapper_name)
         builder = ir.IRBuilder(function.append_basic_block("entry"))
+        # All kernels have this one signature, so that one parallel loop and one table of calls serve every kernel.
         block, begin, end = function.args
         arguments = []
         for i, kind in enumerate(description.argtypes[2:]):
@@ -220,6 +223,7 @@ def _from_word(builder: Any, word: Any, kind: Any) -> Any:
     """Return an argument unpacked from its word."""
     if isinstance(kind, ir.PointerType):
         return builder.inttoptr(word, kind)
+    # A float64 holds every float32 exactly, and fills a word.
     return word if kind == _WORD else builder.fptrunc(builder.bitcast(word, ir.DoubleType()), kind)
 
 
@@ -400,9 +404,12 @@ def _handle(number, information, context):  # type: ignore[no-untyped-def]
         words(kept_word())[0] = information
         return
     table, address = words(words(kept_word())[0]), words(information)[2]
+    # No lock: a handler must not wait for a thread that it has interrupted. A free row ends at 0, so it contains no
+    # address.
     for row in range(_MAX_FILES):
         if table[3 * row] <= address < table[3 * row + 1]:
             table[3 * row + 2] += 1
+            # On return the processor repeats the instruction, which now reads zeros.
             if map_zeros(address // _PAGE * _PAGE, _PAGE) != -1:
                 return
     # Not ours: retry the instruction under the previous action; if that returns here, because it calls ours, retry it
@@ -433,6 +440,7 @@ class MappedFile:
             if not free.size:
                 raise OSError(f"{_MAX_FILES} files are mapped already")
             self._row = int(free[0])
+            # Written before anything can read the mapping: a fault in it finds its row.
             _table[self._row] = begin, begin + -(-size // _PAGE) * _PAGE, 0
             _install()
         weakref.finalize(self, _forget, self._row).atexit = False  # threads may still read at exit
@@ -460,12 +468,17 @@ def _install() -> None:
     present, action = (ctypes.create_string_buffer(_ACTION_BYTES) for _ in range(2))
     libc = ctypes.CDLL(None, use_errno=True)
     libc.sigaction(int(signal.SIGBUS), None, present)
+    # Checked for each file: another library may have installed its own handler since. Ours then goes in front of it,
+    # and passes on the faults that are not ours.
     if ctypes.c_int64.from_buffer(present).value == address:
         return
     ctypes.memmove(_others, present, _ACTION_BYTES)
     kind = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    # A handler gets no argument of ours. This call, with a signal number that does not exist, leaves the table's
+    # address in a word of the machine code.
     kind(address)(0, _table.ctypes.data, 0)
     _table[_MAX_FILES, :2] = ctypes.addressof(_others), ctypes.addressof(_others) + _ACTION_BYTES
+    # The mask between the address and the flags stays zero: the handler blocks no other signal.
     ctypes.c_int64.from_buffer(action).value = address
     ctypes.c_int32.from_buffer(action, _FLAGS_AT).value = _SA_SIGINFO | _SA_ONSTACK
     if libc.sigaction(int(signal.SIGBUS), action, None) != 0:

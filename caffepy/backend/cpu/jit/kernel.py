@@ -103,6 +103,7 @@ class KernelGraph:
         """Number of works that a launch calls in Python."""
         self._steps: list[Callable[[], None]] = []
         captured = [(work, _kernel_calls(work)) for work in works]
+        # A work that needs Python cuts the sequence; the kernels between two such works become one program.
         for by_kernels, group in groupby(captured, key=lambda pair: pair[1] is not None):
             pairs = list(group)
             if by_kernels:
@@ -124,6 +125,7 @@ def _kernel_calls(work: Callable[[], None]) -> KernelCalls | None:
     CURRENT.calls = calls = KernelCalls()
     try:
         work()
+    # What was recorded of the work is dropped: launching a part of it would compute something else.
     except HostWorkError:
         return None
     finally:
@@ -141,6 +143,8 @@ class _Program:
     def __init__(self, calls: Sequence[KernelCalls]) -> None:
         self._kept = [one.kept for one in calls]
         commands = [command for one in calls for command in one.commands]
+        # Two tables of the same calls. With several threads the end of each entry is a barrier, so neighbours that one
+        # thread is to run are merged there into one entry (`_merged`).
         self._alone = _table(commands)
         self._parts = [_table(part) for part in _serial_parts(commands)]
         self._table = _table([_merged(part) for part in self._parts])
@@ -151,6 +155,7 @@ class _Program:
 
     def launch(self) -> None:
         """Run the calls in order."""
+        # The counters of `JointCalls` belong to one launch at a time.
         with self._lock:
             if self._choice is None:
                 self._run(True)
@@ -197,6 +202,8 @@ class ThreadChoice:
     @property
     def on_one(self) -> bool:
         """Return whether the next pass runs on one thread."""
+        # A trial begins with the passes on all threads: their times alone can show that one thread need not be tried
+        # (LONG).
         return self._chosen if self._remaining > 0 else len(self._all_threads) == WARMUP_PASSES + TRIALS
 
     def record(self, seconds: float) -> None:
@@ -213,6 +220,7 @@ class ThreadChoice:
 
     def _choose(self, all_threads: float, one: float) -> None:
         on_one = one < all_threads
+        # A confirmed choice is trusted for longer each time; a changed one must prove itself again.
         self._trusted = min(2 * self._trusted, MAX_TRUSTED) if self._chosen == on_one else TRUSTED
         self._hold(on_one, self._trusted * TRIALS * (all_threads + one))
 
@@ -309,12 +317,14 @@ class Entry:
         # numba's cache key covers the byte code but not its constants, so the name must identify the text.
         self.name = f"{name}_{stamp:08x}"
         self._source = f"def {self.name}(_a, _begin, _end):\n{body}\n"
+        # "=" packs without gaps: each argument is one word of 64 bits.
         self._pack = struct.Struct("=" + fmt).pack
         self._block = ctypes.c_int64 * len(fmt)
         self._lock = free_after_fork(threading.Lock())
 
     @cached_property
     def _compiled(self) -> Any:
+        # `cached_property` takes no lock. A thread that waited for the compilation takes its result.
         with self._lock:
             if "_compiled" in self.__dict__:
                 return self.__dict__["_compiled"]
@@ -346,6 +356,7 @@ class Entry:
         address = ctypes.addressof(block)
         if calls is not None:
             calls.commands.append((self.address, address, items, pieces))
+            # The commands hold addresses. The entry, the block and the arrays must live as long as the program.
             calls.kept.append((self, block, arguments))
         elif pieces == 1:
             self._serial(address, 0, items)
@@ -378,6 +389,8 @@ class Kernel(Entry):
             return True
         with self._lock:
             first, self._asked = self._asked == 0, self._asked + items
+            # Only the first question looks into the cache on disk; a kernel that is not there does not appear by
+            # itself.
             if first and self._asked <= compiling:
                 with suppress(NotKeptError):
                     self.__dict__.setdefault("_compiled", self._compile(kept=True))

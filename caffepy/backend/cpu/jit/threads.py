@@ -118,7 +118,10 @@ def _make_calls(first: Any, count: Any, steps: Any, task: Any) -> None:
     for me in range(begin, begin + words(count)[0]):
         for i in range(calls):
             function, block, items, pieces = table[4 * i], table[4 * i + 1], table[4 * i + 2], table[4 * i + 3]
+            # A call for one thread is one chunk, which any thread may take.
             chunks = 1 if pieces == 1 else min(items, pieces * CHUNKS)
+            # Counters lie a cache line apart; on a shared line, each increment would take the line from the other
+            # threads' cores.
             counters = state + i * (threads + 1) * line
             done = counters + threads * line
             for other in range(threads):
@@ -127,12 +130,14 @@ def _make_calls(first: Any, count: Any, steps: Any, task: Any) -> None:
                 chunk = share + _atomic_add(counters + owner * line, 1)
                 while chunk < stop:
                     _call(function, block, chunk * items // chunks, (chunk + 1) * items // chunks)
+                    # Sequentially consistent: a thread that reads the new count also sees what the chunk has written.
                     _atomic_add(done, 1)
                     chunk = share + _atomic_add(counters + owner * line, 1)
             polls = 0
             while _atomic_load(done) < chunks:
                 _pause()
                 polls += 1
+                # The thread that computes the missing chunk may be waiting for this core.
                 if polls > POLLS and rest != 0:
                     _call(rest, 0, 0, 0)
 
@@ -195,6 +200,9 @@ class _Threads:
             os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
 
         if not getattr(parallel, "_is_initialized", False):
+            # numba counts the CPUs of the affinity mask when it is imported, and never starts more threads. A
+            # launcher's mask may have one core, and is widened (docs/decisions/0014-widen-the-cpu-mask.md). Each call
+            # limits its own threads.
             numba.config.NUMBA_NUM_THREADS = max(os.cpu_count() or 1, numba.config.NUMBA_NUM_THREADS)
             numba.config.THREADING_LAYER = self._choose_layer()
         try:
@@ -208,11 +216,13 @@ class _Threads:
             self._one_loop = threading.Lock()
         self._address = int(compile_c_function(_parallel_loop, types.void(*[types.int64] * 4), {}).address)
         pool = importlib.import_module(f"numba.np.ufunc.{_POOLS[layer]}")
+        # CFUNCTYPE releases the GIL during the call, so that other solver threads go on.
         self._loop = _POOL(pool.parallel_for)
 
     def _started(self, pieces: int) -> int:
         """Start the threads; return `pieces` limited to the number of threads."""
         if self._loop is None:
+            # Looked at again under the lock: two solver threads may call their first kernels at once.
             with self._lock:
                 if self._loop is None:
                     self._start()
@@ -221,6 +231,9 @@ class _Threads:
     def run(self, function: int, block: int, items: int, pieces: int) -> None:
         """Call function(block, begin, end) on `pieces` threads that divide `items`."""
         pieces = self._started(pieces)
+        # The pool divides arrays, and gives each thread the address of its part. The last three words describe an array
+        # at address 0 with `pieces` elements of one byte, so that the address of a part is the number of its first
+        # piece.
         task = _TASK(function, block, items, (items + pieces - 1) // pieces, 0, pieces, 1)
         at = ctypes.addressof(task)
         with self._one_loop or nullcontext():
@@ -232,6 +245,7 @@ class _Threads:
         if not self._program:
             with self._lock:
                 self._program = compile_c_function(_make_calls, types.void(*[types.int64] * 4), _OPTIONS).address
+        # Every launch takes all chunks once more.
         calls.state.fill(0)
         if self._one_loop is None:
             self._loop(self._program, *calls.arguments, pieces)

@@ -172,6 +172,7 @@ WORD = ir.IntType(64)
 VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
 INDICES = ir.VectorType(ir.IntType(32), WIDTH)
 NAME = f"v{WIDTH}f32"
+# The names of intrinsics contain the types of their arguments; from version 15 on LLVM's pointers have no type.
 _POINTER_NAME = "p0" if llvmlite.binding.llvm_version_info[0] >= 15 else f"p0{NAME}"
 
 
@@ -201,6 +202,7 @@ class Writer:
         """Broadcast one number (float32 or int32) to all lanes."""
         zeros = ir.Constant(self.index_vector, [0] * self.width)
         undefined = ir.Constant(ir.VectorType(scalar.type, self.width), ir.Undefined)
+        # LLVM's form of a broadcast; of a number in memory it makes one load instruction.
         first = self.builder.insert_element(undefined, scalar, ir.Constant(ir.IntType(32), 0))
         return self.builder.shuffle_vector(first, undefined, zeros)
 
@@ -287,6 +289,7 @@ class Writer:
         """Emit yes() if condition else no()."""
         with self.builder.if_else(condition) as (then, otherwise):
             with then:
+                # The block at the end of the branch, not at its beginning: yes() may have emitted blocks of its own.
                 first, first_block = yes(), self.builder.block
             with otherwise:
                 second, second_block = no(), self.builder.block
@@ -305,6 +308,7 @@ class Writer:
         builder.position_at_end(head)
         index = builder.phi(WORD)
         index.add_incoming(self.word(0), before)
+        # The values are phis, never memory: that is what keeps a tile's sums in registers (see microkernel.py).
         carried = [builder.phi(value.type) for value in sums + extra]
         for phi, value in zip(carried, sums + extra, strict=True):
             phi.add_incoming(value, before)
@@ -488,9 +492,12 @@ def _power_of_two(builder: Any, exponent: Any) -> Any:
 
 def _write_exp(builder: Any, x: Any) -> Any:
     """2^n * e^r with x = n * log(2) + r; 2^n as two factors, because it may overflow or be subnormal."""
+    # Limited first, because the exponent of a far larger number does not fit an int32. NaN takes a limit here, and is
+    # restored at the end.
     inside = builder.select(builder.fcmp_ordered("<", x, _number(_MOST)), x, _number(_MOST))
     inside = builder.select(builder.fcmp_ordered(">", inside, _number(_LEAST)), inside, _number(_LEAST))
     n = _call(builder, "llvm.rint.f32", builder.fmul(inside, _number(_LOG2_E)))
+    # The product with the short constant is exact, so the subtraction loses nothing; the remainder corrects it.
     r = _multiply_add(builder, n, _number(-_LN2_HIGH), inside)
     r = _multiply_add(builder, n, _number(-_LN2_LOW), r)
     tail = _multiply_add(builder, _polynomial(builder, r, _EXP), builder.fmul(r, r), r)
@@ -508,6 +515,7 @@ def _write_tanh(builder: Any, x: Any) -> Any:
     power = builder.fadd(_write_exp(builder, builder.fadd(size, size)), _number(1))
     far = builder.fsub(_number(1), builder.fdiv(_number(2), power))
     result = builder.select(builder.fcmp_ordered("<", size, _number(_SMALL)), near, far)
+    # Both branches compute with |x|; the sign at the end also keeps -0.
     return _call(builder, "llvm.copysign.f32", result, x)
 
 
@@ -519,6 +527,7 @@ def _write_log1p(builder: Any, x: Any) -> Any:
     f = builder.fsub(builder.bitcast(builder.sub(bits, builder.shl(n, _INT(23))), _FLOAT), _number(1))
     n = builder.sitofp(n, _FLOAT)
     square = builder.fmul(f, f)
+    # What the rounding of 1 + x has lost: for a small x nearly all of it.
     lost = builder.fdiv(builder.fsub(x, builder.fsub(u, _number(1))), u)
     tail = _multiply_add(builder, builder.fmul(f, square), _polynomial(builder, f, _LOG), lost)
     tail = _multiply_add(builder, n, _number(_LN2_LOW), tail)

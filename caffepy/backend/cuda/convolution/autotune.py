@@ -61,6 +61,8 @@ class Stopwatch:
             runs: number of runs.
             about: expected microseconds of a run, if known.
         """
+        # The device idles while the host launches all runs; then they follow each other without gaps, and their own
+        # time is measured.
         wait = self._first + MARGIN + (runs - 1) * max(0, self._launch - int(about * 1e3))
         for _ in range(MAX_TRIES):
             wait = min(wait, LONGEST_IDLING)
@@ -68,6 +70,8 @@ class Stopwatch:
             late = lateness(launched, wait, time)
             if late <= 0:
                 break
+            # The host was late, by a thread of another GPU or the system: the device ran dry, and the time includes the
+            # gap.
             wait += 2 * late + MARGIN
         self._first = launched[0]
         self._launch = (launched[-1] - launched[0]) // (runs - 1) if runs > 1 else launched[0]
@@ -157,9 +161,11 @@ class Autotuner:
         with self._decisions.turn(key):
             known = self._decisions.get(key)
             if known is not None:
+                # A new release of a library may not have the plan any more; then the task is tuned again.
                 cached = _find(known.name, families)
                 if cached is not None:
                     return cached
+            # Timing synchronises, which a capture forbids. The eager pass before it has normally tuned all tasks.
             if is_capturing():
                 return _first(families)
             begin = monotonic()
@@ -222,10 +228,12 @@ def _try_all(
     task: Task, families: Sequence[AlgorithmFamily], operands: Operands | None, resources: Resources
 ) -> tuple[Candidate | None, float, bool]:
     """Return the fastest candidate, its microseconds, and whether all faster candidates could be checked."""
+    # Candidates that lose may take large workspaces; these go with the trial.
     lasting = resources.scratch
     resources.scratch = Scratch()
     try:
         trial = Trial(operands_for(task, operands), lambda: operands_for(task, None))
+        # Trusted families first: the results of the others are compared with theirs.
         for family in sorted(families, key=lambda family: family.checked):
             trial.add(family)
         return *trial.best(), trial.certain
@@ -324,6 +332,7 @@ class Trial:
             self.certain = False
             return False
         for result in self._results():
+            # All bits set are a NaN: elements that the candidate leaves out are found too.
             result.data.memset_async(0xFF, result.nbytes, cupy.cuda.get_current_stream())
         candidate.run(self._operands)
         for result, kept in zip(self._results(), expected, strict=True):
@@ -346,6 +355,7 @@ def _attempt(candidate: Candidate, operands: Operands, best: float) -> Contender
     try:
         if not candidate.prepare():
             return None
+        # The first run loads the kernel, which would spoil the timing; it also shows candidates that are slower by far.
         first = _first_run(candidate, operands)
         if first > FIRST_RUN_RATIO * best + HOST_DELAY:
             logger.debug("%s is too slow: the first run takes %.0f us", candidate.name, first)
@@ -359,6 +369,8 @@ def _attempt(candidate: Candidate, operands: Operands, best: float) -> Contender
         logger.debug("%s takes %.1f us", candidate.name, time)
         return Contender(candidate, time, watch)
     except (DeviceError, RunError, RuntimeError) as error:
+        # Such an error stays with the device, and every later call would fail with it: it must not be taken for the
+        # candidate's.
         if isinstance(error, (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)):
             raise
         logger.debug("%s failed: %s", candidate.name, error)
@@ -392,6 +404,7 @@ def measure(contenders: Sequence[Contender]) -> None:
             about = contender.microseconds
             own.append(contender.watch.elapsed(max(2, min(20, int(2 * TIMING_BUDGET / about))), about))
     for contender, own in zip(contenders, times, strict=True):
+        # Disturbances only lengthen a time, so the shortest one is the nearest to the truth.
         contender.microseconds = min(own)
 
 

@@ -69,6 +69,7 @@ class PlanCache:
             logger.debug("%s: a cuDNN plan cannot be read and is rebuilt: %s", path, error)
             return None
         head, plan = content[: len(_BEGINNING) + 2 * _DIGEST], content[len(_BEGINNING) + 2 * _DIGEST :]
+        # The key is in the header too: a file that was renamed or copied must not be loaded as another plan.
         if head != self._head(key, plan):
             logger.debug("%s: the header or checksum does not match, the plan is rebuilt", path)
             return None
@@ -166,6 +167,8 @@ class Decisions:
         """
         with self._lock, self._locks.held(None, _WRITE_WAIT):
             known = {name: d for name, d in self._known.items() if name != key or d.name != instead}
+            # Other processes may have written since: entries of the file are kept, and entries of this process win over
+            # them.
             self._known = {**self._read(), **known}
             current = self._known.get(key) or self._passing.get(key)
             if current is not None and current.name != instead:
@@ -187,13 +190,17 @@ class Decisions:
         """Serialise the tuning of a task across threads and processes, so that others find its decision."""
         with self._lock:
             lock = self._turns.setdefault(key, threading.Lock())
+        # A thread that tunes may be stuck with its device; after the wait the task is tuned twice, which only costs
+        # time.
         acquired = lock.acquire(timeout=WAIT)
         try:
+            # The thread before has decided; no lock of the file is needed.
             if self.get(key) is not None:
                 yield
                 return
             with self._locks.held(key, WAIT):
                 with self._lock:
+                    # Read under the lock: another process that held it may have decided.
                     self._known = {**self._read(), **self._known}
                 yield
         finally:
@@ -263,6 +270,7 @@ def _lock(file: int, offset: int, seconds: float) -> bool:
     end = time.monotonic() + seconds
     while True:
         try:
+            # One byte of the file for each key, so that processes tune different tasks at once.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
             return True
         except (BlockingIOError, PermissionError):  # another process holds it

@@ -157,6 +157,7 @@ class CudnnGraph:
             notes = _INEXACT_FOR_TF32 if self.resources.tf32 else _INEXACT
             graph.deselect_engines([] if self.resources.tf32 else _UNDECLARED.get(task.direction, []))
         graph.deselect_numeric_notes([getattr(cudnn.numerical_note, name) for name in (*notes, "NONDETERMINISTIC")])
+        # A workspace stays allocated for the whole run, and would take memory from the batch.
         graph.deselect_workspace_greater_than(self._most_workspace())
 
     def _most_workspace(self) -> int:
@@ -190,6 +191,7 @@ class CudnnGraph:
         for position, (uid, shape) in enumerate(zip((FIRST, SECOND, OUT), self._shapes(), strict=True)):
             tensor = graph.query_tensor_attributes_of_uid(uid)
             lies = (list(tensor.get_dim()), list(tensor.get_stride()), tensor.get_data_type())
+            # A stored file is not trusted: a plan for other shapes would write beyond the arrays.
             if lies != (list(shape), self._strides(shape, position), self._type):
                 return False
         return 0 <= int(graph.get_workspace_size_plan_at_index(0)) <= self._most_workspace()
@@ -318,6 +320,7 @@ class CudnnPlan:
         except (self._graph.resources.cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError):
             return False  # a barred plan raises RuntimeError, from release 1.27 on ValueError
         self._size = int(graph.get_workspace_size_plan_at_index(self.index))
+        # Taken now, because a capture must not allocate.
         self._workspace()
         self.is_usable = True
         return True
@@ -440,8 +443,10 @@ def _proposed_plans(graph: CudnnGraph, kind: PlanKind, prefix: str) -> Iterator[
     most = MAX_COMPILED if kind is PlanKind.COMPILED else MAX_PLANS
     seen: set[str] = set()
     usable = 0
+    # The second heuristic takes long; it is asked only if the first one gives too few plans.
     for several in (False, True) if kind is PlanKind.READY else (True,):
         if several and seen:
+            # Another graph, because plans of the first one may be among the candidates already.
             graph = graph.again()
         for index, name in graph.names(kind) if graph.build(kind, several) else ():
             if name not in seen:
@@ -449,6 +454,7 @@ def _proposed_plans(graph: CudnnGraph, kind: PlanKind, prefix: str) -> Iterator[
                 plan = CudnnPlan(graph, index, prefix + name)
                 yield plan
                 usable += plan.is_usable
+                # Counted when the caller has prepared the plan: a barred one does not use up the limit.
                 if usable == most:
                     return
 

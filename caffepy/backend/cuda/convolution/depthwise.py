@@ -123,6 +123,7 @@ class DepthwiseConvolution:
         images, channels, height, width = self._result
         packs = channels // self._tile.channels
         self._across = -(-packs * self._tile.channels // self._most_channels)
+        # Equal blocks side by side: a narrow last one would idle most of its threads in every tile.
         side = -(-packs // self._across)
         self._block = (side, self._threads // side)
         columns = -(-width // self._tile.columns)
@@ -454,6 +455,7 @@ class LargeDepthwiseTask:
     def shared_bytes(self, tiling: Tiling) -> int:
         """Return shared memory bytes of source and factors."""
         source = round_up(self.source(tiling)[0] * self.pixels(tiling) * tiling.channels, 4)
+        # Threads that share results exchange their sums in the memory of source and factors, which are used up by then.
         sums = tiling.threads * tiling.rows * tiling.run if tiling.split > 1 else 0
         return 4 * max(source + math.prod(tiling.factors) * tiling.channels, sums)
 
@@ -472,6 +474,7 @@ class LargeDepthwiseTask:
 
     def resident(self, tiling: Tiling) -> int:
         """Return the resident blocks of a multiprocessor."""
+        # CUDA keeps a kibibyte of each block's shared memory for itself.
         most = SHARED_BY_BLOCKS // (self.shared_bytes(tiling) + 1024)
         return max(1, min(most, MAX_WARPS // -(-tiling.threads // 32)))
 
@@ -518,6 +521,7 @@ def _possible(correlation: LargeDepthwiseTask) -> Iterator[Tiling]:
         (1, 2, 4, 8, 16, 32), (7, 5, 3, 1) if across.a == 1 else (7, 4, 2, 1), (4, 2, 1) if down.a == 1 else (1,)
     )
     for channels, run, rows in shapes:
+        # More than half of the lanes would have no channel.
         if channels >= 2 * correlation.task.problem.x[1]:
             continue
         every_run = _threads(across.results, run, across.b if across.a == 1 and run > 1 else 1)
@@ -585,6 +589,7 @@ def cycles_of(correlation: LargeDepthwiseTask, tiling: Tiling) -> float:
             one += warps * number * (cycles + _stores(correlation, tiling) / tiling.split) / tiling.shares
             alone += number * (chain + 4 * tiling.rows * tiling.run) / tiling.shares
         blocks *= images * tiling.shares
+    # The device is counted as an H200 everywhere, so that the same tilings are tried, and may be chosen, on each GPU.
     waves = -(-blocks // (MULTIPROCESSORS * resident))
     at_once = min(resident, -(-blocks // MULTIPROCESSORS))
     return waves * max(at_once * one / min(1.0, at_once * warps / WARPS), alone)

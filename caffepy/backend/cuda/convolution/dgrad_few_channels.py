@@ -168,6 +168,7 @@ class LargeWindows:
         n, channels, height, width = task.problem.x
         self._tiles = (-(-height // ROWS), -(-width // TILE_W))
         blocks = math.prod(self._tiles) * n * channels
+        # Few images have few tiles: the sum over outputs is divided too, until the device is full.
         self._parts = max(1, min(task.problem.weights[0], RESIDENT_BLOCKS // blocks))
         self._kernel: Any = None
 

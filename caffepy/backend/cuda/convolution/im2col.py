@@ -63,6 +63,7 @@ class Im2colConvolution:
             self._all_groups(a, b, result, operands.accumulate)
         else:
             self._each_group(a, b, result, operands.accumulate)
+        # `_channels_last` has copied arrays that are not stored channels last.
         if result.data.ptr != out.data.ptr:
             cupy.copyto(out, result.transpose(0, out.ndim - 1, *range(1, out.ndim - 1)))
 
@@ -124,6 +125,7 @@ class Im2colConvolution:
         if self._is_product:
             self._blas.gemm(gradient, own, self._pixels_or_images(dx, group), False, False, False)
             return
+        # In float32: `col2im` adds up to a window's elements for each pixel, and rounds their sum once.
         columns = self._scratch_windows(dx.shape[0], "float32")
         self._blas.gemm(gradient, own, columns, False, False, False)
         self._kernel("col2im", columns, dx, group, dx.size // self._group)

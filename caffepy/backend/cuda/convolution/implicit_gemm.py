@@ -169,6 +169,7 @@ class Layout:
             )
         )
         self.patch = round_up(tiling.images * math.prod(size) * self.pixel, 4)
+        # Four more than a multiple of eight: the eight rows that a warp reads at once begin in different banks.
         self.pitch = round_up(shape.depth, 8) + 4
         if weights or shape.flipped:
             rows = self.lines if weights else self.columns
@@ -192,6 +193,7 @@ class Layout:
         steps = self.pixel_steps if self.weights else self.depth_steps
         rows = steps * 8 if self.weights or self.shape.flipped else self.columns
         factors = rows * self.pitch
+        # The larger of both uses: the sums take the place of image and weights when these are used up.
         return max(self.patch + factors + steps * 8, self.tiling.warps_k * self.lines * self.columns)
 
     @property
@@ -269,6 +271,7 @@ def _pieces(shape: Shape) -> Iterator[tuple[int, int]]:
         images = max(1, min(pixels // math.prod(shape.out), shape.images))
         rows = shape.out[0] if images > 1 else max(1, min(round(pixels / shape.out[1]), shape.out[0]))
         even = -(-shape.out[0] // -(-shape.out[0] // rows))
+        # Rows in equal parts: a last block with few rows would take as long as a full one.
         choices.add((images, even))
     yield from sorted(choices)
 
@@ -309,6 +312,8 @@ def _for_weights(shape: Shape, multiprocessors: int) -> Iterator[Tiling]:
             one = Layout(shape, Tiling(images, rows, tiles_m, tiles_n, 1, warps_n, warps_k, 1), True)
             tiles = one.grid[1] * one.grid[2]
             for filled in (0.5, 1, 2):
+                # A sum is divided among as many blocks as fill the device by half, once or twice; each division costs a
+                # partial result.
                 parts = min(one.pieces, max(1, int(filled * multiprocessors) // tiles))
                 yield Tiling(images, rows, tiles_m, tiles_n, 1, warps_n, warps_k, parts)
 
@@ -376,6 +381,7 @@ class SmallConvolution:
         element = C_TYPES[cupy.dtype(self._task.problem.array_dtype).char]
         text = defines(Element=element, **kind, **layout.constants())
         self._kernel = library_kernel("small_convolution", name, text, TF32_PRODUCTS)
+        # Beyond 48 KiB a kernel must ask for its shared memory.
         self._kernel.max_dynamic_shared_size_bytes = 4 * layout.words
         return True
 

@@ -235,6 +235,7 @@ def _ready_cudnn(task: Task, resources: Resources) -> list[AlgorithmFamily]:
 
 
 def _cudnn(task: Task, resources: Resources, kind: PlanKind) -> AlgorithmFamily:
+    # Compiling takes cuDNN a third of a second for each plan; only for groups does it often win.
     last_resort = kind is PlanKind.FALLBACK or (kind is PlanKind.COMPILED and task.problem.geometry.group == 1)
     find = partial(cudnn_candidates, task, resources, kind, None)
     return AlgorithmFamily(kind.value, find, last_resort, kept=find)
@@ -285,6 +286,7 @@ class TunedConvolution:
 
     def candidate(self, task: Task, operands: Operands | None) -> Candidate | None:
         """Return the candidate for a task, or None; `operands` are arrays for timing, if available."""
+        # Chosen in the first pass, with that pass's arrays: the times are those of the net's own data.
         if task not in self._chosen:
             families = algorithm_families(task, self.run, self.candidate, self._resources)
             self._chosen[task] = self._resources.tuner.choose(task, families, operands, self._resources)
@@ -357,6 +359,7 @@ class TunedConvolution:
             walk = walk_of(task)
             assert walk is not None
             chosen = self._normalised[task, bottom.relu] = DepthwiseWalk(task, walk, self._resources, bottom.relu)
+            # Compiled now, in the eager pass: a capture may not load kernels.
             chosen.prepare()
         self._normalised[task, bottom.relu].run_normalised(bottom, operands)
         if operands.out is not y:
@@ -399,6 +402,7 @@ class TunedConvolution:
         result = "float32" if task.direction is Direction.WEIGHTS else dtype
         if not fits(given.out, result):
             scratch = self._resources.scratch.get("converted output", given.out.size, result)
+            # The sum with what is there happens when the result is converted, in float32.
             operands = replace(operands, out=view(scratch, shapes[2]), accumulate=False)
         self.run(task, operands)
         if operands.out is not given.out:

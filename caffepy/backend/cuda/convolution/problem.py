@@ -162,6 +162,7 @@ def axis_of(problem: Problem, direction: Direction, number: int) -> CorrelationA
     common = math.gcd(stride, dilation)
     step, b = stride // common, dilation // common
     residues = [_residue(kernel, stride, pad, dilation, residue) for residue in range(stride)]
+    # Offsets count from the lowest pixel that any residue reads, where a block's part of the source begins.
     lowest = min(residue.offset for residue in residues if residue.taps)
     moved = tuple(p._replace(offset=p.offset - lowest) if p.taps else p for p in residues)
     return CorrelationAxis(-(-problem.x[2 + number] // stride), 1, b, kernel, -step, lowest, moved)
@@ -259,6 +260,8 @@ def strip_rows(height: int, step: int, others: int, at_once: int) -> int:
 
     def time(strips: int) -> int:
         down = -(-height // (steps(strips) * step))
+        # Short strips give more threads, but each waits for its first rows; and a wave that is not full takes as long
+        # as a full one.
         return -(-others * down // at_once) * (steps(strips) + START_STEPS)
 
     return step * steps(min(range(1, -(-height // step) + 1), key=time))
@@ -321,6 +324,7 @@ def walk_of(task: Task) -> Walk | None:
         return Walk(Tile(1 if single else width, 1, 2), 1, 128, 5)
     if single:
         return Walk(Tile(width, 1, 4), 1, 128, 3)
+    # Seven columns divide MobileNet's last planes without a rest.
     seven = task.problem.y[3] in (7, 14)
     return Walk(Tile(width, 1, 7), 1, 128, 3) if seven else Walk(Tile(width, 1, 4), 1, 256, 2)
 

@@ -120,6 +120,8 @@ def parts_of(problem: Problem) -> tuple[int, int]:
     outputs, channels = problem.weights[:2]
     pixels = problem.x[0] * math.prod(problem.x[2:])
     tiles = -(-outputs // TILE) * -(-channels // TILE)
+    # As many parts as fill the device of RESIDENT_BLOCKS, which is a constant: the order of the sum is the same on each
+    # GPU.
     number = min(RESIDENT_BLOCKS // tiles, pixels // MIN_DEPTH, MAX_NUMBERS // (outputs * channels))
     if number < 2:
         return 1, pixels
@@ -166,6 +168,7 @@ class SplitKProducts:
         shape = (self._parts, self._depth, -1)
         blas = self._resources.blas
         whole = parts[: self._parts]
+        # All whole parts in one launch; they are of one length, so the rest is a product of its own.
         blas.gemm_of_parts(dy[:split].reshape(shape), x[:split].reshape(shape), whole, True, False, False)
         if split < x.shape[0]:
             blas.gemm(dy[split:], x[split:], parts[-1], True, False, False)
@@ -241,6 +244,7 @@ def equivalent_problems(problem: Problem, direction: Direction) -> Iterator[tupl
         if direction is not Direction.DATA and channels < unit and blocks.problem.geometry.kernel[1] > 1:
             rows = gather_rows(blocks)
             arrays = math.prod(problem.x) + math.prod(problem.y)
+            # Gathered rows repeat each pixel as often as the window is wide: only where that fits the workspace.
             if math.prod(rows.x.target) * item <= convolution_workspace(arrays * item) // 2:
                 yield f"widened {rows.problem.x[1]} ", rows
         if step > 1:
@@ -304,6 +308,7 @@ def rearrange(change: SpaceToDepth, array: Array, scratch: Scratch, purpose: str
         return array
     out = view(scratch.get(purpose, math.prod(change.target), array.dtype.name), change.target)
     pack = 16 // out.itemsize
+    # A pack must not reach from one gathered pixel into the next.
     while (change.target[1] // change.row) % pack:
         pack //= 2
     kernel = library_kernel("space_to_depth", "fold", _defines(change, array, out, pack))
@@ -381,6 +386,7 @@ def space_to_depth_families(task: Task, resources: Resources) -> list[AlgorithmF
 
 def _equivalents(task: Task) -> Iterator[tuple[str, EquivalentProblem]]:
     for name, equivalent in equivalent_problems(task.problem, task.direction):
+        # Bias and sums belong to the real outputs; with padded ones their arrays would be too short.
         if task == task.plain or equivalent.y.source == equivalent.y.target:
             yield name, equivalent
 

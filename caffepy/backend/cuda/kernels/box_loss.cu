@@ -116,6 +116,7 @@ __device__ int list_objects(const float *objects, int rows, int image, int *list
         const float *object = objects + (size_t)i * COLUMNS;
         const bool mine = i < rows && image_of(object) == image && counts(object);
         const unsigned int lanes = __ballot_sync(ALL_LANES, mine);
+        // The lane's place is the number of lanes before it that found one: the objects keep their order.
         if (mine) list[found + __popc(lanes & ((1u << threadIdx.x) - 1))] = i;
         found += __popc(lanes);
     }
@@ -175,6 +176,7 @@ extern "C" __global__ void box_loss_match(const float *priors, const float *obje
         }
         __syncthreads();
         if (chosen < 0) break;
+        // All threads read the pair; behind the next barrier one thread clears it.
         const Key pair = best[chosen];
         const int prior = key_index(pair);
         __syncthreads();
@@ -185,6 +187,7 @@ extern "C" __global__ void box_loss_match(const float *priors, const float *obje
         }
         __syncthreads();
         for (int j = warp; j < number; j += warps)
+            // The prior is taken: only the objects that wanted it look for another one.
             if (best[j] && key_index(best[j]) == prior) {
                 const Key key = best_prior(priors, Box(objects + (size_t)list[j] * COLUMNS + 3), matches, count);
                 if (threadIdx.x % 32 == 0) best[j] = key;
@@ -344,6 +347,7 @@ __device__ void mine(const int *matches, const float *overlaps, const float *los
     int candidates = 0, all;
     for (int i = threadIdx.x; i < count; i += blockDim.x) candidates += is_candidate(matches, overlaps, i);
     before(candidates, all);
+    // The product is rounded by itself, as on the host: both mine the same number.
     const int wanted = min((int)__fmul_rn((float)matched, RATIO), all);
     if (threadIdx.x == 0) prefix = 0, rest = wanted;
     // The key of the last one that is taken, eight bits at a time from the highest; `rest` of those with it are taken.
@@ -369,6 +373,7 @@ __device__ void mine(const int *matches, const float *overlaps, const float *los
         const bool candidate = i < count && is_candidate(matches, overlaps, i);
         const unsigned int key = candidate ? loss_key(losses[i]) : 0u;
         int equals;
+        // The candidates with the last key count in the order of the priors, so that ties fall as on the host.
         const int earlier = taken + before(candidate && key == prefix, equals);
         const bool chosen = candidate && wanted > 0 && (key > prefix || (key == prefix && earlier < rest));
         if (i < count && matches[i] < 0) labels[i] = chosen ? BACKGROUND : LEFT_OUT;

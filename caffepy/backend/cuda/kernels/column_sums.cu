@@ -26,6 +26,7 @@ __device__ __forceinline__ Share own_share() {
 template <typename A>
 __device__ __forceinline__ void add_parts(A &first, A &second, const Share &own, A *shared) {
     for (unsigned int parts = own.parts; parts > 1;) {
+        // Sixteen at a time: a tree of pairs would need four times as many barriers.
         const unsigned int left = (parts + 15) / 16;
         A *const at = shared + 2 * own.slot;
         __syncthreads();
@@ -76,6 +77,8 @@ __device__ __forceinline__ unsigned int rows_of(unsigned int split, unsigned int
 __device__ __forceinline__ unsigned int draw(unsigned int *tickets) {
     unsigned int ticket;
 #if __CUDA_ARCH__ >= 700
+    // The counter wraps to zero with the last block, so the next launch, also of a captured graph, finds it ready
+    // without a copy or a kernel that clears it.
     asm volatile("atom.acq_rel.gpu.inc.u32 %0, [%1], %2;"
                  : "=r"(ticket)
                  : "l"(tickets), "r"(gridDim.y - 1)
@@ -100,10 +103,12 @@ __device__ __forceinline__ void finish_columns(float2 sums, const Share &own, fl
     if (gridDim.y > 1) {
         if (holds) partial[(size_t)blockIdx.y * columns + own.column] = sums;
         __syncthreads();
+        // Behind the barrier: the ticket publishes what all threads of the block have written.
         if (own_thread() == 0) ticket = draw(tickets + blockIdx.x);
         __syncthreads();
         if (ticket != gridDim.y - 1) return;
     }
+    // Loaded before the sums are read, so that both waits overlap.
     const float kept0 = holds ? old0[own.column] : 0.0f, kept1 = holds ? old1[own.column] : 0.0f;
     if (gridDim.y == 1) {
         add(sums, 0, a, b);
@@ -112,6 +117,7 @@ __device__ __forceinline__ void finish_columns(float2 sums, const Share &own, fl
             const float2 *const from = partial + own.column;
 #pragma unroll 8
             for (unsigned int s = own.part; s < gridDim.y; s += own.parts)
+                // From the L2 cache, where all blocks write; this multiprocessor's L1 may hold an older value.
                 add(__ldcg(from + (size_t)s * columns), s, a, b);
         }
         add_parts(a, b, own, shared);

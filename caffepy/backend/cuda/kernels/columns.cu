@@ -38,6 +38,7 @@ __device__ __forceinline__ unsigned int row_step() {
 
 template <typename Work>
 __device__ __forceinline__ void take(unsigned int row, unsigned int rows, Work work) {
+    // The work is compiled twice: where all rows exist, which is nearly always, no load waits for a test.
     if (row + (ROWS - 1) * row_step() < rows)
         work(row, Complete<true>());
     else

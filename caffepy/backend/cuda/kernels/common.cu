@@ -26,6 +26,7 @@ __device__ __forceinline__ float smaller_of(float a, float b) {
 
 template <typename T>
 __device__ __forceinline__ T warp_sum(T value) {
+    // Exchanged by xor, every lane adds up the same tree: all have the same bits.
     for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
     return value;
 }
@@ -39,6 +40,7 @@ __device__ __forceinline__ float warp_max(float value) {
 __device__ __forceinline__ double block_sum(double value) {
     __shared__ double shared[32];
     value = warp_sum(value);
+    // The block may have called this before: its slower threads still read the memory.
     __syncthreads();
     if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
     __syncthreads();
@@ -95,6 +97,7 @@ struct Rounded<float16> {
     static __device__ __forceinline__ unsigned int pair(float low, float high) {
 #if __CUDA_ARCH__ >= 800
         unsigned int result;
+        // PTX puts the first number into the upper half.
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
         return result;
 #else
@@ -108,6 +111,8 @@ struct Rounded<bfloat16> {
     static __device__ __forceinline__ bfloat16 one(float x) {
         const unsigned int bits = __float_as_uint(x), odd = bits >> 16 & 1u;
         bfloat16 result;
+        // Half of the last place less one, and the last kept bit: ties go to the even neighbour. A NaN is written as
+        // one, because the sum could make it infinite.
         result.bits = x != x ? 0x7fffu : (unsigned short)((bits + 0x7fffu + odd) >> 16);
         return result;
     }

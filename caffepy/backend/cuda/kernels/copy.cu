@@ -61,6 +61,7 @@ extern "C" __global__ void move(const SOURCE *source, STORED *destination, AXIS(
     long long to[EACH];
 #pragma unroll
     for (int u = 0; u < EACH; ++u) {
+        // Beyond the end the last pack is loaded again: without a branch all loads are issued together.
         unsigned int rest = min(first + u * blockDim.x, count - 1);
         Offsets at = {0, 0};
         WALK(0) WALK(1) WALK(2) WALK(3)
@@ -79,6 +80,7 @@ extern "C" __global__ void move(const SOURCE *source, STORED *destination, AXIS(
 extern "C" __global__ void turn(const SOURCE *source, STORED *destination, unsigned int rows, unsigned int columns,
                                 long long from_column, long long to_row, unsigned int size0, Divider by0, long long from0,
                                 long long to0, long long from1, long long to1, unsigned int batches) {
+    // With one more element a line, the elements of a column lie in different banks.
     __shared__ SOURCE tile[TILE][TILE + 1];
     const unsigned int row = blockIdx.x * TILE, column = blockIdx.y * TILE;
     for (unsigned int batch = blockIdx.z; batch < batches; batch += gridDim.z) {
@@ -96,6 +98,7 @@ extern "C" __global__ void turn(const SOURCE *source, STORED *destination, unsig
             const unsigned int r = row + threadIdx.y + u, c = column + threadIdx.x;
             if (r < rows && c < columns) put<1>(to + r * to_row + c, Pack<SOURCE, 1>{tile[threadIdx.x][threadIdx.y + u]});
         }
+        // The next batch takes the same tile.
         __syncthreads();
     }
 }

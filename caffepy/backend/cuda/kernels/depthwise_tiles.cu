@@ -70,6 +70,7 @@ __device__ __forceinline__ void load_normalisation(float *factors, float *shifts
 // order, and calls keep(k, channel, sum).
 template <int NUMBER, typename Keep>
 __device__ __forceinline__ void sums_of_block(const Values (&numbers)[NUMBER], int packs, Keep keep) {
+    // Narrow packs leave room for four numbers at a time, which need a quarter of the barriers.
     constexpr int AT_ONCE = WIDTH <= 2 ? 4 : 1;
     __shared__ float shared[AT_ONCE * THREADS * WIDTH];
     const int channels = blockDim.x * WIDTH, threads = blockDim.x * blockDim.y;
@@ -87,6 +88,7 @@ __device__ __forceinline__ void sums_of_block(const Values (&numbers)[NUMBER], i
             for (int row = 0; row < blockDim.y; ++row) sum += shared[(k * blockDim.y + row) * channels + own];
             if (channel < packs * WIDTH) keep(first + k, channel, sum);
         }
+        // The next numbers take the same memory.
         __syncthreads();
     }
 }
@@ -95,6 +97,8 @@ __device__ __forceinline__ void sums_of_block(const Values (&numbers)[NUMBER], i
 __device__ __forceinline__ void load_weights(float *w, const STORED *weights, int packs) {
     const int channels = blockDim.x * WIDTH;
     for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < AREA * channels; i += blockDim.x * blockDim.y) {
+        // In memory a channel's weights are neighbours; here those of neighbouring channels are, which neighbouring
+        // threads read.
         const int channel = blockIdx.x * channels + i / AREA;
         w[i % AREA * channels + i / AREA] = channel < packs * WIDTH ? to_float(weights[channel * AREA + i % AREA]) : 0.0f;
     }

@@ -155,6 +155,8 @@ __device__ __forceinline__ void walk(const Strip &strip, Source source, const ST
 #pragma unroll
     for (int a = 0; a < AHEAD; ++a) fetch(fresh[a], strip.top + a * TILE_H);
     for (int row = strip.top; row < strip.end;) {
+        // The rows stay where they are and the index rotates. Unrolled over its period, every index is known to the
+        // compiler, and so the rows are registers.
 #pragma unroll
         for (int phase = 0; phase < PHASES; ++phase) {
             if (row >= strip.end) break;
@@ -166,6 +168,7 @@ __device__ __forceinline__ void walk(const Strip &strip, Source source, const ST
             const Fresh now = fresh[0];
 #pragma unroll
             for (int a = 1; a < AHEAD; ++a) fresh[a - 1] = fresh[a];
+            // Asked for before this step computes: the memory answers during AHEAD steps.
             if (row + AHEAD * TILE_H < strip.end) fetch(fresh[AHEAD - 1], row + AHEAD * TILE_H);
             Source here = source;
             const auto each_row = [&](int p) {
@@ -274,6 +277,7 @@ walk_gradients(const STORED *x, const STORED *dy, const STORED *weights, const f
             store_step(out, results, strip, row, height, [&](const Values &result, int i, int j, bool counts) {
 #pragma unroll
                 for (int v = 0; v < WIDTH; ++v) {
+                    // Beyond the image the bottom is 0 (`normalise`), so the rectifier's test covers that too.
                     const float g = (RELU ? bottom[i][j][v] > 0.0f : counts) ? result[v] : 0.0f;
                     first[v] += g;
                     second[v] = fmaf(g, now.own[i][j][v] - centre[v], second[v]);

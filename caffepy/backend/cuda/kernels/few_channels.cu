@@ -97,6 +97,7 @@ few_channels(const STORED *dy, const float *turned, STORED *dx, unsigned int war
 #pragma unroll
         for (int c = 0; c < CHANNELS; ++c) {
             const float sum = warp_sum(sums[r][c]);
+            // All lanes have each sum; lane by lane they keep one, so that a single store writes neighbours.
             if (lane == r * CHANNELS + c) own = sum;
         }
     const int at = (run * RUN + lane / CHANNELS) * NUMBER + f;

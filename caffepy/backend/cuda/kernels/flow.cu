@@ -51,6 +51,7 @@ extern "C" __global__ void correlate(const float *a, const float *b, float *y, I
                 }
             }
             total = warp_sum(total);
+            // Every lane has the sum. Each keeps one in 32, so that the warp writes 32 neighbours at once.
             if (shift % 32 == lane) kept = total * scale;
             if ((shift % 32 == 31 || shift == shifts - 1) && lane <= shift % 32)
                 y[(size_t)pixel * shifts + shift - shift % 32 + lane] = kept;
@@ -178,6 +179,7 @@ extern "C" __global__ void scatter_samples(const float *positions, const float *
             const float weight = (k < 2 ? h.weight : h.next_weight) * (k % 2 ? w.next_weight : w.weight);
             const int row = clipped(h.first + k / 2, image.height), column = clipped(w.first + k % 2, image.width);
             if (weight != 0.0f)
+                // Two's complement: negative numbers add up as unsigned ones.
                 atomicAdd(sums + image.at(sample, row, column) + c, (unsigned long long)__double2ll_rn(d * (double)weight));
         }
     }

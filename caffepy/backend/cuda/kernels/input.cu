@@ -89,6 +89,7 @@ extern "C" __global__ void images(
             }
         }
         if (TILE) {
+            // The tile is whole only when all threads have put their pixels.
             __syncthreads();
             const unsigned int count = min(size, total - first) * depth;
             const unsigned int words = count * sizeof(ELEMENT) / 16;
@@ -97,6 +98,7 @@ extern "C" __global__ void images(
                 reinterpret_cast<uint4 *>(to)[i] = reinterpret_cast<const uint4 *>(tile)[i];
             }
             for (unsigned int i = words * 16 / sizeof(ELEMENT) + threadIdx.x; i < count; i += blockDim.x) to[i] = tile[i];
+            // The next pixels take the same tile.
             __syncthreads();
         }
     }

@@ -86,6 +86,7 @@ __device__ __forceinline__ void add_columns(float (&sums)[ROWS][RUN], const floa
 #pragma unroll
                 for (int l = 0; l < TAPS_NOW; ++l) kept[u][l] = factors[(p * STEP_H * FACTOR_W + (before + l) * STEP_W) * CHANNELS];
             }
+            // Rows beyond the image are zeros: nothing is added, but the factors above were moved on for the next row.
             if (p >= taps + ROWS - 1 || at < 0 || at >= height) continue;
             float values[VALUES];
 #pragma unroll
@@ -97,6 +98,8 @@ __device__ __forceinline__ void add_columns(float (&sums)[ROWS][RUN], const floa
                 for (int l = 0; l < TAPS_NOW; ++l)
 #pragma unroll
                     for (int r = 0; r < RUN; ++r)
+                        // Row i of the thread's results is i rows of factors behind, which were loaded i rows of the
+                        // source before: a ring of ROWS rows.
                         sums[i][r] = fmaf(values[(r * SHIFT + l * B_W) / GRID], kept[(u - i + ROWS) % ROWS][l], sums[i][r]);
             }
         }
@@ -120,6 +123,7 @@ __device__ __forceinline__ void add_all(float (&sums)[ROWS][RUN], const float *s
 // The sum of what the threads that share a result have, for the first of them; all threads must call it.
 __device__ __forceinline__ void add_shares(float (&sums)[ROWS][RUN], float *shared, int split) {
     constexpr int OWN = THREADS / SPLIT;
+    // The sums take the place of the source in shared memory; other threads may still read it.
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < ROWS * RUN; ++i) shared[i * THREADS + threadIdx.x] = sums[i / RUN][i % RUN];

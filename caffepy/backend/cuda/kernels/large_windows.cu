@@ -52,6 +52,7 @@ large_windows(const float *dy, const float *weights, float *sums, int images, in
                 for (int r = 0; r < RUN; ++r) results[r] = fmaf(values[r + KERNEL_W - 1 - l], factors[l], results[r]);
         }
     }
+    // The sums take the place of dy in shared memory.
     __syncthreads();
     float4 *const mine = shared + (split * TILE + row * TILE_W + run * RUN) / 4;
     mine[0] = make_float4(results[0], results[1], results[2], results[3]);

@@ -9,6 +9,7 @@ __device__ __forceinline__ void write_bits(unsigned char *mask, size_t at, unsig
         mask[at / 8] = (unsigned char)bits;
     } else {
         const unsigned int lane = own_thread() % 32;
+        // Only the two lanes that make a byte meet here: others of the warp may have no row or column.
         const unsigned int upper = __shfl_xor_sync(3u << (lane & 30u), bits, 1);
         if (lane % 2 == 0) mask[at / 8] = (unsigned char)(bits | upper << 4);
     }

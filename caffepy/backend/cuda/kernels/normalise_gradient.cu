@@ -14,6 +14,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         fold(mean, inverse, scale, bias, column, factor, shift);
         channels(sum_dy_x, column, slope);
         channels(inverse, column, m);
+        // For a channel dx is a sum of g, x and a constant with three factors: they are made once for all rows.
 #pragma unroll
         for (int j = 0; j < V; ++j) slope[j] *= -factor[j] * m[j] * per_element;
         channels(mean, column, m);

@@ -53,6 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < V; ++j) {
+        // Rounding may leave a sum of squares below 0; larger_of lets NaN pass.
         const float mean = first[j] * share, squares = larger_of(second[j] - first[j] * mean, 0.0f);
         const float distance = origin[j] - pivots[slot + j] + mean;
         first[j] = seen * distance;
@@ -62,6 +63,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float2 sums = add_rows(first, second, own, shared);
     if (own.part == 0) {
         const float mean = sums.x / max(rows_of(blockIdx.y, rows), 1u);
+        // From the block's pivot to the block's mean. The last block joins the means and squares of all (Chan, Golub
+        // and LeVeque's formula).
         sums.y -= sums.x * mean;
         sums.x = pivots[own.slot] - first_row[own.slot] + mean;
     }

@@ -45,6 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                     if (RELU == 1 && !(bits[u] >> j & 1u)) g[j] = 0.0f;
                     if (RELU == 2 && !(normalised(value, factor[j], shift[j]) > 0.0f)) g[j] = 0.0f;
                     first[j] += g[j];
+                    // The distance from the mean, because the sum of g * x would be cancelled by mean * (sum of g).
                     second[j] = fmaf(g[j], value - centre[j], second[j]);
                 }
                 if (TOTAL) store(total + place(row + u * step, column, columns, inner), 0, g);

@@ -14,6 +14,7 @@ __device__ __forceinline__ uint4 philox(uint4 counter, uint2 key) {
     return counter;
 }
 
+// 24 bits, which a float32 holds exactly: rounding 32 bits could give 1.
 __device__ __forceinline__ float unit(unsigned int word) { return (word >> 8) * 5.9604644775390625e-8f; }
 
 // Where in the sequence a kernel begins; `counter`, if there is one, holds pass number and first sample.
@@ -79,6 +80,8 @@ extern "C" __global__ void fill_planes(TARGET, unsigned int channels, Divider by
     EACH_INDEX(i, count) {
         const unsigned int over = by_channels(i), c = i - over * channels, row = by_groups(over);
         const unsigned int place = 4 * (over - row * groups);
+        // Numbered as arrays of Caffe's order are, so that a sample's numbers do not depend on how the device stores
+        // it.
         const unsigned int element = c * places + place;
         Pack<float, 4> chances = sequence.quad(element / 4, row);
         if (element % 4 != 0) {

@@ -88,6 +88,7 @@ __device__ __forceinline__ float search(const STORED *x, const Place &p, const S
             }
 #pragma unroll
             for (int c = 0; c < SPAN; ++c) {
+                // One multiplication finds both: NaN and infinity times 0 are NaN, and NaN stays.
 #pragma unroll
                 for (int k = 0; k < WIDTH; ++k) poison = fmaf(to_float(raw[c][k]), 0.0f, poison);
 #pragma unroll
@@ -132,6 +133,8 @@ extern "C" __global__ void __launch_bounds__(256) max_whole(const STORED *x, STO
             for (int k = 0; k < WIDTH; ++k) {
                 const int at = (own + left * blockDim.x) * WIDTH + k, place = places[at];
                 const float value = values[at];
+                // The threads' pixels are interleaved, so of equal values the smaller number decides which one is the
+                // first.
                 const bool same = value == best[k] || (value != value && best[k] != best[k]);
                 if (wins(value, best[k]) || (same && (unsigned int)place < (unsigned int)where[k])) best[k] = value, where[k] = place;
             }
@@ -152,6 +155,7 @@ extern "C" __global__ void max_forward(const STORED *x, STORED *y, MASK *mask, S
     Values best[TOGETHER];
     Pack<int, WIDTH> where[TOGETHER];
     const float poison = search<false>(x, p, s, top, left, best, where);
+    // The careful search costs more comparisons for each value, and is needed only where a value is NaN or infinite.
     if (poison != poison) search<true>(x, p, s, top, left, best, where);
 #pragma unroll
     for (int r = 0; r < TOGETHER; ++r) {
@@ -255,6 +259,7 @@ template <typename T>
 __device__ __forceinline__ void load_near(const T *from, Place p, Sizes s, Pack<T, WIDTH> (&to)[NEAR]) {
 #pragma unroll
     for (int a = 0; a < NEAR; ++a) {
+        // A load that always happens needs no branch; `exists` decides later whether it counts.
         const int row = nearest(near_row(p, a), s.out_height), column = nearest(near_column(p, a), s.out_width);
         to[a] = load_raw<WIDTH>(from, s.out(p.n, row, column, p.pack));
     }

@@ -8,6 +8,8 @@
 // The ticket starts at zero and ends there.
 __device__ __forceinline__ bool is_last_block(unsigned int *ticket, unsigned int blocks) {
     __shared__ bool last;
+    // What the block has written must be visible before the ticket is drawn; behind the ticket, the last block's reads
+    // must not be older than it.
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) last = atomicInc(ticket, blocks - 1) == blocks - 1;

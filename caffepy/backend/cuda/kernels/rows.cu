@@ -28,6 +28,7 @@ extern "C" __global__ void scatter_rows(const float *source, const float *index,
     if (row < 0) return;
     int earlier = 0;
     for (unsigned int j = threadIdx.x; j < first; j += blockDim.x) earlier |= row_of(index[j], rows) == row;
+    // Another block has found the row already; exactly one block writes each row.
     if (__syncthreads_or(earlier)) return;
     for (unsigned int begin = blockIdx.y * blockDim.x; begin < size; begin += gridDim.y * blockDim.x) {
         const unsigned int c = begin + threadIdx.x;
@@ -36,6 +37,7 @@ extern "C" __global__ void scatter_rows(const float *source, const float *index,
             const unsigned int j = from + threadIdx.x;
             const int here = j < items && row_of(index[j], rows) == row;
             const unsigned int ballot = __ballot_sync(0xffffffffu, here);
+            // Also the barrier behind which `found` may be overwritten.
             if (!__syncthreads_or(here)) continue;
             if (threadIdx.x % 32 == 0) found[threadIdx.x / 32] = ballot;
             __syncthreads();
@@ -121,6 +123,7 @@ extern "C" __global__ void unpool_choose(const float *mask, int *winners, int *b
         const unsigned int over = i / channels, n = over / pixels;
         const int target = row_of(mask[i], larger);
         if (target < 0) *bad = (int)i;
+        // Of several pixels with one target the last one wins, in whatever order the threads come.
         else atomicMax(winners + ((size_t)n * larger + target) * channels + (i - over * channels), (int)(over - n * pixels) + 1);
     }
 }

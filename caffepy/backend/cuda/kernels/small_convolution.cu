@@ -32,6 +32,7 @@ __device__ constexpr int width_for(int elements) { return elements % 4 == 0 ? 4 
 template <int V>
 __device__ __forceinline__ void store_rounded(unsigned int *to, const Pack<float, V> &values) {
     alignas(16) Pack<unsigned int, V> words;
+    // Rounded once, on the way into shared memory: each number is a factor of many products.
 #pragma unroll
     for (int v = 0; v < V; ++v) words[v] = tf32(values[v]);
     move_bytes<4 * V>(to, &words);
@@ -117,6 +118,7 @@ __device__ __forceinline__ int places_there(int first_image, int images, int row
 // k + WARPS_K, ... `group` tells apart warps of different pixels.
 __device__ __forceinline__ void add_warps(float (&sums)[TILES][4], float4 *shared, int group, int groups, int warp_k) {
     const int lane = threadIdx.x % 32;
+    // The sums take the place of image and weights, which slower warps may still read.
     __syncthreads();
 #pragma unroll
     for (int q = 0; q < TILES; ++q) {
@@ -126,6 +128,7 @@ __device__ __forceinline__ void add_warps(float (&sums)[TILES][4], float4 *share
     __syncthreads();
 #pragma unroll
     for (int q = 0; q < TILES; ++q) {
+        // The warps share the tiles, and each sum is made in the order of the warps.
         if (q % WARPS_K != warp_k) continue;
         float4 sum = shared[(group * TILES + q) * 32 + lane];
 #pragma unroll
@@ -165,6 +168,8 @@ __device__ __forceinline__ void load_factors(const Element *weights, unsigned in
                 return n < OUTPUTS ? weights + i / PACKS * OUTPUTS + n : nullptr;
             },
             [=](int i) { return factors + i / PACKS * PITCH + i % PACKS * V; });
+        // An instruction multiplies eight elements. Beyond the window the factors are zero; what they meet in the patch
+        // is any pixel.
         for (int i = threadIdx.x; i < REST * PITCH; i += THREADS) factors[DEPTH * PITCH + i] = 0u;
     } else {
         constexpr int V = width_for(DEPTH), PACKS = DEPTH / V;
@@ -190,6 +195,7 @@ gather(const Element *image, const Element *weights, const float *bias, Element 
     load_factors(weights, factors, first_output);
     for (int i = threadIdx.x; i < STEPS * 4; i += THREADS) {
         const int k = i / 4 * 8 + i % 4;
+        // Tabulated once for the block: the loop over steps then has no division.
         elements[i] = make_int2(element_of(k), element_of(k + 4));
     }
     __syncthreads();
@@ -200,6 +206,7 @@ gather(const Element *image, const Element *weights, const float *bias, Element 
 #pragma unroll
     for (int i = 0; i < TILES_M; ++i) {
         const int place = (warp_m * TILES_M + i) * 16 + g;
+        // Rows of a tile beyond the last pixel repeat its window; they are not stored.
         windows[i][0] = patch + window_of(min(place, PLACES - 1));
         windows[i][1] = patch + window_of(min(place + 8, PLACES - 1));
     }
@@ -290,6 +297,7 @@ weights(const Element *image, const Element *dy, float *parts, int images, int p
     for (int j = 0; j < TILES_N; ++j) elements[j] = patch + element_of(first_column + j * 8 + g, top);
     const unsigned int *const outputs = gradient + t * PITCH + g;
     float sums[TILES][4] = {};
+    // A block's pieces depend on the grid alone, so its sums have the same bits in each run.
     for (int piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
         const int first_image = piece / ROW_TILES * IMAGES, row = piece % ROW_TILES * ROWS;
         __syncthreads();

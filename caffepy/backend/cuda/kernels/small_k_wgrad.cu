@@ -48,6 +48,7 @@ small_k_wgrad(const Element *x, const Element *dy, float *out, int outputs, int 
     const Element *const elements = windows + lane % 16 * PITCH_N + warp_n * OWN_N + lane / 16 * 8;
     float sums[TILES_M][PAIRS][2][4] = {};
     for (int start = 0; start < pixels; start += DEPTH) {
+        // Loaded into registers first: the loads are on their way while the block still multiplies the pixels before.
         uint4 loaded_m[DEPTH / ROWS_M], loaded_n[DEPTH / ROWS_N];
 #pragma unroll
         for (int u = 0; u < DEPTH / ROWS_M; ++u) {
@@ -66,6 +67,7 @@ small_k_wgrad(const Element *x, const Element *dy, float *out, int outputs, int 
             const bool there = pixel < pixels && column < columns && inside;
             loaded_n[u] = there ? *reinterpret_cast<const uint4 *>(x + at * channels + channel) : uint4{};
         }
+        // Slower warps may still read the pixels before from the shared memory.
         if (start > 0) __syncthreads();
 #pragma unroll
         for (int u = 0; u < DEPTH / ROWS_M; ++u) {
@@ -84,6 +86,7 @@ small_k_wgrad(const Element *x, const Element *dy, float *out, int outputs, int 
         __syncthreads();
 #pragma unroll
         for (int step = 0; step < DEPTH; step += 16) {
+            // The other steps would multiply zeros.
             if (start + step >= pixels) break;
             unsigned int a[TILES_M][4], b[PAIRS][4];
 #pragma unroll

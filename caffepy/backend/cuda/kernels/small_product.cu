@@ -65,6 +65,7 @@ product(const In *a, const In *b, Out *out, int rows, int columns, int depth, in
     for (int i = threadIdx.x; i < 16 * TILES * 8; i += 32 * WARPS) {
         const int y = i / (TILES * 8), x = i % (TILES * 8);
         if (row + y >= rows || column + x >= columns) continue;
+        // The warps' parts in their order: the same bits in each run.
         float sum = parts[0][y][x];
 #pragma unroll
         for (int w = 1; w < WARPS; ++w) sum += parts[w][y][x];

@@ -36,6 +36,7 @@ template <bool WARP>
 __device__ __forceinline__ Softmax measure(const float *x, Line l) {
     float top = LOWEST, sum = 0.0f;
     for (unsigned int c = l.from; c < l.classes; c += l.step) top = fmaxf(top, x[l.start + (size_t)c * l.stride]);
+    // A NaN is passed over here; its own exp carries it into the sum, and so into every probability.
     if (WARP) top = warp_max(top);
     for (unsigned int c = l.from; c < l.classes; c += l.step) sum += expf(x[l.start + (size_t)c * l.stride] - top);
     return {top, 1.0f / total<WARP>(sum)};
@@ -226,6 +227,7 @@ __device__ void finish_loss(Loss loss, double *partial, unsigned int *ticket, fl
         if (!is_last_block(ticket, gridDim.x)) return;
         loss = {0.0, 0.0};
         for (unsigned int b = threadIdx.x; b < gridDim.x; b += blockDim.x) {
+            // From the L2 cache, where all blocks write.
             loss.sum += __ldcg(partial + 2 * b);
             loss.counted += __ldcg(partial + 2 * b + 1);
         }
@@ -251,6 +253,7 @@ extern "C" __global__ void loss_rows(LOSS_ARGUMENTS) {
         const Softmax s = row.measure(x, l);
         const int label = class_of(written, classes);
         const float own = x[l.start + max(label, 0)];
+        // The probabilities may be written over x: every lane has read `own` before any lane writes.
         __syncwarp();
         row.write(x, probabilities, l, s);
         if (l.from == 0) add_loss(loss, s, own, label, ignored(written), bad_label, place);

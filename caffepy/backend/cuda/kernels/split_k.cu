@@ -5,6 +5,7 @@ __device__ __forceinline__ float sum_of_parts(const float *parts, int i, int cou
     __shared__ float shared[8][32];
     float sum = 0.0f;
     if (i < count) {
+        // Eight threads a sum, whatever the device: the order is that of the numbers.
 #pragma unroll 8
         for (int part = threadIdx.y; part < number; part += 8) sum += parts[(size_t)part * count + i];
     }

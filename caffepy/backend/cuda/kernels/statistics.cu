@@ -12,6 +12,7 @@ __device__ __forceinline__ void keep(const Statistics &s, unsigned int c, double
     s.mean[c] = (float)mean;
     s.inverse[c] = (float)rsqrt(variance + s.epsilon);
     s.sum_mean[c] = s.fraction * old_mean + (float)mean;
+    // Caffe keeps the variance of a sample, while the batch is normalised by that of the batch.
     s.sum_variance[c] = s.fraction * old_variance + (float)variance * (m > 1 ? (float)m / (m - 1) : 1.0f);
 }
 
@@ -27,6 +28,7 @@ extern "C" __global__ void measure_sums(const float *sums, float *mean, float *i
     const Statistics statistics = {mean, inverse, sum_mean, sum_variance, count, epsilon, fraction};
     const double share = 1.0 / max(elements, 1u);
     EACH_INDEX(c, columns) {
+        // In double: where the mean is large, the two numbers that are subtracted are nearly equal.
         const double first = sums[c] * share, second = sums[columns + c] * share;
         keep(statistics, c, first, second - first * first, elements, sum_mean[c], sum_variance[c]);
     }

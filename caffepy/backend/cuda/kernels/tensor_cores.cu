@@ -3,6 +3,7 @@
 // A number rounded to ten bits behind the point.
 __device__ __forceinline__ unsigned int tf32(float x) {
     unsigned int result;
+    // Unrounded, the tensor cores would ignore the other bits: all factors would be rounded towards zero.
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(x));
     return result;
 }

@@ -27,6 +27,7 @@ extern "C" __global__ void noise(Element *out, unsigned int count) {
 __device__ __forceinline__ void keep_greatest(float value, unsigned int *bits) {
     value = value != value ? __uint_as_float(0x7f800000u) : value;
     value = warp_max(value);
+    // A maximum does not depend on the order of the warps.
     if (threadIdx.x % 32 == 0) atomicMax(bits, __float_as_uint(value));
 }
 
