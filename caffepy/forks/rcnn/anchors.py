@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.transforms.boxes import EXACT, WHOLE, PixelBoxes, paired_overlaps
+from caffepy.data.boxes import EXACT, WHOLE, Boxes, Rows, overlaps
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.detection.boxes import Rows
 from caffepy.layers.layer import Blobs, Layer, register_layer
 
 _f32 = np.float32
@@ -349,8 +348,8 @@ class AnchorAccuracyLayer(Layer):
         found = self._anchors.decode(maps.predictions, self._normalisation, self._limits)
         boxes = maps.boxes
         truth = np.concatenate([boxes[:, :, :2] - boxes[:, :, 2:] / np.float32(2), boxes[:, :, 2:]], 2)
-        pairs = [PixelBoxes.from_sizes(np.moveaxis(part, 2, -1)[counted], self.kind) for part in (found, truth)]
-        return float(paired_overlaps(*pairs).mean(dtype=np.float64))
+        a, b = (Boxes.from_sizes(np.moveaxis(part, 2, -1)[counted], self.kind) for part in (found, truth))
+        return float(overlaps(a, b).mean(dtype=np.float64))
 
 
 def _mean(hits: NDArray[np.bool_], counted: NDArray[np.bool_]) -> float:
@@ -502,8 +501,8 @@ class BboxAccuracyLayer(Layer):
         centers = before[:, :2] + np.float32(0.5) * before[:, 2:] + offsets[:, :2] * before[:, 2:]
         after = np.concatenate([centers - sides / np.float32(2), sides], 1)
         kind = EXACT if self._aware else WHOLE
-        first, second, wanted = (PixelBoxes.from_sizes(part, kind) for part in (after, before, truth))
-        means = [float(paired_overlaps(part, wanted).mean(dtype=np.float64)) for part in (first, second)]
+        first, second, wanted = (Boxes.from_sizes(part, kind) for part in (after, before, truth))
+        means = [float(overlaps(part, wanted).mean(dtype=np.float64)) for part in (first, second)]
         return means[0], means[1]
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from caffepy.backend import Array, Channel, Each, Scalar, expression
 from caffepy.backend.formulas import scaled, scaled_over_count
+from caffepy.data.boxes import Rows
 from caffepy.data.random import SampleRng
 from caffepy.forks.rcnn.anchors import (
     BOX,
@@ -32,7 +33,7 @@ from caffepy.forks.rcnn.anchors import (
     read_normalisation,
 )
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.detection.boxes import Rows, softmax
+from caffepy.layers.detection.boxes import softmax
 from caffepy.layers.detection.suppression import descending, sort_like_cpp
 from caffepy.layers.layer import Blobs, Layer, register_layer
 from caffepy.layers.loss import (

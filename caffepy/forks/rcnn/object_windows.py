@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.data.boxes import EXACT, Boxes, overlaps
 from caffepy.data.datum import MAX_PIXELS, decode_image, opencv
 from caffepy.data.random import SampleRng
 from caffepy.data.sampler import Sampler
 from caffepy.data.sources.databases import hash_of
 from caffepy.data.transform import check_transform
-from caffepy.data.transforms.boxes import EXACT, PixelBoxes, pixel_overlaps
 from caffepy.data.transforms.pixels import Pixels, resize, rounded, to_pixels
 from caffepy.data.workers import Workers
 from caffepy.errors import DataError
@@ -483,10 +483,10 @@ def label_anchors(maps: list[LabelMap], matching: Matching, truth: Truth, placed
     for which, (one, out) in enumerate(zip(maps, outs, strict=True)):
         out[...] = 0
         anchors, inside = _anchors(one, out.shape[1:], placed, matching)
-        near = pixel_overlaps(anchors, ignored, "IOFU").sum(1) >= _f32(matching.ignored)
+        near = overlaps(anchors[:, None], ignored[None], "IOFU").sum(1) >= _f32(matching.ignored)
         if matching.kind == EXACT:
             inside &= ~near.reshape(inside.shape)
-        found = pixel_overlaps(objects, anchors) * inside.reshape(-1)
+        found = overlaps(objects[:, None], anchors[None]) * inside.reshape(-1)
         largest = found.max(0, initial=0)
         matched = largest > _f32(matching.foreground)
         index = found.argmax(0) if count else np.zeros(len(largest), np.int64)
@@ -510,15 +510,15 @@ def label_anchors(maps: list[LabelMap], matching: Matching, truth: Truth, placed
             )
 
 
-def _boxes(corners: Floats, kind: int) -> PixelBoxes:
+def _boxes(corners: Floats, kind: int) -> Boxes:
     if kind != EXACT:
-        return PixelBoxes.from_corners(corners)
-    return PixelBoxes.from_sizes(np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1))
+        return Boxes.from_corners(corners, kind)
+    return Boxes.from_sizes(np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1))
 
 
 def _anchors(
     one: LabelMap, shape: tuple[int, ...], placed: Placed, matching: Matching
-) -> tuple[PixelBoxes, NDArray[np.bool_]]:
+) -> tuple[Boxes, NDArray[np.bool_]]:
     """Return the anchors of all positions, and which positions (rows, columns) are in the image and not to ignore."""
     rows, columns = shape
     x, y = ((np.arange(count, dtype=_f32) + _f32(0.5)) * _f32(one.stride) for count in (columns, rows))
@@ -537,7 +537,7 @@ def _anchors(
         inside &= ~(corners[..., :2] < image[:2] - border).any(-1) & ~(corners[..., 2:] >= image[2:] + border).any(-1)
     anchors = _boxes(corners.reshape(-1, 4), matching.kind)
     if matching.margin is None and matching.inside is not None:
-        within = pixel_overlaps(anchors, _boxes(image[None], matching.kind), "IOFU")[:, 0]
+        within = overlaps(anchors, _boxes(image[None], matching.kind), "IOFU")
         inside &= ~(within < _f32(matching.inside)).reshape(rows, columns)
     return anchors, inside
 

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from caffepy.data.transforms.boxes import PixelBoxes
+from caffepy.data.boxes import CORNERS, Boxes, Rows
 from caffepy.forks.rcnn.anchors import Anchors, decode_regions, read_anchors, read_limits, read_normalisation
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.detection.boxes import Rows
 from caffepy.layers.detection.output import ResultFiles, open_result_files, writes_files
-from caffepy.layers.detection.suppression import check_mode, descending, sort_like_cpp, suppress_pixels
+from caffepy.layers.detection.suppression import check_mode, descending, sort_like_cpp, suppress
 from caffepy.layers.layer import Blobs, Layer, LayerContext, register_layer
 
 _NO_BOX = (0, 1, 1, 10, 10, 0)
@@ -23,7 +22,7 @@ _COLUMNS = 5
 class Candidates:
     """The boxes of one image before suppression, with their scores (n,) and what the rows of the tops hold (n, 4)."""
 
-    boxes: PixelBoxes
+    boxes: Boxes
     scores: Rows
     rows: Rows
 
@@ -72,7 +71,7 @@ class BoxProposalsLayer(Layer):
         """Return the rows (image, x1, y1, x2, y2, score) of all images."""
         param, found = self.settings(), []
         for image, of_image in enumerate(images):
-            kept = suppress_pixels(of_image.boxes, param.iou_thr, param.nms_type, param.max_post_nms_num)
+            kept = suppress(of_image.boxes, param.iou_thr, param.nms_type, param.max_post_nms_num)
             rows = np.empty((len(kept), 6), np.float32)
             rows[:, 0], rows[:, 1:5], rows[:, 5] = image, of_image.rows[kept], of_image.scores[kept]
             found.append(rows)
@@ -128,7 +127,7 @@ class BoxOutputLayer(BoxProposalsLayer):
             order = descending(scores)[: self.settings().max_nms_num or None]
             boxes = boxes[order]
             rows = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], 1)
-            found.append(Candidates(PixelBoxes.from_sizes(boxes), scores[order], rows))
+            found.append(Candidates(Boxes.from_sizes(boxes), scores[order], rows))
         return found
 
     def _boxes_of(self, values: Rows, anchors: Anchors) -> tuple[Rows, Rows]:
@@ -197,7 +196,7 @@ class BoxGroupOutputLayer(BoxProposalsLayer):
             corners, scores = corners[good], scores[good]
             order = np.argsort(-scores, kind="stable")[: param.max_nms_num or None]
             corners = corners[order]
-            found.append(Candidates(PixelBoxes.from_corners(corners), scores[order], corners))
+            found.append(Candidates(Boxes.from_corners(corners, CORNERS), scores[order], corners))
         return found
 
     def _boxes_of(self, scores: Rows, offsets: Rows, anchors: Anchors) -> tuple[Rows, Rows]:
@@ -314,7 +313,7 @@ class FrcnnOutputLayer(Layer):
             corners = boxes[order, label if self._aware else 1]
             corners[:, :2] = np.maximum(corners[:, :2], np.float32(0))
             corners[:, 2:] = np.minimum(corners[:, 2:], size[::-1])
-            kept = suppress_pixels(PixelBoxes.from_corners(corners), param.iou_thr, param.nms_type)
+            kept = suppress(Boxes.from_corners(corners, CORNERS), param.iou_thr, param.nms_type)
             rows = np.empty((len(kept), COLUMNS), np.float32)
             rows[:, 0], rows[:, 1:5], rows[:, 5], rows[:, 6] = 0, corners[kept], label, scores[kept]
             found.append(rows)

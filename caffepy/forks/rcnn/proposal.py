@@ -12,13 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, Ints, kernel
+from caffepy.data.boxes import CORNERS, EXACT, INCLUSIVE, WHOLE, Boxes, Rows, overlaps
 from caffepy.data.random import SampleRng
-from caffepy.data.transforms.boxes import EXACT, WHOLE, PixelBoxes, pixel_overlaps
 from caffepy.forks.rcnn.anchors import decode_regions, read_normalisation
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.detection.boxes import Rows
-from caffepy.layers.detection.suppression import descending
+from caffepy.layers.detection.suppression import descending, suppress
 from caffepy.layers.layer import Blobs, Layer, register_layer
 
 # -- layers that choose rows ---------------------------------------------------------------------------
@@ -159,7 +157,7 @@ class ScaleRouteLayer(RowLayer):
             self.write(value[rows], top, index)
 
     def _chosen(self, boxes: Rows) -> NDArray[np.intp]:
-        scales = np.sqrt(PixelBoxes.from_corners(boxes).areas)
+        scales = np.sqrt(Boxes.from_corners(boxes, CORNERS).areas)
         rows = np.flatnonzero((scales >= self._range[0]) & (scales < self._range[1]))
         if len(rows):
             return rows
@@ -241,43 +239,6 @@ class HardMiningLayer(RowLayer):
 _SCORES, _DELTAS, _IMAGE = range(3)
 _SYNOPSYS = ("anchor_base_size", "anchor_scale", "anchor_ratio", "max_rois", "rpn_min_size", "rpn_nms_thresh")
 """Fields of Synopsys Caffe's form of `proposal_param`."""
-
-
-@kernel
-def _suppress(
-    begin: Int, end: Int, boxes: Floats, count: Int, threshold: Float, limit: Int, dead: Ints, kept: Ints
-) -> None:
-    """Keep boxes in order; drop a box whose overlap with a kept one is above threshold. kept[limit]: their number."""
-    found = 0
-    for i in range(count):
-        if dead[i] == 0 and found < limit:
-            kept[found] = i
-            found += 1
-            left, top, right, bottom = boxes[4 * i], boxes[4 * i + 1], boxes[4 * i + 2], boxes[4 * i + 3]
-            size = (right - left + 1) * (bottom - top + 1)
-            for j in range(i + 1, count):
-                width = min(right, boxes[4 * j + 2]) - max(left, boxes[4 * j]) + 1
-                height = min(bottom, boxes[4 * j + 3]) - max(top, boxes[4 * j + 1]) + 1
-                if width > 0 and height > 0:
-                    shared = width * height
-                    other = (boxes[4 * j + 2] - boxes[4 * j] + 1) * (boxes[4 * j + 3] - boxes[4 * j + 1] + 1)
-                    if shared / (size + other - shared) > threshold:
-                        dead[j] = 1
-    kept[limit] = found
-
-
-def suppress_pixels(boxes: Rows, threshold: float, limit: int) -> Rows:
-    """Return the indices of the kept boxes (n, 4), given in descending order of scores; corners are inclusive pixels.
-
-    Args:
-        boxes: the boxes.
-        threshold: intersection over union above which a box is dropped.
-        limit: the most boxes that are kept.
-    """
-    limit = min(limit, len(boxes))
-    kept, dead = np.zeros(limit + 1, np.int32), np.zeros(max(len(boxes), 1), np.int32)
-    _suppress.run(1, 1, 1, np.ascontiguousarray(boxes, np.float32), len(boxes), threshold, limit, dead, kept)
-    return kept[: int(kept[limit])]
 
 
 @register_layer("Proposal")
@@ -378,7 +339,8 @@ class ProposalLayer(Layer):
         else:
             merits = merits * large
         order = np.argsort(-merits, kind="stable")[: self.param.proposal_param.pre_nms_topn]
-        kept = order[suppress_pixels(boxes[order], self._threshold, self._limit)]
+        candidates = Boxes.from_corners(boxes[order], INCLUSIVE)
+        kept = order[suppress(candidates, self._threshold, limit=self._limit)]
         return boxes[kept], merits[kept]
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
@@ -535,8 +497,8 @@ class ProposalTargetLayer(RowLayer):
 
     def _overlaps(self, regions: Rows, objects: Objects) -> Rows:
         """Return the overlaps (R, G); -1 where the images differ."""
-        kind = WHOLE if self._cascade else EXACT
-        found = pixel_overlaps(PixelBoxes.from_sizes(regions[:, 1:], kind), PixelBoxes.from_sizes(objects.boxes, kind))
+        rule = WHOLE if self._cascade else EXACT
+        found = overlaps(Boxes.from_sizes(regions[:, 1:], rule)[:, None], Boxes.from_sizes(objects.boxes, rule)[None])
         return np.where(regions[:, :1] == objects.images, found, _f32(-1))
 
     def _match(self, regions: Rows, objects: Objects) -> tuple[NDArray[np.int64], Rows]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from caffepy.backend import Array, Channel, Each, Scalar, expression
 from caffepy.backend.formulas import identity, scaled_square
+from caffepy.data.boxes import Rows
 from caffepy.errors import ConfigError
 from caffepy.forks.yolo.boxes import (
     CONFIDENCE,
@@ -30,7 +31,7 @@ from caffepy.forks.yolo.boxes import (
     suppress_all,
 )
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.detection.boxes import Rows, softmax
+from caffepy.layers.detection.boxes import softmax
 from caffepy.layers.layer import Blobs, Layer, LayerContext, host_threads, register_layer
 from caffepy.layers.loss import ElementLossLayer, LossLayer
 from caffepy.utils.files import read_regular

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from caffepy.data.boxes import Rows
 from caffepy.forks.yolo.boxes import (
     CONFIDENCE,
     COORDINATES,
@@ -14,7 +15,7 @@ from caffepy.forks.yolo.boxes import (
     sigmoid,
     suppress_all,
 )
-from caffepy.layers.detection.boxes import Rows, softmax
+from caffepy.layers.detection.boxes import softmax
 from caffepy.layers.layer import Blobs, Layer, host_threads, register_layer
 
 COLUMNS = 7

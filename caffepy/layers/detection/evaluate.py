@@ -5,16 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.transforms.boxes import PixelBoxes, pixel_overlaps
+from caffepy.data.boxes import CORNERS, Boxes, Rows, overlaps
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.detection.boxes import COLUMNS as TRUTH_COLUMNS
 from caffepy.layers.detection.boxes import (
     GroundTruth,
     ImageSize,
-    Rows,
-    box_sizes,
     check_resize,
-    overlap_matrix,
     read_ground_truth,
     read_image_sizes,
     to_pixels,
@@ -183,15 +180,15 @@ class DetectionEvaluateLayer(Layer):
 
     def _overlaps(self, detections: Rows, objects: Rows, image: int) -> Rows:
         """Return the overlaps of detections and objects (K, G), in pixels if a name_size_file or sizes are given."""
+        pair = detections, objects
         if self._inputs is not None:
             factors = self._factors(self._inputs, image)
-            return pixel_overlaps(
-                PixelBoxes.from_corners(detections * factors), PixelBoxes.from_corners(objects * factors)
-            )
-        if not self._sizes:
-            return overlap_matrix(detections, box_sizes(detections), objects, box_sizes(objects))
-        a, b = (to_pixels(boxes, self._sizes[self._next], self._resize) for boxes in (detections, objects))
-        return overlap_matrix(*a, *b, 1.0)
+            a, b = (Boxes.from_corners(boxes * factors, CORNERS) for boxes in pair)
+        elif self._sizes:
+            a, b = (to_pixels(boxes, self._sizes[self._next], self._resize) for boxes in pair)
+        else:
+            a, b = map(Boxes.from_corners, pair)
+        return overlaps(a[:, None], b[None])
 
     def _factors(self, inputs: Rows, image: int) -> Rows:
         """Return the factors (4,) from pixels of an image's input to those of the original image."""

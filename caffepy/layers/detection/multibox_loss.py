@@ -15,23 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend import Array
-from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, Ints, Words, device_function, kernel
+from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, Words, device_function, kernel
 from caffepy.backend.formulas import scaled, scaled_over_count
 from caffepy.backend.types import BoxLossSettings
+from caffepy.data.boxes import UNIT, Rows, box_areas, overlap
 from caffepy.errors import DataError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.detection.boxes import (
     COLUMNS,
     GroundTruth,
     Priors,
-    Rows,
     bad_class,
     bad_object,
     bad_prior,
-    box_sizes,
     decode,
     encode,
-    overlap,
     read_ground_truth,
     read_priors,
 )
@@ -61,71 +59,17 @@ class Matching:
 
 
 @device_function
-def _crosses(boxes: Floats, number: Int) -> bool:
-    for i in range(4):
-        if boxes[4 * number + i] < 0 or boxes[4 * number + i] > 1:
-            return True
-    return False
-
-
-@device_function
-def _measure(
-    boxes: Floats,
-    sizes: Floats,
-    first: Int,
-    count: Int,
-    objects: Floats,
-    object_sizes: Floats,
-    begin: Int,
-    end: Int,
-    ignore_crossing: Int,
-    at: Int,
-    matches: Ints,
-    overlaps: Floats,
-    nearest: Ints,
-    best: Floats,
-    best_box: Words,
-) -> None:
-    """Compute the largest overlap of each box and its object, and the largest overlap of each object and its box."""
-    for i in range(count):
-        matches[at + i] = nearest[at + i] = UNMATCHED
-        overlaps[at + i] = 0
-        if begin < end and ignore_crossing and _crosses(boxes, first + i):
-            matches[at + i] = IGNORED
-            continue
-        for j in range(begin, end):
-            shared = overlap(boxes, sizes, first + i, objects, object_sizes, j, np.float32(0))
-            if shared > _MIN_OVERLAP:
-                if shared > overlaps[at + i]:
-                    overlaps[at + i] = shared
-                    nearest[at + i] = j
-                if shared > best[j]:
-                    best[j] = shared
-                    best_box[j] = i
-
-
-@device_function
 def _best_free_box(
-    boxes: Floats,
-    sizes: Floats,
-    first: Int,
-    count: Int,
-    objects: Floats,
-    object_sizes: Floats,
-    j: Int,
-    at: Int,
-    matches: Ints,
-    best: Floats,
-    best_box: Words,
-) -> None:
-    """Find the unmatched box with the largest overlap with object j."""
-    best[j], best_box[j] = -1, -1
-    for i in range(count):
+    boxes: Floats, areas: Floats, first: Int, objects: Floats, sizes: Floats, j: Int, matches: Ints, at: Int, n: Int
+) -> Int:
+    """Return the unmatched one of n boxes with the largest overlap with object j, or -1."""
+    found, largest = -1, np.float32(-1)
+    for i in range(n):
         if matches[at + i] == UNMATCHED:
-            shared = overlap(boxes, sizes, first + i, objects, object_sizes, j, np.float32(0))
-            if shared > _MIN_OVERLAP and shared > best[j]:
-                best[j] = shared
-                best_box[j] = i
+            shared = overlap(boxes, areas, first + i, objects, sizes, j, UNIT, 0)
+            if shared > _MIN_OVERLAP and shared > largest:
+                found, largest = i, shared
+    return found
 
 
 @device_function
@@ -145,42 +89,32 @@ def _match(
     start: Int,
     stop: Int,
     boxes: Floats,
-    sizes: Floats,
+    areas: Floats,
     firsts: Words,
     count: Int,
     objects: Floats,
-    object_sizes: Floats,
+    object_areas: Floats,
     begins: Words,
     ends: Words,
-    ignore_crossing: Int,
-    per_prediction: Int,
-    threshold: Float,
     matches: Ints,
     overlaps: Floats,
     nearest: Ints,
     best: Floats,
     best_box: Words,
 ) -> None:
-    """An item is a set of boxes and a range of objects."""
+    """Write the largest overlap of each box and its object, and match. An item is a set of boxes and some objects."""
     for item in range(start, stop):
         first, begin, end, at = firsts[item], begins[item], ends[item], item * count
-        _measure(
-            boxes,
-            sizes,
-            first,
-            count,
-            objects,
-            object_sizes,
-            begin,
-            end,
-            ignore_crossing,
-            at,
-            matches,
-            overlaps,
-            nearest,
-            best,
-            best_box,
-        )
+        for i in range(count):
+            for j in range(begin, end if matches[at + i] == UNMATCHED else begin):
+                shared = overlap(boxes, areas, first + i, objects, object_areas, j, UNIT, 0)
+                if shared > _MIN_OVERLAP:
+                    if shared > overlaps[at + i]:
+                        overlaps[at + i] = shared
+                        nearest[at + i] = j
+                    if shared > best[j]:
+                        best[j] = shared
+                        best_box[j] = i
         while True:
             j = _best_object(begin, end, best, best_box)
             if j < 0:
@@ -189,15 +123,12 @@ def _match(
             matches[at + box] = j
             overlaps[at + box] = best[j]
             best_box[j] = -1
-            for other in range(begin, end):
-                if best_box[other] == box:
-                    _best_free_box(
-                        boxes, sizes, first, count, objects, object_sizes, other, at, matches, best, best_box
-                    )
-        if per_prediction:
-            for i in range(count):
-                if matches[at + i] == UNMATCHED and nearest[at + i] >= 0 and overlaps[at + i] >= threshold:
-                    matches[at + i] = nearest[at + i]
+            for j in range(begin, end):
+                if best_box[j] == box:
+                    i = _best_free_box(boxes, areas, first, objects, object_areas, j, matches, at, count)
+                    best_box[j], best[j] = i, -1
+                    if i >= 0:
+                        best[j] = overlap(boxes, areas, first + i, objects, object_areas, j, UNIT, 0)
 
 
 def match_boxes(
@@ -214,31 +145,19 @@ def match_boxes(
 
     Greedy: the pair of box and object with the largest overlap is matched first, until each object has a box.
     """
-    assert all(array.flags.c_contiguous for array in (boxes, truth.boxes, truth.sizes, begins, ends))
+    assert all(array.flags.c_contiguous for array in (boxes, truth.boxes, begins, ends))
     shape = (len(firsts), count)
-    matches, overlaps = np.empty(shape, np.int32), np.empty(shape, np.float32)
+    matches, nearest = np.full(shape, UNMATCHED, np.int32), np.full(shape, UNMATCHED, np.int32)
+    if rules.ignore_crossing:
+        crosses = ((boxes < 0) | (boxes > 1)).any(-1).reshape(-1)[firsts[:, None] + np.arange(count)]
+        matches[crosses & (begins < ends)[:, None]] = IGNORED
+    overlaps = np.zeros(shape, np.float32)
     best, best_box = np.full(len(truth), -1, np.float32), np.full(len(truth), -1, np.int64)
-    _match.run(
-        threads,
-        len(firsts),
-        1,
-        boxes,
-        box_sizes(boxes),
-        firsts,
-        count,
-        truth.boxes,
-        truth.sizes,
-        begins,
-        ends,
-        int(rules.ignore_crossing),
-        int(rules.per_prediction),
-        rules.threshold,
-        matches,
-        overlaps,
-        np.empty(shape, np.int32),
-        best,
-        best_box,
-    )
+    sets = boxes, box_areas(boxes), firsts, count, truth.boxes, box_areas(truth.boxes), begins, ends
+    _match.run(threads, len(firsts), 1, *sets, matches, overlaps, nearest, best, best_box)
+    if rules.per_prediction:
+        more = (matches == UNMATCHED) & (nearest >= 0) & (overlaps >= np.float32(rules.threshold))
+        matches[more] = nearest[more]
     return matches, overlaps
 
 
@@ -304,7 +223,7 @@ class Mining:
             return self.sample_size
         return int(np.float32(matched) * np.float32(self.ratio))
 
-    def _ranked(self, keys: Rows, candidates: NDArray[np.intp], boxes: Callable[[], Rows]) -> NDArray[np.int32]:
+    def _ranked(self, keys: Rows, candidates: NDArray[np.intp], boxes: Callable[[], Rows]) -> NDArray[np.integer]:
         """Return the candidates' indices in descending order of keys."""
         if self.nms_threshold > 0:
             return suppress_mined(boxes()[candidates], keys, self.nms_threshold, self.nms_top_k)

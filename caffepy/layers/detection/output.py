@@ -7,14 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
+from caffepy.data.boxes import Rows
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.prototxt import decode_text, parse_text
 from caffepy.layers.detection.boxes import (
     CENTER_SIZE,
     ImageSize,
     Priors,
-    Rows,
-    box_sizes,
     check_resize,
     decode,
     read_image_sizes,
@@ -129,9 +128,7 @@ class DetectionOutputLayer(Layer):
         if self._shape_codes:
             shapes = np.concatenate([boxes, _decode_shapes(priors, codes[..., 4:])], -1)
         scores = conf.reshape(images, count, self._all_classes)
-        order, counts = suppress_classes(
-            host_threads(self), boxes, box_sizes(boxes), scores, self._classes, self._suppression
-        )
+        order, counts = suppress_classes(host_threads(self), boxes, scores, self._classes, self._suppression)
         detections = []
         if self._files is not None:
             self._files.begin(self.first_sample())
@@ -315,7 +312,7 @@ class ResultFiles:
     def add(self, rows: Rows) -> None:
         """Add the detections (K, 7) of the next image, and write the files after the last one."""
         image = self._images[self._next]
-        boxes = to_pixels(rows[:, 3:], image, self._resize)[0].astype(np.float64)
+        boxes = to_pixels(rows[:, 3:], image, self._resize).corners.astype(np.float64)
         boxes[:, 2:] = np.float32(boxes[:, 2:]) - np.float32(boxes[:, :2])
         rounded = np.copysign(np.floor(np.abs(boxes * 100) + 0.5), boxes) / 100
         for row, box in zip(rows, rounded, strict=True):
