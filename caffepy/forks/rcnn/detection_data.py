@@ -313,16 +313,13 @@ class AspectOrder(Sampler):
 
     def __init__(self, tall: NDArray[np.bool_], group: int, seed: int, stream: int) -> None:
         super().__init__(len(tall), 0, True, seed, stream)
-        self._arguments = (tall, group, seed, stream)
-
-    def copy(self) -> AspectOrder:
-        return AspectOrder(*self._arguments)
+        self._tall, self._group = tall, group
 
     def order_of(self, epoch: int) -> NDArray[np.int64]:
-        tall, group, seed, stream = self._arguments
+        tall, group = self._tall, self._group
         order = super().order_of(epoch)
         kinds = [order[tall[order]], order[~tall[order]]]
-        if SampleRng(seed, stream ^ _DRAWS_ORDER, epoch).below(2):
+        if SampleRng(self._seed, self._stream ^ _DRAWS_ORDER, epoch).below(2):
             kinds.reverse()
         if not group:
             return np.concatenate(kinds)
