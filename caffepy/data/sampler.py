@@ -123,13 +123,25 @@ class RecordLoader:
         threads: number of threads.
     """
 
-    def __init__(self, source: Any, order: Sampler | None, where: str, threads: int) -> None:
+    def __init__(self, source: Any, order: Sampler | None, where: str = "", threads: int = 1) -> None:
         self.source, self.where, self._order, self._record = source, where, order, 0
         self._workers = Workers(threads, f"read for {where}")
 
     @property
     def reading(self) -> str:
         return f"image {self._record} of {self.source.description}"
+
+    def record_of(self, sample: int) -> int:
+        """Return the record of a global sample. Thread-safe: it works on a copy of the order."""
+        assert self._order is not None
+        return int(self._order.copy().records(sample, 1)[0])
+
+    def records(self, first: int, count: int) -> NDArray[np.int64]:
+        """Return the records of the samples [first, first + count)."""
+        assert self._order is not None
+        numbers = self._order.records(first, count)
+        self._order.prepare_next_epoch()
+        return numbers
 
     @contextmanager
     def reads(self, record: int) -> Iterator[None]:

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from itertools import groupby
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import permutation
-from caffepy.data.sampler import Sampler
+from caffepy.data.sampler import RecordLoader, Sampler
 from caffepy.data.sources.databases import hash_of
 from caffepy.errors import DataError, RunError
 from caffepy.formats.blobs import MAX_ELEMENTS, check_shape, format_shape
@@ -106,6 +106,7 @@ class Hdf5Source:
         """The shape of one row of each top."""
         self.rows = [self._scan(file) for file in self.files]
         """Rows of each file."""
+        self.ends: NDArray[np.int64] = np.cumsum(self.rows)
 
     def _scan(self, path: Path) -> int:
         """Check the datasets of a file and return its number of rows."""
@@ -155,6 +156,11 @@ class Hdf5Source:
             datasets.append((dataset, _check_values(dataset, path)))
         return datasets
 
+    def record_name(self, record: int) -> str:
+        """Return the name of a record for messages."""
+        file = int(np.searchsorted(self.ends, record, "right"))
+        return f"row {record - self.ends[file] + self.rows[file]} of HDF5 file '{self.files[file]}'"
+
     def fingerprint(self) -> dict[str, str]:
         """Return the number of rows of each file and the hash of the first row (see `RecordSource.fingerprint`)."""
         with _open(self.files[0]) as file:
@@ -195,7 +201,7 @@ class RowOrder(Sampler):
         return np.concatenate(parts)
 
 
-class Hdf5Loader:
+class Hdf5Loader(RecordLoader):
     """Fills batches with rows; a `Loader`.
 
     Args:
@@ -206,39 +212,25 @@ class Hdf5Loader:
     """
 
     def __init__(self, source: Hdf5Source, shuffle: bool = False, seed: int = 0, stream: int = 0) -> None:
-        self._source = source
-        self._order = RowOrder(source.rows, shuffle, seed, stream)
-        self._ends: NDArray[np.int64] = np.cumsum(source.rows)
-        self.reading = source.description
+        super().__init__(source, RowOrder(source.rows, shuffle, seed, stream))
+
+    @property
+    def reading(self) -> str:
+        return str(self.source.record_name(self._record))
+
+    def describe(self, sample: int) -> str:
+        return str(self.source.record_name(self.record_of(sample)))
 
     def load(self, first: int, count: int, batch: Batch) -> None:
         """Fill `batch` with the rows of the global samples [first, first + count)."""
-        outs = [batch.array(i, (count, *shape)) for i, shape in enumerate(self._source.row_shapes)]
-        records = self._order.records(first, count)
-        done = 0
-        for file, group in groupby(np.searchsorted(self._ends, records, side="right").tolist()):
-            stop = done + len(list(group))
-            self.reading = self._name(int(records[done]))
-            rows = records[done:stop] - (self._ends[file] - self._source.rows[file])
-            for out, array in zip(outs, self._source.arrays(file), strict=True):
-                array.take(rows, 0, out[done:stop], "clip")  # "raise" would copy twice
-            done = stop
-        self._order.prepare_next_epoch()
-
-    def load_bytes(self, *_: object) -> int:
-        """Return 0: batches are float32."""
-        return 0
-
-    def close(self) -> None:
-        self._order.close()
-
-    def describe(self, sample: int) -> str:
-        """Return the name of a global sample, for messages. Thread-safe: it works on a copy."""
-        return self._name(int(self._order.copy().records(sample, 1)[0]))
-
-    def _name(self, record: int) -> str:
-        file = int(np.searchsorted(self._ends, record, side="right"))
-        return f"row {record - self._ends[file] + self._source.rows[file]} of HDF5 file '{self._source.files[file]}'"
+        outs = [batch.array(i, (count, *shape)) for i, shape in enumerate(self.source.row_shapes)]
+        records = self.records(first, count)
+        files = np.searchsorted(self.source.ends, records, "right")
+        rows = records - self.source.ends[files] + np.array(self.source.rows)[files]
+        for begin, end in pairwise([0, *(np.flatnonzero(np.diff(files)) + 1).tolist(), count]):
+            self._record = int(records[begin])
+            for out, array in zip(outs, self.source.arrays(int(files[begin])), strict=True):
+                array.take(rows[begin:end], 0, out[begin:end], "clip")  # "raise" would copy twice
 
 
 def _beside(list_path: Path, name: str, resolve: Callable[[str], Path]) -> Path:
