@@ -130,8 +130,7 @@ class LabelMapLayer(PrefetchingLayer):
 
     def _loader_of(self, seed: int, stream: int) -> PairLoader:
         skip, shuffle = self.order_settings()
-        skip = random.rand_skip_count(seed, stream, skip) if skip else 0
-        order = Sampler(len(self.files), skip, shuffle, seed, stream)
+        order = Sampler(len(self.files), random.rand_skip_count(seed, stream, skip), shuffle, seed, stream)
         key = (self._transformer.seed(seed), stream)
         return PairLoader(self.files, order, self._make_sample, key, self.where, self.threads(0))
 
