@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from caffepy.data.boxes import EXACT, WHOLE, Boxes, Rows, overlaps
 from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.host import HostLayer
 from caffepy.layers.layer import Blobs, Layer, register_layer
 
 _f32 = np.float32
@@ -441,7 +442,7 @@ class DetectionGroupAccuracyLayer(AnchorAccuracyLayer):
 
 
 @register_layer("BboxAccuracy")
-class BboxAccuracyLayer(Layer):
+class BboxAccuracyLayer(HostLayer):
     """The mean overlap of regions with their objects, after and before regression (`bbox_accuracy_layer.cpp`).
 
     Shapes: predictions (R, 4 C), or (R, 8) if `bbox_reg_param.cls_aware` is false, regions (R, 5) and objects (R, 6) of
@@ -459,13 +460,11 @@ class BboxAccuracyLayer(Layer):
     has_backward = False
     exact_bottoms = frozenset({1})
     no_gradient_bottoms = frozenset({2})
+    blocker = "it compares boxes on the host"
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self._normalisation = read_normalisation(self)
         self._aware = self.param.bbox_reg_param.cls_aware
-
-    def capture_blocker(self) -> str:
-        return "it compares boxes on the host"
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         rows = [blob.shape[0] if blob.shape else 0 for blob in bottom]
@@ -476,15 +475,9 @@ class BboxAccuracyLayer(Layer):
         for blob in top:
             blob.reshape((1, 1, 1, 1))
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        if not self.backend.holds_values:
-            return
-        count = bottom[0].shape[0]
-        predictions, regions, objects = (self.backend.to_host(blob.data).reshape(count, -1) for blob in bottom)
-        with np.errstate(all="ignore"):
-            results = self._overlaps(predictions, regions, objects)
-        for blob, value in zip(top, results, strict=False):
-            self.backend.from_host(np.full((1, 1, 1, 1), value, np.float32), blob.data)
+    def compute(self, *values: Rows) -> list[Rows]:
+        rows = [part.reshape(len(part), -1) for part in values]
+        return [np.full((1, 1, 1, 1), value, np.float32) for value in self._overlaps(*rows)]
 
     def _overlaps(self, predictions: Rows, regions: Rows, objects: Rows) -> tuple[float, float]:
         """Return the mean overlaps after and before regression."""

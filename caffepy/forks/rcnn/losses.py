@@ -35,7 +35,8 @@ from caffepy.forks.rcnn.anchors import (
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.detection.boxes import softmax
 from caffepy.layers.detection.suppression import descending, sort_like_cpp
-from caffepy.layers.layer import Blobs, Layer, register_layer
+from caffepy.layers.host import HostLayer
+from caffepy.layers.layer import Blobs, register_layer
 from caffepy.layers.loss import (
     Labels,
     LossLayer,
@@ -195,7 +196,7 @@ _REGIONS, _LOSS, _LABELS, _WEIGHTS = range(4)
 
 
 @register_layer("BoxAnnotatorOHEM")
-class BoxAnnotatorOHEMLayer(Layer):
+class BoxAnnotatorOHEMLayer(HostLayer):
     """Keeps the labels of the `roi_per_img` regions of each image that have the largest loss (Shrivastava et al. 2016).
 
     Bottoms: regions (R, 5, H, W), whose first channel names the image, losses (R, 1, H, W), labels (R, 1, H, W) and the
@@ -213,6 +214,7 @@ class BoxAnnotatorOHEMLayer(Layer):
     tops = (2, 2)
     exact_bottoms = frozenset({0, 1, 2, 3})
     float32_tops_from = 0
+    blocker = "it sorts losses on the host"
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)
@@ -235,22 +237,13 @@ class BoxAnnotatorOHEMLayer(Layer):
         top[0].reshape((number, 1, high, wide))
         top[1].reshape(shapes[_WEIGHTS])
 
-    def capture_blocker(self) -> str:
-        return "it sorts losses on the host"
-
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        values = [self.backend.to_host(blob.data) for blob in bottom]
-        if not self.backend.holds_values:
-            for blob in top:
-                self.backend.from_host(None, blob.data)
-            return
+    def compute(self, *values: Any) -> list[Any]:
         regions, losses, labels, weights = (
             value.reshape(shape) for value, shape in zip(values, self._shapes, strict=True)
         )
         keep = self._kept(regions[:, 0], losses[:, 0]).reshape(losses.shape)
         ignored = np.float32(self.param.box_annotator_ohem_param.ignore_label)
-        self.backend.from_host(np.where(keep, labels, ignored), top[0].data)
-        self.backend.from_host(np.where(keep, weights, np.float32(0)), top[1].data)
+        return [np.where(keep, labels, ignored), np.where(keep, weights, np.float32(0))]
 
     def _kept(self, images: Any, losses: Any) -> Any:
         """Return whether each position is kept, (positions,)."""
@@ -266,11 +259,6 @@ class BoxAnnotatorOHEMLayer(Layer):
         for image in np.unique(named):
             keep[order[named == image][: self.param.box_annotator_ohem_param.roi_per_img]] = True
         return keep
-
-    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        for blob, wanted in zip(bottom, propagate_down, strict=True):
-            if wanted:
-                self.backend.fill(blob.diff, 0)
 
 
 # -- losses of maps of anchors -------------------------------------------------------------------------

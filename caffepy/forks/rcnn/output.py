@@ -11,6 +11,7 @@ from caffepy.forks.rcnn.anchors import Anchors, decode_regions, read_anchors, re
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.detection.output import ResultFiles, open_result_files, writes_files
 from caffepy.layers.detection.suppression import check_mode, descending, sort_like_cpp, suppress
+from caffepy.layers.host import HostLayer
 from caffepy.layers.layer import Blobs, Layer, LayerContext, register_layer
 
 _NO_BOX = (0, 1, 1, 10, 10, 0)
@@ -218,7 +219,7 @@ COLUMNS = 7
 
 
 @register_layer("FrcnnOutput")
-class FrcnnOutputLayer(Layer):
+class FrcnnOutputLayer(HostLayer):
     """The boxes of one image after suppression in each class (Cascade R-CNN's `frcnn_output_layer.cpp`).
 
     Shapes: probabilities (R, C), offsets (R, 4 C), or (R, 8) if `bbox_reg_param.cls_aware` is false, regions (R, 5) or
@@ -238,6 +239,7 @@ class FrcnnOutputLayer(Layer):
     exact_bottoms = frozenset({_REGIONS})
     no_gradient_bottoms = frozenset({_SIZE})
     changes_shapes = True
+    blocker = "it suppresses boxes on the host"
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.frcnn_output_param
@@ -273,22 +275,13 @@ class FrcnnOutputLayer(Layer):
     def has_side_effects(self) -> bool:
         return bool(self.param.frcnn_output_param.save_output_param.output_directory)
 
-    def capture_blocker(self) -> str:
-        return "it suppresses boxes on the host"
-
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        regions, classes = bottom[_PROBABILITIES].shape[:2]
-        rows = np.full((1, COLUMNS), -1, np.float32)
-        if self.backend.holds_values:
-            values = [self.backend.to_host(blob.data) for blob in bottom]
-            boxes = self._boxes(values[_OFFSETS].reshape(regions, -1, 4), values[_REGIONS].reshape(regions, -1))
-            rows[0, 0] = 0
-            size = values[_SIZE].reshape(2)
-            found = self._detect(values[_PROBABILITIES].reshape(regions, classes), boxes, size)
-            self._save(found, size)
-            rows = np.concatenate([rows, found])
-        top[0].reshape((len(rows), COLUMNS, 1, 1))
-        self.backend.from_host(rows[:, :, None, None], top[0].data)
+    def compute(self, probabilities: Rows, offsets: Rows, regions: Rows, size: Rows) -> list[Rows]:
+        count, size = len(probabilities), size.reshape(2)
+        boxes = self._boxes(offsets.reshape(count, -1, 4), regions.reshape(count, -1))
+        found = self._detect(probabilities.reshape(count, -1), boxes, size)
+        self._save(found, size)
+        first = np.array([[0, *(-1,) * (COLUMNS - 1)]], np.float32)
+        return [np.concatenate([first, found])[:, :, None, None]]
 
     def _boxes(self, offsets: Rows, regions: Rows) -> Rows:
         """Return the corners (R, C, 4) of the predictions, or (R, 2, 4)."""
@@ -299,8 +292,7 @@ class FrcnnOutputLayer(Layer):
                 f"region {bad[0]} of '{self.bottom_names[_REGIONS]}' is ({row}); it must be of image 0 of a batch of "
                 "one image, with x1 <= x2 and y1 <= y2"
             )
-        with np.errstate(all="ignore"):
-            return decode_regions(offsets, regions[:, 1:5], self._normalisation)
+        return decode_regions(offsets, regions[:, 1:5], self._normalisation)
 
     def _detect(self, probabilities: Rows, boxes: Rows, size: Rows) -> Rows:
         """Return the detections as rows."""

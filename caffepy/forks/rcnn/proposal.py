@@ -17,19 +17,18 @@ from caffepy.data.random import SampleRng
 from caffepy.forks.rcnn.anchors import decode_regions, read_normalisation
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.detection.suppression import descending, suppress
-from caffepy.layers.layer import Blobs, Layer, register_layer
+from caffepy.layers.host import HostLayer
+from caffepy.layers.layer import Blobs, register_layer
 
 # -- layers that choose rows ---------------------------------------------------------------------------
 
 
-class RowLayer(Layer):
+class RowLayer(HostLayer):
     """A layer on the host whose tops hold chosen rows. It has no gradient."""
 
     has_backward = False
     changes_shapes = True
-
-    def capture_blocker(self) -> str:
-        return "it chooses regions on the host"
+    blocker = "it chooses regions on the host"
 
     def check_rows(self, blobs: Blobs, count: int) -> None:
         """Check that all blobs have as many rows.
@@ -50,11 +49,6 @@ class RowLayer(Layer):
         for blob in regions:
             if len(blob.shape) < 2 or blob.shape[1] != 5 or blob.count != 5 * blob.shape[0]:
                 raise self.shape_error("needs regions (R, 5): image, x1, y1, x2, y2", blob)
-
-    def write(self, values: Rows, top: Blobs, index: int) -> None:
-        """Reshape a top to an array and fill it."""
-        top[index].reshape(values.shape)
-        self.backend.from_host(np.ascontiguousarray(values, np.float32), top[index].data)
 
 
 @register_layer("DecodeBBox")
@@ -88,26 +82,21 @@ class DecodeBBoxLayer(RowLayer):
             raise self.shape_error("needs predictions (R, 8), four of the background and four of an object", bottom[0])
         top[0].reshape((regions, 5, 1, 1))
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        if not self.backend.holds_values:
-            return
-        count = bottom[1].shape[0]
-        values = [self.backend.to_host(blob.data).reshape(count, -1) for blob in bottom]
-        predictions, regions = values[0][:, None, 4:], values[1]
-        with np.errstate(all="ignore"):
-            boxes = decode_regions(predictions, regions[:, 1:], self._normalisation)[:, 0]
+    def compute(self, predictions: Rows, regions: Rows, *objects: Rows) -> list[Rows]:
+        count = len(regions)
+        regions = regions.reshape(count, -1)
+        boxes = decode_regions(predictions.reshape(count, 1, -1)[..., 4:], regions[:, 1:], self._normalisation)[:, 0]
         keep = np.ones(count, bool)
         if self._training:
             keep &= ~(boxes[:, :2] > boxes[:, 2:]).any(1)
-        if len(values) == 3:
-            keep &= ~(values[2][:, -1] >= np.float32(self.param.decode_bbox_param.gt_iou_thr))
+        if objects:
+            keep &= ~(objects[0].reshape(count, -1)[:, -1] >= np.float32(self.param.decode_bbox_param.gt_iou_thr))
         if not keep.any():
             raise self.data_error(
                 f"none of the {count} regions of '{self.bottom_names[1]}' is left: each has no area, or overlaps its "
                 "object by gt_iou_thr or more"
             )
-        rows = np.concatenate([regions[:, :1], boxes], 1)[keep]
-        self.write(rows[:, :, None, None], top, 0)
+        return [np.concatenate([regions[:, :1], boxes], 1)[keep][:, :, None, None]]
 
 
 @register_layer("ScaleRoute")
@@ -148,21 +137,16 @@ class ScaleRouteLayer(RowLayer):
         for blob, result in zip(bottom, top, strict=True):
             result.reshape(blob.shape)
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        if not self.backend.holds_values:
-            return
-        values = [self.backend.to_host(blob.data) for blob in bottom]
+    def compute(self, *values: Rows) -> list[Rows]:
         rows = self._chosen(values[0].reshape(-1, 5)[:, 1:])
-        for index, value in enumerate(values):
-            self.write(value[rows], top, index)
+        return [value[rows] for value in values]
 
     def _chosen(self, boxes: Rows) -> NDArray[np.intp]:
         scales = np.sqrt(Boxes.from_corners(boxes, CORNERS).areas)
         rows = np.flatnonzero((scales >= self._range[0]) & (scales < self._range[1]))
         if len(rows):
             return rows
-        with np.errstate(divide="ignore"):
-            distances = np.abs(np.log2(scales / np.float32(self._middle)))
+        distances = np.abs(np.log2(scales / np.float32(self._middle)))
         if not np.isfinite(distances).any():
             raise self.data_error(f"no region of '{self.bottom_names[0]}' has a width and a height above 0")
         return np.array([np.nanargmin(distances)])
@@ -209,13 +193,9 @@ class HardMiningLayer(RowLayer):
     def _of_image(self) -> int:
         return self.param.hard_mining_param.num_roi_per_image
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        if not self.backend.holds_values:
-            return
-        values = [self.backend.to_host(blob.data) for blob in bottom]
+    def compute(self, *values: Rows) -> list[Rows]:
         rows = self._hardest(values[0].reshape(-1), values[1].reshape(-1, 5)[:, 0])
-        for index, value in enumerate(values[1:]):
-            self.write(value[rows], top, index)
+        return [value[rows] for value in values[1:]]
 
     def _hardest(self, losses: Rows, images: Rows) -> NDArray[np.intp]:
         limit = self.param.hard_mining_param.num_image
@@ -242,7 +222,7 @@ _SYNOPSYS = ("anchor_base_size", "anchor_scale", "anchor_ratio", "max_rois", "rp
 
 
 @register_layer("Proposal")
-class ProposalLayer(Layer):
+class ProposalLayer(HostLayer):
     """Regions of interest from the scores and the box regression of anchors (Ren et al. 2015).
 
     Shapes: scores (1, 2 A, H, W), of which the second A are those of objects; regression (1, 4 A, H, W); image (…):
@@ -268,6 +248,7 @@ class ProposalLayer(Layer):
     tops = (1, 2)
     exact_bottoms = frozenset({0, 1, 2})
     changes_shapes = True
+    blocker = "it suppresses boxes on the host"
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.proposal_param
@@ -295,31 +276,11 @@ class ProposalLayer(Layer):
             raise self.shape_error(f"needs regression of the shape 1 {4 * anchors} H W", deltas, scores)
         if image.count < 3:
             raise self.shape_error("needs the image's height, width and scale", image)
-        self._reshape_tops(top, max(1, min(self._limit, anchors * scores.shape[2] * scores.shape[3])))
+        regions = max(1, min(self._limit, anchors * scores.shape[2] * scores.shape[3]))
+        for blob, shape in zip(top, ((regions, 5), (regions, 1) if self._leaves_out else (regions,)), strict=False):
+            blob.reshape(shape)
 
-    def _reshape_tops(self, top: Blobs, regions: int) -> None:
-        top[0].reshape((regions, 5))
-        if len(top) > 1:
-            top[1].reshape((regions, 1) if self._leaves_out else (regions,))
-
-    def capture_blocker(self) -> str:
-        return "it suppresses boxes on the host"
-
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        values = [self.backend.to_host(blob.data) for blob in bottom]
-        if not self.backend.holds_values:
-            for blob in top:
-                self.backend.from_host(None, blob.data)
-            return
-        with np.errstate(all="ignore"):
-            boxes, scores = self._propose(*values)
-        self._reshape_tops(top, len(boxes))
-        self.backend.from_host(np.concatenate([np.zeros((len(boxes), 1), np.float32), boxes], 1), top[0].data)
-        if len(top) > 1:
-            self.backend.from_host(scores.reshape(top[1].shape), top[1].data)
-
-    def _propose(self, scores: Rows, deltas: Rows, image: Rows) -> tuple[Rows, Rows]:
-        """Return the regions (R, 4) and their scores (R,)."""
+    def compute(self, scores: Rows, deltas: Rows, image: Rows) -> list[Rows]:
         count, (high, wide) = len(self._anchors), scores.shape[2:]
         height, width, *scales = image.reshape(-1)[:4]
         least = np.float32(self._min_size) * np.array([scales[-1], scores.dtype.type(scales[0])], np.float32)
@@ -341,12 +302,8 @@ class ProposalLayer(Layer):
         order = np.argsort(-merits, kind="stable")[: self.param.proposal_param.pre_nms_topn]
         candidates = Boxes.from_corners(boxes[order], INCLUSIVE)
         kept = order[suppress(candidates, self._threshold, limit=self._limit)]
-        return boxes[kept], merits[kept]
-
-    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        for blob, wanted in zip(bottom, propagate_down, strict=True):
-            if wanted:
-                self.backend.fill(blob.diff, 0)
+        regions = np.concatenate([np.zeros((len(kept), 1), np.float32), boxes[kept]], 1)
+        return [regions, merits[kept].reshape((-1, 1) if self._leaves_out else -1)]
 
 
 def make_anchors(base: int, ratios: Rows, scales: Rows) -> Rows:
@@ -447,15 +404,14 @@ class ProposalTargetLayer(RowLayer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         self.counter()
-        if not self.backend.holds_values:
-            return
-        regions, objects = (self.backend.to_host(b.data).reshape(b.shape[0], -1) for b in bottom)
+        super().forward(bottom, top)
+
+    def compute(self, *values: Rows) -> list[Rows]:
+        regions, objects = (part.reshape(len(part), -1) for part in values)
         stream = self.random_stream()
         rng = SampleRng(stream.seed, stream.stream, self.first_sample())
-        with np.errstate(all="ignore"):
-            found = self._sample(self._read_regions(regions), self._read_objects(objects), rng)
-        for index, values in enumerate(found[: len(top)]):
-            self.write(values[:, :, None, None], top, index)
+        found = self._sample(self._read_regions(regions), self._read_objects(objects), rng)
+        return [part[:, :, None, None] for part in found]
 
     # -- input ---------------------------------------------------------------------------------------
 

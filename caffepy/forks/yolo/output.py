@@ -16,7 +16,8 @@ from caffepy.forks.yolo.boxes import (
     suppress_all,
 )
 from caffepy.layers.detection.boxes import softmax
-from caffepy.layers.layer import Blobs, Layer, host_threads, register_layer
+from caffepy.layers.host import HostLayer
+from caffepy.layers.layer import Blobs, host_threads, register_layer
 
 COLUMNS = 7
 _f32 = np.float32
@@ -26,12 +27,13 @@ Candidates = tuple[Rows, Rows, Rows, Rows]
 """Image, class from 0, score, and box (n, 4) of each candidate."""
 
 
-class GridOutputLayer(Layer):
+class GridOutputLayer(HostLayer):
     """Selects and suppresses the boxes of grids, on the host. Subclasses define `candidates`."""
 
     bottoms = (1, None)
     has_backward = False
     changes_shapes = True
+    blocker = "it suppresses boxes on the host"
 
     _channels = 0
     """Channels that each bottom must have."""
@@ -48,20 +50,7 @@ class GridOutputLayer(Layer):
                 raise self.shape_error(f"needs bottoms of {self._channels} channels, for N images each", *bottom)
         top[0].reshape((1, 1, 1, COLUMNS))
 
-    def capture_blocker(self) -> str:
-        return "it suppresses boxes on the host"
-
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        values = [self.backend.to_host(blob.data) for blob in bottom]
-        rows = np.zeros((1, COLUMNS), np.float32)
-        if self.backend.holds_values:
-            with np.errstate(all="ignore"):
-                rows = self._detect(values)
-        top[0].reshape((1, 1, *rows.shape))
-        self.backend.from_host(rows[None, None], top[0].data)
-
-    def _detect(self, values: list[Rows]) -> Rows:
-        """Return the rows of all images."""
+    def compute(self, *values: Rows) -> list[Rows]:
         found = [self.candidates(grid, part) for grid, part in enumerate(values)]
         images, classes, scores, boxes = (np.concatenate(parts) for parts in zip(*found, strict=True))
         by_image = np.argsort(images, kind="stable")
@@ -71,11 +60,11 @@ class GridOutputLayer(Layer):
         if not len(order):
             rows = np.full((len(values[0]), COLUMNS), -1, np.float32)
             rows[:, 0] = np.arange(len(rows))
-            return rows
+            return [rows[None, None]]
         rows = np.empty((len(order), COLUMNS), np.float32)
         rows[:, 0], rows[:, 1], rows[:, 2] = images[order], classes[order] + 1, scores[order]
         rows[:, 3:] = edges(boxes[order])
-        return rows
+        return [rows[None, None]]
 
 
 @register_layer("YoloDetectionOutput")

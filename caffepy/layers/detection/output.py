@@ -21,6 +21,7 @@ from caffepy.layers.detection.boxes import (
     to_pixels,
 )
 from caffepy.layers.detection.suppression import Suppression, sort_like_cpp, suppress_classes
+from caffepy.layers.host import HostLayer
 from caffepy.layers.layer import Blobs, Layer, LayerContext, host_threads, register_layer, warn
 from caffepy.utils.files import atomic_write, read_regular
 
@@ -29,7 +30,7 @@ COLUMNS = 7
 
 
 @register_layer("DetectionOutput")
-class DetectionOutputLayer(Layer):
+class DetectionOutputLayer(HostLayer):
     """The boxes that a net predicts, after non-maximum suppression in each class (`detection_output_layer.cpp`).
 
     Shapes: predictions (N, 4 P L), scores (N, P C), priors (1, 2, 4 P); L is 1 or, without share_location, C. The top
@@ -52,6 +53,7 @@ class DetectionOutputLayer(Layer):
     bottoms = (3, 4)
     has_backward = False
     changes_shapes = True
+    blocker = "it suppresses boxes on the host"
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.detection_output_param
@@ -105,20 +107,7 @@ class DetectionOutputLayer(Layer):
     def has_side_effects(self) -> bool:
         return self._files is not None
 
-    def capture_blocker(self) -> str:
-        return "it suppresses boxes on the host"
-
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        loc, conf, priors = (self.backend.to_host(blob.data) for blob in bottom[:3])
-        rows = np.zeros((1, COLUMNS + self._shape_codes), np.float32)
-        if self.backend.holds_values:
-            with np.errstate(all="ignore"):
-                rows = self._detect(loc, conf, priors)
-        top[0].reshape((1, 1, *rows.shape))
-        self.backend.from_host(rows[None, None], top[0].data)
-
-    def _detect(self, loc: Rows, conf: Rows, prior_values: Rows) -> Rows:
-        """Return the rows of all images."""
+    def compute(self, loc: Rows, conf: Rows, prior_values: Rows, *_: Rows) -> list[Rows]:
         param = self.param.detection_output_param
         images, count = self._shape
         priors = read_priors(self, prior_values, param.code_type)
@@ -144,7 +133,7 @@ class DetectionOutputLayer(Layer):
                 self._files.add(detections[-1])
         columns = COLUMNS + self._shape_codes
         rows = np.concatenate([np.empty((0, columns), np.float32), *detections])
-        return rows if len(rows) else _empty_rows(images, columns)
+        return [(rows if len(rows) else _empty_rows(images, columns))[None, None]]
 
     def _keep_top(self, labels: Rows, numbers: Rows, scores: Rows) -> tuple[Rows, Rows]:
         """Keep an image's `keep_top_k` boxes with the highest scores, ordered by label."""
