@@ -24,12 +24,10 @@ from caffepy.forks.rcnn.anchors import (
     Anchors,
     Normalisation,
     check_classes,
-    check_group,
-    check_map,
+    check_maps,
     read_anchors,
-    read_group,
     read_limits,
-    read_map,
+    read_maps,
     read_normalisation,
 )
 from caffepy.formats.proto import caffe_pb2
@@ -303,10 +301,6 @@ class AnchorLossLayer(LossLayer):
         """Read the settings; return the anchors, and the limits of predictions (4,) or None."""
         raise NotImplementedError
 
-    def maps(self, bottom: Blobs) -> AnchorMaps:
-        """Return the bottoms' values."""
-        raise NotImplementedError
-
     def mine(self, maps: AnchorMaps, image: int, rng: SampleRng) -> NDArray[np.bool_]:
         """Return the positions (K, H, W) of an image's classes that count."""
         raise NotImplementedError
@@ -320,17 +314,20 @@ class AnchorLossLayer(LossLayer):
         """The fields that both losses have."""
         raise NotImplementedError
 
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        check_maps(self, self.settings, len(self._anchors.widths), bottom)
+        top[0].reshape((1, 1, 1, 2))
+
     def capture_blocker(self) -> str:
         return "it mines positions on the host"
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         self.counter()
-        values = np.zeros(2, _f32)
-        maps = self.maps(bottom)
+        losses, values = np.zeros(2, _f32), [self.backend.to_host(blob.data) for blob in bottom]
         if self.backend.holds_values:
             with np.errstate(all="ignore"):  # the solver handles a loss that is not finite
-                values[:] = self._compute(maps)
-        self.backend.from_host(values.reshape(top[0].shape), top[0].data)
+                losses[:] = self._compute(read_maps(self, self.settings, len(self._anchors.widths), values))
+        self.backend.from_host(losses.reshape(top[0].shape), top[0].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         factor = self.weight()
@@ -472,13 +469,6 @@ class MscnnLossLayer(AnchorLossLayer):
         limit = prediction_limits(self, self._normalisation, param.field_xyr, param.field_whr)
         return read_anchors(self, param.field_w, param.field_h, param.downsample_rate, "downsample_rate"), limit
 
-    def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        check_map(self, self.settings, bottom)
-        top[0].reshape((1, 1, 1, 2))
-
-    def maps(self, bottom: Blobs) -> AnchorMaps:
-        return read_map(self, self.settings, bottom)
-
     def mine(self, maps: AnchorMaps, image: int, rng: SampleRng) -> NDArray[np.bool_]:
         param, labels = self.settings, maps.labels[image].ravel()
         background = (labels == 0) & (maps.overlaps[image].ravel() < _f32(param.bg_threshold))
@@ -545,13 +535,6 @@ class DetectionGroupLossLayer(AnchorLossLayer):
         bounded = param.HasField("field_xyr") and param.HasField("field_whr")
         limit = prediction_limits(self, self._normalisation, param.field_xyr, param.field_whr) if bounded else None
         return read_anchors(self, list(param.field_w), list(param.field_h), param.stride, "stride"), limit
-
-    def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        check_group(self, self.settings, len(self._anchors.widths), bottom)
-        top[0].reshape((1, 1, 1, 2))
-
-    def maps(self, bottom: Blobs) -> AnchorMaps:
-        return read_group(self, self.settings, len(self._anchors.widths), bottom)
 
     def mine(self, maps: AnchorMaps, image: int, rng: SampleRng) -> NDArray[np.bool_]:
         param, labels = self.settings, maps.labels[image].ravel()
