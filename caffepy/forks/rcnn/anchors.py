@@ -435,7 +435,7 @@ class BboxAccuracyLayer(HostLayer):
         if columns.max() >= predictions.shape[1]:
             raise self.data_error(f"'{self.bottom_names[2]}' has the class {labels.max()}, which has no prediction")
         offsets = self._normalisation.undo(predictions[rows[:, None], columns])
-        truth, before = (_with_sizes(part) for part in (objects[rows, 1:5], regions[rows, 1:5]))
+        truth, before = (with_sizes(part) for part in (objects[rows, 1:5], regions[rows, 1:5]))
         sides = before[:, 2:] * np.exp(offsets[:, 2:])
         centers = before[:, :2] + np.float32(0.5) * before[:, 2:] + offsets[:, :2] * before[:, 2:]
         after = np.concatenate([centers - sides / np.float32(2), sides], 1)
@@ -445,6 +445,6 @@ class BboxAccuracyLayer(HostLayer):
         return means[0], means[1]
 
 
-def _with_sizes(corners: Rows) -> Rows:
+def with_sizes(corners: Rows) -> Rows:
     """Return x, y, width, height of boxes of first and last pixels."""
     return np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2] + np.float32(1)], 1)

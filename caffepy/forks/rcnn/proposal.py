@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from caffepy.data.boxes import CORNERS, EXACT, INCLUSIVE, WHOLE, Boxes, Rows, overlaps
 from caffepy.data.random import SampleRng
-from caffepy.forks.rcnn.anchors import decode_regions, read_normalisation
+from caffepy.forks.rcnn.anchors import decode_regions, read_normalisation, with_sizes
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.detection.suppression import descending, suppress
 from caffepy.layers.host import HostLayer
@@ -427,7 +427,7 @@ class ProposalTargetLayer(RowLayer):
     def _read_regions(self, rows: Rows) -> Rows:
         """Return regions (R, 5) as image, x, y, width, height."""
         self._check_images(rows[:, 0], self.bottom_names[0])
-        return _with_sizes(rows)
+        return np.concatenate([rows[:, :1], with_sizes(rows[:, 1:])], 1)
 
     def _read_objects(self, rows: Rows) -> Objects:
         rows = rows[rows[:, 0] != -1]
@@ -439,7 +439,7 @@ class ProposalTargetLayer(RowLayer):
                 f"row {bad[0]} of '{name}' has the label {rows[bad[0], 5]:g}; it must be from 1 to {classes - 1}; "
                 "see cls_num"
             )
-        return Objects(rows[:, 0], _with_sizes(rows)[:, 1:], rows[:, 5].astype(np.int64), rows[:, 6] != 0)
+        return Objects(rows[:, 0], with_sizes(rows[:, 1:5]), rows[:, 5].astype(np.int64), rows[:, 6] != 0)
 
     # -- sampling ------------------------------------------------------------------------------------
 
@@ -543,11 +543,6 @@ class ProposalTargetLayer(RowLayer):
             weights[positive] *= _f32(param.fg_fraction * count) / total
             weights[~positive] *= _f32((1 - param.fg_fraction) * count) / max(weights[~positive].sum(), _f32(1e-30))
         return weights
-
-
-def _with_sizes(rows: Rows) -> Rows:
-    """Return (n, 5) image, x, y, width, height of rows of image, x1, y1, x2, y2."""
-    return np.concatenate([rows[:, :3], rows[:, 3:5] - rows[:, 1:3] + _f32(1)], 1)
 
 
 def _with_corners(boxes: Rows) -> Rows:

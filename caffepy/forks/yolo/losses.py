@@ -12,7 +12,7 @@ import numpy as np
 
 from caffepy.backend import Array, Channel, Each, Scalar, expression
 from caffepy.backend.formulas import identity, scaled_square
-from caffepy.data.boxes import Rows
+from caffepy.data.boxes import DARKNET, Rows, intersections
 from caffepy.errors import ConfigError
 from caffepy.forks.yolo.boxes import (
     CONFIDENCE,
@@ -722,9 +722,7 @@ def measure(kind: int, a: Rows, b: Rows) -> Rows:
     sides = np.maximum(one[..., 2:], other[..., 2:]) - np.minimum(one[..., :2], other[..., :2])
     if kind == _Yolov3Parameter.GIOU:
         hull = sides[..., 0] * sides[..., 1]
-        shared = np.minimum(one[..., 2:], other[..., 2:]) - np.maximum(one[..., :2], other[..., :2])
-        inner = np.where((shared < 0).any(-1), _f32(0), shared[..., 0] * shared[..., 1])
-        union = a[..., 2] * a[..., 3] + b[..., 2] * b[..., 3] - inner
+        union = a[..., 2] * a[..., 3] + b[..., 2] * b[..., 3] - intersections(one, other, DARKNET)
         return np.where(hull == 0, overlaps, overlaps - (hull - union) / hull)
     diagonal = np.square(sides).sum(-1)
     distance = np.square(a[..., :2] - b[..., :2]).sum(-1) / diagonal
