@@ -37,25 +37,11 @@ from caffepy.layers.detection.suppression import sort_like_cpp, suppress_mined
 from caffepy.layers.layer import Blobs, Layer, host_threads, register_layer, warn
 from caffepy.layers.loss import LossLayer
 
+_Parameter = caffe_pb2.MultiBoxLossParameter
 UNMATCHED, IGNORED = -1, -2
 """In place of an object's index: the box has no object, or crosses the image's border and is ignored."""
 _MIN_OVERLAP = 1e-6
 """Overlaps up to this value count as 0."""
-
-
-@dataclass(frozen=True)
-class Matching:
-    """The rules of matching.
-
-    Args:
-        per_prediction: whether to match, after each object's best box, every box that overlaps an object enough.
-        threshold: the overlap that is enough.
-        ignore_crossing: whether to ignore boxes that cross the image's border.
-    """
-
-    per_prediction: bool
-    threshold: float
-    ignore_crossing: bool
 
 
 @device_function
@@ -139,24 +125,25 @@ def match_boxes(
     truth: GroundTruth,
     begins: NDArray[np.int64],
     ends: NDArray[np.int64],
-    rules: Matching,
+    param: caffe_pb2.MultiBoxLossParameter,
 ) -> tuple[NDArray[np.int32], Rows]:
     """Match T sets of `count` boxes with T ranges of objects.
 
-    Greedy: the pair of box and object with the largest overlap is matched first, until each object has a box.
+    Greedy: the pair of box and object with the largest overlap is matched first, until each object has a box. With
+    PER_PREDICTION every other box that overlaps an object enough is then matched with it.
     """
     assert all(array.flags.c_contiguous for array in (boxes, truth.boxes, begins, ends))
     shape = (len(firsts), count)
     matches, nearest = np.full(shape, UNMATCHED, np.int32), np.full(shape, UNMATCHED, np.int32)
-    if rules.ignore_crossing:
+    if param.ignore_cross_boundary_bbox:
         crosses = ((boxes < 0) | (boxes > 1)).any(-1).reshape(-1)[firsts[:, None] + np.arange(count)]
         matches[crosses & (begins < ends)[:, None]] = IGNORED
     overlaps = np.zeros(shape, np.float32)
     best, best_box = np.full(len(truth), -1, np.float32), np.full(len(truth), -1, np.int64)
     sets = boxes, box_areas(boxes), firsts, count, truth.boxes, box_areas(truth.boxes), begins, ends
     _match.run(threads, len(firsts), 1, *sets, matches, overlaps, nearest, best, best_box)
-    if rules.per_prediction:
-        more = (matches == UNMATCHED) & (nearest >= 0) & (overlaps >= np.float32(rules.threshold))
+    if param.match_type == _Parameter.PER_PREDICTION:
+        more = (matches == UNMATCHED) & (nearest >= 0) & (overlaps >= np.float32(param.overlap_threshold))
         matches[more] = nearest[more]
     return matches, overlaps
 
@@ -164,72 +151,41 @@ def match_boxes(
 # -- hard negatives ------------------------------------------------------------------------------------
 
 
-_Parameter = caffe_pb2.MultiBoxLossParameter
+def background_priors(
+    param: caffe_pb2.MultiBoxLossParameter,
+    matches: NDArray[np.int32],
+    overlaps: Rows,
+    losses: Rows,
+    boxes: Callable[[], Rows],
+) -> NDArray[np.intp]:
+    """Return the indices of one image's background priors that are mined.
 
+    HARD_EXAMPLE: among the `sample_size` priors with the largest losses. Else `neg_pos_ratio` for each match, of those
+    whose overlap with an object is below `neg_overlap`.
 
-@dataclass(frozen=True)
-class Mining:
-    """Selection of an image's background priors, by the fields of MultiBoxLossParameter."""
-
-    hard: bool
-    """HARD_EXAMPLE: the `sample_size` priors with the largest losses. Else `ratio` background priors for each match."""
-    ratio: float
-    max_overlap: float
-    """Priors with at least this overlap with an object are not background."""
-    sample_size: int
-    nms_threshold: float
-    """Of the suppression among the candidates; 0: none."""
-    nms_top_k: int
-
-    @classmethod
-    def of(cls, param: caffe_pb2.MultiBoxLossParameter) -> Mining:
-        """Return the settings of the prototxt."""
-        suppresses = param.HasField("nms_param")
-        return cls(
-            param.mining_type == _Parameter.HARD_EXAMPLE,
-            param.neg_pos_ratio,
-            param.neg_overlap,
-            param.sample_size,
-            param.nms_param.nms_threshold if suppresses else 0.0,
-            param.nms_param.top_k,
-        )
-
-    def select(
-        self, matches: NDArray[np.int32], overlaps: Rows, losses: Rows, boxes: Callable[[], Rows]
-    ) -> NDArray[np.intp]:
-        """Return the indices of one image's background priors.
-
-        Args:
-            matches: of each prior (P,). With HARD_EXAMPLE, matched priors that are not mined become `UNMATCHED`.
-            overlaps: largest overlap of each prior (P,).
-            losses: of each prior (P,).
-            boxes: returns the boxes (P, 4) for the suppression.
-        """
-        free = matches == UNMATCHED
-        eligible = np.full(len(matches), True) if self.hard else free & (overlaps < np.float32(self.max_overlap))
-        candidates = np.flatnonzero(eligible)
-        # NaN counts as the largest loss: the loss of the batch becomes NaN too.
-        keys = np.where(np.isnan(losses), np.float32(np.inf), losses)[candidates]
-        count = min(self._quota(int((matches >= 0).sum())), len(candidates))
-        selected = candidates[self._ranked(keys, candidates, boxes)[:count]]
-        mined = np.zeros(len(matches), bool)
-        mined[selected] = True
-        if self.hard:
-            matches[(matches >= 0) & ~mined] = UNMATCHED
-        return np.flatnonzero(free & mined)
-
-    def _quota(self, matched: int) -> int:
-        if self.hard:
-            return self.sample_size
-        return int(np.float32(matched) * np.float32(self.ratio))
-
-    def _ranked(self, keys: Rows, candidates: NDArray[np.intp], boxes: Callable[[], Rows]) -> NDArray[np.integer]:
-        """Return the candidates' indices in descending order of keys."""
-        if self.nms_threshold > 0:
-            return suppress_mined(boxes()[candidates], keys, self.nms_threshold, self.nms_top_k)
-        order = np.arange(len(keys), dtype=np.int32)
-        sort_like_cpp(np.ascontiguousarray(keys), order)
-        return order
+    Args:
+        param: the settings.
+        matches: of each prior (P,). With HARD_EXAMPLE, matched priors that are not mined become `UNMATCHED`.
+        overlaps: largest overlap of each prior (P,).
+        losses: of each prior (P,).
+        boxes: returns the boxes (P, 4) for the suppression.
+    """
+    free, hard = matches == UNMATCHED, param.mining_type == _Parameter.HARD_EXAMPLE
+    eligible = np.full(len(matches), True) if hard else free & (overlaps < np.float32(param.neg_overlap))
+    candidates = np.flatnonzero(eligible)
+    # NaN counts as the largest loss: the loss of the batch becomes NaN too.
+    keys = np.where(np.isnan(losses), np.float32(np.inf), losses)[candidates]
+    quota = param.sample_size if hard else int(np.float32((matches >= 0).sum()) * np.float32(param.neg_pos_ratio))
+    order, nms = np.arange(len(keys), dtype=np.int32), param.nms_param
+    if param.HasField("nms_param") and nms.nms_threshold > 0:
+        order = suppress_mined(boxes()[candidates], keys, nms.nms_threshold, nms.top_k).astype(np.int32)
+    else:
+        sort_like_cpp(keys, order)
+    mined = np.zeros(len(matches), bool)
+    mined[candidates[order[: min(quota, len(candidates))]]] = True
+    if hard:
+        matches[(matches >= 0) & ~mined] = UNMATCHED
+    return np.flatnonzero(free & mined)
 
 
 _LOC, _CONF, _PRIORS, _TRUTH = range(4)
@@ -262,10 +218,6 @@ class MultiBoxLossLayer(LossLayer):
         self._warn(param)
         self._classes = param.num_classes
         self._locations = 1 if param.share_location else self._classes
-        self._mining = None if param.mining_type == _Parameter.NONE else Mining.of(param)
-        self._matching = Matching(
-            param.match_type == _Parameter.PER_PREDICTION, param.overlap_threshold, param.ignore_cross_boundary_bbox
-        )
         self._squared = param.loc_loss_type == _Parameter.L2
         self._enabled = [self.param.propagate_down[i] if self.param.propagate_down else True for i in (_LOC, _CONF)]
         settings = device_settings(param, self._enabled)
@@ -406,9 +358,7 @@ class MultiBoxLossLayer(LossLayer):
         if not param.use_prior_for_matching:
             return self._match_predictions(priors, locations, truth, begins)
         sets = np.zeros(images, np.int64)
-        matches, overlaps = match_boxes(
-            threads, priors.boxes, sets, count, truth, begins[:-1], begins[1:], self._matching
-        )
+        matches, overlaps = match_boxes(threads, priors.boxes, sets, count, truth, begins[:-1], begins[1:], param)
         if param.share_location:
             return matches[:, None], overlaps
         labels = np.full(matches.shape, -1)
@@ -425,9 +375,7 @@ class MultiBoxLossLayer(LossLayer):
         boxes = decode(priors, locations, param.code_type, param.encode_variance_in_target)
         sets = np.arange(images * self._locations, dtype=np.int64)
         if param.share_location:
-            matches, overlaps = match_boxes(
-                threads, boxes, sets * count, count, truth, begins[:-1], begins[1:], self._matching
-            )
+            matches, overlaps = match_boxes(threads, boxes, sets * count, count, truth, begins[:-1], begins[1:], param)
             return matches[:, None], overlaps
         order = np.lexsort((truth.labels, truth.images))
         by_class = GroundTruth(*(part[order] for part in vars(truth).values()))
@@ -435,7 +383,7 @@ class MultiBoxLossLayer(LossLayer):
         keys = by_class.images * stride + by_class.labels
         set_keys = sets // self._locations * stride + sets % self._locations
         ranges = np.searchsorted(keys, set_keys), np.searchsorted(keys, set_keys, side="right")
-        matches, overlaps = match_boxes(threads, boxes, sets * count, count, by_class, *ranges, self._matching)
+        matches, overlaps = match_boxes(threads, boxes, sets * count, count, by_class, *ranges, param)
         matches = np.where(matches >= 0, order[matches].astype(np.int32), matches) if len(order) else matches
         shape = (images, self._locations, count)
         return matches.reshape(shape), overlaps.reshape(shape)[:, 0]
@@ -450,9 +398,9 @@ class MultiBoxLossLayer(LossLayer):
         truth: GroundTruth,
     ) -> NDArray[np.bool_] | None:
         """Return a mask (N, P) of background priors; None: all unmatched priors. HARD_EXAMPLE may remove matches."""
-        if self._mining is None:
-            return None
         param = self.param.multibox_loss_param
+        if param.mining_type == _Parameter.NONE:
+            return None
         positives = Positives.of(matches)
         begins = truth.begins(self._shape[0])
         with_objects = begins[1:] > begins[:-1]
@@ -460,7 +408,7 @@ class MultiBoxLossLayer(LossLayer):
         labels = np.broadcast_to(labels, self._shape).copy()
         labels[positives.images, positives.priors] = self._labels(truth, positives)
         losses = class_losses(host_threads(self), scores, labels, param.conf_loss_type == _Parameter.LOGISTIC)
-        if self._mining.hard:
+        if param.mining_type == _Parameter.HARD_EXAMPLE:
             loss = box_losses(differences(priors, locations, truth, positives, param), self._squared)
             losses[positives.images, positives.priors] += ((loss[:, 0] + loss[:, 1]) + loss[:, 2]) + loss[:, 3]
         negatives = np.zeros(self._shape, bool)
@@ -471,7 +419,7 @@ class MultiBoxLossLayer(LossLayer):
                     return priors.boxes
                 return decode(priors, locations[image, 0], param.code_type, param.encode_variance_in_target)
 
-            selected = self._mining.select(matches[image, 0], overlaps[image], losses[image], boxes)
+            selected = background_priors(param, matches[image, 0], overlaps[image], losses[image], boxes)
             negatives[image, selected] = True
         return negatives
 
