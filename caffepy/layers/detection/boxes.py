@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from caffepy.data.boxes import BORDERED, Boxes, Rows, box_areas
 from caffepy.errors import DataError
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.layer import Layer
+from caffepy.layers.layer import Blobs, Layer
 from caffepy.utils.files import read_regular
 
 CORNER = caffe_pb2.PriorBoxParameter.CORNER
@@ -108,6 +108,19 @@ def encode(priors: Priors, boxes: Rows, code: int) -> Rows:
     centers = (boxes[:, :2] + boxes[:, 2:]) / np.float32(2)
     ratios = (boxes[:, 2:] - boxes[:, :2]) / extents
     return np.concatenate([(centers - priors.centers) / extents, np.log(ratios)], axis=1) / priors.variances
+
+
+def check_predictions(layer: Layer, bottom: Blobs, images: int, priors: int, codes: int, classes: int) -> None:
+    """Check the sizes of the bottoms with location predictions and scores.
+
+    Raises:
+        ShapeError: there are not `codes` location predictions and `classes` scores for each prior of each image.
+    """
+    for blob, wanted, what in ((bottom[0], codes, "location predictions"), (bottom[1], classes, "scores")):
+        if blob.count != images * priors * wanted:
+            raise layer.shape_error(
+                f"needs {wanted} {what} for each of the {priors} priors; num_classes is {classes}", blob, bottom[2]
+            )
 
 
 def softmax(x: Rows, axis: int) -> Rows:

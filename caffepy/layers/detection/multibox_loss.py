@@ -14,12 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend import Array
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, Words, device_function, kernel
 from caffepy.backend.formulas import scaled, scaled_over_count
 from caffepy.backend.types import BoxLossSettings
 from caffepy.data.boxes import UNIT, Rows, box_areas, overlap
-from caffepy.errors import DataError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.detection.boxes import (
     COLUMNS,
@@ -28,13 +26,14 @@ from caffepy.layers.detection.boxes import (
     bad_class,
     bad_object,
     bad_prior,
+    check_predictions,
     decode,
     encode,
     read_ground_truth,
     read_priors,
 )
 from caffepy.layers.detection.suppression import sort_like_cpp, suppress_mined
-from caffepy.layers.layer import Blobs, Layer, host_threads, register_layer, warn
+from caffepy.layers.layer import Blobs, host_threads, register_layer, warn
 from caffepy.layers.loss import LossLayer
 
 _Parameter = caffe_pb2.MultiBoxLossParameter
@@ -222,7 +221,7 @@ class MultiBoxLossLayer(LossLayer):
         self._enabled = [self.param.propagate_down[i] if self.param.propagate_down else True for i in (_LOC, _CONF)]
         settings = device_settings(param, self._enabled)
         self._settings = settings if self.backend.computes_box_loss else None
-        self._problem = DeviceProblem(self) if self._settings is not None else None
+        self._problem = self.backend.zeros((PROBLEM,)) if self._settings is not None else None
         self._totals = self.backend.zeros((2,))
         self._sum, self._count = (self.backend.view(self._totals[i : i + 1], ()) for i in range(2))
 
@@ -261,16 +260,7 @@ class MultiBoxLossLayer(LossLayer):
         images, priors = bottom[_LOC].shape[0], bottom[_PRIORS].count // 8
         if bottom[_PRIORS].count != 8 * priors or bottom[_TRUTH].count % COLUMNS:
             raise self.shape_error("needs priors 1 2 4*P and objects 1 1 G 8", bottom[_PRIORS], bottom[_TRUTH])
-        for blob, per_prior, what in (
-            (bottom[_LOC], 4 * self._locations, "location predictions"),
-            (bottom[_CONF], self._classes, "scores"),
-        ):
-            if blob.count != images * priors * per_prior:
-                raise self.shape_error(
-                    f"needs {per_prior} {what} for each of the {priors} priors; num_classes is {self._classes}",
-                    blob,
-                    bottom[_PRIORS],
-                )
+        check_predictions(self, bottom, images, priors, 4 * self._locations, self._classes)
         self._shape = (images, priors)
         self._device_loss = None if self._settings is None else self.backend.box_loss(self._settings, images, priors)
         counted = self.normalization(caffe_pb2.LossParameter.VALID) == caffe_pb2.LossParameter.VALID
@@ -280,13 +270,30 @@ class MultiBoxLossLayer(LossLayer):
         return "it matches boxes on the host" if self._settings is None else super().capture_blocker()
 
     def raise_device_errors(self) -> None:
-        if self._problem is not None:
-            self._problem.raise_device_errors()
+        """Raise if the device recorded an error since the last check. Waits for the device.
+
+        Raises:
+            DataError: with the number and values of the object or prior.
+        """
+        if self._problem is None:
+            return
+        kind, number, *values = (float(value) for value in self.backend.to_host(self._problem))
+        if not kind:
+            return
+        self.backend.fill(self._problem, 0)
+        blob = self.bottom_names[_TRUTH]
+        if kind == _PRIOR:
+            raise bad_prior(self, int(number), values[:4], values[4:], self.param.multibox_loss_param.code_type)
+        if kind == _OBJECT:
+            raise bad_object(self, blob, int(number), values)
+        assert kind == _CLASS
+        label = int(math.copysign(math.floor(abs(values[1]) + 0.5), values[1]))
+        raise bad_class(self, blob, int(values[0]), label)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         if self._device_loss is not None and self._problem is not None:
             locations, scores, priors, objects = (blob.data for blob in bottom)
-            self._device_loss.forward(locations, scores, priors, objects, self._totals, self._problem.array)
+            self._device_loss.forward(locations, scores, priors, objects, self._totals, self._problem)
         else:
             self._forward_on_host(bottom)
         self.write_loss(self._sum, self._count, self._divisor, top[0].data)
@@ -640,38 +647,3 @@ def device_settings(param: caffe_pb2.MultiBoxLossParameter, counts: Sequence[boo
         boxes_count=counts[0],
         scores_count=counts[1],
     )
-
-
-class DeviceProblem:
-    """The record in which the device stores the first invalid object or prior.
-
-    Args:
-        layer: the layer, for messages.
-    """
-
-    def __init__(self, layer: Layer) -> None:
-        self._layer = layer
-        self.array: Array = layer.backend.zeros((PROBLEM,))
-
-    def raise_device_errors(self) -> None:
-        """Raise if the device recorded an error since the last check. Waits for the device.
-
-        Raises:
-            DataError: with the number and values of the object or prior.
-        """
-        layer = self._layer
-        kind, number, *values = (float(value) for value in layer.backend.to_host(self.array))
-        if not kind:
-            return
-        layer.backend.fill(self.array, 0)
-        raise self._error(int(kind), int(number), values)
-
-    def _error(self, kind: int, number: int, values: list[float]) -> DataError:
-        layer, param = self._layer, self._layer.param.multibox_loss_param
-        if kind == _PRIOR:
-            return bad_prior(layer, number, values[:4], values[4:], param.code_type)
-        blob = layer.bottom_names[3]
-        if kind == _OBJECT:
-            return bad_object(layer, blob, number, values)
-        assert kind == _CLASS
-        return bad_class(layer, blob, int(values[0]), int(math.copysign(math.floor(abs(values[1]) + 0.5), values[1])))

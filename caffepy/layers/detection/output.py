@@ -14,13 +14,14 @@ from caffepy.layers.detection.boxes import (
     CENTER_SIZE,
     ImageSize,
     Priors,
+    check_predictions,
     check_resize,
     decode,
     read_image_sizes,
     read_priors,
     to_pixels,
 )
-from caffepy.layers.detection.suppression import Suppression, sort_like_cpp, suppress_classes
+from caffepy.layers.detection.suppression import sort_like_cpp, suppress_classes
 from caffepy.layers.host import HostLayer
 from caffepy.layers.layer import Blobs, Layer, LayerContext, host_threads, register_layer, warn
 from caffepy.utils.files import atomic_write, read_regular
@@ -66,9 +67,6 @@ class DetectionOutputLayer(HostLayer):
             )
         if param.visualize:
             raise self.error("visualize is not supported; remove it and draw the boxes of the top")
-        min_score = param.confidence_threshold if param.HasField("confidence_threshold") else np.finfo(np.float32).min
-        top_k = nms.top_k if nms.HasField("top_k") else -1
-        self._suppression = Suppression(nms.nms_threshold, nms.eta, top_k, float(min_score))
         self._all_classes = param.num_classes
         self._locations = 1 if param.share_location else self._all_classes
         numbers = [c for c in range(self._all_classes) if c != param.background_label_id]
@@ -86,16 +84,8 @@ class DetectionOutputLayer(HostLayer):
         images, priors = (bottom[_LOC].shape or (0,))[0], bottom[_PRIORS].count // 8
         if not bottom[_CONF].shape or bottom[_CONF].shape[0] != images or bottom[_PRIORS].count != 8 * priors:
             raise self.shape_error("needs predictions N 4*P*L, scores N P*C and priors 1 2 4*P", *bottom[:3])
-        for blob, per_prior, what in (
-            (bottom[_LOC], (4 + self._shape_codes) * self._locations, "location predictions"),
-            (bottom[_CONF], self._all_classes, "scores"),
-        ):
-            if blob.count != images * priors * per_prior:
-                raise self.shape_error(
-                    f"needs {per_prior} {what} for each of the {priors} priors; num_classes is {self._all_classes}",
-                    blob,
-                    bottom[_PRIORS],
-                )
+        codes = (4 + self._shape_codes) * self._locations
+        check_predictions(self, bottom, images, priors, codes, self._all_classes)
         self._shape = (images, priors)
         top[0].reshape((1, 1, 1, COLUMNS + self._shape_codes))
 
@@ -117,7 +107,7 @@ class DetectionOutputLayer(HostLayer):
         if self._shape_codes:
             shapes = np.concatenate([boxes, _decode_shapes(priors, codes[..., 4:])], -1)
         scores = conf.reshape(images, count, self._all_classes)
-        order, counts = suppress_classes(host_threads(self), boxes, scores, self._classes, self._suppression)
+        order, counts = suppress_classes(host_threads(self), boxes, scores, self._classes, param)
         detections = []
         if self._files is not None:
             self._files.begin(self.first_sample())

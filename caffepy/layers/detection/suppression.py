@@ -8,13 +8,12 @@ order of MS-CNN.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, Ints, Words, device_function, exact_function, kernel
 from caffepy.data.boxes import MODES, Boxes, Rows, overlap
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.layer import Layer
 
 _MAX_DEPTH = 2 * 64
@@ -190,23 +189,6 @@ def descending(values: Rows) -> NDArray[np.intp]:
     return np.lexsort((np.arange(len(values)), values))[::-1]
 
 
-@dataclass(frozen=True)
-class Suppression:
-    """Settings of non-maximum suppression.
-
-    Args:
-        threshold: overlap above which a box is suppressed.
-        eta: factor on the threshold after each kept box, while the threshold is above 0.5.
-        top_k: number of boxes with the highest scores that are considered; -1: all.
-        min_score: boxes with this score or less are dropped.
-    """
-
-    threshold: float
-    eta: float
-    top_k: int
-    min_score: float
-
-
 _FIELDS = 5
 """Values of a candidate: four coordinates and the size."""
 
@@ -293,7 +275,7 @@ def _suppress_classes(
 
 
 def suppress_classes(
-    threads: int, boxes: Rows, scores: Rows, classes: NDArray[np.int32], limits: Suppression
+    threads: int, boxes: Rows, scores: Rows, classes: NDArray[np.int32], param: caffe_pb2.DetectionOutputParameter
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Return the kept boxes of each class in descending order of scores: indices (N, K, limit) and counts (N, K).
 
@@ -302,17 +284,20 @@ def suppress_classes(
         boxes: (N, L, P, 4); L is 1 if the classes share locations.
         scores: (N, P, C).
         classes: the K classes to suppress.
-        limits: of the suppression.
+        param: with nms_param, whose eta is a factor on the threshold after each kept box while the threshold is above
+            0.5, and confidence_threshold: boxes with this score or less are dropped.
     """
     images, priors, all_classes = scores.shape
-    limit = priors if limits.top_k < 0 else min(limits.top_k, priors)
+    nms = param.nms_param
+    limit = min(nms.top_k, priors) if nms.HasField("top_k") and nms.top_k >= 0 else priors
+    min_score = param.confidence_threshold if param.HasField("confidence_threshold") else np.finfo(np.float32).min
     assert all(array.flags.c_contiguous for array in (boxes, scores, classes))
     shape = (images, len(classes))
     order, counts = np.empty((*shape, limit), np.int32), np.zeros(shape, np.int32)
     keys, rows = np.empty(order.shape, np.float32), np.empty((counts.size, _FIELDS, limit), np.float32)
     arrays = boxes, scores, classes, keys, order, rows, counts
     sizes = len(classes), all_classes, priors, boxes.shape[1], limit
-    _suppress_classes.run(threads, counts.size, 1, *arrays, *sizes, limits.min_score, limits.threshold, limits.eta)
+    _suppress_classes.run(threads, counts.size, 1, *arrays, *sizes, float(min_score), nms.nms_threshold, nms.eta)
     return order, counts
 
 
