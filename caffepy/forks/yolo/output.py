@@ -16,10 +16,10 @@ from caffepy.forks.yolo.boxes import (
     suppress_all,
 )
 from caffepy.layers.detection.boxes import softmax
+from caffepy.layers.detection.output import COLUMNS, box_rows, empty_rows
 from caffepy.layers.host import HostLayer
 from caffepy.layers.layer import Blobs, host_threads, register_layer
 
-COLUMNS = 7
 _f32 = np.float32
 _ONE = 0.999
 """Least overlap of a box with itself, within rounding errors."""
@@ -57,14 +57,8 @@ class GridOutputLayer(HostLayer):
         by_image = by_image[center_overlaps(boxes[by_image], boxes[by_image]) > 0]
         images, classes, scores, boxes = images[by_image], classes[by_image], scores[by_image], boxes[by_image]
         order = suppress_all(host_threads(self), boxes, scores, images, len(values[0]), self._threshold)
-        if not len(order):
-            rows = np.full((len(values[0]), COLUMNS), -1, np.float32)
-            rows[:, 0] = np.arange(len(rows))
-            return [rows[None, None]]
-        rows = np.empty((len(order), COLUMNS), np.float32)
-        rows[:, 0], rows[:, 1], rows[:, 2] = images[order], classes[order] + 1, scores[order]
-        rows[:, 3:] = edges(boxes[order])
-        return [rows[None, None]]
+        rows = box_rows(images[order], classes[order] + 1, scores[order], edges(boxes[order]))
+        return [(rows if len(order) else empty_rows(len(values[0]), COLUMNS))[None, None]]
 
 
 @register_layer("YoloDetectionOutput")

@@ -35,10 +35,6 @@ class Priors:
     boxes: Rows
     variances: Rows
 
-    def select(self, indices: NDArray[np.intp]) -> Priors:
-        """Return the priors with these indices, which may repeat."""
-        return Priors(self.boxes[indices], self.variances[indices])
-
     @property
     def extents(self) -> Rows:
         """Width and height (P, 2)."""

@@ -570,16 +570,13 @@ class Positives:
         images, classes, priors = np.nonzero(matches >= 0)
         return cls(images, classes, priors, matches[images, classes, priors])
 
-    def rows(self, locations: Rows) -> Rows:
-        """Return the positives' predictions (K, 4) from (N, L, P, 4)."""
-        return locations[self.images, self.classes, self.priors]
-
 
 def differences(
     priors: Priors, locations: Rows, truth: GroundTruth, positives: Positives, param: caffe_pb2.MultiBoxLossParameter
 ) -> Rows:
     """Return prediction - encoded object (K, 4); with `bp_inside` 0 for coordinates outside of the image."""
-    matched_priors, codes = priors.select(positives.priors), positives.rows(locations)
+    matched_priors = Priors(priors.boxes[positives.priors], priors.variances[positives.priors])
+    codes = locations[positives.images, positives.classes, positives.priors]
     predicted = codes / matched_priors.variances if param.encode_variance_in_target else codes
     result = predicted - encode(matched_priors, truth.boxes[positives.objects], param.code_type)
     if param.bp_inside:

@@ -118,12 +118,12 @@ class DetectionOutputLayer(HostLayer):
             )
             labels, numbers = self._keep_top(labels, numbers, scores[image])
             indices = labels if self._locations > 1 else 0
-            detections.append(_rows(image, labels, scores[image, numbers, labels], shapes[image, indices, numbers]))
+            detections.append(box_rows(image, labels, scores[image, numbers, labels], shapes[image, indices, numbers]))
             if self._files is not None:
                 self._files.add(detections[-1])
         columns = COLUMNS + self._shape_codes
         rows = np.concatenate([np.empty((0, columns), np.float32), *detections])
-        return [(rows if len(rows) else _empty_rows(images, columns))[None, None]]
+        return [(rows if len(rows) else empty_rows(images, columns))[None, None]]
 
     def _keep_top(self, labels: Rows, numbers: Rows, scores: Rows) -> tuple[Rows, Rows]:
         """Keep an image's `keep_top_k` boxes with the highest scores, ordered by label."""
@@ -137,7 +137,8 @@ class DetectionOutputLayer(HostLayer):
         return labels[indices], numbers[indices]
 
 
-def _rows(image: int, labels: Rows, scores: Rows, boxes: Rows) -> Rows:
+def box_rows(image: int | Rows, labels: Rows, scores: Rows, boxes: Rows) -> Rows:
+    """Return the rows of DetectionOutput's top."""
     rows = np.empty((len(labels), 3 + boxes.shape[-1]), np.float32)
     rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3:] = image, labels, scores, boxes
     return rows
@@ -156,7 +157,8 @@ def _decode_shapes(priors: Priors, codes: Rows) -> Rows:
     return np.concatenate([points, height[..., None].astype(np.float32)], -1)
 
 
-def _empty_rows(images: int, columns: int) -> Rows:
+def empty_rows(images: int, columns: int) -> Rows:
+    """Return the rows of a batch without detections."""
     rows = np.full((images, columns), -1, np.float32)
     rows[:, 0] = np.arange(images)
     return rows
