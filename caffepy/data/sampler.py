@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import permutation
+from caffepy.data.workers import Workers
 from caffepy.errors import DataError
 from caffepy.formats.blobs import check_shape
 
@@ -86,7 +91,9 @@ class Sampler:
 
     def copy(self) -> Sampler:
         """Return a copy for another thread; an instance is not thread-safe."""
-        return Sampler(self.length, self._skip, self._shuffle, self._seed, self._stream, self._total)
+        other = copy.copy(self)
+        other._thread = None
+        return other
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._orders:
@@ -104,6 +111,60 @@ class Sampler:
         order = self.order_of(epoch)
         previous = {key: value for key, value in self._orders.items() if key == epoch - 1}
         self._orders = {**previous, epoch: order}
+
+
+class RecordLoader:
+    """The base of loaders whose threads read records of a source.
+
+    Args:
+        source: names its records and describes itself.
+        order: of the records; None: the loader chooses the record of each sample.
+        where: the layer, for messages.
+        threads: number of threads.
+    """
+
+    def __init__(self, source: Any, order: Sampler | None, where: str = "", threads: int = 1) -> None:
+        self.source, self.where, self._order, self._record = source, where, order, 0
+        self._workers = Workers(threads, f"read for {where}")
+
+    @property
+    def reading(self) -> str:
+        return f"image {self._record} of {self.source.description}"
+
+    def record_of(self, sample: int) -> int:
+        """Return the record of a global sample. Thread-safe: it works on a copy of the order."""
+        assert self._order is not None
+        return int(self._order.copy().records(sample, 1)[0])
+
+    def records(self, first: int, count: int) -> NDArray[np.int64]:
+        """Return the records of the samples [first, first + count)."""
+        assert self._order is not None
+        numbers = self._order.records(first, count)
+        self._order.prepare_next_epoch()
+        return numbers
+
+    @contextmanager
+    def reads(self, record: int) -> Iterator[None]:
+        """Name the record in errors.
+
+        Raises:
+            DataError: with the names of the layer, the source and the record.
+        """
+        self._record = record
+        try:
+            yield
+        except DataError as error:
+            name = f"{self.source.description}: {self.source.record_name(record)}"
+            raise DataError(f"{self.where}: {name} {error}") from error
+
+    def close(self) -> None:
+        self._workers.close()
+        if self._order is not None:
+            self._order.close()
+
+    def load_bytes(self, *_: object) -> int:
+        """Return 0: batches are float32."""
+        return 0
 
 
 class SampleLoader:

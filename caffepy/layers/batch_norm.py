@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from caffepy.backend import Array, Channel, Each, Scalar, expression
 from caffepy.backend.formulas import scaled, squared_distance
 from caffepy.backend.types import BatchNormState
@@ -263,6 +266,15 @@ class BatchNormLayer(Layer):
             mean, variance, count, fraction = self._pass_mean, self._pass_variance, self._pass_count, 0.0
         stored = (mean, variance, count, self._epsilon, fraction)
         return BatchNormState(self._mean, self._inverse, scale, bias, *stored)
+
+    def stored_statistics(self) -> tuple[NDArray[np.float32], NDArray[np.float32], float]:
+        """Return the stored mean and variance, (C,) each, and what is added to the variance."""
+        n = self.normalisation()
+        mean, variance, count = (
+            np.asarray(self.backend.to_host(a), np.float32) for a in (n.sum_mean, n.sum_variance, n.count)
+        )
+        factor = np.float32(1 / count[0]) if count[0] else np.float32(0)
+        return mean * factor, variance * factor, n.epsilon
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         shape = bottom[0].shape

@@ -1,22 +1,19 @@
-"""Boxes of one image: parsing AnnotatedDatum, boxes transformed with the image, sampled patches, and boxes in pixels.
+"""Boxes of one image: parsing AnnotatedDatum, boxes transformed with the image, and sampled patches.
 
 Boxes are normalised to the image's width and height. Defined by NVIDIA Caffe's `bbox_util.cpp`, `im_transforms.cpp`
 and `sampler.cpp`; computed in float32 in the same order of operations.
-
-MS-CNN and Cascade R-CNN compute overlaps of boxes in pixels. The two forks differ in the borders of a box (`BoxIOU` in
-MS-CNN's `math_functions.cpp`, `JaccardOverlap` in Cascade R-CNN's `bbox_util.cpp`), and the results of both are kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
 
 import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
+from caffepy.data.boxes import Boxes, box_areas, overlaps
 from caffepy.data.random import SampleRng
 from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto import caffe_pb2
@@ -120,33 +117,10 @@ Resize = caffe_pb2.ResizeParameter
 _f32 = np.float32
 
 
-def areas(boxes: Floats) -> Floats:
-    """Return the area of each box; 0 if a maximum is less than its minimum."""
-    return _area(boxes[..., 2] - boxes[..., 0], boxes[..., 3] - boxes[..., 1])
-
-
-def _area(width: Floats, height: Floats) -> Floats:
-    return np.where((width < 0) | (height < 0), _f32(0), width * height)
-
-
-def intersections(first: Floats, second: Floats) -> Floats:
-    """Return the intersection areas; the arguments broadcast."""
-    sides = np.minimum(first[..., 2:], second[..., 2:]) - np.maximum(first[..., :2], second[..., :2])
-    return _area(sides[..., 0], sides[..., 1])
-
-
-def overlaps(first: Floats, second: Floats) -> Floats:
-    """Return the intersection over union; the arguments broadcast."""
-    shared = intersections(first, second)
-    with np.errstate(all="ignore"):
-        return np.where(shared > 0, shared / (areas(first) + areas(second) - shared), _f32(0))
-
-
 def coverages(covered: Floats, by: Floats) -> Floats:
     """Return intersection / area of `covered`; the arguments broadcast."""
-    shared = intersections(covered, by)
-    with np.errstate(all="ignore"):
-        return np.where(shared > 0, shared / areas(covered), _f32(0))
+    found: Floats = overlaps(Boxes.from_corners(covered), Boxes.from_corners(by), "IOFU")
+    return found
 
 
 def clip(boxes: Floats) -> Floats:
@@ -169,7 +143,7 @@ def crop_annotations(
     outside = (boxes[:, :2] >= crop[2:]).any(1) | (boxes[:, 2:] <= crop[:2]).any(1)
     size = np.tile(crop[2:] - crop[:2], 2)
     projected = clip(np.asarray((boxes - np.tile(crop[:2], 2)) / size, np.float32))
-    return annotations.select(meets & ~outside & (areas(projected) > 0), projected)
+    return annotations.select(meets & ~outside & (box_areas(projected) > 0), projected)
 
 
 def _meets_constraint(boxes: Floats, crop: Floats, constraint: caffe_pb2.EmitConstraint) -> NDArray[np.bool_]:
@@ -352,7 +326,7 @@ def satisfies(patches: Floats, objects: Floats, constraint: caffe_pb2.SampleCons
     """
     pairs = patches[:, None], objects[None]
     measures: dict[str, Callable[[], Floats]] = {
-        "jaccard_overlap": lambda: overlaps(*pairs),
+        "jaccard_overlap": lambda: overlaps(Boxes.from_corners(pairs[0]), Boxes.from_corners(pairs[1])),
         "sample_coverage": lambda: coverages(*pairs),
         "object_coverage": lambda: coverages(pairs[1], pairs[0]),
     }
@@ -368,77 +342,3 @@ def satisfies(patches: Floats, objects: Floats, constraint: caffe_pb2.SampleCons
             meets &= values <= _f32(getattr(constraint, upper))
         return np.asarray(meets.any(1))
     return np.ones(len(patches), np.bool_)
-
-
-# -- boxes in pixels -----------------------------------------------------------------------------------
-
-Rows: TypeAlias = Any
-"""A NumPy array of float32: boxes (..., 4), or one number for each box."""
-
-EXACT, WHOLE, CORNERS = range(3)
-"""Intersections that count: wider than 0 pixels (MS-CNN); 1 pixel or wider (Cascade R-CNN, of boxes with a size); the
-same and higher than 1 pixel (Cascade R-CNN, of boxes with two corners)."""
-MODES = ("IOU", "IOMU", "IOFU")
-"""Intersection over the union, over the smaller box, over the first box."""
-
-
-@dataclass(frozen=True)
-class PixelBoxes:
-    """Boxes (n, 4) as first and last x and y, and their areas (n,): 0 if a box is not valid.
-
-    Args:
-        corners: x1, y1, x2, y2.
-        areas: in pixels.
-        kind: EXACT, WHOLE or CORNERS. Except with EXACT, x2 and y2 belong to the box.
-    """
-
-    corners: Rows
-    areas: Rows
-    kind: int
-
-    @classmethod
-    def from_sizes(cls, boxes: Rows, kind: int = EXACT) -> PixelBoxes:
-        """Return boxes (n, 4) of x, y, width and height."""
-        sides = boxes[..., 2:]
-        ends = boxes[..., :2] + sides - _f32(kind != EXACT)
-        areas = np.where((sides > 0).all(-1), sides[..., 0] * sides[..., 1], _f32(0))
-        return cls(np.concatenate([boxes[..., :2], ends], -1), areas, kind)
-
-    @classmethod
-    def from_corners(cls, boxes: Rows) -> PixelBoxes:
-        """Return boxes (n, 4) of first and last pixels, of the kind CORNERS."""
-        sides = boxes[..., 2:] - boxes[..., :2]
-        valid = (sides >= 0).all(-1)
-        areas = np.where(valid, (sides[..., 0] + _f32(1)) * (sides[..., 1] + _f32(1)), _f32(0))
-        return cls(np.ascontiguousarray(boxes), areas, CORNERS)
-
-    def take(self, order: NDArray[np.intp]) -> PixelBoxes:
-        """Return the boxes with these indices."""
-        return PixelBoxes(self.corners[order], self.areas[order], self.kind)
-
-
-def pixel_overlaps(a: PixelBoxes, b: PixelBoxes, mode: str = "IOU") -> Rows:
-    """Return the overlap of each box of `a` with each of `b`, (A, B)."""
-    return _ratio(a.corners[:, None], a.areas[:, None], b.corners[None], b.areas[None], a.kind, mode)
-
-
-def paired_overlaps(a: PixelBoxes, b: PixelBoxes) -> Rows:
-    """Return intersection over union of the boxes of equal index, (n,)."""
-    return _ratio(a.corners, a.areas, b.corners, b.areas, a.kind, "IOU")
-
-
-def _ratio(a: Rows, a_areas: Rows, b: Rows, b_areas: Rows, kind: int, mode: str) -> Rows:
-    sides = np.minimum(a[..., 2:], b[..., 2:]) - np.maximum(a[..., :2], b[..., :2])
-    width, height = sides[..., 0], sides[..., 1]
-    meet = (width > 0) & (height > 0)
-    if kind != EXACT:
-        meet = (width >= 0) & ((height >= 0) if kind == WHOLE else (height > 0))
-        width, height = width + _f32(1), height + _f32(1)
-    shared = np.where(meet & (a_areas > 0) & (b_areas > 0), width * height, _f32(0))
-    if mode == "IOMU":
-        whole = np.minimum(a_areas, b_areas) + np.zeros_like(shared)
-    elif mode == "IOFU":
-        whole = a_areas + np.zeros_like(shared)
-    else:
-        whole = a_areas + b_areas - shared
-    return np.divide(shared, whole, out=np.zeros_like(shared), where=whole > 0)

@@ -209,12 +209,13 @@ def fold_batch_norms(net: caffe_pb2.NetParameter, nvidia: bool = False) -> caffe
     result = caffe_pb2.NetParameter()
     result.CopyFrom(net)
     for layer in result.layer:
-        if layer.type == "BatchNorm" and (
-            layer.batch_norm_param.use_global_stats or not layer.batch_norm_param.HasField("use_global_stats")
+        if (
+            layer.type == "BatchNorm"
+            and (layer.batch_norm_param.use_global_stats or not layer.batch_norm_param.HasField("use_global_stats"))
+            or layer.type == "BN"
+            and (layer.bn_param.bn_mode or len(layer.blobs) > 2)
         ):
             _as_scale(layer, nvidia)
-        elif layer.type == "BN" and (layer.bn_param.bn_mode or len(layer.blobs) > 2):
-            _bn_as_scale(layer)
     return merge_scales(result, ("Scale", "InnerProduct", *_CONVOLUTIONS))
 
 
@@ -290,34 +291,26 @@ def _put(layer: caffe_pb2.LayerParameter, *values: NDArray[Any]) -> None:
 
 
 def _as_scale(layer: caffe_pb2.LayerParameter, nvidia: bool) -> None:
-    """Convert a BatchNorm with stored statistics to a Scale."""
-    param = layer.batch_norm_param
-    mean, variance, count = (_values(layer, index) for index in range(3))
-    factor = 1.0 if nvidia else (1 / count[0] if count[0] else 0.0)
-    epsilon = max(param.eps, LEAST_EPSILON) if nvidia else param.eps
-    scale = 1 / np.sqrt(variance * factor + np.float64(np.float32(epsilon)))
-    term = -mean * factor * scale
-    if len(layer.blobs) > 3:
-        own, bias = _values(layer, 3), _values(layer, 4)
-        scale, term = scale * own, term * own + bias
-    layer.type = "Scale"
-    layer.ClearField("batch_norm_param")
-    del layer.param[:]
-    layer.scale_param.bias_term = True
-    _put(layer, scale, term)
-
-
-def _bn_as_scale(layer: caffe_pb2.LayerParameter) -> None:
-    """Convert a BN with stored statistics, or SegNet's with none, to a Scale."""
-    scale, term = _values(layer, 0).ravel(), _values(layer, 1).ravel()
-    if len(layer.blobs) > 2:
-        mean, stored = _values(layer, 2).ravel(), _values(layer, 3).ravel()
-        inverse = stored if layer.bn_param.inverse_std else (stored + np.float64(layer.bn_param.eps)) ** -0.5
-        scale, term = scale * inverse, term - mean * scale * inverse
-    layer.type = "Scale"
-    layer.ClearField("bn_param")
-    del layer.param[:]
-    layer.scale_param.bias_term = True
+    """Convert a BatchNorm or BN with stored statistics, or SegNet's with none, to a Scale."""
+    values = [_values(layer, index).ravel() for index in range(len(layer.blobs))]
+    if layer.type == "BatchNorm":
+        mean, variance, count, *own = values
+        param = layer.batch_norm_param
+        factor = 1.0 if nvidia else (1 / count[0] if count[0] else 0.0)
+        epsilon = max(param.eps, LEAST_EPSILON) if nvidia else param.eps
+        scale = 1 / np.sqrt(variance * factor + np.float64(np.float32(epsilon)))
+        term = -mean * factor * scale
+        if own:
+            scale, term = scale * own[0], term * own[0] + own[1]
+    else:
+        scale, term, *stored = values
+        if stored:
+            mean, variance = stored
+            inverse = variance if layer.bn_param.inverse_std else (variance + np.float64(layer.bn_param.eps)) ** -0.5
+            scale, term = scale * inverse, term - mean * scale * inverse
+    for name in ("batch_norm_param", "bn_param", "param"):
+        layer.ClearField(name)
+    layer.type, layer.scale_param.bias_term = "Scale", True
     _put(layer, scale, term)
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from onnx import TensorProto
 
 from caffepy.export.onnx.graph import LayerView, Windows, exports, product_of
@@ -430,16 +429,6 @@ def local_response(view: LayerView) -> str:
     return view.add("Mul", view.x, factor)
 
 
-def statistics(layer: BatchNormLayer) -> tuple[NDArray[np.float32], NDArray[np.float32], float]:
-    """The stored mean and variance, and what is added to the variance, in the net's dialect."""
-    state = layer.normalisation()
-    mean, variance, count = (
-        np.asarray(layer.backend.to_host(a), np.float32) for a in (state.sum_mean, state.sum_variance, state.count)
-    )
-    factor = np.float32(1 / count[0]) if count[0] else np.float32(0)
-    return mean * factor, variance * factor, state.epsilon
-
-
 @exports("BatchNorm", form="BatchNormalization; with use_global_stats: false ReduceMean, Sub, Mul, Add, Sqrt, Div")
 def batch_norm(view: LayerView) -> str:
     layer = view.layer
@@ -451,7 +440,7 @@ def batch_norm(view: LayerView) -> str:
     if not layer.uses_stored:
         return _by_batch(view, layer, ends)
     ends = ends or [view.floats(np.ones(channels), "scale"), view.floats(np.zeros(channels), "bias")]
-    mean, variance, epsilon = statistics(layer)
+    mean, variance, epsilon = layer.stored_statistics()
     values = [*ends, view.floats(mean, "mean"), view.floats(variance, "variance")]
     return view.add("BatchNormalization", view.x, *values, epsilon=epsilon)
 

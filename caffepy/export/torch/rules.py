@@ -326,7 +326,6 @@ def batch_norm(code: LayerCode) -> str:
         raise code.refuse("a top with the batch's statistics")
     if not 2 <= code.rank <= 5:
         raise code.refuse(f"a bottom of {code.rank} axes")
-    state = layer.normalisation()
     parameters: dict[str, NDArray[Any]] = {}
     if layer.scale_bias:
         parameters = {
@@ -337,13 +336,10 @@ def batch_norm(code: LayerCode) -> str:
         parameters = {"weight": values[0], "bias": values[1] if len(values) > 1 else np.zeros_like(values[0])}
     affine = None if parameters else False
     if layer.uses_stored:
-        mean, variance, count = (
-            np.asarray(layer.backend.to_host(a), np.float32) for a in (state.sum_mean, state.sum_variance, state.count)
-        )
-        factor = np.float32(1 / count[0]) if count[0] else np.float32(0)
-        parameters |= {"running_mean": mean * factor, "running_var": variance * factor}
+        mean, variance, _ = layer.stored_statistics()
+        parameters |= {"running_mean": mean, "running_var": variance}
     kind = {2: "nn.BatchNorm1d", 3: "nn.BatchNorm1d", 4: "nn.BatchNorm2d", 5: "nn.BatchNorm3d"}[code.rank]
-    eps = number(state.epsilon)
+    eps = number(layer.normalisation().epsilon)
     constructor = call(
         kind,
         code.bottoms[0].shape[1],

@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 from caffepy.data.datum import parse_datum
 from caffepy.data.mean import read_mean
-from caffepy.data.prefetch import Batch
 from caffepy.data.random import permutation
+from caffepy.data.sampler import SampleLoader
 from caffepy.data.sources.databases import LmdbSource, RecordSource
 from caffepy.errors import DataError
-from caffepy.formats.blobs import check_shape
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source
 from caffepy.layers.layer import register_layer
@@ -84,8 +83,7 @@ class CustomDataLayer(PrefetchingLayer):
             raise DataError(f"{self.where}: {error}") from error
         try:
             self._order = CustomOrder(param, len(self._records), self._selected(), self.where)
-            loader = self._make_loader(0, 0)
-            shapes = loader.sample_shapes()
+            shapes = [part.shape for part in self._make_loader(0, 0).sample(0)]
         except BaseException:
             self._records.close()
             raise
@@ -278,7 +276,7 @@ class Slices:
         return values.reshape(shape), offset + size
 
 
-class CustomLoader:
+class CustomLoader(SampleLoader):
     """Fills batches with the slices of records; a `Loader`.
 
     Args:
@@ -299,34 +297,23 @@ class CustomLoader:
         scale: float,
         where: str,
     ) -> None:
-        self._source = source
-        self._order = order
-        self._slices = slices
-        self._mean = mean
-        self._scale = np.float32(scale)
-        self._where = where
-        self._record = 0
-
-    @property
-    def reading(self) -> str:
-        return f"record {self._record} of {self._source.description}"
-
-    def close(self) -> None:
-        """Does nothing: the layer closes the source."""
+        super().__init__(where)
+        self._source, self._order, self._slices = source, order, slices
+        self._mean, self._scale = mean, np.float32(scale)
 
     def describe(self, sample: int) -> str:
         return f"{self._source.record_name(self._order.record(sample))} of {self._source.description}"
 
-    def _decode(self, number: int) -> tuple[list[NDArray[np.float32]], float]:
-        self._record = number
+    def sample(self, number: int) -> list[NDArray[np.float32]]:
+        record = self._order.record(number)
         try:
-            parts, label = self._slices.decode(self._source.read(number))
+            parts, label = self._slices.decode(self._source.read(record))
             if self._mean is not None:
                 parts = self._without_mean(parts)
         except DataError as error:
-            name = self._source.record_name(number)
-            raise DataError(f"{self._where}: {self._source.description}: {name} {error}") from error
-        return [part * self._scale for part in parts], label
+            name = self._source.record_name(record)
+            raise DataError(f"{self.where}: {self._source.description}: {name} {error}") from error
+        return [*(part * self._scale for part in parts), np.full((1, 1, 1), label, np.float32)]
 
     def _without_mean(self, parts: list[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
         assert self._mean is not None
@@ -337,32 +324,3 @@ class CustomLoader:
         mean = np.zeros((bounds[-1][1], *size), np.float32)
         mean[: len(self._mean)] = self._mean
         return [part - mean[begin:end] for part, (begin, end) in zip(parts, bounds, strict=True)]
-
-    def load(self, first: int, count: int, batch: Batch) -> None:
-        """Fill `batch` with the global samples [first, first + count).
-
-        Raises:
-            DataError: a record cannot be read, or differs in shape from the first of the batch.
-        """
-        for index in range(count):
-            number = self._order.record(first + index)
-            parts, label = self._decode(number)
-            for top, part in enumerate(parts[: len(batch.arrays)]):
-                if index == 0:
-                    check_shape((count, *part.shape), self._where)
-                    batch.array(top, (count, *part.shape))
-                elif batch.arrays[top].shape[1:] != part.shape:
-                    name = self._source.record_name(number)
-                    raise DataError(f"{self._where}: {name} differs in size from the batch's first record")
-                batch.arrays[top][index] = part
-            if len(batch.arrays) > len(parts):
-                batch.array(len(parts), (count, 1, 1, 1))[index] = label
-
-    def load_bytes(self, *_: object) -> int:
-        """Return 0: batches are float32."""
-        return 0
-
-    def sample_shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes of the slices and of the label of the first record."""
-        parts, _ = self._decode(self._order.record(0))
-        return [*(part.shape for part in parts), (1, 1, 1)]

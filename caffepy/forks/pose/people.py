@@ -27,9 +27,13 @@ Pairs = tuple[tuple[int, int], ...]
 Sources = tuple[tuple[int, ...], ...]
 
 
-def chain(*parts: int) -> Pairs:
-    """Return the connections from each part to the next."""
-    return tuple(pairwise(parts))
+def pairs(text: str) -> Pairs:
+    """Return the pairs of neighbours in chains of parts, such as "1-8-9" and "3..6"."""
+    found: list[tuple[int, int]] = []
+    for word in text.split():
+        first, dots, last = word.partition("..")
+        found += pairwise(range(int(first), int(last) + 1) if dots else map(int, word.split("-")))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -86,174 +90,44 @@ class PeopleSource:
 
 SMALL_RATIO = 5.75 / 7
 
-_LIMBS_18 = (
-    (1, 8),
-    (8, 9),
-    (9, 10),
-    (1, 11),
-    (11, 12),
-    (12, 13),
-    (1, 2),
-    (2, 3),
-    (3, 4),
-    (2, 16),
-    (1, 5),
-    (5, 6),
-    (6, 7),
-    (5, 17),
-    (1, 0),
-    (0, 14),
-    (0, 15),
-    (14, 16),
-    (15, 17),
+_LIMBS_18 = pairs("1-8 8-9 9-10 1-11 11-12 12-13 1-2 2-3 3-4 2-16 1-5 5-6 6-7 5-17 1-0 0-14 0-15 14-16 15-17")
+_LIMBS_19 = pairs("1-8 9-10 10-11 8-9 8-12 12-13 13-14 1-2 2-3 3-4 2-17 1-5 5-6 6-7 5-18 1-0 0-15 0-16 15-17 16-18")
+_LIMBS_23 = pairs(
+    "0-1 1-2 2-3 0-4 4-5 5-6 7-8 8-9 10-11 11-12 0-13 13-15 0-14 14-16 12-17 17-18 12-19 9-20 20-21 9-22 1-7 4-10 "
+    "1-15 4-16 15-16 7-10 1-3 4-6 7-9 10-12 3-6 9-12 3-7 6-10 9-21 12-18"
 )
-_LIMBS_19 = (
-    (1, 8),
-    (9, 10),
-    (10, 11),
-    (8, 9),
-    (8, 12),
-    (12, 13),
-    (13, 14),
-    (1, 2),
-    (2, 3),
-    (3, 4),
-    (2, 17),
-    (1, 5),
-    (5, 6),
-    (6, 7),
-    (5, 18),
-    (1, 0),
-    (0, 15),
-    (0, 16),
-    (15, 17),
-    (16, 18),
+_BODY_25B = pairs(
+    "0-1 0-2 1-3 2-4 0-5 0-6 5-7 6-8 7-9 8-10 5-11 6-12 11-13 12-14 13-15 14-16 15-19 19-20 15-21 16-22 22-23 16-24"
 )
-_LIMBS_23 = (
-    (0, 1),
-    (1, 2),
-    (2, 3),
-    (0, 4),
-    (4, 5),
-    (5, 6),
-    (7, 8),
-    (8, 9),
-    (10, 11),
-    (11, 12),
-    (0, 13),
-    (13, 15),
-    (0, 14),
-    (14, 16),
-    (12, 17),
-    (17, 18),
-    (12, 19),
-    (9, 20),
-    (20, 21),
-    (9, 22),
-    (1, 7),
-    (4, 10),
-    (1, 15),
-    (4, 16),
-    (15, 16),
-    (7, 10),
-    (1, 3),
-    (4, 6),
-    (7, 9),
-    (10, 12),
-    (3, 6),
-    (9, 12),
-    (3, 7),
-    (6, 10),
-    (9, 21),
-    (12, 18),
-)
-_BODY_25B = (
-    (0, 1),
-    (0, 2),
-    (1, 3),
-    (2, 4),
-    (0, 5),
-    (0, 6),
-    (5, 7),
-    (6, 8),
-    (7, 9),
-    (8, 10),
-    (5, 11),
-    (6, 12),
-    (11, 13),
-    (12, 14),
-    (13, 15),
-    (14, 16),
-    (15, 19),
-    (19, 20),
-    (15, 21),
-    (16, 22),
-    (22, 23),
-    (16, 24),
-)
-_MORE_25B = ((3, 4), (3, 5), (4, 6), (5, 9), (6, 10), (9, 10), (9, 11), (10, 12), (11, 12), (15, 16))
+_MORE_25B = pairs("3-4 3-5 4-6 5-9 6-10 9-10 9-11 10-12 11-12 15-16")
 _LEFT_HAND, _RIGHT_HAND, _FACE = 25, 45, 65
 """First part of each in the skeleton of 135 parts."""
 
 
 def _hand(wrist: int, first: int) -> Pairs:
-    return tuple(limb for i in range(5) for limb in chain(wrist, *range(first + 4 * i, first + 4 * i + 4)))
+    return tuple(limb for i in range(5) for limb in pairwise((wrist, *range(first + 4 * i, first + 4 * i + 4))))
 
 
 def _face() -> Pairs:
-    inner = (
-        *chain(*range(17)),
-        (0, 17),
-        (16, 26),
-        *chain(*range(17, 27)),
-        (21, 27),
-        (22, 27),
-        *chain(*range(27, 31)),
-        (30, 33),
-        (33, 32),
-        (32, 31),
-        (33, 34),
-        (34, 35),
-        (27, 39),
-        (27, 42),
-        *chain(*range(36, 42)),
-        *chain(*range(42, 48)),
-        (33, 51),
-        *chain(*range(48, 60)),
-        (48, 60),
-        (54, 64),
-        *chain(*range(60, 68)),
-        (36, 68),
-        (39, 68),
-        (42, 69),
-        (45, 69),
+    inner = pairs(
+        "0..16 0-17 16-26 17..26 21-27 22-27 27..30 30-33-32-31 33-34-35 27-39 27-42 36..41 42..47 33-51 48..59 48-60 "
+        "54-64 60..67 36-68 39-68 42-69 45-69"
     )
     own = tuple((_FACE + a, _FACE + b) for a, b in inner)
     return ((0, _FACE + 30), (2, _FACE + 39), (1, _FACE + 42), *own)
 
 
-_MIRRORED_18 = ((5, 2), (6, 3), (7, 4), (11, 8), (12, 9), (13, 10), (15, 14), (17, 16))
-_MIRRORED_19 = ((5, 2), (6, 3), (7, 4), (12, 9), (13, 10), (14, 11), (16, 15), (18, 17))
-_MIRRORED_23 = ((4, 1), (5, 2), (6, 3), (10, 7), (11, 8), (12, 9), (14, 13), (16, 15), (17, 20), (18, 21), (19, 22))
+_MIRRORED_18 = pairs("5-2 6-3 7-4 11-8 12-9 13-10 15-14 17-16")
+_MIRRORED_19 = pairs("5-2 6-3 7-4 12-9 13-10 14-11 16-15 18-17")
+_MIRRORED_23 = pairs("4-1 5-2 6-3 10-7 11-8 12-9 14-13 16-15 17-20 18-21 19-22")
 _MIRRORED_25 = (*_MIRRORED_19, (19, 22), (20, 23), (21, 24))
 _MIRRORED_25B = (*((i, i + 1) for i in range(1, 16, 2)), (19, 22), (20, 23), (21, 24))
 _MIRRORED_FACE = (
     *((i, 16 - i) for i in range(8)),
     *((17 + i, 26 - i) for i in range(5)),
-    (31, 35),
-    (32, 34),
+    *pairs("31-35 32-34"),
     *((36 + i, 45 - i) for i in range(4)),
-    (40, 47),
-    (41, 46),
-    (48, 54),
-    (49, 53),
-    (50, 52),
-    (55, 59),
-    (56, 58),
-    (60, 64),
-    (61, 63),
-    (65, 67),
-    (68, 69),
+    *pairs("40-47 41-46 48-54 49-53 50-52 55-59 56-58 60-64 61-63 65-67 68-69"),
 )
 
 _SKELETON_18 = Skeleton(18, _LIMBS_18, _MIRRORED_18)
@@ -276,7 +150,7 @@ _SKELETON_135 = Skeleton(
 )
 
 
-def _from(*sources: int | tuple[int, ...]) -> Sources:
+def from_parts(*sources: int | tuple[int, ...]) -> Sources:
     return tuple(source if isinstance(source, tuple) else (source,) for source in sources)
 
 
@@ -288,12 +162,12 @@ def _none(count: int) -> Sources:
     return ((),) * count
 
 
-_COCO_18 = _from(0, (5, 6), 6, 8, 10, 5, 7, 9, 12, 14, 16, 11, 13, 15, 2, 1, 4, 3)
+_COCO_18 = from_parts(0, (5, 6), 6, 8, 10, 5, 7, 9, 12, 14, 16, 11, 13, 15, 2, 1, 4, 3)
 _COCO_19 = (*_COCO_18[:8], (11, 12), *_COCO_18[8:])
 _COCO_23 = (*_COCO_18[:1], *_COCO_18[2:])
 _FEET = _range(17, 6)
 _MPII_25B = (*_none(5), (13,), (12,), *_none(10), (8,), (9,), *_none(6))
-_EYES_AND_NOSE = _from((27, 28, 29, 30, 31, 32, 34, 35), (42, 43, 44, 45, 46, 47), (36, 37, 38, 39, 40, 41))
+_EYES_AND_NOSE = from_parts((27, 28, 29, 30, 31, 32, 34, 35), (42, 43, 44, 45, 46, 47), (36, 37, 38, 39, 40, 41))
 _FINGERS = frozenset(range(_LEFT_HAND, _FACE))
 _FACE_PARTS = frozenset(range(_FACE, 135))
 _MPII_PARTS, _FEET_PARTS = frozenset({17, 18}), frozenset(range(19, 25))
@@ -309,7 +183,7 @@ def _plain(skeleton: Skeleton, category: str, lmdb_parts: int, sources: Sources)
 
 
 _FEET_OF_25, _FEET_OF_23, _FEET_OF_25B = ((10, 11), (13, 14)), ((8, 9), (11, 12)), ((13, 15), (14, 16))
-_PT = _from(13, (), (), (), (), 9, 8, 10, 7, 11, 6, 3, 2, 4, 1, 5, 0, 12, 14, (), (), (), (), (), ())
+_PT = from_parts(13, (), (), (), (), 9, 8, 10, 7, 11, 6, 3, 2, 4, 1, 5, 0, 12, 14, (), (), (), (), (), ())
 _COCO_25B_17, _COCO_25B_23 = (*_range(0, 17), *_none(8)), (*_range(0, 17), *_none(2), *_FEET)
 _HAND_21 = (*_none(10), (0,), *_none(34), *_range(1, 20), *_none(70))
 _HAND_42 = (*_none(9), (0,), (21,), *_none(14), *_range(1, 20), *_range(22, 20), *_none(70))

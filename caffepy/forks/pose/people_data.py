@@ -26,7 +26,6 @@ from caffepy.forks.pose.people import (
     SMALL_RATIO,
     VISIBLE,
     Grid,
-    Pairs,
     People,
     PeopleSource,
     Person,
@@ -34,10 +33,12 @@ from caffepy.forks.pose.people import (
     Skeleton,
     Sources,
     check_side,
+    from_parts,
     mark_outside,
     means,
     mirroring,
     model_named,
+    pairs,
     planes_of,
     read_people,
     rotation,
@@ -62,63 +63,14 @@ _MAX_MAP = 1 << 14
 _UNNAMED = 3
 """State of a part that the record of CPMData spares."""
 
-_LIMBS_COCO: Pairs = (
-    (1, 8),
-    (8, 9),
-    (9, 10),
-    (1, 11),
-    (11, 12),
-    (12, 13),
-    (1, 2),
-    (2, 3),
-    (3, 4),
-    (2, 16),
-    (1, 5),
-    (5, 6),
-    (6, 7),
-    (5, 17),
-    (1, 0),
-    (0, 14),
-    (0, 15),
-    (14, 16),
-    (15, 17),
-)
-_LIMBS_MPI: Pairs = (
-    (0, 1),
-    (1, 2),
-    (2, 3),
-    (3, 4),
-    (1, 5),
-    (5, 6),
-    (6, 7),
-    (1, 14),
-    (14, 8),
-    (8, 9),
-    (9, 10),
-    (14, 11),
-    (11, 12),
-    (12, 13),
-)
-_MPI_SOURCES: Sources = (
-    (9,),
-    (8,),
-    (12,),
-    (11,),
-    (10,),
-    (13,),
-    (14,),
-    (15,),
-    (2,),
-    (1,),
-    (0,),
-    (3,),
-    (4,),
-    (5,),
-    (7, 6),
-)
+_COCO = MODELS["COCO_18"]
+_LIMBS_MPI = pairs("0-1 1-2 2-3 3-4 1-5 5-6 6-7 1-14 14-8 8-9 9-10 14-11 11-12 12-13")
 BODIES: dict[int, tuple[Skeleton, Sources]] = {
-    56: (Skeleton(18, _LIMBS_COCO, MODELS["COCO_18"].skeleton.mirrored), MODELS["COCO_18"].sources),
-    43: (Skeleton(15, _LIMBS_MPI, ((2, 5), (3, 6), (4, 7), (8, 11), (9, 12), (10, 13))), _MPI_SOURCES),
+    56: (Skeleton(18, _COCO.skeleton.limbs, _COCO.skeleton.mirrored), _COCO.sources),
+    43: (
+        Skeleton(15, _LIMBS_MPI, pairs("2-5 3-6 4-7 8-11 9-12 10-13")),
+        from_parts(9, 8, 12, 11, 10, 13, 14, 15, 2, 1, 0, 3, 4, 5, (7, 6)),
+    ),
 }
 """By num_parts, the number of maps without the background: the skeleton, and the parts of the database for each."""
 

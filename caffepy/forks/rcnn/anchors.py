@@ -6,14 +6,15 @@ maps come with their labels. DetectionAccuracy, DetectionGroupAccuracy and BboxA
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.transforms.boxes import EXACT, WHOLE, PixelBoxes, paired_overlaps
+from caffepy.data.boxes import EXACT, WHOLE, Boxes, Rows, overlaps
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.detection.boxes import Rows
+from caffepy.layers.host import HostLayer
 from caffepy.layers.layer import Blobs, Layer, register_layer
 
 _f32 = np.float32
@@ -169,12 +170,6 @@ class AnchorMaps:
     boxes: Rows
     overlaps: Rows
 
-    @classmethod
-    def empty(cls) -> AnchorMaps:
-        """Return maps without images."""
-        zeros = np.zeros((0, 1, 4, 1, 1), np.float32)
-        return cls(zeros, zeros, np.zeros((0, 1, 1, 1), np.int64), zeros, zeros[:, :, 0])
-
     def classes(self, objectness: bool) -> NDArray[np.int64]:
         """Return the labels; with `objectness` 1 for all objects."""
         return np.minimum(self.labels, 1) if objectness else self.labels
@@ -195,61 +190,38 @@ def ignored_label(param: caffe_pb2.LossParameter) -> int | None:
     return param.ignore_label if param.HasField("ignore_label") else None
 
 
-# -- one anchor at each position -----------------------------------------------------------------------
+def check_maps(layer: Layer, settings: Settings, kinds: int, bottom: Blobs) -> None:
+    """Check the shapes of maps of K kinds of anchors and their labels.
 
-
-def check_map(layer: Layer, settings: Settings, bottom: Blobs) -> None:
-    """Check the shapes of scores and offsets (N, C + 4, H, W) and labels (N, 6, H, W).
-
-    Raises:
-        ShapeError: they are others.
-    """
-    shape, channels = bottom[0].shape, settings.cls_num + BOX
-    if len(shape) != 4 or shape[1] != channels or bottom[1].shape != (shape[0], 6, *shape[2:]):
-        raise layer.shape_error(f"needs maps (N, {channels}, H, W) and labels (N, 6, H, W)", *bottom)
-
-
-def read_map(layer: Layer, settings: Settings, bottom: Blobs) -> AnchorMaps:
-    """Return the values of the bottoms that `check_map` checks; without images if the backend holds no values.
-
-    Raises:
-        DataError: a label is outside the classes.
-    """
-    values, labels = (layer.backend.to_host(blob.data) for blob in bottom)
-    if not layer.backend.holds_values:
-        return AnchorMaps.empty()
-    classes = settings.cls_num
-    return _with_labels(layer, settings, values[:, None, :classes], values[:, None, classes:], labels[:, None])
-
-
-# -- groups of anchors ---------------------------------------------------------------------------------
-
-
-def check_group(layer: Layer, settings: Settings, kinds: int, bottom: Blobs) -> None:
-    """Check the shapes of scores (N K, C, H, W), offsets (N K, 4, H, W) and labels (N K, 6, H, W); K kinds of anchors.
+    MS-CNN has scores and offsets (N, C + 4, H, W) in one bottom, and labels (N, 6, H, W). Cascade R-CNN has scores
+    (N K, C, H, W), offsets (N K, 4, H, W) and labels (N K, 6, H, W).
 
     Raises:
         ShapeError: they are others.
     """
     shape, classes = bottom[0].shape, settings.cls_num
-    wanted = [(shape[0], channels, *shape[2:]) for channels in (classes, BOX, 6)] if len(shape) == 4 else []
-    if [blob.shape for blob in bottom] != wanted or shape[0] % kinds:
-        raise layer.shape_error(
-            f"needs scores (N * {kinds}, {classes}, H, W), offsets (N * {kinds}, 4, H, W) and labels "
-            f"(N * {kinds}, 6, H, W)",
-            *bottom,
-        )
+    channels = (classes + BOX, 6) if len(bottom) == 2 else (classes, BOX, 6)
+    wanted = [(shape[0], count, *shape[2:]) for count in channels] if len(shape) == 4 else []
+    if [blob.shape for blob in bottom] == wanted and not (len(bottom) == 3 and shape[0] % kinds):
+        return
+    if len(bottom) == 2:
+        raise layer.shape_error(f"needs maps (N, {channels[0]}, H, W) and labels (N, 6, H, W)", *bottom)
+    raise layer.shape_error(
+        f"needs scores (N * {kinds}, {classes}, H, W), offsets (N * {kinds}, 4, H, W) and labels (N * {kinds}, "
+        "6, H, W)",
+        *bottom,
+    )
 
 
-def read_group(layer: Layer, settings: Settings, kinds: int, bottom: Blobs) -> AnchorMaps:
-    """Return the values of the bottoms that `check_group` checks; without images if the backend holds no values.
+def read_maps(layer: Layer, settings: Settings, kinds: int, values: Sequence[Rows]) -> AnchorMaps:
+    """Return the maps in the values of bottoms that `check_maps` checks.
 
     Raises:
         DataError: a label is outside the classes.
     """
-    values = [layer.backend.to_host(blob.data) for blob in bottom]
-    if not layer.backend.holds_values:
-        return AnchorMaps.empty()
+    if len(values) == 2:
+        maps, classes = values[0][:, None], settings.cls_num
+        return _with_labels(layer, settings, maps[:, :, :classes], maps[:, :, classes:], values[1][:, None])
     return _with_labels(layer, settings, *(part.reshape(-1, kinds, *part.shape[1:]) for part in values))
 
 
@@ -279,12 +251,13 @@ _GIVEN_OVERLAP = np.float32(0.975)
 """Overlap from which a region is the object itself and BboxAccuracy leaves it out."""
 
 
-class AnchorAccuracyLayer(Layer):
+class AnchorAccuracyLayer(HostLayer):
     """The hits and overlaps of predictions of anchors, on the host."""
 
     tops = (1, 2)
     has_backward = False
     kind = EXACT
+    blocker = "it compares boxes on the host"
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.settings
@@ -302,31 +275,18 @@ class AnchorAccuracyLayer(Layer):
         """Return the anchors of the prototxt."""
         raise NotImplementedError
 
-    def maps(self, bottom: Blobs) -> AnchorMaps:
-        """Return the bottoms' values."""
-        raise NotImplementedError
-
     def hits(self, scores: Rows, labels: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which positions' labels (N, K, H, W) are found by scores (N, K, C, H, W)."""
         raise NotImplementedError
 
-    def capture_blocker(self) -> str:
-        return "it compares boxes on the host"
-
-    def shape_tops(self, top: Blobs) -> None:
-        """Set the tops' shapes."""
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        check_maps(self, self.settings, len(self._anchors.widths), bottom)
         for blob, count in zip(top, (2, 1), strict=False):
             blob.reshape((1, 1, 1, count))
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        if not self.backend.holds_values:
-            return
-        maps = self.maps(bottom)
-        with np.errstate(all="ignore"):
-            scores = np.array([*self._accuracies(maps), self._overlap(maps)], np.float32)
-        self.backend.from_host(scores[:2].reshape(1, 1, 1, 2), top[0].data)
-        if len(top) > 1:
-            self.backend.from_host(scores[2:].reshape(1, 1, 1, 1), top[1].data)
+    def compute(self, *values: Rows) -> list[Rows]:
+        maps = read_maps(self, self.settings, len(self._anchors.widths), values)
+        return [np.array([[[found]]], np.float32) for found in (self._accuracies(maps), [self._overlap(maps)])]
 
     def _ignored(self, labels: NDArray[np.int64]) -> NDArray[np.bool_]:
         ignored = ignored_label(self.param.loss_param)
@@ -349,8 +309,8 @@ class AnchorAccuracyLayer(Layer):
         found = self._anchors.decode(maps.predictions, self._normalisation, self._limits)
         boxes = maps.boxes
         truth = np.concatenate([boxes[:, :, :2] - boxes[:, :, 2:] / np.float32(2), boxes[:, :, 2:]], 2)
-        pairs = [PixelBoxes.from_sizes(np.moveaxis(part, 2, -1)[counted], self.kind) for part in (found, truth)]
-        return float(paired_overlaps(*pairs).mean(dtype=np.float64))
+        a, b = (Boxes.from_sizes(np.moveaxis(part, 2, -1)[counted], self.kind) for part in (found, truth))
+        return float(overlaps(a, b).mean(dtype=np.float64))
 
 
 def _mean(hits: NDArray[np.bool_], counted: NDArray[np.bool_]) -> float:
@@ -387,13 +347,6 @@ class DetectionAccuracyLayer(AnchorAccuracyLayer):
             raise self.error(f"coord_num is {param.coord_num}, not 4, or top_k {param.top_k} is not from 1 to cls_num")
         return read_anchors(self, param.field_w, param.field_h, param.downsample_rate, "downsample_rate")
 
-    def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        check_map(self, self.settings, bottom)
-        self.shape_tops(top)
-
-    def maps(self, bottom: Blobs) -> AnchorMaps:
-        return read_map(self, self.settings, bottom)
-
     def hits(self, scores: Rows, labels: NDArray[np.int64]) -> NDArray[np.bool_]:
         own = np.take_along_axis(scores, np.clip(labels, 0, scores.shape[2] - 1)[:, :, None], 2)
         numbers = np.arange(scores.shape[2]).reshape(-1, 1, 1)
@@ -429,20 +382,13 @@ class DetectionGroupAccuracyLayer(AnchorAccuracyLayer):
             self, list(self.settings.field_w), list(self.settings.field_h), self.settings.stride, "stride"
         )
 
-    def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        check_group(self, self.settings, len(self._anchors.widths), bottom)
-        self.shape_tops(top)
-
-    def maps(self, bottom: Blobs) -> AnchorMaps:
-        return read_group(self, self.settings, len(self._anchors.widths), bottom)
-
     def hits(self, scores: Rows, labels: NDArray[np.int64]) -> NDArray[np.bool_]:
         found: NDArray[np.bool_] = scores.argmax(2) == labels
         return found
 
 
 @register_layer("BboxAccuracy")
-class BboxAccuracyLayer(Layer):
+class BboxAccuracyLayer(HostLayer):
     """The mean overlap of regions with their objects, after and before regression (`bbox_accuracy_layer.cpp`).
 
     Shapes: predictions (R, 4 C), or (R, 8) if `bbox_reg_param.cls_aware` is false, regions (R, 5) and objects (R, 6) of
@@ -460,13 +406,11 @@ class BboxAccuracyLayer(Layer):
     has_backward = False
     exact_bottoms = frozenset({1})
     no_gradient_bottoms = frozenset({2})
+    blocker = "it compares boxes on the host"
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self._normalisation = read_normalisation(self)
         self._aware = self.param.bbox_reg_param.cls_aware
-
-    def capture_blocker(self) -> str:
-        return "it compares boxes on the host"
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         rows = [blob.shape[0] if blob.shape else 0 for blob in bottom]
@@ -477,15 +421,9 @@ class BboxAccuracyLayer(Layer):
         for blob in top:
             blob.reshape((1, 1, 1, 1))
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        if not self.backend.holds_values:
-            return
-        count = bottom[0].shape[0]
-        predictions, regions, objects = (self.backend.to_host(blob.data).reshape(count, -1) for blob in bottom)
-        with np.errstate(all="ignore"):
-            results = self._overlaps(predictions, regions, objects)
-        for blob, value in zip(top, results, strict=False):
-            self.backend.from_host(np.full((1, 1, 1, 1), value, np.float32), blob.data)
+    def compute(self, *values: Rows) -> list[Rows]:
+        rows = [part.reshape(len(part), -1) for part in values]
+        return [np.full((1, 1, 1, 1), value, np.float32) for value in self._overlaps(*rows)]
 
     def _overlaps(self, predictions: Rows, regions: Rows, objects: Rows) -> tuple[float, float]:
         """Return the mean overlaps after and before regression."""
@@ -497,16 +435,16 @@ class BboxAccuracyLayer(Layer):
         if columns.max() >= predictions.shape[1]:
             raise self.data_error(f"'{self.bottom_names[2]}' has the class {labels.max()}, which has no prediction")
         offsets = self._normalisation.undo(predictions[rows[:, None], columns])
-        truth, before = (_with_sizes(part) for part in (objects[rows, 1:5], regions[rows, 1:5]))
+        truth, before = (with_sizes(part) for part in (objects[rows, 1:5], regions[rows, 1:5]))
         sides = before[:, 2:] * np.exp(offsets[:, 2:])
         centers = before[:, :2] + np.float32(0.5) * before[:, 2:] + offsets[:, :2] * before[:, 2:]
         after = np.concatenate([centers - sides / np.float32(2), sides], 1)
         kind = EXACT if self._aware else WHOLE
-        first, second, wanted = (PixelBoxes.from_sizes(part, kind) for part in (after, before, truth))
-        means = [float(paired_overlaps(part, wanted).mean(dtype=np.float64)) for part in (first, second)]
+        first, second, wanted = (Boxes.from_sizes(part, kind) for part in (after, before, truth))
+        means = [float(overlaps(part, wanted).mean(dtype=np.float64)) for part in (first, second)]
         return means[0], means[1]
 
 
-def _with_sizes(corners: Rows) -> Rows:
+def with_sizes(corners: Rows) -> Rows:
     """Return x, y, width, height of boxes of first and last pixels."""
     return np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2] + np.float32(1)], 1)

@@ -5,28 +5,26 @@ DetectionData and EvalData are Cascade R-CNN's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.data.boxes import CORNERS, EXACT
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
-from caffepy.data.sampler import Sampler
-from caffepy.data.transforms.boxes import CORNERS, EXACT
+from caffepy.data.sampler import RecordLoader, Sampler
 from caffepy.data.transforms.im_transforms import check_distort, distort
 from caffepy.data.transforms.pixels import rounded
 from caffepy.errors import DataError
 from caffepy.forks.rcnn.object_windows import (
     CHANNELS,
+    Entry,
     Floats,
     LabelMap,
     Matching,
-    Normaliser,
-    ObjectWindowLoader,
-    ObjectWindowSource,
     Placed,
     Scene,
     Truth,
@@ -77,28 +75,21 @@ def told_side_lengths(
     return None
 
 
-# -- the base of DetectionData and ImageGtData ---------------------------------------------------------
+# -- the base of the layers, and their loader ----------------------------------------------------------
+
+Fill = Callable[[int, int, SampleRng], Floats]
+"""Writes an image to a batch, given its index there and in the file, and returns the rows of its objects."""
 
 
-class AnchorLabelsLayer(PrefetchingLayer):
-    """A layer of images, labels of anchors, and optionally their objects."""
+class ObjectWindowLayer(PrefetchingLayer):
+    """A layer of the images of a window file and their objects."""
 
     parameter: ClassVar[str]
     """The layer's message in the prototxt."""
-    stride_field: ClassVar[str]
-    """The field of the message that has a stride for each map."""
-    columns: ClassVar[int]
-    """Numbers of an object."""
-
-    @classmethod
-    def label_shapes(cls, layer: caffe_pb2.LayerParameter, image: Sequence[int]) -> list[tuple[int, ...]]:
-        param = getattr(layer, cls.parameter)
-        maps = map_shapes(getattr(param, cls.stride_field), image)
-        return [*maps, (cls.columns, 1, 1)] if param.output_gt_boxes else maps
-
-    @classmethod
-    def object_list(cls, layer: caffe_pb2.LayerParameter, shapes: Mapping[str, Sequence[int]]) -> int | None:
-        return len(layer.top) - 1 if getattr(layer, cls.parameter).output_gt_boxes else None
+    no_object: ClassVar[tuple[int, ...]]
+    """The row of a batch without objects."""
+    alone = 0
+    """Number of images at the begin of a batch that are written in turn, before threads write the rest."""
 
     @property
     def settings(self) -> Any:
@@ -109,9 +100,87 @@ class AnchorLabelsLayer(PrefetchingLayer):
         return int(self.settings.batch_size)
 
     def batch_shape(self, index: int, sample_shape: tuple[int, ...]) -> tuple[int, ...]:
-        if self.settings.output_gt_boxes and index == len(self.param.top) - 1:
-            return (1, *sample_shape)
-        return super().batch_shape(index, sample_shape)
+        own = super().batch_shape(index, sample_shape)
+        return (1, *sample_shape) if index == self.object_list(self.param, {}) else own
+
+    def open_windows(self, scale: float, difficult: bool) -> list[Entry]:
+        """Open the window file, whose objects may have a column `difficult`, and return its images."""
+        param = self.settings
+        self._normaliser = read_normaliser(self, scale)
+        self.windows = open_object_windows(self, param.source, param.root_folder, difficult)
+        return self.windows.entries
+
+    def make_loader(self) -> DescribingLoader:
+        return ObjectWindowLoader(self)
+
+    def order(self, seed: int, stream: int) -> Sampler:
+        """Return the order of the images."""
+        return Sampler(len(self.windows))
+
+    def image_of(self, record: int) -> int:
+        """Return the index of a record's image in the file."""
+        return record
+
+    def filler(self, first: int, count: int, batch: Batch, key: tuple[int, int]) -> Fill:
+        """Return what writes images to a batch of the samples [first, first + count), from several threads."""
+        raise NotImplementedError
+
+
+class ObjectWindowLoader(RecordLoader):
+    """Fills batches with images of a window file; a `Loader`.
+
+    Args:
+        layer: writes the images.
+    """
+
+    def __init__(self, layer: ObjectWindowLayer) -> None:
+        stream = seeded_stream(layer)
+        self._layer, self._key = layer, (stream.seed, stream.stream)
+        super().__init__(layer.windows, layer.order(*self._key), layer.where, layer.threads(0))
+
+    def describe(self, sample: int) -> str:
+        return str(self.source.record_name(self._layer.image_of(self.record_of(sample))))
+
+    def load(self, first: int, count: int, batch: Batch) -> None:
+        """Fill `batch` with the global samples [first, first + count).
+
+        Raises:
+            DataError: an image cannot be read.
+        """
+        records, layer = self.records(first, count).tolist(), self._layer
+        rows: list[Floats] = [np.empty((0, len(layer.no_object)), _f32)] * count
+        fill = layer.filler(first, count, batch, self._key)
+
+        def fill_one(index: int) -> None:
+            number = layer.image_of(records[index])
+            with self.reads(number):
+                rows[index] = fill(index, number, SampleRng(*self._key, first + index))
+
+        for index in range(layer.alone):
+            fill_one(index)
+        self._workers.run(fill_one, range(layer.alone, count))
+        top = layer.object_list(layer.param, {})
+        if top is not None:
+            found = np.concatenate(rows)
+            found = found if len(found) else np.array([layer.no_object], _f32)
+            batch.array(top, (*found.shape, 1, 1))[...] = found[:, :, None, None]
+
+
+class AnchorLabelsLayer(ObjectWindowLayer):
+    """A layer of images, labels of anchors, and optionally their objects."""
+
+    stride_field: ClassVar[str]
+    """The field of the message that has a stride for each map."""
+
+    @classmethod
+    def label_shapes(cls, layer: caffe_pb2.LayerParameter, image: Sequence[int]) -> list[tuple[int, ...]]:
+        param = getattr(layer, cls.parameter)
+        maps = map_shapes(getattr(param, cls.stride_field), image)
+        return [*maps, (len(cls.no_object), 1, 1)] if param.output_gt_boxes else maps
+
+    @classmethod
+    def object_list(cls, layer: caffe_pb2.LayerParameter, shapes: Mapping[str, Sequence[int]]) -> int | None:
+        return len(layer.top) - 1 if getattr(layer, cls.parameter).output_gt_boxes else None
 
     def read_maps(self) -> list[LabelMap]:
         """Return the maps of anchors.
@@ -134,20 +203,13 @@ class AnchorLabelsLayer(PrefetchingLayer):
     def sample_shapes(self, maps: Sequence[LabelMap], height: int, width: int) -> list[tuple[int, ...]]:
         """Return the shapes of the tops of one image of height x width."""
         shapes: list[tuple[int, ...]] = [(3, height, width), *((CHANNELS, *one.shape(height, width)) for one in maps)]
-        return [*shapes, (self.columns, 1, 1)] if self.settings.output_gt_boxes else shapes
+        return [*shapes, (len(self.no_object), 1, 1)] if self.settings.output_gt_boxes else shapes
 
 
 def object_rows(index: int, boxes: Floats, labels: Floats, *flags: NDArray[np.bool_]) -> Floats:
     """Return a row (index, x1, y1, x2, y2, label, flags) for each object of the batch's image `index`."""
     image = np.full((len(labels), 1), index, _f32)
     return np.column_stack([image, boxes, labels, *flags]).astype(_f32)
-
-
-def put_objects(rows: list[Floats], batch: Batch, top: int, none: Sequence[float]) -> None:
-    """Write the objects of a batch, or the row `none` if there are none."""
-    found = np.concatenate(rows)
-    found = found if len(found) else np.array([none], _f32)
-    batch.array(top, (*found.shape, 1, 1))[...] = found[:, :, None, None]
 
 
 # -- DetectionData -------------------------------------------------------------------------------------
@@ -172,30 +234,84 @@ class DetectionDataLayer(AnchorLabelsLayer):
     """
 
     tops = (1, None)
-    parameter, stride_field, columns = "detection_data_param", "stride", COLUMNS
+    parameter, stride_field, no_object = "detection_data_param", "stride", _NO_OBJECT
+    alone = 1  # the first image sets the shape of the batch
 
     @classmethod
     def told_size(cls, layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int, str] | None:
         return told_side_lengths(layer.detection_data_param)
 
     def open(self) -> tuple[Source, list[tuple[int, ...]]]:
-        param = self.param.detection_data_param
-        maps = self.read_maps()
-        check_detection_data(self, param)
-        normaliser = read_normaliser(self, self.param.transform_param.scale)
-        self._windows = open_object_windows(self, param.source, param.root_folder, True)
-        self._settings = DetectionDataSettings(
-            param, maps, normaliser, self.param.transform_param.mirror, self.context.nvidia
-        )
-        sizes = Sizes(param, 1.0)
-        height, width = sizes.canvas(sizes.resized(self._windows.entries[0].size))
-        return self._windows, self.sample_shapes(maps, height, width)
+        self._maps = self.read_maps()
+        check_detection_data(self, self.settings)
+        sizes = Sizes(self.settings, 1.0)
+        first = self.open_windows(self.param.transform_param.scale, True)[0]
+        return self.windows, self.sample_shapes(self._maps, *sizes.canvas(sizes.resized(first.size)))
 
-    def make_loader(self) -> DescribingLoader:
-        stream = seeded_stream(self)
-        return DetectionDataLoader(
-            self._windows, self._settings, stream.seed, stream.stream, self.where, self.threads(0)
+    def order(self, seed: int, stream: int) -> Sampler:
+        param = self.settings
+        if param.HasField("shuffle") and param.shuffle != "random":
+            tall = np.array([entry.size[0] >= entry.size[1] for entry in self.windows.entries])
+            group = param.mix_group_size if param.shuffle == "random_mix_aspect" else 0
+            return AspectOrder(tall, group, seed, stream)
+        return Sampler(len(self.windows), 0, param.HasField("shuffle"), seed, stream)
+
+    def filler(self, first: int, count: int, batch: Batch, key: tuple[int, int]) -> Fill:
+        ratios, chosen = self.settings.template_ratio, SampleRng(key[0], key[1] ^ _DRAWS_RATIO, first)
+        sizes = Sizes(self.settings, ratios[chosen.below(len(ratios))] if ratios else 1.0)
+        canvas: list[tuple[int, int]] = []
+
+        def fill(index: int, number: int, rng: SampleRng) -> Floats:
+            scene = self._scene(number, sizes, rng)
+            if not canvas:
+                canvas.append(sizes.canvas(scene.size))
+                check_shape((count, 3, *canvas[0]), self.where)
+            return self._put(number, scene, index, count, canvas[0], rng, batch)
+
+        return fill
+
+    def _scene(self, number: int, sizes: Sizes, rng: SampleRng) -> Scene:
+        """Return an image, distorted, mirrored and resized, with its boxes."""
+        scene = self.windows.scene(number, self.context.nvidia)
+        if self.settings.HasField("distort_param"):
+            scene = replace(scene, pixels=distort(scene.pixels, self.settings.distort_param, rng))
+        if self.param.transform_param.mirror and rng.below(2):
+            scene = scene.mirrored()
+        return scene.resized(*sizes.resized(scene.size))
+
+    def _put(
+        self, number: int, scene: Scene, index: int, count: int, canvas: tuple[int, int], rng: SampleRng, batch: Batch
+    ) -> Floats:
+        """Write one image and its labels, and return the rows of its objects."""
+        entry, param = self.windows.entries[number], self.settings
+        placed = self._place(scene, canvas, rng)
+        placed.put(self._normaliser, batch.array(0, (count, 3, *canvas))[index])
+        boxes = placed.scene.boxes
+        ignored = entry.flags[:, 0] | is_outside(boxes, (param.min_gt_width, param.min_gt_height), canvas)
+        labels = [batch.array(1 + i, (count, CHANNELS, *one.shape(*canvas)))[index] for i, one in enumerate(self._maps)]
+        matching = Matching(
+            CORNERS,
+            param.fg_threshold,
+            param.ignore_fg_threshold,
+            param.pickup_iou_thr,
+            param.anchor_ignore_margin_ratio if param.HasField("anchor_ignore_margin_ratio") else None,
+            param.anchor_ignore_iou_thr if param.HasField("anchor_ignore_iou_thr") else None,
         )
+        label_anchors(self._maps, matching, Truth(entry.labels, boxes, ignored), placed, labels)
+        return object_rows(index, boxes, entry.labels, ignored, entry.flags[:, 1])
+
+    def _place(self, scene: Scene, canvas: tuple[int, int], rng: SampleRng) -> Placed:
+        """Rescale an image at random, and crop it near an object."""
+        param, box = self.settings, None
+        center = random_center(scene.size, canvas, rng)
+        if len(scene.boxes):
+            box = scene.boxes[rng.below(len(scene.boxes))]
+            center = center_of(box)
+        rescales = param.HasField("min_scale") or param.HasField("low_scale_ratio")
+        factors = (1.0, 1.0)
+        if rescales and rng.uniform(0, 1) < param.multiscale_prob:
+            factors = random_factors(param, box, rng)
+        return place(scene, factors, center, canvas, rng)
 
 
 def check_detection_data(layer: DetectionDataLayer, param: caffe_pb2.DetectionDataParameter) -> None:
@@ -282,25 +398,6 @@ class Sizes:
         return size
 
 
-@dataclass(frozen=True)
-class DetectionDataSettings:
-    """Settings of DetectionData: fields, maps of anchors, normaliser, mirroring, and NVIDIA's decoding."""
-
-    param: caffe_pb2.DetectionDataParameter
-    maps: list[LabelMap]
-    normaliser: Normaliser
-    mirror: bool
-    nvidia: bool
-
-    def order(self, source: ObjectWindowSource, seed: int, stream: int) -> Sampler:
-        """Return the order of the images."""
-        if self.param.HasField("shuffle") and self.param.shuffle != "random":
-            tall = np.array([entry.size[0] >= entry.size[1] for entry in source.entries])
-            group = self.param.mix_group_size if self.param.shuffle == "random_mix_aspect" else 0
-            return AspectOrder(tall, group, seed, stream)
-        return Sampler(len(source), 0, self.param.HasField("shuffle"), seed, stream)
-
-
 class AspectOrder(Sampler):
     """A random order of tall and of wide images apart, all of one kind first, or in turn by groups.
 
@@ -313,16 +410,13 @@ class AspectOrder(Sampler):
 
     def __init__(self, tall: NDArray[np.bool_], group: int, seed: int, stream: int) -> None:
         super().__init__(len(tall), 0, True, seed, stream)
-        self._arguments = (tall, group, seed, stream)
-
-    def copy(self) -> AspectOrder:
-        return AspectOrder(*self._arguments)
+        self._tall, self._group = tall, group
 
     def order_of(self, epoch: int) -> NDArray[np.int64]:
-        tall, group, seed, stream = self._arguments
+        tall, group = self._tall, self._group
         order = super().order_of(epoch)
         kinds = [order[tall[order]], order[~tall[order]]]
-        if SampleRng(seed, stream ^ _DRAWS_ORDER, epoch).below(2):
+        if SampleRng(self._seed, self._stream ^ _DRAWS_ORDER, epoch).below(2):
             kinds.reverse()
         if not group:
             return np.concatenate(kinds)
@@ -333,103 +427,6 @@ class AspectOrder(Sampler):
             parts.append(kinds[which][used[which] : used[which] + group])
             used[which] += len(parts[-1])
         return np.concatenate([*parts, *(kind[begin:] for kind, begin in zip(kinds, used, strict=True))])
-
-
-class DetectionDataLoader(ObjectWindowLoader):
-    """Fills batches of DetectionData; a `Loader`.
-
-    Args:
-        source: the images.
-        settings: of the layer.
-        seed: of the solver, or random_seed.
-        stream: random stream of the layer.
-        where: the layer, for messages.
-        threads: number of decoder threads.
-    """
-
-    def __init__(
-        self,
-        source: ObjectWindowSource,
-        settings: DetectionDataSettings,
-        seed: int,
-        stream: int,
-        where: str,
-        threads: int = 1,
-    ) -> None:
-        super().__init__(source, settings.order(source, seed, stream), where, threads)
-        self._settings = settings
-        self._key = (seed, stream)
-
-    def load(self, first: int, count: int, batch: Batch) -> None:
-        """Fill `batch` with the global samples [first, first + count)."""
-        sizes = Sizes(self._settings.param, self._ratio(first))
-        rows: list[Floats] = [np.empty((0, COLUMNS), _f32)] * count
-        canvas: list[tuple[int, int]] = []
-
-        def fill(index: int, number: int) -> None:
-            rng = SampleRng(*self._key, first + index)
-            scene = self._scene(number, sizes, rng)
-            if not canvas:  # the first image sets the shape of the batch
-                canvas.append(sizes.canvas(scene.size))
-                check_shape((count, 3, *canvas[0]), self.where)
-            rows[index] = self._put(number, scene, index, count, canvas[0], rng, batch)
-
-        self.fill_all(first, count, fill, alone=1)
-        if self._settings.param.output_gt_boxes:
-            put_objects(rows, batch, 1 + len(self._settings.maps), _NO_OBJECT)
-
-    def _ratio(self, first: int) -> float:
-        """Return the template_ratio of the batch that begins with a sample."""
-        ratios = self._settings.param.template_ratio
-        seed, stream = self._key
-        return ratios[SampleRng(seed, stream ^ _DRAWS_RATIO, first).below(len(ratios))] if ratios else 1.0
-
-    def _scene(self, number: int, sizes: Sizes, rng: SampleRng) -> Scene:
-        """Return an image, distorted, mirrored and resized, with its boxes."""
-        settings, entry = self._settings, self.source.entries[number]
-        pixels = self.source.read(number, settings.nvidia)
-        if settings.param.HasField("distort_param"):
-            pixels = distort(pixels, settings.param.distort_param, rng)
-        scene = Scene(pixels, entry.boxes, entry.ignored)
-        if settings.mirror and rng.below(2):
-            scene = scene.mirrored()
-        return scene.resized(*sizes.resized(scene.size))
-
-    def _put(
-        self, number: int, scene: Scene, index: int, count: int, canvas: tuple[int, int], rng: SampleRng, batch: Batch
-    ) -> Floats:
-        """Write one image and its labels, and return the rows of its objects."""
-        settings, entry = self._settings, self.source.entries[number]
-        placed = self._place(scene, canvas, rng)
-        placed.put(settings.normaliser, batch.array(0, (count, 3, *canvas))[index])
-        boxes, param = placed.scene.boxes, settings.param
-        ignored = entry.flags[:, 0] | is_outside(boxes, (param.min_gt_width, param.min_gt_height), canvas)
-        labels = [
-            batch.array(1 + i, (count, CHANNELS, *one.shape(*canvas)))[index] for i, one in enumerate(settings.maps)
-        ]
-        matching = Matching(
-            CORNERS,
-            param.fg_threshold,
-            param.ignore_fg_threshold,
-            param.pickup_iou_thr,
-            param.anchor_ignore_margin_ratio if param.HasField("anchor_ignore_margin_ratio") else None,
-            param.anchor_ignore_iou_thr if param.HasField("anchor_ignore_iou_thr") else None,
-        )
-        label_anchors(settings.maps, matching, Truth(entry.labels, boxes, ignored), placed, labels)
-        return object_rows(index, boxes, entry.labels, ignored, entry.flags[:, 1])
-
-    def _place(self, scene: Scene, canvas: tuple[int, int], rng: SampleRng) -> Placed:
-        """Rescale an image at random, and crop it near an object."""
-        param, box = self._settings.param, None
-        center = random_center(scene.size, canvas, rng)
-        if len(scene.boxes):
-            box = scene.boxes[rng.below(len(scene.boxes))]
-            center = center_of(box)
-        rescales = param.HasField("min_scale") or param.HasField("low_scale_ratio")
-        factors = (1.0, 1.0)
-        if rescales and rng.uniform(0, 1) < param.multiscale_prob:
-            factors = random_factors(param, box, rng)
-        return place(scene, factors, center, canvas, rng)
 
 
 def random_factors(param: caffe_pb2.DetectionDataParameter, box: Floats | None, rng: SampleRng) -> tuple[float, float]:
@@ -451,7 +448,7 @@ def random_factors(param: caffe_pb2.DetectionDataParameter, box: Floats | None, 
 
 
 @register_layer("EvalData")
-class EvalDataLayer(PrefetchingLayer):
+class EvalDataLayer(ObjectWindowLayer):
     """The images of a window file in order, with their objects (Cascade R-CNN's `eval_data_layer.cpp`).
 
     Tops: images (N, 3, H, W); the objects of the batch (G, 8, 1, 1) as DetectionData's; optionally the heights and
@@ -465,6 +462,8 @@ class EvalDataLayer(PrefetchingLayer):
     """
 
     tops = (2, 3)
+    parameter, no_object = "eval_data_param", _NO_OBJECT
+    alone = 1
 
     @classmethod
     def told_size(cls, layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int, str] | None:
@@ -479,9 +478,6 @@ class EvalDataLayer(PrefetchingLayer):
     def object_list(cls, layer: caffe_pb2.LayerParameter, shapes: Mapping[str, Sequence[int]]) -> int | None:
         return 1
 
-    def batch_size(self) -> int:
-        return self.param.eval_data_param.batch_size
-
     def open(self) -> tuple[Source, list[tuple[int, ...]]]:
         param = self.param.eval_data_param
         for first, second in (("resize_width", "resize_height"), ("short_size", "long_size")):
@@ -491,19 +487,21 @@ class EvalDataLayer(PrefetchingLayer):
                 raise self.error(f"needs {first} and {second}, above 0, or neither")
         if not param.HasField("resize_width") and param.batch_size != 1:
             raise self.error("its images have different sizes; set batch_size: 1, or resize_width and resize_height")
-        self._normaliser = read_normaliser(self, self.param.transform_param.scale)
-        self._windows = open_object_windows(self, param.source, param.root_folder, True)
-        size = eval_size(param, self._windows.entries[0].size)
+        size = eval_size(param, self.open_windows(self.param.transform_param.scale, True)[0].size)
         shapes: list[tuple[int, ...]] = [(3, *size), (COLUMNS, 1, 1), (2, 1, 1)]
-        return self._windows, shapes[: len(self.param.top)]
+        return self.windows, shapes[: len(self.param.top)]
 
-    def batch_shape(self, index: int, sample_shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (1, *sample_shape) if index == 1 else super().batch_shape(index, sample_shape)
+    def filler(self, first: int, count: int, batch: Batch, key: tuple[int, int]) -> Fill:
+        def fill(index: int, number: int, rng: SampleRng) -> Floats:
+            entry, scene = self.windows.entries[number], self.windows.scene(number, self.context.nvidia)
+            scene = scene.resized(*eval_size(self.settings, scene.size))
+            check_shape((count, 3, *scene.size), self.where)
+            self._normaliser.put(scene.pixels, batch.array(0, (count, 3, *scene.size))[index])
+            if len(batch.arrays) > 2:
+                batch.array(2, (count, 2, 1, 1))[index] = np.array(scene.size, _f32).reshape(2, 1, 1)
+            return object_rows(index, scene.boxes, entry.labels, entry.flags[:, 0], entry.flags[:, 1])
 
-    def make_loader(self) -> DescribingLoader:
-        return EvalDataLoader(
-            self._windows, self.param.eval_data_param, self._normaliser, self.where, self.context.nvidia
-        )
+        return fill
 
 
 def eval_size(param: caffe_pb2.EvalDataParameter, size: tuple[int, int]) -> tuple[int, int]:
@@ -519,51 +517,8 @@ def eval_size(param: caffe_pb2.EvalDataParameter, size: tuple[int, int]) -> tupl
     return to_step(size[0]), to_step(size[1])
 
 
-class EvalDataLoader(ObjectWindowLoader):
-    """Fills batches of EvalData; a `Loader`.
-
-    Args:
-        source: the images.
-        param: of the prototxt.
-        normaliser: of pixels.
-        where: the layer, for messages.
-        nvidia: whether images are decoded as by NVIDIA Caffe.
-    """
-
-    def __init__(
-        self,
-        source: ObjectWindowSource,
-        param: caffe_pb2.EvalDataParameter,
-        normaliser: Normaliser,
-        where: str,
-        nvidia: bool,
-    ) -> None:
-        super().__init__(source, Sampler(len(source)), where, 1)
-        self._param = param
-        self._normaliser = normaliser
-        self._nvidia = nvidia
-
-    def load(self, first: int, count: int, batch: Batch) -> None:
-        """Fill `batch` with the global samples [first, first + count)."""
-        rows: list[Floats] = [np.empty((0, COLUMNS), _f32)] * count
-
-        def fill(index: int, number: int) -> None:
-            entry = self.source.entries[number]
-            scene = Scene(self.source.read(number, self._nvidia), entry.boxes, entry.ignored)
-            scene = scene.resized(*eval_size(self._param, scene.size))
-            check_shape((count, 3, *scene.size), self.where)
-            self._normaliser.put(scene.pixels, batch.array(0, (count, 3, *scene.size))[index])
-            if len(batch.arrays) > 2:
-                batch.array(2, (count, 2, 1, 1))[index] = np.array(scene.size, _f32).reshape(2, 1, 1)
-            rows[index] = object_rows(index, scene.boxes, entry.labels, entry.flags[:, 0], entry.flags[:, 1])
-
-        self.fill_all(first, count, fill)
-        put_objects(rows, batch, 1, _NO_OBJECT)
-
-
 # -- ImageGtData ---------------------------------------------------------------------------------------
 
-_COLUMNS = 7
 _IGNORED_OBJECT = (0, 1, 1, 2, 2, 1, 1)
 """The row of a batch without objects."""
 _IGNORED, _PICKUP = 0.4, 0.2
@@ -590,7 +545,7 @@ class ImageGtDataLayer(AnchorLabelsLayer):
     """
 
     tops = (2, None)
-    parameter, stride_field, columns = "image_gt_data_param", "downsample_rate", _COLUMNS
+    parameter, stride_field, no_object = "image_gt_data_param", "downsample_rate", _IGNORED_OBJECT
 
     @classmethod
     def told_size(cls, layer: caffe_pb2.LayerParameter, nvidia: bool) -> tuple[int, int, str] | None:
@@ -598,21 +553,56 @@ class ImageGtDataLayer(AnchorLabelsLayer):
         return None if size is None else (*size, "crop_height and crop_width or resize_height and resize_width")
 
     def open(self) -> tuple[Source, list[tuple[int, ...]]]:
-        param = self.param.image_gt_data_param
-        maps = self.read_maps()
-        normaliser = read_normaliser(self, param.scale * self.param.transform_param.scale)
+        param, self._maps = self.settings, self.read_maps()
         if param.do_multiple_scale and not 0 < param.min_scale <= param.max_scale:
             raise self.error("do_multiple_scale needs min_scale and max_scale, above 0 in ascending order")
-        self._windows = open_object_windows(self, param.source, param.root_folder, False)
-        height, width = crop_size(param) or self._windows.entries[-1].size
-        self._settings = ImageGtSettings(
-            param, maps, (height, width), normaliser, self.param.transform_param.mirror, self.context.nvidia
-        )
-        return self._windows, self.sample_shapes(maps, height, width)
+        entries = self.open_windows(param.scale * self.param.transform_param.scale, False)
+        self._size = crop_size(param) or entries[-1].size
+        return self.windows, self.sample_shapes(self._maps, *self._size)
 
-    def make_loader(self) -> DescribingLoader:
-        stream = seeded_stream(self)
-        return ImageGtLoader(self._windows, self._settings, stream.seed, stream.stream, self.where, self.threads(0))
+    def order(self, seed: int, stream: int) -> Sampler:
+        param, entries = self.settings, self.windows.entries
+        times = [param.fg_img_multiple if not entry.flags[:, 0].all() else 1 for entry in entries]
+        self._repeated = np.repeat(np.arange(len(entries)), times)
+        if not len(self._repeated):
+            what = self.windows.description
+            raise DataError(f"{self.where}: fg_img_multiple is 0, and each image of {what} has an object")
+        return Sampler(len(self._repeated), 0, param.shuffle, seed, stream)
+
+    def image_of(self, record: int) -> int:
+        return int(self._repeated[record])
+
+    def filler(self, first: int, count: int, batch: Batch, key: tuple[int, int]) -> Fill:
+        images = batch.array(0, (count, 3, *self._size))
+        labels = [batch.array(1 + i, (count, CHANNELS, *m.shape(*self._size))) for i, m in enumerate(self._maps)]
+
+        def fill(index: int, number: int, rng: SampleRng) -> Floats:
+            truth = self._put(number, rng, images[index], [one[index] for one in labels])
+            return object_rows(index, truth.boxes, truth.labels, truth.ignored)
+
+        return fill
+
+    def _put(self, number: int, rng: SampleRng, image: Floats, labels: list[Floats]) -> Truth:
+        """Write one image and its labels, and return its objects."""
+        entry, param, size = self.windows.entries[number], self.settings, self._size
+        scene = self.windows.scene(number, self.context.nvidia)
+        if self.param.transform_param.mirror and rng.below(2):
+            scene = scene.mirrored()
+        if param.HasField("resize_width") and param.HasField("resize_height"):
+            scene = scene.resized(param.resize_height, param.resize_width)
+        factors, center = (1.0, 1.0), random_center(scene.size, size, rng)
+        if len(scene.boxes):
+            box = scene.boxes[rng.below(len(scene.boxes))]
+            center = center_of(box)
+            if param.do_multiple_scale and rng.below(2):
+                factors = factors_of_scales(param, box, rng)
+        placed = place(scene, factors, center, size, rng)
+        placed.put(self._normaliser, image)
+        boxes = placed.scene.boxes
+        small = is_outside(boxes, (param.min_gt_width, param.min_gt_height), size)
+        truth = Truth(entry.labels, boxes, entry.flags[:, 0] | small)
+        label_anchors(self._maps, Matching(EXACT, param.fg_threshold, _IGNORED, _PICKUP), truth, placed, labels)
+        return truth
 
 
 def crop_size(param: caffe_pb2.ImageGtDataParameter) -> tuple[int, int] | None:
@@ -621,102 +611,6 @@ def crop_size(param: caffe_pb2.ImageGtDataParameter) -> tuple[int, int] | None:
         if all(sides):
             return sides
     return None
-
-
-@dataclass(frozen=True)
-class ImageGtSettings:
-    """Settings of ImageGtData.
-
-    Args:
-        param: of the prototxt.
-        maps: of anchors.
-        size: height and width of the images.
-        normaliser: of pixels.
-        mirror: whether to mirror at random.
-        nvidia: whether images are decoded as by NVIDIA Caffe.
-    """
-
-    param: caffe_pb2.ImageGtDataParameter
-    maps: list[LabelMap]
-    size: tuple[int, int]
-    normaliser: Normaliser
-    mirror: bool
-    nvidia: bool
-
-
-class ImageGtLoader(ObjectWindowLoader):
-    """Fills batches of ImageGtData; a `Loader`.
-
-    Args:
-        source: the images.
-        settings: of the layer.
-        seed: of the solver, or random_seed.
-        stream: random stream of the layer.
-        where: the layer, for messages.
-        threads: number of decoder threads.
-    """
-
-    def __init__(
-        self,
-        source: ObjectWindowSource,
-        settings: ImageGtSettings,
-        seed: int,
-        stream: int,
-        where: str,
-        threads: int = 1,
-    ) -> None:
-        times = [settings.param.fg_img_multiple if not entry.flags[:, 0].all() else 1 for entry in source.entries]
-        self._images = np.repeat(np.arange(len(source)), times)
-        if not len(self._images):
-            raise DataError(f"{where}: fg_img_multiple is 0, and each image of {source.description} has an object")
-        order = Sampler(len(self._images), 0, settings.param.shuffle, seed, stream)
-        super().__init__(source, order, where, threads)
-        self._settings = settings
-        self._key = (seed, stream)
-
-    def image_of(self, record: int) -> int:
-        return int(self._images[record])
-
-    def load(self, first: int, count: int, batch: Batch) -> None:
-        """Fill `batch` with the global samples [first, first + count)."""
-        settings = self._settings
-        images = batch.array(0, (count, 3, *settings.size))
-        labels = [
-            batch.array(1 + i, (count, CHANNELS, *one.shape(*settings.size))) for i, one in enumerate(settings.maps)
-        ]
-        rows: list[Floats] = [np.empty((0, _COLUMNS), _f32)] * count
-
-        def fill(index: int, number: int) -> None:
-            rng = SampleRng(*self._key, first + index)
-            truth = self._put(number, rng, images[index], [one[index] for one in labels])
-            rows[index] = object_rows(index, truth.boxes, truth.labels, truth.ignored)
-
-        self.fill_all(first, count, fill)
-        if settings.param.output_gt_boxes:
-            put_objects(rows, batch, 1 + len(labels), _IGNORED_OBJECT)
-
-    def _put(self, number: int, rng: SampleRng, image: Floats, labels: list[Floats]) -> Truth:
-        """Write one image and its labels, and return its objects."""
-        settings, entry = self._settings, self.source.entries[number]
-        param = settings.param
-        scene = Scene(self.source.read(number, settings.nvidia), entry.boxes, entry.ignored)
-        if settings.mirror and rng.below(2):
-            scene = scene.mirrored()
-        if param.HasField("resize_width") and param.HasField("resize_height"):
-            scene = scene.resized(param.resize_height, param.resize_width)
-        factors, center = (1.0, 1.0), random_center(scene.size, settings.size, rng)
-        if len(scene.boxes):
-            box = scene.boxes[rng.below(len(scene.boxes))]
-            center = center_of(box)
-            if param.do_multiple_scale and rng.below(2):
-                factors = factors_of_scales(param, box, rng)
-        placed = place(scene, factors, center, settings.size, rng)
-        placed.put(settings.normaliser, image)
-        boxes = placed.scene.boxes
-        small = is_outside(boxes, (param.min_gt_width, param.min_gt_height), settings.size)
-        truth = Truth(entry.labels, boxes, entry.flags[:, 0] | small)
-        label_anchors(settings.maps, Matching(EXACT, param.fg_threshold, _IGNORED, _PICKUP), truth, placed, labels)
-        return truth
 
 
 def factors_of_scales(param: caffe_pb2.ImageGtDataParameter, box: Floats, rng: SampleRng) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from caffepy.backend import Array, Channel, Each, Scalar, expression
 from caffepy.backend.formulas import scaled, scaled_over_count
+from caffepy.data.boxes import Rows
 from caffepy.data.random import SampleRng
 from caffepy.forks.rcnn.anchors import (
     BOX,
@@ -23,18 +24,17 @@ from caffepy.forks.rcnn.anchors import (
     Anchors,
     Normalisation,
     check_classes,
-    check_group,
-    check_map,
+    check_maps,
     read_anchors,
-    read_group,
     read_limits,
-    read_map,
+    read_maps,
     read_normalisation,
 )
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.detection.boxes import Rows, softmax
+from caffepy.layers.detection.boxes import softmax
 from caffepy.layers.detection.suppression import descending, sort_like_cpp
-from caffepy.layers.layer import Blobs, Layer, register_layer
+from caffepy.layers.host import HostLayer
+from caffepy.layers.layer import Blobs, register_layer
 from caffepy.layers.loss import (
     Labels,
     LossLayer,
@@ -194,7 +194,7 @@ _REGIONS, _LOSS, _LABELS, _WEIGHTS = range(4)
 
 
 @register_layer("BoxAnnotatorOHEM")
-class BoxAnnotatorOHEMLayer(Layer):
+class BoxAnnotatorOHEMLayer(HostLayer):
     """Keeps the labels of the `roi_per_img` regions of each image that have the largest loss (Shrivastava et al. 2016).
 
     Bottoms: regions (R, 5, H, W), whose first channel names the image, losses (R, 1, H, W), labels (R, 1, H, W) and the
@@ -212,6 +212,7 @@ class BoxAnnotatorOHEMLayer(Layer):
     tops = (2, 2)
     exact_bottoms = frozenset({0, 1, 2, 3})
     float32_tops_from = 0
+    blocker = "it sorts losses on the host"
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.refuse_in_place(bottom, top)
@@ -234,22 +235,13 @@ class BoxAnnotatorOHEMLayer(Layer):
         top[0].reshape((number, 1, high, wide))
         top[1].reshape(shapes[_WEIGHTS])
 
-    def capture_blocker(self) -> str:
-        return "it sorts losses on the host"
-
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        values = [self.backend.to_host(blob.data) for blob in bottom]
-        if not self.backend.holds_values:
-            for blob in top:
-                self.backend.from_host(None, blob.data)
-            return
+    def compute(self, *values: Any) -> list[Any]:
         regions, losses, labels, weights = (
             value.reshape(shape) for value, shape in zip(values, self._shapes, strict=True)
         )
         keep = self._kept(regions[:, 0], losses[:, 0]).reshape(losses.shape)
         ignored = np.float32(self.param.box_annotator_ohem_param.ignore_label)
-        self.backend.from_host(np.where(keep, labels, ignored), top[0].data)
-        self.backend.from_host(np.where(keep, weights, np.float32(0)), top[1].data)
+        return [np.where(keep, labels, ignored), np.where(keep, weights, np.float32(0))]
 
     def _kept(self, images: Any, losses: Any) -> Any:
         """Return whether each position is kept, (positions,)."""
@@ -265,11 +257,6 @@ class BoxAnnotatorOHEMLayer(Layer):
         for image in np.unique(named):
             keep[order[named == image][: self.param.box_annotator_ohem_param.roi_per_img]] = True
         return keep
-
-    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        for blob, wanted in zip(bottom, propagate_down, strict=True):
-            if wanted:
-                self.backend.fill(blob.diff, 0)
 
 
 # -- losses of maps of anchors -------------------------------------------------------------------------
@@ -314,10 +301,6 @@ class AnchorLossLayer(LossLayer):
         """Read the settings; return the anchors, and the limits of predictions (4,) or None."""
         raise NotImplementedError
 
-    def maps(self, bottom: Blobs) -> AnchorMaps:
-        """Return the bottoms' values."""
-        raise NotImplementedError
-
     def mine(self, maps: AnchorMaps, image: int, rng: SampleRng) -> NDArray[np.bool_]:
         """Return the positions (K, H, W) of an image's classes that count."""
         raise NotImplementedError
@@ -331,17 +314,20 @@ class AnchorLossLayer(LossLayer):
         """The fields that both losses have."""
         raise NotImplementedError
 
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        check_maps(self, self.settings, len(self._anchors.widths), bottom)
+        top[0].reshape((1, 1, 1, 2))
+
     def capture_blocker(self) -> str:
         return "it mines positions on the host"
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         self.counter()
-        values = np.zeros(2, _f32)
-        maps = self.maps(bottom)
+        losses, values = np.zeros(2, _f32), [self.backend.to_host(blob.data) for blob in bottom]
         if self.backend.holds_values:
             with np.errstate(all="ignore"):  # the solver handles a loss that is not finite
-                values[:] = self._compute(maps)
-        self.backend.from_host(values.reshape(top[0].shape), top[0].data)
+                losses[:] = self._compute(read_maps(self, self.settings, len(self._anchors.widths), values))
+        self.backend.from_host(losses.reshape(top[0].shape), top[0].data)
 
     def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
         factor = self.weight()
@@ -483,13 +469,6 @@ class MscnnLossLayer(AnchorLossLayer):
         limit = prediction_limits(self, self._normalisation, param.field_xyr, param.field_whr)
         return read_anchors(self, param.field_w, param.field_h, param.downsample_rate, "downsample_rate"), limit
 
-    def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        check_map(self, self.settings, bottom)
-        top[0].reshape((1, 1, 1, 2))
-
-    def maps(self, bottom: Blobs) -> AnchorMaps:
-        return read_map(self, self.settings, bottom)
-
     def mine(self, maps: AnchorMaps, image: int, rng: SampleRng) -> NDArray[np.bool_]:
         param, labels = self.settings, maps.labels[image].ravel()
         background = (labels == 0) & (maps.overlaps[image].ravel() < _f32(param.bg_threshold))
@@ -556,13 +535,6 @@ class DetectionGroupLossLayer(AnchorLossLayer):
         bounded = param.HasField("field_xyr") and param.HasField("field_whr")
         limit = prediction_limits(self, self._normalisation, param.field_xyr, param.field_whr) if bounded else None
         return read_anchors(self, list(param.field_w), list(param.field_h), param.stride, "stride"), limit
-
-    def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        check_group(self, self.settings, len(self._anchors.widths), bottom)
-        top[0].reshape((1, 1, 1, 2))
-
-    def maps(self, bottom: Blobs) -> AnchorMaps:
-        return read_group(self, self.settings, len(self._anchors.widths), bottom)
 
     def mine(self, maps: AnchorMaps, image: int, rng: SampleRng) -> NDArray[np.bool_]:
         param, labels = self.settings, maps.labels[image].ravel()

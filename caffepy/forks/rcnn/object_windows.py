@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.data.boxes import EXACT, Boxes, overlaps
 from caffepy.data.datum import MAX_PIXELS, decode_image, opencv
 from caffepy.data.random import SampleRng
-from caffepy.data.sampler import Sampler
 from caffepy.data.sources.databases import hash_of
 from caffepy.data.transform import check_transform
-from caffepy.data.transforms.boxes import EXACT, PixelBoxes, pixel_overlaps
 from caffepy.data.transforms.pixels import Pixels, resize, rounded, to_pixels
-from caffepy.data.workers import Workers
 from caffepy.errors import DataError
 from caffepy.layers.layer import Layer
 from caffepy.utils.files import read_list, read_regular
@@ -130,19 +128,20 @@ class ObjectWindowSource:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def read(self, number: int, nvidia: bool) -> Pixels:
-        """Return an image (H, W, 3).
+    def scene(self, number: int, nvidia: bool) -> Scene:
+        """Return an image with its boxes.
 
         Raises:
             DataError: it cannot be read. The message follows the image's name.
         """
+        entry = self.entries[number]
         try:
-            data = read_regular(self.entries[number].path, _MAX_IMAGE_BYTES)
+            data = read_regular(entry.path, _MAX_IMAGE_BYTES)
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror}; see root_folder") from error
-        return to_pixels(decode_image(data, True, nvidia=nvidia))
+        return Scene(to_pixels(decode_image(data, True, nvidia=nvidia)), entry.boxes, entry.ignored)
 
-    def name(self, number: int) -> str:
+    def record_name(self, number: int) -> str:
         """Return the name of an image for messages."""
         return f"image {number} ('{self.entries[number].path}')"
 
@@ -170,70 +169,6 @@ def open_object_windows(layer: Layer, source: str, root_folder: str, difficult: 
     if windows.channels != 3:
         raise layer.error(f"its images have {windows.channels} channels, but they are read in color, with 3")
     return windows
-
-
-class ObjectWindowLoader:
-    """Reads the images of a window file in an order; the base of three layers' `Loader`.
-
-    Args:
-        source: the images.
-        order: of the images.
-        where: the layer, for messages.
-        threads: number of decoder threads.
-    """
-
-    def __init__(self, source: ObjectWindowSource, order: Sampler, where: str, threads: int) -> None:
-        self.source = source
-        self.where = where
-        self._order = order
-        self._image = 0
-        self._workers = Workers(threads, f"read for {where}")
-
-    @property
-    def reading(self) -> str:
-        return f"image {self._image} of {self.source.description}"
-
-    def close(self) -> None:
-        self._workers.close()
-        self._order.close()
-
-    def describe(self, sample: int) -> str:
-        return self.source.name(self.image_of(int(self._order.copy().records(sample, 1)[0])))
-
-    def image_of(self, record: int) -> int:
-        """Return the index of a record's image in the file."""
-        return record
-
-    def fill_all(self, first: int, count: int, fill: Callable[[int, int], None], alone: int = 0) -> None:
-        """Call `fill` with the index in the batch and the image of each of the samples [first, first + count).
-
-        Args:
-            first: global number of the first sample.
-            count: number of samples.
-            fill: writes one image to the batch; may run in several threads.
-            alone: number of images at the begin of the batch that are written in turn, before threads write the rest.
-
-        Raises:
-            DataError: an image cannot be read.
-        """
-        records = self._order.records(first, count)
-
-        def fill_one(index: int) -> None:
-            number = self._image = self.image_of(int(records[index]))
-            try:
-                fill(index, number)
-            except DataError as error:
-                name = f"{self.source.description}: {self.source.name(number)}"
-                raise DataError(f"{self.where}: {name} {error}") from error
-
-        for index in range(alone):
-            fill_one(index)
-        self._workers.run(fill_one, range(alone, count))
-        self._order.prepare_next_epoch()
-
-    def load_bytes(self, *_: object) -> int:
-        """Return 0: batches are float32."""
-        return 0
 
 
 # -- images --------------------------------------------------------------------------------------------
@@ -483,10 +418,10 @@ def label_anchors(maps: list[LabelMap], matching: Matching, truth: Truth, placed
     for which, (one, out) in enumerate(zip(maps, outs, strict=True)):
         out[...] = 0
         anchors, inside = _anchors(one, out.shape[1:], placed, matching)
-        near = pixel_overlaps(anchors, ignored, "IOFU").sum(1) >= _f32(matching.ignored)
+        near = overlaps(anchors[:, None], ignored[None], "IOFU").sum(1) >= _f32(matching.ignored)
         if matching.kind == EXACT:
             inside &= ~near.reshape(inside.shape)
-        found = pixel_overlaps(objects, anchors) * inside.reshape(-1)
+        found = overlaps(objects[:, None], anchors[None]) * inside.reshape(-1)
         largest = found.max(0, initial=0)
         matched = largest > _f32(matching.foreground)
         index = found.argmax(0) if count else np.zeros(len(largest), np.int64)
@@ -510,15 +445,15 @@ def label_anchors(maps: list[LabelMap], matching: Matching, truth: Truth, placed
             )
 
 
-def _boxes(corners: Floats, kind: int) -> PixelBoxes:
+def _boxes(corners: Floats, kind: int) -> Boxes:
     if kind != EXACT:
-        return PixelBoxes.from_corners(corners)
-    return PixelBoxes.from_sizes(np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1))
+        return Boxes.from_corners(corners, kind)
+    return Boxes.from_sizes(np.concatenate([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1))
 
 
 def _anchors(
     one: LabelMap, shape: tuple[int, ...], placed: Placed, matching: Matching
-) -> tuple[PixelBoxes, NDArray[np.bool_]]:
+) -> tuple[Boxes, NDArray[np.bool_]]:
     """Return the anchors of all positions, and which positions (rows, columns) are in the image and not to ignore."""
     rows, columns = shape
     x, y = ((np.arange(count, dtype=_f32) + _f32(0.5)) * _f32(one.stride) for count in (columns, rows))
@@ -537,7 +472,7 @@ def _anchors(
         inside &= ~(corners[..., :2] < image[:2] - border).any(-1) & ~(corners[..., 2:] >= image[2:] + border).any(-1)
     anchors = _boxes(corners.reshape(-1, 4), matching.kind)
     if matching.margin is None and matching.inside is not None:
-        within = pixel_overlaps(anchors, _boxes(image[None], matching.kind), "IOFU")[:, 0]
+        within = overlaps(anchors, _boxes(image[None], matching.kind), "IOFU")
         inside &= ~(within < _f32(matching.inside)).reshape(rows, columns)
     return anchors, inside
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from caffepy.data.transforms.boxes import PixelBoxes
+from caffepy.data.boxes import CORNERS, Boxes, Rows
 from caffepy.forks.rcnn.anchors import Anchors, decode_regions, read_anchors, read_limits, read_normalisation
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.detection.boxes import Rows
 from caffepy.layers.detection.output import ResultFiles, open_result_files, writes_files
-from caffepy.layers.detection.suppression import check_mode, descending, sort_like_cpp, suppress_pixels
+from caffepy.layers.detection.suppression import check_mode, descending, sort_like_cpp, suppress
+from caffepy.layers.host import HostLayer
 from caffepy.layers.layer import Blobs, Layer, LayerContext, register_layer
 
 _NO_BOX = (0, 1, 1, 10, 10, 0)
@@ -23,7 +23,7 @@ _COLUMNS = 5
 class Candidates:
     """The boxes of one image before suppression, with their scores (n,) and what the rows of the tops hold (n, 4)."""
 
-    boxes: PixelBoxes
+    boxes: Boxes
     scores: Rows
     rows: Rows
 
@@ -72,7 +72,7 @@ class BoxProposalsLayer(Layer):
         """Return the rows (image, x1, y1, x2, y2, score) of all images."""
         param, found = self.settings(), []
         for image, of_image in enumerate(images):
-            kept = suppress_pixels(of_image.boxes, param.iou_thr, param.nms_type, param.max_post_nms_num)
+            kept = suppress(of_image.boxes, param.iou_thr, param.nms_type, param.max_post_nms_num)
             rows = np.empty((len(kept), 6), np.float32)
             rows[:, 0], rows[:, 1:5], rows[:, 5] = image, of_image.rows[kept], of_image.scores[kept]
             found.append(rows)
@@ -128,7 +128,7 @@ class BoxOutputLayer(BoxProposalsLayer):
             order = descending(scores)[: self.settings().max_nms_num or None]
             boxes = boxes[order]
             rows = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], 1)
-            found.append(Candidates(PixelBoxes.from_sizes(boxes), scores[order], rows))
+            found.append(Candidates(Boxes.from_sizes(boxes), scores[order], rows))
         return found
 
     def _boxes_of(self, values: Rows, anchors: Anchors) -> tuple[Rows, Rows]:
@@ -197,7 +197,7 @@ class BoxGroupOutputLayer(BoxProposalsLayer):
             corners, scores = corners[good], scores[good]
             order = np.argsort(-scores, kind="stable")[: param.max_nms_num or None]
             corners = corners[order]
-            found.append(Candidates(PixelBoxes.from_corners(corners), scores[order], corners))
+            found.append(Candidates(Boxes.from_corners(corners, CORNERS), scores[order], corners))
         return found
 
     def _boxes_of(self, scores: Rows, offsets: Rows, anchors: Anchors) -> tuple[Rows, Rows]:
@@ -219,7 +219,7 @@ COLUMNS = 7
 
 
 @register_layer("FrcnnOutput")
-class FrcnnOutputLayer(Layer):
+class FrcnnOutputLayer(HostLayer):
     """The boxes of one image after suppression in each class (Cascade R-CNN's `frcnn_output_layer.cpp`).
 
     Shapes: probabilities (R, C), offsets (R, 4 C), or (R, 8) if `bbox_reg_param.cls_aware` is false, regions (R, 5) or
@@ -239,6 +239,7 @@ class FrcnnOutputLayer(Layer):
     exact_bottoms = frozenset({_REGIONS})
     no_gradient_bottoms = frozenset({_SIZE})
     changes_shapes = True
+    blocker = "it suppresses boxes on the host"
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.frcnn_output_param
@@ -274,22 +275,13 @@ class FrcnnOutputLayer(Layer):
     def has_side_effects(self) -> bool:
         return bool(self.param.frcnn_output_param.save_output_param.output_directory)
 
-    def capture_blocker(self) -> str:
-        return "it suppresses boxes on the host"
-
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        regions, classes = bottom[_PROBABILITIES].shape[:2]
-        rows = np.full((1, COLUMNS), -1, np.float32)
-        if self.backend.holds_values:
-            values = [self.backend.to_host(blob.data) for blob in bottom]
-            boxes = self._boxes(values[_OFFSETS].reshape(regions, -1, 4), values[_REGIONS].reshape(regions, -1))
-            rows[0, 0] = 0
-            size = values[_SIZE].reshape(2)
-            found = self._detect(values[_PROBABILITIES].reshape(regions, classes), boxes, size)
-            self._save(found, size)
-            rows = np.concatenate([rows, found])
-        top[0].reshape((len(rows), COLUMNS, 1, 1))
-        self.backend.from_host(rows[:, :, None, None], top[0].data)
+    def compute(self, probabilities: Rows, offsets: Rows, regions: Rows, size: Rows) -> list[Rows]:
+        count, size = len(probabilities), size.reshape(2)
+        boxes = self._boxes(offsets.reshape(count, -1, 4), regions.reshape(count, -1))
+        found = self._detect(probabilities.reshape(count, -1), boxes, size)
+        self._save(found, size)
+        first = np.array([[0, *(-1,) * (COLUMNS - 1)]], np.float32)
+        return [np.concatenate([first, found])[:, :, None, None]]
 
     def _boxes(self, offsets: Rows, regions: Rows) -> Rows:
         """Return the corners (R, C, 4) of the predictions, or (R, 2, 4)."""
@@ -300,8 +292,7 @@ class FrcnnOutputLayer(Layer):
                 f"region {bad[0]} of '{self.bottom_names[_REGIONS]}' is ({row}); it must be of image 0 of a batch of "
                 "one image, with x1 <= x2 and y1 <= y2"
             )
-        with np.errstate(all="ignore"):
-            return decode_regions(offsets, regions[:, 1:5], self._normalisation)
+        return decode_regions(offsets, regions[:, 1:5], self._normalisation)
 
     def _detect(self, probabilities: Rows, boxes: Rows, size: Rows) -> Rows:
         """Return the detections as rows."""
@@ -314,7 +305,7 @@ class FrcnnOutputLayer(Layer):
             corners = boxes[order, label if self._aware else 1]
             corners[:, :2] = np.maximum(corners[:, :2], np.float32(0))
             corners[:, 2:] = np.minimum(corners[:, 2:], size[::-1])
-            kept = suppress_pixels(PixelBoxes.from_corners(corners), param.iou_thr, param.nms_type)
+            kept = suppress(Boxes.from_corners(corners, CORNERS), param.iou_thr, param.nms_type)
             rows = np.empty((len(kept), COLUMNS), np.float32)
             rows[:, 0], rows[:, 1:5], rows[:, 5], rows[:, 6] = 0, corners[kept], label, scores[kept]
             found.append(rows)

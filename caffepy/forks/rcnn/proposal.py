@@ -12,26 +12,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, Ints, kernel
+from caffepy.data.boxes import CORNERS, EXACT, INCLUSIVE, WHOLE, Boxes, Rows, overlaps
 from caffepy.data.random import SampleRng
-from caffepy.data.transforms.boxes import EXACT, WHOLE, PixelBoxes, pixel_overlaps
-from caffepy.forks.rcnn.anchors import decode_regions, read_normalisation
+from caffepy.forks.rcnn.anchors import decode_regions, read_normalisation, with_sizes
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.detection.boxes import Rows
-from caffepy.layers.detection.suppression import descending
-from caffepy.layers.layer import Blobs, Layer, register_layer
+from caffepy.layers.detection.suppression import descending, suppress
+from caffepy.layers.host import HostLayer
+from caffepy.layers.layer import Blobs, register_layer
 
 # -- layers that choose rows ---------------------------------------------------------------------------
 
 
-class RowLayer(Layer):
+class RowLayer(HostLayer):
     """A layer on the host whose tops hold chosen rows. It has no gradient."""
 
     has_backward = False
     changes_shapes = True
-
-    def capture_blocker(self) -> str:
-        return "it chooses regions on the host"
+    blocker = "it chooses regions on the host"
 
     def check_rows(self, blobs: Blobs, count: int) -> None:
         """Check that all blobs have as many rows.
@@ -52,11 +49,6 @@ class RowLayer(Layer):
         for blob in regions:
             if len(blob.shape) < 2 or blob.shape[1] != 5 or blob.count != 5 * blob.shape[0]:
                 raise self.shape_error("needs regions (R, 5): image, x1, y1, x2, y2", blob)
-
-    def write(self, values: Rows, top: Blobs, index: int) -> None:
-        """Reshape a top to an array and fill it."""
-        top[index].reshape(values.shape)
-        self.backend.from_host(np.ascontiguousarray(values, np.float32), top[index].data)
 
 
 @register_layer("DecodeBBox")
@@ -90,26 +82,21 @@ class DecodeBBoxLayer(RowLayer):
             raise self.shape_error("needs predictions (R, 8), four of the background and four of an object", bottom[0])
         top[0].reshape((regions, 5, 1, 1))
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        if not self.backend.holds_values:
-            return
-        count = bottom[1].shape[0]
-        values = [self.backend.to_host(blob.data).reshape(count, -1) for blob in bottom]
-        predictions, regions = values[0][:, None, 4:], values[1]
-        with np.errstate(all="ignore"):
-            boxes = decode_regions(predictions, regions[:, 1:], self._normalisation)[:, 0]
+    def compute(self, predictions: Rows, regions: Rows, *objects: Rows) -> list[Rows]:
+        count = len(regions)
+        regions = regions.reshape(count, -1)
+        boxes = decode_regions(predictions.reshape(count, 1, -1)[..., 4:], regions[:, 1:], self._normalisation)[:, 0]
         keep = np.ones(count, bool)
         if self._training:
             keep &= ~(boxes[:, :2] > boxes[:, 2:]).any(1)
-        if len(values) == 3:
-            keep &= ~(values[2][:, -1] >= np.float32(self.param.decode_bbox_param.gt_iou_thr))
+        if objects:
+            keep &= ~(objects[0].reshape(count, -1)[:, -1] >= np.float32(self.param.decode_bbox_param.gt_iou_thr))
         if not keep.any():
             raise self.data_error(
                 f"none of the {count} regions of '{self.bottom_names[1]}' is left: each has no area, or overlaps its "
                 "object by gt_iou_thr or more"
             )
-        rows = np.concatenate([regions[:, :1], boxes], 1)[keep]
-        self.write(rows[:, :, None, None], top, 0)
+        return [np.concatenate([regions[:, :1], boxes], 1)[keep][:, :, None, None]]
 
 
 @register_layer("ScaleRoute")
@@ -150,21 +137,16 @@ class ScaleRouteLayer(RowLayer):
         for blob, result in zip(bottom, top, strict=True):
             result.reshape(blob.shape)
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        if not self.backend.holds_values:
-            return
-        values = [self.backend.to_host(blob.data) for blob in bottom]
+    def compute(self, *values: Rows) -> list[Rows]:
         rows = self._chosen(values[0].reshape(-1, 5)[:, 1:])
-        for index, value in enumerate(values):
-            self.write(value[rows], top, index)
+        return [value[rows] for value in values]
 
     def _chosen(self, boxes: Rows) -> NDArray[np.intp]:
-        scales = np.sqrt(PixelBoxes.from_corners(boxes).areas)
+        scales = np.sqrt(Boxes.from_corners(boxes, CORNERS).areas)
         rows = np.flatnonzero((scales >= self._range[0]) & (scales < self._range[1]))
         if len(rows):
             return rows
-        with np.errstate(divide="ignore"):
-            distances = np.abs(np.log2(scales / np.float32(self._middle)))
+        distances = np.abs(np.log2(scales / np.float32(self._middle)))
         if not np.isfinite(distances).any():
             raise self.data_error(f"no region of '{self.bottom_names[0]}' has a width and a height above 0")
         return np.array([np.nanargmin(distances)])
@@ -211,13 +193,9 @@ class HardMiningLayer(RowLayer):
     def _of_image(self) -> int:
         return self.param.hard_mining_param.num_roi_per_image
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        if not self.backend.holds_values:
-            return
-        values = [self.backend.to_host(blob.data) for blob in bottom]
+    def compute(self, *values: Rows) -> list[Rows]:
         rows = self._hardest(values[0].reshape(-1), values[1].reshape(-1, 5)[:, 0])
-        for index, value in enumerate(values[1:]):
-            self.write(value[rows], top, index)
+        return [value[rows] for value in values[1:]]
 
     def _hardest(self, losses: Rows, images: Rows) -> NDArray[np.intp]:
         limit = self.param.hard_mining_param.num_image
@@ -243,45 +221,8 @@ _SYNOPSYS = ("anchor_base_size", "anchor_scale", "anchor_ratio", "max_rois", "rp
 """Fields of Synopsys Caffe's form of `proposal_param`."""
 
 
-@kernel
-def _suppress(
-    begin: Int, end: Int, boxes: Floats, count: Int, threshold: Float, limit: Int, dead: Ints, kept: Ints
-) -> None:
-    """Keep boxes in order; drop a box whose overlap with a kept one is above threshold. kept[limit]: their number."""
-    found = 0
-    for i in range(count):
-        if dead[i] == 0 and found < limit:
-            kept[found] = i
-            found += 1
-            left, top, right, bottom = boxes[4 * i], boxes[4 * i + 1], boxes[4 * i + 2], boxes[4 * i + 3]
-            size = (right - left + 1) * (bottom - top + 1)
-            for j in range(i + 1, count):
-                width = min(right, boxes[4 * j + 2]) - max(left, boxes[4 * j]) + 1
-                height = min(bottom, boxes[4 * j + 3]) - max(top, boxes[4 * j + 1]) + 1
-                if width > 0 and height > 0:
-                    shared = width * height
-                    other = (boxes[4 * j + 2] - boxes[4 * j] + 1) * (boxes[4 * j + 3] - boxes[4 * j + 1] + 1)
-                    if shared / (size + other - shared) > threshold:
-                        dead[j] = 1
-    kept[limit] = found
-
-
-def suppress_pixels(boxes: Rows, threshold: float, limit: int) -> Rows:
-    """Return the indices of the kept boxes (n, 4), given in descending order of scores; corners are inclusive pixels.
-
-    Args:
-        boxes: the boxes.
-        threshold: intersection over union above which a box is dropped.
-        limit: the most boxes that are kept.
-    """
-    limit = min(limit, len(boxes))
-    kept, dead = np.zeros(limit + 1, np.int32), np.zeros(max(len(boxes), 1), np.int32)
-    _suppress.run(1, 1, 1, np.ascontiguousarray(boxes, np.float32), len(boxes), threshold, limit, dead, kept)
-    return kept[: int(kept[limit])]
-
-
 @register_layer("Proposal")
-class ProposalLayer(Layer):
+class ProposalLayer(HostLayer):
     """Regions of interest from the scores and the box regression of anchors (Ren et al. 2015).
 
     Shapes: scores (1, 2 A, H, W), of which the second A are those of objects; regression (1, 4 A, H, W); image (…):
@@ -307,6 +248,7 @@ class ProposalLayer(Layer):
     tops = (1, 2)
     exact_bottoms = frozenset({0, 1, 2})
     changes_shapes = True
+    blocker = "it suppresses boxes on the host"
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.proposal_param
@@ -334,31 +276,11 @@ class ProposalLayer(Layer):
             raise self.shape_error(f"needs regression of the shape 1 {4 * anchors} H W", deltas, scores)
         if image.count < 3:
             raise self.shape_error("needs the image's height, width and scale", image)
-        self._reshape_tops(top, max(1, min(self._limit, anchors * scores.shape[2] * scores.shape[3])))
+        regions = max(1, min(self._limit, anchors * scores.shape[2] * scores.shape[3]))
+        for blob, shape in zip(top, ((regions, 5), (regions, 1) if self._leaves_out else (regions,)), strict=False):
+            blob.reshape(shape)
 
-    def _reshape_tops(self, top: Blobs, regions: int) -> None:
-        top[0].reshape((regions, 5))
-        if len(top) > 1:
-            top[1].reshape((regions, 1) if self._leaves_out else (regions,))
-
-    def capture_blocker(self) -> str:
-        return "it suppresses boxes on the host"
-
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        values = [self.backend.to_host(blob.data) for blob in bottom]
-        if not self.backend.holds_values:
-            for blob in top:
-                self.backend.from_host(None, blob.data)
-            return
-        with np.errstate(all="ignore"):
-            boxes, scores = self._propose(*values)
-        self._reshape_tops(top, len(boxes))
-        self.backend.from_host(np.concatenate([np.zeros((len(boxes), 1), np.float32), boxes], 1), top[0].data)
-        if len(top) > 1:
-            self.backend.from_host(scores.reshape(top[1].shape), top[1].data)
-
-    def _propose(self, scores: Rows, deltas: Rows, image: Rows) -> tuple[Rows, Rows]:
-        """Return the regions (R, 4) and their scores (R,)."""
+    def compute(self, scores: Rows, deltas: Rows, image: Rows) -> list[Rows]:
         count, (high, wide) = len(self._anchors), scores.shape[2:]
         height, width, *scales = image.reshape(-1)[:4]
         least = np.float32(self._min_size) * np.array([scales[-1], scores.dtype.type(scales[0])], np.float32)
@@ -378,13 +300,10 @@ class ProposalLayer(Layer):
         else:
             merits = merits * large
         order = np.argsort(-merits, kind="stable")[: self.param.proposal_param.pre_nms_topn]
-        kept = order[suppress_pixels(boxes[order], self._threshold, self._limit)]
-        return boxes[kept], merits[kept]
-
-    def backward(self, top: Blobs, propagate_down: list[bool], bottom: Blobs) -> None:
-        for blob, wanted in zip(bottom, propagate_down, strict=True):
-            if wanted:
-                self.backend.fill(blob.diff, 0)
+        candidates = Boxes.from_corners(boxes[order], INCLUSIVE)
+        kept = order[suppress(candidates, self._threshold, limit=self._limit)]
+        regions = np.concatenate([np.zeros((len(kept), 1), np.float32), boxes[kept]], 1)
+        return [regions, merits[kept].reshape((-1, 1) if self._leaves_out else -1)]
 
 
 def make_anchors(base: int, ratios: Rows, scales: Rows) -> Rows:
@@ -485,15 +404,14 @@ class ProposalTargetLayer(RowLayer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         self.counter()
-        if not self.backend.holds_values:
-            return
-        regions, objects = (self.backend.to_host(b.data).reshape(b.shape[0], -1) for b in bottom)
+        super().forward(bottom, top)
+
+    def compute(self, *values: Rows) -> list[Rows]:
+        regions, objects = (part.reshape(len(part), -1) for part in values)
         stream = self.random_stream()
         rng = SampleRng(stream.seed, stream.stream, self.first_sample())
-        with np.errstate(all="ignore"):
-            found = self._sample(self._read_regions(regions), self._read_objects(objects), rng)
-        for index, values in enumerate(found[: len(top)]):
-            self.write(values[:, :, None, None], top, index)
+        found = self._sample(self._read_regions(regions), self._read_objects(objects), rng)
+        return [part[:, :, None, None] for part in found]
 
     # -- input ---------------------------------------------------------------------------------------
 
@@ -509,7 +427,7 @@ class ProposalTargetLayer(RowLayer):
     def _read_regions(self, rows: Rows) -> Rows:
         """Return regions (R, 5) as image, x, y, width, height."""
         self._check_images(rows[:, 0], self.bottom_names[0])
-        return _with_sizes(rows)
+        return np.concatenate([rows[:, :1], with_sizes(rows[:, 1:])], 1)
 
     def _read_objects(self, rows: Rows) -> Objects:
         rows = rows[rows[:, 0] != -1]
@@ -521,7 +439,7 @@ class ProposalTargetLayer(RowLayer):
                 f"row {bad[0]} of '{name}' has the label {rows[bad[0], 5]:g}; it must be from 1 to {classes - 1}; "
                 "see cls_num"
             )
-        return Objects(rows[:, 0], _with_sizes(rows)[:, 1:], rows[:, 5].astype(np.int64), rows[:, 6] != 0)
+        return Objects(rows[:, 0], with_sizes(rows[:, 1:5]), rows[:, 5].astype(np.int64), rows[:, 6] != 0)
 
     # -- sampling ------------------------------------------------------------------------------------
 
@@ -535,8 +453,8 @@ class ProposalTargetLayer(RowLayer):
 
     def _overlaps(self, regions: Rows, objects: Objects) -> Rows:
         """Return the overlaps (R, G); -1 where the images differ."""
-        kind = WHOLE if self._cascade else EXACT
-        found = pixel_overlaps(PixelBoxes.from_sizes(regions[:, 1:], kind), PixelBoxes.from_sizes(objects.boxes, kind))
+        rule = WHOLE if self._cascade else EXACT
+        found = overlaps(Boxes.from_sizes(regions[:, 1:], rule)[:, None], Boxes.from_sizes(objects.boxes, rule)[None])
         return np.where(regions[:, :1] == objects.images, found, _f32(-1))
 
     def _match(self, regions: Rows, objects: Objects) -> tuple[NDArray[np.int64], Rows]:
@@ -625,11 +543,6 @@ class ProposalTargetLayer(RowLayer):
             weights[positive] *= _f32(param.fg_fraction * count) / total
             weights[~positive] *= _f32((1 - param.fg_fraction) * count) / max(weights[~positive].sum(), _f32(1e-30))
         return weights
-
-
-def _with_sizes(rows: Rows) -> Rows:
-    """Return (n, 5) image, x, y, width, height of rows of image, x1, y1, x2, y2."""
-    return np.concatenate([rows[:, :3], rows[:, 3:5] - rows[:, 1:3] + _f32(1)], 1)
 
 
 def _with_corners(boxes: Rows) -> Rows:

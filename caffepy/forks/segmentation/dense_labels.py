@@ -14,12 +14,11 @@ from caffepy.data import random
 from caffepy.data.datum import decode_image, opencv
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
-from caffepy.data.sampler import Sampler
+from caffepy.data.sampler import RecordLoader, Sampler
 from caffepy.data.sources.databases import hash_of
 from caffepy.data.sources.image_list import MAX_IMAGE_BYTES, list_lines
 from caffepy.data.transform import DataTransformer
 from caffepy.data.transforms.pixels import resize
-from caffepy.data.workers import Workers
 from caffepy.errors import DataError
 from caffepy.formats.blobs import check_shape
 from caffepy.formats.proto import caffe_pb2
@@ -131,8 +130,7 @@ class LabelMapLayer(PrefetchingLayer):
 
     def _loader_of(self, seed: int, stream: int) -> PairLoader:
         skip, shuffle = self.order_settings()
-        skip = random.rand_skip_count(seed, stream, skip) if skip else 0
-        order = Sampler(len(self.files), skip, shuffle, seed, stream)
+        order = Sampler(len(self.files), random.rand_skip_count(seed, stream, skip), shuffle, seed, stream)
         key = (self._transformer.seed(seed), stream)
         return PairLoader(self.files, order, self._make_sample, key, self.where, self.threads(0))
 
@@ -498,7 +496,7 @@ class PairList:
 Make = Callable[[int, SampleRng], "tuple[NDArray[np.float32], NDArray[np.float32], Size]"]
 
 
-class PairLoader:
+class PairLoader(RecordLoader):
     """Fills batches with images and labels; a `Loader`.
 
     Args:
@@ -513,25 +511,15 @@ class PairLoader:
     def __init__(
         self, source: PairList, order: Sampler, make: Make, key: tuple[int, int], where: str, threads: int
     ) -> None:
-        self._source = source
-        self._order = order
-        self._make = make
-        self._key = key
-        self._where = where
-        self._record = 0
-        self._workers = Workers(threads, f"read for {where}")
+        super().__init__(source, order, where, threads)
+        self._make, self._key = make, key
 
     @property
     def reading(self) -> str:
-        return f"{self._source.record_name(self._record)} of {self._source.description}"
+        return f"{self.source.record_name(self._record)} of {self.source.description}"
 
     def describe(self, sample: int) -> str:
-        number = int(self._order.copy().records(sample, 1)[0])
-        return f"{self._source.record_name(number)} of {self._source.description}"
-
-    def close(self) -> None:
-        self._workers.close()
-        self._order.close()
+        return f"{self.source.record_name(self.record_of(sample))} of {self.source.description}"
 
     def sample_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of the first line's tops."""
@@ -539,11 +527,8 @@ class PairLoader:
         return image.shape, labels.shape, (1, 1, 2)
 
     def _sample(self, number: int, sample: int) -> tuple[NDArray[np.float32], NDArray[np.float32], Size]:
-        try:
+        with self.reads(number):
             return self._make(number, SampleRng(*self._key, sample))
-        except DataError as error:
-            name = f"{self._source.description}: {self._source.record_name(number)}"
-            raise DataError(f"{self._where}: {name} {error}") from error
 
     def load(self, first: int, count: int, batch: Batch) -> None:
         """Fill `batch` with the global samples [first, first + count).
@@ -551,33 +536,27 @@ class PairLoader:
         Raises:
             DataError: a line's images cannot be read, or differ in size from the batch's first.
         """
-        records = self._order.records(first, count).tolist()
+        records = self.records(first, count).tolist()
         arrays: list[NDArray[np.float32]] = []
 
         def fill(index: int) -> None:
-            self._record = records[index]
             image, labels, size = self._sample(records[index], first + index)
             if not arrays:
-                check_shape((count, *image.shape), self._where)
+                check_shape((count, *image.shape), self.where)
                 arrays.append(batch.array(0, (count, *image.shape)))
                 arrays.append(batch.array(1, (count, *labels.shape)))
                 if len(batch.arrays) > 2:
                     arrays.append(batch.array(2, (count, 1, 1, 2)))
             if image.shape != arrays[0].shape[1:] or labels.shape != arrays[1].shape[1:]:
                 made, others = _by(image.shape), _by(arrays[0].shape[1:])
-                name = f"{self._source.description}: {self._source.record_name(records[index])}"
-                raise DataError(
-                    f"{self._where}: {name} makes {made}, but others of its batch make {others}; set a crop or a new "
-                    "size, or batch_size: 1"
-                )
+                with self.reads(records[index]):
+                    raise DataError(
+                        f"makes {made}, but others of its batch make {others}; set a crop or a new size, or "
+                        "batch_size: 1"
+                    )
             arrays[0][index], arrays[1][index] = image, labels
             if len(arrays) > 2:
                 arrays[2][index] = [min(size[0], image.shape[1]), min(size[1], image.shape[2])]
 
         fill(0)  # sets the shapes
         self._workers.run(fill, range(1, count))
-        self._order.prepare_next_epoch()
-
-    def load_bytes(self, *_: object) -> int:
-        """Return 0: batches are float32."""
-        return 0

@@ -9,6 +9,7 @@ from caffepy.backend import Array, Each, Scalar, expression
 from caffepy.backend.formulas import identity, product, ratio_or_zero
 from caffepy.data.datum import opencv
 from caffepy.formats.proto import caffe_pb2
+from caffepy.layers.host import HostLayer
 from caffepy.layers.layer import Blobs, Layer, LayerContext, LayoutAdapter, register_layer
 from caffepy.layers.loss import Labels
 
@@ -153,7 +154,7 @@ _BYTE = 255
 
 
 @register_layer("SegmentationEvaluate")
-class SegmentationEvaluateLayer(Layer):
+class SegmentationEvaluateLayer(HostLayer):
     """Overlaps of the masks of a batch's first image (`segmentation_evaluate_layer.cpp` of MobileNet-YOLO).
 
     Shapes: predictions (N, C, H, W) and masks (N, C, H', W') with values from 0 to 1, top (1, 1, 1, C) with
@@ -168,6 +169,7 @@ class SegmentationEvaluateLayer(Layer):
     bottoms = (2, 2)
     has_backward = False
     no_gradient_bottoms = frozenset({1})
+    blocker = "it compares masks on the host"
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         shapes = [blob.shape for blob in bottom]
@@ -175,16 +177,9 @@ class SegmentationEvaluateLayer(Layer):
             raise self.shape_error("needs predictions N C H W and masks of as many channels", *bottom)
         top[0].reshape((1, 1, 1, shapes[1][1]))
 
-    def capture_blocker(self) -> str:
-        return "it compares masks on the host"
-
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        predictions, masks = (self.backend.to_host(blob.data) for blob in bottom)
-        result = np.zeros(top[0].shape, np.float32)
-        if self.backend.holds_values:
-            for channel, (predicted, mask) in enumerate(zip(predictions[0], masks[0], strict=True)):
-                result[0, 0, 0, channel] = self._overlap(predicted, mask)
-        self.backend.from_host(result, top[0].data)
+    def compute(self, predictions: NDArray[np.float32], masks: NDArray[np.float32]) -> list[NDArray[np.float64]]:
+        found = [self._overlap(*pair) for pair in zip(predictions[0], masks[0], strict=True)]
+        return [np.array(found).reshape(1, 1, 1, -1)]
 
     def _overlap(self, predicted: NDArray[np.float32], mask: NDArray[np.float32]) -> float:
         threshold = self.param.segmentation_evaluate_param.threshold

@@ -7,9 +7,9 @@ import math
 import numpy as np
 
 from caffepy.backend import Channel, Each, Scalar, expression
+from caffepy.data.boxes import Rows
 from caffepy.forks.yolo.boxes import YOLO_COLUMNS
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.detection.boxes import Rows
 from caffepy.layers.layer import Blobs, Layer, flatten_pixels, register_layer
 
 _LAST_PART = 0.75

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, Ints, Words, exact_function, kernel
+from caffepy.backend.cpu.jit.kernel import Floats, Int, Words, kernel
 from caffepy.backend.formulas import scaled, total
+from caffepy.data.boxes import DARKNET, Boxes, Rows, overlap, overlaps
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.blob import Blob
-from caffepy.layers.detection.boxes import Rows
-from caffepy.layers.detection.suppression import sort_like_cpp
+from caffepy.layers.detection.suppression import sort_like_cpp, suppress
 from caffepy.layers.layer import Blobs, Layer
 from caffepy.layers.loss import LossLayer
 
@@ -80,37 +80,33 @@ def edges(boxes: Rows) -> Rows:
     return np.concatenate((boxes[..., :2] - half, boxes[..., :2] + half), -1)
 
 
+def center_boxes(boxes: Rows) -> Boxes:
+    """Return boxes (..., 4) of center and size."""
+    return Boxes(edges(boxes), boxes[..., 2] * boxes[..., 3], DARKNET)
+
+
 def center_overlaps(a: Rows, b: Rows) -> Rows:
     """Return the intersection over union of boxes (..., 4), which broadcast; as darknet's box_iou."""
-    one, other = edges(a), edges(b)
-    sides = np.minimum(one[..., 2:], other[..., 2:]) - np.maximum(one[..., :2], other[..., :2])
-    shared = np.where((sides < 0).any(-1), _f32(0), sides[..., 0] * sides[..., 1])
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return shared / (a[..., 2] * a[..., 3] + b[..., 2] * b[..., 3] - shared)
-
-
-@exact_function
-def _overlap(a: Floats, i: Int, b: Floats, j: Int) -> Float:
-    """Return the intersection over union of box i of `a` and box j of `b`; as `center_overlaps`."""
-    half = np.float32(0.5)
-    left = max(a[4 * i] - a[4 * i + 2] * half, b[4 * j] - b[4 * j + 2] * half)
-    right = min(a[4 * i] + a[4 * i + 2] * half, b[4 * j] + b[4 * j + 2] * half)
-    top = max(a[4 * i + 1] - a[4 * i + 3] * half, b[4 * j + 1] - b[4 * j + 3] * half)
-    bottom = min(a[4 * i + 1] + a[4 * i + 3] * half, b[4 * j + 1] + b[4 * j + 3] * half)
-    width, height = right - left, bottom - top
-    shared = np.float32(0) if width < 0 or height < 0 else width * height
-    return shared / (a[4 * i + 2] * a[4 * i + 3] + b[4 * j + 2] * b[4 * j + 3] - shared)
+    return overlaps(center_boxes(a), center_boxes(b))
 
 
 @kernel
 def _best_overlaps(
-    begin: Int, end: Int, boxes: Floats, cells: Int, objects: Floats, begins: Words, best: Floats
+    begin: Int,
+    end: Int,
+    corners: Floats,
+    areas: Floats,
+    cells: Int,
+    objects: Floats,
+    object_areas: Floats,
+    begins: Words,
+    best: Floats,
 ) -> None:
     for item in range(begin, end):
         image = item // cells
         largest = np.float32(0)
         for i in range(begins[image], begins[image + 1]):
-            value = _overlap(boxes, item, objects, i)
+            value = overlap(corners, areas, item, objects, object_areas, i, DARKNET, 0)
             largest = value if value > largest else largest
         best[item] = largest
 
@@ -127,29 +123,13 @@ def best_overlaps(threads: int, boxes: Rows, objects: Rows, images: NDArray[np.i
     count, cells = len(boxes), boxes[0, ..., 0].size
     begins = np.searchsorted(images, np.arange(count + 1)).astype(np.int64)
     best = np.empty(boxes.shape[:-1], np.float32)
-    boxes, objects = np.ascontiguousarray(boxes), np.ascontiguousarray(objects)
-    _best_overlaps.run(threads, count * cells, _BOXES_PER_THREAD, boxes, cells, objects, begins, best)
+    a, b = center_boxes(boxes), center_boxes(objects)
+    arrays = (a.corners, a.areas, cells, b.corners, b.areas, begins, best)
+    _best_overlaps.run(threads, count * cells, _BOXES_PER_THREAD, *arrays)
     return best
 
 
 # -- suppression ---------------------------------------------------------------------------------------
-
-
-@kernel
-def _suppress(begin: Int, end: Int, boxes: Floats, order: Ints, begins: Words, counts: Words, threshold: Float) -> None:
-    """Compact each list order[begins[l]: begins[l + 1]] to the kept boxes, and write their number."""
-    for item in range(begin, end):
-        first, last = begins[item], begins[item + 1]
-        kept = first
-        while kept < last:
-            rest = kept + 1
-            for i in range(kept + 1, last):
-                if not _overlap(boxes, order[kept], boxes, order[i]) >= threshold:
-                    order[rest] = order[i]
-                    rest += 1
-            last = rest
-            kept += 1
-        counts[item] = last - first
 
 
 def suppress_all(
@@ -176,9 +156,8 @@ def suppress_all(
         order[first:last] = part
     if threshold < 0:
         return order
-    counts = np.zeros(count, np.int64)
-    _suppress.run(threads, count, 1, np.ascontiguousarray(boxes, np.float32), order, begins, counts, threshold)
-    return np.concatenate([order[first : first + kept] for first, kept in zip(begins[:-1], counts, strict=True)])
+    least = np.nextafter(_f32(threshold), _f32(-math.inf))  # an overlap of `threshold` suppresses
+    return order[suppress(center_boxes(boxes[order]), float(least), begins=begins, threads=threads)]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import numpy as np
 
 from caffepy.backend import Array, Channel, Each, Scalar, expression
 from caffepy.backend.formulas import identity, scaled_square
+from caffepy.data.boxes import DARKNET, Rows, intersections
 from caffepy.errors import ConfigError
 from caffepy.forks.yolo.boxes import (
     CONFIDENCE,
@@ -30,7 +31,8 @@ from caffepy.forks.yolo.boxes import (
     suppress_all,
 )
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.detection.boxes import Rows, softmax
+from caffepy.layers.detection.boxes import softmax
+from caffepy.layers.host import HostLayer
 from caffepy.layers.layer import Blobs, Layer, LayerContext, host_threads, register_layer
 from caffepy.layers.loss import ElementLossLayer, LossLayer
 from caffepy.utils.files import read_regular
@@ -223,7 +225,7 @@ _LEAST_SCORE = 0.005
 
 
 @register_layer("EvalDetection")
-class EvalDetectionLayer(Layer):
+class EvalDetectionLayer(HostLayer):
     """Compares predicted boxes with objects (`eval_detection_layer.cpp` of caffe-yolo and of Intel Caffe).
 
     Shapes: predictions (N, ...) of side^2 num_object boxes; objects; an ignored third bottom; the top (N, C + 4 side^2
@@ -248,6 +250,7 @@ class EvalDetectionLayer(Layer):
     bottoms = (2, 3)
     no_gradient_bottoms = frozenset({1, 2})
     has_backward = False
+    blocker = "it compares boxes on the host"
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.eval_detection_param
@@ -272,20 +275,9 @@ class EvalDetectionLayer(Layer):
         boxes = param.side**2 * param.num_object
         top[0].reshape((bottom[0].shape[0], param.num_class + _COLUMNS * boxes))
 
-    def capture_blocker(self) -> str:
-        return "it compares boxes on the host"
-
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        values, labels = (self.backend.to_host(blob.data) for blob in bottom[:2])
-        result = np.zeros(top[0].shape, np.float32)
-        if self.backend.holds_values:
-            with np.errstate(all="ignore"):
-                self._evaluate(values, labels, result)
-        self.backend.from_host(result, top[0].data)
-
-    def _evaluate(self, values: Rows, labels: Rows, result: Rows) -> None:
-        """Write the rows of all images."""
+    def compute(self, values: Rows, labels: Rows, *_: Rows) -> list[Rows]:
         param, images = self.param.eval_detection_param, len(values)
+        result = np.zeros((images, param.num_class + _COLUMNS * param.side**2 * param.num_object), np.float32)
         boxes, scores, classes = self._predictions(values)
         owners, object_classes, truth, difficult = self._truth(labels, images)
         for image in range(images):
@@ -306,6 +298,7 @@ class EvalDetectionLayer(Layer):
                 objects = np.flatnonzero(own & (object_classes == label))
                 overlaps = center_overlaps(boxes[image][order][chosen][:, None], truth[objects][None])
                 rows[chosen, 2:] = self._compare(overlaps, difficult[objects])
+        return [result]
 
     def _compare(self, overlaps: Rows, difficult: Rows) -> Rows:
         """Return hit and miss (n, 2) for the overlaps (n, G) of boxes with objects of their class, best box first."""
@@ -505,7 +498,7 @@ def size_overlaps(a: Rows, b: Rows) -> Rows:
 
 
 @register_layer("Region")
-class RegionLayer(Layer):
+class RegionLayer(HostLayer):
     """The activations of YOLO 2 in the order of cells (`region_layer.cpp` of caffe-yolov2).
 
     Let A = boxes_of_each_grid and D = coords + 1 + classes. The bottom is (N, A D, H, W). The top has its shape; its
@@ -517,6 +510,7 @@ class RegionLayer(Layer):
     """
 
     has_backward = False
+    blocker = "it activates boxes on the host"
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.region_param
@@ -530,12 +524,8 @@ class RegionLayer(Layer):
         self.refuse_in_place(bottom, top)
         top[0].reshape(bottom[0].shape)
 
-    def capture_blocker(self) -> str:
-        return "it activates boxes on the host"
-
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        param, (images, channels, height, width) = self.param.region_param, bottom[0].shape
-        values = self.backend.to_host(bottom[0].data)
+    def compute(self, values: Rows) -> list[Rows]:
+        param, (images, channels, height, width) = self.param.region_param, values.shape
         boxes = param.boxes_of_each_grid
         cells = values.reshape(images, channels, -1).transpose(0, 2, 1).reshape(images, -1, boxes, channels // boxes)
         cells = np.array(cells, np.float32)
@@ -543,7 +533,7 @@ class RegionLayer(Layer):
         if param.softmax and param.classes:
             first = CONFIDENCE + 1
             cells[..., first : first + param.classes] = softmax(cells[..., first : first + param.classes], -1)
-        self.backend.from_host(cells.reshape(images, channels, height, width), top[0].data)
+        return [cells.reshape(images, channels, height, width)]
 
 
 # -- YOLO 3 --------------------------------------------------------------------------------------------
@@ -732,9 +722,7 @@ def measure(kind: int, a: Rows, b: Rows) -> Rows:
     sides = np.maximum(one[..., 2:], other[..., 2:]) - np.minimum(one[..., :2], other[..., :2])
     if kind == _Yolov3Parameter.GIOU:
         hull = sides[..., 0] * sides[..., 1]
-        shared = np.minimum(one[..., 2:], other[..., 2:]) - np.maximum(one[..., :2], other[..., :2])
-        inner = np.where((shared < 0).any(-1), _f32(0), shared[..., 0] * shared[..., 1])
-        union = a[..., 2] * a[..., 3] + b[..., 2] * b[..., 3] - inner
+        union = a[..., 2] * a[..., 3] + b[..., 2] * b[..., 3] - intersections(one, other, DARKNET)
         return np.where(hull == 0, overlaps, overlaps - (hull - union) / hull)
     diagonal = np.square(sides).sum(-1)
     distance = np.square(a[..., :2] - b[..., :2]).sum(-1) / diagonal

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from caffepy.data.boxes import Rows
 from caffepy.forks.yolo.boxes import (
     CONFIDENCE,
     COORDINATES,
@@ -14,10 +15,11 @@ from caffepy.forks.yolo.boxes import (
     sigmoid,
     suppress_all,
 )
-from caffepy.layers.detection.boxes import Rows, softmax
-from caffepy.layers.layer import Blobs, Layer, host_threads, register_layer
+from caffepy.layers.detection.boxes import softmax
+from caffepy.layers.detection.output import COLUMNS, box_rows, empty_rows
+from caffepy.layers.host import HostLayer
+from caffepy.layers.layer import Blobs, host_threads, register_layer
 
-COLUMNS = 7
 _f32 = np.float32
 _ONE = 0.999
 """Least overlap of a box with itself, within rounding errors."""
@@ -25,12 +27,13 @@ Candidates = tuple[Rows, Rows, Rows, Rows]
 """Image, class from 0, score, and box (n, 4) of each candidate."""
 
 
-class GridOutputLayer(Layer):
+class GridOutputLayer(HostLayer):
     """Selects and suppresses the boxes of grids, on the host. Subclasses define `candidates`."""
 
     bottoms = (1, None)
     has_backward = False
     changes_shapes = True
+    blocker = "it suppresses boxes on the host"
 
     _channels = 0
     """Channels that each bottom must have."""
@@ -47,34 +50,15 @@ class GridOutputLayer(Layer):
                 raise self.shape_error(f"needs bottoms of {self._channels} channels, for N images each", *bottom)
         top[0].reshape((1, 1, 1, COLUMNS))
 
-    def capture_blocker(self) -> str:
-        return "it suppresses boxes on the host"
-
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        values = [self.backend.to_host(blob.data) for blob in bottom]
-        rows = np.zeros((1, COLUMNS), np.float32)
-        if self.backend.holds_values:
-            with np.errstate(all="ignore"):
-                rows = self._detect(values)
-        top[0].reshape((1, 1, *rows.shape))
-        self.backend.from_host(rows[None, None], top[0].data)
-
-    def _detect(self, values: list[Rows]) -> Rows:
-        """Return the rows of all images."""
+    def compute(self, *values: Rows) -> list[Rows]:
         found = [self.candidates(grid, part) for grid, part in enumerate(values)]
         images, classes, scores, boxes = (np.concatenate(parts) for parts in zip(*found, strict=True))
         by_image = np.argsort(images, kind="stable")
         by_image = by_image[center_overlaps(boxes[by_image], boxes[by_image]) > 0]
         images, classes, scores, boxes = images[by_image], classes[by_image], scores[by_image], boxes[by_image]
         order = suppress_all(host_threads(self), boxes, scores, images, len(values[0]), self._threshold)
-        if not len(order):
-            rows = np.full((len(values[0]), COLUMNS), -1, np.float32)
-            rows[:, 0] = np.arange(len(rows))
-            return rows
-        rows = np.empty((len(order), COLUMNS), np.float32)
-        rows[:, 0], rows[:, 1], rows[:, 2] = images[order], classes[order] + 1, scores[order]
-        rows[:, 3:] = edges(boxes[order])
-        return rows
+        rows = box_rows(images[order], classes[order] + 1, scores[order], edges(boxes[order]))
+        return [(rows if len(order) else empty_rows(len(values[0]), COLUMNS))[None, None]]
 
 
 @register_layer("YoloDetectionOutput")

@@ -1,6 +1,6 @@
-"""Sizes and overlaps of boxes, their encoding relative to prior boxes, objects, and pixels of the original images.
+"""The encoding of boxes relative to prior boxes, objects, and pixels of the original images.
 
-`bbox_util.cpp` of SSD's Caffe: JaccardOverlap, EncodeBBox, DecodeBBox, GetGroundTruth, OutputBBox. The columns of
+`bbox_util.cpp` of SSD's Caffe: EncodeBBox, DecodeBBox, GetGroundTruth, OutputBBox. The columns of
 ground truth are image, label, instance, xmin, ymin, xmax, ymax, difficult.
 """
 
@@ -8,73 +8,18 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, exact_function
+from caffepy.data.boxes import BORDERED, Boxes, Rows, box_areas
 from caffepy.errors import DataError
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.layer import Layer
+from caffepy.layers.layer import Blobs, Layer
 from caffepy.utils.files import read_regular
-
-Rows: TypeAlias = Any
-"""A NumPy array of float32: boxes (..., 4), or one number for each box."""
 
 CORNER = caffe_pb2.PriorBoxParameter.CORNER
 CENTER_SIZE = caffe_pb2.PriorBoxParameter.CENTER_SIZE
-
-
-@exact_function
-def overlap(a: Floats, a_sizes: Floats, i: Int, b: Floats, b_sizes: Floats, j: Int, extra: Float) -> Float:
-    """Return intersection over union of box i of `a` and box j of `b`; 0 if they are disjoint.
-
-    Args:
-        a: boxes.
-        a_sizes: areas of `a`.
-        i: index in `a`.
-        b: boxes.
-        b_sizes: areas of `b`.
-        j: index in `b`.
-        extra: added to the intersection's width and height: 0, or 1 for boxes in pixels. Disjoint boxes then have an
-            intersection of 1, as in Caffe.
-    """
-    left, top, right, bottom = a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3]
-    other_left, other_top, other_right, other_bottom = b[4 * j], b[4 * j + 1], b[4 * j + 2], b[4 * j + 3]
-    width = height = extra
-    if not (other_left > right or other_right < left or other_top > bottom or other_bottom < top):
-        # Not min and max: NaN must propagate as with C++'s.
-        left = other_left if left < other_left else left
-        top = other_top if top < other_top else top
-        right = other_right if other_right < right else right
-        bottom = other_bottom if other_bottom < bottom else bottom
-        width += right - left
-        height += bottom - top
-    if width > 0 and height > 0:
-        shared = width * height
-        return shared / (a_sizes[i] + b_sizes[j] - shared)
-    return np.float32(0)
-
-
-def box_sizes(boxes: Rows, extra: float = 0.0) -> Rows:
-    """Return the area of each box (..., 4), 0 if a side is negative. `extra` is added to the sides: 1 for pixels."""
-    width, height = boxes[..., 2] - boxes[..., 0], boxes[..., 3] - boxes[..., 1]
-    valid = ~((boxes[..., 2] < boxes[..., 0]) | (boxes[..., 3] < boxes[..., 1]))
-    more = np.float32(extra)
-    return np.where(valid, (width + more) * (height + more), np.float32(0))
-
-
-def overlap_matrix(a: Rows, a_sizes: Rows, b: Rows, b_sizes: Rows, extra: float = 0.0) -> Rows:
-    """Return the `overlap` of each box of `a` (A, 4) with each of `b` (B, 4), as (A, B); -1 in place of NaN."""
-    one, other, more = a[:, None], b[None], np.float32(extra)
-    meet = ~((other[..., :2] > one[..., 2:]) | (other[..., 2:] < one[..., :2])).any(-1)
-    sides = np.minimum(one[..., 2:], other[..., 2:]) - np.maximum(one[..., :2], other[..., :2])
-    sides = np.where(meet[..., None], sides, np.float32(0)) + more
-    shared = sides[..., 0] * sides[..., 1]
-    with np.errstate(invalid="ignore", divide="ignore"):
-        ratio = shared / (a_sizes[:, None] + b_sizes[None] - shared)
-    return np.nan_to_num(np.where((sides > 0).all(-1), ratio, np.float32(0)), nan=-1.0)
 
 
 def clip_boxes(boxes: Rows, height: float = 1.0, width: float = 1.0) -> Rows:
@@ -85,15 +30,10 @@ def clip_boxes(boxes: Rows, height: float = 1.0, width: float = 1.0) -> Rows:
 
 @dataclass(frozen=True)
 class Priors:
-    """Prior boxes (P, 4), their sizes (P,) and the variances (P, 4) of predictions relative to them."""
+    """Prior boxes (P, 4) and the variances (P, 4) of predictions relative to them."""
 
     boxes: Rows
-    sizes: Rows
     variances: Rows
-
-    def select(self, indices: NDArray[np.intp]) -> Priors:
-        """Return the priors with these indices, which may repeat."""
-        return Priors(self.boxes[indices], self.sizes[indices], self.variances[indices])
 
     @property
     def extents(self) -> Rows:
@@ -113,7 +53,7 @@ def read_priors(layer: Layer, values: Rows, code: int) -> Priors:
         DataError: a prior has a variance, or with another `code` than CORNER a side, that is not above 0.
     """
     boxes, variances = np.ascontiguousarray(values, np.float32).reshape(2, -1, 4)
-    priors = Priors(boxes, box_sizes(boxes), variances)
+    priors = Priors(boxes, variances)
     good = (variances > 0).all(1)
     if code != CORNER:
         good &= (priors.extents > 0).all(1)
@@ -164,6 +104,19 @@ def encode(priors: Priors, boxes: Rows, code: int) -> Rows:
     centers = (boxes[:, :2] + boxes[:, 2:]) / np.float32(2)
     ratios = (boxes[:, 2:] - boxes[:, :2]) / extents
     return np.concatenate([(centers - priors.centers) / extents, np.log(ratios)], axis=1) / priors.variances
+
+
+def check_predictions(layer: Layer, bottom: Blobs, images: int, priors: int, codes: int, classes: int) -> None:
+    """Check the sizes of the bottoms with location predictions and scores.
+
+    Raises:
+        ShapeError: there are not `codes` location predictions and `classes` scores for each prior of each image.
+    """
+    for blob, wanted, what in ((bottom[0], codes, "location predictions"), (bottom[1], classes, "scores")):
+        if blob.count != images * priors * wanted:
+            raise layer.shape_error(
+                f"needs {wanted} {what} for each of the {priors} priors; num_classes is {classes}", blob, bottom[2]
+            )
 
 
 def softmax(x: Rows, axis: int) -> Rows:
@@ -223,7 +176,7 @@ def check_resize(layer: Layer, param: caffe_pb2.ResizeParameter) -> None:
         raise layer.error("resize_param needs the height and width of the net's input, above 0")
 
 
-def to_pixels(boxes: Rows, image: ImageSize, resize: caffe_pb2.ResizeParameter | None) -> tuple[Rows, Rows]:
+def to_pixels(boxes: Rows, image: ImageSize, resize: caffe_pb2.ResizeParameter | None) -> Boxes:
     """Convert boxes (K, 4) of the net's input to pixels of the image, clipped to it (OutputBBox).
 
     Args:
@@ -232,18 +185,18 @@ def to_pixels(boxes: Rows, image: ImageSize, resize: caffe_pb2.ResizeParameter |
         resize: how the image was resized to the net's input; None: warped.
 
     Returns:
-        The boxes, and their areas in pixels, borders included.
+        The boxes. Their areas include the borders.
     """
     height, width = image.height, image.width
     mode = resize.resize_mode if resize is not None else _Resize.WARP
     if resize is not None and mode == _Resize.FIT_SMALL_SIZE and resize.height_scale and resize.width_scale:
         scaled = boxes * np.array([resize.width_scale, resize.height_scale] * 2, np.float32)
         clipped = clip_boxes(scaled, height, width)
-        return clipped, box_sizes(clipped)
+        return Boxes(clipped, box_areas(clipped), BORDERED)
     if resize is not None and mode == _Resize.FIT_LARGE_SIZE_AND_PAD:
         boxes = _without_padding(boxes, image, resize)
     pixels = clip_boxes(boxes) * np.array([width, height] * 2, np.float32)
-    return pixels, box_sizes(pixels, 1.0 if width > 1 or height > 1 else 0.0)
+    return Boxes(pixels, box_areas(pixels, width > 1 or height > 1), BORDERED)
 
 
 def _without_padding(boxes: Rows, image: ImageSize, resize: caffe_pb2.ResizeParameter) -> Rows:
@@ -272,7 +225,6 @@ class GroundTruth:
     images: NDArray[np.int64]
     labels: NDArray[np.int64]
     boxes: Rows
-    sizes: Rows
     difficult: NDArray[np.bool_]
 
     def __len__(self) -> int:
@@ -335,4 +287,4 @@ def read_ground_truth(
     included = np.flatnonzero((images != -1) & (labels > background) & (difficult | ~hard))
     order = included[np.argsort(images[included], kind="stable")]
     boxes = np.ascontiguousarray(rows[order, 3:7])
-    return GroundTruth(images[order], labels[order], boxes, box_sizes(boxes), hard[order])
+    return GroundTruth(images[order], labels[order], boxes, hard[order])

@@ -5,22 +5,20 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.data.transforms.boxes import PixelBoxes, pixel_overlaps
+from caffepy.data.boxes import CORNERS, Boxes, Rows, overlaps
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.detection.boxes import COLUMNS as TRUTH_COLUMNS
 from caffepy.layers.detection.boxes import (
     GroundTruth,
     ImageSize,
-    Rows,
-    box_sizes,
     check_resize,
-    overlap_matrix,
     read_ground_truth,
     read_image_sizes,
     to_pixels,
 )
 from caffepy.layers.detection.suppression import sort_like_cpp
-from caffepy.layers.layer import Blobs, Layer, LayerContext, register_layer
+from caffepy.layers.host import HostLayer
+from caffepy.layers.layer import Blobs, LayerContext, register_layer
 
 _DETECTION_COLUMNS, _COLUMNS = 7, 5
 _FROM_DETECTION, _FROM_OBJECT = (0, 5, 6, 1, 2, 3, 4), (0, 5, 6, 1, 2, 3, 4, 7)
@@ -28,7 +26,7 @@ _FROM_DETECTION, _FROM_OBJECT = (0, 5, 6, 1, 2, 3, 4), (0, 5, 6, 1, 2, 3, 4, 7)
 
 
 @register_layer("DetectionEvaluate")
-class DetectionEvaluateLayer(Layer):
+class DetectionEvaluateLayer(HostLayer):
     """Classifies detections as true and false positives (`detection_evaluate_layer.cpp`).
 
     Shapes: detections (1, 1, D, 7) of DetectionOutput, objects (1, 1, G, 8), top (1, 1, R, 5). The top starts with one
@@ -54,6 +52,7 @@ class DetectionEvaluateLayer(Layer):
     has_backward = False
     no_gradient_bottoms = frozenset({1, 2})
     changes_shapes = True
+    blocker = "it compares boxes on the host"
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.detection_evaluate_param
@@ -96,22 +95,13 @@ class DetectionEvaluateLayer(Layer):
         """Whether the layer advances in name_size_file."""
         return bool(self._sizes)
 
-    def capture_blocker(self) -> str:
-        return "it compares boxes on the host"
-
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        detections, truth, *sizes = (self.backend.to_host(blob.data) for blob in bottom)
+    def compute(self, detections: Rows, truth: Rows, *sizes: Rows) -> list[Rows]:
         detections = detections.reshape(-1, _DETECTION_COLUMNS)
-        if sizes:
-            self._inputs = sizes[0].reshape(-1, 2)
-            detections = detections[:, _FROM_DETECTION]
-            truth = truth.reshape(-1, TRUTH_COLUMNS)[:, _FROM_OBJECT]
-        rows = np.zeros((1, _COLUMNS), np.float32)
-        if self.backend.holds_values:
-            with np.errstate(all="ignore"):
-                rows = self._evaluate(detections, truth)
-        top[0].reshape((*rows.shape, 1, 1) if sizes else (1, 1, *rows.shape))
-        self.backend.from_host(rows.reshape(top[0].shape), top[0].data)
+        if not sizes:
+            return [self._evaluate(detections, truth)[None, None]]
+        self._inputs = sizes[0].reshape(-1, 2)
+        truth = truth.reshape(-1, TRUTH_COLUMNS)[:, _FROM_OBJECT]
+        return [self._evaluate(detections[:, _FROM_DETECTION], truth)[:, :, None, None]]
 
     def _evaluate(self, detections: Rows, truth_values: Rows) -> Rows:
         param, name = self.param.detection_evaluate_param, self.bottom_names[1]
@@ -183,15 +173,15 @@ class DetectionEvaluateLayer(Layer):
 
     def _overlaps(self, detections: Rows, objects: Rows, image: int) -> Rows:
         """Return the overlaps of detections and objects (K, G), in pixels if a name_size_file or sizes are given."""
+        pair = detections, objects
         if self._inputs is not None:
             factors = self._factors(self._inputs, image)
-            return pixel_overlaps(
-                PixelBoxes.from_corners(detections * factors), PixelBoxes.from_corners(objects * factors)
-            )
-        if not self._sizes:
-            return overlap_matrix(detections, box_sizes(detections), objects, box_sizes(objects))
-        a, b = (to_pixels(boxes, self._sizes[self._next], self._resize) for boxes in (detections, objects))
-        return overlap_matrix(*a, *b, 1.0)
+            a, b = (Boxes.from_corners(boxes * factors, CORNERS) for boxes in pair)
+        elif self._sizes:
+            a, b = (to_pixels(boxes, self._sizes[self._next], self._resize) for boxes in pair)
+        else:
+            a, b = map(Boxes.from_corners, pair)
+        return overlaps(a[:, None], b[None])
 
     def _factors(self, inputs: Rows, image: int) -> Rows:
         """Return the factors (4,) from pixels of an image's input to those of the original image."""

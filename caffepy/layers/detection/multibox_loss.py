@@ -14,118 +14,47 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend import Array
-from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, Ints, Words, device_function, kernel
+from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, Words, device_function, kernel
 from caffepy.backend.formulas import scaled, scaled_over_count
 from caffepy.backend.types import BoxLossSettings
-from caffepy.errors import DataError
+from caffepy.data.boxes import UNIT, Rows, box_areas, overlap
 from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.detection.boxes import (
     COLUMNS,
     GroundTruth,
     Priors,
-    Rows,
     bad_class,
     bad_object,
     bad_prior,
-    box_sizes,
+    check_predictions,
     decode,
     encode,
-    overlap,
     read_ground_truth,
     read_priors,
 )
 from caffepy.layers.detection.suppression import sort_like_cpp, suppress_mined
-from caffepy.layers.layer import Blobs, Layer, host_threads, register_layer, warn
+from caffepy.layers.layer import Blobs, host_threads, register_layer, warn
 from caffepy.layers.loss import LossLayer
 
+_Parameter = caffe_pb2.MultiBoxLossParameter
 UNMATCHED, IGNORED = -1, -2
 """In place of an object's index: the box has no object, or crosses the image's border and is ignored."""
 _MIN_OVERLAP = 1e-6
 """Overlaps up to this value count as 0."""
 
 
-@dataclass(frozen=True)
-class Matching:
-    """The rules of matching.
-
-    Args:
-        per_prediction: whether to match, after each object's best box, every box that overlaps an object enough.
-        threshold: the overlap that is enough.
-        ignore_crossing: whether to ignore boxes that cross the image's border.
-    """
-
-    per_prediction: bool
-    threshold: float
-    ignore_crossing: bool
-
-
-@device_function
-def _crosses(boxes: Floats, number: Int) -> bool:
-    for i in range(4):
-        if boxes[4 * number + i] < 0 or boxes[4 * number + i] > 1:
-            return True
-    return False
-
-
-@device_function
-def _measure(
-    boxes: Floats,
-    sizes: Floats,
-    first: Int,
-    count: Int,
-    objects: Floats,
-    object_sizes: Floats,
-    begin: Int,
-    end: Int,
-    ignore_crossing: Int,
-    at: Int,
-    matches: Ints,
-    overlaps: Floats,
-    nearest: Ints,
-    best: Floats,
-    best_box: Words,
-) -> None:
-    """Compute the largest overlap of each box and its object, and the largest overlap of each object and its box."""
-    for i in range(count):
-        matches[at + i] = nearest[at + i] = UNMATCHED
-        overlaps[at + i] = 0
-        if begin < end and ignore_crossing and _crosses(boxes, first + i):
-            matches[at + i] = IGNORED
-            continue
-        for j in range(begin, end):
-            shared = overlap(boxes, sizes, first + i, objects, object_sizes, j, np.float32(0))
-            if shared > _MIN_OVERLAP:
-                if shared > overlaps[at + i]:
-                    overlaps[at + i] = shared
-                    nearest[at + i] = j
-                if shared > best[j]:
-                    best[j] = shared
-                    best_box[j] = i
-
-
 @device_function
 def _best_free_box(
-    boxes: Floats,
-    sizes: Floats,
-    first: Int,
-    count: Int,
-    objects: Floats,
-    object_sizes: Floats,
-    j: Int,
-    at: Int,
-    matches: Ints,
-    best: Floats,
-    best_box: Words,
-) -> None:
-    """Find the unmatched box with the largest overlap with object j."""
-    best[j], best_box[j] = -1, -1
-    for i in range(count):
+    boxes: Floats, areas: Floats, first: Int, objects: Floats, sizes: Floats, j: Int, matches: Ints, at: Int, n: Int
+) -> Int:
+    """Return the unmatched one of n boxes with the largest overlap with object j, or -1."""
+    found, largest = -1, np.float32(-1)
+    for i in range(n):
         if matches[at + i] == UNMATCHED:
-            shared = overlap(boxes, sizes, first + i, objects, object_sizes, j, np.float32(0))
-            if shared > _MIN_OVERLAP and shared > best[j]:
-                best[j] = shared
-                best_box[j] = i
+            shared = overlap(boxes, areas, first + i, objects, sizes, j, UNIT, 0)
+            if shared > _MIN_OVERLAP and shared > largest:
+                found, largest = i, shared
+    return found
 
 
 @device_function
@@ -145,42 +74,32 @@ def _match(
     start: Int,
     stop: Int,
     boxes: Floats,
-    sizes: Floats,
+    areas: Floats,
     firsts: Words,
     count: Int,
     objects: Floats,
-    object_sizes: Floats,
+    object_areas: Floats,
     begins: Words,
     ends: Words,
-    ignore_crossing: Int,
-    per_prediction: Int,
-    threshold: Float,
     matches: Ints,
     overlaps: Floats,
     nearest: Ints,
     best: Floats,
     best_box: Words,
 ) -> None:
-    """An item is a set of boxes and a range of objects."""
+    """Write the largest overlap of each box and its object, and match. An item is a set of boxes and some objects."""
     for item in range(start, stop):
         first, begin, end, at = firsts[item], begins[item], ends[item], item * count
-        _measure(
-            boxes,
-            sizes,
-            first,
-            count,
-            objects,
-            object_sizes,
-            begin,
-            end,
-            ignore_crossing,
-            at,
-            matches,
-            overlaps,
-            nearest,
-            best,
-            best_box,
-        )
+        for i in range(count):
+            for j in range(begin, end if matches[at + i] == UNMATCHED else begin):
+                shared = overlap(boxes, areas, first + i, objects, object_areas, j, UNIT, 0)
+                if shared > _MIN_OVERLAP:
+                    if shared > overlaps[at + i]:
+                        overlaps[at + i] = shared
+                        nearest[at + i] = j
+                    if shared > best[j]:
+                        best[j] = shared
+                        best_box[j] = i
         while True:
             j = _best_object(begin, end, best, best_box)
             if j < 0:
@@ -189,15 +108,12 @@ def _match(
             matches[at + box] = j
             overlaps[at + box] = best[j]
             best_box[j] = -1
-            for other in range(begin, end):
-                if best_box[other] == box:
-                    _best_free_box(
-                        boxes, sizes, first, count, objects, object_sizes, other, at, matches, best, best_box
-                    )
-        if per_prediction:
-            for i in range(count):
-                if matches[at + i] == UNMATCHED and nearest[at + i] >= 0 and overlaps[at + i] >= threshold:
-                    matches[at + i] = nearest[at + i]
+            for j in range(begin, end):
+                if best_box[j] == box:
+                    i = _best_free_box(boxes, areas, first, objects, object_areas, j, matches, at, count)
+                    best_box[j], best[j] = i, -1
+                    if i >= 0:
+                        best[j] = overlap(boxes, areas, first + i, objects, object_areas, j, UNIT, 0)
 
 
 def match_boxes(
@@ -208,109 +124,67 @@ def match_boxes(
     truth: GroundTruth,
     begins: NDArray[np.int64],
     ends: NDArray[np.int64],
-    rules: Matching,
+    param: caffe_pb2.MultiBoxLossParameter,
 ) -> tuple[NDArray[np.int32], Rows]:
     """Match T sets of `count` boxes with T ranges of objects.
 
-    Greedy: the pair of box and object with the largest overlap is matched first, until each object has a box.
+    Greedy: the pair of box and object with the largest overlap is matched first, until each object has a box. With
+    PER_PREDICTION every other box that overlaps an object enough is then matched with it.
     """
-    assert all(array.flags.c_contiguous for array in (boxes, truth.boxes, truth.sizes, begins, ends))
+    assert all(array.flags.c_contiguous for array in (boxes, truth.boxes, begins, ends))
     shape = (len(firsts), count)
-    matches, overlaps = np.empty(shape, np.int32), np.empty(shape, np.float32)
+    matches, nearest = np.full(shape, UNMATCHED, np.int32), np.full(shape, UNMATCHED, np.int32)
+    if param.ignore_cross_boundary_bbox:
+        crosses = ((boxes < 0) | (boxes > 1)).any(-1).reshape(-1)[firsts[:, None] + np.arange(count)]
+        matches[crosses & (begins < ends)[:, None]] = IGNORED
+    overlaps = np.zeros(shape, np.float32)
     best, best_box = np.full(len(truth), -1, np.float32), np.full(len(truth), -1, np.int64)
-    _match.run(
-        threads,
-        len(firsts),
-        1,
-        boxes,
-        box_sizes(boxes),
-        firsts,
-        count,
-        truth.boxes,
-        truth.sizes,
-        begins,
-        ends,
-        int(rules.ignore_crossing),
-        int(rules.per_prediction),
-        rules.threshold,
-        matches,
-        overlaps,
-        np.empty(shape, np.int32),
-        best,
-        best_box,
-    )
+    sets = boxes, box_areas(boxes), firsts, count, truth.boxes, box_areas(truth.boxes), begins, ends
+    _match.run(threads, len(firsts), 1, *sets, matches, overlaps, nearest, best, best_box)
+    if param.match_type == _Parameter.PER_PREDICTION:
+        more = (matches == UNMATCHED) & (nearest >= 0) & (overlaps >= np.float32(param.overlap_threshold))
+        matches[more] = nearest[more]
     return matches, overlaps
 
 
 # -- hard negatives ------------------------------------------------------------------------------------
 
 
-_Parameter = caffe_pb2.MultiBoxLossParameter
+def background_priors(
+    param: caffe_pb2.MultiBoxLossParameter,
+    matches: NDArray[np.int32],
+    overlaps: Rows,
+    losses: Rows,
+    boxes: Callable[[], Rows],
+) -> NDArray[np.intp]:
+    """Return the indices of one image's background priors that are mined.
 
+    HARD_EXAMPLE: among the `sample_size` priors with the largest losses. Else `neg_pos_ratio` for each match, of those
+    whose overlap with an object is below `neg_overlap`.
 
-@dataclass(frozen=True)
-class Mining:
-    """Selection of an image's background priors, by the fields of MultiBoxLossParameter."""
-
-    hard: bool
-    """HARD_EXAMPLE: the `sample_size` priors with the largest losses. Else `ratio` background priors for each match."""
-    ratio: float
-    max_overlap: float
-    """Priors with at least this overlap with an object are not background."""
-    sample_size: int
-    nms_threshold: float
-    """Of the suppression among the candidates; 0: none."""
-    nms_top_k: int
-
-    @classmethod
-    def of(cls, param: caffe_pb2.MultiBoxLossParameter) -> Mining:
-        """Return the settings of the prototxt."""
-        suppresses = param.HasField("nms_param")
-        return cls(
-            param.mining_type == _Parameter.HARD_EXAMPLE,
-            param.neg_pos_ratio,
-            param.neg_overlap,
-            param.sample_size,
-            param.nms_param.nms_threshold if suppresses else 0.0,
-            param.nms_param.top_k,
-        )
-
-    def select(
-        self, matches: NDArray[np.int32], overlaps: Rows, losses: Rows, boxes: Callable[[], Rows]
-    ) -> NDArray[np.intp]:
-        """Return the indices of one image's background priors.
-
-        Args:
-            matches: of each prior (P,). With HARD_EXAMPLE, matched priors that are not mined become `UNMATCHED`.
-            overlaps: largest overlap of each prior (P,).
-            losses: of each prior (P,).
-            boxes: returns the boxes (P, 4) for the suppression.
-        """
-        free = matches == UNMATCHED
-        eligible = np.full(len(matches), True) if self.hard else free & (overlaps < np.float32(self.max_overlap))
-        candidates = np.flatnonzero(eligible)
-        # NaN counts as the largest loss: the loss of the batch becomes NaN too.
-        keys = np.where(np.isnan(losses), np.float32(np.inf), losses)[candidates]
-        count = min(self._quota(int((matches >= 0).sum())), len(candidates))
-        selected = candidates[self._ranked(keys, candidates, boxes)[:count]]
-        mined = np.zeros(len(matches), bool)
-        mined[selected] = True
-        if self.hard:
-            matches[(matches >= 0) & ~mined] = UNMATCHED
-        return np.flatnonzero(free & mined)
-
-    def _quota(self, matched: int) -> int:
-        if self.hard:
-            return self.sample_size
-        return int(np.float32(matched) * np.float32(self.ratio))
-
-    def _ranked(self, keys: Rows, candidates: NDArray[np.intp], boxes: Callable[[], Rows]) -> NDArray[np.int32]:
-        """Return the candidates' indices in descending order of keys."""
-        if self.nms_threshold > 0:
-            return suppress_mined(boxes()[candidates], keys, self.nms_threshold, self.nms_top_k)
-        order = np.arange(len(keys), dtype=np.int32)
-        sort_like_cpp(np.ascontiguousarray(keys), order)
-        return order
+    Args:
+        param: the settings.
+        matches: of each prior (P,). With HARD_EXAMPLE, matched priors that are not mined become `UNMATCHED`.
+        overlaps: largest overlap of each prior (P,).
+        losses: of each prior (P,).
+        boxes: returns the boxes (P, 4) for the suppression.
+    """
+    free, hard = matches == UNMATCHED, param.mining_type == _Parameter.HARD_EXAMPLE
+    eligible = np.full(len(matches), True) if hard else free & (overlaps < np.float32(param.neg_overlap))
+    candidates = np.flatnonzero(eligible)
+    # NaN counts as the largest loss: the loss of the batch becomes NaN too.
+    keys = np.where(np.isnan(losses), np.float32(np.inf), losses)[candidates]
+    quota = param.sample_size if hard else int(np.float32((matches >= 0).sum()) * np.float32(param.neg_pos_ratio))
+    order, nms = np.arange(len(keys), dtype=np.int32), param.nms_param
+    if param.HasField("nms_param") and nms.nms_threshold > 0:
+        order = suppress_mined(boxes()[candidates], keys, nms.nms_threshold, nms.top_k).astype(np.int32)
+    else:
+        sort_like_cpp(keys, order)
+    mined = np.zeros(len(matches), bool)
+    mined[candidates[order[: min(quota, len(candidates))]]] = True
+    if hard:
+        matches[(matches >= 0) & ~mined] = UNMATCHED
+    return np.flatnonzero(free & mined)
 
 
 _LOC, _CONF, _PRIORS, _TRUTH = range(4)
@@ -343,15 +217,11 @@ class MultiBoxLossLayer(LossLayer):
         self._warn(param)
         self._classes = param.num_classes
         self._locations = 1 if param.share_location else self._classes
-        self._mining = None if param.mining_type == _Parameter.NONE else Mining.of(param)
-        self._matching = Matching(
-            param.match_type == _Parameter.PER_PREDICTION, param.overlap_threshold, param.ignore_cross_boundary_bbox
-        )
         self._squared = param.loc_loss_type == _Parameter.L2
         self._enabled = [self.param.propagate_down[i] if self.param.propagate_down else True for i in (_LOC, _CONF)]
         settings = device_settings(param, self._enabled)
         self._settings = settings if self.backend.computes_box_loss else None
-        self._problem = DeviceProblem(self) if self._settings is not None else None
+        self._problem = self.backend.zeros((PROBLEM,)) if self._settings is not None else None
         self._totals = self.backend.zeros((2,))
         self._sum, self._count = (self.backend.view(self._totals[i : i + 1], ()) for i in range(2))
 
@@ -390,16 +260,7 @@ class MultiBoxLossLayer(LossLayer):
         images, priors = bottom[_LOC].shape[0], bottom[_PRIORS].count // 8
         if bottom[_PRIORS].count != 8 * priors or bottom[_TRUTH].count % COLUMNS:
             raise self.shape_error("needs priors 1 2 4*P and objects 1 1 G 8", bottom[_PRIORS], bottom[_TRUTH])
-        for blob, per_prior, what in (
-            (bottom[_LOC], 4 * self._locations, "location predictions"),
-            (bottom[_CONF], self._classes, "scores"),
-        ):
-            if blob.count != images * priors * per_prior:
-                raise self.shape_error(
-                    f"needs {per_prior} {what} for each of the {priors} priors; num_classes is {self._classes}",
-                    blob,
-                    bottom[_PRIORS],
-                )
+        check_predictions(self, bottom, images, priors, 4 * self._locations, self._classes)
         self._shape = (images, priors)
         self._device_loss = None if self._settings is None else self.backend.box_loss(self._settings, images, priors)
         counted = self.normalization(caffe_pb2.LossParameter.VALID) == caffe_pb2.LossParameter.VALID
@@ -409,13 +270,30 @@ class MultiBoxLossLayer(LossLayer):
         return "it matches boxes on the host" if self._settings is None else super().capture_blocker()
 
     def raise_device_errors(self) -> None:
-        if self._problem is not None:
-            self._problem.raise_device_errors()
+        """Raise if the device recorded an error since the last check. Waits for the device.
+
+        Raises:
+            DataError: with the number and values of the object or prior.
+        """
+        if self._problem is None:
+            return
+        kind, number, *values = (float(value) for value in self.backend.to_host(self._problem))
+        if not kind:
+            return
+        self.backend.fill(self._problem, 0)
+        blob = self.bottom_names[_TRUTH]
+        if kind == _PRIOR:
+            raise bad_prior(self, int(number), values[:4], values[4:], self.param.multibox_loss_param.code_type)
+        if kind == _OBJECT:
+            raise bad_object(self, blob, int(number), values)
+        assert kind == _CLASS
+        label = int(math.copysign(math.floor(abs(values[1]) + 0.5), values[1]))
+        raise bad_class(self, blob, int(values[0]), label)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         if self._device_loss is not None and self._problem is not None:
             locations, scores, priors, objects = (blob.data for blob in bottom)
-            self._device_loss.forward(locations, scores, priors, objects, self._totals, self._problem.array)
+            self._device_loss.forward(locations, scores, priors, objects, self._totals, self._problem)
         else:
             self._forward_on_host(bottom)
         self.write_loss(self._sum, self._count, self._divisor, top[0].data)
@@ -487,9 +365,7 @@ class MultiBoxLossLayer(LossLayer):
         if not param.use_prior_for_matching:
             return self._match_predictions(priors, locations, truth, begins)
         sets = np.zeros(images, np.int64)
-        matches, overlaps = match_boxes(
-            threads, priors.boxes, sets, count, truth, begins[:-1], begins[1:], self._matching
-        )
+        matches, overlaps = match_boxes(threads, priors.boxes, sets, count, truth, begins[:-1], begins[1:], param)
         if param.share_location:
             return matches[:, None], overlaps
         labels = np.full(matches.shape, -1)
@@ -506,9 +382,7 @@ class MultiBoxLossLayer(LossLayer):
         boxes = decode(priors, locations, param.code_type, param.encode_variance_in_target)
         sets = np.arange(images * self._locations, dtype=np.int64)
         if param.share_location:
-            matches, overlaps = match_boxes(
-                threads, boxes, sets * count, count, truth, begins[:-1], begins[1:], self._matching
-            )
+            matches, overlaps = match_boxes(threads, boxes, sets * count, count, truth, begins[:-1], begins[1:], param)
             return matches[:, None], overlaps
         order = np.lexsort((truth.labels, truth.images))
         by_class = GroundTruth(*(part[order] for part in vars(truth).values()))
@@ -516,7 +390,7 @@ class MultiBoxLossLayer(LossLayer):
         keys = by_class.images * stride + by_class.labels
         set_keys = sets // self._locations * stride + sets % self._locations
         ranges = np.searchsorted(keys, set_keys), np.searchsorted(keys, set_keys, side="right")
-        matches, overlaps = match_boxes(threads, boxes, sets * count, count, by_class, *ranges, self._matching)
+        matches, overlaps = match_boxes(threads, boxes, sets * count, count, by_class, *ranges, param)
         matches = np.where(matches >= 0, order[matches].astype(np.int32), matches) if len(order) else matches
         shape = (images, self._locations, count)
         return matches.reshape(shape), overlaps.reshape(shape)[:, 0]
@@ -531,9 +405,9 @@ class MultiBoxLossLayer(LossLayer):
         truth: GroundTruth,
     ) -> NDArray[np.bool_] | None:
         """Return a mask (N, P) of background priors; None: all unmatched priors. HARD_EXAMPLE may remove matches."""
-        if self._mining is None:
-            return None
         param = self.param.multibox_loss_param
+        if param.mining_type == _Parameter.NONE:
+            return None
         positives = Positives.of(matches)
         begins = truth.begins(self._shape[0])
         with_objects = begins[1:] > begins[:-1]
@@ -541,7 +415,7 @@ class MultiBoxLossLayer(LossLayer):
         labels = np.broadcast_to(labels, self._shape).copy()
         labels[positives.images, positives.priors] = self._labels(truth, positives)
         losses = class_losses(host_threads(self), scores, labels, param.conf_loss_type == _Parameter.LOGISTIC)
-        if self._mining.hard:
+        if param.mining_type == _Parameter.HARD_EXAMPLE:
             loss = box_losses(differences(priors, locations, truth, positives, param), self._squared)
             losses[positives.images, positives.priors] += ((loss[:, 0] + loss[:, 1]) + loss[:, 2]) + loss[:, 3]
         negatives = np.zeros(self._shape, bool)
@@ -552,7 +426,7 @@ class MultiBoxLossLayer(LossLayer):
                     return priors.boxes
                 return decode(priors, locations[image, 0], param.code_type, param.encode_variance_in_target)
 
-            selected = self._mining.select(matches[image, 0], overlaps[image], losses[image], boxes)
+            selected = background_priors(param, matches[image, 0], overlaps[image], losses[image], boxes)
             negatives[image, selected] = True
         return negatives
 
@@ -696,16 +570,13 @@ class Positives:
         images, classes, priors = np.nonzero(matches >= 0)
         return cls(images, classes, priors, matches[images, classes, priors])
 
-    def rows(self, locations: Rows) -> Rows:
-        """Return the positives' predictions (K, 4) from (N, L, P, 4)."""
-        return locations[self.images, self.classes, self.priors]
-
 
 def differences(
     priors: Priors, locations: Rows, truth: GroundTruth, positives: Positives, param: caffe_pb2.MultiBoxLossParameter
 ) -> Rows:
     """Return prediction - encoded object (K, 4); with `bp_inside` 0 for coordinates outside of the image."""
-    matched_priors, codes = priors.select(positives.priors), positives.rows(locations)
+    matched_priors = Priors(priors.boxes[positives.priors], priors.variances[positives.priors])
+    codes = locations[positives.images, positives.classes, positives.priors]
     predicted = codes / matched_priors.variances if param.encode_variance_in_target else codes
     result = predicted - encode(matched_priors, truth.boxes[positives.objects], param.code_type)
     if param.bp_inside:
@@ -773,38 +644,3 @@ def device_settings(param: caffe_pb2.MultiBoxLossParameter, counts: Sequence[boo
         boxes_count=counts[0],
         scores_count=counts[1],
     )
-
-
-class DeviceProblem:
-    """The record in which the device stores the first invalid object or prior.
-
-    Args:
-        layer: the layer, for messages.
-    """
-
-    def __init__(self, layer: Layer) -> None:
-        self._layer = layer
-        self.array: Array = layer.backend.zeros((PROBLEM,))
-
-    def raise_device_errors(self) -> None:
-        """Raise if the device recorded an error since the last check. Waits for the device.
-
-        Raises:
-            DataError: with the number and values of the object or prior.
-        """
-        layer = self._layer
-        kind, number, *values = (float(value) for value in layer.backend.to_host(self.array))
-        if not kind:
-            return
-        layer.backend.fill(self.array, 0)
-        raise self._error(int(kind), int(number), values)
-
-    def _error(self, kind: int, number: int, values: list[float]) -> DataError:
-        layer, param = self._layer, self._layer.param.multibox_loss_param
-        if kind == _PRIOR:
-            return bad_prior(layer, number, values[:4], values[4:], param.code_type)
-        blob = layer.bottom_names[3]
-        if kind == _OBJECT:
-            return bad_object(layer, blob, number, values)
-        assert kind == _CLASS
-        return bad_class(layer, blob, int(values[0]), int(math.copysign(math.floor(abs(values[1]) + 0.5), values[1])))

@@ -7,21 +7,22 @@ from pathlib import Path
 
 import numpy as np
 
+from caffepy.data.boxes import Rows
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.prototxt import decode_text, parse_text
 from caffepy.layers.detection.boxes import (
     CENTER_SIZE,
     ImageSize,
     Priors,
-    Rows,
-    box_sizes,
+    check_predictions,
     check_resize,
     decode,
     read_image_sizes,
     read_priors,
     to_pixels,
 )
-from caffepy.layers.detection.suppression import Suppression, sort_like_cpp, suppress_classes
+from caffepy.layers.detection.suppression import sort_like_cpp, suppress_classes
+from caffepy.layers.host import HostLayer
 from caffepy.layers.layer import Blobs, Layer, LayerContext, host_threads, register_layer, warn
 from caffepy.utils.files import atomic_write, read_regular
 
@@ -30,7 +31,7 @@ COLUMNS = 7
 
 
 @register_layer("DetectionOutput")
-class DetectionOutputLayer(Layer):
+class DetectionOutputLayer(HostLayer):
     """The boxes that a net predicts, after non-maximum suppression in each class (`detection_output_layer.cpp`).
 
     Shapes: predictions (N, 4 P L), scores (N, P C), priors (1, 2, 4 P); L is 1 or, without share_location, C. The top
@@ -53,6 +54,7 @@ class DetectionOutputLayer(Layer):
     bottoms = (3, 4)
     has_backward = False
     changes_shapes = True
+    blocker = "it suppresses boxes on the host"
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.detection_output_param
@@ -65,9 +67,6 @@ class DetectionOutputLayer(Layer):
             )
         if param.visualize:
             raise self.error("visualize is not supported; remove it and draw the boxes of the top")
-        min_score = param.confidence_threshold if param.HasField("confidence_threshold") else np.finfo(np.float32).min
-        top_k = nms.top_k if nms.HasField("top_k") else -1
-        self._suppression = Suppression(nms.nms_threshold, nms.eta, top_k, float(min_score))
         self._all_classes = param.num_classes
         self._locations = 1 if param.share_location else self._all_classes
         numbers = [c for c in range(self._all_classes) if c != param.background_label_id]
@@ -85,16 +84,8 @@ class DetectionOutputLayer(Layer):
         images, priors = (bottom[_LOC].shape or (0,))[0], bottom[_PRIORS].count // 8
         if not bottom[_CONF].shape or bottom[_CONF].shape[0] != images or bottom[_PRIORS].count != 8 * priors:
             raise self.shape_error("needs predictions N 4*P*L, scores N P*C and priors 1 2 4*P", *bottom[:3])
-        for blob, per_prior, what in (
-            (bottom[_LOC], (4 + self._shape_codes) * self._locations, "location predictions"),
-            (bottom[_CONF], self._all_classes, "scores"),
-        ):
-            if blob.count != images * priors * per_prior:
-                raise self.shape_error(
-                    f"needs {per_prior} {what} for each of the {priors} priors; num_classes is {self._all_classes}",
-                    blob,
-                    bottom[_PRIORS],
-                )
+        codes = (4 + self._shape_codes) * self._locations
+        check_predictions(self, bottom, images, priors, codes, self._all_classes)
         self._shape = (images, priors)
         top[0].reshape((1, 1, 1, COLUMNS + self._shape_codes))
 
@@ -106,20 +97,7 @@ class DetectionOutputLayer(Layer):
     def has_side_effects(self) -> bool:
         return self._files is not None
 
-    def capture_blocker(self) -> str:
-        return "it suppresses boxes on the host"
-
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        loc, conf, priors = (self.backend.to_host(blob.data) for blob in bottom[:3])
-        rows = np.zeros((1, COLUMNS + self._shape_codes), np.float32)
-        if self.backend.holds_values:
-            with np.errstate(all="ignore"):
-                rows = self._detect(loc, conf, priors)
-        top[0].reshape((1, 1, *rows.shape))
-        self.backend.from_host(rows[None, None], top[0].data)
-
-    def _detect(self, loc: Rows, conf: Rows, prior_values: Rows) -> Rows:
-        """Return the rows of all images."""
+    def compute(self, loc: Rows, conf: Rows, prior_values: Rows, *_: Rows) -> list[Rows]:
         param = self.param.detection_output_param
         images, count = self._shape
         priors = read_priors(self, prior_values, param.code_type)
@@ -129,9 +107,7 @@ class DetectionOutputLayer(Layer):
         if self._shape_codes:
             shapes = np.concatenate([boxes, _decode_shapes(priors, codes[..., 4:])], -1)
         scores = conf.reshape(images, count, self._all_classes)
-        order, counts = suppress_classes(
-            host_threads(self), boxes, box_sizes(boxes), scores, self._classes, self._suppression
-        )
+        order, counts = suppress_classes(host_threads(self), boxes, scores, self._classes, param)
         detections = []
         if self._files is not None:
             self._files.begin(self.first_sample())
@@ -142,12 +118,12 @@ class DetectionOutputLayer(Layer):
             )
             labels, numbers = self._keep_top(labels, numbers, scores[image])
             indices = labels if self._locations > 1 else 0
-            detections.append(_rows(image, labels, scores[image, numbers, labels], shapes[image, indices, numbers]))
+            detections.append(box_rows(image, labels, scores[image, numbers, labels], shapes[image, indices, numbers]))
             if self._files is not None:
                 self._files.add(detections[-1])
         columns = COLUMNS + self._shape_codes
         rows = np.concatenate([np.empty((0, columns), np.float32), *detections])
-        return rows if len(rows) else _empty_rows(images, columns)
+        return [(rows if len(rows) else empty_rows(images, columns))[None, None]]
 
     def _keep_top(self, labels: Rows, numbers: Rows, scores: Rows) -> tuple[Rows, Rows]:
         """Keep an image's `keep_top_k` boxes with the highest scores, ordered by label."""
@@ -161,7 +137,8 @@ class DetectionOutputLayer(Layer):
         return labels[indices], numbers[indices]
 
 
-def _rows(image: int, labels: Rows, scores: Rows, boxes: Rows) -> Rows:
+def box_rows(image: int | Rows, labels: Rows, scores: Rows, boxes: Rows) -> Rows:
+    """Return the rows of DetectionOutput's top."""
     rows = np.empty((len(labels), 3 + boxes.shape[-1]), np.float32)
     rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3:] = image, labels, scores, boxes
     return rows
@@ -180,7 +157,8 @@ def _decode_shapes(priors: Priors, codes: Rows) -> Rows:
     return np.concatenate([points, height[..., None].astype(np.float32)], -1)
 
 
-def _empty_rows(images: int, columns: int) -> Rows:
+def empty_rows(images: int, columns: int) -> Rows:
+    """Return the rows of a batch without detections."""
     rows = np.full((images, columns), -1, np.float32)
     rows[:, 0] = np.arange(images)
     return rows
@@ -315,7 +293,7 @@ class ResultFiles:
     def add(self, rows: Rows) -> None:
         """Add the detections (K, 7) of the next image, and write the files after the last one."""
         image = self._images[self._next]
-        boxes = to_pixels(rows[:, 3:], image, self._resize)[0].astype(np.float64)
+        boxes = to_pixels(rows[:, 3:], image, self._resize).corners.astype(np.float64)
         boxes[:, 2:] = np.float32(boxes[:, 2:]) - np.float32(boxes[:, :2])
         rounded = np.copysign(np.floor(np.abs(boxes * 100) + 0.5), boxes) / 100
         for row, box in zip(rows, rounded, strict=True):

@@ -6,9 +6,9 @@ from bisect import bisect, insort
 
 import numpy as np
 
+from caffepy.data.boxes import Rows
 from caffepy.formats.blobs import check_shape
 from caffepy.layers.blob import Blob
-from caffepy.layers.detection.boxes import Rows
 from caffepy.layers.layer import Blobs, Layer, register_layer
 
 

@@ -8,14 +8,12 @@ order of MS-CNN.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.backend.cpu.jit.kernel import Float, Floats, Int, Ints, Words, device_function, exact_function, kernel
-from caffepy.data.transforms.boxes import MODES, PixelBoxes
-from caffepy.layers.detection.boxes import Rows, box_sizes, overlap
+from caffepy.data.boxes import MODES, Boxes, Rows, overlap
+from caffepy.formats.proto import caffe_pb2
 from caffepy.layers.layer import Layer
 
 _MAX_DEPTH = 2 * 64
@@ -191,35 +189,19 @@ def descending(values: Rows) -> NDArray[np.intp]:
     return np.lexsort((np.arange(len(values)), values))[::-1]
 
 
-@dataclass(frozen=True)
-class Suppression:
-    """Settings of non-maximum suppression.
-
-    Args:
-        threshold: overlap above which a box is suppressed.
-        eta: factor on the threshold after each kept box, while the threshold is above 0.5.
-        top_k: number of boxes with the highest scores that are considered; -1: all.
-        min_score: boxes with this score or less are dropped.
-    """
-
-    threshold: float
-    eta: float
-    top_k: int
-    min_score: float
-
-
 _FIELDS = 5
 """Values of a candidate: four coordinates and the size."""
 
 
 @device_function
-def _gather(boxes: Floats, sizes: Floats, first: Int, order: Ints, at: Int, count: Int, rows: Floats, row: Int) -> None:
+def _gather(boxes: Floats, first: Int, order: Ints, at: Int, count: Int, rows: Floats, row: Int) -> None:
     """Write the candidates order[at: at + count] as structure of arrays, so that loops can be vectorised."""
     for i in range(count):
-        number = first + order[at + i]
+        number = 4 * (first + order[at + i])
         for field in range(4):
-            rows[row + field * count + i] = boxes[4 * number + field]
-        rows[row + 4 * count + i] = sizes[number]
+            rows[row + field * count + i] = boxes[number + field]
+        width, height = boxes[number + 2] - boxes[number], boxes[number + 3] - boxes[number + 1]
+        rows[row + 4 * count + i] = np.float32(0) if width < 0 or height < 0 else width * height
 
 
 @exact_function
@@ -264,7 +246,6 @@ def _suppress_classes(
     begin: Int,
     end: Int,
     boxes: Floats,
-    sizes: Floats,
     scores: Floats,
     classes: Ints,
     keys: Floats,
@@ -280,7 +261,7 @@ def _suppress_classes(
     threshold: Float,
     eta: Float,
 ) -> None:
-    """An item is (image, class) of boxes (N, L, P, 4), sizes (N, L, P) and scores (N, P, C)."""
+    """An item is (image, class) of boxes (N, L, P, 4) and scores (N, P, C)."""
     row = begin * _FIELDS * limit
     for item in range(begin, end):
         image = item // class_count
@@ -289,88 +270,107 @@ def _suppress_classes(
         start = image * priors * all_classes + label
         at = item * limit
         count = best_scores(scores, start, all_classes, priors, min_score, keys, order, at, limit)
-        _gather(boxes, sizes, first, order, at, count, rows, row)
+        _gather(boxes, first, order, at, count, rows, row)
         counts[item] = _suppress(rows, row, order, at, count, keys, threshold, eta)
 
 
 def suppress_classes(
-    threads: int, boxes: Rows, sizes: Rows, scores: Rows, classes: NDArray[np.int32], limits: Suppression
+    threads: int, boxes: Rows, scores: Rows, classes: NDArray[np.int32], param: caffe_pb2.DetectionOutputParameter
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Return the kept boxes of each class in descending order of scores: indices (N, K, limit) and counts (N, K).
 
     Args:
         threads: number of threads.
         boxes: (N, L, P, 4); L is 1 if the classes share locations.
-        sizes: of the boxes, (N, L, P).
         scores: (N, P, C).
         classes: the K classes to suppress.
-        limits: of the suppression.
+        param: with nms_param, whose eta is a factor on the threshold after each kept box while the threshold is above
+            0.5, and confidence_threshold: boxes with this score or less are dropped.
     """
     images, priors, all_classes = scores.shape
-    limit = priors if limits.top_k < 0 else min(limits.top_k, priors)
-    assert all(array.flags.c_contiguous for array in (boxes, sizes, scores, classes))
+    nms = param.nms_param
+    limit = min(nms.top_k, priors) if nms.HasField("top_k") and nms.top_k >= 0 else priors
+    min_score = param.confidence_threshold if param.HasField("confidence_threshold") else np.finfo(np.float32).min
+    assert all(array.flags.c_contiguous for array in (boxes, scores, classes))
     shape = (images, len(classes))
     order, counts = np.empty((*shape, limit), np.int32), np.zeros(shape, np.int32)
     keys, rows = np.empty(order.shape, np.float32), np.empty((counts.size, _FIELDS, limit), np.float32)
-    _suppress_classes.run(
-        threads,
-        counts.size,
-        1,
-        boxes,
-        sizes,
-        scores,
-        classes,
-        keys,
-        order,
-        rows,
-        counts,
-        len(classes),
-        all_classes,
-        priors,
-        boxes.shape[1],
-        limit,
-        limits.min_score,
-        limits.threshold,
-        limits.eta,
-    )
+    arrays = boxes, scores, classes, keys, order, rows, counts
+    sizes = len(classes), all_classes, priors, boxes.shape[1], limit
+    _suppress_classes.run(threads, counts.size, 1, *arrays, *sizes, float(min_score), nms.nms_threshold, nms.eta)
     return order, counts
 
 
 @kernel
-def _suppress_mined(
-    begin: Int, end: Int, boxes: Floats, sizes: Floats, order: Ints, count: Int, threshold: Float, kept_count: Ints
+def _suppress_lists(
+    begin: Int,
+    end: Int,
+    corners: Floats,
+    areas: Floats,
+    begins: Words,
+    limit: Int,
+    threshold: Float,
+    rule: Int,
+    mode: Int,
+    kept: Ints,
+    counts: Words,
 ) -> None:
-    kept = 0
-    for index in range(count):
-        number = order[index]
-        if sizes[number] < 1e-5:
-            continue
-        keep = True
-        for other in range(kept):
-            if overlap(boxes, sizes, order[other], boxes, sizes, number, np.float32(0)) > threshold:
-                keep = False
-                break
-        if keep:
-            order[kept] = number
-            kept += 1
-    kept_count[0] = kept
+    for item in range(begin, end):
+        first, found = begins[item], 0
+        for i in range(first, begins[item + 1]):
+            keep = True
+            for other in range(first, first + found):
+                if overlap(corners, areas, kept[other], corners, areas, i, rule, mode) > threshold:
+                    keep = False
+                    break
+            if keep:
+                kept[first + found] = i
+                found += 1
+                if found == limit:
+                    break
+        counts[item] = found
 
 
-def suppress_mined(boxes: Rows, scores: Rows, threshold: float, top_k: int) -> NDArray[np.int32]:
+def suppress(
+    boxes: Boxes,
+    threshold: float,
+    mode: str = "IOU",
+    limit: int = 0,
+    begins: NDArray[np.int64] | None = None,
+    threads: int = 1,
+) -> NDArray[np.intp]:
+    """Return the indices of the boxes that no kept box before them in their list overlaps by more than `threshold`.
+
+    Args:
+        boxes: (n, 4), each list in descending order of scores.
+        threshold: of the overlap.
+        mode: of `MODES`; the first box of IOFU is the one with the higher score.
+        limit: largest number of boxes of a list; 0: all.
+        begins: index of the first box of each list, and n at the end; None: there is one list.
+        threads: number of threads, each of which takes whole lists.
+    """
+    count = len(boxes.areas)
+    begins = np.array([0, count]) if begins is None else begins
+    kept, counts = np.empty(max(count, 1), np.int32), np.zeros(len(begins) - 1, np.int64)
+    corners, areas = (np.ascontiguousarray(array, np.float32) for array in (boxes.corners, boxes.areas))
+    rule, index = boxes.rule, MODES.index(mode)
+    _suppress_lists.run(threads, len(counts), 1, corners, areas, begins, limit, threshold, rule, index, kept, counts)
+    lists = [kept[first : first + found] for first, found in zip(begins[:-1], counts, strict=True)]
+    return np.concatenate(lists).astype(np.intp)
+
+
+def suppress_mined(boxes: Rows, scores: Rows, threshold: float, top_k: int) -> NDArray[np.intp]:
     """Return the indices of the kept boxes (n, 4) in descending order of scores (n,); ApplyNMS.
 
     Boxes with an area below 1e-5 are dropped. Equal scores keep their order. `top_k` limits the number of boxes that
     are considered; -1: all.
     """
-    order = np.argsort(-scores, kind="stable").astype(np.int32)
+    order = np.argsort(-scores, kind="stable")
     order = order[:top_k] if top_k > -1 else order
-    kept = np.zeros(1, np.int32)
-    order, boxes = np.ascontiguousarray(order), np.ascontiguousarray(boxes)
-    _suppress_mined.run(1, 1, 1, boxes, box_sizes(boxes), order, len(order), threshold, kept)
-    return order[: int(kept[0])]
-
-
-# -- boxes in pixels -----------------------------------------------------------------------------------
+    candidates = Boxes.from_corners(boxes[order])
+    large = ~(candidates.areas < np.float32(1e-5))
+    kept: NDArray[np.intp] = order[large][suppress(candidates[large], threshold)]
+    return kept
 
 
 def check_mode(layer: Layer, mode: str) -> None:
@@ -381,70 +381,3 @@ def check_mode(layer: Layer, mode: str) -> None:
     """
     if mode not in MODES:
         raise layer.error(f"nms_type is '{mode}'; it must be one of {', '.join(MODES)}")
-
-
-@exact_function
-def _pixel_overlap(corners: Floats, areas: Floats, i: Int, j: Int, kind: Int, mode: Int) -> Float:
-    width = min(corners[4 * i + 2], corners[4 * j + 2]) - max(corners[4 * i], corners[4 * j])
-    height = min(corners[4 * i + 3], corners[4 * j + 3]) - max(corners[4 * i + 1], corners[4 * j + 1])
-    if kind == 0:
-        meet = width > 0 and height > 0
-    else:
-        meet = width >= 0 and (height > 0 or (kind == 1 and height == 0))
-        width += np.float32(1)
-        height += np.float32(1)
-    if not meet or not areas[i] > 0 or not areas[j] > 0:
-        return np.float32(0)
-    shared = width * height
-    if mode == 1:
-        return shared / min(areas[i], areas[j])
-    if mode == 2:
-        return shared / areas[i]
-    return shared / (areas[i] + areas[j] - shared)
-
-
-@kernel
-def _suppress_pixels(
-    begin: Int,
-    end: Int,
-    corners: Floats,
-    areas: Floats,
-    count: Int,
-    limit: Int,
-    threshold: Float,
-    kind: Int,
-    mode: Int,
-    kept: Ints,
-    kept_count: Ints,
-) -> None:
-    found = 0
-    for i in range(count):
-        keep = True
-        for other in range(found):
-            if _pixel_overlap(corners, areas, kept[other], i, kind, mode) > threshold:
-                keep = False
-                break
-        if keep:
-            kept[found] = i
-            found += 1
-            if found == limit:
-                break
-    kept_count[0] = found
-
-
-def suppress_pixels(boxes: PixelBoxes, threshold: float, mode: str, limit: int = 0) -> NDArray[np.intp]:
-    """Return the indices of the boxes that no kept box before them overlaps by more than `threshold`.
-
-    Args:
-        boxes: in descending order of scores.
-        threshold: of the overlap.
-        mode: of `MODES`; the first box of IOFU is the one with the higher score.
-        limit: largest number of boxes; 0: all.
-    """
-    count = len(boxes.areas)
-    kept, found = np.empty(max(count, 1), np.int32), np.zeros(1, np.int32)
-    corners, areas = (np.ascontiguousarray(array, np.float32) for array in (boxes.corners, boxes.areas))
-    _suppress_pixels.run(
-        1, 1, 1, corners, areas, count, limit or count, threshold, boxes.kind, MODES.index(mode), kept, found
-    )
-    return kept[: int(found[0])].astype(np.intp)

@@ -6,15 +6,16 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.backend.types import ImageSlot
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import permutation
+from caffepy.data.sampler import RecordLoader, Sampler
 from caffepy.data.sources.databases import hash_of
 from caffepy.errors import DataError, RunError
 from caffepy.formats.blobs import MAX_ELEMENTS, check_shape, format_shape
@@ -105,6 +106,7 @@ class Hdf5Source:
         """The shape of one row of each top."""
         self.rows = [self._scan(file) for file in self.files]
         """Rows of each file."""
+        self.ends: NDArray[np.int64] = np.cumsum(self.rows)
 
     def _scan(self, path: Path) -> int:
         """Check the datasets of a file and return its number of rows."""
@@ -154,6 +156,11 @@ class Hdf5Source:
             datasets.append((dataset, _check_values(dataset, path)))
         return datasets
 
+    def record_name(self, record: int) -> str:
+        """Return the name of a record for messages."""
+        file = int(np.searchsorted(self.ends, record, "right"))
+        return f"row {record - self.ends[file] + self.rows[file]} of HDF5 file '{self.files[file]}'"
+
     def fingerprint(self) -> dict[str, str]:
         """Return the number of rows of each file and the hash of the first row (see `RecordSource.fingerprint`)."""
         with _open(self.files[0]) as file:
@@ -172,11 +179,30 @@ class Hdf5Source:
         self._arrays, self._loaded = [], -1
 
 
-class Hdf5Loader:
-    """Fills batches with rows; a `Loader`.
+class RowOrder(Sampler):
+    """The order of the rows of files. With `shuffle` the files, and the rows of each file, have a random order.
 
-    Files come in the order of the list and rows in the order of the file. With `shuffle` both have a random order,
-    which changes in each epoch.
+    Args:
+        rows: of each file.
+        shuffle: whether to shuffle.
+        seed: of the solver.
+        stream: random stream of the layer.
+    """
+
+    def __init__(self, rows: Sequence[int], shuffle: bool, seed: int, stream: int) -> None:
+        super().__init__(sum(rows), 0, shuffle, seed, stream)
+        self._rows = rows
+
+    def order_of(self, epoch: int) -> NDArray[np.int64]:
+        ends, parts = np.cumsum(self._rows), []
+        for file in permutation(self._seed, self._stream, epoch, len(self._rows)).tolist():
+            rows = self._rows[file]
+            parts.append(ends[file] - rows + permutation(self._seed, self._stream ^ (file + 1), epoch, rows))
+        return np.concatenate(parts)
+
+
+class Hdf5Loader(RecordLoader):
+    """Fills batches with rows; a `Loader`.
 
     Args:
         source: the rows.
@@ -186,61 +212,25 @@ class Hdf5Loader:
     """
 
     def __init__(self, source: Hdf5Source, shuffle: bool = False, seed: int = 0, stream: int = 0) -> None:
-        self._source = source
-        self._shuffle = shuffle
-        self._seed = seed
-        self._stream = stream
-        self._total = sum(source.rows)
-        self._epoch = -1
-        self._files: NDArray[np.int64] = np.arange(len(source.files))
-        self._ends: NDArray[np.int64] = np.cumsum(source.rows)
-        self._rows_key = (-1, -1)
-        self._rows: NDArray[np.int64] = np.empty(0, np.int64)
-        self.reading = source.description
+        super().__init__(source, RowOrder(source.rows, shuffle, seed, stream))
+
+    @property
+    def reading(self) -> str:
+        return str(self.source.record_name(self._record))
+
+    def describe(self, sample: int) -> str:
+        return str(self.source.record_name(self.record_of(sample)))
 
     def load(self, first: int, count: int, batch: Batch) -> None:
         """Fill `batch` with the rows of the global samples [first, first + count)."""
-        outs = [batch.array(i, (count, *shape)) for i, shape in enumerate(self._source.row_shapes)]
-        done = 0
-        while done < count:
-            epoch, index = divmod(first + done, self._total)
-            file, row = self._locate(epoch, index)
-            self.reading = f"row {row} of HDF5 file '{self._source.files[file]}'"
-            stop = min(row + count - done, self._source.rows[file])
-            rows = self._row_order(epoch, file)[row:stop] if self._shuffle else slice(row, stop)
-            for out, array in zip(outs, self._source.arrays(file), strict=True):
-                out[done : done + stop - row] = array[rows]
-            done += stop - row
-
-    def load_bytes(self, firsts: Sequence[int], count: int, slot: ImageSlot, block: NDArray[np.uint8]) -> int:
-        """Return 0: batches are float32."""
-        return 0
-
-    def close(self) -> None:
-        """Does nothing: the layer closes the source."""
-
-    def describe(self, sample: int) -> str:
-        """Return the name of a global sample, for messages. Thread-safe: it works on a copy."""
-        copy = Hdf5Loader(self._source, self._shuffle, self._seed, self._stream)
-        epoch, index = divmod(sample, self._total)
-        file, row = copy._locate(epoch, index)
-        number = copy._row_order(epoch, file)[row] if self._shuffle else row
-        return f"row {number} of HDF5 file '{self._source.files[file]}'"
-
-    def _locate(self, epoch: int, index: int) -> tuple[int, int]:
-        """Return the file of row `index` of an epoch, and the row's number in this file."""
-        if self._shuffle and epoch != self._epoch:
-            self._files = permutation(self._seed, self._stream, epoch, len(self._source.files))
-            self._ends = np.cumsum(np.array(self._source.rows)[self._files])
-            self._epoch = epoch
-        position = int(np.searchsorted(self._ends, index, side="right"))
-        return int(self._files[position]), index - (int(self._ends[position - 1]) if position else 0)
-
-    def _row_order(self, epoch: int, file: int) -> NDArray[np.int64]:
-        if self._rows_key != (epoch, file):
-            self._rows = permutation(self._seed, self._stream ^ (file + 1), epoch, self._source.rows[file])
-            self._rows_key = (epoch, file)
-        return self._rows
+        outs = [batch.array(i, (count, *shape)) for i, shape in enumerate(self.source.row_shapes)]
+        records = self.records(first, count)
+        files = np.searchsorted(self.source.ends, records, "right")
+        rows = records - self.source.ends[files] + np.array(self.source.rows)[files]
+        for begin, end in pairwise([0, *(np.flatnonzero(np.diff(files)) + 1).tolist(), count]):
+            self._record = int(records[begin])
+            for out, array in zip(outs, self.source.arrays(int(files[begin])), strict=True):
+                array.take(rows[begin:end], 0, out[begin:end], "clip")  # "raise" would copy twice
 
 
 def _beside(list_path: Path, name: str, resolve: Callable[[str], Path]) -> Path:

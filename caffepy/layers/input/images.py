@@ -159,7 +159,7 @@ class DataLayer(ImagesLayer):
     def record_order(self, seed: int, stream: int) -> Sampler:
         """Return the order in which the records are read."""
         param = self.param.data_param
-        skip = random.rand_skip_count(seed, stream, param.rand_skip) if param.rand_skip else 0
+        skip = random.rand_skip_count(seed, stream, param.rand_skip)
         shuffle = param.shuffle and self.context.phase == caffe_pb2.TRAIN
         return Sampler(len(self._records), skip, shuffle, seed, stream)
 
@@ -231,7 +231,7 @@ class ImageDataLayer(ImagesLayer):
 
     def image_loader(self, seed: int, stream: int) -> ImageFileLoader:
         param = self.param.image_data_param
-        skip = random.rand_skip_count(seed, stream, param.rand_skip) if param.rand_skip else 0
+        skip = random.rand_skip_count(seed, stream, param.rand_skip)
         total = len(self._list)
         order = Sampler(self._epoch_images(total), skip, param.shuffle, seed, stream, total)
         size = (param.new_height, param.new_width) if param.new_height else None

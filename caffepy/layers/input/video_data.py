@@ -25,7 +25,7 @@ from caffepy.data.clips import (
 from caffepy.data.datum import as_channels_first, opencv
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
-from caffepy.data.sampler import Sampler
+from caffepy.data.sampler import SampleLoader, Sampler
 from caffepy.data.sources.databases import hash_of
 from caffepy.data.transform import DataTransformer
 from caffepy.data.transforms.pixels import Image
@@ -54,8 +54,7 @@ def clip_loader(
     """
     if rand_skip > len(source):
         raise layer.error(f"rand_skip {rand_skip} is more than the {len(source)} lines of {source.description}")
-    skip = random.rand_skip_count(seed, stream, rand_skip) if rand_skip else 0
-    order = Sampler(len(source), skip, shuffle, seed, stream)
+    order = Sampler(len(source), random.rand_skip_count(seed, stream, rand_skip), shuffle, seed, stream)
     return ClipLoader(source, order, reader, transform, seed, stream, layer.where)
 
 
@@ -166,7 +165,7 @@ class VideoDataLayer(PrefetchingLayer):
 # -- batches -------------------------------------------------------------------------------------------
 
 
-class VideoLoader:
+class VideoLoader(SampleLoader):
     """Fills batches with frames: sample s is frame s * (skip + 1) + skip; a `Loader`.
 
     Args:
@@ -181,19 +180,8 @@ class VideoLoader:
     def __init__(
         self, source: VideoSource, transformer: DataTransformer, skip: int, seed: int, stream: int, where: str
     ) -> None:
-        self._source = source
-        self._transformer = transformer
-        self._skip = skip
-        self._key = (seed, stream)
-        self._where = where
-        self._sample = 0
-
-    @property
-    def reading(self) -> str:
-        return self.describe(self._sample)
-
-    def close(self) -> None:
-        """Does nothing: the layer closes the source."""
+        super().__init__(where)
+        self._source, self._transformer, self._skip, self._key = source, transformer, skip, (seed, stream)
 
     def describe(self, sample: int) -> str:
         return f"frame {self._number(sample)} of {self._source.description}"
@@ -213,16 +201,12 @@ class VideoLoader:
             try:
                 image = self._frame(self._sample)
                 shape = self._transformer.output_shape(image.shape)
-                check_shape((count, *shape), self._where)
+                check_shape((count, *shape), self.where)
                 self._transformer.apply(image, crop_params, index, batch.array(0, (count, *shape))[index])
             except DataError as error:
-                raise DataError(f"{self._where}: {self.describe(self._sample)} {error}") from error
+                raise DataError(f"{self.where}: {self.describe(self._sample)} {error}") from error
         if len(batch.arrays) > 1:
             batch.array(1, (count,))[...] = 0
-
-    def load_bytes(self, *_: object) -> int:
-        """Return 0: batches are float32."""
-        return 0
 
     def _frame(self, sample: int) -> Image:
         if self._source.is_camera:
@@ -231,9 +215,8 @@ class VideoLoader:
             image = self._source.frame(1)
         else:
             image = self._source.frame(self._number(sample))
-        return self._transformer.preprocess(
-            image, SampleRng(self._transformer.seed(self._key[0]), self._key[1], sample)
-        )
+        rng = SampleRng(self._transformer.seed(self._key[0]), self._key[1], sample)
+        return self._transformer.preprocess(image, rng)
 
     def sample_shape(self) -> tuple[int, int, int]:
         """Return the shape of a frame after the transformation."""
@@ -241,7 +224,7 @@ class VideoLoader:
             first = self._transformer.preprocess(self._source.frame(0), SampleRng(*self._key, 0))
             return self._transformer.output_shape(first.shape)
         except DataError as error:
-            raise DataError(f"{self._where}: {self._source.description}: frame 0 {error}") from error
+            raise DataError(f"{self.where}: {self._source.description}: frame 0 {error}") from error
 
 
 # -- frames --------------------------------------------------------------------------------------------

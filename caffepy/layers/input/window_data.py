@@ -20,10 +20,10 @@ from caffepy.data.datum import decode_image, opencv
 from caffepy.data.mean import read_mean
 from caffepy.data.prefetch import Batch
 from caffepy.data.random import SampleRng
+from caffepy.data.sampler import RecordLoader
 from caffepy.data.sources.databases import hash_of
 from caffepy.data.transform import check_transform
 from caffepy.data.transforms.pixels import Image, Pixels, resize, rounded, to_pixels
-from caffepy.data.workers import Workers
 from caffepy.errors import DataError
 from caffepy.layers.input.prefetching import DescribingLoader, PrefetchingLayer, Source, seeded_stream
 from caffepy.layers.layer import register_layer
@@ -131,7 +131,7 @@ class WindowSettings:
     nvidia: bool
 
 
-class WindowLoader:
+class WindowLoader(RecordLoader):
     """Fills batches with random windows; a `Loader`.
 
     Args:
@@ -146,24 +146,13 @@ class WindowLoader:
     def __init__(
         self, source: WindowSource, settings: WindowSettings, seed: int, stream: int, where: str, threads: int = 1
     ) -> None:
-        self._source = source
-        self._settings = settings
-        self._key = (seed, stream)
-        self._where = where
-        self._image = 0
-        self._workers = Workers(threads, f"read for {where}")
-
-    @property
-    def reading(self) -> str:
-        return f"image {self._image} of {self._source.description}"
-
-    def close(self) -> None:
-        self._workers.close()
+        super().__init__(source, None, where, threads)
+        self._settings, self._key = settings, (seed, stream)
 
     def describe(self, sample: int) -> str:
         windows, number, _ = self._choose(sample)
         corners = ", ".join(map(str, windows.corners[number].tolist()))
-        return f"window ({corners}) of '{self._source.files[windows.images[number]]}'"
+        return f"window ({corners}) of '{self.source.files[windows.images[number]]}'"
 
     def load(self, first: int, count: int, batch: Batch) -> None:
         """Fill `batch` with the global samples [first, first + count)."""
@@ -172,31 +161,24 @@ class WindowLoader:
 
         def fill(index: int) -> None:
             windows, number, mirror = self._choose(first + index)
-            image = self._image = int(windows.images[number])
+            image = int(windows.images[number])
             labels[index] = windows.labels[number]
-            try:
-                pixels = to_pixels(decode_image(self._source.read(image), True, nvidia=self._settings.nvidia))
+            with self.reads(image):
+                pixels = to_pixels(decode_image(self.source.read(image), True, nvidia=self._settings.nvidia))
                 self._put(pixels, windows.corners[number], mirror, out[index])
-            except DataError as error:
-                name = f"image {image} ('{self._source.files[image]}')"
-                raise DataError(f"{self._where}: {self._source.description}: {name} {error}") from error
 
         self._workers.run(fill, range(count))
-
-    def load_bytes(self, *_: object) -> int:
-        """Return 0: batches are float32."""
-        return 0
 
     def _choose(self, sample: int) -> tuple[Windows, int, bool]:
         """Return the window of a global sample: the list, its index in it, and whether it is mirrored."""
         settings, rng = self._settings, SampleRng(*self._key, sample)
         foreground_count = int(_f32(settings.batch_size) * _f32(settings.fg_fraction))
         is_foreground = sample % settings.batch_size >= settings.batch_size - foreground_count
-        windows = self._source.foreground if is_foreground else self._source.background
+        windows = self.source.foreground if is_foreground else self.source.background
         if not len(windows):
             kind = "foreground" if is_foreground else "background"
             raise DataError(
-                f"{self._where}: {self._source.description} has no {kind} windows; see fg_threshold, bg_threshold and "
+                f"{self.where}: {self.source.description} has no {kind} windows; see fg_threshold, bg_threshold and "
                 "fg_fraction"
             )
         return windows, rng.below(len(windows)), settings.mirror and bool(rng.below(2))
@@ -379,6 +361,10 @@ class WindowSource:
 
     def __len__(self) -> int:
         return len(self.foreground) + len(self.background)
+
+    def record_name(self, image: int) -> str:
+        """Return the name of an image for messages."""
+        return f"image {image} ('{self.files[image]}')"
 
     def read(self, image: int) -> bytes:
         """Return the bytes of an image file.

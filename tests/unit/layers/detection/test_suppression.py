@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.backend.cpu.jit.kernel import Floats, Int, Ints, kernel
-from caffepy.data.transforms.boxes import CORNERS, EXACT, MODES, WHOLE, PixelBoxes, pixel_overlaps
-from caffepy.layers.detection.suppression import _heap_sort, sort_like_cpp, suppress_pixels
+from caffepy.data.boxes import CORNERS, EXACT, MODES, WHOLE, Boxes, overlaps
+from caffepy.layers.detection.suppression import _heap_sort, sort_like_cpp, suppress
 
 
 def overlap(a: Any, b: Any, kind: int, mode: str) -> float:
@@ -33,11 +33,11 @@ def overlap(a: Any, b: Any, kind: int, mode: str) -> float:
     return float(shared / whole)
 
 
-def boxes_of(values: Any, kind: int) -> PixelBoxes:
+def boxes_of(values: Any, kind: int) -> Boxes:
     values = values.astype(np.float32)
     if kind != CORNERS:
-        return PixelBoxes.from_sizes(values, kind)
-    return PixelBoxes.from_corners(np.concatenate([values[:, :2], values[:, :2] + values[:, 2:] - 1], 1))
+        return Boxes.from_sizes(values, kind)
+    return Boxes.from_corners(np.concatenate([values[:, :2], values[:, :2] + values[:, 2:] - 1], 1), kind)
 
 
 @pytest.mark.parametrize("kind", [EXACT, WHOLE, CORNERS])
@@ -47,7 +47,7 @@ def boxes_of(values: Any, kind: int) -> PixelBoxes:
 def test_overlaps_are_those_of_the_formula(kind: int, mode: str, seed: int, count: int) -> None:
     """Whole numbers, so that borders meet: one pixel of overlap counts in one direction and not in the other."""
     values = np.random.default_rng(seed).integers([0, 0, -1, -1], [9, 9, 8, 8], (2, count, 4)).astype(float)
-    found = pixel_overlaps(boxes_of(values[0], kind), boxes_of(values[1], kind), mode)
+    found = overlaps(boxes_of(values[0], kind)[:, None], boxes_of(values[1], kind)[None], mode)
     wanted = [[overlap(a, b, kind, mode) for b in values[1]] for a in values[0]]
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
@@ -62,12 +62,12 @@ def test_suppression_keeps_boxes_that_no_better_one_overlaps(kind: int, mode: st
     for number, box in enumerate(values):
         if all(overlap(values[other], box, kind, mode) <= 0.41 for other in kept):
             kept.append(number)
-    found = suppress_pixels(boxes_of(values, kind), 0.41, mode, limit)
+    found = suppress(boxes_of(values, kind), 0.41, mode, limit)
     assert found.tolist() == (kept[:limit] if limit else kept)
 
 
 def test_no_boxes() -> None:
-    assert suppress_pixels(PixelBoxes.from_corners(np.empty((0, 4), np.float32)), 0.5, "IOU").tolist() == []
+    assert suppress(Boxes.from_corners(np.empty((0, 4), np.float32)), 0.5).tolist() == []
 
 
 # -- the order of equal scores ---------------------------------------------------------------------------
