@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from fuzz.hostile import HOSTILE, LONGEST, content
 from fuzz.mutate import Random, damage_bytes, damage_message, damage_text
 from google.protobuf import text_format
 from google.protobuf.message import Message
@@ -32,6 +33,14 @@ class Target(ABC):
         self.folder = folder
         self.path = folder / self.file
         self.prepare()
+        inputs = (content(given) for given, _ in HOSTILE.get(self.name, ()))
+        self._hostile = [data for data in inputs if len(data) < LONGEST]
+
+    def input(self, random: Random) -> bytes:
+        """A damaged input; a tenth begin as hostile ones."""
+        if self._hostile and random.random() < 0.1:
+            return damage_bytes(random.choice(self._hostile), self._hostile, random)
+        return self.make(random)
 
     @abstractmethod
     def prepare(self) -> None:

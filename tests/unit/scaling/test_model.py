@@ -15,6 +15,7 @@ from caffepy.scaling.model import (
     AUTO,
     CHOICES,
     LINKS,
+    MAX_SAMPLES,
     Cluster,
     Link,
     Measurements,
@@ -284,3 +285,9 @@ def test_links():
     assert parse_link("200Gb").bandwidth == 25e9
     with pytest.raises(ValueError, match="'nvlnk' is no .*did you mean 'nvlink'"):
         parse_link("nvlnk")
+
+
+def test_more_sizes_than_can_be_divided_into_ranges_in_time() -> None:
+    samples = tuple((float(size), 1e-6 * size) for size in range(1, MAX_SAMPLES + 2))
+    with pytest.raises(ConfigError, match="all-reduces of 101 sizes are too many to fit lines to; keep 100"):
+        fit_link(Measurements(2, samples), "auto")

@@ -328,3 +328,8 @@ def test_a_way_that_slurm_names_but_cannot_load_is_found_out(tmp_path: Path) -> 
 def test_another_complaint_of_sruns_is_no_refusal(tmp_path: Path) -> None:
     busy = program(tmp_path / "srun", "echo 'srun: error: Unable to contact slurm controller' >&2; exit 1")
     assert refusal(str(busy), "pmix") is None
+
+
+def test_a_host_of_the_command_line_that_is_an_option() -> None:
+    with pytest.raises(ConfigError, match="--hosts: '-mca' begins with a dash"):
+        parse_hosts(["-mca"])
