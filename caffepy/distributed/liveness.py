@@ -142,7 +142,10 @@ class Monitor:
         failure = None
         try:
             while failure is None and not self.stopping.is_set():
-                failure = self._hear() or self.look()
+                failure = self._hear()
+                if failure is None and (found := self.look()) is not None:
+                    # A process that was suspended reads old heartbeats first, and then what others have said of them.
+                    failure = self._hear() or found
         except BaseException as error:
             failure = Failure(f"the control plane of this process ended by {describe(error)}", error=error)
             self.statuses = list  # they may be what failed, and `stop` asks for them again

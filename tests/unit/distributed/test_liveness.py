@@ -346,3 +346,22 @@ def test_a_rank_is_named_that_was_suspended_before_it_named_its_devices(monkeypa
         memory.record_heartbeat(0, dog.statuses())
         failure = dog.look()
     assert failure is not None and "for rank 1 on host1, process 101, which is in iteration 0" in failure.message
+
+
+def test_a_failure_that_others_have_told_meanwhile_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank 0 that was suspended and goes on: rank 1's last heartbeats come before what rank 1 has told the user."""
+    memory, failures = store.MemoryStore(2), list[Failure]()
+    beats = [Heartbeat("CPU", lambda: 7)]
+    dog = Watchdog(FakeWorld(0, 2), store.LocalControlChannel(memory, 0), beats, 10.0, failures.append)
+    memory.record_heartbeat(1, [state(1, 1, "the gradients' all-reduce", 20.0)])
+    look = dog.look
+
+    def looking() -> Failure | None:
+        found = look()
+        memory.publish(Failure("rank 1: has waited", reported=True), 1)
+        return found
+
+    monkeypatch.setattr(dog, "look", looking)
+    dog.start()
+    assert eventually(lambda: failures)
+    assert (failures[0].message, failures[0].reported) == ("rank 1: has waited", True)
