@@ -17,21 +17,8 @@ Random = random.Random
 
 INTEGERS = (0, 1, 2, 3, -1, -2, 7, 127, 128, 255, 256, 1000, 65535, 65536, 10**6, 2**31 - 1, -(2**31), 2**32 - 1, 2**63)
 FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-45, 1e-38, 3e38, -3e38, math.inf, -math.inf, math.nan, 1e300, 2.5)
-TEXTS = (
-    "",
-    "\0",
-    "a\0b",
-    "x" * 300,
-    "x" * 5000,
-    "näch",
-    "../../..",
-    "/dev/zero",
-    "~",
-    "~nobody/x",
-    "a\nb",
-    "-x",
-    "%s{}",
-)
+TEXTS = ("", "\0", "a\0b", "x" * 300, "x" * 5000, "näch", "a\nb", "-x", "%s{}")
+TEXTS += ("../../..", "/dev/zero", "~", "~nobody/x")
 LONG = ("9" * 5000, "-" + "7" * 70_000, "0x" + "f" * 5000, "9" * 400 + ".5", "1e" + "9" * 5000, "0" * 5000 + "8")
 """Numbers that no machine holds; Python turns no text of more than 4300 digits into one."""
 WORDS = ("0", "-1", "1e6", "1000000", "4294967295", "99999999999999999999", "inf", "-inf", "nan", "1e39", "true", "''")
@@ -253,21 +240,8 @@ def hostile_value(field: FieldDescriptor, random: Random) -> Any:
         return random.choice(field.enum_type.values).number
     if field.type == FieldDescriptor.TYPE_BYTES:
         return random.choice(TEXTS).encode() + bytes(random.randrange(20))
-    return random.choice((*TEXTS, *NAMES))
+    return random.choice((*TEXTS, *NAMES.split()))
 
 
-NAMES = (
-    "data",
-    "label",
-    "conv",
-    "ip",
-    "loss",
-    "Convolution",
-    "Pooling",
-    "ReLU",
-    "Softmax",
-    "Split",
-    "Concat",
-    "BatchNorm",
-)
+NAMES = "data label conv ip loss Convolution Pooling ReLU Softmax Split Concat BatchNorm"
 """Names of blobs, layers and types that the seeds have."""
