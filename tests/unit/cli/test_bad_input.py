@@ -211,6 +211,7 @@ CASES = [
         ("^snapshot_prefix: /proc/x_iter_2.solverstate: cannot be written",),
         solver('"tiny"', '"/proc/x"'),
     ),
+    Case(f"{TRAIN} --trace absent/t.json", ("^--trace absent/t.json: there is no folder absent; make it first$",)),
     # data and devices
     Case(TRAIN, ("LMDB 'digits_lmdb' does not exist", "caffepy data"), {"net.prototxt": net(extra=DATA_LAYER)}),
     Case(f"{TRAIN} --gpu=0 --cpu-solvers=2", ("^--cpu-solvers is for training on the CPU",)),
