@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import gzip
 import io
@@ -21,7 +20,6 @@ import pytest
 from caffepy.cli import nets as devices
 from caffepy.cli.main import main
 from caffepy.errors import LONGEST_MESSAGE, DeviceError, one_line
-from caffepy.utils import options
 
 NET = """
 name: "tiny"
@@ -543,27 +541,6 @@ def test_one_line_escapes_control_characters_and_leaves_out_the_middle() -> None
     long = one_line("x" * 10_000)
     assert f"[... {10_000 - LONGEST_MESSAGE} characters ...]" in long
     assert len(long) < LONGEST_MESSAGE + 50
-
-
-@pytest.mark.parametrize(
-    ("parse", "text", "message"),
-    [
-        (options.positive, "9" * 5000, "is not a whole number of at least 1"),
-        (options.positive, str(2**31), "at most 2147483647"),
-        (options.level, str(2**31), "is not a whole number from -2147483647"),
-        (options.level, "x", "is not a whole number from"),
-        (options.gpu_number, "-1", "is no GPU's number"),
-        (options.positive_seconds, "1e300", "is more than 1e.08 seconds"),
-        (options.iteration_range, f"1:{'9' * 5000}", "is not a range of iterations"),
-        (options.record_shape, "100000,100000", "is no shape such as 3,224,224"),
-        (options.gpu_list, str(2**31), "is neither 'all' nor GPU numbers"),
-        (options.name_list, "\udcff", "is not UTF-8"),
-    ],
-)
-def test_values_that_no_option_takes(parse: object, text: str, message: str) -> None:
-    assert callable(parse)
-    with pytest.raises(argparse.ArgumentTypeError, match=message):
-        parse(text)
 
 
 def test_names_that_stdout_cannot_express_are_printed_as_escapes(
