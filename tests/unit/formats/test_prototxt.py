@@ -75,6 +75,10 @@ def test_a_net_is_read_with_its_comments_lists_and_floats() -> None:
         ("[some.extension] { x: 1 }", r"extension names in \[brackets\]"),
         ("layer { clip_param { min: 1 } }", r"required field 'layer\[0\]\.clip_param\.max' is not set"),
         ("base_lr: 0.1", r"1:1: 'base_lr' is a field of a solver, and a net was expected"),
+        (
+            "layer { detectnet_groundtruth_param { object_class { src2: 1 } } }",
+            "unknown field 'src2' of ClassMapping; .*'src'",
+        ),
     ],
 )
 def test_an_error_says_what_where_and_what_to_do(text: str, message: str) -> None:
@@ -91,35 +95,24 @@ def test_a_comma_is_no_decimal_point(text: str) -> None:
         parse_text(text, SolverParameter(), "s.prototxt")
 
 
-def test_a_net_given_as_a_solver_is_recognized() -> None:
-    with pytest.raises(ConfigError, match=r"s:1:1: 'layer' is a field of a net, and a solver was expected"):
-        parse_text('layer { name: "a" }', SolverParameter(), "s")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('layer { name: "a" }', r"s:1:1: 'layer' is a field of a net, and a solver was expected"),
+        ("net_param { lyer { } }", "unknown field 'lyer' of NetParameter; did you mean 'layer'"),
+    ],
+)
+def test_a_net_is_told_from_a_solver(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_text(text, SolverParameter(), "s")
 
 
-def test_a_misspelled_field_of_a_net_inside_a_solver_is_not_taken_for_another_kind_of_file() -> None:
-    with pytest.raises(ConfigError, match="unknown field 'lyer' of NetParameter; did you mean 'layer'"):
-        parse_text("net_param { lyer { } }", SolverParameter(), "s")
-
-
-def test_unknown_fields_of_nested_message_types_are_named() -> None:
-    with pytest.raises(ConfigError, match="unknown field 'src2' of ClassMapping; .*'src'"):
-        _net("layer { detectnet_groundtruth_param { object_class { src2: 1 } } }")
-
-
-def test_comments_may_be_in_any_encoding() -> None:
+def test_encodings() -> None:
+    """Comments may be in any encoding, a byte order mark is dropped, values must be UTF-8, and NUL is no text."""
     assert decode_text(b'name: "a" # caf\xe9\ntop: "\xc3\xa9"', "f") == 'name: "a" \ntop: "é"'
-
-
-def test_a_byte_order_mark_is_dropped() -> None:
     assert decode_text(b'\xef\xbb\xbfname: "a"', "f") == 'name: "a"'
-
-
-def test_values_must_be_utf_8() -> None:
     with pytest.raises(ConfigError, match=r"^f:2:8: byte 0xe9 is not UTF-8; save the file as UTF-8$"):
         decode_text(b'# fine\nname: "\xe9"', "f")
-
-
-def test_a_binary_file_is_not_a_prototxt() -> None:
     with pytest.raises(ConfigError, match="f: this is a binary file, not a prototxt"):
         decode_text(b"\n\x03abc\0", "f")
 
