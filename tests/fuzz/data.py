@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 from fuzz import seeds
-from fuzz.mutate import Random, damage_text
+from fuzz.mutate import Random, damage_in_place, damage_text
 from fuzz.mutate_hdf5 import damage_hdf5, damage_structure, structured_files
 from fuzz.target import BinaryTarget, TextTarget, reads
 
+from caffepy.backend.types import ImageSlot
 from caffepy.data.conversion.annotation_sets import READERS, read_boxes
 from caffepy.data.conversion.mnist_cifar import parse_images, parse_labels
 from caffepy.data.datum import datum_shape, decode_image, parse_datum
@@ -22,6 +23,7 @@ from caffepy.data.prefetch import Batch
 from caffepy.data.sampler import Sampler
 from caffepy.data.sources.databases import LmdbSource
 from caffepy.data.sources.image_list import ImageListSource
+from caffepy.data.sources.lmdb_index import LmdbIndex
 from caffepy.data.transform import DataTransformer
 from caffepy.errors import DataError
 from caffepy.formats.proto import caffe_pb2
@@ -32,7 +34,10 @@ from caffepy.layers.input.window_data import WindowSource
 
 
 class Lmdb(BinaryTarget):
-    """A database, read record by record and many at once."""
+    """A database, read record by record and many at once.
+
+    The first byte is the number of a seed that was damaged in its place: records are those that lie where they lay.
+    """
 
     name = "data.mdb"
     file = "db/data.mdb"
@@ -40,17 +45,46 @@ class Lmdb(BinaryTarget):
 
     def prepare(self) -> None:
         self.path.parent.mkdir(exist_ok=True)
-        self.seeds = seeds.lmdbs(self.folder)
+        self.seeds, self.places = [], []
+        for file, count in seeds.lmdbs(self.folder):
+            index = LmdbIndex(file)
+            assert index.find(count)
+            self.seeds.append(file.read_bytes())
+            self.places.append(list(zip(index.offsets.tolist(), index.sizes.tolist(), strict=True)))
 
-    def read(self) -> None:
+    def make(self, random: Random) -> bytes:
+        if random.random() < 0.4:
+            return b"\xff" + super().make(random)
+        number = random.randrange(len(self.seeds))
+        return bytes([number]) + damage_in_place(self.seeds[number], random)
+
+    def use(self, data: bytes) -> None:
+        self.path.write_bytes(data[1:])
         source = LmdbSource(self.path.parent)
         try:
-            source.record_name(0)
+            assert source.record_name(0) and source.fingerprint()
             read_records(source)
             read_batch(source)
-            source.fingerprint()
+            if data[0] < len(self.seeds):
+                self.compare(source, data[1:], self.places[data[0]])
         finally:
             source.close()
+
+    def compare(self, source: LmdbSource, content: bytes, places: list[tuple[int, int]]) -> None:
+        """Compare records with what the file holds at their places, whose sizes may be damaged a little, and images."""
+        records = [source.read(number) for number in range(len(source))]
+        assert len(records) == len(places), "another number of records"
+        for record, (at, size) in zip(records, places, strict=True):
+            assert record in content[at - 1 : at + len(record) + 1], at
+            assert size > 2000 or abs(len(record) - size) < 2, at
+        transformer = DataTransformer(caffe_pb2.TransformationParameter(), caffe_pb2.TEST)
+        side = 50 if places[0][1] > 2000 else 5
+        slot = ImageSlot(len(source), 1, side, side)
+        block = np.zeros(slot.size, np.uint8)
+        if DatumLoader(source, Sampler(len(source)), transformer).load_bytes([0], len(source), slot, block):
+            for pixels, record in zip(slot.parts(block)[2], records, strict=True):
+                datum = caffe_pb2.Datum.FromString(record)
+                assert datum.encoded or pixels.tobytes() == datum.data
 
 
 def read_records(source: Any) -> None:
@@ -98,7 +132,7 @@ class ChangingLmdb(Lmdb):
             source.close()
 
     def make(self, random: Random) -> bytes:
-        data = super().make(random)
+        data = super().make(random)[1:]
         if random.random() < 0.7:  # of the size that it had, so that nothing tells the two apart
             number = random.randrange(len(self.seeds))
             whole = self.seeds[number]

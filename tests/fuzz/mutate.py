@@ -77,6 +77,29 @@ def _splice(data: bytearray, others: Sequence[bytes], random: Random) -> None:
     data[at : at + random.choice((0, 16, 10**9))] = other[begin : begin + random.choice((16, 300, 10**9))]
 
 
+def _header(data: bytearray, _: Sequence[bytes], random: Random) -> None:
+    """A byte near the begin of a page."""
+    at = random.randrange(len(data) // 4096 + 1) * 4096 + random.randrange(160)
+    data[at : at + 1] = bytes([random.choice((0, 1, 0x7F, 0x80, 0xFF))])
+
+
+def _exchange(data: bytearray, _: Sequence[bytes], random: Random) -> None:
+    """Two pages, or quarters of a small file."""
+    size = max(1, min(4096, len(data) // 4))
+    one, other = (random.randrange(len(data) // size) * size for _ in range(2))
+    data[one : one + size], data[other : other + size] = data[other : other + size], data[one : one + size]
+
+
+def damage_in_place(data: bytes, random: Random) -> bytes:
+    """One to four changes that move no byte but those of two pages; a tenth are cut as well."""
+    changed = bytearray(data)
+    for _ in range(random.choice((1, 1, 1, 2, 4))):
+        random.choice((_flip, _header, _header, _overwrite, _zero, _exchange))(changed, (), random)
+    if random.random() < 0.1:
+        _cut(changed, (), random)
+    return bytes(changed)
+
+
 _BYTE_CHANGES = (_flip, _flip, _overwrite, _overwrite, _cut, _zero, _remove, _repeat, _splice)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 import time
 import tracemalloc
 import warnings
@@ -15,17 +14,11 @@ from random import Random
 from typing import Any
 
 import pytest
-
-TESTS = Path(__file__).parents[1]
-sys.path.insert(0, str(TESTS))
-try:
-    from fuzz import worker
-    from fuzz.hostile import HOSTILE, content
-    from fuzz.mutate import damage_bytes, damage_message, damage_text
-    from fuzz.run import plan_chunks
-    from fuzz.targets import TARGETS
-finally:
-    sys.path.remove(str(TESTS))
+from fuzz import worker
+from fuzz.hostile import HOSTILE, content
+from fuzz.mutate import damage_bytes, damage_message, damage_text
+from fuzz.run import plan_chunks
+from fuzz.targets import TARGETS
 
 SLOW = ("net, run on the CPU", "PNG and JPEG", "image list")
 """Formats of which no inputs are tried here."""
@@ -58,6 +51,18 @@ def test_damaged_inputs_are_read_or_refused(target: Callable[[str], Any], name: 
             subject.use(subject.input(worker.case_random(7, name, number)))
         except Exception as error:
             assert worker.is_ours(error, subject.allowed), (number, error)
+
+
+def test_a_damaged_database_is_refused_or_gives_its_own_records(target: Callable[[str], Any]) -> None:
+    from caffepy.errors import DataError
+
+    subject, refused = target("data.mdb"), 0
+    for number in range(1500):
+        try:
+            subject.use(subject.input(worker.case_random(9, subject.name, number)))
+        except DataError:
+            refused += 1
+    assert 500 < refused < 1250
 
 
 def peak(use: Callable[[], object]) -> int:

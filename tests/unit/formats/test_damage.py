@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from damage import damaged
+from fuzz.mutate import damage_in_place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshot_runs import FORMATS, NET, SOLVER, train
@@ -128,7 +128,7 @@ def test_a_cut_file_is_an_error(written: dict[str, bytes], name: str, data: st.D
 @given(seed=st.integers(0, 1 << 32))
 def test_the_shapes_of_a_damaged_file_are_some_or_an_error(written: dict[str, bytes], name: str, seed: int) -> None:
     path = Path(name)
-    path.write_bytes(damaged(written[name], random.Random(seed), block=256))
+    path.write_bytes(damage_in_place(written[name], random.Random(seed)))
     net = build_net(NET)
     try:
         difference = first_difference(net.layers, read_layer_shapes(path).layer)
