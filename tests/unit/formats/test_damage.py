@@ -19,11 +19,7 @@ from caffepy.cli.main import main
 from caffepy.errors import SnapshotError
 from caffepy.formats.binary import from_blob_proto, to_blob_proto
 from caffepy.formats.caffemodel import read_caffemodel, read_layer_shapes, read_weights
-from caffepy.formats.proto.caffe_pb2 import (
-    BlobProto,
-    NetParameter,
-    SolverState,
-)
+from caffepy.formats.proto.caffe_pb2 import BlobProto, NetParameter, SolverState
 from caffepy.formats.snapshot_files import describe_snapshot
 from caffepy.formats.solverstate import read_solverstate
 from caffepy.net.trained_layers import first_difference

@@ -52,10 +52,7 @@ def test_a_net_is_read_with_its_comments_lists_and_floats() -> None:
             r"^net\.prototxt:2:2: unknown field 'qmix_param' of .*, in a layer of type 'Qmix'; if a Caffe fork "
             r"has it, give .* --proto FILE or caffepy\.register_proto\(path\)",
         ),
-        (
-            "layer { nms_box_param { } type: 'NmsBox' }",
-            r"'nms_box_param' .*, in a layer of type 'NmsBox'; if",
-        ),
+        ("layer { nms_box_param { } type: 'NmsBox' }", r"'nms_box_param' .*, in a layer of type 'NmsBox'; if"),
         ('layer { type: "Deconvolution" convolutoin_param { } }', r"did you mean 'convolution_param'\?$"),
         ("layer { blobs_lr: 1 }", r"unknown field 'blobs_lr' of LayerParameter; .*; write param { lr_mult: 1 }, one"),
         ("layers {\n param { lr_mult: 1 } }", r"2:8: in layers { }, the old format, param is a name; write blobs_lr"),

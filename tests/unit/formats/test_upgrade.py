@@ -115,10 +115,7 @@ PADDED = (
             'layers { layer { name: "c" type: "convv" } }',
             r"old\.prototxt: layer 'c': unknown V0 layer type 'convv'; did you mean 'conv'",
         ),
-        (
-            PADDED.format("", 'name: "r" type: "relu"'),
-            "padding layer 'p' feeds 'r' of type relu; only conv and pool",
-        ),
+        (PADDED.format("", 'name: "r" type: "relu"'), "padding layer 'p' feeds 'r' of type relu; only conv and pool"),
         (PADDED.format('bottom: "x"', 'name: "c" type: "conv"'), "'p' and 'c' must have one bottom each"),
         ('layer { name: "a" } layers { name: "b" }', "both layer and layers are used"),
         ('input: "a" input_dim: 1 input_dim: 2', "2 input_dim for 1 input; give N, C, H and W"),
@@ -204,10 +201,7 @@ V0_SETTINGS = {
     ),
     "infogain_loss": ('source: "s"', 'type: "InfogainLoss" infogain_loss_param { source: "s" }'),
     "concat": ("concat_dim: 2", 'type: "Concat" concat_param { concat_dim: 2 }'),
-    "hdf5_output": (
-        'hdf5_output_param { file_name: "f" }',
-        'type: "HDF5Output" hdf5_output_param { file_name: "f" }',
-    ),
+    "hdf5_output": ('hdf5_output_param { file_name: "f" }', 'type: "HDF5Output" hdf5_output_param { file_name: "f" }'),
 }
 """By V0 type all of its settings, and the current layer that they make."""
 

@@ -89,10 +89,7 @@ def test_each_thread_goes_on_with_its_own_row(write):
     mixed.insert(4, "I1231 23:59:51.000000 7 solver.cpp:337] Iteration 0, Testing net (#1)")
     mixed.insert(6, "I1231 23:59:51.000000 7 solver.cpp:404]     Test net output #0: accuracy = 0.9")
     log = read_log(write("\n".join(mixed)))
-    assert [(row.net, row.outputs) for row in log.test] == [
-        (0, {"accuracy": 0.1, "loss": 2.4}),
-        (1, {"accuracy": 0.9}),
-    ]
+    assert [(row.net, row.outputs) for row in log.test] == [(0, {"accuracy": 0.1, "loss": 2.4}), (1, {"accuracy": 0.9})]
 
 
 def restarted() -> str:

@@ -14,15 +14,7 @@ from dataclasses import replace
 import pytest
 from process_groups import free_port
 from processes import program_environment
-from strangers import (
-    GARBAGE,
-    connect,
-    introduction,
-    is_closed,
-    send_garbage,
-    send_slowly,
-    silent_connections,
-)
+from strangers import GARBAGE, connect, introduction, is_closed, send_garbage, send_slowly, silent_connections
 
 from caffepy.distributed.store import server, wire
 from caffepy.distributed.store.client import ControlClient
