@@ -17,6 +17,7 @@ import h5py
 import numpy as np
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
+from caffepy.distributed.store.wire import Kind
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.proto.caffe_pb2 import (
     BlobProto,
@@ -30,7 +31,7 @@ from caffepy.scaling.profile import FORMAT
 
 Input = str | bytes | Callable[[], bytes]
 Cases = list[tuple[Input, str]]
-"""An input, or what makes it, and a pattern of the message; without a pattern it is read."""
+"""An input, or what makes it, and a pattern of the message; without a pattern it is read or refused."""
 
 
 def all_alike(message: str, *inputs: Input) -> Cases:
@@ -538,6 +539,54 @@ ONNX: Cases = [
     ),
 ]
 
+# -- what comes over sockets -----------------------------------------------------------------------------
+
+GARBAGE = {
+    "a letter": b"x",
+    "an empty list": b"[]",
+    "a line": b"\n",
+    "HTTP": b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curl/8\r\n\r\n",
+    "TLS": bytes.fromhex("16030100c8010000c40303") + bytes(range(190)),
+    "SSH": b"SSH-2.0-OpenSSH_9.6\r\n",
+    "NUL bytes": bytes(10000),
+    "the longest length": b"\xff" * 600,
+    "a length that is too short": b"\x00\x01" + bytes(33),
+    "deep JSON": b"[" * 100000,
+    "JSON of wrong types": json.dumps({"token": 1, "rank": [], "kind": None}).encode() + b"\n",
+    "no UTF-8": b"\xc3\x28" * 100,
+    "a forged proof": b"\x00\x60" + bytes(32) + b"\x01" + bytes(95),
+    "its own greeting": b"caffepy1" + bytes(32),
+    "the beginning of a header": b"\x00",
+}
+"""What strangers send to rank 0's port."""
+HEADER = struct.Struct("!BHQdi")
+MALFORMED = {
+    "no kind": HEADER.pack(99, 0, 0, 0.0, 0),
+    "no request": HEADER.pack(Kind.FAILURE, 0, 0, 0.0, 0),
+    "the longest value": HEADER.pack(Kind.PUT, 0, 1 << 60, 0.0, 0),
+    "a long key": HEADER.pack(Kind.PUT, 60000, 0, 0.0, 0),
+    "endless seconds": HEADER.pack(Kind.TAKE, 0, 0, float("inf"), 0),
+    "no number of seconds": HEADER.pack(Kind.TAKE, 0, 0, float("nan"), 0),
+    "a key of no UTF-8": HEADER.pack(Kind.PUT, 2, 0, 0.0, 0) + b"\xc3\x28",
+}
+"""Frames of a rank that has joined."""
+RECORDS = [
+    b"",
+    b"{",
+    b"7",
+    b"[7]",
+    b"{}",
+    b'{"rank": 1}',
+    b'[{"rank": "x"}]',
+    b'[{"rank": 1, "seconds": null}]',
+    b'[{"rank": 1, "seconds": "1"}]',
+    b'[{"rank": 1, "other": 1}]',
+    b'[{"rank": 1, "host": "\\ud800"}]',
+    b"[" * 100000,
+    b"\xff",
+]
+"""Values of frames with records."""
+
 HOSTILE: dict[str, Cases] = {
     "net prototxt": NETS,
     "solver prototxt": SOLVERS,
@@ -553,6 +602,9 @@ HOSTILE: dict[str, Cases] = {
     ".solverstate.h5": STATES_HDF5,
     "HDF5 data": DATA_HDF5,
     "ONNX model": ONNX,
+    "handshake": all_alike(".", *GARBAGE.values()),
+    "store frames": all_alike("", *MALFORMED.values()),  # the server refuses some of them later
+    "control records": all_alike(".", *RECORDS),
 }
 LONGEST = 1 << 16
 """Bytes of those that are damaged."""
