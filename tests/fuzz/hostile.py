@@ -312,11 +312,11 @@ def hdf5(make: Making) -> Callable[[], bytes]:
     return made
 
 
-def virtual(parent: Any) -> None:
+def virtual(parent: Any, name: str = "0") -> None:
     """A dataset of another file's."""
     layout = h5py.VirtualLayout((4,), "f4")
     layout[:] = h5py.VirtualSource("/etc/passwd", "secret", (4,))
-    parent.create_virtual_dataset("0", layout)
+    parent.create_virtual_dataset(name, layout)
 
 
 def many_names(parent: Any) -> None:
@@ -424,14 +424,25 @@ def data_hdf5(make: Making, kind: str) -> tuple[Input, str]:
     return hdf5(lambda file: (put(label=NUMBERS)(file), make(file))), f"HDF5 file '.*/data.h5' cannot be read: .*{kind}"
 
 
+def dataset(*arguments: Any, **more: Any) -> Making:
+    """What creates the dataset `data`."""
+    return lambda file: file.create_dataset("data", *arguments, **more)
+
+
 DATA_HDF5: Cases = [
-    data_hdf5(put(data=h5py.ExternalLink("/etc/passwd", "x")), "external link"),
+    data_hdf5(lambda file: virtual(file, "data"), "'/data' is a virtual dataset"),
+    data_hdf5(put(data=h5py.ExternalLink("/etc/passwd", "x")), "it has an external link"),
     data_hdf5(
-        lambda file: file.create_dataset("data", (3,), "u1", external=[("/etc/passwd", 0, 3)]), "external storage"
+        put(**{"group/there": h5py.ExternalLink("/etc/passwd", "/"), "data": h5py.SoftLink("group/there/data")}),
+        "it has an external link",
     ),
+    data_hdf5(put(data=h5py.SoftLink("/data")), "more than 16 soft links"),
+    data_hdf5(dataset((3,), "u1", external=[("/etc/passwd", 0, 3)]), "external storage"),
+    data_hdf5(dataset((2**31 - 1,), "f4", chunks=(1 << 20,), **PACKED), "would take 8589934588 bytes"),
+    data_hdf5(dataset((2**31 - 1,), "f4"), "would take 8589934588 bytes"),
     data_hdf5(
-        lambda file: file.create_dataset("data", (2**31 - 1,), "f4", chunks=(1 << 20,), **PACKED),
-        "would take 8589934588 bytes",
+        dataset((5,), "f4", chunks=(1 << 25,), maxshape=(None,)),
+        "would take 134217728 bytes, but the file has only 0 of it",
     ),
 ]
 

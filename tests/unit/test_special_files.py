@@ -16,6 +16,7 @@ from caffepy.distributed.launch.launchers import read_hostfile
 from caffepy.errors import ConfigError, DataError, SnapshotError
 from caffepy.export.onnx_import.read import read_onnx
 from caffepy.formats.caffemodel import read_weights
+from caffepy.formats.hdf5 import open_hdf5
 from caffepy.formats.load import read_net
 from caffepy.formats.solverstate import read_solverstate
 from caffepy.layers.input.hdf5 import Hdf5Source
@@ -25,6 +26,11 @@ from caffepy.scaling.profile import read_profile
 
 def read_hdf5_data(path: Path) -> Hdf5Source:
     return Hdf5Source(path, ["x"])
+
+
+def read_hdf5_file(path: Path) -> None:
+    with open_hdf5(path, DataError):
+        """Nothing is read."""
 
 
 def read_model(path: Path) -> object:
@@ -63,6 +69,7 @@ ABSENT = "does not exist|cannot be read|cannot be opened"
             for read in (LmdbSource, ImageListSource, read_mean, read_hdf5_data)
             for path in (NUL, LONG)
         ),
+        (read_hdf5_file, FIFO, DataError, IS_FIFO),
         (read_mean, DEVICE, DataError, "mean_file '/dev/zero' cannot be read: it is a device"),
         (read_idx, FIFO, DataError, f"has no {FILES['test'][0].name}"),
         (read_hostfile, FIFO, ConfigError, f"cannot be read: {IS_FIFO}"),
