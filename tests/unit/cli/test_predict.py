@@ -17,7 +17,6 @@ from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.infer.classify import ImageModel, classify
 from caffepy.infer.images import ImageOptions, InputImage, image_files, list_images, read_any_mean, read_array
-from caffepy.infer.windows import read_windows
 from caffepy.pycaffe import Detector
 
 COLOURS = """
@@ -246,31 +245,6 @@ def test_a_net_without_a_row_for_each_image(ssd: list[str], red: Path, capsys):
     assert "not a row of scores for each; 'caffepy detect' takes nets that find boxes" in capsys.readouterr().err
 
 
-def npy(header: str, values: bytes = b"") -> bytes:
-    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + values
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "is not a numeric .npy file"),
-        (b"PK\x03\x04 a zip", "is not a numeric .npy file"),
-        (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1, }"), "its header is damaged"),
-        (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1,"), "is not a numeric .npy file"),
-        (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (" + "9" * 5000 + ",)}"), "is not a numeric .npy file"),
-        (npy("(" * 9000), "is not a numeric .npy file"),
-        (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (2147483648,)}"), "it is too short for its shape"),
-        (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (-1,)}"), "its shape is"),
-        (npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,)}", bytes(8)), "it holds object"),
-        (b"\x93NUMPY\x03\x00" + bytes(100), "its version is 3.0"),
-    ],
-)
-def test_damaged_arrays(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "a.npy").write_bytes(content)
-    with pytest.raises(DataError, match=rf"'.*a\.npy' .*{message}"):
-        read_array(tmp_path / "a.npy")
-
-
 @pytest.mark.parametrize("kind", ["f4", ">f8", "i2", "?"])
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_arrays_are_read_as_numpy_reads_them(tmp_path: Path, kind: str, order: Any) -> None:
@@ -398,23 +372,6 @@ def test_windows_as_hdf5_have_their_surroundings(net: list[str], windows: Path, 
         assert file["window"][:].tolist() == [[15, 30, 25, 50], [0, 0, 10, 10]]
         assert file["window"].attrs["columns"].tolist() == [b"ymin", b"xmin", b"ymax", b"xmax"]
         np.testing.assert_allclose(file["prediction"][:], [one["prediction"] for one in expected], rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("filename,xmin,ymin\na,1,2\n", r"have no column ymax, xmax; the first line must be filename,xmin,ymin,xmax"),
-        ("", "have no column filename, ymin"),
-        ("filename,xmin,ymin,xmax,ymax\n", "has no line after its header"),
-        ("filename,xmin,ymin,xmax,ymax\na,1,2,x,4\n", "line 2: ymin,xmin,ymax,xmax = 2,1,4,x are not four numbers"),
-        ("filename,xmin,ymin,xmax,ymax\na,1,2\n", "line 2: .* are not four numbers"),
-        ("filename,xmin,ymin,xmax,ymax\na,1,2,inf,4\n", "line 2: .* are not four numbers"),
-    ],
-)
-def test_lists_of_windows_that_are_wrong(text: str, message: str, tmp_path: Path):
-    (tmp_path / "windows.csv").write_text(text)
-    with pytest.raises(DataError, match=message):
-        read_windows(tmp_path / "windows.csv")
 
 
 def test_mistakes_about_windows(net: list[str], windows: Path, red: Path, tmp_path: Path, capsys):
