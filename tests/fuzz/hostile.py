@@ -6,6 +6,7 @@ program damages them too.
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import struct
@@ -150,6 +151,10 @@ HOSTS: Cases = [
     ("h slots=" + "9" * 4301, "hosts:1: host 'h' has 9+ slots; at most 1048576 are possible"),
     ("h:1048577", "hosts:1: host 'h' has 1048577 slots; at most 1048576 are possible"),
     ("-x slots=2", "hosts:1: '-x slots=2' begins with a dash"),
+    *(
+        (f"# hosts\n{line}\n", f"hosts:2: '{line}' is no host; write host, 'host slots=4' or host:4")
+        for line in ("a b", "a slots=", "a slots=x", "a:", ":4", "a:4 slots=4")
+    ),
 ]
 
 
@@ -174,6 +179,11 @@ PROFILES: Cases = [
     (json.dumps(PROFILE | {"batch": 10**400}), "batch: is an integer beyond 2.128, must be a int of at least 1"),
     (json.dumps(PROFILE | {"iteration_ms": 1e300}), "iteration_ms: is 1e.300, must be a float .* at most 1e.15"),
     ("\0", "cannot be read as a profile"),
+    *all_alike("make one with", "", "[]", "net: 'LeNet'", "{}"),
+]
+MEASUREMENTS: Cases = [
+    *all_alike("allreduce.txt: lacks the number of devices", "", "size  time (us)\n4096  10\n"),
+    ("# 4 devices\nsize  duration (us)\n4096  10\n", "allreduce.txt: lacks a header with columns for size and time"),
 ]
 IMAGE_LISTS: Cases = [
     (b"good.png -1\n" + line, message)
@@ -278,7 +288,18 @@ def state(content: bytes = b"", **fields: Any) -> bytes:
     return SolverState(**fields).SerializeToString() + content
 
 
+OTHERS: Cases = [
+    (b"", "it is empty, for example after an interrupted copy"),
+    (b'layer { name: "x" }', r"it is text \('layer \{ name: \"x\" \}'\); give the binary file"),
+    (b"version https://git-lfs.github.com/spec/v1\noid 1", "it is a Git LFS pointer; .*git lfs pull"),
+    (gzip.compress(b"net", mtime=0), "it is packed with gzip; unpack it first, with gunzip"),
+    (b"PK\x03\x04 and so on", "it is a zip archive; unpack it first, with unzip"),
+    (bytes(range(256)), "it is truncated or of another format; copy it again"),
+    (BLOB.SerializeToString(), "it is a single blob, such as a mean image"),
+]
+"""Files that are none of snapshots."""
 WEIGHTS: Cases = [
+    *OTHERS,
     *(
         (weights(**{key: [kind(name="ip", blobs=[blob])]}), f"x.caffemodel: layer 'ip' blob 0 .*{message}")
         for blob, message in BLOBS
@@ -296,6 +317,7 @@ UNTYPED = BlobProto(shape=BlobShape(dim=[2]), raw_data=b"12345678")
 ONE = state(iter=1, history=[BLOB])
 """A whole state, to which fields are appended."""
 STATES: Cases = [
+    *OTHERS,
     *((state(iter=1, history=[blob]), f"x.solverstate: history 0 .*{message}") for blob, message in BLOBS),
     (
         state(iter=1, history=[BlobProto.FromString(UNTYPED.SerializeToString() + b"\x50\x4d")]),  # the type 77
@@ -632,6 +654,7 @@ HOSTILE: dict[str, Cases] = {
     "hostfile": HOSTS,
     "Slurm variables": SLURM,
     "plan profile": PROFILES,
+    "measurements": MEASUREMENTS,
     "image list": IMAGE_LISTS,
     "PNG and JPEG": IMAGES,
     "mean binaryproto": MEANS,

@@ -217,20 +217,6 @@ def test_tables_with_other_columns_and_units(tmp_path: Path, head: str, cells: s
     assert read_measurements(tmp_path / "a.txt").samples == (pytest.approx(sample),)
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        (TABLE.split("\n", 1)[1], "the number of devices"),
-        (TABLE.replace("time", "duration"), "a header with columns for size and time"),
-        ("", "the number of devices"),
-    ],
-)
-def test_what_is_no_table(tmp_path: Path, text: str, message: str):
-    (tmp_path / "a.txt").write_text(text)
-    with pytest.raises(ConfigError, match=f"a.txt: lacks {message}"):
-        read_measurements(tmp_path / "a.txt")
-
-
 def test_a_table_that_is_not_there(tmp_path: Path):
     with pytest.raises(ConfigError, match="absent.txt: cannot be read: .*caffepy bench allreduce"):
         read_measurements(tmp_path / "absent.txt")

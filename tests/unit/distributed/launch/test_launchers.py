@@ -117,12 +117,6 @@ def test_a_host_named_again_has_the_slots_of_all_its_lines(tmp_path: Path) -> No
     assert read(tmp_path, "a\na\nb slots=3\na\nb\n") == [Host("a", 3), Host("b", 4)]
 
 
-@pytest.mark.parametrize("line", ["a b", "a slots=", "a slots=x", "a:", ":4", "a:4 slots=4"])
-def test_a_line_that_means_nothing_is_named(tmp_path: Path, line: str) -> None:
-    with pytest.raises(ConfigError, match=rf"hosts:2: '{line}' is no host; write host, 'host slots=4' or host:4"):
-        read(tmp_path, f"# hosts\n{line}\n")
-
-
 def test_no_slots_no_hosts_no_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hosts:1: host 'a' has 0 slots; leave it out"):
         read(tmp_path, "a slots=0\n")
