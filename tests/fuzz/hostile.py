@@ -221,23 +221,6 @@ MEANS: Cases = [
 ]
 
 
-def npy(header: str, values: bytes = b"") -> bytes:
-    """A file of an array."""
-    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + values
-
-
-FLOATS = "{'descr': '<f4', 'fortran_order': False, 'shape': ("
-NO_ARRAY = r"'.*mean\.npy' .*is not a numeric .npy file"
-ARRAYS_OF_NUMPY: Cases = [
-    *all_alike(
-        NO_ARRAY, b"", b"PK\x03\x04 a zip", npy(f"{FLOATS}1,"), npy(f"{FLOATS}{'9' * 5000},)}}"), npy("(" * 9000)
-    ),
-    (npy(f"{FLOATS}1, }}"), r"'.*mean\.npy' .*its header is damaged"),
-    (npy(f"{FLOATS}2147483648,)}}"), r"'.*mean\.npy' .*it is too short for its shape"),
-    (npy(f"{FLOATS}-1,)}}"), r"'.*mean\.npy' .*its shape is"),
-    (npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,)}", bytes(8)), r"'.*mean\.npy' .*it holds object"),
-    (b"\x93NUMPY\x03\x00" + bytes(100), r"'.*mean\.npy' .*its version is 3.0"),
-]
 HEADER_OF_WINDOWS = "filename,xmin,ymin,xmax,ymax\n"
 WINDOWS: Cases = [
     ("filename,xmin,ymin\na,1,2\n", r"have no column ymax, xmax; the first line must be filename,xmin,ymin,xmax"),
@@ -664,7 +647,6 @@ HOSTILE: dict[str, Cases] = {
     ".solverstate.h5": STATES_HDF5,
     "HDF5 data": DATA_HDF5,
     "ONNX model": ONNX,
-    ".npy": ARRAYS_OF_NUMPY,
     "windows as CSV": WINDOWS,
     "handshake": all_alike(".", *GARBAGE.values()),
     "store frames": all_alike("", *MALFORMED.values()),  # the server refuses some of them later

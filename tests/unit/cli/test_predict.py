@@ -245,6 +245,31 @@ def test_a_net_without_a_row_for_each_image(ssd: list[str], red: Path, capsys):
     assert "not a row of scores for each; 'caffepy detect' takes nets that find boxes" in capsys.readouterr().err
 
 
+def npy(header: str, values: bytes = b"") -> bytes:
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + values
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not a numeric .npy file"),
+        (b"PK\x03\x04 a zip", "is not a numeric .npy file"),
+        (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1, }"), "its header is damaged"),
+        (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1,"), "is not a numeric .npy file"),
+        (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (" + "9" * 5000 + ",)}"), "is not a numeric .npy file"),
+        (npy("(" * 9000), "is not a numeric .npy file"),
+        (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (2147483648,)}"), "it is too short for its shape"),
+        (npy("{'descr': '<f4', 'fortran_order': False, 'shape': (-1,)}"), "its shape is"),
+        (npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,)}", bytes(8)), "it holds object"),
+        (b"\x93NUMPY\x03\x00" + bytes(100), "its version is 3.0"),
+    ],
+)
+def test_damaged_arrays(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "a.npy").write_bytes(content)
+    with pytest.raises(DataError, match=rf"'.*a\.npy' .*{message}"):
+        read_array(tmp_path / "a.npy")
+
+
 @pytest.mark.parametrize("kind", ["f4", ">f8", "i2", "?"])
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_arrays_are_read_as_numpy_reads_them(tmp_path: Path, kind: str, order: Any) -> None:

@@ -61,6 +61,10 @@ def test_a_net_is_read_with_its_comments_lists_and_floats() -> None:
         ("layer { qmix_param { } }", r"unknown field 'qmix_param' of LayerParameter; if a Caffe fork has it"),
         ("layer { zzqq: 1 }", r"unknown field 'zzqq' of LayerParameter; if a Caffe fork has it"),
         ("layer { pooling_param { pool: MEDIAN } }", r"'MEDIAN' of .*; known: AVE, MAX, STOCHASTIC; if a Caffe fork"),
+        (
+            "layer { detectnet_groundtruth_param { object_class { src2: 1 } } }",
+            "unknown field 'src2' of ClassMapping; .*'src'",
+        ),
         ("layer { name: x }", r"1:15: found 'x' where a quoted string is expected; put it into quotes$"),
         ('layer { name: "a"', r"1:15: the text ends .* close the block that is still open"),
         ('layer { name: "a" } }', r"1:21: this '}' closes nothing"),
@@ -72,10 +76,6 @@ def test_a_net_is_read_with_its_comments_lists_and_floats() -> None:
         ("[some.extension] { x: 1 }", r"extension names in \[brackets\]"),
         ("layer { clip_param { min: 1 } }", r"required field 'layer\[0\]\.clip_param\.max' is not set"),
         ("base_lr: 0.1", r"1:1: 'base_lr' is a field of a solver, and a net was expected"),
-        (
-            "layer { detectnet_groundtruth_param { object_class { src2: 1 } } }",
-            "unknown field 'src2' of ClassMapping; .*'src'",
-        ),
     ],
 )
 def test_an_error_says_what_where_and_what_to_do(text: str, message: str) -> None:
