@@ -147,7 +147,10 @@ class Monitor:
         failure = None
         try:
             while failure is None and not self.stopping.is_set():
-                failure = self._hear() or self.look()
+                failure = self._hear()
+                if failure is None and (found := self.look()) is not None:
+                    # A process that was suspended reads old heartbeats first, and then what others have said of them.
+                    failure = self._hear() or found
         except BaseException as error:
             # Without this thread a hang would go unnoticed, so its error ends the job
             # (docs/decisions/0013-never-hang.md).

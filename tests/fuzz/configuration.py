@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from pathlib import Path
 
 from fuzz import seeds
 from fuzz.mutate import LONG, Random, damage_message
-from fuzz.target import TextTarget, copied
+from fuzz.target import TextTarget, copied, reads
 from google.protobuf import text_format
 
 from caffepy.backend.cpu.backend import CpuBackend
@@ -15,13 +16,18 @@ from caffepy.backend.meta import MetaBackend
 from caffepy.data.sharding import Shard
 from caffepy.errors import UserError
 from caffepy.formats.load import read_net, read_solver
+from caffepy.formats.logged_solver import describe_solver, read_logged_solver
 from caffepy.formats.paths import PathResolver
 from caffepy.formats.proto import caffe_pb2
 from caffepy.formats.proto.schemas import unite
 from caffepy.layers import LayerContext, layer_class
+from caffepy.layers.detection.boxes import read_image_sizes
+from caffepy.layers.detection.output import read_label_map
 from caffepy.net import Net
 from caffepy.net.memory_plan import plan_memory
+from caffepy.training import policies
 from caffepy.training.net_factory import NetFactory
+from caffepy.training.rules import RULES
 from caffepy.training.solver_check import check_solver, log_ignored
 
 LENET_SHAPES: dict[str, tuple[int, ...]] = {"data": (1, 28, 28), "label": ()}
@@ -30,49 +36,34 @@ LARGEST_BLOB = 1 << 20
 """Elements of a blob of nets that are run."""
 
 
-class SolverText(TextTarget):
-    name = "solver prototxt"
-    file = "solver.prototxt"
-    share = 8
-    kind = caffe_pb2.SolverParameter
-
-    def prepare(self) -> None:
-        self.texts = seeds.solvers()
-
-    def read(self) -> None:
-        from caffepy.training import policies
-        from caffepy.training.rules import RULES
-
-        param = read_solver(self.path)
-        check_solver(param, str(self.path))
-        log_ignored(param)
-        RULES.get(param.type, "solver")
-        for iteration in (0, 1, 5, 1000, param.max_iter):
-            rate, _ = policies.learning_rate(param, iteration, 0)
-            policies.momentum(param, iteration, rate)
-            policies.weight_decay(param, iteration)
-        resolve = PathResolver(self.path)
-        resolve.output(param.snapshot_prefix)
-        net, context, state = NetFactory(param, MetaBackend(), Shard(), resolve).train_setup()
-        Net(net, replace(context, sample_shapes=LENET_SHAPES), state).close()
+@reads(TextTarget, "solver prototxt", seeds.solvers, "solver.prototxt", share=8, kind=caffe_pb2.SolverParameter)
+def solver_text(path: Path) -> None:
+    param = read_solver(path)
+    check_solver(param, str(path))
+    log_ignored(param)
+    RULES.get(param.type, "solver")
+    for iteration in (0, 1, 5, 1000, param.max_iter):
+        rate, _ = policies.learning_rate(param, iteration, 0)
+        policies.momentum(param, iteration, rate)
+        policies.weight_decay(param, iteration)
+    resolve = PathResolver(path)
+    resolve.output(param.snapshot_prefix)
+    net, context, state = NetFactory(param, MetaBackend(), Shard(), resolve).train_setup()
+    Net(net, replace(context, sample_shapes=LENET_SHAPES), state).close()
 
 
-class NetText(TextTarget):
-    name = "net prototxt"
-    file = "net.prototxt"
-    share = 8
-    kind = caffe_pb2.NetParameter
+def plan(path: Path) -> None:
+    """Plan a net's memory in both phases."""
+    param = read_net(path)
+    for phase in (caffe_pb2.TRAIN, caffe_pb2.TEST):
+        context = LayerContext(MetaBackend(), phase=phase, resolve=PathResolver(path), sample_shapes=LENET_SHAPES)
+        plan_memory(param, context, fuse=phase == caffe_pb2.TRAIN)
 
-    def prepare(self) -> None:
-        self.texts = seeds.nets()
 
-    def read(self) -> None:
-        param = read_net(self.path)
-        for phase in (caffe_pb2.TRAIN, caffe_pb2.TEST):
-            context = LayerContext(
-                MetaBackend(), phase=phase, resolve=PathResolver(self.path), sample_shapes=LENET_SHAPES
-            )
-            plan_memory(param, context, fuse=phase == caffe_pb2.TRAIN)
+NET = {"file": "net.prototxt", "kind": caffe_pb2.NetParameter}
+net_text = reads(TextTarget, "net prototxt", seeds.nets, share=8, **NET)(plan)
+v1_text = reads(TextTarget, "V1 prototxt", lambda: [seeds.V1], share=3, **NET)(plan)
+v0_text = reads(TextTarget, "V0 prototxt", lambda: [seeds.V0], share=3, **NET)(plan)
 
 
 class GeneratedText(TextTarget):
@@ -83,10 +74,10 @@ class GeneratedText(TextTarget):
     share = 4
 
     def prepare(self) -> None:
-        self.texts = seeds.nets()[:3]
+        self.seeds = seeds.nets()[:3]
 
     def make(self, random: Random) -> bytes:
-        parts = [random.choice(self.texts)] if random.random() < 0.3 else []
+        parts = [random.choice(self.seeds)] if random.random() < 0.3 else []
         for _ in range(random.choice((1, 1, 2, 4))):
             piece = random.choice(LONG) if random.random() < 0.1 else random.choice(_PIECES)
             piece *= int(10 ** random.uniform(0, 5) / len(piece) + 1)
@@ -109,85 +100,16 @@ _FIELDS = (
     'layer {{ top: "{}" name {{ }} }} ',
 )
 _ENDS = ("", "}", "} }", '"', " x: 1", " top { }", " name { }", 'layer { type: "X" zzz_param { } ')
-_PIECES = (
-    "a",
-    "_9",
-    " ",
-    "\n",
-    "#",
-    "# a\n",
-    '"',
-    "'",
-    "\\",
-    '\\"',
-    '"a" ',
-    '"\\x41"',
-    "{",
-    "}",
-    "[",
-    "]",
-    "<",
-    ">",
-    ":",
-    ",",
-    ";",
-    ".",
-    "-",
-    "+",
-    "1",
-    "9",
-    "1 ",
-    "1,",
-    "0x",
-    "1.",
-    "1e9 ",
-    "ä",
-    "layer {",
-    "layer { ",
-    "layers { layer {",
-    "}\n{",
-    "name: ",
-    'name: "',
-    "name: '",
-    'top: "a" ',
-    "include { } ",
-    "param { } ",
-    "zzz_param { ",
-    'type: "ReLU" ',
-    "type: RELU ",
-    "input_dim: [",
-    "input_dim: 1 ",
-    "stepvalue: 1\n",
-    "loss_weight: ",
-    "state { phase: ",
-    'layer { name: "a" type: "ReLU" bottom: "a" top: "a" }\n',
-    "shape { dim: 1 } ",
-    "[a.b] { ",
-    "any: ",
-    "x { x ",
-    'layers { name: "a" type: RELU bottom: "a" top: "a" blobs_lr: 1 }\n',
-    'Message type "caffepy.',
-    "has no value named ",
-    "Couldn't parse integer: ",
-    "Expected string but found: '",
+_LINES = "# a\n|stepvalue: 1\n|}\n{|layer { name: 'a' type: 'ReLU' bottom: 'a' top: 'a' }\n"
+_OLD = "layers { name: 'a' type: RELU bottom: 'a' top: 'a' blobs_lr: 1 }\n"
+_TOKENS = (
+    'a|_9| |\n|#|\\|"|\'|\\"|"a" |"\\x41"|{|}|[|]|<|>|:|,|;|.|-|+|1|9|1 |1,|0x|1.|1e9 |ä|layer {|layer { |'
+    'layers { layer {|name: |name: "|name: \'|top: "a" |include { } |param { } |zzz_param { |type: "ReLU" |'
+    "type: RELU |input_dim: [|input_dim: 1 |loss_weight: |state { phase: |shape { dim: 1 } |[a.b] { |any: |x { x |"
+    "Message type \"caffepy.|has no value named |Couldn't parse integer: |Expected string but found: '"
 )
+_PIECES = (*f"{_LINES}|{_OLD}".replace("'", '"').split("|"), *_TOKENS.split("|"))
 """Tokens, beginnings of fields, and parts of protobuf's messages, in which its errors are searched for."""
-
-
-class V1Text(NetText):
-    name = "V1 prototxt"
-    share = 3
-
-    def prepare(self) -> None:
-        self.texts = [seeds.V1]
-
-
-class V0Text(NetText):
-    name = "V0 prototxt"
-    share = 3
-
-    def prepare(self) -> None:
-        self.texts = [seeds.V0]
 
 
 class NetRun(TextTarget):
@@ -196,15 +118,14 @@ class NetRun(TextTarget):
     name = "net, run on the CPU"
     seconds = 60.0  # kernels may be compiled
     file = "run.prototxt"
-    share = 1
     kind = caffe_pb2.NetParameter
 
     def prepare(self) -> None:
-        self.texts = seeds.nets()[: len(seeds.BODIES)]
+        self.seeds = seeds.nets()[: len(seeds.BODIES)]
         self.backend = CpuBackend(1)
 
     def make(self, random: Random) -> bytes:
-        message = copied(random.choice(self.texts), caffe_pb2.NetParameter)
+        message = copied(random.choice(self.seeds), caffe_pb2.NetParameter)
         damage_message(message, random)
         return text_format.MessageToString(message).encode()
 
@@ -229,63 +150,46 @@ class RunLog(TextTarget):
 
     name = "log of a run"
     file = "train.log"
-    kind = None
     share = 2
 
     def prepare(self) -> None:
-        from caffepy.formats.logged_solver import describe_solver
-
         prefix = "I1121 11:29:00.123456 12345 run_log.py:40] "
         path = self.folder / "solver.prototxt"
-        self.texts = []
+        self.seeds = []
         for text in seeds.SOLVERS[:2]:
             path.write_text(text)
             lines = [prefix + line for line in describe_solver(read_solver(path), PathResolver(path))]
-            self.texts.append("\n".join([f"{prefix}caffepy train", *lines, f"{prefix}Solving"]) + "\n")
+            self.seeds.append("\n".join([f"{prefix}caffepy train", *lines, f"{prefix}Solving"]) + "\n")
 
     def read(self) -> None:
-        from caffepy.formats.logged_solver import read_logged_solver
-
         param, folder = read_logged_solver(self.path)
         check_solver(param, str(self.path))
         PathResolver(folder / "solver.prototxt").output(param.snapshot_prefix)
 
 
-class DetectionFiles(TextTarget):
+DETECTION = [
+    'item { name: "cat" label: 1 display_name: "a cat" }\nitem { name: "dog" label: 2 }\n',
+    "a 300 400\nb 10 20\n",
+]
+
+
+@reads(TextTarget, "detection lists", lambda: DETECTION, "detection.txt")
+def detection_lists(path: Path) -> None:
     """The names of classes, and names and sizes of images."""
-
-    name = "detection lists"
-    file = "detection.txt"
-
-    def prepare(self) -> None:
-        self.texts = [
-            'item { name: "cat" label: 1 display_name: "a cat" }\nitem { name: "dog" label: 2 }\n',
-            "a 300 400\nb 10 20\n",
-        ]
-        param = caffe_pb2.LayerParameter(name="out", type="DetectionOutput")
-        self.layer = layer_class(param.type)(param, LayerContext(MetaBackend()))
-
-    def read(self) -> None:
-        from caffepy.layers.detection.boxes import read_image_sizes
-        from caffepy.layers.detection.output import read_label_map
-
-        for reader in (read_label_map, read_image_sizes):
-            with contextlib.suppress(UserError):
-                reader(self.layer, str(self.path))
+    param = caffe_pb2.LayerParameter(name="out", type="DetectionOutput")
+    layer = layer_class(param.type)(param, LayerContext(MetaBackend()))
+    for reader in (read_label_map, read_image_sizes):
+        with contextlib.suppress(UserError):
+            reader(layer, str(path))
 
 
-class SchemaOfFork(TextTarget):
+@reads(TextTarget, "schema of a fork", seeds.schemas, "caffe.proto", share=2)
+def schema_of_fork(path: Path) -> None:
     """A fork's caffe.proto, united with caffepy's schema; the union is not used."""
-
-    name = "schema of a fork"
-    file = "caffe.proto"
-    share = 2
-
-    def prepare(self) -> None:
-        self.texts = seeds.schemas()
-
-    def read(self) -> None:
-        unite(self.path.read_bytes(), str(self.path), caffe_pb2)
+    unite(path.read_bytes(), str(path), caffe_pb2)
 
 
-TARGETS = (SolverText, NetText, GeneratedText, V1Text, V0Text, NetRun, RunLog, DetectionFiles, SchemaOfFork)
+TARGETS = (
+    *(solver_text, net_text, GeneratedText, v1_text, v0_text),
+    *(NetRun, RunLog, detection_lists, schema_of_fork),
+)

@@ -17,21 +17,8 @@ Random = random.Random
 
 INTEGERS = (0, 1, 2, 3, -1, -2, 7, 127, 128, 255, 256, 1000, 65535, 65536, 10**6, 2**31 - 1, -(2**31), 2**32 - 1, 2**63)
 FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-45, 1e-38, 3e38, -3e38, math.inf, -math.inf, math.nan, 1e300, 2.5)
-TEXTS = (
-    "",
-    "\0",
-    "a\0b",
-    "x" * 300,
-    "x" * 5000,
-    "näch",
-    "../../..",
-    "/dev/zero",
-    "~",
-    "~nobody/x",
-    "a\nb",
-    "-x",
-    "%s{}",
-)
+TEXTS = ("", "\0", "a\0b", "x" * 300, "x" * 5000, "näch", "a\nb", "-x", "%s{}")
+TEXTS += ("../../..", "/dev/zero", "~", "~nobody/x")
 LONG = ("9" * 5000, "-" + "7" * 70_000, "0x" + "f" * 5000, "9" * 400 + ".5", "1e" + "9" * 5000, "0" * 5000 + "8")
 """Numbers that no machine holds; Python turns no text of more than 4300 digits into one."""
 WORDS = ("0", "-1", "1e6", "1000000", "4294967295", "99999999999999999999", "inf", "-inf", "nan", "1e39", "true", "''")
@@ -88,6 +75,29 @@ def _splice(data: bytearray, others: Sequence[bytes], random: Random) -> None:
     begin = random.randrange(len(other) + 1)
     at = random.randrange(len(data) + 1)
     data[at : at + random.choice((0, 16, 10**9))] = other[begin : begin + random.choice((16, 300, 10**9))]
+
+
+def _header(data: bytearray, _: Sequence[bytes], random: Random) -> None:
+    """A byte near the begin of a page."""
+    at = random.randrange(len(data) // 4096 + 1) * 4096 + random.randrange(160)
+    data[at : at + 1] = bytes([random.choice((0, 1, 0x7F, 0x80, 0xFF))])
+
+
+def _exchange(data: bytearray, _: Sequence[bytes], random: Random) -> None:
+    """Two pages, or quarters of a small file."""
+    size = max(1, min(4096, len(data) // 4))
+    one, other = (random.randrange(len(data) // size) * size for _ in range(2))
+    data[one : one + size], data[other : other + size] = data[other : other + size], data[one : one + size]
+
+
+def damage_in_place(data: bytes, random: Random) -> bytes:
+    """One to four changes that move no byte but those of two pages; a tenth are cut as well."""
+    changed = bytearray(data)
+    for _ in range(random.choice((1, 1, 1, 2, 4))):
+        random.choice((_flip, _header, _header, _overwrite, _zero, _exchange))(changed, (), random)
+    if random.random() < 0.1:
+        _cut(changed, (), random)
+    return bytes(changed)
 
 
 _BYTE_CHANGES = (_flip, _flip, _overwrite, _overwrite, _cut, _zero, _remove, _repeat, _splice)
@@ -253,21 +263,8 @@ def hostile_value(field: FieldDescriptor, random: Random) -> Any:
         return random.choice(field.enum_type.values).number
     if field.type == FieldDescriptor.TYPE_BYTES:
         return random.choice(TEXTS).encode() + bytes(random.randrange(20))
-    return random.choice((*TEXTS, *NAMES))
+    return random.choice((*TEXTS, *NAMES.split()))
 
 
-NAMES = (
-    "data",
-    "label",
-    "conv",
-    "ip",
-    "loss",
-    "Convolution",
-    "Pooling",
-    "ReLU",
-    "Softmax",
-    "Split",
-    "Concat",
-    "BatchNorm",
-)
+NAMES = "data label conv ip loss Convolution Pooling ReLU Softmax Split Concat BatchNorm"
 """Names of blobs, layers and types that the seeds have."""

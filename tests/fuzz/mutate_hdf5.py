@@ -14,24 +14,9 @@ from fuzz.mutate import INTEGERS, Random
 
 _SIZES = (0, 1, 3, 7, 2**16, 2**31 - 1, 2**31, 2**40, 2**62)
 _KINDS: tuple[Any, ...] = (
-    "f2",
-    "f4",
-    "f8",
-    ">f4",
-    "i1",
-    "i4",
-    ">i8",
-    "u8",
-    "S5",
-    "c8",
-    "?",
-    "V3",
-    h5py.string_dtype(),
-    h5py.ref_dtype,
-    np.dtype([("a", "f4"), ("b", "S2")]),
-    h5py.vlen_dtype(np.float32),
-    np.dtype(("f4", (2, 3))),
-    h5py.enum_dtype({"A": 0}),
+    *["f2", "f4", "f8", ">f4", "i1", "i4", ">i8", "u8", "S5", "c8", "?", "V3"],
+    *(h5py.string_dtype(), h5py.ref_dtype, np.dtype([("a", "f4"), ("b", "S2")]), h5py.vlen_dtype(np.float32)),
+    *(np.dtype(("f4", (2, 3))), h5py.enum_dtype({"A": 0})),
 )
 _FILTERS: tuple[dict[str, Any], ...] = ({}, {"compression": "gzip"}, {"shuffle": True}, {"fletcher32": True})
 _REFUSALS = (KeyError, OSError, RuntimeError, TypeError, ValueError)
@@ -60,24 +45,7 @@ def damage_hdf5(data: bytes, random: Random, seal: Callable[[h5py.File, io.Bytes
 
 
 _SIGNATURES = (
-    b"TREE",
-    b"SNOD",
-    b"HEAP",
-    b"GCOL",
-    b"FRHP",
-    b"FHDB",
-    b"FHIB",
-    b"BTHD",
-    b"BTLF",
-    b"BTIN",
-    b"OHDR",
-    b"OCHK",
-    b"FAHD",
-    b"FADB",
-    b"EAHD",
-    b"EAIB",
-    b"EASB",
-    b"EADB",
+    *b"TREE SNOD HEAP GCOL FRHP FHDB FHIB BTHD BTLF BTIN OHDR OCHK FAHD FADB EAHD EAIB EASB EADB".split(),
     b"\x89HDF",
 )
 """Of superblocks, object headers, groups, heaps and indexes of chunks."""

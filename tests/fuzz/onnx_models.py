@@ -52,12 +52,12 @@ class OnnxModel(BinaryTarget):
     kind = ModelProto
 
     def prepare(self) -> None:
-        self.blobs = models()
+        self.seeds = models()
 
     def make(self, random: Random) -> bytes:
         if random.random() < 0.2:
             return super().make(random)
-        message = ModelProto.FromString(random.choice(self.blobs))
+        message = ModelProto.FromString(random.choice(self.seeds))
         part = random.choice((message, message.graph, *message.graph.node, *message.graph.initializer))
         damage_message(part, random)
         return message.SerializePartialToString()

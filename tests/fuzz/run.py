@@ -245,7 +245,7 @@ def make_input(index: int, number: int, seed: int) -> bytes:
     """The very input that a worker has tried."""
     with tempfile.TemporaryDirectory() as folder:
         target = TARGETS[index](Path(folder))
-        data: bytes = target.make(case_random(seed, target.name, number))
+        data: bytes = target.input(case_random(seed, target.name, number))
     return data
 
 

@@ -234,18 +234,18 @@ def images() -> list[bytes]:
     return [bytes(cv2.imencode(f".{kind}", picture)[1]) for kind, picture in pictures]
 
 
-def lmdbs(folder: Path) -> list[bytes]:
-    """data.mdb files: a leaf, several levels, overflow pages."""
+def lmdbs(folder: Path) -> list[tuple[Path, int]]:
+    """Files data.mdb and their numbers of records: records within a page, a tree of three levels, overflow pages."""
     import lmdb
 
-    found = []
-    for number, (count, size) in enumerate(((3, 20), (300, 60), (5, 9000))):
+    found, rng = [], np.random.default_rng(1)
+    for number, (count, side, key) in enumerate(((300, 5, b"%08d"), (90, 5, b"%0500d"), (40, 50, b"%08d"))):
         where = folder / f"seed{number}"
-        with lmdb.open(str(where), map_size=1 << 24) as environment, environment.begin(write=True) as transaction:
-            for key in range(count):
-                record = caffe_pb2.Datum(channels=1, height=1, width=size, data=bytes(size), label=key % 3)
-                transaction.put(f"{key:08d}".encode(), record.SerializeToString())
-        found.append((where / "data.mdb").read_bytes())
+        with lmdb.open(str(where), map_size=1 << 22) as environment, environment.begin(write=True) as transaction:
+            for at in range(count):
+                record = caffe_pb2.Datum(channels=1, height=side, width=side, data=rng.bytes(side * side), label=at)
+                transaction.put(key % at, record.SerializeToString())
+        found.append((where / "data.mdb", count))
     return found
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from fuzz import seeds
 from fuzz.mutate import Random, damage_message, damage_text
 from fuzz.mutate_hdf5 import damage_hdf5, damage_structure
-from fuzz.target import BinaryTarget, FileTarget
+from fuzz.target import BinaryTarget, Target
 
 from caffepy.formats.binary import iter_blobs, with_checksum
 from caffepy.formats.proto import caffe_pb2
@@ -54,7 +54,7 @@ class SnapshotTarget(BinaryTarget):
         if random.random() < 0.67:
             return super().make(random)
         message = self.kind()
-        message.ParseFromString(random.choice(self.blobs))
+        message.ParseFromString(random.choice(self.seeds))
         damage_message(message, random)
         return resealed(message)
 
@@ -67,9 +67,9 @@ class Hdf5Target(BinaryTarget):
         if chance < 0.25:
             return super().make(random)
         if chance < 0.5:
-            return damage_structure(random.choice(self.blobs), random)
+            return damage_structure(random.choice(self.seeds), random)
         seal = reseal_hdf5 if random.random() < 0.7 else None
-        return damage_hdf5(random.choice(self.blobs), random, seal)
+        return damage_hdf5(random.choice(self.seeds), random, seal)
 
 
 class Weights(SnapshotTarget):
@@ -80,7 +80,7 @@ class Weights(SnapshotTarget):
 
     def prepare(self) -> None:
         own = seeds.snapshots(self.folder)["caffemodel"]
-        self.blobs = [*seeds.golden("init.caffemodel", "binary_iter_4.caffemodel"), *seeds.old_weights(), own]
+        self.seeds = [*seeds.golden("init.caffemodel", "binary_iter_4.caffemodel"), *seeds.old_weights(), own]
         self.net = seeds.small_net()
 
     def read(self) -> None:
@@ -101,7 +101,7 @@ class WeightsHdf5(Hdf5Target):
     share = 3
 
     def prepare(self) -> None:
-        self.blobs = [*seeds.golden("hdf5_iter_4.caffemodel.h5"), seeds.snapshots(self.folder)["caffemodel.h5"]]
+        self.seeds = [*seeds.golden("hdf5_iter_4.caffemodel.h5"), seeds.snapshots(self.folder)["caffemodel.h5"]]
         self.net = seeds.small_net()
 
     read = Weights.read
@@ -119,12 +119,12 @@ class WeightsSafetensors(BinaryTarget):
 
         self.net = seeds.small_net()
         write_caffemodel(self.path, "net", self.net.layers)
-        self.blobs = [self.path.read_bytes()]
+        self.seeds = [self.path.read_bytes()]
 
     def make(self, random: Random) -> bytes:
         if random.random() < 0.5:
             return super().make(random)
-        data = self.blobs[0]
+        data = self.seeds[0]
         end = 8 + int.from_bytes(data[:8], "little")
         text = data[8:end].decode()
         header = damage_text(text, [text], random)
@@ -140,7 +140,7 @@ class State(SnapshotTarget):
     kind = caffe_pb2.SolverState
 
     def prepare(self) -> None:
-        self.blobs = [*seeds.golden("binary_iter_4.solverstate"), seeds.snapshots(self.folder)["solverstate"]]
+        self.seeds = [*seeds.golden("binary_iter_4.solverstate"), seeds.snapshots(self.folder)["solverstate"]]
 
     def read(self) -> None:
         from caffepy.formats.solverstate import find_learned_net, read_solverstate
@@ -154,19 +154,19 @@ class StateHdf5(Hdf5Target):
     share = 3
 
     def prepare(self) -> None:
-        self.blobs = [*seeds.golden("hdf5_iter_4.solverstate.h5"), seeds.snapshots(self.folder)["solverstate.h5"]]
+        self.seeds = [*seeds.golden("hdf5_iter_4.solverstate.h5"), seeds.snapshots(self.folder)["solverstate.h5"]]
 
     read = State.read
 
 
-class Verify(FileTarget):
+class Verify(Target):
     """Snapshots under the names of other kinds, as `caffepy snapshot verify` takes them."""
 
     name = "snapshot verify"
 
     def prepare(self) -> None:
         self._kinds: list[BinaryTarget] = [kind(self.folder) for kind in (Weights, WeightsHdf5, State, StateHdf5)]
-        self._blobs = [blob for kind in self._kinds for blob in kind.blobs]
+        self._blobs = [blob for kind in self._kinds for blob in kind.seeds]
 
     def make(self, random: Random) -> bytes:
         name = random.choice(self._kinds).file
@@ -194,12 +194,12 @@ class Restore(SnapshotTarget):
         from caffepy.backend.cpu.backend import CpuBackend
         from caffepy.training.solver import create_solver
 
-        self.blobs = [seeds.snapshots(self.folder)["solverstate"]]
+        self.seeds = [seeds.snapshots(self.folder)["solverstate"]]
         self.solver = create_solver(seeds.snapshot_solver(self.folder), CpuBackend(1))
 
     def make(self, random: Random) -> bytes:
         message = caffe_pb2.SolverState()
-        message.ParseFromString(self.blobs[0])
+        message.ParseFromString(self.seeds[0])
         damage_message(message, random)
         if random.random() < 0.8:
             message.learned_net = "x_iter_2.caffemodel"

@@ -93,7 +93,7 @@ class Worker:
         self._state[: STATE.size] = STATE.pack(-1, -1)
 
     def _try(self, target: Any, number: int) -> dict[str, str] | None:
-        data = target.make(case_random(self._seed, target.name, number))
+        data = target.input(case_random(self._seed, target.name, number))
         before, start = peak_bytes(), time.process_time()
         signal.alarm(HANG_SECONDS)
         try:

@@ -52,18 +52,6 @@ def test_a_trace_holds_every_device(training: SubprocessTraining, ranks: int) ->
     assert re.fullmatch(r"Overall performance: [\d.]+ img/sec, scaling 0\.\d+", overall), overall
 
 
-def test_a_window_that_was_not_trained_leaves_an_empty_trace(training: SubprocessTraining) -> None:
-    events, log = traced(training, "--trace-iterations=500:600")
-    assert [event for event in events if event["ph"] == "X"] == []
-    assert "trace.json is empty: no iteration of --trace-iterations was trained" in log
-
-
-def test_the_folder_of_the_trace_must_be_there(training: SubprocessTraining) -> None:
-    outcome = training.train("--trace=absent/trace.json")
-    assert outcome.status == 2
-    assert outcome.errors() == ["--trace absent/trace.json: there is no folder absent; make it first"]
-
-
 def test_scaling_is_against_the_rate_that_was_given(training: SubprocessTraining) -> None:
     outcome = training.train("--single-rate=1e9", iterations=5)
     (line,) = outcome.logged("Solver performance")

@@ -59,10 +59,7 @@ def shown(command: list[str], folder: Path) -> str:
 @pytest.mark.mpi
 @pytest.mark.parametrize(
     ("start", "notice"),
-    [
-        (["mpirun", "-np", "1", *CAFFEPY], True),
-        ([*CAFFEPY, "launch", "--nproc-per-node", "1", "--"], False),
-    ],
+    [(["mpirun", "-np", "1", *CAFFEPY], True), ([*CAFFEPY, "launch", "--nproc-per-node", "1", "--"], False)],
     ids=["mpirun", "launch"],
 )
 def test_a_summary_and_a_live_line(start: list[str], notice: bool, tmp_path: Path) -> None:

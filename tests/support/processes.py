@@ -27,16 +27,20 @@ WHOLE_LINES = {"PYTHONUNBUFFERED": ""}
 """Python writes lines to stderr at once and whole, unless it must not buffer: then their pieces mix with others'."""
 
 
-def processes_of(mark: str) -> list[psutil.Process]:
-    """The processes whose environment has this mark."""
+def environments_of(mark: str) -> list[tuple[psutil.Process, dict[str, str]]]:
+    """The processes whose environment has this mark, with it; a zombie has none."""
     found = []
     for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark:
-                found.append(process)
-        except psutil.Error:
-            continue
+        with suppress(psutil.Error):
+            variables = process.environ()
+            if variables.get(MARK) == mark:
+                found.append((process, variables))
     return found
+
+
+def processes_of(mark: str) -> list[psutil.Process]:
+    """The processes whose environment has this mark."""
+    return [process for process, _ in environments_of(mark)]
 
 
 def kill_processes(mark: str) -> list[int]:
@@ -76,8 +80,7 @@ def wait_for_end(
 def ranks_of(mark: str) -> dict[int, psutil.Process]:
     """The processes of a run that a launcher started, by their rank."""
     found = {}
-    for process in processes_of(mark):
-        variables = process.environ()
+    for process, variables in environments_of(mark):
         rank = next(
             (variables[name] for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK") if name in variables), None
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
@@ -10,26 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import psutil
+from fuzz.hostile import GARBAGE
 
 from caffepy.distributed.store.wire import CONTROL, Handshake, introduce
-
-GARBAGE = {
-    "a letter": b"x",
-    "an empty list": b"[]",
-    "a line": b"\n",
-    "HTTP": b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curl/8\r\n\r\n",
-    "TLS": bytes.fromhex("16030100c8010000c40303") + bytes(range(190)),
-    "SSH": b"SSH-2.0-OpenSSH_9.6\r\n",
-    "NUL bytes": bytes(10000),
-    "the longest length": b"\xff" * 600,
-    "a length that is too short": b"\x00\x01" + bytes(33),
-    "deep JSON": b"[" * 100000,
-    "JSON of wrong types": json.dumps({"token": 1, "rank": [], "kind": None}).encode() + b"\n",
-    "no UTF-8": b"\xc3\x28" * 100,
-    "a forged proof": b"\x00\x60" + bytes(32) + b"\x01" + bytes(95),
-    "its own greeting": b"caffepy1" + bytes(32),
-    "the beginning of a header": b"\x00",
-}
 
 
 def connect(port: int) -> socket.socket:

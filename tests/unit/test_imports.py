@@ -41,10 +41,7 @@ FLOORS = (
 )
 """The package's first level, from the lowest floor. A module imports from its own floor and from those below."""
 
-CLOSED = {
-    "backend.cpu": ("data", "layers", "forks"),
-    "backend.cuda": ("distributed", "training", "cli"),
-}
+CLOSED = {"backend.cpu": ("data", "layers", "forks"), "backend.cuda": ("distributed", "training", "cli")}
 """Folders of a device, and the folders outside of the backend that may import from them."""
 
 CUPY = (

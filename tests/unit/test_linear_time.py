@@ -6,6 +6,7 @@ import gc
 import json
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,10 @@ from caffepy.training.callbacks.loggers import CsvLogger, Run
 
 Task = Callable[[], object]
 GLOG = "I1121 11:29:00.123456 12345 solver.py:123]"
+BEGIN = f"{GLOG} Iteration 1, loss = 1\n{GLOG} Train net output #0: a = "
 INPUT = 'layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 1 dim: 2 dim: 1 dim: 1 } } }'
+BOX = "<bndbox><xmin>1</xmin><ymin>1</ymin><xmax>3</xmax><ymax>3</ymax></bndbox>"
+SIZE_OF_IMAGE = "<size><height>9</height><width>9</width></size>"
 
 
 def written(name: str, text: str) -> Path:
@@ -44,20 +48,50 @@ def written(name: str, text: str) -> Path:
     return path
 
 
-def refused(task: Task) -> Task:
-    def run() -> None:
-        with pytest.raises(CaffepyError):
-            task()
-
-    return run
+def repeated(count: int, form: str) -> str:
+    """A text again and again, with numbers in the place of {0}."""
+    return "".join(form.replace("{0}", str(index)) for index in range(count))
 
 
-# -- tasks of a size -----------------------------------------------------------------------------------------
+def boxes(path: Path) -> object:
+    """The boxes of an annotation."""
+    return read_boxes(str(path), path.suffix[1:], (9, 9), LABELS, caffe_pb2.AnnotatedDatum())
 
 
-def class_names(count: int) -> Task:
-    path = written("classes.txt", "".join(f"name{index}\n" for index in range(count)))
-    return lambda: read_classes(path)
+def json_boxes(count: int) -> str:
+    found = [{"category_id": 1, "bbox": [1, 1, 1, 1]}] * (count // 4)
+    return json.dumps({"image": {"height": 9, "width": 9}, "annotation": found})
+
+
+LABELS = {"1": 1, **{f"n{index}": index for index in range(2000)}}
+LABEL = 'item { name: "n{0}" label: {0} display_name: "d{0}" }\n'
+OBJECT = f"<object><name>n{{0}}</name>{BOX}</object>"
+ANNOTATION = "<annotation>{}</annotation>"
+FILES: dict[str, tuple[str, Callable[[int], str], Callable[[Path], object]]] = {
+    "class names": ("classes.txt", lambda count: repeated(count, "name{0}\n"), read_classes),
+    "label map of tools": (
+        *("map.prototxt", lambda count: repeated(count // 8, LABEL)),
+        lambda path: read_label_map(path, unique=True),
+    ),
+    "label map of detections": ("map.prototxt", lambda count: repeated(count // 8, LABEL), read_label_names),
+    "list of labels": (
+        *("labels.txt", lambda count: repeated(count // 4, "n{0} {0} d{0}\n")),
+        lambda path: create_label_map(path, Path("made.prototxt")),
+    ),
+    "XML objects": ("a.xml", lambda count: ANNOTATION.format(SIZE_OF_IMAGE + repeated(count // 4, OBJECT)), boxes),
+    "XML depth": ("a.xml", lambda count: ANNOTATION.format("<a>" * count + "</a>" * count), boxes),
+    "JSON boxes": ("a.json", json_boxes, boxes),
+    "log of outputs without values": (
+        *("a.log", lambda count: f"{BEGIN}1\n{GLOG} {'Train net output #0: a = ' * (4 * count // 25)}\n"),
+        read_log,
+    ),
+    "log of a long number": ("a.log", lambda count: f"{BEGIN}{'1' * 2 * count}x\n", read_log),
+    "log of equal outputs": (
+        *("a.log", lambda count: f"{BEGIN}1\n" + f"{GLOG} Train net output #0: a = 1\n" * (count // 4)),
+        read_log,
+    ),
+}
+"""Texts of a size, and what reads them."""
 
 
 def coco_categories(count: int) -> Task:
@@ -72,80 +106,14 @@ def coco_categories(count: int) -> Task:
     return lambda: coco_data_set(Path("coco"), [f"n{index}" for index in range(count)], 0.5, 1, Path("made"))
 
 
-def label_map(count: int) -> Path:
-    items = (f'item {{ name: "n{index}" label: {index} display_name: "d{index}" }}\n' for index in range(count // 8))
-    return written("map.prototxt", "".join(items))
-
-
-def label_map_of_tools(count: int) -> Task:
-    path = label_map(count)
-    return lambda: read_label_map(path, unique=True)
-
-
-def label_map_of_detections(count: int) -> Task:
-    path = label_map(count)
-    return lambda: read_label_names(path)
-
-
-def list_of_labels(count: int) -> Task:
-    path = written("labels.txt", "".join(f"n{index} {index} d{index}\n" for index in range(count // 4)))
-    return lambda: create_label_map(path, Path("made.prototxt"))
-
-
-def xml_objects(count: int) -> Task:
-    box = "<bndbox><xmin>1</xmin><ymin>1</ymin><xmax>3</xmax><ymax>3</ymax></bndbox>"
-    objects = "".join(f"<object><name>n{index}</name>{box}</object>" for index in range(count // 4))
-    path = written("a.xml", f"<annotation><size><height>9</height><width>9</width></size>{objects}</annotation>")
-    labels = {f"n{index}": index for index in range(count // 4)}
-    return lambda: read_boxes(str(path), "xml", (9, 9), labels, caffe_pb2.AnnotatedDatum())
-
-
-def xml_depth(count: int) -> Task:
-    path = written("a.xml", "<annotation>" + "<a>" * count + "</a>" * count + "</annotation>")
-    return lambda: read_boxes(str(path), "xml", (9, 9), {}, caffe_pb2.AnnotatedDatum())
-
-
-def json_boxes(count: int) -> Task:
-    boxes = [{"category_id": 1, "bbox": [1, 1, 1, 1]}] * (count // 4)
-    path = written("a.json", json.dumps({"image": {"height": 9, "width": 9}, "annotation": boxes}))
-    return lambda: read_boxes(str(path), "json", (9, 9), {"1": 1}, caffe_pb2.AnnotatedDatum())
-
-
-def settings(assignments: list[str]) -> Task:
+def settings(assignments: list[str], refused: bool = False) -> Task:
     solver = written("solver.prototxt", 'net: "net.prototxt" lr_policy: "fixed"')
-    return lambda: assign(read_solver(solver), assignments, PathResolver(solver))
 
+    def run() -> None:
+        with pytest.raises(CaffepyError) if refused else nullcontext():
+            assign(read_solver(solver), assignments, PathResolver(solver))
 
-def set_elements(count: int) -> Task:
-    return settings([f"stepvalue[{index}]={index}" for index in range(count // 4)])
-
-
-def set_list(count: int) -> Task:
-    return settings(["stepvalue=" + ",".join(map(str, range(count)))])
-
-
-def set_path(count: int) -> Task:
-    return refused(settings(["a." * 10 * count + "b=1"]))
-
-
-def log_with(line: str, count: int) -> Task:
-    begin = f"{GLOG} Iteration 1, loss = 0.25\n"
-    path = written("a.log", f"{begin}{GLOG} {line * (count // len(line))}\n")
-    return lambda: read_log(path)
-
-
-def log_of_outputs_without_values(count: int) -> Task:
-    return log_with("Train net output #0: a = ", 4 * count)
-
-
-def log_of_a_long_number(count: int) -> Task:
-    path = written("a.log", f"{GLOG} Iteration 1, loss = 1\n{GLOG} Train net output #0: a = {'1' * 2 * count}x\n")
-    return lambda: read_log(path)
-
-
-def log_of_equal_outputs(count: int) -> Task:
-    path = written("a.log", f"{GLOG} Iteration 1, loss = 1\n" + f"{GLOG} Train net output #0: a = 1\n" * (count // 4))
-    return lambda: read_log(path)
+    return run
 
 
 def columns_of_csv(count: int) -> Task:
@@ -188,14 +156,6 @@ def plan(lifetimes: list[Lifetime]) -> Task:
     return run
 
 
-def plan_of_a_tested_chain(count: int) -> Task:
-    return plan([Lifetime(256 * (1 + index % 7), index, index + 1) for index in range(3 * count // 8)])
-
-
-def plan_of_a_trained_chain(count: int) -> Task:
-    return plan([Lifetime(256 * (1 + index % 7), index, count - index) for index in range(3 * count // 8)])
-
-
 def relu_nodes(count: int, name: str, unread: bool) -> Task:
     nodes = [
         helper.make_node("Relu", ["x" if unread or not index else f"t{index - 1}"], [f"t{index}"], name=name)
@@ -207,14 +167,6 @@ def relu_nodes(count: int, name: str, unread: bool) -> Task:
     return lambda: read_onnx(Path("a.onnx"), "net")
 
 
-def onnx_chain(count: int) -> Task:
-    return relu_nodes(count, "", unread=False)
-
-
-def onnx_equal_names(count: int) -> Task:
-    return relu_nodes(count, "name", unread=True)
-
-
 def names_of_exports(count: int) -> Task:
     def run() -> None:
         graph, names = Graph(), Names(())
@@ -224,32 +176,25 @@ def names_of_exports(count: int) -> Task:
     return run
 
 
-# -- the test ------------------------------------------------------------------------------------------------
+def plan_of_a_chain(count: int, trained: bool) -> Task:
+    lasts = ((index, count - index if trained else index + 1) for index in range(3 * count // 8))
+    return plan([Lifetime(256 * (1 + first % 7), first, last) for first, last in lasts])
 
-TASKS = (
-    class_names,
-    coco_categories,
-    label_map_of_tools,
-    label_map_of_detections,
-    list_of_labels,
-    xml_objects,
-    xml_depth,
-    json_boxes,
-    set_elements,
-    set_list,
-    set_path,
-    log_of_outputs_without_values,
-    log_of_a_long_number,
-    log_of_equal_outputs,
-    columns_of_csv,
-    tensors,
-    prior_ratios,
-    onnx_chain,
-    onnx_equal_names,
-    names_of_exports,
-    plan_of_a_tested_chain,
-    plan_of_a_trained_chain,
-)
+
+TASKS: dict[str, Callable[[int], Task]] = {
+    "COCO categories": coco_categories,
+    "elements that are set": lambda count: settings([f"stepvalue[{index}]={index}" for index in range(count // 4)]),
+    "a list that is set": lambda count: settings(["stepvalue=" + ",".join(map(str, range(count)))]),
+    "a path that is set": lambda count: settings(["a." * 10 * count + "b=1"], refused=True),
+    "columns of CSV": columns_of_csv,
+    "tensors": tensors,
+    "prior ratios": prior_ratios,
+    "ONNX chain": lambda count: relu_nodes(count, "", unread=False),
+    "ONNX equal names": lambda count: relu_nodes(count, "name", unread=True),
+    "names of exports": names_of_exports,
+    "plan of a tested chain": lambda count: plan_of_a_chain(count, trained=False),
+    "plan of a trained chain": lambda count: plan_of_a_chain(count, trained=True),
+}
 SIZE = 1000
 GROWTH = 8
 LIMIT = 3 * GROWTH
@@ -276,9 +221,17 @@ def cpu_seconds(task: Task) -> float:
     return min(times)
 
 
-@pytest.mark.parametrize("make", TASKS, ids=lambda make: make.__name__)
-def test_time_grows_with_the_input(make: Callable[[int], Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", [*FILES, *TASKS])
+def test_time_grows_with_the_input(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
+
+    def make(count: int) -> Task:
+        if name in TASKS:
+            return TASKS[name](count)
+        file, text, read = FILES[name]
+        path = written(file, text(count))
+        return lambda: read(path)
+
     small = cpu_seconds(make(SIZE))
     large = cpu_seconds(make(SIZE * GROWTH))
     assert large < max(SHORT, LIMIT * small)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from caffepy.cli.main import COMMANDS, build_parser
 from caffepy.cli.options import normalise
 from caffepy.cli.train import make_options as train_options
 from caffepy.errors import ConfigError
-from caffepy.utils.options import gpu_list, positive, positive_seconds
+from caffepy.utils import options
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -82,29 +83,6 @@ def test_gpu_lists(option: str):
     assert parse("train", f"{option}=all").gpus == "all"
 
 
-@pytest.mark.parametrize("text", ["", "x", "0,", "-1", "0,-2", "0;1"])
-def test_gpu_lists_that_are_none(text: str):
-    with pytest.raises(argparse.ArgumentTypeError, match="neither 'all' nor GPU numbers"):
-        gpu_list(text)
-
-
-def test_a_gpu_named_twice():
-    with pytest.raises(argparse.ArgumentTypeError, match="names a GPU twice"):
-        gpu_list("0,1,0")
-
-
-@pytest.mark.parametrize("text", ["0", "-3", "1.5", "many", ""])
-def test_counts_are_whole_and_positive(text: str):
-    with pytest.raises(argparse.ArgumentTypeError, match="whole number of at least 1"):
-        positive(text)
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "soon"])
-def test_seconds_are_positive_and_finite(text: str):
-    with pytest.raises(argparse.ArgumentTypeError, match="number of seconds above 0"):
-        positive_seconds(text)
-
-
 def test_weights_and_stages_are_lists():
     args = parse("train", "--weights", "a.caffemodel, b.caffemodel", "--stage=deploy,tiny", "--level", "2")
     assert args.weights == [Path("a.caffemodel"), Path("b.caffemodel")]
@@ -123,62 +101,6 @@ def test_test_and_time_take_fifty_iterations_as_caffe(command: str):
     assert parse(command, "-model=m").iterations == 50
 
 
-def test_an_unknown_option_offers_the_nearest():
-    with pytest.raises(ConfigError, match=r"unknown option '--sovler'; did you mean '--solver'\?"):
-        parse("train", "-sovler=x")
-
-
-def test_the_dashes_make_no_option_near():
-    with pytest.raises(ConfigError, match="unknown option '--kind'; known: --ap-version, --cpu"):
-        parse("test", "--kind", "TEST")
-
-
-def test_options_are_not_abbreviated():
-    with pytest.raises(ConfigError, match="unknown option '--sol'"):
-        parse("train", "--sol", "x")
-
-
-def test_an_unknown_command_offers_the_nearest():
-    with pytest.raises(ConfigError, match=r"unknown command 'trian'; did you mean 'train'\?"):
-        parse("trian")
-
-
-def test_an_argument_that_belongs_nowhere():
-    with pytest.raises(ConfigError, match="unexpected argument 'x'; 'caffepy train --help'"):
-        parse("train", "x")
-
-
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        ("net net.prototxt", "--model net.prototxt or --solver net.prototxt"),
-        ("train solver.prototxt", "--solver solver.prototxt"),
-        ("train --solver s s_iter_1.solverstate", "--snapshot s_iter_1.solverstate"),
-        ("test --model n n.caffemodel", "--weights n.caffemodel"),
-        ("time net.prototxt", "--model net.prototxt"),
-    ],
-)
-def test_a_file_without_its_option(words: str, hint: str):
-    command, *arguments = words.split()
-    with pytest.raises(ConfigError, match=f"unexpected argument '{arguments[-1]}': a file has an option here, {hint};"):
-        parse(command, *arguments)
-
-
-def test_a_missing_value():
-    with pytest.raises(ConfigError, match="--solver: expected one argument; 'caffepy train --help'"):
-        parse("train", "--solver")
-
-
-def test_gpu_and_cpu_exclude_each_other():
-    with pytest.raises(ConfigError, match="not allowed with argument"):
-        parse("train", "--cpu", "--gpu", "0")
-
-
-def test_a_wrong_effect_lists_the_right_ones():
-    with pytest.raises(ConfigError, match="stop.*snapshot.*none"):
-        parse("train", "--sigint_effect=explode")
-
-
 def test_the_whole_parser_knows_every_command():
     help_text = build_parser().format_help()
     assert all(command in help_text for command in COMMANDS)
@@ -194,3 +116,55 @@ def test_an_error_has_the_options_name_that_was_given(given: str):
         parse("train", "--cpu", given, "0")
     with pytest.raises(ConfigError, match=f"^argument --cpu: not allowed with argument {name};"):
         parse("train", given, "0", "--cpu")
+
+
+@pytest.mark.parametrize(
+    ("parse", "texts", "message"),
+    [
+        (options.gpu_list, ["", "x", "0,", "-1", "0,-2", "0;1", str(2**31)], "neither 'all' nor GPU numbers"),
+        (options.gpu_list, ["0,1,0"], "names a GPU twice"),
+        (options.positive, ["0", "-3", "1.5", "many", "", "9" * 5000], "whole number of at least 1"),
+        (options.positive, [str(2**31)], "at most 2147483647"),
+        (options.positive_seconds, ["0", "-1", "inf", "nan", "soon"], "number of seconds above 0"),
+        (options.positive_seconds, ["1e300"], "is more than 1e.08 seconds"),
+        (options.level, [str(2**31)], "is not a whole number from -2147483647"),
+        (options.level, ["x"], "is not a whole number from"),
+        (options.gpu_number, ["-1"], "is no GPU's number"),
+        (options.iteration_range, [f"1:{'9' * 5000}"], "is not a range of iterations"),
+        (options.record_shape, ["100000,100000"], "is no shape such as 3,224,224"),
+        (options.name_list, ["\udcff"], "is not UTF-8"),
+    ],
+)
+def test_values_that_no_option_takes(parse: Callable[[str], object], texts: list[str], message: str) -> None:
+    for text in texts:
+        with pytest.raises(argparse.ArgumentTypeError, match=message):
+            parse(text)
+
+
+OPTION = "unexpected argument '{}': a file has an option here, {};"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train -sovler=x", r"unknown option '--sovler'; did you mean '--solver'\?"),
+        ("test --kind TEST", "unknown option '--kind'; known: --ap-version, --cpu"),  # dashes make no option near
+        ("train --sol x", "unknown option '--sol'"),  # options are not abbreviated
+        ("trian", r"unknown command 'trian'; did you mean 'train'\?"),
+        ("train x", "unexpected argument 'x'; 'caffepy train --help'"),
+        ("net net.prototxt", OPTION.format("net.prototxt", "--model net.prototxt or --solver net.prototxt")),
+        ("train solver.prototxt", OPTION.format("solver.prototxt", "--solver solver.prototxt")),
+        (
+            "train --solver s s_iter_1.solverstate",
+            OPTION.format("s_iter_1.solverstate", "--snapshot s_iter_1.solverstate"),
+        ),
+        ("test --model n n.caffemodel", OPTION.format("n.caffemodel", "--weights n.caffemodel")),
+        ("time net.prototxt", OPTION.format("net.prototxt", "--model net.prototxt")),
+        ("train --solver", "--solver: expected one argument; 'caffepy train --help'"),
+        ("train --cpu --gpu 0", "not allowed with argument"),
+        ("train --sigint_effect=explode", "stop.*snapshot.*none"),
+    ],
+)
+def test_what_mistyped_words_get(words: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(*words.split())

@@ -69,13 +69,7 @@ def test_measured_here(capsys: pytest.CaptureFixture[str]):
 def test_given_times(capsys: pytest.CaptureFixture[str]):
     """19,456 bytes over 1 MB/s: twice a half of them, after an iteration of 3 ms."""
     above, rows = plan(
-        capsys,
-        "--solver=solver.prototxt",
-        *GIVEN,
-        "--nodes=2",
-        "--network=1MB",
-        "--latency=0",
-        "--no-overlap",
+        capsys, "--solver=solver.prototxt", *GIVEN, "--nodes=2", "--network=1MB", "--latency=0", "--no-overlap"
     )
     assert above[2] == "Gradients: 0.02 MiB in 1 bucket, reduced after the backward pass"
     size = 4 * (64 * 64 + 64 + 640 + 64)

@@ -17,7 +17,6 @@ from caffepy.errors import ConfigError, DataError
 from caffepy.formats.proto import caffe_pb2
 from caffepy.infer.classify import ImageModel, classify
 from caffepy.infer.images import ImageOptions, InputImage, image_files, list_images, read_any_mean, read_array
-from caffepy.infer.windows import read_windows
 from caffepy.pycaffe import Detector
 
 COLOURS = """
@@ -398,23 +397,6 @@ def test_windows_as_hdf5_have_their_surroundings(net: list[str], windows: Path, 
         assert file["window"][:].tolist() == [[15, 30, 25, 50], [0, 0, 10, 10]]
         assert file["window"].attrs["columns"].tolist() == [b"ymin", b"xmin", b"ymax", b"xmax"]
         np.testing.assert_allclose(file["prediction"][:], [one["prediction"] for one in expected], rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("filename,xmin,ymin\na,1,2\n", r"have no column ymax, xmax; the first line must be filename,xmin,ymin,xmax"),
-        ("", "have no column filename, ymin"),
-        ("filename,xmin,ymin,xmax,ymax\n", "has no line after its header"),
-        ("filename,xmin,ymin,xmax,ymax\na,1,2,x,4\n", "line 2: ymin,xmin,ymax,xmax = 2,1,4,x are not four numbers"),
-        ("filename,xmin,ymin,xmax,ymax\na,1,2\n", "line 2: .* are not four numbers"),
-        ("filename,xmin,ymin,xmax,ymax\na,1,2,inf,4\n", "line 2: .* are not four numbers"),
-    ],
-)
-def test_lists_of_windows_that_are_wrong(text: str, message: str, tmp_path: Path):
-    (tmp_path / "windows.csv").write_text(text)
-    with pytest.raises(DataError, match=message):
-        read_windows(tmp_path / "windows.csv")
 
 
 def test_mistakes_about_windows(net: list[str], windows: Path, red: Path, tmp_path: Path, capsys):

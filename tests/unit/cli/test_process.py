@@ -15,26 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from training import CLASSIFIER
 
 import caffepy
 from caffepy.data.sources.databases import record_key, write_datums
 from caffepy.formats.proto import caffe_pb2
 
-NET = """
-name: "tiny"
-layer {
-  name: "data" type: "DummyData" top: "data" top: "label"
-  dummy_data_param {
-    shape { dim: 4 dim: 300 } shape { dim: 4 }
-    data_filler { type: "gaussian" } data_filler { type: "constant" value: 1 }
-  }
-}
-layer {
-  name: "ip" type: "InnerProduct" bottom: "data" top: "ip"
-  inner_product_param { num_output: 500 weight_filler { type: "xavier" } }
-}
-layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
-"""
+NET = 'name: "tiny"' + CLASSIFIER.replace("dim: 5", "dim: 300").replace("num_output: 3", "num_output: 500")
 SOLVER = """
 net: "net.prototxt" base_lr: 0.01 lr_policy: "fixed" max_iter: 100000000 display: 100 snapshot_prefix: "tiny"
 random_seed: 1 solver_mode: CPU

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import lmdb
 import pytest
+from training import CLASSIFIER
 
 import caffepy
 from caffepy.cli.caffe import take_glog_flags
@@ -21,21 +22,6 @@ from caffepy.formats.proto.caffe_pb2 import Datum
 from caffepy.version import CAFFE_VERSION
 
 ROOT = Path(caffepy.__file__).parents[1]
-NET = """
-name: "tiny"
-layer {
-  name: "data" type: "DummyData" top: "data" top: "label"
-  dummy_data_param {
-    shape { dim: 4 dim: 3 } shape { dim: 4 }
-    data_filler { type: "gaussian" } data_filler { type: "constant" value: 1 }
-  }
-}
-layer {
-  name: "ip" type: "InnerProduct" bottom: "data" top: "ip"
-  inner_product_param { num_output: 2 weight_filler { type: "xavier" } }
-}
-layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
-"""
 SOLVER = """
 net: "net.prototxt" base_lr: 0.01 lr_policy: "fixed" max_iter: 4 display: 2 snapshot_prefix: "tiny" solver_mode: CPU
 test_iter: 1 test_interval: 2 random_seed: 1
@@ -67,7 +53,7 @@ def test_digits_finds_a_caffe_and_reads_its_log(root: Path) -> None:
     version = run(sys.executable, "-c", "import caffe; print(caffe.__version__)", PYTHONPATH=str(root / "python"))
     # DIGITS takes versions from 0.11 to 0.98 for NVIDIA's, where batch_size is that of all GPUs.
     assert version.stdout == f"{CAFFE_VERSION}\n" and 11 <= int(CAFFE_VERSION.split(".")[1]) < 99, version.stderr
-    Path("net.prototxt").write_text(NET)
+    Path("net.prototxt").write_text(CLASSIFIER)
     Path("solver.prototxt").write_text(SOLVER)
     done = run(root / "build" / "tools" / "caffe.bin", "train", "--solver=solver.prototxt")
     assert done.returncode == 0, done.stderr
@@ -101,18 +87,8 @@ def test_errors_are_fatal_lines_and_abort_the_process(root: Path) -> None:
 def test_flags_of_glog_become_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("minloglevel", "log_dir", "logtostderr", "v"):
         monkeypatch.setenv(f"GLOG_{name}", "before")
-    words = [
-        "-logtostderr",
-        "train",
-        "--minloglevel",
-        "2",
-        "-solver",
-        "x",
-        "--log_dir=/tmp",
-        "-v=1",
-        "-solver_log_dir=y",
-    ]
-    assert take_glog_flags(words) == ["train", "-solver", "x", "-solver_log_dir=y"]
+    words = "-logtostderr train --minloglevel 2 -solver x --log_dir=/tmp -v=1 -solver_log_dir=y"
+    assert take_glog_flags(words.split()) == ["train", "-solver", "x", "-solver_log_dir=y"]
     found = [os.environ[f"GLOG_{name}"] for name in ("minloglevel", "log_dir", "logtostderr", "v")]
     assert found == ["2", "/tmp", "1", "1"]
 

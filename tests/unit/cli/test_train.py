@@ -19,23 +19,9 @@ from caffepy.formats.proto.caffe_pb2 import SolverParameter
 from caffepy.training.prepare import keep_global_batch
 
 STATE = Path("run one/x_iter_7.solverstate")
-OPTIONS = [
-    ["-cpu"],
-    ["--cpu-solvers", "4"],
-    ["--sync-bn"],
-    ["--batch", "per-device"],
-    ["-compression=fp16"],
-    ["--stage", "deep,wide"],
-    ["--level=3"],
-    ["--trace", "a file.json"],
-    ["--sigint_effect", "snapshot"],
-    ["--timeout", "20"],
-    ["--eager"],
-    ["--no-autotune"],
-    ["--threads", "2"],
-    ["--keep-going"],
-    ["--math=fp32"],
-]
+WORDS = "-cpu|--cpu-solvers 4|--sync-bn|--batch per-device|-compression=fp16|--stage deep,wide|--level=3|"
+WORDS += "--trace 'a file.json'|--sigint_effect snapshot|--timeout 20|--eager|--no-autotune|--threads 2|--keep-going"
+OPTIONS = [shlex.split(option) for option in f"{WORDS}|--math=fp32".split("|")]
 STARTS = [[], ["--snapshot", "old.solverstate"], ["-snapshot=auto"], ["--weights", "a.caffemodel,b"], ["-weights=c"]]
 
 
@@ -71,25 +57,18 @@ def say(iteration: int, **fields: object) -> None:
     train._say_how_to_resume(args, SolverParameter(max_iter=10, snapshot_prefix="x", **fields), iteration)
 
 
-def test_it_begins_with_the_launcher(said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    Path("x_iter_7.solverstate").touch()
-    say(7)
-    command = "mpirun -np 2 caffepy train --solver s.prototxt --sync-bn --snapshot x_iter_7.solverstate"
-    assert said.messages == [f"To resume training: {command}"]
-
-
-def test_under_caffepy_launch_it_is_the_launchs_line(
-    said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("line", ["", "caffepy launch --nproc-per-node 2 --"])
+def test_it_begins_with_the_launcher(
+    said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    monkeypatch.setenv("CAFFEPY_LAUNCH_LINE", "caffepy launch --nproc-per-node 2 --")
+    if line:
+        monkeypatch.setenv("CAFFEPY_LAUNCH_LINE", line)
     Path("x_iter_7.solverstate").touch()
     say(7)
-    command = "caffepy launch --nproc-per-node 2 -- train --solver s.prototxt --sync-bn --snapshot x_iter_7.solverstate"
-    assert said.messages == [f"To resume training: {command}"]
+    command = "train --solver s.prototxt --sync-bn --snapshot x_iter_7.solverstate"
+    assert said.messages == [f"To resume training: {line or 'mpirun -np 2 caffepy'} {command}"]
 
 
 def test_at_max_iter_training_is_finished(said: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ import zlib
 import cv2
 import numpy as np
 import pytest
-from damage import damaged
+from fuzz.mutate import damage_bytes
 
 from caffepy.data.datum import decode_image, sanitize_png
 from caffepy.errors import DataError
@@ -107,7 +107,7 @@ def test_mutated_files_neither_hang_nor_take_memory() -> None:
     files.append(png(IHDR, chunk(b"acTL", struct.pack(">2I", 1, 0)), IDAT, IEND))
     before, refused = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
     for seed in range(1500):
-        data = damaged(files[seed % len(files)], random.Random(seed), 64)
+        data = damage_bytes(files[seed % len(files)], files, random.Random(seed))
         started = time.perf_counter()
         try:
             decode_image(repaired(data) if seed % 2 and data[1:4] == b"PNG" else data)

@@ -125,10 +125,7 @@ def test_every_function_on_two_ranks(run: Any) -> None:
     assert second == [3.0, 2.0, 1.0, 2.0, 1.5, 6.0, 6.0]
     assert raise_first(run(2, moved)) == [[0, 1, 0, 1, 7, 0, 1, 0, 1], [0, 1, 0, 1, 8, 10, 11, 10, 11]]
     ranks = [{"rank": 0}, {"rank": 1}]
-    assert raise_first(run(2, objects)) == [
-        [ranks, ["a", 1], None, [b"x"]],
-        [ranks, ["a", 1], [(0,), (1,)], [b"y"]],
-    ]
+    assert raise_first(run(2, objects)) == [[ranks, ["a", 1], None, [b"x"]], [ranks, ["a", 1], [(0,), (1,)], [b"y"]]]
 
 
 @pytest.mark.parametrize(

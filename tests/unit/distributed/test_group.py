@@ -114,10 +114,7 @@ ARRAY = np.zeros(4, np.float32)
         (lambda g: g.gather(ARRAY, [ARRAY, ARRAY], group_dst=1), "gather: gather_list is only for the root, rank 1"),
         (lambda g: g.scatter(ARRAY), "scatter: scatter_list is missing on the root, rank 0"),
         (lambda g: g.reduce_scatter(ARRAY, ARRAY), r"reduce_scatter: input_list is float32 \(4,\); it should be"),
-        (
-            lambda g: g.all_to_all(ARRAY, np.zeros(3, np.float32)),
-            r"shape \(3,\) cannot be cut into 2 equal parts",
-        ),
+        (lambda g: g.all_to_all(ARRAY, np.zeros(3, np.float32)), r"shape \(3,\) cannot be cut into 2 equal parts"),
         (lambda g: g.all_to_all([], []), "all_to_all: input_tensor_list has 0 arrays; give one for each of 2 ranks"),
         (lambda g: g.send(ARRAY, 0), "send: a rank cannot send to itself"),
         (lambda g: g.recv(ARRAY, 2), "receive: rank 2 is not a rank of this group"),

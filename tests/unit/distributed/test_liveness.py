@@ -55,11 +55,8 @@ def eventually(condition: Callable[[], object], seconds: float = 300.0) -> bool:
     return True
 
 
-def test_nobody_stalls_while_waits_are_short() -> None:
+def test_short_waits_and_long_computations_are_no_stall() -> None:
     assert find_stall([state(0, 3, "a barrier", 9.0), state(1, 2, "", 9.0)], 10.0) is None
-
-
-def test_a_long_computation_alone_is_no_stall() -> None:
     assert find_stall([state(0, 3, "", 1000.0)], 10.0) is None
 
 
@@ -78,12 +75,9 @@ def test_the_device_that_has_not_come_is_named() -> None:
     )
 
 
-def test_the_furthest_behind_is_named_among_several() -> None:
+def test_the_furthest_behind_is_named_among_several_or_none_if_all_wait() -> None:
     message = describe(state(0, 9, "x", 20.0), state(1, 8, "y", 20.0), state(2, 5))
     assert "for rank 2 on" in message and "since 0 s, and for 1 more;" in message
-
-
-def test_all_waiting_in_the_same_operation_is_nobodys_fault() -> None:
     assert "for nobody knows whom;" in describe(state(0, 9, "x", 20.0), state(1, 9, "x", 20.0))
 
 
@@ -346,3 +340,22 @@ def test_a_rank_is_named_that_was_suspended_before_it_named_its_devices(monkeypa
         memory.record_heartbeat(0, dog.statuses())
         failure = dog.look()
     assert failure is not None and "for rank 1 on host1, process 101, which is in iteration 0" in failure.message
+
+
+def test_a_failure_that_others_have_told_meanwhile_is_not_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank 0 that was suspended and goes on: rank 1's last heartbeats come before what rank 1 has told the user."""
+    memory, failures = store.MemoryStore(2), list[Failure]()
+    beats = [Heartbeat("CPU", lambda: 7)]
+    dog = Watchdog(FakeWorld(0, 2), store.LocalControlChannel(memory, 0), beats, 10.0, failures.append)
+    memory.record_heartbeat(1, [state(1, 1, "the gradients' all-reduce", 20.0)])
+    look = dog.look
+
+    def looking() -> Failure | None:
+        found = look()
+        memory.publish(Failure("rank 1: has waited", reported=True), 1)
+        return found
+
+    monkeypatch.setattr(dog, "look", looking)
+    dog.start()
+    assert eventually(lambda: failures)
+    assert (failures[0].message, failures[0].reported) == ("rank 1: has waited", True)

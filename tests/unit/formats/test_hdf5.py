@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import struct
 import time
 import tracemalloc
@@ -32,42 +31,6 @@ def read(path: Path, name: str = "data") -> Any:
     with open_hdf5(path, DataError) as file:
         dataset = find_object(file, name)
         return dataset.read() if isinstance(dataset, Dataset) else None
-
-
-def virtual(file: Any) -> None:
-    layout = h5py.VirtualLayout(shape=(3,), dtype="f4")
-    layout[:] = h5py.VirtualSource("/etc/passwd", "data", shape=(3,))
-    file.create_virtual_dataset("data", layout)
-
-
-@pytest.mark.parametrize(
-    "fill, message",
-    [
-        (virtual, "'/data' is a virtual dataset"),
-        (lambda file: file.create_dataset("data", (9,), "u1", external=[("/etc/passwd", 0, 9)]), "external storage"),
-        (lambda file: file.update(data=h5py.ExternalLink("/etc/passwd", "x")), "it has an external link"),
-        (lambda file: file.update(data=h5py.SoftLink("/data")), "more than 16 soft links"),
-        (lambda file: file.create_dataset("data", (2**31 - 1,), "f4"), "would take 8589934588 bytes"),
-        (
-            lambda file: file.create_dataset("data", (5,), "f4", chunks=(1 << 25,), maxshape=(None,)),
-            "would take 134217728 bytes, but the file has only 0 of it",
-        ),
-    ],
-)
-def test_what_reads_other_files_or_takes_the_memory_is_refused(
-    tmp_path: Path, fill: Callable[[Any], object], message: str
-) -> None:
-    with pytest.raises(DataError, match=rf"HDF5 file '.*/bad.h5' cannot be read: .*{message}"):
-        read(made(tmp_path / "bad.h5", fill))
-
-
-def test_an_external_link_behind_a_soft_link_is_refused(tmp_path: Path) -> None:
-    def fill(file: Any) -> None:
-        file["group/there"] = h5py.ExternalLink("/etc/passwd", "/")
-        file["data"] = h5py.SoftLink("group/there/data")
-
-    with pytest.raises(DataError, match="it has an external link"):
-        read(made(tmp_path / "bad.h5", fill))
 
 
 def test_soft_links_and_packed_data_are_read(tmp_path: Path) -> None:
@@ -107,12 +70,6 @@ def test_errors_name_the_file(tmp_path: Path, error: Exception) -> None:
         open_hdf5(path, DataError, "snapshot"),
     ):
         raise error
-
-
-def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(DataError, match="it is a FIFO, not a regular file"):
-        read(tmp_path / "fifo")
 
 
 # -- what h5py writes ------------------------------------------------------------------------------------

@@ -181,3 +181,41 @@ def test_two_layers_of_one_name_cannot_be_held_in_hdf5() -> None:
     net = Net(named_layers(["a", "a"]), LayerContext(CPU))
     with pytest.raises(RunError, match="two layers named 'a' have parameters.* set snapshot_format: BINARYPROTO"):
         write_caffemodel(Path("w.h5"), net.name, net.layers)
+
+
+SECRET = np.arange(4, dtype=np.float32)
+
+
+def test_a_checksum_that_was_lost_or_changed() -> None:
+    state = SolverState(iter=3, learned_net="x", blob_count=1)
+    write_solverstate(Path("s.h5"), state, [SECRET])
+    with h5py.File("s.h5", "a") as file:
+        value = int(file.attrs["caffepy_crc32c"])
+        file.attrs["caffepy_crc32c"] = np.uint32(value ^ 1)
+    with pytest.raises(SnapshotError, match=f"s.h5: .* its checksum is {value:08x}, but {value ^ 1:08x} was"):
+        read_solverstate(Path("s.h5"), strict=True)
+    with h5py.File("s.h5", "a") as file:
+        del file.attrs["caffepy_crc32c"]
+    assert not read_solverstate(Path("s.h5"), strict=True).message.HasField("crc32c")
+    with h5py.File("s.h5", "a") as file:
+        file.attrs["caffepy_crc32c"] = "no number"
+    with pytest.raises(SnapshotError, match="s.h5.*the attribute 'caffepy_crc32c' is not an integer"):
+        read_solverstate(Path("s.h5"))
+
+
+def test_what_other_programs_write_is_read() -> None:
+    """Doubles, halves and packed datasets, a string of variable length; an attribute of theirs is no harm."""
+    with h5py.File("w.h5", "w") as file:
+        file["data/ip/0"] = np.arange(6, dtype=np.float64).reshape(2, 3)
+        file.create_dataset("data/ip/1", data=np.arange(2, dtype=np.float16), chunks=(2,), compression="gzip")
+        file["data/bn/0"] = h5py.SoftLink("/data/ip/1")
+        file.attrs["made by"] = "somebody"
+    layers = {layer.name: layer.blobs for layer in read_weights(Path("w.h5")).layer}
+    assert [list(blob.shape.dim) for blob in layers["ip"]] == [[2, 3], [2]]
+    assert list(layers["ip"][0].data) == [0, 1, 2, 3, 4, 5]
+    assert list(layers["bn"][0].data) == [0, 1]
+    with h5py.File("s.h5", "w") as file:
+        file["iter"] = np.array([3], np.int32)
+        file["learned_net"] = "Größe.caffemodel.h5"
+        file.create_group("history")
+    assert read_solverstate(Path("s.h5")).message.learned_net == "Größe.caffemodel.h5"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from caffepy.errors import ConfigError
 from caffepy.formats import load
+from caffepy.formats.caffemodel import read_weights
 from caffepy.formats.load import filter_net, is_included, meets_rule, net_state, read_net, read_solver
 from caffepy.formats.proto.caffe_pb2 import (
     TEST,
@@ -182,3 +183,46 @@ def test_an_empty_rule_always_holds(state: NetState) -> None:
 def test_later_states_override_and_stages_add_up() -> None:
     state = net_state(TRAIN, NetState(level=1, stage=["a"]), NetState(level=2, stage=["b"]))
     assert state == NetState(phase=TRAIN, level=2, stage=["a", "b"])
+
+
+START = 'net: "n" max_iter: 10 base_lr: 0.1 '
+
+
+def test_a_folder_that_has_been_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(
+        ConfigError, match="no such net; check the path .working directory: a folder that has been removed"
+    ):
+        read_net("net.prototxt")
+
+
+def test_a_prototxt_of_that_size_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "MAX_TEXT_BYTES", 10)
+    (tmp_path / "n").write_text("name: 'longer than that'")
+    with pytest.raises(ConfigError, match="more than the 10 that are read; a net's prototxt is shorter"):
+        read_net(tmp_path / "n")
+
+
+def test_a_solver_whose_own_path_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"\xff.prototxt")
+    path.write_text(START)
+    with pytest.raises(ConfigError, match="this path is not UTF-8; rename the file, or give snapshot_prefix"):
+        read_solver(path)
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        NetParameter(layer=[{"name": "d", "type": "Data", "data_param": {"source": "path"}}]),
+        NetParameter(layers=[{"name": "d", "type": "DATA", "transform_param": {"mean_file": "path"}}]),
+        NetParameter(layers=[{"layer": {"name": "d", "type": "data", "meanfile": "path"}}]),
+    ],
+    ids=["layer", "V1", "V0"],
+)
+def test_weights_with_a_path_in_another_encoding(tmp_path: Path, net: NetParameter) -> None:
+    (tmp_path / "w").write_bytes(net.SerializeToString().replace(b"path", b"\xd6\xd0\xce\xc4"))
+    (layer,) = read_weights(tmp_path / "w").layer
+    assert layer.data_param.source + layer.transform_param.mean_file == r"\xd6\xd0\xce\xc4"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from caffepy.formats.paths import PathResolver
+from caffepy.formats.paths import PathResolver, is_folder
 
 
 @pytest.fixture
@@ -65,3 +65,11 @@ def test_other_folders_are_not_left_out(folders: Path) -> None:
     for name in ("other/net.prototxt", "model/other/net.prototxt", "../model/net.prototxt/x"):
         assert resolve(name) == Path(name)
     assert resolve.output("absent/snap") == Path("absent/snap")
+
+
+@pytest.mark.parametrize("written", ["a\0b", "x" * 5000, "~nobody-of-that-name/x", "\udcff"])
+def test_resolving_what_is_no_path_raises_nothing(tmp_path: Path, written: str) -> None:
+    resolve = PathResolver(tmp_path / "s.prototxt")
+    assert resolve(written) == Path(written)
+    assert not is_folder(written)
+    assert resolve.output(written) == Path(written)

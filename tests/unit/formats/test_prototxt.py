@@ -52,10 +52,7 @@ def test_a_net_is_read_with_its_comments_lists_and_floats() -> None:
             r"^net\.prototxt:2:2: unknown field 'qmix_param' of .*, in a layer of type 'Qmix'; if a Caffe fork "
             r"has it, give .* --proto FILE or caffepy\.register_proto\(path\)",
         ),
-        (
-            "layer { nms_box_param { } type: 'NmsBox' }",
-            r"'nms_box_param' .*, in a layer of type 'NmsBox'; if",
-        ),
+        ("layer { nms_box_param { } type: 'NmsBox' }", r"'nms_box_param' .*, in a layer of type 'NmsBox'; if"),
         ('layer { type: "Deconvolution" convolutoin_param { } }', r"did you mean 'convolution_param'\?$"),
         ("layer { blobs_lr: 1 }", r"unknown field 'blobs_lr' of LayerParameter; .*; write param { lr_mult: 1 }, one"),
         ("layers {\n param { lr_mult: 1 } }", r"2:8: in layers { }, the old format, param is a name; write blobs_lr"),
@@ -64,6 +61,10 @@ def test_a_net_is_read_with_its_comments_lists_and_floats() -> None:
         ("layer { qmix_param { } }", r"unknown field 'qmix_param' of LayerParameter; if a Caffe fork has it"),
         ("layer { zzqq: 1 }", r"unknown field 'zzqq' of LayerParameter; if a Caffe fork has it"),
         ("layer { pooling_param { pool: MEDIAN } }", r"'MEDIAN' of .*; known: AVE, MAX, STOCHASTIC; if a Caffe fork"),
+        (
+            "layer { detectnet_groundtruth_param { object_class { src2: 1 } } }",
+            "unknown field 'src2' of ClassMapping; .*'src'",
+        ),
         ("layer { name: x }", r"1:15: found 'x' where a quoted string is expected; put it into quotes$"),
         ('layer { name: "a"', r"1:15: the text ends .* close the block that is still open"),
         ('layer { name: "a" } }', r"1:21: this '}' closes nothing"),
@@ -91,35 +92,24 @@ def test_a_comma_is_no_decimal_point(text: str) -> None:
         parse_text(text, SolverParameter(), "s.prototxt")
 
 
-def test_a_net_given_as_a_solver_is_recognized() -> None:
-    with pytest.raises(ConfigError, match=r"s:1:1: 'layer' is a field of a net, and a solver was expected"):
-        parse_text('layer { name: "a" }', SolverParameter(), "s")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('layer { name: "a" }', r"s:1:1: 'layer' is a field of a net, and a solver was expected"),
+        ("net_param { lyer { } }", "unknown field 'lyer' of NetParameter; did you mean 'layer'"),
+    ],
+)
+def test_a_net_is_told_from_a_solver(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_text(text, SolverParameter(), "s")
 
 
-def test_a_misspelled_field_of_a_net_inside_a_solver_is_not_taken_for_another_kind_of_file() -> None:
-    with pytest.raises(ConfigError, match="unknown field 'lyer' of NetParameter; did you mean 'layer'"):
-        parse_text("net_param { lyer { } }", SolverParameter(), "s")
-
-
-def test_unknown_fields_of_nested_message_types_are_named() -> None:
-    with pytest.raises(ConfigError, match="unknown field 'src2' of ClassMapping; .*'src'"):
-        _net("layer { detectnet_groundtruth_param { object_class { src2: 1 } } }")
-
-
-def test_comments_may_be_in_any_encoding() -> None:
+def test_encodings() -> None:
+    """Comments may be in any encoding, a byte order mark is dropped, values must be UTF-8, and NUL is no text."""
     assert decode_text(b'name: "a" # caf\xe9\ntop: "\xc3\xa9"', "f") == 'name: "a" \ntop: "é"'
-
-
-def test_a_byte_order_mark_is_dropped() -> None:
     assert decode_text(b'\xef\xbb\xbfname: "a"', "f") == 'name: "a"'
-
-
-def test_values_must_be_utf_8() -> None:
     with pytest.raises(ConfigError, match=r"^f:2:8: byte 0xe9 is not UTF-8; save the file as UTF-8$"):
         decode_text(b'# fine\nname: "\xe9"', "f")
-
-
-def test_a_binary_file_is_not_a_prototxt() -> None:
     with pytest.raises(ConfigError, match="f: this is a binary file, not a prototxt"):
         decode_text(b"\n\x03abc\0", "f")
 

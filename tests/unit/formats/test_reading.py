@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 from pathlib import Path
 
 import h5py
@@ -61,52 +60,20 @@ def _hdf5(path: Path) -> bytes:
     return path.read_bytes()
 
 
-@pytest.mark.parametrize("reader", [read_weights, read_solverstate])
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "it is empty, for example after an interrupted copy"),
-        (b'layer { name: "x" }', r"it is text \('layer \{ name: \"x\" \}'\); give the binary file"),
-        (b"version https://git-lfs.github.com/spec/v1\noid 1", "it is a Git LFS pointer; .*git lfs pull"),
-        (gzip.compress(b"net", mtime=0), "it is packed with gzip; unpack it first, with gunzip"),
-        (b"PK\x03\x04 and so on", "it is a zip archive; unpack it first, with unzip"),
-        (bytes(range(256)), "it is truncated or of another format; copy it again"),
-        (BLOB.SerializeToString(), "it is a single blob, such as a mean image"),
-    ],
-)
-def test_other_files_are_told_apart(tmp_path: Path, reader: object, data: bytes, message: str) -> None:
-    with pytest.raises(SnapshotError, match=message):
-        reader(write(tmp_path / "f", data))  # type: ignore[operator]
-
-
-def test_hdf5_is_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(SnapshotError, match="f: is not a .caffemodel.h5 but another file"):
-        read_weights(write(tmp_path / "f", _hdf5(tmp_path / "h")))
-
-
-def test_a_solver_state_given_as_weights(tmp_path: Path) -> None:
-    with pytest.raises(SnapshotError, match="it is a .solverstate; resume from it with --snapshot"):
-        read_weights(write(tmp_path / "s", STATE.SerializeToString()))
-
-
-def test_weights_given_as_a_solver_state(tmp_path: Path) -> None:
-    with pytest.raises(SnapshotError, match="not a .solverstate: it is a .caffemodel; load it with --weights"):
-        read_solverstate(write(tmp_path / "w", WEIGHTS.SerializeToString()))
-
-
-@pytest.mark.parametrize("cut", [1, 5, 12])
-def test_truncated_weights(tmp_path: Path, cut: int) -> None:
-    with pytest.raises(SnapshotError, match="truncated or of another format"):
-        read_weights(write(tmp_path / "w", WEIGHTS.SerializeToString()[:-cut]))
-
-
-def test_files_above_the_limit_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("caffepy.formats.binary.MAX_BYTES", 10)
-    with pytest.raises(
-        SnapshotError,
-        match=r"bytes, more than the 10 that are read; protobuf can read no more; store larger snapshots as HDF5",
+def test_what_is_no_such_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, state = WEIGHTS.SerializeToString(), STATE.SerializeToString()
+    for reader, content, message in (
+        (read_weights, _hdf5(tmp_path / "h"), "f: is not a .caffemodel.h5 but another file"),
+        (read_weights, state, "it is a .solverstate; resume from it with --snapshot"),
+        (read_solverstate, weights, "not a .solverstate: it is a .caffemodel; load it with --weights"),
+        *((read_weights, weights[:-cut], "truncated or of another format") for cut in (1, 5, 12)),
     ):
-        read_weights(write(tmp_path / "w", WEIGHTS.SerializeToString()))
+        with pytest.raises(SnapshotError, match=message):
+            reader(write(tmp_path / "f", content))
+    monkeypatch.setattr("caffepy.formats.binary.MAX_BYTES", 10)
+    message = "bytes, more than the 10 that are read; protobuf can read no more; store larger snapshots as HDF5"
+    with pytest.raises(SnapshotError, match=message):
+        read_weights(write(tmp_path / "w", weights))
 
 
 @pytest.mark.parametrize(
@@ -145,12 +112,9 @@ def test_good_blobs_pass(blob: BlobProto) -> None:
     check_blob(blob, "here")
 
 
-def test_old_blobs_have_four_axes() -> None:
+def test_old_blobs_have_four_axes_and_a_blob_without_any_shape_has_none() -> None:
     assert blob_shape(BlobProto(num=1, channels=2, height=3, width=4)) == (1, 2, 3, 4)
     assert blob_shape(BlobProto(num=1, data=[1])) == (1, 0, 0, 0)
-
-
-def test_a_blob_without_any_shape_has_no_axes() -> None:
     assert blob_shape(BlobProto(data=[1])) == ()
     assert same_shape(BlobProto(data=[1]), ())
     assert not same_shape(BlobProto(data=[1]), (1,))

@@ -147,16 +147,8 @@ def test_assign_proto():
             TypeError,
             r"num_output of ConvolutionParameter is 32\.5 and takes a whole number of 0 or more; write int",
         ),
-        (
-            {"kernel_size": [3, 2.5]},
-            TypeError,
-            r"kernel_size of ConvolutionParameter is 2\.5 and takes a whole",
-        ),
-        (
-            {"num_output": -1},
-            ValueError,
-            "num_output of ConvolutionParameter is -1 and takes a whole number of 0",
-        ),
+        ({"kernel_size": [3, 2.5]}, TypeError, r"kernel_size of ConvolutionParameter is 2\.5 and takes a whole"),
+        ({"num_output": -1}, ValueError, "num_output of ConvolutionParameter is -1 and takes a whole number of 0"),
         ({"weight_filler": {"std": "a"}}, TypeError, "std of FillerParameter is 'a' and takes a number$"),
         (
             {"weight_filler": "xavier"},

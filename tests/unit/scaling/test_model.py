@@ -15,6 +15,7 @@ from caffepy.scaling.model import (
     AUTO,
     CHOICES,
     LINKS,
+    MAX_SAMPLES,
     Cluster,
     Link,
     Measurements,
@@ -216,20 +217,6 @@ def test_tables_with_other_columns_and_units(tmp_path: Path, head: str, cells: s
     assert read_measurements(tmp_path / "a.txt").samples == (pytest.approx(sample),)
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        (TABLE.split("\n", 1)[1], "the number of devices"),
-        (TABLE.replace("time", "duration"), "a header with columns for size and time"),
-        ("", "the number of devices"),
-    ],
-)
-def test_what_is_no_table(tmp_path: Path, text: str, message: str):
-    (tmp_path / "a.txt").write_text(text)
-    with pytest.raises(ConfigError, match=f"a.txt: lacks {message}"):
-        read_measurements(tmp_path / "a.txt")
-
-
 def test_a_table_that_is_not_there(tmp_path: Path):
     with pytest.raises(ConfigError, match="absent.txt: cannot be read: .*caffepy bench allreduce"):
         read_measurements(tmp_path / "absent.txt")
@@ -284,3 +271,9 @@ def test_links():
     assert parse_link("200Gb").bandwidth == 25e9
     with pytest.raises(ValueError, match="'nvlnk' is no .*did you mean 'nvlink'"):
         parse_link("nvlnk")
+
+
+def test_more_sizes_than_can_be_divided_into_ranges_in_time() -> None:
+    samples = tuple((float(size), 1e-6 * size) for size in range(1, MAX_SAMPLES + 2))
+    with pytest.raises(ConfigError, match="all-reduces of 101 sizes are too many to fit lines to; keep 100"):
+        fit_link(Measurements(2, samples), "auto")

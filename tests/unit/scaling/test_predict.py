@@ -258,17 +258,7 @@ PREDICTIONS = [
     Prediction(64, 512, 222.48, 21.281, 1.2, 201.2, 999.44, 0.0946, "hierarchical"),
 ]
 LENET = Profile(
-    "LeNet",
-    "CPU, 1 thread",
-    True,
-    64,
-    1,
-    20.0,
-    0.5,
-    6,
-    True,
-    (LayerProfile("ip", 6.0, 12.0),),
-    (Gradient(0, 2**20),),
+    "LeNet", "CPU, 1 thread", True, 64, 1, 20.0, 0.5, 6, True, (LayerProfile("ip", 6.0, 12.0),), (Gradient(0, 2**20),)
 )
 
 

@@ -93,13 +93,6 @@ def test_files_that_make_no_sense(tmp_path: Path, keys: list[Any], value: Any, m
         read_profile(tmp_path / "p.json")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "net: 'LeNet'", "{}"])
-def test_files_of_another_kind(tmp_path: Path, text: str):
-    (tmp_path / "p.json").write_text(text)
-    with pytest.raises(ConfigError, match="make one with"):
-        read_profile(tmp_path / "p.json")
-
-
 def test_a_file_that_is_not_there(tmp_path: Path):
     with pytest.raises(ConfigError, match="absent.json: cannot be read as a profile: .*No such file"):
         read_profile(tmp_path / "absent.json")

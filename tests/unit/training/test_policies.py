@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from training import build_solver, solver_param, weights_of
 
 from caffepy.errors import ConfigError
+from caffepy.training import policies
 from caffepy.training.policies import Plateau, StepEarly, learning_rate, momentum, weight_decay
 
 
@@ -171,3 +172,9 @@ def test_a_resumed_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         assert len(set(wanted_rates)) > 1
         for name, values in weights_of(solver.net).items():
             assert (values == wanted[name]).all()
+
+
+def test_power_is_that_of_c() -> None:
+    assert policies.power(1e300, 2) == math.inf
+    assert policies.power(0.0, -1) == math.inf
+    assert policies.power(2.0, -1) == 0.5

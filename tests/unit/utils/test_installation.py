@@ -70,40 +70,32 @@ def plan(clone: Path, target: str = "demo") -> list[str]:
     return list(dict.fromkeys(steps))
 
 
-def test_the_first_time_everything_is_made(clone: Path):
+def test_what_is_not_there_is_made_and_digits_that_users_made_are_taken(clone: Path):
     assert plan(clone) == [PLAIN, DIGITS, TRAIN]
-
-
-def test_the_second_time_nothing_but_training_is_left(clone: Path):
+    done(clone, digits=9)
+    assert plan(clone) == [PLAIN, TRAIN]
     done(clone, demo=5, digits=4)
     assert plan(clone) == [TRAIN]
 
 
-def test_digits_that_users_made_are_taken(clone: Path):
-    done(clone, digits=9)
-    assert plan(clone) == [PLAIN, TRAIN]
-
-
-@pytest.mark.parametrize("missing", LMDBS)
-def test_a_missing_lmdb_is_made(clone: Path, missing: str):
-    done(clone, demo=5, digits=4)
-    (clone / missing).unlink()
-    assert plan(clone) == [DIGITS, TRAIN]
+CHANGED = ["pyproject.toml", "proto/caffe.proto", "caffepy/net/net.py", "caffepy/backend/cuda/kernels/add_n.cu"]
 
 
 @pytest.mark.parametrize(
-    "changed", ["pyproject.toml", "proto/caffe.proto", "caffepy/net/net.py", "caffepy/backend/cuda/kernels/add_n.cu"]
+    ("changed", "removed", "steps"),
+    [
+        *((path, "", [PLAIN, TRAIN]) for path in CHANGED),  # by git pull; the digits stay
+        ("", "caffepy/net/net.py", [PLAIN, TRAIN]),
+        *(("", path, [DIGITS, TRAIN]) for path in LMDBS),
+    ],
 )
-def test_what_git_pull_changed_is_installed_and_the_digits_stay(clone: Path, changed: str):
+def test_what_changed_since_is_made_again(clone: Path, changed: str, removed: str, steps: list[str]):
     done(clone, demo=5, digits=4)
-    set_age([clone / changed], 1)
-    assert plan(clone) == [PLAIN, TRAIN]
-
-
-def test_a_file_that_git_pull_removed_is_removed_from_the_installation(clone: Path):
-    done(clone, demo=5, digits=4)
-    (clone / "caffepy" / "net" / "net.py").unlink()
-    assert plan(clone) == [PLAIN, TRAIN]
+    if changed:
+        set_age([clone / changed], 1)
+    if removed:
+        (clone / removed).unlink()
+    assert plan(clone) == steps
 
 
 def test_after_make_test_the_demonstration_uses_the_editable_installation(clone: Path):

@@ -8,8 +8,7 @@ from caffepy.utils.options import LARGEST, whole
 
 
 @pytest.mark.parametrize(
-    ("text", "number"),
-    [("0", 0), ("007", 7), ("+5", 5), (b"12", 12), (str(LARGEST), LARGEST), ("-0", 0)],
+    ("text", "number"), [("0", 0), ("007", 7), ("+5", 5), (b"12", 12), (str(LARGEST), LARGEST), ("-0", 0)]
 )
 def test_a_whole_number_is_read(text: str | bytes, number: int) -> None:
     assert whole(text) == number

@@ -117,12 +117,6 @@ def test_a_host_named_again_has_the_slots_of_all_its_lines(tmp_path: Path) -> No
     assert read(tmp_path, "a\na\nb slots=3\na\nb\n") == [Host("a", 3), Host("b", 4)]
 
 
-@pytest.mark.parametrize("line", ["a b", "a slots=", "a slots=x", "a:", ":4", "a:4 slots=4"])
-def test_a_line_that_means_nothing_is_named(tmp_path: Path, line: str) -> None:
-    with pytest.raises(ConfigError, match=rf"hosts:2: '{line}' is no host; write host, 'host slots=4' or host:4"):
-        read(tmp_path, f"# hosts\n{line}\n")
-
-
 def test_no_slots_no_hosts_no_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hosts:1: host 'a' has 0 slots; leave it out"):
         read(tmp_path, "a slots=0\n")
@@ -328,3 +322,8 @@ def test_a_way_that_slurm_names_but_cannot_load_is_found_out(tmp_path: Path) -> 
 def test_another_complaint_of_sruns_is_no_refusal(tmp_path: Path) -> None:
     busy = program(tmp_path / "srun", "echo 'srun: error: Unable to contact slurm controller' >&2; exit 1")
     assert refusal(str(busy), "pmix") is None
+
+
+def test_a_host_of_the_command_line_that_is_an_option() -> None:
+    with pytest.raises(ConfigError, match="--hosts: '-mca' begins with a dash"):
+        parse_hosts(["-mca"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -12,17 +11,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from fuzz.hostile import GARBAGE, MALFORMED, RECORDS
 from process_groups import free_port
 from processes import program_environment
-from strangers import (
-    GARBAGE,
-    connect,
-    introduction,
-    is_closed,
-    send_garbage,
-    send_slowly,
-    silent_connections,
-)
+from strangers import connect, introduction, is_closed, send_garbage, send_slowly, silent_connections
 
 from caffepy.distributed.store import server, wire
 from caffepy.distributed.store.client import ControlClient
@@ -286,33 +278,6 @@ def test_400_silent_connections_under_a_limit_of_256_descriptors() -> None:
     finally:
         child.kill()
         child.wait()
-
-
-HEADER = struct.Struct("!BHQdi")
-MALFORMED = {
-    "no kind": HEADER.pack(99, 0, 0, 0.0, 0),
-    "no request": HEADER.pack(Kind.FAILURE, 0, 0, 0.0, 0),
-    "the longest value": HEADER.pack(Kind.PUT, 0, 1 << 60, 0.0, 0),
-    "a long key": HEADER.pack(Kind.PUT, 60000, 0, 0.0, 0),
-    "endless seconds": HEADER.pack(Kind.TAKE, 0, 0, float("inf"), 0),
-    "no number of seconds": HEADER.pack(Kind.TAKE, 0, 0, float("nan"), 0),
-    "a key of no UTF-8": HEADER.pack(Kind.PUT, 2, 0, 0.0, 0) + b"\xc3\x28",
-}
-RECORDS = [
-    b"",
-    b"{",
-    b"7",
-    b"[7]",
-    b"{}",
-    b'{"rank": 1}',
-    b'[{"rank": "x"}]',
-    b'[{"rank": 1, "seconds": null}]',
-    b'[{"rank": 1, "seconds": "1"}]',
-    b'[{"rank": 1, "other": 1}]',
-    b'[{"rank": 1, "host": "\\ud800"}]',
-    b"[" * 100000,
-    b"\xff",
-]
 
 
 @pytest.mark.parametrize("content", [*MALFORMED.values()], ids=[*MALFORMED])

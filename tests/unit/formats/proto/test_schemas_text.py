@@ -15,7 +15,7 @@ from google.protobuf.descriptor_pb2 import (
     FieldDescriptorProto,
     FileDescriptorProto,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from caffepy.errors import ConfigError
@@ -196,17 +196,24 @@ def test_damaged_texts_are_read_or_refused(data: st.DataObject) -> None:
 NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True).filter(lambda name: name not in ("reserved", "option"))
 
 
-@given(st.dictionaries(NAMES, st.tuples(st.sampled_from(sorted(SCALARS)), st.integers(1, 18000)), max_size=8))
-def test_fields_of_any_scalar_type(fields: dict[str, tuple[str, int]]) -> None:
-    numbers = {number for _, number in fields.values()}
-    lines = [f"optional {kind} {name} = {number};" for name, (kind, number) in fields.items()]
-    text = f"message M {{ {' '.join(lines)} }}"
-    if len(numbers) < len(fields):
-        with pytest.raises(ConfigError, match="has already been used"):
-            parse_schema(text, "f.proto")
-        return
-    read = {field.name: (field.type, field.number) for field in only_message(text).field}
-    assert read == {name: (SCALARS[kind], number) for name, (kind, number) in fields.items()}
+SCALAR_FIELDS = st.tuples(NAMES, st.sampled_from(sorted(SCALARS)), st.integers(1, 18000))
+MESSAGES = st.lists(SCALAR_FIELDS, max_size=8, unique_by=(lambda field: field[0], lambda field: field[2]))
+
+
+@settings(max_examples=15)
+@given(st.lists(MESSAGES, min_size=7, max_size=7))
+def test_fields_of_any_scalar_type(wanted: list[list[tuple[str, str, int]]]) -> None:
+    """Many messages at a time: each text starts a protoc."""
+    bodies = [" ".join(f"optional {kind} {name} = {number};" for name, kind, number in fields) for fields in wanted]
+    text = "".join(f"message M{at} {{ {body} }}" for at, body in enumerate(bodies))
+    for message, fields in zip(parse_schema(text, "f.proto").message_type, wanted, strict=True):
+        read = [(field.name, field.type, field.number) for field in message.field]
+        assert read == [(name, SCALARS[kind], number) for name, kind, number in fields]
+
+
+def test_a_number_that_is_used_twice() -> None:
+    with pytest.raises(ConfigError, match="has already been used"):
+        parse_schema("message M { optional int32 a = 7; optional string b = 7; }", "f.proto")
 
 
 @pytest.mark.parametrize(

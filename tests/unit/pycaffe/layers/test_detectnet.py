@@ -62,11 +62,7 @@ def plain_groups(rectangles: list[list[int]], threshold: int, eps: float) -> lis
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    seed=st.integers(0, 10_000),
-    threshold=st.integers(1, 3),
-    eps=st.sampled_from([0.025, 0.1, 0.2, 0.6]),
-)
+@given(seed=st.integers(0, 10_000), threshold=st.integers(1, 3), eps=st.sampled_from([0.025, 0.1, 0.2, 0.6]))
 def test_groups_against_a_plain_computation(seed: int, threshold: int, eps: float) -> None:
     rng = np.random.default_rng(seed)
     count, centers = int(rng.integers(1, 40)), int(rng.integers(1, 6))
