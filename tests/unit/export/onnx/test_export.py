@@ -12,13 +12,12 @@ from onnx_nets import assert_exported, layer_net, layer_text, net_of
 
 from caffepy.errors import ConfigError, ShapeError
 from caffepy.export.onnx.check import larger_batch, random_inputs, run_net
-from caffepy.export.onnx.graph import EXPORTERS, FORMS, NEWEST, OLDEST
 from caffepy.export.onnx.libraries import run_model
 from caffepy.export.onnx.prepare import Settings, build, fold_batch_norms, inference_net, varying_axes, with_parameters
-from caffepy.export.onnx.write import serialised, to_model
+from caffepy.export.onnx.write import NEWEST, OLDEST, serialised, to_model
 from caffepy.formats.dialect import override_dialect
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.export_rules import import_families
+from caffepy.layers.export_rules import ONNX, import_families
 from caffepy.layers.layer import LAYERS, import_layer_types
 
 ELSEWHERE = {"Split", "Silence", "Parameter", "DetectionOutput"}
@@ -40,9 +39,9 @@ def test_every_version_of_the_operators_gives_them(opset: int):
 def test_every_type_is_tried():
     import_families()
     tried = {layer.split('"')[1] for layer, _ in CASES}
-    assert tried | ELSEWHERE == set(EXPORTERS) == set(FORMS)
+    assert tried | ELSEWHERE == set(ONNX.functions) == set(ONNX.forms)
     import_layer_types()
-    assert set(EXPORTERS) <= set(LAYERS)
+    assert set(ONNX.functions) <= set(LAYERS)
 
 
 @settings(max_examples=60)

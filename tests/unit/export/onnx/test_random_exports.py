@@ -9,12 +9,10 @@ from export_layers import TEMPLATES, UNTRIED
 from export_nets import outcomes
 
 from caffepy.export.onnx import rules as onnx_rules
-from caffepy.export.onnx.graph import EXPORTERS as ONNX
 from caffepy.export.torch import rules as torch_rules
-from caffepy.export.torch.code import EXPORTERS as TORCH
 from caffepy.formats.fields import NO_MEANING, REFUSED
 from caffepy.formats.proto import caffe_pb2
-from caffepy.layers.export_rules import import_families
+from caffepy.layers.export_rules import ONNX, TORCH, import_families
 
 LAYER = caffe_pb2.LayerParameter.DESCRIPTOR
 _ = (onnx_rules, torch_rules)  # their functions register themselves
@@ -32,7 +30,7 @@ def test_random_nets_are_exported_or_refused_by_name(first: int):
 
 def test_every_exported_type_has_templates():
     import_families()
-    assert set(TEMPLATES) == set(ONNX) | set(TORCH)
+    assert set(TEMPLATES) == set(ONNX.functions) | set(TORCH.functions)
 
 
 def _messages() -> set[str]:

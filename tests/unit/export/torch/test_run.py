@@ -16,10 +16,9 @@ from caffepy.cli.main import main
 from caffepy.errors import ConfigError, ShapeError
 from caffepy.export.onnx.check import larger_batch, random_inputs, run_net
 from caffepy.export.onnx.prepare import Settings, inference_net, open_for_export, varying_axes
-from caffepy.export.torch.code import EXPORTERS, MODULE_NAMES
-from caffepy.export.torch.write import run_exported, to_torch
+from caffepy.export.torch.write import MODULE_NAMES, run_exported, to_torch
 from caffepy.formats.caffemodel import write_caffemodel
-from caffepy.layers.export_rules import import_families
+from caffepy.layers.export_rules import TORCH, import_families
 
 torch = pytest.importorskip("torch")
 
@@ -37,7 +36,7 @@ REFUSED = (
 )
 """What the settings of refused cases have in them."""
 import_families()
-EXPORTED = [case for case in CASES if case[0].split('"')[1] in EXPORTERS]
+EXPORTED = [case for case in CASES if case[0].split('"')[1] in TORCH.functions]
 
 
 @pytest.mark.parametrize(("layer", "shapes"), EXPORTED, ids=[layer for layer, _ in EXPORTED])

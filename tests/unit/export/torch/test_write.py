@@ -13,10 +13,9 @@ from onnx_nets import layer_net, layer_text, net_of
 from caffepy.cli.main import main
 from caffepy.errors import ConfigError
 from caffepy.export.onnx.prepare import Settings, open_for_export, varying_axes
-from caffepy.export.torch.code import EXPORTERS, FORMS, class_texts, names_in
-from caffepy.export.torch.write import WIDTH, to_torch
+from caffepy.export.torch.write import WIDTH, class_texts, names_in, to_torch
 from caffepy.formats.caffemodel import write_caffemodel
-from caffepy.layers.export_rules import import_families
+from caffepy.layers.export_rules import TORCH, import_families
 from caffepy.layers.layer import LAYERS, import_layer_types
 
 ROOT = Path(__file__).parents[4]
@@ -160,7 +159,7 @@ def test_a_scale_that_is_not_the_only_reader_stays():
 def test_dropout_that_draws_in_a_test_is_refused():
     net = layer_net('type: "Dropout" dropout_param { sample_weights_test: true }', (2, 3))
     with pytest.raises(
-        ConfigError, match="layer 'it' .Dropout.: sample_weights_test,? which draws random numbers, has no PyTorch form"
+        ConfigError, match="layer 'it' .Dropout.: sample_weights_test draws random numbers, which cannot be exported"
     ):
         to_torch(net)
 
@@ -186,7 +185,7 @@ def test_a_setting_without_a_form_is_refused():
 def test_each_form_is_of_a_layer_type():
     import_families()
     import_layer_types()
-    assert set(EXPORTERS) == set(FORMS) <= set(LAYERS)
+    assert set(TORCH.functions) == set(TORCH.forms) <= set(LAYERS)
 
 
 # -- the command ---------------------------------------------------------------------------------------
